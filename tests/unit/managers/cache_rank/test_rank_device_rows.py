@@ -27,10 +27,10 @@ from sglang_ext.mem_cache.compressors.spade import Spade
 MOST = 256
 
 
-@pytest.fixture(scope="module")
-def shared():
-    """A world whose rank several tests ask, one after another; answers bring all rows."""
-    world = RankWorld(places=16, fresh=MOST).ready()
+@pytest.fixture(scope="module", params=[False, True], ids=["", "apart"])
+def shared(request):
+    """A world whose rank several tests ask, one after another, ahead of questions or not; answers bring all rows."""
+    world = RankWorld(places=16, fresh=MOST, apart=request.param).ready()
     yield world
     world.steps.end()
 

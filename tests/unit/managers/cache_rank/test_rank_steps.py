@@ -22,7 +22,7 @@ from sglang_ext.mem_cache.selection.predictors import Current, Regressed
 
 @pytest.fixture(scope="module", params=[False, True], ids=["", "apart"])
 def shared(request):
-    """A world whose rank several tests ask, one after another; it may wait for what is not put yet, or not."""
+    """A world whose rank several tests ask, one after another; questions are put after it was told of them, for which it waits, or before."""
     world = RankWorld(places=16, apart=request.param).ready()
     yield world
     world.steps.end()
