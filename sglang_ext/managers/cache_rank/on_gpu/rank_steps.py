@@ -363,6 +363,8 @@ class RankSteps(LinkedRanks, BesideSteps):
             request.extend(slots)
         except (RankDown, MemoryFull) as error:
             self.missed[str(error)] += 1
+        # The rank looks for what it was told of until it is there: with the next questions, of which there may be none for hours.
+        self._put(self._arenas[request.leases.link], ())
 
     def renewed(self, row: int, covered: int, keep: int) -> NewestRows:
         """As :meth:`BesideSteps.renewed`."""
