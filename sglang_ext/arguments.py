@@ -147,8 +147,8 @@ class KVServerArgs(ServerArgs):
     ] = 0
     kv_cache_rank_gpu: A[
         int | None,
-        "With --kv-cache-ranks beside a GPU: the GPU of the first cache rank, from 0; the others follow. Default: the one after the "
-        "model's.",
+        "With --kv-cache-ranks beside a GPU: the GPU of the first cache rank, from 0; the others follow. Let nothing else run there: a "
+        "kernel waits on it for the questions of each step. Default: the one after the model's.",
         NS("memory"),
     ] = None
     kv_pack_layers: A[

@@ -298,6 +298,9 @@ def check_words(compiled):
     assert all("st.release.sys.global.b64" in ptx[kernel] for kernel in ("_signal", "_answer"))
     assert all("ld.acquire.sys.global.b64" in ptx[kernel] for kernel in ("_open_places", "_await", "_read_words"))
     assert all("%globaltimer" in ptx[kernel] and "st.release" not in ptx[kernel] for kernel in ("_await", "_read_words"))
+    # What one warp has seen another has not yet.
+    warps = {kernel: made.metadata.num_warps for kernel, made in compiled[begin:]}
+    assert {warps[kernel] for kernel in ("_open_places", "_signal", "_await", "_read_words", "_answer")} == {1}, warps
 
 
 def check_rows(keys, numbers, hits, commits, table, slots):

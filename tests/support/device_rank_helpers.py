@@ -1,6 +1,8 @@
 """A cache rank with an arena in a process of its own, on a CPU or a GPU, and requests of a made-up model whose steps ask it: with copies of
 pointers, or of rows that it sends."""
 
+import queue
+import threading
 import time
 from collections import Counter
 from dataclasses import replace
@@ -26,6 +28,37 @@ from sglang_ext.mem_cache.selection.top_tokens import mark_always
 
 # Slots of the made-up pool, of contexts; those after them hold pointers, or rows.
 CONTEXT_SLOTS, ROW_SLOTS = 800, 1200
+# By which questions are put later than ranks are told of them, where GPUs would be apart.
+BEHIND_SECONDS = 0.005
+
+
+class Later:
+    """In the place of a second stream on a CPU: another thread puts what is put, a while after the host went on, as a device that is behind
+    does, so that a rank that may is told ahead of it."""
+
+    def __init__(self, arenas):
+        self._left = queue.Queue()
+        for arena in arenas:
+            put = arena._publish
+            arena._publish = lambda *given, put=put: self._left.put((put, given))
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self):
+        while True:
+            put, given = self._left.get()
+            time.sleep(BEHIND_SECONDS)
+            put(*given)
+            self._left.task_done()
+
+    def launch(self, work, read):
+        """Begin work; what is reached when it is done."""
+        work()
+        return self
+
+    def wait(self, done):
+        """Until all is put."""
+        if done is not None:
+            self._left.join()
 
 
 class RankWorld:
@@ -61,6 +94,8 @@ class RankWorld:
         self.links = [linked(told, arena, silence) for arena in arenas]
         self.arenas = arenas
         self.steps = RankSteps(self.links, arenas, self.method, self.table, self.buffers, self.queries, patience)
+        if flags.get("apart") and self.device.type == "cpu":
+            self.steps._side = Later(arenas)
         # Steps of tests take no time.
         self.steps.pace = Pace(every, every if most is None else most)
         self.copies, self.ends, self._free = {}, {}, CONTEXT_SLOTS

@@ -295,7 +295,8 @@ def push_chosen(chosen: torch.Tensor, numbers: torch.Tensor, target: int, lane_s
 def read_words(heads: int, written: int, out: torch.Tensor, least: int = 0, seconds: float = 0.0) -> None:
     """Read, by their addresses, how much was written, and the words of all lanes: int64 [1 + lanes * LANE_WORDS], ``out``; the stream waits
     until ``least`` was written, no longer than ``seconds``."""
-    _read_words[(1,)](heads, written, out, len(out) - 1, least, int(seconds * 1e9), BLOCK=COPIED, num_warps=4)
+    # Of one warp: several would each wait on their own, and of the words that one reads another would say how much was written.
+    _read_words[(1,)](heads, written, out, len(out) - 1, least, int(seconds * 1e9), BLOCK=COPIED, num_warps=1)
 
 
 def answer(heads: int, numbers: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ from itertools import groupby, takewhile
 import torch
 import zmq
 
-from sglang_ext.device import to_device
+from sglang_ext.device import Mark, to_device
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.keys import KeyStore
 from sglang_ext.managers.cache_rank.on_gpu.arena import ArenaError, word_of
@@ -130,16 +130,15 @@ class DeviceRank(CacheRank):
 
     def _answer_next(self) -> None:
         # Keys that came with questions are part of what these take.
-        begun, chosen = time.perf_counter(), None
+        begun, chosen = Mark.now(self._device), None
         if self._coming:
             self._pull(*self._memory.read_words())
         if coming := self._coming_together():
-            chosen = self._choose_ahead(coming)
-            begun = time.perf_counter()
+            begun, chosen = self._choose_ahead(coming)
         asks = sorted(self._questions.all(), key=_alike)
         for _, group in groupby(asks, key=_alike):
             self._answer(list(group), begun, chosen if asks == coming else None)
-            begun = time.perf_counter()
+            begun = Mark.now(self._device)
         answered = {ask.lane: self._word(ask) for ask in asks}
         passed = [(lane, word, False) for lane, word in self._unasked.items() if word > answered.get(lane, 0)]
         if passed:
@@ -156,15 +155,16 @@ class DeviceRank(CacheRank):
         whole = len(asks) == first.together == len({ask.lane for ask in asks})
         return asks if whole and len({_alike(ask) for ask in asks}) == 1 else []
 
-    def _choose_ahead(self, asks: Sequence[protocol.Ask]) -> torch.Tensor:
-        """Choose for questions as soon as they are put, and take what is there then: as :meth:`_chosen`, of use if all of them are."""
+    def _choose_ahead(self, asks: Sequence[protocol.Ask]) -> tuple[Mark, torch.Tensor]:
+        """Choose for questions as soon as they are put, and take what is there then: when the device no longer waited for them, which may
+        be while the host still launches, and what was chosen, as :meth:`_chosen`, of use if all of them are there."""
         places = [self._held(ask) for ask in asks]
         # Before the device waits, for which copies from the host would wait.
         self._placed(asks, places)
-        words = self._memory.await_words(word_of(self._epoch, asks[0].number), AHEAD_SECONDS)
+        words, begun = self._memory.await_words(word_of(self._epoch, asks[0].number), AHEAD_SECONDS), Mark.now(self._device)
         chosen = self._chosen(asks, places)
         self._pull(*words())
-        return chosen
+        return begun, chosen
 
     def _pull(self, written: int, heads: Sequence[Sequence[int]]) -> None:
         """Take of what messages told what is in the arena, by its words."""
@@ -183,7 +183,7 @@ class DeviceRank(CacheRank):
             self._wait()
             self._say(protocol.Taken(self._epoch, tuple(taken)))
 
-    def _answer(self, asks: Sequence[protocol.Ask], begun: float, chosen: torch.Tensor | None = None) -> None:
+    def _answer(self, asks: Sequence[protocol.Ask], begun: Mark, chosen: torch.Tensor | None = None) -> None:
         """Answer questions with as many queries, for a token as far ahead, by what was ``chosen`` for them, or is now.
 
         Args:
@@ -194,8 +194,9 @@ class DeviceRank(CacheRank):
         places = [self._held(ask) for ask in asks]
         self._push(asks, places, self._chosen(asks, places) if chosen is None else chosen)
         self._memory.answer([(ask.lane, self._word(ask), True) for ask in asks])
+        done = Mark.now(self._device)
         self._wait()
-        seconds = time.perf_counter() - begun
+        seconds = begun.until(done)
         for ask in asks:
             self._say(self._about(ask, True, seconds, len(asks)))
 

@@ -21,19 +21,18 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
 
 import msgspec
 import torch
 
 from sglang_ext.device import SideStream
 from sglang_ext.managers.cache_rank import protocol
-from sglang_ext.managers.cache_rank.leases import KeyLease, KeyLeases, MemoryFull, token_names
+from sglang_ext.managers.cache_rank.leases import MemoryFull, token_names
 from sglang_ext.managers.cache_rank.link import RankDown, RankLink
 from sglang_ext.managers.cache_rank.linked_ranks import LinkedRanks
 from sglang_ext.managers.cache_rank.on_gpu.arena import Arena, Asked, Copy
+from sglang_ext.managers.cache_rank.on_gpu.at_rank import AtRank, Put, Question, Record
 from sglang_ext.managers.cache_rank.on_gpu.device_counts import DeviceCounts
 from sglang_ext.managers.cache_rank.on_gpu.pace import Pace
 from sglang_ext.mem_cache.compressed.chosen_beside import BesideSteps
@@ -47,64 +46,6 @@ logger = logging.getLogger(__name__)
 
 # That the device waits at most in a step, over all ranks and requests.
 WAIT_SECONDS = 0.02
-
-
-@dataclass(frozen=True)
-class Question:
-    """What was asked last for a request: by which number of its lane, among how many tokens, and how many of them for each head."""
-
-    sequence: int
-    covered: int
-    keep: int
-
-
-@dataclass(frozen=True)
-class Record:
-    """Of which tokens a copy holds rows, and for how many it stands.
-
-    Attributes:
-        positions: int32 [layers, kv_heads, keep], by place; kernels change it.
-        covered: tokens.
-    """
-
-    positions: torch.Tensor
-    covered: int
-
-
-@dataclass
-class AtRank:
-    """A request at a rank.
-
-    Attributes:
-        leases: of the process that has its keys.
-        lease: its own.
-        names: of the blocks of its prompt, which others that begin alike share.
-        asked: the question whose answer its copy shall lead to; None where none is open.
-        alone: whether its full KV was given back: the rank has the only one.
-    """
-
-    leases: KeyLeases
-    lease: KeyLease
-    names: Sequence[bytes] = ()
-    asked: Question | None = None
-    alone: bool = False
-
-    @property
-    def void(self) -> bool:
-        """Whether the process that had its keys is gone."""
-        return not self.leases.link.ready or self.leases.epoch != self.leases.link.epoch
-
-    def extend(self, slots: torch.Tensor) -> bool:
-        """As :meth:`KeyLeases.extend`: of slots the host knows nothing."""
-        return self.leases.extend(self.lease, slots, lambda index: self.names[index] if index < len(self.names) else None)
-
-
-class Put(NamedTuple):
-    """A question that is put: whose it is, what its rank is told, and what is written to the arena."""
-
-    request: AtRank
-    ask: protocol.Ask
-    asked: Asked
 
 
 class RankSteps(LinkedRanks, BesideSteps):
@@ -363,6 +304,8 @@ class RankSteps(LinkedRanks, BesideSteps):
             request.extend(slots)
         except (RankDown, MemoryFull) as error:
             self.missed[str(error)] += 1
+        # The rank looks for what it was told of until it is there: with the next questions, of which there may be none for hours.
+        self._put(self._arenas[request.leases.link], ())
 
     def renewed(self, row: int, covered: int, keep: int) -> NewestRows:
         """As :meth:`BesideSteps.renewed`."""

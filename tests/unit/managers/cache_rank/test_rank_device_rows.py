@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -27,10 +28,10 @@ from sglang_ext.mem_cache.compressors.spade import Spade
 MOST = 256
 
 
-@pytest.fixture(scope="module")
-def shared():
-    """A world whose rank several tests ask, one after another; answers bring all rows."""
-    world = RankWorld(places=16, fresh=MOST).ready()
+@pytest.fixture(scope="module", params=[False, True], ids=["", "apart"])
+def shared(request):
+    """A world whose rank several tests ask, one after another, ahead of questions or not; answers bring all rows."""
+    world = RankWorld(places=16, fresh=MOST, apart=request.param).ready()
     yield world
     world.steps.end()
 
@@ -108,6 +109,25 @@ def test_full_kv_goes_and_the_copy_goes_on_to_hold_what_is_chosen_among_all_toke
         world.step()
         assert torch.equal(world.led(1), world.chosen(1, world.ends[1] - 1, 290))
     assert not +world.steps.missed
+
+
+def busy_seconds(pid):
+    """That a process has computed so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_a_rank_that_was_sent_what_is_new_of_a_request_that_then_ends_does_not_look_for_it_for_ever(world):
+    world.begin(1, 200, 48)
+    world.step()
+    world.give_back(1)
+    world.ends[1] = 290
+    assert world.renew(1, 60)
+    world.leave(1)
+    time.sleep(0.3)
+    before = busy_seconds(world.links[0].pid)
+    time.sleep(1.0)
+    assert busy_seconds(world.links[0].pid) - before < 0.2
 
 
 def test_where_a_rank_has_no_room_for_what_is_new_the_copy_stands_for_what_it_stood_for():

@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import threading
 import time
 
 import pytest
@@ -22,7 +23,7 @@ from sglang_ext.mem_cache.selection.predictors import Current, Regressed
 
 @pytest.fixture(scope="module", params=[False, True], ids=["", "apart"])
 def shared(request):
-    """A world whose rank several tests ask, one after another; it may wait for what is not put yet, or not."""
+    """A world whose rank several tests ask, one after another; it is told of questions once they are put, or before, and waits."""
     world = RankWorld(places=16, apart=request.param).ready()
     yield world
     world.steps.end()
@@ -285,6 +286,21 @@ def test_keys_that_come_with_a_question_are_part_of_what_it_takes(monkeypatch):
         assert socket.messages[-1].chosen and least <= socket.messages[-1].seconds < most
 
 
+def test_a_choice_that_was_launched_ahead_costs_what_it_takes_from_when_the_question_is_put(monkeypatch):
+    monkeypatch.setattr(device_rank, "AHEAD_SECONDS", 20.0)
+    arena = Arena(attach().shape, torch.device("cpu"), "cpu")
+    rank, socket = rank_here(arena, apart=True)
+    choose = rank._chosen
+    monkeypatch.setattr(rank, "_chosen", lambda *given: time.sleep(0.2) or choose(*given))
+    rank._take(protocol.Lease(0, 0, (0,)))
+    rank._take(protocol.Ask(0, 0, 5, 1, 64, 8, (63,), number=arena.next_number()))
+    put = threading.Timer(0.6, arena.publish, (torch.randn(5, 8, 6, 8), [Asked([3], 0, arena.word(1))]))
+    put.start()
+    rank._answer_next()
+    put.join()
+    assert socket.messages[-1].chosen and 0.2 <= socket.messages[-1].seconds < 0.6
+
+
 def test_a_rank_that_is_killed_costs_choices_and_another_takes_its_place():
     world = RankWorld(patience=0.3, places=16).ready()
     world.begin(1, 200, 48)
@@ -363,11 +379,11 @@ class Told:
         self.messages.append(protocol.decode_from_rank(frame))
 
 
-def rank_here(arena):
+def rank_here(arena, apart=False):
     """A rank in this process that was told what it serves, and what it says."""
     socket = Told()
     rank = DeviceRank(socket, arena.begin(1), 1, torch.device("cpu"))
-    rank._take(attach())
+    rank._take(attach(apart=apart))
     return rank, socket
 
 
