@@ -244,7 +244,7 @@ class Launched:
         return self
 
     def __call__(self, *given, **named):
-        self.nbytes = sum(each.nbytes for each in given[10:13])
+        self.nbytes = sum(each.nbytes for each in given[10:12])
 
 
 @pytest.mark.parametrize(
