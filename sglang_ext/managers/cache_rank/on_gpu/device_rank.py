@@ -120,7 +120,6 @@ class DeviceRank(CacheRank):
         asks = [each for each in self._coming if isinstance(each, protocol.Ask) and each.lane == lane]
         self._coming = deque(each for each in self._coming if each not in asks)
         self._forget_places(lane)
-        self._unasked.pop(lane, None)
         return super()._drop(lane) + asks
 
     def _skip(self, ask: protocol.Ask | None) -> None:
