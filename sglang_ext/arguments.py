@@ -154,8 +154,8 @@ class KVServerArgs(ServerArgs):
     kv_pack_layers: A[
         int | str,
         Arg(
-            help="With --kv-cache-ranks: layers whose queries go to a cache rank at once, from 1; auto: 4 to 12, by how long messages and "
-            "choosing take.",
+            help="With --kv-cache-ranks: layers whose queries go to a cache rank at once, from 1, fewer where the model's are divided more "
+            "evenly so, as 30 by 12 in packs of 10; auto: 4 to 12, by how long messages and choosing take.",
             type_parser=options.parse_draft_length,
         ),
         NS("memory"),

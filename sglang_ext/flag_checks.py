@@ -156,6 +156,11 @@ def _warn_of_idle_compressor(args: "KVServerArgs") -> None:
         _warn_of_idle(args, why, selection_options.SPADE_FLAGS, "--kv-compressor spade")
     elif not args.kv_cache_ranks:
         _warn_of_idle(args, "--kv-cache-ranks is 0, with which", selection_options.RANK_FLAGS, "--kv-cache-ranks 1")
+    if selection_options.selects(args) and args.kv_select == 1:
+        logger.warning(
+            "sglang-ext: --kv-select is 1, the whole of each context, of which choices leave nothing out: pass a share below 1, for example "
+            "0.125, or a number from 2, for example 2048"
+        )
     if selection_options.predicts(args) and args.disaggregation_mode == "prefill":
         why, names = "--disaggregation-mode is prefill, which takes no steps, and so", ("kv_cache_ranks", "kv_score_bits")
         _warn_of_idle(args, why, (*names, *(selection_options.RANK_FLAGS if args.kv_cache_ranks else ())), "that to the decode server")
@@ -233,14 +238,8 @@ def _check_least_host_memory(args: "KVServerArgs") -> None:
     if args.kv_host_gb < least:
         raise OptionError(
             f"--kv-host-gb is {args.kv_host_gb:g}, less than full KV of {tokens} tokens takes: pass at least "
-            f"{_rounded_up(least)}, better room for many contexts, for example 16, or 0 for no host memory"
+            f"{refusal.rounded_up(least)}, better room for many contexts, for example 16, or 0 for no host memory"
         )
-
-
-def _rounded_up(gigabytes: float) -> str:
-    """Two digits that are no less."""
-    step = 10.0 ** (math.floor(math.log10(gigabytes)) - 1)
-    return f"{math.ceil(gigabytes / step) * step:.3g}"
 
 
 def _check_ranges(args: "KVServerArgs") -> None:

@@ -1,6 +1,7 @@
 """What an option is refused with: reason and remedy, and the options that are part of it."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -62,6 +63,12 @@ def given(args: "KVServerArgs", name: str) -> bool:
     field = type(args).__dataclass_fields__[name]
     default = field.default_factory() if field.default is dataclasses.MISSING else field.default
     return getattr(args, name) != default
+
+
+def rounded_up(least: float) -> str:
+    """A number as a message advises it: two digits that are no less, so that what is advised is taken."""
+    step = 10.0 ** (math.floor(math.log10(least)) - 1)
+    return f"{math.ceil(least / step) * step:.3g}"
 
 
 def switched_on(name: str) -> Callable[["KVServerArgs"], bool]:

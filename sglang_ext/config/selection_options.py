@@ -265,7 +265,7 @@ def _check_against_model(args: "KVServerArgs") -> None:
     if size is not None and size < least:
         raise OptionError(
             f"--kv-cache-rank-gb is {size:g}, less than {what} of {args.kv_sparse_from} tokens (--kv-sparse-from) take: pass at least "
-            f"{least:.3g}, better room for many requests, for example 8"
+            f"{refusal.rounded_up(least)}, better room for many requests, for example 8"
         )
     if size is not None and not beside_gpu(args):
         # The process could not take it, or be ended once it has: the server would go on without choices.

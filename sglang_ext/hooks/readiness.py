@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from sglang_ext.config.method_options import Offer, offers
 from sglang_ext.config.options import BACKEND
 from sglang_ext.config.prefill_options import QUANTIZED
-from sglang_ext.config.selection_options import selected
+from sglang_ext.config.selection_options import selected, selects
 from sglang_ext.mem_cache.compressors import catalogue
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ ROLES = {
 }
 ASK_ROUTER = "ask SGLang's router, which sends each request to a prefill and a decode server"
 ON_CPU = "; on a CPU drafting shows correctness, not speed: an answer takes about twice stock's time or more"
+CHOOSING_ON_CPU = "; on a CPU choosing tokens shows what it does, not speed: an answer may take longer than stock's"
 
 
 def say_when_ready(
@@ -63,7 +64,9 @@ def lines(args: "KVServerArgs") -> tuple[str, str, str]:
     means = MODES[args.kv_mode]
     if args.kv_mode == "verified" and role != "null" and args.disaggregation_transfer_backend == BACKEND and args.kv_reference == "int8":
         means = IN_8_BITS
-    slow = ON_CPU if args.kv_mode == "verified" and args.device == "cpu" else ""
+    slow = ""
+    if args.device == "cpu" and (args.kv_mode == "verified" or selects(args)):
+        slow = ON_CPU if args.kv_mode == "verified" else CHOOSING_ON_CPU
     methods = ", ".join(f"{offer.name} ({_kept(args, offer)})" for offer in offers(args))
     drafts = f", draft length {args.kv_draft_length}" if args.kv_mode == "verified" else ""
     prompts = ", prompts on codes" if args.kv_prefill == QUANTIZED else ""

@@ -288,6 +288,8 @@ class KVWorker(BaseSpecWorker):
             form=form,
             elsewhere=elsewhere,
             beside=chosen_beside,
+            # Between requests, too: nothing else tells metrics then.
+            tended=lambda: self.loop.observe_pool(),
             gives_back=options.full_kv_stays(args) is None,
         )
 

@@ -168,7 +168,10 @@ class RankLink:
         self._due = time.monotonic() + RESTART_SECONDS * 2**self._failures
         self._failures += 1
         if self.given_up:
-            text = "sglang-ext: cache rank: %d processes ended before they answered; no more are started. The last: %s"
+            text = (
+                "sglang-ext: cache rank: %d processes ended before they answered; no more are started, and requests go without it until "
+                "the server is restarted. The last: %s"
+            )
             logger.error(text, MOST_STARTS, told)
 
     def end(self) -> None:

@@ -53,6 +53,11 @@ class LinkedRanks:
         return sum(link.starts for link in self.links)
 
     @property
+    def processes(self) -> tuple[int, int]:
+        """As :attr:`SendsRows.processes`."""
+        return self.ready, self.starts
+
+    @property
     def slowest(self) -> float:
         """Seconds that the last question took, a pack of layers or a step, at the rank where it took longest."""
         return max((link.seconds for link in self.links), default=0.0)

@@ -83,9 +83,11 @@ class SendsRows:
 
     Attributes:
         sends_rows: whether it has the full KV of its requests, and K and V of what is chosen come with it.
+        processes: that can be asked, and that were started, where others choose.
     """
 
     sends_rows: bool = False
+    processes: tuple[int, int] = (0, 0)
 
     def holds(self, row: int) -> int:
         """First tokens of a request whose K and V it has, and sends rows of; 0 where it cannot, or the copy holds no rows yet."""

@@ -54,6 +54,7 @@ class CompressedViews:
         form: in which copies lie in their slots.
         elsewhere: who chooses tokens in another process; None where methods choose here.
         beside: who chooses them on a GPU beside steps; None where methods choose between steps.
+        tended: told where processes that choose have come or gone.
         gives_back: whether full KV goes where a copy holds all of it (codes_alone.py).
         made: copies that were made or renewed, by what they are called.
         refused: names of the compressors whose scores cannot be used, of which no copy is made any more.
@@ -73,6 +74,7 @@ class CompressedViews:
     form: KVFormat = PlainTokens()
     elsewhere: ChosenElsewhere | None = None
     beside: BesideSteps | None = None
+    tended: Callable[[], None] = lambda: None
     gives_back: bool = False
     made: Counter[str] = field(default_factory=Counter)
     refused: set[str] = field(default_factory=set)
@@ -146,9 +148,11 @@ class CompressedViews:
 
     def tend(self) -> None:
         """Look after the processes that choose, where others do: between forwards, and while nothing runs."""
-        for each in (self.elsewhere, self.beside):
-            if each is not None:
-                each.tend()
+        for each in filter(None, (self.elsewhere, self.beside)):
+            before = each.processes
+            each.tend()
+            if each.processes != before:
+                self.tended()
 
     def copies(self) -> ItemsView[int, CompressedView]:
         """All copies, by their requests' rows."""

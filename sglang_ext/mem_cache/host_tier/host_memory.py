@@ -4,6 +4,7 @@ In a container, or in a service with a limit, the kernel ends processes at the l
 machine has. A group's limits hold for all groups inside it, so that all on the way to the root are looked at.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,10 +55,11 @@ def check(size: int, ranks: int = 1, flag: str = "--kv-host-gb", what: str = "fu
     """
     found = HostMemory.find()
     if size * ranks > found.available:
+        most = math.floor(found.available / ranks / 1e8) / 10  # what is advised is there
         each = f" for each of {ranks} ranks, {size * ranks / 1e9:.1f} GB together," if ranks > 1 else ""
         raise OptionError(
             f"{flag} asks for {size / 1e9:.1f} GB of host memory{each} for {what}; {found.available / 1e9:.1f} GB are "
-            f"available ({found.limit}): pass at most {found.available / ranks / 1e9:.1f}, free memory, or raise that limit"
+            f"available ({found.limit}): pass at most {most:.1f}, free memory, or raise that limit"
         )
 
 

@@ -33,6 +33,10 @@ def test_three_lines_tell_mode_method_and_address() -> None:
 def test_on_a_cpu_they_say_that_drafting_is_not_faster_there() -> None:
     assert "shows correctness, not speed" in readiness.lines(server(device="cpu"))[0]
     assert "speed" not in readiness.lines(server(device="cpu", kv_mode="lossy"))[0]
+    choosing = server(device="cpu", kv_mode="lossy", kv_compressor="spade", kv_select=0.25)
+    assert "an answer may take longer than stock's" in readiness.lines(choosing)[0]
+    choosing.device = "cuda"
+    assert "stock" not in readiness.lines(choosing)[0]
 
 
 def test_servers_apart_say_which_part_is_theirs_and_whom_to_ask() -> None:

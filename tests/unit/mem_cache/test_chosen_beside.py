@@ -298,3 +298,20 @@ def test_a_step_over_full_kv_leaves_queries_where_nothing_else_does_before_a_fir
     queries = SimpleNamespace(left_by_steps=leaves, open_to=lambda key: room)
     steps = Steps(SimpleNamespace(views=SimpleNamespace(token_table=None), lossy=lossy, model_runner=None, queries=queries))
     assert steps._needs_queries((Recorded(1, 0, 1, 9),)) is expected and not steps._needs_queries(())
+
+
+def test_whoever_asks_is_told_where_processes_have_come_or_gone_though_no_request_does():
+    views, _, _ = world(Spade(each_round=False))
+    told = []
+    views.beside, views.tended = InPlace(), lambda: told.append(views.beside.processes)
+    views.tend()
+    assert not told, "nothing has changed"
+
+    class Ended(InPlace):
+        def tend(self):
+            self.processes = 0, 1
+
+    views.beside = Ended()
+    views.tend()
+    views.tend()
+    assert told == [(0, 1)], "once"

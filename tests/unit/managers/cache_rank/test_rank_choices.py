@@ -35,6 +35,14 @@ def handed_over(pack=5):
     return choices, rank
 
 
+def test_ranks_tell_how_many_run_and_were_started():
+    choices, rank = handed_over()
+    assert choices.processes == (1, 1)
+    rank.ended = -9
+    choices.tend()
+    assert choices.processes == (0, 1)
+
+
 class Steps:
     """Steps of the request, and what its copy was led to."""
 

@@ -151,6 +151,7 @@ def test_after_processes_that_never_answer_no_more_are_started(caplog):
         link.tend()
     assert link.starts == links.MOST_STARTS and link.given_up and link.why == "ended"
     assert f"{links.MOST_STARTS} processes ended before they answered; no more are started" in caplog.text
+    assert "requests go without it until the server is restarted" in caplog.text
 
 
 @pytest.mark.parametrize(("layers", "count", "sizes"), [(30, 6, [6] * 5), (30, 7, [6] * 5), (5, 2, [1, 2, 2]), (4, 12, [4])])
