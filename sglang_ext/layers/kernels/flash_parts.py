@@ -5,11 +5,15 @@ tokens; :func:`join_parts` joins them by log-sum-exp, and can keep both kinds ap
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+# Numbers of parts that a warp joins, at most.
+JOINED = 2048
 
 
 @triton.jit
@@ -89,9 +93,12 @@ def store_part(partial, lse, place, channel, there, best, total, acc, row, GROUP
 @triton.jit
 def join_parts(
     partial, lse, far, near, VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, PACKED: tl.constexpr,
-    SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr, APART: tl.constexpr,
+    SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr, APART: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One request's head: what its splits found; those over its copy and the others ``APART``, or all in ``far``."""
+    """One request's head: what its splits found; those over its copy and the others ``APART``, or all in ``far``. Where it is launched
+    ``EARLY`` it waits until they have ended."""
+    if EARLY:
+        gdc_wait()
     head = tl.program_id(0).to(tl.int64)
     split, dim = tl.arange(0, PADDED_SPLITS), tl.arange(0, PADDED_VALUE_DIM)
     sums = tl.load(lse + head * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
@@ -109,6 +116,12 @@ def join_parts(
         tl.store(near + head * VALUE_DIM + dim, tl.sum(tl.where((split >= PACKED)[:, None], found, 0.0), 0), mask=inside)
     else:
         tl.store(far + head * VALUE_DIM + dim, tl.sum(found, 0), mask=inside)
+
+
+@lru_cache
+def launched_early(device: torch.device) -> bool:
+    """Whether a kernel may be launched while the one before it ends (CUDA's programmatic dependent launch, of compute capability 9.0 on)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @dataclass(frozen=True)
@@ -161,5 +174,8 @@ class Parts:
 
     def _join(self, far: torch.Tensor, near: torch.Tensor, apart: bool) -> None:
         requests, heads, _ = self.queries.shape
-        numbers = {"SPLITS": self.most, "PADDED_SPLITS": triton.next_power_of_2(self.most), "APART": apart}
-        join_parts[(requests * heads,)](self.partial, self.lse, far, near, **numbers, **self.shape)
+        splits, early = triton.next_power_of_2(self.most), launched_early(far.device)
+        numbers = {"SPLITS": self.most, "PADDED_SPLITS": splits, "APART": apart, "EARLY": early}
+        warps = min(4, max(1, splits * self.shape["PADDED_VALUE_DIM"] // JOINED))
+        how = {"num_warps": warps} | ({"launch_pdl": True} if early else {})
+        join_parts[(requests * heads,)](self.partial, self.lse, far, near, **numbers, **self.shape, **how)

@@ -1,7 +1,7 @@
 """Decode attention over rows that begin with pointers into full KV (slot_pointers.py), split over the context (flash decoding).
 
-Programs of a request's first splits read the tokens to which a head's pointers lead, those of the others the tokens after them;
-the kernel that joins them is flash_parts.py's.
+Programs of a request's first splits read the tokens to which a head's pointers lead, each as many steps of them; those of the others
+the steps that are left over, and the tokens after them. The kernel that joins them is flash_parts.py's.
 """
 
 import torch
@@ -31,22 +31,22 @@ def _pointed(pointers, holder, place, last, pointer_slot, PER_SLOT: tl.constexpr
 
 @triton.jit
 def _pointed_part(
-    queries, keys, values, pointers, table, width, part, count, scaling, row, key_slot, value_slot, pointer_slot, PARTS: tl.constexpr,
-    GROUP: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    queries, keys, values, pointers, table, width, first, last, count, scaling, row, key_slot, value_slot, pointer_slot,
+    PARTS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     PADDED_VALUE_DIM: tl.constexpr, PER_SLOT: tl.constexpr, N: tl.constexpr, LIKE: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over the tokens to which ``count`` pointers of a head lead, every PARTS-th N of them; buffers begin at the head's cells."""
+    """Softmax over the tokens to which a head's pointers lead, ``count`` in all: N from ``first`` on, and of each PARTS steps after them
+    again so many, before ``last``; buffers begin at the head's cells."""
     dim, value_dim = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE_DIM)
     q = scaled_queries(queries, row, dim, scaling, GROUP, DIM, LIKE)
     best = tl.zeros([M], dtype=tl.float32) - float("inf")
     total = tl.zeros([M], dtype=tl.float32)
     acc = tl.zeros([M, PADDED_VALUE_DIM], dtype=tl.float32)
-    # Where a part begins its count does not say: what leads there is on its way with the count.
     BY: tl.constexpr = PARTS * N
-    place = part * N + tl.arange(0, N)
+    place = first + tl.arange(0, N)
     slot = _pointed(pointers, _holder(table, place, width, PER_SLOT), place, count, pointer_slot, PER_SLOT)
     holder = _holder(table, place + BY, width, PER_SLOT)
-    for start in tl.range(part * N, count, BY):
+    for start in tl.range(first, last, BY):
         place = start + tl.arange(0, N)
         # Read a step ahead, and what leads there two, so that keys and values of several steps may be on their way.
         next_slot = _pointed(pointers, holder, place + BY, count, pointer_slot, PER_SLOT)
@@ -59,13 +59,23 @@ def _pointed_part(
 
 
 @triton.jit
+def _both(best, total, acc, other_best, other_total, other_acc):
+    """Softmax over what two parts saw."""
+    new_best = tl.maximum(best, other_best)
+    # What has seen nothing yet has no maximum.
+    finite = tl.where(new_best == float("-inf"), 0.0, new_best)
+    mine, others = tl.exp(best - finite), tl.exp(other_best - finite)
+    return new_best, total * mine + other_total * others, acc * mine[:, None] + other_acc * others[:, None]
+
+
+@triton.jit
 def pointer_splits(
     queries, keys, values, pointers, token_table, table_row, rows, lengths, counts, partial, lse, scaling, key_slot, key_head,
     value_slot, value_head, pointer_slot, pointer_head, HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
     PER_SLOT: tl.constexpr, PACKED: tl.constexpr, SPLITS: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """One split of a request's KV head: the first PACKED read what its pointers lead to, the others what follows them."""
+    """One split of a request's KV head: the first PACKED read what its pointers lead to, the others what is left of it and follows it."""
     split, request = tl.program_id(0), tl.program_id(2)
     kv_head, row = head_and_rows(GROUP, M)
     at = tl.load(rows + request)
@@ -74,16 +84,27 @@ def pointer_splits(
     LIKE: tl.constexpr = keys.dtype.element_ty
     head0 = request * HEADS * GROUP + kv_head * GROUP
     mine, my_keys, my_values = queries + head0 * DIM, keys + kv_head * key_head, values + kv_head * value_head
+    my_pointers, steps = pointers + kv_head * pointer_head, tl.cdiv(count, N)
+    # Of as many steps for each part, or those that there are, the end.
+    shared = tl.where(steps < PACKED, steps, steps // PACKED * PACKED) * N
     if split < PACKED:
+        # Where a part begins its count does not say: what leads there is on its way with the count.
         best, total, acc = _pointed_part(
-            mine, my_keys, my_values, pointers + kv_head * pointer_head, table, table_row, split, count, scaling, row, key_slot,
-            value_slot, pointer_slot, PACKED, GROUP, M, DIM, VALUE_DIM, PADDED_DIM, PADDED_VALUE_DIM, PER_SLOT, N, LIKE,
+            mine, my_keys, my_values, my_pointers, table, table_row, split * N, shared, count, scaling, row, key_slot, value_slot,
+            pointer_slot, PACKED, GROUP, M, DIM, VALUE_DIM, PADDED_DIM, PADDED_VALUE_DIM, PER_SLOT, N, LIKE,
         )  # fmt: skip
     else:
         best, total, acc = exact_part(
             mine, my_keys, my_values, table, tl.cdiv(count, PER_SLOT), tl.load(lengths + request).to(tl.int32), split - PACKED,
             scaling, row, key_slot, value_slot, SPLITS - PACKED, GROUP, M, DIM, VALUE_DIM, PADDED_DIM, PADDED_VALUE_DIM, N, LIKE,
         )  # fmt: skip
+        first = shared + (split - PACKED) * N
+        if first < count:
+            left_best, left_total, left = _pointed_part(
+                mine, my_keys, my_values, my_pointers, table, table_row, first, count, count, scaling, row, key_slot, value_slot,
+                pointer_slot, SPLITS - PACKED, GROUP, M, DIM, VALUE_DIM, PADDED_DIM, PADDED_VALUE_DIM, PER_SLOT, N, LIKE,
+            )  # fmt: skip
+            best, total, acc = _both(best, total, acc, left_best, left_total, left)
     place = (head0 + row) * SPLITS + split
     store_part(partial, lse, place, value_dim, value_dim < VALUE_DIM, best, total, acc, row, GROUP, VALUE_DIM)
 

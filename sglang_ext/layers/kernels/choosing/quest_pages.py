@@ -168,14 +168,14 @@ def _choose_resident(
     """List the best pages of a head, whose bounds are in registers. Each count waits for all threads: few are made."""
     place = tl.arange(0, RESIDENT)
     found = _noted(bounds, place, count)
+    # On their way while pages are counted.
+    slot = _first_slots(context, place, place < count, PAGE)
     first, step = _guess(tl.sum(found), tl.sum(found * found), count, chosen, TRIALS)
     order = _orders(found, place, count, FIRST, NEWEST)
     low, high, there, above = tl.full((), LEAST, tl.int64), tl.full((), -LEAST, tl.int64), count, 0
     while (there != chosen) & (low + 1 < high):
         several = tl.sum(_counted(order, low, high, first, step, TRIALS, BITS))
         low, high, there, above, first, step = _narrowed(low, high, there, above, first, step, several, chosen, TRIALS, BITS)
-    # On their way while pages are ranked.
-    slot = _first_slots(context, place, order >= low.to(tl.int32), PAGE)
     _list_best(order, low.to(tl.int32), high.to(tl.int32), chosen - above, 0, 0, listed, slot)
 
 
@@ -209,6 +209,25 @@ def _choose_in_memory(
 
 
 @triton.jit
+def _point(cells, table, listed, chosen, slot_stride, PER_SLOT: tl.constexpr, PAGE: tl.constexpr, KEPT: tl.constexpr):
+    """Let a head's pointers, in cells of a row's slots, lead to the tokens of the pages that are listed by their first slots."""
+    in_page = tl.arange(0, PAGE)
+    for first in tl.range(0, chosen, KEPT):
+        place = first + tl.arange(0, KEPT)
+        inside = place < chosen
+        token = tl.load(listed + place, mask=inside, other=0)[:, None] + in_page[None, :]
+        if PER_SLOT % PAGE == 0:
+            # All pointers to a page are in one slot.
+            holder = tl.load(table + place * PAGE // PER_SLOT, mask=inside, other=0).to(tl.int64)
+            pointer = (holder * slot_stride + place * PAGE % PER_SLOT)[:, None] + in_page[None, :]
+        else:
+            number = place[:, None] * PAGE + in_page[None, :]
+            holder = tl.load(table + number // PER_SLOT, mask=inside[:, None], other=0).to(tl.int64)
+            pointer = holder * slot_stride + number % PER_SLOT
+        tl.store(cells + pointer, token, mask=inside[:, None])
+
+
+@triton.jit
 def _extremes(extremes, slot, inside, head, dim, HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PAGE: tl.constexpr):
     """Least and largest numbers of a head in the pages that begin with slots."""
     page = slot.to(tl.uint32) // PAGE
@@ -216,7 +235,9 @@ def _extremes(extremes, slot, inside, head, dim, HEADS: tl.constexpr, DIM: tl.co
     some = inside[:, None]
     if DIM < PADDED_DIM:
         some = some & (dim < DIM)[None, :]
-    return tl.load(mine, mask=some, other=0.0), tl.load(mine + DIM, mask=some, other=0.0)
+    # Each is read once: what all programs read stays in the cache.
+    least = tl.load(mine, mask=some, other=0.0, eviction_policy="evict_first")
+    return least, tl.load(mine + DIM, mask=some, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -274,14 +295,9 @@ def _choose_pages(
             else:
                 _choose_resident(mine, context, list_of_mine, count, chosen, FIRST, NEWEST, PAGE, RESIDENT, TRIALS, BITS)
             tl.debug_barrier()
-            in_page = tl.arange(0, PAGE)
-            for first in tl.range(0, chosen, KEPT):
-                place = first + tl.arange(0, KEPT)
-                pointer = place[:, None] * PAGE + in_page[None, :]
-                inside = pointer < kept
-                holder = tl.load(token_table + row * table_row + pointer // PER_SLOT, mask=inside, other=0).to(tl.int64)
-                token = tl.load(list_of_mine + place, mask=place < chosen, other=0)[:, None] + in_page[None, :]
-                tl.store(cells + holder * slot_stride + head * head_stride + pointer % PER_SLOT, token, mask=inside)
+            _point(
+                cells + head * head_stride, token_table + row * table_row, list_of_mine, chosen, slot_stride, PER_SLOT, PAGE, KEPT
+            )  # fmt: skip
 
 
 def bound_pages(key_table: torch.Tensor, like: torch.Tensor, slots: torch.Tensor, extremes: torch.Tensor, page: int) -> None:
