@@ -256,6 +256,8 @@ def test_lossy_steps_in_graphs_are_led_by_a_rank(launch, prompts):
     for _ in range(2):
         found = server.ask_all(prompts, 4, **greedy(64))
         assert all(len(r["output_ids"]) == 64 for r in found)
+    missed = [line for line in server.request("metrics").splitlines() if line.startswith("sglang_ext:missed_selections_total")]
+    print("choices", server.metric(CHOICES), "steps between two", metric(server, "selection_steps"), *missed)
     assert server.metric(CHOICES) > 4 * len(prompts) + 20
     assert metric(server, "missed_selections_total", 'reason="wrong"') == 0 and metric(server, "cache_ranks_ready") == 1
 

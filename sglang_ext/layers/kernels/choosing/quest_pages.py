@@ -162,11 +162,11 @@ def _first_slots(context, place, among, PAGE: tl.constexpr):
 
 @triton.jit
 def _choose_resident(
-    bounds, context, listed, count, chosen, FIRST: tl.constexpr, NEWEST: tl.constexpr, PAGE: tl.constexpr, RESIDENT: tl.constexpr,
+    bounds, context, listed, count, chosen, zero, FIRST: tl.constexpr, NEWEST: tl.constexpr, PAGE: tl.constexpr, RESIDENT: tl.constexpr,
     TRIALS: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """List the best pages of a head, whose bounds are in registers. Each count waits for all threads: few are made."""
-    place = tl.arange(0, RESIDENT)
+    place = tl.arange(0, RESIDENT) ^ zero
     found = _noted(bounds, place, count)
     # On their way while pages are counted.
     slot = _first_slots(context, place, place < count, PAGE)
@@ -281,7 +281,9 @@ def _choose_pages(
             tl.store(mine + place, found, mask=place < count)
             least, largest = next_least, next_largest
         tl.debug_barrier()
-        if tl.atomic_add(arrived + of_row, 1) == tl.minimum(tl.num_programs(1), tl.cdiv(count, PAGES)) - 1:
+        last = tl.minimum(tl.num_programs(1), tl.cdiv(count, PAGES)) - 1
+        before = tl.atomic_add(arrived + of_row, 1)
+        if before == last:
             # For the next launch.
             tl.store(arrived + of_row, 0)
             if EVERY > 1:
@@ -291,9 +293,9 @@ def _choose_pages(
                 if count > RESIDENT:
                     _choose_in_memory(mine, context, list_of_mine, count, chosen, FIRST, NEWEST, PAGE, CHUNK, FEWER_TRIALS, MORE_BITS)
                 else:
-                    _choose_resident(mine, context, list_of_mine, count, chosen, FIRST, NEWEST, PAGE, RESIDENT, TRIALS, BITS)
+                    _choose_resident(mine, context, list_of_mine, count, chosen, before - last, FIRST, NEWEST, PAGE, RESIDENT, TRIALS, BITS)
             else:
-                _choose_resident(mine, context, list_of_mine, count, chosen, FIRST, NEWEST, PAGE, RESIDENT, TRIALS, BITS)
+                _choose_resident(mine, context, list_of_mine, count, chosen, before - last, FIRST, NEWEST, PAGE, RESIDENT, TRIALS, BITS)
             tl.debug_barrier()
             _point(
                 cells + head * head_stride, token_table + row * table_row, list_of_mine, chosen, slot_stride, PER_SLOT, PAGE, KEPT
