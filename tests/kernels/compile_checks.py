@@ -3,6 +3,7 @@
 import re
 import subprocess
 import tempfile
+from unittest.mock import patch
 
 import torch
 import triton
@@ -11,7 +12,7 @@ from prefill_checks import FIRST_HEAD, LAYER, Batch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from sglang_ext.layers.kernels import hand_over, pointer_decode, scatter_cells, uneven_decode, window_scores, write_pointers
+from sglang_ext.layers.kernels import flash_parts, hand_over, pointer_decode, scatter_cells, uneven_decode, window_scores, write_pointers
 from sglang_ext.layers.kernels.choose_tokens import Contexts, choose_tokens
 from sglang_ext.layers.kernels.choosing import quest_pages
 from sglang_ext.layers.kernels.coded_keys.code_keys import code_keys
@@ -227,6 +228,34 @@ def check_choice(compiled):
                     assert "fma.rn.f32" not in made.asm["ptx"], about
 
 
+def check_any_requests(compiled):
+    """Kernels that choose, and say what comes, are compiled once, whatever the numbers of requests and of tokens: a rank that compiles
+    answers nobody."""
+    begin, keys, table = len(compiled), torch.zeros(80, 3, 64, dtype=torch.bfloat16), torch.zeros(3, 80, dtype=torch.int32)
+    addresses = torch.full((3,), keys.data_ptr())
+    for count, keep in ((1, 40), (2, 39), (3, 39), (3, 40)):
+        asked = Contexts(table, torch.tensor([[0, 70, keep, 0]] * count), (70,) * count, (4, 32))
+        queries, all_of = torch.zeros(count, 3, 9, 64), (slice(0, 3), slice(0, count))
+        chosen = choose_tokens(queries, addresses, keys, torch.ones(3), asked, *all_of, keep, scored=True)
+        held, numbers = torch.zeros(count, 9 * keep, dtype=torch.int32), torch.zeros(count, 2, dtype=torch.int64)
+        sent_rows.exchange(*chosen, held, numbers, 16)
+    found = [(name, id(made)) for name, made in compiled[begin:]]
+    assert len(set(found)) == len({name for name, _ in found}) == 5, found
+
+
+def check_early(compiled):
+    """What may be launched while the kernel before it ends waits until it has ended, first of all."""
+    keys, table = torch.zeros(80, 8, 128, dtype=torch.bfloat16), torch.zeros(4, 80, dtype=torch.int32)
+    cells, numbers = as_pointers(keys), torch.zeros(2, dtype=torch.int64)
+    begins = PointerRows.of_table(Pointers(cells.shape[-1], 1), table)
+    with patch.object(pointer_decode, "launched_early", lambda device: True), patch.object(flash_parts, "launched_early", lambda device: True):
+        pointer_decode.pointer_decode(begins, torch.zeros(2, 32, 128).bfloat16(), keys, keys, table, numbers, numbers, 0.1, (7, 1))
+    for kernel, made in compiled[-2:]:
+        body = made.asm["ptx"].split("griddepcontrol.wait")
+        assert len(body) == 2 and not re.search(r"\b(ld|st)\.global|cp\.async", body[0]), kernel
+        assert stack_bytes(made) == 0, kernel
+
+
 def check_pages(compiled):
     """What chooses pages keeps all in registers, of float32 nearly all, few enough that several programs have room on a processor; so does
     what bounds them."""
@@ -336,6 +365,8 @@ def main():
     check_specialized_prefill(compiled)
     check_anchored(compiled)
     check_choice(compiled)
+    check_any_requests(compiled)
+    check_early(compiled)
     check_pages(compiled)
     check_coded_choice(compiled)
     kept = torch.zeros(len(pool.buffers.keys), 1, 70, dtype=torch.int64)

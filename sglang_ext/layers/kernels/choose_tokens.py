@@ -94,7 +94,8 @@ def choose_tokens(
     pairs, chunks, table = (layers.stop - layers.start) * count, triton.cdiv(longest, CHUNK), contexts.token_table
     pitches, resident = triton.cdiv(longest, PITCH.value), longest <= RESIDENT
     logits = torch.empty(pairs * heads * group, pitches * PITCH.value, dtype=logits_of(like.dtype), device=device)
-    tops, masses = torch.empty(2, pairs * heads * group, chunks, device=device)
+    # Each of its own, which begins at a multiple of 16 bytes for any number of requests: kernels are compiled for that.
+    tops, masses = (torch.empty(pairs * heads * group, chunks, device=device) for _ in range(2))
     scores = None if resident else torch.empty(pairs * heads, pitches * PITCH.value, dtype=torch.int32, device=device)
     marks = torch.empty(pairs * heads, pitches * PITCH.value // WORD.value, dtype=torch.int32, device=device)
     where = layers.start, requests.start, count, pitches

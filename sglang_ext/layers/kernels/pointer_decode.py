@@ -7,9 +7,10 @@ the steps that are left over, and the tokens after them. The kernel that joins t
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from sglang_ext.layers.kernels.fitting import launch_fitting, shape_name
-from sglang_ext.layers.kernels.flash_parts import Parts, exact_part, head_and_rows, scaled_queries, store_part, token_step
+from sglang_ext.layers.kernels.flash_parts import Parts, exact_part, head_and_rows, launched_early, scaled_queries, store_part, token_step
 from sglang_ext.layers.kernels.flash_tiles import MOST_ROWS, Tile, tiles
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, as_pointers
 
@@ -73,9 +74,12 @@ def pointer_splits(
     queries, keys, values, pointers, token_table, table_row, rows, lengths, counts, partial, lse, scaling, key_slot, key_head,
     value_slot, value_head, pointer_slot, pointer_head, HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
-    PER_SLOT: tl.constexpr, PACKED: tl.constexpr, SPLITS: tl.constexpr, N: tl.constexpr,
+    PER_SLOT: tl.constexpr, PACKED: tl.constexpr, SPLITS: tl.constexpr, N: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One split of a request's KV head: the first PACKED read what its pointers lead to, the others what is left of it and follows it."""
+    """One split of a request's KV head: the first PACKED read what its pointers lead to, the others what is left of it and follows it.
+    Where it is launched ``EARLY`` it waits until what comes before has ended."""
+    if EARLY:
+        gdc_wait()
     split, request = tl.program_id(0), tl.program_id(2)
     kv_head, row = head_and_rows(GROUP, M)
     at = tl.load(rows + request)
@@ -137,14 +141,15 @@ def pointer_decode(
     """
     requests, heads, dim = queries.shape
     kv_heads, cells, parts = keys.shape[1], as_pointers(keys), Parts(queries, values.shape[2], splits)
-    group, queries = heads // kv_heads, queries.contiguous()
+    group, queries, early = heads // kv_heads, queries.contiguous(), launched_early(queries.device)
+    how = {"launch_pdl": True} if early else {}
 
     def launch(tile: Tile) -> None:
         pointer_splits[(parts.most, kv_heads * triton.cdiv(group, tile.rows), requests)](
             queries, keys, values, cells, token_table, token_table.stride(0), rows, lengths, begins.counts, parts.partial,
             parts.lse, scaling, keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), cells.stride(0),
             cells.stride(1), HEADS=kv_heads, GROUP=group, M=tile.rows, DIM=dim, PADDED_DIM=triton.next_power_of_2(dim),
-            PER_SLOT=begins.form.per_slot, SPLITS=parts.most, N=tile.tokens, num_stages=tile.stages, **parts.shape,
+            PER_SLOT=begins.form.per_slot, SPLITS=parts.most, N=tile.tokens, EARLY=early, num_stages=tile.stages, **parts.shape, **how,
         )  # fmt: skip
 
     def what() -> str:

@@ -193,7 +193,7 @@ def write_marked(
             tl.store(out + of_head * most + place, token, mask=chosen)
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=("bits",))
 def score_chosen(
     logits, tops, masses, chosen, bits, numbers, first_layer, first_request, requests, pitches, chunks, most, SINKS: tl.constexpr,
     NEWEST: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr,

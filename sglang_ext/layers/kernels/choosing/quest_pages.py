@@ -32,7 +32,7 @@ class Cut(NamedTuple):
 
 
 # Servers take the first; which is best docs/benchmarks/sparse_kernels.py says.
-CUTS = (Cut(16384, 528), Cut(16384, 1056), Cut(16384, 2112), Cut(8192, 1056), Cut(8192, 1056, 2048, 64), Cut(16384, 528, 4096, None))
+CUTS = (Cut(16384, 2112), Cut(16384, 528), Cut(16384, 1056), Cut(32768, 396, 2048, 168), Cut(16384, 2112, 4096, None))
 CHUNK = 1024
 # Pages that are counted at once where bounds are in registers, and in memory: at so many bounds, by so many bits each of one integer.
 TRIALS, BITS, FEWER_TRIALS, MORE_BITS = 5, 12, 3, 21
@@ -165,7 +165,9 @@ def _choose_resident(
     bounds, context, listed, count, chosen, zero, FIRST: tl.constexpr, NEWEST: tl.constexpr, PAGE: tl.constexpr, RESIDENT: tl.constexpr,
     TRIALS: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """List the best pages of a head, whose bounds are in registers. Each count waits for all threads: few are made."""
+    """List the best pages of a head, whose bounds are in registers. Each count waits for all threads: few are made. ``zero``: as the
+    compiler does not know."""
+    # As if in no order: else threads read several bounds each, and list pages one by one, for which all changes places in between.
     place = tl.arange(0, RESIDENT) ^ zero
     found = _noted(bounds, place, count)
     # On their way while pages are counted.

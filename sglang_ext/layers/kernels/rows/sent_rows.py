@@ -19,7 +19,7 @@ def _fresh(present, first, keep, BLOCK: tl.constexpr):
     return (index < keep) & (tl.load(present + index, mask=index < keep, other=1) == 0)
 
 
-@triton.jit(do_not_specialize=("requests", "most", "fresh", "held_row", "steps"))
+@triton.jit(do_not_specialize=("requests", "most", "fresh", "held_row", "steps"), do_not_specialize_on_alignment=("bits",))
 def _exchange(
     chosen, bits, held, present, going, counts, moves, numbers, requests, most, fresh, held_row, steps, HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
