@@ -23,6 +23,8 @@ SILENCE_SECONDS = 3.0
 START_SECONDS = 120.0
 # Before another is started, doubled with each that ended before it answered; after so many no more are.
 RESTART_SECONDS, MOST_STARTS = 0.5, 6
+# A process that could be asked for so long is as good as one that answered.
+SETTLED_SECONDS = 60.0
 # Layers of a pack where they are chosen by what was measured (AsyncSpade, section 4.4): messages take this share of choosing at most.
 LEAST_PACK, MOST_PACK, MESSAGE_SHARE = 4, 12, 0.1
 PINGS = 5
@@ -94,7 +96,7 @@ class RankLink:
         self._process: RankProcess | None = None
         self._why = "starting"
         self._failures = 0
-        self._due = 0.0
+        self._due = self._ready_since = 0.0
         # Of the process that runs: when it was heard last, whether it was told what it serves, how long it takes.
         self._heard = 0.0
         self._told = False
@@ -160,6 +162,8 @@ class RankLink:
             self._fail("ended", f"it was not started: {error}")
 
     def _fail(self, why: str, told: str) -> None:
+        if self.ready and time.monotonic() - self._ready_since >= SETTLED_SECONDS:
+            self._failures = 0
         self.packs, self.answers, self._why = (), [], why
         if self._process is not None:
             logger.warning("sglang-ext: cache rank (process %s): %s; its requests go without it for now", self.pid, told)
@@ -254,7 +258,7 @@ class RankLink:
             return
         shape, asked = self.settings.attach.shape, self.settings.pack
         count = asked or measured_pack(min(self._round_trips), self._layer_seconds)
-        self.packs = packs_of(shape.layers, count)
+        self.packs, self._ready_since = packs_of(shape.layers, count), time.monotonic()
         logger.info(
             "sglang-ext: cache rank (process %d, start %d) is ready: room for %d tokens, packs of up to %d layers, a message and back "
             "%.2f ms, a layer of 1024 tokens %.2f ms",

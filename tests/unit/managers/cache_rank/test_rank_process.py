@@ -132,20 +132,32 @@ def test_a_rank_ends_with_its_parent_and_when_it_is_told_to(ranks):
         time.sleep(0.05)
 
 
+class Broken:
+    """A process that has ended."""
+
+    pid, ended = 1, 7
+
+    def __init__(self, *given):
+        import zmq
+
+        self.socket = zmq.Context.instance().socket(zmq.DEALER)
+
+    def end(self):
+        self.socket.close(0)
+
+
+@pytest.mark.parametrize(("seconds", "given_up"), [(links.SETTLED_SECONDS, False), (links.SETTLED_SECONDS - 5, True)])
+def test_processes_that_were_ready_for_a_while_are_not_counted_though_nobody_asked_them(seconds, given_up):
+    link = links.RankLink(links.RankSettings(attach()), Broken)
+    for _ in range(4 * links.MOST_STARTS):
+        link._due = 0.0
+        link.packs, link._ready_since = links.packs_of(4, 2), time.monotonic() - seconds
+        link.tend()
+    assert link.given_up == given_up and (link.starts == links.MOST_STARTS) == given_up
+
+
 def test_after_processes_that_never_answer_no_more_are_started(caplog):
-    class Broken:
-        pid, ended = 1, 7
-
-        def __init__(self, *given):
-            import zmq
-
-            self.socket = zmq.Context.instance().socket(zmq.DEALER)
-
-        def end(self):
-            self.socket.close(0)
-
-    settings = links.RankSettings(attach())
-    link = links.RankLink(settings, Broken)
+    link = links.RankLink(links.RankSettings(attach()), Broken)
     for _ in range(3 * links.MOST_STARTS):
         link._due = 0.0
         link.tend()
