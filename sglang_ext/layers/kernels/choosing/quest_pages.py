@@ -21,7 +21,7 @@ class Cut(NamedTuple):
     Attributes:
         step_bytes: of extremes that a program multiplies at once, while those of its next step are on their way to registers.
         programs: of all requests and heads, beyond which each takes several times as many steps.
-        resident: bounds that a program can have in registers; of more pages it reads them again, so many as CHUNK at once.
+        resident: bounds that a program can have in registers, at most 2,048; of more pages it reads them again, CHUNK at once.
         registers: of a thread, None for as many as the compiler likes.
     """
 
@@ -32,10 +32,10 @@ class Cut(NamedTuple):
 
 
 # Servers take the first; which is best docs/benchmarks/sparse_kernels.py says.
-CUTS = (Cut(16384, 2112), Cut(16384, 528), Cut(16384, 1056), Cut(32768, 396, 2048, 168), Cut(16384, 2112, 4096, None))
+CUTS = (Cut(16384, 2112), Cut(16384, 528), Cut(16384, 1056), Cut(32768, 396, 2048, 168))
 CHUNK = 1024
-# Pages that are counted at once where bounds are in registers, and in memory: at so many bounds, by so many bits each of one integer.
-TRIALS, BITS, FEWER_TRIALS, MORE_BITS = 5, 12, 3, 21
+# At how many bounds pages are counted at once, by so many bits each of one integer, where bounds are in registers, and in memory.
+TRIALS, BITS, MEMORY_TRIALS, MEMORY_BITS = 5, 12, 3, 21
 # Pages to whose tokens a program writes pointers at once.
 KEPT = 128
 # Numbers of a page's tokens that a program bounds at once.
@@ -149,14 +149,14 @@ def _list_best(order, low, high, need, better_before, equal_before, listed, slot
 
 @triton.jit
 def _noted(bounds, place, count):
-    """Bounds of pages at places, 0 where there is no page: several are read at once, whatever the count."""
+    """Bounds of pages at places, 0 where there is no page: where places are in order several are read at once, whatever the count."""
     found = tl.load(bounds + place, mask=place // 16 < tl.cdiv(count, 16), other=0.0, volatile=True)
     return tl.where(place < count, found, 0.0)
 
 
 @triton.jit
 def _first_slots(context, place, among, PAGE: tl.constexpr):
-    """Of pages at places of a context that are ``among`` others."""
+    """Of the pages at places of a context for which ``among`` is true."""
     return tl.load(context + place.to(tl.int64) * PAGE, mask=among, other=0)
 
 
@@ -165,8 +165,8 @@ def _choose_resident(
     bounds, context, listed, count, chosen, zero, FIRST: tl.constexpr, NEWEST: tl.constexpr, PAGE: tl.constexpr, RESIDENT: tl.constexpr,
     TRIALS: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """List the best pages of a head, whose bounds are in registers. Each count waits for all threads: few are made. ``zero``: as the
-    compiler does not know."""
+    """List the best pages of a head, whose bounds are in registers. Each count waits for all threads: few are made. ``zero`` is 0, which
+    the compiler cannot know."""
     # As if in no order: else threads read several bounds each, and list pages one by one, for which all changes places in between.
     place = tl.arange(0, RESIDENT) ^ zero
     found = _noted(bounds, place, count)
@@ -248,7 +248,7 @@ def _choose_pages(
     table_row, slot_stride, head_stride, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     PER_SLOT: tl.constexpr, EVERY: tl.constexpr, FIRST: tl.constexpr, NEWEST: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr,
     RESIDENT: tl.constexpr, LONG: tl.constexpr, CHUNK: tl.constexpr, KEPT: tl.constexpr, TRIALS: tl.constexpr, BITS: tl.constexpr,
-    FEWER_TRIALS: tl.constexpr, MORE_BITS: tl.constexpr,
+    MEMORY_TRIALS: tl.constexpr, MEMORY_BITS: tl.constexpr,
 ):  # fmt: skip
     """Bounds of some pages of a request for a KV head; whose program comes last, that points at the best."""
     head, request = tl.program_id(0), tl.program_id(2)
@@ -293,7 +293,7 @@ def _choose_pages(
             chosen = kept // PAGE
             if LONG:
                 if count > RESIDENT:
-                    _choose_in_memory(mine, context, list_of_mine, count, chosen, FIRST, NEWEST, PAGE, CHUNK, FEWER_TRIALS, MORE_BITS)
+                    _choose_in_memory(mine, context, list_of_mine, count, chosen, FIRST, NEWEST, PAGE, CHUNK, MEMORY_TRIALS, MEMORY_BITS)
                 else:
                     _choose_resident(mine, context, list_of_mine, count, chosen, before - last, FIRST, NEWEST, PAGE, RESIDENT, TRIALS, BITS)
             else:
@@ -374,13 +374,12 @@ def point_at_best_pages(
     width = _width(most)
     bounds = torch.empty(requests, heads, width, dtype=torch.float32, device=queries.device)
     listed = torch.empty(requests, heads, width, dtype=torch.int32, device=queries.device)
-    resident = min(cut.resident, triton.next_power_of_2(most))
     _choose_pages[(heads, parts, requests)](
         queries.contiguous(), extremes, token_table, rows, lengths, begins.counts, begins.pages, begins.chosen_at[layer], begins.arrived,
         cells, bounds, listed, width, most, len(token_table) // 2, token_table.stride(0), cells.stride(0), cells.stride(1), HEADS=heads,
         GROUP=queries.shape[1] // heads, DIM=dim, PADDED_DIM=padded, PER_SLOT=begins.form.per_slot, EVERY=begins.every,
-        FIRST=begins.first, NEWEST=begins.newest, PAGE=page, PAGES=at_once, RESIDENT=resident, LONG=most > cut.resident, CHUNK=CHUNK,
-        KEPT=KEPT, TRIALS=TRIALS if resident < 1 << BITS else FEWER_TRIALS, BITS=BITS if resident < 1 << BITS else MORE_BITS,
-        FEWER_TRIALS=FEWER_TRIALS, MORE_BITS=MORE_BITS, maxnreg=cut.registers,
+        FIRST=begins.first, NEWEST=begins.newest, PAGE=page, PAGES=at_once, RESIDENT=min(cut.resident, triton.next_power_of_2(most)),
+        LONG=most > cut.resident, CHUNK=CHUNK, KEPT=KEPT, TRIALS=TRIALS, BITS=BITS, MEMORY_TRIALS=MEMORY_TRIALS, MEMORY_BITS=MEMORY_BITS,
+        maxnreg=cut.registers,
     )  # fmt: skip
     return bounds
