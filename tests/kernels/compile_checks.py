@@ -12,7 +12,7 @@ from prefill_checks import FIRST_HEAD, LAYER, Batch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from sglang_ext.layers.kernels import flash_parts, hand_over, pointer_decode, scatter_cells, uneven_decode, window_scores, write_pointers
+from sglang_ext.layers.kernels import fitting, hand_over, pointer_decode, scatter_cells, uneven_decode, window_scores, write_pointers
 from sglang_ext.layers.kernels.choose_tokens import Contexts, choose_tokens
 from sglang_ext.layers.kernels.choosing import quest_pages
 from sglang_ext.layers.kernels.coded_keys.code_keys import code_keys
@@ -248,7 +248,7 @@ def check_early(compiled):
     keys, table = torch.zeros(80, 8, 128, dtype=torch.bfloat16), torch.zeros(4, 80, dtype=torch.int32)
     cells, numbers = as_pointers(keys), torch.zeros(2, dtype=torch.int64)
     begins = PointerRows.of_table(Pointers(cells.shape[-1], 1), table)
-    with patch.object(pointer_decode, "launched_early", lambda device: True), patch.object(flash_parts, "launched_early", lambda device: True):
+    with patch.object(fitting, "capability", lambda tensor: fitting.HOPPER):
         pointer_decode.pointer_decode(begins, torch.zeros(2, 32, 128).bfloat16(), keys, keys, table, numbers, numbers, 0.1, (7, 1))
     for kernel, made in compiled[-2:]:
         body = made.asm["ptx"].split("griddepcontrol.wait")

@@ -1,4 +1,4 @@
-"""Tile sizes that fit a GPU: of a kernel's choices, the largest for whose tiles its shared memory suffices.
+"""What fits a GPU: of a kernel's tile sizes the largest for which its shared memory suffices, and what NVIDIA's alone can do.
 
 GPUs differ: a program may have 227 KiB on an H100 or B200, 163 KiB on an A100, 99 KiB on an L40S or RTX 5090. What a kernel takes
 the compiler alone knows; Triton compares it with the device's ``shared_memory_per_block_optin`` before anything runs.
@@ -14,6 +14,8 @@ from triton.runtime.errors import OutOfResources
 from sglang_ext.core import OptionError
 
 Choice = TypeVar("Choice")
+# Compute capability of an H100.
+HOPPER = (9, 0)
 # Which of its choices a launch took last, by what it was launched for. Those before it do not fit.
 _TAKEN: dict[Hashable, int] = {}
 
@@ -46,6 +48,23 @@ def launch_fitting(
     raise OptionError(
         f"{what()} takes {refused.required} of {refused.name}, and {gpu_name()} has {refused.limit}: {remedy}"
     ) from refused
+
+
+def speaks_ptx(keys: torch.Tensor) -> bool:
+    """Whether ``keys`` lie on an NVIDIA GPU, for which kernels may have assembly; not on another's, or in the interpreter."""
+    return keys.is_cuda and torch.version.hip is None
+
+
+def capability(keys: torch.Tensor) -> tuple[int, int] | None:
+    """Compute capability of the NVIDIA GPU on which ``keys`` lie; None elsewhere."""
+    return torch.cuda.get_device_capability(keys.device) if speaks_ptx(keys) else None
+
+
+def early_launch(keys: torch.Tensor) -> dict[str, bool]:
+    """How a kernel is launched that waits by itself until the one before has ended, where it is ``EARLY``: while that one ends, by CUDA's
+    programmatic dependent launch, where the GPU on which ``keys`` lie has it."""
+    found = capability(keys)
+    return {"EARLY": True, "launch_pdl": True} if found is not None and found >= HOPPER else {"EARLY": False}
 
 
 def gpu_name() -> str:

@@ -5,15 +5,17 @@ tokens; :func:`join_parts` joins them by log-sum-exp, and can keep both kinds ap
 """
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-# Numbers of parts that a warp joins, at most.
-JOINED = 2048
+from sglang_ext.layers.kernels.fitting import early_launch
+
+# Numbers of parts that a warp joins, and most warps that do.
+JOINED, MOST_WARPS = 2048, 4
 
 
 @triton.jit
@@ -118,12 +120,6 @@ def join_parts(
         tl.store(far + head * VALUE_DIM + dim, tl.sum(found, 0), mask=inside)
 
 
-@lru_cache
-def launched_early(device: torch.device) -> bool:
-    """Whether a kernel may be launched while the one before it ends (CUDA's programmatic dependent launch, of compute capability 9.0 on)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 @dataclass(frozen=True)
 class Parts:
     """What the parts of a batch's rows give, and how they are joined.
@@ -174,8 +170,7 @@ class Parts:
 
     def _join(self, far: torch.Tensor, near: torch.Tensor, apart: bool) -> None:
         requests, heads, _ = self.queries.shape
-        splits, early = triton.next_power_of_2(self.most), launched_early(far.device)
-        numbers = {"SPLITS": self.most, "PADDED_SPLITS": splits, "APART": apart, "EARLY": early}
-        warps = min(4, max(1, splits * self.shape["PADDED_VALUE_DIM"] // JOINED))
-        how = {"num_warps": warps} | ({"launch_pdl": True} if early else {})
-        join_parts[(requests * heads,)](self.partial, self.lse, far, near, **numbers, **self.shape, **how)
+        splits = triton.next_power_of_2(self.most)
+        numbers = {"SPLITS": self.most, "PADDED_SPLITS": splits, "APART": apart} | self.shape
+        warps = min(MOST_WARPS, max(1, splits * self.shape["PADDED_VALUE_DIM"] // JOINED))
+        join_parts[(requests * heads,)](self.partial, self.lse, far, near, **numbers, num_warps=warps, **early_launch(far))

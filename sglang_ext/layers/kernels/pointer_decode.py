@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from sglang_ext.layers.kernels.fitting import launch_fitting, shape_name
-from sglang_ext.layers.kernels.flash_parts import Parts, exact_part, head_and_rows, launched_early, scaled_queries, store_part, token_step
+from sglang_ext.layers.kernels.fitting import early_launch, launch_fitting, shape_name
+from sglang_ext.layers.kernels.flash_parts import Parts, exact_part, head_and_rows, scaled_queries, store_part, token_step
 from sglang_ext.layers.kernels.flash_tiles import MOST_ROWS, Tile, tiles
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, as_pointers
 
@@ -32,17 +32,14 @@ def _pointed(pointers, holder, place, last, pointer_slot, PER_SLOT: tl.constexpr
 
 @triton.jit
 def _pointed_part(
-    queries, keys, values, pointers, table, width, first, last, count, scaling, row, key_slot, value_slot, pointer_slot,
+    queries, keys, values, pointers, table, width, first, last, count, best, total, acc, scaling, row, key_slot, value_slot, pointer_slot,
     PARTS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     PADDED_VALUE_DIM: tl.constexpr, PER_SLOT: tl.constexpr, N: tl.constexpr, LIKE: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over the tokens to which a head's pointers lead, ``count`` in all: N from ``first`` on, and of each PARTS steps after them
-    again so many, before ``last``; buffers begin at the head's cells."""
+    """Softmax over what was seen before, and the tokens to which a head's pointers lead, ``count`` in all: N from ``first`` on, and of each
+    PARTS steps after them again so many, before ``last``; buffers begin at the head's cells."""
     dim, value_dim = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE_DIM)
     q = scaled_queries(queries, row, dim, scaling, GROUP, DIM, LIKE)
-    best = tl.zeros([M], dtype=tl.float32) - float("inf")
-    total = tl.zeros([M], dtype=tl.float32)
-    acc = tl.zeros([M, PADDED_VALUE_DIM], dtype=tl.float32)
     BY: tl.constexpr = PARTS * N
     place = first + tl.arange(0, N)
     slot = _pointed(pointers, _holder(table, place, width, PER_SLOT), place, count, pointer_slot, PER_SLOT)
@@ -60,18 +57,8 @@ def _pointed_part(
 
 
 @triton.jit
-def _both(best, total, acc, other_best, other_total, other_acc):
-    """Softmax over what two parts saw."""
-    new_best = tl.maximum(best, other_best)
-    # What has seen nothing yet has no maximum.
-    finite = tl.where(new_best == float("-inf"), 0.0, new_best)
-    mine, others = tl.exp(best - finite), tl.exp(other_best - finite)
-    return new_best, total * mine + other_total * others, acc * mine[:, None] + other_acc * others[:, None]
-
-
-@triton.jit
 def pointer_splits(
-    queries, keys, values, pointers, token_table, table_row, rows, lengths, counts, partial, lse, scaling, key_slot, key_head,
+    queries, keys, values, pointers, token_table, table_row, width, rows, lengths, counts, partial, lse, scaling, key_slot, key_head,
     value_slot, value_head, pointer_slot, pointer_head, HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
     PER_SLOT: tl.constexpr, PACKED: tl.constexpr, SPLITS: tl.constexpr, N: tl.constexpr, EARLY: tl.constexpr,
@@ -92,10 +79,13 @@ def pointer_splits(
     # Of as many steps for each part, or those that there are, the end.
     shared = tl.where(steps < PACKED, steps, steps // PACKED * PACKED) * N
     if split < PACKED:
+        best = tl.zeros([M], dtype=tl.float32) - float("inf")
+        total = tl.zeros([M], dtype=tl.float32)
+        acc = tl.zeros([M, PADDED_VALUE_DIM], dtype=tl.float32)
         # Where a part begins its count does not say: what leads there is on its way with the count.
         best, total, acc = _pointed_part(
-            mine, my_keys, my_values, my_pointers, table, table_row, split * N, shared, count, scaling, row, key_slot, value_slot,
-            pointer_slot, PACKED, GROUP, M, DIM, VALUE_DIM, PADDED_DIM, PADDED_VALUE_DIM, PER_SLOT, N, LIKE,
+            mine, my_keys, my_values, my_pointers, table, width, split * N, shared, count, best, total, acc, scaling, row, key_slot,
+            value_slot, pointer_slot, PACKED, GROUP, M, DIM, VALUE_DIM, PADDED_DIM, PADDED_VALUE_DIM, PER_SLOT, N, LIKE,
         )  # fmt: skip
     else:
         best, total, acc = exact_part(
@@ -104,11 +94,10 @@ def pointer_splits(
         )  # fmt: skip
         first = shared + (split - PACKED) * N
         if first < count:
-            left_best, left_total, left = _pointed_part(
-                mine, my_keys, my_values, my_pointers, table, table_row, first, count, count, scaling, row, key_slot, value_slot,
-                pointer_slot, SPLITS - PACKED, GROUP, M, DIM, VALUE_DIM, PADDED_DIM, PADDED_VALUE_DIM, PER_SLOT, N, LIKE,
+            best, total, acc = _pointed_part(
+                mine, my_keys, my_values, my_pointers, table, width, first, count, count, best, total, acc, scaling, row, key_slot,
+                value_slot, pointer_slot, SPLITS - PACKED, GROUP, M, DIM, VALUE_DIM, PADDED_DIM, PADDED_VALUE_DIM, PER_SLOT, N, LIKE,
             )  # fmt: skip
-            best, total, acc = _both(best, total, acc, left_best, left_total, left)
     place = (head0 + row) * SPLITS + split
     store_part(partial, lse, place, value_dim, value_dim < VALUE_DIM, best, total, acc, row, GROUP, VALUE_DIM)
 
@@ -141,15 +130,14 @@ def pointer_decode(
     """
     requests, heads, dim = queries.shape
     kv_heads, cells, parts = keys.shape[1], as_pointers(keys), Parts(queries, values.shape[2], splits)
-    group, queries, early = heads // kv_heads, queries.contiguous(), launched_early(queries.device)
-    how = {"launch_pdl": True} if early else {}
+    group, queries = heads // kv_heads, queries.contiguous()
 
     def launch(tile: Tile) -> None:
         pointer_splits[(parts.most, kv_heads * triton.cdiv(group, tile.rows), requests)](
-            queries, keys, values, cells, token_table, token_table.stride(0), rows, lengths, begins.counts, parts.partial,
-            parts.lse, scaling, keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), cells.stride(0),
+            queries, keys, values, cells, token_table, token_table.stride(0), token_table.shape[1], rows, lengths, begins.counts,
+            parts.partial, parts.lse, scaling, keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), cells.stride(0),
             cells.stride(1), HEADS=kv_heads, GROUP=group, M=tile.rows, DIM=dim, PADDED_DIM=triton.next_power_of_2(dim),
-            PER_SLOT=begins.form.per_slot, SPLITS=parts.most, N=tile.tokens, EARLY=early, num_stages=tile.stages, **parts.shape, **how,
+            PER_SLOT=begins.form.per_slot, SPLITS=parts.most, N=tile.tokens, num_stages=tile.stages, **parts.shape, **early_launch(keys),
         )  # fmt: skip
 
     def what() -> str:

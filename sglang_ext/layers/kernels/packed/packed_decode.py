@@ -10,7 +10,7 @@ scales, zero points and sums have none (:func:`check_readable`), nor have others
 import torch
 
 from sglang_ext.core import OptionError
-from sglang_ext.layers.kernels.fitting import gpu_name
+from sglang_ext.layers.kernels.fitting import capability, gpu_name, speaks_ptx
 from sglang_ext.layers.kernels.flash_parts import Parts
 from sglang_ext.layers.kernels.gluon import waves
 from sglang_ext.layers.kernels.gluon.constants import Fragments
@@ -26,16 +26,6 @@ SHARED_TOKENS, DIMS, MOST_QUERIES = 32, (64, 128), 16
 INTEGERS, MOST_INTEGER_QUERIES, MOST_HALVED_QUERIES = ((128, 4), (128, 2), (64, 4)), 8, 4
 # Compute capability of an A100.
 AMPERE = (8, 0)
-
-
-def speaks_ptx(keys: torch.Tensor) -> bool:
-    """Whether ``keys`` lie on an NVIDIA GPU, for which kernels may have assembly; not on another's, or in the interpreter."""
-    return keys.is_cuda and torch.version.hip is None
-
-
-def capability(keys: torch.Tensor) -> tuple[int, int] | None:
-    """Compute capability of the NVIDIA GPU on which ``keys`` lie; None elsewhere."""
-    return torch.cuda.get_device_capability(keys.device) if speaks_ptx(keys) else None
 
 
 def has_tensor_cores(keys: torch.Tensor) -> bool:
