@@ -67,6 +67,8 @@ def check_pointer_decode(device):
     half = torch.float16 if device == "cpu" else torch.bfloat16
     for layers, heads, group, dim, count, splits, dtype in (
         (2, 2, 3, 64, 70, (3, 2), torch.float32), (1, 1, 5, 24, 45, (8, 4), torch.float32), (1, 4, 1, 80, 41, (2, 1), half),
+        # Of five steps parts take two each, and one, or two, are left over; or there are too many for the others, and none is.
+        (1, 2, 2, 16, 150, (2, 1), torch.float32), (1, 1, 1, 32, 140, (3, 2), torch.float32), (1, 1, 2, 24, 150, (3, 1), torch.float32),
     ):  # fmt: skip
         made = pointed(layers, heads, dim, count, dtype)
         pointers, before, held, there = Pointers.of(made.buffers, 1), made.buffers, len(made.held), on(device, made.buffers)

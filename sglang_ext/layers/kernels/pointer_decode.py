@@ -76,8 +76,9 @@ def pointer_splits(
     head0 = request * HEADS * GROUP + kv_head * GROUP
     mine, my_keys, my_values = queries + head0 * DIM, keys + kv_head * key_head, values + kv_head * value_head
     my_pointers, steps = pointers + kv_head * pointer_head, tl.cdiv(count, N)
-    # Of as many steps for each part, or those that there are, the end.
-    shared = tl.where(steps < PACKED, steps, steps // PACKED * PACKED) * N
+    left = steps % PACKED
+    # The end of what the first parts share: all, where there are too few steps, or too many would be left over for the others.
+    shared = tl.where((steps < PACKED) | (left > SPLITS - PACKED), steps, steps - left) * N
     if split < PACKED:
         best = tl.zeros([M], dtype=tl.float32) - float("inf")
         total = tl.zeros([M], dtype=tl.float32)
