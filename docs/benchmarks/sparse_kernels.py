@@ -1,4 +1,5 @@
-"""A layer's attention through pointers, by parts of a row, and Quest's choice of pages, over their bytes: docs/results/longcot.md.
+"""A layer's attention through pointers, by parts of a row, and Quest's choice of pages, alone and what it adds to the attention that
+follows it, over their bytes: docs/results/longcot.md.
 
     python docs/benchmarks/sparse_kernels.py [--batch 8 16] [--tokens 32768] [--keep 2048] [--after 36]
 
@@ -8,6 +9,7 @@ finds in a cache what the one before has read. Bytes are divided by what a sum o
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from graph_time import needs_gpu
@@ -83,7 +85,8 @@ def pointers(options: argparse.Namespace, batch: int, rate: float) -> None:
 
 
 def quest(options: argparse.Namespace, batch: int, rate: float) -> None:
-    """Print times of Quest's choice."""
+    """Print times of Quest's choice: alone, and what it adds to the attention through what it chose, which begins while the last heads
+    choose."""
     held = Pointers.of(_buffers(1, 1), PAGE).packed_slots(options.keep)
     buffers = _buffers(batch * (options.tokens + held), LAYERS)
     extremes = PageExtremes(buffers.keys, buffers.layer_ids, PAGE)
@@ -100,15 +103,25 @@ def quest(options: argparse.Namespace, batch: int, rate: float) -> None:
     lengths = torch.full_like(rows, held + options.after)
 
     ideal = batch * options.tokens // PAGE * HEADS * 2 * DIM * 2 / rate
+    parts = cut_pointers(batch * HEADS)
+
+    def layers(cut: Cut | None, attends: bool) -> None:
+        for layer, (keys, values) in enumerate(zip(buffers.keys, buffers.values)):
+            bounds = cut and point_at_best_pages(begins, layer, queries, as_pointers(keys), table, rows, lengths, cut)
+            if attends:
+                arrived = None if bounds is None else begins.arrived
+                pointer_decode(begins, queries, keys, values, table, rows, lengths, DIM**-0.5, parts, arrived)
+            del bounds
+
+    layers(CUTS[0], False)
+    attention = in_graph(lambda: layers(None, True)) / LAYERS
+    print(f"batch {batch}, attention through what Quest chose: {attention * 1e6:.1f} us", flush=True)
     for cut in CUTS:
-
-        def layers(cut: Cut = cut) -> None:
-            for layer, keys in enumerate(buffers.keys):
-                point_at_best_pages(begins, layer, queries, as_pointers(keys), table, rows, lengths, cut)
-
-        took = in_graph(layers) / LAYERS
+        alone, both = (in_graph(partial(layers, cut, attends)) / LAYERS for attends in (False, True))
+        found = {"alone": alone, "adds": both - attention}
+        told = (f"{name} {took * 1e6:.1f} us, {took / ideal:.2f} of its bytes" for name, took in found.items())
         chosen = ", as servers cut them" if cut == CUTS[0] else ""
-        print(f"batch {batch}, Quest, {cut}: {took * 1e6:.1f} us, {took / ideal:.2f} of its bytes{chosen}", flush=True)
+        print(f"batch {batch}, Quest, {cut}: {'; '.join(told)}{chosen}", flush=True)
 
 
 def _buffers(slots: int, layers: int) -> KVBuffers:

@@ -250,9 +250,29 @@ def check_early(compiled):
     begins = PointerRows.of_table(Pointers(cells.shape[-1], 1), table)
     with patch.object(fitting, "capability", lambda tensor: fitting.HOPPER):
         pointer_decode.pointer_decode(begins, torch.zeros(2, 32, 128).bfloat16(), keys, keys, table, numbers, numbers, 0.1, (7, 1))
+    at_once = re.compile(r"\b(ld|st|atom|red)\b[.\w]*\.global|cp\.async")
     for kernel, made in compiled[-2:]:
         body = made.asm["ptx"].split("griddepcontrol.wait")
-        assert len(body) == 2 and not re.search(r"\b(ld|st)\.global|cp\.async", body[0]), kernel
+        assert len(body) == 2 and not at_once.search(body[0]), kernel
+        assert stack_bytes(made) == 0, kernel
+
+
+def check_overlapped(compiled):
+    """Quest's choice lets attention begin once a program knows that it came last, and says of a head that it is chosen once all is written;
+    attention asks that before keys and values are on their way."""
+    keys, table = torch.zeros(80, 8, 128, dtype=torch.bfloat16), torch.zeros(4, 80, dtype=torch.int32)
+    cells, numbers, queries = as_pointers(keys), torch.zeros(2, dtype=torch.int64), torch.zeros(2, 32, 128).bfloat16()
+    begins = ChosenPages.of_pool(Pointers(cells.shape[-1], 16), table, PageExtremes((keys,), (0,), 16), Quest(in_attention=True))
+    with patch.object(fitting, "capability", lambda tensor: fitting.HOPPER):
+        quest_pages.point_at_best_pages(begins, 0, queries, cells, table, numbers, numbers)
+        pointer_decode.pointer_decode(begins, queries, keys, keys, table, numbers, numbers, 0.1, (7, 1), begins.arrived)
+    choice, attention = (made.asm["ptx"] for _, made in compiled[-3:-1])
+    words = ("atom.global.gpu.acq_rel.add", "griddepcontrol.launch_dependents", "atom.global.gpu.release.exch")
+    arrives, lets, done = (choice.index(word) for word in words)
+    assert arrives < lets < done and choice.rindex("st.global") < done, "the choice"
+    before = attention.split("ld.acquire.gpu.global.b32")
+    assert len(before) >= 3 and not re.search(r"cp\.async", before[0]), "attention"
+    for kernel, made in compiled[-3:]:
         assert stack_bytes(made) == 0, kernel
 
 
@@ -367,6 +387,7 @@ def main():
     check_choice(compiled)
     check_any_requests(compiled)
     check_early(compiled)
+    check_overlapped(compiled)
     check_pages(compiled)
     check_coded_choice(compiled)
     kept = torch.zeros(len(pool.buffers.keys), 1, 70, dtype=torch.int64)

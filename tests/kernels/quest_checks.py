@@ -293,11 +293,44 @@ def check_pages_backend(device):
         tell_written(None)
 
 
+def check_overlapped(device):
+    """Attention that begins while the last heads choose gives bit for bit what one gives that waits for all, in steps of a graph whose
+    queries change, of requests that choose among few pages and many."""
+    from sglang_ext.layers.kernels.choosing.quest_pages import point_at_best_pages
+    from sglang_ext.layers.kernels.pointer_decode import pointer_decode
+
+    on_gpu = device == "cuda"
+    requests, heads, layers, steps = (24, 8, 3, 30) if on_gpu else (2, 2, 2, 2)
+    among = [512 if number % 3 else 40 + number for number in range(requests)] if on_gpu else [40, 21]
+    there = Paged(device, layers, heads, 2, 64, torch.float32, among, [pages // 4 for pages in among])
+    there.begin()
+    queries = there.queries(requests, 0).to(device)
+    rows = torch.arange(1, 1 + requests, device=device) + there.rows
+    lengths = torch.tensor([view.held for view in there.views], device=device)
+
+    def attend(overlapped):
+        found = []
+        for layer in range(layers):
+            keys, values = there.there.keys[layer], there.there.values[layer]
+            given = there.there_table, rows, lengths
+            bounds = point_at_best_pages(there.begins, layer, queries, as_pointers(keys), *given)
+            waits = there.begins.arrived if overlapped else None
+            found.append(pointer_decode(there.begins, queries, keys, values, *given, 0.1, (3, 2), waits))
+            del bounds
+        return torch.stack(found)
+
+    runs = [captured(lambda overlapped=overlapped: attend(overlapped), device) for overlapped in (True, False)]
+    for seed in range(steps):
+        queries.copy_(there.queries(requests, seed))
+        found, meant = (run().clone() for run in runs)
+        assert torch.equal(found, meant) and not there.begins.arrived.any(), seed
+
+
 def check_quest(device):
     """All of them; then with bounds in memory, more than a program multiplies at once, and pointers in several turns."""
     from sglang_ext.layers.kernels.choosing import quest_pages
 
-    for check in (check_extremes, check_choice, check_wrong_numbers, check_turns, check_in_graph, check_pages_backend):
+    for check in (check_extremes, check_choice, check_wrong_numbers, check_turns, check_in_graph, check_pages_backend, check_overlapped):
         check(device)
     with patch.multiple(quest_pages, CHUNK=32, KEPT=4):
         for check in (check_choice, check_wrong_numbers):

@@ -7,15 +7,18 @@ the steps that are left over, and the tokens after them. The kernel that joins t
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sglang_ext.layers.kernels.fitting import early_launch, launch_fitting, shape_name
 from sglang_ext.layers.kernels.flash_parts import Parts, exact_part, head_and_rows, scaled_queries, store_part, token_step
 from sglang_ext.layers.kernels.flash_tiles import MOST_ROWS, Tile, tiles
+from sglang_ext.layers.kernels.system_words import load_acquired_count
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, as_pointers
 
 # Tokens in a step, and steps that are loaded ahead.
 TOKENS, STAGES = 32, 3
+# How often a program asks whether its pointers are chosen, before it waits until the kernel that chooses has ended: some milliseconds.
+POLLS = tl.constexpr(1 << 13)
 
 
 @triton.jit
@@ -31,10 +34,21 @@ def _pointed(pointers, holder, place, last, pointer_slot, PER_SLOT: tl.constexpr
 
 
 @triton.jit
+def _await_chosen(arrived):
+    """Wait until a head's pointers are chosen by the kernel before this one, which may not have ended."""
+    polls, left = 0, load_acquired_count(arrived)
+    while (left != 0) & (polls < POLLS):
+        polls, left = polls + 1, load_acquired_count(arrived)
+    if left != 0:
+        gdc_wait()
+
+
+@triton.jit
 def _pointed_part(
-    queries, keys, values, pointers, table, width, first, last, count, best, total, acc, scaling, row, key_slot, value_slot, pointer_slot,
-    PARTS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    PADDED_VALUE_DIM: tl.constexpr, PER_SLOT: tl.constexpr, N: tl.constexpr, LIKE: tl.constexpr,
+    queries, keys, values, pointers, arrived, table, width, first, last, count, best, total, acc, scaling, row, key_slot, value_slot,
+    pointer_slot, PARTS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, PER_SLOT: tl.constexpr, N: tl.constexpr, LIKE: tl.constexpr,
+    AWAITS: tl.constexpr,
 ):  # fmt: skip
     """Softmax over what was seen before, and the tokens to which a head's pointers lead, ``count`` in all: N from ``first`` on, and of each
     PARTS steps after them again so many, before ``last``; buffers begin at the head's cells."""
@@ -42,8 +56,10 @@ def _pointed_part(
     q = scaled_queries(queries, row, dim, scaling, GROUP, DIM, LIKE)
     BY: tl.constexpr = PARTS * N
     place = first + tl.arange(0, N)
-    slot = _pointed(pointers, _holder(table, place, width, PER_SLOT), place, count, pointer_slot, PER_SLOT)
-    holder = _holder(table, place + BY, width, PER_SLOT)
+    holder, next_holder = _holder(table, place, width, PER_SLOT), _holder(table, place + BY, width, PER_SLOT)
+    if AWAITS:
+        _await_chosen(arrived)
+    slot, holder = _pointed(pointers, holder, place, count, pointer_slot, PER_SLOT), next_holder
     for start in tl.range(first, last, BY):
         place = start + tl.arange(0, N)
         # Read a step ahead, and what leads there two, so that keys and values of several steps may be on their way.
@@ -58,15 +74,17 @@ def _pointed_part(
 
 @triton.jit
 def pointer_splits(
-    queries, keys, values, pointers, token_table, table_row, width, rows, lengths, counts, partial, lse, scaling, key_slot, key_head,
-    value_slot, value_head, pointer_slot, pointer_head, HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,
+    queries, keys, values, pointers, arrived, token_table, table_row, width, rows, lengths, counts, partial, lse, scaling, key_slot,
+    key_head, value_slot, value_head, pointer_slot, pointer_head, HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
-    PER_SLOT: tl.constexpr, PACKED: tl.constexpr, SPLITS: tl.constexpr, N: tl.constexpr, EARLY: tl.constexpr,
+    PER_SLOT: tl.constexpr, PACKED: tl.constexpr, SPLITS: tl.constexpr, N: tl.constexpr, AWAITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One split of a request's KV head: the first PACKED read what its pointers lead to, the others what is left of it and follows it.
-    Where it is launched ``EARLY`` it waits until what comes before has ended."""
+    Where it is launched ``EARLY`` it waits until what comes before has ended, or where it ``AWAITS`` them for its head's pointers alone."""
     if EARLY:
-        gdc_wait()
+        gdc_launch_dependents()
+        if not AWAITS:
+            gdc_wait()
     split, request = tl.program_id(0), tl.program_id(2)
     kv_head, row = head_and_rows(GROUP, M)
     at = tl.load(rows + request)
@@ -76,6 +94,8 @@ def pointer_splits(
     head0 = request * HEADS * GROUP + kv_head * GROUP
     mine, my_keys, my_values = queries + head0 * DIM, keys + kv_head * key_head, values + kv_head * value_head
     my_pointers, steps = pointers + kv_head * pointer_head, tl.cdiv(count, N)
+    if AWAITS:
+        arrived += at * HEADS + kv_head
     left = steps % PACKED
     # The end of what the first parts share: all, where there are too few steps, or too many would be left over for the others.
     shared = tl.where((steps < PACKED) | (left > SPLITS - PACKED), steps, steps - left) * N
@@ -85,8 +105,8 @@ def pointer_splits(
         acc = tl.zeros([M, PADDED_VALUE_DIM], dtype=tl.float32)
         # Where a part begins its count does not say: what leads there is on its way with the count.
         best, total, acc = _pointed_part(
-            mine, my_keys, my_values, my_pointers, table, width, split * N, shared, count, best, total, acc, scaling, row, key_slot,
-            value_slot, pointer_slot, PACKED, GROUP, M, DIM, VALUE_DIM, PADDED_DIM, PADDED_VALUE_DIM, PER_SLOT, N, LIKE,
+            mine, my_keys, my_values, my_pointers, arrived, table, width, split * N, shared, count, best, total, acc, scaling, row,
+            key_slot, value_slot, pointer_slot, PACKED, GROUP, M, DIM, VALUE_DIM, PADDED_DIM, PADDED_VALUE_DIM, PER_SLOT, N, LIKE, AWAITS,
         )  # fmt: skip
     else:
         best, total, acc = exact_part(
@@ -96,11 +116,16 @@ def pointer_splits(
         first = shared + (split - PACKED) * N
         if first < count:
             best, total, acc = _pointed_part(
-                mine, my_keys, my_values, my_pointers, table, width, first, count, count, best, total, acc, scaling, row, key_slot,
-                value_slot, pointer_slot, SPLITS - PACKED, GROUP, M, DIM, VALUE_DIM, PADDED_DIM, PADDED_VALUE_DIM, PER_SLOT, N, LIKE,
+                mine, my_keys, my_values, my_pointers, arrived, table, width, first, count, count, best, total, acc, scaling, row,
+                key_slot, value_slot, pointer_slot, SPLITS - PACKED, GROUP, M, DIM, VALUE_DIM, PADDED_DIM, PADDED_VALUE_DIM, PER_SLOT, N,
+                LIKE, AWAITS,
             )  # fmt: skip
     place = (head0 + row) * SPLITS + split
     store_part(partial, lse, place, value_dim, value_dim < VALUE_DIM, best, total, acc, row, GROUP, VALUE_DIM)
+    if AWAITS:
+        # What comes after this kernel must find that the one before has ended, too: programs that are launched last ask.
+        if request == tl.num_programs(2) - 1:
+            gdc_wait()
 
 
 def pointer_decode(
@@ -113,6 +138,7 @@ def pointer_decode(
     lengths: torch.Tensor,
     scaling: float,
     splits: tuple[int, int] = (16, 4),
+    arrived: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of one token of each request over its row of the table: [requests, heads, dim of a value].
 
@@ -128,17 +154,20 @@ def pointer_decode(
         lengths: int64 [requests], slots of each row.
         scaling: factor on query-key products.
         splits: parts of what a head keeps, and of the tokens after it, that are read at the same time.
+        arrived: int32 [rows of the table, kv_heads], where the kernel that was launched right before chooses where pointers lead: 0 once
+            those of a head do, which are all that is waited for, where the GPU can; None to wait for all that was launched before.
     """
     requests, heads, dim = queries.shape
     kv_heads, cells, parts = keys.shape[1], as_pointers(keys), Parts(queries, values.shape[2], splits)
-    group, queries = heads // kv_heads, queries.contiguous()
+    group, queries, early = heads // kv_heads, queries.contiguous(), early_launch(keys)
 
     def launch(tile: Tile) -> None:
         pointer_splits[(parts.most, kv_heads * triton.cdiv(group, tile.rows), requests)](
-            queries, keys, values, cells, token_table, token_table.stride(0), token_table.shape[1], rows, lengths, begins.counts,
+            queries, keys, values, cells, arrived, token_table, token_table.stride(0), token_table.shape[1], rows, lengths, begins.counts,
             parts.partial, parts.lse, scaling, keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), cells.stride(0),
             cells.stride(1), HEADS=kv_heads, GROUP=group, M=tile.rows, DIM=dim, PADDED_DIM=triton.next_power_of_2(dim),
-            PER_SLOT=begins.form.per_slot, SPLITS=parts.most, N=tile.tokens, num_stages=tile.stages, **parts.shape, **early_launch(keys),
+            PER_SLOT=begins.form.per_slot, SPLITS=parts.most, N=tile.tokens, AWAITS=arrived is not None and early["EARLY"],
+            num_stages=tile.stages, **parts.shape, **early,
         )  # fmt: skip
 
     def what() -> str:

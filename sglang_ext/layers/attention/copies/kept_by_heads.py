@@ -175,9 +175,21 @@ class PointerDecode(CopyDecode):
         self, layer_id: int, queries: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, scaling: float, splits: tuple[int, int]
     ) -> torch.Tensor:
         """As :meth:`CopyDecode.attend`."""
+        return self._attend(layer_id, queries, rows, lengths, scaling, splits)
+
+    def _attend(
+        self,
+        layer_id: int,
+        queries: torch.Tensor,
+        rows: torch.Tensor,
+        lengths: torch.Tensor,
+        scaling: float,
+        splits: tuple[int, int],
+        arrived: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         keys, values = self.token_to_kv_pool.get_key_buffer(layer_id), self.token_to_kv_pool.get_value_buffer(layer_id)
         table = self.req_to_token_pool.req_to_token
-        return pointer_decode(self.form, queries, keys, values, table, rows, lengths, scaling, splits)
+        return pointer_decode(self.form, queries, keys, values, table, rows, lengths, scaling, splits, arrived)
 
 
 class PagesDecode(PointerDecode):
@@ -196,10 +208,12 @@ class PagesDecode(PointerDecode):
     ) -> torch.Tensor:
         """As :meth:`CopyDecode.attend`."""
         layer, cells = self.layers[layer_id], as_pointers(self.token_to_kv_pool.get_key_buffer(layer_id))
-        # Once for both.
+        # Once for both: attention begins while pages of the last heads are chosen, and bounds are kept until it is launched.
         queries = queries.contiguous()
-        point_at_best_pages(self.form, layer, queries, cells, self.req_to_token_pool.req_to_token, rows, lengths)
-        return super().attend(layer_id, queries, rows, lengths, scaling, splits)
+        bounds = point_at_best_pages(self.form, layer, queries, cells, self.req_to_token_pool.req_to_token, rows, lengths)
+        result = self._attend(layer_id, queries, rows, lengths, scaling, splits, self.form.arrived)
+        del bounds
+        return result
 
 
 class RowsDecode(PointerDecode):

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from sglang_ext.layers.kernels.fitting import early_launch
 
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.formats.chosen_pages import ChosenPages
@@ -248,9 +251,13 @@ def _choose_pages(
     table_row, slot_stride, head_stride, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     PER_SLOT: tl.constexpr, EVERY: tl.constexpr, FIRST: tl.constexpr, NEWEST: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr,
     RESIDENT: tl.constexpr, LONG: tl.constexpr, CHUNK: tl.constexpr, KEPT: tl.constexpr, TRIALS: tl.constexpr, BITS: tl.constexpr,
-    MEMORY_TRIALS: tl.constexpr, MEMORY_BITS: tl.constexpr,
+    MEMORY_TRIALS: tl.constexpr, MEMORY_BITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Bounds of some pages of a request for a KV head; whose program comes last, that points at the best."""
+    """Bounds of some pages of a request for a KV head; whose program comes last, that points at the best. ``arrived`` is 0 for a head while
+    none of its programs has come, and once it points there. Where it is launched ``EARLY`` it waits until what comes before has ended, and
+    what comes after may begin when all programs have arrived."""
+    if EARLY:
+        gdc_wait()
     head, request = tl.program_id(0), tl.program_id(2)
     row = tl.load(rows + request).to(tl.int64)
     # Rows of full KV have no other row; nothing is chosen for them.
@@ -286,8 +293,8 @@ def _choose_pages(
         last = tl.minimum(tl.num_programs(1), tl.cdiv(count, PAGES)) - 1
         before = tl.atomic_add(arrived + of_row, 1)
         if before == last:
-            # For the next launch.
-            tl.store(arrived + of_row, 0)
+            if EARLY:
+                gdc_launch_dependents()
             if EVERY > 1:
                 tl.store(chosen_at + of_row, after)
             chosen = kept // PAGE
@@ -302,6 +309,9 @@ def _choose_pages(
             _point(
                 cells + head * head_stride, token_table + row * table_row, list_of_mine, chosen, slot_stride, PER_SLOT, PAGE, KEPT
             )  # fmt: skip
+            tl.debug_barrier()
+            # For the next launch, and for who waits for the pointers.
+            tl.atomic_xchg(arrived + of_row, 0, sem="release")
 
 
 def bound_pages(key_table: torch.Tensor, like: torch.Tensor, slots: torch.Tensor, extremes: torch.Tensor, page: int) -> None:
@@ -365,21 +375,21 @@ def point_at_best_pages(
         cut: how the work is cut into programs.
 
     Returns:
-        The bounds: float32 [requests, kv_heads, at least pages], where there were any to choose from.
+        The bounds: float32 [requests, kv_heads, at least pages], where there were any to choose from. Who launches what begins before the
+        choice has ended keeps them until then: the choice works in their memory.
     """
     requests, heads, dim, page = len(rows), cells.shape[1], queries.shape[-1], begins.page
     extremes, padded = begins.extremes.held[layer], triton.next_power_of_2(dim)
     most, at_once = triton.cdiv(token_table.shape[1], page), max(1, cut.step_bytes // (2 * padded * extremes.itemsize))
     parts = min(triton.cdiv(most, at_once), max(1, cut.programs // (heads * requests)))
     width = _width(most)
-    bounds = torch.empty(requests, heads, width, dtype=torch.float32, device=queries.device)
-    listed = torch.empty(requests, heads, width, dtype=torch.int32, device=queries.device)
+    bounds, listed = torch.empty(2, requests, heads, width, dtype=torch.float32, device=queries.device)
     _choose_pages[(heads, parts, requests)](
         queries.contiguous(), extremes, token_table, rows, lengths, begins.counts, begins.pages, begins.chosen_at[layer], begins.arrived,
-        cells, bounds, listed, width, most, len(token_table) // 2, token_table.stride(0), cells.stride(0), cells.stride(1), HEADS=heads,
-        GROUP=queries.shape[1] // heads, DIM=dim, PADDED_DIM=padded, PER_SLOT=begins.form.per_slot, EVERY=begins.every,
+        cells, bounds, listed.view(torch.int32), width, most, len(token_table) // 2, token_table.stride(0), cells.stride(0),
+        cells.stride(1), HEADS=heads, GROUP=queries.shape[1] // heads, DIM=dim, PADDED_DIM=padded, PER_SLOT=begins.form.per_slot, EVERY=begins.every,
         FIRST=begins.first, NEWEST=begins.newest, PAGE=page, PAGES=at_once, RESIDENT=min(cut.resident, triton.next_power_of_2(most)),
         LONG=most > cut.resident, CHUNK=CHUNK, KEPT=KEPT, TRIALS=TRIALS, BITS=BITS, MEMORY_TRIALS=MEMORY_TRIALS, MEMORY_BITS=MEMORY_BITS,
-        maxnreg=cut.registers,
+        maxnreg=cut.registers, **early_launch(queries),
     )  # fmt: skip
     return bounds
