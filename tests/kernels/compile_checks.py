@@ -342,7 +342,7 @@ def check_words(compiled):
     hand_over.push_chosen(torch.zeros(3, 2, 2, 100, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int64), word, 600)
     hand_over.read_words(word, word, torch.zeros(33, dtype=torch.int64), word, 0.1)
     hand_over.answer(word, torch.zeros(2, 3, dtype=torch.int64))
-    check_rows(keys, numbers, hits, commits, table, slots)
+    check_rows(compiled, keys, numbers, hits, commits, table, slots)
     ptx = {kernel: made.asm["ptx"] for kernel, made in compiled[begin:]}
     assert all("st.release.sys.global.b64" in ptx[kernel] for kernel in ("_signal", "_answer"))
     assert all("ld.acquire.sys.global.b64" in ptx[kernel] for kernel in ("_open_places", "_await", "_read_words"))
@@ -352,7 +352,7 @@ def check_words(compiled):
     assert {warps[kernel] for kernel in ("_open_places", "_signal", "_await", "_read_words", "_answer")} == {1}, warps
 
 
-def check_rows(keys, numbers, hits, commits, table, slots):
+def check_rows(compiled, keys, numbers, hits, commits, table, slots):
     """Rows of K and V on their way: what comes and goes, to the arena, out of it, and of renewed copies."""
     tables, rows = (torch.zeros(3, dtype=torch.int64),) * 2, torch.zeros(4, 6, 100, 128, dtype=torch.bfloat16)
     chosen, held = torch.zeros(2, 3, 2, 2, 2048, dtype=torch.int32), torch.zeros(2, 12288, dtype=torch.int32)
@@ -361,6 +361,9 @@ def check_rows(keys, numbers, hits, commits, table, slots):
     arrived = torch.zeros(4, 6, dtype=torch.int32), torch.zeros(4, 6, 100, 2, dtype=torch.int32), rows, rows
     taken_rows.commit_rows(arrived, hits, commits, numbers[0], slots, tables, keys, slots)
     taken_rows.move_newest(tables, keys, keys, torch.zeros(3, 2, 32, dtype=torch.int64), slots, slots)
+    # Whole vectors, of a key and a value, and of nothing else that is as wide.
+    for kernel, made in compiled[-4:]:
+        assert kernel == "_exchange" or made.asm["ptx"].count("st.global.v4.b32") >= 2 and "st.global.b16" not in made.asm["ptx"], kernel
 
 
 def main():

@@ -8,11 +8,17 @@ BLOCK = 32
 
 
 @triton.jit
+def numbers_at(address, KIND: tl.constexpr):
+    """What begins at an address, a multiple of 16 bytes: else the compiler takes its numbers for scattered ones."""
+    return tl.multiple_of(address.to(tl.pointer_type(KIND)), 16)
+
+
+@triton.jit
 def _copy_tokens(table, like, layer, read, written, inside, DIM: tl.constexpr, PADDED_DIM: tl.constexpr):
     """Numbers at the offsets ``read`` of one layer's buffer go to the offsets ``written``."""
     dim = tl.arange(0, PADDED_DIM)
     mask = inside[:, None] & (dim < DIM)[None, :]
-    buffer = tl.load(table + layer).to(tl.pointer_type(like.dtype.element_ty))
+    buffer = numbers_at(tl.load(table + layer), like.dtype.element_ty)
     tl.store(buffer + (written[:, None] + dim[None, :]), tl.load(buffer + (read[:, None] + dim[None, :]), mask=mask), mask=mask)
 
 

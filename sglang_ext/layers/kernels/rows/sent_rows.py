@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_ext.layers.kernels.gather_kept import numbers_at
+
 # Of infinity, the bits of a score and one: above those of all scores.
 BEYOND = tl.constexpr(0x7F800001)
 # Beyond all positions.
@@ -112,11 +114,10 @@ def _push_rows(
             slot = tl.load(token_table + request * table_row + token, mask=inside, other=0).to(tl.int64)
             read = (slot * slot_stride + pair % HEADS * head_stride)[:, None] + dim[None, :]
             write, seen = ((to_pair * fresh + index) * DIM)[:, None] + dim[None, :], inside[:, None] & (dim < DIM)[None, :]
-            keys = tl.load(key_table + pair // HEADS).to(tl.pointer_type(KIND))
-            values = tl.load(value_table + pair // HEADS).to(tl.pointer_type(KIND))
+            keys, values = numbers_at(tl.load(key_table + pair // HEADS), KIND), numbers_at(tl.load(value_table + pair // HEADS), KIND)
             key, value = tl.load(keys + read, mask=seen), tl.load(values + read, mask=seen)
-            tl.store(to_keys.to(tl.pointer_type(KIND)) + write, key, mask=seen)
-            tl.store(to_values.to(tl.pointer_type(KIND)) + write, value, mask=seen)
+            tl.store(numbers_at(to_keys, KIND) + write, key, mask=seen)
+            tl.store(numbers_at(to_values, KIND) + write, value, mask=seen)
 
 
 def exchange(
