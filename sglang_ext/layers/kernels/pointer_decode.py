@@ -7,7 +7,7 @@ the steps that are left over, and the tokens after them. The kernel that joins t
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from sglang_ext.layers.kernels.fitting import early_launch, launch_fitting, shape_name
 from sglang_ext.layers.kernels.flash_parts import Parts, exact_part, head_and_rows, scaled_queries, store_part, token_step
@@ -81,10 +81,8 @@ def pointer_splits(
 ):  # fmt: skip
     """One split of a request's KV head: the first PACKED read what its pointers lead to, the others what is left of it and follows it.
     Where it is launched ``EARLY`` it waits until what comes before has ended, or where it ``AWAITS`` them for its head's pointers alone."""
-    if EARLY:
-        gdc_launch_dependents()
-        if not AWAITS:
-            gdc_wait()
+    if EARLY and not AWAITS:
+        gdc_wait()
     split, request = tl.program_id(0), tl.program_id(2)
     kv_head, row = head_and_rows(GROUP, M)
     at = tl.load(rows + request)

@@ -45,7 +45,7 @@ class GpuChoice:
         buffers: the layers of SGLang's KV pool.
         query_heads: of a layer, on this rank.
         rotary: the embedding that was applied to queries and keys; None where queries are joined as they are.
-        scratch: as :data:`SCRATCH`.
+        scratch: as :data:`SCRATCH`, for each part that is not finished (device.py:Finishing).
     """
 
     predictor: QueryPredictor
@@ -85,14 +85,12 @@ class GpuChoice:
         most: int = 0,
         scored: bool = False,
         finishing: Finishing | None = None,
-        finer: bool = False,
     ) -> Iterator[Part]:
         """As :meth:`choose`, by layers as these are chosen.
 
         Args:
             contexts, read, positions, ahead, most, scored: as there.
             finishing: chooses by logits that the current stream leaves, part by part; None for the same.
-            finer: whether each part has half of the layers that are left at most, so that the last ones are small.
         """
         from sglang_ext.layers.kernels.choose_tokens import choose_tokens, scratch_bytes
 
@@ -103,12 +101,10 @@ class GpuChoice:
         _, kv_heads, dim = keys[0].shape
         predicted = _predicted_at_once(self.scratch, predicting_bytes(self.query_heads, dim, self.predictor))
         each = scratch_bytes(max(contexts.lengths), kv_heads, self.query_heads // kv_heads, keys[0].itemsize)
-        if finishing.parts * each > self.scratch:
-            finishing = Finishing()
-        pairs, found = max(1, self.scratch // finishing.parts // each), []
+        pairs, found = max(1, self.scratch // each), []
         for layers, requests in shares(len(keys), count, predicted):
             queries = self.predictor.predict(read(requests, layers), positions[requests], self.rotary, ahead)
-            for of_layers, of_requests in shares(queries.shape[1], queries.shape[0], pairs, finer):
+            for of_layers, of_requests in shares(queries.shape[1], queries.shape[0], pairs):
                 where = _within(layers, of_layers), _within(requests, of_requests)
                 some = queries[of_requests, of_layers]
                 more = {"coded": coded, "scored": scored, "finishing": finishing}
@@ -141,16 +137,12 @@ def planned_bytes(
     return predicted + max(SCRATCH, scratch_bytes(longest, kv_heads, query_heads // kv_heads, number_bytes))
 
 
-def shares(layers: int, requests: int, pairs: int, finer: bool = False) -> Iterator[tuple[slice, slice]]:
-    """Layers and requests, in shares of at most so many pairs of one of each: all requests of some layers, or some of a layer; ``finer``:
-    of no more than half of the layers that are left."""
-    layer, each = 0, min(requests, pairs)
-    while layer < layers:
-        left = layers - layer
-        end = layer + min(max(1, pairs // requests), -(-left // 2) if finer else left)
+def shares(layers: int, requests: int, pairs: int) -> Iterator[tuple[slice, slice]]:
+    """Layers and requests, in shares of at most so many pairs of one of each: all requests of some layers, or some of a layer."""
+    together, each = max(1, pairs // requests), min(requests, pairs)
+    for layer in range(0, layers, together):
         for request in range(0, requests, each):
-            yield slice(layer, end), slice(request, min(request + each, requests))
-        layer = end
+            yield slice(layer, min(layer + together, layers)), slice(request, min(request + each, requests))
 
 
 def _within(outer: slice, inner: slice) -> slice:

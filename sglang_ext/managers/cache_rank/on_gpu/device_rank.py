@@ -163,7 +163,7 @@ class DeviceRank(CacheRank):
         # Before the device waits, for which copies from the host would wait.
         self._placed(asks, places)
         words, begun = self._memory.await_words(word_of(self._epoch, asks[0].number), AHEAD_SECONDS), Mark.now(self._device)
-        chosen = self._chosen(asks, places, ahead=True)
+        chosen = self._chosen(asks, places)
         self._pull(*words())
         return begun, chosen
 
@@ -231,9 +231,9 @@ class DeviceRank(CacheRank):
         found = chosen[0].chosen if len(chosen) == 1 else torch.cat([part.chosen for part in chosen])
         self._memory.push_chosen([(ask.lane, self._word(ask), ask.keep) for ask in asks], found)
 
-    def _chosen(self, asks: Sequence[protocol.Ask], places: Sequence[torch.Tensor], ahead: bool = False) -> list[Part]:
+    def _chosen(self, asks: Sequence[protocol.Ask], places: Sequence[torch.Tensor]) -> list[Part]:
         """Positions, int32 [layers, requests, kv_heads, most], ascending, of each question as many as it wants, by layers; where rows are
-        sent the bits of their scores behind them, [2, ...]. ``ahead``: while the host launches nobody waits."""
+        sent the bits of their scores behind them, [2, ...]."""
         pulled = self._memory.pull_queries([(ask.lane, self._word(ask)) for ask in asks], len(asks[0].positions))
         queries = pulled.transpose(2, 3)
         positions = to_device([list(ask.positions) for ask in asks], self._device)
@@ -248,13 +248,11 @@ class DeviceRank(CacheRank):
         numbers = to_device([[i, ask.covered, ask.keep, 0] for i, ask in enumerate(asks)], self._device)
         contexts = Contexts(self._placed(asks, places), numbers, lengths, (self._method.sinks, self._method.recent))
         choice = GpuChoice(self._method.predictor, self._buffers, queries.shape[2], self._rotary)
-        # Rows that travel last are few where they are cut fine, which costs launches.
-        how = {"finishing": self._finishing, "finer": scored and ahead}
 
         def read(requests: slice, layers: slice) -> torch.Tensor:
             return queries[requests, layers]
 
-        parts = list(choice.in_parts(contexts, read, positions, asks[0].ahead, most, scored, **how))
+        parts = list(choice.in_parts(contexts, read, positions, asks[0].ahead, most, scored, self._finishing))
         self._finishing.join()
         return parts
 
