@@ -10,6 +10,8 @@ from sglang_ext.bench import BenchError
 DTYPES = ("bfloat16", "float16", "float32")
 """Of ``--dtype``: those that say what is computed; SGLang's ``auto`` is whatever a model's config names."""
 LAST_PORT = 65535
+PROMPTS = "--context-len"
+"""How long prompts are, as most benchmarks name it."""
 
 
 def names(text: str) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from typing import IO
 
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.client import HOST, ServerClient, free_port
+from sglang_ext.bench.options import PROMPTS
 from sglang_ext.config import model_folder
 
 TAIL_LINES = 25
@@ -92,13 +93,14 @@ def leave_on_signals(leave: Callable[[int, FrameType | None], None]) -> None:
     handle(once)
 
 
-def check_servers(model: str, servers: Mapping[str, Sequence[str]], tokens: int = 0) -> None:
+def check_servers(model: str, servers: Mapping[str, Sequence[str]], tokens: int = 0, prompts: str = PROMPTS) -> None:
     """Refuse a model that is not there, and flags that one of the servers would end at, before the first of them starts.
 
     Args:
         model: folder or name.
         servers: the flags of each, by its name.
         tokens: of the longest request that they will be sent, its answer among them; 0 where that is not known.
+        prompts: the benchmark's option that says how long prompts are.
 
     Raises:
         BenchError: names the model, or the server, its flag, what is allowed and the remedy.
@@ -109,7 +111,7 @@ def check_servers(model: str, servers: Mapping[str, Sequence[str]], tokens: int 
     # SGLang is loaded apart, so that the process that measures takes none of the memory that servers find free; its warnings, of
     # what this machine lacks, and what flags of benchmarks do are for the servers' logs.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _leave_to_logs) as apart:
-        apart.submit(_check_flags, model, dict(servers), tokens).result()
+        apart.submit(_check_flags, model, dict(servers), tokens, prompts).result()
 
 
 def _leave_to_logs() -> None:
@@ -120,10 +122,10 @@ def _leave_to_logs() -> None:
     benchmark_options.logger.setLevel(logging.ERROR)
 
 
-def _check_flags(model: str, servers: Mapping[str, Sequence[str]], tokens: int) -> None:
+def _check_flags(model: str, servers: Mapping[str, Sequence[str]], tokens: int, prompts: str) -> None:
     from sglang_ext.bench import server_flags
 
-    server_flags.check(model, servers, tokens)
+    server_flags.check(model, servers, tokens, prompts)
 
 
 class ServerProcess(ServerClient):

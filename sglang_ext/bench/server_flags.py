@@ -11,6 +11,7 @@ from sglang.srt.plugins import load_plugins
 from sglang_ext import flag_checks
 from sglang_ext.arguments import KVServerArgs
 from sglang_ext.bench import ROLES, BenchError
+from sglang_ext.bench.options import PROMPTS
 from sglang_ext.bench.speed.decode_limit import kv_shape, read_config
 from sglang_ext.config import method_options, options, refused_options, selection_options, transports
 from sglang_ext.config.disaggregation_options import traveling_codes
@@ -50,13 +51,14 @@ class _Unresolved(KVServerArgs):
             selection_options.check_device(self)
 
 
-def check(model: str, servers: Mapping[str, Sequence[str]], tokens: int = 0) -> None:
+def check(model: str, servers: Mapping[str, Sequence[str]], tokens: int = 0, prompts: str = PROMPTS) -> None:
     """Refuse flags that one of the servers would end at.
 
     Args:
         model: folder or name.
         servers: the flags of each, by its name.
         tokens: of the longest request that they will be sent, its answer among them; 0 where that is not known.
+        prompts: the benchmark's option that says how long prompts are.
 
     Raises:
         BenchError: names the server, the flag, what is allowed and the remedy.
@@ -79,18 +81,19 @@ def check(model: str, servers: Mapping[str, Sequence[str]], tokens: int = 0) -> 
             of_roles.setdefault(args.disaggregation_mode, (name, args))
         except (BenchError, OptionError) as error:
             raise BenchError(f"the server {name} cannot start: {error}") from error
-        _check_length(Path(model), name, args, tokens)
+        _check_length(Path(model), name, args, tokens, prompts)
     if of_roles.keys() >= set(ROLES):
         _check_alike(*(of_roles[role] for role in ROLES))
 
 
-def _check_length(model: Path, name: str, args: KVServerArgs, tokens: int) -> None:
-    """Refuse requests longer than the context that the server of a model in a folder serves, where that is known."""
+def _check_length(model: Path, name: str, args: KVServerArgs, tokens: int, prompts: str) -> None:
+    """Refuse requests longer than the context that the server of a model in a folder serves, where that is known; ``prompts`` is the option
+    that says how long prompts are."""
     context = args.context_length or _context_length(model, args)
     if context is not None and tokens > context - SPARED:
         raise BenchError(
             f"the server {name} serves prompts of up to {context - SPARED} tokens with their answers, and the longest has {tokens}: pass "
-            f'shorter prompts (--context-len, --load) or --output-len, or, where the model can, '
+            f'shorter prompts ({prompts}) or a shorter --output-len, or, where the model can, '
             f'--server-arg="--context-length {tokens + SPARED}"'
         )
 

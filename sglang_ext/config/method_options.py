@@ -13,6 +13,8 @@ from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.mem_cache.compressors.contracts.registry import COMPRESSORS
 from sglang_ext.mem_cache.compressors.kvzap import KVzap
+from sglang_ext.mem_cache.compressors.spade import Spade
+from sglang_ext.mem_cache.selection.held_keys import SCORE_BITS
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
@@ -119,10 +121,7 @@ def resolve(args: "KVServerArgs") -> None:
         catalogue.code_bits(packs, args.kv_bits)
         catalogue.partition_size(packs, args.kv_partition)
     elif args.kv_bits is not None:
-        named = found[0].compressor
-        # What leads into full KV has none to pack.
-        remedy = "pass --kv-compressor kivi" if catalogue.points(named) else f"name what packs them too: --kv-compressor {named}+kivi"
-        raise OptionError(f"--kv-bits is {args.kv_bits}, but --kv-compressor {named} keeps tokens as they are: leave it out, or {remedy}")
+        raise OptionError(_why_no_bits(found[0], args.kv_bits))
     elif args.kv_partition is not None:
         raise OptionError(
             f"--kv-partition is {args.kv_partition}, but --kv-compressor {found[0].compressor} keeps tokens as they are: leave it out, or "
@@ -131,6 +130,22 @@ def resolve(args: "KVServerArgs") -> None:
     one_of("--kv-online-compressor", args.kv_online_compressor, catalogue.online())
     compressors = tuple(offer.compressor for offer in found)
     _check_folders(args, compressors)
+
+
+def _why_no_bits(offer: Offer, bits: int) -> str:
+    """Why ``--kv-bits`` is refused with a method that packs nothing, and what to pass instead."""
+    named = offer.compressor
+    why = f"--kv-bits is {bits}, but --kv-compressor {named} keeps tokens as they are"
+    if offer.drops == Spade.name:
+        wanted = bits if bits in SCORE_BITS else min(SCORE_BITS)
+        allowed = f"{', '.join(map(str, SCORE_BITS[:-1]))} or {SCORE_BITS[-1]}"
+        return (
+            f"{why}, and chooses by keys in {allowed} bits: pass --kv-score-bits {wanted} in its place, leave it out, or pass "
+            "--kv-compressor kivi"
+        )
+    # What leads into full KV has none to pack.
+    remedy = "pass --kv-compressor kivi" if catalogue.points(named) else f"name what packs them too: --kv-compressor {named}+kivi"
+    return f"{why}: leave it out, or {remedy}"
 
 
 def budget_of(compressor: str, budget: float | None, flag: str = FIRST, told: str = "--kv-budget is {}") -> float:

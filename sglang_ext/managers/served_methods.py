@@ -115,13 +115,6 @@ class ServedMethods:
             return ChosenPages.of_pool(pointers, token_table, extremes, pointing)
         return HeadCells.of(buffers, len(token_table)) if adaptive else PlainTokens()
 
-    def __str__(self) -> str:
-        def share(offer: Offer, most: int) -> str:
-            return f"{most} tokens" if most else f"budget {offer.budget}"
-
-        pairs = zip(self.offers, (method.compressor.most for method in self.methods))
-        return ", ".join(f"compressor {offer.name} with {share(offer, most)}" for offer, most in pairs)
-
 
 def check_files(args: "KVServerArgs") -> None:
     """Look at stored scores and at the predictor before the model is loaded.

@@ -7,9 +7,12 @@ from unittest.mock import patch
 
 import torch
 import triton
+from hand_over_checks import Pair
 from packed_helpers import packed_pool, pool_by
 from prefill_checks import FIRST_HEAD, LAYER, Batch
+from rank_checks import rank_of
 from triton.backends.compiler import GPUTarget
+from triton.runtime._async_compile import FutureKernel
 from triton.runtime.jit import JITFunction
 
 from sglang_ext.layers.kernels import fitting, hand_over, pointer_decode, scatter_cells, uneven_decode, window_scores, write_pointers
@@ -24,6 +27,7 @@ from sglang_ext.layers.kernels.lynx.layout import Layout
 from sglang_ext.layers.kernels.lynx.parts import Parts
 from sglang_ext.layers.kernels.packed import pack_blocks, packed_decode
 from sglang_ext.layers.kernels.rows import sent_rows, taken_rows
+from sglang_ext.managers.cache_rank.protocol import BLOCK, Ask, Attached
 from sglang_ext.mem_cache.compressed.formats.chosen_pages import ChosenPages
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers, as_pointers
@@ -229,18 +233,45 @@ def check_choice(compiled):
 
 
 def check_any_requests(compiled):
-    """Kernels that choose, and say what comes, are compiled once, whatever the numbers of requests and of tokens: a rank that compiles
-    answers nobody."""
-    begin, keys, table = len(compiled), torch.zeros(80, 3, 64, dtype=torch.bfloat16), torch.zeros(3, 80, dtype=torch.int32)
-    addresses = torch.full((3,), keys.data_ptr())
-    for count, keep in ((1, 40), (2, 39), (3, 39), (3, 40)):
-        asked = Contexts(table, torch.tensor([[0, 70, keep, 0]] * count), (70,) * count, (4, 32))
+    """Kernels that choose, and say what comes, are compiled once, whatever the numbers of requests and of tokens that are chosen, and, up
+    to a power of two, of tokens among which: a rank that compiles answers nobody."""
+    begin, keys = len(compiled), torch.zeros(80, 3, 64, dtype=torch.bfloat16)
+    codes = CodedKeys(KeySizes(3, 3, 64, torch.bfloat16, 4), 80)
+    addresses, coded = torch.full((3,), keys.data_ptr()), KeyCodes(codes.codes, codes.words, codes.sizes.group)
+    for count, keep, length in ((1, 40, 1025), (2, 39, 1500), (3, 39, 1536), (3, 40, 2047), (3, 40, 2048)):
+        table, lengths = torch.zeros(count, length, dtype=torch.int32), tuple(range(length, length - count, -1))
+        asked = Contexts(table, torch.tensor([[row, each, keep, 0] for row, each in enumerate(lengths)]), lengths, (4, 32))
         queries, all_of = torch.zeros(count, 3, 9, 64), (slice(0, 3), slice(0, count))
-        chosen = choose_tokens(queries, addresses, keys, torch.ones(3), asked, *all_of, keep, scored=True)
+        for by in (None, coded):
+            chosen = choose_tokens(queries, addresses, keys, torch.ones(3), asked, *all_of, keep, coded=by, scored=True)
         held, numbers = torch.zeros(count, 9 * keep, dtype=torch.int32), torch.zeros(count, 2, dtype=torch.int64)
         sent_rows.exchange(*chosen, held, numbers, 16)
     found = [(name, id(made)) for name, made in compiled[begin:]]
-    assert len(set(found)) == len({name for name, _ in found}) == 5, found
+    assert len(set(found)) == len({name for name, _ in found}) == 6, found
+
+
+def check_any_length(compiled):
+    """What a cache rank compiles when it starts is all that it ever launches to choose, whatever the lengths of contexts."""
+    for dtype, bits, rows in ((torch.bfloat16, 16, 9), (torch.float32, 4, 0)):
+        pair = Pair("cpu", dtype, dim=32, most=99, fresh=rows)
+        begin = len(compiled)
+        rank, socket = rank_of(pair, False, "current", bits, blocks=40000 // BLOCK)
+        assert isinstance(socket.messages[-1], Attached)
+        there = {id(made) for _, made in _compiled(compiled[begin:])}
+        forms = {id(made) for name, made in _compiled(compiled[begin:]) if name == "mark_best"}
+        assert len(forms) == 7, forms
+        begin, met = len(compiled), set()
+        for length in (1, 1024, 1025, 2048, 2049, 4097, 8191, 10000, 16385, 32767, 32768, 32769, 40000):
+            ask = Ask(0, 0, pair.shape.layers, 1, length, min(length, 99), (length,))
+            rank._push([ask], [torch.zeros(length, dtype=torch.int32)], rank._chosen([ask], [torch.zeros(length, dtype=torch.int32)]))
+            met |= {id(made) for name, made in compiled[begin:] if name == "mark_best"}
+        late = [name for name, made in compiled[begin:] if id(made) not in there]
+        assert not late and met == forms, (dtype, bits, late)
+
+
+def _compiled(launches):
+    """The same with what became of kernels that threads compiled."""
+    return [(name, made.result() if isinstance(made, FutureKernel) else made) for name, made in launches]
 
 
 def check_early(compiled):
@@ -389,6 +420,7 @@ def main():
     check_anchored(compiled)
     check_choice(compiled)
     check_any_requests(compiled)
+    check_any_length(compiled)
     check_early(compiled)
     check_overlapped(compiled)
     check_pages(compiled)

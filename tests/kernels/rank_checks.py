@@ -34,9 +34,9 @@ class Told:
         self.messages.append(protocol.decode_from_rank(frame))
 
 
-def rank_of(pair, plain, predictor, bits, apart=False):
+def rank_of(pair, plain, predictor, bits, apart=False, blocks=8):
     """A cache rank in this process, of one arena or the other, that was told what it serves; and its socket."""
-    told, socket = msgspec.structs.replace(attach(pair.shape, predictor, bits), apart=apart), Told()
+    told, socket = msgspec.structs.replace(attach(pair.shape, predictor, bits), apart=apart, blocks=blocks), Told()
     descriptor = os.dup(pair.plain._held.descriptor) if plain else None
     rank = DeviceRank(socket, descriptor, 3, torch.device("cpu") if plain else pair.device)
     before, mapped_arena.opened = mapped_arena.opened, lambda handle, device: pair.arena._held.memory.data_ptr()

@@ -103,6 +103,7 @@ def test_a_server_tells_mode_method_and_address_when_it_is_ready_and_its_hooks_i
     command = told[2].removeprefix(f"listening on {verified.url}; try: ")
     assert json.loads(run("bash", "-c", f"{command} --silent"))["meta_info"]["completion_tokens"] > 0
     assert log.count("functions of SGLang are hooked") == 1
+    assert len([line for line in log.splitlines() if "sglang-ext: " in line and "compressor snapkv" in line]) == 1
     ours = {hook.target for hook in hooks.HOOKS + hooks.PLAIN_CPU_HOOKS}
     assert not [line for line in log.splitlines() if "hook(s) to" in line and any(target in line for target in ours)]
     assert "sglang-ext" not in stock.log.read_text().partition("ready to roll!")[2]

@@ -57,7 +57,8 @@ class LongArm:
         method: of :data:`ARMS`.
         mode: lossy, verified; full for stock.
         select: tokens of each KV head; 0 for stock, whose figures all loads share.
-        pack: layers of a pack, where ranks choose; 0 for auto.
+        pack: layers of a pack at most, where ranks choose; 0 for auto. As they are divided evenly a server's packs may have fewer
+            (:attr:`PackFigures.layers`).
         timed: whether its cache ranks write a timeline.
         flags: of the server, beside those of all.
     """
@@ -157,5 +158,5 @@ def _arms(args: argparse.Namespace, method: str, mode: str, select: int) -> Iter
             # There its pages are those of the pool.
             more += ["--page-size", str(Quest.scoring.page)] if compressor == Quest.name and on_gpus(args) else []
             more += ["--kv-cache-ranks", str(args.ranks), "--kv-pack-layers", str(pack or AUTO)] if ranks else []
-            told = f"{name}{f' every {every}' if every > 1 else ''}{f' packs of {pack}' if pack else ''}"
+            told = f"{name}{f' every {every}' if every > 1 else ''}{f' packs of up to {pack}' if pack else ''}"
             yield LongArm(told, method, mode, select, pack, ranks and not on_gpus(args), (*flags, *more))

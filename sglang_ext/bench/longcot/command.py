@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--select-by", default="current", choices=list(PREDICTORS), help="of spade (default: %(default)s)")
     add("--ranks", type=int, default=1, help="cache ranks of spade-ranks (default: %(default)s)")
     packs_here = f"default: {','.join(PACKS)}; on GPUs auto, which alone is served there"
-    add("--pack-layers", type=names, help=f"layers of a pack, or auto, separated by commas ({packs_here})")
+    add("--pack-layers", type=names, help=f"layers of a pack at most, or auto, separated by commas ({packs_here})")
     add("--prompt-file", type=Path, help="take prompts from this text, by the model's tokenizer; default: random tokens")
     add("--pages", action="store_true", help="also time the parts of a layer's step with choices by pages")
     add("--overlap-prompts", type=Path, metavar="FOLDER", help="also measure overlaps on these prompts")
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     shape = ModelShape.of(read_config(args.model))
     # Which folder timelines go to does not matter here.
     flags = {arm.name: settings.flags_of(args, setting_of(arm, Path("timeline"))) for arm in chosen}
-    check_servers(str(args.model), flags, max(load.context for load in wanted) + lengths[-1])
+    check_servers(str(args.model), flags, max(load.context for load in wanted) + lengths[-1], "--load")
     prompts = make_prompts(args, max(load.batch for load in wanted), sorted({load.context for load in wanted}))
     found: list[LongFigures] = []
     packed: list[packs.PackFigures] = []

@@ -62,7 +62,7 @@ class PackFigures:
     Attributes:
         name: the server's.
         load: what it was asked for, in words.
-        layers: of a pack, the most.
+        layers: of a pack as they were served, the most.
         steps: that were looked at.
         inference: of the model's layers.
         selection: that a rank chooses for all requests of the batch.

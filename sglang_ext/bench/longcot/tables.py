@@ -41,7 +41,7 @@ def packed(found: Sequence[PackFigures]) -> Iterator[str]:
     if not found:
         return
     head = (
-        "server", "load", "layers", "inference, ms", "selection, ms", "transfer, ms", "hidden", "late",
+        "server", "load", "layers served", "inference, ms", "selection, ms", "transfer, ms", "hidden", "late",
         "GB/s of positions", "GB/s were KV sent",
     )  # fmt: skip
     yield "\nPer pack of layers, means over steps:\n"

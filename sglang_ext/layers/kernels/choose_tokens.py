@@ -6,8 +6,9 @@ chunk of the context needs for their normalizers (choosing/exact_logits.py); a s
 third one writes down what is marked (choosing/marks.py). Of equal scores those of earlier tokens are chosen first.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -19,8 +20,8 @@ from sglang_ext.layers.kernels.choosing.marks import WORD, mark_best, score_chos
 if TYPE_CHECKING:
     from sglang_ext.layers.kernels.coded_keys.coded_logits import KeyCodes
 
-# Scores that a program keeps in registers at most, and of these those of a thread.
-RESIDENT, OF_THREAD = 32768, 64
+# Scores that a program keeps in registers, a power of two of them, at least and at most, and of these those of a thread.
+LEAST_RESIDENT, RESIDENT, OF_THREAD = 1024, 32768, 64
 # Tokens whose scores go to memory at once, and those that a program writes down.
 AT_ONCE, WRITTEN = 4096, 2048
 # Tokens that were chosen whose scores a program leaves.
@@ -55,6 +56,44 @@ def scratch_bytes(longest: int, kv_heads: int, group: int, number_bytes: int) ->
     pitch = triton.cdiv(longest, PITCH.value) * PITCH.value
     of_token = group * min(4, number_bytes) + 4 * (longest > RESIDENT)
     return kv_heads * (pitch * of_token + pitch // 8 + 8 * group * triton.cdiv(longest, CHUNK))
+
+
+def lengths_apart(longest: int) -> tuple[int, ...]:
+    """Of contexts of up to so many tokens one length for each form in which a kernel is compiled for them, ascending."""
+    ends = [*(1 << power for power in range(LEAST_RESIDENT.bit_length() - 1, RESIDENT.bit_length())), RESIDENT + 1]
+    return tuple(dict.fromkeys(min(end, longest) for end in ends))
+
+
+def compile_ahead(like: torch.Tensor, query_heads: int, always: tuple[int, int], longest: int) -> None:
+    """Compile for the current device, side by side, what choosing would compile when the first context of some length is met: seconds each,
+    where they were never compiled on this machine.
+
+    Args:
+        like: a key buffer, as :func:`choose_tokens`'s.
+        query_heads: of a layer.
+        always: as :attr:`Contexts.always`.
+        longest: tokens of the longest context.
+    """
+    heads, lengths = like.shape[1], lengths_apart(longest)
+    with ThreadPoolExecutor(len(lengths)) as threads, triton.AsyncCompileMode(threads):
+        for length in lengths:
+            scores = None if length <= RESIDENT else torch.int32
+            # In the place of tensors the kinds of their numbers; of integers any.
+            mark_best.warmup(
+                logits_of(like.dtype), torch.float32, torch.float32, scores, torch.int32, torch.int64, *(0,) * 5,
+                **_form(length, heads, query_heads // heads, always), grid=(1,),
+            )  # fmt: skip
+
+
+def _form(longest: int, heads: int, group: int, always: tuple[int, int]) -> dict[str, Any]:
+    """What :func:`mark_best` is compiled for, where the longest context has so many tokens: as in :func:`lengths_apart`."""
+    # A program has as many threads where scores lie in memory.
+    tokens = min(max(LEAST_RESIDENT, triton.next_power_of_2(longest)), RESIDENT)
+    return {
+        "SINKS": always[0], "NEWEST": always[1], "HEADS": heads, "GROUP": group, "G": triton.next_power_of_2(group),
+        "AT_ONCE": min(tokens, AT_ONCE), "RESIDENT": tokens if longest <= RESIDENT else 0, "CHUNK": CHUNK,
+        "num_warps": max(4, tokens // OF_THREAD // 32), **UNFUSED,
+    }  # fmt: skip
 
 
 def choose_tokens(
@@ -95,13 +134,12 @@ def choose_tokens(
     heads, device = like.shape[1], like.device
     count, group, longest = requests.stop - requests.start, queries.shape[2] // heads, max(contexts.lengths[requests])
     pairs, chunks, table = (layers.stop - layers.start) * count, triton.cdiv(longest, CHUNK), contexts.token_table
-    pitches, resident = triton.cdiv(longest, PITCH.value), longest <= RESIDENT
-    finishing = finishing or Finishing()
+    pitches, finishing = triton.cdiv(longest, PITCH.value), finishing or Finishing()
     finishing.begin()
     logits = torch.empty(pairs * heads * group, pitches * PITCH.value, dtype=logits_of(like.dtype), device=device)
     # Each of its own, which begins at a multiple of 16 bytes for any number of requests: kernels are compiled for that.
     tops, masses = (torch.empty(pairs * heads * group, chunks, device=device) for _ in range(2))
-    scores = None if resident else torch.empty(pairs * heads, pitches * PITCH.value, dtype=torch.int32, device=device)
+    scores = None if longest <= RESIDENT else torch.empty(pairs * heads, pitches * PITCH.value, dtype=torch.int32, device=device)
     marks = torch.empty(pairs * heads, pitches * PITCH.value // WORD.value, dtype=torch.int32, device=device)
     where = layers.start, requests.start, count, pitches
     left = scalings, table, contexts.numbers, logits, tops, masses
@@ -111,15 +149,10 @@ def choose_tokens(
         coded.leave_logits(queries, Asked(left, where, chunks, pairs, table.stride(0)))
     pointing, cells = contexts.targets is not None, like.view(torch.int32)
     shape = 1 + scored, layers.stop - layers.start, count, heads, most
+    form = _form(longest, heads, group, contexts.always)
     with finishing.part(logits, tops, masses, scores, marks):
         out = None if pointing else torch.empty(shape, dtype=torch.int32, device=device)
-        # A program has as many threads where scores lie in memory.
-        tokens = min(max(1024, triton.next_power_of_2(longest)), RESIDENT)
-        mark_best[(heads, pairs)](
-            logits, tops, masses, scores, marks, contexts.numbers, *where, chunks, SINKS=contexts.always[0], NEWEST=contexts.always[1],
-            HEADS=heads, GROUP=group, G=triton.next_power_of_2(group), AT_ONCE=min(tokens, AT_ONCE), RESIDENT=tokens if resident else 0,
-            CHUNK=CHUNK, num_warps=max(4, tokens // OF_THREAD // 32), **UNFUSED,
-        )  # fmt: skip
+        mark_best[(heads, pairs)](logits, tops, masses, scores, marks, contexts.numbers, *where, chunks, **form)
         write_marked[(heads, triton.cdiv(longest, WRITTEN), pairs)](
             marks, key_table, table, contexts.numbers, contexts.targets, out, *where, table.stride(0), most, cells.stride(0),
             cells.stride(1), HEADS=heads, PER_SLOT=cells.shape[2] if pointing else 0, TOKENS=WRITTEN, WORDS=WRITTEN // 2,

@@ -7,7 +7,6 @@ in their round gather on the device; where full KV is in host memory, verificati
 never congested (VeriCache, section 5: cross-resource staggering).
 """
 
-import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
 
     from sglang_ext.managers.offload.verifications import Verifications
     from sglang_ext.managers.worker import KVWorker
-
-logger = logging.getLogger(__name__)
 
 Publish = Callable[[torch.Tensor], None]
 Decode = Callable[["ScheduleBatch", Publish | None], RoundResult]
@@ -281,7 +278,7 @@ def part_of(batch: "ScheduleBatch", requests: list[int], where: torch.Tensor) ->
 
 
 def decode_loop(worker: "KVWorker", turns: "OnDevice | Verifications", policy: OffloadPolicy | None) -> DecodeLoop:
-    """That of a worker whose views are built, told in the log with what it serves.
+    """That of a worker whose views are built.
 
     Args:
         turns: whose turn it is to verify.
@@ -295,8 +292,6 @@ def decode_loop(worker: "KVWorker", turns: "OnDevice | Verifications", policy: O
     auto = args.kv_draft_length == "auto"
     lengths = DraftLength(longest, options.verify_widths(args)) if auto else FixedLength(longest)
     pace = Pace(lengths, torch.device(worker.model_runner.device), worker.metrics, worker.ranks)
-    drafts = "" if worker.lossy else f", draft length {args.kv_draft_length}"
-    logger.info("sglang-ext: --kv-mode %s, %s%s", args.kv_mode, worker.methods, drafts)
     verifier = Verifier(worker, steps, worker.graphs, worker.simulation)
     asked = args.kv_bench_timeline if options.transfers(args) and worker.ranks.first else None
     return DecodeLoop(worker, pace, steps, verifier, planner, policy, Timeline.of(asked, torch.device(worker.model_runner.device)))

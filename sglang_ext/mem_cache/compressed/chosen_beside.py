@@ -114,9 +114,11 @@ class ChosenBeside(BesideSteps):
 
     def compile_kernels(self) -> None:
         """As :meth:`BesideSteps.compile_kernels`: in row 0 of the table, which is no request's."""
-        from sglang_ext.layers.kernels.choose_tokens import Contexts
+        from sglang_ext.layers.kernels.choose_tokens import Contexts, compile_ahead
 
         always = self._method.compressor.sinks, self._method.compressor.recent
+        if self._table.is_cuda:
+            compile_ahead(self._choice.buffers.keys[0], self._choice.query_heads, always, self._table.shape[1])
         count, window = sum(always) + 1, self._method.compressor.window
         tokens, device = count + window, self._table.device
         targets = torch.zeros(self._method.packing.held_slots(count), dtype=torch.int64, device=device)

@@ -105,7 +105,8 @@ def options(**given):
 def test_each_method_mode_number_and_pack_has_a_server_and_verified_choices_no_lossy_one():
     found = arms(options())
     assert [arm.name for arm in found if arm.method == "spade-ranks"] == [
-        f"spade-ranks {mode} {select} packs of {pack}" for mode in ("lossy", "verified") for select in (2048, 1024) for pack in (6, 12)
+        f"spade-ranks {mode} {select} packs of up to {pack}"
+        for mode in ("lossy", "verified") for select in (2048, 1024) for pack in (6, 12)
     ]
     assert {arm.mode for arm in found if arm.method == "verify-guided"} == {"verified"}
     of_ranks = next(arm for arm in found if arm.timed)
@@ -230,16 +231,19 @@ def test_a_whole_run_prints_tables_and_writes_its_measurements(tmp_path, capsys,
         yield NoServer(setting.arguments)
 
     monkeypatch.setattr(command.settings, "server", server)
-    monkeypatch.setattr(command, "check_servers", lambda model, servers, tokens: None)
+    monkeypatch.setattr(command, "check_servers", lambda model, servers, tokens, prompts: None)
     parts = [pages.PagePart("load", part, 0.5) for part in ("scoring pages", "attention")]
     monkeypatch.setattr(command.pages, "parts", lambda shape, load, device: parts)
     found = main([
         "longcot", "--model", str(tmp_path), "--method", "stock,spade-ranks", "--mode", "verified", "--load", "2:64:16",
-        "--output-len", "8,16", "--pack-layers", "6", "--pages", "--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png"),
+        "--output-len", "8,16", "--pack-layers", "10", "--pages", "--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png"),
     ])  # fmt: skip
     out = capsys.readouterr().out
     assert found == 0 and "batch 2, 64 tokens, 16 selected" in out
-    assert "| spade-ranks verified 16 packs of 6 |" in out and "30 of 40, 0.75" in out and "| scoring pages | 500.000 | 50% |" in out
+    assert "30 of 40, 0.75" in out and "| scoring pages | 500.000 | 50% |" in out
+    # Packs of 12 layers by 10 at most have 6.
+    assert "| server | load | layers served |" in out
+    assert "| spade-ranks verified 16 packs of up to 10 | batch 2, 64 tokens, 16 selected | 6 |" in out
     measured = json.loads((tmp_path / "out.json").read_text())
     assert [each["method"] for each in measured["results"]] == ["stock", "spade-ranks"] and len(measured["packs"]) == 1
     assert measured["results"][1]["flops"] < measured["results"][0]["flops"] and (tmp_path / "out.png").stat().st_size > 5000
@@ -255,7 +259,7 @@ def test_a_run_on_gpus_has_no_timelines_and_no_table_of_packs(tmp_path, capsys, 
         yield NoServer(setting.arguments)
 
     monkeypatch.setattr(command.settings, "server", server)
-    monkeypatch.setattr(command, "check_servers", lambda model, servers, tokens: checked.update(servers))
+    monkeypatch.setattr(command, "check_servers", lambda model, servers, tokens, prompts: checked.update(servers))
     asked = ["longcot", "--model", str(tmp_path), "--method", "stock,spade-ranks", "--load", "2:64:16", "--output-len", "8"]
     assert main([*asked, "--server-arg=--device cuda"]) == 0
     out = capsys.readouterr().out

@@ -286,10 +286,10 @@ def test_prompts_longer_than_the_context_that_is_served_are_refused_before_serve
 ) -> None:
     (tmp_path / "config.json").write_text(config)
     server_flags.check(str(tmp_path), {"hack4 prefill": flags}, longest or 10**9)
-    said = f"the server hack4 prefill serves prompts of up to {longest} tokens with .* pass shorter prompts .--context-len, --load. or"
+    said = f"the server hack4 prefill serves prompts of up to {longest} tokens with .* pass shorter prompts .--load. or a shorter"
     refused = pytest.raises(BenchError, match=said)
     with nullcontext() if longest is None else refused:
-        server_flags.check(str(tmp_path), {"hack4 prefill": flags}, (longest or 10**9) + 1)
+        server_flags.check(str(tmp_path), {"hack4 prefill": flags}, (longest or 10**9) + 1, "--load")
 
 
 def test_what_a_longer_prompt_is_told_to_pass_is_enough(tmp_path: Path) -> None:

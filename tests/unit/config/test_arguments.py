@@ -61,7 +61,12 @@ def build(path, **flags):
         ({"kv_compressor": "kivi", "kv_bits": 3}, ["--kv-bits is 3", "4 or 2 bits"]),
         ({"kv_compressor": "snapkv+int8", "kv_bits": 4}, ["--kv-bits is 4", "int8 has codes of 8 bits"]),
         ({"kv_bits": 4}, ["--kv-bits is 4", "snapkv keeps tokens as they are", "--kv-compressor snapkv+kivi"]),
-        ({"kv_bits": 4, "kv_compressor": "spade"}, ["spade keeps tokens as they are: leave it out, or pass --kv-compressor kivi"]),
+        (
+            {"kv_bits": 4, "kv_compressor": "spade"},
+            ["--kv-bits is 4", "spade keeps tokens as they are, and chooses by keys in 16, 8 or 4 bits: pass --kv-score-bits 4 in its place"],
+        ),
+        ({"kv_bits": 2, "kv_compressor": "spade"}, ["--kv-bits is 2", "pass --kv-score-bits 4 in its place", "--kv-compressor kivi"]),
+        ({"kv_bits": 4, "kv_compressor": "quest"}, ["quest keeps tokens as they are: leave it out, or pass --kv-compressor kivi"]),
         ({"kv_select": float("inf"), "kv_compressor": "spade"}, ["--kv-select is inf", "a whole number from 2, for example 2048"]),
         ({"kv_compressor": "hack", "kv_partition": 48}, ["--kv-partition is 48", "partitions of 64 or 32 or 128 numbers"]),
         ({"kv_compressor": "kivi", "kv_partition": 64}, ["--kv-partition is 64", "kivi has none to choose", "hack"]),

@@ -9,6 +9,7 @@ from test_views import DIM, HEADS, LAYERS
 
 from sglang_ext.core import RequestState
 from sglang_ext.device import SideStream
+from sglang_ext.layers.kernels.choose_tokens import lengths_apart
 from sglang_ext.managers.integrity import check_copies
 from sglang_ext.managers.spec_decode.steps import Steps
 from sglang_ext.mem_cache.compressed.chosen_beside import BesideSteps, ChosenBeside
@@ -121,6 +122,15 @@ def test_what_is_done_before_any_request_is_as_far_ahead_as_steps_ask():
     for position in range(150, 153):
         step(position)
     assert told == [4, 4]
+
+
+def test_of_each_form_of_kernels_one_length_is_met_ahead_and_none_that_cannot_come():
+    powers = [1 << power for power in range(10, 16)]
+    for longest, expected in (
+        (200, [200]), (1024, [1024]), (5000, [1024, 2048, 4096, 5000]), (32768, powers),
+        (32769, [*powers, 32769]), (1 << 20, [*powers, 32769]),
+    ):  # fmt: skip
+        assert lengths_apart(longest) == tuple(expected)
 
 
 def test_spare_slots_are_counted_and_given_back_after_what_is_written_to_them():

@@ -82,6 +82,8 @@ class DeviceRank(CacheRank):
         """Seconds that choosing takes a layer, once all kernels are there."""
         shape, tokens = self._memory.shape, min(PROBED, self._store.blocks * BLOCK)
         self._keys.clear(tokens)
+        if self._by_kernels:
+            self._meet_lengths(tokens)
         keep, positions = max(1, min(shape.most, tokens // 8)), tuple(range(shape.window))
         ask, places = protocol.Ask(0, 0, shape.layers, 1, tokens, keep, positions), torch.arange(tokens, device=self._device).int()
         for _ in range(2):
@@ -94,6 +96,20 @@ class DeviceRank(CacheRank):
             self._wait()
         self._table = None
         return (time.perf_counter() - begun) / shape.layers
+
+    def _meet_lengths(self, cleared: int) -> None:
+        """Choose once in contexts of each length for which a kernel is another, up to all tokens that are held, by keys of those that were
+        cleared: no request of such a length waits for compilers, or for a kernel to be loaded."""
+        from sglang_ext.layers.kernels.choose_tokens import compile_ahead, lengths_apart
+
+        shape, longest = self._memory.shape, self._store.blocks * BLOCK
+        always = self._method.sinks, self._method.recent
+        compile_ahead(self._buffers.keys[0], shape.query_heads, always, longest)
+        # Of the memory of the longest the others take theirs.
+        for length in reversed(lengths_apart(longest)):
+            keep, places = max(1, min(shape.most, length // 8)), (torch.arange(length, device=self._device) % cleared).int()
+            self._chosen([protocol.Ask(0, 0, shape.layers, 1, length, keep, tuple(range(shape.window)))], [places])
+        self._wait()
 
     def _wait(self) -> None:
         """Until the device has done what it was given."""
