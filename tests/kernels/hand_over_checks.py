@@ -17,7 +17,6 @@ from sglang_ext.managers.cache_rank.protocol import BLOCK, Shape
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import Pointers
 from sglang_ext.mem_cache.compressed.held_rows import NewestRows, absent, renewed
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.selection.on_gpu import Part
 
 # Slots of a pool, of contexts and of pointers after them.
 SLOTS, CONTEXT = 300, 200
@@ -242,10 +241,8 @@ class RowPair(Pair):
             chosen[1, :, i, :, :keep] = 0 if equal else bits
         places, lanes = [self.table[i, :100] for i in range(len(self.keeps))], [*range(len(self.keeps))]
         table = torch.nn.utils.rnn.pad_sequence(list(places), batch_first=True)
-        for rank, of_device, held in ((self.plain_rank, "cpu", self.buffers), (self.rank, self.device, self.there)):
-            # Layers as they are chosen: the first one, and all others.
-            parts = [Part(slice(*ends), chosen[:, slice(*ends)].contiguous().to(of_device), None) for ends in ((0, 1), (1, shape[0]))]
-            rank.push_rows(lanes, self.keeps, parts, table.to(of_device), held)
+        self.plain_rank.push_rows(lanes, self.keeps, chosen, table, self.buffers)
+        self.rank.push_rows(lanes, self.keeps, chosen.to(self.device), table.to(self.device), self.there)
         return chosen
 
     def arrived(self, what):

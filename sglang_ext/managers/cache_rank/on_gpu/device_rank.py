@@ -4,8 +4,7 @@ values, too, K and V of those tokens that the copy of a request lacks.
 Messages come as soon as the inference rank's host has launched what writes to the arena: what they tell of is taken when the arena says
 that it is there. Questions of several requests are answered together, of each request the newest. Where nothing else is to be done until
 the next ones are put, all that chooses for them is launched *ahead*, behind a kernel that waits for them, so that they wait for no launches;
-the host looks what was put then, and lets answers follow, or chooses anew where it is something else. Rows of some layers travel while tokens
-are chosen in the next ones. On a CPU, for tests, PyTorch chooses.
+the host looks what was put then, and lets answers follow, or chooses anew where it is something else. On a CPU, for tests, PyTorch chooses.
 """
 
 import os
@@ -17,7 +16,7 @@ from itertools import groupby, takewhile
 import torch
 import zmq
 
-from sglang_ext.device import Finishing, Mark, SideStream, to_device
+from sglang_ext.device import Mark, to_device
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.keys import KeyStore
 from sglang_ext.managers.cache_rank.on_gpu.arena import ArenaError, word_of
@@ -26,7 +25,7 @@ from sglang_ext.managers.cache_rank.on_gpu.mapped_arena import MappedArena
 from sglang_ext.managers.cache_rank.protocol import BLOCK, ProtocolError
 from sglang_ext.managers.cache_rank.rank import BEAT_SECONDS, PROBED, CacheRank
 from sglang_ext.mem_cache.compressors.spade import attention
-from sglang_ext.mem_cache.selection.on_gpu import GpuChoice, Part
+from sglang_ext.mem_cache.selection.on_gpu import GpuChoice
 from sglang_ext.mem_cache.selection.top_tokens import mark_always, top_tokens
 
 # That the device, and the host, wait at most for questions for which tokens are chosen ahead: a beat comes in between.
@@ -46,7 +45,6 @@ class DeviceRank(CacheRank):
     def __init__(self, socket: zmq.Socket, descriptor: int | None, epoch: int, device: torch.device):
         super().__init__(socket, descriptor, epoch, device)
         self._by_kernels, self._apart = descriptor is None, False
-        self._sending, self._finishing = SideStream(device, first=True), Finishing(device)
         self._coming: deque[protocol.Append | protocol.Ask] = deque()
         # Of each lane, how many tokens and where they lie, int32.
         self._places: dict[int, torch.Tensor] = {}
@@ -172,7 +170,7 @@ class DeviceRank(CacheRank):
         whole = len(asks) == first.together == len({ask.lane for ask in asks})
         return asks if whole and len({_alike(ask) for ask in asks}) == 1 else []
 
-    def _choose_ahead(self, asks: Sequence[protocol.Ask]) -> tuple[Mark, list[Part]]:
+    def _choose_ahead(self, asks: Sequence[protocol.Ask]) -> tuple[Mark, torch.Tensor]:
         """Choose for questions as soon as they are put, and take what is there then: when the device no longer waited for them, which may
         be while the host still launches, and what was chosen, as :meth:`_chosen`, of use if all of them are there."""
         places = [self._held(ask) for ask in asks]
@@ -200,7 +198,7 @@ class DeviceRank(CacheRank):
             self._wait()
             self._say(protocol.Taken(self._epoch, tuple(taken)))
 
-    def _answer(self, asks: Sequence[protocol.Ask], begun: Mark, chosen: list[Part] | None = None) -> None:
+    def _answer(self, asks: Sequence[protocol.Ask], begun: Mark, chosen: torch.Tensor | None = None) -> None:
         """Answer questions with as many queries, for a token as far ahead, by what was ``chosen`` for them, or is now.
 
         Args:
@@ -236,41 +234,32 @@ class DeviceRank(CacheRank):
             self._table = asked, torch.nn.utils.rnn.pad_sequence(list(places), batch_first=True)
         return self._table[1]
 
-    def _push(self, asks: Sequence[protocol.Ask], places: Sequence[torch.Tensor], chosen: Sequence[Part]) -> None:
+    def _push(self, asks: Sequence[protocol.Ask], places: Sequence[torch.Tensor], chosen: torch.Tensor) -> None:
         """Write to the arena what was chosen: rows, or positions alone."""
         lanes, keeps = [ask.lane for ask in asks], [ask.keep for ask in asks]
         if self._store.rows is not None:
-            table = self._placed(asks, places)
-            with self._sending.apart():
-                self._memory.push_rows(lanes, keeps, chosen, table, self._keys.sent)
+            self._memory.push_rows(lanes, keeps, chosen, self._placed(asks, places), self._keys.sent)
             return
-        found = chosen[0].chosen if len(chosen) == 1 else torch.cat([part.chosen for part in chosen])
-        self._memory.push_chosen([(ask.lane, self._word(ask), ask.keep) for ask in asks], found)
+        self._memory.push_chosen([(ask.lane, self._word(ask), ask.keep) for ask in asks], chosen)
 
-    def _chosen(self, asks: Sequence[protocol.Ask], places: Sequence[torch.Tensor]) -> list[Part]:
-        """Positions, int32 [layers, requests, kv_heads, most], ascending, of each question as many as it wants, by layers; where rows are
-        sent the bits of their scores behind them, [2, ...]."""
+    def _chosen(self, asks: Sequence[protocol.Ask], places: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Positions, int32 [layers, requests, kv_heads, most], ascending, of each question as many as it wants; where rows are sent the
+        bits of their scores behind them, [2, ...]."""
         pulled = self._memory.pull_queries([(ask.lane, self._word(ask)) for ask in asks], len(asks[0].positions))
         queries = pulled.transpose(2, 3)
         positions = to_device([list(ask.positions) for ask in asks], self._device)
         most, scored = max(ask.keep for ask in asks), self._store.rows is not None
         if not self._by_kernels:
             found = [self._chosen_here(*each) for each in zip(asks, places, queries[:, None], positions[:, None])]
-            padded = torch.stack([torch.nn.functional.pad(each, (0, most - each.shape[-1])) for each in found], -3)
-            return [Part(slice(0, padded.shape[1]), padded if scored else padded[0], None)]
+            padded = [torch.nn.functional.pad(each, (0, most - each.shape[-1])) for each in found]
+            return torch.stack(padded, -3) if scored else torch.stack(padded, -3)[0]
         from sglang_ext.layers.kernels.choose_tokens import Contexts
 
         lengths = tuple(ask.covered for ask in asks)
         numbers = to_device([[i, ask.covered, ask.keep, 0] for i, ask in enumerate(asks)], self._device)
         contexts = Contexts(self._placed(asks, places), numbers, lengths, (self._method.sinks, self._method.recent))
         choice = GpuChoice(self._method.predictor, self._buffers, queries.shape[2], self._rotary)
-
-        def read(requests: slice, layers: slice) -> torch.Tensor:
-            return queries[requests, layers]
-
-        parts = list(choice.in_parts(contexts, read, positions, asks[0].ahead, most, scored, self._finishing))
-        self._finishing.join()
-        return parts
+        return choice.choose(contexts, lambda requests, layers: queries[requests, layers], positions, asks[0].ahead, most, scored)
 
     def _chosen_here(self, ask: protocol.Ask, places: torch.Tensor, queries: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Of one question, positions and bits of scores: int32 [2, layers, kv_heads, keep]."""

@@ -10,12 +10,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from sglang_ext.device import SideStream, to_device
+from sglang_ext.device import to_device
 from sglang_ext.managers.cache_rank.on_gpu.arena import CHOSEN, DONE, LANE_WORDS, ArenaError, ArenaLayout, Part
 from sglang_ext.managers.cache_rank.protocol import BLOCK, Shape
 from sglang_ext.mem_cache.compressed.held_rows import absent, exchange, highest
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.selection.on_gpu import Part as ChosenPart
 
 # How much was written, and the words of each lane.
 Words = tuple[int, list[list[int]]]
@@ -127,37 +126,30 @@ class MappedArena:
         push_chosen(chosen.contiguous(), numbers, self._address(part), math.prod(part.sizes[2:]))
 
     def push_rows(
-        self, lanes: Sequence[int], keeps: Sequence[int], parts: Sequence[ChosenPart], table: torch.Tensor, held: KVBuffers
+        self, lanes: Sequence[int], keeps: Sequence[int], chosen: torch.Tensor, table: torch.Tensor, held: KVBuffers
     ) -> None:
         """K and V of what was chosen for some requests and their copies do not hold; of more than have room those of the highest scores.
 
         Args:
             lanes: of the requests.
             keeps: tokens that their heads keep.
-            parts: of all layers, int32 [2, layers, requests, kv_heads, most], positions, and bits of their scores. Of one part what comes
-                travels while the next ones are chosen.
+            chosen: int32 [2, layers, requests, kv_heads, most], positions, and bits of their scores.
             table: where their tokens lie, int32 [requests, most].
             held: what is held here.
         """
         if self._base is None:
-            chosen = torch.cat([part.chosen for part in parts], 1)
             for i, (lane, keep) in enumerate(zip(lanes, keeps)):
                 self._push_rows_of(lane, *chosen[:, :, i, :, :keep], table[i].long(), held)
             return
         from sglang_ext.layers.kernels.rows import sent_rows
 
-        pairs, most, layout = self.shape.layers * self.shape.kv_heads, parts[0].chosen.shape[-1], self._layout
-        # What is asked for is put before anything is chosen.
-        SideStream.wait(parts[0].there)
+        pairs, most, layout = self.shape.layers * self.shape.kv_heads, chosen.shape[-1], self._layout
         # What is behind a shorter one is nothing.
         records = self._gathered(layout.records, [lane * layout.records.sizes[1] for lane in lanes], 1, pairs * most, 0).squeeze(1)
         numbers = to_device([*map(list, zip(lanes, keeps))], self._device)
+        counts, moves = sent_rows.exchange(*chosen, records, numbers, self.shape.fresh)
         targets = tuple(self._address(part) for part in (layout.counts, layout.moves, layout.row_keys, layout.row_values))
-        for layers, chosen, there in parts:
-            SideStream.wait(there)
-            counts, moves = sent_rows.exchange(*chosen, records, numbers, self.shape.fresh, layers.start)
-            tables = held.key_table, held.value_table
-            sent_rows.push_rows(tables, held.keys[0], table, counts, moves, numbers, targets, layers.start)
+        sent_rows.push_rows((held.key_table, held.value_table), held.keys[0], table, counts, moves, numbers, targets)
 
     def _push_rows_of(
         self, lane: int, chosen: torch.Tensor, bits: torch.Tensor, places: torch.Tensor, held: KVBuffers
