@@ -7,6 +7,11 @@ from triton.runtime import interpreter
 
 _replace = interpreter._patch_attr
 _make_block_type, _make_tensor = core.block_type.__init__, core.tensor.__init__
+_numpys_type, _unwrap = interpreter._get_np_dtype, core._unwrap_if_constexpr
+# What a tensor of a scalar type says of its size and shape.
+_OF_SCALAR = core.constexpr(1), core.tuple([])
+# Kinds of values that hold nothing to unwrap.
+_PLAIN = frozenset((core.tensor, core.dtype, int, float, bool, str, type(None)))
 
 
 @lru_cache(maxsize=None)
@@ -41,12 +46,33 @@ def _block_type(self, element_ty, shape):
 
 
 def _tensor(self, handle, type):
-    """A tensor of a block's type takes what that says of it."""
+    """A tensor of a block's type takes what that says of it; all of scalar types say the same."""
     found = getattr(type, "of_tensor", None)
-    if found is None:
+    if found is not None:
+        self.handle, self.type, self.dtype, (self.numel, self.shape) = handle, type, type.element_ty, found
+    elif type.is_block():
         _make_tensor(self, handle, type)
     else:
-        self.handle, self.type, self.dtype, (self.numel, self.shape) = handle, type, type.element_ty, found
+        self.handle, self.type, self.dtype, (self.numel, self.shape) = handle, type, type.scalar, _OF_SCALAR
+
+
+@lru_cache(maxsize=None)
+def _numpys_type_of(name: str) -> object:
+    """Of the numbers of a scalar type."""
+    return _numpys_type(core.dtype(name))
+
+
+def _numpys_type_once(type):
+    """As the interpreter finds it, which makes a table of all types each time."""
+    return _numpys_type_of(type.name) if type.__class__ is core.dtype else _numpys_type(type)
+
+
+def _unwrap_quickly(value):
+    """What a constant of compile time holds, as Triton finds it out, which first asks of four kinds whether it is one of them."""
+    kind = value.__class__
+    if kind is core.constexpr:
+        return value.value
+    return value if kind in _PLAIN else _unwrap(value)
 
 
 def leave_out() -> None:
@@ -62,3 +88,4 @@ def leave_out() -> None:
     object.__setattr__(options, "sanitize_overflow", False)
     interpreter._patch_builtin = _replace_builtins
     core.block_type.__init__, core.tensor.__init__ = _block_type, _tensor
+    interpreter._get_np_dtype, core._unwrap_if_constexpr = _numpys_type_once, _unwrap_quickly
