@@ -26,11 +26,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def model() -> Path:
+def demo_model() -> Path:
     """The demo model's folder."""
     from sglang_ext.demo_model import prepare
 
     return prepare(ROOT / ".cache/models/SmolLM2-135M-Instruct")
+
+
+@pytest.fixture(scope="session")
+def model(demo_model: Path) -> Path:
+    """The folder of the model that servers serve."""
+    return demo_model
 
 
 @pytest.fixture(scope="session")

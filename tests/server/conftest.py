@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import shallow_model
 from filelock import FileLock
-from servers import CROWDED, EXPECTED_TOKENS, LEFT, PAGED, SEVERAL, STOCK, STRICT, VERIFIED, Server, greedy
+from servers import CROWDED, EXPECTED_TOKENS, LEFT, ON_GPU, PAGED, SEVERAL, STOCK, STRICT, VERIFIED, Server, greedy
 
 # Fixtures of servers that several tests share, in the order in which these tests run.
 SHARED = ("verified", "paged", "crowded", "several")
 # Tokens of a request of each kind.
 KIND_TOKENS = 12
 # Fixtures of answers that stock gives once a run.
-ANSWERS = ("expected", "penalized", "worded", "continued", "kinds")
+ANSWERS = ("expected", "penalized", "worded", "kinds")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist, which reads the groups
@@ -48,6 +49,20 @@ def turn(item: pytest.Item) -> tuple[int, int]:
 def names_of(item: pytest.Item) -> tuple[str, ...]:
     """Of its fixtures."""
     return getattr(item, "fixturenames", ())
+
+
+@pytest.fixture(scope="session")
+def model(demo_model: Path) -> Path:
+    """What servers serve: fewer layers of the demo model; all of them on a GPU, where tests of that share the servers."""
+    folder = demo_model.with_name(f"{demo_model.name}-{len(shallow_model.KEPT)}-layers")
+    return demo_model if ON_GPU else shallow_model.prepare(demo_model, folder)
+
+
+@pytest.fixture(scope="session")
+def token_bytes(model: Path) -> int:
+    """Bytes of a token's full KV, over all layers."""
+    config = json.loads((model / "config.json").read_text())
+    return 2 * 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
 
 
 @pytest.fixture
@@ -141,12 +156,14 @@ def kinds(once: Callable, launch: Callable[..., Server], prompts: list[list[int]
 
 
 @pytest.fixture(scope="session")
-def continued(once: Callable, launch: Callable[..., Server]) -> list[str]:
-    """Stock's texts after the two prompts of ``examples/offline_engine.py``."""
+def of_all_layers(once: Callable, launch: Callable[..., Server], demo_model: Path, prompts: list[list[int]]) -> dict[str, list[Any]]:
+    """What stock answers with all of the demo model, which is surer of its tokens: as ``expected``, and texts after the two prompts of
+    ``examples/offline_engine.py``, where SGLang takes numbers of 16 bits."""
 
-    def ask() -> list[str]:
-        greedily = {"temperature": 0, "max_new_tokens": 48}
-        prompts = [inspect.getsource(module)[:2000] for module in (textwrap, inspect)]
-        return [launch(*STOCK).ask(text=prompt, sampling_params=greedily)["text"] for prompt in prompts]
+    def ask() -> dict[str, list[Any]]:
+        server, greedily = launch(*STOCK, "--model-path", str(demo_model)), {"temperature": 0, "max_new_tokens": 48}
+        tokens = [answer["output_ids"] for answer in server.ask_all(prompts, 1, **greedy(EXPECTED_TOKENS))]
+        begun = [inspect.getsource(module)[:2000] for module in (textwrap, inspect)]
+        return {"tokens": tokens, "texts": [server.ask(text=text, sampling_params=greedily)["text"] for text in begun]}
 
-    return once("continued", ask)
+    return once("of_all_layers", ask)

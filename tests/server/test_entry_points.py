@@ -65,11 +65,11 @@ def test_the_frontend_example_prints_every_part_of_its_program(
 
 
 def test_the_engine_of_the_example_gives_stocks_texts(
-    continued: list[str], model: Path, preloaded: Preloaded | None, tmp_path: Path
+    of_all_layers: dict[str, list[str]], demo_model: Path, preloaded: Preloaded | None, tmp_path: Path
 ) -> None:
-    command = (sys.executable, str(EXAMPLES / "offline_engine.py"), str(model))
+    command = (sys.executable, str(EXAMPLES / "offline_engine.py"), str(demo_model))
     printed = run(*command) if preloaded is None else run_forked(preloaded, tmp_path / "printed", *command)
-    for text in continued:
+    for text in of_all_layers["texts"]:
         assert f"{text}\n{{'kv_" in printed
     counts = [ast.literal_eval(line) for line in printed.splitlines() if line.startswith("{'kv_")]
     assert len(counts) == 2 and all(count["kv_drafts"] > 0 for count in counts)

@@ -24,20 +24,20 @@ def host(stock, launch):
     return launch(*VERIFIED, *FLAGS, env=STRICT)
 
 
-def test_more_run_at_once_than_fit_and_what_the_host_lost_is_computed_again(stock, host, prompts):
+def test_more_run_at_once_than_fit_and_what_the_host_lost_is_computed_again(stock, host, prompts, token_bytes):
     # Equally long, so that it does not matter which come together.
     asked = [each[:420] for prompt in prompts[1:] for each in (prompt, prompt[::-1])] + [prompts[3][-420:]]
     expected = stock.ask_all(asked, 2, **greedy(20))
     away = []
-    # Now and then none of the looks falls on a moment at which two requests' KV is away; each token has 46,080 bytes.
-    while len(away) < 4 and max(away, default=0) <= 400 * 46080:
+    # Now and then none of the looks falls on a moment at which two requests' KV is away.
+    while len(away) < 4 and max(away, default=0) <= 400 * token_bytes:
         host.flush_cache()
         with sampled(host, "sglang_ext:offloaded_bytes", 0.1) as offloaded:
             found = host.ask_all(asked, 7, cold=False, **greedy(20))
         away.append(max(offloaded))
         assert [r["output_ids"] for r in found] == [r["output_ids"] for r in expected]
         assert sum(r["meta_info"]["kv_verifies"] > 0 for r in found) >= 5
-    assert max(away) > 400 * 46080, "of running requests, beside what is on the device"
+    assert max(away) > 400 * token_bytes, "of running requests, beside what is on the device"
     assert host.metric("sglang_ext:host_failed_pages_total") > 0 < host.metric("sglang_ext:recomputed_requests_total")
     for name in ("host_stored_bytes_total", "host_loaded_bytes_total", "host_load_seconds_total", "reservations_total"):
         assert host.metric(f"sglang_ext:{name}") > 0, name
@@ -72,7 +72,7 @@ def test_company_that_cannot_draft_changes_nobodys_answer(stock, host, prompts):
     assert any(r["meta_info"]["kv_drafts"] > 0 for r in found[3:5]), "penalties and grammars are drafted, too"
 
 
-def test_requests_with_one_beginning_share_its_copy_and_its_loads(stock, host, prompts):
+def test_requests_with_one_beginning_share_its_copy_and_its_loads(stock, host, prompts, token_bytes):
     asked = [prompts[3][:640] + prompts[0][i * 11 : i * 11 + 24] for i in range(8)]
     for server in (stock, host):
         server.flush_cache()
@@ -82,4 +82,4 @@ def test_requests_with_one_beginning_share_its_copy_and_its_loads(stock, host, p
         found = host.ask_all(asked, 8, cold=False, **greedy(12))
     assert [r["output_ids"] for r in found] == expected
     # Nine blocks once, and of each request the first page.
-    assert 0 < max(held) <= (128 + 8 * 64) * 46080
+    assert 0 < max(held) <= (128 + 8 * 64) * token_bytes

@@ -5,9 +5,6 @@ from servers import EXPECTED_TOKENS, greedy, sampled
 
 pytestmark = pytest.mark.server
 
-# Of full KV, over all layers.
-TOKEN_BYTES = 46080
-
 
 def test_answers_are_stocks_and_most_drafts_are_right(several, prompts, expected):
     for cold in (True, False):
@@ -27,7 +24,7 @@ def test_partitions_that_are_multiplied_as_integers_draft_in_pages_and_chunks(pa
         assert sum(each["kv_accepted"] for each in told) > 0.45 * sum(each["kv_drafts"] for each in told) > 0
 
 
-def test_two_requests_read_one_packed_copy_of_their_beginning(stock, several, prompts):
+def test_two_requests_read_one_packed_copy_of_their_beginning(stock, several, prompts, token_bytes):
     asked = [prompts[3][:640] + prompts[0][i * 50 : i * 50 + 200] for i in range(2)]
     expected = [r["output_ids"] for r in stock.ask_all(asked, 2, **greedy(EXPECTED_TOKENS))]
     several.flush_cache()
@@ -37,4 +34,4 @@ def test_two_requests_read_one_packed_copy_of_their_beginning(stock, several, pr
     assert [r["output_ids"] for r in found] == expected
     assert all(r["meta_info"]["kv_drafts"] > 0 and r["meta_info"]["cached_tokens"] >= 600 for r in found)
     # A block of 64 tokens takes 10 slots: 9 of them once; of each request two before its 128 newest tokens, and the first four.
-    assert 90 * TOKEN_BYTES < max(held) <= 138 * TOKEN_BYTES
+    assert 90 * token_bytes < max(held) <= 138 * token_bytes

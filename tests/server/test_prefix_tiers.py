@@ -6,7 +6,7 @@ from servers import greedy, sampled
 pytestmark = pytest.mark.server
 
 
-def test_twenty_requests_with_one_beginning_share_its_copy_and_have_stocks_answers(stock, crowded, prompts):
+def test_twenty_requests_with_one_beginning_share_its_copy_and_have_stocks_answers(stock, crowded, prompts, token_bytes):
     asked = [prompts[3][:640] + prompts[0][i * 11 : i * 11 + 24] for i in range(20)]
     for server in (stock, crowded):
         server.flush_cache()
@@ -20,8 +20,8 @@ def test_twenty_requests_with_one_beginning_share_its_copy_and_have_stocks_answe
     # There are rings for the queries of 16 requests at once; such short answers end before the others could have copies.
     assert sum(each["kv_drafts"] > 0 and each["kv_compressor"] == "snapkv" for each in told) >= 16
     assert {each["kv_fallback"] for each in told} <= {None, "no-queries"}
-    # A quarter of 640 tokens once, and of each request the 32 newest; each token has 46,080 bytes.
-    assert 0 < max(held) <= (160 + 20 * 32) * 46080
+    # A quarter of 640 tokens once, and of each request the 32 newest.
+    assert 0 < max(held) <= (160 + 20 * 32) * token_bytes
 
 
 def test_evicted_prefixes_come_back_from_the_host_with_stocks_answers(stock, crowded, prompts):

@@ -27,7 +27,9 @@ def test_verified_answers_are_stocks_with_pages_chunks_and_retractions(launch, p
     assert server.metric(CHOICES) > 4 * sum(each["kv_verifies"] for each in told)
 
 
-def test_verified_answers_are_stocks_with_keys_of_few_bits_and_prefixes_that_come_back_from_the_host(launch, prompts, expected):
+def test_verified_answers_are_stocks_with_keys_of_few_bits_and_prefixes_that_come_back_from_the_host(
+    launch, prompts, expected, token_bytes
+):
     pool = 1600
     server = launch(
         "--kv-mode", "verified", *SPADE, "--kv-budget", "0.25", "--kv-draft-length", "8", "--kv-score-bits", "4",
@@ -39,17 +41,22 @@ def test_verified_answers_are_stocks_with_keys_of_few_bits_and_prefixes_that_com
         told = [r["meta_info"] for r in found]
         assert sum(each["kv_accepted"] for each in told) > 0.3 * sum(each["kv_drafts"] for each in told) > 0
     assert server.metric("sglang_ext:host_loaded_bytes_total") > 0
-    # Of 30 layers and 3 heads 64 numbers, with 4 bytes of scales for 32 of them; the pool has a page more, which is nobody's.
-    token = 30 * 3 * (64 * 4 // 8 + 8)
+    # Of 64 numbers of a key, which have a float32 each in full, with 4 bytes of scales for 32; the pool has a page more, which is nobody's.
+    token = token_bytes // (2 * 64 * 4) * (64 * 4 // 8 + 8)
     assert server.metric("sglang_ext:key_code_bytes") == (pool + 1) * token
     assert f"keys in few bits {(pool + 1) * token / 1e9:.2f} GB" in server.log.read_text(errors="replace")
 
 
 @pytest.mark.parametrize(("method", "least"), [("true-query", 0.7), ("quest", 0.2)])
-def test_verified_answers_are_stocks_where_each_layer_chooses_by_the_steps_own_query(launch, prompts, expected, method, least):
-    server = launch("--kv-mode", "verified", "--kv-compressor", method, "--kv-select", "0.25", "--kv-draft-length", "8", "--enable-metrics")
+def test_verified_answers_are_stocks_where_each_layer_chooses_by_the_steps_own_query(
+    launch, prompts, of_all_layers, demo_model, method, least
+):
+    server = launch(
+        "--kv-mode", "verified", "--kv-compressor", method, "--kv-select", "0.25", "--kv-draft-length", "8", "--enable-metrics",
+        "--model-path", str(demo_model),
+    )  # fmt: skip
     found = server.ask_all(prompts[:4], 4, **greedy(EXPECTED_TOKENS))
-    assert [r["output_ids"] for r in found] == expected[:4]
+    assert [r["output_ids"] for r in found] == of_all_layers["tokens"]
     told = [r["meta_info"] for r in found]
     assert {each["kv_compressor"] for each in told} == {method}
     drafts = sum(each["kv_drafts"] for each in told)
