@@ -65,7 +65,7 @@ def lengths_apart(longest: int) -> tuple[int, ...]:
 
 def compile_ahead(like: torch.Tensor, query_heads: int, always: tuple[int, int], longest: int) -> None:
     """Compile for the current device, side by side, what choosing would compile when the first context of some length is met: seconds each,
-    where they were never compiled on this machine.
+    where they were never compiled on this machine. What cannot be compiled is left to the first who needs it, and to its error.
 
     Args:
         like: a key buffer, as :func:`choose_tokens`'s.
@@ -74,7 +74,7 @@ def compile_ahead(like: torch.Tensor, query_heads: int, always: tuple[int, int],
         longest: tokens of the longest context.
     """
     heads, lengths = like.shape[1], lengths_apart(longest)
-    with ThreadPoolExecutor(len(lengths)) as threads, triton.AsyncCompileMode(threads):
+    with ThreadPoolExecutor(len(lengths)) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
         for length in lengths:
             scores = None if length <= RESIDENT else torch.int32
             # In the place of tensors the kinds of their numbers; of integers any.

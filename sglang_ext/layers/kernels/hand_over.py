@@ -53,7 +53,7 @@ def _put_queries(
             tl.store(target + column, tl.load(source + column, mask=column < ROW), mask=column < ROW)
 
 
-@triton.jit(do_not_specialize=("slots", "target"))
+@triton.jit(do_not_specialize=("slots",))
 def _put_keys(
     key_table, like, slots, target, slot_stride, head_stride, target_layer, DIM: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -61,7 +61,7 @@ def _put_keys(
     token, layer = tl.program_id(0), tl.program_id(1)
     keys = numbers_at(tl.load(key_table + layer), like.dtype.element_ty)
     source = keys + tl.load(slots + token) * slot_stride
-    target = tl.multiple_of(target, 16) + layer.to(tl.int64) * target_layer + token * ROW
+    target += layer.to(tl.int64) * target_layer + token * ROW
     for first in tl.range(0, ROW, BLOCK):
         column = first + tl.arange(0, BLOCK)
         found = tl.load(source + column // DIM * head_stride + column % DIM, mask=column < ROW)

@@ -81,7 +81,13 @@ class DeviceRank(CacheRank):
         shape, tokens = self._memory.shape, min(PROBED, self._store.blocks * BLOCK)
         self._keys.clear(tokens)
         if self._by_kernels:
-            self._meet_lengths(tokens)
+            try:
+                self._meet_lengths(tokens)
+            except torch.OutOfMemoryError as error:
+                self._refuse(
+                    "its GPU has no room for choices beside what it holds: pass --kv-cache-rank-gb with fewer GB, or let "
+                    f"--kv-cache-rank-gpu name another ({error})"
+                )
         keep, positions = max(1, min(shape.most, tokens // 8)), tuple(range(shape.window))
         ask, places = protocol.Ask(0, 0, shape.layers, 1, tokens, keep, positions), torch.arange(tokens, device=self._device).int()
         for _ in range(2):

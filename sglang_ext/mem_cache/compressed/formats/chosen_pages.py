@@ -65,6 +65,8 @@ class ChosenPages(PointerRows):
         """With pointers to so many tokens, of so many pages; its next step chooses."""
         super().begins(row, view)
         self.pages[row] = view.covered // self.page
+        # Nothing is left of a launch that ended early for another request.
+        self.arrived[row] = 0
         if self.every > 1:
             self.chosen_at[:, row] = -self.every
             self.turns.pop(row, None)
