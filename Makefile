@@ -129,7 +129,7 @@ serve-pd: port-is-free $(PD_STAMP)  ## serve MODEL from a prefill and a decode s
 	exec .venv/bin/python -m sglang_ext.serve_pd --model "$$model" --port '$(PORT)' --arg="$${demo:-} $$ARGS" \
 		--prefill-arg="$$PREFILL_ARGS" --decode-arg="$$DECODE_ARGS"
 
-test: $(TEST_STAMP)  ## run the tests (at most 25 minutes on 2 cores)
+test: $(TEST_STAMP)  ## run the tests (at most 30 minutes on 2 cores)
 	@export PATH="$(CURDIR)/.venv/bin:$$PATH"
 	status=0
 	.venv/bin/python -m pytest tests --numprocesses=2 --dist=loadgroup --no-loadscope-reorder --durations=15 || status=$$?
