@@ -164,6 +164,8 @@ class PointerDecode(CopyDecode):
 
     copies = "copies of --kv-compressor verify-guided or spade"
     remedy = "pass --kv-compressor snapkv"
+    # As pointer_decode's, where the kernel before it chooses.
+    arrived: torch.Tensor | None = None
 
     form: PointerRows
 
@@ -175,21 +177,9 @@ class PointerDecode(CopyDecode):
         self, layer_id: int, queries: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, scaling: float, splits: tuple[int, int]
     ) -> torch.Tensor:
         """As :meth:`CopyDecode.attend`."""
-        return self._attend(layer_id, queries, rows, lengths, scaling, splits)
-
-    def _attend(
-        self,
-        layer_id: int,
-        queries: torch.Tensor,
-        rows: torch.Tensor,
-        lengths: torch.Tensor,
-        scaling: float,
-        splits: tuple[int, int],
-        arrived: torch.Tensor | None = None,
-    ) -> torch.Tensor:
         keys, values = self.token_to_kv_pool.get_key_buffer(layer_id), self.token_to_kv_pool.get_value_buffer(layer_id)
         table = self.req_to_token_pool.req_to_token
-        return pointer_decode(self.form, queries, keys, values, table, rows, lengths, scaling, splits, arrived)
+        return pointer_decode(self.form, queries, keys, values, table, rows, lengths, scaling, splits, self.arrived)
 
 
 class PagesDecode(PointerDecode):
@@ -202,6 +192,7 @@ class PagesDecode(PointerDecode):
     def __init__(self, model_runner: "ModelRunner", form: ChosenPages):
         super().__init__(model_runner, form)
         self.layers = {layer_id: index for index, layer_id in enumerate(form.extremes.layer_ids)}
+        self.arrived = form.arrived
 
     def attend(
         self, layer_id: int, queries: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, scaling: float, splits: tuple[int, int]
@@ -211,7 +202,7 @@ class PagesDecode(PointerDecode):
         # Once for both: attention begins while pages of the last heads are chosen, and bounds are kept until it is launched.
         queries = queries.contiguous()
         bounds = point_at_best_pages(self.form, layer, queries, cells, self.req_to_token_pool.req_to_token, rows, lengths)
-        result = self._attend(layer_id, queries, rows, lengths, scaling, splits, self.form.arrived)
+        result = super().attend(layer_id, queries, rows, lengths, scaling, splits)
         del bounds
         return result
 
