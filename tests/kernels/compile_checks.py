@@ -15,11 +15,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime._async_compile import FutureKernel
 from triton.runtime.jit import JITFunction
 
-from sglang_ext.layers.kernels import fitting, hand_over, pointer_decode, scatter_cells, uneven_decode, window_scores, write_pointers
+from sglang_ext.layers.kernels import fitting, hand_over, pointer_decode, uneven_decode, window_scores
 from sglang_ext.layers.kernels.choose_tokens import Contexts, choose_tokens
 from sglang_ext.layers.kernels.choosing import quest_pages
 from sglang_ext.layers.kernels.coded_keys.code_keys import code_keys
 from sglang_ext.layers.kernels.coded_keys.coded_logits import KeyCodes
+from sglang_ext.layers.kernels.copies import scatter_cells, write_pointers
 from sglang_ext.layers.kernels.hack import integer_prefill
 from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes, prompt_codes
 from sglang_ext.layers.kernels.lynx import anchored, kernels as codec

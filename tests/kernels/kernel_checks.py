@@ -29,7 +29,7 @@ from quest_checks import check_quest  # noqa: E402
 from rank_checks import check_hand_over  # noqa: E402
 from uneven_checks import check_scatter_cells, check_uneven_backend  # noqa: E402
 
-from sglang_ext.layers.kernels.gather_kept import gather_kept  # noqa: E402
+from sglang_ext.layers.kernels.copies.gather_kept import gather_kept  # noqa: E402
 from sglang_ext.layers.kernels.packed.packed_decode import packed_decode  # noqa: E402
 from sglang_ext.layers.kernels.page_checksum import page_checksum  # noqa: E402
 from sglang_ext.layers.kernels.page_rows import gather_rows, in_words, scatter_rows  # noqa: E402

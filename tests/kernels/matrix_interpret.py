@@ -38,7 +38,9 @@ from uneven_checks import uneven_copy  # noqa: E402
 from sglang_ext.layers.kernels.choose_tokens import Contexts, choose_tokens  # noqa: E402
 from sglang_ext.layers.kernels.coded_keys.code_keys import code_keys  # noqa: E402
 from sglang_ext.layers.kernels.coded_keys.coded_logits import KeyCodes  # noqa: E402
-from sglang_ext.layers.kernels.gather_kept import gather_kept  # noqa: E402
+from sglang_ext.layers.kernels.copies.gather_kept import gather_kept  # noqa: E402
+from sglang_ext.layers.kernels.copies.scatter_cells import scatter_cells  # noqa: E402
+from sglang_ext.layers.kernels.copies.write_pointers import write_pointers  # noqa: E402
 from sglang_ext.layers.kernels.hack import integer_decode, integer_prefill, specialized_prefill  # noqa: E402
 from sglang_ext.layers.kernels.hack.prompt_codes import prompt_codes  # noqa: E402
 from sglang_ext.layers.kernels.lynx.layout import Layout  # noqa: E402
@@ -47,12 +49,10 @@ from sglang_ext.layers.kernels.packed.pack_blocks import takes  # noqa: E402
 from sglang_ext.layers.kernels.page_checksum import page_checksum  # noqa: E402
 from sglang_ext.layers.kernels.page_rows import gather_rows, scatter_rows  # noqa: E402
 from sglang_ext.layers.kernels.pointer_decode import pointer_decode  # noqa: E402
-from sglang_ext.layers.kernels.scatter_cells import scatter_cells  # noqa: E402
 from sglang_ext.layers.kernels.uneven_decode import uneven_decode  # noqa: E402
 from sglang_ext.layers.kernels.verify_attention import verify_attention  # noqa: E402
 from sglang_ext.layers.kernels.verify_sizes import EXACT, Splits, Tokens, fast_blocks  # noqa: E402
 from sglang_ext.layers.kernels.window_scores import window_scores  # noqa: E402
-from sglang_ext.layers.kernels.write_pointers import write_pointers  # noqa: E402
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells, KeptCells  # noqa: E402
 from sglang_ext.mem_cache.compressed.formats.packing import Packing  # noqa: E402
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers  # noqa: E402

@@ -12,7 +12,9 @@ from sglang_ext.layers.kernels.choose_tokens import Contexts, choose_tokens
 from sglang_ext.layers.kernels.choosing.quest_pages import bound_pages, point_at_best_pages
 from sglang_ext.layers.kernels.coded_keys.code_keys import code_keys
 from sglang_ext.layers.kernels.coded_keys.coded_logits import KeyCodes
-from sglang_ext.layers.kernels.gather_kept import gather_kept
+from sglang_ext.layers.kernels.copies.gather_kept import gather_kept
+from sglang_ext.layers.kernels.copies.scatter_cells import scatter_cells
+from sglang_ext.layers.kernels.copies.write_pointers import write_pointers
 from sglang_ext.layers.kernels.hack import integer_prefill
 from sglang_ext.layers.kernels.hack.prompt_codes import Prompts, prompt_codes
 from sglang_ext.layers.kernels.lynx import kernels
@@ -24,12 +26,10 @@ from sglang_ext.layers.kernels.page_checksum import page_checksum
 from sglang_ext.layers.kernels.page_rows import gather_rows, scatter_rows
 from sglang_ext.layers.kernels.pointer_decode import pointer_decode
 from sglang_ext.layers.kernels.rows import sent_rows, taken_rows
-from sglang_ext.layers.kernels.scatter_cells import scatter_cells
 from sglang_ext.layers.kernels.uneven_decode import uneven_decode
 from sglang_ext.layers.kernels.verify_attention import verify_attention
 from sglang_ext.layers.kernels.verify_sizes import EXACT, Splits, Tokens, fast_blocks
 from sglang_ext.layers.kernels.window_scores import window_scores
-from sglang_ext.layers.kernels.write_pointers import write_pointers
 from sglang_ext.mem_cache.compressed.formats.chosen_pages import ChosenPages
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers, as_pointers

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.gather_kept import numbers_at
+from sglang_ext.layers.kernels.addresses import buffer_of
 from sglang_ext.layers.kernels.system_words import load_acquire, nanoseconds, store_release
 
 # Words of a lane: of the question in either place, of the newest question that is done with, of the answer in either place.
@@ -59,7 +59,7 @@ def _put_keys(
 ):  # fmt: skip
     """Keys of a token and layer, to their place in a block."""
     token, layer = tl.program_id(0), tl.program_id(1)
-    keys = numbers_at(tl.load(key_table + layer), like.dtype.element_ty)
+    keys = buffer_of(key_table, layer, like.dtype.element_ty)
     source = keys + tl.load(slots + token) * slot_stride
     target += layer.to(tl.int64) * target_layer + token * ROW
     for first in tl.range(0, ROW, BLOCK):

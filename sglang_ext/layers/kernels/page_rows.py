@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_ext.layers.kernels.addresses import buffer_of
+
 # Words of 8 bytes of a program, and its warps.
 BLOCK, WARPS = 1024, 4
 WORD = 8
@@ -16,7 +18,7 @@ def _copy_rows(table, slots, rows, tokens, slot_words, row_words, COLUMNS: tl.co
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (token < tokens)[:, None] & (column < row_words)[None, :]
     slot = tl.load(slots + token, mask=token < tokens, other=0)
-    buffer = tl.multiple_of(tl.load(table + part).to(tl.pointer_type(tl.int64)), 16)
+    buffer = buffer_of(table, part, tl.int64)
     far = buffer + (slot * slot_words)[:, None] + column[None, :]
     near = rows + ((part * tokens + token) * row_words)[:, None] + column[None, :]
     if GATHERS:

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_ext.layers.kernels.addresses import numbers_at
 from sglang_ext.layers.kernels.fitting import launch_fitting, shape_name
 from sglang_ext.layers.kernels.flash_parts import Parts, exact_part, head_and_rows, scaled_queries, softmax_step, store_part
 from sglang_ext.layers.kernels.flash_tiles import MOST_ROWS, Tile, tiles
@@ -56,8 +57,8 @@ def _cells_part(
         within -= over * cells
         slot = tl.load(table + within // HEADS, mask=inside, other=0).to(tl.int64)
         # Without the hint nothing is known of a loaded address, and keys would be read number by number.
-        keys = tl.multiple_of(_buffers(key_table, layer, over, narrow, LAYERS).to(tl.pointer_type(LIKE)), 16)
-        values = tl.multiple_of(_buffers(value_table, layer, over, narrow, LAYERS).to(tl.pointer_type(LIKE)), 16)
+        keys = numbers_at(_buffers(key_table, layer, over, narrow, LAYERS), LIKE)
+        values = numbers_at(_buffers(value_table, layer, over, narrow, LAYERS), LIKE)
         at = keys + slot * key_slot + within % HEADS * key_head
         k = tl.load(at[None, :] + dim[:, None], mask=inside[None, :] & (dim < DIM)[:, None], other=0.0)
         qk = tl.where(inside[None, :], tl.dot(q, k), float("-inf"))

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_ext.layers.kernels.addresses import buffer_of
 from sglang_ext.layers.kernels.fitting import halves, launch_fitting, padded, shape_name
 
 # Rows of queries at once; blocks of them in one program, whose code has each, and whose shared memory holds them all.
@@ -98,7 +99,7 @@ def _normalizers(
     chunk, chunks = tl.program_id(1), tl.num_programs(1)
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     q = _query_rows(queries, layer, head, row, window, GROUP, DIM, PADDED_DIM, HEADS)
-    keys = tl.multiple_of(tl.load(key_table + layer).to(tl.pointer_type(like.dtype.element_ty)), 16) + head * key_head
+    keys = buffer_of(key_table, layer, like.dtype.element_ty) + head * key_head
     # Rows that pad see all keys.
     position = tl.load(positions + row // GROUP, mask=row < window * GROUP, other=tokens)
     oldest = tl.load(positions)
@@ -125,7 +126,7 @@ def _means(
 ):  # fmt: skip
     """What ROW_BLOCKS blocks of rows add to the mean attention to a chunk of keys."""
     layer, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
-    keys = tl.multiple_of(tl.load(key_table + layer).to(tl.pointer_type(like.dtype.element_ty)), 16) + head * key_head
+    keys = buffer_of(key_table, layer, like.dtype.element_ty) + head * key_head
     row = tl.program_id(2) * ROW_BLOCKS * ROWS + tl.arange(0, ROWS)
     normalizers += tl.program_id(0) * window * GROUP
     scores += (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * tokens

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_ext.layers.kernels.addresses import buffer_of
 from sglang_ext.layers.kernels.fitting import launch_fitting, padded, shape_name
 from sglang_ext.layers.kernels.window_scores import LOG2_E
 
@@ -64,7 +65,7 @@ def _leave_logits(
         layers = tl.num_programs(2) // requests
         place = ((pair % requests) * layers + pair // requests) * HEADS + head
         q = tl.load(queries + (place * GROUP + row)[:, None] * DIM + dim[None, :], mask=mine[:, None] & (dim < DIM)[None, :], other=0.0)
-        keys = tl.multiple_of(tl.load(key_table + layer).to(tl.pointer_type(LIKE)), 16) + head * key_head
+        keys = buffer_of(key_table, layer, LIKE) + head * key_head
         table, scaling = token_table + at * table_row, tl.load(scalings + layer) * TO_POWERS
         out = logits + ((pair * HEADS + head).to(tl.int64) * GROUP + row)[:, None] * (pitches.to(tl.int64) * PITCH)
         # Of each column its own, which are joined at the end: meanwhile no thread waits for another.

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from sglang_ext.layers.kernels.addresses import buffer_of
 from sglang_ext.layers.kernels.fitting import early_launch
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def _bound_pages(
         column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
         head, channel, inside = column // DIM, column % DIM, column < HEADS * DIM
         # Else the compiler takes its numbers for scattered ones: buffers begin at multiples of 16 bytes.
-        keys = tl.multiple_of(tl.load(key_table + layer).to(tl.pointer_type(like.dtype.element_ty)), 16)
+        keys = buffer_of(key_table, layer, like.dtype.element_ty)
         mine = keys + page * PAGE * slot_stride + tl.arange(0, PAGE)[:, None] * slot_stride + (head * head_stride + channel)[None, :]
         numbers = tl.load(mine, mask=inside[None, :], other=0.0).to(tl.float32)
         target = extremes + (layer.to(tl.int64) * pages + page) * (HEADS * 2 * DIM) + head * (2 * DIM) + channel

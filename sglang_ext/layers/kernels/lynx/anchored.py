@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_ext.layers.kernels.addresses import buffer_of
 from sglang_ext.layers.kernels.lynx import layout as streams
 from sglang_ext.layers.kernels.lynx.exact_tiles import bins_of, index_places, of_ranks, or_bits, ranks_of, read_bits
 from sglang_ext.layers.kernels.lynx.kernels import LIKE, table_of
@@ -32,7 +33,7 @@ def _buffer(key_table, value_table, LAYERS: tl.constexpr, LIKE: tl.constexpr):
     table = key_table + number
     if number >= LAYERS:
         table = value_table + number - LAYERS
-    return number, tl.multiple_of(tl.load(table).to(tl.pointer_type(LIKE)), 16)
+    return number, buffer_of(table, 0, LIKE)
 
 
 @triton.jit

@@ -3,8 +3,9 @@
 import triton
 import triton.language as tl
 
+from sglang_ext.layers.kernels.addresses import buffer_of
 from sglang_ext.layers.kernels.lynx import layout
-from sglang_ext.layers.kernels.lynx.tiles import CHUNK, buffer, load_codes, load_scales, stream
+from sglang_ext.layers.kernels.lynx.tiles import CHUNK, load_codes, load_scales, stream
 
 BLOCK, UNIT = tl.constexpr(layout.BLOCK), tl.constexpr(8 * layout.UNIT)
 
@@ -167,7 +168,7 @@ def write_exact(
         stream(anchors, part), bounds, row, block * BLOCK, token, tokens, channels, sinks, gamma_at, mu_at, sigma_at, codes_at, LIKE,
         BITS, SHORT,
     )  # fmt: skip
-    numbers = _load_page(buffer(sources, part, LIKE), slots, slot_stride, token, channel, tokens, channels)
+    numbers = _load_page(buffer_of(sources, part, LIKE), slots, slot_stride, token, channel, tokens, channels)
     ranks = ranks_of(numbers)
     index = tl.where(width > 0, ranks - first, 0).to(tl.uint32, bitcast=True)
     residual = stream(residuals, part)
@@ -192,4 +193,4 @@ def read_exact(
     page = of_ranks(first + index, LIKE)
     inside = (token < tokens)[:, None] & (channel < channels)[None, :]
     page = _with_sinks(page, anchor, row, token, channel, inside, channels, sinks, sinks_at)
-    tl.store(buffer(outs, part, LIKE) + _targets(slots, slot_stride, token, channel, tokens), page, mask=inside)
+    tl.store(buffer_of(outs, part, LIKE) + _targets(slots, slot_stride, token, channel, tokens), page, mask=inside)

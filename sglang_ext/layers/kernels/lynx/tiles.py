@@ -7,6 +7,7 @@ are exact. Nothing here depends on the order in which a reduction goes through i
 import triton
 import triton.language as tl
 
+from sglang_ext.layers.kernels.addresses import buffer_of
 from sglang_ext.layers.kernels.lynx import scales
 
 CHUNK = tl.constexpr(32)
@@ -24,13 +25,7 @@ def at_address(table, part, LIKE: tl.constexpr):
 @triton.jit
 def stream(table, part):
     """The beginning of a stream, 16-byte aligned, uint8."""
-    return tl.multiple_of(at_address(table, part, tl.uint8), 16)
-
-
-@triton.jit
-def buffer(table, part, LIKE: tl.constexpr):
-    """The beginning of a tensor of a pool."""
-    return tl.multiple_of(at_address(table, part, LIKE), 16)
+    return buffer_of(table, part, tl.uint8)
 
 
 @triton.jit

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_ext.layers.kernels.addresses import buffer_of
 from sglang_ext.layers.kernels.fitting import dtype_name, launch_fitting
 from sglang_ext.mem_cache.compressed.formats import rounding
 from sglang_ext.mem_cache.compressed.formats.packed_layout import Layout
@@ -204,7 +205,7 @@ def pack_tiles(
     first = tl.program_id(0) // HEADS * BLOCKS
     token, channel = tl.arange(0, TOKENS), tl.arange(0, DIM)
     # Without the hint nothing is known of loaded addresses, and numbers would be read one by one.
-    buffer = tl.multiple_of(tl.load(table + layer).to(tl.pointer_type(like.dtype.element_ty)), 16) + head * head_stride
+    buffer = buffer_of(table, layer, like.dtype.element_ty) + head * head_stride
     if rotation is not None and PART == DIM:
         turning = _turning(rotation, DIM, like.dtype.element_ty)
     for block in tl.range(first, tl.minimum(first + BLOCKS, blocks)):

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.gather_kept import numbers_at
+from sglang_ext.layers.kernels.addresses import buffer_of, numbers_at
 
 # Of infinity, the bits of a score and one: above those of all scores.
 BEYOND = tl.constexpr(0x7F800001)
@@ -103,7 +103,7 @@ def _push_rows(
     slot = tl.load(token_table + request.to(tl.int64) * table_row + token, mask=inside, other=0).to(tl.int64)
     read = (slot * slot_stride + pair % HEADS * head_stride)[:, None] + dim[None, :]
     write, seen = ((to_pair * fresh + index) * DIM)[:, None] + dim[None, :], inside[:, None] & (dim < DIM)[None, :]
-    keys, values = numbers_at(tl.load(key_table + pair // HEADS), KIND), numbers_at(tl.load(value_table + pair // HEADS), KIND)
+    keys, values = buffer_of(key_table, pair // HEADS, KIND), buffer_of(value_table, pair // HEADS, KIND)
     tl.store(numbers_at(to_keys, KIND) + write, tl.load(keys + read, mask=seen), mask=seen)
     tl.store(numbers_at(to_values, KIND) + write, tl.load(values + read, mask=seen), mask=seen)
 

@@ -4,7 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.gather_kept import _copy_tokens, numbers_at
+from sglang_ext.layers.kernels.addresses import buffer_of
+from sglang_ext.layers.kernels.copies.gather_kept import _copy_tokens
 from sglang_ext.layers.kernels.hand_over import COMMIT_NUMBERS
 
 NUMBERS = tl.constexpr(COMMIT_NUMBERS)
@@ -34,8 +35,8 @@ def _commit_rows(
         slot = tl.load(targets + first + place, mask=inside, other=0)
         read, seen = ((of_pair * fresh + index) * DIM)[:, None] + dim[None, :], inside[:, None] & (dim < DIM)[None, :]
         write = (slot * slot_stride + pair % HEADS * head_stride)[:, None] + dim[None, :]
-        tl.store(numbers_at(tl.load(key_table + pair // HEADS), KIND) + write, tl.load(row_keys + read, mask=seen), mask=seen)
-        tl.store(numbers_at(tl.load(value_table + pair // HEADS), KIND) + write, tl.load(row_values + read, mask=seen), mask=seen)
+        tl.store(buffer_of(key_table, pair // HEADS, KIND) + write, tl.load(row_keys + read, mask=seen), mask=seen)
+        tl.store(buffer_of(value_table, pair // HEADS, KIND) + write, tl.load(row_values + read, mask=seen), mask=seen)
         record = tl.load(records + request).to(tl.pointer_type(tl.int32))
         tl.store(record + pair * keep + place, token, mask=inside)
         tl.atomic_add(counters + ROWS_COUNTER, tl.sum(inside.to(tl.int64)))

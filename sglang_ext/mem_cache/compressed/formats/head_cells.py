@@ -121,7 +121,7 @@ class HeadCells(KVFormat):
             targets: int64, the copy's slots; none of them is a source.
         """
         if self.buffers.on_gpu:
-            from sglang_ext.layers.kernels.scatter_cells import scatter_cells
+            from sglang_ext.layers.kernels.copies.scatter_cells import scatter_cells
 
             tables, layer = (self.buffers.key_table, self.buffers.value_table), (self.buffers.keys[0], self.buffers.values[0])
             scatter_cells(*tables, *layer, kept.tokens, kept.bounds, sources, targets)

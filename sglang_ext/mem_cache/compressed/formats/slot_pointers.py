@@ -74,7 +74,7 @@ class Pointers:
             seeds: of no use.
         """
         if buffers.on_gpu:
-            from sglang_ext.layers.kernels.write_pointers import write_pointers
+            from sglang_ext.layers.kernels.copies.write_pointers import write_pointers
 
             write_pointers(buffers.key_table, buffers.keys[0], kept, sources, targets)
             return

@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_ext.layers.kernels.addresses import buffer_of
+
 # Cells that a program copies at a time, and programs that share the cells of one head.
 BLOCK = 32
 PROGRAMS = 16
@@ -15,7 +17,7 @@ def _copy_cells(table, like, layer, into, read, written, inside, DIM: tl.constex
     dim = tl.arange(0, PADDED_DIM)
     mask = inside[:, None] & (dim < DIM)[None, :]
     # Without the hints nothing is known of loaded addresses, and cells would be copied number by number.
-    source = tl.multiple_of(tl.load(table + layer).to(tl.pointer_type(like.dtype.element_ty)), 16)
+    source = buffer_of(table, layer, like.dtype.element_ty)
     target = tl.load(table + into, mask=inside, other=0).to(tl.pointer_type(like.dtype.element_ty))
     target = tl.multiple_of(target, 16) + written
     found = tl.load(source + read[:, None] + dim[None, :], mask=mask)

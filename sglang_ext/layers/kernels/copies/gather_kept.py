@@ -4,13 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_ext.layers.kernels.addresses import buffer_of
+
 BLOCK = 32
-
-
-@triton.jit
-def numbers_at(address, KIND: tl.constexpr):
-    """What begins at an address, a multiple of 16 bytes: else the compiler takes its numbers for scattered ones."""
-    return tl.multiple_of(address.to(tl.pointer_type(KIND)), 16)
 
 
 @triton.jit
@@ -18,7 +14,7 @@ def _copy_tokens(table, like, layer, read, written, inside, DIM: tl.constexpr, P
     """Numbers at the offsets ``read`` of one layer's buffer go to the offsets ``written``."""
     dim = tl.arange(0, PADDED_DIM)
     mask = inside[:, None] & (dim < DIM)[None, :]
-    buffer = numbers_at(tl.load(table + layer), like.dtype.element_ty)
+    buffer = buffer_of(table, layer, like.dtype.element_ty)
     tl.store(buffer + (written[:, None] + dim[None, :]), tl.load(buffer + (read[:, None] + dim[None, :]), mask=mask), mask=mask)
 
 
