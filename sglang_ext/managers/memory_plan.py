@@ -1,7 +1,7 @@
 """What this plugin takes on the device beside SGLang's KV pool: counted here, and taken off the pool (:class:`HeldMemory`).
 
-Whoever takes such memory has its size from here, or the plan from there. Not counted are the intermediate results of captured
-verifications, which lie, as those of SGLang's own graphs, in what ``--mem-fraction-static`` leaves.
+Whoever takes such memory has its size from here, or the plan from there. Not counted are the intermediate results of steps and captured
+verifications, partial sums of attention among them, which lie, as those of SGLang's own graphs, in what ``--mem-fraction-static`` leaves.
 """
 
 import logging
