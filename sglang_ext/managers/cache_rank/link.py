@@ -19,15 +19,16 @@ logger = logging.getLogger(__name__)
 
 # A process that says nothing for so long has ended for all that requests know; it beats every 0.2 s, and between two questions.
 SILENCE_SECONDS = 3.0
-# Until it is ready: it loads PyTorch.
-START_SECONDS = 120.0
+# Until it is heard first: it loads PyTorch. From then until it is ready it beats from a thread, which waits for compilers.
+START_SECONDS, ATTACH_SECONDS = 120.0, 30.0
 # Before another is started, doubled with each that ended before it answered; after so many no more are.
 RESTART_SECONDS, MOST_STARTS = 0.5, 6
 # A process that could be asked for so long is as good as one that answered.
 SETTLED_SECONDS = 60.0
 # Layers of a pack where they are chosen by what was measured (AsyncSpade, section 4.4): messages take this share of choosing at most.
 LEAST_PACK, MOST_PACK, MESSAGE_SHARE = 4, 12, 0.1
-PINGS = 5
+# Times that this is measured, and how long an answer is waited for: who looks later, as a scheduler that idles, would measure that.
+PINGS, PING_SECONDS = 5, 0.02
 
 
 class RankDown(Exception):
@@ -140,8 +141,15 @@ class RankLink:
         if self._process is None:
             return
         silence = time.monotonic() - self._heard
-        if not self._has_ended() and silence > (self.settings.silence if self.ready else START_SECONDS):
+        if not self._has_ended() and silence > self._silence:
             self._fail("silent", f"nothing was heard of it for {silence:.1f} s")
+
+    @property
+    def _silence(self) -> float:
+        """Seconds without a sign of life after which it is ended."""
+        if self.ready:
+            return self.settings.silence
+        return max(ATTACH_SECONDS, self.settings.silence) if self._told else START_SECONDS
 
     def _has_ended(self) -> bool:
         """Whether the process has; noted then."""
@@ -242,7 +250,8 @@ class RankLink:
                 self.say(self.settings.attach.of_epoch(self.epoch))
             case protocol.Beat() if message.number in self._pinged:
                 self._round_trips.append(time.monotonic() - self._pinged.pop(message.number))
-                self._ping()
+                if len(self._round_trips) == PINGS:
+                    self._become_ready()
             case protocol.Attached():
                 self._layer_seconds = message.layer_seconds
                 self._ping()
@@ -250,12 +259,14 @@ class RankLink:
                 self._fail("wrong", f"it refuses: {message.reason}")
 
     def _ping(self) -> None:
-        """Measure how long messages take, then be ready."""
-        number = len(self._round_trips) + 1
-        if number <= PINGS:
-            self._pinged[number] = time.monotonic()
+        """Measure how long messages take; answers that take longer than they are waited for are heard later."""
+        for number in range(1, PINGS + 1):
+            begun = self._pinged[number] = time.monotonic()
             self.say(protocol.Ping(number))
-            return
+            while number in self._pinged and (left := begun + PING_SECONDS - time.monotonic()) > 0:
+                self.wait(left)
+
+    def _become_ready(self) -> None:
         shape, asked = self.settings.attach.shape, self.settings.pack
         count = asked or measured_pack(min(self._round_trips), self._layer_seconds)
         self.packs, self._ready_since = packs_of(shape.layers, count), time.monotonic()

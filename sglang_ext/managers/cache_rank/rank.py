@@ -6,9 +6,10 @@ newer alone. It ends when it is told to (SIGTERM), and when the process that beg
 """
 
 import os
+import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -75,7 +76,8 @@ class CacheRank:
         self._questions = Questions()
         self._memory: SharedMemory | None = None
         self._taken: list[int] = []
-        self._beaten = 0.0
+        # Of the socket, while another thread beats.
+        self._sending, self._beaten = threading.Lock(), 0.0
 
     def serve(self, goes_on: Callable[[], bool]) -> None:
         """Until ``goes_on`` says no, which is asked several times a second.
@@ -98,11 +100,29 @@ class CacheRank:
     def _beat(self) -> None:
         """A sign of life; none where an inference rank that idles has left enough of them unread."""
         self._beaten = time.monotonic()
-        with suppress(zmq.Again):
+        with suppress(zmq.Again), self._sending:
             self._socket.send(protocol.encode(protocol.Beat(self._epoch)), zmq.NOBLOCK)
 
+    @contextmanager
+    def _beating(self) -> Iterator[None]:
+        """Inside, where no message is heard for as long as something takes, another thread beats."""
+        over = threading.Event()
+
+        def beat() -> None:
+            while not over.wait(BEAT_SECONDS):
+                self._beat()
+
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
     def _say(self, message: protocol.FromRank) -> None:
-        self._socket.send(protocol.encode(message))
+        with self._sending:
+            self._socket.send(protocol.encode(message))
         self._beaten = time.monotonic()
 
     def _hear(self, milliseconds: int) -> None:
@@ -156,10 +176,15 @@ class CacheRank:
     def _attach(self, told: protocol.Attach) -> None:
         if told.version != VERSION or told.epoch != self._epoch:
             self._refuse(f"version and epoch are {told.version}, {told.epoch} at the inference rank and {VERSION}, {self._epoch} here")
-        self._open(told)
-        self._method = Spade(query_predictor(told.predictor), sinks=told.sinks, recent=told.recent)
-        self._rotary = Rotary(torch.tensor(told.turning.frequencies, dtype=torch.float32, device=self._device), told.turning.interleaved)
-        self._say(protocol.Attached(self._epoch, self._probe()))
+        # Memory is taken, and on a GPU kernels are compiled.
+        with self._beating():
+            self._open(told)
+            self._method = Spade(query_predictor(told.predictor), sinks=told.sinks, recent=told.recent)
+            self._rotary = Rotary(
+                torch.tensor(told.turning.frequencies, dtype=torch.float32, device=self._device), told.turning.interleaved
+            )
+            seconds = self._probe()
+        self._say(protocol.Attached(self._epoch, seconds))
 
     def _refuse(self, reason: str) -> NoReturn:
         self._say(protocol.Refused(self._epoch, reason[:MOST_REASON]))
