@@ -118,8 +118,8 @@ class KVServerArgs(ServerArgs):
     kv_select: A[
         float | None,
         f"With --kv-compressor {OR_STEPPING}: tokens of the context that each KV head reads in a step, as their share, above 0 and "
-        "at most 1, or as their number, from 2; contexts that have no more are read whole. quest on a GPU rounds them up to pages of 16, and "
-        "wants --page-size 16. Default: the share that --kv-budget says.",
+        "at most 1, or as their number; contexts that have no more are read whole. The first 4 and the newest 32 are among them in any "
+        "case. quest on a GPU rounds all of these up to pages of 16, and wants --page-size 16. Default: the share that --kv-budget says.",
         NS("memory"),
     ] = None
     kv_select_every: A[

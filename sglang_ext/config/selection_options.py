@@ -1,6 +1,7 @@
 """The flags of methods that choose tokens for each step: how many, how often; of ``spade`` also by which query, and in which process."""
 
 import logging
+import math
 import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -95,7 +96,7 @@ def resolve(args: "KVServerArgs") -> None:
     if share is not None and not (isinstance(share, int | float) and (0 < share <= 1 or (share > 1 and float(share).is_integer()))):
         raise OptionError(
             f"--kv-select is {share}; it is the share of the context's tokens that each KV head reads, above 0 and at most 1, or their "
-            "number: pass for example 0.125, or a whole number from 2, for example 2048"
+            "number: pass for example 0.125, or a whole number, for example 2048"
         )
     every = args.kv_select_every
     if not (isinstance(every, int) and every >= 1):
@@ -105,11 +106,42 @@ def resolve(args: "KVServerArgs") -> None:
     _check_coded_slots(args)
     if share is None or not selects(args):
         return
+    _check_fewest(args)
     if args.kv_budget is not None:
         raise OptionError(
             f"--kv-select is {share:g} and --kv-budget {args.kv_budget}; both say how many tokens each KV head reads: leave one of them out"
         )
     args.kv_budget = min(1.0, float(share))
+
+
+def _check_fewest(args: "KVServerArgs") -> None:
+    """Refuse a number of tokens of which queries would choose none."""
+    always, most = _compressor(args).always_kept, selected(args)
+    if 0 < most <= always:
+        raise OptionError(
+            f"--kv-select is {most}; of these the first and the newest {always} are read in any case, so that queries would choose none: pass "
+            "a number above that, for example 2048, or a share, for example 0.125"
+        )
+
+
+def _check_share(args: "KVServerArgs", context: int) -> None:
+    """Refuse a share of which queries choose none in the longest context, and say where they choose none in shorter ones."""
+    always, share = _compressor(args).always_kept, args.kv_budget
+    if selected(args) or share is None:
+        return
+    flag, enough = "--kv-budget" if args.kv_select is None else "--kv-select", math.floor(always / share) + 1
+    if enough > context:
+        raise OptionError(
+            f"{flag} is {share:g}, of the longest context {share * context:.0f} tokens; the first and the newest {always} are read in any "
+            f"case, so that queries would choose none: pass a larger share, for example 0.125, or a longer --context-length, now {context}"
+        )
+    # Shorter ones are read soon, whatever is chosen of them.
+    if enough > max(args.kv_sparse_from, 2 * options.MIN_CONTEXT):
+        logger.warning(
+            "sglang-ext: in contexts of fewer than %d tokens queries choose none of the share %s of %s, as the first and the newest %d are "
+            "read in any case: pass --kv-sparse-from %d to read these whole, or a larger share",
+            enough, f"{share:g}", flag, always, enough,
+        )  # fmt: skip
 
 
 def _check_ranks(args: "KVServerArgs") -> None:
@@ -167,6 +199,8 @@ def check_resolved(args: "KVServerArgs") -> None:
         return
     check_device(args)
     most, context = selected(args), args.get_model_config().context_len
+    _check_fewest(args)
+    _check_share(args, context)
     if most >= context:
         raise OptionError(
             f"--kv-select is {most}, and the longest context that is served has {context} tokens: pass a number below that, a share, for "
@@ -288,3 +322,8 @@ def stepping(args: "KVServerArgs", name: str) -> Compressor:
     """Another method that chooses for each step, as the flags ask for it."""
     found = replace(catalogue.create(name), every=args.kv_select_every, each_round=args.kv_mode == "verified", most=selected(args))
     return replace(found, in_attention=True) if isinstance(found, Quest) and chooses_in_attention(args) else found
+
+
+def _compressor(args: "KVServerArgs") -> Spade | Compressor:
+    """The server's method, of those that choose for each step."""
+    return spade(args) if predicts(args) else stepping(args, catalogue.parse(args.kv_compressor)[0])

@@ -46,6 +46,11 @@ class Spade(Compressor):
         """Queries that the predictor reads."""
         return self.predictor.window
 
+    @property
+    def always_kept(self) -> int:
+        """As :attr:`Compressor.always_kept`: the first and the newest."""
+        return self.sinks + self.recent
+
     def always(self, context: ContextKV) -> Always:
         """The first and the newest tokens."""
         return Always(self.sinks, self.recent)

@@ -1,5 +1,6 @@
 """How many tokens are selected for each step, how often and by which query: what the flags may be, and where they say nothing."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -28,6 +29,37 @@ def test_spade_takes_a_share_or_a_number_of_tokens_in_both_modes(mode, select, b
     assert args.kv_budget == budget
     assert (made.most, made.every, made.predictor.name, made.window) == (most, 4, "regressed", 17)
     assert made.each_round == (mode == "verified"), "where nothing is verified, steps alone count"
+
+
+@pytest.mark.parametrize(
+    ("flags", "always"),
+    [({}, 36), ({"kv_compressor": "quest", "kv_mode": "lossy"}, 36), ({"kv_compressor": "quest", "kv_mode": "lossy", "device": "cuda"}, 48)],
+)
+def test_numbers_of_tokens_of_which_queries_choose_none_are_refused(flags, always):
+    for select in (2.0, float(always)):
+        args = arguments(**{"kv_compressor": "spade", "kv_select": select} | flags)
+        with pytest.raises(OptionError, match=f"--kv-select is {select:g}; .* the first and the newest {always} .* for example 0.125"):
+            selection_options.resolve(args)
+    selection_options.resolve(arguments(**{"kv_compressor": "spade", "kv_select": always + 1.0} | flags))
+
+
+@pytest.mark.parametrize(("share", "told"), [(0.01, "--kv-select is 0.01, of the longest context 20 tokens; .* newest 36 .* now 2000"), (1e-9, "1e-09")])
+def test_a_share_of_which_queries_choose_none_anywhere_is_refused(share, told):
+    args = spade(kv_select=share, device="cpu")
+    selection_options.resolve(args)
+    args.get_model_config = lambda: SimpleNamespace(context_len=2000)
+    with pytest.raises(OptionError, match=told):
+        selection_options.check_resolved(args)
+
+
+@pytest.mark.parametrize(("flags", "told"), [({}, True), ({"kv_sparse_from": 289}, False), ({"kv_select": 0.25}, False), ({"kv_select": 64.0}, False)])
+def test_where_queries_choose_none_of_a_share_is_told(caplog, flags, told):
+    args = spade(**{"kv_select": 0.125, "device": "cpu"} | flags)
+    selection_options.resolve(args)
+    args.get_model_config = lambda: SimpleNamespace(context_len=2000)
+    selection_options.check_resolved(args)
+    expected = "in contexts of fewer than 289 tokens queries choose none of the share 0.125 of --kv-select, .* pass --kv-sparse-from 289 "
+    assert bool(re.search(expected, caplog.text)) == told == bool(caplog.records)
 
 
 def test_more_tokens_than_a_context_and_ranks_beside_a_gpu_are_refused():

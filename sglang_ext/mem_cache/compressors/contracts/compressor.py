@@ -158,6 +158,7 @@ class Compressor(ABC):
         every: steps after which it chooses anew, between two steps of a round as well, by the queries of steps; 0: never so soon.
         synchronous: whether it chooses in each layer by the step's own query, for which attention waits; :attr:`every` counts the steps.
         most: tokens that each head keeps, whatever the budget's share; shorter contexts have no copy. 0: the share says how many.
+        always_kept: tokens that a method that chooses for steps keeps whatever the queries, of those that each head keeps.
         points: whether copies lead to what it keeps in full KV, instead of holding it (slot_pointers.py).
         reads: the folder without which it knows nothing; None for methods that look at KV and queries as they are made.
         better_uneven: whether more drafts are accepted where heads keep different numbers of tokens (docs/benchmarks.md).
@@ -172,6 +173,7 @@ class Compressor(ABC):
     every: int = 0
     synchronous: ClassVar[bool] = False
     most: int = 0
+    always_kept: int = 0
     points: ClassVar[bool] = False
     reads: ClassVar[Folder | None] = None
     better_uneven: ClassVar[bool] = False

@@ -30,6 +30,12 @@ class Quest(StepChoice):
     in_attention: bool = False
 
     @property
+    def always_kept(self) -> int:
+        """As :attr:`Compressor.always_kept`; in attention whole pages."""
+        page = self.scoring.page
+        return sum(-(-each // page) * page for each in (self.sinks, self.recent)) if self.in_attention else super().always_kept
+
+    @property
     def window(self) -> int:
         """Queries that are kept."""
         return 0 if self.in_attention else 1

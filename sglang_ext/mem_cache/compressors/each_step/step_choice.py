@@ -32,6 +32,11 @@ class StepChoice(Compressor):
     recent: int = 32
     most: int = 0
 
+    @property
+    def always_kept(self) -> int:
+        """As :attr:`Compressor.always_kept`: the first and the newest."""
+        return self.sinks + self.recent
+
     def always(self, context: ContextKV) -> Always:
         """The first and the newest tokens."""
         return Always(self.sinks, self.recent)
