@@ -11,12 +11,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from sglang_ext.config.options import WIDE_REQUESTS
-from sglang_ext.core import CURABLE, FALLBACK_REASONS, NO_QUERIES, NO_SELECTION, PLAIN_STEPS, SLOWER, RequestState
+from sglang_ext.core import CURABLE, FALLBACK_REASONS, NO_QUERIES, NO_SELECTION, PLAIN_STEPS, SHORT_CONTEXT, SLOWER, RequestState
 from sglang_ext.managers.spec_decode.pace import Choice
 from sglang_ext.managers.spec_decode.requests import end_of_answer
 from sglang_ext.managers.spec_decode.turns import OnDevice
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
-from sglang_ext.mem_cache.compressed.due_copies import ensure_copy, until_due
+from sglang_ext.mem_cache.compressed.due_copies import ensure_copy, is_short, until_due
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -284,9 +284,9 @@ class RoundPlanner:
             return Role(True, True)
         if left <= 1 and not self.lossy:
             # The last token of an output needs no draft, and says nothing of those before.
-            reason = state.fallback if wanted.drafts else SLOWER
+            reason = state.fallback if wanted.drafts else self._without_copy(request)
         elif next(copies, None) is None:
-            reason = SLOWER
+            reason = self._without_copy(request)
         else:
             reason = self._copy(request, headroom)
             if not reason:
@@ -298,6 +298,10 @@ class RoundPlanner:
         lacks = reason == NO_QUERIES and self.may_get_queries(state.row)
         gains = left > 1 and (lacks or _is_looked_at(request))
         return Role(not self.lossy and wanted.drafts > 0 and (gains or self.apart), False, reason)
+
+    def _without_copy(self, request: Candidate) -> int:
+        """Why full KV serves a request for which no copy is wanted: too few tokens are told first, as for them none would be made."""
+        return SHORT_CONTEXT if is_short(self.views, request.state.row, request.length) else SLOWER
 
     def _copy(self, request: Candidate, headroom: int) -> int:
         with self.turns.reading(request.state.row):

@@ -35,7 +35,7 @@ def ensure_copy(views: CompressedViews, req: "Req", state: RequestState, length:
     """
     view, method = views.get(state.row), views.method(state.row)
     if view is None:
-        if length < method.shortest:
+        if is_short(views, state.row, length):
             return SHORT_CONTEXT
         if views.is_refused(state.row):
             return WRONG_SCORES
@@ -51,6 +51,11 @@ def ensure_copy(views: CompressedViews, req: "Req", state: RequestState, length:
             return reason
     state.compressor = catalogue.number(views.get(state.row).method.partition(":")[0])
     return 0
+
+
+def is_short(views: CompressedViews, row: int, length: int) -> bool:
+    """Whether a request without a copy has too few tokens for one."""
+    return views.get(row) is None and length < views.method(row).shortest
 
 
 def _renew(views: CompressedViews, row: int, length: int, headroom: int) -> int:

@@ -287,6 +287,7 @@ def test_without_drafts_a_few_tokens_are_decoded_at_once_where_nothing_forbids_i
     planned = plan(batch([200, 300]), states(2), 0)
     assert (planned.drafts, planned.plain_steps, planned.width) == (0, PLAIN_STEPS, PLAIN_STEPS)
     assert planned.rows == [1, 2] and set(planned.fallbacks) == {SLOWER}
+    assert plan(batch([5, 200]), states(2), 0).fallbacks == [SHORT_CONTEXT, SLOWER], "of five tokens none would be drafted either"
     assert plan(batch([200, 300], [request(1), request(2)]), states(2), 0).steps == 2
     assert plan(batch([200], [request(grammar=object())]), states(1), 0).steps == 1
 
