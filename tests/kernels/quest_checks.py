@@ -1,9 +1,12 @@
 """Checks of Quest's extremes and choice of pages, on a GPU or through Triton's interpreter."""
 
+from collections import Counter
+from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
+import triton.language as tl
 from backend_steps import Layers, on
 from packed_backend import batch_of_nobody, captured, layer_of, runner_of
 from packed_helpers import attention
@@ -293,9 +296,41 @@ def check_pages_backend(device):
         tell_written(None)
 
 
+@contextmanager
+def launched_early(device):
+    """As on GPUs that launch a kernel while the one before it ends. Through the interpreter, where one is done before the next, each head
+    says once that it is not chosen yet; what is yielded counts what was asked and waited for."""
+    counts = Counter()
+    if device == "cuda":
+        yield counts
+        return
+    from sglang_ext.layers.kernels import pointer_decode
+    from sglang_ext.layers.kernels.choosing import quest_pages
+
+    def left(arrived):
+        counts["asked"] += 1
+        return tl.load(arrived) + counts["asked"] % 2
+
+    def wait():
+        counts["waited"] += 1
+
+    early = {"early_launch": lambda keys: {"EARLY": True}, "gdc_wait": wait}
+    with patch.multiple(pointer_decode, load_acquired_count=left, **early):
+        with patch.multiple(quest_pages, gdc_launch_dependents=lambda: None, **early):
+            yield counts
+
+
 def check_overlapped(device):
     """Attention that begins while the last heads choose gives bit for bit what one gives that waits for all, in steps of a graph whose
     queries change, of requests that choose among few pages and many."""
+    with launched_early(device) as counts:
+        overlapped_steps(device)
+    # Programs of pointers ask twice, those of the last request wait for what comes after them.
+    assert device == "cuda" or (counts["asked"] >= 2 * 8 and counts["waited"] > 8), counts
+
+
+def overlapped_steps(device):
+    """As :func:`check_overlapped` has it."""
     from sglang_ext.layers.kernels.choosing.quest_pages import point_at_best_pages
     from sglang_ext.layers.kernels.pointer_decode import pointer_decode
 
