@@ -349,7 +349,9 @@ def test_a_late_rank_catches_up_after_questions_that_found_no_place():
     for _ in range(6):
         world.step()
     os.kill(world.links[0].pid, signal.SIGCONT)
-    time.sleep(1.0)
+    (arena,), (request,) = world.arenas, world.steps._requests.values()
+    newest = arena.word(request.lease.sequence)
+    world.until(lambda: int(arena.heads[request.lease.lane, DONE]) >= newest, 20)
     world.steps._patience = 20.0
     world.step(), world.step()
     assert torch.equal(world.led(1), world.chosen(1, world.ends[1] - 1, 200))
