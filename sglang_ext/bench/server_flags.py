@@ -78,6 +78,8 @@ def check(model: str, servers: Mapping[str, Sequence[str]], tokens: int = 0, pro
             _check_transport(args)
             if args.kv_mode != "full":
                 method_options.check_partitions(args, lambda: _head_dim(Path(model)))
+                if layers := _config(Path(model)).get("num_hidden_layers"):
+                    selection_options.check_packs(args, layers)
             of_roles.setdefault(args.disaggregation_mode, (name, args))
         except (BenchError, OptionError) as error:
             raise BenchError(f"the server {name} cannot start: {error}") from error

@@ -286,11 +286,8 @@ def _check_gpus(args: "KVServerArgs") -> None:
 
 def _check_against_model(args: "KVServerArgs") -> None:
     """Refuse packs of more layers than there are, and memory that has no room for the shortest request, or that the host lacks."""
-    config, pack, size = args.get_model_config(), args.kv_pack_layers, args.kv_cache_rank_gb
-    if pack != "auto" and pack > config.num_hidden_layers:
-        raise OptionError(
-            f"--kv-pack-layers is {pack}, and the model has {config.num_hidden_layers} layers: pass a number up to that, or auto"
-        )
+    config, size = args.get_model_config(), args.kv_cache_rank_gb
+    check_packs(args, config.num_hidden_layers)
     heads = config.get_num_kv_heads(args.tp_size)
     sizes = KeySizes(config.num_hidden_layers, heads, config.head_dim, config.dtype, args.kv_score_bits, sends_rows(args))
     token, what = sizes.token_bytes, "keys and values" if sizes.rows else "keys"
@@ -304,6 +301,17 @@ def _check_against_model(args: "KVServerArgs") -> None:
     if size is not None and not beside_gpu(args):
         # The process could not take it, or be ended once it has: the server would go on without choices.
         host_memory.check(int(size * 1e9), args.kv_cache_ranks, "--kv-cache-rank-gb", what)
+
+
+def check_packs(args: "KVServerArgs", layers: int) -> None:
+    """Refuse packs of more layers than a model has.
+
+    Raises:
+        OptionError: names both numbers.
+    """
+    pack = args.kv_pack_layers
+    if ranks(args) and pack != "auto" and pack > layers:
+        raise OptionError(f"--kv-pack-layers is {pack}, and the model has {layers} layers: pass a number up to that, or auto")
 
 
 def selected(args: "KVServerArgs") -> int:

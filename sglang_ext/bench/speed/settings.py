@@ -83,7 +83,17 @@ def log_folder(args: argparse.Namespace) -> Iterator[Path]:
 
 
 def flags_of(args: argparse.Namespace, setting: Setting) -> tuple[str, ...]:
-    """All flags of a setting's server."""
+    """All flags of a setting's server.
+
+    Raises:
+        BenchError: --server-arg has one that the setting has, which would be of no effect.
+    """
+    for flag in words(args.server_arg):
+        if flag.startswith("--") and flag.split("=")[0] in setting.arguments:
+            raise BenchError(
+                f"--server-arg has {flag}, which the benchmark says of the server {setting.name} itself, in its flags "
+                f"{' '.join(setting.arguments)}: leave it out, and pass the benchmark's own option where it has one"
+            )
     return ("--dtype", args.dtype, "--enable-metrics", *words(args.server_arg), *setting.arguments)
 
 

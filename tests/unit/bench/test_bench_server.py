@@ -271,6 +271,14 @@ def test_partitions_that_do_not_divide_the_models_heads_are_refused_before_serve
         server_flags.check(str(tmp_path), {"hack4:64": (*flags, "64"), "hack4:128": (*flags, "128")})
 
 
+def test_packs_of_more_layers_than_the_model_has_are_refused_before_servers_start(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 30}')
+    flags = "--kv-mode", "lossy", "--kv-compressor", "spade", "--device", "cpu", "--kv-cache-ranks", "1", "--kv-pack-layers"
+    with pytest.raises(BenchError, match="the server packs cannot start: --kv-pack-layers is 31, and the model has 30 layers: pass a number up"):
+        server_flags.check(str(tmp_path), {"packs": (*flags, "31")})
+    server_flags.check(str(tmp_path), {"packs": (*flags, "30")})
+
+
 @pytest.mark.parametrize(
     ("flags", "config", "longest"),
     [

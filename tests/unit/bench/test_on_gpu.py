@@ -41,7 +41,7 @@ def test_servers_of_all_steps_and_of_defaults_would_start_on_gpus_and_what_would
     model, bench = on_gpu.shapes(tmp_path / "shapes"), "python -m sglang_ext.bench"
     benches = tuple(f"{bench} {each} " for each in ("jobs", "longcot", "transfer"))
     steps = {name: step.command for name, step in on_gpu.STEPS.items() if step.command.startswith(benches)}
-    longcot = "python -m sglang_ext.bench longcot --model {model} --load 1:64:16 --server-arg='--attention-backend flashinfer'"
+    longcot = "python -m sglang_ext.bench longcot --model {model} --load 1:128:64 --server-arg='--attention-backend flashinfer'"
     others = {
         "defaults": longcot, "packs": f"{longcot} --method stock,spade-ranks --pack-layers auto,6", "queries": f"{longcot} --method true-query",
         "GPUs": f"{longcot} --ranks 2 --method spade-ranks", "unnamed GPUs": f"{longcot} --ranks 2",
@@ -55,8 +55,8 @@ def test_servers_of_all_steps_and_of_defaults_would_start_on_gpus_and_what_would
     assert (found["defaults"], found["unnamed GPUs"]) == (gpu_machine.Asked(8), gpu_machine.Asked(6))
     for name, told in (
         ("packs", "--pack-layers '6': cache ranks on GPUs are asked for all layers .*: pass auto, or leave it out"),
-        ("queries", "the server true-query lossy 16 cannot start: --device is cuda .* on a CPU alone: pass --kv-compressor spade"),
-        ("GPUs", "the server spade-ranks lossy 16 cannot start: .* there are 2 GPUs: pass fewer ranks"),
+        ("queries", "the server true-query lossy 64 cannot start: --device is cuda .* on a CPU alone: pass --kv-compressor spade"),
+        ("GPUs", "the server spade-ranks lossy 64 cannot start: .* there are 2 GPUs: pass fewer ranks"),
     ):
         assert not found[name].servers and re.search(told, found[name].refused["the benchmark"]), found[name]
 
