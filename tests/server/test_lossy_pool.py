@@ -1,10 +1,9 @@
 """Lossy serving gives full KV back: more contexts run at once than the pool holds in full, each with its own answer, and nothing leaks."""
 
 import concurrent.futures
-import time
 
 import pytest
-from servers import STRICT, greedy, sampled
+from servers import STRICT, greedy, sampled, until
 
 pytestmark = pytest.mark.server
 
@@ -57,8 +56,7 @@ def test_aborts_in_a_crowd_leave_no_slot_behind(lossy, asked):
     lossy.flush_cache()
     with concurrent.futures.ThreadPoolExecutor(len(asked)) as pool:
         answers = [pool.submit(lossy.ask, input_ids=ids, rid=f"crowd-{i}", **greedy(40)) for i, ids in enumerate(asked)]
-        while lossy.metric("sglang:num_running_reqs") < 2:
-            time.sleep(0.2)
+        until(lambda: lossy.metric("sglang:num_running_reqs") >= 2, "two requests run at once")
         for i in range(0, len(asked), 2):
             lossy.request("abort_request", {"rid": f"crowd-{i}"})
         ended = [answer.result()["meta_info"]["finish_reason"]["type"] for answer in answers]

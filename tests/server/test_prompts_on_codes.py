@@ -4,10 +4,9 @@ Their full KV goes as they are computed, so that more run at once than the pool 
 """
 
 import concurrent.futures
-import time
 
 import pytest
-from servers import STRICT, greedy, sampled
+from servers import STRICT, greedy, sampled, until
 
 pytestmark = pytest.mark.server
 
@@ -78,8 +77,7 @@ def test_prompts_that_are_aborted_while_they_are_computed_or_answered_leave_no_s
     server.flush_cache()
     with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
         answers = [pool.submit(server.ask, input_ids=ids, rid=f"prompt-{i}", **greedy(40)) for i, ids in enumerate(prompts)]
-        while not server.metric("sglang_ext:codes_alone_tokens"):
-            time.sleep(0.05)
+        until(lambda: server.metric("sglang_ext:codes_alone_tokens"), "a prompt is on codes alone")
         for i in range(0, len(prompts), 2):
             server.request("abort_request", {"rid": f"prompt-{i}"})
         ended = [answer.result()["meta_info"]["finish_reason"]["type"] for answer in answers]

@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -180,6 +181,14 @@ def sampled(server: Server, name: str, seconds: float = 0.5) -> Iterator[list[fl
         finally:
             ended.set()
     done.result()
+
+
+def until(holds: Callable[[], Any], what: str, seconds: float = 60.0) -> None:
+    """Ask a server again until something holds; ``what``, where it never does."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, f"not within {seconds:g} s: {what}"
+        time.sleep(0.05)
 
 
 def greedy(tokens: int, **more: Any) -> dict[str, Any]:

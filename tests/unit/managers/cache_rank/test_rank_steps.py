@@ -274,9 +274,9 @@ def test_keys_that_come_with_a_question_are_part_of_what_it_takes(monkeypatch):
     arena = Arena(attach().shape, torch.device("cpu"), "cpu")
     rank, socket = rank_here(arena)
     pull = rank._keys.pull
-    monkeypatch.setattr(rank._keys, "pull", lambda *given: (time.sleep(0.2), pull(*given)))
+    monkeypatch.setattr(rank._keys, "pull", lambda *given: (time.sleep(1.0), pull(*given)))
     keys = pool()
-    for sequence, (keys_come, least, most) in enumerate(((True, 0.2, 10), (False, 0, 0.2)), 1):
+    for sequence, (keys_come, least, most) in enumerate(((True, 1.0, 10), (False, 0, 1.0)), 1):
         if keys_come:
             rank._take(protocol.Lease(0, 0, (0,)))
             rank._take(protocol.Append(0, 0, 64, 0, arena.put_keys(0, keys, torch.arange(64))))
@@ -294,11 +294,11 @@ def test_a_choice_that_was_launched_ahead_costs_what_it_takes_from_when_the_ques
     monkeypatch.setattr(rank, "_chosen", lambda *given: time.sleep(0.2) or choose(*given))
     rank._take(protocol.Lease(0, 0, (0,)))
     rank._take(protocol.Ask(0, 0, 5, 1, 64, 8, (63,), number=arena.next_number()))
-    put = threading.Timer(0.6, arena.publish, (torch.randn(5, 8, 6, 8), [Asked([3], 0, arena.word(1))]))
+    put = threading.Timer(2.0, arena.publish, (torch.randn(5, 8, 6, 8), [Asked([3], 0, arena.word(1))]))
     put.start()
     rank._answer_next()
     put.join()
-    assert socket.messages[-1].chosen and 0.2 <= socket.messages[-1].seconds < 0.6
+    assert socket.messages[-1].chosen and 0.2 <= socket.messages[-1].seconds < 2.0
 
 
 def test_a_rank_that_is_killed_costs_choices_and_another_takes_its_place():
@@ -308,11 +308,12 @@ def test_a_rank_that_is_killed_costs_choices_and_another_takes_its_place():
     os.kill(world.links[0].pid, signal.SIGKILL)
     time.sleep(0.2)
     world.step()
-    begun, kept = time.monotonic(), world.led(1)
+    kept = world.led(1)
     for _ in range(5):
         world.step()
-    assert time.monotonic() - begun < 2 and torch.equal(world.led(1), kept)
+    assert torch.equal(world.led(1), kept)
     world.steps.tend()
+    assert world.steps.waited < 1.5, "a wait for each place"
     world.step()
     assert world.steps.missed["ended"] >= 1 and world.steps.missed.total() >= 4 and world.steps.ready == 0
     world.until(lambda: world.steps.ready == 1)
@@ -328,12 +329,12 @@ def test_a_rank_that_is_stopped_is_waited_for_twice_and_ended_after_its_silence(
     world.begin(1, 200, 48)
     world.step(), world.step()
     os.kill(world.links[0].pid, signal.SIGSTOP)
-    kept, begun = world.led(1), time.monotonic()
+    kept = world.led(1)
     for _ in range(8):
         world.step()
-    assert 0.3 < time.monotonic() - begun < 1.5, "one wait for each place, and none for what found no place"
     world.steps.tend()
-    assert world.steps.missed["late"] >= 6 and world.steps.waited > 0.25
+    assert 0.25 < world.steps.waited < 1.5, "one wait for each place, and none for what found no place"
+    assert world.steps.missed["late"] >= 6
     assert torch.equal(world.led(1), kept) or world.views.made["spade"]
     world.until(lambda: world.steps.ready == 0, 10)
     world.step()

@@ -83,10 +83,12 @@ def test_an_abort_waits_for_the_call_under_way_and_nothing_follows():
     for _ in range(50):
         sink = Sink(delay=0.002)
         state = room(shape(64, residual=False, aux=False), sink)
-        began = threading.Event()
+        began, aborted = threading.Event(), threading.Event()
 
         def write_all():
             for page in range(64):
+                if page == 32:
+                    assert aborted.wait(10)
                 began.set()
                 write(state, Stream.ANCHOR, page)
             state.finish()
@@ -97,6 +99,7 @@ def test_an_abort_waits_for_the_call_under_way_and_nothing_follows():
         time.sleep(0.001)
         state.abort()
         seen = len(sink.parts)
+        aborted.set()
         writer.join()
         assert len(sink.parts) == seen < 64 and sink.reasons == [] and sink.streams == []
 
