@@ -135,10 +135,12 @@ STEPS = {
     "longcot-stock": Step(_longcot(16, length="64,1024") + " --method stock", 300),
     "longcot-quest": Step(_longcot(16, length="64,1024") + " --method quest", 300),
     "longcot-8-codes": Step(_longcot(8, " --kv-score-bits 8") + " --method spade --select-every 1,2", 400),
-    # When the first 1,024 tokens are out, full KV of all sixteen is at the rank.
-    "longcot-ranks": Step(_longcot(16, length="1024,2048") + " --method spade-ranks --pack-layers auto", 350, 2),
+    # When the first 1,024 tokens are out, full KV of all sixteen is at the rank. Before, the span is that of stock and quest.
+    "longcot-ranks": Step(_longcot(16, length="64,1024,2048") + " --method spade-ranks --pack-layers auto", 350, 2),
     "longcot-ranks-8": Step(_longcot(8) + " --method stock,spade-ranks --pack-layers auto", 400, 2),
-    "longcot-ranks-2k": Step(_longcot(16, load="2048:1024") + " --method stock,spade-ranks --pack-layers auto", 400, 2),
+    "longcot-ranks-2k": Step(
+        _longcot(16, load="2048:1024", length="64,256,1024") + " --method stock,spade-ranks --pack-layers auto", 400, 2,
+    ),
     # Where a step's time goes.
     "profile-stock": Step(_profile("--kv-mode full"), 200),
     "profile-quest": Step(_profile("--kv-mode lossy --kv-compressor quest --kv-select 2048 --page-size 16"), 200),
