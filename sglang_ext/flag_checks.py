@@ -90,7 +90,9 @@ def _check_transfer(args: "KVServerArgs") -> None:
     if not options.transfers(args):
         backend = disaggregation_options.BACKEND
         why = f"KV does not travel by --disaggregation-transfer-backend {backend}, without which"
-        remedy = f"that and --disaggregation-mode, now {args.disaggregation_mode}"
+        lacking = [] if args.disaggregation_transfer_backend == backend else [f"--disaggregation-transfer-backend {backend}"]
+        lacking += ["--disaggregation-mode prefill or decode"] if args.disaggregation_mode == "null" else []
+        remedy = " ".join(lacking)
         _warn_of_idle(args, why, (name for name in disaggregation_options.TRANSFER_FLAGS if name != "kv_bench_timeline"), remedy)
         if args.kv_mode == "full" or not selection_options.ranks(args):
             why = f"there are no cache ranks, and {why}"

@@ -403,7 +403,10 @@ def test_flags_that_benchmarks_of_transfers_need_are_told_in_any_mode_and_nobody
     assert "--kv-bench-timeline is" in caplog.text and "nothing" not in caplog.text
     caplog.clear()
     build(folder(), kv_mode=mode, kv_bench_codec="int4")
-    assert "without which --kv-bench-codec does nothing" in caplog.text
+    told = "without which --kv-bench-codec does nothing: pass"
+    assert f"{told} --disaggregation-transfer-backend progressive --disaggregation-mode prefill or decode, or leave it out" in caplog.text
+    build(folder(), kv_mode=mode, kv_bench_codec="int4", disaggregation_transfer_backend="progressive")
+    assert f"{told} --disaggregation-mode prefill or decode, or" in caplog.text
     with pytest.raises(OptionError, match="--kv-bench-timeline is .*, a folder: name a file in it"):
         build(folder(), kv_bench_timeline=str(tmp_path), **over)
 

@@ -211,7 +211,8 @@ def test_flags_of_cache_ranks_are_named_where_there_are_none(caplog):
     flag_checks.check_flags(spade(kv_pack_layers=4))
     assert "--kv-cache-ranks is 0, with which --kv-pack-layers does nothing: pass --kv-cache-ranks 1" in caplog.text
     flag_checks.check_flags(spade(kv_bench_timeline="times"))
-    assert "--kv-bench-timeline does nothing: pass --kv-mode verified --kv-compressor spade --kv-cache-ranks 1, or" in caplog.text
+    assert "--kv-bench-timeline does nothing: pass --kv-mode verified --kv-compressor spade --kv-cache-ranks 1, or " in caplog.text
+    assert "1, or --disaggregation-transfer-backend progressive --disaggregation-mode prefill or decode, or leave it out" in caplog.text
     args = spade(kv_cache_ranks=1, disaggregation_mode="prefill")
     flag_checks.check_flags(args)
     assert "which takes no steps, and so --kv-cache-ranks does nothing: pass that to the decode server" in caplog.text
