@@ -1,14 +1,17 @@
 """What a server says of itself when it is ready: mode, method, and its address with a request to paste."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from sglang_ext.config.method_options import Offer, offers
 from sglang_ext.config.options import BACKEND
 from sglang_ext.config.prefill_options import QUANTIZED
-from sglang_ext.config.selection_options import selected, selects
+from sglang_ext.config.selection_options import ranks, selected, selects
 from sglang_ext.mem_cache.compressors import catalogue
+from sglang_ext.mem_cache.compressors.spade import Spade
+from sglang_ext.mem_cache.selection.held_keys import EXACT
+from sglang_ext.mem_cache.selection.predictors import Current
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
@@ -78,14 +81,30 @@ def lines(args: "KVServerArgs") -> tuple[str, str, str]:
 
 
 def _kept(args: "KVServerArgs", offer: Offer) -> str:
-    """How much of a context a method's copies keep, and in how many bits."""
+    """How much of a context a method's copies keep, in how many bits, and how tokens are chosen where flags say so."""
     most = selected(args)
     found = [f"{most} tokens" if most else f"budget {offer.budget:g}"]
     if offer.packs:
         found.append(f"{catalogue.code_bits(offer.packs, args.kv_bits)} bits")
         partition = catalogue.partition_size(offer.packs, args.kv_partition)
         found += [] if partition is None else [f"partitions of {partition}"]
-    return ", ".join(found)
+    return ", ".join([*found, *_choosing(args, offer)])
+
+
+def _choosing(args: "KVServerArgs", offer: Offer) -> Iterator[str]:
+    """What is not the default of a method that chooses tokens for each step; nothing of a server that only prefills, which takes none."""
+    if offer.drops not in catalogue.stepping() or args.disaggregation_mode == "prefill":
+        return
+    if args.kv_select_every > 1:
+        yield f"every {args.kv_select_every} steps"
+    if offer.drops != Spade.name:
+        return
+    if args.kv_select_by != Current.name:
+        yield f"by {args.kv_select_by} queries"
+    if args.kv_score_bits != EXACT:
+        yield f"keys in {args.kv_score_bits} bits"
+    if count := ranks(args):
+        yield f"{count} cache rank{'s' * (count > 1)}"
 
 
 def _request(args: "KVServerArgs") -> str:

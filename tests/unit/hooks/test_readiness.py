@@ -15,6 +15,7 @@ def server(**change: object) -> SimpleNamespace:
         kv_mode="verified", device="cuda", kv_compressor="snapkv", kv_budget=0.25, kv_more_compressors=None, kv_draft_length=16,
         api_key=None, skip_tokenizer_init=False, disaggregation_mode="null", disaggregation_transfer_backend="mooncake",
         kv_reference="exact", kv_bits=None, kv_partition=None, kv_prefill="exact", url=lambda: "http://127.0.0.1:8000",
+        kv_select=None, kv_select_every=1, kv_select_by="current", kv_score_bits=16, kv_cache_ranks=0,
     )  # fmt: skip
     vars(args).update(change)
     return args
@@ -59,6 +60,26 @@ def test_they_tell_bits_partitions_and_what_prompts_attend_to() -> None:
     assert readiness.lines(server(**codes))[1] == "compressor hack (budget 1, 4 bits, partitions of 64)"
     more = {"kv_bits": 2, "kv_partition": 32, "kv_prefill": "quantized"}
     assert readiness.lines(server(**codes, **more))[1] == "compressor hack (budget 1, 2 bits, partitions of 32), prompts on codes"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [({}, ""), ({"kv_select_every": 4}, ", every 4 steps"), ({"kv_select_by": "regressed"}, ", by regressed queries"),
+     ({"kv_score_bits": 8}, ", keys in 8 bits"), ({"kv_cache_ranks": 1}, ", 1 cache rank"),
+     ({"kv_select_every": 2, "kv_score_bits": 4, "kv_cache_ranks": 2}, ", every 2 steps, keys in 4 bits, 2 cache ranks")],
+    ids=["defaults", "every", "queries", "bits", "rank", "several"],
+)
+def test_they_tell_how_tokens_are_chosen_where_that_is_not_the_default(change: dict[str, object], told: str) -> None:
+    args = server(kv_mode="lossy", kv_compressor="spade", **change)
+    assert readiness.lines(args)[1] == f"compressor spade (budget 0.25{told})"
+    args.disaggregation_mode = "prefill"  # it takes no steps
+    assert readiness.lines(args)[1].startswith("compressor spade (budget 0.25); ")
+
+
+def test_flags_that_a_method_does_not_have_are_not_told() -> None:
+    flags = {"kv_mode": "lossy", "kv_select_every": 4, "kv_score_bits": 8, "kv_select_by": "regressed", "kv_cache_ranks": 1}
+    assert readiness.lines(server(kv_compressor="quest", **flags))[1] == "compressor quest (budget 0.25, every 4 steps)"
+    assert readiness.lines(server(kv_compressor="snapkv", **flags))[1] == "compressor snapkv (budget 0.25)"
 
 
 @pytest.mark.parametrize(
