@@ -37,6 +37,12 @@ class PackStep:
         return None if self.ended is None else self.ended - self.reached - self.held
 
     @property
+    def seen_until(self) -> float | None:
+        """Seconds until which the model is known to compute it: of the last pack until its last question, which its last layer's queries
+        are of, so that this layer is left out; None where it was not asked for."""
+        return max((event.at for event in self.asked.values()), default=None) if self.ended is None else self.ended
+
+    @property
     def whole(self) -> bool:
         """Whether all that was asked was chosen."""
         return bool(self.asked) and len(self.chosen) == len(self.asked)

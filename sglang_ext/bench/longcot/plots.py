@@ -45,12 +45,13 @@ def _steps(axes: Any, steps: Sequence[Step]) -> None:
     for step in shown:
         for place, (_, pack) in enumerate(sorted(step.items())):
             color = f"C{place % 10}"
-            if pack.ended is not None:
-                axes.broken_barh([(1000 * (pack.reached - begin), 1000 * (pack.ended - pack.reached))], (1.1, 0.8), color=color)
+            if (until := pack.seen_until) is not None:
+                axes.broken_barh([(1000 * (pack.reached - begin), 1000 * (until - pack.reached))], (1.1, 0.8), color=color)
             for event in pack.chosen:
                 axes.broken_barh([(1000 * (event.at - event.seconds - begin), 1000 * event.seconds)], (0.1, 0.8), color=color)
     axes.set(xlabel="ms", yticks=[0.5, 1.5], yticklabels=["cache rank chooses", "model computes"], ylim=(0, 2))
-    axes.set_title("packs of layers, a color each, of some steps in a row", fontsize="small")
+    told = "packs of layers, a color each, of some steps in a row; the last of a step until its last layer begins"
+    axes.set_title(told, fontsize="small")
 
 
 def _overlaps(axes: Any, overlaps: Sequence[Overlap]) -> None:

@@ -6,11 +6,14 @@ import pytest
 from bench_helpers import SETTING
 
 from sglang_ext.bench.comparing import identity_report
+from sglang_ext.bench.longcot import packs
+from sglang_ext.bench.longcot import plots as longcot_plots
 from sglang_ext.bench.quality.reporting import plots
 from sglang_ext.bench.simulating import simulate, simulate_report
 from sglang_ext.bench.speed import decode_report, drawing, latency
 from sglang_ext.bench.speed.decode_report import Result
 from sglang_ext.bench.speed.drawing import Curve, Heading
+from sglang_ext.managers.cache_rank.timeline import Event
 
 
 @pytest.fixture
@@ -53,6 +56,22 @@ def test_bars_stand_around_the_label_of_their_group(tmp_path, drawn):
     assert legend(axes) == ["stock", "snapkv", "kivi"]
     assert words(drawn[0])[0] == "Time per output token of each request"
     assert "a-model, float32" in words(drawn[0])[1] and drawing.hardware() in words(drawn[0])[1]
+
+
+def test_all_packs_of_a_step_are_drawn_the_last_until_its_last_layer_begins(tmp_path, drawn):
+    told = []
+    for first in (0, 6, 12):
+        at = 1.0 + first / 60
+        told.append(Event("reached", at, first, 6))
+        told.append(Event("asked", at + 0.08, first, 6, 0, 2))
+        told.append(Event("chosen", at + 0.15, first, 6, 0, 2, seconds=0.03))
+    longcot_plots.write(tmp_path / "s.png", [], packs.steps_of(told), [], "a-model")
+    (axes,) = drawn[0].axes
+    bars = [path.get_extents() for each in axes.collections for path in each.get_paths()]
+    computed = [(bar.x0, bar.width) for bar in bars if bar.y0 > 1]
+    assert computed == [pytest.approx(each) for each in ((0, 100), (100, 100), (200, 80))]
+    assert [(bar.x0, bar.width) for bar in bars if bar.y0 < 1] == [pytest.approx(each) for each in ((120, 30), (220, 30), (320, 30))]
+    assert "the last of a step until its last layer begins" in axes.get_title()
 
 
 @pytest.mark.parametrize(("rates", "bars"), [((1.0, 2.0), 0), ((2.0,), 4)])

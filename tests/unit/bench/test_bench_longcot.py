@@ -68,6 +68,14 @@ def test_packs_have_the_models_time_the_ranks_and_the_rest_of_the_cycle():
     assert found.hidden and found.bandwidth == pytest.approx(100 / 0.09) and found.gathered_bandwidth == pytest.approx(2060 / 0.09)
 
 
+def test_the_model_is_seen_in_all_packs_of_a_step_in_the_last_until_its_last_question():
+    steps = packs.steps_of(events())
+    assert [each.seen_until for each in steps[0].values()] == pytest.approx([10.1, 10.15])
+    assert [each.ended for each in steps[0].values()] == [pytest.approx(10.1), None]
+    unasked = packs.steps_of(event for event in events() if event.kind != "asked")
+    assert [each.seen_until for each in unasked[0].values()] == [pytest.approx(10.1), None]
+
+
 def test_a_choice_that_was_late_counts_and_without_answers_there_are_no_figures():
     told = [Event("missed", 10.02, 0, 6, 0, 2) if event.kind == "written" and event.lane == 0 else event for event in events()]
     assert packs.figures("late", "two", packs.steps_of(told)).missed == 4 / 8
