@@ -1,7 +1,9 @@
 """Cache ranks of a model that is made up: pools of random keys, requests in them, and what the method chooses for these in one process."""
 
+import os
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import zmq
@@ -84,6 +86,23 @@ class Ranks:
         """A request for which the newest question was answered: what was chosen."""
         self.until(lambda: self.choices.prepare(row, slots, keep, asked, positions), seconds)
         return self.choices.kept(row, len(slots), keep)
+
+
+def signalled(pid, number):
+    """Stop or kill a process; it does nothing more when this returns."""
+    os.kill(pid, number)
+    end = time.monotonic() + 30
+    while state_of(pid) not in "TZ":
+        assert time.monotonic() < end, f"process {pid} runs on after signal {number}"
+        time.sleep(0.001)
+
+
+def state_of(pid):
+    """A letter, as proc(5) has it; Z where the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "Z"
 
 
 class ScriptedRank:
