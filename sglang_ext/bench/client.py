@@ -1,6 +1,7 @@
 """HTTP requests to an SGLang server."""
 
 import json
+import os
 import random
 import socket
 import time
@@ -42,19 +43,27 @@ class SamplingSettings:
         return params
 
 
+# Processes that choose among different ports, and those that this one gave.
+PROCESSES = 16
+_given: set[int] = set()
+
+
 def free_port() -> int:
     """A TCP port of the loopback interface that nothing is bound to now.
 
     It lies below those that the kernel hands out by itself: a server listens only when it has started, and by
-    then the kernel may have given one of its own to another process.
+    then the kernel may have given one of its own to another process. Meanwhile nobody else who asks gets it:
+    no port is given twice, and processes side by side choose among different ones.
 
     Raises:
         BenchError: none was found.
     """
-    for port in random.SystemRandom().sample(range(10000, 32768), 100):
+    for port in random.SystemRandom().sample(range(10000 + os.getpid() % PROCESSES, 32768, PROCESSES), 100):
         with socket.socket() as probe, suppress(OSError):
             probe.bind((HOST, port))
-            return port
+            if port not in _given:
+                _given.add(port)
+                return port
     raise BenchError("100 ports of 10000 to 32767 are all taken; pass --port with a free one")
 
 

@@ -1,6 +1,7 @@
 """ServerProcess and its client against a small HTTP server in place of SGLang."""
 
 import multiprocessing
+import os
 import signal
 import socket
 import subprocess
@@ -96,6 +97,12 @@ class TestClient:
     def test_a_free_port_is_none_that_the_kernel_gives_to_others_meanwhile(self) -> None:
         lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
         assert free_port() < lowest or lowest < 32768  # a machine may have widened its range
+
+    def test_a_free_port_is_given_once_and_to_no_process_beside_this_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        mine = [free_port() for _ in range(50)]
+        monkeypatch.setattr(os, "getpid", lambda: pid)
+        pid = mine[0] + 1
+        assert len({*mine}) == 50 and not {*mine} & {free_port() for _ in range(50)}
 
     def test_refused_flush_shows_the_servers_words(self, client: ServerClient) -> None:
         with pytest.raises(BenchError, match="HTTP 400: not now"):
