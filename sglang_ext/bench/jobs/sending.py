@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_ext.bench.client import SamplingSettings
-from sglang_ext.bench.looking import again_and_again
 from sglang_ext.bench.server import ServerProcess
 from sglang_ext.bench.servers_apart import ServersApart, answer
 from sglang_ext.bench.speed.decode_wave import Stream
+from sglang_ext.looking import again_and_again
 
 # Seconds between looks at how much of a pool is used.
 LOOK = 0.2

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from sglang_ext.bench.client import ServerClient
-from sglang_ext.bench.looking import again_and_again
+from sglang_ext.looking import again_and_again
 from sglang_ext.bench.speed.metrics_page import readings, total
 
 # Seconds between looks.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import psutil
 
-from sglang_ext.bench.looking import again_and_again
+from sglang_ext.looking import again_and_again
 
 SAMPLE_SECONDS = 10.0
 # Samples of a process from which on it is judged.

@@ -8,14 +8,15 @@ newer alone. It ends when it is told to (SIGTERM), and when the process that beg
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NoReturn
 
 import torch
 import zmq
 
+from sglang_ext.looking import again_and_again
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.keys import KeyStore
 from sglang_ext.managers.cache_rank.protocol import BLOCK, MOST_REASON, VERSION, ProtocolError
@@ -103,23 +104,6 @@ class CacheRank:
         with suppress(zmq.Again), self._sending:
             self._socket.send(protocol.encode(protocol.Beat(self._epoch)), zmq.NOBLOCK)
 
-    @contextmanager
-    def _beating(self) -> Iterator[None]:
-        """Inside, where no message is heard for as long as something takes, another thread beats."""
-        over = threading.Event()
-
-        def beat() -> None:
-            while not over.wait(BEAT_SECONDS):
-                self._beat()
-
-        thread = threading.Thread(target=beat, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
-
     def _say(self, message: protocol.FromRank) -> None:
         with self._sending:
             self._socket.send(protocol.encode(message))
@@ -176,8 +160,8 @@ class CacheRank:
     def _attach(self, told: protocol.Attach) -> None:
         if told.version != VERSION or told.epoch != self._epoch:
             self._refuse(f"version and epoch are {told.version}, {told.epoch} at the inference rank and {VERSION}, {self._epoch} here")
-        # Memory is taken, and on a GPU kernels are compiled.
-        with self._beating():
+        # Memory is taken, and on a GPU kernels are compiled: no message is heard meanwhile.
+        with again_and_again(self._beat, BEAT_SECONDS):
             self._open(told)
             self._method = Spade(query_predictor(told.predictor), sinks=told.sinks, recent=told.recent)
             self._rotary = Rotary(
