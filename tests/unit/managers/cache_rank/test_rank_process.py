@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rank_helpers import DIM, HEADS, LAYERS, TOKENS, Ranks, attach, chosen_here, queries, signalled
+from rank_helpers import DIM, HEADS, LAYERS, TOKENS, Ranks, attach, chosen_here, queries, signalled, state_of
 
 from sglang_ext.managers.cache_rank import link as links
 from sglang_ext.managers.cache_rank.protocol import BLOCK
@@ -37,7 +37,7 @@ def ranks(monkeypatch):
 
 def gone(pid):
     """Whether no process of that id runs."""
-    return not os.path.exists(f"/proc/{pid}") or "Z" in open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1][:3]
+    return state_of(pid) == "Z"
 
 
 @pytest.mark.parametrize(("predictor", "window"), [("current", 1), ("regressed", 17)])

@@ -112,8 +112,8 @@ def test_the_rate_is_kept_within_5_percent(ends, gbps, size):
     pages, measured = 100, 0.0
     server = ends.server()
     link = ends.link(server.endpoint, gbps=gbps)
-    # Other work on the machine may hold up a room, which is slower then, or who looks at its first parts, which seems faster.
-    for room in range(1, 5):
+    # Other work on the machine may hold up a room, which is slower then; none is faster.
+    for room in range(1, 4):
         of, sink = shape(pages, residual=False, aux=False), Sink()
         server.register(room, expected(of), sink)
         link.open(room, of, Listener())
@@ -124,7 +124,8 @@ def test_the_rate_is_kept_within_5_percent(ends, gbps, size):
         # What a burst may hold is through: from there on it is the rate alone.
         timed = [when for *_, when in sink.parts][pages // 10 :]
         measured = (len(timed) - 1) * len(payload) * 8e-9 / (timed[-1] - timed[0])
-        if measured == pytest.approx(gbps, rel=0.05):
+        assert measured < 1.05 * gbps
+        if measured > 0.95 * gbps:
             break
     assert measured == pytest.approx(gbps, rel=0.05)
 
