@@ -7,8 +7,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from sglang_ext.bench.client import ServerClient
-from sglang_ext.looking import again_and_again
 from sglang_ext.bench.speed.metrics_page import readings, total
+from sglang_ext.looking import again_and_again
 
 # Seconds between looks.
 LOOKS = 0.1
