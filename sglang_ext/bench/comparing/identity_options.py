@@ -1,7 +1,7 @@
 """The command line of ``python -m sglang_ext.bench identity``."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +15,11 @@ def _floats(text: str) -> tuple[float, ...]:
 
 def _ints(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in names(text))
+
+
+def given_again(given: Sequence[str], own: Iterable[str]) -> str | None:
+    """The first flag, by name, in command lines that a benchmark's ``own`` words have, too; None for none."""
+    return min({word.partition("=")[0] for word in words(given) if word.startswith("--")} & {*own}, default=None)
 
 
 def words(texts: Sequence[str]) -> tuple[str, ...]:

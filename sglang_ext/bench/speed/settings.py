@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext.bench import BenchError, report
-from sglang_ext.bench.comparing.identity_options import words
+from sglang_ext.bench.comparing.identity_options import given_again, words
 from sglang_ext.bench.options import DTYPES, check_budgets, numbers, probabilities, seconds
 from sglang_ext.bench.server import ServerProcess, check_servers, file_name
 from sglang_ext.bench.speed.tiers import Tier, tiers
@@ -88,12 +88,11 @@ def flags_of(args: argparse.Namespace, setting: Setting) -> tuple[str, ...]:
     Raises:
         BenchError: --server-arg has one that the setting has, which would be of no effect.
     """
-    for flag in words(args.server_arg):
-        if flag.startswith("--") and flag.split("=")[0] in setting.arguments:
-            raise BenchError(
-                f"--server-arg has {flag}, which the benchmark says of the server {setting.name} itself, in its flags "
-                f"{' '.join(setting.arguments)}: leave it out, and pass the benchmark's own option where it has one"
-            )
+    if flag := given_again(args.server_arg, setting.arguments):
+        raise BenchError(
+            f"--server-arg has {flag}, which the benchmark says of the server {setting.name} itself, in its flags "
+            f"{' '.join(setting.arguments)}: leave it out, and pass the benchmark's own option where it has one"
+        )
     return ("--dtype", args.dtype, "--enable-metrics", *words(args.server_arg), *setting.arguments)
 
 

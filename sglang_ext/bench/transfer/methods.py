@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_ext.bench import BenchError
-from sglang_ext.bench.comparing.identity_options import words
+from sglang_ext.bench.comparing.identity_options import given_again, words
 from sglang_ext.config import transports
 from sglang_ext.config.benchmark_options import CODECS
 from sglang_ext.config.options import BACKEND
@@ -103,9 +103,9 @@ def flags_of(args: argparse.Namespace, chosen: Method, gbps: float | None, file:
     if chosen.name.split(":")[0] in PARTITIONED:
         own |= set(FORMS.values())
     for option, given in (("--server-arg", args.server_arg), ("--decode-arg", args.decode_arg)):
-        if again := own & {word.partition("=")[0] for word in words(given)}:
+        if again := given_again(given, own):
             others = f"{', '.join(METHODS)}; or hack4:32, hack4:{QUANTIZED}"
-            raise BenchError(f"{option} has {min(again)}, which --method {chosen.name} sets: leave it out, or name another of {others}")
+            raise BenchError(f"{option} has {again}, which --method {chosen.name} sets: leave it out, or name another of {others}")
     watched = () if chosen.is_stock else ("--kv-bench-timeline", str(file))
     shared = ("--dtype", args.dtype, "--skip-server-warmup", *chosen.both, *watched, *words(args.server_arg))
     paced = () if gbps is None or chosen.is_stock else ("--kv-link-gbps", f"{gbps:g}")
