@@ -143,6 +143,8 @@ def _warn_of_idle_drafts(args: "KVServerArgs") -> None:
     else:
         why = f"--kv-full-tier is {args.kv_full_tier} and --kv-host-gb {args.kv_host_gb:g}, with which"
         _warn_of_idle(args, why, ("kv_offload_draft_length",), "--kv-full-tier auto and for example --kv-host-gb 16")
+    if options.begins_early(args):
+        longest = max(longest, options.EARLY_DRAFTS)
     if args.kv_max_burst is not None and args.kv_max_burst > longest + 1:
         why = f"a verification gives {longest + 1} tokens at most, fewer than {args.kv_max_burst}, so that"
         _warn_of_idle(args, why, ("kv_max_burst",), f"at most {longest + 1}")

@@ -6,11 +6,11 @@ import concurrent.futures
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
-from servers import EXPECTED_TOKENS, STRICT, greedy, sampled
+from servers import EXPECTED_TOKENS, LOGGED, STRICT, greedy, most_running, sampled
+from waiting import tries, until
 
 pytestmark = pytest.mark.server
 
@@ -22,7 +22,7 @@ RANKS = (
 PROMPT, ANSWER, POOL = 400, 40, 1600
 LOSSY = (
     *("--kv-mode", "lossy", "--kv-compressor", "spade", "--kv-select", "0.125", "--kv-cache-ranks", "1", "--kv-score-bits", "8"),
-    *("--page-size", "16", "--chunked-prefill-size", "256", "--max-total-tokens", str(POOL), "--enable-metrics"),
+    *("--page-size", "16", "--chunked-prefill-size", "256", "--max-total-tokens", str(POOL), "--enable-metrics", *LOGGED),
 )
 MISSED = "missed_selections_total"
 
@@ -39,20 +39,29 @@ def metric(server, name, label=""):
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"sglang_ext:{name}") and label in line)
 
 
+def wait_until_ready(server):
+    """Until its cache rank serves; ranks are tended in rounds, and where a server is idle."""
+    until(lambda: metric(server, "cache_ranks_ready") == 1, "the cache rank is ready", seconds=120, pause=0.2)
+
+
 def rank_pid(server):
     """The process of its cache rank, of which the log tells the newest."""
     return int(re.findall(r"cache rank \(process (\d+), start \d+\) is ready", Path(server.log).read_text())[-1])
 
 
 def test_answers_are_stocks_and_drafts_are_accepted(server, prompts, expected):
-    found = server.ask_all(prompts[:4], 4, **greedy(EXPECTED_TOKENS))
-    assert [r["output_ids"] for r in found] == expected[:4]
-    short, *told = [r["meta_info"] for r in found]
-    assert (short["kv_fallback"], short["kv_drafts"]) == ("short-context", 0), "300 tokens are read whole"
-    assert {each["kv_compressor"] for each in told} == {"spade"}
-    # Where cores are busy some choices come late.
-    assert sum(each["kv_accepted"] for each in told) > 0.2 * sum(each["kv_drafts"] for each in told) > 0
-    assert metric(server, "cache_ranks_ready") == 1 and metric(server, MISSED, 'reason="wrong"') == 0
+    # Where cores are busy choices come late, and a rank that hears nothing for seconds is started anew.
+    for _ in tries(3, "few drafts were accepted"):
+        wait_until_ready(server)
+        found = server.ask_all(prompts[:4], 4, **greedy(EXPECTED_TOKENS))
+        assert [r["output_ids"] for r in found] == expected[:4]
+        short, *told = [r["meta_info"] for r in found]
+        assert (short["kv_fallback"], short["kv_drafts"]) == ("short-context", 0), "300 tokens are read whole"
+        assert metric(server, MISSED, 'reason="wrong"') == 0
+        accepted, drafts = (sum(each[name] for each in told) for name in ("kv_accepted", "kv_drafts"))
+        if {each["kv_compressor"] for each in told} == {"spade"} and accepted > 0.2 * drafts > 0:
+            break
+    wait_until_ready(server)
     assert metric(server, MISSED, 'reason="hand-over"') >= 3, "each is handed over first"
     assert metric(server, "copies_total", "spade") > 3 and metric(server, "cache_rank_tokens") == 0, "all are gone"
 
@@ -61,21 +70,24 @@ def test_a_rank_that_is_killed_changes_no_answer_and_another_takes_its_place(ser
     prompt, tokens = prompts[3], 56
     whole = server.ask(input_ids=prompt, **greedy(tokens))
     assert whole["output_ids"][:EXPECTED_TOKENS] == expected[3]
-    starts = metric(server, "cache_rank_starts_total")
-    server.flush_cache()
-    killed, last = False, None
-    for last in server.stream("generate", {"input_ids": prompt, "stream": True, **greedy(tokens)}):
-        if not killed and last["meta_info"]["completion_tokens"] > 8:
-            os.kill(rank_pid(server), signal.SIGKILL)
-            killed = True
-    assert killed and last["output_ids"] == whole["output_ids"]
-    assert metric(server, "fallback_tokens_total", 'reason="no-selection"') > 8 and metric(server, MISSED, 'reason="ended"') > 0
-    end = time.monotonic() + 90
-    while metric(server, "cache_rank_starts_total") == starts or not metric(server, "cache_ranks_ready"):
-        assert time.monotonic() < end, "no other was started"
+    names = (MISSED, 'reason="ended"'), ("fallback_tokens_total", 'reason="no-selection"'), ("cache_rank_starts_total",)
+    for _ in tries(3, "it was killed when the answer had ended"):
+        wait_until_ready(server)
+        before = [metric(server, *name) for name in names]
+        server.flush_cache()
+        killed, last = False, None
+        for last in server.stream("generate", {"input_ids": prompt, "stream": True, **greedy(tokens)}):
+            if not killed and last["meta_info"]["completion_tokens"] > 8:
+                os.kill(rank_pid(server), signal.SIGKILL)
+                killed = True
+        assert killed and last["output_ids"] == whole["output_ids"]
         # Ranks are tended in rounds.
-        server.ask(input_ids=prompts[3], **greedy(4))
-        time.sleep(0.5)
+        grown = lambda: [metric(server, *name) - earlier for name, earlier in zip(names, before)]
+        until(lambda: server.ask(input_ids=prompt, **greedy(4)) and grown()[2] > 0, "another is started", seconds=120, pause=0.5)
+        missed, fallbacks, _ = grown()
+        if missed > 0 and fallbacks > 8:
+            break
+    wait_until_ready(server)
     again = server.ask(input_ids=prompt, **greedy(tokens))
     assert again["output_ids"] == whole["output_ids"] and again["meta_info"]["kv_drafts"] > 0
 
@@ -96,11 +108,12 @@ def contexts(prompts):
 
 def test_in_lossy_more_contexts_run_than_the_pool_holds_in_full(lossy, contexts):
     lossy.flush_cache()
-    with sampled(lossy, "sglang:num_running_reqs") as running, sampled(lossy, "sglang_ext:rank_alone_tokens") as alone:
+    since = lossy.log.stat().st_size
+    with sampled(lossy, "sglang_ext:rank_alone_tokens") as alone:
         found = lossy.ask_all(contexts, len(contexts), **greedy(ANSWER))
     assert all(len(r["output_ids"]) == ANSWER and r["meta_info"]["kv_fallback"] is None for r in found)
     assert {r["meta_info"]["kv_compressor"] for r in found} == {"spade"}
-    assert max(running) > POOL // (PROMPT + ANSWER) and max(alone) > POOL
+    assert most_running(lossy, since) > POOL // (PROMPT + ANSWER) and max(alone) > POOL
     assert metric(lossy, "selection_rows_total") > 0 and metric(lossy, MISSED, 'reason="wrong"') == 0
     lossy.flush_cache()
     assert metric(lossy, "rank_alone_tokens") == metric(lossy, "compressed_bytes") == metric(lossy, "cache_rank_tokens") == 0
@@ -111,10 +124,7 @@ def test_in_lossy_requests_of_a_rank_that_is_killed_are_computed_again(lossy, co
     before = metric(lossy, "recomputed_requests_total")
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         asked = [pool.submit(lossy.ask, input_ids=ids, rid=f"of-rank-{i}", **greedy(120)) for i, ids in enumerate(contexts[:4])]
-        end = time.monotonic() + 120
-        while metric(lossy, "rank_alone_tokens") < 2 * PROMPT:
-            assert time.monotonic() < end, "no full KV was given back"
-            time.sleep(0.1)
+        until(lambda: metric(lossy, "rank_alone_tokens") >= 2 * PROMPT, "full KV is given back", seconds=120, pause=0.1)
         lossy.request("abort_request", {"rid": "of-rank-3"})
         os.kill(rank_pid(lossy), signal.SIGKILL)
         found = [each.result() for each in asked]

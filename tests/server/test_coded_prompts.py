@@ -1,6 +1,7 @@
 """A prefill and a decode server whose prompts travel as codes: the answers of one lossy server, of as many bytes as its copies hold, and no
 full KV for what is packed."""
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -8,9 +9,9 @@ from typing import Any
 
 import pytest
 from preloaded import Preloaded
-from link_helpers import until
 from server_pair import Pair
 from servers import STRICT, Server, greedy, sampled
+from waiting import tries, until
 
 pytestmark = pytest.mark.server
 
@@ -66,13 +67,14 @@ def test_more_prompts_run_than_fit_in_full_and_who_is_retracted_is_answered_to_i
     tokens = 48
     asked = [prompts[2][:300] + prompts[3][i * 100 : i * 100 + 100] for i in range(6)]
     pair.wait()
-    with sampled(pair.servers["decode"], "sglang_ext:codes_alone_tokens") as packed, ThreadPoolExecutor(len(asked)) as pool:
-        found = list(pool.map(lambda ids: pair.ask(input_ids=ids, **greedy(tokens)), asked))
-    assert [len(each["output_ids"]) for each in found] == [tokens] * len(asked)
-    assert max(packed) > 2 * POOL
-    # Their answers do not fit beside their copies.
-    assert sum(each["meta_info"]["num_retractions"] for each in found) > 0
     decode = pair.servers["decode"]
+    for _ in tries(3, "they came one by one"):
+        with sampled(decode, "sglang_ext:codes_alone_tokens") as packed, ThreadPoolExecutor(len(asked)) as pool:
+            found = list(pool.map(lambda ids: pair.ask(input_ids=ids, **greedy(tokens)), asked))
+        assert [len(each["output_ids"]) for each in found] == [tokens] * len(asked)
+        # Their answers do not fit beside their copies.
+        if max(packed) > 2 * POOL and sum(each["meta_info"]["num_retractions"] for each in found) > 0:
+            break
     decode.flush_cache()
     assert decode.metric("sglang_ext:codes_alone_tokens") == decode.metric("sglang_ext:compressed_bytes") == 0
 
@@ -85,7 +87,7 @@ def test_a_prompt_for_which_no_decode_server_has_room_waits_packed_and_leaves_it
     prefill, room = pair.servers["prefill"], pair.new_room()
     with ThreadPoolExecutor(1) as pool:
         sent = pool.submit(prefill.ask, input_ids=first, rid="waits", **greedy(ANSWER), **room)
-        until(lambda: "request waits waits for its decode server" in prefill.log.read_text(), 60)
+        until(lambda: "request waits waits for its decode server" in prefill.log.read_text(), "it waits", pause=0.1)
         # No room for both: the pool holds 900 tokens.
         assert pair.ask(input_ids=other, **greedy(ANSWER))["output_ids"] == expected[1]
         found = pair.servers["decode"].ask(input_ids=first, **greedy(ANSWER), **room)
@@ -101,6 +103,7 @@ def test_aborts_leave_no_slot_behind(pair: Pair, prompts: list[list[int]]) -> No
         while not all(each.done() for each in asked):
             for body in bodies:
                 pair.servers["decode"].request("abort_request", {"rid": body["rid"]})
+            time.sleep(0.05)
     for server in pair.servers.values():
         server.flush_cache()
     assert pair.ask(input_ids=prompts[0], **greedy(2))["meta_info"]["completion_tokens"] == 2

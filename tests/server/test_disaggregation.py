@@ -19,6 +19,7 @@ from preloaded import Preloaded
 from server_pair import Pair, said
 from servers import EXPECTED_TOKENS, POOL_TOKENS, STOCK, Server, assert_same_answers, greedy
 from sglang.lang.interpreter import ProgramState
+from waiting import tries, until
 
 from sglang_ext.bench.client import free_port
 from sglang_ext.bench.speed.metrics_page import readings
@@ -33,8 +34,9 @@ COMMON = (
 )
 DRAFTS = 4
 METHODS = ("--kv-mode", "verified", "--kv-compressor", "hack", "--kv-more-compressors", "snapkv", "--kv-draft-length", str(DRAFTS))
-PREFILL = (*METHODS, "--chunked-prefill-size", "128", "--kv-link-gbps", "0.2")
-DECODE = METHODS
+PREFILL = (*METHODS, "--chunked-prefill-size", "128", "--kv-link-gbps", "0.05")
+# On anchors more drafts are made than a round has, and so few that an answer goes on with copies once all of its KV is there.
+DECODE = (*METHODS, "--kv-max-burst", "7")
 
 
 @pytest.fixture(scope="module")
@@ -58,20 +60,28 @@ def test_answers_of_all_kinds_at_once_and_from_a_warm_prefix_are_stocks(pair: Pa
     # The prefill server has all of these prompts, the decode server none: however slowly prompts are computed, the link is waited for.
     for body in asked.values():
         pair.ask(input_ids=body["input_ids"], **greedy(1))
-    pair.servers["decode"].flush_cache()
-    with ThreadPoolExecutor(len(asked)) as pool:
-        cold = dict(zip(asked, pool.map(lambda body: pair.ask(**body), asked.values()), strict=True))
+    for _ in tries(3, "no more drafts were made on anchors than a round has"):
+        pair.servers["decode"].flush_cache()
+        with ThreadPoolExecutor(len(asked)) as pool:
+            cold = dict(zip(asked, pool.map(lambda body: pair.ask(**body), asked.values()), strict=True))
+        for kind, answer in cold.items():
+            assert_stocks(kinds[kind][1], answer)
+            assert answer["meta_info"]["kv_drafts"] > 0
+        # Prompts are computed on exact KV; once all of that is there, drafts are made on codes. A short answer may end before.
+        methods = {answer["meta_info"]["kv_compressor"] for answer in cold.values()}
+        assert "hack" in methods and methods <= {"hack", None}
+        if any(sum(answer["meta_info"]["kv_offer_histogram"][DRAFTS + 1 :]) for answer in cold.values()):
+            break
     warm = {"greedy": pair.ask(**asked["greedy"])}
-    for kind, answer in (*cold.items(), *warm.items()):
-        assert_stocks(kinds[kind][1], answer)
-        assert answer["meta_info"]["kv_drafts"] > 0
-    # Prompts are computed on exact KV; once all of that is there, drafts are made on codes. A short answer may end before.
-    methods = {answer["meta_info"]["kv_compressor"] for answer in cold.values()}
-    assert "hack" in methods and methods <= {"hack", None}
-    # More drafts than a round has: they were made on anchors, while the link was busy.
-    assert any(sum(answer["meta_info"]["kv_offer_histogram"][DRAFTS + 1 :]) for answer in cold.values())
+    assert_stocks(kinds["greedy"][1], warm["greedy"])
+    assert warm["greedy"]["meta_info"]["kv_drafts"] > 0
     # All but the prompt's newest tokens, whose queries are needed, in whole pages.
     assert warm["greedy"]["meta_info"]["cached_tokens"] >= 256
+
+
+def long(prompts: list[list[int]]) -> list[int]:
+    """Tokens whose KV the link takes many seconds for."""
+    return [token for prompt in reversed(prompts) for token in prompt]
 
 
 def told(pair: Pair, role: str, name: str) -> dict[str, float]:
@@ -85,21 +95,18 @@ def test_both_servers_tell_what_went_over_the_link(pair: Pair, prompts: list[lis
     sent, received = told(pair, "prefill", "kv_link_sent_bytes_total"), told(pair, "decode", "kv_link_received_bytes_total")
     assert sent == received and 0 < sent["aux"] < sent["anchor"] < sent["residual"] and sent["whole"] == 0
     for server in pair.servers.values():
-        assert server.metric("sglang_ext:kv_links{") == 1 and server.metric("sglang_ext:kv_link_rooms{") == 0
+        # The last acknowledgement may be on its way.
+        until(lambda: server.metric("sglang_ext:kv_link_rooms{") == 0, "all rooms are over", pause=0.1)
+        assert server.metric("sglang_ext:kv_links{") == 1
         assert server.metric("sglang_ext:kv_link_reconnects_total", "sglang_ext:kv_link_refused_frames_total") == 0
-    # The link has 0.2 Gbit/s.
+    # The link has 0.05 Gbit/s.
     assert told(pair, "prefill", "kv_link_wait_seconds_total")["rate"] > 0
 
 
 def test_a_method_that_chooses_by_queries_of_the_prompt_drafts_at_once(pair: Pair, prompts: list[list[int]], expected: list[list[int]]) -> None:
     copies = 'sglang_ext:copies_total{compressor="snapkv"'
-    # Of a prompt that is there but for its newest pages, all is over the link before so short an answer ends, unless cores are busy.
-    pair.ask(input_ids=prompts[1], **greedy(1))
-    for _ in range(5):
-        found = pair.ask(input_ids=prompts[1], **greedy(EXPECTED_TOKENS, custom_params={"kv_compressor": "snapkv"}))
-        assert found["output_ids"] == expected[1]
-        if found["meta_info"]["kv_compressor"] is not None:
-            break
+    found = pair.ask(input_ids=prompts[1], **greedy(EXPECTED_TOKENS, custom_params={"kv_compressor": "snapkv"}))
+    assert found["output_ids"] == expected[1]
     assert found["meta_info"]["kv_compressor"] == "snapkv" and found["meta_info"]["kv_drafts"] > 0
     # So few tokens bring fewer queries of their own than a copy is chosen by.
     assert EXPECTED_TOKENS < 32 and pair.servers["decode"].metric(copies) == 1
@@ -146,13 +153,16 @@ def test_a_frontend_program_behind_the_router_gives_stocks_state(router: Router,
 
 def test_an_aborted_request_ends_on_both_sides_and_the_next_is_answered(pair: Pair, prompts: list[list[int]]) -> None:
     pair.wait()
-    body = {"input_ids": prompts[3], "rid": "given up", **greedy(200)}
+    body = {"input_ids": long(prompts), "rid": "given up", **greedy(200)}
+    sent = lambda: pair.servers["prefill"].metric("sglang_ext:kv_link_sent_bytes_total")
+    before = sent()
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(pair.both, body, body)
-        # The link alone takes a second and more. Where the request is not there yet, there is nothing to abort.
+        # Nobody who has it whole, or answers it, would be told of its end.
+        until(lambda: sent() > before or asked.done(), "its KV travels", seconds=120, pause=0.1)
         while not asked.done():
-            time.sleep(0.5)
             pair.servers["decode"].request("abort_request", {"rid": "given up"})
+            time.sleep(0.1)
         prefill, decode = asked.result()
     assert "Aborted by AbortReq" in decode
     assert "the receiver ended it" in prefill or "the decode side ended it" in prefill
@@ -180,12 +190,14 @@ def test_a_request_whose_grammar_is_none_ends_with_status_400_as_on_one_server(p
 def test_a_decode_server_killed_while_residuals_travel_leaves_nothing_at_the_prefill_server(pair: Pair, prompts: list[list[int]]) -> None:
     """The last test here: its decode server is gone."""
     pair.wait()
-    body = {"input_ids": prompts[3], **greedy(200)}
+    body = {"input_ids": long(prompts), **greedy(200)}
+    came = lambda: told(pair, "decode", "kv_link_received_bytes_total").get("residual", 0)
+    before = came()
     prefill, decode = pair.begin(body, body)
-    # The link alone takes a second and more.
-    time.sleep(0.5)
+    until(lambda: came() > before or decode.done(), "residuals travel", seconds=120, pause=0.1)
+    assert not decode.done()
     os.killpg(pair.servers["decode"]._process.pid, signal.SIGKILL)
-    assert isinstance(decode.exception(30), OSError)
+    assert isinstance(decode.exception(60), OSError)
     # It has answered, or says why not.
     assert prefill.exception(60) is None or "the receiver" in said(prefill)
     # Which is refused while a request holds slots.

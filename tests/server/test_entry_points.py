@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from preloaded import Preloaded
 from servers import EXPECTED_TOKENS, STRICT, Server, greedy
+from waiting import until
 
 from sglang_ext.hooks import table as hooks
 
@@ -95,6 +96,7 @@ def test_sglang_serve_takes_the_flags_and_chooses_draft_lengths_without_a_prefix
 def test_a_server_tells_mode_method_and_address_when_it_is_ready_and_its_hooks_in_one_line(
     stock: Server, verified: Server
 ) -> None:
+    until(lambda: "listening on" in verified.log.read_text(), "it tells its address")
     log = verified.log.read_text()
     ready = log.partition("ready to roll!")[2]
     told = [line.partition("sglang-ext: ")[2] for line in ready.splitlines() if "sglang-ext: " in line][:3]

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from servers import STRICT, VERIFIED, greedy, sampled
+from waiting import tries
 
 pytestmark = pytest.mark.server
 
@@ -28,16 +29,14 @@ def test_more_run_at_once_than_fit_and_what_the_host_lost_is_computed_again(stoc
     # Equally long, so that it does not matter which come together.
     asked = [each[:420] for prompt in prompts[1:] for each in (prompt, prompt[::-1])] + [prompts[3][-420:]]
     expected = stock.ask_all(asked, 2, **greedy(20))
-    away = []
-    # Now and then none of the looks falls on a moment at which two requests' KV is away.
-    while len(away) < 4 and max(away, default=0) <= 400 * token_bytes:
+    # Now and then none of the looks falls on a moment at which two requests' KV is away, or many wait for room until they are through.
+    for _ in tries(4, "of running requests, no more was there than fits on the device"):
         host.flush_cache()
         with sampled(host, "sglang_ext:offloaded_bytes", 0.1) as offloaded:
             found = host.ask_all(asked, 7, cold=False, **greedy(20))
-        away.append(max(offloaded))
         assert [r["output_ids"] for r in found] == [r["output_ids"] for r in expected]
-        assert sum(r["meta_info"]["kv_verifies"] > 0 for r in found) >= 5
-    assert max(away) > 400 * token_bytes, "of running requests, beside what is on the device"
+        if sum(r["meta_info"]["kv_verifies"] > 0 for r in found) >= 5 and max(offloaded) > 400 * token_bytes:
+            break
     assert host.metric("sglang_ext:host_failed_pages_total") > 0 < host.metric("sglang_ext:recomputed_requests_total")
     for name in ("host_stored_bytes_total", "host_loaded_bytes_total", "host_load_seconds_total", "reservations_total"):
         assert host.metric(f"sglang_ext:{name}") > 0, name
@@ -63,13 +62,16 @@ def test_company_that_cannot_draft_changes_nobodys_answer(stock, host, prompts):
         with ThreadPoolExecutor(workers) as pool:
             return list(pool.map(lambda pair: server.ask(input_ids=pair[0], **pair[1]), zip(asked, bodies)))
 
-    expected, found = ask(stock, 1), ask(host, 6)
-    assert [r["output_ids"] for r in found] == [r["output_ids"] for r in expected]
-    values = [[value for value, *_ in r[2]["meta_info"]["output_token_logprobs"]] for r in (found, expected)]
-    assert values[0] == pytest.approx(values[1], abs=1e-3)
-    assert found[5]["meta_info"]["kv_fallback"] == "min-p"
-    # Where the pool is full, one of them may have no copy.
-    assert any(r["meta_info"]["kv_drafts"] > 0 for r in found[3:5]), "penalties and grammars are drafted, too"
+    expected = ask(stock, 1)
+    # Where the pool is full, they may have no copies.
+    for _ in tries(3, "penalties and grammars are drafted, too"):
+        found = ask(host, 6)
+        assert [r["output_ids"] for r in found] == [r["output_ids"] for r in expected]
+        values = [[value for value, *_ in r[2]["meta_info"]["output_token_logprobs"]] for r in (found, expected)]
+        assert values[0] == pytest.approx(values[1], abs=1e-3)
+        assert found[5]["meta_info"]["kv_fallback"] == "min-p"
+        if any(r["meta_info"]["kv_drafts"] > 0 for r in found[3:5]):
+            break
 
 
 def test_requests_with_one_beginning_share_its_copy_and_its_loads(stock, host, prompts, token_bytes):

@@ -116,7 +116,9 @@ def test_what_a_fuzz_sends_ends_no_server_and_what_is_valid_gets_stocks_answers(
     @given(st.lists(request_fuzz.drawn, min_size=6, max_size=12))
     def send(drawn):
         bodies = [body for body, _ in drawn]
-        if time.monotonic() > ends:
+        # On a busy machine the first bodies may take long, or end stock.
+        enough = asked["equal"] and asked["bodies"] >= 6
+        if time.monotonic() > (ends if enough else ends + 300):
             raise Over
         answers = together(verified, bodies)
         # What stock's scheduler would end at is not sent there; what is allowed by its documents is, refused or not.

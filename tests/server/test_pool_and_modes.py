@@ -2,6 +2,7 @@
 
 import pytest
 from servers import EXPECTED_TOKENS, STRICT, assert_same_answers, assert_times_of_tokens, greedy
+from waiting import tries
 
 from sglang_ext.bench.soaking.soak import server_environment
 
@@ -18,10 +19,13 @@ def retracting(launch):
 
 
 def test_a_pool_too_small_and_retractions_keep_the_output(retracting, prompts, expected):
-    found = retracting.ask_all([*prompts, *prompts[:2]], 6, **greedy(EXPECTED_TOKENS))
-    assert [r["output_ids"] for r in found] == [*expected, *expected[:2]]
-    assert sum(r["meta_info"]["kv_drafts"] for r in found) > 0
-    assert sum(r["meta_info"]["num_retractions"] for r in found) > 0
+    # A retraction falls on one of so many of the scheduler's steps, with whom it may be.
+    for _ in tries(5, "none was retracted"):
+        found = retracting.ask_all([*prompts, *prompts[:2]], 6, **greedy(EXPECTED_TOKENS))
+        assert [r["output_ids"] for r in found] == [*expected, *expected[:2]]
+        assert sum(r["meta_info"]["kv_drafts"] for r in found) > 0
+        if sum(r["meta_info"]["num_retractions"] for r in found) > 0:
+            break
     retracting.flush_cache()
     assert retracting.alive()
 
@@ -45,12 +49,11 @@ def test_what_was_accepted_after_an_end_is_neither_kept_nor_counted(stock, retra
 
 def answers_until_retracted(server, beside, body):
     """Its answers until one was retracted: which of two requests that is, and when, is the scheduler's."""
-    for _ in range(5):
+    for _ in tries(5, "it was never retracted"):
         answer, _ = server.ask_beside({"input_ids": beside, **greedy(88)}, **body)
         yield answer
         if answer["meta_info"]["num_retractions"]:
-            return
-    pytest.fail("it was never retracted")
+            break
 
 
 def test_a_retracted_request_keeps_what_it_was_penalized_for(retracting, prompts, penalized):

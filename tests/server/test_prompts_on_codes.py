@@ -6,7 +6,8 @@ Their full KV goes as they are computed, so that more run at once than the pool 
 import concurrent.futures
 
 import pytest
-from servers import STRICT, greedy, sampled, until
+from servers import LOGGED, STRICT, greedy, most_running
+from waiting import until
 
 pytestmark = pytest.mark.server
 
@@ -23,7 +24,7 @@ def server(launch):
     """Pages of 16, prompts in chunks, a pool of some three of them, and strict checks."""
     return launch(
         "--kv-mode", "lossy", "--kv-compressor", "hack", "--kv-prefill", "quantized", "--page-size", str(PAGE),
-        "--chunked-prefill-size", str(CHUNK), "--max-total-tokens", str(POOL), "--enable-metrics", env=ENV,
+        "--chunked-prefill-size", str(CHUNK), "--max-total-tokens", str(POOL), "--enable-metrics", *LOGGED, env=ENV,
     )  # fmt: skip
 
 
@@ -66,18 +67,18 @@ def test_more_run_at_once_than_fit_in_full_and_each_answers_as_alone(server, pro
     asked = [ids[: len(ids) // PAGE * PAGE] for ids in (*asked, *(ids[5:] for ids in asked))]
     alone = after_prompts(server.ask_all(asked, 1, return_logprob=True, **greedy(1)))
     server.flush_cache()
-    with sampled(server, "sglang:num_running_reqs") as running:
-        found = server.ask_all(asked, len(asked), return_logprob=True, **greedy(ANSWER))
+    since = server.log.stat().st_size
+    found = server.ask_all(asked, len(asked), return_logprob=True, **greedy(ANSWER))
     assert after_prompts(found) == pytest.approx(alone, abs=1e-4)
     assert all(r["meta_info"]["kv_fallback"] is None for r in found)
-    assert max(running) > POOL // (max(map(len, asked)) + ANSWER), running
+    assert most_running(server, since) > POOL // (max(map(len, asked)) + ANSWER)
 
 
 def test_prompts_that_are_aborted_while_they_are_computed_or_answered_leave_no_slot_behind(server, prompts):
     server.flush_cache()
     with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
         answers = [pool.submit(server.ask, input_ids=ids, rid=f"prompt-{i}", **greedy(40)) for i, ids in enumerate(prompts)]
-        until(lambda: server.metric("sglang_ext:codes_alone_tokens"), "a prompt is on codes alone")
+        until(lambda: server.metric("sglang_ext:codes_alone_tokens"), "a prompt is on codes alone", pause=0.05)
         for i in range(0, len(prompts), 2):
             server.request("abort_request", {"rid": f"prompt-{i}"})
         ended = [answer.result()["meta_info"]["finish_reason"]["type"] for answer in answers]

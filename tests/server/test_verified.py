@@ -1,6 +1,5 @@
 """Verified decoding in the real server gives stock SGLang's answers, whatever the request asks for."""
 
-import concurrent.futures
 import json
 import urllib.request
 
@@ -99,17 +98,12 @@ def test_streaming_sends_no_empty_chunk_and_the_same_text(stock, verified, promp
 
 
 def test_abort_while_drafting_frees_everything_and_the_rid_can_come_back(stock, verified, prompts):
-    def long_request():
-        return verified.ask(
-            input_ids=prompts[3], rid="to-abort", **greedy(400)
-        )
-
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        pending = pool.submit(long_request)
-        concurrent.futures.wait([pending], timeout=4)
-        verified.request("/abort_request", {"rid": "to-abort"})
-        result = pending.result(60)
-    assert result["meta_info"]["finish_reason"]["type"] == "abort"
+    aborted, last = False, None
+    for last in verified.stream("generate", {"input_ids": prompts[3], "rid": "to-abort", "stream": True, **greedy(4000)}):
+        if not aborted and last["meta_info"]["completion_tokens"] > 8:
+            verified.request("/abort_request", {"rid": "to-abort"})
+            aborted = True
+    assert aborted and last["meta_info"]["finish_reason"]["type"] == "abort"
     verified.flush_cache()
     assert verified.alive()
     assert verified.metric(*HELD) == 0

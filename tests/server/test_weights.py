@@ -2,7 +2,6 @@
 
 import base64
 import pickle
-import time
 from pathlib import Path
 
 import pytest
@@ -17,15 +16,19 @@ CHANGED = "model.layers.3.input_layernorm.weight"
 
 def update(server: Server, weights: torch.Tensor) -> None:
     """Put ``weights`` in the place of :data:`CHANGED`, over HTTP."""
-    settle()
+    settle(server)
     payload = base64.b64encode(pickle.dumps([(CHANGED, weights)])).decode()
     answer = server.request("update_weights_from_tensor", {"serialized_named_tensors": [payload]})
     assert answer["success"], answer
 
 
-def settle() -> None:
-    """SGLang ends where it cannot flush its cache then: a request that was just answered is in its batch for another iteration."""
-    time.sleep(2)
+def settle(server: Server) -> None:
+    """SGLang ends where it cannot flush its cache then: a request that was just answered is in its batch for another iteration.
+
+    Each of these is answered by an iteration of its own.
+    """
+    for _ in range(3):
+        server.request("server_info")
 
 
 def old_weights(model: Path) -> torch.Tensor:
@@ -56,7 +59,7 @@ def test_weights_from_tensors_change_the_answer_as_they_change_stocks(stock, ver
 def test_weights_from_disk_drop_what_was_cached_and_serve_on(verified, prompts, model):
     body = {"input_ids": prompts[1], **greedy(16)}
     before = verified.ask(**body)
-    settle()
+    settle(verified)
     answer = verified.request("/update_weights_from_disk", {"model_path": str(model)})
     assert answer["success"]
     after = verified.ask(**body)

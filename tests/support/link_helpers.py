@@ -37,19 +37,6 @@ def part(stream: Stream, payload: bytes, page: int = 0) -> Part:
     return Part(stream, payload, page, LAYERS)
 
 
-def until(holds: Callable[[], bool], seconds: float = 15.0) -> None:
-    """Wait until something holds.
-
-    Raises:
-        TimeoutError: it does not in time.
-    """
-    end = time.monotonic() + seconds
-    while not holds():
-        if time.monotonic() > end:
-            raise TimeoutError(f"not within {seconds} s")
-        time.sleep(0.002)
-
-
 class Sink:
     """Remembers what a room brought: (stream, page, bytes, when), and how it ended."""
 

@@ -164,7 +164,7 @@ def launch(popen: Any, process: Any, spares: list[socket.socket]) -> None:
     finally:
         set_spawning_popen(None)
     spare = spares.pop(0)
-    spare.settimeout(10)
+    spare.settimeout(120)
     numbers = pickle.dumps((child_read, tracker, popen._fds, dict(os.environ)))
     socket.send_fds(spare, [numbers], popen._fds)
     popen.pid = int(spare.recv(32))

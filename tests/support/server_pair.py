@@ -32,11 +32,12 @@ class Pair:
         decode: tuple[str, ...],
         env: Mapping[str, str] | None = None,
     ) -> None:
-        env = {**OFFLINE, **QUICK_START, **(env or {})}
+        # A busy machine answers heartbeats late; who is gone is heard of by the link.
+        env = {**OFFLINE, **QUICK_START, "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "20", **(env or {})}
         # Seeds need the first of stock's flags.
         flags = {role: [(STOCK[0], "--disaggregation-mode", role, *own)] for role, own in (("prefill", prefill), ("decode", decode))}
         self._made = ServersApart(
-            str(model), flags, folder, "pair", env={role: env for role in flags}, server=Server, request_timeout=120, preloaded=preloaded
+            str(model), flags, folder, "pair", env={role: env for role in flags}, server=Server, request_timeout=300, preloaded=preloaded
         )
         self.bootstrap = self._made.bootstraps[0]
         self.servers = {role: self._made.of[role][0] for role in flags}

@@ -58,6 +58,7 @@ def test_a_flag_that_does_nothing_beside_others_is_named_once(
     {"kv_compressor": "kvzap", "kv_predictor": "/", "kv_host_gb": 1.0, "kv_online_compressor": "sink-recent"},
     {"kv_full_tier": "auto", "kv_host_gb": 1.0, "kv_offload_draft_length": 8},
     {"kv_full_tier": "host", "kv_host_gb": 1.0, "kv_draft_length": 8, "kv_max_burst": 65},
+    {"disaggregation_mode": "decode", "disaggregation_transfer_backend": "progressive", "kv_draft_length": 8, "kv_max_burst": 65},
 ])  # fmt: skip
 def test_flags_that_do_something_are_not(caplog: pytest.LogCaptureFixture, given: dict[str, object]) -> None:
     assert told(caplog, **given) == ""

@@ -12,7 +12,8 @@ import weakref
 
 import numpy as np
 import pytest
-from link_helpers import QUICK, SETTINGS, Listener, Proxy, Sink, expected, part, shape, until
+from link_helpers import QUICK, SETTINGS, Listener, Proxy, Sink, expected, part, shape
+from waiting import until
 
 from sglang_ext.managers.disaggregation.link import Link
 from sglang_ext.managers.disaggregation.link_server import LinkServer
@@ -67,11 +68,11 @@ def test_a_decode_server_killed_while_a_residual_travels_costs_no_memory_and_the
         _, memory = offer(link, 1)
         assert pipe.poll(15) and pipe.recv() == "decoding"
         os.kill(process.pid, signal.SIGKILL)
-        until(lambda: failed.reasons, 10)
+        until(lambda: failed.reasons, seconds=10)
     assert f"not reached for {LIMITS.resume_seconds:g} s" in failed.reasons[1]
     assert link.queued_bytes == link.outstanding_bytes == 0 and not link.connected
     gc.collect()
-    until(lambda: not any(reference() is not None for reference in memory), 5)
+    until(lambda: not any(reference() is not None for reference in memory), seconds=5)
     server = ends.server(limits=LIMITS)
     server.register(3, expected(shape(PAGES)), sink := Sink())
     ends.link(server.endpoint, LIMITS).open(3, shape(PAGES), listener := Listener())
@@ -86,7 +87,7 @@ def test_a_prefill_server_killed_after_its_anchors_fails_its_rooms_and_the_next_
     with apart(send, server.endpoint) as (process, _):
         until(lambda: Stream.AUX in sink.streams)
         os.kill(process.pid, signal.SIGKILL)
-        until(lambda: sink.reasons, 10)
+        until(lambda: sink.reasons, seconds=10)
     assert sink.reasons == [f"its sender is silent for {LIMITS.resume_seconds:g} s"] and Stream.RESIDUAL not in sink.streams
     until(lambda: server.rooms == 0)
     # What the request's slots are given to is written to by the next room alone.
@@ -114,7 +115,7 @@ def test_a_network_that_delays_by_chance_and_reorders_what_rooms_send_changes_no
     for cut in range(cuts):
         until(lambda: sum(len(sink.parts) for sink in sinks.values()) > 8 * (cut + 1))
         proxies[cut].cut()
-    until(lambda: all(listeners[room].reasons == {room: None} and sinks[room].reasons == [None] for room in sinks), 30)
+    until(lambda: all(listeners[room].reasons == {room: None} and sinks[room].reasons == [None] for room in sinks), seconds=30)
     for room, sink in sinks.items():
         assert {key: value for key, value in sink.content().items() if key[0] is not Stream.AUX} == contents[room]
         assert sink.streams == [Stream.ANCHOR, Stream.AUX, Stream.RESIDUAL]

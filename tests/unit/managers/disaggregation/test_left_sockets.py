@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from link_helpers import QUICK, SETTINGS, Listener, Sink, expected, part, shape, until
+from link_helpers import QUICK, SETTINGS, Listener, Sink, expected, part, shape
+from waiting import until
 
 from sglang_ext.managers.disaggregation import endpoints
 from sglang_ext.managers.disaggregation.link_server import LinkServer

@@ -6,7 +6,8 @@ import threading
 import time
 
 import pytest
-from link_helpers import QUICK, SETTINGS, Listener, Sink, expected, part, shape, until
+from link_helpers import QUICK, SETTINGS, Listener, Sink, expected, part, shape
+from waiting import until
 
 from sglang_ext.managers.disaggregation import link_server
 from sglang_ext.managers.disaggregation.assembly import Whole
@@ -237,7 +238,7 @@ def test_residuals_do_not_wait_for_a_quiet_moment_where_the_window_is_large(ends
     server.register(1, expected(of), sink)
     link.open(1, of, listener)
     fill(link, 1, 20, 10_000, (Stream.ANCHOR, Stream.RESIDUAL))
-    until(sink.over.is_set, 2.5)
+    until(sink.over.is_set, seconds=2.5)
 
 
 def test_too_many_queued_bytes_are_refused(ends):

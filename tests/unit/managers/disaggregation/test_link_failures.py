@@ -11,7 +11,8 @@ import pytest
 import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from link_helpers import QUICK, SETTINGS, Listener, Proxy, RawSender, Sink, expected, header, part, shape, until
+from link_helpers import QUICK, SETTINGS, Listener, Proxy, RawSender, Sink, expected, header, part, shape
+from waiting import until
 
 from sglang_ext.managers.disaggregation import wire
 from sglang_ext.managers.disaggregation.link_server import LinkServer
@@ -201,7 +202,7 @@ def test_a_receiver_that_acknowledges_nothing_fails_the_room_in_time(ends):
     receiver.welcome()
     with pytest.raises(AssertionError):
         receiver.hear_of(wire.Hello, 1.0)
-    until(lambda: listener.reasons, 2)
+    until(lambda: listener.reasons, seconds=2)
     assert "acknowledged nothing for 0.5 s" in listener.reasons[1]
 
 
@@ -411,10 +412,10 @@ def test_rooms_fail_on_both_sides_when_the_other_stays_away(ends):
     until(lambda: link.connected)
     time.sleep(0.1)
     proxy.close()
-    until(lambda: listener.reasons and sink.reasons, 5)
+    until(lambda: listener.reasons and sink.reasons, seconds=5)
     assert "not reached for 0.6 s" in listener.reasons[1] and "silent for 0.6 s" in sink.reasons[0]
     link.open(2, shape(1), listener)
-    until(lambda: 2 in listener.reasons, 5)
+    until(lambda: 2 in listener.reasons, seconds=5)
 
 
 def test_a_sink_that_raises_fails_its_room_alone(ends):
@@ -459,7 +460,7 @@ def test_closing_while_bytes_flow_ends_in_time_and_tells_everyone(ends, endpoint
     start = time.monotonic()
     (link if side == "link" else server).close()
     assert time.monotonic() - start < 2
-    until(lambda: sink.reasons and listener.reasons, 10)
+    until(lambda: sink.reasons and listener.reasons, seconds=10)
     assert sink.reasons[0] and listener.reasons[1] and not sink.streams
     seen = len(sink.parts)
     ends.close()

@@ -5,7 +5,8 @@ import logging
 import time
 
 import pytest
-from link_helpers import QUICK, Listener, Sink, expected, part, shape, until
+from link_helpers import QUICK, Listener, Sink, expected, part, shape
+from waiting import until
 
 from sglang_ext.managers.disaggregation.connection import Connection
 from sglang_ext.managers.disaggregation.endpoints import LinkKeys
@@ -31,7 +32,7 @@ def test_only_who_has_the_keys_connects(ends, tmp_path, caplog, monkeypatch, pau
             failing = [Listener() for _ in range(6)]
             for each in failing:
                 ends.link(server.endpoint, limits, keys=wrong).open(1, shape(1, **ANCHORS), each)
-            until(lambda: all(each.reasons for each in failing), 20)
+            until(lambda: all(each.reasons for each in failing), seconds=20)
             assert all("not reached for 0.5 s: no handshake: this side has" in each.reasons[1] for each in failing)
             for _ in failing:
                 ends.made.pop().close()

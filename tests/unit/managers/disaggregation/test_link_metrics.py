@@ -5,8 +5,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from link_helpers import LAYERS, Listener, Proxy, Sink, expected, header, part, shape, until
+from link_helpers import LAYERS, Listener, Proxy, Sink, expected, header, part, shape
 from prometheus_client import CollectorRegistry
+from waiting import until
 
 from sglang_ext.managers.disaggregation import wire
 from sglang_ext.managers.disaggregation.limits import LinkLimits

@@ -7,7 +7,8 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from link_helpers import MOST, Sink, expected, header, shape, until
+from link_helpers import MOST, Sink, expected, header, shape
+from waiting import until
 
 from sglang_ext.managers.disaggregation.assembly import Assembly
 from sglang_ext.managers.disaggregation.link_metrics import LinkMetrics

@@ -8,10 +8,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from link_helpers import SETTINGS, until
+from link_helpers import SETTINGS
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import KVTransferError
 from transfer_helpers import make_pool, rows, settled
+from waiting import until
 
 from sglang_ext.config.disaggregation_options import traveling_codes
 from sglang_ext.managers.disaggregation.coded.decode_side import CodedPrompt, CodedSlots

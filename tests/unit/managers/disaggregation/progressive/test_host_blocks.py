@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from link_helpers import until
+from waiting import until
 
 from sglang_ext.managers.disaggregation.progressive import host_blocks, manager
 from sglang_ext.managers.disaggregation.progressive.host_blocks import HostBlocks

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from link_helpers import until
+from waiting import until
 
 from sglang_ext.managers.disaggregation.progressive.page_codec import EncodedPage
 from sglang_ext.managers.disaggregation.progressive.peer import AHEAD, DEPTH, Peer

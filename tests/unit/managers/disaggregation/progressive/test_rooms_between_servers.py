@@ -6,10 +6,11 @@ import threading
 import numpy as np
 import pytest
 import torch
-from link_helpers import QUICK, RawSender, until
+from link_helpers import QUICK, RawSender
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import KVTransferError
 from transfer_helpers import ADDRESS, SLOTS, prefill_info, rows, settled
+from waiting import until
 
 from sglang_ext.managers.disaggregation import timeline
 from sglang_ext.managers.disaggregation.endpoints import LinkKeys

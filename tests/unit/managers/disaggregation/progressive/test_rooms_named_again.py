@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from link_helpers import until
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, KVTransferError
 from test_rooms_between_servers import begun_early, pages_of, send, settled, transfer
 from transfer_helpers import rows
+from waiting import until
 
 from sglang_ext.managers.disaggregation.progressive import peer as peers
 from sglang_ext.managers.disaggregation.progressive.manager import ProgressiveManager

@@ -4,10 +4,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from link_helpers import until
 from sglang.srt.disaggregation.base.conn import KVPoll
 from test_rooms_between_servers import transfer
 from transfer_helpers import ROW, settled
+from waiting import until
 
 from sglang_ext.managers.disaggregation.queries import TravelingQueries
 from sglang_ext.managers.disaggregation.settings import LinkError
