@@ -261,8 +261,9 @@ class LinkServer:
         self._owing.add(peer.address)
         state = self._rooms.get(frame.header.room)
         if state is None or state.link != peer.link:
-            # It was aborted or has failed: the sender was told.
+            # It was aborted or has failed, as the sender was told, or is there.
             peer.assembly.drop(frame.header.stream)
+            self._acknowledge_again(peer, frame, len(payload))
             return
         self._metrics.count_received(len(payload), carried(frame.header.stream, state.expected.shape))
         try:
@@ -270,6 +271,15 @@ class LinkServer:
         except LinkError as error:
             self._rooms.fail(state, str(error))
         self._grant_if_much(peer)
+
+    def _acknowledge_again(self, peer: Peer, frame: wire.Frame, size: int) -> None:
+        """The end of a part whose room was finished by parts of a connection that broke, while it was on its way again: nobody else tells
+        its sender that it is there."""
+        header = frame.header
+        shape = self._rooms.finished(header.room, peer.link)
+        number = None if shape is None or frame.offset + size < header.size else shape.part(header.stream, header.page, header.layers)
+        if number is not None:
+            peer.acked.append(wire.Acked(header.room, header.stream, number))
 
     def _part(self, peer: Peer, state: IncomingRoom, frame: wire.Frame, payload: memoryview) -> None:
         header = frame.header

@@ -63,6 +63,7 @@ class IncomingRoom:
         number: of the room.
         link: of the sender that opened it; None until then. ``IncomingRooms`` sets it.
         ended: whether it takes no more.
+        complete: whether all of it is there.
     """
 
     number: int
@@ -70,6 +71,7 @@ class IncomingRoom:
     sink: Sink
     link: bytes | None = None
     ended: bool = field(default=False, init=False)
+    complete: bool = field(default=False, init=False)
     _bitmaps: dict[Stream, bytearray] = field(init=False)
     _counts: dict[Stream, int] = field(init=False)
     _repeats: dict[tuple[Stream, int], int] = field(default_factory=dict, init=False)
@@ -99,7 +101,7 @@ class IncomingRoom:
         return number
 
     def write(self, number: int, header: PageHeader, payload: memoryview) -> bool:
-        """Give a part to the sink, unless it was given before; False where the room has ended.
+        """Give a part to the sink, unless it was given before; False where the room has ended without it.
 
         Raises:
             LinkError: the sink raised.
@@ -107,7 +109,7 @@ class IncomingRoom:
         stream = header.stream
         with self._lock:
             if self.ended:
-                return False
+                return self.complete
             if self._bitmaps[stream][number // 8] >> number % 8 & 1:
                 return True
             self._call(self.sink.write, header, payload)
@@ -122,7 +124,7 @@ class IncomingRoom:
         with self._lock:
             complete = not self.ended and all(self._counts[stream] == self.expected.shape.parts(stream) for stream in Stream)
             if complete:
-                self.ended = True
+                self.ended = self.complete = True
                 self._call(self.sink.ended, None)
             return complete
 
@@ -172,7 +174,7 @@ class IncomingRooms:
         self._rooms: dict[int, IncomingRoom] = {}
         # Those that fail, until their sink was told: a write may be under way.
         self._failing: dict[int, IncomingRoom] = {}
-        self._finished: OrderedDict[tuple[bytes, int], None] = OrderedDict()
+        self._finished: OrderedDict[tuple[bytes, int], RoomShape] = OrderedDict()
         self._closed = False
 
     def __len__(self) -> int:
@@ -206,6 +208,11 @@ class IncomingRooms:
                 room.link = link
             return room, (link, number) in self._finished
 
+    def finished(self, number: int, link: bytes) -> RoomShape | None:
+        """Of a room that ended for this sender when all of it was there, as long as it is remembered."""
+        with self._lock:
+            return self._finished.get((link, number))
+
     def abort(self, number: int) -> None:
         """Take no more of a room; once this returns its sink is not called. It waits for a call that is under way."""
         with self._lock:
@@ -227,7 +234,7 @@ class IncomingRooms:
         if finished:
             with self._lock:
                 self._drop(room)
-                self._finished[room.link, room.number] = None
+                self._finished[room.link, room.number] = room.expected.shape
                 while len(self._finished) > self._most_finished:
                     self._finished.popitem(last=False)
 

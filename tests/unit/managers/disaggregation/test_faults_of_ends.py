@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import signal
+import threading
 import time
 import weakref
 
@@ -120,3 +121,35 @@ def test_a_network_that_delays_by_chance_and_reorders_what_rooms_send_changes_no
         assert {key: value for key, value in sink.content().items() if key[0] is not Stream.AUX} == contents[room]
         assert sink.streams == [Stream.ANCHOR, Stream.AUX, Stream.RESIDUAL]
     assert server.rooms == sum(link.queued_bytes for link in links) == 0
+
+
+class Held(Sink):
+    """Writes nothing before it may."""
+
+    def __init__(self):
+        super().__init__()
+        self.may = threading.Event()
+
+    def write(self, *given):
+        assert self.may.wait(60)
+        super().write(*given)
+
+
+@pytest.mark.parametrize(("size", "gbps"), [(1000, None), (SIZE, SLOW)], ids=["quick", "slow"])
+def test_a_sender_hears_of_a_room_that_is_finished_by_parts_of_a_connection_that_broke(ends, size, gbps):
+    server, listener, sink = ends.server(), Listener(), Held()
+    ends.made.append(proxy := Proxy(server.endpoint))
+    of, link = shape(PAGES, residual=False, aux=False), ends.link(proxy.endpoint, gbps=gbps)
+    server.register(1, expected(of), sink)
+    link.open(1, of, listener)
+    for page in range(PAGES):
+        link.offer(1, part(Stream.ANCHOR, os.urandom(size), page))
+    # All have come whole, and wait for the sink, which holds the first.
+    until(lambda: server._writer._work_queue.qsize() == PAGES - 1)
+    before = set(server._peers)
+    proxy.cut()
+    # What was not written when it connected anew is sent again.
+    until(lambda: set(server._peers) - before)
+    sink.may.set()
+    until(lambda: listener.reasons == {1: None} and sink.reasons == [None])
+    assert len(sink.parts) == PAGES and link.queued_bytes == 0
