@@ -6,6 +6,7 @@ import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from sglang_ext.bench.quality.config import QualityConfig
 from sglang_ext.bench.quality.copy_bytes import copy_share
 from sglang_ext.bench.quality.named import Named
 from sglang_ext.bench.quality.options import add_arguments, config_from
+from sglang_ext.bench.quality.reporting import speed
 from sglang_ext.bench.quality.reporting.plots import by_bytes, by_speed, write
 from sglang_ext.bench.quality.reporting.results import ArmQuality, Results
 from sglang_ext.bench.quality.reporting.speed import tokens_per_second
@@ -360,9 +362,12 @@ class Timed(ServerClient):
         return {"output_ids": [5] * tokens, "meta_info": {}, "text": ""}
 
 
-def test_speed_is_that_of_decoding_from_cached_prompts():
+def test_speed_is_that_of_decoding_from_cached_prompts(monkeypatch):
+    passed = [0.0]
+    monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=lambda: passed[0]))
+    monkeypatch.setattr(time, "sleep", lambda seconds: passed.__setitem__(0, passed[0] + seconds))
     slow, quick = (tokens_per_second(Timed(each, 0.2), [Prompt("a", (1, 2))], 21, 1) for each in (0.03, 0.006))
-    assert 15 < slow < 34 and quick > 2 * slow
+    assert (slow, quick) == (pytest.approx(1 / 0.03), pytest.approx(1 / 0.006))
     assert tokens_per_second(Timed(0.0), [Prompt("a", (1, 2))], 1, 1) is None
 
 

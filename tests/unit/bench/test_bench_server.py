@@ -161,11 +161,11 @@ class TestServerProcess:
         assert not server.running
 
     def test_stop_ends_the_children_of_a_leader_that_is_gone(self, tmp_path: Path) -> None:
-        server = ServerProcess("m", (), tmp_path / "log", start_timeout=1.0, stop_grace=0.5)
+        server = ServerProcess("m", (), tmp_path / "log", start_timeout=4.0, stop_grace=0.5)
         child = "import os, signal, time; signal.signal(15, 1); print(os.getpid(), flush=True); time.sleep(60)"
         leader = f"import subprocess as s; s.run([{sys.executable!r}, '-c', {child!r}])"
         server.command = (sys.executable, "-c", leader)
-        with pytest.raises(BenchError, match="not healthy after 1 s"):
+        with pytest.raises(BenchError, match="not healthy after 4 s"):
             server.__enter__()
         assert not is_running(int(server.log.read_text()))
 

@@ -18,7 +18,8 @@ def test_a_process_is_started_asked_and_ended() -> None:
     assert check.ok and not check.remedy and check.name == "cache ranks"
     assert "a process was ready after" in check.found and f"up to {len(os.sched_getaffinity(0))}, one a core" in check.found
     assert "GB of memory free" in check.found
-    assert set(psutil.Process().children(recursive=True)) == before
+    # Some that had ended before may be gone.
+    assert set(psutil.Process().children(recursive=True)) <= before
 
 
 def test_a_process_that_ends_at_once_is_a_failing_line_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

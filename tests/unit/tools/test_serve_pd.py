@@ -139,7 +139,7 @@ STAND_INS = """
 """
 DYING = """
 import os, sys, threading, runpy
-threading.Timer(1.0, lambda: (print("last words", flush=True), os._exit(3))).start()
+threading.Timer(5.0, lambda: (print("last words", flush=True), os._exit(3))).start()
 sys.argv = sys.argv[2:]
 runpy.run_module("http.server", run_name="__main__")
 """

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from rank_helpers import Ranks, ScriptedRank, attach
+from waiting import until
 
 from sglang_ext.managers.cache_rank import link as links, protocol, rank
 from sglang_ext.managers.cache_rank.link import RankLink, RankSettings
@@ -53,7 +54,7 @@ def test_it_beats_while_it_attaches(monkeypatch):
     socket = SimpleNamespace(send=lambda frame, flags=0: said.append(protocol.decode_from_rank(frame)))
     told = attach()
     made = CacheRank(socket, os.dup(allocate(told.shape)), told.epoch)
-    monkeypatch.setattr(made, "_probe", lambda: time.sleep(0.5) or 1e-3)
+    monkeypatch.setattr(made, "_probe", lambda: until(lambda: len(said) > 3) or 1e-3)
     made._take(told)
     *beats, attached = said
     assert isinstance(attached, protocol.Attached) and len(beats) > 3 and {type(each) for each in beats} == {protocol.Beat}

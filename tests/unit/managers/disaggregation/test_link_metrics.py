@@ -9,7 +9,7 @@ from link_helpers import LAYERS, Listener, Proxy, Sink, expected, header, part, 
 from prometheus_client import CollectorRegistry
 from waiting import until
 
-from sglang_ext.managers.disaggregation import wire
+from sglang_ext.managers.disaggregation import link as sender_end, wire
 from sglang_ext.managers.disaggregation.limits import LinkLimits
 from sglang_ext.managers.disaggregation.link_metrics import COUNTERS, GAUGES, RECONNECTS, LinkMetrics
 from sglang_ext.managers.disaggregation.wire import Stream
@@ -108,7 +108,8 @@ def test_rooms_that_are_aborted_cancelled_or_closed_are_not_open(ends, sending, 
     until(lambda: sending.of("kv_link_rooms") == receiving.of("kv_link_rooms") == 0)
 
 
-def test_a_link_that_broke_is_counted_once_it_is_there_again(ends, sending, receiving):
+def test_a_link_that_broke_is_counted_once_it_is_there_again(ends, sending, receiving, monkeypatch):
+    monkeypatch.setattr(sender_end, "PAUSE", 1.0)
     server = ends.server(metrics=receiving.metrics)
     proxy = Proxy(server.endpoint)
     try:

@@ -142,7 +142,7 @@ def test_a_few_pages_are_begun_while_the_first_is_waited_for():
     room = SentRoom(1, codec, LayerRange(0, 1), range(PAGES), [bytes(32)] * PAGES, SimpleNamespace(succeed=told.succeed.set, fail=pytest.fail))
     peer = Peer(link)
     peer.send(room, tuple(torch.tensor([page]) for page in range(PAGES)), bytes(16))
-    until(lambda: len(codec.asked) == DEPTH)
+    until(lambda: len(codec.asked) == DEPTH and codec.finished == [0])
     time.sleep(0.1)
     assert len(codec.asked) == DEPTH and codec.finished == [0] and not link.offered
     held.set()
