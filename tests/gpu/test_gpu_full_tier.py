@@ -1,12 +1,12 @@
 """Full KV of running requests in host memory on a GPU: rolling rounds in graphs, beside copies over the link."""
 
 import pytest
-from servers import STRICT, greedy, sampled
+from servers import LOGGED, STRICT, greedy, sampled
 
 pytestmark = pytest.mark.server
 
 POOL = ("--dtype", "bfloat16", "--mem-fraction-static", "0.5", "--max-total-tokens", "3000", "--disable-prefill-cuda-graph")
-BATCH = ("--cuda-graph-bs", "1", "4", "8", "--max-running-requests", "8", "--enable-metrics", "--decode-log-interval", "1")
+BATCH = ("--cuda-graph-bs", "1", "4", "8", "--max-running-requests", "8", "--enable-metrics", *LOGGED)
 EXACT = (*POOL, *BATCH, "--enable-deterministic-inference", "--attention-backend", "triton")
 HOST = (
     *("--kv-mode", "verified", "--kv-budget", "0.25", "--kv-draft-length", "8", "--kv-offload-draft-length", "32"),

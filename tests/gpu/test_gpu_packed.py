@@ -1,13 +1,12 @@
 """Packed copies on a GPU: drafts on them replay graphs of their own, and full KV verifies them as ever."""
 
 import pytest
-from servers import greedy
+from servers import LOGGED, greedy
 from test_gpu_decoding import DRAFTS, EXACT, QUICK
 
 pytestmark = pytest.mark.server
 
-# SGLang says for each iteration whether it ran in graphs, and for each replay of which kind it is.
-TELLING = ("--decode-log-interval", "1")
+# SGLang says for each replay of graphs of which kind it is; with LOGGED, for each iteration whether it ran in graphs.
 REPLAYS = {"SGLANG_LOG_DECODE_GRAPH_KEY": "1"}
 CAPTURED = "capturing steps over packed copies"
 
@@ -39,7 +38,7 @@ def accept_length(answers):
 )
 def test_drafts_on_blocks_run_in_graphs_and_most_are_right(launch, prompts, backend, compressor, least):
     flags = ("--attention-backend", backend, "--kv-mode", "verified", *DRAFTS, "--kv-compressor", *compressor.split())
-    server = launch(*QUICK, *TELLING, *flags, env=REPLAYS)
+    server = launch(*QUICK, *LOGGED, *flags, env=REPLAYS)
     answers = served(server, prompts)
     assert accept_length(answers) > least
     log = server.log.read_text(errors="replace")
@@ -57,7 +56,7 @@ def test_in_deterministic_mode_answers_are_stocks_token_by_token(launch, prompts
 
 def test_lossy_answers_come_from_blocks_in_graphs(launch, prompts):
     flags = ("--attention-backend", "flashinfer", "--kv-mode", "lossy", "--kv-compressor", "kivi")
-    server = launch(*QUICK, *TELLING, *flags, env=REPLAYS)
+    server = launch(*QUICK, *LOGGED, *flags, env=REPLAYS)
     served(server, prompts)
     log = server.log.read_text(errors="replace")
     assert CAPTURED in log and "cuda graph: True" in log and "mode=DECODE" in log

@@ -4,9 +4,9 @@ Servers check before each forward that pointers lead to whole pages of their req
 """
 
 import pytest
-from servers import greedy
+from servers import LOGGED, greedy
 from test_gpu_decoding import DRAFTS, EXACT, NEEDS_FA3, QUICK
-from test_gpu_packed import REPLAYS, TELLING, accept_length, served
+from test_gpu_packed import REPLAYS, accept_length, served
 from test_gpu_spade import apart
 
 from sglang_ext.bench.soaking.soak import server_environment
@@ -21,7 +21,7 @@ CHOICES = 'sglang_ext:copies_total{compressor="quest"'
 
 @pytest.mark.parametrize("backend", ["flashinfer", "triton", pytest.param("fa3", marks=NEEDS_FA3)])
 def test_lossy_steps_in_graphs_choose_pages(launch, prompts, backend):
-    flags = *QUICK, *TELLING, *LOSSY, "--attention-backend", backend, "--kv-select", "0.25"
+    flags = *QUICK, *LOGGED, *LOSSY, "--attention-backend", backend, "--kv-select", "0.25"
     server = launch(*flags, env=REPLAYS | server_environment(None))
     answers = served(server, prompts)
     log = server.log.read_text(errors="replace")

@@ -3,9 +3,9 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from servers import greedy
+from servers import LOGGED, greedy
 from test_gpu_decoding import DRAFTS, EXACT, QUICK
-from test_gpu_packed import CAPTURED, REPLAYS, TELLING, accept_length
+from test_gpu_packed import CAPTURED, REPLAYS, accept_length
 
 pytestmark = pytest.mark.server
 
@@ -22,7 +22,7 @@ def ask(server, prompts, methods=METHODS):
 
 
 def test_methods_of_other_bits_and_budgets_draft_in_one_batch_in_graphs(launch, prompts):
-    server = launch(*QUICK, *TELLING, "--attention-backend", "flashinfer", *SEVERAL, env=REPLAYS)
+    server = launch(*QUICK, *LOGGED, "--attention-backend", "flashinfer", *SEVERAL, env=REPLAYS)
     for method, answers in ask(server, prompts).items():
         assert {r["meta_info"]["kv_compressor"] for r in answers} == {method}
         assert all(len(r["output_ids"]) == 64 and r["meta_info"]["kv_fallback"] is None for r in answers)

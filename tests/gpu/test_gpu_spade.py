@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from choose_checks import Asked, check_chosen
-from servers import greedy
+from servers import LOGGED, greedy
 from test_gpu_decoding import DRAFTS, EXACT, QUICK
-from test_gpu_packed import REPLAYS, TELLING, accept_length, served
+from test_gpu_packed import REPLAYS, accept_length, served
 
 from sglang_ext.bench.soaking.soak import server_environment
 from sglang_ext.core import CompressedView
@@ -130,7 +130,7 @@ def test_what_a_second_stream_reads_is_nobody_elses_until_it_is_done():
 @pytest.mark.server
 @pytest.mark.parametrize("select_by", ["current", "regressed"])
 def test_lossy_steps_in_graphs_leave_queries_that_choose(launch, prompts, select_by):
-    flags = *QUICK, *TELLING, *LOSSY, "--kv-select", "0.25", "--kv-select-by", select_by
+    flags = *QUICK, *LOGGED, *LOSSY, "--kv-select", "0.25", "--kv-select-by", select_by
     server = launch(*flags, env=REPLAYS | server_environment(None))
     answers = served(server, prompts)
     log = server.log.read_text(errors="replace")
@@ -190,7 +190,7 @@ def test_steps_choose_by_codes_that_forwards_make(launch, prompts, bits):
     stock = launch(*QUICK, "--attention-backend", "flashinfer")
     expected, again = (stock.ask_all(texts, workers, **asked) for workers in (1, 4))
     noise = apart(again, expected) + 0.01
-    flags = *QUICK, *TELLING, *LOSSY, "--kv-select", "64"
+    flags = *QUICK, *LOGGED, *LOSSY, "--kv-select", "64"
     exact = launch(*flags, env=REPLAYS | server_environment(None)).ask_all(texts, 4, **asked)
     server = launch(*flags, "--kv-score-bits", bits, env=REPLAYS | server_environment(None))
     assert "keys in few bits" in server.log.read_text(errors="replace") and server.metric("sglang_ext:key_code_bytes") > 0

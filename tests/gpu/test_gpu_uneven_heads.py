@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from servers import greedy
+from servers import LOGGED, greedy
 from test_gpu_decoding import DRAFTS, EXACT, QUICK, VERIFIED
-from test_gpu_packed import REPLAYS, TELLING, accept_length, served
+from test_gpu_packed import REPLAYS, accept_length, served
 
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
@@ -70,7 +70,7 @@ def test_choosing_and_writing_a_copy_waits_for_no_device(kind):
 @pytest.mark.parametrize("mode", ["verified", "lossy"])
 def test_drafts_on_uneven_heads_run_in_graphs(launch, prompts, mode):
     flags = ("--attention-backend", "flashinfer", "--kv-mode", mode, "--kv-budget", "0.25", *DRAFTS, *ADAPTIVE)
-    server = launch(*QUICK, *TELLING, *flags, env=REPLAYS)
+    server = launch(*QUICK, *LOGGED, *flags, env=REPLAYS)
     answers = served(server, prompts)
     if mode == "verified":
         assert accept_length(answers) > 1.5

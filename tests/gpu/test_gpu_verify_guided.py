@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from servers import greedy
+from servers import LOGGED, greedy
 from test_gpu_decoding import EXACT, QUICK, VERIFIED
-from test_gpu_packed import REPLAYS, TELLING, accept_length, served
+from test_gpu_packed import REPLAYS, accept_length, served
 from test_gpu_uneven_heads import KEPT, TOKENS, context
 
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import Pointers
@@ -41,7 +41,7 @@ def test_choosing_and_writing_pointers_waits_for_no_device():
 @pytest.mark.server
 def test_drafts_through_pointers_run_in_graphs(launch, prompts):
     flags = ("--attention-backend", "flashinfer", *VERIFIED, *GUIDED)
-    server = launch(*QUICK, *TELLING, *flags, env=REPLAYS)
+    server = launch(*QUICK, *LOGGED, *flags, env=REPLAYS)
     assert accept_length(served(server, prompts)) > 2
     log = server.log.read_text(errors="replace")
     assert "capturing steps over copies of --kv-compressor verify-guided" in log
