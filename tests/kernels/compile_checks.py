@@ -276,17 +276,21 @@ def _compiled(launches):
 
 
 def check_early(compiled):
-    """What may be launched while the kernel before it ends waits until it has ended, first of all."""
+    """What may be launched while the kernel before it ends waits until it has ended, first of all, but for where pointers lead: a request's
+    row, how many they are, the slots of theirs, and these."""
     keys, table = torch.zeros(80, 8, 128, dtype=torch.bfloat16), torch.zeros(4, 80, dtype=torch.int32)
     cells, numbers = as_pointers(keys), torch.zeros(2, dtype=torch.int64)
     begins = PointerRows.of_table(Pointers(cells.shape[-1], 1), table)
     with patch.object(fitting, "capability", lambda tensor: fitting.HOPPER):
         pointer_decode.pointer_decode(begins, torch.zeros(2, 32, 128).bfloat16(), keys, keys, table, numbers, numbers, 0.1, (7, 1))
     at_once = re.compile(r"\b(ld|st|atom|red)\b[.\w]*\.global|cp\.async")
-    for kernel, made in compiled[-2:]:
-        body = made.asm["ptx"].split("griddepcontrol.wait")
-        assert len(body) == 2 and not at_once.search(body[0]), kernel
-        assert stack_bytes(made) == 0, kernel
+    (_, splits), (_, join) = compiled[-2:]
+    body = join.asm["ptx"].split("griddepcontrol.wait")
+    assert len(body) == 2 and not at_once.search(body[0]), "join"
+    # Of a part of pointers, and of one of exact tokens, which alone looks where the row ends.
+    body = splits.asm["ptx"].split("griddepcontrol.wait")
+    assert len(body) == 3 and not re.search(r"\b(st|atom|red)\b[.\w]*\.global|cp\.async|ld\.global\S*\.v", body[0]), "pointers"
+    assert stack_bytes(splits) == stack_bytes(join) == 0
 
 
 def check_overlapped(compiled):

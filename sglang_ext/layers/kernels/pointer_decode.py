@@ -48,18 +48,20 @@ def _pointed_part(
     queries, keys, values, pointers, arrived, table, width, first, last, count, best, total, acc, scaling, row, key_slot, value_slot,
     pointer_slot, PARTS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, PER_SLOT: tl.constexpr, N: tl.constexpr, LIKE: tl.constexpr,
-    AWAITS: tl.constexpr,
+    AWAITS: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """Softmax over what was seen before, and the tokens to which a head's pointers lead, ``count`` in all: N from ``first`` on, and of each
     PARTS steps after them again so many, before ``last``; buffers begin at the head's cells."""
     dim, value_dim = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE_DIM)
-    q = scaled_queries(queries, row, dim, scaling, GROUP, DIM, LIKE)
     BY: tl.constexpr = PARTS * N
     place = first + tl.arange(0, N)
     holder, next_holder = _holder(table, place, width, PER_SLOT), _holder(table, place + BY, width, PER_SLOT)
     if AWAITS:
         _await_chosen(arrived)
     slot, holder = _pointed(pointers, holder, place, count, pointer_slot, PER_SLOT), next_holder
+    if WAITS:
+        gdc_wait()
+    q = scaled_queries(queries, row, dim, scaling, GROUP, DIM, LIKE)
     for start in tl.range(first, last, BY):
         place = start + tl.arange(0, N)
         # Read a step ahead, and what leads there two, so that keys and values of several steps may be on their way.
@@ -80,9 +82,9 @@ def pointer_splits(
     PER_SLOT: tl.constexpr, PACKED: tl.constexpr, SPLITS: tl.constexpr, N: tl.constexpr, AWAITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One split of a request's KV head: the first PACKED read what its pointers lead to, the others what is left of it and follows it.
-    Where it is launched ``EARLY`` it waits until what comes before has ended, or where it ``AWAITS`` them for its head's pointers alone."""
-    if EARLY and not AWAITS:
-        gdc_wait()
+    Where it is launched ``EARLY`` it waits until what comes before has ended before it reads queries, keys and values, but looks first where
+    pointers lead; or where it ``AWAITS`` them for its head's pointers alone."""
+    WAITS: tl.constexpr = EARLY and not AWAITS
     split, request = tl.program_id(0), tl.program_id(2)
     kv_head, row = head_and_rows(GROUP, M)
     at = tl.load(rows + request)
@@ -105,8 +107,11 @@ def pointer_splits(
         best, total, acc = _pointed_part(
             mine, my_keys, my_values, my_pointers, arrived, table, width, split * N, shared, count, best, total, acc, scaling, row,
             key_slot, value_slot, pointer_slot, PACKED, GROUP, M, DIM, VALUE_DIM, PADDED_DIM, PADDED_VALUE_DIM, PER_SLOT, N, LIKE, AWAITS,
+            WAITS,
         )  # fmt: skip
     else:
+        if WAITS:
+            gdc_wait()
         best, total, acc = exact_part(
             mine, my_keys, my_values, table, tl.cdiv(count, PER_SLOT), tl.load(lengths + request).to(tl.int32), split - PACKED,
             scaling, row, key_slot, value_slot, SPLITS - PACKED, GROUP, M, DIM, VALUE_DIM, PADDED_DIM, PADDED_VALUE_DIM, N, LIKE,
@@ -116,7 +121,7 @@ def pointer_splits(
             best, total, acc = _pointed_part(
                 mine, my_keys, my_values, my_pointers, arrived, table, width, first, count, count, best, total, acc, scaling, row,
                 key_slot, value_slot, pointer_slot, SPLITS - PACKED, GROUP, M, DIM, VALUE_DIM, PADDED_DIM, PADDED_VALUE_DIM, PER_SLOT, N,
-                LIKE, AWAITS,
+                LIKE, AWAITS, False,
             )  # fmt: skip
     place = (head0 + row) * SPLITS + split
     store_part(partial, lse, place, value_dim, value_dim < VALUE_DIM, best, total, acc, row, GROUP, VALUE_DIM)
@@ -142,6 +147,9 @@ def pointer_decode(
 
     Reads nothing of the device on the host, and ``begins`` where it always lies: CUDA graphs may capture it. Raises OptionError
     where no tiles of such heads fit the GPU.
+
+    On GPUs from Hopper on it is launched while the kernel before it ends, which may write queries, and keys and values of new tokens, but
+    none of ``begins``, pointers, table, rows and lengths: where these lead is looked up meanwhile.
 
     Args:
         begins: which rows begin with pointers.
