@@ -135,7 +135,8 @@ class World:
             self.multiply(layer)
             if choose is not None:
                 choose(layer)
-            pointer_decode(self.begins, self.attended, keys, values, self.table, rows, lengths, self.options.dim**-0.5, splits)
+            arrived = None if choose is None else self.arrived
+            pointer_decode(self.begins, self.attended, keys, values, self.table, rows, lengths, self.options.dim**-0.5, splits, arrived)
 
     def quest(self, extremes: PageExtremes) -> Callable[[int, tuple[int, int, int | None]], object]:
         """Quest's choice in a layer, for all requests, cut as said; from then on copies hold its pointers.
@@ -154,6 +155,8 @@ class World:
         begins = ChosenPages.of_pool(self.form, table, extremes, Quest(in_attention=True))
         begins.counts[options.batch :], begins.pages[options.batch :] = options.keep, options.tokens // PAGE
         extremes.write(torch.arange(0, len(unused) * PAGE, PAGE, device="cuda"))
+        # Attention that is launched while the last heads choose asks for its own.
+        self.arrived = begins.arrived
         lengths = torch.full_like(rows, self.held + 1)
         return lambda layer, cut: point_at_best_pages(
             begins, layer, self.attended, as_pointers(keys[layer]), table, rows, lengths, cut

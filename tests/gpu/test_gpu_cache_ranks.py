@@ -297,6 +297,8 @@ def test_in_lossy_requests_of_a_rank_that_is_killed_are_computed_again(launch, c
         os.kill(rank_pid(server), signal.SIGKILL)
         found = [each.result() for each in asked]
     assert [len(r["output_ids"]) for r in found] == [1200] * 4
-    assert metric(server, "recomputed_requests_total") > before and metric(server, "missed_selections_total", 'reason="ended"') > 0
+    # It takes no messages any more before it has ended, which beside a GPU takes a while: whichever is found first is told.
+    missed = sum(metric(server, "missed_selections_total", f'reason="{why}"') for why in ("ended", "silent"))
+    assert metric(server, "recomputed_requests_total") > before and missed > 0
     server.flush_cache()
     assert metric(server, "rank_alone_tokens") == 0 and server.alive()

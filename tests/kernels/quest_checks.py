@@ -314,10 +314,9 @@ def launched_early(device):
     def wait():
         counts["waited"] += 1
 
-    early = {"early_launch": lambda keys: {"EARLY": True}, "gdc_wait": wait}
-    with patch.multiple(pointer_decode, load_acquired_count=left, **early):
-        with patch.multiple(quest_pages, gdc_launch_dependents=lambda: None, **early):
-            yield counts
+    early = {"early_launch": lambda keys: {"EARLY": True}, "gdc_wait": wait, "gdc_launch_dependents": lambda: None}
+    with patch.multiple(pointer_decode, load_acquired_count=left, **early), patch.multiple(quest_pages, **early):
+        yield counts
 
 
 def check_overlapped(device):

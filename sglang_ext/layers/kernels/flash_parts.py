@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sglang_ext.layers.kernels.fitting import early_launch
 
@@ -98,8 +98,9 @@ def join_parts(
     SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr, APART: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One request's head: what its splits found; those over its copy and the others ``APART``, or all in ``far``. Where it is launched
-    ``EARLY`` it waits until they have ended."""
+    ``EARLY`` it waits until they have ended, and what comes after may begin before that, if it waits for all of this by itself."""
     if EARLY:
+        gdc_launch_dependents()
         gdc_wait()
     head = tl.program_id(0).to(tl.int64)
     split, dim = tl.arange(0, PADDED_SPLITS), tl.arange(0, PADDED_VALUE_DIM)

@@ -7,7 +7,7 @@ the steps that are left over, and the tokens after them. The kernel that joins t
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sglang_ext.layers.kernels.fitting import early_launch, launch_fitting, shape_name
 from sglang_ext.layers.kernels.flash_parts import Parts, exact_part, head_and_rows, scaled_queries, store_part, token_step
@@ -85,7 +85,12 @@ def pointer_splits(
     Where it is launched ``EARLY`` it waits until what comes before has ended before it reads queries, keys and values, but looks first where
     pointers lead; or where it ``AWAITS`` them for its head's pointers alone."""
     WAITS: tl.constexpr = EARLY and not AWAITS
-    split, request = tl.program_id(0), tl.program_id(2)
+    if WAITS:
+        # What joins the parts takes its places as soon as all programs here have theirs.
+        gdc_launch_dependents()
+    request = tl.program_id(2)
+    # Processors get programs in turn: splits that read little are other ones from head to head, or some processors would have most of them.
+    split = (tl.program_id(0) + tl.program_id(1) + request * tl.num_programs(1)) % SPLITS
     kv_head, row = head_and_rows(GROUP, M)
     at = tl.load(rows + request)
     table, count = token_table + at * table_row, tl.load(counts + at)
