@@ -133,10 +133,10 @@ class World:
         lengths, splits = torch.full_like(rows, self.held + 1), cut_pointers(self.options.batch * self.options.kv_heads)
         for layer, (keys, values) in enumerate(zip(self.buffers.keys, self.buffers.values)):
             self.multiply(layer)
-            if choose is not None:
-                choose(layer)
-            arrived = None if choose is None else self.arrived
+            bounds, arrived = (None, None) if choose is None else (choose(layer), self.arrived)
             pointer_decode(self.begins, self.attended, keys, values, self.table, rows, lengths, self.options.dim**-0.5, splits, arrived)
+            # In which the choice works while attention begins.
+            del bounds
 
     def quest(self, extremes: PageExtremes) -> Callable[[int, tuple[int, int, int | None]], object]:
         """Quest's choice in a layer, for all requests, cut as said; from then on copies hold its pointers.

@@ -292,6 +292,8 @@ def check_early(compiled):
     body = splits.asm["ptx"].split(waits)
     assert len(body) == 3 and not re.search(r"\b(st|atom|red)\b[.\w]*\.global|cp\.async|ld\.global\S*\.v", body[0]), "pointers"
     assert lets in body[0], "what comes after takes its places early"
+    # Queries, of each part after it has waited; none before.
+    assert [len(re.findall(r"ld\.global\S*\.v", each)) for each in body] == [0, 2, 4], "queries"
     assert stack_bytes(splits) == stack_bytes(join) == 0
 
 

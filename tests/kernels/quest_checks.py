@@ -349,6 +349,9 @@ def overlapped_steps(device):
             given = there.there_table, rows, lengths
             bounds = point_at_best_pages(there.begins, layer, queries, as_pointers(keys), *given)
             waits = there.begins.arrived if overlapped else None
+            if not overlapped:
+                # What was not launched early ends before attention begins, and the choice before that: its pointers are there.
+                queries.add_(0)
             found.append(pointer_decode(there.begins, queries, keys, values, *given, 0.1, (3, 2), waits))
             del bounds
         return torch.stack(found)

@@ -154,7 +154,8 @@ def pointer_decode(
     where no tiles of such heads fit the GPU.
 
     On GPUs from Hopper on it is launched while the kernel before it ends, which may write queries, and keys and values of new tokens, but
-    none of ``begins``, pointers, table, rows and lengths: where these lead is looked up meanwhile.
+    none of ``begins``, pointers, table and rows: where these lead is looked up meanwhile. Nor may those before that one, back to one that
+    was not launched early itself, or lets what comes after begin only once it has waited.
 
     Args:
         begins: which rows begin with pointers.
@@ -166,7 +167,8 @@ def pointer_decode(
         scaling: factor on query-key products.
         splits: parts of what a head keeps, and of the tokens after it, that are read at the same time.
         arrived: int32 [rows of the table, kv_heads], where the kernel that was launched right before chooses where pointers lead: 0 once
-            those of a head do, which are all that is waited for, where the GPU can; None to wait for all that was launched before.
+            those of a head do, which are all that is waited for, where the GPU can, so that what is launched in between, or no choice at
+            all, would be overtaken; None where none was launched right before: then all is waited for, but for what is looked up.
     """
     requests, heads, dim = queries.shape
     kv_heads, cells, parts = keys.shape[1], as_pointers(keys), Parts(queries, values.shape[2], splits)
