@@ -127,19 +127,20 @@ class World:
         own = asked.numbers, asked.targets, rotary.frequencies
         return lambda: choice.choose(asked, lambda some, layers: queries[some, layers, :, window], positions[:, window]), own
 
-    def sparse_step(self, choose: Callable[[int], object] | None = None) -> None:
-        """Weights, and attention through pointers; before that of each layer what is to be done first."""
+    def sparse_step(self, choose: Callable[[int], object] | None = None, arrived: torch.Tensor | None = None) -> None:
+        """Weights, and attention through pointers; before that of each layer a choice, ``arrived`` as :meth:`quest` has it."""
         rows = torch.arange(self.options.batch, 2 * self.options.batch, device="cuda")
         lengths, splits = torch.full_like(rows, self.held + 1), cut_pointers(self.options.batch * self.options.kv_heads)
         for layer, (keys, values) in enumerate(zip(self.buffers.keys, self.buffers.values)):
             self.multiply(layer)
-            bounds, arrived = (None, None) if choose is None else (choose(layer), self.arrived)
+            bounds = choose and choose(layer)
             pointer_decode(self.begins, self.attended, keys, values, self.table, rows, lengths, self.options.dim**-0.5, splits, arrived)
             # In which the choice works while attention begins.
             del bounds
 
-    def quest(self, extremes: PageExtremes) -> Callable[[int, tuple[int, int, int | None]], object]:
-        """Quest's choice in a layer, for all requests, cut as said; from then on copies hold its pointers.
+    def quest(self, extremes: PageExtremes) -> tuple[Callable[[int, tuple[int, int, int | None]], object], torch.Tensor]:
+        """Quest's choice in a layer, for all requests, cut as said; from then on copies hold its pointers. And which heads have chosen, for
+        attention that is launched while the last ones do.
 
         Its contexts are whole pages of the pool, any but those with slots of copies.
         """
@@ -155,12 +156,12 @@ class World:
         begins = ChosenPages.of_pool(self.form, table, extremes, Quest(in_attention=True))
         begins.counts[options.batch :], begins.pages[options.batch :] = options.keep, options.tokens // PAGE
         extremes.write(torch.arange(0, len(unused) * PAGE, PAGE, device="cuda"))
-        # Attention that is launched while the last heads choose asks for its own.
-        self.arrived = begins.arrived
         lengths = torch.full_like(rows, self.held + 1)
-        return lambda layer, cut: point_at_best_pages(
-            begins, layer, self.attended, as_pointers(keys[layer]), table, rows, lengths, cut
-        )
+
+        def choose(layer: int, cut: tuple[int, int, int | None]) -> object:
+            return point_at_best_pages(begins, layer, self.attended, as_pointers(keys[layer]), table, rows, lengths, cut)
+
+        return choose, begins.arrived
 
     def full_step(self) -> Callable[[], None]:
         """Weights, and attention to all tokens by FlashInfer."""
@@ -292,12 +293,12 @@ def main() -> None:
                 print(f"{select_by}, every {every}, steps of priority {priority}: {told}", flush=True)
     extremes = PageExtremes(world.buffers.keys, world.buffers.layer_ids, PAGE)
     print(bounding(world, extremes), flush=True)
-    quest, times = world.quest(extremes), {}
+    (quest, arrived), times = world.quest(extremes), {}
     for cut in CUTS:
         times[cut] = took = seconds(lambda: [quest(layer, cut) for layer in range(options.layers)])
         print(f"Quest's choice, cut {cut}: {1e3 * took:.2f} ms, {took / (limit * 2 / PAGE):.2f} of its bytes' limit", flush=True)
     best = min(times, key=times.get)
-    took = seconds(lambda: world.sparse_step(lambda layer: quest(layer, best)))
+    took = seconds(lambda: world.sparse_step(lambda layer: quest(layer, best), arrived))
     print(f"Quest, cut {best}: {1e3 * took:.2f} ms a step, {took / full:.2f} of full KV's", flush=True)
 
 
