@@ -34,7 +34,7 @@ from sglang_ext.mem_cache.compressed.formats.slot_pointers import as_pointers
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
 # As layers/kernels/hand_over.py has them, which a CPU does not import.
-LANE_WORDS, DONE, CHOSEN = 8, 2, 4
+LANE_WORDS, DONE, CHOSEN, ASKED_NUMBERS = 8, 2, 4, 3
 COUNTERS = ("taken", "late", "unasked", "waited", "rows")
 # CUDA hands out memory in such parts: an IPC handle is one of nothing else.
 GRAIN = 2 << 20
