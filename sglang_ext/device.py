@@ -1,6 +1,7 @@
 """Between host and device: what is sent without waiting, a second stream, and marks in time."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,15 +74,29 @@ class Mark:
         return self.event.elapsed_time(later.event) / 1000
 
 
-
 class SideStream:
     """A second stream of a device, whose work runs beside that of the current one; on a CPU work is done at once.
 
     Streams wait for each other on the device alone: the host launches and goes on.
+
+    Args:
+        device: that it is of.
+        first: whether its work comes before that of others, where there is room for one of them.
     """
 
-    def __init__(self, device: torch.device):
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    def __init__(self, device: torch.device, first: bool = False):
+        self._stream = torch.cuda.Stream(device, priority=-first) if device.type == "cuda" else None
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """What is launched inside waits for nothing but what it says itself (:meth:`wait`), and what the current stream is given afterwards
+        for it; tensors of that one which it reads are kept until then."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
+        torch.cuda.current_stream().wait_stream(self._stream)
 
     def launch(self, work: Callable[[], None], read: Sequence[torch.Tensor]) -> torch.cuda.Event | None:
         """Begin ``work`` once what the current stream was given so far is done; what is reached when it is, None on a CPU.
@@ -106,3 +121,54 @@ class SideStream:
         """Let what the current stream is given from now on begin when ``done`` is reached."""
         if done is not None:
             torch.cuda.current_stream().wait_event(done)
+
+
+class Finishing:
+    """A second stream that finishes what the current one begins, part by part: beside the end of one part the next one begins.
+
+    Without a second stream, as on a CPU, all is done in turn.
+
+    Args:
+        device: None for no second stream.
+        parts: whose memory is taken at once.
+
+    Attributes:
+        parts: the same; 1 without a second stream.
+    """
+
+    def __init__(self, device: torch.device | None = None, parts: int = 2):
+        on_gpu = device is not None and device.type == "cuda"
+        # Before the other's work, where there is room for one of them.
+        self._stream, self.parts = torch.cuda.Stream(device, priority=-1) if on_gpu else None, parts if on_gpu else 1
+        self._unfinished: deque[tuple[torch.cuda.Event, tuple[torch.Tensor | None, ...]]] = deque()
+
+    def begin(self) -> None:
+        """Before memory of a part is taken: the current stream waits until so few are unfinished that there is room for it."""
+        while len(self._unfinished) >= self.parts:
+            self._finish()
+
+    @contextmanager
+    def part(self, *begun: torch.Tensor | None) -> Iterator[None]:
+        """What is launched inside finishes what the current stream began, and keeps these tensors of it until then; its own may be dropped
+        once the current stream waits for all (:meth:`join`)."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+            self._unfinished.append((self._stream.record_event(), begun))
+
+    @property
+    def last(self) -> torch.cuda.Event | None:
+        """When all parts are finished that were launched; None where the current stream does all."""
+        return self._unfinished[-1][0] if self._unfinished else None
+
+    def join(self) -> None:
+        """Let the current stream wait until all parts are finished."""
+        while self._unfinished:
+            self._finish()
+
+    def _finish(self) -> None:
+        event, _ = self._unfinished.popleft()
+        torch.cuda.current_stream().wait_event(event)

@@ -17,6 +17,7 @@ from sglang_ext.managers.cache_rank.protocol import BLOCK, Shape
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import Pointers
 from sglang_ext.mem_cache.compressed.held_rows import NewestRows, absent, renewed
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.selection.on_gpu import Part
 
 # Slots of a pool, of contexts and of pointers after them.
 SLOTS, CONTEXT = 300, 200
@@ -86,7 +87,7 @@ class Pair:
         kept = noise.topk(keep, dim=-1).indices.sort(dim=-1).values.int()
         for rank, given in ((self.rank, kept.to(self.device)), (self.plain_rank, kept)):
             asked, there = asked_of(given.device, (lane, word, keep if chosen else 0))
-            rank.push_chosen(asked_of(given.device, (lane, word, keep))[0], there, given[:, None])
+            rank.push_chosen(asked_of(given.device, (lane, word, keep))[0], there, by_layers(given[:, None]))
             rank.answer(asked, there)
         return kept
 
@@ -109,6 +110,12 @@ class Pair:
 def asked_of(device, *numbers, put=None):
     """Numbers of questions, and which of them are there, on a device: all, if nothing else is said."""
     return torch.tensor(numbers, device=device), torch.tensor(put or (1,) * len(numbers), dtype=torch.int32, device=device)
+
+
+def by_layers(chosen):
+    """What was chosen, int32 [..., layers, questions, kv_heads, most], in a part for the first layer and one for the others."""
+    layers = slice(0, 1), slice(1, chosen.shape[-4])
+    return [Part(each, chosen[..., each, :, :, :].contiguous(), None) for each in layers]
 
 
 def check_keys_and_questions(device):
@@ -156,7 +163,7 @@ def answers_at_once(device):
     chosen = torch.randint(1, 100, sizes, generator=torch.Generator().manual_seed(5), dtype=torch.int32)
     for put in ((0, 0, 0), (1, 1, 1)):
         for rank, given in ((pair.rank, chosen.to(pair.device)), (pair.plain_rank, chosen)):
-            rank.push_chosen(*asked_of(given.device, *asked, put=put), given)
+            rank.push_chosen(*asked_of(given.device, *asked, put=put), by_layers(given))
             rank.answer(*asked_of(given.device, *asked, put=put))
         pair.alike("answers at once")
         assert any(put) == bool(pair.plain.chosen.any()) == bool((pair.plain.heads[0] == asked[1][1]).any())
@@ -257,8 +264,9 @@ class RowPair(Pair):
         asked = [(lane, 0, keep) for lane, keep in zip(lanes, self.keeps)]
         for put in ((0,) * len(lanes), (1,) * len(lanes)):
             before = [part.clone() for part in self.plain.arrived]
-            self.plain_rank.push_rows(*asked_of("cpu", *asked, put=put), chosen, table, self.buffers)
-            self.rank.push_rows(*asked_of(self.device, *asked, put=put), chosen.to(self.device), table.to(self.device), self.there)
+            self.plain_rank.push_rows(*asked_of("cpu", *asked, put=put), by_layers(chosen), table, self.buffers)
+            there = by_layers(chosen.to(self.device)), table.to(self.device), self.there
+            self.rank.push_rows(*asked_of(self.device, *asked, put=put), *there)
             if not any(put):
                 # Nothing of questions that are not there.
                 for there, here, was in zip(self.arena.arrived, self.plain.arrived, before):

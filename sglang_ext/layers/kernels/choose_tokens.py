@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
+from sglang_ext.device import Finishing
 from sglang_ext.layers.kernels.choosing.exact_logits import CHUNK, PITCH, Asked, leave_exact, logits_of
 from sglang_ext.layers.kernels.choosing.marks import WORD, mark_best, score_chosen, write_marked
 
@@ -107,6 +108,7 @@ def choose_tokens(
     *,
     coded: "KeyCodes | None" = None,
     scored: bool = False,
+    finishing: Finishing | None = None,
 ) -> torch.Tensor | None:
     """Choose for some requests, in some layers, without waiting for the device.
 
@@ -120,6 +122,7 @@ def choose_tokens(
         most: tokens that are chosen at most, where positions are wanted.
         coded: the same keys in few bits, which are read in their place; None to read the buffers.
         scored: whether their scores are wanted, too.
+        finishing: chooses by logits that the current stream leaves; None for the same.
 
     Returns:
         Positions, int32 [layers, requests, kv_heads, most], ascending, of each request as many as it has; with the bits of their scores in
@@ -131,7 +134,8 @@ def choose_tokens(
     heads, device = like.shape[1], like.device
     count, group, longest = requests.stop - requests.start, queries.shape[2] // heads, max(contexts.lengths[requests])
     pairs, chunks, table = (layers.stop - layers.start) * count, triton.cdiv(longest, CHUNK), contexts.token_table
-    pitches = triton.cdiv(longest, PITCH.value)
+    pitches, finishing = triton.cdiv(longest, PITCH.value), finishing or Finishing()
+    finishing.begin()
     logits = torch.empty(pairs * heads * group, pitches * PITCH.value, dtype=logits_of(like.dtype), device=device)
     # Each of its own, which begins at a multiple of 16 bytes for any number of requests: kernels are compiled for that.
     tops, masses = (torch.empty(pairs * heads * group, chunks, device=device) for _ in range(2))
@@ -145,17 +149,18 @@ def choose_tokens(
         coded.leave_logits(queries, Asked(left, where, chunks, pairs, table.stride(0)))
     pointing, cells = contexts.targets is not None, like.view(torch.int32)
     shape = 1 + scored, layers.stop - layers.start, count, heads, most
-    out = None if pointing else torch.empty(shape, dtype=torch.int32, device=device)
     form = _form(longest, heads, group, contexts.always)
-    mark_best[(heads, pairs)](logits, tops, masses, scores, marks, contexts.numbers, *where, chunks, **form)
-    write_marked[(heads, triton.cdiv(longest, WRITTEN), pairs)](
-        marks, key_table, table, contexts.numbers, contexts.targets, out, *where, table.stride(0), most, cells.stride(0), cells.stride(1),
-        HEADS=heads, PER_SLOT=cells.shape[2] if pointing else 0, TOKENS=WRITTEN, WORDS=WRITTEN // 2,
-    )  # fmt: skip
-    if scored:
-        score_chosen[(heads, triton.cdiv(most, SCORED), pairs)](
-            logits, tops, masses, out[0], out[1], contexts.numbers, *where, chunks, most, SINKS=contexts.always[0],
-            NEWEST=contexts.always[1], HEADS=heads, GROUP=group, G=triton.next_power_of_2(group), TOKENS=SCORED, CHUNK=CHUNK,
-            **UNFUSED,
+    with finishing.part(logits, tops, masses, scores, marks):
+        out = None if pointing else torch.empty(shape, dtype=torch.int32, device=device)
+        mark_best[(heads, pairs)](logits, tops, masses, scores, marks, contexts.numbers, *where, chunks, **form)
+        write_marked[(heads, triton.cdiv(longest, WRITTEN), pairs)](
+            marks, key_table, table, contexts.numbers, contexts.targets, out, *where, table.stride(0), most, cells.stride(0),
+            cells.stride(1), HEADS=heads, PER_SLOT=cells.shape[2] if pointing else 0, TOKENS=WRITTEN, WORDS=WRITTEN // 2,
         )  # fmt: skip
+        if scored:
+            score_chosen[(heads, triton.cdiv(most, SCORED), pairs)](
+                logits, tops, masses, out[0], out[1], contexts.numbers, *where, chunks, most, SINKS=contexts.always[0],
+                NEWEST=contexts.always[1], HEADS=heads, GROUP=group, G=triton.next_power_of_2(group), TOKENS=SCORED, CHUNK=CHUNK,
+                **UNFUSED,
+            )  # fmt: skip
     return out if pointing or scored else out[0]

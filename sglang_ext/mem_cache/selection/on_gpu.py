@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from sglang_ext.device import Finishing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.selection.predictors import QueryPredictor
@@ -21,6 +22,20 @@ SCRATCH, PREDICTING = 256 << 20, 1 / 2
 ReadQueries = Callable[[slice, slice], torch.Tensor]
 
 
+class Part(NamedTuple):
+    """What was chosen in some layers.
+
+    Attributes:
+        layers: which.
+        chosen: as :meth:`GpuChoice.choose` has it, of these layers; None where pointers were written.
+        there: when it is, on the device; None where the current stream chose.
+    """
+
+    layers: slice
+    chosen: torch.Tensor | None
+    there: torch.cuda.Event | None
+
+
 @dataclass(frozen=True)
 class GpuChoice:
     """Chooses tokens for predicted queries; nothing waits for the device.
@@ -30,7 +45,7 @@ class GpuChoice:
         buffers: the layers of SGLang's KV pool.
         query_heads: of a layer, on this rank.
         rotary: the embedding that was applied to queries and keys; None where queries are joined as they are.
-        scratch: as :data:`SCRATCH`.
+        scratch: as :data:`SCRATCH`, for each part that is not finished (device.py:Finishing).
     """
 
     predictor: QueryPredictor
@@ -56,30 +71,53 @@ class GpuChoice:
             Positions, int32 [layers, requests, kv_heads, most], ascending, of each request as many as it has; with the bits of their scores
             in float32 behind them, [2, ...], where these are wanted; None where pointers were written.
         """
+        parts = list(self.in_parts(contexts, read, positions, ahead, most, scored))
+        if contexts.targets is not None:
+            return None
+        return parts[0].chosen if len(parts) == 1 else torch.cat([part.chosen for part in parts], -4)
+
+    def in_parts(
+        self,
+        contexts: "Contexts",
+        read: ReadQueries,
+        positions: torch.Tensor,
+        ahead: int = 1,
+        most: int = 0,
+        scored: bool = False,
+        finishing: Finishing | None = None,
+        finer: bool = False,
+    ) -> Iterator[Part]:
+        """As :meth:`choose`, by layers as these are chosen.
+
+        Args:
+            contexts, read, positions, ahead, most, scored: as there.
+            finishing: chooses by logits that the current stream leaves, part by part; None for the same.
+            finer: whether each part has half of the layers that are left at most, so that the last ones are small.
+        """
         from sglang_ext.layers.kernels.choose_tokens import choose_tokens, scratch_bytes
 
-        keys, found, codes = self.buffers.keys, [], self.buffers.codes
-        coded = None if codes is None else codes.of_kernels
+        keys, codes, count = self.buffers.keys, self.buffers.codes, len(contexts.lengths)
+        coded, finishing = None if codes is None else codes.of_kernels, finishing or Finishing()
         tables = self.buffers.key_table, keys[0], self.buffers.scaling_table
         # Many small launches predict queries, few large ones choose by them and take more memory for each pair: these alone are cut finer.
         _, kv_heads, dim = keys[0].shape
         predicted = _predicted_at_once(self.scratch, predicting_bytes(self.query_heads, dim, self.predictor))
         each = scratch_bytes(max(contexts.lengths), kv_heads, self.query_heads // kv_heads, keys[0].itemsize)
-        pairs = max(1, self.scratch // each)
-        for layers, requests in shares(len(keys), len(contexts.lengths), predicted):
+        pairs, found = max(1, self.scratch // each), []
+        for layers, requests in shares(len(keys), count, predicted):
             queries = self.predictor.predict(read(requests, layers), positions[requests], self.rotary, ahead)
-            for of_layers, of_requests in shares(queries.shape[1], queries.shape[0], pairs):
+            for of_layers, of_requests in shares(queries.shape[1], queries.shape[0], pairs, finer):
                 where = _within(layers, of_layers), _within(requests, of_requests)
                 some = queries[of_requests, of_layers]
-                found.append((*where, choose_tokens(some, *tables, contexts, *where, most, coded=coded, scored=scored)))
-        if contexts.targets is not None:
-            return None
-        if len(found) == 1:
-            return found[0][2]
-        chosen = found[0][2].new_empty(*([2] if scored else []), len(keys), len(contexts.lengths), kv_heads, most)
-        for layers, requests, positions in found:
-            chosen[..., layers, requests, :, :] = positions
-        return chosen
+                more = {"coded": coded, "scored": scored, "finishing": finishing}
+                found.append(choose_tokens(some, *tables, contexts, *where, most, **more))
+                # Where requests are cut, they are of one layer.
+                if where[1].stop == count:
+                    if len(found) > 1 and found[0] is not None:
+                        with finishing.part(*found):
+                            found = [torch.cat(found, -3)]
+                    yield Part(where[0], found[0], finishing.last)
+                    found = []
 
 
 def predicting_bytes(query_heads: int, dim: int, predictor: QueryPredictor) -> int:
@@ -101,12 +139,16 @@ def planned_bytes(
     return predicted + max(SCRATCH, scratch_bytes(longest, kv_heads, query_heads // kv_heads, number_bytes))
 
 
-def shares(layers: int, requests: int, pairs: int) -> Iterator[tuple[slice, slice]]:
-    """Layers and requests, in shares of at most so many pairs of one of each: all requests of some layers, or some of a layer."""
-    together, each = max(1, pairs // requests), min(requests, pairs)
-    for layer in range(0, layers, together):
+def shares(layers: int, requests: int, pairs: int, finer: bool = False) -> Iterator[tuple[slice, slice]]:
+    """Layers and requests, in shares of at most so many pairs of one of each: all requests of some layers, or some of a layer; ``finer``:
+    of no more than half of the layers that are left."""
+    layer, each = 0, min(requests, pairs)
+    while layer < layers:
+        left = layers - layer
+        end = layer + min(max(1, pairs // requests), -(-left // 2) if finer else left)
         for request in range(0, requests, each):
-            yield slice(layer, min(layer + together, layers)), slice(request, min(request + each, requests))
+            yield slice(layer, end), slice(request, min(request + each, requests))
+        layer = end
 
 
 def _within(outer: slice, inner: slice) -> slice:

@@ -3,24 +3,27 @@ was chosen, or rows of that, and that it is there.
 
 None of it waits for the host, or asks it: what differs from one time to the next is in memory of the device, which the host fills before.
 So all launches for questions that come again and again, as many of them, in contexts about as long, are recorded as one CUDA graph, which
-takes the host a moment where they took as long as the device. On a CPU, for tests, kernels are launched anew, or PyTorch does their work.
+takes the host a moment where they took as long as the device. In a graph parts cost the host nothing: what is chosen in some layers is written
+while tokens are chosen in the next ones, for which logits are computed before. On a CPU, for tests, kernels are launched anew, or PyTorch does
+their work.
 """
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from sglang_ext.device import sent
+from sglang_ext.device import Finishing, SideStream, sent
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.keys import KeyStore
 from sglang_ext.managers.cache_rank.on_gpu.device_keys import DeviceKeys
 from sglang_ext.managers.cache_rank.on_gpu.mapped_arena import MappedArena
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.spade import Spade, attention
-from sglang_ext.mem_cache.selection.on_gpu import GpuChoice
+from sglang_ext.mem_cache.selection.on_gpu import GpuChoice, Part
 from sglang_ext.mem_cache.selection.top_tokens import mark_always, top_tokens
 
 logger = logging.getLogger(__name__)
@@ -121,6 +124,7 @@ class Answering:
     ):
         self._memory, self._keys, self._store, self._method, self._rotary = memory, keys, store, method, rotary
         self._device, self._by_kernels, self._pool = device, by_kernels, None
+        self._finishing, self._sending = Finishing(device), SideStream(device, first=True)
         # Of each lane, where its tokens lie, int32.
         self._places: dict[int, torch.Tensor] = {}
         # Of forms that come again and again, the newest last; and of the others that which came last.
@@ -180,28 +184,32 @@ class Answering:
     def _recorded(self, inputs: Inputs) -> Callable[[], None]:
         """What launches the same again."""
         if self._device.type != "cuda":
-            return lambda: self._answer(inputs)
+            return lambda: self._answer(inputs, beside=True)
         graph = torch.cuda.CUDAGraph()
         # What one graph works in another one may, too: they never run at once.
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                self._answer(inputs)
+                self._answer(inputs, beside=True)
         except (RuntimeError, torch.OutOfMemoryError) as error:
             logger.warning("sglang-ext: a cache rank launches one by one what chooses, as no graph was recorded: %s", error)
+            self._finishing = Finishing(self._device)
             return lambda: self._answer(inputs)
         return graph.replay
 
-    def _answer(self, inputs: Inputs) -> None:
+    def _answer(self, inputs: Inputs, beside: bool = False) -> None:
+        """``beside``: in parts of layers, beside each other."""
         memory, asked, there = self._memory, inputs.asked, inputs.there
-        chosen = self._chosen(inputs)
-        if self._store.rows is not None:
-            memory.push_rows(asked, there, chosen, inputs.table, self._keys.sent)
-        else:
-            memory.push_chosen(asked, there, chosen)
+        parts = self._chosen(inputs, beside)
+        with self._sending.apart() if beside else nullcontext():
+            if self._store.rows is not None:
+                memory.push_rows(asked, there, parts, inputs.table, self._keys.sent)
+            else:
+                memory.push_chosen(asked, there, parts)
+        self._finishing.join()
         memory.answer(asked, there)
 
-    def _chosen(self, inputs: Inputs) -> torch.Tensor:
+    def _chosen(self, inputs: Inputs, beside: bool) -> list[Part]:
         """Positions, int32 [layers, questions, kv_heads, most], ascending, of each question as many as it wants; where rows are sent the
         bits of their scores behind them, [2, ...]."""
         form, scored = inputs.form, self._store.rows is not None
@@ -209,16 +217,19 @@ class Answering:
         if not self._by_kernels:
             found = [self._chosen_here(inputs, i, queries[i, None]) for i in range(form.count)]
             padded = torch.stack([torch.nn.functional.pad(each, (0, form.most - each.shape[-1])) for each in found], -3)
-            return padded if scored else padded[0]
+            return [Part(slice(0, padded.shape[1]), padded if scored else padded[0], None)]
         from sglang_ext.layers.kernels.choose_tokens import Contexts
 
         # Each no longer than the longest may be: on the device they say themselves how long they are.
         lengths, always = (form.longest,) * form.count, (self._method.sinks, self._method.recent)
         contexts = Contexts(inputs.table, inputs.contexts, lengths, always)
         choice = GpuChoice(self._method.predictor, self._keys.buffers, queries.shape[2], self._rotary)
-        return choice.choose(
-            contexts, lambda requests, layers: queries[requests, layers], inputs.positions, form.ahead, form.most, scored
-        )
+
+        def read(requests: slice, layers: slice) -> torch.Tensor:
+            return queries[requests, layers]
+
+        how = {"finishing": self._finishing if beside else None, "finer": beside}
+        return list(choice.in_parts(contexts, read, inputs.positions, form.ahead, form.most, scored, **how))
 
     def _chosen_here(self, inputs: Inputs, number: int, queries: torch.Tensor) -> torch.Tensor:
         """Of one question, positions and bits of scores: int32 [2, layers, kv_heads, keep]."""

@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from sglang_ext.device import to_device
+from sglang_ext.device import SideStream, to_device
 from sglang_ext.managers.cache_rank.on_gpu.arena import ASKED_NUMBERS, CHOSEN, DONE, LANE_WORDS, ArenaError, ArenaLayout, Part
 from sglang_ext.managers.cache_rank.protocol import BLOCK, Shape
 from sglang_ext.mem_cache.compressed.held_rows import absent, exchange, highest
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.selection.on_gpu import Part as ChosenPart
 
 # How much was written, and the words of each lane.
 Words = tuple[int, list[list[int]]]
@@ -134,42 +135,53 @@ class MappedArena:
         lengths = words_of(tokens * row), words_of(BLOCK * row), words_of(into.stride(0) * self._item)
         copy_rows(self._address(part, place), into.data_ptr(), self.shape.layers, *lengths)
 
-    def push_chosen(self, asked: torch.Tensor, there: torch.Tensor, chosen: torch.Tensor) -> None:
-        """Answers to questions that are there: positions, int32 [layers, questions, kv_heads, most]."""
+    def push_chosen(self, asked: torch.Tensor, there: torch.Tensor, parts: Sequence[ChosenPart]) -> None:
+        """Answers to questions that are there: positions of all layers, int32 [layers, questions, kv_heads, most]. Of one part they travel
+        while the next ones are chosen."""
         if self._base is None:
+            chosen = torch.cat([part.chosen for part in parts])
             for i, (lane, word, keep) in _those(asked, there):
                 kept = chosen[:, i, :, :keep]
                 self._chosen[lane, word % 2, : kept.numel()] = kept.flatten()
             return
         from sglang_ext.layers.kernels.hand_over import push_chosen
 
-        part = self._layout.chosen
-        push_chosen(chosen.contiguous(), asked, there, self._address(part), math.prod(part.sizes[2:]))
+        to = self._layout.chosen
+        for layers, chosen, chose in parts:
+            SideStream.wait(chose)
+            push_chosen(chosen.contiguous(), asked, there, self._address(to), math.prod(to.sizes[2:]), layers.start)
 
     def push_rows(
-        self, asked: torch.Tensor, there: torch.Tensor, chosen: torch.Tensor, table: torch.Tensor, held: KVBuffers
+        self, asked: torch.Tensor, there: torch.Tensor, parts: Sequence[ChosenPart], table: torch.Tensor, held: KVBuffers
     ) -> None:
         """K and V of what was chosen for questions that are there and their copies do not hold; of more than have room those of the highest
         scores.
 
         Args:
             asked, there: as :meth:`await_words` has them.
-            chosen: int32 [2, layers, questions, kv_heads, most], positions, and bits of their scores.
+            parts: of all layers, int32 [2, layers, questions, kv_heads, most], positions, and bits of their scores. Of one part what comes
+                travels while the next ones are chosen.
             table: where their tokens lie, int32 [questions, most].
             held: what is held here.
         """
         if self._base is None:
+            chosen = torch.cat([part.chosen for part in parts], 1)
             for i, (lane, _, keep) in _those(asked, there):
                 self._push_rows_of(lane, *chosen[:, :, i, :, :keep], table[i].long(), held)
             return
         from sglang_ext.layers.kernels.rows import sent_rows
 
-        pairs, most, layout = self.shape.layers * self.shape.kv_heads, chosen.shape[-1], self._layout
+        pairs, most, layout = self.shape.layers * self.shape.kv_heads, parts[0].chosen.shape[-1], self._layout
+        # What is asked for is put before anything is chosen.
+        SideStream.wait(parts[0].there)
         # What is behind a shorter one is nothing.
         records = self._gathered(layout.records, asked, 1, pairs * most, 0, (layout.records.sizes[1], 0)).squeeze(1)
-        counts, moves = sent_rows.exchange(*chosen, records, asked, self.shape.fresh)
         targets = tuple(self._address(part) for part in (layout.counts, layout.moves, layout.row_keys, layout.row_values))
-        sent_rows.push_rows((held.key_table, held.value_table), held.keys[0], table, counts, moves, asked, there, targets)
+        for layers, chosen, chose in parts:
+            SideStream.wait(chose)
+            counts, moves = sent_rows.exchange(*chosen, records, asked, self.shape.fresh, layers.start)
+            tables = held.key_table, held.value_table
+            sent_rows.push_rows(tables, held.keys[0], table, counts, moves, asked, there, targets, layers.start)
 
     def _push_rows_of(
         self, lane: int, chosen: torch.Tensor, bits: torch.Tensor, places: torch.Tensor, held: KVBuffers
