@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from itertools import groupby, takewhile
+from typing import NoReturn
 
 import torch
 import zmq
@@ -60,11 +61,7 @@ class DeviceRank(CacheRank):
         except ArenaError as error:
             self._refuse(str(error))
         except torch.OutOfMemoryError as error:
-            what = "full KV" if told.shape.rows else "keys"
-            self._refuse(
-                f"its GPU has no room for {what} of {told.blocks * BLOCK} tokens: pass --kv-cache-rank-gb with as many GB as it has, or "
-                f"let --kv-cache-rank-gpu name another ({error})"
-            )
+            self._refuse_room(f"{'full KV' if told.shape.rows else 'keys'} of {told.blocks * BLOCK} tokens", error)
         if self._descriptor is not None:
             os.close(self._descriptor)
         self._keys, self._apart = DeviceKeys(self._store, told.scaling, self._device), told.apart
@@ -79,16 +76,18 @@ class DeviceRank(CacheRank):
             try:
                 self._meet_lengths(tokens)
             except torch.OutOfMemoryError as error:
-                self._refuse(
-                    "its GPU has no room for choices beside what it holds: pass --kv-cache-rank-gb with fewer GB, or let "
-                    f"--kv-cache-rank-gpu name another ({error})"
-                )
+                self._refuse_room("choices beside what it holds", error)
         for _ in range(2):
             begun = time.perf_counter()
             self._keys.pull(self._memory, 0, 1, 0)
             self._answer_none(tokens, tokens)
             self._wait()
         return (time.perf_counter() - begun) / shape.layers
+
+    def _refuse_room(self, what: str, error: torch.OutOfMemoryError) -> NoReturn:
+        self._refuse(
+            f"its GPU has no room for {what}: pass --kv-cache-rank-gb with fewer GB, or let --kv-cache-rank-gpu name another ({error})"
+        )
 
     def _answer_none(self, tokens: int, cleared: int) -> None:
         """Do all that answers a question among so many tokens, those that were cleared, over and over. Its word is the one that every lane begins

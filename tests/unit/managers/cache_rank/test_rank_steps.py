@@ -401,7 +401,7 @@ def test_a_rank_ends_where_it_is_asked_for_what_cannot_be():
             rank._take(wrong)
 
 
-NO_ROOM = "its GPU has no room for keys of 2048 tokens: pass --kv-cache-rank-gb with as many GB as it has, or let --kv-cache-rank-gpu name"
+NO_ROOM = "its GPU has no room for keys of 2048 tokens: pass --kv-cache-rank-gb with fewer GB, or let --kv-cache-rank-gpu name"
 
 
 @pytest.mark.parametrize(
