@@ -97,9 +97,10 @@ def _push_rows(
 ):  # fmt: skip
     """Moves of pairs of requests whose questions are there, and their rows, to their lanes: some at once."""
     KIND: tl.constexpr = like.dtype.element_ty
-    blocks, dim = tl.cdiv(fresh, ROWS), tl.arange(0, PADDED_DIM)
-    for part in tl.range(tl.program_id(0), requests * pairs * blocks, tl.num_programs(0)):
-        of_pair, first = (part // blocks).to(tl.int64), part % blocks * ROWS
+    here, dim = requests * pairs, tl.arange(0, PADDED_DIM)
+    # First rows of all pairs, then the next ones: where few come all programs have as many of them.
+    for part in tl.range(tl.program_id(0), here * tl.cdiv(fresh, ROWS), tl.num_programs(0)):
+        of_pair, first = (part % here).to(tl.int64), part // here * ROWS
         request, pair = of_pair // pairs, first_pair + of_pair % pairs
         lane, put = tl.load(asked + ASKED * request), tl.load(there + request)
         count, to_pair = tl.load(counts + of_pair) * put, lane * all_pairs + pair

@@ -10,7 +10,7 @@ their work.
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from sglang_ext.managers.cache_rank.on_gpu.device_keys import DeviceKeys
 from sglang_ext.managers.cache_rank.on_gpu.mapped_arena import MappedArena
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.spade import Spade, attention
-from sglang_ext.mem_cache.selection.on_gpu import GpuChoice, Part
+from sglang_ext.mem_cache.selection.on_gpu import SCRATCH, GpuChoice, Part
 from sglang_ext.mem_cache.selection.top_tokens import mark_always, top_tokens
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 RECORDED_AFTER, MOST_GRAPHS = 3, 4
 # Lengths of contexts are told apart by an eighth of the next power of two, or by so many tokens.
 LEAST_APART = 128
+# Tokens that heads keep are told apart by so many.
+KEPT_APART = 128
 
 
 class Form(NamedTuple):
@@ -52,11 +54,11 @@ class Form(NamedTuple):
     longest: int
 
     @classmethod
-    def of(cls, asks: Sequence[protocol.Ask]) -> "Form":
-        """Of questions that are answered together."""
+    def of(cls, asks: Sequence[protocol.Ask], most: int) -> "Form":
+        """Of questions that are answered together, of heads that keep so many tokens at most."""
         longest = max(ask.covered for ask in asks)
         apart = max(LEAST_APART, (1 << (longest - 1).bit_length()) // 8)
-        keep = max(ask.keep for ask in asks)
+        keep = min(most, -(-max(ask.keep for ask in asks) // KEPT_APART) * KEPT_APART)
         return cls(len(asks), len(asks[0].positions), asks[0].ahead, keep, -(-longest // apart) * apart)
 
 
@@ -123,7 +125,7 @@ class Answering:
         self, memory: MappedArena, keys: DeviceKeys, store: KeyStore, method: Spade, rotary: Rotary, device: torch.device, by_kernels: bool
     ):
         self._memory, self._keys, self._store, self._method, self._rotary = memory, keys, store, method, rotary
-        self._device, self._by_kernels, self._pool = device, by_kernels, None
+        self._device, self._by_kernels, self._pool, self._records = device, by_kernels, None, True
         self._finishing, self._sending = Finishing(device), SideStream(device, first=True)
         # Of each lane, where its tokens lie, int32.
         self._places: dict[int, torch.Tensor] = {}
@@ -149,7 +151,10 @@ class Answering:
             words: theirs.
             again: whether questions like these come again and again, so that a graph pays; else they are there.
         """
-        known = self._known_of(Form.of(asks), again)
+        form = Form.of(asks, self._memory.shape.most)
+        kept = self._known.get(form)
+        # What was recorded serves questions that are there, too.
+        known = self._known_of(form, again or (kept is not None and kept.replay is not None))
         known.inputs.fill(asks, words)
         if not again:
             known.inputs.there.fill_(1)
@@ -185,17 +190,34 @@ class Answering:
         """What launches the same again."""
         if self._device.type != "cuda":
             return lambda: self._answer(inputs, beside=True)
-        graph = torch.cuda.CUDAGraph()
-        # What one graph works in another one may, too: they never run at once.
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        if not self._records:
+            return lambda: self._answer(inputs)
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        # What one graph works in another one may, too: they never run at once. With the last of its graphs a pool is gone, and PyTorch
+        # refuses its name from then on, where anything of it is still held.
+        if not any(known.replay for known in self._known.values()):
+            self._pool = torch.cuda.graph_pool_handle()
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._answer(inputs, beside=True)
-        except (RuntimeError, torch.OutOfMemoryError) as error:
+        except Exception as error:
             logger.warning("sglang-ext: a cache rank launches one by one what chooses, as no graph was recorded: %s", error)
-            self._finishing = Finishing(self._device)
+            self._give_up(stream)
             return lambda: self._answer(inputs)
         return graph.replay
+
+    def _give_up(self, stream: torch.cuda.Stream) -> None:
+        """Record nothing from here on.
+
+        Where a recording cannot be ended PyTorch leaves its stream as the current one, and its allocator (2.11) in the belief that it goes
+        on: no cached memory is given back, not even for another allocation, until that is told.
+        """
+        self._records, self._finishing = False, Finishing(self._device)
+        torch.cuda.set_stream(stream)
+        with suppress(RuntimeError, AttributeError):
+            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+            torch._C._cuda_releasePool(self._device.index, self._pool)
+        torch.cuda.empty_cache()
 
     def _answer(self, inputs: Inputs, beside: bool = False) -> None:
         """``beside``: in parts of layers, beside each other."""
@@ -223,7 +245,9 @@ class Answering:
         # Each no longer than the longest may be: on the device they say themselves how long they are.
         lengths, always = (form.longest,) * form.count, (self._method.sinks, self._method.recent)
         contexts = Contexts(inputs.table, inputs.contexts, lengths, always)
-        choice = GpuChoice(self._method.predictor, self._keys.buffers, queries.shape[2], self._rotary)
+        # Together those that are under way at once take what one does else.
+        scratch = SCRATCH // (self._finishing.parts if beside else 1)
+        choice = GpuChoice(self._method.predictor, self._keys.buffers, queries.shape[2], self._rotary, scratch)
 
         def read(requests: slice, layers: slice) -> torch.Tensor:
             return queries[requests, layers]
