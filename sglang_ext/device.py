@@ -88,13 +88,14 @@ class SideStream:
         self._stream = torch.cuda.Stream(device, priority=-first) if device.type == "cuda" else None
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
-        """What is launched inside waits for nothing but what it says itself (:meth:`wait`), and what the current stream is given afterwards
+    def apart(self, begun: torch.cuda.Event | None) -> Iterator[None]:
+        """What is launched inside waits for that moment and what it says itself (:meth:`wait`), and what the current stream is given afterwards
         for it; tensors of that one which it reads are kept until then."""
         if self._stream is None:
             yield
             return
         with torch.cuda.stream(self._stream):
+            self.wait(begun)
             yield
         torch.cuda.current_stream().wait_stream(self._stream)
 
@@ -124,7 +125,8 @@ class SideStream:
 
 
 class Finishing:
-    """A second stream that finishes what the current one begins, part by part: beside the end of one part the next one begins.
+    """A second stream that finishes what the current one begins, part by part: what begins the next part is launched first, so that a CUDA
+    graph goes on with that.
 
     Without a second stream, as on a CPU, all is done in turn.
 
@@ -140,24 +142,29 @@ class Finishing:
         on_gpu = device is not None and device.type == "cuda"
         # Before the other's work, where there is room for one of them.
         self._stream, self.parts = torch.cuda.Stream(device, priority=-1) if on_gpu else None, parts if on_gpu else 1
-        self._unfinished: deque[tuple[torch.cuda.Event, tuple[torch.Tensor | None, ...]]] = deque()
+        self._unfinished: deque[tuple[torch.cuda.Event, object]] = deque()
 
-    def begin(self) -> None:
-        """Before memory of a part is taken: the current stream waits until so few are unfinished that there is room for it."""
-        while len(self._unfinished) >= self.parts:
+    def make_room(self, begun: int) -> None:
+        """Before memory of a part is taken: the current stream waits until so few are unfinished that there is room for it, beside those that
+        have ``begun`` and whose end was not launched."""
+        while self._unfinished and len(self._unfinished) + begun >= self.parts:
             self._finish()
 
+    def moment(self) -> torch.cuda.Event | None:
+        """When the current stream has done what it was given so far; None without a second stream."""
+        return None if self._stream is None else torch.cuda.current_stream().record_event()
+
     @contextmanager
-    def part(self, *begun: torch.Tensor | None) -> Iterator[None]:
-        """What is launched inside finishes what the current stream began, and keeps these tensors of it until then; its own may be dropped
-        once the current stream waits for all (:meth:`join`)."""
+    def part(self, begun: torch.cuda.Event | None, kept: object = None) -> Iterator[None]:
+        """What is launched inside, on the second stream, finishes what the current one has ``begun`` at a moment; what it works with is
+        ``kept`` until then. Tensors of its own may be dropped once the current stream waits for all (:meth:`join`)."""
         if self._stream is None:
             yield
             return
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_event(begun)
         with torch.cuda.stream(self._stream):
             yield
-            self._unfinished.append((self._stream.record_event(), begun))
+            self._unfinished.append((self._stream.record_event(), kept))
 
     @property
     def last(self) -> torch.cuda.Event | None:

@@ -5,8 +5,9 @@
     python docs/benchmarks/pack_cycles.py --device cpu --model tiny --load 2:256:64 --cycles 3
 
 One GPU computes, the other is its cache rank's; where there is one alone both processes have it in turn, and times say nothing of two.
-Keys, values and weights are random. *Inference* is a CUDA graph of so many layers of a decode step: products with matrices of the model's
-shapes, and attention to rows of copies and 36 tokens after them. The *cycle* is that of a cache rank's own process, which has full KV of
+Keys, values and weights are random. *Inference* is a CUDA graph of so many layers of a decode step, by SGLang's kernels: norms, rotary
+embedding, KV that is stored, activations, products with matrices of the model's shapes, and attention to rows of copies and 36 tokens after
+them. The *cycle* is that of a cache rank's own process, which has full KV of
 all contexts: from when the first GPU comes to what its host launched of a step, the writing of queries first, until it sees the last answer's
 word, and does nothing else; the host is ahead of it, as servers' are, and has told the rank. Of it is *selection* what the rank says itself:
 queries copied, tokens chosen, and rows or positions written; *transfer* is the rest, messages and words. *Taking* comes after it: the first

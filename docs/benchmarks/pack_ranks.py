@@ -94,8 +94,7 @@ class Rank:
             lanes=max(load.batch for load in layers.loads), most=most, places=min(MOST_PLACES, max(1, TRAVELING_BYTES // traveling)),
             rows=kind.rows, fresh=math.ceil(min(1.0, fresh) * most) if kind.rows else 0,
         )  # fmt: skip
-        pairs = model.dim // 2
-        self.method, self._rotary = Spade(predictor), Rotary(1e6 ** -(torch.arange(pairs, device=layers.device) / pairs))
+        self.method, self._rotary = Spade(predictor), Rotary(layers.frequencies)
         turning = Turning(tuple(self._rotary.frequencies.tolist()), self._rotary.interleaved)
         told = Attach(
             VERSION, 1, shape, layers.contexts // BLOCK, layers.buffers.scaling, predictor.name, self.method.sinks, self.method.recent,

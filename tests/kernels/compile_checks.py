@@ -246,7 +246,7 @@ def check_any_requests(compiled):
         for by in (None, coded):
             chosen = choose_tokens(queries, addresses, keys, torch.ones(3), asked, *all_of, keep, coded=by, scored=True)
         held, numbers = torch.zeros(count, 9 * keep, dtype=torch.int32), torch.zeros(count, hand_over.ASKED_NUMBERS, dtype=torch.int64)
-        sent_rows.exchange(*chosen, held, numbers, 16)
+        sent_rows.exchange(*chosen, held, numbers, 16, 0, torch.zeros_like(chosen[0], dtype=torch.int8))
     found = [(name, id(made)) for name, made in compiled[begin:]]
     assert len(set(found)) == len({name for name, _ in found}) == 6, found
 
@@ -385,12 +385,12 @@ def check_words(compiled):
     hand_over.answer(word, *asked)
     check_rows(compiled, keys, asked, hits, commits, table, slots)
     ptx = {kernel: made.asm["ptx"] for kernel, made in compiled[begin:]}
-    assert all("st.release.sys.global.b64" in ptx[kernel] for kernel in ("_signal", "_answer"))
+    assert all("st.release.sys.global.b64" in ptx[kernel] for kernel in ("_signal", "_signal_all", "_answer"))
     assert all("ld.acquire.sys.global.b64" in ptx[kernel] for kernel in ("_open_places", "_await", "_read_words"))
     assert all("%globaltimer" in ptx[kernel] and "st.release" not in ptx[kernel] for kernel in ("_await", "_read_words"))
     # What one warp has seen another has not yet.
     warps = {kernel: made.metadata.num_warps for kernel, made in compiled[begin:]}
-    assert {warps[kernel] for kernel in ("_open_places", "_signal", "_await", "_read_words", "_answer")} == {1}, warps
+    assert {warps[kernel] for kernel in ("_open_places", "_signal", "_signal_all", "_await", "_read_words", "_answer")} == {1}, warps
 
 
 def check_rows(compiled, keys, asked, hits, commits, table, slots):
@@ -398,7 +398,7 @@ def check_rows(compiled, keys, asked, hits, commits, table, slots):
     begin = len(compiled)
     tables, rows = (torch.zeros(3, dtype=torch.int64),) * 2, torch.zeros(4, 6, 100, 128, dtype=torch.bfloat16)
     chosen, held = torch.zeros(2, 3, 2, 2, 2048, dtype=torch.int32), torch.zeros(2, 12288, dtype=torch.int32)
-    counts, moves = sent_rows.exchange(*chosen, held, asked[0], 100)
+    counts, moves = sent_rows.exchange(*chosen, held, asked[0], 100, 0, torch.zeros_like(chosen[0], dtype=torch.int8))
     sent_rows.push_rows(tables, keys, table, counts, moves, *asked, (1 << 33,) * 4)
     arrived = torch.zeros(4, 6, dtype=torch.int32), torch.zeros(4, 6, 100, 2, dtype=torch.int32), rows, rows
     taken_rows.commit_rows(arrived, hits, commits, slots[:2], slots, tables, keys, slots)

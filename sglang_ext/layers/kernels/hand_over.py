@@ -32,13 +32,13 @@ COUNTERS = ("taken", "late", "unasked", "waited", "rows")
 COPIED, POINTERS = 1024, 128
 
 
-@triton.jit(do_not_specialize=("requests",))
-def _open_places(heads, numbers, opened, requests):
-    """Whether the place of each question is free: that before it in the same place is done with."""
-    for i in range(requests):
-        lane, word = tl.load(numbers + 2 * i), tl.load(numbers + 2 * i + 1)
-        done = load_acquire(heads + lane * WORDS + DONE)
-        tl.store(opened + i, (done >= word - 2).to(tl.int32))
+@triton.jit
+def _open_places(heads, numbers, opened):
+    """Whether the place of a question is free: that before it in the same place is done with."""
+    i = tl.program_id(0)
+    lane, word = tl.load(numbers + 2 * i), tl.load(numbers + 2 * i + 1)
+    done = load_acquire(heads + lane * WORDS + DONE)
+    tl.store(opened + i, (done >= word - 2).to(tl.int32))
 
 
 @triton.jit(do_not_specialize=("count", "window"))
@@ -71,13 +71,18 @@ def _put_keys(
         tl.store(target + column, found, mask=column < ROW)
 
 
-@triton.jit(do_not_specialize=("requests", "word"))
-def _signal(heads, written, numbers, opened, requests, word):
-    """Say of each question whose place was free that it is there, then how much was written in all."""
-    for i in range(requests):
-        if tl.load(opened + i) != 0:
-            mine = tl.load(numbers + 2 * i + 1)
-            store_release(heads + tl.load(numbers + 2 * i) * WORDS + QUESTION + (mine & 1), mine)
+@triton.jit
+def _signal(heads, numbers, opened):
+    """Say of a question whose place was free that it is there."""
+    i = tl.program_id(0)
+    if tl.load(opened + i) != 0:
+        mine = tl.load(numbers + 2 * i + 1)
+        store_release(heads + tl.load(numbers + 2 * i) * WORDS + QUESTION + (mine & 1), mine)
+
+
+@triton.jit(do_not_specialize=("word",))
+def _signal_all(written, word):
+    """Say how much was written in all."""
     store_release(written, word)
 
 
@@ -176,16 +181,16 @@ def _read_words(heads, written, asked, there, out, count, requests, least, patie
             tl.store(there + i, ((found >= least) & (put == mine)).to(tl.int32))
 
 
-@triton.jit(do_not_specialize=("heads", "requests"))
-def _answer(heads, asked, there, requests):
-    """Say of questions that are there that they are done with, first of those with an answer, of which something is kept, that it is there."""
-    for i in range(requests):
-        if tl.load(there + i) != 0:
-            word = tl.load(asked + ASKED * i + 1)
-            head = heads.to(tl.pointer_type(tl.int64)) + tl.load(asked + ASKED * i) * WORDS
-            if tl.load(asked + ASKED * i + 2) != 0:
-                store_release(head + CHOSEN + (word & 1), word)
-            store_release(head + DONE, word)
+@triton.jit(do_not_specialize=("heads",))
+def _answer(heads, asked, there):
+    """Say of a question that is there that it is done with; first, where tokens are kept, that its answer is there."""
+    i = tl.program_id(0)
+    if tl.load(there + i) != 0:
+        word = tl.load(asked + ASKED * i + 1)
+        head = heads.to(tl.pointer_type(tl.int64)) + tl.load(asked + ASKED * i) * WORDS
+        if tl.load(asked + ASKED * i + 2) != 0:
+            store_release(head + CHOSEN + (word & 1), word)
+        store_release(head + DONE, word)
 
 
 def put_queries(
@@ -206,7 +211,7 @@ def put_queries(
     requests, count = places.shape
     layers, row = pool.shape[0], pool.shape[2] * pool.shape[3]
     opened = torch.empty(requests, dtype=torch.int32, device=heads.device)
-    _open_places[(1,)](heads, numbers, opened, requests, num_warps=1)
+    _open_places[(requests,)](heads, numbers, opened, num_warps=1)
     _put_queries[(layers * count, requests)](
         pool, places, numbers, opened, queries, count, pool.stride(0), queries.shape[3], LAYERS=layers, ROW=row, BLOCK=COPIED
     )
@@ -230,7 +235,10 @@ def put_keys(target: torch.Tensor, key_table: torch.Tensor, like: torch.Tensor, 
 
 def signal(heads: torch.Tensor, written: torch.Tensor, numbers: torch.Tensor, opened: torch.Tensor, word: int) -> None:
     """Let the cache rank know what was written by kernels before; ``word``: how much in all; others as of :func:`put_queries`."""
-    _signal[(1,)](heads, written, numbers, opened, len(numbers), word, num_warps=1)
+    # Each of these takes as long as the one before it took, where they follow one another; what was written in all is said after them.
+    if len(numbers):
+        _signal[(len(numbers),)](heads, numbers, opened, num_warps=1)
+    _signal_all[(1,)](written, word, num_warps=1)
 
 
 def wait_for_answers(heads: torch.Tensor, numbers: torch.Tensor, counters: torch.Tensor, seconds: float) -> torch.Tensor:
@@ -333,6 +341,6 @@ def read_words(
 
 
 def answer(heads: int, asked: torch.Tensor, there: torch.Tensor) -> None:
-    """Say by the address of the lanes' words of some questions that they are done with; of :func:`push_chosen`'s arguments those that are
-    there, and of these that they are answered where tokens are kept."""
-    _answer[(1,)](heads, asked, there, len(asked), num_warps=1)
+    """Say by the address of the lanes' words of some questions, of a lane each, that they are done with; of :func:`push_chosen`'s arguments
+    those that are there, and of these that they are answered where tokens are kept."""
+    _answer[(len(asked),)](heads, asked, there, num_warps=1)

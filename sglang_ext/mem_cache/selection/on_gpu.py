@@ -1,5 +1,6 @@
 """Tokens chosen by predicted queries on a GPU, of many requests and layers in few launches (layers/kernels/choose_tokens.py)."""
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,7 +13,7 @@ from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.selection.predictors import QueryPredictor
 
 if TYPE_CHECKING:
-    from sglang_ext.layers.kernels.choose_tokens import Contexts
+    from sglang_ext.layers.kernels.choose_tokens import Contexts, Marked
 
 # Bytes in which tokens are chosen, where a pair of a layer and a request takes no more, and share of them that predicting queries takes
 # beside them: more of them need fewer launches.
@@ -91,10 +92,11 @@ class GpuChoice:
 
         Args:
             contexts, read, positions, ahead, most, scored: as there.
-            finishing: chooses by logits that the current stream leaves, part by part; None for the same.
-            finer: whether each part has half of the layers that are left at most, so that the last ones are small.
+            finishing: writes down what the current stream marks, part by part; None for the same.
+            finer: whether each part has a third of the layers that are left at most, so that the last ones are small.
         """
-        from sglang_ext.layers.kernels.choose_tokens import choose_tokens, scratch_bytes
+        from sglang_ext.layers.kernels.choose_tokens import mark_tokens, scratch_bytes
+        from sglang_ext.layers.kernels.choosing.exact_logits import by_layers
 
         keys, codes, count = self.buffers.keys, self.buffers.codes, len(contexts.lengths)
         coded, finishing = None if codes is None else codes.of_kernels, finishing or Finishing()
@@ -104,20 +106,32 @@ class GpuChoice:
         predicted = _predicted_at_once(self.scratch, predicting_bytes(self.query_heads, dim, self.predictor))
         each = scratch_bytes(max(contexts.lengths), kv_heads, self.query_heads // kv_heads, keys[0].itemsize)
         pairs, found = max(1, self.scratch // each), []
+        begun: deque[tuple[slice, slice, Marked, torch.cuda.Event | None]] = deque()
+
+        def finished(more: int) -> Iterator[Part]:
+            """Finish what has begun, but for so many parts."""
+            while len(begun) > more:
+                of_layers, of_requests, marked, moment = begun.popleft()
+                # Where requests are cut, they are of one layer.
+                last = of_requests.stop == count
+                with finishing.part(moment, (marked, *found)):
+                    found.append(marked.written(most, scored))
+                    whole = torch.cat(found, -3) if last and len(found) > 1 and found[0] is not None else found[0]
+                if last:
+                    found.clear()
+                    yield Part(of_layers, whole, finishing.last)
+
         for layers, requests in shares(len(keys), count, predicted):
             queries = self.predictor.predict(read(requests, layers), positions[requests], self.rotary, ahead)
+            # As kernels take them, of which each part is contiguous.
+            queries = by_layers(queries if coded else queries.to(keys[0].dtype)).transpose(0, 1)
             for of_layers, of_requests in shares(queries.shape[1], queries.shape[0], pairs, finer):
                 where = _within(layers, of_layers), _within(requests, of_requests)
-                some = queries[of_requests, of_layers]
-                more = {"coded": coded, "scored": scored, "finishing": finishing}
-                found.append(choose_tokens(some, *tables, contexts, *where, most, **more))
-                # Where requests are cut, they are of one layer.
-                if where[1].stop == count:
-                    if len(found) > 1 and found[0] is not None:
-                        with finishing.part(*found):
-                            found = [torch.cat(found, -3)]
-                    yield Part(where[0], found[0], finishing.last)
-                    found = []
+                finishing.make_room(len(begun))
+                marked = mark_tokens(queries[of_requests, of_layers], *tables, contexts, *where, coded)
+                begun.append((*where, marked, finishing.moment()))
+                yield from finished(finishing.parts - 1)
+        yield from finished(0)
 
 
 def predicting_bytes(query_heads: int, dim: int, predictor: QueryPredictor) -> int:
@@ -141,11 +155,11 @@ def planned_bytes(
 
 def shares(layers: int, requests: int, pairs: int, finer: bool = False) -> Iterator[tuple[slice, slice]]:
     """Layers and requests, in shares of at most so many pairs of one of each: all requests of some layers, or some of a layer; ``finer``:
-    of no more than half of the layers that are left."""
+    of no more than a third of the layers that are left."""
     layer, each = 0, min(requests, pairs)
     while layer < layers:
         left = layers - layer
-        end = layer + min(max(1, pairs // requests), -(-left // 2) if finer else left)
+        end = layer + min(max(1, pairs // requests), -(-left // 3) if finer else left)
         for request in range(0, requests, each):
             yield slice(layer, end), slice(request, min(request + each, requests))
         layer = end

@@ -14,7 +14,7 @@ NOWHERE = tl.constexpr(0x7FFFFFFF)
 # Places that a program looks at, and rows that one copies, at once.
 LOOKED_AT, COPIED = 1024, 32
 # Programs that copy rows: as many as a link between GPUs wants, and few enough to leave processors to what chooses beside them.
-COPYING = 264
+COPYING, WARPS = 264, 4
 
 
 @triton.jit
@@ -123,7 +123,8 @@ def _push_rows(
 
 
 def exchange(
-    chosen: torch.Tensor, bits: torch.Tensor, held: torch.Tensor, asked: torch.Tensor, fresh: int, first_layer: int = 0
+    chosen: torch.Tensor, bits: torch.Tensor, held: torch.Tensor, asked: torch.Tensor, fresh: int, first_layer: int,
+    present: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What comes of what was chosen for some requests in some layers, and which places of their copies it takes: as held_rows.py:exchange
     says.
@@ -135,13 +136,13 @@ def exchange(
         asked: int64 [requests, :data:`~sglang_ext.layers.kernels.hand_over.ASKED_NUMBERS`].
         fresh: tokens that come for a pair at most.
         first_layer: of those that are meant.
+        present: int8, a number for each of ``chosen``, zeros, in which is worked.
 
     Returns:
         int32 [requests, pairs], how many come, and int32 [requests, pairs, fresh, 2], these moves, ascending by position.
     """
     layers, requests, heads, most = chosen.shape
     of_all, device = (requests, layers * heads), chosen.device
-    present = torch.zeros(*of_all, most, dtype=torch.int8, device=device)
     going = torch.empty(*of_all, most, dtype=torch.int32, device=device)
     counts = torch.empty(of_all, dtype=torch.int32, device=device)
     moves = torch.empty(*of_all, fresh, 2, dtype=torch.int32, device=device)
@@ -174,5 +175,5 @@ def push_rows(
     _push_rows[(min(COPYING, requests * pairs * triton.cdiv(fresh, COPIED)),)](
         *tables, like, token_table, counts, moves, asked, there, *targets, requests, pairs, first_layer * heads, len(tables[0]) * heads,
         fresh, token_table.stride(0), like.stride(0), like.stride(1), HEADS=heads, DIM=dim, PADDED_DIM=triton.next_power_of_2(dim),
-        ROWS=COPIED,
+        ROWS=COPIED, num_warps=WARPS,
     )  # fmt: skip

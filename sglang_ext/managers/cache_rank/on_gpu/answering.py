@@ -220,11 +220,12 @@ class Answering:
         torch.cuda.empty_cache()
 
     def _answer(self, inputs: Inputs, beside: bool = False) -> None:
-        """``beside``: in parts of layers, beside each other."""
-        memory, asked, there = self._memory, inputs.asked, inputs.there
+        """``beside``: where rows are sent, in parts of layers beside each other."""
+        memory, asked, there, rows = self._memory, inputs.asked, inputs.there, self._store.rows is not None
+        beside, begun = beside and rows, self._finishing.moment()
         parts = self._chosen(inputs, beside)
-        with self._sending.apart() if beside else nullcontext():
-            if self._store.rows is not None:
+        with self._sending.apart(begun) if beside else nullcontext():
+            if rows:
                 memory.push_rows(asked, there, parts, inputs.table, self._keys.sent)
             else:
                 memory.push_chosen(asked, there, parts)

@@ -172,14 +172,14 @@ class MappedArena:
         from sglang_ext.layers.kernels.rows import sent_rows
 
         pairs, most, layout = self.shape.layers * self.shape.kv_heads, parts[0].chosen.shape[-1], self._layout
-        # What is asked for is put before anything is chosen.
-        SideStream.wait(parts[0].there)
+        present = torch.zeros(pairs, len(asked), most, dtype=torch.int8, device=self._device)
         # What is behind a shorter one is nothing.
         records = self._gathered(layout.records, asked, 1, pairs * most, 0, (layout.records.sizes[1], 0)).squeeze(1)
         targets = tuple(self._address(part) for part in (layout.counts, layout.moves, layout.row_keys, layout.row_values))
         for layers, chosen, chose in parts:
             SideStream.wait(chose)
-            counts, moves = sent_rows.exchange(*chosen, records, asked, self.shape.fresh, layers.start)
+            of_part = present[layers.start * self.shape.kv_heads : layers.stop * self.shape.kv_heads]
+            counts, moves = sent_rows.exchange(*chosen, records, asked, self.shape.fresh, layers.start, of_part)
             tables = held.key_table, held.value_table
             sent_rows.push_rows(tables, held.keys[0], table, counts, moves, asked, there, targets, layers.start)
 
