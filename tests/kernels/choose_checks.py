@@ -102,6 +102,20 @@ def check_choose_tokens(device):
             assert torch.equal(one.cpu()[rest], other[rest])
 
 
+def check_turned(device):
+    """Queries are turned on as PyTorch turns them, those of each layer of one piece, whatever lies between requests and layers."""
+    from sglang_ext.layers.kernels.choosing.turn_queries import turn_queries
+
+    noise = torch.Generator().manual_seed(3)
+    for requests, layers, heads, dim, turning, interleaved in ((3, 2, 5, 48, 16, False), (2, 3, 32, 128, 64, True), (1, 1, 1, 16, 8, False)):
+        window = torch.randn(requests, layers, 2, heads, dim, generator=noise).to(torch.bfloat16)
+        rotary = Rotary(torch.rand(turning, generator=noise), interleaved)
+        given, turn = window[:, :, 1], tuple(each.to(device) for each in rotary._turn(7, dim))
+        found = turn_queries(window.to(device)[:, :, 1], turn)
+        assert found.transpose(0, 1).is_contiguous()
+        assert torch.allclose(found.cpu(), rotary.advanced(given, 7), rtol=1e-6, atol=1e-6), (dim, interleaved)
+
+
 def check_ties(device):
     """Of equal scores earlier tokens are chosen, whatever their number; so it is where keys are no numbers."""
     from sglang_ext.layers.kernels.choose_tokens import choose_tokens
@@ -194,7 +208,7 @@ def check_choosing(device):
     """All of them; then as of contexts that are too long for registers, a few tokens at once."""
     from sglang_ext.layers.kernels import choose_tokens
 
-    for check in (check_choose_tokens, check_ties, check_many_ties, check_far_ties, check_predicted):
+    for check in (check_turned, check_choose_tokens, check_ties, check_many_ties, check_far_ties, check_predicted):
         check(device)
     with patch.multiple(choose_tokens, RESIDENT=256, AT_ONCE=128, WRITTEN=64):
         for check in (check_choose_tokens, check_ties, check_many_ties):

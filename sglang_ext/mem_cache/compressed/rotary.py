@@ -60,6 +60,10 @@ class Rotary:
     def advanced(self, vectors: torch.Tensor, count: int) -> torch.Tensor:
         """Vectors as they would be ``count`` positions later, wherever they are, in few operations: float32, as ``vectors``, [..., dim]."""
         cos, sin, other = self._turn(count, vectors.shape[-1])
+        if vectors.is_cuda and vectors.dim() == 4 and vectors.stride()[2:] == (vectors.shape[-1], 1):
+            from sglang_ext.layers.kernels.choosing.turn_queries import turn_queries
+
+            return turn_queries(vectors, (cos, sin, other))
         vectors = vectors.float()
         return torch.addcmul(vectors * cos, vectors[..., other], sin)
 

@@ -12,9 +12,9 @@ BEYOND = tl.constexpr(0x7F800001)
 # Beyond all positions.
 NOWHERE = tl.constexpr(0x7FFFFFFF)
 # Places that a program looks at, and rows that one copies, at once.
-LOOKED_AT, COPIED = 1024, 32
-# Programs that copy rows: as many as a link between GPUs wants, and few enough to leave processors to what chooses beside them.
-COPYING, WARPS = 264, 4
+LOOKED_AT, COPIED = 1024, 128
+# Programs that copy rows, and warps of each: as many as a link between GPUs wants, on few processors, which what chooses beside them lacks.
+COPYING, WARPS = 33, 16
 
 
 @triton.jit

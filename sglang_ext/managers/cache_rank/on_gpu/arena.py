@@ -260,9 +260,10 @@ class Arena:
             pool: [layers, places, query_heads, dim], of queries.
             questions: of other lanes each.
         """
-        for each in questions:
-            if each.record is not None:
-                self.records[each.lane, : each.record.numel()].copy_(each.record.flatten())
+        recorded = [each for each in questions if each.record is not None]
+        if recorded:
+            places = [self.records[each.lane, : each.record.numel()] for each in recorded]
+            torch._foreach_copy_(places, [each.record.flatten() for each in recorded])
         groups = [list(group) for _, group in groupby(sorted(questions, key=_count), key=_count)]
         for group in groups or [[]]:
             # Not before the last is there.

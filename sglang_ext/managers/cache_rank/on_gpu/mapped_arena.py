@@ -36,6 +36,7 @@ class MappedArena:
 
     def __init__(self, shape: Shape, device: torch.device, handle: bytes, descriptor: int | None):
         self.shape, self._device, self._layout = shape, device, ArenaLayout.of(shape)
+        self._beside = SideStream(device)
         self._base = opened(handle, device) if descriptor is None else None
         if descriptor is not None:
             memory = torch.frombuffer(mmap.mmap(descriptor, self._layout.size), dtype=torch.uint8)
@@ -84,12 +85,12 @@ class MappedArena:
         read_words(self._address(self._layout.heads), self._address(self._layout.written), out, asked, there, least, seconds)
         if self._device.type == "cpu":
             return lambda: _words(out)
-        host, there = torch.empty_like(out, device="cpu", pin_memory=True), torch.cuda.Event()
-        host.copy_(out, non_blocking=True)
-        there.record()
+        host = torch.empty_like(out, device="cpu", pin_memory=True)
+        # Beside what is launched next, which would wait for the copy.
+        copied = self._beside.launch(lambda: host.copy_(out, non_blocking=True), [out])
 
         def words() -> Words:
-            there.synchronize()
+            copied.synchronize()
             return _words(host)
 
         return words
