@@ -246,7 +246,7 @@ def check_any_requests(compiled):
         for by in (None, coded):
             chosen = choose_tokens(queries, addresses, keys, torch.ones(3), asked, *all_of, keep, coded=by, scored=True)
         held, numbers = torch.zeros(count, 9 * keep, dtype=torch.int32), torch.zeros(count, hand_over.ASKED_NUMBERS, dtype=torch.int64)
-        sent_rows.exchange(*chosen, held, numbers, 16, 0, torch.zeros_like(chosen[0], dtype=torch.int8))
+        sent_rows.exchange(*chosen, held, table[:count], numbers, 16, 0, torch.zeros_like(chosen[0], dtype=torch.int8))
     found = [(name, id(made)) for name, made in compiled[begin:]]
     assert len(set(found)) == len({name for name, _ in found}) == 6, found
 
@@ -398,8 +398,8 @@ def check_rows(compiled, keys, asked, hits, commits, table, slots):
     begin = len(compiled)
     tables, rows = (torch.zeros(3, dtype=torch.int64),) * 2, torch.zeros(4, 6, 100, 128, dtype=torch.bfloat16)
     chosen, held = torch.zeros(2, 3, 2, 2, 2048, dtype=torch.int32), torch.zeros(2, 12288, dtype=torch.int32)
-    counts, moves = sent_rows.exchange(*chosen, held, asked[0], 100, 0, torch.zeros_like(chosen[0], dtype=torch.int8))
-    sent_rows.push_rows(tables, keys, table, counts, moves, *asked, (1 << 33,) * 4)
+    comes = sent_rows.exchange(*chosen, held, table, asked[0], 100, 0, torch.zeros_like(chosen[0], dtype=torch.int8))
+    sent_rows.push_rows(tables, keys, comes, *asked, (1 << 33,) * 4)
     arrived = torch.zeros(4, 6, dtype=torch.int32), torch.zeros(4, 6, 100, 2, dtype=torch.int32), rows, rows
     taken_rows.commit_rows(arrived, hits, commits, slots[:2], slots, tables, keys, slots)
     taken_rows.move_newest(tables, keys, keys, torch.zeros(3, 2, 32, dtype=torch.int64), slots, slots)

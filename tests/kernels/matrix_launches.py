@@ -225,9 +225,9 @@ def _hand_over(shape: Shape) -> None:
     hand_over.read_words(word, word, torch.zeros(33, dtype=torch.int64), asked, there)
     hand_over.answer(word, asked, there)
     chosen, tables = torch.zeros(2, 1, 1, 1, 40, dtype=torch.int32), (table, table)
-    counts, moves = sent_rows.exchange(*chosen, tokens, asked, 9, 0, torch.zeros_like(chosen[0], dtype=torch.int8))
-    sent_rows.push_rows(tables, keys, tokens, counts, moves, asked, there, (word,) * 4)
-    arrived = counts, moves, torch.zeros(1, 1, 9, shape.dim, dtype=shape.dtype), torch.zeros(1, 1, 9, shape.dim, dtype=shape.dtype)
+    comes = sent_rows.exchange(*chosen, tokens, tokens, asked, 9, 0, torch.zeros_like(chosen[0], dtype=torch.int8))
+    sent_rows.push_rows(tables, keys, comes, asked, there, (word,) * 4)
+    arrived = *comes[:2], torch.zeros(1, 1, 9, shape.dim, dtype=shape.dtype), torch.zeros(1, 1, 9, shape.dim, dtype=shape.dtype)
     taken_rows.commit_rows(arrived, hits, commits, one[0], torch.zeros(5, dtype=torch.int64), tables, keys, slots)
     taken_rows.move_newest(tables, keys, keys, torch.zeros(1, 1, 20, dtype=torch.int64), slots, slots)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # Scores that a program keeps in registers, a power of two of them, at least and at most, and of these those of a thread.
 LEAST_RESIDENT, RESIDENT, OF_THREAD = 1024, 32768, 64
 # Tokens whose scores go to memory at once, and those that a program writes down.
-AT_ONCE, WRITTEN = 4096, 32768
+AT_ONCE, WRITTEN = 4096, 8192
 # Tokens that were chosen whose scores a program leaves.
 SCORED = 1024
 # Threads sum products alike only where none is fused with a sum: of two that exchange theirs, each would round the other's alone. Else
@@ -128,7 +128,7 @@ class Marked:
         out = None if pointing else torch.empty(shape, dtype=torch.int32, device=like.device)
         write_marked[(heads, triton.cdiv(longest, WRITTEN), pairs)](
             self.marks, key_table, table, contexts.numbers, contexts.targets, out, *where, table.stride(0), most, cells.stride(0),
-            cells.stride(1), HEADS=heads, PER_SLOT=cells.shape[2] if pointing else 0, TOKENS=WRITTEN,
+            cells.stride(1), HEADS=heads, PER_SLOT=cells.shape[2] if pointing else 0, TOKENS=WRITTEN, num_warps=8,
         )  # fmt: skip
         if scored:
             score_chosen[(heads, triton.cdiv(most, SCORED), pairs)](

@@ -180,9 +180,8 @@ class MappedArena:
         for layers, chosen, chose in parts:
             SideStream.wait(chose)
             of_part = present[layers.start * self.shape.kv_heads : layers.stop * self.shape.kv_heads]
-            counts, moves = sent_rows.exchange(*chosen, records, asked, self.shape.fresh, layers.start, of_part)
-            tables = held.key_table, held.value_table
-            sent_rows.push_rows(tables, held.keys[0], table, counts, moves, asked, there, targets, layers.start)
+            comes = sent_rows.exchange(*chosen, records, table, asked, self.shape.fresh, layers.start, of_part)
+            sent_rows.push_rows((held.key_table, held.value_table), held.keys[0], comes, asked, there, targets, layers.start)
 
     def _push_rows_of(
         self, lane: int, chosen: torch.Tensor, bits: torch.Tensor, places: torch.Tensor, held: KVBuffers
