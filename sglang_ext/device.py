@@ -89,8 +89,8 @@ class SideStream:
 
     @contextmanager
     def apart(self, begun: torch.cuda.Event | None) -> Iterator[None]:
-        """What is launched inside waits for that moment and what it says itself (:meth:`wait`), and what the current stream is given afterwards
-        for it; tensors of that one which it reads are kept until then."""
+        """What is launched inside waits for that moment and what it says itself (:meth:`wait`), and what the current stream is given
+        afterwards for it; tensors of that one which it reads are kept until then."""
         if self._stream is None:
             yield
             return
@@ -145,8 +145,8 @@ class Finishing:
         self._unfinished: deque[tuple[torch.cuda.Event, object]] = deque()
 
     def make_room(self, begun: int) -> None:
-        """Before memory of a part is taken: the current stream waits until so few are unfinished that there is room for it, beside those that
-        have ``begun`` and whose end was not launched."""
+        """Before memory of a part is taken: the current stream waits until so few are unfinished that there is room for it, beside those
+        that have ``begun`` and whose end was not launched."""
         while self._unfinished and len(self._unfinished) + begun >= self.parts:
             self._finish()
 

@@ -1,4 +1,4 @@
-"""What SGLang computes of a decoder layer of Qwen3 beside products and attention, for pack_layers.py: by its kernels on a GPU, else by PyTorch."""
+"""What SGLang computes of a decoder layer of Qwen3 beside products and attention, for pack_layers.py: by its kernels, or on a CPU by PyTorch."""
 
 from typing import NamedTuple
 

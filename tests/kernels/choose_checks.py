@@ -107,7 +107,8 @@ def check_turned(device):
     from sglang_ext.layers.kernels.choosing.turn_queries import turn_queries
 
     noise = torch.Generator().manual_seed(3)
-    for requests, layers, heads, dim, turning, interleaved in ((3, 2, 5, 48, 16, False), (2, 3, 32, 128, 64, True), (1, 1, 1, 16, 8, False)):
+    shapes = (3, 2, 5, 48, 16, False), (2, 3, 32, 128, 64, True), (1, 1, 1, 16, 8, False)
+    for requests, layers, heads, dim, turning, interleaved in shapes:
         window = torch.randn(requests, layers, 2, heads, dim, generator=noise).to(torch.bfloat16)
         rotary = Rotary(torch.rand(turning, generator=noise), interleaved)
         given, turn = window[:, :, 1], tuple(each.to(device) for each in rotary._turn(7, dim))

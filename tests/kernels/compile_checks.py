@@ -18,6 +18,7 @@ from triton.runtime.jit import JITFunction
 from sglang_ext.layers.kernels import fitting, hand_over, pointer_decode, uneven_decode, window_scores
 from sglang_ext.layers.kernels.choose_tokens import Contexts, choose_tokens
 from sglang_ext.layers.kernels.choosing import quest_pages
+from sglang_ext.layers.kernels.choosing.turn_queries import turn_queries
 from sglang_ext.layers.kernels.coded_keys.code_keys import code_keys
 from sglang_ext.layers.kernels.coded_keys.coded_logits import KeyCodes
 from sglang_ext.layers.kernels.copies import scatter_cells, write_pointers
@@ -243,12 +244,13 @@ def check_any_requests(compiled):
         table, lengths = torch.zeros(count, length, dtype=torch.int32), tuple(range(length, length - count, -1))
         asked = Contexts(table, torch.tensor([[row, each, keep, 0] for row, each in enumerate(lengths)]), lengths, (4, 32))
         queries, all_of = torch.zeros(count, 3, 9, 64), (slice(0, 3), slice(0, count))
+        turn_queries(queries, (torch.zeros(64), torch.zeros(64), torch.zeros(64, dtype=torch.int64)))
         for by in (None, coded):
             chosen = choose_tokens(queries, addresses, keys, torch.ones(3), asked, *all_of, keep, coded=by, scored=True)
         held, numbers = torch.zeros(count, 9 * keep, dtype=torch.int32), torch.zeros(count, hand_over.ASKED_NUMBERS, dtype=torch.int64)
         sent_rows.exchange(*chosen, held, table[:count], numbers, 16, 0, torch.zeros_like(chosen[0], dtype=torch.int8))
     found = [(name, id(made)) for name, made in compiled[begin:]]
-    assert len(set(found)) == len({name for name, _ in found}) == 6, found
+    assert len(set(found)) == len({name for name, _ in found}) == 7, found
 
 
 def check_any_length(compiled):

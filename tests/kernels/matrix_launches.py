@@ -10,6 +10,7 @@ from packed_helpers import KERNEL_KINDS, divides, packed_pool
 from sglang_ext.layers.kernels import hand_over
 from sglang_ext.layers.kernels.choose_tokens import Contexts, choose_tokens
 from sglang_ext.layers.kernels.choosing.quest_pages import bound_pages, point_at_best_pages
+from sglang_ext.layers.kernels.choosing.turn_queries import turn_queries
 from sglang_ext.layers.kernels.coded_keys.code_keys import code_keys
 from sglang_ext.layers.kernels.coded_keys.coded_logits import KeyCodes
 from sglang_ext.layers.kernels.copies.gather_kept import gather_kept
@@ -142,7 +143,8 @@ def _choice(shape: Shape) -> None:
     table, numbers = torch.zeros(2, 80, dtype=torch.int32), torch.tensor([[1, 70, 40, 0]])
     for targets in (torch.zeros(40, dtype=torch.int64), None):
         asked, one, scored = Contexts(table, numbers, (70,), (4, 32), targets), slice(0, 1), targets is None
-        queries, address = torch.zeros(1, 1, shape.group, shape.dim), torch.tensor([keys.data_ptr()])
+        given, turn = torch.zeros(1, 1, shape.group, shape.dim, dtype=shape.dtype), (torch.zeros(shape.dim),) * 2
+        queries, address = turn_queries(given, (*turn, torch.arange(shape.dim))), torch.tensor([keys.data_ptr()])
         choose_tokens(queries, address, keys, torch.ones(1), asked, one, one, 40, scored=scored)
 
 

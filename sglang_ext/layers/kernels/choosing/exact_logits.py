@@ -107,8 +107,8 @@ def leave_exact(queries: torch.Tensor, key_table: torch.Tensor, like: torch.Tens
 
     def launch(block: dict[str, int]) -> None:
         _leave_logits[(heads, asked.chunks, asked.pairs)](
-            by_layers(queries), key_table, like, *asked.tensors, *asked.where, asked.chunks, asked.table_row, like.stride(0), like.stride(1),
-            HEADS=heads, GROUP=group, M=padded(group), DIM=dim, PADDED_DIM=padded(dim), CHUNK=CHUNK, **block,
+            by_layers(queries), key_table, like, *asked.tensors, *asked.where, asked.chunks, asked.table_row, like.stride(0),
+            like.stride(1), HEADS=heads, GROUP=group, M=padded(group), DIM=dim, PADDED_DIM=padded(dim), CHUNK=CHUNK, **block,
         )  # fmt: skip
 
     def what() -> str:

@@ -23,7 +23,8 @@ from sglang_ext.layers.kernels.packed import packed_decode
 # Keys that are multiplied at once, those preferred first. Two of the stages are that of where tokens lie and that of products: three of
 # five hold keys. Few threads share a tile, so that many programs fit on a processor and hardly wait for each other.
 BLOCKS = (
-    {"BLOCK": 64, "STAGES": 5, "num_warps": 2}, {"BLOCK": 64, "STAGES": 3, "num_warps": 2}, {"BLOCK": 32, "STAGES": 3}, {"BLOCK": 16, "STAGES": 1},
+    {"BLOCK": 64, "STAGES": 5, "num_warps": 2}, {"BLOCK": 64, "STAGES": 3, "num_warps": 2}, {"BLOCK": 32, "STAGES": 3},
+    {"BLOCK": 16, "STAGES": 1},
 )  # fmt: skip
 # Rows of a product at least, as tensor cores take them, and at most, as registers do; bytes of a key in one at least.
 LEAST_ROWS, MOST_ROWS, LEAST_BYTES = 16, 32, 32

@@ -15,8 +15,8 @@ BEYOND = tl.constexpr(0x7F800001)
 NOWHERE = tl.constexpr(0x7FFFFFFF)
 # Places that a program looks at, and rows that one copies, at once.
 LOOKED_AT, COPIED = 1024, 64
-# Programs that copy rows, and warps of each: as many as a link between GPUs wants, on few processors, which what chooses beside them lacks.
-COPYING, WARPS = 24, 8
+# Programs that copy rows, and warps of each: as many as a link between GPUs wants, on few of the processors for what chooses beside them.
+COPYING, WARPS = 33, 8
 
 
 @triton.jit

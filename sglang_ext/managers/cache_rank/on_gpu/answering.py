@@ -1,11 +1,10 @@
-"""What a cache rank on a GPU does for questions that it answers together: it copies their queries out of the arena, chooses, and writes what
-was chosen, or rows of that, and that it is there.
+"""What a cache rank on a GPU does for questions that it answers together: it copies their queries out of the arena, chooses, and writes
+what was chosen, or rows of that, and that it is there.
 
 None of it waits for the host, or asks it: what differs from one time to the next is in memory of the device, which the host fills before.
 So all launches for questions that come again and again, as many of them, in contexts about as long, are recorded as one CUDA graph, which
-takes the host a moment where they took as long as the device. In a graph parts cost the host nothing: what is chosen in some layers is written
-while tokens are chosen in the next ones, for which logits are computed before. On a CPU, for tests, kernels are launched anew, or PyTorch does
-their work.
+takes the host a moment where they took as long as the device. In a graph parts cost the host nothing: where rows are sent, those of some
+layers travel while tokens are chosen in the next ones. On a CPU, for tests, kernels are launched anew, or PyTorch does their work.
 """
 
 import logging

@@ -90,7 +90,7 @@ class DeviceRank(CacheRank):
         )
 
     def _answer_none(self, tokens: int, cleared: int) -> None:
-        """Do all that answers a question among so many tokens, those that were cleared, over and over. Its word is the one that every lane begins
+        """Do all that answers a question among so many tokens, those that were cleared, over and over. Its word is that which lanes begin
         with."""
         shape = self._memory.shape
         keep = max(1, min(shape.most, tokens // 8))
