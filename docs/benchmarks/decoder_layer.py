@@ -20,7 +20,8 @@ class Norms(NamedTuple):
 def add_normalized(hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> None:
     """Add ``hidden``, [tokens, width], to ``residual``, and let it be that, normalized."""
     if hidden.is_cuda:
-        from sglang.kernels.ops.layernorm.norm import fused_add_rmsnorm
+        # As RMSNorm.forward_cuda launches it.
+        from sglang.srt.layers.layernorm import fused_add_rmsnorm
 
         fused_add_rmsnorm(hidden, residual, weight, EPSILON)
         return

@@ -137,8 +137,7 @@ class MappedArena:
         copy_rows(self._address(part, place), into.data_ptr(), self.shape.layers, *lengths)
 
     def push_chosen(self, asked: torch.Tensor, there: torch.Tensor, parts: Sequence[ChosenPart]) -> None:
-        """Answers to questions that are there: positions of all layers, int32 [layers, questions, kv_heads, most]. Of one part they travel
-        while the next ones are chosen."""
+        """Answers to questions that are there: positions of all layers, int32 [layers, questions, kv_heads, most]."""
         if self._base is None:
             chosen = torch.cat([part.chosen for part in parts])
             for i, (lane, word, keep) in _those(asked, there):
