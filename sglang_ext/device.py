@@ -90,7 +90,7 @@ class SideStream:
     @contextmanager
     def apart(self, begun: torch.cuda.Event | None) -> Iterator[None]:
         """What is launched inside waits for that moment and what it says itself (:meth:`wait`), and what the current stream is given
-        afterwards for it; whoever calls keeps tensors of other streams that it reads until then."""
+        afterwards for it; tensors of other streams which it reads are the caller's to keep until then."""
         if self._stream is None:
             yield
             return

@@ -1,5 +1,7 @@
 """Checks of which tokens a kernel chooses for queries, on a GPU or through Triton's interpreter."""
 
+import weakref
+from contextlib import contextmanager
 from unittest.mock import patch
 
 import torch
@@ -179,6 +181,24 @@ def check_far_ties(device):
                 assert parted <= 1, (length, request, head, parted)
 
 
+@contextmanager
+def one_at_once():
+    """No part of a choice that is launched one by one holds memory when the next one takes some."""
+    from sglang_ext.layers.kernels import choose_tokens
+
+    mark, parts = choose_tokens.mark_tokens, []
+
+    def marked(*given):
+        assert not any(part() for part in parts)
+        found = mark(*given)
+        parts.append(weakref.ref(found))
+        return found
+
+    with patch.object(choose_tokens, "mark_tokens", marked):
+        yield
+    assert parts
+
+
 def check_predicted(device):
     """What the method chooses in PyTorch, by either predictor, in one launch or in many; of one request as positions, of all as pointers."""
     from sglang_ext.mem_cache.selection.on_gpu import GpuChoice
@@ -191,7 +211,8 @@ def check_predicted(device):
         positions = torch.tensor([[1, 2, 3, 5, 6], [200, 201, 202, 203, 204]])
         choice = GpuChoice(predictor, there, 4, rotary, scratch)
         given = (lambda requests, layers: queries.to(device)[requests, layers]), positions.to(device)
-        assert choice.choose(asked.contexts(device, True), *given, ahead=3) is None
+        with one_at_once():
+            assert choice.choose(asked.contexts(device, True), *given, ahead=3) is None
         found = choice.choose(asked.contexts(device, False), *given, ahead=3, most=60).cpu().long()
         on_host = Rotary(rotary.frequencies.cpu())
         asked.queries = predictor.predict(queries, positions, on_host, ahead=3)

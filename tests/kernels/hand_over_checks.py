@@ -3,11 +3,13 @@ Triton's interpreter, where plain loads and stores are in the place of assembly.
 
 import os
 import time
+from unittest.mock import patch
 
 import torch
 import triton.language as tl
 from backend_steps import on
 
+from sglang_ext.layers.kernels.rows import sent_rows
 from sglang_ext.layers.kernels.rows.taken_rows import move_newest
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.on_gpu import mapped_arena
@@ -262,7 +264,7 @@ class RowPair(Pair):
         places, lanes = [self.table[i, :100] for i in range(len(self.keeps))], [*range(len(self.keeps))]
         table = torch.nn.utils.rnn.pad_sequence(list(places), batch_first=True)
         asked = [(lane, 0, keep) for lane, keep in zip(lanes, self.keeps)]
-        for put in ((0,) * len(lanes), (1,) * len(lanes)):
+        for put in ((0,) * len(lanes), (0, *(1,) * (len(lanes) - 1)), (1,) * len(lanes)):
             before = [part.clone() for part in self.plain.arrived]
             self.plain_rank.push_rows(*asked_of("cpu", *asked, put=put), by_layers(chosen), table, self.buffers)
             there = by_layers(chosen.to(self.device)), table.to(self.device), self.there
@@ -271,6 +273,9 @@ class RowPair(Pair):
                 # Nothing of questions that are not there.
                 for there, here, was in zip(self.arena.arrived, self.plain.arrived, before):
                     assert torch.equal(there.cpu(), here) and torch.equal(here, was)
+            else:
+                counts = self.arrived(put)
+                assert put[0] or torch.equal(counts[0], before[0][0])
         return chosen
 
     def arrived(self, what):
@@ -313,9 +318,11 @@ class RowPair(Pair):
 
 
 def check_rows(device):
-    """Of several shapes; an answer has room for all that comes, for some, and for one row of a head."""
+    """Of several shapes; an answer has room for all that comes, for some, and for one row of a head; then programs take turns."""
     for fresh, dtype, dim in ((40, torch.float32, 24), (3, torch.bfloat16, 64), (1, torch.float16, 40)):
         rows(device, fresh, dtype, dim)
+    with patch.multiple(sent_rows, COPYING=3, COPIED=4, LOOKED_AT=8):
+        rows(device, 40, torch.float32, 24)
 
 
 def rows(device, fresh, dtype, dim, heads=2):

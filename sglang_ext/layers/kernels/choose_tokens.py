@@ -107,7 +107,6 @@ class Marked:
         group: query heads that share a KV head.
         left: logits, and of each chunk maxima and masses.
         marks: 32 to a word.
-        scores: of contexts too long for registers, which marking worked in; None of others.
     """
 
     contexts: Contexts
@@ -117,7 +116,6 @@ class Marked:
     group: int
     left: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     marks: torch.Tensor
-    scores: torch.Tensor | None
 
     def written(self, most: int = 0, scored: bool = False) -> torch.Tensor | None:
         """Launch what writes them down; arguments and what is returned as of :func:`choose_tokens`."""
@@ -172,7 +170,7 @@ def mark_tokens(
         coded.leave_logits(queries, asked)
     form = _form(longest, heads, group, contexts.always)
     mark_best[(heads, pairs)](*left, scores, marks, contexts.numbers, *where, chunks, **form)
-    return Marked(contexts, (key_table, like), where, pairs, group, left, marks, scores)
+    return Marked(contexts, (key_table, like), where, pairs, group, left, marks)
 
 
 def choose_tokens(

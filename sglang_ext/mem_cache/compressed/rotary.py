@@ -92,6 +92,10 @@ class Rotary:
             found = self._turns[count, dim] = tuple(each.to(self.frequencies.device) for each in (cos, sin, other))
         return found
 
+    def kept_turns(self) -> tuple[tuple[torch.Tensor, ...], ...]:
+        """What :meth:`advanced` reads, until others take its place: who launches that again, as a CUDA graph does, holds it."""
+        return tuple(self._turns.values())
+
     @cached_property
     def _turns(self) -> dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         return {}

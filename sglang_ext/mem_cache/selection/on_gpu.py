@@ -128,8 +128,8 @@ class GpuChoice:
             for of_layers, of_requests in shares(queries.shape[1], queries.shape[0], pairs, finer):
                 where = _within(layers, of_layers), _within(requests, of_requests)
                 finishing.make_room(len(begun))
-                marked = mark_tokens(queries[of_requests, of_layers], *tables, contexts, *where, coded)
-                begun.append((*where, marked, finishing.moment()))
+                # Held by nothing else: memory of the part before is taken again.
+                begun.append((*where, mark_tokens(queries[of_requests, of_layers], *tables, contexts, *where, coded), finishing.moment()))
                 yield from finished(finishing.parts - 1)
         yield from finished(0)
 

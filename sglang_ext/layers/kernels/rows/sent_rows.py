@@ -86,7 +86,7 @@ def _exchange(
         move, token = moves + (of_pair * fresh + rank) * 2, tl.load(chosen + index, mask=comes, other=0)
         tl.store(move, tl.load(going + rank, mask=comes, other=0), mask=comes)
         tl.store(move + 1, token, mask=comes)
-        slot = tl.load(token_table + request * table_row + token, mask=comes, other=0)
+        slot = tl.load(token_table + request * table_row.to(tl.int64) + token, mask=comes, other=0)
         tl.store(slots + of_pair * fresh + rank, slot, mask=comes)
         written, equals = written + tl.sum(comes.to(tl.int32)), equals + tl.sum(equal)
     tl.store(counts + of_pair, written)

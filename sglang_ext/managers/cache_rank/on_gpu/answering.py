@@ -165,7 +165,8 @@ class Answering:
         known.times += again
         if known.times > RECORDED_AFTER and known.replay is None:
             known.replay = self._recorded(known.inputs)
-        return Prepared(known.inputs, known.replay or (lambda: self._answer(known.inputs)))
+            known.read = self._rotary.kept_turns()
+        return Prepared(known.inputs, known.replay or (lambda: self._one_by_one(known.inputs)))
 
     def _known_of(self, form: Form, again: bool) -> "_Known":
         if not again:
@@ -190,7 +191,7 @@ class Answering:
         if self._device.type != "cuda":
             return lambda: self._answer(inputs, beside=True)
         if not self._records:
-            return lambda: self._answer(inputs)
+            return lambda: self._one_by_one(inputs)
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         # What one graph works in another one may, too: they never run at once. With the last of its graphs a pool is gone, and PyTorch
         # refuses its name from then on, where anything of it is still held.
@@ -202,7 +203,7 @@ class Answering:
         except Exception as error:
             logger.warning("sglang-ext: a cache rank launches one by one what chooses, as no graph was recorded: %s", error)
             self._give_up(stream)
-            return lambda: self._answer(inputs)
+            return lambda: self._one_by_one(inputs)
         return graph.replay
 
     def _give_up(self, stream: torch.cuda.Stream) -> None:
@@ -217,6 +218,22 @@ class Answering:
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
             torch._C._cuda_releasePool(self._device.index, self._pool)
         torch.cuda.empty_cache()
+
+    def _one_by_one(self, inputs: Inputs) -> None:
+        """Launch all that a graph would, and give up graphs where it has no room beside them."""
+        try:
+            self._answer(inputs)
+            return
+        except torch.OutOfMemoryError as error:
+            if not any(known.replay for known in self._known.values()):
+                raise
+            logger.warning("sglang-ext: a cache rank launches one by one what chooses, as beside graphs there is no room: %s", error)
+        # Not before no frame of what failed holds memory. Nothing was said of it: all is written anew.
+        self._records = False
+        for known in self._known.values():
+            known.replay = known.read = None
+        torch.cuda.empty_cache()
+        self._answer(inputs)
 
     def _answer(self, inputs: Inputs, beside: bool = False) -> None:
         """``beside``: where rows are sent, in parts of layers beside each other."""
@@ -276,9 +293,11 @@ class Prepared(NamedTuple):
 
 @dataclass
 class _Known:
-    """A form: its inputs, with whose lanes and tokens the table was written, how often such questions came, and what launches for them."""
+    """A form: its inputs, with whose lanes and tokens the table was written, how often such questions came, what launches for them, and what
+    that reads of what others may drop."""
 
     inputs: Inputs
     table: list[tuple[int, int]] | None = None
     times: int = 0
     replay: Callable[[], None] | None = None
+    read: object = None

@@ -82,10 +82,11 @@ class MappedArena:
         from sglang_ext.layers.kernels.hand_over import read_words
 
         out = torch.empty(1 + self.shape.lanes * LANE_WORDS, dtype=torch.int64, device=self._device)
+        # Before the device waits, for which pages that are pinned anew would wait.
+        host = out if self._device.type == "cpu" else torch.empty_like(out, device="cpu", pin_memory=True)
         read_words(self._address(self._layout.heads), self._address(self._layout.written), out, asked, there, least, seconds)
-        if self._device.type == "cpu":
+        if host is out:
             return lambda: _words(out)
-        host = torch.empty_like(out, device="cpu", pin_memory=True)
         # Beside what is launched next, which would wait for the copy.
         copied = self._beside.launch(lambda: host.copy_(out, non_blocking=True), [out])
 
