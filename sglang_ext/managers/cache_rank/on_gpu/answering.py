@@ -8,6 +8,7 @@ layers travel while tokens are chosen in the next ones. On a CPU, for tests, ker
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -27,8 +28,11 @@ from sglang_ext.mem_cache.selection.top_tokens import mark_always, top_tokens
 
 logger = logging.getLogger(__name__)
 
-# Times that questions of a form are answered before a graph is recorded for it, and graphs that are kept.
-RECORDED_AFTER, MOST_GRAPHS = 3, 4
+# Times that questions of a form are answered before a graph is recorded for it; graphs that are kept, each until so many answers did without
+# it, and forms without one whose inputs are.
+RECORDED_AFTER, MOST_GRAPHS, UNUSED, MOST_OTHERS = 3, 16, 1000, 4
+# Forms whose times are counted.
+MOST_COUNTED = 1024
 # Lengths of contexts are told apart by an eighth of the next power of two, or by so many tokens.
 LEAST_APART = 128
 # Tokens that heads keep are told apart by so many.
@@ -128,9 +132,12 @@ class Answering:
         self._finishing, self._sending = Finishing(device), SideStream(device, first=True)
         # Of each lane, where its tokens lie, int32.
         self._places: dict[int, torch.Tensor] = {}
-        # Of forms that come again and again, the newest last; and of the others that which came last.
+        # Of forms that come again and again, the newest last, and how often each came, of more than are kept; of the others that which came
+        # last.
         self._known: dict[Form, _Known] = {}
+        self._times: Counter[Form] = Counter()
         self._other: _Known | None = None
+        self._answers = 0
 
     def hold(self, lane: int, places: torch.Tensor) -> None:
         """Let tokens of a lane lie at ``places``, int64 [tokens]."""
@@ -150,6 +157,8 @@ class Answering:
             words: theirs.
             again: whether questions like these come again and again, so that a graph pays; else they are there.
         """
+        # Refuses what no lane holds, before memory is taken for it.
+        places = [self._held(ask) for ask in asks]
         form = Form.of(asks, self._memory.shape.most)
         kept = self._known.get(form)
         # What was recorded serves questions that are there, too.
@@ -159,11 +168,11 @@ class Answering:
             known.inputs.there.fill_(1)
         lanes = [(ask.lane, ask.covered) for ask in asks]
         if known.table != lanes:
-            for row, ask in zip(known.inputs.table, asks):
-                row[: ask.covered] = self._held(ask)
+            for row, held in zip(known.inputs.table, places):
+                row[: len(held)] = held
             known.table = lanes
-        known.times += again
-        if known.times > RECORDED_AFTER and known.replay is None:
+        self._times[form] += again
+        if known.replay is None and self._times[form] > RECORDED_AFTER and self._graph_has_room():
             known.replay = self._recorded(known.inputs)
             known.read = self._rotary.kept_turns()
         return Prepared(known.inputs, known.replay or (lambda: self._one_by_one(known.inputs)))
@@ -174,9 +183,24 @@ class Answering:
                 self._other = _Known(Inputs.of(form, self._device))
             return self._other
         known = self._known[form] = self._known.pop(form, None) or _Known(Inputs.of(form, self._device))
-        while len(self._known) > MOST_GRAPHS:
-            del self._known[next(iter(self._known))]
+        self._answers += 1
+        known.last = self._answers
+        others = [each for each, found in self._known.items() if found.replay is None]
+        for each in others[:-MOST_OTHERS]:
+            del self._known[each]
+        if len(self._times) > MOST_COUNTED:
+            self._times.clear()
         return known
+
+    def _graph_has_room(self) -> bool:
+        """Whether one more may be recorded: beside as many as are kept, where the one that was not used for longest goes."""
+        recorded = [form for form, known in self._known.items() if known.replay is not None]
+        if len(recorded) < MOST_GRAPHS:
+            return True
+        if self._answers - self._known[recorded[0]].last < UNUSED:
+            return False
+        del self._known[recorded[0]]
+        return True
 
     def _held(self, ask: protocol.Ask) -> torch.Tensor:
         """Where the tokens of a question lie: int32 [covered]."""
@@ -293,11 +317,11 @@ class Prepared(NamedTuple):
 
 @dataclass
 class _Known:
-    """A form: its inputs, with whose lanes and tokens the table was written, how often such questions came, what launches for them, and what
-    that reads of what others may drop."""
+    """A form: its inputs, with whose lanes and tokens the table was written, which answer came last, what launches for it, and what that reads
+    of what others may drop."""
 
     inputs: Inputs
     table: list[tuple[int, int]] | None = None
-    times: int = 0
+    last: int = 0
     replay: Callable[[], None] | None = None
     read: object = None
