@@ -55,9 +55,8 @@ def ranks(args: "KVServerArgs") -> int:
 def coded_slots(args: "KVServerArgs") -> int:
     """Bits of the codes that lie beside the pool for each of its keys, by which tokens are chosen; 0 where keys are, or cache ranks choose.
     A server that only prefills chooses none."""
-    bits = args.kv_score_bits or EXACT
-    coded = predicts(args) and bits != EXACT and not args.kv_cache_ranks and args.disaggregation_mode != "prefill"
-    return bits if coded else 0
+    coded = predicts(args) and args.kv_score_bits in SCORE_BITS[1:] and not args.kv_cache_ranks and args.disaggregation_mode != "prefill"
+    return args.kv_score_bits if coded else 0
 
 
 def score_bits(args: "KVServerArgs") -> int:
