@@ -19,7 +19,6 @@ from sglang_ext.config import benchmark_options, disaggregation_options, model_f
 from sglang_ext.config.prefill_options import EXACT, PREFILLS
 from sglang_ext.core import RADIX_CACHE_BACKEND, SPECULATIVE_ALGORITHM, HookError, OptionError
 from sglang_ext.mem_cache.compressors import catalogue
-from sglang_ext.mem_cache.selection.held_keys import EXACT as EXACT_KEYS
 from sglang_ext.mem_cache.selection.held_keys import SCORE_BITS
 from sglang_ext.mem_cache.selection.predictors import PREDICTORS
 
@@ -169,16 +168,17 @@ class KVServerArgs(ServerArgs):
         NS("memory"),
     ] = None
     kv_score_bits: A[
-        int,
+        int | None,
         Arg(
             help="Bits of the keys by which --kv-compressor spade chooses tokens. 16: those of the pool. 8, 4: integers of each token, "
             "head and 32 channels, of 9 and 5 bits with their scales. They lie beside the pool, which is as much smaller, and choices read "
-            "as much less; with --kv-cache-ranks at the ranks, and --kv-cache-rank-gb holds as many more tokens, but on a CPU in mode "
-            "lossy, where exact keys are held beside these, to be sent.",
+            "as much less; with --kv-cache-ranks at the ranks, and --kv-cache-rank-gb holds as many more tokens, but in mode lossy, where "
+            "exact keys are held beside these, to be sent. Default: 8 for cache ranks beside a GPU in mode verified, whose answers do not "
+            "depend on what is chosen, else 16.",
             choices=list(SCORE_BITS),
         ),
         NS("memory"),
-    ] = EXACT_KEYS
+    ] = None
     kv_head_budgets: A[
         str,
         "equal: all heads keep the same number of tokens. adaptive: what matters most over all heads and layers, with "

@@ -146,7 +146,7 @@ STEPS = {
     "profile-quest": Step(_profile("--kv-mode lossy --kv-compressor quest --kv-select 2048 --page-size 16"), 200),
     "profile-spade": Step(_profile("--kv-mode lossy --kv-compressor spade --kv-select 2048 --kv-select-every 4"), 250),
     "profile-ranks": Step(_profile("--kv-mode lossy --kv-compressor spade --kv-select 2048 --kv-cache-ranks 1") + " --settle 8", 250, 2),
-    "packs": Step("python docs/benchmarks/pack_cycles.py --json {out}.json", 300, 2),
+    "packs": Step("python docs/benchmarks/pack_cycles.py --json {out}.json", 450, 2),
     "transfer-25": Step(_transfer(25, "32768,131072"), 400, 2),
     # With SGLang's default, by which a cached prefix leaves before the rest is computed.
     "transfer-25-early": Step(f"SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX=1 {_transfer(25, '32768,131072')}", 400, 2),

@@ -5,13 +5,14 @@
     python docs/benchmarks/pack_cycles.py --device cpu --model tiny --load 2:256:64 --cycles 3
 
 One GPU computes, the other is its cache rank's; where there is one alone both processes have it in turn, and times say nothing of two.
-Keys, values and weights are random. *Inference* is a CUDA graph of so many layers of a decode step: products with matrices of the model's
-shapes, and attention to rows of copies and 36 tokens after them. The *cycle* is that of a cache rank's own process, which has full KV of
-all contexts: from when the first GPU comes to what its host launched of a step, the writing of queries first, until it sees the last answer's
-word, and does nothing else; the host is ahead of it, as servers' are, and has told the rank. Of it is *selection* what the rank says itself:
-queries copied, tokens chosen, and rows or positions written; *transfer* is the rest, messages and words. *Taking* comes after it: the first
-GPU copies rows into the copies, or lets their pointers lead to what was chosen. Each query is the last one and noise, as much as lets --stay
-of a selection stay. Medians of --cycles.
+Keys, values and weights are random. *Inference* is a CUDA graph of so many layers of a decode step: norms, rotary embedding, storing of KV
+and activations by SGLang's kernels, products with matrices of the model's shapes, queries that are left for the rank, and attention to rows
+of copies and 36 tokens after them. The *cycle* is that of a cache rank's own process, which has full KV of all contexts: from when the first
+GPU comes to what its host launched of a step, the writing of queries first, until it sees the last answer's word, and does nothing else; the
+host is ahead of it, as servers' are, and has told the rank. Of it is *selection* what the rank says itself: queries copied, tokens chosen,
+and rows or positions written; *transfer* is the rest, messages and words. *Taking* comes after it: the first GPU copies rows into the
+copies, or lets their pointers lead to what was chosen. Each query is the last one and noise, as much as lets --stay of a selection stay.
+Medians of --cycles.
 
 The *bandwidth* that is needed is what travels of a cycle, both ways, over inference's time; beside it, were all K and V of a selection
 sent. *Agrees*: of the first request's first layer, what PyTorch chooses by exact keys.
@@ -20,6 +21,7 @@ sent. *Agrees*: of the first request's first layer, what PyTorch chooses by exac
 import argparse
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -159,7 +161,7 @@ def parsed() -> argparse.Namespace:
     """What the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--device", type=torch.device, default="cuda:0", help="of the model, a GPU or cpu (default: %(default)s)")
+    add("--device", default="cuda:0", help="of the model, a GPU or cpu (default: %(default)s)")
     add("--rank-device", help="of the cache rank (default: cuda:1 where there is one, else the model's)")
     add("--model", nargs="+", choices=MODELS, default=["qwen3-8b", "qwen3-32b"])
     loads = [Load(8, 32768, 2048), Load(16, 16384, 1024)]
@@ -174,13 +176,23 @@ def parsed() -> argparse.Namespace:
     options = parser.parse_args()
     if not 0 <= options.stay < 1:
         parser.error(f"--stay {options.stay}: a share from 0 to below 1")
-    on_gpu = options.device.type == "cuda"
-    if on_gpu and not torch.cuda.is_available():
-        parser.error(f"--device {options.device}: PyTorch finds no GPU here: pass --device cpu, as with --model tiny --load 2:256:64")
-    if on_gpu:
-        options.device = torch.device("cuda", options.device.index or 0)
+    for name, numbers in (("--pack", options.pack or [1]), ("--cycles", [options.cycles])):
+        if min(numbers) < 1:
+            parser.error(f"{name} {min(numbers)}: a whole number from 1")
+    if options.json and not options.json.absolute().parent.is_dir():
+        parser.error(f"--json {options.json}: there is no folder {options.json.parent}: make it first")
+    gpus, known = torch.cuda.device_count(), re.compile(r"cpu|cuda(:\d+)?")
+    for name, device in (("--device", options.device), ("--rank-device", options.rank_device or options.device)):
+        if not known.fullmatch(device) or device.partition(":")[0] != options.device.partition(":")[0]:
+            parser.error(f"{name} {device}: cpu, or a GPU, as cuda:0, the same for both")
+        if device != "cpu" and int(device.partition(":")[2] or 0) >= gpus:
+            parser.error(f"{name} {device}: PyTorch finds {gpus} GPUs here: pass --device cpu, as with --model tiny --load 2:256:64")
+    on_gpu = options.device != "cpu"
+    if on_gpu and "tiny" in options.model:
+        parser.error("--model tiny is for --device cpu: SGLang's kernels take no heads of its 16 channels")
+    options.device = torch.device("cuda", int(options.device.partition(":")[2] or 0)) if on_gpu else torch.device("cpu")
     if not options.rank_device:
-        options.rank_device = "cuda:1" if on_gpu and torch.cuda.device_count() > 1 else str(options.device)
+        options.rank_device = "cuda:1" if on_gpu and gpus > 1 else str(options.device)
     return options
 
 

@@ -8,8 +8,9 @@ from time import perf_counter
 from typing import NamedTuple
 
 import torch
+from decoder_layer import Norms, activated, add_normalized, store, turn_heads
 from graph_time import seconds
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import linear, scaled_dot_product_attention
 
 from sglang_ext.layers.attention.copies.kept_by_heads import cut_pointers
 from sglang_ext.layers.kernels.pointer_decode import pointer_decode
@@ -96,7 +97,14 @@ class Layers:
         )
         self.scaling = self.model.dim**-0.5
         self.buffers = KVBuffers(tuple(range(count)), (self.scaling,) * count, keys, values)
-        self._weights = [[torch.randn(shape, **self.like) for shape in self.model.matrices] for _ in range(count)]
+        # As large as numbers stay from layer to layer.
+        self._weights = [[torch.randn(out, width, **self.like) / width**0.5 for width, out in self.model.matrices] for _ in range(count)]
+
+    @property
+    def frequencies(self) -> torch.Tensor:
+        """Of rotary embedding: float32 [dim / 2]."""
+        pairs = self.model.dim // 2
+        return 1e6 ** -(torch.arange(pairs, device=self.device) / pairs)
 
     @property
     def context_slots(self) -> torch.Tensor:
@@ -118,26 +126,35 @@ class Layers:
         self._weights = []
 
     def inference(self, load: Load) -> float:
-        """Seconds of a step of these layers."""
+        """Seconds of a step of these layers: of all that a decoder layer computes, and queries that it leaves for the rank."""
         model, table = self.model, self.copies(load).int()
-        inputs = {width: torch.randn(load.batch, width, **self.like) for width, _ in model.matrices}
-        queries = torch.randn(load.batch, model.query_heads, model.dim, **self.like)
+        hidden, residual = (torch.randn(load.batch, model.hidden, **self.like) for _ in range(2))
+        norms = Norms(*(torch.ones(width, **self.like) for width in (model.hidden, model.hidden, model.dim, model.dim)))
+        turns = torch.arange(load.tokens + 1, device=self.device)[:, None] * self.frequencies
+        angles, positions = torch.cat([turns.cos(), turns.sin()], -1), torch.full((load.batch,), load.tokens, device=self.device)
+        heads, newest = (model.query_heads, model.kv_heads, model.kv_heads), table[:, -1].long()
+        left = torch.zeros(load.batch, model.query_heads, model.dim, **self.like)
         # As copies of rows are attended to (RowsDecode): they begin with no pointers.
         begins, rows = PointerRows.of_table(Pointers.of(self.buffers, 1), table), torch.arange(load.batch, device=self.device)
         lengths, splits = torch.full_like(rows, table.shape[1]), (1, sum(cut_pointers(load.batch * model.kv_heads)) - 1)
 
-        def attend(keys: torch.Tensor, values: torch.Tensor) -> None:
+        def attended(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
             if self.device.type == "cuda":
-                pointer_decode(begins, queries, keys, values, table, rows, lengths, self.scaling, splits)
-                return
+                return pointer_decode(begins, queries, keys, values, table, rows, lengths, self.scaling, splits)
             read = (part[table.long()].transpose(1, 2) for part in (keys, values))
-            scaled_dot_product_attention(queries[:, :, None], *read, enable_gqa=True)
+            return scaled_dot_product_attention(queries[:, :, None], *read, enable_gqa=True)
 
         def step() -> None:
-            for matrices, *kv in zip(self._weights, self.buffers.keys, self.buffers.values):
-                for matrix in matrices:
-                    _ = inputs[len(matrix)] @ matrix
-                attend(*kv)
+            given = hidden
+            for (joined, out, wide, narrow), *kv in zip(self._weights, self.buffers.keys, self.buffers.values):
+                add_normalized(given, residual, norms.attention)
+                queries, *new = linear(given, joined).view(load.batch, -1, model.dim).split(heads, 1)
+                turn_heads(queries, new[0], norms, angles, positions)
+                store(*new, *kv, newest)
+                left.index_copy_(0, rows, queries)
+                given = linear(attended(queries, *kv).reshape(load.batch, -1), out)
+                add_normalized(given, residual, norms.feed_forward)
+                given = linear(activated(linear(given, wide)), narrow)
 
         return timed(step, self.device)
 

@@ -21,7 +21,8 @@ from sglang_ext.mem_cache.selection.held_keys import EXACT, KeySizes
 from sglang_ext.mem_cache.selection.predictors import query_predictor
 from sglang_ext.mem_cache.selection.top_tokens import overlap, top_tokens
 
-# Cycles before those that count; seconds that one is waited for, in the first of which kernels are compiled.
+# Cycles before those that count, after those that bring a whole selection; seconds that one is waited for, in the first of which kernels are
+# compiled.
 WARM_UP, PATIENCE = 10, 60.0
 # For which token after the newest query's a step asks: that after the next.
 AHEAD = 2
@@ -85,6 +86,7 @@ class Rank:
 
     def __init__(self, layers: Layers, kind: Kind, device: str, fresh: float):
         self.layers, self.kind, model, predictor = layers, kind, layers.model, query_predictor(kind.select_by)
+        self._warm_up = WARM_UP + math.ceil(1 / fresh)
         dtype, most = layers.buffers.keys[0].dtype, max(load.keep for load in layers.loads)
         sizes = KeySizes(layers.count, model.kv_heads, model.dim, dtype, kind.bits, kind.rows)
         self.held_bytes = layers.contexts * sizes.token_bytes
@@ -94,8 +96,7 @@ class Rank:
             lanes=max(load.batch for load in layers.loads), most=most, places=min(MOST_PLACES, max(1, TRAVELING_BYTES // traveling)),
             rows=kind.rows, fresh=math.ceil(min(1.0, fresh) * most) if kind.rows else 0,
         )  # fmt: skip
-        pairs = model.dim // 2
-        self.method, self._rotary = Spade(predictor), Rotary(1e6 ** -(torch.arange(pairs, device=layers.device) / pairs))
+        self.method, self._rotary = Spade(predictor), Rotary(layers.frequencies)
         turning = Turning(tuple(self._rotary.frequencies.tolist()), self._rotary.interleaved)
         told = Attach(
             VERSION, 1, shape, layers.contexts // BLOCK, layers.buffers.scaling, predictor.name, self.method.sinks, self.method.recent,
@@ -152,7 +153,7 @@ class Rank:
         """Cycles of a load, of which full KV is there; each query has so much of the last one."""
         self.lease(load)
         asking = Asking(self, load, Queries(self.layers, load, self.method.window, persistence))
-        for _ in range(WARM_UP):
+        for _ in range(self._warm_up):
             asking.cycle()
         found = [asking.cycle() for _ in range(cycles)]
         cycle, taking, selection, answers, rows = (median(each) for each in zip(*found))

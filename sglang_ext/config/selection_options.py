@@ -27,6 +27,8 @@ FLAGS = ("kv_select", "kv_select_every")
 # Memory of the model's GPU through which each of its cache ranks gets keys and queries, at most; and where it gets values, too, and sends
 # rows.
 ARENA_BYTES, ROWS_ARENA_BYTES = 256 << 20, 3 << 29
+# Bits of the keys by which cache ranks on GPUs choose drafts' tokens, where nobody says.
+RANK_BITS = 8
 SPADE_FLAGS = ("kv_select_by", "kv_cache_ranks", *RANK_FLAGS, "kv_score_bits")
 
 
@@ -53,8 +55,16 @@ def ranks(args: "KVServerArgs") -> int:
 def coded_slots(args: "KVServerArgs") -> int:
     """Bits of the codes that lie beside the pool for each of its keys, by which tokens are chosen; 0 where keys are, or cache ranks choose.
     A server that only prefills chooses none."""
-    coded = predicts(args) and args.kv_score_bits != EXACT and not args.kv_cache_ranks and args.disaggregation_mode != "prefill"
+    coded = predicts(args) and args.kv_score_bits in SCORE_BITS[1:] and not args.kv_cache_ranks and args.disaggregation_mode != "prefill"
     return args.kv_score_bits if coded else 0
+
+
+def score_bits(args: "KVServerArgs") -> int:
+    """Bits of the keys by which tokens are chosen; known once SGLang has chosen the device. Where nobody says, fewer where that changes no
+    answer, and cache ranks on GPUs keep up with each step of the model."""
+    if args.kv_score_bits is not None:
+        return args.kv_score_bits
+    return RANK_BITS if beside_gpu(args) and args.kv_mode == "verified" else EXACT
 
 
 def most_ranks() -> int:
@@ -165,7 +175,7 @@ def _check_ranks(args: "KVServerArgs") -> None:
             f"--kv-cache-rank-gpu is {first!r}; pass the number of the GPU of the first cache rank, from 0, for example 1, or leave it out "
             "for the one after the model's"
         )
-    if args.kv_score_bits not in SCORE_BITS:
+    if args.kv_score_bits not in (None, *SCORE_BITS):
         raise OptionError(
             f"--kv-score-bits is {args.kv_score_bits!r}; tokens are chosen by keys as they are (16), or in 8 or 4 bits: pass one of "
             f"{', '.join(map(str, SCORE_BITS))}"
@@ -289,7 +299,7 @@ def _check_against_model(args: "KVServerArgs") -> None:
     config, size = args.get_model_config(), args.kv_cache_rank_gb
     check_packs(args, config.num_hidden_layers)
     heads = config.get_num_kv_heads(args.tp_size)
-    sizes = KeySizes(config.num_hidden_layers, heads, config.head_dim, config.dtype, args.kv_score_bits, sends_rows(args))
+    sizes = KeySizes(config.num_hidden_layers, heads, config.head_dim, config.dtype, score_bits(args), sends_rows(args))
     token, what = sizes.token_bytes, "keys and values" if sizes.rows else "keys"
     # A block more than its tokens fill, as the last one grows.
     least = (args.kv_sparse_from + 128) * token / 1e9

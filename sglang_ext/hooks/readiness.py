@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from sglang_ext.config.method_options import Offer, offers
 from sglang_ext.config.options import BACKEND
 from sglang_ext.config.prefill_options import QUANTIZED
-from sglang_ext.config.selection_options import ranks, selected, selects
+from sglang_ext.config.selection_options import ranks, score_bits, selected, selects
 from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.mem_cache.compressors.spade import Spade
 from sglang_ext.mem_cache.selection.held_keys import EXACT
@@ -101,8 +101,8 @@ def _choosing(args: "KVServerArgs", offer: Offer) -> Iterator[str]:
         return
     if args.kv_select_by != Current.name:
         yield f"by {args.kv_select_by} queries"
-    if args.kv_score_bits != EXACT:
-        yield f"keys in {args.kv_score_bits} bits"
+    if (bits := score_bits(args)) != EXACT:
+        yield f"keys in {bits} bits"
     if count := ranks(args):
         yield f"{count} cache rank{'s' * (count > 1)}"
 

@@ -1,5 +1,7 @@
 """Checks of which tokens a kernel chooses for queries, on a GPU or through Triton's interpreter."""
 
+import weakref
+from contextlib import contextmanager
 from unittest.mock import patch
 
 import torch
@@ -102,6 +104,21 @@ def check_choose_tokens(device):
             assert torch.equal(one.cpu()[rest], other[rest])
 
 
+def check_turned(device):
+    """Queries are turned on as PyTorch turns them, those of each layer of one piece, whatever lies between requests and layers."""
+    from sglang_ext.layers.kernels.choosing.turn_queries import turn_queries
+
+    noise = torch.Generator().manual_seed(3)
+    shapes = (3, 2, 5, 48, 16, False), (2, 3, 32, 128, 64, True), (1, 1, 1, 16, 8, False)
+    for requests, layers, heads, dim, turning, interleaved in shapes:
+        window = torch.randn(requests, layers, 2, heads, dim, generator=noise).to(torch.bfloat16)
+        rotary = Rotary(torch.rand(turning, generator=noise), interleaved)
+        given, turn = window[:, :, 1], tuple(each.to(device) for each in rotary._turn(7, dim))
+        found = turn_queries(window.to(device)[:, :, 1], turn)
+        assert found.transpose(0, 1).is_contiguous()
+        assert torch.allclose(found.cpu(), rotary.advanced(given, 7), rtol=1e-6, atol=1e-6), (dim, interleaved)
+
+
 def check_ties(device):
     """Of equal scores earlier tokens are chosen, whatever their number; so it is where keys are no numbers."""
     from sglang_ext.layers.kernels.choose_tokens import choose_tokens
@@ -164,6 +181,24 @@ def check_far_ties(device):
                 assert parted <= 1, (length, request, head, parted)
 
 
+@contextmanager
+def one_at_once():
+    """No part of a choice that is launched one by one holds memory when the next one takes some."""
+    from sglang_ext.layers.kernels import choose_tokens
+
+    mark, parts = choose_tokens.mark_tokens, []
+
+    def marked(*given):
+        assert not any(part() for part in parts)
+        found = mark(*given)
+        parts.append(weakref.ref(found))
+        return found
+
+    with patch.object(choose_tokens, "mark_tokens", marked):
+        yield
+    assert parts
+
+
 def check_predicted(device):
     """What the method chooses in PyTorch, by either predictor, in one launch or in many; of one request as positions, of all as pointers."""
     from sglang_ext.mem_cache.selection.on_gpu import GpuChoice
@@ -176,7 +211,8 @@ def check_predicted(device):
         positions = torch.tensor([[1, 2, 3, 5, 6], [200, 201, 202, 203, 204]])
         choice = GpuChoice(predictor, there, 4, rotary, scratch)
         given = (lambda requests, layers: queries.to(device)[requests, layers]), positions.to(device)
-        assert choice.choose(asked.contexts(device, True), *given, ahead=3) is None
+        with one_at_once():
+            assert choice.choose(asked.contexts(device, True), *given, ahead=3) is None
         found = choice.choose(asked.contexts(device, False), *given, ahead=3, most=60).cpu().long()
         on_host = Rotary(rotary.frequencies.cpu())
         asked.queries = predictor.predict(queries, positions, on_host, ahead=3)
@@ -194,7 +230,7 @@ def check_choosing(device):
     """All of them; then as of contexts that are too long for registers, a few tokens at once."""
     from sglang_ext.layers.kernels import choose_tokens
 
-    for check in (check_choose_tokens, check_ties, check_many_ties, check_far_ties, check_predicted):
+    for check in (check_turned, check_choose_tokens, check_ties, check_many_ties, check_far_ties, check_predicted):
         check(device)
     with patch.multiple(choose_tokens, RESIDENT=256, AT_ONCE=128, WRITTEN=64):
         for check in (check_choose_tokens, check_ties, check_many_ties):

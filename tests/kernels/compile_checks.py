@@ -18,6 +18,7 @@ from triton.runtime.jit import JITFunction
 from sglang_ext.layers.kernels import fitting, hand_over, pointer_decode, uneven_decode, window_scores
 from sglang_ext.layers.kernels.choose_tokens import Contexts, choose_tokens
 from sglang_ext.layers.kernels.choosing import quest_pages
+from sglang_ext.layers.kernels.choosing.turn_queries import turn_queries
 from sglang_ext.layers.kernels.coded_keys.code_keys import code_keys
 from sglang_ext.layers.kernels.coded_keys.coded_logits import KeyCodes
 from sglang_ext.layers.kernels.copies import scatter_cells, write_pointers
@@ -243,12 +244,13 @@ def check_any_requests(compiled):
         table, lengths = torch.zeros(count, length, dtype=torch.int32), tuple(range(length, length - count, -1))
         asked = Contexts(table, torch.tensor([[row, each, keep, 0] for row, each in enumerate(lengths)]), lengths, (4, 32))
         queries, all_of = torch.zeros(count, 3, 9, 64), (slice(0, 3), slice(0, count))
+        turn_queries(queries, (torch.zeros(64), torch.zeros(64), torch.zeros(64, dtype=torch.int64)))
         for by in (None, coded):
             chosen = choose_tokens(queries, addresses, keys, torch.ones(3), asked, *all_of, keep, coded=by, scored=True)
-        held, numbers = torch.zeros(count, 9 * keep, dtype=torch.int32), torch.zeros(count, 2, dtype=torch.int64)
-        sent_rows.exchange(*chosen, held, numbers, 16)
+        held, numbers = torch.zeros(count, 9 * keep, dtype=torch.int32), torch.zeros(count, hand_over.ASKED_NUMBERS, dtype=torch.int64)
+        sent_rows.exchange(*chosen, held, table[:count], numbers, 16, 0, torch.zeros_like(chosen[0], dtype=torch.int8))
     found = [(name, id(made)) for name, made in compiled[begin:]]
-    assert len(set(found)) == len({name for name, _ in found}) == 6, found
+    assert len(set(found)) == len({name for name, _ in found}) == 7, found
 
 
 def check_any_length(compiled):
@@ -264,7 +266,9 @@ def check_any_length(compiled):
         begin, met = len(compiled), set()
         for length in (1, 1024, 1025, 2048, 2049, 4097, 8191, 10000, 16385, 32767, 32768, 32769, 40000):
             ask = Ask(0, 0, pair.shape.layers, 1, length, min(length, 99), (length,))
-            rank._push([ask], [torch.zeros(length, dtype=torch.int32)], rank._chosen([ask], [torch.zeros(length, dtype=torch.int32)]))
+            rank._answering.hold(0, torch.zeros(length, dtype=torch.int64))
+            rank._answering.prepare([ask], [1]).launch()
+            rank._answering.forget(0)
             met |= {id(made) for name, made in compiled[begin:] if name == "mark_best"}
         late = [name for name, made in compiled[begin:] if id(made) not in there]
         assert not late and met == forms, (dtype, bits, late)
@@ -376,29 +380,30 @@ def check_words(compiled):
     table = torch.zeros(2, 80, dtype=torch.int32)
     hand_over.commit(torch.zeros(4, 2, 600, dtype=torch.int32), hits, commits, 100, addresses, keys, table, slots)
     hand_over.copy_rows(word, word, 3, 500, 1000, 2000)
-    hand_over.gather_rows(word, slots, torch.zeros(len(slots), 3, 500, dtype=torch.int32), 500, 1000)
-    hand_over.push_chosen(torch.zeros(3, 2, 2, 100, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int64), word, 600)
-    hand_over.read_words(word, word, torch.zeros(33, dtype=torch.int64), word, 0.1)
-    hand_over.answer(word, torch.zeros(2, 3, dtype=torch.int64))
-    check_rows(compiled, keys, numbers, hits, commits, table, slots)
+    asked = torch.zeros(2, hand_over.ASKED_NUMBERS, dtype=torch.int64), torch.ones(2, dtype=torch.int32)
+    hand_over.gather_rows(word, asked[0], torch.zeros(2, 3, 500, dtype=torch.int32), 500, 1000, (9000, 4000))
+    hand_over.push_chosen(torch.zeros(3, 2, 2, 100, dtype=torch.int32), *asked, word, 600)
+    hand_over.read_words(word, word, torch.zeros(33, dtype=torch.int64), *asked, word, 0.1)
+    hand_over.answer(word, *asked)
+    check_rows(compiled, keys, asked, hits, commits, table, slots)
     ptx = {kernel: made.asm["ptx"] for kernel, made in compiled[begin:]}
-    assert all("st.release.sys.global.b64" in ptx[kernel] for kernel in ("_signal", "_answer"))
+    assert all("st.release.sys.global.b64" in ptx[kernel] for kernel in ("_signal", "_signal_all", "_answer"))
     assert all("ld.acquire.sys.global.b64" in ptx[kernel] for kernel in ("_open_places", "_await", "_read_words"))
     assert all("%globaltimer" in ptx[kernel] and "st.release" not in ptx[kernel] for kernel in ("_await", "_read_words"))
     # What one warp has seen another has not yet.
     warps = {kernel: made.metadata.num_warps for kernel, made in compiled[begin:]}
-    assert {warps[kernel] for kernel in ("_open_places", "_signal", "_await", "_read_words", "_answer")} == {1}, warps
+    assert {warps[kernel] for kernel in ("_open_places", "_signal", "_signal_all", "_await", "_read_words", "_answer")} == {1}, warps
 
 
-def check_rows(compiled, keys, numbers, hits, commits, table, slots):
+def check_rows(compiled, keys, asked, hits, commits, table, slots):
     """Rows of K and V on their way: what comes and goes, to the arena, out of it, and of renewed copies."""
     begin = len(compiled)
     tables, rows = (torch.zeros(3, dtype=torch.int64),) * 2, torch.zeros(4, 6, 100, 128, dtype=torch.bfloat16)
     chosen, held = torch.zeros(2, 3, 2, 2, 2048, dtype=torch.int32), torch.zeros(2, 12288, dtype=torch.int32)
-    counts, moves = sent_rows.exchange(*chosen, held, numbers, 100)
-    sent_rows.push_rows(tables, keys, table, counts, moves, numbers, (1 << 33,) * 4)
+    comes = sent_rows.exchange(*chosen, held, table, asked[0], 100, 0, torch.zeros_like(chosen[0], dtype=torch.int8))
+    sent_rows.push_rows(tables, keys, comes, *asked, (1 << 33,) * 4)
     arrived = torch.zeros(4, 6, dtype=torch.int32), torch.zeros(4, 6, 100, 2, dtype=torch.int32), rows, rows
-    taken_rows.commit_rows(arrived, hits, commits, numbers[0], slots, tables, keys, slots)
+    taken_rows.commit_rows(arrived, hits, commits, slots[:2], slots, tables, keys, slots)
     taken_rows.move_newest(tables, keys, keys, torch.zeros(3, 2, 32, dtype=torch.int64), slots, slots)
     # Of a key and a value whole vectors.
     for kernel, made in compiled[begin:]:

@@ -3,11 +3,13 @@ Triton's interpreter, where plain loads and stores are in the place of assembly.
 
 import os
 import time
+from unittest.mock import patch
 
 import torch
 import triton.language as tl
 from backend_steps import on
 
+from sglang_ext.layers.kernels.rows import sent_rows
 from sglang_ext.layers.kernels.rows.taken_rows import move_newest
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.on_gpu import mapped_arena
@@ -17,6 +19,7 @@ from sglang_ext.managers.cache_rank.protocol import BLOCK, Shape
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import Pointers
 from sglang_ext.mem_cache.compressed.held_rows import NewestRows, absent, renewed
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.selection.on_gpu import Part
 
 # Slots of a pool, of contexts and of pointers after them.
 SLOTS, CONTEXT = 300, 200
@@ -85,8 +88,9 @@ class Pair:
         noise = torch.rand(self.shape.layers, self.shape.kv_heads, 100, generator=torch.Generator().manual_seed(seed))
         kept = noise.topk(keep, dim=-1).indices.sort(dim=-1).values.int()
         for rank, given in ((self.rank, kept.to(self.device)), (self.plain_rank, kept)):
-            rank.push_chosen([(lane, word, keep)], given[:, None])
-            rank.answer([(lane, word, chosen)])
+            asked, there = asked_of(given.device, (lane, word, keep if chosen else 0))
+            rank.push_chosen(asked_of(given.device, (lane, word, keep))[0], there, by_layers(given[:, None]))
+            rank.answer(asked, there)
         return kept
 
     def take(self, *copies, seconds=0.0):
@@ -103,6 +107,17 @@ class Pair:
             assert torch.equal(one.cpu(), other)
         assert torch.equal(self.arena.counters[:3].cpu(), self.plain.counters[:3])
         return [pointers.read(self.buffers.keys[0], copy.slots, copy.keep) for copy in mine]
+
+
+def asked_of(device, *numbers, put=None):
+    """Numbers of questions, and which of them are there, on a device: all, if nothing else is said."""
+    return torch.tensor(numbers, device=device), torch.tensor(put or (1,) * len(numbers), dtype=torch.int32, device=device)
+
+
+def by_layers(chosen):
+    """What was chosen, int32 [..., layers, questions, kv_heads, most], in a part for the first layer and one for the others."""
+    layers = slice(0, 1), slice(1, chosen.shape[-4])
+    return [Part(each, chosen[..., each, :, :, :].contiguous(), None) for each in layers]
 
 
 def check_keys_and_questions(device):
@@ -128,8 +143,8 @@ def keys_and_questions(device, dtype, heads, dim, group=3):
     assert pair.rank.read_words() == pair.plain_rank.read_words()
     assert pair.rank.read_words()[1][2][1] == pair.arena.word(1) and pair.rank.read_words()[0] == pair.arena.word(6)
     for asked, count in (([(0, 1)], 1), ([(2, 1)], 2), ([(0, 2), (2, 1)], 1), ([(2, 1), (0, 1), (0, 2)], 1)):
-        words = [(lane, pair.arena.word(number)) for lane, number in asked]
-        one, other = (rank.pull_queries(words, count) for rank in (pair.rank, pair.plain_rank))
+        words = [(lane, pair.arena.word(number), 1) for lane, number in asked]
+        one, other = (rank.pull_queries(asked_of(on, *words)[0], count) for rank, on in ((pair.rank, pair.device), (pair.plain_rank, "cpu")))
         assert one.shape == other.shape and torch.equal(one.cpu(), other), (dtype, asked)
     pair.publish()
     pair.alike("nothing")
@@ -148,9 +163,12 @@ def answers_at_once(device):
     shape, asked = pair.shape, [(2, pair.arena.word(1), 40), (0, pair.arena.word(2), 7), (1, pair.arena.word(5), 23)]
     sizes = shape.layers, len(asked), shape.kv_heads, shape.most
     chosen = torch.randint(1, 100, sizes, generator=torch.Generator().manual_seed(5), dtype=torch.int32)
-    for rank, given in ((pair.rank, chosen.to(pair.device)), (pair.plain_rank, chosen)):
-        rank.push_chosen(asked, given)
-    pair.alike("answers at once")
+    for put in ((0, 0, 0), (1, 1, 1)):
+        for rank, given in ((pair.rank, chosen.to(pair.device)), (pair.plain_rank, chosen)):
+            rank.push_chosen(*asked_of(given.device, *asked, put=put), by_layers(given))
+            rank.answer(*asked_of(given.device, *asked, put=put))
+        pair.alike("answers at once")
+        assert any(put) == bool(pair.plain.chosen.any()) == bool((pair.plain.heads[0] == asked[1][1]).any())
     for i, (lane, word, keep) in enumerate(asked):
         place = pair.plain.chosen[lane, word % 2]
         assert torch.equal(place[: 4 * keep].view(2, 2, keep), chosen[:, i, :, :keep]) and not place[4 * keep :].any()
@@ -197,16 +215,20 @@ def check_awaited_words(device):
     """Words are read once what is waited for is there, or time is up; also where another stream writes it meanwhile."""
     pair = Pair(device, torch.float32)
     pair.publish(([4], 0, 1))
-    before = pair.plain_rank.read_words()
+    before, of = pair.plain_rank.read_words(), ((0, 1), (0, 2), (1, 1))
     for rank in (pair.rank, pair.plain_rank):
-        assert rank.await_words(pair.arena.word(1), 60.0)() == before
+        # Of lane 0 one word is there, and another is not; of lane 1 none.
+        asked, there = asked_of(pair.device if rank is pair.rank else "cpu", *((lane, pair.arena.word(word), 1) for lane, word in of))
+        assert rank.await_words(asked, there, pair.arena.word(1), 60.0)() == before and there.tolist() == [1, 0, 0]
         begun = time.monotonic()
-        assert rank.await_words(pair.arena.word(2), 0.2)() == before
+        # Before so much was written as is waited for nothing is there.
+        assert rank.await_words(asked, there, pair.arena.word(2), 0.2)() == before and there.tolist() == [0, 0, 0]
         assert 0.2 <= time.monotonic() - begun < 5
     if device == "cuda":
         later(lambda: pair.publish(([5], 1, 1)))
-        words = pair.rank.await_words(pair.arena.word(2), 20.0)
-        assert words() == pair.plain_rank.read_words() != before
+        asked, there = asked_of(pair.device, *((lane, pair.arena.word(word), 1) for lane, word in of))
+        words = pair.rank.await_words(asked, there, pair.arena.word(2), 20.0)
+        assert words() == pair.plain_rank.read_words() != before and there.tolist() == [1, 0, 1]
 
 
 class RowPair(Pair):
@@ -241,8 +263,19 @@ class RowPair(Pair):
             chosen[1, :, i, :, :keep] = 0 if equal else bits
         places, lanes = [self.table[i, :100] for i in range(len(self.keeps))], [*range(len(self.keeps))]
         table = torch.nn.utils.rnn.pad_sequence(list(places), batch_first=True)
-        self.plain_rank.push_rows(lanes, self.keeps, chosen, table, self.buffers)
-        self.rank.push_rows(lanes, self.keeps, chosen.to(self.device), table.to(self.device), self.there)
+        asked = [(lane, 0, keep) for lane, keep in zip(lanes, self.keeps)]
+        for put in ((0,) * len(lanes), (0, *(1,) * (len(lanes) - 1)), (1,) * len(lanes)):
+            before = [part.clone() for part in self.plain.arrived]
+            self.plain_rank.push_rows(*asked_of("cpu", *asked, put=put), by_layers(chosen), table, self.buffers)
+            there = by_layers(chosen.to(self.device)), table.to(self.device), self.there
+            self.rank.push_rows(*asked_of(self.device, *asked, put=put), *there)
+            if not any(put):
+                # Nothing of questions that are not there.
+                for there, here, was in zip(self.arena.arrived, self.plain.arrived, before):
+                    assert torch.equal(there.cpu(), here) and torch.equal(here, was)
+            else:
+                counts = self.arrived(put)
+                assert put[0] or torch.equal(counts[0], before[0][0])
         return chosen
 
     def arrived(self, what):
@@ -258,7 +291,8 @@ class RowPair(Pair):
         """Answers to questions of this number of both copies, but for lanes that are ``passed``, are taken here and there."""
         word = self.arena.word(number)
         for rank in (self.rank, self.plain_rank):
-            rank.answer([(lane, word, lane not in passed) for lane in range(len(self.keeps))])
+            on = self.device if rank is self.rank else "cpu"
+            rank.answer(*asked_of(on, *((lane, word, int(lane not in passed)) for lane in range(len(self.keeps)))))
         for arena, buffers, device in ((self.plain, self.buffers, "cpu"), (self.arena, self.there, self.device)):
             mine = []
             for lane, (slots, plain, there) in enumerate(self.copies):
@@ -284,9 +318,11 @@ class RowPair(Pair):
 
 
 def check_rows(device):
-    """Of several shapes; an answer has room for all that comes, for some, and for one row of a head."""
+    """Of several shapes; an answer has room for all that comes, for some, and for one row of a head; then programs take turns."""
     for fresh, dtype, dim in ((40, torch.float32, 24), (3, torch.bfloat16, 64), (1, torch.float16, 40)):
         rows(device, fresh, dtype, dim)
+    with patch.multiple(sent_rows, COPYING=3, COPIED=4, LOOKED_AT=8):
+        rows(device, 40, torch.float32, 24)
 
 
 def rows(device, fresh, dtype, dim, heads=2):

@@ -10,6 +10,7 @@ from packed_helpers import KERNEL_KINDS, divides, packed_pool
 from sglang_ext.layers.kernels import hand_over
 from sglang_ext.layers.kernels.choose_tokens import Contexts, choose_tokens
 from sglang_ext.layers.kernels.choosing.quest_pages import bound_pages, point_at_best_pages
+from sglang_ext.layers.kernels.choosing.turn_queries import turn_queries
 from sglang_ext.layers.kernels.coded_keys.code_keys import code_keys
 from sglang_ext.layers.kernels.coded_keys.coded_logits import KeyCodes
 from sglang_ext.layers.kernels.copies.gather_kept import gather_kept
@@ -142,7 +143,8 @@ def _choice(shape: Shape) -> None:
     table, numbers = torch.zeros(2, 80, dtype=torch.int32), torch.tensor([[1, 70, 40, 0]])
     for targets in (torch.zeros(40, dtype=torch.int64), None):
         asked, one, scored = Contexts(table, numbers, (70,), (4, 32), targets), slice(0, 1), targets is None
-        queries, address = torch.zeros(1, 1, shape.group, shape.dim), torch.tensor([keys.data_ptr()])
+        given, turn = torch.zeros(1, 1, shape.group, shape.dim, dtype=shape.dtype), (torch.zeros(shape.dim),) * 2
+        queries, address = turn_queries(given, (*turn, torch.arange(shape.dim))), torch.tensor([keys.data_ptr()])
         choose_tokens(queries, address, keys, torch.ones(1), asked, one, one, 40, scored=scored)
 
 
@@ -219,14 +221,15 @@ def _hand_over(shape: Shape) -> None:
     commits, tokens = torch.zeros(1, hand_over.COMMIT_NUMBERS, dtype=torch.int64), torch.zeros(1, 80, dtype=torch.int32)
     hand_over.commit(torch.zeros(1, 2, 40, dtype=torch.int32), hits, commits, 40, table, keys, tokens, slots)
     hand_over.copy_rows(word, word, 3, 500, 1000, 2000)
-    hand_over.gather_rows(word, slots, torch.zeros(40, 3, 500, dtype=torch.int32), 500, 1000)
-    hand_over.push_chosen(torch.zeros(1, 1, 1, 40, dtype=torch.int32), torch.zeros(1, 3, dtype=torch.int64), word, 40)
-    hand_over.read_words(word, word, torch.zeros(33, dtype=torch.int64))
-    hand_over.answer(word, torch.zeros(1, 3, dtype=torch.int64))
+    asked, there = torch.zeros(1, hand_over.ASKED_NUMBERS, dtype=torch.int64), torch.ones(1, dtype=torch.int32)
+    hand_over.gather_rows(word, asked, torch.zeros(1, 3, 500, dtype=torch.int32), 500, 1000, (9000, 4000))
+    hand_over.push_chosen(torch.zeros(1, 1, 1, 40, dtype=torch.int32), asked, there, word, 40)
+    hand_over.read_words(word, word, torch.zeros(33, dtype=torch.int64), asked, there)
+    hand_over.answer(word, asked, there)
     chosen, tables = torch.zeros(2, 1, 1, 1, 40, dtype=torch.int32), (table, table)
-    counts, moves = sent_rows.exchange(*chosen, tokens, one, 9)
-    sent_rows.push_rows(tables, keys, tokens, counts, moves, one, (word,) * 4)
-    arrived = counts, moves, torch.zeros(1, 1, 9, shape.dim, dtype=shape.dtype), torch.zeros(1, 1, 9, shape.dim, dtype=shape.dtype)
+    comes = sent_rows.exchange(*chosen, tokens, tokens, asked, 9, 0, torch.zeros_like(chosen[0], dtype=torch.int8))
+    sent_rows.push_rows(tables, keys, comes, asked, there, (word,) * 4)
+    arrived = *comes[:2], torch.zeros(1, 1, 9, shape.dim, dtype=shape.dtype), torch.zeros(1, 1, 9, shape.dim, dtype=shape.dtype)
     taken_rows.commit_rows(arrived, hits, commits, one[0], torch.zeros(5, dtype=torch.int64), tables, keys, slots)
     taken_rows.move_newest(tables, keys, keys, torch.zeros(1, 1, 20, dtype=torch.int64), slots, slots)
 

@@ -95,31 +95,34 @@ def check_rank(device):
             assert shared == 1 if device == "cpu" and bits == 16 else shared > 0.97, (predictor, bits, lane, shared)
 
 
+def recorded(rank, device):
+    """What launches again what a rank launched before: graphs, on a GPU, or it could not record."""
+    found = [known.replay for known in rank._answering._known.values() if known.replay]
+    assert device == "cpu" or all(isinstance(getattr(each, "__self__", None), torch.cuda.CUDAGraph) for each in found)
+    return found
+
+
 def put_meanwhile(rank, put, device):
     """Questions are put while the rank waits for them; in the interpreter, where nothing runs beside it, just before."""
     waits = rank._memory.await_words
 
-    def await_words(least, seconds):
-        if not least:
-            return waits(least, seconds)
-        if device == "cuda":
-            later(put)
-        else:
-            put()
-        return waits(least, seconds)
+    def await_words(asked, there, least, seconds):
+        if least:
+            later(put) if device == "cuda" else put()
+        return waits(asked, there, least, seconds)
 
     rank._memory.await_words = await_words
 
 
 def check_rank_ahead(device):
-    """What a rank chooses before questions are put is what one chooses that is asked then; nothing is lost where one has no place, where
-    nothing is put in time, and where not all of them were told."""
+    """What a rank answers that has launched all before questions are put is what one answers that is asked then; nothing is lost where one has
+    no place, where nothing is put in time, and where not all of them were told; also once what it launches was recorded."""
     pair = Pair(device, torch.float32)
     (ahead, socket), (plain, other) = ranks = [rank_of(pair, False, "current", 16, apart=True), rank_of(pair, True, "current", 16)]
     lengths, keeps, choices = {0: 100, 1: 40}, {0: 30, 1: 20}, []
-    hand_over_contexts(pair, ranks, lengths)
-    chosen = ahead._chosen
-    ahead._chosen = lambda *asked: choices.append(len(asked[0])) or chosen(*asked)
+    hand_over_contexts(pair, ranks, {0: 120, 1: 60})
+    prepare = ahead._answering.prepare
+    ahead._answering.prepare = lambda asks, *given, **more: choices.append(len(asks)) or prepare(asks, *given, **more)
 
     def tell(*questions, together=2):
         number = pair.arena.number + 2
@@ -154,19 +157,36 @@ def check_rank_ahead(device):
         return found
 
     assert answer((0, 1), (1, 1)) == [(0, 1, True), (1, 1, True)] and choices == [2]
-    # The place of the first is not free: what was chosen is of no use, and the other is chosen for anew.
-    assert answer((0, 4), (1, 2)) == [(0, 4, False), (1, 2, True)] and choices == [2, 2, 1]
-    assert answer((0, 5), (1, 3), meanwhile=False) == [(0, 5, True), (1, 3, True)] and choices == [2, 2, 1, 2, 2]
-    # One more was put with them, of which nothing was told yet: no choice is made ahead.
-    assert answer((0, 6), (1, 4), meanwhile=False, together=3) == [(0, 6, True), (1, 4, True)] and choices == [2, 2, 1, 2, 2, 2]
+    # The place of the first is not free: the other is answered all the same.
+    assert answer((0, 4), (1, 2)) == [(0, 4, False), (1, 2, True)] and choices == [2, 2]
+    assert answer((0, 5), (1, 3), meanwhile=False) == [(0, 5, True), (1, 3, True)] and choices == [2, 2, 2, 2]
+    # One more was put with them, of which nothing was told yet: nothing is launched ahead.
+    assert answer((0, 6), (1, 4), meanwhile=False, together=3) == [(0, 6, True), (1, 4, True)] and choices == [2, 2, 2, 2, 2]
+    assert answer((0, 7), (1, 5)) == [(0, 7, True), (1, 5, True)]
+    graphs = recorded(ahead, device)
+    assert len(graphs) == 1
+    # It serves other lengths, lanes and words, too.
+    lengths.update({0: 120, 1: 60})
+    keeps.update({0: 17, 1: 30})
+    assert answer((1, 6), (0, 8)) == [(0, 8, True), (1, 6, True)]
+    assert answer((0, 11), (1, 7)) == [(0, 11, False), (1, 7, True)]
+    assert answer((1, 8), (0, 12)) == [(0, 12, True), (1, 8, True)]
+    assert graphs == recorded(ahead, device)
+    # And questions that are there before it looks.
+    replays = []
+    for known in ahead._answering._known.values():
+        if known.replay:
+            known.replay = lambda replay=known.replay: replays.append(1) or replay()
+    assert answer((0, 13), (1, 9), meanwhile=False) == [(0, 13, True), (1, 9, True)] and len(replays) == 2
 
 
 def check_row_rank(device, bits):
     """A rank with full KV that kernels ask sends the rows that one sends that PyTorch asks, whole ones where it scores by few bits."""
-    pair = RowPair(device, torch.float32, keeps=(30, 20), fresh=6)
+    # Of so many layers that memory of a part is taken again, and so often that it is recorded.
+    pair = RowPair(device, torch.float32, layers=4, keeps=(30, 20), fresh=6)
     ranks = [rank_of(pair, plain, "current", bits, apart=not plain) for plain in (False, True)]
     hand_over_contexts(pair, ranks, {0: 100, 1: 40})
-    for number in (1, 2, 3):
+    for number in range(1, 6):
         asked = [Asked([number + lane], lane, pair.arena.word(number)) for lane in range(2)]
 
         def put(asked=asked):
@@ -176,7 +196,7 @@ def check_row_rank(device, bits):
 
         for rank, _ in ranks:
             for lane, covered in ((0, 100), (1, 40)):
-                ask = lane, 0, 2, number, covered, pair.keeps[lane], (99,)
+                ask = lane, 0, 4, number, covered, pair.keeps[lane], (99,)
                 rank._take(protocol.Ask(*ask, number=pair.arena.number + 1, together=2))
         put_meanwhile(ranks[0][0], put, device)
         for rank, socket in ranks:
@@ -190,7 +210,7 @@ def check_row_rank(device, bits):
         # Else scores that are all but equal may be in another order.
         shared = [(plain[..., :, None] == there.cpu()[..., None, :]).any(-1).float().mean() for _, plain, there in pair.copies]
         assert min(shared) > 0.9, (number, shared)
-    assert int(pair.plain.counters[4]) > 20
+    assert int(pair.plain.counters[4]) > 20 and len(recorded(ranks[0][0], device)) == 1
 
 
 def check_hand_over(device):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # Scores that a program keeps in registers, a power of two of them, at least and at most, and of these those of a thread.
 LEAST_RESIDENT, RESIDENT, OF_THREAD = 1024, 32768, 64
 # Tokens whose scores go to memory at once, and those that a program writes down.
-AT_ONCE, WRITTEN = 4096, 2048
+AT_ONCE, WRITTEN = 4096, 8192
 # Tokens that were chosen whose scores a program leaves.
 SCORED = 1024
 # Threads sum products alike only where none is fused with a sum: of two that exchange theirs, each would round the other's alone. Else
@@ -95,6 +95,84 @@ def _form(longest: int, heads: int, group: int, always: tuple[int, int]) -> dict
     }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Marked:
+    """Tokens that are chosen for some requests in some layers, marked on the device.
+
+    Attributes:
+        contexts: all requests.
+        tables: int64 [all layers], addresses of the layers' key buffers, and one of these, [slots, kv_heads, head_dim].
+        where: first layer and request, requests, and units of PITCH in a row of logits.
+        pairs: of a layer and a request.
+        group: query heads that share a KV head.
+        left: logits, and of each chunk maxima and masses.
+        marks: 32 to a word.
+    """
+
+    contexts: Contexts
+    tables: tuple[torch.Tensor, torch.Tensor]
+    where: tuple[int, int, int, int]
+    pairs: int
+    group: int
+    left: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    marks: torch.Tensor
+
+    def written(self, most: int = 0, scored: bool = False) -> torch.Tensor | None:
+        """Launch what writes them down; arguments and what is returned as of :func:`choose_tokens`."""
+        contexts, (key_table, like), where, pairs = self.contexts, self.tables, self.where, self.pairs
+        heads, count, group, longest = like.shape[1], where[2], self.group, _longest(contexts, where)
+        pointing, cells, table = contexts.targets is not None, like.view(torch.int32), contexts.token_table
+        shape = 1 + scored, pairs // count, count, heads, most
+        out = None if pointing else torch.empty(shape, dtype=torch.int32, device=like.device)
+        write_marked[(heads, triton.cdiv(longest, WRITTEN), pairs)](
+            self.marks, key_table, table, contexts.numbers, contexts.targets, out, *where, table.stride(0), most, cells.stride(0),
+            cells.stride(1), HEADS=heads, PER_SLOT=cells.shape[2] if pointing else 0, TOKENS=WRITTEN, num_warps=8,
+        )  # fmt: skip
+        if scored:
+            score_chosen[(heads, triton.cdiv(most, SCORED), pairs)](
+                *self.left, out[0], out[1], contexts.numbers, *where, triton.cdiv(longest, CHUNK), most, SINKS=contexts.always[0],
+                NEWEST=contexts.always[1], HEADS=heads, GROUP=group, G=triton.next_power_of_2(group), TOKENS=SCORED, CHUNK=CHUNK,
+                **UNFUSED,
+            )  # fmt: skip
+        return out if pointing or scored else out[0]
+
+
+def _longest(contexts: Contexts, where: tuple[int, int, int, int]) -> int:
+    _, first, count, _ = where
+    return max(contexts.lengths[first : first + count])
+
+
+def mark_tokens(
+    queries: torch.Tensor,
+    key_table: torch.Tensor,
+    like: torch.Tensor,
+    scalings: torch.Tensor,
+    contexts: Contexts,
+    layers: slice,
+    requests: slice,
+    coded: "KeyCodes | None" = None,
+) -> Marked:
+    """Mark what is chosen; arguments and errors as of :func:`choose_tokens`."""
+    heads, device = like.shape[1], like.device
+    count, group, longest = requests.stop - requests.start, queries.shape[2] // heads, max(contexts.lengths[requests])
+    pairs, chunks, table = (layers.stop - layers.start) * count, triton.cdiv(longest, CHUNK), contexts.token_table
+    pitches = triton.cdiv(longest, PITCH.value)
+    logits = torch.empty(pairs * heads * group, pitches * PITCH.value, dtype=logits_of(like.dtype), device=device)
+    # Each of its own, which begins at a multiple of 16 bytes for any number of requests: kernels are compiled for that.
+    tops, masses = (torch.empty(pairs * heads * group, chunks, device=device) for _ in range(2))
+    scores = None if longest <= RESIDENT else torch.empty(pairs * heads, pitches * PITCH.value, dtype=torch.int32, device=device)
+    marks = torch.empty(pairs * heads, pitches * PITCH.value // WORD.value, dtype=torch.int32, device=device)
+    where, left = (layers.start, requests.start, count, pitches), (logits, tops, masses)
+    asked = Asked((scalings, table, contexts.numbers, *left), where, chunks, pairs, table.stride(0))
+    if coded is None:
+        leave_exact(queries.to(like.dtype), key_table, like, asked)
+    else:
+        coded.leave_logits(queries, asked)
+    form = _form(longest, heads, group, contexts.always)
+    mark_best[(heads, pairs)](*left, scores, marks, contexts.numbers, *where, chunks, **form)
+    return Marked(contexts, (key_table, like), where, pairs, group, left, marks)
+
+
 def choose_tokens(
     queries: torch.Tensor,
     key_table: torch.Tensor,
@@ -128,34 +206,4 @@ def choose_tokens(
     Raises:
         OptionError: no tiles of such heads fit the GPU.
     """
-    heads, device = like.shape[1], like.device
-    count, group, longest = requests.stop - requests.start, queries.shape[2] // heads, max(contexts.lengths[requests])
-    pairs, chunks, table = (layers.stop - layers.start) * count, triton.cdiv(longest, CHUNK), contexts.token_table
-    pitches = triton.cdiv(longest, PITCH.value)
-    logits = torch.empty(pairs * heads * group, pitches * PITCH.value, dtype=logits_of(like.dtype), device=device)
-    # Each of its own, which begins at a multiple of 16 bytes for any number of requests: kernels are compiled for that.
-    tops, masses = (torch.empty(pairs * heads * group, chunks, device=device) for _ in range(2))
-    scores = None if longest <= RESIDENT else torch.empty(pairs * heads, pitches * PITCH.value, dtype=torch.int32, device=device)
-    marks = torch.empty(pairs * heads, pitches * PITCH.value // WORD.value, dtype=torch.int32, device=device)
-    where = layers.start, requests.start, count, pitches
-    left = scalings, table, contexts.numbers, logits, tops, masses
-    if coded is None:
-        leave_exact(queries.to(like.dtype).contiguous(), key_table, like, Asked(left, where, chunks, pairs, table.stride(0)))
-    else:
-        coded.leave_logits(queries, Asked(left, where, chunks, pairs, table.stride(0)))
-    pointing, cells = contexts.targets is not None, like.view(torch.int32)
-    shape = 1 + scored, layers.stop - layers.start, count, heads, most
-    out = None if pointing else torch.empty(shape, dtype=torch.int32, device=device)
-    form = _form(longest, heads, group, contexts.always)
-    mark_best[(heads, pairs)](logits, tops, masses, scores, marks, contexts.numbers, *where, chunks, **form)
-    write_marked[(heads, triton.cdiv(longest, WRITTEN), pairs)](
-        marks, key_table, table, contexts.numbers, contexts.targets, out, *where, table.stride(0), most, cells.stride(0), cells.stride(1),
-        HEADS=heads, PER_SLOT=cells.shape[2] if pointing else 0, TOKENS=WRITTEN, WORDS=WRITTEN // 2,
-    )  # fmt: skip
-    if scored:
-        score_chosen[(heads, triton.cdiv(most, SCORED), pairs)](
-            logits, tops, masses, out[0], out[1], contexts.numbers, *where, chunks, most, SINKS=contexts.always[0],
-            NEWEST=contexts.always[1], HEADS=heads, GROUP=group, G=triton.next_power_of_2(group), TOKENS=SCORED, CHUNK=CHUNK,
-            **UNFUSED,
-        )  # fmt: skip
-    return out if pointing or scored else out[0]
+    return mark_tokens(queries, key_table, like, scalings, contexts, layers, requests, coded).written(most, scored)

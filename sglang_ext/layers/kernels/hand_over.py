@@ -22,6 +22,9 @@ WORDS = tl.constexpr(LANE_WORDS)
 # Numbers of a copy that is committed: lane, word, row of the token table, tokens covered, tokens that each head keeps, first target.
 COMMIT_NUMBERS = 6
 NUMBERS = tl.constexpr(COMMIT_NUMBERS)
+# Numbers of a question that the rank is done with: lane, word, tokens that each head keeps, 0 where there is no answer.
+ASKED_NUMBERS = 3
+ASKED = tl.constexpr(ASKED_NUMBERS)
 # Counters of the device: answers that were taken, that were late, questions that were not written as their place was taken, and
 # nanoseconds of waiting; rows of K and V that were taken (rows/taken_rows.py).
 COUNTERS = ("taken", "late", "unasked", "waited", "rows")
@@ -29,13 +32,13 @@ COUNTERS = ("taken", "late", "unasked", "waited", "rows")
 COPIED, POINTERS = 1024, 128
 
 
-@triton.jit(do_not_specialize=("requests",))
-def _open_places(heads, numbers, opened, requests):
-    """Whether the place of each question is free: that before it in the same place is done with."""
-    for i in range(requests):
-        lane, word = tl.load(numbers + 2 * i), tl.load(numbers + 2 * i + 1)
-        done = load_acquire(heads + lane * WORDS + DONE)
-        tl.store(opened + i, (done >= word - 2).to(tl.int32))
+@triton.jit
+def _open_places(heads, numbers, opened):
+    """Whether the place of a question is free: that before it in the same place is done with."""
+    i = tl.program_id(0)
+    lane, word = tl.load(numbers + 2 * i), tl.load(numbers + 2 * i + 1)
+    done = load_acquire(heads + lane * WORDS + DONE)
+    tl.store(opened + i, (done >= word - 2).to(tl.int32))
 
 
 @triton.jit(do_not_specialize=("count", "window"))
@@ -68,13 +71,18 @@ def _put_keys(
         tl.store(target + column, found, mask=column < ROW)
 
 
-@triton.jit(do_not_specialize=("requests", "word"))
-def _signal(heads, written, numbers, opened, requests, word):
-    """Say of each question whose place was free that it is there, then how much was written in all."""
-    for i in range(requests):
-        if tl.load(opened + i) != 0:
-            mine = tl.load(numbers + 2 * i + 1)
-            store_release(heads + tl.load(numbers + 2 * i) * WORDS + QUESTION + (mine & 1), mine)
+@triton.jit
+def _signal(heads, numbers, opened):
+    """Say of a question whose place was free that it is there."""
+    i = tl.program_id(0)
+    if tl.load(opened + i) != 0:
+        mine = tl.load(numbers + 2 * i + 1)
+        store_release(heads + tl.load(numbers + 2 * i) * WORDS + QUESTION + (mine & 1), mine)
+
+
+@triton.jit(do_not_specialize=("word",))
+def _signal_all(written, word):
+    """Say how much was written in all."""
     store_release(written, word)
 
 
@@ -127,48 +135,60 @@ def _copy_rows(source, target, length, source_row, target_row, BLOCK: tl.constex
     tl.store(target.to(tl.pointer_type(tl.int32)) + row * target_row + column, found, mask=column < length)
 
 
-@triton.jit(do_not_specialize=("source", "length", "source_row", "target_row"))
-def _gather_rows(source, begins, target, length, source_row, target_row, target_step, BLOCK: tl.constexpr):
-    """The same, of several groups of rows: where each begins, in words from the source; the target is of 32 bits."""
+@triton.jit(do_not_specialize=("source", "length", "source_row", "of_lane", "of_parity", "target_row"))
+def _gather_rows(source, asked, target, length, source_row, of_lane, of_parity, target_row, target_step, BLOCK: tl.constexpr):
+    """The same, of the lanes of several questions, each in the place of its parity; the target is of 32 bits."""
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(2)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    begin = source.to(tl.pointer_type(tl.int32)) + tl.load(begins + group)
+    lane, parity = tl.load(asked + ASKED * group), tl.load(asked + ASKED * group + 1) & 1
+    begin = source.to(tl.pointer_type(tl.int32)) + lane * of_lane + parity * of_parity
     found = tl.load(begin + row * source_row + column, mask=column < length)
     tl.store(target + group * target_step + row * target_row + column, found, mask=column < length)
 
 
-@triton.jit(do_not_specialize=("requests", "most", "target", "lane_step"))
-def _push_chosen(chosen, numbers, target, requests, most, lane_step, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=("requests", "most", "target", "lane_step", "first_pair"))
+def _push_chosen(chosen, asked, there, target, requests, most, lane_step, first_pair, HEADS: tl.constexpr, BLOCK: tl.constexpr):
     """Positions of a layer and head of a request, to the place of its answer."""
     pair, request = tl.program_id(0), tl.program_id(2)
-    lane, parity, keep = tl.load(numbers + 3 * request), tl.load(numbers + 3 * request + 1) & 1, tl.load(numbers + 3 * request + 2)
+    mine = asked + ASKED * request
+    lane, parity, keep = tl.load(mine), tl.load(mine + 1) & 1, tl.load(mine + 2) * tl.load(there + request)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source = chosen + ((pair // HEADS * requests + request) * HEADS + pair % HEADS).to(tl.int64) * most
     found = tl.load(source + index, mask=index < keep)
-    tl.store(target.to(tl.pointer_type(tl.int32)) + (lane * 2 + parity) * lane_step + pair * keep + index, found, mask=index < keep)
+    to = target.to(tl.pointer_type(tl.int32)) + (lane * 2 + parity) * lane_step + (first_pair + pair) * keep
+    tl.store(to + index, found, mask=index < keep)
 
 
-@triton.jit(do_not_specialize=("heads", "written", "least", "patience"))
-def _read_words(heads, written, out, count, least, patience, BLOCK: tl.constexpr):
-    """How much was written, once it is ``least`` or ``patience`` nanoseconds are over, then the words of all lanes."""
+@triton.jit(do_not_specialize=("heads", "written", "requests", "least", "patience"))
+def _read_words(heads, written, asked, there, out, count, requests, least, patience, BLOCK: tl.constexpr):
+    """How much was written, once it is ``least`` or ``patience`` nanoseconds are over, then the words of all lanes; and by these which
+    questions are there."""
     begun, word = nanoseconds(), written.to(tl.pointer_type(tl.int64))
-    there = load_acquire(word)
-    while (there < least) & (nanoseconds() - begun < patience):
-        there = load_acquire(word)
-    tl.store(out, there)
+    found = load_acquire(word)
+    while (found < least) & (nanoseconds() - begun < patience):
+        found = load_acquire(word)
+    tl.store(out, found)
     for first in tl.range(0, count, BLOCK):
         place = first + tl.arange(0, BLOCK)
-        found = tl.load(heads.to(tl.pointer_type(tl.int64)) + place, mask=place < count, volatile=True)
-        tl.store(out + 1 + place, found, mask=place < count)
+        of_lanes = tl.load(heads.to(tl.pointer_type(tl.int64)) + place, mask=place < count, volatile=True)
+        tl.store(out + 1 + place, of_lanes, mask=place < count)
+    if requests > 0:
+        # What other threads of this warp stored.
+        tl.debug_barrier()
+        for i in range(requests):
+            mine = tl.load(asked + ASKED * i + 1)
+            put = tl.load(out + 1 + tl.load(asked + ASKED * i) * WORDS + QUESTION + (mine & 1))
+            tl.store(there + i, ((found >= least) & (put == mine)).to(tl.int32))
 
 
-@triton.jit(do_not_specialize=("heads", "requests"))
-def _answer(heads, numbers, requests):
-    """Say of questions that they are done with, first of those with an answer that it is there: lane, word, and whether, each."""
-    for i in range(requests):
-        word = tl.load(numbers + 3 * i + 1)
-        head = heads.to(tl.pointer_type(tl.int64)) + tl.load(numbers + 3 * i) * WORDS
-        if tl.load(numbers + 3 * i + 2) != 0:
+@triton.jit(do_not_specialize=("heads",))
+def _answer(heads, asked, there):
+    """Say of a question that is there that it is done with; first, where tokens are kept, that its answer is there."""
+    i = tl.program_id(0)
+    if tl.load(there + i) != 0:
+        word = tl.load(asked + ASKED * i + 1)
+        head = heads.to(tl.pointer_type(tl.int64)) + tl.load(asked + ASKED * i) * WORDS
+        if tl.load(asked + ASKED * i + 2) != 0:
             store_release(head + CHOSEN + (word & 1), word)
         store_release(head + DONE, word)
 
@@ -191,7 +211,7 @@ def put_queries(
     requests, count = places.shape
     layers, row = pool.shape[0], pool.shape[2] * pool.shape[3]
     opened = torch.empty(requests, dtype=torch.int32, device=heads.device)
-    _open_places[(1,)](heads, numbers, opened, requests, num_warps=1)
+    _open_places[(requests,)](heads, numbers, opened, num_warps=1)
     _put_queries[(layers * count, requests)](
         pool, places, numbers, opened, queries, count, pool.stride(0), queries.shape[3], LAYERS=layers, ROW=row, BLOCK=COPIED
     )
@@ -215,7 +235,10 @@ def put_keys(target: torch.Tensor, key_table: torch.Tensor, like: torch.Tensor, 
 
 def signal(heads: torch.Tensor, written: torch.Tensor, numbers: torch.Tensor, opened: torch.Tensor, word: int) -> None:
     """Let the cache rank know what was written by kernels before; ``word``: how much in all; others as of :func:`put_queries`."""
-    _signal[(1,)](heads, written, numbers, opened, len(numbers), word, num_warps=1)
+    # Each of these takes as long as the one before it took, where they follow one another; what was written in all is said after them.
+    if len(numbers):
+        _signal[(len(numbers),)](heads, numbers, opened, num_warps=1)
+    _signal_all[(1,)](written, word, num_warps=1)
 
 
 def wait_for_answers(heads: torch.Tensor, numbers: torch.Tensor, counters: torch.Tensor, seconds: float) -> torch.Tensor:
@@ -262,44 +285,62 @@ def copy_rows(source: int, target: int, rows: int, length: int, source_row: int,
     _copy_rows[(rows, triton.cdiv(length, COPIED))](source, target, length, source_row, target_row, BLOCK=COPIED)
 
 
-def gather_rows(source: int, begins: torch.Tensor, target: torch.Tensor, length: int, source_row: int) -> None:
-    """Copy groups of rows from an address, as :func:`copy_rows` does, in one launch.
+def gather_rows(source: int, asked: torch.Tensor, target: torch.Tensor, length: int, source_row: int, steps: tuple[int, int]) -> None:
+    """Copy rows of the lanes of some questions from an address, as :func:`copy_rows` does, in one launch.
 
     Args:
-        source: address that ``begins`` count from.
-        begins: int64 [groups], words of 32 bits.
+        source: address of the first lane's.
+        asked: int64 [groups, :data:`ASKED_NUMBERS`].
         target: int32 [groups, rows, up to length], contiguous.
         length: words of a row.
         source_row: words from a row to the next.
+        steps: words from a lane to the next, and from the place of even words to that of odd ones.
     """
     groups, rows, width = target.shape
     _gather_rows[(rows, triton.cdiv(length, COPIED), groups)](
-        source, begins, target, length, source_row, width, rows * width, BLOCK=COPIED
+        source, asked, target, length, source_row, *steps, width, rows * width, BLOCK=COPIED
     )
 
 
-def push_chosen(chosen: torch.Tensor, numbers: torch.Tensor, target: int, lane_step: int) -> None:
-    """Write which positions were chosen for some requests to an arena.
+def push_chosen(
+    chosen: torch.Tensor, asked: torch.Tensor, there: torch.Tensor, target: int, lane_step: int, first_layer: int = 0
+) -> None:
+    """Write which positions were chosen for some requests in some layers to an arena.
 
     Args:
         chosen: int32 [layers, requests, kv_heads, most], contiguous, of each request as many as it keeps.
-        numbers: int64 [requests, 3], lane, word, and tokens that each head keeps.
+        asked: int64 [requests, :data:`ASKED_NUMBERS`].
+        there: int32 [requests], 1 for each whose question is there; for others nothing is written.
         target: address of the arena's answers.
         lane_step: numbers from one place of an answer to the next.
+        first_layer: of those that are meant.
     """
     layers, requests, heads, most = chosen.shape
     _push_chosen[(layers * heads, triton.cdiv(most, COPIED), requests)](
-        chosen, numbers, target, requests, most, lane_step, HEADS=heads, BLOCK=COPIED
+        chosen, asked, there, target, requests, most, lane_step, first_layer * heads, HEADS=heads, BLOCK=COPIED
     )
 
 
-def read_words(heads: int, written: int, out: torch.Tensor, least: int = 0, seconds: float = 0.0) -> None:
-    """Read, by their addresses, how much was written, and the words of all lanes: int64 [1 + lanes * LANE_WORDS], ``out``; the stream waits
-    until ``least`` was written, no longer than ``seconds``."""
+def read_words(
+    heads: int, written: int, out: torch.Tensor, asked: torch.Tensor, there: torch.Tensor, least: int = 0, seconds: float = 0.0
+) -> None:
+    """Let the stream wait, then read words.
+
+    Args:
+        heads, written: addresses of the lanes' words, and of how much was written.
+        out: int64 [1 + lanes * LANE_WORDS], how much was written, and the words of all lanes.
+        asked: int64 [requests, :data:`ASKED_NUMBERS`].
+        there: int32 [requests], which of their questions are there: 1, none before ``least`` was written, or 0.
+        least: until so much was written it waits.
+        seconds: no longer than that.
+    """
     # Of one warp: several would each wait on their own, and of the words that one reads another would say how much was written.
-    _read_words[(1,)](heads, written, out, len(out) - 1, least, int(seconds * 1e9), BLOCK=COPIED, num_warps=1)
+    _read_words[(1,)](
+        heads, written, asked, there, out, len(out) - 1, len(asked), least, int(seconds * 1e9), BLOCK=COPIED, num_warps=1
+    )  # fmt: skip
 
 
-def answer(heads: int, numbers: torch.Tensor) -> None:
-    """Say by the address of the lanes' words of some questions, int64 [requests, 3], that they are done with (:func:`_answer`)."""
-    _answer[(1,)](heads, numbers, len(numbers), num_warps=1)
+def answer(heads: int, asked: torch.Tensor, there: torch.Tensor) -> None:
+    """Say by the address of the lanes' words of some questions, of a lane each, that they are done with; of :func:`push_chosen`'s arguments
+    those that are there, and of these that they are answered where tokens are kept."""
+    _answer[(len(asked),)](heads, asked, there, num_warps=1)

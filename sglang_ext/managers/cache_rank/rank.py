@@ -160,13 +160,11 @@ class CacheRank:
     def _attach(self, told: protocol.Attach) -> None:
         if told.version != VERSION or told.epoch != self._epoch:
             self._refuse(f"version and epoch are {told.version}, {told.epoch} at the inference rank and {VERSION}, {self._epoch} here")
+        self._method = Spade(query_predictor(told.predictor), sinks=told.sinks, recent=told.recent)
+        self._rotary = Rotary(torch.tensor(told.turning.frequencies, dtype=torch.float32, device=self._device), told.turning.interleaved)
         # Memory is taken, and on a GPU kernels are compiled: no message is heard meanwhile.
         with again_and_again(self._beat, BEAT_SECONDS):
             self._open(told)
-            self._method = Spade(query_predictor(told.predictor), sinks=told.sinks, recent=told.recent)
-            self._rotary = Rotary(
-                torch.tensor(told.turning.frequencies, dtype=torch.float32, device=self._device), told.turning.interleaved
-            )
             seconds = self._probe()
         self._say(protocol.Attached(self._epoch, seconds))
 

@@ -75,9 +75,9 @@ def attach_of(
     """What ranks are told; arguments as :func:`cache_ranks`'s, and how many bytes each has ``room`` for, on a GPU."""
     keys, context, spade = buffers.keys[0], args.get_model_config().context_len, selection_options.spade(args)
     slots, kv_heads, dim = keys.shape
-    longest = min(context, slots)
+    longest, bits = min(context, slots), selection_options.score_bits(args)
     most = method.kept(longest // method.unit * method.unit)
-    held = KeySizes(len(buffers.keys), kv_heads, dim, keys.dtype, args.kv_score_bits, selection_options.sends_rows(args))
+    held = KeySizes(len(buffers.keys), kv_heads, dim, keys.dtype, bits, selection_options.sends_rows(args))
     block_bytes = BLOCK * replace(held, bits=EXACT).token_bytes
     blocks = slots // BLOCK + requests
     if args.kv_cache_rank_gb is not None:
@@ -111,5 +111,5 @@ def attach_of(
         sinks=spade.sinks,
         recent=spade.recent,
         turning=Turning(tuple(rotary.frequencies.tolist()), rotary.interleaved),
-        bits=args.kv_score_bits,
+        bits=bits,
     )

@@ -60,6 +60,10 @@ class Rotary:
     def advanced(self, vectors: torch.Tensor, count: int) -> torch.Tensor:
         """Vectors as they would be ``count`` positions later, wherever they are, in few operations: float32, as ``vectors``, [..., dim]."""
         cos, sin, other = self._turn(count, vectors.shape[-1])
+        if vectors.is_cuda and vectors.dim() == 4 and vectors.stride()[2:] == (vectors.shape[-1], 1):
+            from sglang_ext.layers.kernels.choosing.turn_queries import turn_queries
+
+            return turn_queries(vectors, (cos, sin, other))
         vectors = vectors.float()
         return torch.addcmul(vectors * cos, vectors[..., other], sin)
 
@@ -87,6 +91,10 @@ class Rotary:
                 self._turns.clear()
             found = self._turns[count, dim] = tuple(each.to(self.frequencies.device) for each in (cos, sin, other))
         return found
+
+    def kept_turns(self) -> tuple[tuple[torch.Tensor, ...], ...]:
+        """What :meth:`advanced` reads, until others take its place: who launches that again, as a CUDA graph does, holds it."""
+        return tuple(self._turns.values())
 
     @cached_property
     def _turns(self) -> dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:

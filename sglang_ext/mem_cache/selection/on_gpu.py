@@ -1,17 +1,19 @@
 """Tokens chosen by predicted queries on a GPU, of many requests and layers in few launches (layers/kernels/choose_tokens.py)."""
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from sglang_ext.device import Finishing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.selection.predictors import QueryPredictor
 
 if TYPE_CHECKING:
-    from sglang_ext.layers.kernels.choose_tokens import Contexts
+    from sglang_ext.layers.kernels.choose_tokens import Contexts, Marked
 
 # Bytes in which tokens are chosen, where a pair of a layer and a request takes no more, and share of them that predicting queries takes
 # beside them: more of them need fewer launches.
@@ -19,6 +21,20 @@ SCRATCH, PREDICTING = 256 << 20, 1 / 2
 
 # Queries of some requests in some layers: [requests, layers, query_heads, window, dim], oldest first, rotary embedding applied.
 ReadQueries = Callable[[slice, slice], torch.Tensor]
+
+
+class Part(NamedTuple):
+    """What was chosen in some layers.
+
+    Attributes:
+        layers: which.
+        chosen: as :meth:`GpuChoice.choose` has it, of these layers; None where pointers were written.
+        there: when it is, on the device; None where the current stream chose.
+    """
+
+    layers: slice
+    chosen: torch.Tensor | None
+    there: torch.cuda.Event | None
 
 
 @dataclass(frozen=True)
@@ -30,7 +46,7 @@ class GpuChoice:
         buffers: the layers of SGLang's KV pool.
         query_heads: of a layer, on this rank.
         rotary: the embedding that was applied to queries and keys; None where queries are joined as they are.
-        scratch: as :data:`SCRATCH`.
+        scratch: as :data:`SCRATCH`, for each part that is not finished (device.py:Finishing).
     """
 
     predictor: QueryPredictor
@@ -56,30 +72,66 @@ class GpuChoice:
             Positions, int32 [layers, requests, kv_heads, most], ascending, of each request as many as it has; with the bits of their scores
             in float32 behind them, [2, ...], where these are wanted; None where pointers were written.
         """
-        from sglang_ext.layers.kernels.choose_tokens import choose_tokens, scratch_bytes
+        parts = list(self.in_parts(contexts, read, positions, ahead, most, scored))
+        if contexts.targets is not None:
+            return None
+        return parts[0].chosen if len(parts) == 1 else torch.cat([part.chosen for part in parts], -4)
 
-        keys, found, codes = self.buffers.keys, [], self.buffers.codes
-        coded = None if codes is None else codes.of_kernels
+    def in_parts(
+        self,
+        contexts: "Contexts",
+        read: ReadQueries,
+        positions: torch.Tensor,
+        ahead: int = 1,
+        most: int = 0,
+        scored: bool = False,
+        finishing: Finishing | None = None,
+        finer: bool = False,
+    ) -> Iterator[Part]:
+        """As :meth:`choose`, by layers as these are chosen.
+
+        Args:
+            contexts, read, positions, ahead, most, scored: as there.
+            finishing: writes down what the current stream marks, part by part; None for the same.
+            finer: whether each part has a third of the layers that are left at most, so that the last ones are small.
+        """
+        from sglang_ext.layers.kernels.choose_tokens import mark_tokens, scratch_bytes
+        from sglang_ext.layers.kernels.choosing.exact_logits import by_layers
+
+        keys, codes, count = self.buffers.keys, self.buffers.codes, len(contexts.lengths)
+        coded, finishing = None if codes is None else codes.of_kernels, finishing or Finishing()
         tables = self.buffers.key_table, keys[0], self.buffers.scaling_table
         # Many small launches predict queries, few large ones choose by them and take more memory for each pair: these alone are cut finer.
         _, kv_heads, dim = keys[0].shape
         predicted = _predicted_at_once(self.scratch, predicting_bytes(self.query_heads, dim, self.predictor))
         each = scratch_bytes(max(contexts.lengths), kv_heads, self.query_heads // kv_heads, keys[0].itemsize)
-        pairs = max(1, self.scratch // each)
-        for layers, requests in shares(len(keys), len(contexts.lengths), predicted):
+        pairs, found = max(1, self.scratch // each), []
+        begun: deque[tuple[slice, slice, Marked, torch.cuda.Event | None]] = deque()
+
+        def finished(more: int) -> Iterator[Part]:
+            """Finish what has begun, but for so many parts."""
+            while len(begun) > more:
+                of_layers, of_requests, marked, moment = begun.popleft()
+                # Where requests are cut, they are of one layer.
+                last = of_requests.stop == count
+                with finishing.part(moment, (marked, *found)):
+                    found.append(marked.written(most, scored))
+                    whole = torch.cat(found, -3) if last and len(found) > 1 and found[0] is not None else found[0]
+                if last:
+                    found.clear()
+                    yield Part(of_layers, whole, finishing.last)
+
+        for layers, requests in shares(len(keys), count, predicted):
             queries = self.predictor.predict(read(requests, layers), positions[requests], self.rotary, ahead)
-            for of_layers, of_requests in shares(queries.shape[1], queries.shape[0], pairs):
+            # As kernels take them, of which each part is contiguous.
+            queries = by_layers(queries if coded else queries.to(keys[0].dtype)).transpose(0, 1)
+            for of_layers, of_requests in shares(queries.shape[1], queries.shape[0], pairs, finer):
                 where = _within(layers, of_layers), _within(requests, of_requests)
-                some = queries[of_requests, of_layers]
-                found.append((*where, choose_tokens(some, *tables, contexts, *where, most, coded=coded, scored=scored)))
-        if contexts.targets is not None:
-            return None
-        if len(found) == 1:
-            return found[0][2]
-        chosen = found[0][2].new_empty(*([2] if scored else []), len(keys), len(contexts.lengths), kv_heads, most)
-        for layers, requests, positions in found:
-            chosen[..., layers, requests, :, :] = positions
-        return chosen
+                finishing.make_room(len(begun))
+                # Held by nothing else: memory of the part before is taken again.
+                begun.append((*where, mark_tokens(queries[of_requests, of_layers], *tables, contexts, *where, coded), finishing.moment()))
+                yield from finished(finishing.parts - 1)
+        yield from finished(0)
 
 
 def predicting_bytes(query_heads: int, dim: int, predictor: QueryPredictor) -> int:
@@ -101,12 +153,16 @@ def planned_bytes(
     return predicted + max(SCRATCH, scratch_bytes(longest, kv_heads, query_heads // kv_heads, number_bytes))
 
 
-def shares(layers: int, requests: int, pairs: int) -> Iterator[tuple[slice, slice]]:
-    """Layers and requests, in shares of at most so many pairs of one of each: all requests of some layers, or some of a layer."""
-    together, each = max(1, pairs // requests), min(requests, pairs)
-    for layer in range(0, layers, together):
+def shares(layers: int, requests: int, pairs: int, finer: bool = False) -> Iterator[tuple[slice, slice]]:
+    """Layers and requests, in shares of at most so many pairs of one of each: all requests of some layers, or some of a layer; ``finer``:
+    of no more than a third of the layers that are left."""
+    layer, each = 0, min(requests, pairs)
+    while layer < layers:
+        left = layers - layer
+        end = layer + min(max(1, pairs // requests), -(-left // 3) if finer else left)
         for request in range(0, requests, each):
-            yield slice(layer, min(layer + together, layers)), slice(request, min(request + each, requests))
+            yield slice(layer, end), slice(request, min(request + each, requests))
+        layer = end
 
 
 def _within(outer: slice, inner: slice) -> slice:

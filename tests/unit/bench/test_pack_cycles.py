@@ -86,3 +86,29 @@ def test_a_rank_that_is_not_there_is_told(scripts):
     rank = scripts.ranks.Rank(layers, scripts.ranks.Kind(True, 16, "current"), "cpu", 1.0)
     with pytest.raises(RuntimeError, match="cache rank of rows, 16 bits: it did not become ready: starting"):
         rank.hand_over()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--cycles", "0"], "--cycles 0: a whole number from 1"), (["--pack", "6", "0"], "--pack 0: a whole number from 1"),
+        (["--stay", "1"], "--stay 1.0: a share from 0 to below 1"), (["--json", "/nowhere/x.json"], "there is no folder /nowhere: make it"),
+        (["--device", "mps"], "--device mps: cpu, or a GPU"), (["--rank-device", "cuda:1"], "--rank-device cuda:1: cpu, or a GPU"),
+        (["--device", "cuda:7"], "--device cuda:7: PyTorch finds 2 GPUs here"),
+        (["--device", "cuda"], "--model tiny is for --device cpu"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_is_refused_before_anything_is_made(scripts, monkeypatch, capsys, words, told):
+    monkeypatch.setattr(sys, "argv", ["pack_cycles.py", "--device", "cpu", "--model", "tiny", *words])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(SystemExit):
+        scripts.cycles.parsed()
+    assert told in capsys.readouterr().err
+
+
+def test_the_rank_is_on_the_gpu_after_the_model_s_where_there_is_one(scripts, monkeypatch):
+    for gpus, given, devices in ((2, [], ("cuda:0", "cuda:1")), (1, ["--device", "cuda"], ("cuda:0", "cuda:0"))):
+        monkeypatch.setattr(sys, "argv", ["pack_cycles.py", *given])
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        options = scripts.cycles.parsed()
+        assert (str(options.device), options.rank_device) == devices

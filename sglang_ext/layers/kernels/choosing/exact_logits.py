@@ -61,13 +61,11 @@ def _leave_logits(
         LIKE: tl.constexpr = like.dtype.element_ty
         row, dim = tl.arange(0, M), tl.arange(0, PADDED_DIM)
         mine, column = row < GROUP, tl.arange(0, BLOCK)
-        # Queries are in the order of requests, then layers.
-        layers = tl.num_programs(2) // requests
-        place = ((pair % requests) * layers + pair // requests) * HEADS + head
+        place = pair * HEADS + head
         q = tl.load(queries + (place * GROUP + row)[:, None] * DIM + dim[None, :], mask=mine[:, None] & (dim < DIM)[None, :], other=0.0)
         keys = buffer_of(key_table, layer, LIKE) + head * key_head
         table, scaling = token_table + at * table_row, tl.load(scalings + layer) * TO_POWERS
-        out = logits + ((pair * HEADS + head).to(tl.int64) * GROUP + row)[:, None] * (pitches.to(tl.int64) * PITCH)
+        out = logits + (place.to(tl.int64) * GROUP + row)[:, None] * (pitches.to(tl.int64) * PITCH)
         # Of each column its own, which are joined at the end: meanwhile no thread waits for another.
         top = tl.full((M, BLOCK), LEAST, tl.float32)
         mass = tl.zeros((M, BLOCK), tl.float32)
@@ -81,7 +79,7 @@ def _leave_logits(
             # Whole blocks, which are stored by vectors.
             tl.store(out + tl.multiple_of(first, BLOCK) + column[None, :], found.to(logits.dtype.element_ty), mask=mine[:, None])
             top, mass = add_block(found, top, mass)
-        leave_chunk(tops, masses, ((pair * HEADS + head) * GROUP + row) * chunks + chunk, mine, top, mass)
+        leave_chunk(tops, masses, (place * GROUP + row) * chunks + chunk, mine, top, mass)
 
 
 class Asked(NamedTuple):
@@ -109,8 +107,8 @@ def leave_exact(queries: torch.Tensor, key_table: torch.Tensor, like: torch.Tens
 
     def launch(block: dict[str, int]) -> None:
         _leave_logits[(heads, asked.chunks, asked.pairs)](
-            queries, key_table, like, *asked.tensors, *asked.where, asked.chunks, asked.table_row, like.stride(0), like.stride(1),
-            HEADS=heads, GROUP=group, M=padded(group), DIM=dim, PADDED_DIM=padded(dim), CHUNK=CHUNK, **block,
+            by_layers(queries), key_table, like, *asked.tensors, *asked.where, asked.chunks, asked.table_row, like.stride(0),
+            like.stride(1), HEADS=heads, GROUP=group, M=padded(group), DIM=dim, PADDED_DIM=padded(dim), CHUNK=CHUNK, **block,
         )  # fmt: skip
 
     def what() -> str:
@@ -119,6 +117,11 @@ def leave_exact(queries: torch.Tensor, key_table: torch.Tensor, like: torch.Tens
     key = ("choose", group, dim, like.dtype, like.device)
     # Several programs shall fit on a processor.
     launch_fitting(BLOCKS if like.itemsize <= 2 else BLOCKS[1:], launch, key, what, "pass --kv-compressor verify-guided")
+
+
+def by_layers(queries: torch.Tensor) -> torch.Tensor:
+    """Of each layer those of all requests, contiguous; ``queries`` are [requests, layers, ...], and may lie so."""
+    return queries.transpose(0, 1).contiguous()
 
 
 def logits_of(dtype: torch.dtype) -> torch.dtype:

@@ -168,10 +168,11 @@ def _bits_set(word):
 @triton.jit(do_not_specialize=VARYING)
 def write_marked(
     marks, key_table, token_table, numbers, targets, out, first_layer, first_request, requests, pitches, table_row, most, slot_stride,
-    head_stride, HEADS: tl.constexpr, PER_SLOT: tl.constexpr, TOKENS: tl.constexpr, WORDS: tl.constexpr,
+    head_stride, HEADS: tl.constexpr, PER_SLOT: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Of some tokens of a context those that are marked for a KV head, after those before: positions, or, with PER_SLOT, pointers in
     the slots of its targets."""
+    WORDS: tl.constexpr = TOKENS // WORD
     head, pair, begin = tl.program_id(0), tl.program_id(2), tl.program_id(1) * TOKENS
     layer, mine, at, length = of_pair(numbers, pair, first_layer, first_request, requests)
     if begin < length:
@@ -181,16 +182,22 @@ def write_marked(
         for first in tl.range(0, begin // WORD, WORDS):
             place = first + tl.arange(0, WORDS)
             before += _bits_set(tl.load(marks + place, mask=place < begin // WORD, other=0))
-        token = begin + tl.arange(0, TOKENS)
-        marked = (tl.load(marks + token // WORD, mask=token < length, other=0) >> (token % WORD)) & 1
-        chosen, place = marked > 0, tl.sum(before) + tl.cumsum(marked, 0) - 1
-        if PER_SLOT:
-            slot = tl.load(token_table + at * table_row + token, mask=chosen, other=0).to(tl.int32)
-            held = tl.load(targets + tl.load(mine + 3) + place // PER_SLOT, mask=chosen, other=0)
-            cells = tl.load(key_table + layer).to(tl.pointer_type(tl.int32))
-            tl.store(cells + held * slot_stride + head * head_stride + place % PER_SLOT, slot, mask=chosen)
-        else:
-            tl.store(out + of_head * most + place, token, mask=chosen)
+        at_word = begin // WORD + tl.arange(0, WORDS)
+        # Rows of marks end at a whole word, with zeros.
+        left = tl.load(marks + at_word, mask=at_word * WORD < length, other=0)
+        many = _bits_set(left)
+        place = tl.sum(before) + tl.cumsum(many, 0) - many
+        # Of each word one token after the other: few are marked, but the newest.
+        for _ in tl.range(0, tl.max(many)):
+            chosen, token = left != 0, at_word * WORD + _bits_set((left & -left) - 1)
+            if PER_SLOT:
+                slot = tl.load(token_table + at * table_row + token, mask=chosen, other=0).to(tl.int32)
+                held = tl.load(targets + tl.load(mine + 3) + place // PER_SLOT, mask=chosen, other=0)
+                cells = tl.load(key_table + layer).to(tl.pointer_type(tl.int32))
+                tl.store(cells + held * slot_stride + head * head_stride + place % PER_SLOT, slot, mask=chosen)
+            else:
+                tl.store(out + of_head * most + place, token, mask=chosen)
+            left, place = left & (left - 1), place + 1
 
 
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=("bits",))

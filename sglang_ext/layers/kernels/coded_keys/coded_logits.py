@@ -14,14 +14,18 @@ import triton.language as tl
 
 from sglang_ext.core import OptionError
 from sglang_ext.layers.kernels.choosing.exact_logits import (
-    CHUNK, LEAST, PITCH, TO_POWERS, VARYING, Asked, add_block, leave_chunk, of_pair,
+    CHUNK, LEAST, PITCH, TO_POWERS, VARYING, Asked, add_block, by_layers, leave_chunk, of_pair,
 )  # fmt: skip
 from sglang_ext.layers.kernels.coded_keys.code_keys import MIDDLE, ROUNDING
 from sglang_ext.layers.kernels.fitting import gpu_name, launch_fitting, shape_name
 from sglang_ext.layers.kernels.packed import packed_decode
 
-# Keys that are multiplied at once, the more the better where they fit.
-BLOCKS = ({"BLOCK": 128, "STAGES": 3}, {"BLOCK": 64, "STAGES": 3}, {"BLOCK": 32, "STAGES": 3}, {"BLOCK": 16, "STAGES": 1})
+# Keys that are multiplied at once, those preferred first. Two of the stages are that of where tokens lie and that of products: three of
+# five hold keys. Few threads share a tile, so that many programs fit on a processor and hardly wait for each other.
+BLOCKS = (
+    {"BLOCK": 64, "STAGES": 5, "num_warps": 2}, {"BLOCK": 64, "STAGES": 3, "num_warps": 2}, {"BLOCK": 32, "STAGES": 3},
+    {"BLOCK": 16, "STAGES": 1},
+)  # fmt: skip
 # Rows of a product at least, as tensor cores take them, and at most, as registers do; bytes of a key in one at least.
 LEAST_ROWS, MOST_ROWS, LEAST_BYTES = 16, 32, 32
 # Integers of a query are up to so many, and parts of one its multiple of 128, to the nearest, and the rest.
@@ -71,10 +75,8 @@ def _leave_coded_logits(
         row, byte, column = tl.arange(0, PADDED_GROUPS * ROWS), tl.arange(0, PADDED_BYTES), tl.arange(0, BLOCK)
         group, of_group = row // ROWS, tl.arange(0, PADDED_GROUP)
         there = (split * ROWS + row % ROWS < SHARED) & (group < GROUPS)
-        # Queries are in the order of requests, then layers.
-        layers = tl.num_programs(2) // requests
-        place = ((pair % requests) * layers + pair // requests) * HEADS + head
-        mine = queries + (place * SHARED + split * ROWS + row % ROWS) * DIM + group * GROUP
+        of_head = pair * HEADS + head
+        mine = queries + (of_head * SHARED + split * ROWS + row % ROWS) * DIM + group * GROUP
         inside = there[:, None] & (of_group < GROUP)[None, :]
         channels = tl.load(mine[:, None] + of_group[None, :], mask=inside, other=0.0)
         # Of a query head one for all groups, with which their sum is multiplied.
@@ -91,7 +93,7 @@ def _leave_coded_logits(
         # Of all heads of all slots of the layers before.
         before, table = layer.to(tl.int64) * held, token_table + at * table_row
         out_row = split * ROWS + tl.arange(0, ROWS)
-        kept, of_head = out_row < SHARED, pair * HEADS + head
+        kept = out_row < SHARED
         out = logits + (of_head.to(tl.int64) * SHARED + out_row)[:, None] * (pitches.to(tl.int64) * PITCH)
         group_of_word = tl.arange(0, PADDED_GROUPS)
         # Of each column its own, which are joined at the end: meanwhile no thread waits for another.
@@ -99,13 +101,17 @@ def _leave_coded_logits(
         mass = tl.zeros((ROWS, BLOCK), tl.float32)
         # Named here, stages are those of all loads, of words among them; else of those alone that products wait for.
         for first in tl.range(begin, tl.minimum(begin + CHUNK, length), BLOCK, num_stages=STAGES):
-            token = first + column
-            valid = token < length
-            key = (before + tl.load(table + token, mask=valid, other=0)) * HEADS + head
-            packed = tl.load(codes + key[:, None] * BYTES + byte[None, :], mask=valid[:, None] & (byte < BYTES)[None, :], other=0)
-            word = tl.load(
-                words + key[None, :] * GROUPS + group_of_word[:, None], mask=valid[None, :] & (group_of_word < GROUPS)[:, None], other=0
-            )
+            # Beyond the end the last one again: loads of nobody's are not told apart from others, which costs more than they do.
+            key = (before + tl.load(table + tl.minimum(first + column, length - 1))) * HEADS + head
+            code_places, word_places = codes + key[:, None] * BYTES + byte[None, :], words + key[None, :] * GROUPS + group_of_word[:, None]
+            if BYTES == PADDED_BYTES:
+                packed = tl.load(code_places)
+            else:
+                packed = tl.load(code_places, mask=(byte < BYTES)[None, :], other=0)
+            if GROUPS == PADDED_GROUPS:
+                word = tl.load(word_places)
+            else:
+                word = tl.load(word_places, mask=(group_of_word < GROUPS)[:, None], other=0)
             if BITS == 4:
                 lower, upper = _halves(packed, PTX)
                 sums = tl.dot(high, tl.trans(lower), out_dtype=tl.int32)
@@ -121,7 +127,7 @@ def _leave_coded_logits(
                 zero += MIDDLE * scale
             sums = tl.reshape(sums.to(tl.float32), (PADDED_GROUPS, ROWS, BLOCK))
             found = tl.sum(sums * scale[:, None, :] + rest * zero[:, None, :], 0) * factor
-            found = tl.where(valid[None, :], found, float("-inf"))
+            found = tl.where((first + column < length)[None, :], found, float("-inf"))
             # Whole blocks, which are stored by vectors.
             tl.store(out + tl.multiple_of(first, BLOCK) + column[None, :], found.to(logits.dtype.element_ty), mask=kept[:, None])
             top, mass = add_block(found, top, mass)
@@ -155,7 +161,7 @@ class KeyCodes:
         groups, dim = self.words.shape[3], queries.shape[3]
         if not packed_decode.multiplies_integers(self.codes):
             raise OptionError(f"products of integers, by which keys of few bits are scored, are not compiled for {gpu_name()}: {REMEDY}")
-        shared, padded_groups, queries = queries.shape[2] // heads, triton.next_power_of_2(groups), queries.contiguous()
+        shared, padded_groups, queries = queries.shape[2] // heads, triton.next_power_of_2(groups), by_layers(queries)
         rows = min(max(triton.next_power_of_2(shared), LEAST_ROWS // padded_groups), MOST_ROWS // padded_groups)
 
         def launch(block: dict[str, int]) -> None:

@@ -34,7 +34,7 @@ from sglang_ext.mem_cache.compressed.formats.slot_pointers import as_pointers
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
 # As layers/kernels/hand_over.py has them, which a CPU does not import.
-LANE_WORDS, DONE, CHOSEN = 8, 2, 4
+LANE_WORDS, DONE, CHOSEN, ASKED_NUMBERS = 8, 2, 4, 3
 COUNTERS = ("taken", "late", "unasked", "waited", "rows")
 # CUDA hands out memory in such parts: an IPC handle is one of nothing else.
 GRAIN = 2 << 20
@@ -260,9 +260,10 @@ class Arena:
             pool: [layers, places, query_heads, dim], of queries.
             questions: of other lanes each.
         """
-        for each in questions:
-            if each.record is not None:
-                self.records[each.lane, : each.record.numel()].copy_(each.record.flatten())
+        recorded = [each for each in questions if each.record is not None]
+        if recorded:
+            places = [self.records[each.lane, : each.record.numel()] for each in recorded]
+            torch._foreach_copy_(places, [each.record.flatten() for each in recorded])
         groups = [list(group) for _, group in groupby(sorted(questions, key=_count), key=_count)]
         for group in groups or [[]]:
             # Not before the last is there.

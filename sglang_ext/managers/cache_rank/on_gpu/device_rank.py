@@ -3,8 +3,8 @@ values, too, K and V of those tokens that the copy of a request lacks.
 
 Messages come as soon as the inference rank's host has launched what writes to the arena: what they tell of is taken when the arena says
 that it is there. Questions of several requests are answered together, of each request the newest. Where nothing else is to be done until
-the next ones are put, all that chooses for them is launched *ahead*, behind a kernel that waits for them, so that they wait for no launches;
-the host looks what was put then, and lets answers follow, or chooses anew where it is something else. On a CPU, for tests, PyTorch chooses.
+the next ones are put, all that answers them (answering.py) is launched *ahead*, behind a kernel that waits for them, so that they wait for
+no launches; what was not put in time is not answered, and the host looks then what was. On a CPU, for tests, PyTorch chooses.
 """
 
 import os
@@ -12,21 +12,20 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from itertools import groupby, takewhile
+from typing import NoReturn
 
 import torch
 import zmq
 
-from sglang_ext.device import Mark, to_device
+from sglang_ext.device import Mark
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.keys import KeyStore
+from sglang_ext.managers.cache_rank.on_gpu.answering import Answering
 from sglang_ext.managers.cache_rank.on_gpu.arena import ArenaError, word_of
 from sglang_ext.managers.cache_rank.on_gpu.device_keys import DeviceKeys
 from sglang_ext.managers.cache_rank.on_gpu.mapped_arena import MappedArena
 from sglang_ext.managers.cache_rank.protocol import BLOCK, ProtocolError
 from sglang_ext.managers.cache_rank.rank import BEAT_SECONDS, PROBED, CacheRank
-from sglang_ext.mem_cache.compressors.spade import attention
-from sglang_ext.mem_cache.selection.on_gpu import GpuChoice
-from sglang_ext.mem_cache.selection.top_tokens import mark_always, top_tokens
 
 # That the device, and the host, wait at most for questions for which tokens are chosen ahead: a beat comes in between.
 AHEAD_SECONDS = BEAT_SECONDS / 2
@@ -46,10 +45,6 @@ class DeviceRank(CacheRank):
         super().__init__(socket, descriptor, epoch, device)
         self._by_kernels, self._apart = descriptor is None, False
         self._coming: deque[protocol.Append | protocol.Ask] = deque()
-        # Of each lane, how many tokens and where they lie, int32.
-        self._places: dict[int, torch.Tensor] = {}
-        # Of the lanes and lengths that were asked for last, all of these: int32 [questions, most].
-        self._table: tuple[list[tuple[int, int]], torch.Tensor] | None = None
         # Of each lane the newest question that was not written, as its place was taken.
         self._unasked: dict[int, int] = {}
 
@@ -66,15 +61,12 @@ class DeviceRank(CacheRank):
         except ArenaError as error:
             self._refuse(str(error))
         except torch.OutOfMemoryError as error:
-            what = "full KV" if told.shape.rows else "keys"
-            self._refuse(
-                f"its GPU has no room for {what} of {told.blocks * BLOCK} tokens: pass --kv-cache-rank-gb with as many GB as it has, or "
-                f"let --kv-cache-rank-gpu name another ({error})"
-            )
+            self._refuse_room(f"{'full KV' if told.shape.rows else 'keys'} of {told.blocks * BLOCK} tokens", error)
         if self._descriptor is not None:
             os.close(self._descriptor)
-        self._keys = DeviceKeys(self._store, told.scaling, self._device)
-        self._buffers, self._apart = self._keys.buffers, told.apart
+        self._keys, self._apart = DeviceKeys(self._store, told.scaling, self._device), told.apart
+        kinds = self._method, self._rotary, self._device, self._by_kernels
+        self._answering = Answering(self._memory, self._keys, self._store, *kinds)
 
     def _probe(self) -> float:
         """Seconds that choosing takes a layer, once all kernels are there."""
@@ -84,35 +76,41 @@ class DeviceRank(CacheRank):
             try:
                 self._meet_lengths(tokens)
             except torch.OutOfMemoryError as error:
-                self._refuse(
-                    "its GPU has no room for choices beside what it holds: pass --kv-cache-rank-gb with fewer GB, or let "
-                    f"--kv-cache-rank-gpu name another ({error})"
-                )
-        keep, positions = max(1, min(shape.most, tokens // 8)), tuple(range(shape.window))
-        ask, places = protocol.Ask(0, 0, shape.layers, 1, tokens, keep, positions), torch.arange(tokens, device=self._device).int()
+                self._refuse_room("choices beside what it holds", error)
         for _ in range(2):
             begun = time.perf_counter()
-            self._memory.read_words()
-            self._memory.await_words(word_of(self._epoch, 0), AHEAD_SECONDS)()
             self._keys.pull(self._memory, 0, 1, 0)
-            self._push([ask], [places], self._chosen([ask], [places]))
-            self._memory.answer([(0, word_of(self._epoch, 0), False)])
+            self._answer_none(tokens, tokens)
             self._wait()
-        self._table = None
         return (time.perf_counter() - begun) / shape.layers
+
+    def _refuse_room(self, what: str, error: torch.OutOfMemoryError) -> NoReturn:
+        self._refuse(
+            f"its GPU has no room for {what}: pass --kv-cache-rank-gb with fewer GB, or let --kv-cache-rank-gpu name another ({error})"
+        )
+
+    def _answer_none(self, tokens: int, cleared: int) -> None:
+        """Do all that answers a question among so many tokens, those that were cleared, over and over. Its word is that which lanes begin
+        with."""
+        shape = self._memory.shape
+        keep = max(1, min(shape.most, tokens // 8))
+        ask = protocol.Ask(0, 0, shape.layers, 0, tokens, keep, tuple(range(shape.window)))
+        self._answering.hold(0, torch.arange(tokens, device=self._device) % cleared)
+        prepared = self._answering.prepare([ask], [self._word(ask)], again=True)
+        self._memory.await_words(prepared.inputs.asked, prepared.inputs.there, word_of(self._epoch, 0), AHEAD_SECONDS)()
+        prepared.launch()
+        self._answering.forget(0)
 
     def _meet_lengths(self, cleared: int) -> None:
         """Choose once in contexts of each length for which a kernel is another, up to all tokens that are held, by keys of those that were
         cleared: no request of such a length waits for compilers, or for a kernel to be loaded."""
         from sglang_ext.layers.kernels.choose_tokens import compile_ahead, lengths_apart
 
-        shape, longest = self._memory.shape, self._store.blocks * BLOCK
-        always = self._method.sinks, self._method.recent
-        compile_ahead(self._buffers.keys[0], shape.query_heads, always, longest)
+        longest, always = self._store.blocks * BLOCK, (self._method.sinks, self._method.recent)
+        compile_ahead(self._keys.buffers.keys[0], self._memory.shape.query_heads, always, longest)
         # Of the memory of the longest the others take theirs.
         for length in reversed(lengths_apart(longest)):
-            keep, places = max(1, min(shape.most, length // 8)), (torch.arange(length, device=self._device) % cleared).int()
-            self._chosen([protocol.Ask(0, 0, shape.layers, 1, length, keep, tuple(range(shape.window)))], [places])
+            self._answer_none(length, cleared)
         self._wait()
 
     def _wait(self) -> None:
@@ -136,35 +134,35 @@ class DeviceRank(CacheRank):
 
     def _lease(self, told: protocol.Lease) -> None:
         super()._lease(told)
-        self._forget_places(told.lane)
+        self._answering.forget(told.lane)
 
     def _drop(self, lane: int) -> list[protocol.Ask]:
         asks = [each for each in self._coming if isinstance(each, protocol.Ask) and each.lane == lane]
         self._coming = deque(each for each in self._coming if each not in asks)
-        self._forget_places(lane)
+        self._answering.forget(lane)
         return super()._drop(lane) + asks
 
     def _skip(self, ask: protocol.Ask | None) -> None:
         if ask is not None:
-            self._memory.answer([(ask.lane, self._word(ask), False)])
+            self._memory.pass_over([(ask.lane, self._word(ask))])
         super()._skip(ask)
 
     def _answer_next(self) -> None:
         # Keys that came with questions are part of what these take.
-        begun, chosen = Mark.now(self._device), None
+        begun, answered = Mark.now(self._device), []
         if self._coming:
             self._pull(*self._memory.read_words())
         if coming := self._coming_together():
-            begun, chosen = self._choose_ahead(coming)
-        asks = sorted(self._questions.all(), key=_alike)
-        for _, group in groupby(asks, key=_alike):
-            self._answer(list(group), begun, chosen if asks == coming else None)
+            answered += self._answer_ahead(coming)
             begun = Mark.now(self._device)
-        answered = {ask.lane: self._word(ask) for ask in asks}
-        passed = [(lane, word, False) for lane, word in self._unasked.items() if word > answered.get(lane, 0)]
+        for _, group in groupby(sorted(self._questions.all(), key=_alike), key=_alike):
+            answered += self._answer(list(group), begun)
+            begun = Mark.now(self._device)
+        newest = {ask.lane: self._word(ask) for ask in answered}
+        passed = [(lane, word) for lane, word in self._unasked.items() if word > newest.get(lane, 0)]
         if passed:
             # What came before them in their lanes is done with: places are free again.
-            self._memory.answer(passed)
+            self._memory.pass_over(passed)
         self._unasked.clear()
 
     def _coming_together(self) -> list[protocol.Ask]:
@@ -176,16 +174,25 @@ class DeviceRank(CacheRank):
         whole = len(asks) == first.together == len({ask.lane for ask in asks})
         return asks if whole and len({_alike(ask) for ask in asks}) == 1 else []
 
-    def _choose_ahead(self, asks: Sequence[protocol.Ask]) -> tuple[Mark, torch.Tensor]:
-        """Choose for questions as soon as they are put, and take what is there then: when the device no longer waited for them, which may
-        be while the host still launches, and what was chosen, as :meth:`_chosen`, of use if all of them are there."""
-        places = [self._held(ask) for ask in asks]
+    def _answer_ahead(self, asks: Sequence[protocol.Ask]) -> list[protocol.Ask]:
+        """Answer the questions that are put next as soon as they are put; those of them that were. What else is there then is taken."""
+        words = [self._word(ask) for ask in asks]
         # Before the device waits, for which copies from the host would wait.
-        self._placed(asks, places)
-        words, begun = self._memory.await_words(word_of(self._epoch, asks[0].number), AHEAD_SECONDS), Mark.now(self._device)
-        chosen = self._chosen(asks, places)
-        self._pull(*words())
-        return begun, chosen
+        (inputs, launch), number = self._answering.prepare(asks, words, again=True), word_of(self._epoch, asks[0].number)
+        seen = self._memory.await_words(inputs.asked, inputs.there, number, AHEAD_SECONDS)
+        begun = Mark.now(self._device)
+        launch()
+        done = Mark.now(self._device)
+        written, heads = seen()
+        # By the words that tell the device which are there.
+        there = [ask for ask in asks if written >= number and self._is_put(ask, heads)]
+        self._coming = deque(each for each in self._coming if each not in there)
+        self._pull(written, heads)
+        self._tell(there, begun, done)
+        return there
+
+    def _is_put(self, ask: protocol.Ask, heads: Sequence[Sequence[int]]) -> bool:
+        return heads[ask.lane][self._word(ask) % 2] == self._word(ask)
 
     def _pull(self, written: int, heads: Sequence[Sequence[int]]) -> None:
         """Take of what messages told what is in the arena, by its words."""
@@ -195,7 +202,7 @@ class DeviceRank(CacheRank):
             if isinstance(message, protocol.Append):
                 self._keys.pull(self._memory, message.place, message.tokens, self._store.start(message))
                 taken.append(message.place)
-            elif heads[message.lane][self._word(message) % 2] == self._word(message):
+            elif self._is_put(message, heads):
                 self._skip(self._questions.add(message))
             else:
                 self._unasked[message.lane] = self._word(message)
@@ -204,77 +211,17 @@ class DeviceRank(CacheRank):
             self._wait()
             self._say(protocol.Taken(self._epoch, tuple(taken)))
 
-    def _answer(self, asks: Sequence[protocol.Ask], begun: Mark, chosen: torch.Tensor | None = None) -> None:
-        """Answer questions with as many queries, for a token as far ahead, by what was ``chosen`` for them, or is now.
+    def _answer(self, asks: Sequence[protocol.Ask], begun: Mark) -> Sequence[protocol.Ask]:
+        """Answer questions that are there, with as many queries, for a token as far ahead; these. ``begun``: when what they take did."""
+        self._answering.prepare(asks, [self._word(ask) for ask in asks]).launch()
+        self._tell(asks, begun, Mark.now(self._device))
+        return asks
 
-        Args:
-            asks: the questions.
-            begun: when what they take did.
-            chosen: as :meth:`_chosen` has it.
-        """
-        places = [self._held(ask) for ask in asks]
-        self._push(asks, places, self._chosen(asks, places) if chosen is None else chosen)
-        self._memory.answer([(ask.lane, self._word(ask), True) for ask in asks])
-        done = Mark.now(self._device)
+    def _tell(self, asks: Sequence[protocol.Ask], begun: Mark, done: Mark) -> None:
+        """Say that questions were answered, once they are."""
         self._wait()
-        seconds = begun.until(done)
         for ask in asks:
-            self._say(self._about(ask, True, seconds, len(asks)))
-
-    def _held(self, ask: protocol.Ask) -> torch.Tensor:
-        """Where the tokens of a question lie: int32 [covered]."""
-        known = self._places.get(ask.lane)
-        if known is None or len(known) < ask.covered:
-            known = self._store.slots(ask.lane, ask.covered).int().to(self._device)
-            self._places[ask.lane] = known
-        return known[: ask.covered]
-
-    def _forget_places(self, lane: int) -> None:
-        self._places.pop(lane, None)
-        self._table = None
-
-    def _placed(self, asks: Sequence[protocol.Ask], places: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Where the tokens of questions lie, int32 [questions, most]: made anew where other tokens are asked for than before."""
-        asked = [(ask.lane, ask.covered) for ask in asks]
-        if self._table is None or self._table[0] != asked:
-            self._table = asked, torch.nn.utils.rnn.pad_sequence(list(places), batch_first=True)
-        return self._table[1]
-
-    def _push(self, asks: Sequence[protocol.Ask], places: Sequence[torch.Tensor], chosen: torch.Tensor) -> None:
-        """Write to the arena what was chosen: rows, or positions alone."""
-        lanes, keeps = [ask.lane for ask in asks], [ask.keep for ask in asks]
-        if self._store.rows is not None:
-            self._memory.push_rows(lanes, keeps, chosen, self._placed(asks, places), self._keys.sent)
-            return
-        self._memory.push_chosen([(ask.lane, self._word(ask), ask.keep) for ask in asks], chosen)
-
-    def _chosen(self, asks: Sequence[protocol.Ask], places: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Positions, int32 [layers, requests, kv_heads, most], ascending, of each question as many as it wants; where rows are sent the
-        bits of their scores behind them, [2, ...]."""
-        pulled = self._memory.pull_queries([(ask.lane, self._word(ask)) for ask in asks], len(asks[0].positions))
-        queries = pulled.transpose(2, 3)
-        positions = to_device([list(ask.positions) for ask in asks], self._device)
-        most, scored = max(ask.keep for ask in asks), self._store.rows is not None
-        if not self._by_kernels:
-            found = [self._chosen_here(*each) for each in zip(asks, places, queries[:, None], positions[:, None])]
-            padded = [torch.nn.functional.pad(each, (0, most - each.shape[-1])) for each in found]
-            return torch.stack(padded, -3) if scored else torch.stack(padded, -3)[0]
-        from sglang_ext.layers.kernels.choose_tokens import Contexts
-
-        lengths = tuple(ask.covered for ask in asks)
-        numbers = to_device([[i, ask.covered, ask.keep, 0] for i, ask in enumerate(asks)], self._device)
-        contexts = Contexts(self._placed(asks, places), numbers, lengths, (self._method.sinks, self._method.recent))
-        choice = GpuChoice(self._method.predictor, self._buffers, queries.shape[2], self._rotary)
-        return choice.choose(contexts, lambda requests, layers: queries[requests, layers], positions, asks[0].ahead, most, scored)
-
-    def _chosen_here(self, ask: protocol.Ask, places: torch.Tensor, queries: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Of one question, positions and bits of scores: int32 [2, layers, kv_heads, keep]."""
-        predicted, slots = self._method.predictor.predict(queries, positions, self._rotary, ask.ahead), places.long()
-        layers = enumerate(zip(predicted.unbind(1), self._buffers.scaling))
-        scores = torch.stack([attention(query, self._buffers.scored(at, slots), scaling) for at, (query, scaling) in layers])
-        kept = top_tokens(scores[None], ask.keep, self._method.sinks, self._method.recent)[0]
-        marked = mark_always(scores, self._method.sinks, self._method.recent)
-        return torch.stack([kept.int(), marked.gather(-1, kept).view(torch.int32)])
+            self._say(self._about(ask, True, begun.until(done), len(asks)))
 
 
 def _alike(ask: protocol.Ask) -> tuple[int, int]:

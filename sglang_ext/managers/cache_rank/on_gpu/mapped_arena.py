@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from sglang_ext.device import to_device
-from sglang_ext.managers.cache_rank.on_gpu.arena import CHOSEN, DONE, LANE_WORDS, ArenaError, ArenaLayout, Part
+from sglang_ext.device import SideStream, to_device
+from sglang_ext.managers.cache_rank.on_gpu.arena import ASKED_NUMBERS, CHOSEN, DONE, LANE_WORDS, ArenaError, ArenaLayout, Part
 from sglang_ext.managers.cache_rank.protocol import BLOCK, Shape
 from sglang_ext.mem_cache.compressed.held_rows import absent, exchange, highest
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.selection.on_gpu import Part as ChosenPart
 
 # How much was written, and the words of each lane.
 Words = tuple[int, list[list[int]]]
@@ -35,6 +36,7 @@ class MappedArena:
 
     def __init__(self, shape: Shape, device: torch.device, handle: bytes, descriptor: int | None):
         self.shape, self._device, self._layout = shape, device, ArenaLayout.of(shape)
+        self._beside = SideStream(device)
         self._base = opened(handle, device) if descriptor is None else None
         if descriptor is not None:
             memory = torch.frombuffer(mmap.mmap(descriptor, self._layout.size), dtype=torch.uint8)
@@ -54,52 +56,74 @@ class MappedArena:
 
     def read_words(self) -> Words:
         """How much was written, and the words of each lane; waits for the device."""
-        return self.await_words(0, 0.0)()
+        none = torch.empty(0, ASKED_NUMBERS, dtype=torch.int64, device=self._device)
+        return self.await_words(none, none.new_empty(0, dtype=torch.int32), 0, 0.0)()
 
-    def await_words(self, least: int, seconds: float) -> Callable[[], Words]:
+    def await_words(self, asked: torch.Tensor, there: torch.Tensor, least: int, seconds: float) -> Callable[[], Words]:
         """Let the stream wait until ``least`` was written, no longer than ``seconds``, and read words then; waits for these, and says them.
 
-        What is launched next follows them on the device. On a CPU that is done at once.
+        What is launched next follows them on the device, which knows by the same words which questions are there. On a CPU that is done at
+        once.
+
+        Args:
+            asked: int64 [questions, :data:`ASKED_NUMBERS`], lane, word, and tokens that each head keeps.
+            there: int32 [questions], that will be 1 for each that is there: as in all methods that answer them.
+            least: as a question's number is written that is there.
+            seconds: 0 to look at once.
         """
         if self._base is None:
             until = time.monotonic() + seconds
             while int(self._written[0]) < least and time.monotonic() < until:
                 time.sleep(1e-4)
             found = int(self._written[0]), self._heads.tolist()
+            put = [found[0] >= least and found[1][lane][word % 2] == word for lane, word, _ in asked.tolist()]
+            there.copy_(torch.tensor(put, dtype=torch.int32))
             return lambda: found
         from sglang_ext.layers.kernels.hand_over import read_words
 
         out = torch.empty(1 + self.shape.lanes * LANE_WORDS, dtype=torch.int64, device=self._device)
-        read_words(self._address(self._layout.heads), self._address(self._layout.written), out, least, seconds)
-        if self._device.type == "cpu":
+        # Before the device waits, for which pages that are pinned anew would wait.
+        host = out if self._device.type == "cpu" else torch.empty_like(out, device="cpu", pin_memory=True)
+        read_words(self._address(self._layout.heads), self._address(self._layout.written), out, asked, there, least, seconds)
+        if host is out:
             return lambda: _words(out)
-        host, there = torch.empty_like(out, device="cpu", pin_memory=True), torch.cuda.Event()
-        host.copy_(out, non_blocking=True)
-        there.record()
+        # Beside what is launched next, which would wait for the copy.
+        copied = self._beside.launch(lambda: host.copy_(out, non_blocking=True), [out])
 
         def words() -> Words:
-            there.synchronize()
+            copied.synchronize()
             return _words(host)
 
         return words
 
-    def pull_queries(self, questions: Sequence[tuple[int, int]], count: int) -> torch.Tensor:
-        """Queries of questions with so many each, by lane and word: [questions, layers, count, query_heads, dim]."""
+    def pull_queries(self, asked: torch.Tensor, count: int) -> torch.Tensor:
+        """Queries of questions with so many each: [questions, layers, count, query_heads, dim]."""
         shape = self.shape
         if self._base is None:
-            return torch.stack([self._queries[lane, word % 2, :, :count] for lane, word in questions])
+            return torch.stack([self._queries[lane, word % 2, :, :count] for lane, word, _ in asked.tolist()])
         of_query = words_of(shape.query_heads * shape.dim * self._item)
         of_place = shape.layers * shape.window * of_query
-        begins = [(2 * lane + word % 2) * of_place for lane, word in questions]
-        found = self._gathered(self._layout.queries, begins, shape.layers, count * of_query, shape.window * of_query)
-        return found.view(getattr(torch, shape.dtype)).view(len(begins), shape.layers, count, shape.query_heads, shape.dim)
+        steps = 2 * of_place, of_place
+        found = self._gathered(self._layout.queries, asked, shape.layers, count * of_query, shape.window * of_query, steps)
+        return found.view(getattr(torch, shape.dtype)).view(len(asked), shape.layers, count, shape.query_heads, shape.dim)
 
-    def _gathered(self, part: Part, begins: Sequence[int], rows: int, length: int, apart: int) -> torch.Tensor:
-        """Of several places in a part so many rows of words each, int32 [places, rows, length]; ``apart``: words from a row to the next."""
+    def _gathered(
+        self, part: Part, asked: torch.Tensor, rows: int, length: int, apart: int, steps: tuple[int, int]
+    ) -> torch.Tensor:
+        """Of places of questions in a part so many rows of words each, int32 [questions, rows, length].
+
+        Args:
+            part: of the arena.
+            asked: the questions.
+            rows: of each.
+            length: words of a row.
+            apart: words from a row to the next.
+            steps: words from a lane to the next, and from the place of even words to that of odd ones.
+        """
         from sglang_ext.layers.kernels.hand_over import gather_rows
 
-        found = torch.empty(len(begins), rows, length, dtype=torch.int32, device=self._device)
-        gather_rows(self._address(part), to_device(list(begins), self._device), found, length, apart)
+        found = torch.empty(len(asked), rows, length, dtype=torch.int32, device=self._device)
+        gather_rows(self._address(part), asked, found, length, apart, steps)
         return found
 
     def pull_keys(self, place: int, tokens: int, into: torch.Tensor, values: bool = False) -> None:
@@ -113,43 +137,51 @@ class MappedArena:
         lengths = words_of(tokens * row), words_of(BLOCK * row), words_of(into.stride(0) * self._item)
         copy_rows(self._address(part, place), into.data_ptr(), self.shape.layers, *lengths)
 
-    def push_chosen(self, questions: Sequence[tuple[int, int, int]], chosen: torch.Tensor) -> None:
-        """Answers to questions by lane, word, and tokens that each head keeps: positions, int32 [layers, questions, kv_heads, most]."""
+    def push_chosen(self, asked: torch.Tensor, there: torch.Tensor, parts: Sequence[ChosenPart]) -> None:
+        """Answers to questions that are there: positions of all layers, int32 [layers, questions, kv_heads, most]."""
         if self._base is None:
-            for i, (lane, word, keep) in enumerate(questions):
+            chosen = torch.cat([part.chosen for part in parts])
+            for i, (lane, word, keep) in _those(asked, there):
                 kept = chosen[:, i, :, :keep]
                 self._chosen[lane, word % 2, : kept.numel()] = kept.flatten()
             return
         from sglang_ext.layers.kernels.hand_over import push_chosen
 
-        part, numbers = self._layout.chosen, to_device([*map(list, questions)], self._device)
-        push_chosen(chosen.contiguous(), numbers, self._address(part), math.prod(part.sizes[2:]))
+        to = self._layout.chosen
+        for layers, chosen, chose in parts:
+            SideStream.wait(chose)
+            push_chosen(chosen.contiguous(), asked, there, self._address(to), math.prod(to.sizes[2:]), layers.start)
 
     def push_rows(
-        self, lanes: Sequence[int], keeps: Sequence[int], chosen: torch.Tensor, table: torch.Tensor, held: KVBuffers
+        self, asked: torch.Tensor, there: torch.Tensor, parts: Sequence[ChosenPart], table: torch.Tensor, held: KVBuffers
     ) -> None:
-        """K and V of what was chosen for some requests and their copies do not hold; of more than have room those of the highest scores.
+        """K and V of what was chosen for questions that are there and their copies do not hold; of more than have room those of the highest
+        scores.
 
         Args:
-            lanes: of the requests.
-            keeps: tokens that their heads keep.
-            chosen: int32 [2, layers, requests, kv_heads, most], positions, and bits of their scores.
-            table: where their tokens lie, int32 [requests, most].
+            asked, there: as :meth:`await_words` has them.
+            parts: of all layers, int32 [2, layers, questions, kv_heads, most], positions, and bits of their scores. Of one part what comes
+                travels while the next ones are chosen.
+            table: where their tokens lie, int32 [questions, most].
             held: what is held here.
         """
         if self._base is None:
-            for i, (lane, keep) in enumerate(zip(lanes, keeps)):
+            chosen = torch.cat([part.chosen for part in parts], 1)
+            for i, (lane, _, keep) in _those(asked, there):
                 self._push_rows_of(lane, *chosen[:, :, i, :, :keep], table[i].long(), held)
             return
         from sglang_ext.layers.kernels.rows import sent_rows
 
-        pairs, most, layout = self.shape.layers * self.shape.kv_heads, chosen.shape[-1], self._layout
+        pairs, most, layout = self.shape.layers * self.shape.kv_heads, parts[0].chosen.shape[-1], self._layout
+        present = torch.zeros(pairs, len(asked), most, dtype=torch.int8, device=self._device)
         # What is behind a shorter one is nothing.
-        records = self._gathered(layout.records, [lane * layout.records.sizes[1] for lane in lanes], 1, pairs * most, 0).squeeze(1)
-        numbers = to_device([*map(list, zip(lanes, keeps))], self._device)
-        counts, moves = sent_rows.exchange(*chosen, records, numbers, self.shape.fresh)
+        records = self._gathered(layout.records, asked, 1, pairs * most, 0, (layout.records.sizes[1], 0)).squeeze(1)
         targets = tuple(self._address(part) for part in (layout.counts, layout.moves, layout.row_keys, layout.row_values))
-        sent_rows.push_rows((held.key_table, held.value_table), held.keys[0], table, counts, moves, numbers, targets)
+        for layers, chosen, chose in parts:
+            SideStream.wait(chose)
+            of_part = present[layers.start * self.shape.kv_heads : layers.stop * self.shape.kv_heads]
+            comes = sent_rows.exchange(*chosen, records, table, asked, self.shape.fresh, layers.start, of_part)
+            sent_rows.push_rows((held.key_table, held.value_table), held.keys[0], comes, asked, there, targets, layers.start)
 
     def _push_rows_of(
         self, lane: int, chosen: torch.Tensor, bits: torch.Tensor, places: torch.Tensor, held: KVBuffers
@@ -171,17 +203,28 @@ class MappedArena:
             for into, part in zip(rows, (held.keys[layer], held.values[layer])):
                 into[pair[these], index[these]] = part[slots, heads]
 
-    def answer(self, questions: Sequence[tuple[int, int, bool]]) -> None:
-        """Say of questions that they are done with: lane, word, and whether there is an answer. What was pushed before can be seen then."""
+    def answer(self, asked: torch.Tensor, there: torch.Tensor) -> None:
+        """Say of questions that are there that they are done with, and, where tokens are kept, that there is an answer. What was pushed before
+        can be seen then."""
         if self._base is not None:
             from sglang_ext.layers.kernels.hand_over import answer
 
-            answer(self._address(self._layout.heads), to_device([*map(list, questions)], self._device))
+            answer(self._address(self._layout.heads), asked, there)
             return
-        for lane, word, chosen in questions:
-            if chosen:
+        for _, (lane, word, keep) in _those(asked, there):
+            if keep:
                 self._heads[lane, CHOSEN + word % 2] = word
             self._heads[lane, DONE] = word
+
+    def pass_over(self, questions: Sequence[tuple[int, int]]) -> None:
+        """Say of questions, by lane and word, that they are done with, without an answer."""
+        asked = to_device([[lane, word, 0] for lane, word in questions], self._device)
+        self.answer(asked, torch.ones_like(asked[:, 0], dtype=torch.int32))
+
+
+def _those(asked: torch.Tensor, there: torch.Tensor) -> list[tuple[int, list[int]]]:
+    """Questions that are there, with their numbers."""
+    return [(i, numbers) for i, (numbers, put) in enumerate(zip(asked.tolist(), there.tolist())) if put]
 
 
 def _words(read: torch.Tensor) -> Words:
