@@ -55,8 +55,9 @@ def ranks(args: "KVServerArgs") -> int:
 def coded_slots(args: "KVServerArgs") -> int:
     """Bits of the codes that lie beside the pool for each of its keys, by which tokens are chosen; 0 where keys are, or cache ranks choose.
     A server that only prefills chooses none."""
-    coded = predicts(args) and args.kv_score_bits in SCORE_BITS[1:] and not args.kv_cache_ranks and args.disaggregation_mode != "prefill"
-    return args.kv_score_bits if coded else 0
+    if not predicts(args) or args.kv_cache_ranks or args.disaggregation_mode == "prefill" or args.kv_score_bits in (None, EXACT):
+        return 0
+    return args.kv_score_bits
 
 
 def score_bits(args: "KVServerArgs") -> int:

@@ -69,7 +69,7 @@ def check_chosen(kept, scores, count, tolerance, about):
 def check_choose_tokens(device):
     """What PyTorch chooses, over lengths around the kernel's chunks and blocks, shares of layers and of requests, as positions and as
     pointers; nothing else of the pool changes."""
-    from sglang_ext.layers.kernels.choose_tokens import choose_tokens
+    from sglang_ext.layers.kernels.choose_tokens import mark_tokens
 
     half = torch.float16 if device == "cpu" else torch.bfloat16
     for layers, heads, group, dim, dtype, lengths, counts, always, part in (
@@ -83,9 +83,9 @@ def check_choose_tokens(device):
         meant = asked.queries[part[1], part[0]].to(device)
         most = max(counts)
         shared = meant, there.key_table, there.keys[0], there.scaling_table
-        found = choose_tokens(*shared, asked.contexts(device, False), *part, most).cpu()
-        positions, bits = choose_tokens(*shared, asked.contexts(device, False), *part, most, scored=True).cpu()
-        assert choose_tokens(*shared, asked.contexts(device, True), *part) is None
+        found = mark_tokens(*shared, asked.contexts(device, False), *part).written(most).cpu()
+        positions, bits = mark_tokens(*shared, asked.contexts(device, False), *part).written(most, scored=True).cpu()
+        assert mark_tokens(*shared, asked.contexts(device, True), *part).written() is None
         pointed = torch.tensor_split(asked.targets, torch.tensor(asked.held).cumsum(0)[:-1])
         for layer in range(layers)[part[0]]:
             for request in range(len(lengths))[part[1]]:
@@ -121,7 +121,7 @@ def check_turned(device):
 
 def check_ties(device):
     """Of equal scores earlier tokens are chosen, whatever their number; so it is where keys are no numbers."""
-    from sglang_ext.layers.kernels.choose_tokens import choose_tokens
+    from sglang_ext.layers.kernels.choose_tokens import mark_tokens
 
     early = (*range(32), *range(82, 90))
     for broken, expected in ((0.0, (*range(29), *range(50, 53), *range(82, 90))), (float("nan"), early), (float("inf"), early)):
@@ -131,13 +131,13 @@ def check_ties(device):
         asked.buffers.keys[0][slots[50:53]] = broken or asked.queries[0, 0].sum(0) * 9
         there, everything = on(device, asked.buffers), (slice(0, 1), slice(0, 1))
         given = asked.queries.to(device), there.key_table, there.keys[0], there.scaling_table
-        found = choose_tokens(*given, asked.contexts(device, False), *everything, 40).flatten().tolist()
+        found = mark_tokens(*given, asked.contexts(device, False), *everything).written(40).flatten().tolist()
         assert found == [*expected], (broken, found)
 
 
 def check_many_ties(device):
     """So it is where they are many, and on both sides of what is written at once."""
-    from sglang_ext.layers.kernels.choose_tokens import choose_tokens
+    from sglang_ext.layers.kernels.choose_tokens import mark_tokens
 
     asked = Asked(1, 1, 1, 16, torch.float32, (1300,), (700,), (0, 2))
     slots = asked.table[asked.rows[0], :1300].long()
@@ -150,13 +150,13 @@ def check_many_ties(device):
     given = asked.queries.to(device), there.key_table, there.keys[0], there.scaling_table
     # 600 odd ones, the newest two, and of the even ones the first 98.
     expected = sorted([*range(1, 1200, 2), *range(0, 196, 2), 1298, 1299])
-    found = choose_tokens(*given, asked.contexts(device, False), *everything, 700).flatten().tolist()
+    found = mark_tokens(*given, asked.contexts(device, False), *everything).written(700).flatten().tolist()
     assert found == expected, (sorted({*found} - {*expected}), sorted({*expected} - {*found}))
 
 
 def check_far_ties(device):
     """So it is in contexts of many chunks, with scores in the registers of many threads and in memory: all threads sum chunks alike."""
-    from sglang_ext.layers.kernels.choose_tokens import Contexts, choose_tokens
+    from sglang_ext.layers.kernels.choose_tokens import Contexts, mark_tokens
 
     # Sums of threads, where they differ, mostly do in the last bit of one head of a hundred.
     heads, requests = (1, 1) if device == "cpu" else (8, 32)
@@ -168,7 +168,8 @@ def check_far_ties(device):
         contexts = Contexts(table.to(device), numbers.to(device), (length,) * requests, (0, 0))
         queries = torch.randn(requests, 1, heads, 16, generator=noise).to(device)
         addresses, scaling = torch.tensor([keys.data_ptr()], device=device), torch.tensor([0.3], device=device)
-        found = choose_tokens(queries, addresses, keys, scaling, contexts, slice(0, 1), slice(0, requests), count)[0].cpu().long()
+        marked = mark_tokens(queries, addresses, keys, scaling, contexts, slice(0, 1), slice(0, requests))
+        found = marked.written(count)[0].cpu().long()
         for request, row in enumerate(table):
             for head, kept in enumerate(found[request]):
                 chosen, parted = torch.zeros(length, dtype=torch.bool).index_fill(0, kept, True), 0

@@ -56,7 +56,7 @@ def scores(asked, held, request, layer):
 def check_choose_by_codes(device):
     """What PyTorch chooses by the same codes, but for the rounding of queries to 15 bits: more query heads than a product has rows for,
     groups that fill no power of 2, shares of layers and requests; as positions and as pointers, which go to the pool."""
-    from sglang_ext.layers.kernels.choose_tokens import choose_tokens
+    from sglang_ext.layers.kernels.choose_tokens import mark_tokens
     from sglang_ext.layers.kernels.coded_keys.coded_logits import KeyCodes
 
     half = torch.float16 if device == "cpu" else torch.bfloat16
@@ -73,8 +73,8 @@ def check_choose_by_codes(device):
             held, there = coded(asked.buffers, bits), on(device, asked.buffers)
             by = KeyCodes(held.codes.to(device), held.words.to(device), held.sizes.group)
             shared = asked.queries[part[1], part[0]].to(device), there.key_table, there.keys[0], there.scaling_table
-            found = choose_tokens(*shared, asked.contexts(device, False), *part, max(counts), coded=by).cpu()
-            assert choose_tokens(*shared, asked.contexts(device, True), *part, coded=by) is None
+            found = mark_tokens(*shared, asked.contexts(device, False), *part, by).written(max(counts)).cpu()
+            assert mark_tokens(*shared, asked.contexts(device, True), *part, by).written() is None
             pointed = torch.tensor_split(asked.targets, torch.tensor(asked.held).cumsum(0)[:-1])
             for layer in range(layers)[part[0]]:
                 for request in range(len(lengths))[part[1]]:

@@ -16,7 +16,7 @@ from triton.runtime._async_compile import FutureKernel
 from triton.runtime.jit import JITFunction
 
 from sglang_ext.layers.kernels import fitting, hand_over, pointer_decode, uneven_decode, window_scores
-from sglang_ext.layers.kernels.choose_tokens import Contexts, choose_tokens
+from sglang_ext.layers.kernels.choose_tokens import Contexts, mark_tokens
 from sglang_ext.layers.kernels.choosing import quest_pages
 from sglang_ext.layers.kernels.choosing.turn_queries import turn_queries
 from sglang_ext.layers.kernels.coded_keys.code_keys import code_keys
@@ -222,7 +222,8 @@ def check_choice(compiled):
         # Scores in registers of few threads and of as many as there are, and in memory.
         for targets, length in ((torch.zeros(40, dtype=torch.int64), 70), (None, 70), (None, 32768), (None, 40000)):
             asked = Contexts(table, torch.tensor([[1, 70, 40, 0]]), (length,), (4, 32), targets)
-            choose_tokens(torch.zeros(1, 1, 2 * group, dim), addresses, keys, torch.ones(1), asked, one, one, 40, scored=targets is None)
+            marked = mark_tokens(torch.zeros(1, 1, 2 * group, dim), addresses, keys, torch.ones(1), asked, one, one)
+            marked.written(40, scored=targets is None)
             for kernel, made in compiled[-3 - (targets is None) :]:
                 about = kernel, dim, group, dtype, length, made.metadata.shared, stack_bytes(made)
                 # A program with 64 scores a thread has few registers beside them.
@@ -246,7 +247,7 @@ def check_any_requests(compiled):
         queries, all_of = torch.zeros(count, 3, 9, 64), (slice(0, 3), slice(0, count))
         turn_queries(queries, (torch.zeros(64), torch.zeros(64), torch.zeros(64, dtype=torch.int64)))
         for by in (None, coded):
-            chosen = choose_tokens(queries, addresses, keys, torch.ones(3), asked, *all_of, keep, coded=by, scored=True)
+            chosen = mark_tokens(queries, addresses, keys, torch.ones(3), asked, *all_of, by).written(keep, scored=True)
         held, numbers = torch.zeros(count, 9 * keep, dtype=torch.int32), torch.zeros(count, hand_over.ASKED_NUMBERS, dtype=torch.int64)
         sent_rows.exchange(*chosen, held, table[:count], numbers, 16, 0, torch.zeros_like(chosen[0], dtype=torch.int8))
     found = [(name, id(made)) for name, made in compiled[begin:]]
@@ -358,7 +359,7 @@ def check_coded_choice(compiled):
             assert stack_bytes(compiled[-1][1]) == 0
             asked = Contexts(table, torch.tensor([[1, 70, 40, 0]]), (70,), (4, 32))
             coded = KeyCodes(held.codes, held.words, held.sizes.group)
-            choose_tokens(torch.zeros(1, 1, 2 * group, dim), addresses, keys, torch.ones(1), asked, one, one, 40, coded=coded)
+            mark_tokens(torch.zeros(1, 1, 2 * group, dim), addresses, keys, torch.ones(1), asked, one, one, coded).written(40)
             kernel, made = compiled[-3]
             about = dim, group, dtype, bits, made.metadata.shared, stack_bytes(made)
             assert kernel == "_leave_coded_logits" and "m16n8k32.row.col.satfinite.s32.s8.s8.s32" in made.asm["ptx"], about

@@ -35,7 +35,7 @@ from quest_checks import Paged  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 from uneven_checks import uneven_copy  # noqa: E402
 
-from sglang_ext.layers.kernels.choose_tokens import Contexts, choose_tokens  # noqa: E402
+from sglang_ext.layers.kernels.choose_tokens import Contexts, mark_tokens  # noqa: E402
 from sglang_ext.layers.kernels.coded_keys.code_keys import code_keys  # noqa: E402
 from sglang_ext.layers.kernels.coded_keys.coded_logits import KeyCodes  # noqa: E402
 from sglang_ext.layers.kernels.copies.gather_kept import gather_kept  # noqa: E402
@@ -220,7 +220,8 @@ def choice(shape: Shape):
         keys, queries = random(shape, 70, 2), random(shape, 1, 1, 2 * shape.group, seed=1).float()
         table, numbers = torch.randperm(70)[:tokens].int()[None], torch.tensor([[0, tokens, count, 0]])
         asked, one = Contexts(table, numbers, (tokens,), (1, 1)), slice(0, 1)
-        found = choose_tokens(queries, torch.tensor([keys.data_ptr()]), keys, torch.tensor([0.1]), asked, one, one, count)[0, 0].long()
+        marked = mark_tokens(queries, torch.tensor([keys.data_ptr()]), keys, torch.tensor([0.1]), asked, one, one)
+        found = marked.written(count)[0, 0].long()
         yield from _left_out(found, queries.to(shape.dtype).view(2, shape.group, -1), keys[table[0].long()], tokens, count)
 
 
@@ -254,7 +255,7 @@ def coded_choice(shape: Shape, bits: int):
         table, numbers = torch.randperm(70)[:tokens].int()[None], torch.tensor([[0, tokens, count, 0]])
         asked, one = Contexts(table, numbers, (tokens,), (1, 1)), slice(0, 1)
         coded = KeyCodes(held.codes, held.words, held.sizes.group)
-        found = choose_tokens(queries, addresses, keys, torch.tensor([0.1]), asked, one, one, count, coded=coded)[0, 0].long()
+        found = mark_tokens(queries, addresses, keys, torch.tensor([0.1]), asked, one, one, coded).written(count)[0, 0].long()
         yield from _left_out(found, queries.view(2, shape.group, -1), held.read(0, table[0].long()), tokens, count)
 
 

@@ -8,7 +8,7 @@ import torch
 from packed_helpers import KERNEL_KINDS, divides, packed_pool
 
 from sglang_ext.layers.kernels import hand_over
-from sglang_ext.layers.kernels.choose_tokens import Contexts, choose_tokens
+from sglang_ext.layers.kernels.choose_tokens import Contexts, mark_tokens
 from sglang_ext.layers.kernels.choosing.quest_pages import bound_pages, point_at_best_pages
 from sglang_ext.layers.kernels.choosing.turn_queries import turn_queries
 from sglang_ext.layers.kernels.coded_keys.code_keys import code_keys
@@ -145,7 +145,7 @@ def _choice(shape: Shape) -> None:
         asked, one, scored = Contexts(table, numbers, (70,), (4, 32), targets), slice(0, 1), targets is None
         given, turn = torch.zeros(1, 1, shape.group, shape.dim, dtype=shape.dtype), (torch.zeros(shape.dim),) * 2
         queries, address = turn_queries(given, (*turn, torch.arange(shape.dim))), torch.tensor([keys.data_ptr()])
-        choose_tokens(queries, address, keys, torch.ones(1), asked, one, one, 40, scored=scored)
+        mark_tokens(queries, address, keys, torch.ones(1), asked, one, one).written(40, scored)
 
 
 def _pages(shape: Shape) -> None:
@@ -165,7 +165,7 @@ def _coded_choice(bits: int, shape: Shape) -> None:
     held, addresses = CodedKeys(KeySizes(1, 1, shape.dim, shape.dtype, bits), 80), torch.tensor([keys.data_ptr()])
     code_keys(addresses, keys, torch.arange(70), held.codes, held.words, held.sizes.group)
     asked, coded = Contexts(table, torch.tensor([[1, 70, 40, 0]]), (70,), (4, 32)), KeyCodes(held.codes, held.words, held.sizes.group)
-    choose_tokens(torch.zeros(1, 1, shape.group, shape.dim), addresses, keys, torch.ones(1), asked, one, one, 40, coded=coded)
+    mark_tokens(torch.zeros(1, 1, shape.group, shape.dim), addresses, keys, torch.ones(1), asked, one, one, coded).written(40)
 
 
 def _copies(shape: Shape) -> None:

@@ -12,7 +12,9 @@ import torch
 from rank_helpers import DIM, GROUP, HEADS, LAYERS, ROTARY, attach, pool
 
 from sglang_ext.core import CompressedView
+from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.on_gpu.arena import Arena
+from sglang_ext.managers.cache_rank.on_gpu.device_rank import DeviceRank
 from sglang_ext.managers.cache_rank.on_gpu.device_start import linked
 from sglang_ext.managers.cache_rank.on_gpu.pace import Pace
 from sglang_ext.managers.cache_rank.on_gpu.rank_steps import RankSteps
@@ -30,6 +32,24 @@ from sglang_ext.mem_cache.selection.top_tokens import mark_always
 CONTEXT_SLOTS, ROW_SLOTS = 800, 1200
 # By which questions are put later than ranks are told of them, where GPUs would be apart.
 BEHIND_SECONDS = 0.005
+
+
+class Told:
+    """In the place of a socket: keeps what a rank says."""
+
+    def __init__(self):
+        self.messages = []
+
+    def send(self, frame, flags=0):
+        self.messages.append(protocol.decode_from_rank(frame))
+
+
+def rank_here(arena, apart=False):
+    """A rank in this process that was told what it serves, and what it says."""
+    socket = Told()
+    rank = DeviceRank(socket, arena.begin(1), 1, torch.device("cpu"))
+    rank._take(attach(apart=apart))
+    return rank, socket
 
 
 class Later:

@@ -68,7 +68,7 @@ def compile_ahead(like: torch.Tensor, query_heads: int, always: tuple[int, int],
     where they were never compiled on this machine. What cannot be compiled is left to the first who needs it, and to its error.
 
     Args:
-        like: a key buffer, as :func:`choose_tokens`'s.
+        like: a key buffer, as :func:`mark_tokens`'s.
         query_heads: of a layer.
         always: as :attr:`Contexts.always`.
         longest: tokens of the longest context.
@@ -118,7 +118,16 @@ class Marked:
     marks: torch.Tensor
 
     def written(self, most: int = 0, scored: bool = False) -> torch.Tensor | None:
-        """Launch what writes them down; arguments and what is returned as of :func:`choose_tokens`."""
+        """Launch what writes them down.
+
+        Args:
+            most: tokens that are chosen at most, where positions are wanted.
+            scored: whether their scores are wanted, too.
+
+        Returns:
+            Positions, int32 [layers, requests, kv_heads, most], ascending, of each request as many as it has; with the bits of their scores
+            in float32 behind them, [2, ...], where these are wanted; None where pointers were written.
+        """
         contexts, (key_table, like), where, pairs = self.contexts, self.tables, self.where, self.pairs
         heads, count, group, longest = like.shape[1], where[2], self.group, _longest(contexts, where)
         pointing, cells, table = contexts.targets is not None, like.view(torch.int32), contexts.token_table
@@ -152,7 +161,20 @@ def mark_tokens(
     requests: slice,
     coded: "KeyCodes | None" = None,
 ) -> Marked:
-    """Mark what is chosen; arguments and errors as of :func:`choose_tokens`."""
+    """Choose for some requests, in some layers, without waiting for the device.
+
+    Args:
+        queries: float32 [requests, layers, query_heads, head_dim], one of each head of those that are meant; rotary embedding applied.
+        key_table: int64 [all layers], addresses of the layers' key buffers.
+        like: a key buffer, [slots, kv_heads, head_dim]; all have its shape, strides and dtype.
+        scalings: float32 [all layers], factors on query-key products.
+        contexts: all requests.
+        layers, requests: which of them are meant.
+        coded: the same keys in few bits, which are read in their place; None to read the buffers.
+
+    Raises:
+        OptionError: no tiles of such heads fit the GPU.
+    """
     heads, device = like.shape[1], like.device
     count, group, longest = requests.stop - requests.start, queries.shape[2] // heads, max(contexts.lengths[requests])
     pairs, chunks, table = (layers.stop - layers.start) * count, triton.cdiv(longest, CHUNK), contexts.token_table
@@ -171,39 +193,3 @@ def mark_tokens(
     form = _form(longest, heads, group, contexts.always)
     mark_best[(heads, pairs)](*left, scores, marks, contexts.numbers, *where, chunks, **form)
     return Marked(contexts, (key_table, like), where, pairs, group, left, marks)
-
-
-def choose_tokens(
-    queries: torch.Tensor,
-    key_table: torch.Tensor,
-    like: torch.Tensor,
-    scalings: torch.Tensor,
-    contexts: Contexts,
-    layers: slice,
-    requests: slice,
-    most: int = 0,
-    *,
-    coded: "KeyCodes | None" = None,
-    scored: bool = False,
-) -> torch.Tensor | None:
-    """Choose for some requests, in some layers, without waiting for the device.
-
-    Args:
-        queries: float32 [requests, layers, query_heads, head_dim], one of each head of those that are meant; rotary embedding applied.
-        key_table: int64 [all layers], addresses of the layers' key buffers.
-        like: a key buffer, [slots, kv_heads, head_dim]; all have its shape, strides and dtype.
-        scalings: float32 [all layers], factors on query-key products.
-        contexts: all requests.
-        layers, requests: which of them are meant.
-        most: tokens that are chosen at most, where positions are wanted.
-        coded: the same keys in few bits, which are read in their place; None to read the buffers.
-        scored: whether their scores are wanted, too.
-
-    Returns:
-        Positions, int32 [layers, requests, kv_heads, most], ascending, of each request as many as it has; with the bits of their scores in
-        float32 behind them, [2, ...], where these are wanted; None where pointers were written.
-
-    Raises:
-        OptionError: no tiles of such heads fit the GPU.
-    """
-    return mark_tokens(queries, key_table, like, scalings, contexts, layers, requests, coded).written(most, scored)

@@ -28,7 +28,7 @@ class Part(NamedTuple):
 
     Attributes:
         layers: which.
-        chosen: as :meth:`GpuChoice.choose` has it, of these layers; None where pointers were written.
+        chosen: as :meth:`GpuChoice.in_parts` has it, of these layers; None where pointers were written.
         there: when it is, on the device; None where the current stream chose.
     """
 
@@ -56,7 +56,7 @@ class GpuChoice:
     scratch: int = SCRATCH
 
     def choose(
-        self, contexts: "Contexts", read: ReadQueries, positions: torch.Tensor, ahead: int = 1, most: int = 0, scored: bool = False
+        self, contexts: "Contexts", read: ReadQueries, positions: torch.Tensor, ahead: int = 1, most: int = 0
     ) -> torch.Tensor | None:
         """Choose in all layers for all requests.
 
@@ -66,16 +66,15 @@ class GpuChoice:
             positions: int64 [requests, window], of the queries, ascending.
             ahead: for which token after the newest of them is chosen, from 1.
             most: tokens that are chosen at most, where positions are wanted.
-            scored: whether their scores are wanted, too.
 
         Returns:
-            Positions, int32 [layers, requests, kv_heads, most], ascending, of each request as many as it has; with the bits of their scores
-            in float32 behind them, [2, ...], where these are wanted; None where pointers were written.
+            Positions, int32 [layers, requests, kv_heads, most], ascending, of each request as many as it has; None where pointers were
+            written.
         """
-        parts = list(self.in_parts(contexts, read, positions, ahead, most, scored))
+        parts = list(self.in_parts(contexts, read, positions, ahead, most))
         if contexts.targets is not None:
             return None
-        return parts[0].chosen if len(parts) == 1 else torch.cat([part.chosen for part in parts], -4)
+        return parts[0].chosen if len(parts) == 1 else torch.cat([part.chosen for part in parts])
 
     def in_parts(
         self,
@@ -91,7 +90,8 @@ class GpuChoice:
         """As :meth:`choose`, by layers as these are chosen.
 
         Args:
-            contexts, read, positions, ahead, most, scored: as there.
+            contexts, read, positions, ahead, most: as there.
+            scored: whether scores of what is chosen are wanted, too: their bits in float32 are behind the positions then, [2, ...].
             finishing: writes down what the current stream marks, part by part; None for the same.
             finer: whether each part has a third of the layers that are left at most, so that the last ones are small.
         """

@@ -101,7 +101,7 @@ class Asked(NamedTuple):
 
 
 def leave_exact(queries: torch.Tensor, key_table: torch.Tensor, like: torch.Tensor, asked: Asked) -> None:
-    """Logits with keys as they are, and what normalizes them; arguments as :func:`choose_tokens`'s."""
+    """Logits with keys as they are, and what normalizes them; arguments as :func:`mark_tokens`'s."""
     heads, dim = like.shape[1:]
     group = queries.shape[2] // heads
 

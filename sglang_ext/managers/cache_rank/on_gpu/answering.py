@@ -19,6 +19,7 @@ import torch
 from sglang_ext.device import Finishing, SideStream, sent
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.keys import KeyStore
+from sglang_ext.managers.cache_rank.on_gpu.arena import ASKED_NUMBERS
 from sglang_ext.managers.cache_rank.on_gpu.device_keys import DeviceKeys
 from sglang_ext.managers.cache_rank.on_gpu.mapped_arena import MappedArena
 from sglang_ext.mem_cache.compressed.rotary import Rotary
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 # Times that questions of a form are answered before a graph is recorded for it; graphs that are kept, each until so many answers did without
 # it, and forms without one whose inputs are.
 RECORDED_AFTER, MOST_GRAPHS, UNUSED, MOST_OTHERS = 3, 16, 1000, 4
+# Numbers of a context, as kernels that choose take them (choose_tokens.py:Contexts).
+CONTEXT_NUMBERS = 4
 # Forms whose times are counted.
 MOST_COUNTED = 1024
 # Lengths of contexts are told apart by an eighth of the next power of two, or by so many tokens.
@@ -85,24 +88,25 @@ class Inputs:
     @classmethod
     def of(cls, form: Form, device: torch.device) -> "Inputs":
         """Memory for questions of a form, none of which is there."""
-        numbers = torch.zeros(form.count * (4 + 3 + form.queries), dtype=torch.int64, device=device)
+        numbers = torch.zeros(form.count * (CONTEXT_NUMBERS + ASKED_NUMBERS + form.queries), dtype=torch.int64, device=device)
         there = torch.zeros(form.count, dtype=torch.int32, device=device)
         return cls(numbers, there, torch.zeros(form.count, form.longest, dtype=torch.int32, device=device), form)
 
     @property
     def contexts(self) -> torch.Tensor:
         """int64 [questions, 4], as kernels that choose take them (choose_tokens.py)."""
-        return self.numbers[: 4 * self.form.count].view(-1, 4)
+        return self.numbers[: CONTEXT_NUMBERS * self.form.count].view(-1, CONTEXT_NUMBERS)
 
     @property
     def asked(self) -> torch.Tensor:
         """int64 [questions, 3], lane, word, and tokens that each head keeps."""
-        return self.numbers[4 * self.form.count : 7 * self.form.count].view(-1, 3)
+        end = (CONTEXT_NUMBERS + ASKED_NUMBERS) * self.form.count
+        return self.numbers[CONTEXT_NUMBERS * self.form.count : end].view(-1, ASKED_NUMBERS)
 
     @property
     def positions(self) -> torch.Tensor:
         """int64 [questions, queries]."""
-        return self.numbers[7 * self.form.count :].view(-1, self.form.queries)
+        return self.numbers[(CONTEXT_NUMBERS + ASKED_NUMBERS) * self.form.count :].view(-1, self.form.queries)
 
     def fill(self, asks: Sequence[protocol.Ask], words: Sequence[int]) -> None:
         """With questions of the form, and their words; where their tokens lie is written apart."""
@@ -262,7 +266,8 @@ class Answering:
     def _answer(self, inputs: Inputs, beside: bool = False) -> None:
         """``beside``: where rows are sent, in parts of layers beside each other."""
         memory, asked, there, rows = self._memory, inputs.asked, inputs.there, self._store.rows is not None
-        beside, begun = beside and rows, self._finishing.moment()
+        beside = beside and rows
+        begun = self._finishing.moment() if beside else None
         parts = self._chosen(inputs, beside)
         with self._sending.apart(begun) if beside else nullcontext():
             if rows:

@@ -148,8 +148,7 @@ class MappedArena:
         from sglang_ext.layers.kernels.hand_over import push_chosen
 
         to = self._layout.chosen
-        for layers, chosen, chose in parts:
-            SideStream.wait(chose)
+        for layers, chosen, _ in parts:
             push_chosen(chosen.contiguous(), asked, there, self._address(to), math.prod(to.sizes[2:]), layers.start)
 
     def push_rows(

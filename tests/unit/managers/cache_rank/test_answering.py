@@ -1,12 +1,16 @@
-"""Which questions a cache rank on a GPU records graphs for."""
+"""Which questions a cache rank on a GPU records graphs for, and when it gives them up."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
+from device_rank_helpers import rank_here
+from rank_helpers import attach
 
+from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.on_gpu import answering
 from sglang_ext.managers.cache_rank.on_gpu.answering import MOST_GRAPHS, RECORDED_AFTER, UNUSED, Answering
+from sglang_ext.managers.cache_rank.on_gpu.arena import DONE, Arena, Asked
 from sglang_ext.managers.cache_rank.protocol import Ask
 
 
@@ -59,3 +63,54 @@ def test_more_forms_than_graphs_are_kept_do_not_drive_each_other_out():
         rank.ask(2)
     assert rank.ask(MOST_GRAPHS + 1) and len(rank.recorded) == MOST_GRAPHS + 1
     assert rank.ask(2) and rank.recorded.count(2) == 1, "what is used stays"
+
+
+def refuse(*given):
+    """No memory is left."""
+    raise torch.OutOfMemoryError("none left")
+
+
+def test_a_rank_gives_up_what_it_recorded_where_other_questions_have_no_room_beside_it(monkeypatch):
+    arena = Arena(attach().shape, torch.device("cpu"), "cpu")
+    rank, socket = rank_here(arena, apart=True)
+    graphs, launched, refused = rank._answering, rank._answering._answer, []
+    rank._take(protocol.Lease(0, 0, (0, 1, 2, 3)))
+
+    def ask(sequence, covered):
+        rank._take(protocol.Ask(0, 0, 5, sequence, covered, 8, (63,), number=arena.next_number()))
+        arena.publish(torch.randn(5, 8, 6, 8), [Asked([3], 0, arena.word(sequence))])
+        rank._answer_next()
+        return socket.messages[-1].chosen
+
+    prepared = [protocol.Ask(0, 0, 5, 9, 64, 8, (63,))], [arena.word(9)]
+    for _ in range(RECORDED_AFTER + 1):
+        graphs.prepare(*prepared, again=True)
+    assert any(known.replay and known.read for known in graphs._known.values())
+
+    def answer(inputs, beside=False):
+        if any(known.replay for known in graphs._known.values()):
+            refused.append(inputs.form)
+            raise torch.OutOfMemoryError("none left")
+        launched(inputs, beside)
+
+    monkeypatch.setattr(graphs, "_answer", answer)
+    assert ask(1, 200) and len(refused) == 1 and int(arena.heads[0, DONE]) == arena.word(1)
+    for _ in range(RECORDED_AFTER + 1):
+        graphs.prepare(*prepared, again=True)
+    assert not graphs._records and ask(2, 200)
+    monkeypatch.setattr(graphs, "_known", {})
+    monkeypatch.setattr(graphs, "_answer", refuse)
+    with pytest.raises(torch.OutOfMemoryError):
+        ask(3, 200)
+
+
+def test_where_tokens_lie_is_looked_up_anew_once_blocks_of_their_lane_are_others():
+    rank, _ = rank_here(Arena(attach().shape, torch.device("cpu"), "cpu"), apart=True)
+    asks, table = [[protocol.Ask(0, 0, 5, 1, 64, 8, (63,), ahead=ahead)] for ahead in (1, 2)], torch.arange(64)
+    for block in (3, 5):
+        rank._take(protocol.Lease(0, 0, (block,)))
+        # Of all forms that are known, and of others.
+        for again in (True, False):
+            for ask in asks:
+                found = rank._answering.prepare(ask, [0], again).inputs.table[0, :64]
+                assert torch.equal(found, (block * protocol.BLOCK + table).int()), (block, again)

@@ -8,12 +8,11 @@ import time
 
 import pytest
 import torch
-from device_rank_helpers import RankWorld
+from device_rank_helpers import RankWorld, Told, rank_here
 from rank_helpers import attach, pool
 
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.on_gpu import device_rank, pace
-from sglang_ext.managers.cache_rank.on_gpu.answering import RECORDED_AFTER
 from sglang_ext.managers.cache_rank.on_gpu.arena import CHOSEN, DONE, Arena, ArenaError, ArenaLayout, Asked, check_peers
 from sglang_ext.managers.cache_rank.on_gpu.device_rank import DeviceRank
 from sglang_ext.managers.cache_rank.on_gpu.device_start import fitting, warn_of_lanes
@@ -371,75 +370,6 @@ def test_two_ranks_share_requests():
     for row in (1, 2, 3, 4):
         assert torch.equal(world.led(row), world.chosen(row, world.ends[row] - 1, 150 + row))
     end(world)
-
-
-class Told:
-    """In the place of a socket: keeps what a rank says."""
-
-    def __init__(self):
-        self.messages = []
-
-    def send(self, frame, flags=0):
-        self.messages.append(protocol.decode_from_rank(frame))
-
-
-def rank_here(arena, apart=False):
-    """A rank in this process that was told what it serves, and what it says."""
-    socket = Told()
-    rank = DeviceRank(socket, arena.begin(1), 1, torch.device("cpu"))
-    rank._take(attach(apart=apart))
-    return rank, socket
-
-
-def test_a_rank_gives_up_what_it_recorded_where_other_questions_have_no_room_beside_it(monkeypatch):
-    arena = Arena(attach().shape, torch.device("cpu"), "cpu")
-    rank, socket = rank_here(arena, apart=True)
-    answering, launched, refused = rank._answering, rank._answering._answer, []
-    rank._take(protocol.Lease(0, 0, (0, 1, 2, 3)))
-
-    def ask(sequence, covered):
-        rank._take(protocol.Ask(0, 0, 5, sequence, covered, 8, (63,), number=arena.next_number()))
-        arena.publish(torch.randn(5, 8, 6, 8), [Asked([3], 0, arena.word(sequence))])
-        rank._answer_next()
-        return socket.messages[-1].chosen
-
-    prepared = [protocol.Ask(0, 0, 5, 9, 64, 8, (63,))], [arena.word(9)]
-    for _ in range(RECORDED_AFTER + 1):
-        answering.prepare(*prepared, again=True)
-    assert any(known.replay and known.read for known in answering._known.values())
-
-    def answer(inputs, beside=False):
-        if any(known.replay for known in answering._known.values()):
-            refused.append(inputs.form)
-            raise torch.OutOfMemoryError("none left")
-        launched(inputs, beside)
-
-    monkeypatch.setattr(answering, "_answer", answer)
-    assert ask(1, 200) and len(refused) == 1 and int(arena.heads[0, DONE]) == arena.word(1)
-    for _ in range(RECORDED_AFTER + 1):
-        answering.prepare(*prepared, again=True)
-    assert not answering._records and ask(2, 200)
-    monkeypatch.setattr(answering, "_known", {})
-    monkeypatch.setattr(answering, "_answer", lambda *given: refuse())
-    with pytest.raises(torch.OutOfMemoryError):
-        ask(3, 200)
-
-
-def test_where_tokens_lie_is_looked_up_anew_once_blocks_of_their_lane_are_others():
-    rank, _ = rank_here(Arena(attach().shape, torch.device("cpu"), "cpu"), apart=True)
-    asks, table = [[protocol.Ask(0, 0, 5, 1, 64, 8, (63,), ahead=ahead)] for ahead in (1, 2)], torch.arange(64)
-    for block in (3, 5):
-        rank._take(protocol.Lease(0, 0, (block,)))
-        # Of all forms that are known, and of others.
-        for again in (True, False):
-            for ask in asks:
-                found = rank._answering.prepare(ask, [0], again).inputs.table[0, :64]
-                assert torch.equal(found, (block * protocol.BLOCK + table).int()), (block, again)
-
-
-def refuse():
-    """No memory is left."""
-    raise torch.OutOfMemoryError("none left")
 
 
 def test_a_rank_ends_where_it_is_asked_for_what_cannot_be():
