@@ -173,8 +173,8 @@ class KVServerArgs(ServerArgs):
             help="Bits of the keys by which --kv-compressor spade chooses tokens. 16: those of the pool. 8, 4: integers of each token, "
             "head and 32 channels, of 9 and 5 bits with their scales. They lie beside the pool, which is as much smaller, and choices read "
             "as much less; with --kv-cache-ranks at the ranks, and --kv-cache-rank-gb holds as many more tokens, but in mode lossy, where "
-            "exact keys are held beside these, to be sent. Default: 8 for cache ranks beside a GPU in mode verified, whose answers do not "
-            "depend on what is chosen, else 16.",
+            "exact keys are held beside these, to be sent. Default: 8 for cache ranks beside a GPU, which keep up with each step so, else "
+            "16.",
             choices=list(SCORE_BITS),
         ),
         NS("memory"),

@@ -61,11 +61,11 @@ def coded_slots(args: "KVServerArgs") -> int:
 
 
 def score_bits(args: "KVServerArgs") -> int:
-    """Bits of the keys by which tokens are chosen; known once SGLang has chosen the device. Where nobody says, fewer where that changes no
-    answer, and cache ranks on GPUs keep up with each step of the model."""
+    """Bits of the keys by which tokens are chosen; known once SGLang has chosen the device. Where nobody says, so few that cache ranks on
+    GPUs keep up with each step of the model."""
     if args.kv_score_bits is not None:
         return args.kv_score_bits
-    return RANK_BITS if beside_gpu(args) and args.kv_mode == "verified" else EXACT
+    return RANK_BITS if beside_gpu(args) else EXACT
 
 
 def most_ranks() -> int:

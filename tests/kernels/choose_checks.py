@@ -84,7 +84,6 @@ def check_choose_tokens(device):
         most = max(counts)
         shared = meant, there.key_table, there.keys[0], there.scaling_table
         found = mark_tokens(*shared, asked.contexts(device, False), *part).written(most).cpu()
-        positions, bits = mark_tokens(*shared, asked.contexts(device, False), *part).written(most, scored=True).cpu()
         assert mark_tokens(*shared, asked.contexts(device, True), *part).written() is None
         pointed = torch.tensor_split(asked.targets, torch.tensor(asked.held).cumsum(0)[:-1])
         for layer in range(layers)[part[0]]:
@@ -92,9 +91,6 @@ def check_choose_tokens(device):
                 count, scores = counts[request], asked.scores(request, layer)
                 where = layer - part[0].start, request - part[1].start, slice(None), slice(count)
                 kept = found[where].long()
-                assert torch.equal(positions[where].long(), kept)
-                expected, told = scores.gather(-1, kept), bits[where].contiguous().view(torch.float32)
-                assert torch.allclose(told, expected.float(), rtol=max(tolerance, 1e-5), atol=max(tolerance, 1e-5) / lengths[request])
                 for head in range(heads):
                     check_chosen(kept[head], scores[head], count, tolerance, (dim, layer, request, head))
                 slots = asked.pointers.read(there.keys[layer], pointed[request].to(device), count).cpu()
