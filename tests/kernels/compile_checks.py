@@ -8,6 +8,7 @@ from unittest.mock import patch
 import torch
 import triton
 from hand_over_checks import Pair
+from marked_helpers import written
 from packed_helpers import packed_pool, pool_by
 from prefill_checks import FIRST_HEAD, LAYER, Batch
 from rank_checks import rank_of
@@ -225,7 +226,7 @@ def check_choice(compiled):
             marked = mark_tokens(torch.zeros(1, 1, 2 * group, dim), addresses, keys, torch.ones(1), asked, one, one)
             if targets is None:
                 sent_rows.exchange(marked, torch.zeros(1, 80, dtype=torch.int32), 40, 9)
-            marked.written(40)
+            written(marked, 40)
             for kernel, made in compiled[-3 - (targets is None) :]:
                 about = kernel, dim, group, dtype, length, made.metadata.shared, stack_bytes(made)
                 # A program with 64 scores a thread has few registers beside them.
@@ -250,7 +251,9 @@ def check_any_requests(compiled):
         turn_queries(queries, (torch.zeros(64), torch.zeros(64), torch.zeros(64, dtype=torch.int64)))
         for by in (None, coded):
             marked = mark_tokens(queries, addresses, keys, torch.ones(3), asked, *all_of, by)
-            marked.written(keep)
+            # Of the first layers and of the next ones, in memory of one piece.
+            for place in (0, 3 * keep):
+                marked.write(torch.zeros(60 * keep * count, dtype=torch.int32)[place : place + 9 * count * keep].view(3, count, 3, keep))
             sent_rows.exchange(marked, torch.zeros(count, 9 * keep, dtype=torch.int32), keep, 16)
     found = [(name, id(made)) for name, made in compiled[begin:]]
     assert len(set(found)) == len({name for name, _ in found}) == 6, found
@@ -361,7 +364,7 @@ def check_coded_choice(compiled):
             assert stack_bytes(compiled[-1][1]) == 0
             asked = Contexts(table, torch.tensor([[1, 70, 40, 0]]), (70,), (4, 32))
             coded = KeyCodes(held.codes, held.words, held.sizes.group)
-            mark_tokens(torch.zeros(1, 1, 2 * group, dim), addresses, keys, torch.ones(1), asked, one, one, coded).written(40)
+            written(mark_tokens(torch.zeros(1, 1, 2 * group, dim), addresses, keys, torch.ones(1), asked, one, one, coded), 40)
             kernel, made = compiled[-3]
             about = dim, group, dtype, bits, made.metadata.shared, stack_bytes(made)
             assert kernel == "_leave_coded_logits" and "m16n8k32.row.col.satfinite.s32.s8.s8.s32" in made.asm["ptx"], about

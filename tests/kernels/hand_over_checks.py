@@ -344,7 +344,8 @@ def check_rows(device):
     for fresh, dtype, dim in ((40, torch.float32, 24), (3, torch.bfloat16, 64), (1, torch.float16, 40)):
         rows(device, fresh, dtype, dim)
     with patch.multiple(sent_rows, COPYING=3, COPIED=4, LOOKED_AT=8, WORDS=2, COUNTED=4):
-        rows(device, 40, torch.float32, 24)
+        for fresh in (40, 3):
+            rows(device, fresh, torch.float32, 24)
 
 
 def rows(device, fresh, dtype, dim, heads=2):

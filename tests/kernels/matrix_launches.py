@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+from marked_helpers import written
 from packed_helpers import KERNEL_KINDS, divides, packed_pool
 
 from sglang_ext.layers.kernels import hand_over
@@ -146,7 +147,7 @@ def _choice(shape: Shape) -> None:
         given, turn = torch.zeros(1, 1, shape.group, shape.dim, dtype=shape.dtype), (torch.zeros(shape.dim),) * 2
         queries, address = turn_queries(given, (*turn, torch.arange(shape.dim))), torch.tensor([keys.data_ptr()])
         marked = mark_tokens(queries, address, keys, torch.ones(1), asked, one, one)
-        marked.written(40)
+        written(marked, 40)
     comes = sent_rows.exchange(marked, torch.zeros(1, 40, dtype=torch.int32), 40, 9)
     words, there = torch.zeros(1, hand_over.ASKED_NUMBERS, dtype=torch.int64), torch.ones(1, dtype=torch.int32)
     sent_rows.push_rows((address, address), keys, comes, words, there, (1 << 33,) * 4)
@@ -169,7 +170,7 @@ def _coded_choice(bits: int, shape: Shape) -> None:
     held, addresses = CodedKeys(KeySizes(1, 1, shape.dim, shape.dtype, bits), 80), torch.tensor([keys.data_ptr()])
     code_keys(addresses, keys, torch.arange(70), held.codes, held.words, held.sizes.group)
     asked, coded = Contexts(table, torch.tensor([[1, 70, 40, 0]]), (70,), (4, 32)), KeyCodes(held.codes, held.words, held.sizes.group)
-    mark_tokens(torch.zeros(1, 1, shape.group, shape.dim), addresses, keys, torch.ones(1), asked, one, one, coded).written(40)
+    written(mark_tokens(torch.zeros(1, 1, shape.group, shape.dim), addresses, keys, torch.ones(1), asked, one, one, coded), 40)
 
 
 def _copies(shape: Shape) -> None:

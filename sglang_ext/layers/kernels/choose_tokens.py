@@ -118,26 +118,17 @@ class Marked:
         _, first, count, _ = self.where
         return max(self.contexts.lengths[first : first + count])
 
-    def written(self, most: int = 0, out: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Launch what writes them down.
-
-        Args:
-            most: tokens that are chosen at most, where positions are wanted.
-            out: memory for these, of one piece; None for new memory.
-
-        Returns:
-            Positions, int32 [layers, requests, kv_heads, most], ascending, of each request as many as it has; None where pointers were
-            written.
-        """
-        contexts, (key_table, like), (_, _, count, _), heads = self.contexts, self.tables, self.where, self.tables[1].shape[1]
-        pointing, cells, table = contexts.targets is not None, like.view(torch.int32), contexts.token_table
-        if not pointing and out is None:
-            out = torch.empty(self.pairs // count, count, heads, most, dtype=torch.int32, device=like.device)
+    def write(self, out: torch.Tensor | None = None) -> None:
+        """Launch what writes them down: pointers to the contexts' targets, or, where there are none, positions to ``out``, int32 [layers,
+        requests, kv_heads, most], of one piece, ascending, of each request as many as it has."""
+        contexts, (key_table, like), heads = self.contexts, self.tables, self.tables[1].shape[1]
+        pointing, cells, table, most = contexts.targets is not None, like.view(torch.int32), contexts.token_table, 0
+        if not pointing:
+            most = out.shape[-1]
         write_marked[(heads, triton.cdiv(self.longest, WRITTEN), self.pairs)](
             self.marks, key_table, table, contexts.numbers, contexts.targets, out, *self.where, table.stride(0), most, cells.stride(0),
             cells.stride(1), HEADS=heads, PER_SLOT=cells.shape[2] if pointing else 0, TOKENS=WRITTEN, num_warps=8,
         )  # fmt: skip
-        return out
 
 
 def mark_tokens(

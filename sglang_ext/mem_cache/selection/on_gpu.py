@@ -15,8 +15,8 @@ from sglang_ext.mem_cache.selection.predictors import QueryPredictor
 if TYPE_CHECKING:
     from sglang_ext.layers.kernels.choose_tokens import Contexts, Marked
 
-# Bytes in which tokens are chosen, where a pair of a layer and a request takes no more, and share of them that predicting queries takes
-# beside them: more of them need fewer launches.
+# Bytes in which tokens are chosen, where a pair of a layer and a request takes no more, or half of them where two parts are there at once, and
+# share of them that predicting queries takes beside them: more of them need fewer launches.
 SCRATCH, PREDICTING = 256 << 20, 1 / 2
 
 # Queries of some requests in some layers: [requests, layers, query_heads, window, dim], oldest first, rotary embedding applied.
@@ -31,7 +31,7 @@ class Part:
         layers, requests: which.
         marked: what, until the next part is asked for, or, where parts are read beside each other, the one after that.
         there: when it is, on the device; None where the current stream reads it.
-        read: when it was read, as the reader says; None where the current stream did.
+        read: when it was read (:meth:`was_read`); None where the current stream did.
     """
 
     layers: slice
@@ -39,6 +39,12 @@ class Part:
     marked: "Marked | None"
     there: torch.cuda.Event | None
     read: torch.cuda.Event | None = None
+
+    def was_read(self, device: torch.device) -> None:
+        """The current stream has read it, once it has done what it was given so far: where that is another one than the one that marks, this has
+        to be said."""
+        if self.there is not None:
+            self.read = moment(device)
 
     def drop(self) -> None:
         """Its memory is another one's from now on, on the device once it was read."""
@@ -85,7 +91,7 @@ class GpuChoice:
         out = None if pointing else torch.empty(sizes, dtype=torch.int32, device=positions.device)
         for part in self.marked(contexts, read, positions, ahead):
             # Requests are cut where a part has one layer: what they have of it is of one piece.
-            part.marked.written(most, None if pointing else out[part.layers, part.requests])
+            part.marked.write(None if pointing else out[part.layers, part.requests])
         return out
 
     def marked(

@@ -24,7 +24,8 @@ def _exchange(
     requests, pitches, chunks, table_row, most, fresh, held_row, SINKS: tl.constexpr, NEWEST: tl.constexpr, HEADS: tl.constexpr,
     GROUP: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Of a KV head of a context what comes, where it lies, and the places that it takes."""
+    """Of a KV head of a context what comes, where it lies, and the places that it takes; marks of what stays are taken away. ``coming``,
+    ``bits`` and ``going`` are worked in: tokens that might come, bits of their scores where not all do, and places that go."""
     head, pair = tl.program_id(0), tl.program_id(1)
     layer, mine, at, length = of_pair(numbers, pair, first_layer, first_request, requests)
     keep, of_head, pitch = tl.load(mine + 2).to(tl.int32), (pair * HEADS + head).to(tl.int64), pitches.to(tl.int64) * PITCH
@@ -165,8 +166,8 @@ def exchange(marked: Marked, held: torch.Tensor, most: int, fresh: int) -> Excha
 
     Args:
         marked: tokens of some requests in some layers.
-        held: int32 [all requests, numbers], of which a request's first [all layers, kv_heads, keep] are the positions that its copy holds,
-            where it keeps so many.
+        held: int32 [all requests, numbers], as MappedArena.records has them: of a request the first [all layers, kv_heads, keep] are the
+            positions that its copy holds, where heads keep so many. What is none of the context's is a place that goes.
         most: tokens that a head keeps at most.
         fresh: tokens that come for a head at most: of more those of the highest scores.
     """

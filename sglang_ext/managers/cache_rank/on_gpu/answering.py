@@ -24,7 +24,7 @@ from sglang_ext.managers.cache_rank.on_gpu.device_keys import DeviceKeys
 from sglang_ext.managers.cache_rank.on_gpu.mapped_arena import MappedArena
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.spade import Spade, attention
-from sglang_ext.mem_cache.selection.on_gpu import GpuChoice
+from sglang_ext.mem_cache.selection.on_gpu import GpuChoice, ReadQueries
 from sglang_ext.mem_cache.selection.top_tokens import mark_always, top_tokens
 
 if TYPE_CHECKING:
@@ -277,10 +277,10 @@ class Answering:
             memory.push_chosen(asked, there, self._chosen(inputs))
         elif self._by_kernels:
             streams, begun = (self._beside, moment(self._device)) if beside else ((INLINE, INLINE), None)
-            choice, contexts, given = self._choice(inputs)
+            choice, *among = self._choice(inputs)
             with streams[0].after(begun):
                 records = memory.records(asked, form.most)
-            parts = choice.marked(contexts, *given, beside=beside)
+            parts = choice.marked(*among, beside=beside)
             memory.push_rows(asked, there, parts, records, self._keys.sent, streams)
         else:
             memory.push_rows_here(asked, there, *self._scored(inputs), inputs.table, self._keys.sent)
@@ -290,19 +290,22 @@ class Answering:
         """Positions, int32 [layers, questions, kv_heads, most], ascending, of each question as many as it wants."""
         if not self._by_kernels:
             return self._scored(inputs)[0]
-        choice, contexts, given = self._choice(inputs)
-        return choice.choose(contexts, *given, most=inputs.form.most)
+        choice, *among = self._choice(inputs)
+        return choice.choose(*among, most=inputs.form.most)
 
-    def _choice(self, inputs: Inputs) -> tuple[GpuChoice, "Contexts", tuple]:
-        """What chooses by kernels: among which tokens, and by which queries."""
+    def _choice(self, inputs: Inputs) -> tuple[GpuChoice, "Contexts", ReadQueries, torch.Tensor, int]:
+        """What chooses by kernels; among which tokens, by which queries at which positions, and for which token after them."""
         from sglang_ext.layers.kernels.choose_tokens import Contexts
 
         form, queries = inputs.form, self._queries(inputs)
         # Each no longer than the longest may be: on the device they say themselves how long they are.
         lengths, always = (form.longest,) * form.count, (self._method.sinks, self._method.recent)
         choice = GpuChoice(self._method.predictor, self._keys.buffers, queries.shape[2], self._rotary)
-        given = lambda requests, layers: queries[requests, layers], inputs.positions, form.ahead
-        return choice, Contexts(inputs.table, inputs.contexts, lengths, always), given
+
+        def read(requests: slice, layers: slice) -> torch.Tensor:
+            return queries[requests, layers]
+
+        return choice, Contexts(inputs.table, inputs.contexts, lengths, always), read, inputs.positions, form.ahead
 
     def _queries(self, inputs: Inputs) -> torch.Tensor:
         """[questions, layers, query_heads, window, dim]."""

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from sglang_ext.device import SideStream, moment, to_device
+from sglang_ext.device import SideStream, to_device
 from sglang_ext.managers.cache_rank.on_gpu.arena import ASKED_NUMBERS, CHOSEN, DONE, LANE_WORDS, ArenaError, ArenaLayout, Part
 from sglang_ext.managers.cache_rank.protocol import BLOCK, Shape
 from sglang_ext.mem_cache.compressed.held_rows import absent, exchange, highest
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.selection.on_gpu import Part as ChosenPart
+from sglang_ext.mem_cache.selection.on_gpu import Part as MarkedPart
 
 # How much was written, and the words of each lane.
 Words = tuple[int, list[list[int]]]
@@ -157,7 +157,7 @@ class MappedArena:
         return self._gathered(part, asked, 1, shape.layers * shape.kv_heads * most, 0, (part.sizes[1], 0)).squeeze(1)
 
     def push_rows(
-        self, asked: torch.Tensor, there: torch.Tensor, parts: Iterable[ChosenPart], records: torch.Tensor, held: KVBuffers,
+        self, asked: torch.Tensor, there: torch.Tensor, parts: Iterable[MarkedPart], records: torch.Tensor, held: KVBuffers,
         streams: tuple[SideStream, SideStream],
     ) -> None:  # fmt: skip
         """K and V of what is marked for questions that are there and their copies do not hold; of more than have room those of the highest
@@ -178,10 +178,10 @@ class MappedArena:
         for part in parts:
             with finding.after(part.there):
                 comes = sent_rows.exchange(part.marked, records, most, self.shape.fresh)
-                part.read = moment(self._device) if part.there else None
+                part.was_read(self._device)
             with sending.after(part.read):
                 sent_rows.push_rows(tables, held.keys[0], comes, asked, there, targets, part.layers.start, part.requests.start)
-            # The stream that took its memory takes it again before it was sent.
+            # Kept, or the stream that finds would take its memory again before it was sent.
             kept.append(comes)
         finding.join()
         sending.join()
