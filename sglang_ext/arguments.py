@@ -161,10 +161,10 @@ class KVServerArgs(ServerArgs):
     ] = "auto"
     kv_cache_rank_gb: A[
         float | None,
-        "With --kv-cache-ranks: memory of each cache rank for keys, in mode lossy for values, too, in GB of 10^9 bytes, taken as it is "
-        "used, on a GPU at once. Requests for which there is no room are read whole. Default: as much as the keys of SGLang's pool take; in mode lossy "
-        "what contexts take of which the pool holds the copies, but of the memory that is free at start no more than half, of a GPU's of "
-        "its own nine tenths.",
+        "With --kv-cache-ranks: memory of each cache rank for keys as --kv-score-bits has them, and where it sends rows, as in mode lossy, "
+        "for exact keys and values, in GB of 10^9 bytes, taken as it is used, on a GPU at once. Requests for which there is no room are "
+        "read whole. Default: as much as the keys of SGLang's pool take; in mode lossy what contexts take of which the pool holds the "
+        "copies, but of the memory that is free at start no more than half, of a GPU's of its own nine tenths.",
         NS("memory"),
     ] = None
     kv_score_bits: A[
@@ -173,8 +173,8 @@ class KVServerArgs(ServerArgs):
             help="Bits of the keys by which --kv-compressor spade chooses tokens. 16: those of the pool. 8, 4: integers of each token, "
             "head and 32 channels, of 9 and 5 bits with their scales. They lie beside the pool, which is as much smaller, and choices read "
             "as much less; with --kv-cache-ranks at the ranks, and --kv-cache-rank-gb holds as many more tokens, but in mode lossy, where "
-            "exact keys are held beside these, to be sent. Default: 8 for cache ranks beside a GPU in mode verified, whose answers do not "
-            "depend on what is chosen, else 16.",
+            "exact keys are held beside these, to be sent: .78 and .86 of those of 16. Default: 8 for cache ranks beside a GPU, which so "
+            "choose for some layers in less time than the model takes for them, else 16. Answers of mode lossy depend on it.",
             choices=list(SCORE_BITS),
         ),
         NS("memory"),

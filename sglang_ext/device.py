@@ -1,7 +1,6 @@
 """Between host and device: what is sent without waiting, a second stream, and marks in time."""
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,6 +73,11 @@ class Mark:
         return self.event.elapsed_time(later.event) / 1000
 
 
+def moment(device: torch.device) -> torch.cuda.Event | None:
+    """When the current stream has done what it was given so far; None on a CPU."""
+    return torch.cuda.current_stream().record_event() if device.type == "cuda" else None
+
+
 class SideStream:
     """A second stream of a device, whose work runs beside that of the current one; on a CPU work is done at once.
 
@@ -88,16 +92,20 @@ class SideStream:
         self._stream = torch.cuda.Stream(device, priority=-first) if device.type == "cuda" else None
 
     @contextmanager
-    def apart(self, begun: torch.cuda.Event | None) -> Iterator[None]:
-        """What is launched inside waits for that moment and what it says itself (:meth:`wait`), and what the current stream is given
-        afterwards for it; tensors of other streams which it reads are the caller's to keep until then."""
+    def after(self, reached: torch.cuda.Event | None) -> Iterator[None]:
+        """What is launched inside begins once ``reached`` is, beside what the current stream is given from now on; tensors of other streams
+        which it reads are the caller's to keep until then."""
         if self._stream is None:
             yield
             return
         with torch.cuda.stream(self._stream):
-            self.wait(begun)
+            self.wait(reached)
             yield
-        torch.cuda.current_stream().wait_stream(self._stream)
+
+    def join(self) -> None:
+        """Let the current stream wait for all that was launched so far."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
 
     def launch(self, work: Callable[[], None], read: Sequence[torch.Tensor]) -> torch.cuda.Event | None:
         """Begin ``work`` once what the current stream was given so far is done; what is reached when it is, None on a CPU.
@@ -122,60 +130,3 @@ class SideStream:
         """Let what the current stream is given from now on begin when ``done`` is reached."""
         if done is not None:
             torch.cuda.current_stream().wait_event(done)
-
-
-class Finishing:
-    """A second stream that finishes what the current one begins, part by part: what begins the next part is launched first, so that a CUDA
-    graph goes on with that.
-
-    Without a second stream, as on a CPU, all is done in turn.
-
-    Args:
-        device: None for no second stream.
-        parts: whose memory is taken at once.
-
-    Attributes:
-        parts: the same; 1 without a second stream.
-    """
-
-    def __init__(self, device: torch.device | None = None, parts: int = 2):
-        on_gpu = device is not None and device.type == "cuda"
-        # Before the other's work, where there is room for one of them.
-        self._stream, self.parts = torch.cuda.Stream(device, priority=-1) if on_gpu else None, parts if on_gpu else 1
-        self._unfinished: deque[tuple[torch.cuda.Event, object]] = deque()
-
-    def make_room(self, begun: int) -> None:
-        """Before memory of a part is taken: the current stream waits until so few are unfinished that there is room for it, beside those
-        that have ``begun`` and whose end was not launched."""
-        while self._unfinished and len(self._unfinished) + begun >= self.parts:
-            self._finish()
-
-    def moment(self) -> torch.cuda.Event | None:
-        """When the current stream has done what it was given so far; None without a second stream."""
-        return None if self._stream is None else torch.cuda.current_stream().record_event()
-
-    @contextmanager
-    def part(self, begun: torch.cuda.Event | None, kept: object = None) -> Iterator[None]:
-        """What is launched inside, on the second stream, finishes what the current one has ``begun`` at a moment; what it works with is
-        ``kept`` until then. Tensors of its own may be dropped once the current stream waits for all (:meth:`join`)."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_event(begun)
-        with torch.cuda.stream(self._stream):
-            yield
-            self._unfinished.append((self._stream.record_event(), kept))
-
-    @property
-    def last(self) -> torch.cuda.Event | None:
-        """When all parts are finished that were launched; None where the current stream does all."""
-        return self._unfinished[-1][0] if self._unfinished else None
-
-    def join(self) -> None:
-        """Let the current stream wait until all parts are finished."""
-        while self._unfinished:
-            self._finish()
-
-    def _finish(self) -> None:
-        event, _ = self._unfinished.popleft()
-        torch.cuda.current_stream().wait_event(event)

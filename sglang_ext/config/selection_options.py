@@ -27,7 +27,7 @@ FLAGS = ("kv_select", "kv_select_every")
 # Memory of the model's GPU through which each of its cache ranks gets keys and queries, at most; and where it gets values, too, and sends
 # rows.
 ARENA_BYTES, ROWS_ARENA_BYTES = 256 << 20, 3 << 29
-# Bits of the keys by which cache ranks on GPUs choose drafts' tokens, where nobody says.
+# Bits of the keys by which cache ranks on GPUs choose, where nobody says.
 RANK_BITS = 8
 SPADE_FLAGS = ("kv_select_by", "kv_cache_ranks", *RANK_FLAGS, "kv_score_bits")
 
@@ -61,11 +61,11 @@ def coded_slots(args: "KVServerArgs") -> int:
 
 
 def score_bits(args: "KVServerArgs") -> int:
-    """Bits of the keys by which tokens are chosen; known once SGLang has chosen the device. Where nobody says, fewer where that changes no
-    answer, and cache ranks on GPUs keep up with each step of the model."""
+    """Bits of the keys by which tokens are chosen; known once SGLang has chosen the device. Where nobody says, so few that cache ranks on
+    GPUs choose for some layers in less time than the model takes for them (docs/results/longcot.md)."""
     if args.kv_score_bits is not None:
         return args.kv_score_bits
-    return RANK_BITS if beside_gpu(args) and args.kv_mode == "verified" else EXACT
+    return RANK_BITS if beside_gpu(args) else EXACT
 
 
 def most_ranks() -> int:
@@ -301,13 +301,15 @@ def _check_against_model(args: "KVServerArgs") -> None:
     check_packs(args, config.num_hidden_layers)
     heads = config.get_num_kv_heads(args.tp_size)
     sizes = KeySizes(config.num_hidden_layers, heads, config.head_dim, config.dtype, score_bits(args), sends_rows(args))
-    token, what = sizes.token_bytes, "keys and values" if sizes.rows else "keys"
+    token, what, fewer = sizes.token_bytes, "keys and values" if sizes.rows else "keys", ""
+    if sizes.rows and sizes.bits != EXACT:
+        what, fewer = f"{what}, and keys in {sizes.bits} bits,", f", or --kv-score-bits {EXACT}"
     # A block more than its tokens fill, as the last one grows.
     least = (args.kv_sparse_from + 128) * token / 1e9
     if size is not None and size < least:
         raise OptionError(
             f"--kv-cache-rank-gb is {size:g}, less than {what} of {args.kv_sparse_from} tokens (--kv-sparse-from) take: pass at least "
-            f"{refusal.rounded_up(least)}, better room for many requests, for example 8"
+            f"{refusal.rounded_up(least)}, better room for many requests, for example 8{fewer}"
         )
     if size is not None and not beside_gpu(args):
         # The process could not take it, or be ended once it has: the server would go on without choices.

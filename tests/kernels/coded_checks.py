@@ -3,6 +3,7 @@
 import torch
 from backend_steps import on
 from choose_checks import SLOTS, Asked, check_chosen
+from marked_helpers import written
 
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.selection.held_keys import CodedKeys, KeySizes
@@ -73,8 +74,8 @@ def check_choose_by_codes(device):
             held, there = coded(asked.buffers, bits), on(device, asked.buffers)
             by = KeyCodes(held.codes.to(device), held.words.to(device), held.sizes.group)
             shared = asked.queries[part[1], part[0]].to(device), there.key_table, there.keys[0], there.scaling_table
-            found = mark_tokens(*shared, asked.contexts(device, False), *part, by).written(max(counts)).cpu()
-            assert mark_tokens(*shared, asked.contexts(device, True), *part, by).written() is None
+            found = written(mark_tokens(*shared, asked.contexts(device, False), *part, by), max(counts)).cpu()
+            assert written(mark_tokens(*shared, asked.contexts(device, True), *part, by)) is None
             pointed = torch.tensor_split(asked.targets, torch.tensor(asked.held).cumsum(0)[:-1])
             for layer in range(layers)[part[0]]:
                 for request in range(len(lengths))[part[1]]:

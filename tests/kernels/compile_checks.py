@@ -8,6 +8,7 @@ from unittest.mock import patch
 import torch
 import triton
 from hand_over_checks import Pair
+from marked_helpers import written
 from packed_helpers import packed_pool, pool_by
 from prefill_checks import FIRST_HEAD, LAYER, Batch
 from rank_checks import rank_of
@@ -223,12 +224,14 @@ def check_choice(compiled):
         for targets, length in ((torch.zeros(40, dtype=torch.int64), 70), (None, 70), (None, 32768), (None, 40000)):
             asked = Contexts(table, torch.tensor([[1, 70, 40, 0]]), (length,), (4, 32), targets)
             marked = mark_tokens(torch.zeros(1, 1, 2 * group, dim), addresses, keys, torch.ones(1), asked, one, one)
-            marked.written(40, scored=targets is None)
+            if targets is None:
+                sent_rows.exchange(marked, torch.zeros(1, 80, dtype=torch.int32), 40, 9)
+            written(marked, 40)
             for kernel, made in compiled[-3 - (targets is None) :]:
                 about = kernel, dim, group, dtype, length, made.metadata.shared, stack_bytes(made)
                 # A program with 64 scores a thread has few registers beside them.
                 assert stack_bytes(made) <= 96 * (length == 32768) and made.metadata.shared <= (57 << 10), about
-                if kernel in ("mark_best", "score_chosen"):
+                if kernel in ("mark_best", "_exchange"):
                     # Of each score of a thread, which has 8 or more, it is told whether it is a number: ptxas leaves out what it takes
                     # for granted, though it be not so of NaN. Of two threads that exchange products none is fused with their sum.
                     assert len(re.findall(r"ISETP\.\w+\.U32\S* .*, 0x7f80000[01],", made.asm["sass"])) >= 8, about
@@ -247,11 +250,13 @@ def check_any_requests(compiled):
         queries, all_of = torch.zeros(count, 3, 9, 64), (slice(0, 3), slice(0, count))
         turn_queries(queries, (torch.zeros(64), torch.zeros(64), torch.zeros(64, dtype=torch.int64)))
         for by in (None, coded):
-            chosen = mark_tokens(queries, addresses, keys, torch.ones(3), asked, *all_of, by).written(keep, scored=True)
-        held, numbers = torch.zeros(count, 9 * keep, dtype=torch.int32), torch.zeros(count, hand_over.ASKED_NUMBERS, dtype=torch.int64)
-        sent_rows.exchange(*chosen, held, table[:count], numbers, 16, 0, torch.zeros_like(chosen[0], dtype=torch.int8))
+            marked = mark_tokens(queries, addresses, keys, torch.ones(3), asked, *all_of, by)
+            # Of the first layers and of the next ones, in memory of one piece.
+            for place in (0, 3 * keep):
+                marked.write(torch.zeros(60 * keep * count, dtype=torch.int32)[place : place + 9 * count * keep].view(3, count, 3, keep))
+            sent_rows.exchange(marked, torch.zeros(count, 9 * keep, dtype=torch.int32), keep, 16)
     found = [(name, id(made)) for name, made in compiled[begin:]]
-    assert len(set(found)) == len({name for name, _ in found}) == 7, found
+    assert len(set(found)) == len({name for name, _ in found}) == 6, found
 
 
 def check_any_length(compiled):
@@ -359,7 +364,7 @@ def check_coded_choice(compiled):
             assert stack_bytes(compiled[-1][1]) == 0
             asked = Contexts(table, torch.tensor([[1, 70, 40, 0]]), (70,), (4, 32))
             coded = KeyCodes(held.codes, held.words, held.sizes.group)
-            mark_tokens(torch.zeros(1, 1, 2 * group, dim), addresses, keys, torch.ones(1), asked, one, one, coded).written(40)
+            written(mark_tokens(torch.zeros(1, 1, 2 * group, dim), addresses, keys, torch.ones(1), asked, one, one, coded), 40)
             kernel, made = compiled[-3]
             about = dim, group, dtype, bits, made.metadata.shared, stack_bytes(made)
             assert kernel == "_leave_coded_logits" and "m16n8k32.row.col.satfinite.s32.s8.s8.s32" in made.asm["ptx"], about
@@ -400,8 +405,10 @@ def check_rows(compiled, keys, asked, hits, commits, table, slots):
     """Rows of K and V on their way: what comes and goes, to the arena, out of it, and of renewed copies."""
     begin = len(compiled)
     tables, rows = (torch.zeros(3, dtype=torch.int64),) * 2, torch.zeros(4, 6, 100, 128, dtype=torch.bfloat16)
-    chosen, held = torch.zeros(2, 3, 2, 2, 2048, dtype=torch.int32), torch.zeros(2, 12288, dtype=torch.int32)
-    comes = sent_rows.exchange(*chosen, held, table, asked[0], 100, 0, torch.zeros_like(chosen[0], dtype=torch.int8))
+    contexts = Contexts(table, torch.zeros(2, 4, dtype=torch.int64), (70, 70), (4, 32))
+    queries, all_of = torch.zeros(2, 3, 8, 128), (slice(0, 3), slice(0, 2))
+    marked = mark_tokens(queries, tables[0], keys, torch.ones(3), contexts, *all_of)
+    comes = sent_rows.exchange(marked, torch.zeros(2, 12288, dtype=torch.int32), 2048, 100)
     sent_rows.push_rows(tables, keys, comes, *asked, (1 << 33,) * 4)
     arrived = torch.zeros(4, 6, dtype=torch.int32), torch.zeros(4, 6, 100, 2, dtype=torch.int32), rows, rows
     taken_rows.commit_rows(arrived, hits, commits, slots[:2], slots, tables, keys, slots)

@@ -9,10 +9,13 @@ import torch
 import triton.language as tl
 from backend_steps import on
 
+from sglang_ext.layers.kernels.choose_tokens import Contexts, Marked
+from sglang_ext.layers.kernels.choosing.exact_logits import logits_of
 from sglang_ext.layers.kernels.rows import sent_rows
 from sglang_ext.layers.kernels.rows.taken_rows import move_newest
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.on_gpu import mapped_arena
+from sglang_ext.managers.cache_rank.on_gpu.answering import INLINE
 from sglang_ext.managers.cache_rank.on_gpu.arena import Arena, Asked, Copy
 from sglang_ext.managers.cache_rank.on_gpu.mapped_arena import MappedArena
 from sglang_ext.managers.cache_rank.protocol import BLOCK, Shape
@@ -89,7 +92,7 @@ class Pair:
         kept = noise.topk(keep, dim=-1).indices.sort(dim=-1).values.int()
         for rank, given in ((self.rank, kept.to(self.device)), (self.plain_rank, kept)):
             asked, there = asked_of(given.device, (lane, word, keep if chosen else 0))
-            rank.push_chosen(asked_of(given.device, (lane, word, keep))[0], there, by_layers(given[:, None]))
+            rank.push_chosen(asked_of(given.device, (lane, word, keep))[0], there, given[:, None].contiguous())
             rank.answer(asked, there)
         return kept
 
@@ -114,10 +117,25 @@ def asked_of(device, *numbers, put=None):
     return torch.tensor(numbers, device=device), torch.tensor(put or (1,) * len(numbers), dtype=torch.int32, device=device)
 
 
-def by_layers(chosen):
-    """What was chosen, int32 [..., layers, questions, kv_heads, most], in a part for the first layer and one for the others."""
-    layers = slice(0, 1), slice(1, chosen.shape[-4])
-    return [Part(each, chosen[..., each, :, :, :].contiguous(), None) for each in layers]
+def marked_parts(chosen, logits, keeps, table, buffers, like):
+    """What was chosen, int32 [layers, questions, kv_heads, most], as tokens are marked, in parts: the requests of the first layer apart, then
+    those of the others; on the device and of the kind of logits that kernels make of keys ``like`` these. ``logits``: float32 [layers,
+    questions, kv_heads, 100], of each query head."""
+    (layers, count, heads, _), group, device = chosen.shape, 3, like.device
+    marks = torch.zeros(*chosen.shape[:3], 128, dtype=torch.bool)
+    for i, keep in enumerate(keeps):
+        marks[:, i].scatter_(-1, chosen[:, i, :, :keep].long(), True)
+    words = (marks.view(*marks.shape[:3], 4, 32).long() << torch.arange(32)).sum(-1).int().to(device)
+    rows = torch.nn.functional.pad(logits, (0, 28), value=-9.0).to(logits_of(like.dtype))[..., None, :].expand(*marks.shape[:3], group, 128)
+    numbers = torch.tensor([[i, 100, keep, 0] for i, keep in enumerate(keeps)], device=device)
+    contexts, parts = Contexts(table, numbers, (100,) * count, (4, 0)), []
+    for where in (*((slice(0, 1), slice(i, i + 1)) for i in range(count)), (slice(1, layers), slice(0, count))):
+        given = rows[where].reshape(-1, 128).to(device)
+        left = given, torch.zeros(len(given), 1, device=device), torch.ones(len(given), 1, device=device)
+        of_part, sizes = words[where].reshape(-1, 4).clone(), (where[0].start, where[1].start, where[1].stop - where[1].start, 1)
+        marked = Marked(contexts, (buffers.key_table, like), sizes, len(of_part) // heads, group, left, of_part)
+        parts.append(Part(*where, marked, None))
+    return parts
 
 
 def check_keys_and_questions(device):
@@ -165,7 +183,7 @@ def answers_at_once(device):
     chosen = torch.randint(1, 100, sizes, generator=torch.Generator().manual_seed(5), dtype=torch.int32)
     for put in ((0, 0, 0), (1, 1, 1)):
         for rank, given in ((pair.rank, chosen.to(pair.device)), (pair.plain_rank, chosen)):
-            rank.push_chosen(*asked_of(given.device, *asked, put=put), by_layers(given))
+            rank.push_chosen(*asked_of(given.device, *asked, put=put), given)
             rank.answer(*asked_of(given.device, *asked, put=put))
         pair.alike("answers at once")
         assert any(put) == bool(pair.plain.chosen.any()) == bool((pair.plain.heads[0] == asked[1][1]).any())
@@ -254,21 +272,25 @@ class RowPair(Pair):
     def push(self, seed, equal=False):
         """What a rank might choose for both, of scores that are ``equal`` or not, from its own pool."""
         noise, shape = torch.Generator().manual_seed(seed), (self.shape.layers, len(self.keeps), self.shape.kv_heads)
-        chosen = torch.zeros(2, *shape, max(self.keeps), dtype=torch.int32)
+        chosen, bits = torch.zeros(2, *shape, max(self.keeps), dtype=torch.int32)
+        # Numbers of bfloat16's logits, too.
+        logits = torch.rand(*shape, 100, generator=noise).log2().half().float()
         for i, keep in enumerate(self.keeps):
-            scores = torch.rand(*shape[::2], 100, generator=noise)
-            kept = scores.topk(keep).indices.sort(-1).values
-            chosen[0, :, i, :, :keep] = kept.int()
-            bits = torch.where(kept < 4, torch.inf, scores.gather(-1, kept)).view(torch.int32)
-            chosen[1, :, i, :, :keep] = 0 if equal else bits
+            kept = logits[:, i].topk(keep).indices.sort(-1).values
+            chosen[:, i, :, :keep] = kept.int()
+            scores = torch.ones(kept.shape) if equal else logits[:, i].exp2().gather(-1, kept)
+            bits[:, i, :, :keep] = torch.where(kept < 4, torch.inf, scores).view(torch.int32)
+        logits *= not equal
         places, lanes = [self.table[i, :100] for i in range(len(self.keeps))], [*range(len(self.keeps))]
         table = torch.nn.utils.rnn.pad_sequence(list(places), batch_first=True)
         asked = [(lane, 0, keep) for lane, keep in zip(lanes, self.keeps)]
         for put in ((0,) * len(lanes), (0, *(1,) * (len(lanes) - 1)), (1,) * len(lanes)):
             before = [part.clone() for part in self.plain.arrived]
-            self.plain_rank.push_rows(*asked_of("cpu", *asked, put=put), by_layers(chosen), table, self.buffers)
-            there = by_layers(chosen.to(self.device)), table.to(self.device), self.there
-            self.rank.push_rows(*asked_of(self.device, *asked, put=put), *there)
+            self.plain_rank.push_rows_here(*asked_of("cpu", *asked, put=put), chosen, bits, table, self.buffers)
+            numbers, there = asked_of(self.device, *asked, put=put)
+            parts = marked_parts(chosen, logits, self.keeps, table.to(self.device), self.there, self.there.keys[0])
+            records = self.rank.records(numbers, max(self.keeps))
+            self.rank.push_rows(numbers, there, parts, records, self.there, (INLINE, INLINE))
             if not any(put):
                 # Nothing of questions that are not there.
                 for there, here, was in zip(self.arena.arrived, self.plain.arrived, before):
@@ -321,8 +343,9 @@ def check_rows(device):
     """Of several shapes; an answer has room for all that comes, for some, and for one row of a head; then programs take turns."""
     for fresh, dtype, dim in ((40, torch.float32, 24), (3, torch.bfloat16, 64), (1, torch.float16, 40)):
         rows(device, fresh, dtype, dim)
-    with patch.multiple(sent_rows, COPYING=3, COPIED=4, LOOKED_AT=8):
-        rows(device, 40, torch.float32, 24)
+    with patch.multiple(sent_rows, COPYING=3, COPIED=4, LOOKED_AT=8, WORDS=2, COUNTED=4):
+        for fresh in (40, 3):
+            rows(device, fresh, torch.float32, 24)
 
 
 def rows(device, fresh, dtype, dim, heads=2):
@@ -345,7 +368,7 @@ def rows(device, fresh, dtype, dim, heads=2):
         pair.take_rows(number, passed)
         pair.same()
         for lane, (slots, held, _) in enumerate(pair.copies):
-            keep, wanted = pair.keeps[lane], chosen[0, :, lane, :, : pair.keeps[lane]]
+            keep, wanted = pair.keeps[lane], chosen[:, lane, :, : pair.keeps[lane]]
             coming = absent(wanted.long(), before[lane].long()).sum(-1).clamp(max=fresh)
             assert torch.equal(counts[lane].view(-1, heads).long(), coming)
             if lane in passed:

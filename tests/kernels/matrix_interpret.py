@@ -17,6 +17,7 @@ from unittest import mock
 os.environ["TRITON_INTERPRET"] = "1"
 
 import quick_interpreter  # noqa: E402
+from marked_helpers import written
 from smaller_tiles import had_choice, pass_over  # noqa: E402, I001: before kernels
 import hand_over_checks  # noqa: E402
 import lynx_checks  # noqa: E402
@@ -221,7 +222,7 @@ def choice(shape: Shape):
         table, numbers = torch.randperm(70)[:tokens].int()[None], torch.tensor([[0, tokens, count, 0]])
         asked, one = Contexts(table, numbers, (tokens,), (1, 1)), slice(0, 1)
         marked = mark_tokens(queries, torch.tensor([keys.data_ptr()]), keys, torch.tensor([0.1]), asked, one, one)
-        found = marked.written(count)[0, 0].long()
+        found = written(marked, count)[0, 0].long()
         yield from _left_out(found, queries.to(shape.dtype).view(2, shape.group, -1), keys[table[0].long()], tokens, count)
 
 
@@ -255,7 +256,7 @@ def coded_choice(shape: Shape, bits: int):
         table, numbers = torch.randperm(70)[:tokens].int()[None], torch.tensor([[0, tokens, count, 0]])
         asked, one = Contexts(table, numbers, (tokens,), (1, 1)), slice(0, 1)
         coded = KeyCodes(held.codes, held.words, held.sizes.group)
-        found = mark_tokens(queries, addresses, keys, torch.tensor([0.1]), asked, one, one, coded).written(count)[0, 0].long()
+        found = written(mark_tokens(queries, addresses, keys, torch.tensor([0.1]), asked, one, one, coded), count)[0, 0].long()
         yield from _left_out(found, queries.view(2, shape.group, -1), held.read(0, table[0].long()), tokens, count)
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+from marked_helpers import written
 from packed_helpers import KERNEL_KINDS, divides, packed_pool
 
 from sglang_ext.layers.kernels import hand_over
@@ -142,10 +143,14 @@ def _choice(shape: Shape) -> None:
     keys = torch.zeros(80, 1, shape.dim, dtype=shape.dtype)
     table, numbers = torch.zeros(2, 80, dtype=torch.int32), torch.tensor([[1, 70, 40, 0]])
     for targets in (torch.zeros(40, dtype=torch.int64), None):
-        asked, one, scored = Contexts(table, numbers, (70,), (4, 32), targets), slice(0, 1), targets is None
+        asked, one = Contexts(table, numbers, (70,), (4, 32), targets), slice(0, 1)
         given, turn = torch.zeros(1, 1, shape.group, shape.dim, dtype=shape.dtype), (torch.zeros(shape.dim),) * 2
         queries, address = turn_queries(given, (*turn, torch.arange(shape.dim))), torch.tensor([keys.data_ptr()])
-        mark_tokens(queries, address, keys, torch.ones(1), asked, one, one).written(40, scored)
+        marked = mark_tokens(queries, address, keys, torch.ones(1), asked, one, one)
+        written(marked, 40)
+    comes = sent_rows.exchange(marked, torch.zeros(1, 40, dtype=torch.int32), 40, 9)
+    words, there = torch.zeros(1, hand_over.ASKED_NUMBERS, dtype=torch.int64), torch.ones(1, dtype=torch.int32)
+    sent_rows.push_rows((address, address), keys, comes, words, there, (1 << 33,) * 4)
 
 
 def _pages(shape: Shape) -> None:
@@ -165,7 +170,7 @@ def _coded_choice(bits: int, shape: Shape) -> None:
     held, addresses = CodedKeys(KeySizes(1, 1, shape.dim, shape.dtype, bits), 80), torch.tensor([keys.data_ptr()])
     code_keys(addresses, keys, torch.arange(70), held.codes, held.words, held.sizes.group)
     asked, coded = Contexts(table, torch.tensor([[1, 70, 40, 0]]), (70,), (4, 32)), KeyCodes(held.codes, held.words, held.sizes.group)
-    mark_tokens(torch.zeros(1, 1, shape.group, shape.dim), addresses, keys, torch.ones(1), asked, one, one, coded).written(40)
+    written(mark_tokens(torch.zeros(1, 1, shape.group, shape.dim), addresses, keys, torch.ones(1), asked, one, one, coded), 40)
 
 
 def _copies(shape: Shape) -> None:
@@ -226,10 +231,8 @@ def _hand_over(shape: Shape) -> None:
     hand_over.push_chosen(torch.zeros(1, 1, 1, 40, dtype=torch.int32), asked, there, word, 40)
     hand_over.read_words(word, word, torch.zeros(33, dtype=torch.int64), asked, there)
     hand_over.answer(word, asked, there)
-    chosen, tables = torch.zeros(2, 1, 1, 1, 40, dtype=torch.int32), (table, table)
-    comes = sent_rows.exchange(*chosen, tokens, tokens, asked, 9, 0, torch.zeros_like(chosen[0], dtype=torch.int8))
-    sent_rows.push_rows(tables, keys, comes, asked, there, (word,) * 4)
-    arrived = *comes[:2], torch.zeros(1, 1, 9, shape.dim, dtype=shape.dtype), torch.zeros(1, 1, 9, shape.dim, dtype=shape.dtype)
+    tables, rows = (table, table), torch.zeros(1, 1, 9, shape.dim, dtype=shape.dtype)
+    arrived = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 1, 9, 2, dtype=torch.int32), rows, rows
     taken_rows.commit_rows(arrived, hits, commits, one[0], torch.zeros(5, dtype=torch.int64), tables, keys, slots)
     taken_rows.move_newest(tables, keys, keys, torch.zeros(1, 1, 20, dtype=torch.int64), slots, slots)
 

@@ -4,6 +4,7 @@ import os
 
 import msgspec
 import torch
+from exchange_checks import check_exchanged
 from hand_over_checks import (
     Pair,
     RowPair,
@@ -219,5 +220,6 @@ def check_hand_over(device):
         without_assembly()
     for check in (check_keys_and_questions, check_answers, check_waiting, check_awaited_words, check_rank, check_rank_ahead, check_rows):
         check(device)
-    for bits in (16,) if device == "cpu" else (16, 4):
+    check_exchanged(device)
+    for bits in (16, 8) if device == "cpu" else (16, 8, 4):
         check_row_rank(device, bits)

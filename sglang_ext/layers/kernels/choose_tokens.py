@@ -14,7 +14,7 @@ import torch
 import triton
 
 from sglang_ext.layers.kernels.choosing.exact_logits import CHUNK, PITCH, Asked, leave_exact, logits_of
-from sglang_ext.layers.kernels.choosing.marks import WORD, mark_best, score_chosen, write_marked
+from sglang_ext.layers.kernels.choosing.marks import UNFUSED, WORD, mark_best, write_marked
 
 if TYPE_CHECKING:
     from sglang_ext.layers.kernels.coded_keys.coded_logits import KeyCodes
@@ -23,11 +23,6 @@ if TYPE_CHECKING:
 LEAST_RESIDENT, RESIDENT, OF_THREAD = 1024, 32768, 64
 # Tokens whose scores go to memory at once, and those that a program writes down.
 AT_ONCE, WRITTEN = 4096, 8192
-# Tokens that were chosen whose scores a program leaves.
-SCORED = 1024
-# Threads sum products alike only where none is fused with a sum: of two that exchange theirs, each would round the other's alone. Else
-# equal logits have scores that differ in the last bit.
-UNFUSED = {"enable_fp_fusion": False}
 
 
 @dataclass(frozen=True)
@@ -117,38 +112,23 @@ class Marked:
     left: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     marks: torch.Tensor
 
-    def written(self, most: int = 0, scored: bool = False) -> torch.Tensor | None:
-        """Launch what writes them down.
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest context."""
+        _, first, count, _ = self.where
+        return max(self.contexts.lengths[first : first + count])
 
-        Args:
-            most: tokens that are chosen at most, where positions are wanted.
-            scored: whether their scores are wanted, too.
-
-        Returns:
-            Positions, int32 [layers, requests, kv_heads, most], ascending, of each request as many as it has; with the bits of their scores
-            in float32 behind them, [2, ...], where these are wanted; None where pointers were written.
-        """
-        contexts, (key_table, like), where, pairs = self.contexts, self.tables, self.where, self.pairs
-        heads, count, group, longest = like.shape[1], where[2], self.group, _longest(contexts, where)
-        pointing, cells, table = contexts.targets is not None, like.view(torch.int32), contexts.token_table
-        shape = 1 + scored, pairs // count, count, heads, most
-        out = None if pointing else torch.empty(shape, dtype=torch.int32, device=like.device)
-        write_marked[(heads, triton.cdiv(longest, WRITTEN), pairs)](
-            self.marks, key_table, table, contexts.numbers, contexts.targets, out, *where, table.stride(0), most, cells.stride(0),
+    def write(self, out: torch.Tensor | None = None) -> None:
+        """Launch what writes them down: pointers to the contexts' targets, or, where there are none, positions to ``out``, int32 [layers,
+        requests, kv_heads, most], of one piece, ascending, of each request as many as it has."""
+        contexts, (key_table, like), heads = self.contexts, self.tables, self.tables[1].shape[1]
+        pointing, cells, table, most = contexts.targets is not None, like.view(torch.int32), contexts.token_table, 0
+        if not pointing:
+            most = out.shape[-1]
+        write_marked[(heads, triton.cdiv(self.longest, WRITTEN), self.pairs)](
+            self.marks, key_table, table, contexts.numbers, contexts.targets, out, *self.where, table.stride(0), most, cells.stride(0),
             cells.stride(1), HEADS=heads, PER_SLOT=cells.shape[2] if pointing else 0, TOKENS=WRITTEN, num_warps=8,
         )  # fmt: skip
-        if scored:
-            score_chosen[(heads, triton.cdiv(most, SCORED), pairs)](
-                *self.left, out[0], out[1], contexts.numbers, *where, triton.cdiv(longest, CHUNK), most, SINKS=contexts.always[0],
-                NEWEST=contexts.always[1], HEADS=heads, GROUP=group, G=triton.next_power_of_2(group), TOKENS=SCORED, CHUNK=CHUNK,
-                **UNFUSED,
-            )  # fmt: skip
-        return out if pointing or scored else out[0]
-
-
-def _longest(contexts: Contexts, where: tuple[int, int, int, int]) -> int:
-    _, first, count, _ = where
-    return max(contexts.lengths[first : first + count])
 
 
 def mark_tokens(

@@ -146,8 +146,8 @@ def _gather_rows(source, asked, target, length, source_row, of_lane, of_parity, 
     tl.store(target + group * target_step + row * target_row + column, found, mask=column < length)
 
 
-@triton.jit(do_not_specialize=("requests", "most", "target", "lane_step", "first_pair"))
-def _push_chosen(chosen, asked, there, target, requests, most, lane_step, first_pair, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=("requests", "most", "target", "lane_step"))
+def _push_chosen(chosen, asked, there, target, requests, most, lane_step, HEADS: tl.constexpr, BLOCK: tl.constexpr):
     """Positions of a layer and head of a request, to the place of its answer."""
     pair, request = tl.program_id(0), tl.program_id(2)
     mine = asked + ASKED * request
@@ -155,7 +155,7 @@ def _push_chosen(chosen, asked, there, target, requests, most, lane_step, first_
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source = chosen + ((pair // HEADS * requests + request) * HEADS + pair % HEADS).to(tl.int64) * most
     found = tl.load(source + index, mask=index < keep)
-    to = target.to(tl.pointer_type(tl.int32)) + (lane * 2 + parity) * lane_step + (first_pair + pair) * keep
+    to = target.to(tl.pointer_type(tl.int32)) + (lane * 2 + parity) * lane_step + pair * keep
     tl.store(to + index, found, mask=index < keep)
 
 
@@ -302,10 +302,8 @@ def gather_rows(source: int, asked: torch.Tensor, target: torch.Tensor, length: 
     )
 
 
-def push_chosen(
-    chosen: torch.Tensor, asked: torch.Tensor, there: torch.Tensor, target: int, lane_step: int, first_layer: int = 0
-) -> None:
-    """Write which positions were chosen for some requests in some layers to an arena.
+def push_chosen(chosen: torch.Tensor, asked: torch.Tensor, there: torch.Tensor, target: int, lane_step: int) -> None:
+    """Write which positions were chosen for some requests to an arena.
 
     Args:
         chosen: int32 [layers, requests, kv_heads, most], contiguous, of each request as many as it keeps.
@@ -313,11 +311,10 @@ def push_chosen(
         there: int32 [requests], 1 for each whose question is there; for others nothing is written.
         target: address of the arena's answers.
         lane_step: numbers from one place of an answer to the next.
-        first_layer: of those that are meant.
     """
     layers, requests, heads, most = chosen.shape
     _push_chosen[(layers * heads, triton.cdiv(most, COPIED), requests)](
-        chosen, asked, there, target, requests, most, lane_step, first_layer * heads, HEADS=heads, BLOCK=COPIED
+        chosen, asked, there, target, requests, most, lane_step, HEADS=heads, BLOCK=COPIED
     )
 
 

@@ -3,11 +3,11 @@
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_ext.device import Finishing
+from sglang_ext.device import SideStream, moment
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.selection.predictors import QueryPredictor
@@ -15,26 +15,41 @@ from sglang_ext.mem_cache.selection.predictors import QueryPredictor
 if TYPE_CHECKING:
     from sglang_ext.layers.kernels.choose_tokens import Contexts, Marked
 
-# Bytes in which tokens are chosen, where a pair of a layer and a request takes no more, and share of them that predicting queries takes
-# beside them: more of them need fewer launches.
+# Bytes in which tokens are chosen, where a pair of a layer and a request takes no more, or half of them where two parts are there at once, and
+# share of them that predicting queries takes beside them: more of them need fewer launches.
 SCRATCH, PREDICTING = 256 << 20, 1 / 2
 
 # Queries of some requests in some layers: [requests, layers, query_heads, window, dim], oldest first, rotary embedding applied.
 ReadQueries = Callable[[slice, slice], torch.Tensor]
 
 
-class Part(NamedTuple):
-    """What was chosen in some layers.
+@dataclass
+class Part:
+    """Some layers of some requests, in which tokens are marked.
 
     Attributes:
-        layers: which.
-        chosen: as :meth:`GpuChoice.in_parts` has it, of these layers; None where pointers were written.
-        there: when it is, on the device; None where the current stream chose.
+        layers, requests: which.
+        marked: what, until the next part is asked for, or, where parts are read beside each other, the one after that.
+        there: when it is, on the device; None where the current stream reads it.
+        read: when it was read (:meth:`was_read`); None where the current stream did.
     """
 
     layers: slice
-    chosen: torch.Tensor | None
+    requests: slice
+    marked: "Marked | None"
     there: torch.cuda.Event | None
+    read: torch.cuda.Event | None = None
+
+    def was_read(self, device: torch.device) -> None:
+        """The current stream has read it, once it has done what it was given so far: where that is another one than the one that marks, this has
+        to be said."""
+        if self.there is not None:
+            self.read = moment(device)
+
+    def drop(self) -> None:
+        """Its memory is another one's from now on, on the device once it was read."""
+        SideStream.wait(self.read)
+        self.marked = None
 
 
 @dataclass(frozen=True)
@@ -46,7 +61,7 @@ class GpuChoice:
         buffers: the layers of SGLang's KV pool.
         query_heads: of a layer, on this rank.
         rotary: the embedding that was applied to queries and keys; None where queries are joined as they are.
-        scratch: as :data:`SCRATCH`, for each part that is not finished (device.py:Finishing).
+        scratch: as :data:`SCRATCH`.
     """
 
     predictor: QueryPredictor
@@ -71,67 +86,52 @@ class GpuChoice:
             Positions, int32 [layers, requests, kv_heads, most], ascending, of each request as many as it has; None where pointers were
             written.
         """
-        parts = list(self.in_parts(contexts, read, positions, ahead, most))
-        if contexts.targets is not None:
-            return None
-        return parts[0].chosen if len(parts) == 1 else torch.cat([part.chosen for part in parts])
+        layers, count, heads = len(self.buffers.keys), len(contexts.lengths), self.buffers.keys[0].shape[1]
+        pointing, sizes = contexts.targets is not None, (layers, count, heads, most)
+        out = None if pointing else torch.empty(sizes, dtype=torch.int32, device=positions.device)
+        for part in self.marked(contexts, read, positions, ahead):
+            # Requests are cut where a part has one layer: what they have of it is of one piece.
+            part.marked.write(None if pointing else out[part.layers, part.requests])
+        return out
 
-    def in_parts(
-        self,
-        contexts: "Contexts",
-        read: ReadQueries,
-        positions: torch.Tensor,
-        ahead: int = 1,
-        most: int = 0,
-        scored: bool = False,
-        finishing: Finishing | None = None,
-        finer: bool = False,
+    def marked(
+        self, contexts: "Contexts", read: ReadQueries, positions: torch.Tensor, ahead: int = 1, beside: bool = False
     ) -> Iterator[Part]:
-        """As :meth:`choose`, by layers as these are chosen.
+        """As :meth:`choose`, by parts as these are marked: some layers of all requests, or of some of one layer.
 
         Args:
-            contexts, read, positions, ahead, most: as there.
-            scored: whether scores of what is chosen are wanted, too: their bits in float32 are behind the positions then, [2, ...].
-            finishing: writes down what the current stream marks, part by part; None for the same.
-            finer: whether each part has a third of the layers that are left at most, so that the last ones are small.
+            contexts, read, positions, ahead: as there.
+            beside: whether other streams read a part while the current one marks the next: each has half of the layers that are left at most
+                then, so that the last ones are small, and is told once the next one was launched, so that a CUDA graph goes on with that.
         """
         from sglang_ext.layers.kernels.choose_tokens import mark_tokens, scratch_bytes
         from sglang_ext.layers.kernels.choosing.exact_logits import by_layers
 
-        keys, codes, count = self.buffers.keys, self.buffers.codes, len(contexts.lengths)
-        coded, finishing = None if codes is None else codes.of_kernels, finishing or Finishing()
+        keys, codes = self.buffers.keys, self.buffers.codes
+        coded = None if codes is None else codes.of_kernels
         tables = self.buffers.key_table, keys[0], self.buffers.scaling_table
         # Many small launches predict queries, few large ones choose by them and take more memory for each pair: these alone are cut finer.
         _, kv_heads, dim = keys[0].shape
         predicted = _predicted_at_once(self.scratch, predicting_bytes(self.query_heads, dim, self.predictor))
         each = scratch_bytes(max(contexts.lengths), kv_heads, self.query_heads // kv_heads, keys[0].itemsize)
-        pairs, found = max(1, self.scratch // each), []
-        begun: deque[tuple[slice, slice, Marked, torch.cuda.Event | None]] = deque()
-
-        def finished(more: int) -> Iterator[Part]:
-            """Finish what has begun, but for so many parts."""
-            while len(begun) > more:
-                of_layers, of_requests, marked, moment = begun.popleft()
-                # Where requests are cut, they are of one layer.
-                last = of_requests.stop == count
-                with finishing.part(moment, (marked, *found)):
-                    found.append(marked.written(most, scored))
-                    whole = torch.cat(found, -3) if last and len(found) > 1 and found[0] is not None else found[0]
-                if last:
-                    found.clear()
-                    yield Part(of_layers, whole, finishing.last)
-
-        for layers, requests in shares(len(keys), count, predicted):
+        at_once = 1 + beside
+        pairs, held = max(1, self.scratch // (at_once * each)), deque[Part]()
+        for layers, requests in shares(len(keys), len(contexts.lengths), predicted):
             queries = self.predictor.predict(read(requests, layers), positions[requests], self.rotary, ahead)
             # As kernels take them, of which each part is contiguous.
             queries = by_layers(queries if coded else queries.to(keys[0].dtype)).transpose(0, 1)
-            for of_layers, of_requests in shares(queries.shape[1], queries.shape[0], pairs, finer):
+            for of_layers, of_requests in shares(queries.shape[1], queries.shape[0], pairs, beside):
+                if len(held) == at_once:
+                    held.popleft().drop()
                 where = _within(layers, of_layers), _within(requests, of_requests)
-                finishing.make_room(len(begun))
-                # Held by nothing else: memory of the part before is taken again.
-                begun.append((*where, mark_tokens(queries[of_requests, of_layers], *tables, contexts, *where, coded), finishing.moment()))
-                yield from finished(finishing.parts - 1)
-        yield from finished(0)
+                marked = mark_tokens(queries[of_requests, of_layers], *tables, contexts, *where, coded)
+                held.append(Part(*where, marked, moment(positions.device) if beside else None))
+                # Held by nothing else.
+                del marked
+                if len(held) == at_once:
+                    yield held[0]
+        if beside:
+            yield held[-1]
 
 
 def predicting_bytes(query_heads: int, dim: int, predictor: QueryPredictor) -> int:
@@ -155,11 +155,11 @@ def planned_bytes(
 
 def shares(layers: int, requests: int, pairs: int, finer: bool = False) -> Iterator[tuple[slice, slice]]:
     """Layers and requests, in shares of at most so many pairs of one of each: all requests of some layers, or some of a layer; ``finer``:
-    of no more than a third of the layers that are left."""
+    of no more than half of the layers that are left."""
     layer, each = 0, min(requests, pairs)
     while layer < layers:
         left = layers - layer
-        end = layer + min(max(1, pairs // requests), -(-left // 3) if finer else left)
+        end = layer + min(max(1, pairs // requests), -(-left // 2) if finer else left)
         for request in range(0, requests, each):
             yield slice(layer, end), slice(request, min(request + each, requests))
         layer = end

@@ -93,8 +93,11 @@ def test_ranks_beside_a_gpu_are_on_those_after_it_and_refused_where_these_are_mi
     args.get_model_config = lambda: SimpleNamespace(get_num_kv_heads=lambda ranks: 3, **sizes)
     selection_options.check_resolved(args)
     assert selection_options.rank_gpus(args) == [2, 3] and not caplog.text
-    # Drafts are chosen by keys in 8 bits, which no answer depends on, where nobody says.
-    assert args.kv_score_bits is None and selection_options.score_bits(args) == 8
+    # Ranks beside a GPU choose by keys in 8 bits, where nobody says.
+    assert args.kv_score_bits is None
+    for mode in ("lossy", "verified"):
+        args.kv_mode = mode
+        assert selection_options.score_bits(args) == 8
     # 1,128 tokens of 5 layers, 3 heads, 64 numbers in 9 bits of 32.
     args.kv_cache_rank_gb = 0.0012
     with pytest.raises(OptionError, match="--kv-cache-rank-gb is 0.0012, less than keys of 1000 tokens"):
@@ -103,7 +106,7 @@ def test_ranks_beside_a_gpu_are_on_those_after_it_and_refused_where_these_are_mi
     args.kv_cache_rank_gb = 0.00123
     selection_options.check_resolved(args)
     args.kv_cache_rank_gb = None
-    for name, value in (("kv_mode", "lossy"), ("device", "cpu"), ("kv_cache_ranks", 0), ("kv_score_bits", 16)):
+    for name, value in (("device", "cpu"), ("kv_cache_ranks", 0), ("kv_score_bits", 16)):
         before = getattr(args, name)
         setattr(args, name, value)
         assert selection_options.score_bits(args) == 16, (name, value)
@@ -209,7 +212,7 @@ def test_packs_of_more_layers_than_there_are_and_too_little_memory_for_a_request
     # Exact keys and values beside these.
     args.kv_mode = "lossy"
     assert selection_options.sends_rows(args)
-    with pytest.raises(OptionError, match="less than keys and values of 1000 tokens .*: pass at least 0.0099, better"):
+    with pytest.raises(OptionError, match="less than keys and values, and keys in 8 bits, of 1000 tokens .*: pass at least 0.0099, .* or --kv-score-bits 16"):
         selection_options.check_resolved(args)
     args.kv_cache_rank_gb = 0.0099
     selection_options.check_resolved(args)

@@ -29,7 +29,7 @@ def test_kernels_compile_for_a_gpu():
         *("pack_tiles", "_normalizers", "_means", "integer_splits", "_query_codes", "encode_tiles", "decode_tiles", "page_gamma"),
         "integer_splits_gluon",
         *("count_bits", "write_rooms", "write_anchors", "read_rooms", "quantize_prompts", "prefill_tiles", "prefill_codes"),
-        *("_leave_logits", "_leave_coded_logits", "_code_keys", "_bound_pages", "_choose_pages", "mark_best", "write_marked", "score_chosen"),
+        *("_leave_logits", "_leave_coded_logits", "_code_keys", "_bound_pages", "_choose_pages", "mark_best", "write_marked"),
         "_turn_queries",
         *("_exchange", "_push_rows", "_commit_rows", "_move_newest"),
         *("_open_places", "_put_queries", "_put_keys", "_signal", "_signal_all", "_await", "_commit"),

@@ -20,10 +20,13 @@ JOINED = tl.constexpr(32)
 BEYOND, OCTAVE = tl.constexpr(0x7F800001), tl.constexpr(1 << 23)
 # The longest step from one guess to the next.
 MOST_STEP = tl.constexpr(1 << 29)
+# Threads sum products alike only where none is fused with a sum: of two that exchange theirs, each would round the other's alone. Else
+# equal logits have scores that differ in the last bit.
+UNFUSED = {"enable_fp_fusion": False}
 
 
 @triton.jit
-def _normalizers(tops, masses, of_head, chunks, there, GROUP: tl.constexpr, G: tl.constexpr):
+def normalizers_of(tops, masses, of_head, chunks, there, GROUP: tl.constexpr, G: tl.constexpr):
     """Binary logarithms of the sums of the powers of two of a KV head's logits, of the first ``there`` of its chunks, by query head."""
     row = tl.arange(0, G)
     top = tl.full((G,), LEAST, tl.float32)
@@ -41,7 +44,7 @@ def _normalizers(tops, masses, of_head, chunks, there, GROUP: tl.constexpr, G: t
 
 
 @triton.jit
-def _bits_of_scores(
+def bits_of_scores(
     logits, normalizers, of_head, pitch, token, length, whole, SINKS: tl.constexpr, NEWEST: tl.constexpr, GROUP: tl.constexpr,
     G: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -125,10 +128,10 @@ def mark_best(
     # Rows of whole vectors.
     pitch, whole = pitches.to(tl.int64) * PITCH, tl.cdiv(length, PITCH) * PITCH
     marks += of_head * (pitch // WORD)
-    normalizers = _normalizers(tops, masses, of_head, chunks, tl.cdiv(length, CHUNK), GROUP, G)
+    normalizers = normalizers_of(tops, masses, of_head, chunks, tl.cdiv(length, CHUNK), GROUP, G)
     if RESIDENT > 0:
         every = tl.arange(0, RESIDENT)
-        kept = _bits_of_scores(logits, normalizers, of_head, pitch, every, length, whole, SINKS, NEWEST, GROUP, G, RESIDENT)
+        kept = bits_of_scores(logits, normalizers, of_head, pitch, every, length, whole, SINKS, NEWEST, GROUP, G, RESIDENT)
         last, need = _last_of_registers(kept, count, length)
         before, until = -1, tl.where(need > 0, length - 1, -1)
         while until - before > 1:
@@ -140,7 +143,7 @@ def mark_best(
         scores += of_head * pitch
         for first in tl.range(0, whole, AT_ONCE):
             token = first + tl.arange(0, AT_ONCE)
-            bits = _bits_of_scores(logits, normalizers, of_head, pitch, token, length, whole, SINKS, NEWEST, GROUP, G, AT_ONCE)
+            bits = bits_of_scores(logits, normalizers, of_head, pitch, token, length, whole, SINKS, NEWEST, GROUP, G, AT_ONCE)
             tl.store(scores + token, bits, mask=token < whole)
         tl.debug_barrier()
         last, need = _last_of_memory(scores, count, length, whole)
@@ -156,7 +159,7 @@ def mark_best(
 
 
 @triton.jit
-def _bits_set(word):
+def bits_set(word):
     """How many, of each."""
     word -= (word >> 1) & 0x55555555
     word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
@@ -165,7 +168,7 @@ def _bits_set(word):
     return (word + (word >> 16)) & 0x3F
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=("out",))
 def write_marked(
     marks, key_table, token_table, numbers, targets, out, first_layer, first_request, requests, pitches, table_row, most, slot_stride,
     head_stride, HEADS: tl.constexpr, PER_SLOT: tl.constexpr, TOKENS: tl.constexpr,
@@ -181,15 +184,15 @@ def write_marked(
         before = tl.zeros((WORDS,), tl.int32)
         for first in tl.range(0, begin // WORD, WORDS):
             place = first + tl.arange(0, WORDS)
-            before += _bits_set(tl.load(marks + place, mask=place < begin // WORD, other=0))
+            before += bits_set(tl.load(marks + place, mask=place < begin // WORD, other=0))
         at_word = begin // WORD + tl.arange(0, WORDS)
         # Rows of marks end at a whole word, with zeros.
         left = tl.load(marks + at_word, mask=at_word * WORD < length, other=0)
-        many = _bits_set(left)
+        many = bits_set(left)
         place = tl.sum(before) + tl.cumsum(many, 0) - many
         # Of each word one token after the other: few are marked, but the newest.
         for _ in tl.range(0, tl.max(many)):
-            chosen, token = left != 0, at_word * WORD + _bits_set((left & -left) - 1)
+            chosen, token = left != 0, at_word * WORD + bits_set((left & -left) - 1)
             if PER_SLOT:
                 slot = tl.load(token_table + at * table_row + token, mask=chosen, other=0).to(tl.int32)
                 held = tl.load(targets + tl.load(mine + 3) + place // PER_SLOT, mask=chosen, other=0)
@@ -198,20 +201,3 @@ def write_marked(
             else:
                 tl.store(out + of_head * most + place, token, mask=chosen)
             left, place = left & (left - 1), place + 1
-
-
-@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=("bits",))
-def score_chosen(
-    logits, tops, masses, chosen, bits, numbers, first_layer, first_request, requests, pitches, chunks, most, SINKS: tl.constexpr,
-    NEWEST: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Bits of the scores of some tokens that were chosen for a KV head."""
-    head, pair, place = tl.program_id(0), tl.program_id(2), tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    _, mine, _, length = of_pair(numbers, pair, first_layer, first_request, requests)
-    inside, of_head = place < tl.load(mine + 2), (pair * HEADS + head).to(tl.int64)
-    normalizers = _normalizers(tops, masses, of_head, chunks, tl.cdiv(length, CHUNK), GROUP, G)
-    token = tl.load(chosen + of_head * most + place, mask=inside, other=0)
-    found = _bits_of_scores(
-        logits, normalizers, of_head, pitches.to(tl.int64) * PITCH, token, length, length, SINKS, NEWEST, GROUP, G, TOKENS
-    )  # fmt: skip
-    tl.store(bits + of_head * most + place, found, mask=inside)

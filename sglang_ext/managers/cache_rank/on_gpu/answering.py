@@ -10,13 +10,13 @@ layers travel while tokens are chosen in the next ones. On a CPU, for tests, ker
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from sglang_ext.device import Finishing, SideStream, sent
+from sglang_ext.device import SideStream, moment, sent
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.keys import KeyStore
 from sglang_ext.managers.cache_rank.on_gpu.arena import ASKED_NUMBERS
@@ -24,10 +24,16 @@ from sglang_ext.managers.cache_rank.on_gpu.device_keys import DeviceKeys
 from sglang_ext.managers.cache_rank.on_gpu.mapped_arena import MappedArena
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.spade import Spade, attention
-from sglang_ext.mem_cache.selection.on_gpu import SCRATCH, GpuChoice, Part
+from sglang_ext.mem_cache.selection.on_gpu import GpuChoice, ReadQueries
 from sglang_ext.mem_cache.selection.top_tokens import mark_always, top_tokens
 
+if TYPE_CHECKING:
+    from sglang_ext.layers.kernels.choose_tokens import Contexts
+
 logger = logging.getLogger(__name__)
+
+# Launches in the current stream.
+INLINE = SideStream(torch.device("cpu"))
 
 # Times that questions of a form are answered before a graph is recorded for it; graphs that are kept, each until so many answers did without
 # it, and forms without one whose inputs are.
@@ -133,7 +139,8 @@ class Answering:
     ):
         self._memory, self._keys, self._store, self._method, self._rotary = memory, keys, store, method, rotary
         self._device, self._by_kernels, self._pool, self._records = device, by_kernels, None, True
-        self._finishing, self._sending = Finishing(device), SideStream(device, first=True)
+        # Of what finds which rows come, and of what sends them.
+        self._beside = SideStream(device, first=True), SideStream(device, first=True)
         # Of each lane, where its tokens lie, int32.
         self._places: dict[int, torch.Tensor] = {}
         # Of forms that come again and again, the newest last, and how often each came, of more than are kept; of the others that which came
@@ -240,7 +247,7 @@ class Answering:
         Where a recording cannot be ended PyTorch leaves its stream as the current one, and its allocator (2.11) in the belief that it goes
         on: no cached memory is given back, not even for another allocation, until that is told.
         """
-        self._records, self._finishing = False, Finishing(self._device)
+        self._records = False
         torch.cuda.set_stream(stream)
         with suppress(RuntimeError, AttributeError):
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
@@ -264,42 +271,51 @@ class Answering:
         self._answer(inputs)
 
     def _answer(self, inputs: Inputs, beside: bool = False) -> None:
-        """``beside``: where rows are sent, in parts of layers beside each other."""
-        memory, asked, there, rows = self._memory, inputs.asked, inputs.there, self._store.rows is not None
-        beside = beside and rows
-        begun = self._finishing.moment() if beside else None
-        parts = self._chosen(inputs, beside)
-        with self._sending.apart(begun) if beside else nullcontext():
-            if rows:
-                memory.push_rows(asked, there, parts, inputs.table, self._keys.sent)
-            else:
-                memory.push_chosen(asked, there, parts)
-        self._finishing.join()
+        """``beside``: where rows are sent, those of some layers while tokens are chosen in the next ones."""
+        memory, asked, there, form = self._memory, inputs.asked, inputs.there, inputs.form
+        if self._store.rows is None:
+            memory.push_chosen(asked, there, self._chosen(inputs))
+        elif self._by_kernels:
+            streams, begun = (self._beside, moment(self._device)) if beside else ((INLINE, INLINE), None)
+            choice, *among = self._choice(inputs)
+            with streams[0].after(begun):
+                records = memory.records(asked, form.most)
+            parts = choice.marked(*among, beside=beside)
+            memory.push_rows(asked, there, parts, records, self._keys.sent, streams)
+        else:
+            memory.push_rows_here(asked, there, *self._scored(inputs), inputs.table, self._keys.sent)
         memory.answer(asked, there)
 
-    def _chosen(self, inputs: Inputs, beside: bool) -> list[Part]:
-        """Positions, int32 [layers, questions, kv_heads, most], ascending, of each question as many as it wants; where rows are sent the
-        bits of their scores behind them, [2, ...]."""
-        form, scored = inputs.form, self._store.rows is not None
-        queries = self._memory.pull_queries(inputs.asked, form.queries).transpose(2, 3)
+    def _chosen(self, inputs: Inputs) -> torch.Tensor:
+        """Positions, int32 [layers, questions, kv_heads, most], ascending, of each question as many as it wants."""
         if not self._by_kernels:
-            found = [self._chosen_here(inputs, i, queries[i, None]) for i in range(form.count)]
-            padded = torch.stack([torch.nn.functional.pad(each, (0, form.most - each.shape[-1])) for each in found], -3)
-            return [Part(slice(0, padded.shape[1]), padded if scored else padded[0], None)]
+            return self._scored(inputs)[0]
+        choice, *among = self._choice(inputs)
+        return choice.choose(*among, most=inputs.form.most)
+
+    def _choice(self, inputs: Inputs) -> tuple[GpuChoice, "Contexts", ReadQueries, torch.Tensor, int]:
+        """What chooses by kernels; among which tokens, by which queries at which positions, and for which token after them."""
         from sglang_ext.layers.kernels.choose_tokens import Contexts
 
+        form, queries = inputs.form, self._queries(inputs)
         # Each no longer than the longest may be: on the device they say themselves how long they are.
         lengths, always = (form.longest,) * form.count, (self._method.sinks, self._method.recent)
-        contexts = Contexts(inputs.table, inputs.contexts, lengths, always)
-        # Together those that are under way at once take what one does else.
-        scratch = SCRATCH // (self._finishing.parts if beside else 1)
-        choice = GpuChoice(self._method.predictor, self._keys.buffers, queries.shape[2], self._rotary, scratch)
+        choice = GpuChoice(self._method.predictor, self._keys.buffers, queries.shape[2], self._rotary)
 
         def read(requests: slice, layers: slice) -> torch.Tensor:
             return queries[requests, layers]
 
-        how = {"finishing": self._finishing if beside else None, "finer": beside}
-        return list(choice.in_parts(contexts, read, inputs.positions, form.ahead, form.most, scored, **how))
+        return choice, Contexts(inputs.table, inputs.contexts, lengths, always), read, inputs.positions, form.ahead
+
+    def _queries(self, inputs: Inputs) -> torch.Tensor:
+        """[questions, layers, query_heads, window, dim]."""
+        return self._memory.pull_queries(inputs.asked, inputs.form.queries).transpose(2, 3)
+
+    def _scored(self, inputs: Inputs) -> torch.Tensor:
+        """By PyTorch, positions as :meth:`_chosen` has them, and bits of their scores: [2, ...]."""
+        form, queries = inputs.form, self._queries(inputs)
+        found = [self._chosen_here(inputs, i, queries[i, None]) for i in range(form.count)]
+        return torch.stack([torch.nn.functional.pad(each, (0, form.most - each.shape[-1])) for each in found], -3)
 
     def _chosen_here(self, inputs: Inputs, number: int, queries: torch.Tensor) -> torch.Tensor:
         """Of one question, positions and bits of scores: int32 [2, layers, kv_heads, keep]."""

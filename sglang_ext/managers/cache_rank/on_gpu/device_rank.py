@@ -17,6 +17,7 @@ from typing import NoReturn
 import torch
 import zmq
 
+from sglang_ext.core import OptionError
 from sglang_ext.device import Mark
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.keys import KeyStore
@@ -77,6 +78,8 @@ class DeviceRank(CacheRank):
                 self._meet_lengths(tokens)
             except torch.OutOfMemoryError as error:
                 self._refuse_room("choices beside what it holds", error)
+            except OptionError as error:
+                self._refuse(f"its GPU does not choose: {error}")
         for _ in range(2):
             begun = time.perf_counter()
             self._keys.pull(self._memory, 0, 1, 0)

@@ -74,8 +74,9 @@ def rank_steps(
     warn_of_lanes(told.shape.lanes * len(gpus), requests)
     if rows:
         logger.info(
-            "sglang-ext: each has room for full KV of %d tokens, and sends %d new ones of %d that a head keeps in a step at most",
-            told.blocks * BLOCK, told.shape.fresh, told.shape.most,
+            "sglang-ext: each has room for full KV of %d tokens, by whose keys in %d bits it chooses, and sends %d new ones of %d that a head "
+            "keeps in a step at most",
+            told.blocks * BLOCK, told.bits, told.shape.fresh, told.shape.most,
         )  # fmt: skip
     wait_until_ready(links, "requests read what was chosen when their copies were made until one is")
     return RankSteps(links, arenas, method, token_table, buffers, queries)

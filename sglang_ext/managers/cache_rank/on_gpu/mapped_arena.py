@@ -6,7 +6,7 @@ import ctypes
 import math
 import mmap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -15,7 +15,7 @@ from sglang_ext.managers.cache_rank.on_gpu.arena import ASKED_NUMBERS, CHOSEN, D
 from sglang_ext.managers.cache_rank.protocol import BLOCK, Shape
 from sglang_ext.mem_cache.compressed.held_rows import absent, exchange, highest
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.selection.on_gpu import Part as ChosenPart
+from sglang_ext.mem_cache.selection.on_gpu import Part as MarkedPart
 
 # How much was written, and the words of each lane.
 Words = tuple[int, list[list[int]]]
@@ -137,10 +137,9 @@ class MappedArena:
         lengths = words_of(tokens * row), words_of(BLOCK * row), words_of(into.stride(0) * self._item)
         copy_rows(self._address(part, place), into.data_ptr(), self.shape.layers, *lengths)
 
-    def push_chosen(self, asked: torch.Tensor, there: torch.Tensor, parts: Sequence[ChosenPart]) -> None:
-        """Answers to questions that are there: positions of all layers, int32 [layers, questions, kv_heads, most]."""
+    def push_chosen(self, asked: torch.Tensor, there: torch.Tensor, chosen: torch.Tensor) -> None:
+        """Answers to questions that are there: positions, int32 [layers, questions, kv_heads, most]."""
         if self._base is None:
-            chosen = torch.cat([part.chosen for part in parts])
             for i, (lane, word, keep) in _those(asked, there):
                 kept = chosen[:, i, :, :keep]
                 self._chosen[lane, word % 2, : kept.numel()] = kept.flatten()
@@ -148,44 +147,57 @@ class MappedArena:
         from sglang_ext.layers.kernels.hand_over import push_chosen
 
         to = self._layout.chosen
-        for layers, chosen, _ in parts:
-            push_chosen(chosen.contiguous(), asked, there, self._address(to), math.prod(to.sizes[2:]), layers.start)
+        push_chosen(chosen, asked, there, self._address(to), math.prod(to.sizes[2:]))
+
+    def records(self, asked: torch.Tensor, most: int) -> torch.Tensor:
+        """Of questions whose heads keep ``most`` tokens at most, the positions that their copies hold: int32 [questions, numbers], [layers,
+        kv_heads, keep] at the beginning."""
+        shape, part = self.shape, self._layout.records
+        # What is behind a shorter one is nothing.
+        return self._gathered(part, asked, 1, shape.layers * shape.kv_heads * most, 0, (part.sizes[1], 0)).squeeze(1)
 
     def push_rows(
-        self, asked: torch.Tensor, there: torch.Tensor, parts: Sequence[ChosenPart], table: torch.Tensor, held: KVBuffers
-    ) -> None:
-        """K and V of what was chosen for questions that are there and their copies do not hold; of more than have room those of the highest
+        self, asked: torch.Tensor, there: torch.Tensor, parts: Iterable[MarkedPart], records: torch.Tensor, held: KVBuffers,
+        streams: tuple[SideStream, SideStream],
+    ) -> None:  # fmt: skip
+        """K and V of what is marked for questions that are there and their copies do not hold; of more than have room those of the highest
         scores.
 
         Args:
             asked, there: as :meth:`await_words` has them.
-            parts: of all layers, int32 [2, layers, questions, kv_heads, most], positions, and bits of their scores. Of one part what comes
-                travels while the next ones are chosen.
-            table: where their tokens lie, int32 [questions, most].
+            parts: of all layers, as they are marked.
+            records: as :meth:`records` has them, of the first of the streams.
             held: what is held here.
+            streams: of what finds which rows come, and of what sends those of one part while the next ones are marked.
         """
-        if self._base is None:
-            chosen = torch.cat([part.chosen for part in parts], 1)
-            for i, (lane, _, keep) in _those(asked, there):
-                self._push_rows_of(lane, *chosen[:, :, i, :, :keep], table[i].long(), held)
-            return
         from sglang_ext.layers.kernels.rows import sent_rows
 
-        pairs, most, layout = self.shape.layers * self.shape.kv_heads, parts[0].chosen.shape[-1], self._layout
-        present = torch.zeros(pairs, len(asked), most, dtype=torch.int8, device=self._device)
-        # What is behind a shorter one is nothing.
-        records = self._gathered(layout.records, asked, 1, pairs * most, 0, (layout.records.sizes[1], 0)).squeeze(1)
+        layout, (finding, sending), tables, kept = self._layout, streams, (held.key_table, held.value_table), []
         targets = tuple(self._address(part) for part in (layout.counts, layout.moves, layout.row_keys, layout.row_values))
-        for layers, chosen, chose in parts:
-            SideStream.wait(chose)
-            of_part = present[layers.start * self.shape.kv_heads : layers.stop * self.shape.kv_heads]
-            comes = sent_rows.exchange(*chosen, records, table, asked, self.shape.fresh, layers.start, of_part)
-            sent_rows.push_rows((held.key_table, held.value_table), held.keys[0], comes, asked, there, targets, layers.start)
+        most = records.shape[1] // (self.shape.layers * self.shape.kv_heads)
+        for part in parts:
+            with finding.after(part.there):
+                comes = sent_rows.exchange(part.marked, records, most, self.shape.fresh)
+                part.was_read(self._device)
+            with sending.after(part.read):
+                sent_rows.push_rows(tables, held.keys[0], comes, asked, there, targets, part.layers.start, part.requests.start)
+            # Kept, or the stream that finds would take its memory again before it was sent.
+            kept.append(comes)
+        finding.join()
+        sending.join()
+
+    def push_rows_here(
+        self, asked: torch.Tensor, there: torch.Tensor, chosen: torch.Tensor, bits: torch.Tensor, table: torch.Tensor, held: KVBuffers
+    ) -> None:
+        """On a CPU, as :meth:`push_rows`, of positions and bits of their scores, int32 [layers, questions, kv_heads, most]; ``table``: where
+        tokens of questions lie, int32 [questions, longest]."""
+        for i, (lane, _, keep) in _those(asked, there):
+            self._push_rows_of(lane, chosen[:, i, :, :keep], bits[:, i, :, :keep], table[i].long(), held)
 
     def _push_rows_of(
         self, lane: int, chosen: torch.Tensor, bits: torch.Tensor, places: torch.Tensor, held: KVBuffers
     ) -> None:
-        """As :meth:`push_rows`, of one request: int32 [layers, kv_heads, keep] each."""
+        """As :meth:`push_rows_here`, of one request: int32 [layers, kv_heads, keep] each."""
         record, chosen = self._records[lane, : chosen.numel()].view(chosen.shape).long(), chosen.long()
         # As many places go as tokens come, but in a record that is written meanwhile, of which the answer is not taken.
         going = absent(record, chosen).sum(-1, keepdim=True)

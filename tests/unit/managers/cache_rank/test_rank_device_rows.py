@@ -255,8 +255,10 @@ def test_ranks_on_gpus_hold_what_the_pool_has_copies_of_but_no_more_than_they_ha
     found = attach_of(args, method, *given, room=1 << 30)
     # 1,024 slots are 6 copies of 150 tokens, and of 600 tokens in 10 blocks; half of it at each of two ranks.
     assert found.shape.rows and found.shape.most == 150 and found.blocks == 6 * 10 // 2 + 10
-    token = 5 * 2 * 8 * 4 * 2
-    assert attach_of(args, method, *given, room=12 * 64 * token + 5).blocks == 12
+    # Keys and values, and keys once more by which is chosen: codes of 8 bits with a scale and a zero point.
+    for bits, scored in ((None, 8 + 2 * 2), (16, 0)):
+        args.kv_score_bits, token = bits, 5 * 2 * (8 * 4 * 2 + scored)
+        assert attach_of(args, method, *given, room=12 * 64 * token + 5).blocks == 12
     assert attach_of(args, method, *given, room=-1).blocks == 1, "which is refused then"
 
 

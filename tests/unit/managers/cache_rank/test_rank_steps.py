@@ -5,12 +5,14 @@ import random
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from device_rank_helpers import RankWorld, Told, rank_here
 from rank_helpers import attach, pool
 
+from sglang_ext.core import OptionError
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.on_gpu import device_rank, pace
 from sglang_ext.managers.cache_rank.on_gpu.arena import CHOSEN, DONE, Arena, ArenaError, ArenaLayout, Asked, check_peers
@@ -400,6 +402,18 @@ def test_a_rank_that_cannot_map_the_arena_or_hold_the_keys_says_why(monkeypatch,
     with pytest.raises(protocol.ProtocolError):
         DeviceRank(socket, None, 1, torch.device("cpu"))._take(attach())
     assert isinstance(socket.messages[-1], protocol.Refused) and socket.messages[-1].reason == said
+
+
+def test_a_rank_whose_gpu_has_no_kernels_that_choose_says_why(monkeypatch):
+    def refuse(*given, **named):
+        raise OptionError("no products of integers: pass --kv-score-bits 16")
+
+    monkeypatch.setattr(device_rank, "MappedArena", lambda shape, *given: SimpleNamespace(shape=shape))
+    monkeypatch.setattr(DeviceRank, "_meet_lengths", refuse)
+    socket = Told()
+    with pytest.raises(protocol.ProtocolError):
+        DeviceRank(socket, None, 1, torch.device("cpu"))._take(attach(bits=8))
+    assert socket.messages[-1].reason == "its GPU does not choose: no products of integers: pass --kv-score-bits 16"
 
 
 def test_gpus_without_peer_access_are_refused_with_a_remedy(monkeypatch):
