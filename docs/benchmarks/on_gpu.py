@@ -132,8 +132,8 @@ STEPS = {
     "longcot-codes": Step(_longcot(16, " --kv-score-bits 8") + " --method spade --select-every 1,2", 400),
     "longcot-8": Step(_longcot(8) + " --method stock,spade --select-every 2,4,1", 600),
     "longcot-8-quest": Step(_longcot(8) + " --method stock,quest", 400),
-    "longcot-stock": Step(_longcot(16, length="64,1024") + " --method stock", 300),
-    "longcot-quest": Step(_longcot(16, length="64,1024") + " --method quest", 300),
+    "longcot-stock": Step(_longcot(16, length="64,1024") + " --method stock", 450),
+    "longcot-quest": Step(_longcot(16, length="64,1024") + " --method quest", 450),
     "longcot-8-codes": Step(_longcot(8, " --kv-score-bits 8") + " --method spade --select-every 1,2", 400),
     # When the first 1,024 tokens are out, full KV of all sixteen is at the rank. Before, the span is that of stock and quest.
     "longcot-ranks": Step(_longcot(16, length="64,1024,2048") + " --method spade-ranks --pack-layers auto", 350, 2),
