@@ -252,8 +252,8 @@ def check_any_requests(compiled):
         for by in (None, coded):
             marked = mark_tokens(queries, addresses, keys, torch.ones(3), asked, *all_of, by)
             # Of the first layers and of the next ones, in memory of one piece.
-            for place in (0, 3 * keep):
-                marked.write(torch.zeros(60 * keep * count, dtype=torch.int32)[place : place + 9 * count * keep].view(3, count, 3, keep))
+            for out in torch.zeros(2, 3, count, 3, keep, dtype=torch.int32):
+                marked.write(out)
             sent_rows.exchange(marked, torch.zeros(count, 9 * keep, dtype=torch.int32), keep, 16)
     found = [(name, id(made)) for name, made in compiled[begin:]]
     assert len(set(found)) == len({name for name, _ in found}) == 6, found

@@ -23,8 +23,8 @@ def expected(chosen, scores, held, fresh):
 
 
 def records(asked, chosen, most, noise):
-    """Of each request positions that copies hold in all layers: half of what is chosen, and what they should not hold: nothing, the same again,
-    negative ones, and what lies behind the context, where marks of other heads are."""
+    """Of each request positions that copies hold in all layers: half of what is chosen, and what they should not hold: nothing, the same
+    again, negative ones, and what lies behind the context, where marks of other heads are."""
     layers, heads = len(asked.buffers.keys), asked.buffers.keys[0].shape[1]
     found = torch.full((len(asked.lengths), layers * heads * most), -7, dtype=torch.int32)
     row = -(-max(asked.lengths) // 128) * 128
@@ -64,10 +64,10 @@ def exchanged(device, asked, part, fresh):
     there, meant, most = on(device, asked.buffers), asked.queries[part[1], part[0]].to(device), max(asked.counts)
     shared, contexts = (meant, there.key_table, there.keys[0], there.scaling_table), asked.contexts(device, False)
     chosen = torch.zeros(2, len(asked.lengths), 2, most, dtype=torch.int32)
-    chosen[part] = written(mark_tokens(*shared, contexts, *part), most).cpu()
+    marked = mark_tokens(*shared, contexts, *part)
+    chosen[part] = written(marked, most).cpu()
     held = records(asked, chosen, most, torch.Generator().manual_seed(fresh))
-    comes = sent_rows.exchange(mark_tokens(*shared, contexts, *part), held.to(device), most, fresh)
-    counts, moves, slots = (each.cpu() for each in comes)
+    counts, moves, slots = (each.cpu() for each in sent_rows.exchange(marked, held.to(device), most, fresh))
     for layer in range(2)[part[0]]:
         for request in range(len(asked.lengths))[part[1]]:
             scores, keep = asked.scores(request, layer), asked.counts[request]

@@ -15,8 +15,8 @@ from sglang_ext.mem_cache.selection.predictors import QueryPredictor
 if TYPE_CHECKING:
     from sglang_ext.layers.kernels.choose_tokens import Contexts, Marked
 
-# Bytes in which tokens are chosen, where a pair of a layer and a request takes no more, or half of them where two parts are there at once, and
-# share of them that predicting queries takes beside them: more of them need fewer launches.
+# Bytes in which tokens are chosen, where a pair of a layer and a request takes no more, or half of them where two parts are there at once,
+# and share of them that predicting queries takes beside them: more of them need fewer launches.
 SCRATCH, PREDICTING = 256 << 20, 1 / 2
 
 # Queries of some requests in some layers: [requests, layers, query_heads, window, dim], oldest first, rotary embedding applied.
@@ -41,8 +41,8 @@ class Part:
     read: torch.cuda.Event | None = None
 
     def was_read(self, device: torch.device) -> None:
-        """The current stream has read it, once it has done what it was given so far: where that is another one than the one that marks, this has
-        to be said."""
+        """The current stream has read it, once it has done what it was given so far: where that is another one than the one that marks, this
+        has to be said."""
         if self.there is not None:
             self.read = moment(device)
 

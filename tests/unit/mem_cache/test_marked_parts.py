@@ -57,8 +57,8 @@ def test_memory_of_a_part_is_taken_again_once_it_was_read_and_no_more_than_two_a
         assert sum(each.marked is not None for each in held) <= 2
     # Told once the next one was launched; the third takes memory of the first.
     assert log == [
-        ("mark", 0, 6), ("mark", 6, 9), ("read", 0), ("wait", "read of 0"), ("mark", 9, 11), ("read", 6), ("wait", "read of 6"), ("mark", 11, 12),
-        ("read", 9), ("read", 11),
+        ("mark", 0, 6), ("mark", 6, 9), ("read", 0), ("wait", "read of 0"), ("mark", 9, 11), ("read", 6), ("wait", "read of 6"),
+        ("mark", 11, 12), ("read", 9), ("read", 11),
     ]  # fmt: skip
 
 
