@@ -152,7 +152,7 @@ def keys_and_questions(device, dtype, heads, dim, group=3):
         assert pair.arena.put_keys(place, pair.there, slots.to(pair.device)) == pair.plain.put_keys(place, pair.buffers, slots)
         into = [torch.zeros(pair.shape.layers, 2 * BLOCK, heads, dim, dtype=dtype, device=where) for where in (pair.device, "cpu")]
         for rank, target in zip((pair.rank, pair.plain_rank), into):
-            rank.pull_keys(place, tokens, target[:, 3 : 3 + tokens])
+            rank.pull([(place, tokens, 3)], target)
         assert torch.equal(into[0].cpu(), into[1]), (dtype, place)
     pair.publish(([4], 0, 1), ([7, 2], 2, 1))
     pair.alike("questions")
@@ -356,7 +356,7 @@ def rows(device, fresh, dtype, dim, heads=2):
     for values in (False, True):
         into = [torch.zeros(pair.shape.layers, BLOCK, heads, dim, dtype=dtype, device=where) for where in (pair.device, "cpu")]
         for rank, target in zip((pair.rank, pair.plain_rank), into):
-            rank.pull_keys(1, BLOCK, target, values)
+            rank.pull([(1, BLOCK, 0)], target, values)
         part = pair.buffers.values if values else pair.buffers.keys
         assert torch.equal(into[0].cpu(), into[1]) and torch.equal(into[1], torch.stack([each[slots] for each in part]))
     for number, (equal, passed) in enumerate(((False, ()), (False, (1,)), (True, ()), (False, ())), 1):

@@ -25,6 +25,8 @@ NUMBERS = tl.constexpr(COMMIT_NUMBERS)
 # Numbers of a question that the rank is done with: lane, word, tokens that each head keeps, 0 where there is no answer.
 ASKED_NUMBERS = 3
 ASKED = tl.constexpr(ASKED_NUMBERS)
+# Numbers of a block of keys: place, tokens, and where the first of these goes.
+BLOCK_NUMBERS = tl.constexpr(3)
 # Counters of the device: answers that were taken, that were late, questions that were not written as their place was taken, and
 # nanoseconds of waiting; rows of K and V that were taken (rows/taken_rows.py).
 COUNTERS = ("taken", "late", "unasked", "waited", "rows")
@@ -127,17 +129,20 @@ def _commit(
         tl.store(cells + held * slot_stride + pair % HEADS * head_stride + place % PER_SLOT, slot, mask=inside)
 
 
-@triton.jit(do_not_specialize=("source", "target", "length", "source_row", "target_row"))
-def _copy_rows(source, target, length, source_row, target_row, BLOCK: tl.constexpr):
-    """Part of a row of words of 32 bits, from one address to another; strides in words."""
-    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    found = tl.load(source.to(tl.pointer_type(tl.int32)) + row * source_row + column, mask=column < length)
-    tl.store(target.to(tl.pointer_type(tl.int32)) + row * target_row + column, found, mask=column < length)
+@triton.jit(do_not_specialize=("source", "target", "token", "source_layer", "target_layer"))
+def _pull_blocks(source, target, blocks, token, source_layer, target_layer, BLOCK: tl.constexpr):
+    """Part of a layer of a block, in words of 32 bits, from its place in an arena to where its first token lies."""
+    layers, layer, block = tl.num_programs(0), tl.program_id(0).to(tl.int64), blocks + BLOCK_NUMBERS * tl.program_id(2)
+    place, length, first = tl.load(block), tl.load(block + 1) * token, tl.load(block + 2) * token
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    read = source.to(tl.pointer_type(tl.int32)) + (place * layers + layer) * source_layer + column
+    write = target.to(tl.pointer_type(tl.int32)) + layer * target_layer + first + column
+    tl.store(write, tl.load(read, mask=column < length), mask=column < length)
 
 
 @triton.jit(do_not_specialize=("source", "length", "source_row", "of_lane", "of_parity", "target_row"))
 def _gather_rows(source, asked, target, length, source_row, of_lane, of_parity, target_row, target_step, BLOCK: tl.constexpr):
-    """The same, of the lanes of several questions, each in the place of its parity; the target is of 32 bits."""
+    """Part of a row of words of 32 bits, of the lanes of several questions, each in the place of its parity."""
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(2)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     lane, parity = tl.load(asked + ASKED * group), tl.load(asked + ASKED * group + 1) & 1
@@ -280,13 +285,22 @@ def commit(
     )  # fmt: skip
 
 
-def copy_rows(source: int, target: int, rows: int, length: int, source_row: int, target_row: int) -> None:
-    """Copy rows between two addresses, of this GPU or of one whose memory is mapped; lengths and strides in words of 32 bits."""
-    _copy_rows[(rows, triton.cdiv(length, COPIED))](source, target, length, source_row, target_row, BLOCK=COPIED)
+def pull_blocks(source: int, target: int, blocks: torch.Tensor, layers: int, words: tuple[int, int, int]) -> None:
+    """Copy blocks of tokens out of an arena, of all layers, in one launch.
+
+    Args:
+        source: address of the first place, [places, layers, block, ...].
+        target: address of what is [layers, tokens, ...].
+        blocks: int64 [blocks, :data:`BLOCK_NUMBERS`]: place, its tokens, and where the first of these goes.
+        layers: how many.
+        words: of 32 bits, of a token, of a layer of a place, and of one of the target.
+    """
+    _, of_place, _ = words
+    _pull_blocks[(layers, triton.cdiv(of_place, COPIED), len(blocks))](source, target, blocks, *words, BLOCK=COPIED)
 
 
 def gather_rows(source: int, asked: torch.Tensor, target: torch.Tensor, length: int, source_row: int, steps: tuple[int, int]) -> None:
-    """Copy rows of the lanes of some questions from an address, as :func:`copy_rows` does, in one launch.
+    """Copy rows of the lanes of some questions from an address, of this GPU or of one whose memory is mapped.
 
     Args:
         source: address of the first lane's.

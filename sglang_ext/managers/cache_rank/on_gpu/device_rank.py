@@ -82,7 +82,7 @@ class DeviceRank(CacheRank):
                 self._refuse(f"its GPU does not choose: {error}")
         for _ in range(2):
             begun = time.perf_counter()
-            self._keys.pull(self._memory, 0, 1, 0)
+            self._keys.pull(self._memory, [(0, 1, 0)])
             self._answer_none(tokens, tokens)
             self._wait()
         return (time.perf_counter() - begun) / shape.layers
@@ -199,20 +199,20 @@ class DeviceRank(CacheRank):
 
     def _pull(self, written: int, heads: Sequence[Sequence[int]]) -> None:
         """Take of what messages told what is in the arena, by its words."""
-        taken = []
+        taken: list[tuple[int, int, int]] = []
         while self._coming and word_of(self._epoch, self._coming[0].number) <= written:
             message = self._coming.popleft()
             if isinstance(message, protocol.Append):
-                self._keys.pull(self._memory, message.place, message.tokens, self._store.start(message))
-                taken.append(message.place)
+                taken.append((message.place, message.tokens, self._store.start(message)))
             elif self._is_put(message, heads):
                 self._skip(self._questions.add(message))
             else:
                 self._unasked[message.lane] = self._word(message)
                 self._say(self._about(message, False, 0.0))
         if taken:
+            self._keys.pull(self._memory, taken)
             self._wait()
-            self._say(protocol.Taken(self._epoch, tuple(taken)))
+            self._say(protocol.Taken(self._epoch, tuple(place for place, _, _ in taken)))
 
     def _answer(self, asks: Sequence[protocol.Ask], begun: Mark) -> Sequence[protocol.Ask]:
         """Answer questions that are there, with as many queries, for a token as far ahead; these. ``begun``: when what they take did."""
