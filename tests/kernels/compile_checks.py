@@ -379,7 +379,7 @@ def check_words(compiled):
     pool, places = torch.zeros(3, 9, 8, 128, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.int64)
     begin, word = len(compiled), 1 << 33
     opened = hand_over.put_queries(heads, torch.zeros(4, 2, 3, 2, 8, 128, dtype=torch.bfloat16), pool, places, numbers)
-    hand_over.put_keys(torch.zeros(3, 64, 2, 128, dtype=torch.bfloat16), addresses, keys, slots)
+    hand_over.put_keys(torch.zeros(2, 3, 64, 2, 128, dtype=torch.bfloat16), torch.zeros(2, 3, dtype=torch.int64), addresses, keys, slots)
     hand_over.signal(heads, slots, numbers, opened, word)
     hits = hand_over.wait_for_answers(heads, numbers, slots, 0.02)
     commits = torch.zeros(2, hand_over.COMMIT_NUMBERS, dtype=torch.int64)

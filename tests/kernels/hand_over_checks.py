@@ -147,13 +147,15 @@ def check_keys_and_questions(device):
 def keys_and_questions(device, dtype, heads, dim, group=3):
     """Keys of part of a block and of all of it; queries of one token and of two; what has no place is not put, nor said to be there."""
     pair = Pair(device, dtype, heads=heads, group=group, dim=dim)
-    for place, tokens in ((0, 5), (1, BLOCK)):
-        slots = torch.randperm(CONTEXT)[:tokens]
-        assert pair.arena.put_keys(place, pair.there, slots.to(pair.device)) == pair.plain.put_keys(place, pair.buffers, slots)
+    for puts, pulls in (([(0, 5, 2)], [(0, 5, 3)]), ([(1, 7, 70), (0, BLOCK, 1)], [(0, BLOCK, 3), (1, 7, 70), (0, 4, 80)])):
+        slots = torch.randperm(CONTEXT)[:77]
+        assert pair.arena.put_keys(puts, pair.there, slots.to(pair.device)) == pair.plain.put_keys(puts, pair.buffers, slots)
         into = [torch.zeros(pair.shape.layers, 2 * BLOCK, heads, dim, dtype=dtype, device=where) for where in (pair.device, "cpu")]
         for rank, target in zip((pair.rank, pair.plain_rank), into):
-            rank.pull([(place, tokens, 3)], target)
-        assert torch.equal(into[0].cpu(), into[1]), (dtype, place)
+            rank.pull(pulls, target)
+        assert torch.equal(into[0].cpu(), into[1]), (dtype, puts)
+        whole, first = torch.stack([each[slots] for each in pair.buffers.keys]), puts[-1][2]
+        assert torch.equal(into[1][:, 3:8], whole[:, first : first + 5])
     pair.publish(([4], 0, 1), ([7, 2], 2, 1))
     pair.alike("questions")
     pair.publish(([3], 0, 2), ([1], 2, 3))
@@ -352,7 +354,7 @@ def rows(device, fresh, dtype, dim, heads=2):
     """What copies lack is sent, and taken where it is answered; values travel as keys do; a copy that is renewed takes in the newest."""
     pair = RowPair(device, dtype, dim=dim, heads=heads, fresh=fresh)
     slots = torch.randperm(CONTEXT)[:BLOCK]
-    pair.arena.put_keys(1, pair.there, slots.to(pair.device)), pair.plain.put_keys(1, pair.buffers, slots)
+    pair.arena.put_keys([(1, BLOCK, 0)], pair.there, slots.to(pair.device)), pair.plain.put_keys([(1, BLOCK, 0)], pair.buffers, slots)
     for values in (False, True):
         into = [torch.zeros(pair.shape.layers, BLOCK, heads, dim, dtype=dtype, device=where) for where in (pair.device, "cpu")]
         for rank, target in zip((pair.rank, pair.plain_rank), into):

@@ -220,7 +220,7 @@ def _hand_over(shape: Shape) -> None:
     queries, keys = torch.zeros(1, 4, 1, shape.dim, dtype=shape.dtype), torch.zeros(80, 1, shape.dim, dtype=shape.dtype)
     table, slots, word = torch.tensor([keys.data_ptr()]), torch.arange(40), 1 << 33
     opened = hand_over.put_queries(heads, torch.zeros(1, 2, 1, 1, 1, shape.dim, dtype=shape.dtype), queries, one[:, :1], one)
-    hand_over.put_keys(torch.zeros(1, 64, 1, shape.dim, dtype=shape.dtype), table, keys, slots)
+    hand_over.put_keys(torch.zeros(2, 1, 64, 1, shape.dim, dtype=shape.dtype), torch.zeros(2, 3, dtype=torch.int64), table, keys, slots)
     hand_over.signal(heads, torch.zeros(1, dtype=torch.int64), one, opened, word)
     hits = hand_over.wait_for_answers(heads, one, torch.zeros(4, dtype=torch.int64), 0.02)
     commits, tokens = torch.zeros(1, hand_over.COMMIT_NUMBERS, dtype=torch.int64), torch.zeros(1, 80, dtype=torch.int32)

@@ -25,7 +25,7 @@ NUMBERS = tl.constexpr(COMMIT_NUMBERS)
 # Numbers of a question that the rank is done with: lane, word, tokens that each head keeps, 0 where there is no answer.
 ASKED_NUMBERS = 3
 ASKED = tl.constexpr(ASKED_NUMBERS)
-# Numbers of a block of keys: place, tokens, and where the first of these goes.
+# Numbers of a block of keys: place, tokens, and where the first of these comes from, or goes.
 BLOCK_NUMBERS = tl.constexpr(3)
 # Counters of the device: answers that were taken, that were late, questions that were not written as their place was taken, and
 # nanoseconds of waiting; rows of K and V that were taken (rows/taken_rows.py).
@@ -60,17 +60,19 @@ def _put_queries(
 
 @triton.jit(do_not_specialize=("slots",))
 def _put_keys(
-    key_table, like, slots, target, slot_stride, head_stride, target_layer, DIM: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
+    key_table, like, slots, blocks, target, slot_stride, head_stride, target_place, target_layer, DIM: tl.constexpr, ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Keys of a token and layer, to their place in a block."""
-    token, layer = tl.program_id(0), tl.program_id(1)
-    keys = buffer_of(key_table, layer, like.dtype.element_ty)
-    source = keys + tl.load(slots + token) * slot_stride
-    target += layer.to(tl.int64) * target_layer + token * ROW
-    for first in tl.range(0, ROW, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        found = tl.load(source + column // DIM * head_stride + column % DIM, mask=column < ROW)
-        tl.store(target + column, found, mask=column < ROW)
+    token, layer, block = tl.program_id(0), tl.program_id(1), blocks + BLOCK_NUMBERS * tl.program_id(2)
+    if token < tl.load(block + 1):
+        keys = buffer_of(key_table, layer, like.dtype.element_ty)
+        source = keys + tl.load(slots + tl.load(block + 2) + token) * slot_stride
+        target += tl.load(block) * target_place + layer.to(tl.int64) * target_layer + token * ROW
+        for first in tl.range(0, ROW, BLOCK):
+            column = first + tl.arange(0, BLOCK)
+            found = tl.load(source + column // DIM * head_stride + column % DIM, mask=column < ROW)
+            tl.store(target + column, found, mask=column < ROW)
 
 
 @triton.jit
@@ -223,19 +225,21 @@ def put_queries(
     return opened
 
 
-def put_keys(target: torch.Tensor, key_table: torch.Tensor, like: torch.Tensor, slots: torch.Tensor) -> None:
-    """Write the keys of some tokens.
+def put_keys(target: torch.Tensor, blocks: torch.Tensor, key_table: torch.Tensor, like: torch.Tensor, slots: torch.Tensor) -> None:
+    """Write the keys of some tokens, block by block, in one launch.
 
     Args:
-        target: [layers, block, kv_heads, dim], a place of the arena.
+        target: [places, layers, block, kv_heads, dim], of the arena.
+        blocks: int64 [blocks, :data:`BLOCK_NUMBERS`]: place, its tokens, and which of ``slots`` is the first of these.
         key_table: int64 [layers], addresses of the layers' key buffers.
         like: a key buffer, [slots, kv_heads, dim]; all have its shape, strides and dtype.
-        slots: int64 [up to block], where the tokens lie.
+        slots: int64 [tokens], where tokens lie.
     """
     heads, dim = like.shape[1:]
-    _put_keys[(len(slots), len(key_table))](
-        key_table, like, slots, target, like.stride(0), like.stride(1), target.stride(0), DIM=dim, ROW=heads * dim, BLOCK=COPIED
-    )
+    _put_keys[(target.shape[2], len(key_table), len(blocks))](
+        key_table, like, slots, blocks, target, like.stride(0), like.stride(1), target.stride(0), target.stride(1), DIM=dim, ROW=heads * dim,
+        BLOCK=COPIED,
+    )  # fmt: skip
 
 
 def signal(heads: torch.Tensor, written: torch.Tensor, numbers: torch.Tensor, opened: torch.Tensor, word: int) -> None:

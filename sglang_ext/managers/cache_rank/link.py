@@ -208,6 +208,11 @@ class RankLink:
                 self._fail("silent", "it takes no more messages")
             raise RankDown(self._why) from None
 
+    @property
+    def has_place(self) -> bool:
+        """Whether :meth:`place` has one."""
+        return bool(self._free_places)
+
     def place(self) -> int | None:
         """A place in memory for keys, taken until the rank has copied them; None where all are."""
         return self._free_places.pop() if self._free_places else None

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-VERSION = 7
+VERSION = 8
 MOST_MESSAGE = 1 << 20
 # Tokens of a block of keys, and of values: the unit in which they travel, are held, and are shared.
 BLOCK = 64
@@ -120,14 +120,20 @@ class Lease(Message, tag="lease"):
     blocks: Annotated[tuple[Block, ...], Meta(max_length=MOST_NAMED)]
 
 
-class Append(Message, tag="append"):
-    """Keys of ``tokens`` tokens of a block, its token ``offset`` and those after it, lie in ``place`` of shared memory; with
-    :attr:`Shape.rows` their values, too. In an arena once so much is written there as ``number`` says (on_gpu/arena.py)."""
+class Piece(Message):
+    """Keys of ``tokens`` tokens of a block, its token ``offset`` and those after it, in ``place`` of shared memory; with
+    :attr:`Shape.rows` their values, too."""
 
     block: Block
     offset: Annotated[int, Meta(ge=0, lt=BLOCK)]
     tokens: Annotated[int, Meta(ge=1, le=BLOCK)]
     place: Annotated[int, Meta(ge=0, lt=MOST_PLACES)]
+
+
+class Append(Message, tag="append"):
+    """Keys lie in shared memory; in an arena once so much is written there as ``number`` says (on_gpu/arena.py)."""
+
+    pieces: Annotated[tuple[Piece, ...], Meta(min_length=1, max_length=MOST_PLACES)]
     number: Written = 0
 
 

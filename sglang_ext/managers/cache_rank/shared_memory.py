@@ -10,6 +10,7 @@ The twin on GPUs of this layout is an arena on the device that is mapped over CU
 
 import mmap
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -74,12 +75,13 @@ class SharedMemory:
         """Read them: a view, [pack layers, count, query_heads, dim]."""
         return self.queries[lane, sequence % 2, layers, :count]
 
-    def put_keys(self, place: int, buffers: KVBuffers, slots: torch.Tensor) -> int:
-        """Write the keys of tokens in ``slots``, int64 [up to block], and their values where these travel, to a place; 0, as a message that
-        comes after is the barrier."""
+    def put_keys(self, puts: Sequence[tuple[int, int, int]], buffers: KVBuffers, slots: torch.Tensor) -> int:
+        """Write the keys of tokens in ``slots``, int64 [tokens], and their values where these travel, to places: of each its number, how many
+        tokens, and which of ``slots`` is the first; 0, as a message that comes after is the barrier."""
         for travels, of_layers in [(self.keys, buffers.keys), (self.values, buffers.values)][: 1 + self.shape.rows]:
-            for into, of_layer in zip(travels[place], of_layers):
-                torch.index_select(of_layer, 0, slots, out=into[: len(slots)])
+            for place, tokens, first in puts:
+                for into, of_layer in zip(travels[place], of_layers):
+                    torch.index_select(of_layer, 0, slots[first : first + tokens], out=into[:tokens])
         return 0
 
     def put_chosen(self, epoch: int, lane: int, sequence: int, first: int, covered: int, kept: torch.Tensor) -> None:

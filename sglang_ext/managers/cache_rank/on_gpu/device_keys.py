@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from sglang_ext.device import sent
 from sglang_ext.managers.cache_rank.keys import KeyStore
 from sglang_ext.managers.cache_rank.on_gpu.mapped_arena import MappedArena
 from sglang_ext.managers.cache_rank.protocol import BLOCK
@@ -37,7 +38,7 @@ class DeviceKeys:
         else:
             keys = self._held.of_layers()
         # Of one block, out of which it is coded; None where exact keys are held.
-        self._block, self._places = block, torch.arange(BLOCK, device=device)
+        self._block, self._device = block, device
         self.buffers = KVBuffers(layers, scaling, keys, keys, codes=codes)
         self.sent = None if rows is None else KVBuffers(layers, scaling, rows.keys.of_layers(), rows.values.of_layers())
 
@@ -46,18 +47,25 @@ class DeviceKeys:
         if self._block is not None:
             for place, tokens, start in blocks:
                 memory.pull([(place, tokens, 0)], self._block)
-                self._coder.code(self._places[:tokens], start)
+                self._coder.code(_places([(place, tokens, 0)], self._device), start)
             return
         for some in apart(blocks):
             memory.pull(some, (self._held if self._rows is None else self._rows.keys).whole)
             if self._coder is not None:
-                self._coder.code(torch.cat([self._places[:tokens] + start for _, tokens, start in some]))
+                self._coder.code(_places(some, self._device))
             if self._rows is not None:
                 memory.pull(some, self._rows.values.whole, values=True)
 
     def clear(self, tokens: int) -> None:
         """Let the first places hold zeros."""
         self._held.clear(tokens)
+
+
+def _places(blocks: Sequence[tuple[int, int, int]], device: torch.device) -> torch.Tensor:
+    """Where the tokens of some blocks go, int64 [tokens], on a device."""
+    _, tokens, start = torch.tensor(blocks).unbind(1)
+    inside = torch.arange(BLOCK)
+    return sent((start[:, None] + inside)[inside < tokens[:, None]], device)
 
 
 def apart(blocks: Sequence[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:

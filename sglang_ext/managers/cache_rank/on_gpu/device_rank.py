@@ -131,8 +131,9 @@ class DeviceRank(CacheRank):
         self._coming.append(ask)
 
     def _append(self, told: protocol.Append) -> None:
-        if told.place >= self._memory.shape.places:
-            raise ProtocolError(f"place {told.place} was named, of {self._memory.shape.places}")
+        last = max(piece.place for piece in told.pieces)
+        if last >= self._memory.shape.places:
+            raise ProtocolError(f"place {last} was named, of {self._memory.shape.places}")
         self._coming.append(told)
 
     def _lease(self, told: protocol.Lease) -> None:
@@ -203,7 +204,7 @@ class DeviceRank(CacheRank):
         while self._coming and word_of(self._epoch, self._coming[0].number) <= written:
             message = self._coming.popleft()
             if isinstance(message, protocol.Append):
-                taken.append((message.place, message.tokens, self._store.start(message)))
+                taken += ((piece.place, piece.tokens, self._store.start(piece)) for piece in message.pieces)
             elif self._is_put(message, heads):
                 self._skip(self._questions.add(message))
             else:

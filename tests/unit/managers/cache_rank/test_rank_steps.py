@@ -281,7 +281,7 @@ def test_keys_that_come_with_a_question_are_part_of_what_it_takes(monkeypatch):
     for sequence, (keys_come, least, most) in enumerate(((True, 1.0, 10), (False, 0, 1.0)), 1):
         if keys_come:
             rank._take(protocol.Lease(0, 0, (0,)))
-            rank._take(protocol.Append(0, 0, 64, 0, arena.put_keys(0, keys, torch.arange(64))))
+            rank._take(protocol.Append((protocol.Piece(0, 0, 64, 0),), arena.put_keys([(0, 64, 0)], keys, torch.arange(64))))
         rank._take(protocol.Ask(0, 0, 5, sequence, 64, 8, (63,), number=arena.next_number()))
         arena.publish(torch.randn(5, 8, 6, 8), [Asked([3], 0, arena.word(sequence))])
         rank._answer_next()
@@ -379,7 +379,7 @@ def test_a_rank_ends_where_it_is_asked_for_what_cannot_be():
     rank, _ = rank_here(Arena(shape, torch.device("cpu"), "cpu"))
     for wrong in (
         protocol.Ask(0, 0, 3, 1, 64, 8, (63,)), protocol.Ask(4, 0, 5, 1, 64, 8, (63,)), protocol.Ask(0, 0, 5, 1, 4, 8, (63,)),
-        protocol.Append(0, 0, 64, 8),
+        protocol.Append((protocol.Piece(0, 0, 64, 0), protocol.Piece(0, 0, 64, 8))),
     ):  # fmt: skip
         with pytest.raises(protocol.ProtocolError, match="goes beyond|place 8 was named, of 8"):
             rank._take(wrong)
