@@ -51,9 +51,10 @@ class Step:
 
 
 def _long_server(batch: int) -> str:
+    # With room for each request's prompt, answer and copy: where a prompt is evicted for copies, others wait until it is computed again.
     return (
         f"{DUMMY} --cuda-graph-bs {batch} --max-running-requests {batch} --mem-fraction-static 0.9 --chunked-prefill-size 8192 "
-        f"--max-total-tokens {34100 * batch} --context-length 40000 {SHORT}"
+        f"--max-total-tokens {37500 * batch} --context-length 40000 {SHORT}"
     )
 
 
