@@ -117,7 +117,7 @@ def test_a_choice_is_read_when_the_next_begins_however_late_it_is_made(predictor
 def test_what_is_done_before_any_request_is_as_far_ahead_as_steps_ask():
     views, step, _ = world(Spade(every=3, each_round=False))
     told = []
-    views.beside._choice = SimpleNamespace(choose=lambda contexts, read, positions, ahead: told.append(ahead))
+    views.beside._choice = SimpleNamespace(choose=lambda contexts, read, positions, ahead: told.append(ahead), buffers=None, query_heads=1)
     views.beside.compile_kernels()
     for position in range(150, 153):
         step(position)

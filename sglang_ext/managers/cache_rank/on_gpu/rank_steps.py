@@ -37,7 +37,7 @@ from sglang_ext.managers.cache_rank.on_gpu.arena import Arena, Asked, Copy
 from sglang_ext.managers.cache_rank.on_gpu.at_rank import AtRank, Put, Question, Record
 from sglang_ext.managers.cache_rank.on_gpu.device_counts import DeviceCounts
 from sglang_ext.managers.cache_rank.on_gpu.pace import Pace
-from sglang_ext.mem_cache.compressed.chosen_beside import BesideSteps
+from sglang_ext.mem_cache.compressed.chosen_beside import BesideSteps, compile_lengths
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
 from sglang_ext.mem_cache.compressed.held_rows import NewestRows, renewed
@@ -96,6 +96,8 @@ class RankSteps(LinkedRanks, BesideSteps):
 
     def compile_kernels(self) -> None:
         """As :meth:`BesideSteps.compile_kernels`: by questions that no lane has room for, before any request."""
+        # By which copies are made here.
+        compile_lengths(self._method, self._table, self.buffers, self.links[0].settings.attach.shape.query_heads)
         slots = torch.zeros(1, dtype=torch.int64, device=self._table.device)
         window, record = self._method.compressor.window, None
         if self.sends_rows:
