@@ -6,6 +6,7 @@ import time
 import torch
 from device_rank_helpers import RankWorld
 
+from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.on_gpu import rank_steps
 
 
@@ -24,6 +25,34 @@ def test_keys_go_in_as_many_steps_as_there_are_places_for_them_and_blocks():
     world.begin(2, 150, 40)
     world.step()
     assert world.steps.missed["memory-full"] == 1 and 2 not in world.steps._requests
+    world.steps.end()
+
+
+def test_keys_go_to_a_rank_after_any_step_and_after_questions_of_those_whose_keys_it_has():
+    world, said = RankWorld(places=2, every=3).ready(), []
+    (link,) = world.links
+    say = link.say
+    link.say = lambda message: (said[-1].append(message), say(message))
+
+    def step():
+        said.append([])
+        world.step()
+        world.until(lambda: len(link._free_places) == 2)
+
+    said.append([])
+    world.begin(1, 128, 32)
+    while not world.steps.taken:
+        step()
+        world.steps.tend()
+    assert (world.ends[1] - 128) % 3 == 0
+    world.begin(2, 450, 48)
+    said.clear()
+    for _ in range(6):
+        step()
+    told = [[type(message).__name__ for message in each if not isinstance(message, protocol.Lease)] for each in said]
+    # Eight blocks through two places, from the turn of both on.
+    assert told == [[], [], ["Ask", "Append"], ["Append"], ["Append"], ["Ask", "Append", "Ask"]]
+    assert world.steps._requests[2].lease.held == 450 and world.steps.missed["hand-over"] == 1
     world.steps.end()
 
 

@@ -52,34 +52,6 @@ def test_a_rank_that_steps_outrun_is_asked_as_often_as_it_keeps_up_and_what_it_c
     world.steps.end()
 
 
-def test_keys_go_to_a_rank_after_any_step_and_after_questions_of_those_whose_keys_it_has():
-    world, said = RankWorld(places=2, every=3).ready(), []
-    (link,) = world.links
-    say = link.say
-    link.say = lambda message: (said[-1].append(message), say(message))
-
-    def step():
-        said.append([])
-        world.step()
-        world.until(lambda: len(link._free_places) == 2)
-
-    said.append([])
-    world.begin(1, 128, 32)
-    while not world.steps.taken:
-        step()
-        world.steps.tend()
-    assert (world.ends[1] - 128) % 3 == 0
-    world.begin(2, 450, 48)
-    said.clear()
-    for _ in range(6):
-        step()
-    told = [[type(message).__name__ for message in each if not isinstance(message, protocol.Lease)] for each in said]
-    # Eight blocks through two places, from the turn of both on.
-    assert told == [[], [], ["Ask", "Append"], ["Append"], ["Append"], ["Ask", "Append", "Ask"]]
-    assert world.steps._requests[2].lease.held == 450 and world.steps.missed["hand-over"] == 1
-    world.steps.end()
-
-
 def test_copies_of_contexts_of_all_lengths_are_compiled_for_before_any_request(world, monkeypatch):
     told = []
     monkeypatch.setattr(rank_steps, "compile_lengths", lambda method, table, buffers, heads: told.append((method, table, heads)))
