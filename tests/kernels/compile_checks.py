@@ -385,7 +385,7 @@ def check_words(compiled):
     commits = torch.zeros(2, hand_over.COMMIT_NUMBERS, dtype=torch.int64)
     table = torch.zeros(2, 80, dtype=torch.int32)
     hand_over.commit(torch.zeros(4, 2, 600, dtype=torch.int32), hits, commits, 100, addresses, keys, table, slots)
-    hand_over.pull_blocks(word, word, torch.zeros(2, 3, dtype=torch.int64), 3, (500, 32000, 90000))
+    hand_over.pull_blocks(word, word, torch.zeros(2, 3, dtype=torch.int64), 3, 500, 32000, 90000)
     asked = torch.zeros(2, hand_over.ASKED_NUMBERS, dtype=torch.int64), torch.ones(2, dtype=torch.int32)
     hand_over.gather_rows(word, asked[0], torch.zeros(2, 3, 500, dtype=torch.int32), 500, 1000, (9000, 4000))
     hand_over.push_chosen(torch.zeros(3, 2, 2, 100, dtype=torch.int32), *asked, word, 600)

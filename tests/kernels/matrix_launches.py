@@ -225,7 +225,7 @@ def _hand_over(shape: Shape) -> None:
     hits = hand_over.wait_for_answers(heads, one, torch.zeros(4, dtype=torch.int64), 0.02)
     commits, tokens = torch.zeros(1, hand_over.COMMIT_NUMBERS, dtype=torch.int64), torch.zeros(1, 80, dtype=torch.int32)
     hand_over.commit(torch.zeros(1, 2, 40, dtype=torch.int32), hits, commits, 40, table, keys, tokens, slots)
-    hand_over.pull_blocks(word, word, torch.zeros(2, 3, dtype=torch.int64), 3, (500, 32000, 90000))
+    hand_over.pull_blocks(word, word, torch.zeros(2, 3, dtype=torch.int64), 3, 500, 32000, 90000)
     asked, there = torch.zeros(1, hand_over.ASKED_NUMBERS, dtype=torch.int64), torch.ones(1, dtype=torch.int32)
     hand_over.gather_rows(word, asked, torch.zeros(1, 3, 500, dtype=torch.int32), 500, 1000, (9000, 4000))
     hand_over.push_chosen(torch.zeros(1, 1, 1, 40, dtype=torch.int32), asked, there, word, 40)

@@ -61,8 +61,9 @@ def hand_over_contexts(pair, ranks, lengths):
         for first in range(0, length, BLOCK):
             tokens, place = min(BLOCK, length - first), first // BLOCK
             slots = pair.table[lane, first : first + tokens].long()
-            number = pair.arena.put_keys([(place, tokens, 0)], pair.there, slots.to(pair.device))
-            pair.plain.put_keys([(place, tokens, 0)], pair.buffers, slots)
+            put = [protocol.Placed(place, tokens, 0)]
+            number = pair.arena.put_keys(put, pair.there, slots.to(pair.device))
+            pair.plain.put_keys(put, pair.buffers, slots)
             for rank, _ in ranks:
                 rank._take(protocol.Lease(lane, place, (2 * lane + place,)))
                 rank._take(protocol.Append((protocol.Piece(2 * lane + place, 0, tokens, place),), number))

@@ -289,7 +289,7 @@ def commit(
     )  # fmt: skip
 
 
-def pull_blocks(source: int, target: int, blocks: torch.Tensor, layers: int, words: tuple[int, int, int]) -> None:
+def pull_blocks(source: int, target: int, blocks: torch.Tensor, layers: int, token: int, source_layer: int, target_layer: int) -> None:
     """Copy blocks of tokens out of an arena, of all layers, in one launch.
 
     Args:
@@ -297,10 +297,10 @@ def pull_blocks(source: int, target: int, blocks: torch.Tensor, layers: int, wor
         target: address of what is [layers, tokens, ...].
         blocks: int64 [blocks, :data:`BLOCK_NUMBERS`]: place, its tokens, and where the first of these goes.
         layers: how many.
-        words: of 32 bits, of a token, of a layer of a place, and of one of the target.
+        token, source_layer, target_layer: words of 32 bits of a token, of a layer of a place, and of a layer of the target.
     """
-    _, of_place, _ = words
-    _pull_blocks[(layers, triton.cdiv(of_place, COPIED), len(blocks))](source, target, blocks, *words, BLOCK=COPIED)
+    grid = layers, triton.cdiv(source_layer, COPIED), len(blocks)
+    _pull_blocks[grid](source, target, blocks, token, source_layer, target_layer, BLOCK=COPIED)
 
 
 def gather_rows(source: int, asked: torch.Tensor, target: torch.Tensor, length: int, source_row: int, steps: tuple[int, int]) -> None:

@@ -128,8 +128,8 @@ class KeyLeases:
 
         Args:
             lease: the request's.
-            slots: int64 [tokens]; on a CPU, where nothing else is said, they name blocks. Of tokens that the rank has, those of a lease that is ``alone``
-                are not looked at.
+            slots: int64 [tokens]; on a CPU, where nothing else is said, they name blocks. Of tokens that the rank has, those of a lease that
+                is ``alone`` are not looked at.
             name: of whole blocks.
 
         Returns:
@@ -148,11 +148,17 @@ class KeyLeases:
             place = self.link.place()
             if place is None:
                 break
-            first = lease.held
-            pieces.append(self._next(lease, len(slots), place, name))
-            puts.append((place, pieces[-1].tokens, first))
+            (index, offset), first = divmod(lease.held, BLOCK), lease.held
+            tokens = min(BLOCK - offset, len(slots) - first)
+            pieces.append(protocol.Piece(lease.blocks[index], offset, tokens, place))
+            puts.append(protocol.Placed(place, tokens, first))
+            lease.held += tokens
         if pieces:
             self.link.say(protocol.Append(tuple(pieces), self.link.memory.put_keys(puts, self.buffers, slots)))
+            self.sent += sum(piece.tokens for piece in pieces)
+            for piece, put in zip(pieces, puts):
+                if piece.offset + piece.tokens == BLOCK:
+                    self._name(piece.block, name(put.first // BLOCK))
         return lease.held >= len(slots)
 
     def _filled(self, first: int, tokens: int, name: Name) -> list[int]:
@@ -200,17 +206,10 @@ class KeyLeases:
         for at in range(0, len(blocks), MOST_NAMED):
             self.link.say(protocol.Lease(lease.lane, first + at, tuple(blocks[at : at + MOST_NAMED])))
 
-    def _next(self, lease: KeyLease, tokens: int, place: int, name: Name) -> protocol.Piece:
-        """What is missing of the first block that is not whole, of a request's so many tokens, by way of a place: counts as held from here
-        on."""
-        index, offset = divmod(lease.held, BLOCK)
-        piece = protocol.Piece(lease.blocks[index], offset, min(BLOCK - offset, tokens - lease.held), place)
-        lease.held += piece.tokens
-        self.sent += piece.tokens
-        named = name(index) if lease.held % BLOCK == 0 else None
+    def _name(self, block: int, named: bytes | None) -> None:
+        """Let others find a block whose keys were sent, where nobody finds another by its name."""
         if named is not None and named not in self._by_name:
-            self._by_name[named], self._names[piece.block] = piece.block, named
-        return piece
+            self._by_name[named], self._names[block] = block, named
 
 
 def _key(slots: torch.Tensor, index: int) -> bytes:

@@ -5,7 +5,7 @@ after they are written, which makes it the barrier. All that a cache rank says n
 memory, among those that one inference rank has begun.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta, Struct
@@ -130,6 +130,14 @@ class Piece(Message):
     place: Annotated[int, Meta(ge=0, lt=MOST_PLACES)]
 
 
+class Placed(NamedTuple):
+    """Tokens of one place of shared memory as they are written or read: the place, how many, and where the first of them comes from, or goes."""
+
+    place: int
+    tokens: int
+    first: int
+
+
 class Append(Message, tag="append"):
     """Keys lie in shared memory; in an arena once so much is written there as ``number`` says (on_gpu/arena.py)."""
 
@@ -201,7 +209,7 @@ class Answer(Message, tag="answer"):
         epoch: of the process.
         lane, first, count, sequence: as of the question.
         chosen: whether tokens were chosen.
-        seconds: that choosing took; beside a GPU with the keys that came with the question.
+        seconds: that choosing took; beside a GPU with the keys that came with the question, without those that came between questions.
         at: when it was done, seconds of ``time.monotonic``, which both processes share.
         together: questions that were answered in these seconds, this one among them.
     """

@@ -16,7 +16,7 @@ from math import prod
 
 import torch
 
-from sglang_ext.managers.cache_rank.protocol import BLOCK, Shape
+from sglang_ext.managers.cache_rank.protocol import BLOCK, Placed, Shape
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
 # What the head of an answer says, int64 each.
@@ -75,9 +75,9 @@ class SharedMemory:
         """Read them: a view, [pack layers, count, query_heads, dim]."""
         return self.queries[lane, sequence % 2, layers, :count]
 
-    def put_keys(self, puts: Sequence[tuple[int, int, int]], buffers: KVBuffers, slots: torch.Tensor) -> int:
-        """Write the keys of tokens in ``slots``, int64 [tokens], and their values where these travel, to places: of each its number, how many
-        tokens, and which of ``slots`` is the first; 0, as a message that comes after is the barrier."""
+    def put_keys(self, puts: Sequence[Placed], buffers: KVBuffers, slots: torch.Tensor) -> int:
+        """Write the keys of tokens in ``slots``, int64 [tokens], and their values where these travel, to places, each from its first of
+        ``slots`` on; 0, as a message that comes after is the barrier."""
         for travels, of_layers in [(self.keys, buffers.keys), (self.values, buffers.values)][: 1 + self.shape.rows]:
             for place, tokens, first in puts:
                 for into, of_layer in zip(travels[place], of_layers):

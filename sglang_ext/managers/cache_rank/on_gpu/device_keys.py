@@ -8,7 +8,7 @@ import torch
 from sglang_ext.device import sent
 from sglang_ext.managers.cache_rank.keys import KeyStore
 from sglang_ext.managers.cache_rank.on_gpu.mapped_arena import MappedArena
-from sglang_ext.managers.cache_rank.protocol import BLOCK
+from sglang_ext.managers.cache_rank.protocol import BLOCK, Placed
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.selection.held_keys import CodedKeys, KeyCoder
 
@@ -38,18 +38,19 @@ class DeviceKeys:
         else:
             keys = self._held.of_layers()
         # Of one block, out of which it is coded; None where exact keys are held.
-        self._block, self._device = block, device
+        self._block, self._device, self._first = block, device, torch.arange(BLOCK, device=device)
         self.buffers = KVBuffers(layers, scaling, keys, keys, codes=codes)
         self.sent = None if rows is None else KVBuffers(layers, scaling, rows.keys.of_layers(), rows.values.of_layers())
 
-    def pull(self, memory: MappedArena, blocks: Sequence[tuple[int, int, int]]) -> None:
-        """Hold tokens of places of the arena: of each block its place, how many they are, and from which place on."""
+    def pull(self, memory: MappedArena, pulls: Sequence[Placed]) -> None:
+        """Hold tokens of places of the arena, each from its first place here on: all blocks at once, but one after another where keys are held in
+        few bits alone."""
         if self._block is not None:
-            for place, tokens, start in blocks:
-                memory.pull([(place, tokens, 0)], self._block)
-                self._coder.code(_places([(place, tokens, 0)], self._device), start)
+            for place, tokens, first in pulls:
+                memory.pull([Placed(place, tokens, 0)], self._block)
+                self._coder.code(self._first[:tokens], first)
             return
-        for some in apart(blocks):
+        for some in in_turns(pulls):
             memory.pull(some, (self._held if self._rows is None else self._rows.keys).whole)
             if self._coder is not None:
                 self._coder.code(_places(some, self._device))
@@ -61,20 +62,20 @@ class DeviceKeys:
         self._held.clear(tokens)
 
 
-def _places(blocks: Sequence[tuple[int, int, int]], device: torch.device) -> torch.Tensor:
-    """Where the tokens of some blocks go, int64 [tokens], on a device."""
-    _, tokens, start = torch.tensor(blocks).unbind(1)
+def _places(pulls: Sequence[Placed], device: torch.device) -> torch.Tensor:
+    """Where their tokens go, int64 [tokens], on a device."""
+    _, tokens, first = torch.tensor(pulls).unbind(1)
     inside = torch.arange(BLOCK)
-    return sent((start[:, None] + inside)[inside < tokens[:, None]], device)
+    return sent((first[:, None] + inside)[inside < tokens[:, None]], device)
 
 
-def apart(blocks: Sequence[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
-    """As many in turn as go to blocks of their own: a block that was another request's is written in the order in which it was sent."""
-    some: list[tuple[int, int, int]] = []
-    for each in blocks:
-        if any(each[2] // BLOCK == start // BLOCK for _, _, start in some):
-            yield some
-            some = []
-        some.append(each)
+def in_turns(pulls: Sequence[Placed]) -> Iterator[list[Placed]]:
+    """As many at once as go to blocks of their own: a block that was another request's is written in the order in which it was sent."""
+    some: dict[int, Placed] = {}
+    for each in pulls:
+        if each.first // BLOCK in some:
+            yield [*some.values()]
+            some = {}
+        some[each.first // BLOCK] = each
     if some:
-        yield some
+        yield [*some.values()]

@@ -25,7 +25,7 @@ from sglang_ext.managers.cache_rank.on_gpu.answering import Answering
 from sglang_ext.managers.cache_rank.on_gpu.arena import ArenaError, word_of
 from sglang_ext.managers.cache_rank.on_gpu.device_keys import DeviceKeys
 from sglang_ext.managers.cache_rank.on_gpu.mapped_arena import MappedArena
-from sglang_ext.managers.cache_rank.protocol import BLOCK, ProtocolError
+from sglang_ext.managers.cache_rank.protocol import BLOCK, Placed, ProtocolError
 from sglang_ext.managers.cache_rank.rank import BEAT_SECONDS, PROBED, CacheRank
 
 # That the device, and the host, wait at most for questions for which tokens are chosen ahead: a beat comes in between.
@@ -82,7 +82,7 @@ class DeviceRank(CacheRank):
                 self._refuse(f"its GPU does not choose: {error}")
         for _ in range(2):
             begun = time.perf_counter()
-            self._keys.pull(self._memory, [(0, 1, 0)])
+            self._keys.pull(self._memory, [Placed(0, 1, 0)])
             self._answer_none(tokens, tokens)
             self._wait()
         return (time.perf_counter() - begun) / shape.layers
@@ -199,12 +199,14 @@ class DeviceRank(CacheRank):
         return heads[ask.lane][self._word(ask) % 2] == self._word(ask)
 
     def _pull(self, written: int, heads: Sequence[Sequence[int]]) -> None:
-        """Take of what messages told what is in the arena, by its words."""
-        taken: list[tuple[int, int, int]] = []
+        """Take of what messages told what is in the arena, by its words; keys that came after questions not before these are answered."""
+        taken: list[Placed] = []
         while self._coming and word_of(self._epoch, self._coming[0].number) <= written:
+            if isinstance(self._coming[0], protocol.Append) and self._questions.waiting:
+                break
             message = self._coming.popleft()
             if isinstance(message, protocol.Append):
-                taken += ((piece.place, piece.tokens, self._store.start(piece)) for piece in message.pieces)
+                taken += (Placed(piece.place, piece.tokens, self._store.start(piece)) for piece in message.pieces)
             elif self._is_put(message, heads):
                 self._skip(self._questions.add(message))
             else:
@@ -213,7 +215,7 @@ class DeviceRank(CacheRank):
         if taken:
             self._keys.pull(self._memory, taken)
             self._wait()
-            self._say(protocol.Taken(self._epoch, tuple(place for place, _, _ in taken)))
+            self._say(protocol.Taken(self._epoch, tuple(each.place for each in taken)))
 
     def _answer(self, asks: Sequence[protocol.Ask], begun: Mark) -> Sequence[protocol.Ask]:
         """Answer questions that are there, with as many queries, for a token as far ahead; these. ``begun``: when what they take did."""

@@ -97,7 +97,7 @@ class RankSteps(LinkedRanks, BesideSteps):
     def compile_kernels(self) -> None:
         """As :meth:`BesideSteps.compile_kernels`: by questions that no lane has room for, before any request."""
         # By which copies are made here.
-        compile_lengths(self._method, self._table, self.buffers, self.links[0].settings.attach.shape.query_heads)
+        compile_lengths(self._method, self._table, self.buffers, self._queries.pool.shape[2])
         slots = torch.zeros(1, dtype=torch.int64, device=self._table.device)
         window, record = self._method.compressor.window, None
         if self.sends_rows:
@@ -106,7 +106,7 @@ class RankSteps(LinkedRanks, BesideSteps):
             self.buffers.move_newest(coming, slots.expand(2), slots)
         for arena in self._arenas.values():
             word = arena.word(1 << 31)
-            arena.put_keys([(0, 1, 0)], self.buffers, slots)
+            arena.put_keys([protocol.Placed(0, 1, 0)], self.buffers, slots)
             arena.publish(self._queries.pool, [Asked([0] * window, 0, word, record)])
             arena.take([Copy(0, word, 0, 1, 1, slots, record)], self._table, self.buffers, 0.0)
             arena.counters.zero_()
@@ -164,8 +164,7 @@ class RankSteps(LinkedRanks, BesideSteps):
 
     def _steps_between(self, views: CompressedViews, rows: Iterable[int]) -> int:
         """Steps between two choices of a request; ``rows``: of all that step. Ranks choose for those alone whose keys they have."""
-        asked = ((request, views.get(row).covered) for row in rows if (request := self._requests.get(row)) is not None)
-        at_ranks = Counter(each.leases.link for each, covered in asked if each.lease.held >= covered and not each.void)
+        at_ranks = Counter(self._requests[row].leases.link for row in rows if self._has_keys(views, row))
         before, every = self.pace.every, self.pace.stepped(max(at_ranks.values(), default=0))
         if every != before:
             logger.info(
@@ -202,12 +201,14 @@ class RankSteps(LinkedRanks, BesideSteps):
         # Or these would wait until the rank has taken the keys of others.
         self._ask_for(views, whole, every)
         for row in behind:
-            with suppress(RankDown, MemoryFull):  # told when its turn comes
-                self._requests[row].extend(self._table[row, : views.get(row).covered].long())
+            # Since they were looked for a process may have ended.
+            if self._is_behind(views, row):
+                with suppress(RankDown, MemoryFull):  # told when its turn comes
+                    self._requests[row].extend(self._table[row, : views.get(row).covered].long())
         self._ask_for(views, {row: end for row, end in due.items() if row not in whole}, every)
 
     def _ask_for(self, views: CompressedViews, due: dict[int, int], every: int) -> None:
-        """Ask for some requests together, of which ranks may lack keys yet; those, and what was written before, is told, too."""
+        """Ask for some requests together, once their ranks have, or are sent, their keys; tell of all that was written, before too."""
         asked: dict[Arena, list[Put]] = {arena: [] for arena in self._arenas.values()}
         for row, end in due.items():
             try:

@@ -16,7 +16,6 @@ from rank_helpers import ROTARY, attach, pool
 
 from sglang_ext.core import OptionError
 from sglang_ext.managers.cache_rank.on_gpu.arena import ArenaLayout
-from sglang_ext.managers.cache_rank.on_gpu.device_keys import apart
 from sglang_ext.managers.cache_rank.on_gpu.device_start import LEAST_FRESH, check_room, check_values, fitting, room_on
 from sglang_ext.managers.cache_rank.start import attach_of
 from sglang_ext.managers.metrics import _of_ranks
@@ -271,9 +270,3 @@ def test_an_arena_has_lanes_for_all_and_of_rows_as_many_as_they_leave_room_for()
     assert some.lanes == 64 and MOST // LEAST_FRESH < some.fresh < MOST and ArenaLayout.of(some).size <= 12 << 20
     few = fitting(shape, 3 << 20)
     assert 1 <= few.lanes < 64 and few.fresh == MOST // LEAST_FRESH
-
-
-def test_what_goes_to_one_block_is_written_in_its_order_and_all_else_at_once():
-    blocks = [(0, 64, 0), (1, 10, 64), (2, 5, 74), (3, 64, 128), (4, 64, 0), (5, 1, 300)]
-    assert [*apart(blocks)] == [blocks[:2], blocks[2:]] and [*apart([])] == []
-    assert [*apart([(0, 1, 7), (1, 1, 7), (2, 1, 7)])] == [[(0, 1, 7)], [(1, 1, 7)], [(2, 1, 7)]]
