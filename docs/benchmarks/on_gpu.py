@@ -51,9 +51,10 @@ class Step:
 
 
 def _long_server(batch: int) -> str:
+    # With room for each request's prompt, answer and copy: where a prompt is evicted for copies, others wait until it is computed again.
     return (
         f"{DUMMY} --cuda-graph-bs {batch} --max-running-requests {batch} --mem-fraction-static 0.9 --chunked-prefill-size 8192 "
-        f"--max-total-tokens {34100 * batch} --context-length 40000 {SHORT}"
+        f"--max-total-tokens {37500 * batch} --context-length 40000 {SHORT}"
     )
 
 
@@ -135,7 +136,7 @@ STEPS = {
     "longcot-stock": Step(_longcot(16, length="64,1024") + " --method stock", 450),
     "longcot-quest": Step(_longcot(16, length="64,1024") + " --method quest", 450),
     "longcot-8-codes": Step(_longcot(8, " --kv-score-bits 8") + " --method spade --select-every 1,2", 400),
-    # When the first 1,024 tokens are out, full KV of all sixteen is at the rank. Before, the span is that of stock and quest.
+    # Up to 1,024 the span is that of stock and quest; full KV of all sixteen is at the rank after some 1,300 tokens.
     "longcot-ranks": Step(_longcot(16, length="64,1024,2048") + " --method spade-ranks --pack-layers auto", 350, 2),
     "longcot-ranks-8": Step(_longcot(8) + " --method stock,spade-ranks --pack-layers auto", 400, 2),
     "longcot-ranks-2k": Step(

@@ -18,7 +18,7 @@ from sglang_ext.managers.cache_rank.on_gpu import mapped_arena
 from sglang_ext.managers.cache_rank.on_gpu.answering import INLINE
 from sglang_ext.managers.cache_rank.on_gpu.arena import Arena, Asked, Copy
 from sglang_ext.managers.cache_rank.on_gpu.mapped_arena import MappedArena
-from sglang_ext.managers.cache_rank.protocol import BLOCK, Shape
+from sglang_ext.managers.cache_rank.protocol import BLOCK, Placed, Shape
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import Pointers
 from sglang_ext.mem_cache.compressed.held_rows import NewestRows, absent, renewed
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
@@ -147,13 +147,17 @@ def check_keys_and_questions(device):
 def keys_and_questions(device, dtype, heads, dim, group=3):
     """Keys of part of a block and of all of it; queries of one token and of two; what has no place is not put, nor said to be there."""
     pair = Pair(device, dtype, heads=heads, group=group, dim=dim)
-    for place, tokens in ((0, 5), (1, BLOCK)):
-        slots = torch.randperm(CONTEXT)[:tokens]
-        assert pair.arena.put_keys(place, pair.there, slots.to(pair.device)) == pair.plain.put_keys(place, pair.buffers, slots)
+    for puts, pulls in (((Placed(0, 5, 2),), [(0, 5, 3)]), ((Placed(1, 7, 70), Placed(0, BLOCK, 1)), [(0, BLOCK, 3), (1, 7, 70), (0, 4, 80)])):
+        slots = torch.randperm(CONTEXT)[:77]
+        assert pair.arena.put_keys(puts, pair.there, slots.to(pair.device)) == pair.plain.put_keys(puts, pair.buffers, slots)
         into = [torch.zeros(pair.shape.layers, 2 * BLOCK, heads, dim, dtype=dtype, device=where) for where in (pair.device, "cpu")]
         for rank, target in zip((pair.rank, pair.plain_rank), into):
-            rank.pull_keys(place, tokens, target[:, 3 : 3 + tokens])
-        assert torch.equal(into[0].cpu(), into[1]), (dtype, place)
+            rank.pull([Placed(*each) for each in pulls], target)
+        assert torch.equal(into[0].cpu(), into[1]), (dtype, puts)
+        # Of place 0, what was put there last.
+        put, pulled = puts[-1], pulls[0][2]
+        sent = torch.stack([each[slots[put.first : put.first + put.tokens]] for each in pair.buffers.keys])
+        assert torch.equal(into[1][:, pulled : pulled + put.tokens], sent)
     pair.publish(([4], 0, 1), ([7, 2], 2, 1))
     pair.alike("questions")
     pair.publish(([3], 0, 2), ([1], 2, 3))
@@ -352,11 +356,12 @@ def rows(device, fresh, dtype, dim, heads=2):
     """What copies lack is sent, and taken where it is answered; values travel as keys do; a copy that is renewed takes in the newest."""
     pair = RowPair(device, dtype, dim=dim, heads=heads, fresh=fresh)
     slots = torch.randperm(CONTEXT)[:BLOCK]
-    pair.arena.put_keys(1, pair.there, slots.to(pair.device)), pair.plain.put_keys(1, pair.buffers, slots)
+    put = [Placed(1, BLOCK, 0)]
+    pair.arena.put_keys(put, pair.there, slots.to(pair.device)), pair.plain.put_keys(put, pair.buffers, slots)
     for values in (False, True):
         into = [torch.zeros(pair.shape.layers, BLOCK, heads, dim, dtype=dtype, device=where) for where in (pair.device, "cpu")]
         for rank, target in zip((pair.rank, pair.plain_rank), into):
-            rank.pull_keys(1, BLOCK, target, values)
+            rank.pull(put, target, values)
         part = pair.buffers.values if values else pair.buffers.keys
         assert torch.equal(into[0].cpu(), into[1]) and torch.equal(into[1], torch.stack([each[slots] for each in part]))
     for number, (equal, passed) in enumerate(((False, ()), (False, (1,)), (True, ()), (False, ())), 1):

@@ -18,10 +18,13 @@ from hand_over_checks import (
 )
 
 from sglang_ext.managers.cache_rank import protocol
-from sglang_ext.managers.cache_rank.on_gpu import mapped_arena
+from sglang_ext.managers.cache_rank.on_gpu import answering, mapped_arena
 from sglang_ext.managers.cache_rank.on_gpu.arena import Asked
 from sglang_ext.managers.cache_rank.on_gpu.device_rank import DeviceRank
 from sglang_ext.managers.cache_rank.protocol import BLOCK, Attach, Turning
+
+# Or graphs would take as many answers as all of this asks for.
+answering.RECORDED_AFTER = 3
 
 
 class Told:
@@ -58,11 +61,12 @@ def hand_over_contexts(pair, ranks, lengths):
         for first in range(0, length, BLOCK):
             tokens, place = min(BLOCK, length - first), first // BLOCK
             slots = pair.table[lane, first : first + tokens].long()
-            number = pair.arena.put_keys(place, pair.there, slots.to(pair.device))
-            pair.plain.put_keys(place, pair.buffers, slots)
+            put = [protocol.Placed(place, tokens, 0)]
+            number = pair.arena.put_keys(put, pair.there, slots.to(pair.device))
+            pair.plain.put_keys(put, pair.buffers, slots)
             for rank, _ in ranks:
                 rank._take(protocol.Lease(lane, place, (2 * lane + place,)))
-                rank._take(protocol.Append(2 * lane + place, 0, tokens, place, number))
+                rank._take(protocol.Append((protocol.Piece(2 * lane + place, 0, tokens, place),), number))
         pair.publish()
         for rank, socket in ranks:
             rank._answer_next()

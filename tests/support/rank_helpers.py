@@ -151,8 +151,12 @@ class ScriptedRank:
                 case protocol.Ping():
                     self.say(protocol.Beat(self.epoch, message.number))
                 case protocol.Append():
-                    self.say(protocol.Taken(self.epoch, (message.place,)))
+                    self.say(protocol.Taken(self.epoch, tuple(piece.place for piece in message.pieces)))
         return self.told
+
+    def pieces(self, before=0):
+        """Of keys that it was sent, oldest first; ``before``: messages that are left out."""
+        return [piece for message in self.hear()[before:] if isinstance(message, protocol.Append) for piece in message.pieces]
 
     def asks(self):
         """Questions that it was asked, oldest first."""

@@ -25,6 +25,8 @@ NUMBERS = tl.constexpr(COMMIT_NUMBERS)
 # Numbers of a question that the rank is done with: lane, word, tokens that each head keeps, 0 where there is no answer.
 ASKED_NUMBERS = 3
 ASKED = tl.constexpr(ASKED_NUMBERS)
+# Numbers of a block of keys: place, tokens, and where the first of these comes from, or goes.
+BLOCK_NUMBERS = tl.constexpr(3)
 # Counters of the device: answers that were taken, that were late, questions that were not written as their place was taken, and
 # nanoseconds of waiting; rows of K and V that were taken (rows/taken_rows.py).
 COUNTERS = ("taken", "late", "unasked", "waited", "rows")
@@ -58,17 +60,19 @@ def _put_queries(
 
 @triton.jit(do_not_specialize=("slots",))
 def _put_keys(
-    key_table, like, slots, target, slot_stride, head_stride, target_layer, DIM: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
+    key_table, like, slots, blocks, target, slot_stride, head_stride, target_place, target_layer, DIM: tl.constexpr, ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Keys of a token and layer, to their place in a block."""
-    token, layer = tl.program_id(0), tl.program_id(1)
-    keys = buffer_of(key_table, layer, like.dtype.element_ty)
-    source = keys + tl.load(slots + token) * slot_stride
-    target += layer.to(tl.int64) * target_layer + token * ROW
-    for first in tl.range(0, ROW, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        found = tl.load(source + column // DIM * head_stride + column % DIM, mask=column < ROW)
-        tl.store(target + column, found, mask=column < ROW)
+    token, layer, block = tl.program_id(0), tl.program_id(1), blocks + BLOCK_NUMBERS * tl.program_id(2)
+    if token < tl.load(block + 1):
+        keys = buffer_of(key_table, layer, like.dtype.element_ty)
+        source = keys + tl.load(slots + tl.load(block + 2) + token) * slot_stride
+        target += tl.load(block) * target_place + layer.to(tl.int64) * target_layer + token * ROW
+        for first in tl.range(0, ROW, BLOCK):
+            column = first + tl.arange(0, BLOCK)
+            found = tl.load(source + column // DIM * head_stride + column % DIM, mask=column < ROW)
+            tl.store(target + column, found, mask=column < ROW)
 
 
 @triton.jit
@@ -127,17 +131,20 @@ def _commit(
         tl.store(cells + held * slot_stride + pair % HEADS * head_stride + place % PER_SLOT, slot, mask=inside)
 
 
-@triton.jit(do_not_specialize=("source", "target", "length", "source_row", "target_row"))
-def _copy_rows(source, target, length, source_row, target_row, BLOCK: tl.constexpr):
-    """Part of a row of words of 32 bits, from one address to another; strides in words."""
-    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    found = tl.load(source.to(tl.pointer_type(tl.int32)) + row * source_row + column, mask=column < length)
-    tl.store(target.to(tl.pointer_type(tl.int32)) + row * target_row + column, found, mask=column < length)
+@triton.jit(do_not_specialize=("source", "target", "token", "source_layer", "target_layer"))
+def _pull_blocks(source, target, blocks, token, source_layer, target_layer, BLOCK: tl.constexpr):
+    """Part of a layer of a block, in words of 32 bits, from its place in an arena to where its first token lies."""
+    layers, layer, block = tl.num_programs(0), tl.program_id(0).to(tl.int64), blocks + BLOCK_NUMBERS * tl.program_id(2)
+    place, length, first = tl.load(block), tl.load(block + 1) * token, tl.load(block + 2) * token
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    read = source.to(tl.pointer_type(tl.int32)) + (place * layers + layer) * source_layer + column
+    write = target.to(tl.pointer_type(tl.int32)) + layer * target_layer + first + column
+    tl.store(write, tl.load(read, mask=column < length), mask=column < length)
 
 
 @triton.jit(do_not_specialize=("source", "length", "source_row", "of_lane", "of_parity", "target_row"))
 def _gather_rows(source, asked, target, length, source_row, of_lane, of_parity, target_row, target_step, BLOCK: tl.constexpr):
-    """The same, of the lanes of several questions, each in the place of its parity; the target is of 32 bits."""
+    """Part of a row of words of 32 bits, of the lanes of several questions, each in the place of its parity."""
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(2)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     lane, parity = tl.load(asked + ASKED * group), tl.load(asked + ASKED * group + 1) & 1
@@ -218,19 +225,21 @@ def put_queries(
     return opened
 
 
-def put_keys(target: torch.Tensor, key_table: torch.Tensor, like: torch.Tensor, slots: torch.Tensor) -> None:
-    """Write the keys of some tokens.
+def put_keys(target: torch.Tensor, blocks: torch.Tensor, key_table: torch.Tensor, like: torch.Tensor, slots: torch.Tensor) -> None:
+    """Write the keys of some tokens, block by block, in one launch.
 
     Args:
-        target: [layers, block, kv_heads, dim], a place of the arena.
+        target: [places, layers, block, kv_heads, dim], of the arena.
+        blocks: int64 [blocks, :data:`BLOCK_NUMBERS`]: place, its tokens, and which of ``slots`` is the first of these.
         key_table: int64 [layers], addresses of the layers' key buffers.
         like: a key buffer, [slots, kv_heads, dim]; all have its shape, strides and dtype.
-        slots: int64 [up to block], where the tokens lie.
+        slots: int64 [tokens], where tokens lie.
     """
     heads, dim = like.shape[1:]
-    _put_keys[(len(slots), len(key_table))](
-        key_table, like, slots, target, like.stride(0), like.stride(1), target.stride(0), DIM=dim, ROW=heads * dim, BLOCK=COPIED
-    )
+    _put_keys[(target.shape[2], len(key_table), len(blocks))](
+        key_table, like, slots, blocks, target, like.stride(0), like.stride(1), target.stride(0), target.stride(1), DIM=dim, ROW=heads * dim,
+        BLOCK=COPIED,
+    )  # fmt: skip
 
 
 def signal(heads: torch.Tensor, written: torch.Tensor, numbers: torch.Tensor, opened: torch.Tensor, word: int) -> None:
@@ -280,13 +289,22 @@ def commit(
     )  # fmt: skip
 
 
-def copy_rows(source: int, target: int, rows: int, length: int, source_row: int, target_row: int) -> None:
-    """Copy rows between two addresses, of this GPU or of one whose memory is mapped; lengths and strides in words of 32 bits."""
-    _copy_rows[(rows, triton.cdiv(length, COPIED))](source, target, length, source_row, target_row, BLOCK=COPIED)
+def pull_blocks(source: int, target: int, blocks: torch.Tensor, layers: int, token: int, source_layer: int, target_layer: int) -> None:
+    """Copy blocks of tokens out of an arena, of all layers, in one launch.
+
+    Args:
+        source: address of the first place, [places, layers, block, ...].
+        target: address of what is [layers, tokens, ...].
+        blocks: int64 [blocks, :data:`BLOCK_NUMBERS`]: place, its tokens, and where the first of these goes.
+        layers: how many.
+        token, source_layer, target_layer: words of 32 bits of a token, of a layer of a place, and of a layer of the target.
+    """
+    grid = layers, triton.cdiv(source_layer, COPIED), len(blocks)
+    _pull_blocks[grid](source, target, blocks, token, source_layer, target_layer, BLOCK=COPIED)
 
 
 def gather_rows(source: int, asked: torch.Tensor, target: torch.Tensor, length: int, source_row: int, steps: tuple[int, int]) -> None:
-    """Copy rows of the lanes of some questions from an address, as :func:`copy_rows` does, in one launch.
+    """Copy rows of the lanes of some questions from an address, of this GPU or of one whose memory is mapped.
 
     Args:
         source: address of the first lane's.

@@ -2,7 +2,7 @@
 
 import torch
 
-from sglang_ext.managers.cache_rank.protocol import BLOCK, Append, Lease, ProtocolError, Shape
+from sglang_ext.managers.cache_rank.protocol import BLOCK, Lease, Piece, ProtocolError, Shape
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.selection.held_keys import EXACT, HeldRows, KeySizes, held_keys
 
@@ -47,7 +47,7 @@ class KeyStore:
         """The request of a lane is gone."""
         self._leased.pop(lane, None)
 
-    def append(self, told: Append, keys: torch.Tensor, values: torch.Tensor | None = None) -> None:
+    def append(self, told: Piece, keys: torch.Tensor, values: torch.Tensor | None = None) -> None:
         """Copy keys, [layers, block, kv_heads, dim], of which the first ``told.tokens`` count, and values like them, into a block.
 
         Raises:
@@ -58,7 +58,7 @@ class KeyStore:
         if self.rows is not None:
             self.rows.write(start, keys[:, : told.tokens], values[:, : told.tokens])
 
-    def start(self, told: Append) -> int:
+    def start(self, told: Piece) -> int:
         """Where the first of some tokens lies.
 
         Raises:

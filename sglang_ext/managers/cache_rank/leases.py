@@ -121,15 +121,15 @@ class KeyLeases:
                 self._free.append(block)
 
     def extend(self, lease: KeyLease, slots: torch.Tensor, name: Name | None = None) -> bool:
-        """Send what the rank lacks of the keys in ``slots``, int64 [tokens], a request's from the first on; as much as has places.
+        """Send what the rank lacks of the keys in ``slots``, a request's from the first on; as much as has places.
 
         Of blocks that come meanwhile with the same keys it takes another request's, and gives its own back: requests that begin alike at
         the same time each send a part.
 
         Args:
             lease: the request's.
-            slots: on a CPU, where nothing else is said, they name blocks. Of tokens that the rank has, those of a lease that is ``alone``
-                are not looked at.
+            slots: int64 [tokens]; on a CPU, where nothing else is said, they name blocks. Of tokens that the rank has, those of a lease that
+                is ``alone`` are not looked at.
             name: of whole blocks.
 
         Returns:
@@ -141,14 +141,25 @@ class KeyLeases:
         """
         name = name or (lambda index: None if lease.alone else _key(slots, index))
         self._take_blocks(lease, len(slots), name)
+        pieces, puts = [], []
         while lease.held < len(slots):
             if self._share(lease, len(slots), name):
                 continue
             place = self.link.place()
             if place is None:
-                return False
-            self._send(lease, slots, place, name)
-        return True
+                break
+            (index, offset), first = divmod(lease.held, BLOCK), lease.held
+            tokens = min(BLOCK - offset, len(slots) - first)
+            pieces.append(protocol.Piece(lease.blocks[index], offset, tokens, place))
+            puts.append(protocol.Placed(place, tokens, first))
+            lease.held += tokens
+        if pieces:
+            self.link.say(protocol.Append(tuple(pieces), self.link.memory.put_keys(puts, self.buffers, slots)))
+            self.sent += sum(piece.tokens for piece in pieces)
+            for piece, put in zip(pieces, puts):
+                if piece.offset + piece.tokens == BLOCK:
+                    self._name(piece.block, name(put.first // BLOCK))
+        return lease.held >= len(slots)
 
     def _filled(self, first: int, tokens: int, name: Name) -> list[int]:
         """The blocks that others have filled with what a request has from its ``first`` block on, of so many tokens."""
@@ -195,19 +206,8 @@ class KeyLeases:
         for at in range(0, len(blocks), MOST_NAMED):
             self.link.say(protocol.Lease(lease.lane, first + at, tuple(blocks[at : at + MOST_NAMED])))
 
-    def _send(self, lease: KeyLease, slots: torch.Tensor, place: int, name: Name) -> None:
-        """Send what is missing of the first block that is not whole."""
-        index, offset = divmod(lease.held, BLOCK)
-        tokens = min(BLOCK - offset, len(slots) - lease.held)
-        these = slots[lease.held : lease.held + tokens]
-        number = self.link.memory.put_keys(place, self.buffers, these)
-        block = lease.blocks[index]
-        self.link.say(protocol.Append(block, offset, tokens, place, number))
-        lease.held += tokens
-        self.sent += tokens
-        if offset + tokens < BLOCK:
-            return
-        named = name(index)
+    def _name(self, block: int, named: bytes | None) -> None:
+        """Let others find a block whose keys were sent, where nobody finds another by its name."""
         if named is not None and named not in self._by_name:
             self._by_name[named], self._names[block] = block, named
 

@@ -172,9 +172,10 @@ class RankLink:
     def _fail(self, why: str, told: str) -> None:
         if self.ready and time.monotonic() - self._ready_since >= SETTLED_SECONDS:
             self._failures = 0
-        self.packs, self.answers, self._why = (), [], why
+        self.packs, self.answers, self._free_places, self._why = (), [], [], why
         if self._process is not None:
-            logger.warning("sglang-ext: cache rank (process %s): %s; its requests go without it for now", self.pid, told)
+            alone = "; those whose full KV it had alone are computed again" if self.settings.attach.shape.rows else ""
+            logger.warning("sglang-ext: cache rank (process %s): %s; its requests go without it for now%s", self.pid, told, alone)
             self._process.end()
             self._process = None
         self._due = time.monotonic() + RESTART_SECONDS * 2**self._failures
@@ -207,6 +208,11 @@ class RankLink:
             if not self._has_ended():
                 self._fail("silent", "it takes no more messages")
             raise RankDown(self._why) from None
+
+    @property
+    def has_place(self) -> bool:
+        """Whether :meth:`place` has one."""
+        return bool(self._free_places)
 
     def place(self) -> int | None:
         """A place in memory for keys, taken until the rank has copied them; None where all are."""

@@ -5,12 +5,12 @@ after they are written, which makes it the barrier. All that a cache rank says n
 memory, among those that one inference rank has begun.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta, Struct
 
-VERSION = 7
+VERSION = 8
 MOST_MESSAGE = 1 << 20
 # Tokens of a block of keys, and of values: the unit in which they travel, are held, and are shared.
 BLOCK = 64
@@ -120,14 +120,28 @@ class Lease(Message, tag="lease"):
     blocks: Annotated[tuple[Block, ...], Meta(max_length=MOST_NAMED)]
 
 
-class Append(Message, tag="append"):
-    """Keys of ``tokens`` tokens of a block, its token ``offset`` and those after it, lie in ``place`` of shared memory; with
-    :attr:`Shape.rows` their values, too. In an arena once so much is written there as ``number`` says (on_gpu/arena.py)."""
+class Piece(Message):
+    """Keys of ``tokens`` tokens of a block, its token ``offset`` and those after it, in ``place`` of shared memory; with
+    :attr:`Shape.rows` their values, too."""
 
     block: Block
     offset: Annotated[int, Meta(ge=0, lt=BLOCK)]
     tokens: Annotated[int, Meta(ge=1, le=BLOCK)]
     place: Annotated[int, Meta(ge=0, lt=MOST_PLACES)]
+
+
+class Placed(NamedTuple):
+    """Tokens of one place of shared memory as they are written or read: the place, how many, and where the first of them comes from, or goes."""
+
+    place: int
+    tokens: int
+    first: int
+
+
+class Append(Message, tag="append"):
+    """Keys lie in shared memory; in an arena once so much is written there as ``number`` says (on_gpu/arena.py)."""
+
+    pieces: Annotated[tuple[Piece, ...], Meta(min_length=1, max_length=MOST_PLACES)]
     number: Written = 0
 
 
@@ -195,7 +209,7 @@ class Answer(Message, tag="answer"):
         epoch: of the process.
         lane, first, count, sequence: as of the question.
         chosen: whether tokens were chosen.
-        seconds: that choosing took; beside a GPU with the keys that came with the question.
+        seconds: that choosing took; beside a GPU with the keys that came with the question, without those that came between questions.
         at: when it was done, seconds of ``time.monotonic``, which both processes share.
         together: questions that were answered in these seconds, this one among them.
     """

@@ -146,9 +146,10 @@ class CacheRank:
         self._skip(self._questions.add(ask))
 
     def _append(self, told: protocol.Append) -> None:
-        place, memory = told.place, self._memory
-        self._store.append(told, memory.keys[place], memory.values[place] if memory.shape.rows else None)
-        self._taken.append(told.place)
+        memory = self._memory
+        for piece in told.pieces:
+            self._store.append(piece, memory.keys[piece.place], memory.values[piece.place] if memory.shape.rows else None)
+            self._taken.append(piece.place)
 
     def _lease(self, told: protocol.Lease) -> None:
         self._store.lease(told)

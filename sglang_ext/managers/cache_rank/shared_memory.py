@@ -10,12 +10,13 @@ The twin on GPUs of this layout is an arena on the device that is mapped over CU
 
 import mmap
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
 
-from sglang_ext.managers.cache_rank.protocol import BLOCK, Shape
+from sglang_ext.managers.cache_rank.protocol import BLOCK, Placed, Shape
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
 # What the head of an answer says, int64 each.
@@ -74,12 +75,13 @@ class SharedMemory:
         """Read them: a view, [pack layers, count, query_heads, dim]."""
         return self.queries[lane, sequence % 2, layers, :count]
 
-    def put_keys(self, place: int, buffers: KVBuffers, slots: torch.Tensor) -> int:
-        """Write the keys of tokens in ``slots``, int64 [up to block], and their values where these travel, to a place; 0, as a message that
-        comes after is the barrier."""
+    def put_keys(self, puts: Sequence[Placed], buffers: KVBuffers, slots: torch.Tensor) -> int:
+        """Write the keys of tokens in ``slots``, int64 [tokens], and their values where these travel, to places, each from its first of
+        ``slots`` on; 0, as a message that comes after is the barrier."""
         for travels, of_layers in [(self.keys, buffers.keys), (self.values, buffers.values)][: 1 + self.shape.rows]:
-            for into, of_layer in zip(travels[place], of_layers):
-                torch.index_select(of_layer, 0, slots, out=into[: len(slots)])
+            for place, tokens, first in puts:
+                for into, of_layer in zip(travels[place], of_layers):
+                    torch.index_select(of_layer, 0, slots[first : first + tokens], out=into[:tokens])
         return 0
 
     def put_chosen(self, epoch: int, lane: int, sequence: int, first: int, covered: int, kept: torch.Tensor) -> None:

@@ -96,6 +96,14 @@ class BesideSteps(SendsRows, ABC):
         self.settle_all()
 
 
+def compile_lengths(method: CopyMethod, token_table: torch.Tensor, buffers: KVBuffers, query_heads: int) -> None:
+    """Let no copy, and no choice beside steps, wait for compilers in a context of another length than those before; nothing on a CPU."""
+    if token_table.is_cuda:
+        from sglang_ext.layers.kernels.choose_tokens import compile_ahead
+
+        compile_ahead(buffers.keys[0], query_heads, (method.compressor.sinks, method.compressor.recent), token_table.shape[1])
+
+
 class ChosenBeside(BesideSteps):
     """Choices of a worker's requests, those under way among them.
 
@@ -114,11 +122,10 @@ class ChosenBeside(BesideSteps):
 
     def compile_kernels(self) -> None:
         """As :meth:`BesideSteps.compile_kernels`: in row 0 of the table, which is no request's."""
-        from sglang_ext.layers.kernels.choose_tokens import Contexts, compile_ahead
+        from sglang_ext.layers.kernels.choose_tokens import Contexts
 
         always = self._method.compressor.sinks, self._method.compressor.recent
-        if self._table.is_cuda:
-            compile_ahead(self._choice.buffers.keys[0], self._choice.query_heads, always, self._table.shape[1])
+        compile_lengths(self._method, self._table, self._choice.buffers, self._choice.query_heads)
         count, window = sum(always) + 1, self._method.compressor.window
         tokens, device = count + window, self._table.device
         targets = torch.zeros(self._method.packing.held_slots(count), dtype=torch.int64, device=device)

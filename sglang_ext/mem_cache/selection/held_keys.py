@@ -89,9 +89,10 @@ class ExactKeys(HeldKeys):
         """All that is held, of each layer: [tokens, kv_heads, dim]."""
         return self._keys.unbind()
 
-    def between(self, start: int, end: int) -> torch.Tensor:
-        """What is held in places from ``start`` to before ``end``: a view, [layers, tokens, kv_heads, dim]."""
-        return self._keys[:, start:end]
+    @property
+    def whole(self) -> torch.Tensor:
+        """All: [layers, tokens, kv_heads, dim]."""
+        return self._keys
 
     def clear(self, tokens: int) -> None:
         """Let the first places hold zeros."""

@@ -33,6 +33,6 @@ def test_kernels_compile_for_a_gpu():
         "_turn_queries",
         *("_exchange", "_push_rows", "_commit_rows", "_move_newest"),
         *("_open_places", "_put_queries", "_put_keys", "_signal", "_signal_all", "_await", "_commit"),
-        *("_copy_rows", "_gather_rows", "_push_chosen", "_read_words", "_answer"),
+        *("_pull_blocks", "_gather_rows", "_push_chosen", "_read_words", "_answer"),
     }
     assert expected <= set(done.stdout.split())

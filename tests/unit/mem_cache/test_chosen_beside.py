@@ -9,10 +9,11 @@ from test_views import DIM, HEADS, LAYERS
 
 from sglang_ext.core import RequestState
 from sglang_ext.device import SideStream
+from sglang_ext.layers.kernels import choose_tokens
 from sglang_ext.layers.kernels.choose_tokens import lengths_apart
 from sglang_ext.managers.integrity import check_copies
 from sglang_ext.managers.spec_decode.steps import Steps
-from sglang_ext.mem_cache.compressed.chosen_beside import BesideSteps, ChosenBeside
+from sglang_ext.mem_cache.compressed.chosen_beside import BesideSteps, ChosenBeside, compile_lengths
 from sglang_ext.mem_cache.compressed.due_copies import RENEW_AFTER, ensure_copy, until_due
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows, Recorded
 from sglang_ext.mem_cache.compressors import best
@@ -117,7 +118,7 @@ def test_a_choice_is_read_when_the_next_begins_however_late_it_is_made(predictor
 def test_what_is_done_before_any_request_is_as_far_ahead_as_steps_ask():
     views, step, _ = world(Spade(every=3, each_round=False))
     told = []
-    views.beside._choice = SimpleNamespace(choose=lambda contexts, read, positions, ahead: told.append(ahead))
+    views.beside._choice = SimpleNamespace(choose=lambda contexts, read, positions, ahead: told.append(ahead), buffers=None, query_heads=1)
     views.beside.compile_kernels()
     for position in range(150, 153):
         step(position)
@@ -131,6 +132,16 @@ def test_of_each_form_of_kernels_one_length_is_met_ahead_and_none_that_cannot_co
         (32769, [*powers, 32769]), (1 << 20, [*powers, 32769]),
     ):  # fmt: skip
         assert lengths_apart(longest) == tuple(expected)
+
+
+def test_a_gpu_compiles_ahead_for_contexts_as_long_as_a_row_of_the_table(monkeypatch):
+    told = []
+    monkeypatch.setattr(choose_tokens, "compile_ahead", lambda *given: told.append(given))
+    method = SimpleNamespace(compressor=Spade(sinks=5, recent=40))
+    table, buffers = SimpleNamespace(is_cuda=True, shape=(3, 700)), SimpleNamespace(keys=["a layer's"])
+    compile_lengths(method, table, buffers, 6)
+    compile_lengths(method, SimpleNamespace(is_cuda=False), buffers, 6)
+    assert told == [("a layer's", 6, (5, 40), 700)]
 
 
 def test_spare_slots_are_counted_and_given_back_after_what_is_written_to_them():

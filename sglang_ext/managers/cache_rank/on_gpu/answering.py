@@ -35,9 +35,10 @@ logger = logging.getLogger(__name__)
 # Launches in the current stream.
 INLINE = SideStream(torch.device("cpu"))
 
-# Times that questions of a form are answered before a graph is recorded for it; graphs that are kept, each until so many answers did without
-# it, and forms without one whose inputs are.
-RECORDED_AFTER, MOST_GRAPHS, UNUSED, MOST_OTHERS = 3, 16, 1000, 4
+# Times that questions of a form are answered before a graph is recorded for it, which takes longer than a step: while full KV travels more
+# questions are asked at once every few turns. Graphs that are kept, each until so many answers did without it, and forms without one whose
+# inputs are.
+RECORDED_AFTER, MOST_GRAPHS, UNUSED, MOST_OTHERS = 8, 16, 1000, 4
 # Numbers of a context, as kernels that choose take them (choose_tokens.py:Contexts).
 CONTEXT_NUMBERS = 4
 # Forms whose times are counted.

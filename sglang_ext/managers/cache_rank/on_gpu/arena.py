@@ -29,7 +29,7 @@ import torch
 
 from sglang_ext.core import OptionError
 from sglang_ext.device import to_device
-from sglang_ext.managers.cache_rank.protocol import BLOCK, NUMBER_BITS, Shape
+from sglang_ext.managers.cache_rank.protocol import BLOCK, NUMBER_BITS, Placed, Shape
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import as_pointers
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
@@ -229,18 +229,21 @@ class Arena:
         """As it is written of the process that runs."""
         return word_of(self._epoch, number)
 
-    def put_keys(self, place: int, buffers: KVBuffers, slots: torch.Tensor) -> int:
-        """Put the keys of tokens in ``slots``, int64 [up to block], to a place, and their values where these travel; their number."""
+    def put_keys(self, puts: Sequence[Placed], buffers: KVBuffers, slots: torch.Tensor) -> int:
+        """Put the keys of tokens in ``slots``, int64 [tokens], and their values where these travel, to places, each from its first of
+        ``slots`` on. The number of them all."""
         self.number += 1
         both = (self.keys, buffers.keys, "key_table"), (self.values, buffers.values, "value_table")
+        told = to_device(list(puts), self.device) if self._by_kernels else None
         for travels, of_layers, table in both[: 1 + self.shape.rows]:
             if self._by_kernels:
                 from sglang_ext.layers.kernels.hand_over import put_keys
 
-                put_keys(travels[place], getattr(buffers, table), of_layers[0], slots)
-            else:
+                put_keys(travels, told, getattr(buffers, table), of_layers[0], slots)
+                continue
+            for place, tokens, first in puts:
                 for into, part in zip(travels[place], of_layers):
-                    torch.index_select(part, 0, slots, out=into[: len(slots)])
+                    torch.index_select(part, 0, slots[first : first + tokens], out=into[:tokens])
         return self.number
 
     def next_number(self) -> int:

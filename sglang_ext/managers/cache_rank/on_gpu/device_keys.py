@@ -1,11 +1,14 @@
 """Keys that a cache rank on a GPU holds, as they are or in few bits, with exact keys and values where rows are sent, and how they come out of
 the arena."""
 
+from collections.abc import Iterator, Sequence
+
 import torch
 
+from sglang_ext.device import sent
 from sglang_ext.managers.cache_rank.keys import KeyStore
 from sglang_ext.managers.cache_rank.on_gpu.mapped_arena import MappedArena
-from sglang_ext.managers.cache_rank.protocol import BLOCK
+from sglang_ext.managers.cache_rank.protocol import BLOCK, Placed
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.selection.held_keys import CodedKeys, KeyCoder
 
@@ -19,38 +22,60 @@ class DeviceKeys:
         device: that it is on.
 
     Attributes:
-        buffers: by which is chosen, in the place of a pool's; of keys in few bits those of one block, beside the codes of all.
+        buffers: by which is chosen, in the place of a pool's; of keys in few bits what they are coded out of, beside the codes of all.
         sent: exact keys and values of all; None where positions alone are sent.
     """
 
     def __init__(self, store: KeyStore, scaling: tuple[float, ...], device: torch.device):
-        self._held, self._rows, self._coder, codes = store.held, store.rows, None, None
-        layers = tuple(range(len(scaling)))
+        self._held, self._rows, self._coder, codes, block = store.held, store.rows, None, None, None
+        layers, rows = tuple(range(len(scaling))), store.rows
         if isinstance(self._held, CodedKeys):
             sizes, codes = self._held.sizes, self._held
-            self._block = torch.empty(sizes.layers, BLOCK, sizes.kv_heads, sizes.dim, dtype=sizes.dtype, device=device)
-            self._places = torch.arange(BLOCK, device=device)
-            keys = self._block.unbind()
+            if rows is None:
+                block = torch.empty(sizes.layers, BLOCK, sizes.kv_heads, sizes.dim, dtype=sizes.dtype, device=device)
+            keys = rows.keys.of_layers() if block is None else block.unbind()
             self._coder = KeyCoder(keys, self._held)
         else:
             keys = self._held.of_layers()
+        # Of one block, out of which it is coded; None where exact keys are held.
+        self._block, self._device, self._first = block, device, torch.arange(BLOCK, device=device)
         self.buffers = KVBuffers(layers, scaling, keys, keys, codes=codes)
-        rows = self._rows
         self.sent = None if rows is None else KVBuffers(layers, scaling, rows.keys.of_layers(), rows.values.of_layers())
 
-    def pull(self, memory: MappedArena, place: int, tokens: int, start: int) -> None:
-        """Hold the first tokens of a place of the arena from place ``start`` on."""
-        end, rows = start + tokens, self._rows
-        if self._coder is None:
-            memory.pull_keys(place, tokens, self._held.between(start, end))
-        else:
-            memory.pull_keys(place, tokens, self._block[:, :tokens])
-            self._coder.code(self._places[:tokens], start)
-            if rows is not None:
-                rows.keys.between(start, end).copy_(self._block[:, :tokens])
-        if rows is not None:
-            memory.pull_keys(place, tokens, rows.values.between(start, end), values=True)
+    def pull(self, memory: MappedArena, pulls: Sequence[Placed]) -> None:
+        """Hold tokens of places of the arena, each from its first place here on: all blocks at once, but one after another where keys are held in
+        few bits alone."""
+        if self._block is not None:
+            for place, tokens, first in pulls:
+                memory.pull([Placed(place, tokens, 0)], self._block)
+                self._coder.code(self._first[:tokens], first)
+            return
+        for some in in_turns(pulls):
+            memory.pull(some, (self._held if self._rows is None else self._rows.keys).whole)
+            if self._coder is not None:
+                self._coder.code(_places(some, self._device))
+            if self._rows is not None:
+                memory.pull(some, self._rows.values.whole, values=True)
 
     def clear(self, tokens: int) -> None:
         """Let the first places hold zeros."""
         self._held.clear(tokens)
+
+
+def _places(pulls: Sequence[Placed], device: torch.device) -> torch.Tensor:
+    """Where their tokens go, int64 [tokens], on a device."""
+    _, tokens, first = torch.tensor(pulls).unbind(1)
+    inside = torch.arange(BLOCK)
+    return sent((first[:, None] + inside)[inside < tokens[:, None]], device)
+
+
+def in_turns(pulls: Sequence[Placed]) -> Iterator[list[Placed]]:
+    """As many at once as go to blocks of their own: a block that was another request's is written in the order in which it was sent."""
+    some: dict[int, Placed] = {}
+    for each in pulls:
+        if each.first // BLOCK in some:
+            yield [*some.values()]
+            some = {}
+        some[each.first // BLOCK] = each
+    if some:
+        yield [*some.values()]

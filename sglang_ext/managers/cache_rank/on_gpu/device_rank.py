@@ -25,7 +25,7 @@ from sglang_ext.managers.cache_rank.on_gpu.answering import Answering
 from sglang_ext.managers.cache_rank.on_gpu.arena import ArenaError, word_of
 from sglang_ext.managers.cache_rank.on_gpu.device_keys import DeviceKeys
 from sglang_ext.managers.cache_rank.on_gpu.mapped_arena import MappedArena
-from sglang_ext.managers.cache_rank.protocol import BLOCK, ProtocolError
+from sglang_ext.managers.cache_rank.protocol import BLOCK, Placed, ProtocolError
 from sglang_ext.managers.cache_rank.rank import BEAT_SECONDS, PROBED, CacheRank
 
 # That the device, and the host, wait at most for questions for which tokens are chosen ahead: a beat comes in between.
@@ -82,7 +82,7 @@ class DeviceRank(CacheRank):
                 self._refuse(f"its GPU does not choose: {error}")
         for _ in range(2):
             begun = time.perf_counter()
-            self._keys.pull(self._memory, 0, 1, 0)
+            self._keys.pull(self._memory, [Placed(0, 1, 0)])
             self._answer_none(tokens, tokens)
             self._wait()
         return (time.perf_counter() - begun) / shape.layers
@@ -131,8 +131,9 @@ class DeviceRank(CacheRank):
         self._coming.append(ask)
 
     def _append(self, told: protocol.Append) -> None:
-        if told.place >= self._memory.shape.places:
-            raise ProtocolError(f"place {told.place} was named, of {self._memory.shape.places}")
+        last = max(piece.place for piece in told.pieces)
+        if last >= self._memory.shape.places:
+            raise ProtocolError(f"place {last} was named, of {self._memory.shape.places}")
         self._coming.append(told)
 
     def _lease(self, told: protocol.Lease) -> None:
@@ -198,21 +199,23 @@ class DeviceRank(CacheRank):
         return heads[ask.lane][self._word(ask) % 2] == self._word(ask)
 
     def _pull(self, written: int, heads: Sequence[Sequence[int]]) -> None:
-        """Take of what messages told what is in the arena, by its words."""
-        taken = []
+        """Take of what messages told what is in the arena, by its words; keys that came after questions not before these are answered."""
+        taken: list[Placed] = []
         while self._coming and word_of(self._epoch, self._coming[0].number) <= written:
+            if isinstance(self._coming[0], protocol.Append) and self._questions.waiting:
+                break
             message = self._coming.popleft()
             if isinstance(message, protocol.Append):
-                self._keys.pull(self._memory, message.place, message.tokens, self._store.start(message))
-                taken.append(message.place)
+                taken += (Placed(piece.place, piece.tokens, self._store.start(piece)) for piece in message.pieces)
             elif self._is_put(message, heads):
                 self._skip(self._questions.add(message))
             else:
                 self._unasked[message.lane] = self._word(message)
                 self._say(self._about(message, False, 0.0))
         if taken:
+            self._keys.pull(self._memory, taken)
             self._wait()
-            self._say(protocol.Taken(self._epoch, tuple(taken)))
+            self._say(protocol.Taken(self._epoch, tuple(each.place for each in taken)))
 
     def _answer(self, asks: Sequence[protocol.Ask], begun: Mark) -> Sequence[protocol.Ask]:
         """Answer questions that are there, with as many queries, for a token as far ahead; these. ``begun``: when what they take did."""

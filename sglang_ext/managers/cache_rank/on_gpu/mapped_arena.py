@@ -12,7 +12,7 @@ import torch
 
 from sglang_ext.device import SideStream, to_device
 from sglang_ext.managers.cache_rank.on_gpu.arena import ASKED_NUMBERS, CHOSEN, DONE, LANE_WORDS, ArenaError, ArenaLayout, Part
-from sglang_ext.managers.cache_rank.protocol import BLOCK, Shape
+from sglang_ext.managers.cache_rank.protocol import BLOCK, Placed, Shape
 from sglang_ext.mem_cache.compressed.held_rows import absent, exchange, highest
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.selection.on_gpu import Part as MarkedPart
@@ -126,16 +126,19 @@ class MappedArena:
         gather_rows(self._address(part), asked, found, length, apart, steps)
         return found
 
-    def pull_keys(self, place: int, tokens: int, into: torch.Tensor, values: bool = False) -> None:
-        """The first keys of a place, or ``values``, to ``into``, [layers, tokens, kv_heads, dim], each layer of one piece."""
+    def pull(self, pulls: Sequence[Placed], into: torch.Tensor, values: bool = False) -> None:
+        """Keys of places, or ``values``, to ``into``, [layers, all tokens, kv_heads, dim], each layer of one piece, from their first there on;
+        none twice to one token."""
         if self._base is None:
-            into.copy_((self._values if values else self._keys)[place, :, :tokens])
+            for place, tokens, first in pulls:
+                into[:, first : first + tokens] = (self._values if values else self._keys)[place, :, :tokens]
             return
-        from sglang_ext.layers.kernels.hand_over import copy_rows
+        from sglang_ext.layers.kernels.hand_over import pull_blocks
 
-        row, part = self.shape.kv_heads * self.shape.dim * self._item, self._layout.values if values else self._layout.keys
-        lengths = words_of(tokens * row), words_of(BLOCK * row), words_of(into.stride(0) * self._item)
-        copy_rows(self._address(part, place), into.data_ptr(), self.shape.layers, *lengths)
+        token, part = self.shape.kv_heads * self.shape.dim * self._item, self._layout.values if values else self._layout.keys
+        told, layers = to_device(list(pulls), self._device), self.shape.layers
+        words = words_of(token), words_of(BLOCK * token), words_of(into.stride(0) * self._item)
+        pull_blocks(self._address(part), into.data_ptr(), told, layers, *words)
 
     def push_chosen(self, asked: torch.Tensor, there: torch.Tensor, chosen: torch.Tensor) -> None:
         """Answers to questions that are there: positions, int32 [layers, questions, kv_heads, most]."""

@@ -1,9 +1,10 @@
 """What cache ranks on other GPUs choose for the steps of an inference rank: AsyncSpade across GPUs.
 
-After a step in which a request's turn has come, its queries, and the keys that its rank lacks, are written to that rank's arena on a second
-stream, while the next steps run. When its turn comes again, as many steps later as ranks need (pace.py), a kernel waits for the answer, no
-longer than :data:`WAIT_SECONDS` in a step, and the copy leads to what was chosen; where nothing came it goes on to lead to what it led to. Whether it
-came the device alone knows: the host launches and goes on, and counts misses when the device has told them.
+After a step in which a request's turn has come, its queries are written to its rank's arena on a second stream, while the next steps run;
+so are the keys that the rank lacks, after any step, as places come free. When its turn comes again, as many steps later as ranks need
+(pace.py), a kernel waits for the answer, no longer than :data:`WAIT_SECONDS` in a step, and the copy leads to what was chosen; where nothing
+came it goes on to lead to what it led to. Whether it came the device alone knows: the host launches and goes on, and counts misses when the
+device has told them.
 
 Where steps are verified, turns are counted in them over rounds: a round may have fewer steps than lie between two turns, and drafts that
 are rejected take positions back. What a round asked may be taken in a later one, as the copy stands for the same tokens.
@@ -21,6 +22,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from itertools import groupby
 
 import msgspec
@@ -35,7 +37,7 @@ from sglang_ext.managers.cache_rank.on_gpu.arena import Arena, Asked, Copy
 from sglang_ext.managers.cache_rank.on_gpu.at_rank import AtRank, Put, Question, Record
 from sglang_ext.managers.cache_rank.on_gpu.device_counts import DeviceCounts
 from sglang_ext.managers.cache_rank.on_gpu.pace import Pace
-from sglang_ext.mem_cache.compressed.chosen_beside import BesideSteps
+from sglang_ext.mem_cache.compressed.chosen_beside import BesideSteps, compile_lengths
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
 from sglang_ext.mem_cache.compressed.held_rows import NewestRows, renewed
@@ -94,6 +96,8 @@ class RankSteps(LinkedRanks, BesideSteps):
 
     def compile_kernels(self) -> None:
         """As :meth:`BesideSteps.compile_kernels`: by questions that no lane has room for, before any request."""
+        # By which copies are made here.
+        compile_lengths(self._method, self._table, self.buffers, self._queries.pool.shape[2])
         slots = torch.zeros(1, dtype=torch.int64, device=self._table.device)
         window, record = self._method.compressor.window, None
         if self.sends_rows:
@@ -102,7 +106,7 @@ class RankSteps(LinkedRanks, BesideSteps):
             self.buffers.move_newest(coming, slots.expand(2), slots)
         for arena in self._arenas.values():
             word = arena.word(1 << 31)
-            arena.put_keys(0, self.buffers, slots)
+            arena.put_keys([protocol.Placed(0, 1, 0)], self.buffers, slots)
             arena.publish(self._queries.pool, [Asked([0] * window, 0, word, record)])
             arena.take([Copy(0, word, 0, 1, 1, slots, record)], self._table, self.buffers, 0.0)
             arena.counters.zero_()
@@ -139,11 +143,12 @@ class RankSteps(LinkedRanks, BesideSteps):
         due = self._due(views, ends, every, following is not None)
         # First, or the rank would look at the newer question alone.
         self._take(views, self._open_questions(views, due))
-        if due:
-            for link in self.links:
-                link.wait(0)
+        for link in self.links:
+            link.wait(0)
+        behind = [row for row in ends if row not in due and self._is_behind(views, row)]
+        if due or behind:
             # What that makes is made on the second stream; tables, buffers and pools stay.
-            self._launched = self._side.launch(lambda: self._ask(views, due, every), ())
+            self._launched = self._side.launch(lambda: self._ask(views, due, behind, every), ())
         if following == 0:
             # Verification writes over the queries of drafts.
             self._settle()
@@ -159,8 +164,7 @@ class RankSteps(LinkedRanks, BesideSteps):
 
     def _steps_between(self, views: CompressedViews, rows: Iterable[int]) -> int:
         """Steps between two choices of a request; ``rows``: of all that step. Ranks choose for those alone whose keys they have."""
-        asked = ((request, views.get(row).covered) for row in rows if (request := self._requests.get(row)) is not None)
-        at_ranks = Counter(each.leases.link for each, covered in asked if each.lease.held >= covered and not each.void)
+        at_ranks = Counter(self._requests[row].leases.link for row in rows if self._has_keys(views, row))
         before, every = self.pace.every, self.pace.stepped(max(at_ranks.values(), default=0))
         if every != before:
             logger.info(
@@ -181,8 +185,30 @@ class RankSteps(LinkedRanks, BesideSteps):
                 found.append((row, request, asked))
         return found
 
-    def _ask(self, views: CompressedViews, due: dict[int, int], every: int) -> None:
-        """Write keys and queries of some requests to arenas, and tell their ranks."""
+    def _has_keys(self, views: CompressedViews, row: int) -> bool:
+        """Whether the rank has, or was sent, the keys that a request's copy stands for."""
+        request = self._requests.get(row)
+        return request is not None and not request.void and request.lease.held >= views.get(row).covered
+
+    def _is_behind(self, views: CompressedViews, row: int) -> bool:
+        """Whether the rank lacks keys of a request that it has begun, of which some can be sent now."""
+        request = self._requests.get(row)
+        return request is not None and not request.void and request.leases.link.has_place and not self._has_keys(views, row)
+
+    def _ask(self, views: CompressedViews, due: dict[int, int], behind: Sequence[int], every: int) -> None:
+        """Write queries and keys of some requests to arenas, keys alone of those that are ``behind``, and tell their ranks."""
+        whole = {row: end for row, end in due.items() if self._has_keys(views, row)}
+        # Or these would wait until the rank has taken the keys of others.
+        self._ask_for(views, whole, every)
+        for row in behind:
+            # Since they were looked for a process may have ended.
+            if self._is_behind(views, row):
+                with suppress(RankDown, MemoryFull):  # told when its turn comes
+                    self._requests[row].extend(self._table[row, : views.get(row).covered].long())
+        self._ask_for(views, {row: end for row, end in due.items() if row not in whole}, every)
+
+    def _ask_for(self, views: CompressedViews, due: dict[int, int], every: int) -> None:
+        """Ask for some requests together, once their ranks have, or are sent, their keys; tell of all that was written, before too."""
         asked: dict[Arena, list[Put]] = {arena: [] for arena in self._arenas.values()}
         for row, end in due.items():
             try:

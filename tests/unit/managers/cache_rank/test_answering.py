@@ -45,7 +45,7 @@ def made(monkeypatch):
 @pytest.mark.parametrize("forms", [1, 5, MOST_GRAPHS])
 def test_each_form_that_comes_again_is_recorded_once_however_many_come_in_turn(forms, made):
     rank = Recording()
-    for turn in range(10):
+    for turn in range(RECORDED_AFTER + 4):
         answered = [rank.ask(count) for count in range(1, forms + 1)]
         assert all(answered) == (turn >= RECORDED_AFTER)
     assert sorted(rank.recorded) == list(range(1, forms + 1))
@@ -54,7 +54,7 @@ def test_each_form_that_comes_again_is_recorded_once_however_many_come_in_turn(f
 
 def test_more_forms_than_graphs_are_kept_do_not_drive_each_other_out():
     rank = Recording()
-    for _ in range(12):
+    for _ in range(RECORDED_AFTER + 4):
         for count in range(1, MOST_GRAPHS + 5):
             rank.ask(count)
     assert sorted(rank.recorded) == list(range(1, MOST_GRAPHS + 1))

@@ -27,14 +27,16 @@ class ModelRank:
     def place(self):
         return self._free.pop() if self._free else None
 
-    def put_keys(self, place, pool, slots):
-        self._put[place] = [pool[slot] for slot in slots.tolist()]
+    def put_keys(self, puts, pool, slots):
+        for place, tokens, first in puts:
+            self._put[place] = [pool[slot] for slot in slots[first : first + tokens].tolist()]
         self._number += 1
         return self._number
 
     def say(self, message):
         if isinstance(message, protocol.Append):
-            self._coming.append(message)
+            assert message.number == self._number
+            self._coming += message.pieces
         elif isinstance(message, protocol.Lease):
             known = self.leased.setdefault(message.lane, [])
             assert message.first <= len(known)

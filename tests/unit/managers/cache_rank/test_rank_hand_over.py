@@ -1,11 +1,16 @@
 """How keys of requests get to a cache rank with an arena, in as many steps as there are places for them, and what requests that begin alike
 share there."""
 
+import signal
 import time
 
+import pytest
 import torch
+import zmq
 from device_rank_helpers import RankWorld
+from rank_helpers import signalled
 
+from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.on_gpu import rank_steps
 
 
@@ -24,6 +29,99 @@ def test_keys_go_in_as_many_steps_as_there_are_places_for_them_and_blocks():
     world.begin(2, 150, 40)
     world.step()
     assert world.steps.missed["memory-full"] == 1 and 2 not in world.steps._requests
+    world.steps.end()
+
+
+def test_keys_go_to_a_rank_after_any_step_and_after_questions_of_those_whose_keys_it_has():
+    world, said = RankWorld(places=2, every=3).ready(), []
+    (link,) = world.links
+    say = link.say
+    link.say = lambda message: (said[-1].append(message), say(message))
+
+    def step():
+        said.append([])
+        world.step()
+        world.until(lambda: len(link._free_places) == 2)
+
+    said.append([])
+    world.begin(1, 128, 32)
+    while not world.steps.taken:
+        step()
+        world.steps.tend()
+    assert (world.ends[1] - 128) % 3 == 0
+    world.begin(2, 450, 48)
+    said.clear()
+    for _ in range(6):
+        step()
+    told = [[type(message).__name__ for message in each if not isinstance(message, protocol.Lease)] for each in said]
+    # Eight blocks through two places, from the turn of both on.
+    assert told == [[], [], ["Ask", "Append"], ["Append"], ["Append"], ["Ask", "Append", "Ask"]]
+    assert world.steps._requests[2].lease.held == 450 and world.steps.missed["hand-over"] == 1
+    world.steps.end()
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["while keys go", "as one is asked"])
+def test_a_rank_that_ends_while_keys_go_to_it_costs_choices_alone(first):
+    world = RankWorld(places=6, every=3, lanes=4).ready()
+    (link,) = world.links
+    if first:
+        world.begin(1, 129, 32)
+        for _ in range(4):
+            world.step()
+    # Their turns are not those of the first.
+    world.begin(2, 450, 48), world.begin(3, 450, 48)
+    while not {2, 3} <= set(world.steps._requests):
+        world.step()
+    world.until(lambda: len(link._free_places) == 6)
+    signalled(link.pid, signal.SIGKILL)
+    while link._process.socket.poll(0, zmq.POLLOUT):
+        time.sleep(0.01)
+    world.step()
+    assert not link.ready and not link.has_place
+    world.step(), world.step()
+    assert world.steps.missed["ended"] >= 2
+    world.until(lambda: world.steps.ready == 1)
+    for _ in range(12):
+        world.step()
+        world.until(lambda: len(link._free_places) == 6)
+    held = {row: request.lease.held for row, request in world.steps._requests.items()}
+    assert held == {2: 450, 3: 450, **({1: 129} if first else {})}
+    world.steps.end()
+
+
+def test_keys_for_which_a_rank_has_no_room_are_told_when_their_turn_comes():
+    world = RankWorld(places=16, blocks=4, every=3).ready()
+    world.begin(1, 200, 48)
+    for _ in range(4):
+        world.step()
+    # A copy that stands for more than there are blocks for.
+    world.steps.settle(1)
+    world.table[1, 200:280] = torch.arange(700, 780)
+    world.copies[1].covered, world.ends[1] = 280, 280
+    world.step(), world.step()
+    assert 1 in world.steps._requests and not +world.steps.missed
+    world.step()
+    assert 1 not in world.steps._requests and world.steps.missed["memory-full"] == 1
+    world.steps.end()
+
+
+def test_places_that_came_free_since_ranks_were_tended_are_used_and_without_any_nothing_is_launched():
+    world, launched = RankWorld(places=2, every=50).ready(), []
+    (link,), side = world.links, world.steps._side
+    launch = side.launch
+    side.launch = lambda *given: (launched.append(1), launch(*given))[1]
+    world.begin(1, 450, 48)
+    world.ends[1] = 499
+    world.step()
+    assert world.steps._requests[1].lease.held == 128
+    # What the rank says nobody hears but steps, of which none is the request's turn.
+    while world.steps._requests[1].lease.held < 256:
+        assert link._process.socket.poll(10_000) and world.ends[1] < 540
+        world.step()
+    launched.clear()
+    link._free_places, link.wait = [], lambda seconds: None
+    world.step()
+    assert not launched
     world.steps.end()
 
 

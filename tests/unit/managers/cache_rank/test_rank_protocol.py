@@ -12,7 +12,7 @@ from sglang_ext.managers.cache_rank.protocol import ProtocolError
 TO_RANK = (
     attach(),
     protocol.Lease(1, 0, (3, 4)),
-    protocol.Append(3, 60, 4, 7),
+    protocol.Append((protocol.Piece(3, 60, 4, 7), protocol.Piece(4, 0, 64, 1)), 5),
     protocol.Ask(0, 4, 2, 9, 300, 64, (298, 299)),
     protocol.Free(1),
     protocol.Ping(1),
@@ -45,8 +45,9 @@ def test_what_a_rank_says_arrives(message):
     [
         protocol.Lease(protocol.MOST_LANES, 0, ()),
         protocol.Lease(0, 0, (protocol.MOST_BLOCKS,)),
-        protocol.Append(0, 64, 1, 0),
-        protocol.Append(0, 0, 65, 0),
+        protocol.Append((protocol.Piece(0, 64, 1, 0),)),
+        protocol.Append((protocol.Piece(0, 0, 1, 0), protocol.Piece(0, 0, 65, 0))),
+        protocol.Append(()),
         protocol.Ask(0, 0, 1, 0, 10, 1, (9,)),
         protocol.Ask(0, 0, 1, 1, 10, 1, ()),
         protocol.Ask(0, 0, 1, 1, 10, 1, tuple(range(protocol.MOST_WINDOW + 1))),

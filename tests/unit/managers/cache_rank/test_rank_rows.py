@@ -172,7 +172,7 @@ def test_where_full_kv_is_given_back_nobody_finds_blocks_by_its_slots_and_what_g
     rank.answer(rank.asks()[-1])
     slots = torch.cat([torch.zeros(200, dtype=torch.int64), SLOTS[200:280]])
     assert choices.prepare(1, slots, keep_of(280), queries(1, 280), torch.tensor([279])) and choices.holds(1) == 280
-    appended = [message for message in rank.hear() if isinstance(message, protocol.Append)][4:]
+    appended = rank.pieces()[4:]
     assert [(message.offset, message.tokens) for message in appended] == [(8, 56), (0, 24)]
     values = rank.memory.values[appended[0].place]
     for layer in range(LAYERS):

@@ -14,7 +14,7 @@ from rank_helpers import attach, pool
 
 from sglang_ext.core import OptionError
 from sglang_ext.managers.cache_rank import protocol
-from sglang_ext.managers.cache_rank.on_gpu import device_rank, pace
+from sglang_ext.managers.cache_rank.on_gpu import device_rank, pace, rank_steps
 from sglang_ext.managers.cache_rank.on_gpu.arena import CHOSEN, DONE, Arena, ArenaError, ArenaLayout, Asked, check_peers
 from sglang_ext.managers.cache_rank.on_gpu.device_rank import DeviceRank
 from sglang_ext.managers.cache_rank.on_gpu.device_start import fitting, warn_of_lanes
@@ -50,6 +50,13 @@ def test_a_rank_that_steps_outrun_is_asked_as_often_as_it_keeps_up_and_what_it_c
     world.every = 8
     assert torch.equal(world.led(1), world.chosen(1, world.ends[1] - 8, 300)), "by the queries of the turn before"
     world.steps.end()
+
+
+def test_copies_of_contexts_of_all_lengths_are_compiled_for_before_any_request(world, monkeypatch):
+    told = []
+    monkeypatch.setattr(rank_steps, "compile_lengths", lambda method, table, buffers, heads: told.append((method, table, heads)))
+    world.steps.compile_kernels()
+    assert told == [(world.method, world.table, world.queries.pool.shape[2])]
 
 
 def test_questions_that_are_answered_together_cost_once_however_many_they_are(world, monkeypatch):
@@ -281,11 +288,33 @@ def test_keys_that_come_with_a_question_are_part_of_what_it_takes(monkeypatch):
     for sequence, (keys_come, least, most) in enumerate(((True, 1.0, 10), (False, 0, 1.0)), 1):
         if keys_come:
             rank._take(protocol.Lease(0, 0, (0,)))
-            rank._take(protocol.Append(0, 0, 64, 0, arena.put_keys(0, keys, torch.arange(64))))
+            rank._take(protocol.Append((protocol.Piece(0, 0, 64, 0),), arena.put_keys([protocol.Placed(0, 64, 0)], keys, torch.arange(64))))
         rank._take(protocol.Ask(0, 0, 5, sequence, 64, 8, (63,), number=arena.next_number()))
         arena.publish(torch.randn(5, 8, 6, 8), [Asked([3], 0, arena.word(sequence))])
         rank._answer_next()
         assert socket.messages[-1].chosen and least <= socket.messages[-1].seconds < most
+
+
+def test_a_question_that_was_put_before_keys_is_answered_before_they_are_taken():
+    arena = Arena(attach().shape, torch.device("cpu"), "cpu")
+    rank, socket = rank_here(arena)
+    keys, queries = pool(), torch.randn(5, 8, 6, 8)
+
+    def put(lane, *blocks):
+        rank._take(protocol.Lease(lane, 0, blocks))
+        placed = [protocol.Placed(block, 64, 0) for block in blocks]
+        rank._take(protocol.Append(tuple(protocol.Piece(block, 0, 64, block) for block in blocks), arena.put_keys(placed, keys, torch.arange(64))))
+
+    def ask(lane):
+        rank._take(protocol.Ask(lane, 0, 5, 1, 64, 8, (63,), number=arena.next_number()))
+        arena.publish(queries, [Asked([3], lane, arena.word(1))])
+
+    put(0, 0), ask(0), put(1, 1, 2), ask(1)
+    said = len(socket.messages)
+    for _ in range(3):
+        rank._answer_next()
+    assert [type(each).__name__ for each in socket.messages[said:]] == ["Taken", "Answer", "Taken", "Answer"]
+    assert all(each.chosen for each in socket.messages if isinstance(each, protocol.Answer))
 
 
 def test_a_choice_that_was_launched_ahead_costs_what_it_takes_from_when_the_question_is_put(monkeypatch):
@@ -379,7 +408,7 @@ def test_a_rank_ends_where_it_is_asked_for_what_cannot_be():
     rank, _ = rank_here(Arena(shape, torch.device("cpu"), "cpu"))
     for wrong in (
         protocol.Ask(0, 0, 3, 1, 64, 8, (63,)), protocol.Ask(4, 0, 5, 1, 64, 8, (63,)), protocol.Ask(0, 0, 5, 1, 4, 8, (63,)),
-        protocol.Append(0, 0, 64, 8),
+        protocol.Append((protocol.Piece(0, 0, 64, 0), protocol.Piece(0, 0, 64, 8))),
     ):  # fmt: skip
         with pytest.raises(protocol.ProtocolError, match="goes beyond|place 8 was named, of 8"):
             rank._take(wrong)

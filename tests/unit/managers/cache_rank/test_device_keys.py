@@ -1,0 +1,53 @@
+"""Keys that a cache rank on a GPU takes out of the arena, of many blocks at once: on a CPU, where PyTorch copies them."""
+
+import pytest
+import torch
+from rank_helpers import attach, pool
+
+from sglang_ext.managers.cache_rank.keys import KeyStore
+from sglang_ext.managers.cache_rank.on_gpu.arena import Arena
+from sglang_ext.managers.cache_rank.on_gpu.device_keys import DeviceKeys, in_turns
+from sglang_ext.managers.cache_rank.on_gpu.mapped_arena import MappedArena
+from sglang_ext.managers.cache_rank.protocol import Piece, Placed
+
+CPU = torch.device("cpu")
+# Two to one block, the second of which counts; the last ends with the last block.
+PIECES = Piece(2, 0, 64, 0), Piece(3, 5, 9, 1), Piece(2, 0, 64, 2), Piece(31, 60, 4, 3)
+
+
+def keys_of(bits, rows):
+    """An arena in which the pieces lie, and what takes them out of it."""
+    told = attach(bits=bits, rows=rows, fresh=8 * rows)
+    arena = Arena(told.shape, CPU, "cpu")
+    arena.put_keys([Placed(0, 64, 0), Placed(1, 9, 64), Placed(2, 64, 73), Placed(3, 4, 137)], pool(0, 200), torch.arange(141))
+    store = KeyStore(told.shape, told.blocks, told.scaling, bits, CPU)
+    return arena, store, DeviceKeys(store, told.scaling, CPU), MappedArena(told.shape, CPU, b"", arena.begin(1))
+
+
+@pytest.mark.parametrize("rows", [False, True], ids=["positions", "rows"])
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_many_blocks_at_once_are_what_they_are_one_by_one(bits, rows):
+    arena, store, keys, memory = keys_of(bits, rows)
+    other = keys_of(bits, rows)[1]
+    keys.pull(memory, [Placed(piece.place, piece.tokens, store.start(piece)) for piece in PIECES])
+    for piece in PIECES:
+        other.append(piece, arena.keys[piece.place], arena.values[piece.place] if rows else None)
+    for piece in PIECES:
+        tokens = torch.arange(piece.tokens) + store.start(piece)
+        for layer in range(arena.shape.layers):
+            assert torch.equal(store.held.read(layer, tokens), other.held.read(layer, tokens))
+            if rows:
+                head = torch.zeros_like(tokens)
+                assert all(map(torch.equal, store.rows.read(layer, tokens, head), other.rows.read(layer, tokens, head)))
+
+
+def test_what_goes_to_one_block_is_taken_in_the_order_in_which_it_was_sent_and_all_else_at_once():
+    pulls = [Placed(*each) for each in ((0, 64, 0), (1, 10, 64), (2, 5, 74), (3, 64, 128), (4, 64, 0), (5, 1, 300))]
+    assert [*in_turns(pulls)] == [pulls[:2], pulls[2:]] and [*in_turns([])] == []
+    alike = [Placed(place, 1, 7) for place in range(3)]
+    assert [*in_turns(alike)] == [[each] for each in alike]
+    arena, store, keys, memory = keys_of(8, True)
+    taken, pull = [], memory.pull
+    memory.pull = lambda some, *given, **named: (taken.append([each.place for each in some]), pull(some, *given, **named))
+    keys.pull(memory, [Placed(piece.place, piece.tokens, store.start(piece)) for piece in PIECES])
+    assert taken == [[0, 1], [0, 1], [2, 3], [2, 3]], "keys and values"
