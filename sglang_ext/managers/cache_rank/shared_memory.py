@@ -79,9 +79,7 @@ class SharedMemory:
         """Write the keys of tokens in ``slots``, int64 [tokens], and their values where these travel, to places, each from its first of
         ``slots`` on; 0, as a message that comes after is the barrier."""
         for travels, of_layers in [(self.keys, buffers.keys), (self.values, buffers.values)][: 1 + self.shape.rows]:
-            for place, tokens, first in puts:
-                for into, of_layer in zip(travels[place], of_layers):
-                    torch.index_select(of_layer, 0, slots[first : first + tokens], out=into[:tokens])
+            put_tokens(puts, of_layers, slots, travels)
         return 0
 
     def put_chosen(self, epoch: int, lane: int, sequence: int, first: int, covered: int, kept: torch.Tensor) -> None:
@@ -129,6 +127,14 @@ class SharedMemory:
     def rows(self, lane: int, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of an answer, to be written or read: views, [layers, kv_heads, most, dim] each."""
         return self.row_keys[lane, sequence % 2], self.row_values[lane, sequence % 2]
+
+
+def put_tokens(puts: Sequence[Placed], of_layers: Sequence[torch.Tensor], slots: torch.Tensor, places: torch.Tensor) -> None:
+    """Copy tokens in ``slots``, int64 [tokens], of each layer's buffer, [slots, kv_heads, dim], to places, [places, layers, block, kv_heads, dim],
+    each from its first of ``slots`` on."""
+    for place, tokens, first in puts:
+        for into, of_layer in zip(places[place], of_layers):
+            torch.index_select(of_layer, 0, slots[first : first + tokens], out=into[:tokens])
 
 
 def size_of(shape: Shape) -> int:

@@ -30,6 +30,7 @@ import torch
 from sglang_ext.core import OptionError
 from sglang_ext.device import to_device
 from sglang_ext.managers.cache_rank.protocol import BLOCK, NUMBER_BITS, Placed, Shape
+from sglang_ext.managers.cache_rank.shared_memory import put_tokens
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import as_pointers
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
@@ -240,10 +241,8 @@ class Arena:
                 from sglang_ext.layers.kernels.hand_over import put_keys
 
                 put_keys(travels, told, getattr(buffers, table), of_layers[0], slots)
-                continue
-            for place, tokens, first in puts:
-                for into, part in zip(travels[place], of_layers):
-                    torch.index_select(part, 0, slots[first : first + tokens], out=into[:tokens])
+            else:
+                put_tokens(puts, of_layers, slots, travels)
         return self.number
 
     def next_number(self) -> int:

@@ -10,7 +10,7 @@ from sglang_ext.managers.cache_rank.keys import KeyStore
 from sglang_ext.managers.cache_rank.on_gpu.mapped_arena import MappedArena
 from sglang_ext.managers.cache_rank.protocol import BLOCK, Placed
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.selection.held_keys import CodedKeys, KeyCoder
+from sglang_ext.mem_cache.selection.held_keys import CodedKeys, ExactKeys, KeyCoder
 
 
 class DeviceKeys:
@@ -27,31 +27,29 @@ class DeviceKeys:
     """
 
     def __init__(self, store: KeyStore, scaling: tuple[float, ...], device: torch.device):
-        self._held, self._rows, self._coder, codes, block = store.held, store.rows, None, None, None
-        layers, rows = tuple(range(len(scaling))), store.rows
-        if isinstance(self._held, CodedKeys):
-            sizes, codes = self._held.sizes, self._held
-            if rows is None:
-                block = torch.empty(sizes.layers, BLOCK, sizes.kv_heads, sizes.dim, dtype=sizes.dtype, device=device)
-            keys = rows.keys.of_layers() if block is None else block.unbind()
-            self._coder = KeyCoder(keys, self._held)
-        else:
-            keys = self._held.of_layers()
-        # Of one block, out of which it is coded; None where exact keys are held.
-        self._block, self._device, self._first = block, device, torch.arange(BLOCK, device=device)
+        held, rows, layers = store.held, store.rows, tuple(range(len(scaling)))
+        exact, codes = held if rows is None else rows.keys, held if isinstance(held, CodedKeys) else None
+        # None where codes alone are held: they are of one block at a time.
+        self._exact = exact if isinstance(exact, ExactKeys) else None
+        if self._exact is None:
+            sizes = held.sizes
+            self._block = torch.empty(sizes.layers, BLOCK, sizes.kv_heads, sizes.dim, dtype=sizes.dtype, device=device)
+        keys = self._block.unbind() if self._exact is None else self._exact.of_layers()
+        self._held, self._rows, self._device, self._first = held, rows, device, torch.arange(BLOCK, device=device)
+        self._coder = None if codes is None else KeyCoder(keys, codes)
         self.buffers = KVBuffers(layers, scaling, keys, keys, codes=codes)
-        self.sent = None if rows is None else KVBuffers(layers, scaling, rows.keys.of_layers(), rows.values.of_layers())
+        self.sent = None if rows is None else KVBuffers(layers, scaling, keys, rows.values.of_layers())
 
     def pull(self, memory: MappedArena, pulls: Sequence[Placed]) -> None:
         """Hold tokens of places of the arena, each from its first place here on: all blocks at once, but one after another where keys are held in
         few bits alone."""
-        if self._block is not None:
+        if self._exact is None:
             for place, tokens, first in pulls:
                 memory.pull([Placed(place, tokens, 0)], self._block)
                 self._coder.code(self._first[:tokens], first)
             return
         for some in in_turns(pulls):
-            memory.pull(some, (self._held if self._rows is None else self._rows.keys).whole)
+            memory.pull(some, self._exact.whole)
             if self._coder is not None:
                 self._coder.code(_places(some, self._device))
             if self._rows is not None:

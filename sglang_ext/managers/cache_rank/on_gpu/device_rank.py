@@ -202,16 +202,17 @@ class DeviceRank(CacheRank):
         """Take of what messages told what is in the arena, by its words; keys that came after questions not before these are answered."""
         taken: list[Placed] = []
         while self._coming and word_of(self._epoch, self._coming[0].number) <= written:
-            if isinstance(self._coming[0], protocol.Append) and self._questions.waiting:
-                break
-            message = self._coming.popleft()
+            message = self._coming[0]
             if isinstance(message, protocol.Append):
+                if self._questions.waiting:
+                    break
                 taken += (Placed(piece.place, piece.tokens, self._store.start(piece)) for piece in message.pieces)
             elif self._is_put(message, heads):
                 self._skip(self._questions.add(message))
             else:
                 self._unasked[message.lane] = self._word(message)
                 self._say(self._about(message, False, 0.0))
+            self._coming.popleft()
         if taken:
             self._keys.pull(self._memory, taken)
             self._wait()

@@ -201,7 +201,7 @@ class RankSteps(LinkedRanks, BesideSteps):
         # Or these would wait until the rank has taken the keys of others.
         self._ask_for(views, whole, every)
         for row in behind:
-            # Since they were looked for a process may have ended.
+            # One before it may have taken the last place.
             if self._is_behind(views, row):
                 with suppress(RankDown, MemoryFull):  # told when its turn comes
                     self._requests[row].extend(self._table[row, : views.get(row).covered].long())

@@ -7,11 +7,12 @@ import time
 import pytest
 import torch
 import zmq
-from device_rank_helpers import RankWorld
-from rank_helpers import signalled
+from device_rank_helpers import RankWorld, rank_here
+from rank_helpers import attach, pool, signalled
 
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.on_gpu import rank_steps
+from sglang_ext.managers.cache_rank.on_gpu.arena import Arena, Asked
 
 
 def test_keys_go_in_as_many_steps_as_there_are_places_for_them_and_blocks():
@@ -58,6 +59,28 @@ def test_keys_go_to_a_rank_after_any_step_and_after_questions_of_those_whose_key
     assert told == [[], [], ["Ask", "Append"], ["Append"], ["Append"], ["Ask", "Append", "Ask"]]
     assert world.steps._requests[2].lease.held == 450 and world.steps.missed["hand-over"] == 1
     world.steps.end()
+
+
+def test_a_question_that_was_put_before_keys_is_answered_before_they_are_taken():
+    arena = Arena(attach().shape, torch.device("cpu"), "cpu")
+    rank, socket = rank_here(arena)
+    keys, queries = pool(), torch.randn(5, 8, 6, 8)
+
+    def put(lane, *blocks):
+        rank._take(protocol.Lease(lane, 0, blocks))
+        placed = [protocol.Placed(block, 64, 0) for block in blocks]
+        rank._take(protocol.Append(tuple(protocol.Piece(block, 0, 64, block) for block in blocks), arena.put_keys(placed, keys, torch.arange(64))))
+
+    def ask(lane):
+        rank._take(protocol.Ask(lane, 0, 5, 1, 64, 8, (63,), number=arena.next_number()))
+        arena.publish(queries, [Asked([3], lane, arena.word(1))])
+
+    put(0, 0), ask(0), put(1, 1, 2), ask(1)
+    said = len(socket.messages)
+    for _ in range(3):
+        rank._answer_next()
+    assert [type(each).__name__ for each in socket.messages[said:]] == ["Taken", "Answer", "Taken", "Answer"]
+    assert all(each.chosen for each in socket.messages if isinstance(each, protocol.Answer))
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["while keys go", "as one is asked"])

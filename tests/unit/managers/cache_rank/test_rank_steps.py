@@ -295,28 +295,6 @@ def test_keys_that_come_with_a_question_are_part_of_what_it_takes(monkeypatch):
         assert socket.messages[-1].chosen and least <= socket.messages[-1].seconds < most
 
 
-def test_a_question_that_was_put_before_keys_is_answered_before_they_are_taken():
-    arena = Arena(attach().shape, torch.device("cpu"), "cpu")
-    rank, socket = rank_here(arena)
-    keys, queries = pool(), torch.randn(5, 8, 6, 8)
-
-    def put(lane, *blocks):
-        rank._take(protocol.Lease(lane, 0, blocks))
-        placed = [protocol.Placed(block, 64, 0) for block in blocks]
-        rank._take(protocol.Append(tuple(protocol.Piece(block, 0, 64, block) for block in blocks), arena.put_keys(placed, keys, torch.arange(64))))
-
-    def ask(lane):
-        rank._take(protocol.Ask(lane, 0, 5, 1, 64, 8, (63,), number=arena.next_number()))
-        arena.publish(queries, [Asked([3], lane, arena.word(1))])
-
-    put(0, 0), ask(0), put(1, 1, 2), ask(1)
-    said = len(socket.messages)
-    for _ in range(3):
-        rank._answer_next()
-    assert [type(each).__name__ for each in socket.messages[said:]] == ["Taken", "Answer", "Taken", "Answer"]
-    assert all(each.chosen for each in socket.messages if isinstance(each, protocol.Answer))
-
-
 def test_a_choice_that_was_launched_ahead_costs_what_it_takes_from_when_the_question_is_put(monkeypatch):
     monkeypatch.setattr(device_rank, "AHEAD_SECONDS", 20.0)
     arena = Arena(attach().shape, torch.device("cpu"), "cpu")
