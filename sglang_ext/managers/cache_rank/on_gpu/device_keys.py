@@ -29,7 +29,7 @@ class DeviceKeys:
     def __init__(self, store: KeyStore, scaling: tuple[float, ...], device: torch.device):
         held, rows, layers = store.held, store.rows, tuple(range(len(scaling)))
         exact, codes = held if rows is None else rows.keys, held if isinstance(held, CodedKeys) else None
-        # None where codes alone are held: they are of one block at a time.
+        # None where codes alone are held: keys are coded out of one block then.
         self._exact = exact if isinstance(exact, ExactKeys) else None
         if self._exact is None:
             sizes = held.sizes
