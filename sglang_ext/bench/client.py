@@ -24,12 +24,14 @@ HEALTH_SECONDS = 30.0
 class SamplingSettings:
     """How tokens are chosen. ``temperature`` 0 is greedy; a seed needs a server that honours it.
 
-    With ``ignore_eos`` an answer has all tokens that were asked for, else it may end by itself before.
+    With ``ignore_eos`` an answer has all tokens that were asked for, else it may end by itself before. ``kv_compressor`` names the
+    method of this request, of those that the server offers; None for the server's first.
     """
 
     temperature: float = 0.0
     seed: int | None = None
     ignore_eos: bool = True
+    kv_compressor: str | None = None
 
     def as_json(self, new_tokens: int) -> dict[str, Any]:
         """``sampling_params`` of a request for ``new_tokens`` tokens."""
@@ -40,6 +42,8 @@ class SamplingSettings:
         }
         if self.seed is not None:
             params["sampling_seed"] = self.seed
+        if self.kv_compressor is not None:
+            params["custom_params"] = {"kv_compressor": self.kv_compressor}
         return params
 
 

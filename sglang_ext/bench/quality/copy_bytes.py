@@ -19,7 +19,9 @@ def token_bytes(model: str, dtype: str) -> int:
     return kv_token_bytes(config, 4 if dtype == "float32" else 2)
 
 
-def copy_share(client: ServerClient, input_ids: tuple[int, ...], new_tokens: int, bytes_per_token: int) -> float | None:
+def copy_share(
+    client: ServerClient, input_ids: tuple[int, ...], new_tokens: int, bytes_per_token: int, sampling: SamplingSettings = SamplingSettings()
+) -> float | None:
     """Bytes of a prompt's compressed copy over those of its full KV, on a server with ``--enable-metrics``.
 
     The copy is there only while the request runs, so that metrics are read again and again meanwhile.
@@ -33,7 +35,7 @@ def copy_share(client: ServerClient, input_ids: tuple[int, ...], new_tokens: int
     client.flush_cache()
     largest = 0.0
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(client.generate, input_ids, SamplingSettings(), new_tokens)
+        answer = pool.submit(client.generate, input_ids, sampling, new_tokens)
         while not answer.done():
             largest = max(largest, reported_bytes(client))
             time.sleep(POLL_SECONDS)

@@ -9,6 +9,7 @@ from sglang_ext.bench.options import DTYPES, names, numbers, seconds
 from sglang_ext.bench.quality.attention import TAILS
 from sglang_ext.bench.quality.config import MODES, PARTS, BenchmarkFile, QualityConfig
 from sglang_ext.bench.quality.scorers import BY_NAME
+from sglang_ext.bench.quality.suites.command import add_suite_arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tasks", type=int, default=4, help="functional tasks of each kind; 0 for --benchmark alone")
     add("--task-tokens", type=int, default=1024, help="tokens of real text in each functional task")
     _add_benchmark(parser)
+    add_suite_arguments(parser)
     add("--concurrency", type=int, default=4, help="requests in flight")
     add(
         "--keep-cache",
@@ -74,6 +76,13 @@ def _add_benchmark(parser: argparse.ArgumentParser) -> None:
     add("--scored-by", choices=tuple(BY_NAME), default="contains", help="how its answers are scored (default: %(default)s)")
     add("--benchmark-tokens", type=int, default=512, help="longest answer to it, in tokens")
     add("--raw-prompt", action="store_true", help="send its prompts as they are, without the model's chat template")
+
+
+def defaults() -> argparse.Namespace:
+    """The values of options that were not given; None of required ones."""
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_arguments(parser)
+    return parser.parse_args(["--model", ""])
 
 
 def config_from(args: argparse.Namespace) -> QualityConfig:

@@ -1,0 +1,85 @@
+"""One scored question of a suite, and the search for a prompt of a given length."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from sglang_ext.bench import BenchError
+from sglang_ext.bench.prompts import Tokenizer, encode, render_chat
+from sglang_ext.bench.quality.scorers import Scorer, contains
+
+SLACK = 0.02
+"""Largest share by which a prompt may be shorter than the length that was asked for; it is never longer."""
+TRIES = 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """A question that is sent once to each arm.
+
+    Attributes:
+        suite: ``ruler`` or ``gsm8k``.
+        task: the kind of question; a suite averages over its tasks.
+        length: tokens of the prompt that were asked for; 0 where the suite does not choose them.
+        index: number of the case within its task and length.
+        input_ids: token ids of the prompt.
+        new_tokens: the most tokens of an answer.
+        answers: the expected answers.
+        score: maps the text of an answer to 0.0 to 1.0.
+    """
+
+    suite: str
+    task: str
+    length: int
+    index: int
+    input_ids: tuple[int, ...]
+    new_tokens: int
+    answers: tuple[str, ...]
+    score: Scorer
+
+    @cached_property
+    def id(self) -> str:
+        """A name that changes with the prompt, so that stored scores of another prompt are never taken for this one's."""
+        digest = hashlib.sha256(np.asarray(self.input_ids, dtype=np.int64).tobytes()).hexdigest()[:12]
+        return f"{self.suite}/{self.task}/{self.length}/{self.index}-{digest}"
+
+
+def match_all(answers: tuple[str, ...]) -> Scorer:
+    """The share of the expected answers that occur in the text (``string_match_all`` of RULER), here as whole words."""
+    scorers = [contains(answer) for answer in answers]
+    return lambda text: sum(score(text) for score in scorers) / len(scorers)
+
+
+def chat_prompt(tokenizer: Tokenizer, messages: list[dict[str, str]], prefix: str = "") -> str:
+    """The chat as text, followed by the beginning of the answer. A model without a chat template gets the messages as paragraphs."""
+    if getattr(tokenizer, "chat_template", True) is None:
+        return "\n\n".join(message["content"] for message in messages) + "\n\n" + prefix
+    return render_chat(tokenizer, messages) + prefix
+
+
+def fit(tokenizer: Tokenizer, render: Callable[[int], str], length: int, amount: int) -> tuple[int, ...]:
+    """Token ids of the prompt whose length is at most ``length`` tokens and at least ``(1 - SLACK) * length``.
+
+    Args:
+        tokenizer: the model's.
+        render: the prompt's text for an amount of filler; more filler gives a longer prompt.
+        length: tokens.
+        amount: the first amount to try.
+
+    Raises:
+        BenchError: the prompt is too long without any filler, or no amount fits.
+    """
+    fixed = len(encode(tokenizer, render(0)))
+    if fixed >= length:
+        raise BenchError(f"--lengths {length}: the question alone takes {fixed} tokens; pass longer ones")
+    for _ in range(TRIES):
+        ids = encode(tokenizer, render(amount))
+        if (1 - SLACK) * length <= len(ids) <= length:
+            return ids
+        # A context is about as dense everywhere: aim at the middle of what is allowed.
+        per_unit = max(len(ids) - fixed, 1) / amount
+        amount = max(1, round(((1 - SLACK / 2) * length - fixed) / per_unit))
+    raise BenchError(f"--lengths {length}: no amount of text gives a prompt of {(1 - SLACK) * length:.0f} to {length} tokens; pass longer ones")
