@@ -13,7 +13,7 @@ from sglang_ext.bench.quality.scorers import Scorer, contains
 
 SLACK = 0.02
 """Largest share by which a prompt may be shorter than the length that was asked for; it is never longer."""
-TRIES = 16
+TRIES = 24
 
 
 @dataclass(frozen=True)
@@ -72,14 +72,25 @@ def fit(tokenizer: Tokenizer, render: Callable[[int], str], length: int, amount:
     Raises:
         BenchError: the prompt is too long without any filler, or no amount fits.
     """
-    fixed = len(encode(tokenizer, render(0)))
-    if fixed >= length:
-        raise BenchError(f"--lengths {length}: the question alone takes {fixed} tokens; pass longer ones")
-    for _ in range(TRIES):
+    shorter = 0, len(encode(tokenizer, render(0)))
+    if shorter[1] >= length:
+        raise BenchError(f"--lengths {length}: the question alone takes {shorter[1]} tokens; pass longer ones")
+    longer: tuple[int, int] | None = None
+    aim = (1 - SLACK / 2) * length
+    for attempt in range(TRIES):
         ids = encode(tokenizer, render(amount))
         if (1 - SLACK) * length <= len(ids) <= length:
             return ids
-        # A context is about as dense everywhere: aim at the middle of what is allowed.
-        per_unit = max(len(ids) - fixed, 1) / amount
-        amount = max(1, round(((1 - SLACK / 2) * length - fixed) / per_unit))
+        if len(ids) > length:
+            longer = amount, len(ids)
+        else:
+            shorter = amount, len(ids)
+        if longer is None:
+            amount *= 2
+        elif attempt % 4 == 3:
+            amount = (shorter[0] + longer[0]) // 2
+        else:
+            # As if the text between were equally dense everywhere.
+            share = (aim - shorter[1]) / (longer[1] - shorter[1])
+            amount = shorter[0] + max(1, round(share * (longer[0] - shorter[0])))
     raise BenchError(f"--lengths {length}: no amount of text gives a prompt of {(1 - SLACK) * length:.0f} to {length} tokens; pass longer ones")
