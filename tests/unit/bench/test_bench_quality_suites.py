@@ -120,7 +120,8 @@ def test_a_problem_is_scored_by_the_marked_number_or_the_last_one(text, score):
 
 def test_each_problem_has_examples_of_other_problems_before_it(tmp_path):
     file = tmp_path / "cases.jsonl"
-    rows = [{"prompt": f"How much is {n} + {n}?", "upstream_answer": f"It is <<{n}+{n}={2 * n}>>{2 * n}\n#### {2 * n}"} for n in range(10, 30)]
+    solved = {f"How much is {n} + {n}?": f"It is <<{n}+{n}={2 * n}>>{2 * n}\n#### {2 * n}" for n in range(10, 30)}
+    rows = [{"prompt": question, "upstream_answer": solution} for question, solution in solved.items()]
     file.write_text("\n".join(map(json.dumps, rows)))
     problems = gsm8k.read_problems(file)
     tokenizer = CharTokenizer()
@@ -195,7 +196,7 @@ def test_an_arm_is_close_to_full_kv_where_the_interval_of_the_paired_difference_
 
 
 class StubServer:
-    """Answers as full KV would, or in lossy mode wrongly to every second case; fails after so many requests."""
+    """Gives the expected answers, but none as ``snapkv``; fails after so many requests."""
 
     asked: list[tuple[str, str | None]] = []
     started: list[str] = []
@@ -221,7 +222,8 @@ class StubServer:
         text = CharTokenizer().decode(list(input_ids))
         right = ", ".join(re.findall(r"is: (\d+)\.", text))
         method = sampling.kv_compressor or self.name
-        return Generation(output_ids=(1,), text=right if method != "snapkv:0.25" else "", fallback="short-context" if method == "int4" else None)
+        fallback = "short-context" if method == "int4" else None
+        return Generation(output_ids=(1,), text=right if method != "snapkv:0.25" else "", fallback=fallback)
 
 
 @pytest.fixture

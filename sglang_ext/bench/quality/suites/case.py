@@ -1,6 +1,7 @@
 """One scored question of a suite, and the search for a prompt of a given length."""
 
 import hashlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -93,4 +94,5 @@ def fit(tokenizer: Tokenizer, render: Callable[[int], str], length: int, amount:
             # As if the text between were equally dense everywhere.
             share = (aim - shorter[1]) / (longer[1] - shorter[1])
             amount = shorter[0] + max(1, round(share * (longer[0] - shorter[0])))
-    raise BenchError(f"--lengths {length}: no amount of text gives a prompt of {(1 - SLACK) * length:.0f} to {length} tokens; pass longer ones")
+    least = math.ceil((1 - SLACK) * length)
+    raise BenchError(f"--lengths {length}: no amount of text gives a prompt of {least} to {length} tokens; pass longer ones")

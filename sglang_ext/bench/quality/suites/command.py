@@ -22,7 +22,10 @@ SUITES = (ruler.SUITE, gsm8k.SUITE)
 CONCURRENCY = 32
 # Options of a suite, and those of other runs that a suite reads, too.
 OWN = ("cases", "lengths", "ruler_tasks", "arms", "results", "servers_at_once", "document", "mark")
-SHARED = ("suite", "model", "seed", "concurrency", "dtype", "server_arg", "port", "start_timeout", "request_timeout", "logs", "json", "plot")
+SHARED = (
+    *("suite", "model", "seed", "concurrency", "dtype", "server_arg", "port", "start_timeout", "request_timeout"),
+    *("logs", "json", "plot"),
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,8 @@ def add_suite_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that only ``--suite`` reads."""
     add = parser.add_argument_group("task suites").add_argument
     add("--suite", help=f"score tasks of {' and '.join(SUITES)}, separated by commas, in place of --parts; needs --results")
-    add("--arms", help=f"METHOD[:BUDGET] [FLAGS], separated by commas, each in --kv-mode lossy; full is stock (default: {', '.join(DEFAULT_ARMS)})")
+    arms = ", ".join(DEFAULT_ARMS)
+    add("--arms", help=f"METHOD[:BUDGET] [FLAGS], separated by commas, each in --kv-mode lossy; full is stock (default: {arms})")
     add("--cases", type=int, default=100, help="of each task and length (default: %(default)s)")
     add("--lengths", default="2048,4096,8192,16384", help="tokens of the prompts of ruler, separated by commas (default: %(default)s)")
     add("--ruler-tasks", default=",".join(ruler.TASKS), help="separated by commas (default: %(default)s)")
@@ -68,8 +72,9 @@ def check_read(args: argparse.Namespace, defaults: argparse.Namespace) -> None:
     unread = [name for name in given if (name not in (*OWN, *SHARED) if args.suite is not None else name in OWN)]
     if unread:
         flag = f"--{unread[0].replace('_', '-')}"
-        why = f"--suite {args.suite} does not read it" if args.suite is not None else f"only --suite reads it: pass --suite {','.join(SUITES)}"
-        raise BenchError(f"{flag} {getattr(args, unread[0])}: {why}, or leave {flag} out")
+        without = f"only --suite reads it: pass --suite {','.join(SUITES)}, or leave {flag} out"
+        why = without if args.suite is None else f"--suite {args.suite} does not read it: leave one of them out"
+        raise BenchError(f"{flag} {getattr(args, unread[0])}: {why}")
 
 
 def config_of(args: argparse.Namespace) -> SuiteConfig:
@@ -86,7 +91,7 @@ def config_of(args: argparse.Namespace) -> SuiteConfig:
     check_counts({"--cases": args.cases, "--servers-at-once": args.servers_at_once, "--concurrency": args.concurrency})
     check_port(args.port)
     if args.port and args.servers_at_once > 1:
-        raise BenchError(f"--port {args.port} with --servers-at-once {args.servers_at_once}: servers side by side need different ports; pass 0")
+        raise BenchError(f"--port {args.port} with --servers-at-once {args.servers_at_once}: these need different ports; pass 0 for free ones")
     if args.results is None:
         raise BenchError("--suite needs --results, a folder for a JSON file of each arm; pass for example --results results/quality")
     if args.document is not None:
@@ -162,6 +167,7 @@ def _write_reports(
     if config.document is not None:
         suite_report.insert(config.document, config.mark, text)
     if args.json:
-        report.write_json(args.json, {**report.origin(), "settings": settings, "measured_on": machine, "failed": failed, "arms": suite_report.as_json(arms)})
+        found = {"settings": settings, "measured_on": machine, "failed": failed, "arms": suite_report.as_json(arms)}
+        report.write_json(args.json, {**report.origin(), **found})
     if args.plot:
         suite_report.plot(args.plot, arms, settings, machine)

