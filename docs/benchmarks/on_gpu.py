@@ -79,6 +79,18 @@ def _transfer(rate: int, tokens: str) -> str:
     )
 
 
+def _methods(servers: str) -> str:
+    # The pool has room for sixteen prompts of 30,000 tokens, their answers and the compressed KV of all of them.
+    server = (
+        "--attention-backend flashinfer --cuda-graph-bs 16 --max-running-requests 16 --mem-fraction-static 0.9 --context-length 32768 "
+        f"--max-total-tokens 800000 --chunked-prefill-size 16384 {SHORT}"
+    )
+    return (
+        "python -m sglang_ext.bench methods --model {model} --prose-file prose.txt --at-once 3 "
+        f"--server {servers} --json {{out}}.json --logs {{out}} --server-arg='{server}'"
+    )
+
+
 def _tests(names: str) -> str:
     return f"python -m pytest -x -q -p no:cacheprovider {names}"
 
