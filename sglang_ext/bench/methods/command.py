@@ -4,9 +4,8 @@ Starts stock SGLang and verified servers with a fixed draft length. One server m
 Each wave has code and prose at once, all prompts in the prefix cache, and verification decides what is accepted. Acceptance is counted for
 each kind of text, prompt length and temperature.
 
---json keeps the figures of each server as soon as they are there. A second run with the same options measures only the servers that are
-missing, and one without --model measures nothing and prints the table of --json. --write puts the table into a document, between two
-marks.
+--json keeps the figures of each server as soon as they are there. A second run with the same options measures only the missing servers.
+Without --model nothing is measured, and the table of --json is printed. --write puts the table into a document, between two marks.
 """
 
 import argparse

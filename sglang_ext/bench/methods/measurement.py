@@ -13,7 +13,7 @@ from sglang_ext.bench.speed.decode_wave import Stream
 
 KINDS = ("code", "prose")
 SEED = 1
-POLL_SECONDS = 0.05
+POLL_SECONDS = 0.1
 
 Prompts = Mapping[str, Mapping[int, Sequence[tuple[int, ...]]]]
 """Token ids by kind of text and by length."""
