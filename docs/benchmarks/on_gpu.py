@@ -70,13 +70,22 @@ def _longcot(batch: int, more: str = "", load: str = "32768:2048", length: str =
     )
 
 
-def _transfer(rate: int, tokens: str) -> str:
+def _transfer(rate: int, tokens: str, methods: str = "lynx,int8") -> str:
     server = f"{DUMMY} --chunked-prefill-size 8192 --sleep-on-idle --context-length 140000 --cuda-graph-max-bs 8 {SHORT}"
     return (
-        f"python -m sglang_ext.bench transfer --model {{model}} --method lynx,int8 --link-gbps {rate} --context-len {tokens} --prompts 1 "
+        f"python -m sglang_ext.bench transfer --model {{model}} --method {methods} --link-gbps {rate} --context-len {tokens} --prompts 1 "
         "--repeats 2 --output-len 64 --draft-arg='--kv-bench-acceptance 0.99' --decode-arg='--base-gpu-id 1' "
         f"--logs {{out}} --json {{out}}.json --server-arg='{server}'"
     )
+
+
+def _methods() -> str:
+    # The pool has room for sixteen prompts of 30,000 tokens, their answers and the compressed KV of all of them.
+    server = (
+        "--attention-backend flashinfer --cuda-graph-bs 16 --max-running-requests 16 --mem-fraction-static 0.9 --context-length 32768 "
+        f"--max-total-tokens 800000 --chunked-prefill-size 16384 {SHORT}"
+    )
+    return f"python -m sglang_ext.bench methods --model {{model}} --at-once 3 --json {{out}}.json --logs {{out}} --server-arg='{server}'"
 
 
 def _tests(names: str) -> str:
@@ -123,6 +132,8 @@ STEPS = {
     "packed-2": Step(
         "python docs/benchmarks/packed_kernel.py --methods hack:2 kivi:2 --batch 8 --kernels gluon --parts 11,1 13,1 15,1 16,1 17,1 20,1 31,2", 150,
     ),
+    # With --model, a folder with weights and a tokenizer. Where the limit ends it, a second run measures the remaining servers.
+    "methods": Step(_methods(), 580),
     "choices": Step("python docs/benchmarks/selection_speed.py --batch 16 --every 1 2 4 --priority 0 -1", 250),
     "choices-8": Step("python docs/benchmarks/selection_speed.py --batch 8 --every 1 2 4", 150),
     "sparse": Step("python docs/benchmarks/sparse_kernels.py", 100),
@@ -135,9 +146,15 @@ STEPS = {
     "longcot-8-quest": Step(_longcot(8) + " --method stock,quest", 400),
     "longcot-stock": Step(_longcot(16, length="64,1024") + " --method stock", 450),
     "longcot-quest": Step(_longcot(16, length="64,1024") + " --method quest", 450),
+    # Two GPUs that share a model, beside one that has a cache rank.
+    "longcot-stock-tp2": Step(_longcot(16, " --tp-size 2", length="64,1024") + " --method stock", 450, 2),
+    "longcot-quest-tp2": Step(_longcot(16, " --tp-size 2", length="64,1024") + " --method quest", 450, 2),
     "longcot-8-codes": Step(_longcot(8, " --kv-score-bits 8") + " --method spade --select-every 1,2", 400),
     # Up to 1,024 the span is that of stock and quest; full KV of all sixteen is at the rank after some 1,300 tokens.
     "longcot-ranks": Step(_longcot(16, length="64,1024,2048") + " --method spade-ranks --pack-layers auto", 350, 2),
+    "longcot-ranks-regressed": Step(
+        _longcot(16, length="64,1024,2048") + " --method spade-ranks --pack-layers auto --select-by regressed", 350, 2,
+    ),
     "longcot-ranks-8": Step(_longcot(8) + " --method stock,spade-ranks --pack-layers auto", 400, 2),
     "longcot-ranks-2k": Step(
         _longcot(16, load="2048:1024", length="64,256,1024") + " --method stock,spade-ranks --pack-layers auto", 400, 2,
@@ -149,6 +166,8 @@ STEPS = {
     "profile-ranks": Step(_profile("--kv-mode lossy --kv-compressor spade --kv-select 2048 --kv-cache-ranks 1") + " --settle 8", 250, 2),
     "packs": Step("python docs/benchmarks/pack_cycles.py --json {out}.json", 450, 2),
     "transfer-25": Step(_transfer(25, "32768,131072"), 400, 2),
+    # Against the pool's own bits, as --kv-reference exact has it, the default.
+    "transfer-25-exact": Step(_transfer(25, "32768,131072", "lynx-exact,raw"), 500, 2),
     # With SGLang's default, by which a cached prefix leaves before the rest is computed.
     "transfer-25-early": Step(f"SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX=1 {_transfer(25, '32768,131072')}", 400, 2),
     "transfer-10": Step(_transfer(10, "131072"), 400, 2),

@@ -41,6 +41,9 @@ COMMANDS = {
         "sglang_ext.bench.quality.command",
         "measure what compressed KV costs in quality, and that verified decoding costs nothing",
     ),
+    "methods": Command(
+        "sglang_ext.bench.methods.command", "measure acceptance, bytes and speed of all compression methods on one prompt set"
+    ),
     "families": Command(
         "sglang_ext.bench.comparing.families", "identity on tiny random models of each supported family"
     ),

@@ -11,6 +11,8 @@ from typing import Any
 
 from rich.console import Console
 
+from sglang_ext.bench import BenchError
+
 PLAIN_WIDTH = 150
 
 
@@ -46,3 +48,18 @@ def write_json(path: Path, report: Mapping[str, Any]) -> None:
     part = path.with_name(f"{path.name}.part")
     part.write_text(json.dumps(report, indent=1, default=str) + "\n")
     part.replace(path)
+
+
+def read_json(path: Path, flag: str) -> dict[str, Any]:
+    """A report that :func:`write_json` wrote; ``flag`` names the file.
+
+    Raises:
+        BenchError: The file cannot be read, or holds no JSON object.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise BenchError(f"{flag} {path} cannot be read ({error}): pass a file that this command wrote, or a new one") from error
+    if not isinstance(found, dict):
+        raise BenchError(f"{flag} {path} holds no JSON object: pass a file that this command wrote, or a new one")
+    return found

@@ -29,11 +29,11 @@ def test_chunks_change_little_and_codes_cost_little(launch, prompts, backend):
     assert whole == pytest.approx(exact, abs=1.0) and chunks == pytest.approx(whole, abs=0.2)
 
 
-@pytest.mark.parametrize("prefill", ["exact", "quantized"])
-def test_full_kv_is_given_back_so_that_more_run_at_once_than_fit_in_full(launch, prefill):
+@pytest.mark.parametrize(("compressor", "prefill"), [("hack", "exact"), ("hack", "quantized"), ("int4", "exact"), ("kivi", "exact")])
+def test_full_kv_is_given_back_so_that_more_run_at_once_than_fit_in_full(launch, compressor, prefill):
     drawn = random.Random(7)
     contexts = [[drawn.randrange(1000, 40000) for _ in range(PROMPT)] for _ in range(12)]
-    server = launch(*QUICK, *CODES, *SMALL, "--kv-prefill", prefill, env=STRICT)
+    server = launch(*QUICK, "--kv-mode", "lossy", "--kv-compressor", compressor, *SMALL, "--kv-prefill", prefill, env=STRICT)
     with sampled(server, "sglang:num_running_reqs") as running, sampled(server, "sglang_ext:codes_alone_tokens") as alone:
         found = server.ask_all(contexts, len(contexts), **greedy(ANSWER))
     assert all(len(each["output_ids"]) == ANSWER and each["meta_info"]["kv_fallback"] is None for each in found)

@@ -36,7 +36,7 @@ def ask(commands: Mapping[str, str]) -> dict[str, Asked]:
     """Run benchmarks whose servers do not start: in the place of each SGLang resolves its flags, and the plugin looks at what comes of it.
 
     Args:
-        commands: of a shell, by name: ``python -m sglang_ext.bench``, and ``jobs``, ``longcot`` or ``transfer`` with their options.
+        commands: of a shell, by name: ``python -m sglang_ext.bench``, and ``jobs``, ``longcot``, ``methods`` or ``transfer`` with their options.
     """
     pretend()
     from sglang.srt.plugins import load_plugins
@@ -46,6 +46,7 @@ def ask(commands: Mapping[str, str]) -> dict[str, Asked]:
     from sglang_ext.bench.__main__ import main
     from sglang_ext.bench.jobs import command as jobs
     from sglang_ext.bench.longcot import command as longcot
+    from sglang_ext.bench.methods import command as methods
     from sglang_ext.bench.server import ServerProcess
     from sglang_ext.bench.transfer import command as transfer
 
@@ -59,6 +60,8 @@ def ask(commands: Mapping[str, str]) -> dict[str, Asked]:
     for each in (jobs, longcot, transfer):
         each.check_servers = server_flags.check  # in this process
         each.make_prompts = lambda args, count, contexts: {tokens: [(0,) * tokens] * count for tokens in contexts}
+    methods.check_servers = server_flags.check
+    methods.text_prompts = methods.told = lambda args, *_: {}
     load_plugins()  # as a server does
     parser = argparse.ArgumentParser()
     KVServerArgs.add_cli_args(parser)

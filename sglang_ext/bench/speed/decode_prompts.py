@@ -3,9 +3,10 @@
 import argparse
 import random
 from dataclasses import dataclass
+from pathlib import Path
 
 from sglang_ext.bench import BenchError
-from sglang_ext.bench.prompts import encode, load_tokenizer
+from sglang_ext.bench.prompts import Tokenizer, encode, load_tokenizer
 from sglang_ext.bench.speed.decode_limit import read_config
 
 
@@ -55,17 +56,39 @@ def make_prompts(
             ]
             for length in contexts
         }
+    return cut(read_text("--prompt-file", args.prompt_file), load_tokenizer(str(args.model)), count, contexts, "--prompt-file")
+
+
+def read_text(flag: str, path: Path) -> str:
+    """The text of a file that ``flag`` names.
+
+    Raises:
+        BenchError: The file cannot be read.
+    """
     try:
-        text = args.prompt_file.read_text()
+        return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise BenchError(f"--prompt-file {args.prompt_file} cannot be read ({error}): pass a file of text") from error
-    ids = encode(load_tokenizer(str(args.model)), text)
+        raise BenchError(f"{flag} {path} cannot be read ({error}): pass a file of text") from error
+
+
+def cut(text: str, tokenizer: Tokenizer, count: int, contexts: list[int], name: str) -> dict[int, list[tuple[int, ...]]]:
+    """Cut ``count`` prompts of each length out of a text, at even distances. Prompts of all lengths begin at the same tokens.
+
+    Args:
+        text: What is cut.
+        tokenizer: The model's.
+        count: Prompts of each length.
+        contexts: Lengths in tokens.
+        name: What messages call the text.
+
+    Raises:
+        BenchError: The text is too short for so many different prompts.
+    """
+    ids = encode(tokenizer, text)
     needed = max(contexts) + count
     if len(ids) < needed:
-        raise BenchError(f"--prompt-file {args.prompt_file} has {len(ids)} tokens; these prompts need {needed}")
+        raise BenchError(f"{name} has {len(ids)} tokens; these prompts need {needed}: pass a longer text, or ask for fewer or shorter prompts")
     stride = (len(ids) - max(contexts)) // count
     if stride < max(contexts):
-        print(f"--prompt-file has {len(ids)} tokens: the {count} prompts overlap, each begins {stride} tokens after the last")
-    return {
-        length: [ids[i * stride : i * stride + length] for i in range(count)] for length in contexts
-    }
+        print(f"{name} has {len(ids)} tokens: the {count} prompts overlap, each begins {stride} tokens after the last")
+    return {length: [ids[i * stride : i * stride + length] for i in range(count)] for length in contexts}

@@ -9,6 +9,7 @@ from typing import Any
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.client import SamplingSettings, ServerClient
 from sglang_ext.config.benchmark_options import PARAMETER
+from sglang_ext.config.method_options import ASKED
 
 # Share of the time until a first request ends in which all must have run side by side.
 SHORTEST = 0.1
@@ -136,6 +137,7 @@ def run(
     new_tokens: int,
     acceptance: float | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    compressor: str | None = None,
 ) -> list[Stream]:
     """Send all prompts at once and read their streams.
 
@@ -146,14 +148,16 @@ def run(
         new_tokens: output tokens of each, whatever they are.
         acceptance: forced on a server with --kv-bench-acceptance (managers/simulation.py).
         clock: seconds.
+        compressor: Method that the requests ask for. None for the server's first.
 
     Raises:
         BenchError: a request was refused or broke off.
     """
     began = clock()
     parameters = sampling.as_json(new_tokens)
-    if acceptance is not None:
-        parameters["custom_params"] = {PARAMETER: acceptance}
+    asked = {PARAMETER: acceptance, ASKED: compressor}
+    if custom := {name: value for name, value in asked.items() if value is not None}:
+        parameters["custom_params"] = custom
 
     def ask(input_ids: tuple[int, ...]) -> Stream:
         try:

@@ -105,6 +105,12 @@ def test_tables_say_whether_requirements_hold_where_the_residual_takes_as_many_s
     assert "holds" not in shown(raw=plain(), int8=plain()).lower()
 
 
+def test_a_rejected_first_draft_counts_as_generated_and_not_as_kept():
+    (found,) = [line for line in shown(lynx=lynx(0)).splitlines() if line.startswith("| lynx |")]
+    told = dict(zip(tables.HEAD, (cell.strip() for cell in found.strip("|").split("|"))))
+    assert (told["generated: 1"], told["kept: 1"], told["visible: 1"]) == ("2.50", "5.00", "5.20")
+
+
 def test_cold_prompts_and_other_links_have_tables_of_their_own():
     cold, warm = (clocks.measure(plain(cached=cached), PROMPT, 5) for cached in (0, PROMPT - 1))
     args = SimpleNamespace(model=None)

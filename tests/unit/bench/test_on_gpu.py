@@ -39,7 +39,7 @@ def test_commands_name_files_checks_and_benchmarks_that_exist(on_gpu):
 
 def test_servers_of_all_steps_and_of_defaults_would_start_on_gpus_and_what_would_not_is_told_before(on_gpu, tmp_path):
     model, bench = on_gpu.shapes(tmp_path / "shapes"), "python -m sglang_ext.bench"
-    benches = tuple(f"{bench} {each} " for each in ("jobs", "longcot", "transfer"))
+    benches = tuple(f"{bench} {each} " for each in ("jobs", "longcot", "methods", "transfer"))
     steps = {name: step.command for name, step in on_gpu.STEPS.items() if step.command.startswith(benches)}
     longcot = "python -m sglang_ext.bench longcot --model {model} --load 1:128:64 --server-arg='--attention-backend flashinfer'"
     others = {

@@ -118,15 +118,3 @@ def test_each_file_and_name_of_the_code_that_is_named_exists(page):
 def test_each_module_and_what_is_named_in_it_can_be_imported(page):
     for dotted in sorted(set(re.findall(r"\bsglang_ext(?:\.[A-Za-z_]\w*)+", page.read_text()))):
         pkgutil.resolve_name(dotted)
-
-
-def test_figures_of_attention_over_packed_copies_are_those_that_were_measured():
-    """methods.md repeats what benchmarks.md says with its command."""
-    section = (DOCS / "benchmarks.md").read_text().split("## Attention over copies")[1].split("Uneven heads")[0]
-    measured = {row[0].removesuffix(", 4 bits"): row[2] for row in rows(section) if row[0].startswith("`")}
-    told = {row[0]: row[6] for row in rows((DOCS / "methods.md").read_text()) if len(row) == 8}
-    assert len(measured) == 4 and {key: told[key] for key in measured} == measured
-
-
-def rows(text):
-    return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in text.replace("| |", "|  |").splitlines() if line.startswith("|")]
