@@ -7,6 +7,7 @@ import re
 import threading
 from collections import Counter
 from contextlib import nullcontext
+from random import Random
 
 import pytest
 from bench_helpers import CharTokenizer, Here
@@ -80,6 +81,15 @@ def test_the_passage_to_copy_is_in_the_text_once_between_its_marks(tokenizer, ca
         name = re.search(r"Repeat the passage (\S+) word for word", text)[1]
         passage = re.search(rf"\[begin of passage {name}\] (.*) \[end of passage {name}\]", text)[1]
         assert passage == " ".join(case.answers) and " ".join(text.split()).count(passage) == 1
+
+
+def test_a_passage_is_hidden_in_another_text_than_its_own():
+    source = ruler.texts()
+    for seed in range(8):
+        question = ruler.verbatim(Random(seed), source)
+        others = [" ".join(text.split()) for text in source.fillers]
+        passage = " ".join(question.answers)
+        assert [passage in text for text in others] == [place != question.filler for place in range(len(others))]
 
 
 def test_the_words_that_are_asked_for_are_the_most_frequent_ones_by_far(tokenizer, cases):
