@@ -19,7 +19,6 @@ from sglang_ext.bench.quality.suites.stored_results import StoredResults
 from sglang_ext.bench.server import check_servers
 
 SUITES = (ruler.SUITE, gsm8k.SUITE)
-CONCURRENCY = 32
 # Options of a suite, and those of other runs that a suite reads, too.
 OWN = ("cases", "lengths", "ruler_tasks", "arms", "results", "servers_at_once", "document", "mark")
 SHARED = (
