@@ -33,6 +33,8 @@ INTERRUPTED_GRACE = 2.0
 """Seconds that a server has to end where the benchmark itself is ended."""
 
 _entered: "list[ServerProcess]" = []
+_is_leaving = False
+"""Whether a signal ends this process: threads that start servers must not start another one then."""
 
 
 def file_name(arm: str) -> str:
@@ -84,9 +86,13 @@ def leave_on_signals(leave: Callable[[int, FrameType | None], None]) -> None:
             signal.signal(number, handler)
 
     def once(number: int, frame: FrameType | None) -> None:
+        global _is_leaving
         handle(signal.SIG_IGN)
+        _is_leaving = True
         try:
             leave(number, frame)
+            # It returned: the process goes on.
+            _is_leaving = False
         finally:
             handle(once)
 
@@ -188,8 +194,10 @@ class ServerProcess(ServerClient):
         """Start the server, and do not wait for it; ``stop`` must follow.
 
         Raises:
-            BenchError: its port is taken.
+            BenchError: its port is taken, or a signal ends this process.
         """
+        if _is_leaving:
+            raise BenchError("the benchmark was interrupted and starts no further server; run it again for the rest")
         self._refuse_taken_port()
         # Appended to, so that nobody who empties it meanwhile leaves a hole.
         self.log.write_bytes(b"")
@@ -203,12 +211,14 @@ class ServerProcess(ServerClient):
         Raises:
             BenchError: it ended, or did not in time (with the log's tail).
         """
-        assert self._process is not None
+        # Another thread may stop the server meanwhile.
+        process = self._process
+        assert process is not None
         deadline = time.monotonic() + self.start_timeout
         while time.monotonic() < deadline:
-            if self._process.poll() is not None:
+            if process.poll() is not None:
                 raise BenchError(
-                    f"the server ended with code {self._process.returncode} while it started\n"
+                    f"the server ended with code {process.returncode} while it started\n"
                     f"{self.describe_log()}"
                 )
             if self.alive(timeout=5):

@@ -7,6 +7,8 @@ import re
 import threading
 from collections import Counter
 from contextlib import nullcontext
+from pathlib import Path
+from random import Random
 
 import pytest
 from bench_helpers import CharTokenizer, Here
@@ -80,6 +82,15 @@ def test_the_passage_to_copy_is_in_the_text_once_between_its_marks(tokenizer, ca
         name = re.search(r"Repeat the passage (\S+) word for word", text)[1]
         passage = re.search(rf"\[begin of passage {name}\] (.*) \[end of passage {name}\]", text)[1]
         assert passage == " ".join(case.answers) and " ".join(text.split()).count(passage) == 1
+
+
+def test_a_passage_is_hidden_in_another_text_than_its_own():
+    source = ruler.texts()
+    for seed in range(8):
+        question = ruler.verbatim(Random(seed), source)
+        others = [" ".join(text.split()) for text in source.fillers]
+        passage = " ".join(question.answers)
+        assert [passage in text for text in others] == [place != question.filler for place in range(len(others))]
 
 
 def test_the_words_that_are_asked_for_are_the_most_frequent_ones_by_far(tokenizer, cases):
@@ -200,6 +211,8 @@ class StubServer:
 
     asked: list[tuple[str, str | None]] = []
     started: list[str] = []
+    gpus: list[str | None] = []
+    memory: list[str | None] = []
     failing: dict[str, int] = {}
     lock = threading.Lock()
 
@@ -207,6 +220,8 @@ class StubServer:
         named = dict(zip(flags, flags[1:]))
         self.name = named.get("--kv-compressor", "full")
         StubServer.started.append(self.name)
+        StubServer.gpus.append(env.get("CUDA_VISIBLE_DEVICES"))
+        StubServer.memory.append(named.get("--mem-fraction-static"))
 
     def __enter__(self) -> "StubServer":
         return self
@@ -235,18 +250,19 @@ def run(monkeypatch, tmp_path):
     monkeypatch.setattr(asking, "token_bytes", lambda *_: 10)
     monkeypatch.setattr(command.suites, "load_tokenizer", lambda model: CharTokenizer())
     monkeypatch.setattr(command.suites, "check_servers", lambda *_: nullcontext())
-    for name in ("asked", "started"):
+    for name in ("asked", "started", "gpus", "memory"):
         monkeypatch.setattr(StubServer, name, [])
     monkeypatch.setattr(StubServer, "failing", {})
 
     def run(*words: str) -> int:
-        StubServer.asked.clear()
-        StubServer.started.clear()
+        for seen in (StubServer.asked, StubServer.started, StubServer.gpus, StubServer.memory):
+            seen.clear()
         parser = argparse.ArgumentParser()
         add_arguments(parser)
         given = ["--model", "m", "--suite", "ruler", "--results", str(tmp_path / "r"), "--ruler-tasks", "needles", "--lengths", "2500,3000"]
         return command.run(parser.parse_args([*given, "--cases", "3", "--arms", "full,kivi,snapkv:0.25,int4", *words]))
 
+    run.folder = tmp_path
     return run
 
 
@@ -283,6 +299,15 @@ def test_a_run_that_was_cut_off_goes_on_with_the_missing_answers(run, capsys):
     # More cases: those that are there stay.
     assert run("--cases", "4") == 0
     assert Counter(name for name, _ in StubServer.asked) == {"full": 2, "int4": 2, "kivi": 4}
+
+
+def test_servers_side_by_side_take_turns_on_the_gpus_and_share_their_memory(run, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    words = ("--server-arg", "--device cuda", "--results")
+    assert run(*words, str(Path(run.folder, "alone"))) == 0
+    assert StubServer.gpus == [None] * 3 and StubServer.memory == [None] * 3
+    assert run("--servers-at-once", "3", *words, str(Path(run.folder, "three"))) == 0
+    assert set(StubServer.gpus) <= {"4", "7"} and StubServer.memory == ["0.4"] * 3
 
 
 def test_results_of_another_model_are_not_mixed_in(run):

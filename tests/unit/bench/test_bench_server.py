@@ -242,6 +242,36 @@ runpy.run_module("sglang_ext.bench", run_name="__main__")
             assert bench.wait(10) == 128 + number
         assert not is_running(server)
 
+    def test_a_benchmark_that_is_ended_starts_no_further_server(self, tmp_path: Path) -> None:
+        """Though a thread goes on with the next server where one is gone."""
+        script = f"""
+import runpy, sys, time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from sglang_ext.bench import BenchError, corpus, server
+server.ServerProcess.alive = lambda self, timeout: True
+def ask(place):
+    process = server.ServerProcess("m", (), Path({str(tmp_path)!r}) / str(place))
+    process.command = (sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)")
+    try:
+        with process:
+            print(place, flush=True)
+            process._process.wait()
+    except BenchError:
+        pass
+def run(args):
+    with ThreadPoolExecutor(1) as pool:
+        list(pool.map(ask, range(3)))
+corpus.run = run
+sys.argv = ["bench", "prompts", "--out", {str(tmp_path / "out")!r}, "--tokenizer", "t"]
+runpy.run_module("sglang_ext.bench", run_name="__main__")
+"""
+        with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as bench:
+            assert bench.stdout.readline() == "0\n"
+            bench.send_signal(signal.SIGTERM)
+            assert bench.wait(20) == 128 + signal.SIGTERM
+            assert bench.stdout.read() == ""
+
 
 def test_where_nohup_lets_a_closed_terminal_be_ignored_it_stays_ignored() -> None:
     before, left = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}, []

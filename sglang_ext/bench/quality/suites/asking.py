@@ -59,17 +59,17 @@ class Servers:
 
     def flags_of(self, server: SuiteServer) -> tuple[str, ...]:
         """All flags of a server."""
-        shared = -(-self.at_once // max(1, len(gpus())))
-        memory = (MEMORY_FLAG, f"{POOL_SHARE / shared:.3g}") if self.on_gpus and shared > 1 and MEMORY_FLAG not in self.flags else ()
+        shared = -(-self.at_once // len(gpus())) if self.on_gpus else 1
+        memory = (MEMORY_FLAG, f"{POOL_SHARE / shared:.3g}") if shared > 1 and MEMORY_FLAG not in self.flags else ()
         return ("--dtype", self.dtype, "--enable-metrics", *memory, *self.flags, *server.flags(self.on_gpus))
 
 
 def gpus() -> list[str]:
-    """The GPUs of this process, as ``CUDA_VISIBLE_DEVICES`` names them."""
+    """The GPUs of this process, as ``CUDA_VISIBLE_DEVICES`` names them; at least one."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is not None:
-        return [each for each in named.split(",") if each.strip()]
-    return [str(each) for each in range(torch.cuda.device_count())]
+    if named:
+        return named.split(",")
+    return [str(each) for each in range(max(1, torch.cuda.device_count()))]
 
 
 def ask_all(
@@ -90,7 +90,9 @@ def ask_all(
     failed: dict[str, str] = {}
     free: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     for turn in range(servers.at_once):
-        free.put(gpus()[turn % len(gpus())] if servers.on_gpus and gpus() else None)
+        # A server that runs alone may use all GPUs.
+        alone = servers.at_once == 1 or not servers.on_gpus
+        free.put(None if alone else gpus()[turn % len(gpus())])
 
     def ask(server: SuiteServer) -> None:
         gpu = free.get()

@@ -19,7 +19,6 @@ from sglang_ext.bench.quality.suites.stored_results import StoredResults
 from sglang_ext.bench.server import check_servers
 
 SUITES = (ruler.SUITE, gsm8k.SUITE)
-CONCURRENCY = 32
 # Options of a suite, and those of other runs that a suite reads, too.
 OWN = ("cases", "lengths", "ruler_tasks", "arms", "results", "servers_at_once", "document", "mark")
 SHARED = (
@@ -91,7 +90,8 @@ def config_of(args: argparse.Namespace) -> SuiteConfig:
     check_counts({"--cases": args.cases, "--servers-at-once": args.servers_at_once, "--concurrency": args.concurrency})
     check_port(args.port)
     if args.port and args.servers_at_once > 1:
-        raise BenchError(f"--port {args.port} with --servers-at-once {args.servers_at_once}: these need different ports; pass 0 for free ones")
+        several = f"--servers-at-once {args.servers_at_once}"
+        raise BenchError(f"--port {args.port} with {several}: these need different ports; pass 0 for free ones")
     if args.results is None:
         raise BenchError("--suite needs --results, a folder for a JSON file of each arm; pass for example --results results/quality")
     if args.document is not None:
