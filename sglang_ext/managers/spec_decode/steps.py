@@ -357,8 +357,8 @@ def _first_tokens(
     """Sample the token after each prompt.
 
     Writes the log-probabilities that requests ask for into ``result``. A batch of requests for 0 tokens gets token 0 instead of a
-    sample, as in SGLang. A grammar needs a sample: in the overlapped loop the next round starts before SGLang finishes the request, and
-    it advances the grammar over this token.
+    sample, as in SGLang. A request with a grammar needs a sample. In the overlapped loop the next round starts before SGLang finishes
+    the request, and walks the grammar along this token.
 
     Returns:
         int64 [requests].

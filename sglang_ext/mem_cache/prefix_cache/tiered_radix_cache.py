@@ -218,9 +218,9 @@ class TieredRadixCache(RadixCache):
     def cache_finished_req(self, req, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
         """Insert the full KV of a finished request into the tree, free the rest, and unlock its path.
 
-        The tree frees all slots that the request owns. SGLang frees slots from ``kv_len_to_handle`` on by itself, as the request's row
-        has them, but there the row may point to slots of the tree (after a retraction) or to SGLang's padding page (full KV that was
-        freed before): with ``--strip-thinking-cache`` these are slots of generated tokens. So none are left to it.
+        The tree frees all slots that the request owns, and leaves none to SGLang. SGLang would free the slots that the row points to
+        from ``kv_len_to_handle`` on. With ``--strip-thinking-cache`` this range begins at the first generated token. There the row may
+        point to slots of the tree (after a retraction) or to SGLang's padding page (full KV that was freed before).
 
         Args:
             req: Owns the slots of its row from ``req.cache_protected_len`` on, up to ``req.kv.kv_allocated_len``; the tree owns those
