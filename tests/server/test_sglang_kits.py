@@ -8,7 +8,6 @@ import sys
 from importlib import import_module
 from types import ModuleType
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 from servers import Server
@@ -51,7 +50,8 @@ def kit_case(server: Server, kit: str, test: str) -> Any:
     """One test of a kit, bound to a server."""
     module, _, load = KITS[kit]
     # Only tests of quality read data sets, but their modules are imported with all others.
-    with patch.dict(sys.modules, {"datasets": without_data_sets()}):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(sys.modules, "datasets", without_data_sets())
         mixin = getattr(import_module(f"sglang.test.kits.{module}"), kit)
         base = import_module("sglang.test.server_fixtures.spec_eagle_fixture").SpecEagleServerBase
     model = server.request("model_info")["model_path"]
