@@ -97,7 +97,7 @@ def test_an_update_that_cannot_be_carried_out_is_refused_and_the_server_goes_on(
 
 
 def test_an_update_that_has_to_flush_the_cache_while_a_request_runs_is_refused_before_weights_change(verified, prompts, model):
-    running = {"input_ids": prompts[0], "stream": True, **greedy(80)}
+    running = {"input_ids": prompts[0], "stream": True, **greedy(32)}
     *_, before = verified.stream("generate", running)
     chunks = verified.stream("generate", running)
     next(chunks)
