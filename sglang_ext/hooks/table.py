@@ -93,6 +93,17 @@ HOOKS: tuple[Hook, ...] = (
         "sglang_ext.mem_cache.prefix_cache.tree_integrity.check_when_idle",
         "an idle scheduler checks its prefix tree, of which SGLang checks other kinds only", ("self",),
     ),
+    *(
+        Hook(
+            f"sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.{name}",
+            "sglang_ext.hooks.weights.refuse_update",
+            "an update of weights that cannot be carried out shall be refused, and not end the server", ("self", "recv_req"),
+        )
+        for name in (
+            *("init_weights_update_group", "update_weights_from_disk", "update_weights_from_distributed"),
+            *("update_weights_from_ipc", "update_weights_from_tensor"),
+        )
+    ),
     Hook(
         "sglang.srt.mem_cache.kv_cache_builder.get_draft_kv_pool",
         "sglang_ext.hooks.algorithm.get_draft_kv_pool",

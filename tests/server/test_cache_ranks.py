@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from servers import EXPECTED_TOKENS, LOGGED, STRICT, greedy, most_running, sampled
+from servers import EXPECTED_TOKENS, LOGGED, STRICT, STRIPS_THOUGHTS, greedy, most_running, sampled
 from waiting import tries, until
 
 pytestmark = pytest.mark.server
@@ -23,6 +23,7 @@ PROMPT, ANSWER, POOL = 400, 40, 1600
 LOSSY = (
     *("--kv-mode", "lossy", "--kv-compressor", "spade", "--kv-select", "0.125", "--kv-cache-ranks", "1", "--kv-score-bits", "8"),
     *("--page-size", "16", "--chunked-prefill-size", "256", "--max-total-tokens", str(POOL), "--enable-metrics", *LOGGED),
+    *STRIPS_THOUGHTS,
 )
 MISSED = "missed_selections_total"
 
@@ -117,6 +118,16 @@ def test_in_lossy_more_contexts_run_than_the_pool_holds_in_full(lossy, contexts)
     assert metric(lossy, "selection_rows_total") > 0 and metric(lossy, MISSED, 'reason="wrong"') == 0
     lossy.flush_cache()
     assert metric(lossy, "rank_alone_tokens") == metric(lossy, "compressed_bytes") == metric(lossy, "cache_rank_tokens") == 0
+
+
+def test_in_lossy_answers_that_leave_the_cache_with_their_thought_leave_no_slot_behind(lossy, contexts):
+    lossy.flush_cache()
+    # Long enough that full KV of generated tokens is freed before the request ends.
+    found = lossy.ask_all(contexts[:2], 2, require_reasoning=True, **greedy(60))
+    assert all(r["meta_info"]["reasoning_tokens"] > 0 and len(r["output_ids"]) == 60 for r in found)
+    assert {r["meta_info"]["kv_compressor"] for r in found} == {"spade"}
+    lossy.flush_cache()
+    assert metric(lossy, "rank_alone_tokens") == metric(lossy, "compressed_bytes") == 0 and lossy.alive()
 
 
 def test_in_lossy_requests_of_a_rank_that_is_killed_are_computed_again(lossy, contexts):

@@ -175,6 +175,12 @@ def test_a_request_whose_prompts_differ_ends_with_an_error_that_says_so(pair: Pa
     assert "prefix hash" in decode and "that of the prompt is" in decode
 
 
+def test_a_request_for_no_token_with_a_grammar_ends_at_both_servers(pair: Pair, prompts: list[list[int]]) -> None:
+    body = {"input_ids": prompts[0], **greedy(0, regex="2024-[0-9]{2}", ignore_eos=False)}
+    ends = [side["meta_info"]["finish_reason"]["type"] for side in pair.both(body, body)]
+    assert ends == ["length"] * 2 and all(server.alive() for server in pair.servers.values())
+
+
 @pytest.mark.parametrize("sides", [("prefill", "decode"), ("decode", "prefill")])
 def test_a_request_whose_grammar_is_none_ends_with_status_400_as_on_one_server(pair: Pair, sides: tuple[str, str]) -> None:
     """Whichever server is through with it before the other has heard of it."""

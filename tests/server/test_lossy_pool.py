@@ -3,7 +3,7 @@
 import concurrent.futures
 
 import pytest
-from servers import LOGGED, STRICT, greedy, most_running
+from servers import LOGGED, STRICT, STRIPS_THOUGHTS, greedy, most_running
 from waiting import tries, until
 
 pytestmark = pytest.mark.server
@@ -16,7 +16,7 @@ PROMPT, ANSWER, POOL = 400, 24, 1600
 def lossy(launch):
     """A server on int4 codes, with a pool of little more than three contexts, and strict checks."""
     flags = ("--kv-mode", "lossy", "--kv-compressor", "int4", "--max-total-tokens", str(POOL), "--enable-metrics", *LOGGED)
-    return launch(*flags, env=STRICT)
+    return launch(*flags, *STRIPS_THOUGHTS, env=STRICT)
 
 
 @pytest.fixture
@@ -66,5 +66,17 @@ def test_aborts_in_a_crowd_leave_no_slot_behind(lossy, asked):
             lossy.request("abort_request", {"rid": f"crowd-{i}"})
         ended = [answer.result()["meta_info"]["finish_reason"]["type"] for answer in answers]
     assert ended[1::2] == ["length"] * 3
+    lossy.flush_cache()
+    assert lossy.metric("sglang_ext:codes_alone_tokens") == lossy.metric("sglang_ext:compressed_bytes") == 0 and lossy.alive()
+
+
+def test_answers_that_leave_the_cache_with_their_thought_leave_no_slot_behind(lossy, asked):
+    lossy.flush_cache()
+    before = lossy.metric("sglang_ext:codes_alone_tokens")
+    # Long enough that full KV of generated tokens is freed before the request ends.
+    found = lossy.ask_all(asked[:2], 2, cold=False, require_reasoning=True, **greedy(260))
+    assert before == 0 and all(r["meta_info"]["reasoning_tokens"] > 0 and len(r["output_ids"]) == 260 for r in found)
+    warm = lossy.ask(input_ids=asked[0], require_reasoning=True, **greedy(ANSWER))
+    assert warm["meta_info"]["cached_tokens"] >= 196 and len(warm["output_ids"]) == ANSWER
     lossy.flush_cache()
     assert lossy.metric("sglang_ext:codes_alone_tokens") == lossy.metric("sglang_ext:compressed_bytes") == 0 and lossy.alive()

@@ -101,3 +101,12 @@ def after_prompts(answers):
 def logprobs(answer):
     """Of each token of an answer."""
     return [each[0] for each in answer["meta_info"]["output_token_logprobs"]]
+
+
+def test_several_answers_under_one_grammar_share_a_prompt_whose_own_request_is_for_no_token(server, prompts):
+    params = {"max_new_tokens": 12, "temperature": 0, "n": 2, "regex": "2024-[0-9]{2}"}
+    # One prompt is shorter than a copy, the other is computed in chunks.
+    for ids in (prompts[0][:24], prompts[0]):
+        found = server.ask(input_ids=ids, sampling_params=params)
+        assert [r["text"][:5] for r in found] == ["2024-"] * 2 and {r["meta_info"]["finish_reason"]["type"] for r in found} == {"stop"}
+        assert server.ask(input_ids=ids, sampling_params={**params, "n": 1, "max_new_tokens": 0})["output_ids"] == []

@@ -148,8 +148,8 @@ ALLOWED = (
 ALLOWED_FIELDS = ("return_logprob", "return_text_in_logprobs", "stream", "no_logs", "return_prompt_token_ids")
 valid_bodies = st.builds(
     lambda length, found, more: {"text": "Once upon a time", "sampling_params": {"temperature": 0, **found, "max_new_tokens": length}, **more},
-    st.integers(1, 4),
-    st.fixed_dictionaries({}, optional={name: SAMPLING[name] for name in ALLOWED}),
+    st.integers(0, 4),
+    st.fixed_dictionaries({}, optional={name: SAMPLING[name] for name in ALLOWED} | {"regex": st.sampled_from(("(yes|no)", "[0-9]{3}"))}),
     st.fixed_dictionaries({}, optional={name: FIELDS[name] for name in ALLOWED_FIELDS}),
 )
 drawn = st.tuples(bodies, st.just(False)) | st.tuples(valid_bodies, st.just(True))

@@ -57,7 +57,7 @@ class ResidualWorld(World):
         new = self.table.req_to_token[req.req_pool_idx, req.length : length].long()
         numbers = numbers_of(req.tokens[:length])[req.length :]
         self.kv[new], self.buffers.values[0][new] = numbers, -numbers
-        req.length = length
+        req.length = req.kv.kv_allocated_len = length
         return True
 
     def anchor(self, req, end=None, use=True):

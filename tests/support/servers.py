@@ -44,6 +44,8 @@ CROWDED = (
     *VERIFIED,
     *("--max-running-requests", "20", "--max-total-tokens", "3584", "--kv-host-gb", "0.3"),
 )
+# A request with ``require_reasoning`` leaves the prefix cache with its answer.
+STRIPS_THOUGHTS = ("--reasoning-parser", "qwen3", "--strip-thinking-cache")
 # What former versions read of the environment: a shell may have left it.
 LEFT = {"SGLANG_EXT_SIMULATE_ACCEPTANCE": "0", "SGLANG_EXT_CORRUPT_LOADS": "1", "SGLANG_EXT_LOCK_STEP": "1"}
 # Slots of a server that does not say how many; each thousand takes 0.2 s to allocate.

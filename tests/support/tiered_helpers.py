@@ -4,6 +4,7 @@ from array import array
 from dataclasses import dataclass, field
 
 import torch
+from sglang.srt.managers.schedule_batch import ReqKvInfo
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache
@@ -27,6 +28,15 @@ def kv_of(tokens):
         value = (value * 31 + token + 1) % (1 << 40)
         values.append(value)
     return torch.tensor(values, dtype=torch.int64)
+
+
+def release(cache, req, is_insert, kv_len):
+    """What SGLang's ``release_kv_cache`` does: the cache takes ``kv_len`` tokens, and what it leaves is freed as the row has it."""
+    cache.cache_finished_req(req, is_insert, kv_len_to_handle=kv_len)
+    start, end = -(-kv_len // cache.page_size) * cache.page_size, req.kv.kv_allocated_len
+    if start < end:
+        slots = cache.req_to_token_pool.req_to_token[req.req_pool_idx, start:end]
+        cache.token_to_kv_pool_allocator.free_segment(slots, start_pos=start)
 
 
 class TokenTable:
@@ -56,6 +66,7 @@ class Request:
     stale: set = field(default_factory=set)
     segments: list = field(default_factory=list)
     rid: object = field(default_factory=object)
+    kv: ReqKvInfo = field(default_factory=lambda: ReqKvInfo(kv_allocated_len=0, swa_evicted_seqlen=0))
 
     @property
     def tokens(self):
@@ -118,7 +129,7 @@ class World:
         self.cache.dec_lock_ref(match.last_device_node)
         req = Request(array("q", tokens), self.table.free.pop(), cache_protected_len=len(prefix), last_node=last)
         self.table.req_to_token[req.req_pool_idx, : len(prefix)] = prefix.int()
-        req.length = len(prefix)
+        req.length = req.kv.kv_allocated_len = len(prefix)
         self.running.append(req)
         if not self.extend(req, len(tokens)):
             self.finish(req, is_insert=False)
@@ -136,16 +147,17 @@ class World:
             self.table.req_to_token[req.req_pool_idx, covered : covered + len(slots)] = slots.int()
         new = self.table.req_to_token[req.req_pool_idx, req.length : length].long()
         self.write(new, kv_of(req.tokens[:length])[req.length :])
-        req.length = length
+        req.length = req.kv.kv_allocated_len = length
         return True
 
     def write(self, slots, kv):
         self.kv[slots, 0, 0] = kv
         self.buffers.values[0][slots, 0, 0] = -kv
 
-    def finish(self, req, is_insert=True):
+    def finish(self, req, is_insert=True, strip=False):
+        """End a request; ``strip``: as with ``--strip-thinking-cache``, without its answer."""
         row = self.table.req_to_token[req.req_pool_idx]
-        self.cache.cache_finished_req(req, is_insert, kv_len_to_handle=req.length)
+        release(self.cache, req, is_insert, min(req.length, len(req.origin_input_ids)) if strip else req.length)
         row.zero_()
         for segment in req.segments:
             self.cache.segments.release(segment)

@@ -101,6 +101,7 @@ OPTIONS = (
     Option("json-schema", {"temperature": 0, "json_schema": json.dumps(SCHEMA)}),
     Option("ebnf", {"temperature": 0, "ebnf": EBNF}),
     Option("seeded-regex", {"temperature": 0.8, "sampling_seed": 2, "regex": REGEX}),
+    Option("two-samples-regex", {"temperature": 0.8, "sampling_seed": 13, "n": 2, "regex": REGEX}),
     Option("logprobs", {"temperature": 0}, LOGPROBS),
     Option("input-logprobs", {"temperature": 0}, LOGPROBS, input_logprobs=True),
     Option("regex-logprobs", {"temperature": 0, "regex": REGEX}, LOGPROBS),

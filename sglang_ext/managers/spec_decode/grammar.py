@@ -7,6 +7,7 @@ outputs: a walk begins with these.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -96,7 +97,20 @@ class Walk:
         return GrammarAfter(self, index) if index <= min(len(self.drafts), LONGEST_WALK) else None
 
     def fill(self, vocab_mask: torch.Tensor, rows: dict[int, int]) -> None:
-        """Mask rows of ``vocab_mask``, by the number of drafts before each, from 0 on. The others stay open."""
+        """Mask the rows of ``vocab_mask`` that may be answers. The other rows stay open.
+
+        SGLang aborts a request whose grammar refuses an output token, but not before it processes this token: until then its rows stay
+        open. The sampler gives such a token where the grammar and ``min_new_tokens`` together allow none.
+
+        Args:
+            vocab_mask: int32 [rows, vocabulary / 32].
+            rows: row of the mask by the number of drafts before it, from 0 on.
+        """
+        # xgrammar ignores a refused token. llguidance raises from then on, in a rollback, too.
+        with suppress(ValueError):
+            self._fill(vocab_mask, rows)
+
+    def _fill(self, vocab_mask: torch.Tensor, rows: dict[int, int]) -> None:
         grammar, taken = self.grammar, 0
         try:
             for token in self.before:

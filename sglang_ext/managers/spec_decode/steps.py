@@ -354,14 +354,22 @@ def _to_record(batch: "ScheduleBatch") -> Iterator[Recorded]:
 def _first_tokens(
     worker: "KVWorker", batch: "ScheduleBatch", states: list[RequestState], result: GenerationBatchResult
 ) -> torch.Tensor:
-    """The token after each prompt, int64 [requests]; log-probabilities are written into the result where asked for."""
+    """Sample the token after each prompt.
+
+    Writes the log-probabilities that requests ask for into ``result``. A batch of requests for 0 tokens gets token 0 instead of a
+    sample, as in SGLang. A request with a grammar needs a sample. In the overlapped loop the next round starts before SGLang finishes
+    the request, and walks the grammar along this token.
+
+    Returns:
+        int64 [requests].
+    """
     # Outputs hold all that came before: SGLang prefills no request of whom a result is out.
     walks = [Walk(req.grammar) if req.grammar else None for req in batch.reqs]
     rows = [Row.answer(i, state, walk) for i, (state, walk) in enumerate(zip(states, walks))]
     output = result.logits_output
     if output.next_token_logits is not None:
         worker.loop.penalties.first(batch, output.next_token_logits)
-    if all(req.sampling_params.max_new_tokens == 0 for req in batch.reqs):
+    if all(req.sampling_params.max_new_tokens == 0 and req.grammar is None for req in batch.reqs):
         # As SGLang without speculation: nothing is drawn, and what was asked for is told whatever the temperature.
         if batch.return_logprob and output.next_token_logits is not None:
             asked = sampling_batch(batch, rows, batch.seq_lens.device, logprobs=True)

@@ -216,11 +216,19 @@ class TieredRadixCache(RadixCache):
         return InsertResult(prefix_len=prefix_len, last_device_node=last)
 
     def cache_finished_req(self, req, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
-        """Let the tree own the request's full KV, or free it, and unlock its path.
+        """Insert the full KV of a finished request into the tree, free the rest, and unlock its path.
 
-        Only slots from ``req.cache_protected_len`` on are the request's own: before, the tree has them, or dropped them. Of these the
-        first may have been given back (codes_alone.py, held_elsewhere.py).
+        The tree frees all slots that the request owns, and leaves none to SGLang. SGLang would free the slots that the row points to
+        from ``kv_len_to_handle`` on. With ``--strip-thinking-cache`` this range begins at the first generated token. There the row may
+        point to slots of the tree (after a retraction) or to SGLang's padding page (full KV that was freed before).
+
+        Args:
+            req: Owns the slots of its row from ``req.cache_protected_len`` on, up to ``req.kv.kv_allocated_len``; the tree owns those
+                before, or freed them. The first of the request's own may be freed already (codes_alone.py, held_elsewhere.py).
+            is_insert: Whether the KV may enter the tree.
+            kv_len_to_handle: Tokens whose KV may enter the tree.
         """
+        own = req.cache_protected_len
         given = 0
         if self.codes is not None:
             is_insert &= self.codes.enters(req.req_pool_idx)
@@ -229,15 +237,16 @@ class TieredRadixCache(RadixCache):
         if self.copies is not None:
             self.copies.release(req.req_pool_idx)
             self._ended(req.req_pool_idx)
+        allocated = req.kv.kv_allocated_len
+        row = self.req_to_token_pool.req_to_token[req.req_pool_idx, :allocated]
+        req.kv.kv_allocated_len = min(allocated, kv_len_to_handle)
         if self.disable:
-            own = max(given, req.cache_protected_len)
-            slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, own:kv_len_to_handle]
-            self.token_to_kv_pool_allocator.free_segment(slots, start_pos=own)
+            own = max(given, own)
+            self.token_to_kv_pool_allocator.free_segment(row[own:], start_pos=own)
             return
-        row, key = self._row_and_key(req, (req.origin_input_ids + req.output_ids)[:kv_len_to_handle])
+        _, key = self._row_and_key(req, (req.origin_input_ids + req.output_ids)[:kv_len_to_handle])
         if not self._keeps_answers:
             key = key[: len(req.origin_input_ids)].page_aligned(self.page_size)
-        own = req.cache_protected_len
         # One that was prefilled again has more in the tree than its prompt, which may end within a node there that is codes alone.
         end = max(own, len(key))
         if is_insert and own < len(key) and not self.disable_finished_insert:
@@ -245,7 +254,7 @@ class TieredRadixCache(RadixCache):
             _, unneeded = self._grow(key, slots, own, getattr(req, "priority", 0) or 0)
         else:
             unneeded = [(own, end)]
-        parts = [*unneeded, (end, len(row))]
+        parts = [*unneeded, (end, allocated)]
         self._free_parts(row, [(max(start, given), stop) for start, stop in parts if stop > given])
         if req.last_node is not None:
             self.dec_lock_ref(req.last_node)

@@ -404,7 +404,7 @@ class TestApart:
         assert "SGLANG_TEST_RETRACT" in decode.env and "SGLANG_TEST_RETRACT" not in prefill.env
 
     def test_what_two_servers_do_not_serve_is_not_asked(self, part: type[FakePart], tmp_path: Path) -> None:
-        left_out = {"two-samples", "three-samples", "two-samples-logprobs", "input-logprobs"}
+        left_out = {"two-samples", "three-samples", "two-samples-regex", "two-samples-logprobs", "input-logprobs"}
         assert {option.name for option in OPTIONS} - {option.name for option in apart.options_apart()} == left_out
         assert not run(tmp_path, "--apart")[1]["options"].keys() & left_out
         # But for this field such requests are asked.

@@ -48,7 +48,7 @@ def sample(*ids: int, finish: str = "length", logprobs: tuple[float, ...] | None
 class TestOptions:
     def test_each_way_of_asking_is_there_once(self) -> None:
         asked = [name for option in OPTIONS for name in (*option.sampling, *option.fields)]
-        assert len(BY_NAME) == len(OPTIONS) == 30
+        assert len(BY_NAME) == len(OPTIONS) == 31
         assert {
             *("stop", "stop_regex", "stop_token_ids", "logit_bias", "min_new_tokens", "min_p", "n", "regex", "json_schema"),
             *("ebnf", "frequency_penalty", "presence_penalty", "repetition_penalty", "sampling_seed", "top_p", "top_k"),

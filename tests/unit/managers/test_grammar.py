@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 import xgrammar
 from hypothesis import given
@@ -116,6 +117,14 @@ def test_rows_after_an_xgrammar_that_ended_unknown_to_its_output_stay_open():
     mask = torch.full((2, 9), -1, dtype=torch.int32)
     walk.fill(mask, {0: 0, 1: 1})
     assert mask.eq(-1).all() and walk.answers == 1 and not one.is_terminated()
+
+
+@pytest.mark.parametrize("made", [grammar, xgrammar_at])
+def test_a_refused_token_between_the_output_and_the_drafts_leaves_all_rows_open_until_sglang_aborts_the_request(made):
+    # A sampler that has no token to choose from gives token 0.
+    mask, walk = torch.full((2, 9), -1, dtype=torch.int32), Walk(made(b"ab"), [ord("c")], [ord("a"), 0])
+    walk.fill(mask, {0: 0, 1: 1})
+    assert mask.eq(-1).all() and walk.answers == 1
 
 
 def test_the_newest_forward_tells_what_an_output_lacks():

@@ -51,6 +51,18 @@ def test_requests_for_no_token_draw_none(monkeypatch):
     assert tokens.tolist() == [0, 0] and seen == [(output, [0, 1])]
 
 
+def test_a_request_for_no_token_whose_grammar_advances_over_the_token_after_its_prompt_draws_one(monkeypatch):
+    drawn = SimpleNamespace(tokens=torch.tensor([3, 4]))
+    monkeypatch.setattr(module.Sampling, "of", lambda *given: SimpleNamespace(draw=lambda logits, positions: drawn))
+    worker = SimpleNamespace(model_runner=None, loop=SimpleNamespace(penalties=SimpleNamespace(first=lambda batch, logits: None)))
+    none = SimpleNamespace(max_new_tokens=0)
+    reqs = [SimpleNamespace(grammar=each, sampling_params=none) for each in (None, object())]
+    batch = SimpleNamespace(reqs=reqs, seq_lens=torch.tensor([7, 9]), return_logprob=False)
+    result = SimpleNamespace(logits_output=SimpleNamespace(next_token_logits=torch.zeros(2, 4)))
+    states = [SimpleNamespace(fallback=0, seed=5)] * 2
+    assert module._first_tokens(worker, batch, states, result).tolist() == [3, 4]
+
+
 def test_the_queries_of_all_are_kept():
     reqs = [SimpleNamespace(req_pool_idx=row) for row in (1, 2)]
     batch = SimpleNamespace(reqs=reqs, prefix_lens=[0, 40], extend_lens=[7, 5])

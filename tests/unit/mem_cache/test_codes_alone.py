@@ -154,6 +154,18 @@ def test_without_room_for_all_the_match_ends_before_what_is_codes_alone():
     world.empty()
 
 
+def test_generated_tokens_whose_full_kv_was_freed_are_not_freed_again_when_their_request_ends_without_its_answer():
+    world = Lossy()
+    req = world.decoding(distinct(1, 401))
+    req.output_ids.extend(distinct(90, 200))
+    assert world.extend(req, 601) and world.compress(req)
+    world.round(req)
+    assert world.codes.own_tokens > 100 and not world.table.req_to_token[req.req_pool_idx, 401:500].any()
+    world.finish(req, strip=True)
+    world.check()
+    world.empty()
+
+
 @pytest.mark.parametrize("name", ["int8", "int4", "kivi", "turboquant", "rotatekv", "hack", "lynx"])
 def test_what_is_made_of_blocks_is_what_attention_reads_of_them(name):
     world = Lossy(name=name)
@@ -215,9 +227,9 @@ class GivingBack(RuleBasedStateMachine):
         self.world.compress(req)
 
     @precondition(lambda self: self.world.running)
-    @rule(pick=st.integers(0, 9), is_insert=st.booleans())
-    def finish(self, pick, is_insert):
-        self.world.finish(self.world.running[pick % len(self.world.running)], is_insert)
+    @rule(pick=st.integers(0, 9), is_insert=st.booleans(), strip=st.booleans())
+    def finish(self, pick, is_insert, strip):
+        self.world.finish(self.world.running[pick % len(self.world.running)], is_insert, strip)
 
     @rule(tokens=st.integers(1, 1500))
     def evict(self, tokens):

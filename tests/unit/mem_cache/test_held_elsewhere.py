@@ -195,7 +195,8 @@ def test_generated_tokens_go_in_the_round_after_a_copy_stands_for_them():
     assert world.held.own_tokens == 20 and not world.table.req_to_token[row, :60].any()
     assert world.allocator.available_size() == free - (world.views.get(row).kept - kept)
     world.check()
-    world.finish(req, is_insert=False)
+    world.finish(req, strip=True)
+    world.check()
     world.check_nothing_missing()
 
 
@@ -359,9 +360,9 @@ class Rounds(RuleBasedStateMachine):
         self.world.held.update(self.world.running)
 
     @precondition(lambda self: self.world.running)
-    @rule(seed=st.integers(0, 9), is_insert=st.booleans())
-    def ends(self, seed, is_insert):
-        self.world.finish(self.one(seed), is_insert)
+    @rule(seed=st.integers(0, 9), is_insert=st.booleans(), strip=st.booleans())
+    def ends(self, seed, is_insert, strip):
+        self.world.finish(self.one(seed), is_insert, strip)
 
     @rule(tokens=st.integers(1, 20))
     def evicts(self, tokens):

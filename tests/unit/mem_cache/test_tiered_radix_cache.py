@@ -45,6 +45,16 @@ def test_without_a_host_tier_it_is_a_plain_radix_cache():
     world.empty()
 
 
+def test_the_tree_keeps_generated_tokens_that_it_took_at_a_retraction_when_their_request_ends_without_its_answer():
+    world = World(host=False)
+    req = world.start(A)
+    req.origin_input_ids, req.output_ids = req.origin_input_ids[:4], req.origin_input_ids[4:]
+    world.finish(req, strip=True)
+    world.check()
+    assert torch.equal(kv_at(world, world.match(A).device_indices), kv_of(A))
+    world.empty()
+
+
 def test_without_prefixes_the_next_chunk_of_a_prompt_begins_behind_what_is_there():
     world = World(host=False)
     world.cache.disable = True

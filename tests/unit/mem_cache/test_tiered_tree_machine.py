@@ -83,27 +83,30 @@ class TieredTree(RuleBasedStateMachine):
         assert all(tokens in actual for tokens in locked), "nobody evicts what requests lead through"
         self.model = actual
 
-    @rule(tokens=TOKENS, load=st.booleans())
-    def begin(self, tokens, load):
+    @rule(tokens=TOKENS, load=st.booleans(), answered=st.integers(0, 6))
+    def begin(self, tokens, load, answered):
+        """``answered``: of the tokens, those that were generated before the request was retracted."""
         if len(self.world.running) >= 4:
             return
         req = self.world.start(tokens, load)
         if req is not None:
             assert len(req.prefix_indices) == len(tokens) and req.last_node.end == len(tokens) // PAGE * PAGE
             assert all(node.on_device for node in path(req.last_node)), "its row leads to slots of the tree"
+            prompt = max(1, len(tokens) - answered)
+            req.origin_input_ids, req.output_ids = req.origin_input_ids[:prompt], req.origin_input_ids[prompt:]
         self.forget_lost()
         self.expect([tokens], added=DEVICE)
 
     @precondition(lambda self: self.world.running)
-    @rule(pick=PICK, output=st.lists(st.sampled_from([1, 2]), max_size=5), is_insert=st.booleans())
-    def finish(self, pick, output, is_insert):
+    @rule(pick=PICK, output=st.lists(st.sampled_from([1, 2]), max_size=5), is_insert=st.booleans(), strip=st.booleans())
+    def finish(self, pick, output, is_insert, strip):
         req = self.world.running[pick % len(self.world.running)]
-        before = req.length
+        before, known = req.length, len(req.output_ids)
         req.output_ids.extend(output)
         if not self.world.extend(req, before + len(output)):
-            del req.output_ids[:]
+            del req.output_ids[known:]
         tokens = req.tokens.tolist()
-        self.world.finish(req, is_insert)
+        self.world.finish(req, is_insert, strip)
         self.expect([tokens], added=DEVICE)
 
     @rule(tokens=TOKENS)

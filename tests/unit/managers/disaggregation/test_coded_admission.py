@@ -7,8 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sglang.srt.managers.schedule_batch import ReqKvInfo
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from tiered_helpers import TokenTable, World
+from tiered_helpers import TokenTable, World, release
 
 from sglang_ext.hooks import coded_prompts as hooks
 from sglang_ext.managers.disaggregation.coded.decode_side import CodedPrompts
@@ -81,7 +82,8 @@ class Decode:
         return planned, charged, free - self.allocator.available_size(), slots
 
     def end(self, req, tokens):
-        self.cache.cache_finished_req(req, False, kv_len_to_handle=tokens)
+        req.kv = ReqKvInfo(kv_allocated_len=tokens, swa_evicted_seqlen=0)
+        release(self.cache, req, False, tokens)
 
 
 @settings(max_examples=60, deadline=None)
