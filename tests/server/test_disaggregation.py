@@ -127,6 +127,18 @@ def test_sglangs_router_sends_requests_through_both(router: Router, kinds: dict[
     assert_stocks(expected, router.request("generate", body))
 
 
+@pytest.mark.parametrize("path", ["generate", "v1/chat/completions", "v1/completions"])
+def test_custom_parameters_pass_through_sglangs_router_in_a_header(router: Router, path: str) -> None:
+    """The router drops ``custom_params`` from two of these bodies; a method that the servers do not have shows that they read the header."""
+    text = "hi there"
+    asked = {"text": text} if path == "generate" else {"model": "default", "prompt": text, "messages": [{"role": "user", "content": text}]}
+    headers = {"Content-Type": "application/json", HEADER: '{"kv_compressor": "no such method"}'}
+    request = urllib.request.Request(f"{router.url}/{path}", json.dumps(asked).encode(), headers)
+    with pytest.raises(HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=60)
+    assert "kv_compressor in custom_params is 'no such method'" in refused.value.read().decode()
+
+
 @sgl.function
 def choose(s: ProgramState) -> None:
     """A choice by the log-probabilities of prompts, then two branches that depend on it."""
