@@ -32,6 +32,8 @@ GIVEN = {
     **dict.fromkeys(("--port", "--disaggregation-bootstrap-port"), ASK_OF_US.format("--port", "PORT")),
     **dict.fromkeys(("--host", "--disaggregation-mode"), FIXED),
 }
+PORTS = 4
+"""Of the router, the prefill server, the decode server and SGLang's bootstrap server."""
 # All of it stays on the loopback interface.
 ENVIRONMENT = {"SGLANG_HOST_IP": HOST}
 # SGLang's loops of these roles do not end by themselves.
@@ -117,17 +119,29 @@ def words(option: str, text: str) -> list[str]:
 
 
 def check_ports(first: int) -> None:
-    """Refuse ports that there are not, or that are taken.
+    """Refuse four ports that are out of range, or of which one is taken.
 
     Raises:
-        BenchError: names the port.
+        BenchError: Names the port, and for a taken one another first port that can be passed.
     """
     if not 1 <= first <= LAST_PORT - 3:
         raise BenchError(f"--port {first}: the next three are taken as well: pass 1 to {LAST_PORT - 3}")
-    for port in range(first, first + 4):
+    taken = find_taken(first)
+    if taken is None:
+        return
+    starts = range(first + PORTS, LAST_PORT - PORTS + 2, PORTS)
+    free = next((start for start in starts if find_taken(start) is None), None)
+    remedy = "" if free is None else f", or pass --port {free} (make serve-pd PORT={free})"
+    raise BenchError(f"port {taken} is taken, and this command needs four from --port {first} on: end what listens there{remedy}")
+
+
+def find_taken(first: int) -> int | None:
+    """Return the lowest of the four ports from ``first`` on where something listens; None if all are free."""
+    for port in range(first, first + PORTS):
         with socket.socket() as probe:
             if probe.connect_ex((HOST, port)) == 0:
-                raise BenchError(f"port {port} is taken: end what listens there, or pass a --port with three free ones after it")
+                return port
+    return None
 
 
 def check(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:

@@ -3,10 +3,12 @@
 The prefill server keeps what compressors need of prompts, the decode server drafts and verifies; pages hold 16 tokens, chunks 128.
 """
 
+import json
 import os
 import re
 import signal
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +25,7 @@ from waiting import tries, until
 
 from sglang_ext.bench.client import free_port
 from sglang_ext.bench.speed.metrics_page import readings
+from sglang_ext.hooks.request_body import HEADER
 from sglang_ext.router_endpoint import RouterEndpoint
 from sglang_ext.serve_pd import ROUTER, Router
 

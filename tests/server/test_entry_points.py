@@ -108,7 +108,8 @@ def test_a_server_tells_mode_method_and_address_when_it_is_ready_and_its_hooks_i
     assert len([line for line in log.splitlines() if "sglang-ext: " in line and "compressor snapkv" in line]) == 1
     ours = {hook.target for hook in hooks.HOOKS + hooks.PLAIN_CPU_HOOKS}
     assert not [line for line in log.splitlines() if "hook(s) to" in line and any(target in line for target in ours)]
-    assert "sglang-ext" not in stock.log.read_text().partition("ready to roll!")[2]
+    # The log also has paths, such as that of a clone in a folder of this name.
+    assert "sglang-ext: " not in stock.log.read_text().partition("ready to roll!")[2]
 
 
 @pytest.mark.parametrize(
