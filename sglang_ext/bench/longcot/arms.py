@@ -4,15 +4,14 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.comparing.identity_options import words
 from sglang_ext.bench.options import numbers
-from sglang_ext.config.options import expected_device
-from sglang_ext.mem_cache.compressors.each_step.quest import Quest
 
 STOCK, RANKS, AUTO = "stock", "spade-ranks", "auto"
+# Defaults by device; on a GPU the loads of Table 2.
+LOADS = {"cuda": "8:32768:2048,16:16384:1024", "cpu": "1:2048:256,2:1024:128"}
+LENGTHS = {"cuda": "256,1024", "cpu": "32,64"}
 # By name: the equation of its operations, and whether cache ranks choose.
 ARMS: dict[str, tuple[str, bool]] = {
     STOCK: ("full", False),
@@ -96,17 +95,24 @@ def loads(text: str) -> list[Load]:
 
 def on_gpus(args: argparse.Namespace) -> bool:
     """Whether servers run on NVIDIA GPUs, as they decide themselves: by --device, else by what torch finds."""
+    from sglang_ext.config.options import expected_device
+
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--device")
     return expected_device(parser.parse_known_args(words(args.server_arg))[0].device) == "cuda"
 
 
 def settle(args: argparse.Namespace) -> None:
-    """Set methods and layers of packs where the command line left them open, by where servers run.
+    """Set loads, lengths, methods and layers of packs where the command line left them open, by the machine and by where servers run.
 
     Raises:
         BenchError: packs are named by number, and cache ranks are on GPUs.
     """
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    args.load = args.load or LOADS[device]
+    args.output_len = args.output_len or LENGTHS[device]
     gpus = on_gpus(args)
     if args.method is None:
         missing = (*ON_CPUS, *((RANKS,) if torch.cuda.device_count() <= args.ranks else ())) if gpus else ()
@@ -140,6 +146,8 @@ def arms(args: argparse.Namespace) -> list[LongArm]:
 
 def _arms(args: argparse.Namespace, method: str, mode: str, select: int) -> Iterator[LongArm]:
     """Of one method, mode and number of tokens: one for each number of steps between choices, and of ranks for each pack."""
+    from sglang_ext.mem_cache.compressors.each_step.quest import Quest
+
     drafts = ("--kv-draft-length", str(args.draft_length)) if mode == "verified" else ()
     compressor = "spade" if method.startswith("spade") else method
     flags = ("--kv-mode", mode, "--kv-compressor", compressor, *drafts)

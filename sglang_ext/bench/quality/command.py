@@ -1,18 +1,4 @@
-"""What a compressed KV cache costs in quality, and that verified decoding costs nothing.
-
-Starts one server at a time on the loopback interface: for each compressor and budget a lossy one and a verified one for
-each draft length, and stock SGLang last, which also scores what the others answered. --parts chooses what is measured:
-
-acceptance   drafts that full KV accepts over those it was offered, by draft length
-kl           KL divergence of the next-token distribution from full KV's at the same prefix, by step
-divergence   the first token in which answers differ from full KV's, greedy and with equal seeds
-functional   tasks with right and wrong answers: a fact in a long text, repetition, JSON, Python; and --benchmark
-speed        tokens per second from cached prompts, over stock's in the same run
-attention    relative error of attention outputs, by layer, in this process
-
-Ends with code 1 if a server could not be measured, or if a verified server's KL divergence is above the noise of stock
-against itself.
-"""
+"""Runs ``python -m sglang_ext.bench quality``: asks each server, then measures attention in this process."""
 
 import argparse
 import dataclasses

@@ -1,4 +1,18 @@
-"""The command line of ``python -m sglang_ext.bench quality``."""
+"""What a compressed KV cache costs in quality, and that verified decoding costs nothing.
+
+Starts one server at a time on the loopback interface: for each compressor and budget a lossy one and a verified one for
+each draft length, and stock SGLang last, which also scores what the others answered. --parts chooses what is measured:
+
+acceptance   drafts that full KV accepts over those it was offered, by draft length
+kl           KL divergence of the next-token distribution from full KV's at the same prefix, by step
+divergence   the first token in which answers differ from full KV's, greedy and with equal seeds
+functional   tasks with right and wrong answers: a fact in a long text, repetition, JSON, Python; and --benchmark
+speed        tokens per second from cached prompts, over stock's in the same run
+attention    relative error of attention outputs, by layer, in this process
+
+Ends with code 1 if a server could not be measured, or if a verified server's KL divergence is above the noise of stock
+against itself.
+"""
 
 import argparse
 from pathlib import Path
@@ -6,8 +20,7 @@ from pathlib import Path
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.comparing.identity_options import words
 from sglang_ext.bench.options import DTYPES, names, numbers, seconds
-from sglang_ext.bench.quality.attention import TAILS
-from sglang_ext.bench.quality.config import MODES, PARTS, BenchmarkFile, QualityConfig
+from sglang_ext.bench.quality.config import MODES, PARTS, TAILS, BenchmarkFile, QualityConfig
 from sglang_ext.bench.quality.scorers import BY_NAME
 
 
@@ -74,6 +87,13 @@ def _add_benchmark(parser: argparse.ArgumentParser) -> None:
     add("--scored-by", choices=tuple(BY_NAME), default="contains", help="how its answers are scored (default: %(default)s)")
     add("--benchmark-tokens", type=int, default=512, help="longest answer to it, in tokens")
     add("--raw-prompt", action="store_true", help="send its prompts as they are, without the model's chat template")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command, whose module loads PyTorch and SGLang."""
+    from sglang_ext.bench.quality.command import run
+
+    return run(args)
 
 
 def config_from(args: argparse.Namespace) -> QualityConfig:

@@ -105,7 +105,7 @@ def test_side_by_side_count_the_requests_and_the_time_in_which_all_that_have_roo
 
 def options(**given):
     base = {"method": ("stock", "spade", "spade-ranks", "quest", "verify-guided"), "mode": ("lossy", "verified")}
-    base |= {"load": "8:32768:2048,16:16384:1024"}
+    base |= {"load": "8:32768:2048,16:16384:1024", "output_len": "32,64"}
     base |= {"select_every": "1", "select_by": "current", "ranks": 1, "pack_layers": ("6", "12"), "draft_length": 16, "server_arg": []}
     return SimpleNamespace(**base | given)
 
