@@ -10,7 +10,7 @@ import torch
 
 from sglang_ext.bench import BenchError, report
 from sglang_ext.bench.longcot import overlap, packs, pages, plots, serving, tables
-from sglang_ext.bench.longcot.arms import ARMS, AUTO, LongArm, Load, arms, loads, settle
+from sglang_ext.bench.longcot.arms import ARMS, AUTO, LongArm, Load, arms, check_lengths, loads, settle
 from sglang_ext.bench.longcot.flops import ModelShape, token_flops
 from sglang_ext.bench.longcot.options import add_arguments
 from sglang_ext.bench.longcot.serving import LongFigures
@@ -33,10 +33,13 @@ def run(args: argparse.Namespace) -> int:
     wanted, lengths = loads(args.load), sorted(set(numbers(args.output_len, "--output-len")))
     check(args, lengths)
     chosen = arms(args)
+    check_lengths(chosen, lengths)
+    # SGLang sends a round's tokens when the next round runs, but those of the last round at once: no length is in a last round.
+    longest = lengths[-1] + 2 * max((arm.round_tokens for arm in chosen), default=0)
     shape = ModelShape.of(read_config(args.model))
     # Which folder timelines go to does not matter here.
     flags = {arm.name: settings.flags_of(args, setting_of(arm, Path("timeline"))) for arm in chosen}
-    check_servers(str(args.model), flags, max(load.context for load in wanted) + lengths[-1], "--load")
+    check_servers(str(args.model), flags, max(load.context for load in wanted) + longest, "--load")
     prompts = make_prompts(args, max(load.batch for load in wanted), sorted({load.context for load in wanted}))
     found: list[LongFigures] = []
     packed: list[packs.PackFigures] = []
@@ -50,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         with settings.server(args, setting_of(arm, file), logs) as server:
             for load in filter(arm.serves, wanted):
                 before = len(packs.steps_of(timeline.read(file)))
-                waves = serving.answer(server, prompts[load.context][: load.batch], lengths[-1], args.repeats, ARMS[arm.method][1])
+                waves = serving.answer(server, prompts[load.context][: load.batch], longest, args.repeats, ARMS[arm.method][1])
                 found.append(figures_of(arm, load, lengths, waves, shape))
                 print(f"{arm.name}: {load}: {told_of(found[-1])}", flush=True)
                 taken = packs.steps_of(timeline.read(file))[before:]
