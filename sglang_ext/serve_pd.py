@@ -21,6 +21,7 @@ from sglang_ext.bench import ROLES, BenchError
 from sglang_ext.bench.client import HEALTH_SECONDS, HOST, free_port
 from sglang_ext.bench.options import LAST_PORT, seconds, split
 from sglang_ext.bench.server import ServerProcess, check_servers, leave_on_signals, stop_all, stop_together
+from sglang_ext.command_line import sample_request
 
 ROUTER = "sglang_router"
 INSTALL_ROUTER = "pip install --no-deps -r requirements/pd.txt, or run make serve-pd"
@@ -195,17 +196,11 @@ def serve(args: argparse.Namespace, flags: dict[str, tuple[str, ...]]) -> None:
                 raise BenchError(f"the {role} server: {error}") from error
         router.start()
         router.wait_healthy()
-        print(f"listening on {router.url}; try: {_request(router.url)}", flush=True)
+        print(f"listening on {router.url}; try: {sample_request(router.url)}", flush=True)
         while all(each.running for each in everything.values()):
             time.sleep(LOOK)
         ended = next(name for name, each in everything.items() if not each.running)
         raise BenchError(f"the {ended} ended, so all do\n{everything[ended].describe_log()}")
-
-
-def _request(url: str) -> str:
-    """A shell command that asks for a few tokens."""
-    body = '{"text": "The capital of France is", "sampling_params": {"temperature": 0, "max_new_tokens": 16}}'
-    return f"curl {url}/generate -H 'Content-Type: application/json' -d '{body}'"
 
 
 def main(argv: list[str] | None = None) -> int:
