@@ -2,7 +2,8 @@
 
 For each method, mode, number of selected tokens and, with cache ranks, pack size, a server is started, and each --load of as many selected
 tokens sent: its batch at once, prompts in the prefix cache before, answers of the longest --output-len and two rounds more whatever they
-are. Times are of tokens from one of --output-len to the next, which are at least a round apart. Acceptance is of --mode verified; in lossy a choice stands unverified.
+are. Times are of tokens from one of --output-len to the next, which are at least a round apart. Acceptance is of --mode verified; in lossy
+a choice stands unverified.
 
 With cache ranks on a CPU the inference rank writes a timeline (--kv-bench-timeline): per pack of layers the model's time, the rank's
 choosing for the whole batch, and the rest of a cycle, with the bytes a second that would have to travel for a cycle to be hidden behind a
