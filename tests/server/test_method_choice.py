@@ -65,16 +65,12 @@ def test_a_method_that_the_server_does_not_have_is_refused_by_name_and_the_serve
 
 
 SNAPKV = {"kv_compressor": "snapkv:0.125"}
-MESSAGES = [{"role": "user", "content": "hi there"}]
-# A short request to each endpoint that generates.
+# A short request to each endpoint.
 SHORT = {
     "generate": {"text": "hi there", **greedy(4)},
     "v1/completions": {"model": "default", "prompt": "hi there", "max_tokens": 4},
-    "v1/chat/completions": {"model": "default", "messages": MESSAGES, "max_tokens": 4},
+    "v1/chat/completions": {"model": "default", "messages": [{"role": "user", "content": "hi there"}], "max_tokens": 4},
     "v1/responses": {"model": "default", "input": "hi there", "max_output_tokens": 8},
-    "v1/messages": {"model": "default", "messages": MESSAGES, "max_tokens": 4},
-    "api/chat": {"model": "default", "messages": MESSAGES, "stream": False},
-    "api/generate": {"model": "default", "prompt": "hi there", "stream": False},
 }
 
 
@@ -94,23 +90,10 @@ def test_a_method_that_is_asked_for_at_the_top_level_or_in_a_header_serves_the_r
 
 
 @pytest.mark.parametrize("path", SHORT)
-def test_no_endpoint_ignores_a_parameter_at_the_top_level(several, path):
+def test_no_endpoint_ignores_a_method_that_the_server_does_not_have_at_the_top_level_or_in_the_header(several, path):
     wrong = {"kv_compressor": "snapkv:0.5"}
-    for asked in (wrong, {"custom_params": wrong}, {"kv-compressor": "kivi"}, {"compressor": "kivi"}):
+    for asked, header in ((wrong, {}), ({"custom_params": wrong}, {}), ({}, wrong)):
         with pytest.raises(urllib.error.HTTPError) as raised:
-            several.request(path, {**SHORT[path], **asked})
-        told = raised.value.read().decode()
-        assert raised.value.code == 400 and ("this server compresses with" if "snapkv" in str(asked) else "did you mean") in told
-    with pytest.raises(urllib.error.HTTPError) as raised:
-        ask_with_header(several, path, SHORT[path], wrong)
-    assert raised.value.code == 400
-
-
-@pytest.mark.parametrize("path", list(SHORT)[:4])
-def test_a_parameter_at_the_top_level_leaves_the_answer_as_it_is(several, path):
-    found = [several.request(path, {**SHORT[path], "temperature": 0, **asked}) for asked in ({}, SNAPKV)]
-    texts = [each.get("text") or each.get("choices") or each["output"] for each in found]
-    for text in texts:
-        for part in text if isinstance(text, list) else ():
-            part.pop("id", None)
-    assert texts[0] == texts[1]
+            ask_with_header(several, path, {**SHORT[path], **asked}, header)
+        assert raised.value.code == 400 and "this server compresses with" in raised.value.read().decode()
+    assert ask_with_header(several, path, {**SHORT[path], **SNAPKV}, {})

@@ -2,9 +2,12 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
 from fastapi import HTTPException
+from fastapi.testclient import TestClient
+from sglang.srt.entrypoints import http_server
 from sglang.srt.entrypoints.http_server import ORJSONRequest
 from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -86,3 +89,34 @@ def test_what_is_misspelled_or_said_twice_gets_status_400(body, header, words):
 def test_another_value_in_sampling_params_is_refused():
     with pytest.raises(ValueError, match="kv_compressor is 'int4' in sampling_params.custom_params and 'kivi' in the request: pass it once"):
         served(KIVI, sampling_params={"custom_params": {"kv_compressor": "int4"}})
+
+
+@pytest.fixture
+def client(monkeypatch):
+    """A client of SGLang's HTTP application, with the hook, before a tokenizer manager that answers with sampling parameters."""
+    original = ORJSONRequest.json
+
+    async def generate_request(obj, request):
+        add_custom_params(obj)
+        yield {"text": "", "sampling_params": obj.sampling_params}
+
+    manager = SimpleNamespace(generate_request=generate_request, create_abort_task=lambda obj: None)
+    monkeypatch.setattr(ORJSONRequest, "json", lambda request: read_body(original, request))
+    monkeypatch.setattr(http_server, "_global_state", SimpleNamespace(tokenizer_manager=manager))
+    return TestClient(http_server.app)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_sglangs_application_hands_them_to_the_request_that_it_makes(client, stream):
+    for asked, headers in ((KIVI, {}), ({"custom_params": KIVI}, {}), ({}, {HEADER: json.dumps(KIVI)})):
+        told = client.post("/generate", json={"text": "a", "stream": stream, **asked}, headers=headers).text
+        assert json.loads(told.removeprefix("data: ").split("\n")[0])["sampling_params"] == {"custom_params": KIVI}
+    assert "kivi" not in client.post("/generate", json={"text": "a"}).text
+
+
+@pytest.mark.parametrize("path", [
+    "generate", "v1/completions", "v1/chat/completions", "v1/responses", "v1/messages", "invocations", "api/chat", "api/generate",
+])  # fmt: skip
+def test_each_endpoint_refuses_a_misspelled_parameter_before_it_reads_the_rest(client, path):
+    answer = client.post(f"/{path}", json={"kv-compressor": "kivi"})
+    assert answer.status_code == 400 and "did you mean 'kv_compressor'" in answer.text
