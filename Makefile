@@ -88,17 +88,30 @@ $(TEST_STAMP): $(STAMP)
 # A port in ARGS wins.
 ASKED_PORT := $(patsubst --port=%,%,$(lastword $(filter --port=%,$(subst --port ,--port=,$(strip $(ARGS))))))
 SERVED_PORT = $(or $(ASKED_PORT),$(PORT))
-# Not of three servers, which get theirs from PORT.
+# The target that serves, and how many ports it takes from PORT on. serve-pd ignores a port in ARGS, which are flags of both its servers.
+SERVE = serve
+PORTS = 1
 serve-pd: ASKED_PORT :=
+serve-pd: SERVE = serve-pd
+serve-pd: PORTS = 4
 
 port-is-free:
-	@case '$(SERVED_PORT)' in *[!0-9]* | ??????*) number=0 ;; *) number=$$((10#0$(SERVED_PORT))) ;; esac
-	if [ "$$number" -lt 1 ] || [ "$$number" -gt 65535 ]; then
-		echo "the port is '$(SERVED_PORT)': pass a number from 1 to 65535, for example $(if $(ASKED_PORT),--port 8000 in ARGS,make serve PORT=8000)" >&2
+	@last=$$((65536 - $(PORTS)))
+	case '$(SERVED_PORT)' in *[!0-9]* | ??????*) number=0 ;; *) number=$$((10#0$(SERVED_PORT))) ;; esac
+	if [ "$$number" -lt 1 ] || [ "$$number" -gt "$$last" ]; then
+		echo "the port is '$(SERVED_PORT)': pass a number from 1 to $$last, for example $(if $(ASKED_PORT),--port 8000 in ARGS,make $(SERVE) PORT=8000)" >&2
 		exit 1
 	fi
-	if (exec 3<>'/dev/tcp/127.0.0.1/$(SERVED_PORT)') 2>/dev/null; then
-		echo "port $(SERVED_PORT) is taken: end what listens there, or name another one: $(if $(ASKED_PORT),--port in ARGS,make serve PORT=$$(($(PORT) + 1)))" >&2
+	find_taken() {  # sets `taken` to the first port from $$1 on where something listens; fails if there is none
+		for ((taken = $$1; taken < $$1 + $(PORTS); taken++)); do
+			if (exec 3<>"/dev/tcp/127.0.0.1/$$taken") 2>/dev/null; then return 0; fi
+		done
+		return 1
+	}
+	if find_taken "$$number"; then
+		refused=$$taken other=$$((number + $(PORTS)))
+		while [ "$$other" -lt "$$last" ] && find_taken "$$other"; do other=$$((taken + 1)); done
+		echo "port $$refused is taken: end what listens there, or name another one: $(if $(ASKED_PORT),--port $$other in ARGS,make $(SERVE) PORT=$$other)" >&2
 		exit 1
 	fi
 

@@ -16,6 +16,8 @@ from typing import NoReturn, ParamSpec, TypeVar
 from sglang_ext.core import HookError, OptionError
 
 EXIT_CODE = 2
+SAMPLE_NUMBERS = 200
+"""Numbers in the prompt of :func:`sample_request`, each a token or more: above ``core.MIN_CONTEXT``, so that the request drafts."""
 
 Given = ParamSpec("Given")
 Made = TypeVar("Made")
@@ -86,6 +88,22 @@ def check_address(host: str, port: int) -> None:
             }.get(error.errno)
             if why is not None:
                 raise OptionError(why) from error
+
+
+def sample_request(url: str, takes_text: bool = True, has_key: bool = False) -> str:
+    """Return a shell command that asks a server for 16 tokens after a prompt that is long enough to draft.
+
+    Args:
+        url: Of the server or a router.
+        takes_text: The server has a tokenizer; without one, the prompt is token ids.
+        has_key: The server wants an API key, which the command takes from the environment.
+    """
+    key = ' -H "Authorization: Bearer $API_KEY"' if has_key else ""
+    # Within the body, single quotes end and begin again around what the shell replaces.
+    separator, name, ends = ("' '", "text", '""') if takes_text else (",", "input_ids", "[]")
+    numbers = f"""'"$(seq -s {separator} {SAMPLE_NUMBERS})"'"""
+    body = f"""'{{"{name}": {ends[0]}{numbers}{ends[1]}, "sampling_params": {{"temperature": 0, "max_new_tokens": 16}}}}'"""
+    return f"curl {url}/generate -H 'Content-Type: application/json'{key} -d {body}"
 
 
 def shorten_errors(parser: argparse.ArgumentParser) -> None:

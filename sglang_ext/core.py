@@ -1,14 +1,19 @@
-"""The nouns that cross modules; each field says who sets it."""
+"""The nouns that cross modules; each field says who sets it.
+
+Nothing here loads PyTorch: command lines import this module to show their help.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
 if TYPE_CHECKING:
+    import torch
+
     from sglang_ext.mem_cache.prefix_cache.segments import Segment
 
+# The share of tokens that is kept unless told.
+DEFAULT_BUDGET = 0.25
 # What the flags choose of SGLang's registries.
 SPECULATIVE_ALGORITHM = "KV_VERIFIED"
 RADIX_CACHE_BACKEND = "kv_views"
@@ -83,7 +88,7 @@ class CompressedView:
         due: tokens before the newest that copies leave as they are at which it is made anew; 0 where that follows from its size.
     """
 
-    own: torch.Tensor
+    own: "torch.Tensor"
     covered: int
     segments: "list[Segment]" = field(default_factory=list)
     tail_end: int = 0
@@ -91,22 +96,26 @@ class CompressedView:
     sinks: int = 0
     own_tokens: int = 0
     own_packed: int = 0
-    spare: torch.Tensor | None = None
+    spare: "torch.Tensor | None" = None
     due: int = 0
 
     def __post_init__(self) -> None:
         self.tail_end = max(self.tail_end, self.covered)
 
     @property
-    def slots(self) -> torch.Tensor:
+    def slots(self) -> "torch.Tensor":
         """What the draft row leads to of the copy, blocks first: int64 [kept]. What fills up pages of blocks is left out."""
+        import torch
+
         sinks, own = self.own[: self.sinks], self.own[self.sinks :]
         shared = [segment.slots[: segment.packed or None] for segment in self.segments]
         return torch.cat([*shared, own[: self.own_packed or None], sinks])
 
     @property
-    def held(self) -> torch.Tensor:
+    def held(self) -> "torch.Tensor":
         """All slots that are its own, the spare ones last: int64."""
+        import torch
+
         return self.own if self.spare is None else torch.cat([self.own, self.spare])
 
     def use_spare(self) -> None:
@@ -124,11 +133,13 @@ class CompressedView:
         kept = self.sinks + sum(segment.tokens for segment in self.segments) + self.own_tokens
         return self.packed > 0 and kept == self.covered
 
-    def hand_over(self, tokens: int, packed: int) -> torch.Tensor:
+    def hand_over(self, tokens: int, packed: int) -> "torch.Tensor":
         """Its own slots that hold the blocks of its first ``tokens``, ``packed`` slots, which it reads as a segment's from now on.
 
         They are int64, and whole pages: those of all its tokens, or of as many blocks as fill pages.
         """
+        import torch
+
         end = len(self.own) if tokens == self.own_tokens else self.sinks + packed
         slots, self.own = self.own[self.sinks : end].clone(), torch.cat([self.own[: self.sinks], self.own[end:]])
         self.own_tokens, self.own_packed = self.own_tokens - tokens, self.own_packed - packed

@@ -21,6 +21,7 @@ from sglang_ext.bench import ROLES, BenchError
 from sglang_ext.bench.client import HEALTH_SECONDS, HOST, free_port
 from sglang_ext.bench.options import LAST_PORT, seconds, split
 from sglang_ext.bench.server import ServerProcess, check_servers, leave_on_signals, stop_all, stop_together
+from sglang_ext.command_line import sample_request
 
 ROUTER = "sglang_router"
 INSTALL_ROUTER = "pip install --no-deps -r requirements/pd.txt, or run make serve-pd"
@@ -32,6 +33,8 @@ GIVEN = {
     **dict.fromkeys(("--port", "--disaggregation-bootstrap-port"), ASK_OF_US.format("--port", "PORT")),
     **dict.fromkeys(("--host", "--disaggregation-mode"), FIXED),
 }
+PORTS = 4
+"""Of the router, the prefill server, the decode server and SGLang's bootstrap server."""
 # All of it stays on the loopback interface.
 ENVIRONMENT = {"SGLANG_HOST_IP": HOST}
 # SGLang's loops of these roles do not end by themselves.
@@ -117,17 +120,29 @@ def words(option: str, text: str) -> list[str]:
 
 
 def check_ports(first: int) -> None:
-    """Refuse ports that there are not, or that are taken.
+    """Refuse four ports that are out of range, or of which one is taken.
 
     Raises:
-        BenchError: names the port.
+        BenchError: Names the port, and for a taken one another first port that can be passed.
     """
     if not 1 <= first <= LAST_PORT - 3:
         raise BenchError(f"--port {first}: the next three are taken as well: pass 1 to {LAST_PORT - 3}")
-    for port in range(first, first + 4):
+    taken = find_taken(first)
+    if taken is None:
+        return
+    starts = range(first + PORTS, LAST_PORT - PORTS + 2, PORTS)
+    free = next((start for start in starts if find_taken(start) is None), None)
+    remedy = "" if free is None else f", or pass --port {free} (make serve-pd PORT={free})"
+    raise BenchError(f"port {taken} is taken, and this command needs four from --port {first} on: end what listens there{remedy}")
+
+
+def find_taken(first: int) -> int | None:
+    """Return the lowest of the four ports from ``first`` on where something listens; None if all are free."""
+    for port in range(first, first + PORTS):
         with socket.socket() as probe:
             if probe.connect_ex((HOST, port)) == 0:
-                raise BenchError(f"port {port} is taken: end what listens there, or pass a --port with three free ones after it")
+                return port
+    return None
 
 
 def check(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
@@ -181,17 +196,11 @@ def serve(args: argparse.Namespace, flags: dict[str, tuple[str, ...]]) -> None:
                 raise BenchError(f"the {role} server: {error}") from error
         router.start()
         router.wait_healthy()
-        print(f"listening on {router.url}; try: {_request(router.url)}", flush=True)
+        print(f"listening on {router.url}; try: {sample_request(router.url)}", flush=True)
         while all(each.running for each in everything.values()):
             time.sleep(LOOK)
         ended = next(name for name, each in everything.items() if not each.running)
         raise BenchError(f"the {ended} ended, so all do\n{everything[ended].describe_log()}")
-
-
-def _request(url: str) -> str:
-    """A shell command that asks for a few tokens."""
-    body = '{"text": "The capital of France is", "sampling_params": {"temperature": 0, "max_new_tokens": 16}}'
-    return f"curl {url}/generate -H 'Content-Type: application/json' -d '{body}'"
 
 
 def main(argv: list[str] | None = None) -> int:

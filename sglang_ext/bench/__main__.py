@@ -15,7 +15,8 @@ from sglang_ext.core import OptionError
 class Command:
     """A subcommand.
 
-    ``module`` has ``add_arguments(parser) -> None`` and ``run(args) -> int`` (the exit code).
+    ``module`` has ``add_arguments(parser) -> None`` and ``run(args) -> int`` (the exit code). It loads neither PyTorch nor SGLang before
+    ``run``, so that ``--help`` is quick.
     """
 
     module: str
@@ -24,37 +25,37 @@ class Command:
 
 COMMANDS = {
     "identity": Command(
-        "sglang_ext.bench.comparing.identity", "compare the tokens of verified decoding with stock SGLang's"
+        "sglang_ext.bench.comparing.identity_options", "compare the tokens of verified decoding with stock SGLang's"
     ),
-    "decode": Command("sglang_ext.bench.speed.decode", "measure decode speed of stock SGLang and of verified decoding"),
-    "latency": Command("sglang_ext.bench.speed.latency", "measure latency of both against the rate of requests"),
+    "decode": Command("sglang_ext.bench.speed.decode_options", "measure decode speed of stock SGLang and of verified decoding"),
+    "latency": Command("sglang_ext.bench.speed.latency_options", "measure latency of both against the rate of requests"),
     "transfer": Command(
-        "sglang_ext.bench.transfer.command", "measure the time to the k-th token while KV travels to a decode server, by method"
+        "sglang_ext.bench.transfer.options", "measure the time to the k-th token while KV travels to a decode server, by method"
     ),
     "jobs": Command(
-        "sglang_ext.bench.jobs.command", "measure completion times of jobs that are prefilled on some servers and decoded on others"
+        "sglang_ext.bench.jobs.options", "measure completion times of jobs that are prefilled on some servers and decoded on others"
     ),
     "longcot": Command(
-        "sglang_ext.bench.longcot.command", "measure long answers from sparse attention, and where a step's time goes"
+        "sglang_ext.bench.longcot.options", "measure long answers from sparse attention, and where a step's time goes"
     ),
     "quality": Command(
-        "sglang_ext.bench.quality.command",
+        "sglang_ext.bench.quality.options",
         "measure what compressed KV costs in quality, and that verified decoding costs nothing",
     ),
     "methods": Command(
-        "sglang_ext.bench.methods.command", "measure acceptance, bytes and speed of all compression methods on one prompt set"
+        "sglang_ext.bench.methods.options", "measure acceptance, bytes and speed of all compression methods on one prompt set"
     ),
     "families": Command(
         "sglang_ext.bench.comparing.families", "identity on tiny random models of each supported family"
     ),
     "simulate": Command(
-        "sglang_ext.bench.simulating.simulate", "simulate full KV in host memory: what a machine would gain, without a model"
+        "sglang_ext.bench.simulating.options", "simulate full KV in host memory: what a machine would gain, without a model"
     ),
     "attention": Command(
-        "sglang_ext.bench.attention.command", "time attention of one layer by how KV is kept, without a server"
+        "sglang_ext.bench.attention.options", "time attention of one layer by how KV is kept, without a server"
     ),
     "soak": Command(
-        "sglang_ext.bench.soaking.soak", "send mixed traffic for minutes and check every answer"
+        "sglang_ext.bench.soaking.options", "send mixed traffic for minutes and check every answer"
     ),
     "prompts": Command(
         "sglang_ext.bench.corpus", "build a folder of real prompts from text on this machine"

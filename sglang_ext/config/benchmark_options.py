@@ -105,15 +105,17 @@ def _lack(args: "KVServerArgs", name: str) -> str | None:
     return None
 
 
-def check_request(forced: float | None, custom_params: dict[str, Any] | None) -> None:
-    """Refuse what a request asks for, on a server that accepts with probability ``forced``, or None where verification decides.
+def check_request(args: "KVServerArgs", value: object) -> None:
+    """Refuse an acceptance on a server where verification decides, and one that is not a probability.
+
+    Args:
+        args: The server's arguments.
+        value: The value of :data:`PARAMETER` in a request.
 
     Raises:
-        ValueError: the server forces nothing, or what is asked is no number from 0 to 1.
+        ValueError: The server forces nothing, or the value is not a number from 0 to 1.
     """
-    value = _asked(custom_params)
-    if value is None:
-        return
+    forced = args.kv_bench_acceptance
     if forced is None:
         raise ValueError(
             f"{PARAMETER} in custom_params is {value!r}, and on this server verification decides what is accepted: leave it out, "

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_ext.config import benchmark_options, model_options
+from sglang_ext.config import model_options
 from sglang_ext.config.options import DEFAULT_BUDGET, attention_backends, expected_device, one_of
 from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.compressors import catalogue
@@ -373,9 +373,7 @@ def _check_folders(args: "KVServerArgs", compressors: tuple[str, ...]) -> None:
 
 
 ASKED = "kv_compressor"
-PREFIX = "kv_"
-PARAMETERS = (ASKED, benchmark_options.PARAMETER)
-"""Of ``custom_params``, what is this project's."""
+"""The parameter of a request, in its custom_params, that names a method."""
 
 
 def place_of(found: tuple[Offer, ...], custom_params: dict[str, Any] | None) -> int | None:
@@ -389,29 +387,19 @@ def place_of(found: tuple[Offer, ...], custom_params: dict[str, Any] | None) -> 
     return next((place for place, offer in enumerate(found) if offer.is_called(asked)), None)
 
 
-def check_asked(args: "KVServerArgs", custom_params: object) -> None:
-    """Refuse a method or forced acceptance that the server does not have, and what looks like one.
+def check_request(args: "KVServerArgs", asked: object) -> None:
+    """Refuse a method that the server does not have.
+
+    Args:
+        args: The server's arguments.
+        asked: The value of :data:`ASKED` in a request.
 
     Raises:
-        ValueError: ``custom_params`` is no object, or has a key that begins with ``kv_`` and means nothing; names the method and
-            those that the server has; or the acceptance, which the server does not force, or which is no probability.
+        ValueError: Names the method and those that the server has.
     """
-    if custom_params is None:
-        return
-    if not isinstance(custom_params, dict):
-        raise ValueError(f"custom_params is {custom_params!r}; pass an object, as in {{{ASKED!r}: 'snapkv'}}, or leave it out")
-    for key in custom_params:
-        if key.startswith(PREFIX) and key not in PARAMETERS:
-            # The other one is refused unless the server forces acceptance.
-            taken = PARAMETERS if args.kv_bench_acceptance is not None else (ASKED,)
-            raise ValueError(
-                f"custom_params has {key!r}, which means nothing here; a request may ask for {' and '.join(taken)}: spell it "
-                "so, or leave it out"
-            )
     found = offers(args)
-    if place_of(found, custom_params) is None:
+    if place_of(found, {ASKED: asked}) is None:
         raise ValueError(
-            f"{ASKED} in custom_params is {custom_params[ASKED]!r}; this server compresses with "
+            f"{ASKED} in custom_params is {asked!r}; this server compresses with "
             f"{', '.join(offer.told for offer in found)}: ask for one of these, or leave it out for the first"
         )
-    benchmark_options.check_request(args.kv_bench_acceptance, custom_params)

@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_ext.core import MIN_CONTEXT, PLAIN_STEPS, OptionError
+from sglang_ext.core import DEFAULT_BUDGET, MIN_CONTEXT, PLAIN_STEPS, OptionError
 from sglang_ext.mem_cache.compressors import catalogue
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
 
 MODES = ("full", "lossy", "verified")
-# The share of tokens that is kept unless told.
-DEFAULT_BUDGET = 0.25
 MAX_DRAFT_LENGTH = 64
 FULL_TIERS = ("auto", "device", "host")
 # Tokens drafted before a verification whose full KV has to be loaded from the host, at most.

@@ -6,7 +6,7 @@ checked twice: as it came, by :func:`check_shape`, and by :func:`check_request` 
 
 SGLang sends requests to its scheduler by msgpack, which decodes each field as the type it is declared with; a value of
 another type raises there, where nothing catches it. Here each is encoded and decoded beforehand. Other values pass that
-and raise in a forward pass. All of them end stock SGLang too, but for what :func:`sglang_ext.config.method_options.check_asked`
+and raise in a forward pass. All of them end stock SGLang too, but for what :func:`sglang_ext.config.request_params.check`
 refuses.
 
 *Told.* SGLang carries counters of each request to the frontend (managers/spec_decode/requests.py); :func:`add_kv_fields` names them.
@@ -25,9 +25,10 @@ from sglang.srt.managers.io_struct import GenerateReqInput, SessionParams, Token
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_ext.config import method_options
+from sglang_ext.config import method_options, request_params
 from sglang_ext.config.benchmark_options import probability_of
 from sglang_ext.core import OptionError
+from sglang_ext.hooks.request_body import add_custom_params
 from sglang_ext.managers.spec_decode.requests import describe
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def check_shape(original: Callable, obj: GenerateReqInput) -> None:
     Raises:
         ValueError: names the field, its value, what is allowed and the remedy. SGLang answers with status 400.
     """
+    add_custom_params(obj)
     for params in obj.sampling_params if isinstance(obj.sampling_params, list) else (obj.sampling_params or {},):
         _check_object(params)
         _check_samples(params.get("n", 1))
@@ -131,7 +133,7 @@ def check_request(
     _check_embeds(obj.input_embeds, manager.model_config.hidden_size)
     # SGLang has refused it by now where the server does not serve any.
     _check_processor(obj.custom_logit_processor)
-    method_options.check_asked(manager.server_args, params.get("custom_params"))
+    request_params.check(manager.server_args, params.get("custom_params"), has_processor=bool(obj.custom_logit_processor))
 
 
 def check_preferred(args: "KVServerArgs") -> None:
@@ -158,7 +160,7 @@ def check_preferred(args: "KVServerArgs") -> None:
         _check_sampling_values(params, read, vocabulary, deterministic=False)
         # A request that says how many tokens it wants may want more than SGLang's default.
         SamplingParams(**{"max_new_tokens": None, **params}).verify(vocabulary)
-        method_options.check_asked(args, params.get("custom_params"))
+        request_params.check(args, params.get("custom_params"))
     except ValueError as error:
         raise OptionError(f"--preferred-sampling-params is {_short(given)}: {error}; or leave the flag out") from None
 
@@ -219,6 +221,8 @@ def _check_sampling_types(params: dict[str, Any]) -> SamplingParams:
     """
     decoders = _types(SamplingParams)
     for name, value in params.items():
+        if name not in decoders:
+            _check_place(name)
         _check_known("sampling_params", name, name in decoders, _asked())
         if name not in _asked() and value:
             raise ValueError(f"sampling_params.{name} is {_short(value)}; SGLang sets it by itself: leave it out")
@@ -273,6 +277,15 @@ def _check_known(holder: str, name: str, is_known: bool, names: Iterable[str]) -
     if not is_known:
         raise ValueError(
             f"{holder} has {_short(name)}, which SGLang does not know: leave it out, or take one of {', '.join(names)}"
+        )
+
+
+def _check_place(name: str) -> None:
+    """Refuse a parameter of ours, or one that resembles it, beside SGLang's sampling parameters."""
+    request_params.check_key(name, "sampling_params")
+    if name in request_params.REQUEST_PARAMS:
+        raise ValueError(
+            f"sampling_params has {name!r}: pass it in sampling_params.custom_params or at the top level of the request, or leave it out"
         )
 
 

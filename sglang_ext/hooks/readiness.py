@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from sglang_ext.command_line import sample_request
 from sglang_ext.config.method_options import Offer, offers
 from sglang_ext.config.options import BACKEND
 from sglang_ext.config.prefill_options import QUANTIZED
@@ -109,7 +110,4 @@ def _choosing(args: "KVServerArgs", offer: Offer) -> Iterator[str]:
 
 def _request(args: "KVServerArgs") -> str:
     """A shell command that asks the server for a few tokens."""
-    key = ' -H "Authorization: Bearer $API_KEY"' if args.api_key else ""
-    prompt = '"input_ids": [1, 2, 3]' if args.skip_tokenizer_init else '"text": "The capital of France is"'
-    body = f'{{{prompt}, "sampling_params": {{"temperature": 0, "max_new_tokens": 16}}}}'
-    return f"curl {args.url()}/generate -H 'Content-Type: application/json'{key} -d '{body}'"
+    return sample_request(args.url(), takes_text=not args.skip_tokenizer_init, has_key=bool(args.api_key))

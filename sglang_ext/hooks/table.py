@@ -117,6 +117,12 @@ HOOKS: tuple[Hook, ...] = (
         ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache", "kwargs"),
     ),
     Hook(
+        "sglang.srt.entrypoints.http_server.ORJSONRequest.json",
+        "sglang_ext.hooks.request_body.read_body",
+        "SGLang drops fields of a request that it does not know without an error, kv_compressor among them",
+        ("self",), process="frontend",
+    ),
+    Hook(
         "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
         "sglang_ext.hooks.frontend.check_shape",
         "a number of answers, or lists for several prompts, that SGLang cannot take apart shall be told, not raise",

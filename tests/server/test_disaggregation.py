@@ -3,10 +3,12 @@
 The prefill server keeps what compressors need of prompts, the decode server drafts and verifies; pages hold 16 tokens, chunks 128.
 """
 
+import json
 import os
 import re
 import signal
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +25,7 @@ from waiting import tries, until
 
 from sglang_ext.bench.client import free_port
 from sglang_ext.bench.speed.metrics_page import readings
+from sglang_ext.hooks.request_body import HEADER
 from sglang_ext.router_endpoint import RouterEndpoint
 from sglang_ext.serve_pd import ROUTER, Router
 
@@ -125,6 +128,17 @@ def router(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rou
 def test_sglangs_router_sends_requests_through_both(router: Router, kinds: dict[str, tuple[dict[str, Any], Any]]) -> None:
     body, expected = kinds["greedy"]
     assert_stocks(expected, router.request("generate", body))
+
+
+def test_a_method_that_is_asked_for_in_a_header_passes_through_sglangs_router(
+    router: Router, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    headers = {"Content-Type": "application/json", HEADER: '{"kv_compressor": "snapkv"}'}
+    body = {"input_ids": prompts[1], **greedy(EXPECTED_TOKENS)}
+    request = urllib.request.Request(f"{router.url}/generate", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        found = json.load(answer)
+    assert found["output_ids"] == expected[1] and found["meta_info"]["kv_compressor"] == "snapkv"
 
 
 @sgl.function

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -42,6 +43,13 @@ def test_the_curl_example_prints_stocks_text_and_its_drafts(stock: Server, verif
     expected, found = (answer.rstrip().rpartition("\n") for answer in answers)
     assert found[0] == expected[0] != ""
     assert ast.literal_eval(found[2])["kv_drafts"] > 0
+
+
+def test_the_first_request_of_the_readme_drafts(verified: Server) -> None:
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    command = re.search(r"^    (curl http://127.0.0.1:30000/generate .*\\\n.*)$", readme, re.MULTILINE)[1]
+    found = json.loads(run("bash", "-c", command.replace("http://127.0.0.1:30000", f"--silent {verified.url}")))["meta_info"]
+    assert found["kv_accepted"] > 0 and found["kv_fallback"] is None
 
 
 def test_the_openai_example_prints_what_it_prints_on_stock(stock: Server, verified: Server) -> None:
@@ -103,12 +111,13 @@ def test_a_server_tells_mode_method_and_address_when_it_is_ready_and_its_hooks_i
     assert told[0].startswith("mode verified: drafts on compressed KV")
     assert told[1] == "compressor snapkv (budget 0.25), draft length 4"
     command = told[2].removeprefix(f"listening on {verified.url}; try: ")
-    assert json.loads(run("bash", "-c", f"{command} --silent"))["meta_info"]["completion_tokens"] > 0
+    assert json.loads(run("bash", "-c", f"{command} --silent"))["meta_info"]["kv_drafts"] > 0
     assert log.count("functions of SGLang are hooked") == 1
     assert len([line for line in log.splitlines() if "sglang-ext: " in line and "compressor snapkv" in line]) == 1
     ours = {hook.target for hook in hooks.HOOKS + hooks.PLAIN_CPU_HOOKS}
     assert not [line for line in log.splitlines() if "hook(s) to" in line and any(target in line for target in ours)]
-    assert "sglang-ext" not in stock.log.read_text().partition("ready to roll!")[2]
+    # The log also has paths, such as that of a clone in a folder of this name.
+    assert "sglang-ext: " not in stock.log.read_text().partition("ready to roll!")[2]
 
 
 @pytest.mark.parametrize(

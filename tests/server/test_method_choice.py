@@ -1,10 +1,14 @@
 """One server drafts on copies of several methods at once, and each request says on which of them."""
 
+import json
 import urllib.error
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from servers import EXPECTED_TOKENS, OWN, greedy
+
+from sglang_ext.hooks.request_body import HEADER
 
 pytestmark = pytest.mark.server
 
@@ -58,3 +62,38 @@ def test_a_method_that_the_server_does_not_have_is_refused_by_name_and_the_serve
     told = raised.value.read().decode()
     assert raised.value.code == 400 and "'snapkv:0.5'" in told and ", ".join(CALLED.values()) in told
     assert several.ask(input_ids=prompts[0], **asking(4, "snapkv"))["output_ids"] == expected[0][:4]
+
+
+SNAPKV = {"kv_compressor": "snapkv:0.125"}
+# A short request to each endpoint.
+SHORT = {
+    "generate": {"text": "hi there", **greedy(4)},
+    "v1/completions": {"model": "default", "prompt": "hi there", "max_tokens": 4},
+    "v1/chat/completions": {"model": "default", "messages": [{"role": "user", "content": "hi there"}], "max_tokens": 4},
+    "v1/responses": {"model": "default", "input": "hi there", "max_output_tokens": 8},
+}
+
+
+def ask_with_header(server, path, body, params):
+    """POST with custom parameters in the header that SGLang's router forwards."""
+    headers = {"Content-Type": "application/json", HEADER: json.dumps(params)}
+    request = urllib.request.Request(f"{server.url}/{path}", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        return json.load(answer)
+
+
+@pytest.mark.parametrize("place", [SNAPKV, {"custom_params": SNAPKV}, "header"], ids=["key", "custom_params", "header"])
+def test_a_method_that_is_asked_for_at_the_top_level_or_in_a_header_serves_the_request(several, prompts, expected, place):
+    body = {"input_ids": prompts[1], **greedy(EXPECTED_TOKENS)}
+    found = ask_with_header(several, "generate", body, SNAPKV) if place == "header" else several.ask(**body, **place)
+    assert found["meta_info"]["kv_compressor"] == "snapkv:0.125" and found["output_ids"] == expected[1]
+
+
+@pytest.mark.parametrize("path", SHORT)
+def test_no_endpoint_ignores_a_method_that_the_server_does_not_have_at_the_top_level_or_in_the_header(several, path):
+    wrong = {"kv_compressor": "snapkv:0.5"}
+    for asked, header in ((wrong, {}), ({"custom_params": wrong}, {}), ({}, wrong)):
+        with pytest.raises(urllib.error.HTTPError) as raised:
+            ask_with_header(several, path, {**SHORT[path], **asked}, header)
+        assert raised.value.code == 400 and "this server compresses with" in raised.value.read().decode()
+    assert ask_with_header(several, path, {**SHORT[path], **SNAPKV}, {})

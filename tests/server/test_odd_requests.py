@@ -53,7 +53,7 @@ PARAMETERS = [
     ("stop_token_ids", [[1]], "pass a list of token ids"),
     ("logit_bias", {"5": "a"}, "expected `float`, got `str`"),
     ("custom_params", "snapkv", "expected `object | null`, got `str`"),
-    ("custom_params", {"kv_copmressor": "snapkv"}, "means nothing here"),
+    ("custom_params", {"kv_copmressor": "snapkv"}, "did you mean 'kv_compressor'"),
     ("is_normalized", True, "SGLang sets it by itself"),
     ("max_tokens", 5, "which SGLang does not know"),
 ]

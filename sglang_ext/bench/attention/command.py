@@ -1,35 +1,23 @@
-"""Time, bytes and error of one layer's attention, by how KV is kept; no server and no model.
-
-On a GPU *full* is FlashInfer's attention in bfloat16, and *fp8* its attention over KV as stock SGLang has it with
---kv-cache-dtype fp8_e4m3. *Fused* reads KIVI's blocks; *dequantized, then full* makes them whole first, as CacheGen and KVQuant do;
-*hack* multiplies codes as integers, on an NVIDIA GPU by a kernel in Gluon where that takes the blocks; *Triton* is the one for all
-others: with SE off it adds up codes in each step, with RQE off it quantizes the newest tokens' values in each step. On a CPU *full* is
-PyTorch's attention in float32, and arms that exist as kernels alone are left out. A step is of one token of each request, a prefill
-of a prompt of which nothing is known. Bytes are those that must be read and written of KV, and *bandwidth* their share of what a copy
-moves on the same device. *Error* is that of the computation, against float64 with the numbers that codes mean; *loss* is the error
-against full KV in float64. Both are shares of the greatest output, of the first request, or of the prompt's newest tokens. Times are
-medians of calls that find nothing in the device's cache.
-"""
+"""Runs ``python -m sglang_ext.bench attention``: times each arm in each setting and writes tables and JSON."""
 
 import argparse
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from rich.table import Table
 
 from sglang_ext.bench import BenchError, report
 from sglang_ext.bench.attention import arms, prefill, timing
+from sglang_ext.bench.attention.options import DEFAULTS, add_arguments
 from sglang_ext.bench.attention.setting import Full, Shape, off_by
 from sglang_ext.bench.options import check_counts, numbers
 from sglang_ext.mem_cache.compressors import catalogue
 
+__all__ = ["add_arguments", "run"]
+
 # Of a context: copies hold some in blocks.
 FEWEST_TOKENS = 256
-# By device: contexts, batches, prompts.
-DEFAULTS = {"cuda": ("8192,32768", "8,16", "16384"), "cpu": ("1024", "2", "512")}
-DIMS = (64, 128)
 
 
 @dataclass(frozen=True)
@@ -61,26 +49,9 @@ class Row:
     speed: float
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command line; the default shape is that of Llama-3.1-8B."""
-    add = parser.add_argument
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    contexts, batch, prompts = DEFAULTS[device]
-    add("--device", choices=list(DEFAULTS), default=device, help="where (default here: %(default)s)")
-    add("--contexts", default=contexts, help="tokens of each request in a step, separated by commas (default here: %(default)s)")
-    add("--batch", default=batch, help="requests of a step, separated by commas (default here: %(default)s)")
-    add("--prefill", default=prompts, help="tokens of prompts, separated by commas; 0 for none (default here: %(default)s)")
-    add("--bits", type=int, default=4, choices=catalogue.allowed_bits(arms.HACK), help="of codes (default: %(default)s)")
-    sizes = ", ".join(map(str, catalogue.allowed_partitions(arms.HACK)))
-    add("--partition", default="64", help=f"numbers that share a scale in hack: of {sizes}, separated by commas (default: %(default)s)")
-    add("--heads", type=int, default=32, help="of queries (default: %(default)s)")
-    add("--kv-heads", type=int, default=8, help="of keys and values (default: %(default)s)")
-    add("--head-dim", type=int, default=128, choices=DIMS, help="channels of a head (default: %(default)s)")
-    add("--json", type=Path, help="write all figures here")
-
-
 def run(args: argparse.Namespace) -> int:
     """Measure and print a table of each setting; 0 when all could run."""
+    settle(args)
     shape = shape_of(args)
     counts_of(args)
     bandwidth = timing.bandwidth(shape.device)
@@ -95,6 +66,20 @@ def run(args: argparse.Namespace) -> int:
         more = {"device": name, "bandwidth": bandwidth, "results": [asdict(row) for row in rows]}
         report.write_json(args.json, {"arguments": vars(args), **report.origin(), **more})
     return 0
+
+
+def settle(args: argparse.Namespace) -> None:
+    """Set the device, and by it contexts, batches and prompts, where the command line left them open.
+
+    Raises:
+        BenchError: hack has no such codes.
+    """
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    for name, default in zip(("contexts", "batch", "prefill"), DEFAULTS[args.device], strict=True):
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+    if args.bits not in (allowed := catalogue.allowed_bits(arms.HACK)):
+        raise BenchError(f"--bits {args.bits}: pass {' or '.join(map(str, allowed))}")
 
 
 def shape_of(args: argparse.Namespace) -> Shape:

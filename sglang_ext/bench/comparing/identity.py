@@ -1,11 +1,4 @@
-"""Compare verified decoding with stock SGLang, token by token.
-
-Starts one server at a time on the loopback interface: stock SGLang once, then the controls (stock
-with other batch shapes), then one server for each compressor and budget. All get the same prompts
-with caches in the same state, and for a seeded run the same sampling seed. Ends with code 1 if a
-prompt fails, if an output differs in float32 beyond the tolerance, or if outputs differ in another
-dtype more than the controls' do.
-"""
+"""Runs ``python -m sglang_ext.bench identity``: asks stock and each verified server, and compares their tokens."""
 
 import argparse
 import dataclasses

@@ -8,7 +8,6 @@ from sglang_ext.bench import BenchError
 from sglang_ext.bench.client import SamplingSettings
 from sglang_ext.bench.comparing.tolerance import Rules
 from sglang_ext.bench.options import check_budgets, check_counts, check_port
-from sglang_ext.config.method_options import budget_of
 from sglang_ext.core import OptionError
 
 AUTO: Final = "auto"
@@ -115,6 +114,8 @@ class IdentityConfig:
         Raises:
             BenchError: there is no such compressor.
         """
+        from sglang_ext.config.method_options import budget_of
+
         try:
             return self.budgets or (budget_of(compressor, None, "--compressor"),)
         except OptionError as error:

@@ -1,4 +1,11 @@
-"""The command line of ``python -m sglang_ext.bench identity``."""
+"""Compare verified decoding with stock SGLang, token by token.
+
+Starts one server at a time on the loopback interface: stock SGLang once, then the controls (stock
+with other batch shapes), then one server for each compressor and budget. All get the same prompts
+with caches in the same state, and for a seeded run the same sampling seed. Ends with code 1 if a
+prompt fails, if an output differs in float32 beyond the tolerance, or if outputs differ in another
+dtype more than the controls' do.
+"""
 
 import argparse
 from collections.abc import Iterable, Sequence
@@ -113,6 +120,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--logs", type=Path, help="folder that keeps the servers' logs")
     add("--json", type=Path, help="write the report")
     add("--plot", type=Path, help="write a PNG of acceptance by draft position")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command, whose module loads PyTorch and SGLang."""
+    from sglang_ext.bench.comparing.identity import run
+
+    return run(args)
 
 
 def config_from(args: argparse.Namespace) -> IdentityConfig:

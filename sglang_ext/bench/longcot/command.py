@@ -1,17 +1,4 @@
-"""Time per token of long answers from sparse attention, beside stock, and where it goes (AsyncSpade, Figures 2, 4, 5, 10, Table 2).
-
-For each method, mode, number of selected tokens and, with cache ranks, pack size, a server is started, and each --load of as many selected
-tokens sent: its batch at once, prompts in the prefix cache before, answers of the longest --output-len whatever they are. Times are of
-tokens from one of --output-len to the next. Acceptance is of --mode verified; in lossy a choice stands unverified.
-
-With cache ranks on a CPU the inference rank writes a timeline (--kv-bench-timeline): per pack of layers the model's time, the rank's
-choosing for the whole batch, and the rest of a cycle, with the bytes a second that would have to travel for a cycle to be hidden behind a
-pack's inference: positions, as it is served, or K and V, as in the paper. On GPUs, where all layers of a step are one pack, there is
-none. Operations are the paper's equations (6) to (11).
-
---pages times the parts of a layer's step with choices by pages of 16 on this device, of the model's shapes; --overlap-prompts runs the
-model itself over a folder's .txt files. --method "" leaves servers out. Quality at equal numbers of tokens is bench quality's.
-"""
+"""Runs ``python -m sglang_ext.bench longcot``: starts the servers, sends the loads, writes tables, JSON and plots."""
 
 import argparse
 import json
@@ -23,10 +10,11 @@ import torch
 
 from sglang_ext.bench import BenchError, report
 from sglang_ext.bench.longcot import overlap, packs, pages, plots, serving, tables
-from sglang_ext.bench.longcot.arms import ARMS, AUTO, ON_CPUS, PACKS, LongArm, Load, arms, loads, settle
+from sglang_ext.bench.longcot.arms import ARMS, AUTO, LongArm, Load, arms, check_lengths, loads, settle
 from sglang_ext.bench.longcot.flops import ModelShape, token_flops
+from sglang_ext.bench.longcot.options import add_arguments
 from sglang_ext.bench.longcot.serving import LongFigures
-from sglang_ext.bench.options import DTYPES, check_counts, names, numbers, seconds
+from sglang_ext.bench.options import check_counts, numbers
 from sglang_ext.bench.prompts import load_prompts, load_tokenizer
 from sglang_ext.bench.server import check_servers, file_name
 from sglang_ext.bench.speed import settings
@@ -36,50 +24,22 @@ from sglang_ext.bench.speed.settings import Setting
 from sglang_ext.managers.cache_rank import timeline
 from sglang_ext.mem_cache.selection.predictors import PREDICTORS
 
-# On a GPU those of Table 2.
-LOADS = {"cuda": "8:32768:2048,16:16384:1024", "cpu": "1:2048:256,2:1024:128"}
-LENGTHS = {"cuda": "256,1024", "cpu": "32,64"}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command line."""
-    add = parser.add_argument
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    add("--model", type=Path, required=True, help="Hugging Face folder; with --load-format dummy its config.json does")
-    all_here = f"all; on GPUs without {', '.join(ON_CPUS)}, and without ranks where these have no GPU"
-    add("--method", type=names, help=f"some of {', '.join(ARMS)}, separated by commas (default: {all_here})")
-    add("--mode", type=names, default=("lossy", "verified"), help="lossy, verified, separated by commas (default: both)")
-    add("--load", default=LOADS[device], help="BATCH:CONTEXT:SELECT, separated by commas (default here: %(default)s)")
-    add("--output-len", default=LENGTHS[device], help="tokens of answers, separated by commas (default here: %(default)s)")
-    add("--repeats", type=int, default=1, help="waves of each load (default: %(default)s)")
-    add("--draft-length", type=int, default=16, help="of verified decoding (default: %(default)s)")
-    add("--select-every", default="1", help="steps after which tokens are chosen anew, separated by commas (default: %(default)s)")
-    add("--select-by", default="current", choices=list(PREDICTORS), help="of spade (default: %(default)s)")
-    add("--ranks", type=int, default=1, help="cache ranks of spade-ranks (default: %(default)s)")
-    packs_here = f"default: {','.join(PACKS)}; on GPUs auto, which alone is served there"
-    add("--pack-layers", type=names, help=f"layers of a pack at most, or auto, separated by commas ({packs_here})")
-    add("--prompt-file", type=Path, help="take prompts from this text, by the model's tokenizer; default: random tokens")
-    add("--pages", action="store_true", help="also time the parts of a layer's step with choices by pages")
-    add("--overlap-prompts", type=Path, metavar="FOLDER", help="also measure overlaps on these prompts")
-    add("--overlap-share", type=float, default=0.125, help="of the context, that is selected for overlaps (default: %(default)s)")
-    add("--server-arg", action="append", default=[], metavar="FLAGS", help="flags of all servers")
-    add("--dtype", default="bfloat16", choices=DTYPES)
-    add("--start-timeout", type=seconds, default=600, help="seconds until servers must be ready (default: %(default)s)")
-    add("--logs", type=Path, help="folder for the servers' logs and timelines")
-    add("--json", type=Path, help="write all measurements here")
-    add("--plot", type=Path, help="write a PNG here")
+__all__ = ["add_arguments", "run"]
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure what was asked for, print tables; 0 when all could be measured, else 1 after the others."""
-    wanted, lengths = loads(args.load), sorted(set(numbers(args.output_len, "--output-len")))
     settle(args)
+    wanted, lengths = loads(args.load), sorted(set(numbers(args.output_len, "--output-len")))
     check(args, lengths)
     chosen = arms(args)
+    check_lengths(chosen, lengths)
+    # SGLang sends a round's tokens when the next round runs, but those of the last round at once: no length is in a last round.
+    longest = lengths[-1] + 2 * max((arm.round_tokens for arm in chosen), default=0)
     shape = ModelShape.of(read_config(args.model))
     # Which folder timelines go to does not matter here.
     flags = {arm.name: settings.flags_of(args, setting_of(arm, Path("timeline"))) for arm in chosen}
-    check_servers(str(args.model), flags, max(load.context for load in wanted) + lengths[-1], "--load")
+    check_servers(str(args.model), flags, max(load.context for load in wanted) + longest, "--load")
     prompts = make_prompts(args, max(load.batch for load in wanted), sorted({load.context for load in wanted}))
     found: list[LongFigures] = []
     packed: list[packs.PackFigures] = []
@@ -93,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         with settings.server(args, setting_of(arm, file), logs) as server:
             for load in filter(arm.serves, wanted):
                 before = len(packs.steps_of(timeline.read(file)))
-                waves = serving.answer(server, prompts[load.context][: load.batch], lengths[-1], args.repeats, ARMS[arm.method][1])
+                waves = serving.answer(server, prompts[load.context][: load.batch], longest, args.repeats, ARMS[arm.method][1])
                 found.append(figures_of(arm, load, lengths, waves, shape))
                 print(f"{arm.name}: {load}: {told_of(found[-1])}", flush=True)
                 taken = packs.steps_of(timeline.read(file))[before:]
@@ -138,6 +98,8 @@ def check(args: argparse.Namespace, lengths: Sequence[int]) -> None:
     if not args.method and not args.pages and args.overlap_prompts is None:
         raise BenchError('--method "" starts no server, and nothing else is asked for: pass --pages or --overlap-prompts, or a method')
     check_counts({"--repeats": args.repeats, "--draft-length": args.draft_length, "--ranks": args.ranks})
+    if args.select_by not in PREDICTORS:
+        raise BenchError(f"--select-by {args.select_by!r}: pass {' or '.join(PREDICTORS)}")
     if lengths[0] < 2:
         raise BenchError("--output-len 1: times are of tokens after the first: pass numbers from 2")
     if wrong := [each for each in args.pack_layers if each != AUTO and not (each.isdecimal() and int(each))]:

@@ -6,12 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from sglang_ext.bench.client import SamplingSettings, ServerClient
-from sglang_ext.bench.methods.servers import MeasuredMethod, MethodServer
+from sglang_ext.bench.methods.servers import KINDS, MeasuredMethod, MethodServer
 from sglang_ext.bench.quality.copy_bytes import reported_bytes
 from sglang_ext.bench.speed import decode_wave
 from sglang_ext.bench.speed.decode_wave import Stream
 
-KINDS = ("code", "prose")
 SEED = 1
 POLL_SECONDS = 0.1
 

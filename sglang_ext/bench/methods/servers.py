@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 STOCK = "stock"
+KINDS = ("code", "prose")
 SELECTED = 0.125
 """Share of the context that a draft step reads with methods that select tokens of the full KV."""
 PAGE = 16

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from sglang_ext.bench import BenchError
-from sglang_ext.bench.methods.measurement import KINDS, MethodFigures
-from sglang_ext.bench.methods.servers import STOCK
+from sglang_ext.bench.methods.measurement import MethodFigures
+from sglang_ext.bench.methods.servers import KINDS, STOCK
 
 BEGIN, END = "<!-- measured by bench methods: begin -->", "<!-- measured by bench methods: end -->"
 NOTHING = "-"

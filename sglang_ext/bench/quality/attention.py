@@ -4,12 +4,12 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Literal, get_args
 
 import torch
 
 from sglang_ext.bench.prompts import Prompt
 from sglang_ext.bench.quality.capture import CapturedModel, LayerAttention
+from sglang_ext.bench.quality.config import Tail
 from sglang_ext.bench.quality.named import Named
 from sglang_ext.layers.attention.copies.packed import packed_attention
 from sglang_ext.mem_cache.compressed.formats.kv_format import Unpacked
@@ -22,10 +22,6 @@ from sglang_ext.mem_cache.compressors import Compressor, ContextKV, Part, kept_c
 from sglang_ext.mem_cache.compressors.catalogue import Method, method
 from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer
 
-Tail = Literal["exact", "filled", "requantized"]
-"""How values lie behind what a copy packs: all exact, as served between two packs; in codes where they fill a partition (RQE); all in
-codes (without RQE)."""
-TAILS: tuple[Tail, ...] = get_args(Tail)
 SEED = 0
 """Of the noise that codes of these values are rounded by."""
 DEVICE = torch.device("cpu")

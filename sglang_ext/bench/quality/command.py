@@ -1,21 +1,4 @@
-"""What a compressed KV cache costs in quality, and that verified decoding costs nothing.
-
-Starts one server at a time on the loopback interface: for each compressor and budget a lossy one and a verified one for
-each draft length, and stock SGLang last, which also scores what the others answered. --parts chooses what is measured:
-
-acceptance   drafts that full KV accepts over those it was offered, by draft length
-kl           KL divergence of the next-token distribution from full KV's at the same prefix, by step
-divergence   the first token in which answers differ from full KV's, greedy and with equal seeds
-functional   tasks with right and wrong answers: a fact in a long text, repetition, JSON, Python; and --benchmark
-speed        tokens per second from cached prompts, over stock's in the same run
-attention    relative error of attention outputs, by layer, in this process
-
---suite scores tasks of RULER's kind and GSM8K in their place, on lossy servers against stock, and says which methods stay within two
-points of full KV (docs/results/quality.md).
-
-Ends with code 1 if a server could not be measured, or if a verified server's KL divergence is above the noise of stock
-against itself.
-"""
+"""Runs ``python -m sglang_ext.bench quality``: asks each server, then measures attention in this process."""
 
 import argparse
 import dataclasses
@@ -36,11 +19,10 @@ from sglang_ext.bench.quality.benchmark_file import load_benchmark
 from sglang_ext.bench.quality.capture import CapturedModel
 from sglang_ext.bench.quality.config import QualityConfig
 from sglang_ext.bench.quality.named import Named
-from sglang_ext.bench.quality.options import add_arguments, config_from, defaults
+from sglang_ext.bench.quality.options import add_arguments, config_from
 from sglang_ext.bench.quality.reporting import plots, tables
 from sglang_ext.bench.quality.reporting.results import Results, arm_quality
 from sglang_ext.bench.quality.stock_scores import score
-from sglang_ext.bench.quality.suites import command as suites
 from sglang_ext.bench.quality.tasks import Task, build_tasks
 from sglang_ext.bench.server import ServerProcess, check_servers
 
@@ -130,9 +112,6 @@ def told(config: QualityConfig) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print tables, write the reports; 0 when all was measured and verified decoding cost nothing, else 1."""
-    suites.check_read(args, defaults())
-    if args.suite is not None:
-        return suites.run_suites(args)
     config = config_from(args)
     check_servers(config.model, {arm.name: flags_of(config, arm) for arm in arms_of(config)})
     console = report.make_console()

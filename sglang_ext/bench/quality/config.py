@@ -2,16 +2,19 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.client import SamplingSettings
 from sglang_ext.bench.options import check_budgets, check_counts, check_port
-from sglang_ext.bench.quality.attention import TAILS, Tail
-from sglang_ext.bench.quality.named import Named
 
 PARTS = ("acceptance", "kl", "divergence", "functional", "speed", "attention")
 COMPARED = ("kl", "divergence", "functional", "speed")
 """Parts that ask stock, lossy and verified servers alike."""
+Tail = Literal["exact", "filled", "requantized"]
+"""How values lie behind what a copy packs: all exact, as served between two packs; in codes where they fill a partition (RQE); all in
+codes (without RQE)."""
+TAILS: tuple[Tail, ...] = get_args(Tail)
 MODES = ("lossy", "verified")
 """Servers that are compared with stock's."""
 
@@ -78,6 +81,8 @@ class QualityConfig:
         Raises:
             BenchError: naming the option, its value and what is allowed.
         """
+        from sglang_ext.bench.quality.named import Named
+
         for option, given, allowed in (("--parts", self.parts, PARTS), ("--modes", self.modes, MODES), ("--tail", self.tails, TAILS)):
             for each in given:
                 if each not in allowed:

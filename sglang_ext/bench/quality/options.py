@@ -1,4 +1,21 @@
-"""The command line of ``python -m sglang_ext.bench quality``."""
+"""What a compressed KV cache costs in quality, and that verified decoding costs nothing.
+
+Starts one server at a time on the loopback interface: for each compressor and budget a lossy one and a verified one for
+each draft length, and stock SGLang last, which also scores what the others answered. --parts chooses what is measured:
+
+acceptance   drafts that full KV accepts over those it was offered, by draft length
+kl           KL divergence of the next-token distribution from full KV's at the same prefix, by step
+divergence   the first token in which answers differ from full KV's, greedy and with equal seeds
+functional   tasks with right and wrong answers: a fact in a long text, repetition, JSON, Python; and --benchmark
+speed        tokens per second from cached prompts, over stock's in the same run
+attention    relative error of attention outputs, by layer, in this process
+
+--suite scores tasks of RULER's kind and GSM8K in their place, on lossy servers against stock, and says which methods stay within two
+points of full KV (docs/results/quality.md).
+
+Ends with code 1 if a server could not be measured, or if a verified server's KL divergence is above the noise of stock
+against itself.
+"""
 
 import argparse
 from pathlib import Path
@@ -6,10 +23,9 @@ from pathlib import Path
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.comparing.identity_options import words
 from sglang_ext.bench.options import DTYPES, names, numbers, seconds
-from sglang_ext.bench.quality.attention import TAILS
-from sglang_ext.bench.quality.config import MODES, PARTS, BenchmarkFile, QualityConfig
+from sglang_ext.bench.quality.config import MODES, PARTS, TAILS, BenchmarkFile, QualityConfig
 from sglang_ext.bench.quality.scorers import BY_NAME
-from sglang_ext.bench.quality.suites.command import add_suite_arguments
+from sglang_ext.bench.quality.suites.options import add_suite_arguments, check_read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,6 +99,16 @@ def defaults() -> argparse.Namespace:
     parser = argparse.ArgumentParser(exit_on_error=False)
     add_arguments(parser)
     return parser.parse_args(["--model", ""])
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the parts, or with ``--suite`` its tasks. Their modules load PyTorch and SGLang."""
+    check_read(args, defaults())
+    if args.suite is None:
+        from sglang_ext.bench.quality.command import run
+    else:
+        from sglang_ext.bench.quality.suites.command import run_suites as run
+    return run(args)
 
 
 def config_from(args: argparse.Namespace) -> QualityConfig:

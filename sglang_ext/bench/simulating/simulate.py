@@ -1,12 +1,4 @@
-"""Simulate verified decoding with full KV in host memory, without a model: what would a machine gain, from which acceptance on?
-
-Time comes from bytes over bandwidths, acceptance from random numbers; verifications and loads are placed by the engine's
-own admission. Policies say where full KV lies: ``stock`` decodes plainly; ``resident`` keeps it on the device, so that
-others wait; ``host`` loads it to verify; ``auto`` does what the equations find best. *Allowed* is what the equations say of
-the same placement in the steady state, without prefill; *overall* is from the first request to the last. *Placed* are requests
-with full KV on the device, and those that load it; of both follow the *drafts* until a verification. *Rings* are the shares of
-link time and of memory that are reserved. *Slack* is iterations from a load's end to its verification.
-"""
+"""Runs ``python -m sglang_ext.bench simulate``: all combinations of machine, policy, acceptance and schedule."""
 
 import argparse
 import itertools
@@ -14,50 +6,18 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 
 from sglang_ext.bench import BenchError, report
 from sglang_ext.bench.options import numbers, probabilities
-from sglang_ext.bench.simulating.scenario import TIERS, Request, Scenario, SimulationError
+from sglang_ext.bench.simulating.options import MEASURED_NOTE, POLICIES, add_arguments
+from sglang_ext.bench.simulating.scenario import Request, Scenario, SimulationError
 from sglang_ext.bench.simulating.simulate_report import table, write_plot
 from sglang_ext.bench.simulating.simulated import Result
 from sglang_ext.bench.simulating.simulation import Engine
 from sglang_ext.bench.speed import drawing
-from sglang_ext.config.options import DEFAULT_BUDGET
 from sglang_ext.managers.offload.costs import CostError, Costs
-from sglang_ext.managers.offload.placement import LONGEST
 
-POLICIES = ("stock", *TIERS)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command line; the defaults are Qwen3-8B on an H200."""
-    add = parser.add_argument
-    add("--policy", default=",".join(POLICIES), help="separated by commas: %(default)s")
-    add("--acceptance", default="0.97,0.98,0.99,0.995", help="probabilities per token, separated by commas")
-    add("--staggered", action="store_true", help="verify requests in iterations of their own (default)")
-    add("--lock-step", action="store_true", help="verify all in the same iteration; with --staggered, both")
-    add("--memory-tokens", default="262144", help="tokens that fit in the device's memory for KV, separated by commas")
-    add("--link-bandwidth", default="53.7e9", help="bytes per second from the host, separated by commas")
-    add("--device-bandwidth", type=float, default=4.35e12, help="bytes per second that the device reads")
-    add("--weights", type=float, default=16.4e9, help="bytes of the model's weights")
-    add("--kv-token", type=float, default=147456, help="bytes of full KV of a token")
-    add("--budget", type=float, default=DEFAULT_BUDGET, help="share of the prompt that a copy keeps (default: %(default)s, as the server's)")
-    add("--draft-length", type=int, default=16, help="drafts of a request in a round")
-    add("--longest", type=int, default=LONGEST, help="drafts until a verification, at most")
-    add("--turnaround", type=float, default=0.001, help="seconds of a round beside its forwards")
-    add("--token-seconds", type=float, default=0.0, help="of computing a verified token")
-    add("--prefill-rate", type=float, default=math.inf, help="prompt tokens per second; default: prefill takes no time")
-    add("--requests", type=int, default=96, help="in all")
-    add("--concurrency", type=int, default=24, help="requests that are sent at once, at most")
-    add("--rate", type=float, default=math.inf, help="requests per second that arrive; default: all at once")
-    add("--input-len", type=int, default=30720, help="tokens of prompts, on average")
-    add("--output-len", type=int, default=2048, help="tokens of outputs, on average")
-    add("--sigma", type=float, default=0.0, help="of the logarithm of both lengths; 0: all are equal")
-    add("--horizon", type=int, default=64, help="iterations that the admission plans")
-    add("--seed", type=int, default=0, help="of lengths, arrivals and acceptance")
-    add("--json", type=Path, help="write all figures here")
-    add("--plot", type=Path, help="write a PNG here")
+__all__ = ["add_arguments", "run"]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,6 +28,7 @@ def run(args: argparse.Namespace) -> int:
     for memory, link in machines:
         mine = [each for each in results if (each.memory_tokens, each.link_bandwidth) == (memory, link)]
         console.print(table(mine, f"Simulated: {memory:g} tokens of memory, link {link / 1e9:g} GB/s"))
+    console.print(f"Acceptance: {MEASURED_NOTE}. `bench identity` and `bench quality` measure it on your model and prompts.")
     if args.json:
         rows = [asdict(each) | {"ratio": each.ratio} for each in results]
         report.write_json(args.json, {"arguments": vars(args), **report.origin(), "simulated": True, "results": rows})

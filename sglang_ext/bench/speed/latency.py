@@ -1,10 +1,4 @@
-"""Latency against request rate: stock SGLang and verified decoding under Poisson traffic.
-
-Tokens of verified decoding come in bursts, so throughput alone does not say how a stream feels. For each setting a
-server is started, and SGLang's own benchmark (``sglang.benchmark.serving``) sends it random prompts at each rate. The
-table shows time to first token, inter-token latency and request latency, median and 99th percentile. SGLang divides
-the time of a chunk by its tokens; *gap* is what a reader waits for the next chunk.
-"""
+"""Runs ``python -m sglang_ext.bench latency``: starts the servers, runs SGLang's own benchmark, writes a table, JSON and plots."""
 
 import argparse
 import json
@@ -20,7 +14,10 @@ from sglang_ext.bench import BenchError
 from sglang_ext.bench.client import HOST, ServerClient
 from sglang_ext.bench.server import file_name
 from sglang_ext.bench.speed import drawing, settings
+from sglang_ext.bench.speed.latency_options import add_arguments
 from sglang_ext.bench.speed.settings import Setting, numbers
+
+__all__ = ["add_arguments", "run"]
 
 PERCENTILES = (50, 99)
 
@@ -48,18 +45,6 @@ class Latency:
     inter_token: dict[int, float]
     gap: dict[int, float]
     request: dict[int, float]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command line."""
-    settings.add_arguments(parser)
-    add = parser.add_argument
-    add("--tokenizer", type=Path, help="folder of the tokenizer that makes prompts; default: --model")
-    add("--rate", default="1,2,4", help="requests per second, separated by commas")
-    add("--requests", type=int, default=64, help="at each rate")
-    add("--input-len", type=int, default=4096, help="tokens of each prompt")
-    add("--output-len", type=int, default=256, help="output tokens of each request")
-    add("--seed", type=int, default=0, help="of prompts and arrival times")
 
 
 def run(args: argparse.Namespace) -> int:

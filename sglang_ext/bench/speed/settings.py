@@ -11,10 +11,9 @@ from typing import Any
 
 from sglang_ext.bench import BenchError, report
 from sglang_ext.bench.comparing.identity_options import given_again, words
-from sglang_ext.bench.options import DTYPES, check_budgets, numbers, probabilities, seconds
+from sglang_ext.bench.options import check_budgets, numbers, probabilities
 from sglang_ext.bench.server import ServerProcess, check_servers, file_name
 from sglang_ext.bench.speed.tiers import Tier, tiers
-from sglang_ext.config.options import DEFAULT_BUDGET
 from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.compressors import catalogue
 
@@ -36,29 +35,6 @@ class Setting:
     budget: float | None = None
     draft_length: int | None = None
     tier: Tier = Tier()
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command line that say what is compared, and where results go."""
-    add = parser.add_argument
-    add("--model", type=Path, required=True, help="Hugging Face folder; with --load-format dummy its config.json does")
-    add("--compressor", default="snapkv", help="names, separated by commas")
-    add("--budget", default=str(DEFAULT_BUDGET), help="shares, separated by commas (default: %(default)s, as the server's)")
-    add("--draft-length", default="15", help="numbers, or auto, separated by commas")
-    add("--full-tier", default="device", help="where full KV of running requests lies: device, auto, host, separated by commas")
-    add("--offload-draft-length", default="64", help="tokens drafted before full KV is loaded, separated by commas")
-    add("--host-gb", type=float, default=0.0, help="host memory for full KV, with --full-tier auto or host")
-    beside = "also run the first compressor with this pair, beside all combinations"
-    add("--also", action="append", default=[], metavar="BUDGET:DRAFTS", help=beside)
-    add("--force-acceptance", metavar="P", help="accept each draft with this probability; several separated by commas")
-    stock = "also run stock SGLang with these flags, for example '--speculative-algorithm NGRAM'"
-    add("--baseline", action="append", default=[], metavar="FLAGS", help=stock)
-    add("--server-arg", action="append", default=[], metavar="FLAGS", help="flags of all servers")
-    add("--dtype", default="bfloat16", choices=DTYPES)
-    add("--start-timeout", type=seconds, default=600, help="seconds until servers must be ready (default: %(default)s)")
-    add("--logs", type=Path, help="folder for the servers' logs")
-    add("--json", type=Path, help="write all measurements here")
-    add("--plot", type=Path, help="write a PNG here")
 
 
 def forced_acceptances(args: argparse.Namespace) -> list[float]:

@@ -1,33 +1,20 @@
-"""Tables of transfers in Markdown, and what is required of progressive transfer, beside what was measured."""
+"""Tables of transfers in Markdown, and where progressive transfer is faster or slower than the other methods."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from sglang_ext.bench.transfer.accuracy import Accuracy
-from sglang_ext.bench.transfer.methods import LYNX
+from sglang_ext.bench.transfer.clocks import CLOCKS
+from sglang_ext.bench.transfer.methods import SPLIT
 from sglang_ext.bench.transfer.summary import SHOWN, Figures
 
-HEAD = ("method", "bits", "generated: 1", *(f"{k}" for k in SHOWN[1:]), "kept: 1", "32", "visible: 1", "32", "link's use", "steps of residual", "drafted", "accepted")
-
-
-@dataclass(frozen=True)
-class Requirement:
-    """A ratio of times to the k-th token that progressive transfer shall keep to another method's.
-
-    Attributes:
-        other: the method.
-        k: which token.
-        most: the ratio.
-    """
-
-    other: str
-    k: int
-    most: float
-
-
-# Of cached prompts whose residual takes so many steps: of others the residual hides little, or most has travelled before.
-STEPS = 30
-REQUIRED = (Requirement("int4", 1, 1.15), Requirement("int8", 1, 1 / 1.4), Requirement("int8", 32, 0.95))
+ENDS = (1, 32)
+"""Tokens whose times the main table shows on the clocks *kept* and *visible*, too."""
+HEAD = (
+    *("method", "bits", f"generated: {SHOWN[0]}", *map(str, SHOWN[1:])), *(f"{clock}: {k}" for clock in ("kept", "visible") for k in ENDS),
+    *("link's use", "steps of residual", "drafted", "accepted"),
+)  # fmt: skip
+NOISE = 0.02
+"""Ratios of times that differ less from 1 count as equal."""
 
 
 def group(figures: Figures) -> str:
@@ -44,12 +31,12 @@ def tables(found: Sequence[Figures]) -> Iterator[str]:
         yield "| " + " | ".join(HEAD) + " |"
         yield "|---" * len(HEAD) + "|"
         yield from (row(figures) for figures in mine)
-        yield from requirements(mine)
+        yield from comparison(mine)
 
 
 def row(figures: Figures) -> str:
     """A line of a table."""
-    times = [figures.at("generated", k) for k in SHOWN] + [figures.at(clock, k) for clock in ("kept", "visible") for k in (1, 32)]
+    times = [figures.at("generated", k) for k in SHOWN] + [figures.at(clock, k) for clock in ("kept", "visible") for k in ENDS]
     split = figures.bits_anchor is not None and figures.drafted is not None
     bits = "" if figures.bits is None else f"{figures.bits_anchor:.2f} + {figures.bits - figures.bits_anchor:.2f}" if split else f"{figures.bits:.2f}"
     use = f"{figures.rate / 1e6:.0f} MB/s" if figures.efficiency is None else f"{figures.efficiency:.2f}"
@@ -58,26 +45,37 @@ def row(figures: Figures) -> str:
     return "| " + " | ".join([*cells, f"{figures.residual_steps:.0f}" if split else "", *drafts]) + " |"
 
 
-def requirements(found: Sequence[Figures]) -> Iterator[str]:
-    """Of one table: each ratio, on all clocks, beside what is required of the times at which tokens were computed, where it is."""
-    named = {figures.method: figures for figures in found}
-    ours = named.get(LYNX)
-    if ours is None or not {each.other for each in REQUIRED} & named.keys():
+def comparison(found: Sequence[Figures]) -> Iterator[str]:
+    """Yield the lines of a table: each method that drafts before all KV has arrived, over each that does not, by token and clock.
+
+    Args:
+        found: The figures of one table.
+    """
+    pairs = [(ours, other) for ours in found if ours.method in SPLIT for other in found if other.method not in SPLIT]
+    rows = [line for ours, other in pairs for k in SHOWN if (line := compared(ours, other, k)) is not None]
+    if not rows:
         return
-    yield ""
-    for each in REQUIRED:
-        other = named.get(each.other)
-        if other is None:
-            continue
-        ratios = {clock: ratio(ours, other, clock, each.k) for clock in ours.times}
-        if ratios["generated"] is None:
-            continue
-        said = ", ".join(f"{clock} {value:.3f}" for clock, value in ratios.items() if value is not None)
-        required = ""
-        if not ours.cold and ours.residual_steps >= STEPS:
-            required = f"; at most {each.most:.3f} (generated): {'holds' if ratios['generated'] <= each.most else 'DOES NOT HOLD'}"
-        yield f"- token {each.k}, {LYNX} over {each.other}: {said}{required}"
-    yield f"\nRequired is something of cached prompts whose residual takes {STEPS} steps or more."
+    yield "\nTime of the first method to the k-th token over the second's:\n"
+    yield "| methods | token | " + " | ".join(CLOCKS) + " | verdict |"
+    yield "|---" * (len(CLOCKS) + 3) + "|"
+    yield from rows
+
+
+def compared(ours: Figures, other: Figures, k: int) -> str | None:
+    """Return a row of :func:`comparison`; None where the k-th token was not timed on all clocks."""
+    ratios = {clock: ratio(ours, other, clock, k) for clock in CLOCKS}
+    if None in ratios.values():
+        return None
+    cells = [f"{ours.method} over {other.method}", str(k), *(f"{value:.3f}" for value in ratios.values()), verdict(ratios)]
+    return "| " + " | ".join(cells) + " |"
+
+
+def verdict(ratios: dict[str, float]) -> str:
+    """Say on which clocks a method is slower or faster, by the ratio of its time on each."""
+    slower = [clock for clock, value in ratios.items() if value > 1 + NOISE]
+    faster = [clock for clock, value in ratios.items() if value < 1 - NOISE]
+    parts = [f"{word} on {', '.join(clocks)}" for word, clocks in (("SLOWER", slower), ("faster", faster)) if clocks]
+    return "; ".join(parts) or "equal"
 
 
 def ratio(ours: Figures, other: Figures, clock: str, k: int) -> float | None:

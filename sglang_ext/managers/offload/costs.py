@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+LONGEST = 256
+"""Drafts until a verification, at most, unless told."""
+
 
 class CostError(ValueError):
     """Costs that no machine has; the message says which and what to pass."""

@@ -19,12 +19,11 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from sglang_ext.managers.offload.costs import CostError, Costs, round_seconds
+from sglang_ext.managers.offload.costs import LONGEST, CostError, Costs, round_seconds
 from sglang_ext.managers.spec_decode.draft_length import expected_tokens
 
 Tier = Literal["auto", "device", "host"]
 
-LONGEST = 256
 # Requests, or multiples of y, of which each is tried at once; of wider ranges so many, then those around the best.
 POINTS = 25
 ROUNDING = 1e-9

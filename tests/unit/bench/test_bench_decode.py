@@ -208,7 +208,7 @@ def test_bad_options_are_refused_before_a_server_starts(tmp_path, flags):
         (("--baseline=--speculative-algorithm",), "--speculative-algorithm: expected one argument"),
         (("--json", "/proc/x.json"), "--json is '/proc/x.json', which cannot be written"),
         (("--logs", "/proc/x"), "--logs is '/proc/x', to which nothing can be written"),
-        (("--prompt-file", "/no/such"), "--prompt-file /no/such cannot be read"),
+        (("--prompt-file", "/proc/no-such"), "--prompt-file /proc/no-such cannot be read"),
     ],
 )
 def test_what_a_server_would_refuse_ends_the_run_before_one_starts(tmp_path, monkeypatch, capsys, flags, reason):

@@ -248,7 +248,7 @@ class TestRefusedAtOnce:
         assert fake_server.log == []
 
     def test_a_model_that_is_not_there(self, fake_server: type[FakeServer], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-        assert "--model /nope: no such folder" in self.refused(capsys, model="/nope")
+        assert "--model /proc/nope: no such folder" in self.refused(capsys, model="/proc/nope")
         assert "this folder has no config.json" in self.refused(capsys, model=str(tmp_path))
         assert fake_server.log == []
 

@@ -105,7 +105,7 @@ def test_side_by_side_count_the_requests_and_the_time_in_which_all_that_have_roo
 
 def options(**given):
     base = {"method": ("stock", "spade", "spade-ranks", "quest", "verify-guided"), "mode": ("lossy", "verified")}
-    base |= {"load": "8:32768:2048,16:16384:1024"}
+    base |= {"load": "8:32768:2048,16:16384:1024", "output_len": "32,64"}
     base |= {"select_every": "1", "select_by": "current", "ranks": 1, "pack_layers": ("6", "12"), "draft_length": 16, "server_arg": []}
     return SimpleNamespace(**base | given)
 
@@ -163,6 +163,7 @@ def test_what_the_command_line_leaves_open_is_set_by_where_servers_run(monkeypat
     ("--load", "8:100", "--load '8:100': pass BATCH:CONTEXT:SELECT"), ("--load", "8:100:100", "from 2 to below"),
     ("--method", "spade,snapkv", "--method 'snapkv': pass some of stock, spade"), ("--mode", "full", "--mode 'full': pass some of lossy"),
     ("--pack-layers", "six", "--pack-layers 'six'"), ("--output-len", "1", "--output-len 1: times are of tokens after"),
+    ("--output-len", "4,8", "--output-len 4: a round of spade verified 256 gives up to 17 tokens at once"),
     ("--overlap-share", "1", "--overlap-share 1: pass a share"),
     ("--method", "", "nothing else is asked for: pass --pages or --overlap-prompts")])  # fmt: skip
 def test_wrong_options_are_named(tmp_path, capsys, option, value, told):
@@ -209,6 +210,30 @@ def test_looks_go_on_while_a_server_answers_and_over_what_it_refuses():
     assert [look.taken for look in looks[:3]] == [1, 2, 3] and looks[0].at < looks[1].at
 
 
+@pytest.mark.parametrize("mode", ["lossy", "verified"])
+def test_times_are_those_of_a_token_where_rounds_come_late_and_the_last_at_once(tmp_path, monkeypatch, mode):
+    """As over SGLang's overlapped loop: tokens of a round are sent when the next has run, those of the last with those before."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    step, drafts = 0.01, 7
+
+    def streams(server, prompts, sampling, tokens, *more):
+        size = 1 if "--kv-mode" not in server.flags else 4 if mode == "lossy" else drafts + 1
+        ends = [1, *range(1 + size, tokens, size), tokens]
+        return [Stream([step * ends[min(place + 1, len(ends) - 1)] for place in range(len(ends))], ends) for _ in prompts]
+
+    @contextmanager
+    def server(args, setting, logs):
+        yield SimpleNamespace(flags=setting.arguments)
+
+    monkeypatch.setattr(command.settings, "server", server)
+    monkeypatch.setattr(command, "check_servers", lambda model, servers, tokens, prompts: None)
+    monkeypatch.setattr(serving.decode_wave, "run", streams)
+    asked = ["longcot", "--model", str(tmp_path), "--method", "stock,quest", "--mode", mode, "--draft-length", str(drafts), "--load", "2:64:16"]
+    assert main([*asked, "--output-len", "9,17", "--json", str(tmp_path / "out.json")]) == 0
+    for each in json.loads((tmp_path / "out.json").read_text())["results"]:
+        assert each["token_ms"] == pytest.approx([1000 * step] * 2), each["name"]
+
+
 class NoServer:
     """Answers 4 tokens at a time; with a timeline, as an inference rank would write one."""
 
@@ -244,7 +269,7 @@ def test_a_whole_run_prints_tables_and_writes_its_measurements(tmp_path, capsys,
     monkeypatch.setattr(command.pages, "parts", lambda shape, load, device: parts)
     found = main([
         "longcot", "--model", str(tmp_path), "--method", "stock,spade-ranks", "--mode", "verified", "--load", "2:64:16",
-        "--output-len", "8,16", "--pack-layers", "10", "--pages", "--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png"),
+        "--output-len", "8,16", "--draft-length", "4", "--pack-layers", "10", "--pages", "--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png"),
     ])  # fmt: skip
     out = capsys.readouterr().out
     assert found == 0 and "batch 2, 64 tokens, 16 selected" in out
@@ -268,7 +293,7 @@ def test_a_run_on_gpus_has_no_timelines_and_no_table_of_packs(tmp_path, capsys, 
 
     monkeypatch.setattr(command.settings, "server", server)
     monkeypatch.setattr(command, "check_servers", lambda model, servers, tokens, prompts: checked.update(servers))
-    asked = ["longcot", "--model", str(tmp_path), "--method", "stock,spade-ranks", "--load", "2:64:16", "--output-len", "8"]
+    asked = ["longcot", "--model", str(tmp_path), "--method", "stock,spade-ranks", "--load", "2:64:16", "--output-len", "8", "--draft-length", "4"]
     assert main([*asked, "--server-arg=--device cuda"]) == 0
     out = capsys.readouterr().out
     assert "| spade-ranks lossy |" in out and "Per pack of layers" not in out

@@ -17,9 +17,9 @@ from sglang_ext.bench import BenchError, server_flags
 from sglang_ext.bench import server as bench_server
 from sglang_ext.bench.comparing.generation import Generation
 from sglang_ext.bench.prompts import load_tokenizer
-from sglang_ext.bench.quality import command
+from sglang_ext.bench.quality import options
 from sglang_ext.bench.quality.options import add_arguments
-from sglang_ext.bench.quality.suites import asking, gsm8k, ruler
+from sglang_ext.bench.quality.suites import command, asking, gsm8k, ruler
 from sglang_ext.bench.quality.suites.case import match_all
 from sglang_ext.bench.quality.suites.comparison import Estimate, SuiteScore
 from sglang_ext.bench.quality.suites.served import parse_arms, selector_share, servers_of
@@ -248,8 +248,8 @@ def run(monkeypatch, tmp_path):
     monkeypatch.setattr(asking, "ServerProcess", StubServer)
     monkeypatch.setattr(asking, "copy_share", lambda *_: 0.25)
     monkeypatch.setattr(asking, "token_bytes", lambda *_: 10)
-    monkeypatch.setattr(command.suites, "load_tokenizer", lambda model: CharTokenizer())
-    monkeypatch.setattr(command.suites, "check_servers", lambda *_: nullcontext())
+    monkeypatch.setattr(command, "load_tokenizer", lambda model: CharTokenizer())
+    monkeypatch.setattr(command, "check_servers", lambda *_: nullcontext())
     for name in ("asked", "started", "gpus", "memory"):
         monkeypatch.setattr(StubServer, name, [])
     monkeypatch.setattr(StubServer, "failing", {})
@@ -260,7 +260,7 @@ def run(monkeypatch, tmp_path):
         parser = argparse.ArgumentParser()
         add_arguments(parser)
         given = ["--model", "m", "--suite", "ruler", "--results", str(tmp_path / "r"), "--ruler-tasks", "needles", "--lengths", "2500,3000"]
-        return command.run(parser.parse_args([*given, "--cases", "3", "--arms", "full,kivi,snapkv:0.25,int4", *words]))
+        return options.run(parser.parse_args([*given, "--cases", "3", "--arms", "full,kivi,snapkv:0.25,int4", *words]))
 
     run.folder = tmp_path
     return run
@@ -337,11 +337,11 @@ def test_options_of_suites_are_refused_without_one():
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     with pytest.raises(BenchError, match="--cases 7: only --suite reads it"):
-        command.run(parser.parse_args(["--model", "m", "--prompts", "p", "--cases", "7"]))
+        options.run(parser.parse_args(["--model", "m", "--prompts", "p", "--cases", "7"]))
 
 
 def test_a_document_without_both_marks_is_refused(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("<!-- gpu: end -->\n<!-- gpu: begin -->\n")
     with pytest.raises(BenchError, match="needs a file that has the lines <!-- gpu: begin --> and <!-- gpu: end -->"):
-        command.suites.suite_report.check_marks(page, "gpu")
+        command.suite_report.check_marks(page, "gpu")

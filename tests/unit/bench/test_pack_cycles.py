@@ -92,7 +92,7 @@ def test_a_rank_that_is_not_there_is_told(scripts):
     ("words", "told"),
     [
         (["--cycles", "0"], "--cycles 0: a whole number from 1"), (["--pack", "6", "0"], "--pack 0: a whole number from 1"),
-        (["--stay", "1"], "--stay 1.0: a share from 0 to below 1"), (["--json", "/nowhere/x.json"], "there is no folder /nowhere: make it"),
+        (["--stay", "1"], "--stay 1.0: a share from 0 to below 1"), (["--json", "/proc/nowhere/x.json"], "there is no folder /proc/nowhere: make it"),
         (["--device", "mps"], "--device mps: cpu, or a GPU"), (["--rank-device", "cuda:1"], "--rank-device cuda:1: cpu, or a GPU"),
         (["--device", "cuda:7"], "--device cuda:7: PyTorch finds 2 GPUs here"),
         (["--device", "cuda"], "--model tiny is for --device cpu"),

@@ -82,7 +82,7 @@ WRONG: dict[str, dict[str, object]] = {
     "kv_bench_acceptance": {"kv_bench_acceptance": 2.0},
     "kv_bench_corrupt_loads": {"kv_bench_corrupt_loads": 0},
     "kv_bench_codec": {"kv_bench_codec": "zip", **OVER_LINKS},
-    "kv_bench_timeline": {"kv_bench_timeline": "/no/such/folder/times", **OVER_LINKS},
+    "kv_bench_timeline": {"kv_bench_timeline": "/proc/no-such/times", **OVER_LINKS},
 }
 # By flag, a value that is served in verified.
 RIGHT: dict[str, object] = {

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_ext.config import method_options
-from sglang_ext.config.method_options import Offer, check_asked, methods, offers, place_of
+from sglang_ext.config import method_options, request_params
+from sglang_ext.config.method_options import Offer, methods, offers, place_of
 from sglang_ext.core import OptionError, RequestState
 from sglang_ext.hooks import frontend
 from sglang_ext.managers import served_methods
@@ -115,27 +115,11 @@ def test_an_unknown_name_is_refused_with_those_that_there_are(asked, refused):
     args = resolved(kv_more_compressors="snapkv:0.125,kivi")
     params = asking(asked).get("custom_params")
     if not refused:
-        check_asked(args, params)
+        request_params.check(args, params)
         return
     with pytest.raises(ValueError, match="this server compresses with snapkv, snapkv:0.125, kivi: ask for") as raised:
-        check_asked(args, params)
+        request_params.check(args, params)
     assert repr(asked) in str(raised.value)
-
-
-@pytest.mark.parametrize(("params", "words"), [
-    ({"kv_copmressor": "snapkv"}, "custom_params has 'kv_copmressor', which means nothing here; a request may ask for kv_compressor"),
-    ("snapkv", "custom_params is 'snapkv'; pass an object"),
-])  # fmt: skip
-def test_what_looks_like_a_choice_and_is_none_is_refused(params, words):
-    with pytest.raises(ValueError, match=words):
-        check_asked(resolved(), params)
-
-
-def test_of_what_a_request_may_ask_for_only_what_this_server_takes_is_named():
-    with pytest.raises(ValueError, match="a request may ask for kv_compressor: spell it so, or leave it out"):
-        check_asked(resolved(), {"kv_x": 1})
-    with pytest.raises(ValueError, match="a request may ask for kv_compressor and kv_acceptance: spell it so"):
-        check_asked(resolved(kv_bench_acceptance=0.9), {"kv_x": 1})
 
 
 @pytest.mark.parametrize(
@@ -143,7 +127,7 @@ def test_of_what_a_request_may_ask_for_only_what_this_server_takes_is_named():
 )
 def test_an_acceptance_that_cannot_be_forced_is_refused(forced, words):
     with pytest.raises(ValueError, match=f"kv_acceptance in custom_params {words}"):
-        check_asked(resolved(kv_bench_acceptance=forced), {"kv_acceptance": 2})
+        request_params.check(resolved(kv_bench_acceptance=forced), {"kv_acceptance": 2})
 
 
 def test_meta_info_names_the_method_as_it_was_asked_for():

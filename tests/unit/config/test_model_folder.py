@@ -32,7 +32,7 @@ def test_a_path_is_told_from_a_name_by_its_beginning_or_its_parent(folder: Path)
     assert model_folder.problem("models") is None
 
 
-@pytest.mark.parametrize("model", ["/nope", "./nope", "../nope", "~/nope", "models"])
+@pytest.mark.parametrize("model", ["/proc/nope", "./nope", "../nope", "~/nope", "models"])
 @pytest.mark.parametrize("mode", ["verified", "lossy"])
 def test_a_path_without_a_model_is_refused_before_sglang_looks_for_it(model: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     instead(monkeypatch, lambda args: pytest.fail("SGLang looked for it"))
@@ -42,7 +42,7 @@ def test_a_path_without_a_model_is_refused_before_sglang_looks_for_it(model: str
 
 def test_in_full_sglang_alone_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     instead(monkeypatch, lambda args: None)
-    KVServerArgs.__post_init__(arguments(model_path="/nope", kv_mode="full"))
+    KVServerArgs.__post_init__(arguments(model_path="/proc/nope", kv_mode="full"))
 
 
 def test_a_name_on_the_hub_may_begin_as_a_folder_does(folder: Path) -> None:

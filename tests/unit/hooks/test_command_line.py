@@ -1,6 +1,7 @@
 """A wrong flag ends a command with one line and code 2, and raises in a program; a taken port is told before anything starts."""
 
 import argparse
+import json
 import logging
 import multiprocessing
 import socket
@@ -15,7 +16,8 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_ext import command_line
 from sglang_ext.arguments import KVServerArgs
-from sglang_ext.core import HookError, OptionError
+from sglang_ext.command_line import sample_request
+from sglang_ext.core import MIN_CONTEXT, HookError, OptionError
 
 ROOT = Path(__file__).parents[3]
 
@@ -169,3 +171,14 @@ def test_what_only_the_scheduler_refuses_ends_the_server_with_its_code(capfd: py
     else:
         died = command_line.end_like_scheduler(engine._scheduler_died_error, 0, scheduler)
         assert "exit code: 1" in str(died) and "ValueError: of SGLang" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("takes_text", [True, False])
+@pytest.mark.parametrize("has_key", [True, False])
+def test_the_sample_request_is_a_shell_command_whose_prompt_is_long_enough_to_draft(takes_text, has_key):
+    command = sample_request("http://127.0.0.1:1", takes_text, has_key)
+    script = f"""API_KEY=secret; curl() {{ printf '%s\\n' "$@"; }}; {command}"""
+    *arguments, body = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
+    asked = json.loads(body)
+    prompt = asked["text"].split() if takes_text else asked["input_ids"]
+    assert len(prompt) >= MIN_CONTEXT and ("Authorization: Bearer secret" in arguments) == has_key

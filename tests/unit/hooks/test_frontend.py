@@ -83,7 +83,9 @@ def test_what_sglang_serves_passes(params):
     ({"sampling_seed": 2**63}, "sampling_params.sampling_seed is 9223372036854775808; pass a number"),
     ({"is_normalized": True}, "sampling_params.is_normalized is True; SGLang sets it by itself"),
     ({"max_tokens": 5}, "sampling_params has 'max_tokens', which SGLang does not know: .*max_new_tokens"),
-    ({"custom_params": {"kv_budget": 1}}, "custom_params has 'kv_budget', which means nothing here"),
+    ({"custom_params": {"kv_budget": 1}}, "custom_params has 'kv_budget', which this server does not know"),
+    ({"kv_compressor": "snapkv"}, "sampling_params has 'kv_compressor': pass it in sampling_params.custom_params or at the top level"),
+    ({"Custom-Params": {}}, "sampling_params has 'Custom-Params', .*did you mean 'custom_params'"),
 ])  # fmt: skip
 def test_what_ends_a_scheduler_is_named(params, words):
     with pytest.raises(ValueError, match=words) as raised:

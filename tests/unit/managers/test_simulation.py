@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_ext.config.benchmark_options import check_request as check
+from sglang_ext.config import request_params
 from sglang_ext.hooks import frontend
 from sglang_ext.managers.simulation import Simulation
 from sglang_ext.managers.spec_decode.steps import Verifier
@@ -40,6 +40,12 @@ def test_a_request_may_ask_for_its_own_probability():
     assert simulation(0.9).probabilities(reqs) == [0.9, 0.9, 0.9, 0.9, 0.25, 0.0]
 
 
+def check(forced, params):
+    """Check a request's parameters, at a server that forces this acceptance or, where it is None, none."""
+    args = SimpleNamespace(kv_compressor="snapkv", kv_budget=0.25, kv_more_compressors="", kv_bench_acceptance=forced)
+    request_params.check(args, params)
+
+
 @pytest.mark.parametrize("value", ["0.9", 1.5, -0.1, float("nan"), True, [0.9], {}])
 def test_what_is_no_probability_is_refused_with_its_value(value):
     with pytest.raises(ValueError, match=r"kv_acceptance in .*; pass a number from 0 to 1, or .* server's 0.9") as raised:
@@ -48,9 +54,10 @@ def test_what_is_no_probability_is_refused_with_its_value(value):
 
 
 def test_a_server_on_which_verification_decides_forces_nothing():
-    for params in ASKED:
+    # "much" is no object, which is refused before (test_request_params.py).
+    for params in (*ASKED[:3], *ASKED[4:]):
         check(0.9, params)
-    for params in ASKED[:4]:
+    for params in ASKED[:3]:
         check(None, params)
     for params in ASKED[4:]:
         with pytest.raises(ValueError, match="leave it out, or start a server for benchmarks with --kv-bench-acceptance"):

@@ -8,7 +8,7 @@ from argument_helpers import arguments
 from test_views import make_views
 
 from sglang_ext.bench.server import file_name
-from sglang_ext.config import method_options
+from sglang_ext.config import method_options, request_params
 from sglang_ext.core import OptionError, RequestState
 from sglang_ext.managers.spec_decode.requests import describe, fill
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
@@ -129,9 +129,9 @@ def test_requests_may_ask_for_it_as_it_is_told(tmp_path):
     for place, asked in enumerate((f"{path}:NinthNorm+kivi", "NinthNorm:.50", "snapkv")):
         assert [offer.is_called(asked) for offer in method_options.offers(args)] == [each == place for each in range(3)]
     for name in names:
-        method_options.check_asked(args, {"kv_compressor": name})
+        request_params.check(args, {"kv_compressor": name})
     with pytest.raises(ValueError, match=r"'NinthNorm'; this server compresses with NinthNorm\+kivi, NinthNorm:0.5, snapkv: ask"):
-        method_options.check_asked(args, {"kv_compressor": "NinthNorm"})
+        request_params.check(args, {"kv_compressor": "NinthNorm"})
 
 
 def test_requests_ask_for_it_by_what_the_flag_says_and_meta_info_tells_its_name(tmp_path):

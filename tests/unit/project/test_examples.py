@@ -1,5 +1,6 @@
 """The examples where no server answers, and `make serve` where another one does."""
 
+import re
 import runpy
 import socket
 import subprocess
@@ -8,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from sglang_ext.serve_pd import check_ports
 
 ROOT = Path(__file__).parents[3]
 
@@ -51,6 +54,17 @@ def test_make_looks_at_the_port_that_will_be_served(taken: int, asked: str) -> N
     command = ["make", "-s", "HARDWARE=cpu", "port-is-free", asked.format(taken)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and f"port {taken} is taken" in done.stderr
+
+
+@pytest.mark.parametrize("place", [0, 3])
+def test_make_serve_pd_looks_at_its_four_ports_and_names_itself_and_free_ones_as_the_remedy(taken: int, place: int) -> None:
+    # Where the port were not looked at, neither an install nor a server would begin.
+    command = ["make", "-s", "HARDWARE=cpu", "PYTHON=false", "MODEL=/proc/nope", "serve-pd", f"PORT={taken - place}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and f"port {taken} is taken: " in done.stderr
+    other = int(re.search(r"make serve-pd PORT=(\d+)", done.stderr)[1])
+    assert not set(range(other, other + 4)) & set(range(taken - place, taken - place + 4))
+    check_ports(other)
 
 
 def test_a_port_in_the_arguments_wins(taken: int, closed: int) -> None:

@@ -158,8 +158,9 @@ def test_unsupported_models_are_named_with_the_reason(
     assert "--kv-mode full" in check.remedy
 
 
-@pytest.mark.parametrize("path", ["/nope", "./nope", "../nope", "{tmp_path}/nope"])
-def test_a_path_that_is_not_there_is_no_name_on_the_hub(tmp_path: Path, path: str) -> None:
+@pytest.mark.parametrize("path", ["/proc/nope", "./nope", "../nope", "{tmp_path}/nope"])
+def test_a_path_that_is_not_there_is_no_name_on_the_hub(tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     path = path.format(tmp_path=tmp_path)
     check = serving.check_model(path)
     assert (check.ok, check.found) == (False, f"{path}: no such folder") and check.remedy
@@ -204,8 +205,9 @@ def test_a_config_that_cannot_be_read_is_one_failing_line_and_the_others_stand(
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("path", ["/nonexistent", "", "\0", "odd\udcff", "a/b/c", "~"])
-def test_a_path_that_is_no_model_is_one_failing_line(path: str) -> None:
+@pytest.mark.parametrize("path", ["/proc/nonexistent", "", "\0", "odd\udcff", "a/b/c", "~"])
+def test_a_path_that_is_no_model_is_one_failing_line(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     assert [check.name for check in doctor.examine(path) if not check.ok] == ["model", "kv modes"]
 
 

@@ -208,6 +208,6 @@ def test_what_cannot_be_fitted_is_refused_with_a_remedy(tiny, texts, tmp_path, c
 
 
 def test_a_folder_that_cannot_be_written_is_refused_in_one_line_before_the_model_is_read(texts, capsys):
-    assert main(["kvzap", "--model", "/no/such/model", "--out", "/proc/kvzap", *map(str, texts)]) == 2
+    assert main(["kvzap", "--model", "/proc/no-such-model", "--out", "/proc/kvzap", *map(str, texts)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "--out is '/proc/kvzap'" in line and "pass a folder that you may write to" in line

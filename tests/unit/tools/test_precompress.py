@@ -154,7 +154,7 @@ def test_texts_of_which_all_are_too_short_are_refused(tiny, tmp_path, capsys):
 
 
 def test_a_folder_that_cannot_be_written_is_refused_in_one_line_before_the_model_is_read(document, capsys):
-    assert main(["--model", "/no/such/model", "--out", "/proc/scores", str(document)]) == 2
+    assert main(["--model", "/proc/no-such-model", "--out", "/proc/scores", str(document)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "--out is '/proc/scores'" in line and "pass a folder that you may write to" in line
 

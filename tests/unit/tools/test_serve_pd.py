@@ -1,6 +1,7 @@
 """``python -m sglang_ext.serve_pd``: what is refused before anything starts, what is started, and that all three end together."""
 
 import importlib.util
+import re
 import signal
 import socket
 import subprocess
@@ -102,8 +103,12 @@ def test_a_port_that_is_taken_is_refused_whichever_of_the_four_it_is(port):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port + 2))
         taken.listen()
-        with pytest.raises(BenchError, match=f"port {port + 2} is taken"):
+        with pytest.raises(BenchError, match=f"port {port + 2} is taken") as refused:
             serve_pd.check(parsed(port))
+        # The remedy works.
+        other = int(re.search(r"pass --port (\d+) \(make serve-pd PORT=\1\)", str(refused.value))[1])
+        assert other >= port + 4
+        serve_pd.check_ports(other)
 
 
 def test_a_router_that_is_not_installed_is_told_with_the_remedy(monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""``bench quality --suite``: options, and a run from cases to tables."""
+"""``bench quality --suite``: a run from cases to tables."""
 
 import argparse
 from collections.abc import Sequence
@@ -14,17 +14,10 @@ from sglang_ext.bench.quality.suites import gsm8k, ruler, suite_report
 from sglang_ext.bench.quality.suites.asking import Servers, ask_all
 from sglang_ext.bench.quality.suites.case import Case
 from sglang_ext.bench.quality.suites.comparison import compare
-from sglang_ext.bench.quality.suites.served import DEFAULT_ARMS, SuiteArm, SuiteServer, parse_arms, servers_of
+from sglang_ext.bench.quality.suites.options import GSM8K, RULER, RULER_TASKS, SUITES
+from sglang_ext.bench.quality.suites.served import SuiteArm, SuiteServer, parse_arms, servers_of
 from sglang_ext.bench.quality.suites.stored_results import StoredResults
 from sglang_ext.bench.server import check_servers
-
-SUITES = (ruler.SUITE, gsm8k.SUITE)
-# Options of a suite, and those of other runs that a suite reads, too.
-OWN = ("cases", "lengths", "ruler_tasks", "arms", "results", "servers_at_once", "document", "mark")
-SHARED = (
-    *("suite", "model", "seed", "concurrency", "dtype", "server_arg", "port", "start_timeout", "request_timeout"),
-    *("logs", "json", "plot"),
-)
 
 
 @dataclass(frozen=True)
@@ -42,40 +35,6 @@ class SuiteConfig:
     mark: str
 
 
-def add_suite_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that only ``--suite`` reads."""
-    add = parser.add_argument_group("task suites").add_argument
-    add("--suite", help=f"score tasks of {' and '.join(SUITES)}, separated by commas, in place of --parts; needs --results")
-    arms = ", ".join(DEFAULT_ARMS)
-    add("--arms", help=f"METHOD[:BUDGET] [FLAGS], separated by commas, each in --kv-mode lossy; full is stock (default: {arms})")
-    add("--cases", type=int, default=100, help="of each task and length (default: %(default)s)")
-    add("--lengths", default="2048,4096,8192,16384", help="tokens of the prompts of ruler, separated by commas (default: %(default)s)")
-    add("--ruler-tasks", default=",".join(ruler.TASKS), help="separated by commas (default: %(default)s)")
-    add("--results", type=Path, metavar="FOLDER", help="a JSON file for each arm; a run asks only for the answers that are missing there")
-    add("--servers-at-once", type=int, default=1, help="servers that run side by side, in turns on the GPUs (default: %(default)s)")
-    add("--document", type=Path, metavar="FILE", help="write the tables between the marks of this Markdown file")
-    add("--mark", default="measured", help="the lines <!-- MARK: begin --> and <!-- MARK: end --> (default: %(default)s)")
-
-
-def check_read(args: argparse.Namespace, defaults: argparse.Namespace) -> None:
-    """Refuse options that this run would not read.
-
-    Args:
-        args: parsed.
-        defaults: the values of options that were not given.
-
-    Raises:
-        BenchError: names the option.
-    """
-    given = [name for name, value in vars(args).items() if value != getattr(defaults, name, None)]
-    unread = [name for name in given if (name not in (*OWN, *SHARED) if args.suite is not None else name in OWN)]
-    if unread:
-        flag = f"--{unread[0].replace('_', '-')}"
-        without = f"only --suite reads it: pass --suite {','.join(SUITES)}, or leave {flag} out"
-        why = without if args.suite is None else f"--suite {args.suite} does not read it: leave one of them out"
-        raise BenchError(f"{flag} {getattr(args, unread[0])}: {why}")
-
-
 def config_of(args: argparse.Namespace) -> SuiteConfig:
     """Check parsed options.
 
@@ -83,7 +42,7 @@ def config_of(args: argparse.Namespace) -> SuiteConfig:
         BenchError: an option's value is out of range.
     """
     suites, tasks = names(args.suite), names(args.ruler_tasks)
-    for option, given, allowed in (("--suite", suites, SUITES), ("--ruler-tasks", tasks, ruler.TASKS)):
+    for option, given, allowed in (("--suite", suites, SUITES), ("--ruler-tasks", tasks, RULER_TASKS)):
         wrong = [each for each in given if each not in allowed]
         if wrong or not given:
             raise BenchError(f"{option} {(wrong or [''])[0]!r}: pass some of {', '.join(allowed)}, separated by commas")
@@ -107,10 +66,10 @@ def build_cases(config: SuiteConfig, tokenizer: Tokenizer) -> tuple[Case, ...]:
         BenchError: a package is missing, or a length is too short.
     """
     found: tuple[Case, ...] = ()
-    if gsm8k.SUITE in config.suites:
+    if GSM8K in config.suites:
         problems = gsm8k.read_problems(gsm8k.problems_file())
         found += gsm8k.build(tokenizer, problems, config.cases, config.seed)
-    if ruler.SUITE in config.suites:
+    if RULER in config.suites:
         found += ruler.build(tokenizer, config.tasks, config.lengths, config.cases, config.seed)
     return found
 

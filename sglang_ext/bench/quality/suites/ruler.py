@@ -19,9 +19,9 @@ from random import Random
 from sglang_ext.bench.corpus import Document, code_documents, reference_documents
 from sglang_ext.bench.prompts import Tokenizer
 from sglang_ext.bench.quality.suites.case import Case, chat_prompt, fit, match_all
+from sglang_ext.bench.quality.suites.options import RULER
 from sglang_ext.bench.quality.together import together
 
-SUITE = "ruler"
 NEW_TOKENS = 64
 CHARS_PER_TOKEN = 3.5
 KEYS, ASKED_KEYS = 8, 4
@@ -182,7 +182,7 @@ def hidden_case(tokenizer: Tokenizer, task: str, length: int, index: int, seed: 
         return chat_prompt(tokenizer, [{"role": "user", "content": content}], question.prefix)
 
     ids = fit(tokenizer, render, length, round(CHARS_PER_TOKEN * length))
-    return Case(SUITE, task, length, index, ids, NEW_TOKENS, question.answers, match_all(question.answers))
+    return Case(RULER, task, length, index, ids, NEW_TOKENS, question.answers, match_all(question.answers))
 
 
 def _slice(text: str, start: int, amount: int) -> str:
@@ -225,7 +225,7 @@ def aggregation_case(tokenizer: Tokenizer, length: int, index: int, seed: int) -
 
     ids = fit(tokenizer, render, length, max(1, length // 8))
     answers = tuple(common)
-    return Case(SUITE, AGGREGATION, length, index, ids, NEW_TOKENS, answers, match_all(answers))
+    return Case(RULER, AGGREGATION, length, index, ids, NEW_TOKENS, answers, match_all(answers))
 
 
 def build(tokenizer: Tokenizer, tasks: Sequence[str], lengths: Sequence[int], count: int, seed: int) -> tuple[Case, ...]:

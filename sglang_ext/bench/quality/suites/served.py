@@ -5,26 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sglang_ext.bench import BenchError
+from sglang_ext.bench.quality.suites.options import DEFAULT_ARMS, FULL
 from sglang_ext.config.method_options import Offer, budget_of
 from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.mem_cache.compressors.contracts.registry import COMPRESSORS
 from sglang_ext.mem_cache.compressors.each_step.quest import Quest
 
-FULL = "full"
-DEFAULT_ARMS = (
-    FULL,
-    "kivi",
-    "snapkv:0.25",
-    "snapkv:0.125",
-    "quest:0.125",
-    "spade:0.125",
-    "spade:0.125 --kv-select-every 4",
-    "int4",
-    "hack",
-    "hack --kv-prefill quantized",
-)
-"""On a GPU ``spade`` selects on a second stream: with the default of one step a selection is 2 steps old, with 4 steps 5 to 8."""
 SELECT_EVERY = "--kv-select-every"
 
 

@@ -1,0 +1,91 @@
+"""The parameters that a request may set for this plugin, such as ``kv_compressor``, and the refusal of misspelled ones.
+
+A request sets them in ``custom_params``, or at the top level of its body (hooks/request_body.py). To add a parameter, add a line to
+:data:`REQUEST_PARAMS`.
+"""
+
+import difflib
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from sglang_ext.config import benchmark_options, method_options
+
+if TYPE_CHECKING:
+    from sglang_ext.arguments import KVServerArgs
+
+CUSTOM_PARAMS = "custom_params"
+REQUEST_PARAMS: dict[str, Callable[["KVServerArgs", Any], None]] = {
+    method_options.ASKED: method_options.check_request,
+    benchmark_options.PARAMETER: benchmark_options.check_request,
+}
+"""The check of each parameter: called with the server's arguments and a value that is not None; raises ValueError."""
+
+PREFIX = "kv_"
+MIN_SIMILARITY = 0.8
+"""Of two names, as :class:`difflib.SequenceMatcher` measures it. No field of SGLang's requests is so similar to one of ours."""
+MAX_LENGTH = 40
+"""Characters of a key that is compared: comparing takes time quadratic in the length, which the client chooses."""
+
+
+def check(args: "KVServerArgs", custom_params: object, has_processor: bool = False) -> None:
+    """Refuse unknown parameters, and values that this server cannot serve.
+
+    Args:
+        args: The server's arguments.
+        custom_params: Of a request.
+        has_processor: The request has a custom logit processor, which reads keys of its own from ``custom_params``. Only keys that
+            begin with ``kv_`` are refused then.
+
+    Raises:
+        ValueError: ``custom_params`` is not an object, a key is unknown or misspelled, or a value is refused.
+    """
+    if custom_params is None:
+        return
+    if not isinstance(custom_params, dict):
+        raise ValueError(
+            f"{CUSTOM_PARAMS} is {custom_params!r}; pass an object, as in {{{method_options.ASKED!r}: 'snapkv'}}, or leave it out"
+        )
+    for key in custom_params:
+        if not has_processor or key.startswith(PREFIX):
+            check_key(key, CUSTOM_PARAMS)
+    for key, check_value in REQUEST_PARAMS.items():
+        if custom_params.get(key) is not None:
+            check_value(args, custom_params[key])
+
+
+def check_key(key: str, holder: str) -> None:
+    """Refuse a key that looks like a parameter of ours and is none.
+
+    Args:
+        key: A key of a request.
+        holder: The object that has it, for the message.
+
+    Raises:
+        ValueError: Names the key, the parameter that it resembles, and those that a request may set.
+    """
+    if key in REQUEST_PARAMS or key == CUSTOM_PARAMS:
+        return
+    similar = similar_param(key)
+    if similar is None and not key.lower().startswith("kv"):
+        return
+    question = f"; did you mean {similar!r}?" if similar else ";"
+    raise ValueError(
+        f"{holder} has {key[:MAX_LENGTH]!r}, which this server does not know{question} A request may set {' and '.join(REQUEST_PARAMS)}, at "
+        f"its top level or in {CUSTOM_PARAMS}: spell it so, or leave it out"
+    )
+
+
+@lru_cache(maxsize=1024)
+def similar_param(key: str) -> str | None:
+    """Return the parameter, or ``custom_params``, that a key resembles. Case, punctuation and a missing ``kv_`` do not count."""
+    if len(key) > MAX_LENGTH:
+        return None
+    names = {_letters(form): name for name in (*REQUEST_PARAMS, CUSTOM_PARAMS) for form in (name, name.removeprefix(PREFIX))}
+    found = difflib.get_close_matches(_letters(key), names, 1, MIN_SIMILARITY)
+    return names[found[0]] if found else None
+
+
+def _letters(key: str) -> str:
+    return re.sub("[^a-z0-9]", "", key.lower())
