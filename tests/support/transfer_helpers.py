@@ -1,6 +1,7 @@
 """Both sides of the transfer backend ``progressive`` in one process: pools, and managers whose control plane is a function call."""
 
 import threading
+from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from sglang_ext.managers.disaggregation.progressive.handshakes import Handshakes
 from sglang_ext.managers.disaggregation.progressive.manager import ProgressiveManager
 from sglang_ext.managers.disaggregation.progressive.peer import Peers
 from sglang_ext.managers.disaggregation.progressive.page_codec import UNIT
+from sglang_ext.managers.disaggregation.progressive.prefill_directory import PrefillDirectory, fetch_prefill_server
 from sglang_ext.managers.disaggregation.progressive.pool_buffers import AuxRecords, PoolBuffers
 from sglang_ext.managers.disaggregation.settings import LinkSettings
 from sglang_ext.managers.disaggregation.timeline import Timeline
@@ -44,6 +46,7 @@ def make_pool(
         aux_data_ptrs=[each.data_ptr() for each in aux],
         aux_item_lens=[each[0].nbytes for each in aux],
         page_size=page_size,
+        engine_rank=0,
         tensors=tensors,
         aux=aux,
     )
@@ -76,12 +79,16 @@ class Manager:
         self.request_status: dict[int, int] = {}
         self.failure_records: dict[int, str] = {}
         self.failure_lock = threading.Lock()
+        self.kv_cache_dtype_str = "auto"
         self.attn_tp_size, self.attn_dp_rank, self.local_ip, self.rank_port = 1, 0, "127.0.0.1", 1
         # What SGLang's classes look at.
+        self.attn_cp_size = self.pp_size = 1
+        self.attn_cp_rank = self.pp_rank = 0
+        self.is_mla_backend = self.is_hybrid_mla_backend = False
         self.is_dummy_cp_rank = self.enable_all_cp_ranks_for_transfer = self.enable_staging = False
         self.req_to_decode_prefix_len, self.transfer_infos = {}, {}
         self.required_prefill_response_num_table, self.prefill_response_tracker = {}, {}
-        self.addr_to_rooms_tracker = {ADDRESS: set()}
+        self.addr_to_rooms_tracker = defaultdict(set)
         self.prefill_info_table = {ADDRESS: prefill_info()}
         self.bootstrap_timeout = self.waiting_timeout = 60.0
 
@@ -115,8 +122,14 @@ class PrefillManager(Manager):
 class DecodeManager(Manager):
     """Of the decode side."""
 
+    try_ensure_parallel_info, rank_refusal = ProgressiveManager.try_ensure_parallel_info, ProgressiveManager.rank_refusal
+    _resolve_ranks, _resolve_rank_mapping = ProgressiveManager._resolve_ranks, CommonKVManager._resolve_rank_mapping
+
     def __init__(self, reference: str, pool: PoolBuffers, limits, endpoint: str) -> None:
         super().__init__(reference, pool)
+        self.connection_lock = threading.Lock()
+        self.directory = PrefillDirectory(lambda address: fetch_prefill_server(address, self._resolve_ranks), retry_interval=0.1)
+        self.prefill_ranks: dict[str, dict] = {}
         self.prefill: PrefillManager | None = None
         self.connection_pool = {f"{ADDRESS}_0_0_0": [{"rank_ip": "127.0.0.1", "rank_port": 1, "is_dummy": False}]}
         self.links = LinkServer(endpoint, self.settings, limits)

@@ -3,12 +3,12 @@
 import logging
 import threading
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 from uuid import uuid4
 
 import zmq
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
-from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver, KVTransferError
+from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver, KVTransferError, PrefillServerInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import NetworkAddress
@@ -28,6 +28,12 @@ from sglang_ext.managers.disaggregation.progressive.control import Control, Fail
 from sglang_ext.managers.disaggregation.progressive.handshakes import Handshakes
 from sglang_ext.managers.disaggregation.progressive.peer import Peers
 from sglang_ext.managers.disaggregation.progressive.pool_buffers import AuxRecords
+from sglang_ext.managers.disaggregation.progressive.prefill_directory import (
+    PrefillDirectory,
+    PrefillServer,
+    RankPosition,
+    fetch_prefill_server,
+)
 from sglang_ext.managers.disaggregation.settings import LinkError
 from sglang_ext.managers.disaggregation.timeline import Kind, Timeline
 from sglang_ext.managers.disaggregation.wire import LayerRange, Stream, WireError
@@ -58,6 +64,8 @@ class ProgressiveManager(CommonKVManager):
         link_rooms: on the decode side, under which number links move each room.
         handshakes, peers, waiting: on the prefill side.
         links: on the decode side.
+        directory: The prefill servers that are being fetched, on the decode side.
+        prefill_ranks: Control addresses of the ranks of each known prefill server, by bootstrap address, on the decode side.
         timeline: of rank 0, where one is asked for.
 
     Raises:
@@ -98,6 +106,8 @@ class ProgressiveManager(CommonKVManager):
             if self.codec.has_residual:
                 # Anchors stay in host memory until their residuals come.
                 blocks.expect(pinned_bytes(self.attn_tp_size))
+            self.directory = PrefillDirectory(lambda address: fetch_prefill_server(address, self._resolve_ranks))
+            self.prefill_ranks: dict[str, dict[RankPosition, dict[str, Any]]] = {}
             self._start_heartbeat_checker_thread()
 
     def refuse(self, metadata: Metadata, reason: str) -> None:
@@ -145,6 +155,29 @@ class ProgressiveManager(CommonKVManager):
         is aborted for the same request.
         """
         super().submit_prefill_recompute(kv_receiver, payload | {"rid": f"again-{uuid4().hex}-{payload['rid']}"})
+
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """Return whether a prefill server is known. Starts to fetch an unknown one; called again and again, it never blocks."""
+        if bootstrap_addr in self.prefill_info_table:
+            return True
+        found: PrefillServer | None = self.directory.poll(bootstrap_addr)
+        if found is None:
+            return False
+        with self.connection_lock:
+            self.prefill_ranks[bootstrap_addr] = found.ranks
+            self.prefill_info_table[bootstrap_addr] = found.info
+        return True
+
+    def rank_refusal(self, prefill: PrefillServerInfo) -> str | None:
+        """Return why this decode rank cannot receive KV from a prefill server; None if it can."""
+        return agreement.rank_refusal(prefill, self.attn_tp_size, self.kv_args.page_size, self.kv_cache_dtype_str)
+
+    def _resolve_ranks(self, prefill: PrefillServerInfo) -> list[RankPosition]:
+        if self.rank_refusal(prefill) is not None:
+            # The receivers of its requests report the reason.
+            return []
+        self._resolve_rank_mapping(prefill)
+        return [(0, cp, tp, pp) for cp in prefill.target_cp_ranks for tp in prefill.target_tp_ranks for pp in prefill.target_pp_ranks]
 
     def note(self, room: int, kind: Kind, number: int = 0) -> None:
         """Tell the timeline what becomes of a room now, where there is one."""

@@ -3,7 +3,7 @@
 import random
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,12 +15,10 @@ from sglang_ext.managers.disaggregation import wire
 from sglang_ext.managers.disaggregation.coded.decode_side import CodedSlots
 from sglang_ext.managers.disaggregation.coded.room_codec import CodedRoom
 from sglang_ext.managers.disaggregation.page_hashes import hashes_at, page_hashes
-from sglang_ext.managers.disaggregation.progressive import agreement
 from sglang_ext.managers.disaggregation.progressive.control import ROOM_IS_TAKEN, VERSION, Abort, Metadata
-from sglang_ext.managers.disaggregation.progressive.early_room import EarlyRoom
 from sglang_ext.managers.disaggregation.progressive.manager import ProgressiveManager
 from sglang_ext.managers.disaggregation.progressive.page_codec import PlacedPage
-from sglang_ext.managers.disaggregation.progressive.received_room import ReceivedRoom
+from sglang_ext.managers.disaggregation.progressive.received_room import EarlyRoom, ReceivedRoom
 from sglang_ext.managers.disaggregation.queries import TravelingQueries
 from sglang_ext.managers.disaggregation.settings import LinkError
 
@@ -52,6 +50,7 @@ class ProgressiveReceiver(CommonKVReceiver):
         self._begin: Callable[[EarlyRoom], None] | None = None
         self._prefill_again: "Callable[[Req], None] | None" = None
         self.bootstrap_infos = None
+        self._created = time.monotonic()
 
     @property
     def room(self) -> int:
@@ -123,7 +122,7 @@ class ProgressiveReceiver(CommonKVReceiver):
         if self._taken:
             return
         prefill = self.kv_mgr.prefill_info_table.get(self.bootstrap_addr)
-        differs = None if prefill is None else agreement.rank_refusal(prefill, self.kv_mgr.attn_tp_size)
+        differs = None if prefill is None else self.kv_mgr.rank_refusal(prefill)
         if differs is None:
             super().init(prefill_dp_rank)
         else:
@@ -183,6 +182,10 @@ class ProgressiveReceiver(CommonKVReceiver):
             self.conclude_state = status
         elif status == KVPoll.WaitingForInput and self._check_waiting_timeout() is not None:
             return KVPoll.Failed
+        elif status == KVPoll.Bootstrapping and time.monotonic() - self._created > self.kv_mgr.directory.patience:
+            waited = f"for {self.kv_mgr.directory.patience:g} s ({self.kv_mgr.directory.problem(self.bootstrap_addr)})"
+            self._give_up(f"{self._no_prefill_server()} {waited}")
+            return KVPoll.Failed
         else:
             self.kv_mgr.polls.asked(self.room)
         return status
@@ -225,8 +228,7 @@ class ProgressiveReceiver(CommonKVReceiver):
             return
         super().abort()
         if self.bootstrap_infos is None and self.bootstrap_addr not in self.kv_mgr.prefill_info_table:
-            where = f"no prefill server answers at {self.bootstrap_addr}, which the request's bootstrap_host and bootstrap_port name"
-            self.kv_mgr.record_failure(self.room, f"{where}; it was aborted")
+            self.kv_mgr.record_failure(self.room, f"{self._no_prefill_server()}; it was aborted")
 
     def _expect(self, kv_indices: np.ndarray, aux_index: int, prefix: int) -> ReceivedRoom:
         codec, page = self.kv_mgr.codec, self.kv_mgr.kv_args.page_size
@@ -262,6 +264,13 @@ class ProgressiveReceiver(CommonKVReceiver):
         self._give_up(self._refused)
         self._send_abort_notification()
         return True
+
+    def _no_prefill_server(self) -> str:
+        return f"no prefill server answers at {self.bootstrap_addr}, which the request's bootstrap_host and bootstrap_port name"
+
+    def _get_bootstrap_info_from_server(self, *position: int) -> dict[str, Any] | None:
+        """Return the address of a prefill rank, where SGLang's class reads it over HTTP. The directory has fetched it; None if unknown."""
+        return self.kv_mgr.prefill_ranks.get(self.bootstrap_addr, {}).get(position)
 
     def _give_up(self, reason: str) -> None:
         self.fail(reason)
