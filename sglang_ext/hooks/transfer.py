@@ -81,8 +81,13 @@ def create_receiver(original: Callable, queue: "DecodePreallocQueue", req: "Req"
     """Hook around ``DecodePreallocQueue._create_receiver_and_enqueue``: the receiver learns of the prompt, where its newest queries shall
     be kept, whether it comes as codes, and whether it may begin early. One for which the whole pool has no room is refused.
 
-    KV of a request that was retracted and is prefilled again is of its output, too; it begins when all is there.
+    KV of a request that was retracted and is prefilled again is of its output, too; it begins when all is there. It has a new room.
     """
+    from sglang_ext.managers.disaggregation.progressive.control import retry_room
+    from sglang_ext.managers.disaggregation.progressive.manager import ProgressiveManager
+
+    if is_rebootstrap and isinstance(queue.kv_manager, ProgressiveManager):
+        req.bootstrap_room = retry_room(req.bootstrap_room)
     made = original(queue, req, is_rebootstrap=is_rebootstrap)
     _poll_prefill_servers(queue, made.kv_receiver)
     coded_prompts.expect_codes(queue, req, made.kv_receiver, is_rebootstrap)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import torch
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServerInfo
+from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from sglang_ext.managers.disaggregation.coded.waiting_pages import WaitingPages
 from sglang_ext.managers.disaggregation.link import Link
@@ -64,7 +65,6 @@ class Manager:
     update_status, check_status = ProgressiveManager.update_status, CommonKVManager.check_status
     record_failure, conclude = CommonKVManager.record_failure, ProgressiveManager.conclude
     raise_failure, note = ProgressiveManager.raise_failure, ProgressiveManager.note
-    end_received = ProgressiveManager.end_received
 
     def __init__(self, reference: str, pool: PoolBuffers) -> None:
         self.pool, self.aux, self.layers = pool, AuxRecords(pool.args), LayerRange(0, LAYERS)
@@ -75,7 +75,6 @@ class Manager:
         self.timeline: Timeline | None = None
         self.has_keys = False
         self.polls = Polls()
-        self.link_rooms: dict[int, int] = {}
         self.request_status: dict[int, int] = {}
         self.failure_records: dict[int, str] = {}
         self.failure_lock = threading.Lock()
@@ -111,7 +110,7 @@ class PrefillManager(Manager):
 
     def refuse(self, metadata, reason: str) -> None:
         """As over the control plane."""
-        self.decode.end_received(Failed(metadata.room, reason, metadata.link_room))
+        self.decode._hear(Failed(metadata.room, reason, metadata.link_room))
 
     def close(self) -> None:
         """End its links."""
@@ -122,6 +121,7 @@ class PrefillManager(Manager):
 class DecodeManager(Manager):
     """Of the decode side."""
 
+    disaggregation_mode, _hear = DisaggregationMode.DECODE, ProgressiveManager._hear
     try_ensure_parallel_info, rank_refusal = ProgressiveManager.try_ensure_parallel_info, ProgressiveManager.rank_refusal
     _resolve_ranks, _resolve_rank_mapping = ProgressiveManager._resolve_ranks, CommonKVManager._resolve_rank_mapping
 

@@ -61,7 +61,6 @@ class ProgressiveManager(CommonKVManager):
         has_keys: whether links are encrypted.
         layers: that travel in one part: all.
         polls: how the scheduler asks for rooms.
-        link_rooms: on the decode side, under which number links move each room.
         handshakes, peers, waiting: on the prefill side.
         links: on the decode side.
         directory: The prefill servers that are being fetched, on the decode side.
@@ -88,7 +87,6 @@ class ProgressiveManager(CommonKVManager):
             raise OptionError(f"--disaggregation-transfer-backend progressive: {error}") from error
         self.aux = AuxRecords(args)
         self.polls = Polls()
-        self.link_rooms: dict[int, int] = {}
         threading.Thread(target=self._listen, name="kv-control", daemon=True).start()
 
     def _begin(self, keys: LinkKeys | None, gbps: float | None, metrics: LinkMetrics) -> None:
@@ -127,26 +125,30 @@ class ProgressiveManager(CommonKVManager):
         return True
 
     def update_status(self, bootstrap_room: int, status: KVPoll) -> None:
-        """Of a room, which only moves up; one that failed stays so, also where another request with its number comes. From any thread."""
+        """Advance a request; one that failed stays failed. From any thread.
+
+        SGLang's tables of requests are keyed by ``bootstrap_room``. Several requests may have the same one, so each sender and receiver has a
+        number of its own here: a receiver its ``link_room``.
+        """
         with self.failure_lock:
-            # The least of all to SGLang, which takes whatever follows for more.
+            # To SGLang's own method "failed" is the least status, which any other replaces.
             if self.request_status.get(bootstrap_room) != KVPoll.Failed:
                 CommonKVManager.update_status(self, bootstrap_room, status)
 
-    def conclude(self, room: int, reason: str | None) -> None:
-        """A room succeeded (None) or failed; nothing where it is over already. From any thread."""
-        if self.request_status.get(room) in (None, KVPoll.Failed, KVPoll.Success):
+    def conclude(self, number: int, reason: str | None) -> None:
+        """Mark a request as successful (None) or failed, unless it has ended already. From any thread.
+
+        Args:
+            number: ``bootstrap_room`` of its sender or receiver.
+            reason: Why it failed.
+        """
+        if self.request_status.get(number) in (None, KVPoll.Failed, KVPoll.Success):
             return
         if reason is None:
-            self.update_status(room, KVPoll.Success)
+            self.update_status(number, KVPoll.Success)
         else:
-            self.record_failure(room, reason)
-            self.update_status(room, KVPoll.Failed)
-
-    def end_received(self, message: Failed) -> None:
-        """On the decode side: a room does not come, where that is not said of an earlier request with its number."""
-        if message.link_room in (0, self.link_rooms.get(message.room)):
-            self.conclude(message.room, f"the prefill side ended it: {message.reason}")
+            self.record_failure(number, reason)
+            self.update_status(number, KVPoll.Failed)
 
     def submit_prefill_recompute(self, kv_receiver: CommonKVReceiver, payload: dict) -> None:
         """On the decode side: let the prefill server compute a request once more, under an id of its own.
@@ -184,14 +186,18 @@ class ProgressiveManager(CommonKVManager):
         if self.timeline is not None:
             self.timeline.note(room, kind, number=number)
 
-    def raise_failure(self, room: int) -> NoReturn:
-        """Say why a room failed.
+    def raise_failure(self, number: int, room: int) -> NoReturn:
+        """Raise the reason why a request failed.
+
+        Args:
+            number: ``bootstrap_room`` of its sender or receiver.
+            room: Of the request, for the message.
 
         Raises:
             KVTransferError: always.
         """
         with self.failure_lock:
-            reason = self.failure_records.pop(room, None)
+            reason = self.failure_records.pop(number, None)
         raise KVTransferError(room, reason or "it failed at another rank", is_from_another_rank=reason is None)
 
     def _on_heartbeat_success(self, bootstrap_addr: str) -> None:
@@ -211,6 +217,6 @@ class ProgressiveManager(CommonKVManager):
     def _hear(self, message: Control) -> None:
         if isinstance(message, Failed):
             if self.disaggregation_mode == DisaggregationMode.DECODE:
-                self.end_received(message)
+                self.conclude(message.link_room, f"the prefill side ended it: {message.reason}")
         elif self.disaggregation_mode == DisaggregationMode.PREFILL:
             self.handshakes.take(message)
