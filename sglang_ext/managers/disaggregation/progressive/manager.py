@@ -26,7 +26,7 @@ from sglang_ext.managers.disaggregation.progressive import agreement, control
 from sglang_ext.managers.disaggregation.progressive.codecs import compile_kernels, make_codec
 from sglang_ext.managers.disaggregation.progressive.control import Control, Failed, Metadata
 from sglang_ext.managers.disaggregation.progressive.handshakes import Handshakes
-from sglang_ext.managers.disaggregation.progressive.peer import Peers
+from sglang_ext.managers.disaggregation.progressive.peer import MOST_IN_ALL, Peers
 from sglang_ext.managers.disaggregation.progressive.pool_buffers import AuxRecords
 from sglang_ext.managers.disaggregation.progressive.prefill_directory import (
     PrefillDirectory,
@@ -97,6 +97,10 @@ class ProgressiveManager(CommonKVManager):
             compile_kernels(self.codec, self.layers, self.disaggregation_mode == DisaggregationMode.DECODE)
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
             self.handshakes, self.waiting = Handshakes(self.refuse), WaitingPages()
+            logger.info(
+                "sglang-ext: encoded pages that wait for decode servers take at most %.1f GiB of host memory in this rank, for all of them",
+                MOST_IN_ALL / (1 << 30),
+            )
             self.peers = Peers(lambda endpoint: Link(endpoint, self.settings, limits, gbps, keys, metrics))
         else:
             endpoint = agreement.receiving_endpoint(self.local_ip, self.kv_args.engine_rank, keys)
