@@ -13,7 +13,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang_ext.managers.disaggregation.coded.waiting_pages import WaitingPages
 from sglang_ext.managers.disaggregation.link import Link
 from sglang_ext.managers.disaggregation.link_server import LinkServer
-from sglang_ext.managers.disaggregation.pacing import Polls
+from sglang_ext.managers.disaggregation.pacing import Interface, Polls
 from sglang_ext.managers.disaggregation.progressive.codecs import make_codec
 from sglang_ext.managers.disaggregation.progressive.control import Failed
 from sglang_ext.managers.disaggregation.progressive.handshakes import Handshakes
@@ -106,7 +106,8 @@ class PrefillManager(Manager):
         self.decode: DecodeManager | None = None
         self.made: list[Link] = []
         self.handshakes, self.waiting = Handshakes(self.refuse), WaitingPages()
-        self.peers = Peers(lambda endpoint: self.made.append(Link(endpoint, self.settings, limits, gbps)) or self.made[-1])
+        interface = Interface(gbps)
+        self.peers = Peers(lambda endpoint: self.made.append(Link(endpoint, self.settings, limits, interface)) or self.made[-1])
 
     def refuse(self, metadata, reason: str) -> None:
         """As over the control plane."""

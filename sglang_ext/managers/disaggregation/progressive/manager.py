@@ -21,7 +21,7 @@ from sglang_ext.managers.disaggregation.limits import LinkLimits
 from sglang_ext.managers.disaggregation.link import Link
 from sglang_ext.managers.disaggregation.link_metrics import LinkMetrics
 from sglang_ext.managers.disaggregation.link_server import LinkServer
-from sglang_ext.managers.disaggregation.pacing import Polls
+from sglang_ext.managers.disaggregation.pacing import Interface, Polls
 from sglang_ext.managers.disaggregation.progressive import agreement, control
 from sglang_ext.managers.disaggregation.progressive.codecs import compile_kernels, make_codec
 from sglang_ext.managers.disaggregation.progressive.control import Control, Failed, Metadata
@@ -101,7 +101,9 @@ class ProgressiveManager(CommonKVManager):
                 "sglang-ext: encoded pages that wait for decode servers take at most %.1f GiB of host memory in this rank, for all of them",
                 MOST_IN_ALL / (1 << 30),
             )
-            self.peers = Peers(lambda endpoint: Link(endpoint, self.settings, limits, gbps, keys, metrics))
+            # Each host of a server has equally many of its ranks.
+            interface = Interface(gbps, max(1, self.attn_tp_size // self.server_args.nnodes))
+            self.peers = Peers(lambda endpoint: Link(endpoint, self.settings, limits, interface, keys, metrics))
         else:
             endpoint = agreement.receiving_endpoint(self.local_ip, self.kv_args.engine_rank, keys)
             self.links = LinkServer(endpoint, self.settings, limits, keys, blocks.take_alone, metrics)
