@@ -247,8 +247,8 @@ class KVServerArgs(ServerArgs):
     ] = "exact"
     kv_link_gbps: A[
         float | None,
-        "With --disaggregation-transfer-backend progressive: Gbit/s (10^9 bits) that a rank of the prefill server sends to one of the "
-        "decode server at most, from 0.01. Default: no limit.",
+        "With --disaggregation-transfer-backend progressive: Gbit/s (10^9 bits) that the prefill server sends at most from one host, to "
+        "all decode servers together, from 0.01. Its ranks share it equally. Default: no limit.",
         NS("memory"),
     ] = None
     kv_link_keys: A[

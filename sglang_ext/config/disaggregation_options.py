@@ -78,6 +78,7 @@ ROLES: tuple[Refusal, ...] = (
 
 ALIKE = "each rank sends to its like"
 PROGRESSIVE: tuple[Refusal, ...] = (
+    Refusal("--dp-size", above("dp_size", 1), "data parallelism is untested with it", "use --tp-size on both sides"),
     Refusal("--pp-size", above("pp_size", 1), ALIKE, "use --tp-size on both sides"),
     Refusal("--attn-cp-size", above("attn_cp_size", 1), ALIKE, "use --tp-size on both sides"),
     Refusal("--dcp-size", above("dcp_size", 1), ALIKE, "use --tp-size on both sides"),

@@ -27,6 +27,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_ext.config import method_options, request_params
 from sglang_ext.config.benchmark_options import probability_of
+from sglang_ext.config.options import BACKEND, transfers
 from sglang_ext.core import OptionError
 from sglang_ext.hooks.request_body import add_custom_params
 from sglang_ext.managers.spec_decode.requests import describe
@@ -87,11 +88,6 @@ def check_shape(original: Callable, obj: GenerateReqInput) -> None:
         return
     if obj.batch_size and obj.parallel_sample_num < 1:
         raise ValueError(f"sampling_params.n is {obj.parallel_sample_num}; pass a whole number from 1, or leave it out")
-    if obj.parallel_sample_num > 1 and any(obj.bootstrap_room or ()):
-        raise ValueError(
-            f"sampling_params.n is {obj.parallel_sample_num}, and servers that prefill and decode apart give one answer to each request; send "
-            "the request as many times, or leave n out"
-        )
     for name in given:
         if len(getattr(obj, name)) < obj.batch_size:
             raise ValueError(
@@ -120,7 +116,7 @@ def check_request(
     params, vocabulary = sampling_params_of(manager, obj), manager.model_config.vocab_size
     read = _check_sampling_types(params)
     _check_field_types(obj)
-    _check_room(manager.server_args.disaggregation_mode, obj)
+    _check_room(manager.server_args, obj, params.get("n") or 1)
     original(manager, obj, input_ids)
     if input_ids is not None:
         if not input_ids:
@@ -257,13 +253,20 @@ def _check_field_types(obj: GenerateReqInput) -> None:
         _check_type(f"session_params.{name}", value, known[name])
 
 
-def _check_room(mode: str, obj: GenerateReqInput) -> None:
+def _check_room(args: "KVServerArgs", obj: GenerateReqInput, answers: int) -> None:
     """Refuse at a server that only prefills or decodes what has no part at the other; SGLang says where there is no number."""
+    mode = args.disaggregation_mode
     # SGLang's warm-ups have no other part.
     if mode == "null" or obj.bootstrap_room is None or obj.bootstrap_host == FAKE_BOOTSTRAP_HOST:
         return
     if not 1 <= obj.bootstrap_room <= INT64:
         raise ValueError(f"bootstrap_room is {obj.bootstrap_room}; pass a number from 1 to {INT64}, the same to both servers")
+    # SGLang sends all answers in one room, which its own backends take for one request.
+    if answers > 1 and not transfers(args):
+        raise ValueError(
+            f"sampling_params.n is {answers}, and --disaggregation-transfer-backend {args.disaggregation_transfer_backend} "
+            f"gives one answer to each request; send the request as many times, or start both servers with {BACKEND}"
+        )
     # Without a port, it is that of the server's own flag.
     port = obj.bootstrap_port
     if mode == "decode" and not (obj.bootstrap_host and (port is None or 1 <= port <= MOST_PORT)):

@@ -1,5 +1,6 @@
 """SGLang's transfer backend ``progressive``: its name in SGLang's registries, its classes, and the prompts of its rooms."""
 
+import sys
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -80,9 +81,15 @@ def create_receiver(original: Callable, queue: "DecodePreallocQueue", req: "Req"
     """Hook around ``DecodePreallocQueue._create_receiver_and_enqueue``: the receiver learns of the prompt, where its newest queries shall
     be kept, whether it comes as codes, and whether it may begin early. One for which the whole pool has no room is refused.
 
-    KV of a request that was retracted and is prefilled again is of its output, too; it begins when all is there.
+    KV of a request that was retracted and is prefilled again is of its output, too; it begins when all is there. It has a new room.
     """
+    from sglang_ext.managers.disaggregation.progressive.control import retry_room
+    from sglang_ext.managers.disaggregation.progressive.manager import ProgressiveManager
+
+    if is_rebootstrap and isinstance(queue.kv_manager, ProgressiveManager):
+        req.bootstrap_room = retry_room(req.bootstrap_room)
     made = original(queue, req, is_rebootstrap=is_rebootstrap)
+    _poll_prefill_servers(queue, made.kv_receiver)
     coded_prompts.expect_codes(queue, req, made.kv_receiver, is_rebootstrap)
     _refuse_beyond_pool(queue, req, made.kv_receiver)
     _tell_prompt(made.kv_receiver, req, [*req.origin_input_ids, *req.output_ids] if is_rebootstrap else req.origin_input_ids)
@@ -162,6 +169,17 @@ def _refuse_beyond_pool(queue: "DecodePreallocQueue", req: "Req", receiver: Any)
             "(--num-reserved-decode-tokens): send a shorter prompt, or start the decode server with more --max-total-tokens"
         )
         req.to_finish = FINISH_ABORT(why, HTTPStatus.BAD_REQUEST, "BadRequestError")
+
+
+def _poll_prefill_servers(queue: "DecodePreallocQueue", receiver: Any) -> None:
+    """Let the queue look for a request's prefill server in every turn, for as long as the receiver waits.
+
+    SGLang looks once a second, 15 times, since each look blocks its scheduler. The look-up of this backend's manager does not block.
+    """
+    from sglang_ext.managers.disaggregation.progressive.receiver import ProgressiveReceiver
+
+    if isinstance(receiver, ProgressiveReceiver):
+        queue._ensure_retry_interval, queue._max_ensure_retries = 0.0, sys.maxsize
 
 
 def _begin_early(queue: "DecodePreallocQueue", req: "Req", receiver: Any) -> None:

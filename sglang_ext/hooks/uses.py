@@ -31,6 +31,21 @@ TRANSFER_USES: tuple[Use, ...] = (
         f"{CONNECTIONS}.CommonKVManager._on_heartbeat_success",
         "rooms that are over are forgotten with each heartbeat", ("self", "bootstrap_addr"),
     ),
+    Use(
+        f"{CONNECTIONS}.CommonKVManager.try_ensure_parallel_info",
+        "the override fetches prefill servers in a thread, where SGLang blocks its scheduler", ("self", "bootstrap_addr"),
+    ),
+    Use(f"{CONNECTIONS}.CommonKVManager._resolve_rank_mapping", "it maps prefill ranks to this decode rank", ("self", "info")),
+    Use(
+        f"{CONNECTIONS}.CommonKVReceiver._get_bootstrap_info_from_server",
+        "the override returns the address of a rank that the thread has fetched",
+        ("self", "prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank"),
+    ),
+    Use(
+        "sglang.srt.disaggregation.decode.DecodePreallocQueue._ensure_prefill_info",
+        "the queue polls that thread in every turn, and the receiver decides when to give up",
+        mentions=("self._ensure_retry_interval", "self._max_ensure_retries", "self.kv_manager.try_ensure_parallel_info("),
+    ),
     Use(f"{CONNECTIONS}.CommonKVReceiver._connect", "messages go to other managers over SGLang's sockets", ("endpoint", "is_ipv6")),
     Use(f"{CONNECTIONS}.CommonKVSender._check_bootstrap_timeout", "a decode side that never comes is not waited for", ("self",)),
     Use(

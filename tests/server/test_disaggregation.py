@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -204,6 +205,47 @@ def test_a_request_whose_grammar_is_none_ends_with_status_400_as_on_one_server(p
         with pytest.raises(HTTPError) as refused:
             pair.servers[side].ask(**body)
         assert refused.value.code == 400 and "Failed to compile regex grammar" in refused.value.read().decode()
+
+
+def test_several_answers_of_one_request_are_stocks(pair: Pair, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    body = {"input_ids": prompts[1], **greedy(EXPECTED_TOKENS, n=2)}
+    prefill, decode = pair.both(body, body)
+    assert [each["output_ids"] for each in decode] == [expected[1]] * 2
+    assert len(prefill) == 2
+
+
+def test_a_prefill_server_that_stops_holds_up_no_turn_and_its_request_is_answered_when_it_goes_on(
+    pair: Pair, prompts: list[list[int]]
+) -> None:
+    pair.wait()
+    prefill, decode = pair.servers["prefill"], pair.servers["decode"]
+    body = {"input_ids": long(prompts), **greedy(24)}
+    before = told(pair, "decode", "kv_link_received_bytes_total").get("aux", 0)
+    begun = pair.begin(body, body)
+    # The first token comes after all anchors: the request decodes early then, and its residuals still travel.
+    came = lambda: told(pair, "decode", "kv_link_received_bytes_total").get("aux", 0)
+    until(lambda: came() > before or begun[1].done(), "the request decodes early", seconds=120, pause=0.1)
+    assert not begun[1].done()
+    os.killpg(prefill._process.pid, signal.SIGSTOP)
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(1) as pool:
+            lost = {**pair.new_room(), "bootstrap_port": silent.getsockname()[1]}
+            asked = pool.submit(lambda: decode.ask(input_ids=[1, 2, 3], **greedy(2), **lost))
+            turns = []
+            # The link gives up after 15 s, and the request without a prefill server after 30.
+            while not asked.done():
+                start = time.monotonic()
+                decode.request("server_info")
+                turns.append(time.monotonic() - start)
+                time.sleep(0.1)
+            assert isinstance(asked.exception(), HTTPError) and asked.exception().code == 503
+        # An attempt to reach a server that does not answer takes 5 s.
+        assert max(turns) < 4
+    finally:
+        os.killpg(prefill._process.pid, signal.SIGCONT)
+    answer = said(begun[1])
+    assert not isinstance(answer, str), answer
+    assert answer["output_ids"] == pair.ask(**body)["output_ids"]
 
 
 @pytest.mark.usefixtures("kinds")  # so that it runs after all others, some of which wait for stock's answers

@@ -22,7 +22,7 @@ COMMON = (
     *("--kv-mode", "verified", "--kv-compressor", "kivi", "--kv-draft-length", str(DRAFTS)),
 )
 # An answer's first tokens are drafted on anchors, so few of them that it goes on once all of its KV is there.
-PREFILL = (*COMMON, "--kv-link-gbps", "0.01")
+PREFILL = (*COMMON, "--kv-link-gbps", "0.03")
 DECODE = (*COMMON, "--enable-metrics", "--kv-max-burst", "9")
 
 

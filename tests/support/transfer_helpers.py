@@ -1,23 +1,26 @@
 """Both sides of the transfer backend ``progressive`` in one process: pools, and managers whose control plane is a function call."""
 
 import threading
+from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServerInfo
+from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from sglang_ext.managers.disaggregation.coded.waiting_pages import WaitingPages
 from sglang_ext.managers.disaggregation.link import Link
 from sglang_ext.managers.disaggregation.link_server import LinkServer
-from sglang_ext.managers.disaggregation.pacing import Polls
+from sglang_ext.managers.disaggregation.pacing import Interface, Polls
 from sglang_ext.managers.disaggregation.progressive.codecs import make_codec
 from sglang_ext.managers.disaggregation.progressive.control import Failed
 from sglang_ext.managers.disaggregation.progressive.handshakes import Handshakes
 from sglang_ext.managers.disaggregation.progressive.manager import ProgressiveManager
 from sglang_ext.managers.disaggregation.progressive.peer import Peers
 from sglang_ext.managers.disaggregation.progressive.page_codec import UNIT
+from sglang_ext.managers.disaggregation.progressive.prefill_directory import PrefillDirectory, fetch_prefill_server
 from sglang_ext.managers.disaggregation.progressive.pool_buffers import AuxRecords, PoolBuffers
 from sglang_ext.managers.disaggregation.settings import LinkSettings
 from sglang_ext.managers.disaggregation.timeline import Timeline
@@ -44,6 +47,7 @@ def make_pool(
         aux_data_ptrs=[each.data_ptr() for each in aux],
         aux_item_lens=[each[0].nbytes for each in aux],
         page_size=page_size,
+        engine_rank=0,
         tensors=tensors,
         aux=aux,
     )
@@ -61,7 +65,6 @@ class Manager:
     update_status, check_status = ProgressiveManager.update_status, CommonKVManager.check_status
     record_failure, conclude = CommonKVManager.record_failure, ProgressiveManager.conclude
     raise_failure, note = ProgressiveManager.raise_failure, ProgressiveManager.note
-    end_received = ProgressiveManager.end_received
 
     def __init__(self, reference: str, pool: PoolBuffers) -> None:
         self.pool, self.aux, self.layers = pool, AuxRecords(pool.args), LayerRange(0, LAYERS)
@@ -72,16 +75,19 @@ class Manager:
         self.timeline: Timeline | None = None
         self.has_keys = False
         self.polls = Polls()
-        self.link_rooms: dict[int, int] = {}
         self.request_status: dict[int, int] = {}
         self.failure_records: dict[int, str] = {}
         self.failure_lock = threading.Lock()
+        self.kv_cache_dtype_str = "auto"
         self.attn_tp_size, self.attn_dp_rank, self.local_ip, self.rank_port = 1, 0, "127.0.0.1", 1
         # What SGLang's classes look at.
+        self.attn_cp_size = self.pp_size = 1
+        self.attn_cp_rank = self.pp_rank = 0
+        self.is_mla_backend = self.is_hybrid_mla_backend = False
         self.is_dummy_cp_rank = self.enable_all_cp_ranks_for_transfer = self.enable_staging = False
         self.req_to_decode_prefix_len, self.transfer_infos = {}, {}
         self.required_prefill_response_num_table, self.prefill_response_tracker = {}, {}
-        self.addr_to_rooms_tracker = {ADDRESS: set()}
+        self.addr_to_rooms_tracker = defaultdict(set)
         self.prefill_info_table = {ADDRESS: prefill_info()}
         self.bootstrap_timeout = self.waiting_timeout = 60.0
 
@@ -100,11 +106,12 @@ class PrefillManager(Manager):
         self.decode: DecodeManager | None = None
         self.made: list[Link] = []
         self.handshakes, self.waiting = Handshakes(self.refuse), WaitingPages()
-        self.peers = Peers(lambda endpoint: self.made.append(Link(endpoint, self.settings, limits, gbps)) or self.made[-1])
+        interface = Interface(gbps)
+        self.peers = Peers(lambda endpoint: self.made.append(Link(endpoint, self.settings, limits, interface)) or self.made[-1])
 
     def refuse(self, metadata, reason: str) -> None:
         """As over the control plane."""
-        self.decode.end_received(Failed(metadata.room, reason, metadata.link_room))
+        self.decode._hear(Failed(metadata.room, reason, metadata.link_room))
 
     def close(self) -> None:
         """End its links."""
@@ -115,8 +122,15 @@ class PrefillManager(Manager):
 class DecodeManager(Manager):
     """Of the decode side."""
 
+    disaggregation_mode, _hear = DisaggregationMode.DECODE, ProgressiveManager._hear
+    try_ensure_parallel_info, rank_refusal = ProgressiveManager.try_ensure_parallel_info, ProgressiveManager.rank_refusal
+    _resolve_ranks, _resolve_rank_mapping = ProgressiveManager._resolve_ranks, CommonKVManager._resolve_rank_mapping
+
     def __init__(self, reference: str, pool: PoolBuffers, limits, endpoint: str) -> None:
         super().__init__(reference, pool)
+        self.connection_lock = threading.Lock()
+        self.directory = PrefillDirectory(lambda address: fetch_prefill_server(address, self._resolve_ranks), retry_interval=0.1)
+        self.prefill_ranks: dict[str, dict] = {}
         self.prefill: PrefillManager | None = None
         self.connection_pool = {f"{ADDRESS}_0_0_0": [{"rank_ip": "127.0.0.1", "rank_port": 1, "is_dummy": False}]}
         self.links = LinkServer(endpoint, self.settings, limits)

@@ -2,7 +2,8 @@
 
 A connection begins with Hello and Welcome; then each room is opened, and the receiver says what it has of it, which for a new
 room is nothing. When a connection breaks, the next one does the same, and what is missing is sent again. Bytes under way are
-bounded by what the receiver grants, and paced by a token bucket, so that an anchor waits for little that was sent before it.
+bounded by what the receiver grants, and paced by a token bucket, so that an anchor waits for little that was sent before it. All links of a
+prefill rank share the bucket, and none sends a residual while another one has an anchor to send (pacing.py:Interface).
 """
 
 import logging
@@ -20,7 +21,7 @@ from sglang_ext.managers.disaggregation.connection import BrokenConnection, Conn
 from sglang_ext.managers.disaggregation.endpoints import LinkKeys, check_endpoint
 from sglang_ext.managers.disaggregation.limits import LinkLimits
 from sglang_ext.managers.disaggregation.link_metrics import LinkMetrics, Waits, carried
-from sglang_ext.managers.disaggregation.pacing import TokenBucket
+from sglang_ext.managers.disaggregation.pacing import Interface
 from sglang_ext.managers.disaggregation.send_queue import SOON, Listeners, OutgoingRoom, Part, SendListener, SendQueue
 from sglang_ext.managers.disaggregation.settings import LinkError, LinkSettings
 from sglang_ext.managers.disaggregation.wire import FRAME_OVERHEAD, RoomShape, Stream
@@ -44,12 +45,12 @@ class Link:
         endpoint: that a ``LinkServer`` is bound to (endpoints.py).
         settings: which must equal the receiver's.
         limits: sizes and times.
-        gbps: Gbit/s (10^9 bits) that the link sends at most, 0.01 or more; None for no limit.
+        interface: Rate and order that it shares with other links; None for a link of its own, without a limit.
         keys: of both ends; None without encryption, on this machine.
         metrics: told of what happens.
 
     Raises:
-        LinkError: the endpoint or the rate is refused.
+        LinkError: the endpoint is refused.
     """
 
     def __init__(
@@ -57,15 +58,15 @@ class Link:
         endpoint: str,
         settings: LinkSettings,
         limits: LinkLimits = LinkLimits(),
-        gbps: float | None = None,
+        interface: Interface | None = None,
         keys: LinkKeys | None = None,
         metrics: LinkMetrics = LinkMetrics(),
     ) -> None:
         check_endpoint(endpoint, keys)
         self._metrics, self._waits = metrics, Waits(metrics)
         self.endpoint, self._settings, self._limits, self._keys = endpoint, settings, limits, keys
-        self._bucket = TokenBucket.of_gbps(gbps)
-        self._frame_bytes = self._bucket.frame_bytes(limits.frame_bytes)
+        self._interface = interface or Interface()
+        self._frame_bytes = self._interface.frame_bytes(limits.frame_bytes)
         self._link = os.urandom(16)
         self._context = zmq.Context()
         self._wake: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -206,6 +207,7 @@ class Link:
                         self._say(connection, wire.Cancel(room, "its side closed the link"))
             connection.close(last_words)
             self._outstanding = 0
+            self._interface.set_urgent(id(self), False)
             self._waits.wait_for(None)
             self._receiver.leave()
         if not self._closing and not self._refusal:
@@ -264,22 +266,29 @@ class Link:
             room = self._queue.rooms.get(sending.room) if sending is not None else None
         if room is None:
             self._waits.wait_for(None)
+            self._interface.set_urgent(id(self), False)
             return LOOK if quiet else QUIET
-        wait = self._bucket.wait(now)
+        begin = sending.offset
+        payload = sending.part.payload[begin : begin + self._frame_bytes]
+        is_residual = sending.part.stream is Stream.RESIDUAL
+        late = is_residual and connection.outstanding >= self._limits.residuals_at(connection.rate)
+        takes = len(payload) + FRAME_OVERHEAD <= connection.credit and not late
+        self._interface.set_urgent(id(self), takes and not is_residual)
+        if not takes:
+            self._waits.wait_for("credit")
+            return LOOK
+        if is_residual and self._interface.is_urgent_beside(id(self)):
+            self._waits.wait_for("priority")
+            return SOON
+        wait = self._interface.wait(now)
         if wait:
             self._waits.wait_for("rate")
             return wait
-        begin = sending.offset
-        payload = sending.part.payload[begin : begin + self._frame_bytes]
-        late = sending.part.stream is Stream.RESIDUAL and connection.outstanding >= self._limits.residuals_at(connection.rate)
-        if len(payload) + FRAME_OVERHEAD > connection.credit or late:
-            self._waits.wait_for("credit")
-            return LOOK
         self._waits.wait_for(None)
         size, tracker = connection.send_frame(wire.Frame(sending.header, begin), payload)
         self._outstanding = connection.outstanding
-        self._bucket.take(size, now := time.monotonic())
-        if sending.part.stream is not Stream.RESIDUAL:
+        self._interface.take(size, now := time.monotonic())
+        if not is_residual:
             self._quiet_from = now + QUIET
         self._metrics.count_sent(len(payload), carried(sending.part.stream, room.shape))
         room.idle()
@@ -289,7 +298,7 @@ class Link:
         return 0.0
 
     def _say(self, connection: Connection, message: wire.FromSender) -> None:
-        self._bucket.take(connection.say(message), time.monotonic())
+        self._interface.take(connection.say(message), time.monotonic())
 
     def _read_turn(self, connection: Connection) -> None:
         for _ in range(TURN):
@@ -323,7 +332,7 @@ class Link:
 
     def _welcome(self, connection: Connection, window: int) -> None:
         most = min(connection.welcome(window), self._limits.frame_bytes)
-        self._frame_bytes = self._bucket.frame_bytes(most)
+        self._frame_bytes = self._interface.frame_bytes(most)
         self._receiver.welcome()
         with self._lock:
             self._unopened = list(self._queue.rooms)

@@ -20,7 +20,7 @@ Role = Literal["prefill", "decode"]
 # A page that is not split travels in the stream of anchors, without a residual.
 Carried = Literal["anchor", "residual", "whole", "aux"]
 Refused = Literal["checksum", "bounds", "protocol"]
-Awaited = Literal["credit", "rate"]
+Awaited = Literal["credit", "rate", "priority"]
 
 GAUGES = {
     "kv_links": "Links between a prefill and a decode rank on which the other end answers; of the rank with the most.",
@@ -32,7 +32,8 @@ COUNTERS: dict[str, dict[str, tuple[str, str, tuple[str, ...]]]] = {
     "prefill": {
         "kv_link_sent_bytes": ("Bytes of requests that were sent, again where they had to be.", "stream", Carried.__args__),
         "kv_link_wait_seconds": (
-            "Seconds in which something was to be sent and could not: the receiver granted no more, or --kv-link-gbps was reached.",
+            "Seconds in which something was to be sent and could not: the receiver granted no more, --kv-link-gbps was reached, or another "
+            "link had anchors to send.",
             "reason",
             Awaited.__args__,
         ),

@@ -1,5 +1,6 @@
 """What keeps within a time: how many bytes a link sends, and how often a scheduler asks for rooms."""
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -67,6 +68,51 @@ class TokenBucket:
         if self._last is not None:
             self._tokens = min(self.burst, self._tokens + (now - self._last) * self.rate)
         self._last = now
+
+
+class Interface:
+    """What all links of one prefill rank share: one rate, and one order of anchors before residuals.
+
+    While a link has an anchor or an auxiliary record that its receiver would take, the other links send no residuals. Methods may be called
+    from any thread. The bucket may be overdrawn by one message per link.
+
+    Args:
+        gbps: Gbit/s (10^9 bits) that all prefill ranks of this host send at most, 0.01 or more; None for no limit.
+        ranks: Prefill ranks of this host. They send equally much, so each has an equal part of the rate.
+
+    Raises:
+        LinkError: The rate is refused.
+    """
+
+    def __init__(self, gbps: float | None = None, ranks: int = 1) -> None:
+        whole = TokenBucket.of_gbps(gbps)
+        self._bucket = whole if whole.rate is None else TokenBucket(whole.rate / ranks, whole.burst / ranks)
+        self._lock = threading.Lock()
+        self._urgent: set[int] = set()
+
+    def frame_bytes(self, most: int) -> int:
+        """Return the bytes of a frame that does not hold up others for long, at most ``most``."""
+        return self._bucket.frame_bytes(most)
+
+    def set_urgent(self, link: int, urgent: bool) -> None:
+        """Set whether a link has an anchor or an auxiliary record that its receiver would take. ``link`` identifies it."""
+        with self._lock:
+            (self._urgent.add if urgent else self._urgent.discard)(link)
+
+    def is_urgent_beside(self, link: int) -> bool:
+        """Return whether another link is urgent."""
+        with self._lock:
+            return bool(self._urgent - {link})
+
+    def wait(self, now: float) -> float:
+        """Return the seconds until a message may be sent; 0 if one may be sent now."""
+        with self._lock:
+            return self._bucket.wait(now)
+
+    def take(self, size: int, now: float) -> None:
+        """Record that a message of ``size`` bytes is sent now."""
+        with self._lock:
+            self._bucket.take(size, now)
 
 
 class Polls:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from sglang_ext.managers.offload.verifications import Verifications
 
-# Steps of a round while a residual is on its way, or tokens are chosen for the first time: one round runs and one is planned when it
-# comes, so that a verification begins at most twice as many later.
+# Steps of a round in which all requests decode early, or one is about to get its first selection. One round runs and the next is planned
+# when a residual arrives, so the verification begins after at most twice as many steps. Other requests of a batch keep their draft length.
 SHORT_ROUND = 2
 # Copies made in a round that only looks whether drafting pays: the others answer on full KV, and tell nothing.
 TRIAL_COPIES = 4
@@ -48,7 +48,7 @@ class Round:
         parts: requests that are verified at its end, by the forwards that do so.
         early: requests that draft on the anchor of their full KV.
         trial: whether it only looks if drafting pays, on few copies.
-        held: whether it has fewer steps than wanted, since tokens are looked at one by one, or a residual is on its way.
+        held: The round has fewer steps than wanted, because a request must be checked token by token.
     """
 
     states: list[RequestState]
@@ -221,8 +221,10 @@ class RoundPlanner:
         for each in requests:
             each.role = self._role(each, headroom, copies, wanted)
         early = [i for i, each in enumerate(requests) if each.role.early]
-        if early:
-            most = min(most, SHORT_ROUND)
+        if len(early) == len(requests):
+            # At the limit of pending drafts a step only repeats the newest draft.
+            full = all(each.state.gathered >= self.longest for each in requests)
+            most = min(most, 1 if full else SHORT_ROUND)
         if not any(each.role.drafts and (each.role.copy or each.role.reason == NO_QUERIES) for each in requests):
             # Drafts on full KV alone would gain nothing.
             for each in requests:

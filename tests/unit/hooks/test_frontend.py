@@ -255,13 +255,19 @@ def test_a_decode_server_refuses_who_does_not_say_where_the_prefill_server_is(ch
 
 
 @pytest.mark.parametrize("text", ["a", ["a", "b"]])
-def test_several_answers_of_one_room_are_refused_and_several_rooms_are_not(text):
+def test_several_answers_of_one_room_pass_with_the_backend_that_tells_them_apart(text):
     room = {**ROOM, "bootstrap_room": [7, 8] if isinstance(text, list) else 7}
     asked = GenerateReqInput(text=text, sampling_params={"n": 2}, **room)
-    with pytest.raises(ValueError, match="sampling_params.n is 2, and servers that prefill and decode apart give one answer to each request; send the request as many times"):
-        check_shape(GenerateReqInput.normalize_batch_and_arguments, asked)
-    check_shape(GenerateReqInput.normalize_batch_and_arguments, GenerateReqInput(text=text, **room))
-    check_shape(GenerateReqInput.normalize_batch_and_arguments, GenerateReqInput(text=text, sampling_params={"n": 2}))
+    check_shape(GenerateReqInput.normalize_batch_and_arguments, asked)
+    server = manager()
+    for mode in ("prefill", "decode"):
+        server.server_args.disaggregation_mode, server.server_args.disaggregation_transfer_backend = mode, "progressive"
+        check_request(lambda *args: None, server, asked[0], [1])
+        server.server_args.disaggregation_transfer_backend = "mooncake_tcp"
+        with pytest.raises(ValueError, match="sampling_params.n is 2, and .*mooncake_tcp gives one answer.*start both servers with progressive"):
+            check_request(lambda *args: None, server, asked[0], [1])
+    server.server_args.disaggregation_mode = "null"
+    check_request(lambda *args: None, server, asked[0], [1])
 
 
 def test_rooms_that_are_found_and_sglangs_warm_ups_pass():

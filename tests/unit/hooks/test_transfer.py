@@ -13,6 +13,8 @@ from sglang.srt.disaggregation.utils import get_kv_class as stock
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from sglang_ext.hooks import failed_rooms, transfer
+from sglang_ext.managers.disaggregation.progressive.handshakes import Handshakes
+from sglang_ext.managers.disaggregation.progressive.manager import ProgressiveManager
 from sglang_ext.managers.disaggregation.progressive.receiver import ProgressiveReceiver
 from sglang_ext.managers.disaggregation.progressive.sender import ProgressiveSender
 from sglang_ext.managers.worker import KVWorker
@@ -42,12 +44,15 @@ def test_classes_are_found_and_those_of_other_backends_are_sglangs(backend):
 def queue_of(worker=None, pool=100):
     """SGLang's queue, of a scheduler with this worker, whose pool has so many slots, 10 of them for answers."""
     sizes = {"max_total_num_tokens": pool, "num_reserved_decode_tokens": 10, "_pre_alloc_fill_len": lambda req: len(req.origin_input_ids)}
-    return SimpleNamespace(scheduler=SimpleNamespace(draft_worker=worker), **sizes)
+    return SimpleNamespace(scheduler=SimpleNamespace(draft_worker=worker), kv_manager=None, **sizes)
 
 
 def made(kind):
     """A sender or receiver that only remembers its prompt."""
-    return kind.__new__(kind)
+    end = kind.__new__(kind)
+    end.kv_mgr = SimpleNamespace(handshakes=Handshakes(lambda metadata, reason: None))
+    end.room = 7
+    return end
 
 
 def test_a_sender_learns_the_prompt_unless_none_was_made(monkeypatch):
@@ -68,6 +73,16 @@ def test_a_receiver_learns_the_prompt_and_of_a_request_prefilled_again_the_outpu
     queue = queue_of()
     assert transfer.create_receiver(lambda queue, req, is_rebootstrap: found, queue, req, is_rebootstrap=again) is found
     assert found.kv_receiver._prompt == expected
+
+
+def test_a_request_that_is_prefilled_again_has_a_new_room_which_is_the_same_on_all_ranks():
+    rooms = []
+    for again in (False, True, True):
+        req = SimpleNamespace(origin_input_ids=[1, 2], output_ids=[3], to_finish=None, bootstrap_room=(1 << 63) - 1)
+        queue, found = queue_of(), SimpleNamespace(kv_receiver=made(ProgressiveReceiver))
+        queue.kv_manager = ProgressiveManager.__new__(ProgressiveManager)
+        transfer.create_receiver(lambda queue, req, is_rebootstrap: rooms.append(req.bootstrap_room) or found, queue, req, is_rebootstrap=again)
+    assert rooms[0] == (1 << 63) - 1 != rooms[1] == rooms[2] and 1 <= rooms[1] < 1 << 63
 
 
 @pytest.mark.parametrize(("tokens", "refused"), [(90, False), (91, True)])

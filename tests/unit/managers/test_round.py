@@ -465,8 +465,17 @@ def test_who_has_an_anchor_alone_drafts_on_its_own_row_and_waits():
     found[0].gathered = 3
     planned = plan_early(batch([200, 300]), found, 4, Anchors({1}))
     assert planned.rows == [1, 2 + ROWS] and planned.viewed[0] == 203 and planned.gathered == [3, 0]
-    assert planned.early == [0] and planned.answering == [] and planned.due == []
-    assert planned.steps == SHORT_ROUND and planned.is_draft(0) and not planned.on_copy(0)
+    assert planned.early == [0] and planned.answering == [] and planned.due == [1]
+    assert planned.steps == 4 and planned.is_draft(0) and not planned.on_copy(0)
+
+
+def test_a_request_that_decodes_early_leaves_the_others_their_draft_length_and_is_verified_in_their_round():
+    found, turns = states(3), Anchors({1}, here={1})
+    found[0].gathered = 3
+    planned = plan_early(batch([200, 300, 400]), found, 4, turns)
+    assert planned.steps == 4 and planned.due == [0, 1, 2] and planned.offered(0) == 7 and planned.offered(1) == 4
+    alone = plan_early(batch([200, 300]), states(2), 4, Anchors({1, 2}))
+    assert alone.steps == SHORT_ROUND and alone.early == [0, 1]
 
 
 def test_drafts_on_an_anchor_are_verified_in_the_round_after_the_rest_came():
@@ -486,13 +495,18 @@ def test_where_the_rest_came_before_the_first_round_there_is_no_draft_on_an_anch
     assert planned.early == [] and planned.rows == [1 + ROWS] and not turns.is_early(1)
 
 
-def test_at_the_most_drafts_the_newest_are_drafted_again_while_the_rest_is_awaited():
+def test_at_the_limit_of_pending_drafts_one_step_is_run_until_the_residual_arrives():
     found = states(1)
     found[0].gathered = 8
     planned = plan_early(batch([200]), found, 4, Anchors({1}))
-    assert planned.gathered == [8 - SHORT_ROUND] and planned.due == []
+    assert planned.gathered == [7] and planned.steps == 1 and planned.due == []
+    # Others go on at their own length, and the newest drafts are drafted again beside them.
+    found = states(2)
+    found[0].gathered = 8
+    planned = plan_early(batch([200, 300]), found, 4, Anchors({1}))
+    assert planned.gathered == [4, 0] and planned.steps == 4 and planned.due == [1]
 
 
 def test_others_answer_on_full_kv_where_drafts_do_not_pay_and_one_has_an_anchor_alone():
     planned = plan_early(batch([200, 300]), states(2), 0, Anchors({2}))
-    assert planned.answering == [0] and planned.early == [1] and planned.due == [] and planned.steps == SHORT_ROUND
+    assert planned.answering == [0] and planned.early == [1] and planned.due == [] and planned.steps > SHORT_ROUND

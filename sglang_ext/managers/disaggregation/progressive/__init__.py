@@ -12,7 +12,7 @@
     peer.py           prefill: the link to a decode rank, and the threads that encode what goes over it and offer it
     sent_room.py      prefill: one room on its way out
     received_room.py  decode: one room on its way in
-    early_room.py     decode: the rest of a room whose request decodes already (arriving.py of the room above)
+    prefill_directory.py  decode: the prefill servers that are known, fetched in background threads
     manager.py        one a rank: owns these parts, hears the control plane
     sender.py         SGLang's side of a room that is sent
     receiver.py       SGLang's side of a room that is received

@@ -73,10 +73,16 @@ def receiving_endpoint(host: str, rank: int, keys: LinkKeys | None) -> str:
     return f"ipc://{folder}/{SOCKETS}{os.getpid()}-{rank}"
 
 
-def rank_refusal(prefill: PrefillServerInfo, tp_size: int) -> str | None:
-    """Why the decode side takes nothing from a prefill server of other ranks; None where each rank has its like."""
+def rank_refusal(prefill: PrefillServerInfo, tp_size: int, page_size: int, kv_cache_dtype: str) -> str | None:
+    """Return why a decode rank cannot receive KV from a prefill server with this topology; None if it can.
+
+    Args:
+        prefill: Topology of the prefill server.
+        tp_size, page_size, kv_cache_dtype: Of the decode server; ``page_size`` is SGLang's, in tokens.
+    """
     for flag, theirs, ours in (
         ("--tp-size", prefill.attn_tp_size, tp_size),
+        ("--dp-size", prefill.dp_size, 1),
         ("--pp-size", prefill.pp_size, 1),
         ("--attn-cp-size", prefill.attn_cp_size, 1),
     ):
@@ -85,6 +91,9 @@ def rank_refusal(prefill: PrefillServerInfo, tp_size: int) -> str | None:
                 f"{flag} is {theirs} at the prefill server and {ours} at the decode server; backend progressive needs equal ranks: "
                 "start both alike, or use --disaggregation-transfer-backend mooncake"
             )
+    for flag, theirs, ours in (("--page-size", prefill.page_size, page_size), ("--kv-cache-dtype", prefill.kv_cache_dtype, kv_cache_dtype)):
+        if theirs not in (None, ours):
+            return f"{flag} is {theirs} at the prefill server and {ours} at the decode server: start both with the same {flag}"
     return None
 
 

@@ -10,10 +10,8 @@ from msgspec import Meta
 
 from sglang_ext.managers.disaggregation.wire import Message, Reason, Room, WireError
 
-VERSION = 4
+VERSION = 5
 MOST_MESSAGE = 1 << 16
-# SGLang gives all answers of a request with n > 1 the same number.
-ROOM_IS_TAKEN = "another request has this bootstrap_room: send each request with its own; for n answers send n requests"
 
 Host = Annotated[str, Meta(min_length=1, max_length=256)]
 Tokens = Annotated[int, Meta(ge=0, le=1 << 31)]
@@ -31,8 +29,8 @@ class Metadata(Message, tag="metadata"):
         aux_sizes: bytes of each row of an auxiliary record, and of the queries that may follow it (queries.py) at most.
         prefix: tokens of the prompt whose KV the decode side has.
         tokens: of the prompt.
-        link_room: the number under which links move it, which the decode side draws anew each time: what is still under way of a
-            request that is prefilled once more does not meet its next room.
+        link_room: Random number of this attempt to receive the room. Links and all later messages name the attempt by it, since several
+            requests may have the same room.
         coded: where in the prompt the tokens begin and end that shall travel as codes, whole blocks; equal where none do.
     """
 
@@ -50,22 +48,35 @@ class Metadata(Message, tag="metadata"):
 
 
 class Abort(Message, tag="abort"):
-    """The decode side takes no more of a room."""
+    """The decode side has ended an attempt.
+
+    Attributes:
+        link_room: Of the attempt; its metadata may not have been sent.
+    """
 
     room: Room
     reason: Reason
+    link_room: Room = 0
 
 
 class Failed(Message, tag="failed"):
     """The prefill side sends no more of a room, or never began.
 
     Attributes:
-        link_room: of the metadata that it ends; of an older version 0, whichever it is.
+        link_room: Of the attempt that it ends.
     """
 
     room: Room
     reason: Reason
     link_room: Room = 0
+
+
+def retry_room(room: int) -> int:
+    """Return the room in which a request is prefilled again, 1 to 2**63 - 1; the same on all ranks.
+
+    A sender of the first time may still wait in the first room, and would take the attempt that is meant for the next one.
+    """
+    return (room * 6364136223846793005 + 1442695040888963407) % (1 << 63) or 1
 
 
 Control = Metadata | Abort | Failed

@@ -1,82 +1,163 @@
-"""The prefill side's rooms before they go anywhere: a sender and the decode side's metadata, whichever comes first."""
+"""Matches the two sides of each room at the prefill server: a sender, and the metadata of a receiver. Either may come first.
+
+Several requests may have one room number at a time: the answers of a request with ``n`` > 1 do, and so does a request that a client
+sends again. Each receiver is therefore an *attempt* with a number of its own, ``link_room``. Sender and attempt are matched in the order of
+arrival, but first those whose prompts have equally many tokens. All later messages name the attempt.
+"""
 
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from sglang_ext.managers.disaggregation.progressive.control import Abort, Metadata
 
-# Rooms that one side named and the other never did, of which the oldest is given up.
-MOST_WAITING = 4096
+# Sides without a counterpart that are kept, of each server; then the oldest is dropped. Also finished attempts that are remembered.
+MAX_WAITING = 4096
 
 
 class Waiting(Protocol):
-    """A sender, as it is told of its decode side. Calls come from any thread."""
+    """A sender. Calls come from any thread.
+
+    Attributes:
+        room: SGLang's ``bootstrap_room``.
+        tokens: Tokens of the prompt.
+    """
 
     room: int
 
-    def meet(self, metadata: Metadata) -> bool:
-        """The decode side is ready; False where it said so before: this is of a next request with the room's number."""
+    @property
+    def tokens(self) -> int:
+        """Tokens of the prompt."""
+
+    def meet(self, metadata: Metadata) -> None:
+        """The decode side has slots for this request."""
 
     def fail(self, reason: str) -> None:
-        """The decode side is not, or not any more."""
+        """The decode side has ended the request."""
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """A sender that ended before it met an attempt."""
+
+    room: int
+    reason: str
 
 
 class Handshakes:
-    """Who waits for whom.
+    """Senders and attempts that wait for each other.
 
     Args:
-        refuse: told of metadata whose request does not come, and why.
+        refuse: Called with metadata that no sender will serve, and the reason.
     """
 
     def __init__(self, refuse: Callable[[Metadata, str], None]) -> None:
         self._refuse = refuse
         self._lock = threading.Lock()
-        self._senders: dict[int, Waiting] = {}
-        self._early: OrderedDict[int, Metadata | Abort] = OrderedDict()
-        # Of rooms whose sender is gone: what metadata of them is told, None where the sender had met its decode side.
-        self._left: OrderedDict[int, str | None] = OrderedDict()
+        self._senders: list[Waiting] = []
+        self._ended: list[_Ended] = []
+        self._attempts: list[Metadata | Abort] = []
+        # By link_room: the senders that met an attempt, and the attempts whose sender has left since.
+        self._met: dict[int, Waiting] = {}
+        self._over: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Senders that have not left."""
+        return len(self._senders) + len(self._met)
 
     def join(self, sender: Waiting) -> None:
-        """A request came to this server."""
+        """Add a sender, with the first attempt at its room that no other sender met."""
         with self._lock:
-            self._senders[sender.room] = sender
-            self._left.pop(sender.room, None)
-            early = self._early.pop(sender.room, None)
-        if isinstance(early, Metadata):
-            sender.meet(early)
-        elif early is not None:
-            sender.fail(f"the decode side ended it: {early.reason}")
-
-    def leave(self, sender: Waiting, reason: str | None) -> None:
-        """A sender needs no more of its decode side; with a reason where it never met it, which is kept for metadata to come."""
-        with self._lock:
-            if self._senders.get(sender.room) is not sender:
+            attempts = [each for each in self._attempts if each.room == sender.room]
+            # An attempt that goes on before one that ended.
+            attempts.sort(key=lambda each: (isinstance(each, Abort), isinstance(each, Metadata) and each.tokens != sender.tokens))
+            if not attempts:
+                self._senders.append(sender)
                 return
-            del self._senders[sender.room]
-            self._left[sender.room] = reason
-            if len(self._left) > MOST_WAITING:
-                self._left.popitem(last=False)
+            attempt = attempts[0]
+            self._attempts.remove(attempt)
+            if isinstance(attempt, Metadata):
+                self._met[attempt.link_room] = sender
+        if isinstance(attempt, Metadata):
+            sender.meet(attempt)
+        else:
+            sender.fail(f"the decode side ended it: {attempt.reason}")
+
+    def leave(self, sender: Waiting, reason: str) -> None:
+        """Remove a sender. If it met no attempt, the next one at its room is refused with ``reason``."""
+        with self._lock:
+            if sender in self._senders:
+                self._senders.remove(sender)
+                self._ended.append(_Ended(sender.room, reason))
+                del self._ended[:-MAX_WAITING]
+            for link_room in [link_room for link_room, each in self._met.items() if each is sender]:
+                del self._met[link_room]
+                self._over[link_room] = None
+                if len(self._over) > MAX_WAITING:
+                    self._over.popitem(last=False)
 
     def take(self, message: Metadata | Abort) -> None:
-        """The decode side said something of a room."""
-        left = given_up = None
+        """Handle a message of the decode side."""
+        if isinstance(message, Metadata):
+            self._take_metadata(message)
+        else:
+            self._take_abort(message)
+
+    def _take_metadata(self, metadata: Metadata) -> None:
+        dropped = reason = None
         with self._lock:
-            sender = self._senders.get(message.room)
-            if sender is not None and isinstance(message, Metadata) and not sender.meet(message):
-                self._early[message.room] = message
-            elif sender is None:
-                if isinstance(message, Metadata):
-                    left = self._left.pop(message.room, None)
-                # An abort of a room whose sender has left is late: a next request may have the same number.
-                if left is None and (isinstance(message, Metadata) or message.room not in self._left):
-                    self._early[message.room] = message
-                    if len(self._early) > MOST_WAITING:
-                        _, given_up = self._early.popitem(last=False)
-        if isinstance(given_up, Metadata):
-            self._refuse(given_up, f"its request did not come to the prefill server before {MOST_WAITING} others")
-        if sender is not None and isinstance(message, Abort):
-            sender.fail(f"the decode side ended it: {message.reason}")
-        elif left is not None:
-            self._refuse(message, left)
+            sender = self._pop_sender(metadata.room, metadata.tokens)
+            if sender is not None:
+                self._met[metadata.link_room] = sender
+            else:
+                reason = self._pop_ended(metadata.room)
+                if reason is None:
+                    dropped = self._keep(metadata)
+        if sender is not None:
+            sender.meet(metadata)
+        elif reason is not None:
+            self._refuse(metadata, reason)
+        self._refuse_dropped(dropped)
+
+    def _take_abort(self, abort: Abort) -> None:
+        dropped = None
+        with self._lock:
+            sender = self._met.get(abort.link_room)
+            if sender is None and abort.link_room not in self._over:
+                waiting = [each for each in self._attempts if isinstance(each, Metadata) and each.link_room == abort.link_room]
+                if waiting:
+                    self._attempts[self._attempts.index(waiting[0])] = abort
+                else:
+                    # The attempt ended before it had slots.
+                    sender = self._pop_sender(abort.room)
+                    if sender is None and self._pop_ended(abort.room) is None:
+                        dropped = self._keep(abort)
+        if sender is not None:
+            sender.fail(f"the decode side ended it: {abort.reason}")
+        self._refuse_dropped(dropped)
+
+    def _pop_sender(self, room: int, tokens: int | None = None) -> Waiting | None:
+        senders = [each for each in self._senders if each.room == room]
+        if not senders:
+            return None
+        found = next((each for each in senders if each.tokens == tokens), senders[0])
+        self._senders.remove(found)
+        return found
+
+    def _pop_ended(self, room: int) -> str | None:
+        found = next((each for each in self._ended if each.room == room), None)
+        if found is None:
+            return None
+        self._ended.remove(found)
+        return found.reason
+
+    def _keep(self, attempt: Metadata | Abort) -> Metadata | Abort | None:
+        """Keep an attempt for a sender to come; return the one that is dropped for it."""
+        self._attempts.append(attempt)
+        return self._attempts.pop(0) if len(self._attempts) > MAX_WAITING else None
+
+    def _refuse_dropped(self, dropped: Metadata | Abort | None) -> None:
+        if isinstance(dropped, Metadata):
+            self._refuse(dropped, f"its request did not come to the prefill server before {MAX_WAITING} others")

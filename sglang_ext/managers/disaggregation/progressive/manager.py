@@ -3,12 +3,12 @@
 import logging
 import threading
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 from uuid import uuid4
 
 import zmq
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
-from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver, KVTransferError
+from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver, KVTransferError, PrefillServerInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import NetworkAddress
@@ -21,13 +21,19 @@ from sglang_ext.managers.disaggregation.limits import LinkLimits
 from sglang_ext.managers.disaggregation.link import Link
 from sglang_ext.managers.disaggregation.link_metrics import LinkMetrics
 from sglang_ext.managers.disaggregation.link_server import LinkServer
-from sglang_ext.managers.disaggregation.pacing import Polls
+from sglang_ext.managers.disaggregation.pacing import Interface, Polls
 from sglang_ext.managers.disaggregation.progressive import agreement, control
 from sglang_ext.managers.disaggregation.progressive.codecs import compile_kernels, make_codec
 from sglang_ext.managers.disaggregation.progressive.control import Control, Failed, Metadata
 from sglang_ext.managers.disaggregation.progressive.handshakes import Handshakes
-from sglang_ext.managers.disaggregation.progressive.peer import Peers
+from sglang_ext.managers.disaggregation.progressive.peer import MOST_IN_ALL, Peers
 from sglang_ext.managers.disaggregation.progressive.pool_buffers import AuxRecords
+from sglang_ext.managers.disaggregation.progressive.prefill_directory import (
+    PrefillDirectory,
+    PrefillServer,
+    RankPosition,
+    fetch_prefill_server,
+)
 from sglang_ext.managers.disaggregation.settings import LinkError
 from sglang_ext.managers.disaggregation.timeline import Kind, Timeline
 from sglang_ext.managers.disaggregation.wire import LayerRange, Stream, WireError
@@ -55,9 +61,10 @@ class ProgressiveManager(CommonKVManager):
         has_keys: whether links are encrypted.
         layers: that travel in one part: all.
         polls: how the scheduler asks for rooms.
-        link_rooms: on the decode side, under which number links move each room.
         handshakes, peers, waiting: on the prefill side.
         links: on the decode side.
+        directory: The prefill servers that are being fetched, on the decode side.
+        prefill_ranks: Control addresses of the ranks of each known prefill server, by bootstrap address, on the decode side.
         timeline: of rank 0, where one is asked for.
 
     Raises:
@@ -80,7 +87,6 @@ class ProgressiveManager(CommonKVManager):
             raise OptionError(f"--disaggregation-transfer-backend progressive: {error}") from error
         self.aux = AuxRecords(args)
         self.polls = Polls()
-        self.link_rooms: dict[int, int] = {}
         threading.Thread(target=self._listen, name="kv-control", daemon=True).start()
 
     def _begin(self, keys: LinkKeys | None, gbps: float | None, metrics: LinkMetrics) -> None:
@@ -91,13 +97,21 @@ class ProgressiveManager(CommonKVManager):
             compile_kernels(self.codec, self.layers, self.disaggregation_mode == DisaggregationMode.DECODE)
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
             self.handshakes, self.waiting = Handshakes(self.refuse), WaitingPages()
-            self.peers = Peers(lambda endpoint: Link(endpoint, self.settings, limits, gbps, keys, metrics))
+            logger.info(
+                "sglang-ext: encoded pages that wait for decode servers take at most %.1f GiB of host memory in this rank, for all of them",
+                MOST_IN_ALL / (1 << 30),
+            )
+            # Each host of a server has equally many of its ranks.
+            interface = Interface(gbps, max(1, self.attn_tp_size // self.server_args.nnodes))
+            self.peers = Peers(lambda endpoint: Link(endpoint, self.settings, limits, interface, keys, metrics))
         else:
             endpoint = agreement.receiving_endpoint(self.local_ip, self.kv_args.engine_rank, keys)
             self.links = LinkServer(endpoint, self.settings, limits, keys, blocks.take_alone, metrics)
             if self.codec.has_residual:
                 # Anchors stay in host memory until their residuals come.
                 blocks.expect(pinned_bytes(self.attn_tp_size))
+            self.directory = PrefillDirectory(lambda address: fetch_prefill_server(address, self._resolve_ranks))
+            self.prefill_ranks: dict[str, dict[RankPosition, dict[str, Any]]] = {}
             self._start_heartbeat_checker_thread()
 
     def refuse(self, metadata: Metadata, reason: str) -> None:
@@ -117,26 +131,30 @@ class ProgressiveManager(CommonKVManager):
         return True
 
     def update_status(self, bootstrap_room: int, status: KVPoll) -> None:
-        """Of a room, which only moves up; one that failed stays so, also where another request with its number comes. From any thread."""
+        """Advance a request; one that failed stays failed. From any thread.
+
+        SGLang's tables of requests are keyed by ``bootstrap_room``. Several requests may have the same one, so each sender and receiver has a
+        number of its own here: a receiver its ``link_room``.
+        """
         with self.failure_lock:
-            # The least of all to SGLang, which takes whatever follows for more.
+            # To SGLang's own method "failed" is the least status, which any other replaces.
             if self.request_status.get(bootstrap_room) != KVPoll.Failed:
                 CommonKVManager.update_status(self, bootstrap_room, status)
 
-    def conclude(self, room: int, reason: str | None) -> None:
-        """A room succeeded (None) or failed; nothing where it is over already. From any thread."""
-        if self.request_status.get(room) in (None, KVPoll.Failed, KVPoll.Success):
+    def conclude(self, number: int, reason: str | None) -> None:
+        """Mark a request as successful (None) or failed, unless it has ended already. From any thread.
+
+        Args:
+            number: ``bootstrap_room`` of its sender or receiver.
+            reason: Why it failed.
+        """
+        if self.request_status.get(number) in (None, KVPoll.Failed, KVPoll.Success):
             return
         if reason is None:
-            self.update_status(room, KVPoll.Success)
+            self.update_status(number, KVPoll.Success)
         else:
-            self.record_failure(room, reason)
-            self.update_status(room, KVPoll.Failed)
-
-    def end_received(self, message: Failed) -> None:
-        """On the decode side: a room does not come, where that is not said of an earlier request with its number."""
-        if message.link_room in (0, self.link_rooms.get(message.room)):
-            self.conclude(message.room, f"the prefill side ended it: {message.reason}")
+            self.record_failure(number, reason)
+            self.update_status(number, KVPoll.Failed)
 
     def submit_prefill_recompute(self, kv_receiver: CommonKVReceiver, payload: dict) -> None:
         """On the decode side: let the prefill server compute a request once more, under an id of its own.
@@ -146,19 +164,46 @@ class ProgressiveManager(CommonKVManager):
         """
         super().submit_prefill_recompute(kv_receiver, payload | {"rid": f"again-{uuid4().hex}-{payload['rid']}"})
 
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """Return whether a prefill server is known. Starts to fetch an unknown one; called again and again, it never blocks."""
+        if bootstrap_addr in self.prefill_info_table:
+            return True
+        found: PrefillServer | None = self.directory.poll(bootstrap_addr)
+        if found is None:
+            return False
+        with self.connection_lock:
+            self.prefill_ranks[bootstrap_addr] = found.ranks
+            self.prefill_info_table[bootstrap_addr] = found.info
+        return True
+
+    def rank_refusal(self, prefill: PrefillServerInfo) -> str | None:
+        """Return why this decode rank cannot receive KV from a prefill server; None if it can."""
+        return agreement.rank_refusal(prefill, self.attn_tp_size, self.kv_args.page_size, self.kv_cache_dtype_str)
+
+    def _resolve_ranks(self, prefill: PrefillServerInfo) -> list[RankPosition]:
+        if self.rank_refusal(prefill) is not None:
+            # The receivers of its requests report the reason.
+            return []
+        self._resolve_rank_mapping(prefill)
+        return [(0, cp, tp, pp) for cp in prefill.target_cp_ranks for tp in prefill.target_tp_ranks for pp in prefill.target_pp_ranks]
+
     def note(self, room: int, kind: Kind, number: int = 0) -> None:
         """Tell the timeline what becomes of a room now, where there is one."""
         if self.timeline is not None:
             self.timeline.note(room, kind, number=number)
 
-    def raise_failure(self, room: int) -> NoReturn:
-        """Say why a room failed.
+    def raise_failure(self, number: int, room: int) -> NoReturn:
+        """Raise the reason why a request failed.
+
+        Args:
+            number: ``bootstrap_room`` of its sender or receiver.
+            room: Of the request, for the message.
 
         Raises:
             KVTransferError: always.
         """
         with self.failure_lock:
-            reason = self.failure_records.pop(room, None)
+            reason = self.failure_records.pop(number, None)
         raise KVTransferError(room, reason or "it failed at another rank", is_from_another_rank=reason is None)
 
     def _on_heartbeat_success(self, bootstrap_addr: str) -> None:
@@ -178,6 +223,6 @@ class ProgressiveManager(CommonKVManager):
     def _hear(self, message: Control) -> None:
         if isinstance(message, Failed):
             if self.disaggregation_mode == DisaggregationMode.DECODE:
-                self.end_received(message)
+                self.conclude(message.link_room, f"the prefill side ended it: {message.reason}")
         elif self.disaggregation_mode == DisaggregationMode.PREFILL:
             self.handshakes.take(message)

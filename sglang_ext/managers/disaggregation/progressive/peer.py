@@ -3,6 +3,7 @@ each, computes its checksum and offers it.
 """
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -19,9 +20,11 @@ from sglang_ext.managers.disaggregation.wire import Stream
 
 logger = logging.getLogger(__name__)
 
-# Bytes that are encoded and not yet there: above the first no residual is encoded, above the second nothing. So anchors do not
-# wait for residuals, and pages of either wait in the pool.
+# Encoded bytes of one decode rank that have not arrived there. Above the first no residual is encoded, above the second nothing: anchors do
+# not wait for residuals, and the pages of either wait in the pool.
 MOST_BEFORE_RESIDUALS, MOST_ENCODED = 1 << 29, 1 << 30
+# Encoded bytes of all decode ranks of a prefill rank: host memory, pinned on a GPU.
+MOST_IN_ALL = 1 << 31
 # Anchors that the link has yet to send: with fewer, the next is encoded without its residual, whose turn comes after all anchors.
 AHEAD = 4
 # Pages that are being encoded: a GPU has work while one is looked at and the next is launched.
@@ -61,9 +64,19 @@ class Peer:
     Args:
         link: to it; the peer closes it.
         most_before_residuals, most_encoded: bytes held for it at which residuals, and then all, wait.
+        free_bytes: Returns how many more bytes all peers of the process may hold. Each peer holds at most as much as is free beside it: of
+            n busy peers each one holds an n+1-th part, and another always finds the same.
     """
 
-    def __init__(self, link: Link, most_before_residuals: int = MOST_BEFORE_RESIDUALS, most_encoded: int = MOST_ENCODED) -> None:
+    def __init__(
+        self,
+        link: Link,
+        most_before_residuals: int = MOST_BEFORE_RESIDUALS,
+        most_encoded: int = MOST_ENCODED,
+        *,
+        free_bytes: Callable[[], float] = lambda: math.inf,
+    ) -> None:
+        self._free_bytes = free_bytes
         self._link, self._most_before_residuals, self._most_encoded = link, most_before_residuals, most_encoded
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         # Of the thread: pages that were sent without their residual.
@@ -199,12 +212,21 @@ class Peer:
             begun = sum(Stream.ANCHOR in started.sizes for started in self._started)
         return begun + self._link.unsent(Stream.ANCHOR) >= AHEAD
 
-    def _has_space(self, room: SentRoom, stream: Stream, most: int) -> bool:
-        """Whether so many bytes are not reached; a single page always has space, and a stream that the room does not have needs none."""
+    @property
+    def held_bytes(self) -> int:
+        """Encoded bytes that have not arrived."""
         with self._changed:
             begun = sum(sum(started.sizes.values()) for started in self._started)
-        queued, size = begun + self._link.queued_bytes, room.most_bytes(stream)
-        return not queued or not size or queued + size <= most
+        return begun + self._link.queued_bytes
+
+    def _has_space(self, room: SentRoom, stream: Stream, most: int) -> bool:
+        """Whether a page's stream may be encoded: its bytes keep below ``most``, and all peers' bytes below their limit.
+
+        A peer that holds nothing may always encode one page, and a stream that the room does not have needs no space.
+        """
+        held, size = self.held_bytes, room.most_bytes(stream)
+        # Of what is free, residuals take at most their share.
+        return not held or not size or held + size <= min(most, self._free_bytes() * most / self._most_encoded)
 
     def _wait_for_space(self, room: SentRoom) -> None:
         while not (room.over or self._closing or self._has_space(room, Stream.ANCHOR, self._most_encoded)):
@@ -217,10 +239,11 @@ class Peers:
     Args:
         connect: makes a link to an endpoint.
         forget_seconds: after which one that does not answer and has no rooms is forgotten: restarted, it has another endpoint.
+        most_in_all: Encoded bytes that all of them may hold.
     """
 
-    def __init__(self, connect: Callable[[str], Link], forget_seconds: float = 60.0) -> None:
-        self._connect, self._forget_seconds = connect, forget_seconds
+    def __init__(self, connect: Callable[[str], Link], forget_seconds: float = 60.0, most_in_all: int = MOST_IN_ALL) -> None:
+        self._connect, self._forget_seconds, self._most_in_all = connect, forget_seconds, most_in_all
         self._peers: dict[str, Peer] = {}
 
     def open(self, endpoint: str, room: SentRoom) -> Peer:
@@ -234,6 +257,10 @@ class Peers:
             if peer.refused or peer.lost_for(now) > self._forget_seconds:
                 self._peers.pop(other).close()
         if endpoint not in self._peers:
-            self._peers[endpoint] = Peer(self._connect(endpoint))
+            self._peers[endpoint] = Peer(self._connect(endpoint), free_bytes=self.free_bytes)
         self._peers[endpoint].open(room)
         return self._peers[endpoint]
+
+    def free_bytes(self) -> int:
+        """Bytes that the peers may still encode; from any thread."""
+        return self._most_in_all - sum(peer.held_bytes for peer in list(self._peers.values()))

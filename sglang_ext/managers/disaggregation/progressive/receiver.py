@@ -3,24 +3,22 @@
 import random
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.conn import CommonKVReceiver, KVTransferError
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.utils.network import NetworkAddress
 
 from sglang_ext.managers.disaggregation import wire
 from sglang_ext.managers.disaggregation.coded.decode_side import CodedSlots
 from sglang_ext.managers.disaggregation.coded.room_codec import CodedRoom
 from sglang_ext.managers.disaggregation.page_hashes import hashes_at, page_hashes
-from sglang_ext.managers.disaggregation.progressive import agreement
-from sglang_ext.managers.disaggregation.progressive.control import ROOM_IS_TAKEN, VERSION, Abort, Metadata
-from sglang_ext.managers.disaggregation.progressive.early_room import EarlyRoom
+from sglang_ext.managers.disaggregation.progressive.control import VERSION, Abort, Metadata
 from sglang_ext.managers.disaggregation.progressive.manager import ProgressiveManager
 from sglang_ext.managers.disaggregation.progressive.page_codec import PlacedPage
-from sglang_ext.managers.disaggregation.progressive.received_room import ReceivedRoom
+from sglang_ext.managers.disaggregation.progressive.received_room import EarlyRoom, ReceivedRoom
 from sglang_ext.managers.disaggregation.queries import TravelingQueries
 from sglang_ext.managers.disaggregation.settings import LinkError
 
@@ -36,27 +34,23 @@ class ProgressiveReceiver(CommonKVReceiver):
     """
 
     kv_mgr: ProgressiveManager
+    bootstrap_room: int
+    """Number of this attempt to receive the room (``link_room`` of its messages), where SGLang's class has the room's."""
 
     def __init__(self, mgr: ProgressiveManager, bootstrap_addr: str, bootstrap_room: int) -> None:
-        self._taken = bootstrap_room in mgr.request_status
-        super().__init__(mgr, bootstrap_addr, bootstrap_room)
-        if self._taken:
-            self.conclude_state = KVPoll.Failed
+        self.room = bootstrap_room
+        # SGLang's tables are keyed by this number.
+        super().__init__(mgr, bootstrap_addr, random.getrandbits(62))
         self._prompt: Sequence[int] = ()
         self._refused: str | None = None
         self._received: ReceivedRoom | None = None
-        self._link_room = random.getrandbits(62)
         self._queries: TravelingQueries | None = None
         self._row: Callable[[], int] | None = None
         self._coded: Callable[[], CodedSlots] | None = None
         self._begin: Callable[[EarlyRoom], None] | None = None
         self._prefill_again: "Callable[[Req], None] | None" = None
         self.bootstrap_infos = None
-
-    @property
-    def room(self) -> int:
-        """Its number."""
-        return self.bootstrap_room
+        self._created = time.monotonic()
 
     @property
     def anchor_ready(self) -> bool:
@@ -107,23 +101,21 @@ class ProgressiveReceiver(CommonKVReceiver):
         """Anchors and auxiliary record are written."""
         self.kv_mgr.note(self.room, "anchor", self._received.anchor_size)
         if self._begin is not None:
-            self.kv_mgr.conclude(self.room, None)
+            self.kv_mgr.conclude(self.bootstrap_room, None)
 
     def succeed(self) -> None:
         """All is written."""
         self.kv_mgr.note(self.room, "complete", self._received.size)
-        self.kv_mgr.conclude(self.room, None)
+        self.kv_mgr.conclude(self.bootstrap_room, None)
 
     def fail(self, reason: str) -> None:
         """The rest will not come."""
-        self.kv_mgr.conclude(self.room, reason)
+        self.kv_mgr.conclude(self.bootstrap_room, reason)
 
     def init(self, prefill_dp_rank: int) -> None:
         """The prefill server is known: refuse one of other ranks, else ask where this rank's like listens."""
-        if self._taken:
-            return
         prefill = self.kv_mgr.prefill_info_table.get(self.bootstrap_addr)
-        differs = None if prefill is None else agreement.rank_refusal(prefill, self.kv_mgr.attn_tp_size)
+        differs = None if prefill is None else self.kv_mgr.rank_refusal(prefill)
         if differs is None:
             super().init(prefill_dp_rank)
         else:
@@ -158,17 +150,16 @@ class ProgressiveReceiver(CommonKVReceiver):
                 self._received = self._expect(kv_indices, aux_index, prefix)
             else:
                 self._received = self._expect_codes(coded, aux_index)
-            self.kv_mgr.links.register(self._link_room, self._received.expected, self._received)
+            self.kv_mgr.links.register(self.bootstrap_room, self._received.expected, self._received)
         except LinkError as error:
             self._give_up(str(error))
             return
-        self.kv_mgr.link_rooms[self.room] = self._link_room
         self.kv_mgr.note(self.room, "expected")
         settings = wire.encode(self.kv_mgr.settings)
         sizes = (*self.kv_mgr.aux.sizes, self._queries.most_bytes if self._queries is not None else 0)
         here = self.kv_mgr.local_ip, self.kv_mgr.rank_port, self.kv_mgr.links.endpoint, settings, sizes
         places = (0, 0) if coded is None else (coded.begin, coded.end)
-        metadata = Metadata(VERSION, self.room, *here, prefix, len(self._prompt), self._link_room, places)
+        metadata = Metadata(VERSION, self.room, *here, prefix, len(self._prompt), self.bootstrap_room, places)
         if not all(self.kv_mgr.say(address, metadata) for address in self._prefill_ranks()):
             self._give_up(f"the prefill rank at {self.bootstrap_infos} cannot be reached")
             return
@@ -178,13 +169,17 @@ class ProgressiveReceiver(CommonKVReceiver):
         """How far it is (``KVPoll``)."""
         if self.conclude_state is not None:
             return self.conclude_state
-        status = self.kv_mgr.check_status(self.room)
+        status = self.kv_mgr.check_status(self.bootstrap_room)
         if status in (KVPoll.Success, KVPoll.Failed):
             self.conclude_state = status
         elif status == KVPoll.WaitingForInput and self._check_waiting_timeout() is not None:
             return KVPoll.Failed
+        elif status == KVPoll.Bootstrapping and time.monotonic() - self._created > self.kv_mgr.directory.patience:
+            waited = f"for {self.kv_mgr.directory.patience:g} s ({self.kv_mgr.directory.problem(self.bootstrap_addr)})"
+            self._give_up(f"{self._no_prefill_server()} {waited}")
+            return KVPoll.Failed
         else:
-            self.kv_mgr.polls.asked(self.room)
+            self.kv_mgr.polls.asked(self.bootstrap_room)
         return status
 
     def failure_exception(self) -> None:
@@ -193,40 +188,32 @@ class ProgressiveReceiver(CommonKVReceiver):
         Raises:
             KVTransferError: always.
         """
-        if self._taken:
-            raise KVTransferError(self.room, ROOM_IS_TAKEN)
         if self.conclude_state is None:
             self.conclude_state = KVPoll.Failed
         self.clear()
-        self.kv_mgr.raise_failure(self.room)
+        self.kv_mgr.raise_failure(self.bootstrap_room, self.room)
 
     def clear(self) -> None:
         """SGLang is through with it; once this returned, nothing is written to its slots, but of a request that begins early."""
-        if self._taken:
-            return
         if self._queries is not None and self.conclude_state == KVPoll.Success:
             self._queries.write(self._row(), self._received.queries)
         # Of several ranks some may have all of it: they agree on what is there when the request runs (arriving.py), as long as all wait.
         early = self.kv_mgr.attn_tp_size > 1 or not self.complete
         if self._begin is not None and self.conclude_state == KVPoll.Success and early:
-            self._begin(EarlyRoom(self._link_room, self._received, self.kv_mgr.links, self.kv_mgr.pool, self._prefill_again))
+            self._begin(EarlyRoom(self.bootstrap_room, self._received, self.kv_mgr.links, self.kv_mgr.pool, self._prefill_again))
         else:
-            self.kv_mgr.links.abort(self._link_room)
+            self.kv_mgr.links.abort(self.bootstrap_room)
             if self._received is not None and not self.complete:
                 # What was written before may wait on the device.
                 self.kv_mgr.pool.wait_for_links()
         self._begin = None
-        self.kv_mgr.link_rooms.pop(self.room, None)
         super().clear()
 
     def abort(self) -> None:
         """The request is aborted here, by SGLang also where it has looked for the prefill server in vain."""
-        if self._taken:
-            return
         super().abort()
         if self.bootstrap_infos is None and self.bootstrap_addr not in self.kv_mgr.prefill_info_table:
-            where = f"no prefill server answers at {self.bootstrap_addr}, which the request's bootstrap_host and bootstrap_port name"
-            self.kv_mgr.record_failure(self.room, f"{where}; it was aborted")
+            self.kv_mgr.record_failure(self.bootstrap_room, f"{self._no_prefill_server()}; it was aborted")
 
     def _expect(self, kv_indices: np.ndarray, aux_index: int, prefix: int) -> ReceivedRoom:
         codec, page = self.kv_mgr.codec, self.kv_mgr.kv_args.page_size
@@ -263,6 +250,13 @@ class ProgressiveReceiver(CommonKVReceiver):
         self._send_abort_notification()
         return True
 
+    def _no_prefill_server(self) -> str:
+        return f"no prefill server answers at {self.bootstrap_addr}, which the request's bootstrap_host and bootstrap_port name"
+
+    def _get_bootstrap_info_from_server(self, *position: int) -> dict[str, Any] | None:
+        """Return the address of a prefill rank, where SGLang's class reads it over HTTP. The directory has fetched it; None if unknown."""
+        return self.kv_mgr.prefill_ranks.get(self.bootstrap_addr, {}).get(position)
+
     def _give_up(self, reason: str) -> None:
         self.fail(reason)
         self.conclude_state = KVPoll.Failed
@@ -272,5 +266,6 @@ class ProgressiveReceiver(CommonKVReceiver):
 
     def _send_abort_notification(self) -> None:
         """Of SGLang's class, where this side ends the room."""
+        reason = self.kv_mgr.failure_records.get(self.bootstrap_room, "aborted")
         for address in self._prefill_ranks():
-            self.kv_mgr.say(address, Abort(self.room, self.kv_mgr.failure_records.get(self.room, "aborted")[:2048]))
+            self.kv_mgr.say(address, Abort(self.room, reason[:2048], self.bootstrap_room))

@@ -1,5 +1,6 @@
 """SGLang's side of a room that is sent: from a request at the prefill server to its KV in the link's buffers."""
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVSender, KVTransferErro
 from sglang_ext.managers.disaggregation.coded.room_codec import CodedRoom
 from sglang_ext.managers.disaggregation.page_hashes import hashes_at, page_ends, page_hashes
 from sglang_ext.managers.disaggregation.progressive import agreement
-from sglang_ext.managers.disaggregation.progressive.control import ROOM_IS_TAKEN, Metadata
+from sglang_ext.managers.disaggregation.progressive.control import Metadata
 from sglang_ext.managers.disaggregation.progressive.manager import ProgressiveManager
 from sglang_ext.managers.disaggregation.progressive.page_codec import PlacedPage
 from sglang_ext.managers.disaggregation.progressive.peer import Peer
@@ -24,8 +25,6 @@ from sglang_ext.mem_cache.compressed.formats.packing import Packing
 from sglang_ext.mem_cache.compressed.formats.rounding import token_seeds
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
-# Seconds for SGLang to see that a room is over: it looks after each forward.
-MOST_WAIT = 30.0
 # As SGLang's class says it.
 ABORTED = "Aborted by AbortReq."
 
@@ -33,12 +32,8 @@ ABORTED = "Aborted by AbortReq."
 class Stage(Enum):
     """How far SGLang is with a request; of the scheduler's thread."""
 
-    WAITS = auto()
-    """An earlier request of the room is over, and SGLang has not looked at it since."""
-    TAKEN = auto()
-    """The room is another request's: this one fails."""
     OPEN = auto()
-    """The room is this request's."""
+    """Nothing of its KV is sent yet."""
     SENDING = auto()
     """The first of its KV went to be encoded."""
     CLEARED = auto()
@@ -47,8 +42,11 @@ class Stage(Enum):
     """As that, since it was aborted here."""
 
 
-# Of who has no room of its own, and of whom SGLang asks no more.
-ROOMLESS, OVER = (Stage.WAITS, Stage.TAKEN), (Stage.CLEARED, Stage.ABORTED)
+# SGLang does not poll a sender any more.
+OVER = (Stage.CLEARED, Stage.ABORTED)
+
+# Numbers of senders in SGLang's tables.
+_numbers = itertools.count(1)
 
 
 class ProgressiveSender(CommonKVSender):
@@ -59,16 +57,13 @@ class ProgressiveSender(CommonKVSender):
     """
 
     kv_mgr: ProgressiveManager
+    bootstrap_room: int
+    """Number of this sender, where SGLang's class has the room's: other requests may have the same room."""
 
     def __init__(self, mgr: ProgressiveManager, bootstrap_addr: str, bootstrap_room: int, *args, **kwargs) -> None:
-        status = mgr.request_status.get(bootstrap_room)
-        # SGLang looks once a round at what is over; a request that is prefilled again may come before.
-        over = status in (KVPoll.Success, KVPoll.Failed)
-        self._stage = Stage.OPEN if status is None else Stage.WAITS if over else Stage.TAKEN
-        super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **kwargs)
+        self.room, self._stage = bootstrap_room, Stage.OPEN
+        super().__init__(mgr, bootstrap_addr, next(_numbers), *args, **kwargs)
         self.init_time = time.time()
-        if self._stage is Stage.TAKEN:
-            self.conclude_state = KVPoll.Failed
         self._prompt: Sequence[int] = ()
         self._queries: ReadQueries | None = None
         self._packs: tuple[Packing, KVBuffers] | None = None
@@ -80,23 +75,22 @@ class ProgressiveSender(CommonKVSender):
         self._lengths: deque[int] = deque()
         # SGLang sets it where a cached prefix is sent before the forward that may still write it (maybe_send_cached_prefix_chunk).
         self._early_send_wait_event: torch.cuda.Event | None = None
-        if self._stage is Stage.OPEN:
-            self.kv_mgr.handshakes.join(self)
 
     @property
-    def room(self) -> int:
-        """Its number."""
-        return self.bootstrap_room
+    def tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self._prompt)
 
     def take_prompt(self, tokens: Sequence[int], refused: str | None = None) -> None:
-        """The request's tokens, from which its pages have their names; before ``init``.
+        """Set the request's tokens, whose hashes name its pages, and wait for the decode side; before ``init``.
 
         Args:
-            tokens: of the prompt.
-            refused: why SGLang has ended the request already, which then waits for no decode side; None where it has not.
+            tokens: Of the prompt.
+            refused: Why SGLang has ended the request already; the sender then fails. None if it has not.
         """
         self._prompt = tokens
-        if refused is not None and self._owns():
+        self.kv_mgr.handshakes.join(self)
+        if refused is not None:
             self._give_up(refused)
 
     def bring_queries(self, read: ReadQueries) -> None:
@@ -133,7 +127,7 @@ class ProgressiveSender(CommonKVSender):
             changes then.
         """
         waiting = self.kv_mgr.waiting
-        if self._peer is not None or self._packs is None or self._stage in OVER or not self._owns() or not waiting.has_room:
+        if self._peer is not None or self._packs is None or self._stage in OVER or not waiting.has_room:
             return False
         codec = self._codec(begin, end)
         ends = codec.ends(len(self._prompt))
@@ -143,37 +137,35 @@ class ProgressiveSender(CommonKVSender):
         self.kv_mgr.note(self.room, "computed")
         return True
 
-    def meet(self, metadata: Metadata) -> bool:
-        """The decode side has slots; False where it had before: it asks for the prompt once more, and that request is still to come."""
-        if self._metadata is not None:
-            return False
+    def meet(self, metadata: Metadata) -> None:
+        """The decode side has slots for this request."""
         differs = agreement.metadata_refusal(metadata, self.kv_mgr.settings, self.kv_mgr.aux.sizes, self.kv_mgr.has_keys)
         if differs is not None:
             self.kv_mgr.refuse(metadata, differs)
             self.fail(differs)
-            return True
-        status = self.kv_mgr.request_status.get(self.room)
+            return
+        status = self.kv_mgr.request_status.get(self.bootstrap_room)
         if status in (None, KVPoll.Failed):
-            self.kv_mgr.refuse(metadata, self.kv_mgr.failure_records.get(self.room, "the request has ended at the prefill server"))
+            reason = self.kv_mgr.failure_records.get(self.bootstrap_room, "the request has ended at the prefill server")
+            self.kv_mgr.refuse(metadata, reason)
         if status == KVPoll.Bootstrapping:
-            self.kv_mgr.req_to_decode_prefix_len[self.room] = metadata.prefix
+            self.kv_mgr.req_to_decode_prefix_len[self.bootstrap_room] = metadata.prefix
             self._metadata = metadata
-            self.kv_mgr.update_status(self.room, KVPoll.WaitingForInput)
-        return True
+            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.WaitingForInput)
 
     def succeed(self) -> None:
         """The link has all of it."""
         self.kv_mgr.note(self.room, "encoded")
         if self._stage not in OVER:
-            self.kv_mgr.conclude(self.room, None)
+            self.kv_mgr.conclude(self.bootstrap_room, None)
 
     def fail(self, reason: str) -> None:
-        """It will not arrive. Where SGLang is through with it, the room's number may be another request's."""
+        """Not all of it will arrive. SGLang hears of it unless it is through with the request."""
         if self._metadata is not None:
             # The link may be what failed, and the decode side wait for it.
             self.kv_mgr.refuse(self._metadata, reason)
         if self._stage not in OVER:
-            self.kv_mgr.conclude(self.room, reason)
+            self.kv_mgr.conclude(self.bootstrap_room, reason)
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         """The room is opened: the decode side is ready, and pages will come.
@@ -187,7 +179,10 @@ class ProgressiveSender(CommonKVSender):
         if metadata is None:
             return
         if metadata.tokens != len(self._prompt):
-            self._give_up(f"the prompt has {len(self._prompt)} tokens at the prefill server and {metadata.tokens} at the decode server")
+            self._give_up(
+                f"the prompt of bootstrap_room {self.room} has {len(self._prompt)} tokens at the prefill server and {metadata.tokens} at the "
+                "decode server: send both servers the same prompt, and each request with a bootstrap_room of its own"
+            )
             return
         try:
             self._sent = self._room(metadata)
@@ -262,18 +257,13 @@ class ProgressiveSender(CommonKVSender):
         """How far it is (``KVPoll``)."""
         if self.conclude_state is not None:
             return self.conclude_state
-        if not self._owns():
-            if time.time() - self.init_time < min(MOST_WAIT, self.kv_mgr.bootstrap_timeout):
-                return KVPoll.Bootstrapping
-            self._give_way()
-            return KVPoll.Failed
-        status = self.kv_mgr.check_status(self.room)
+        status = self.kv_mgr.check_status(self.bootstrap_room)
         if status in (KVPoll.Success, KVPoll.Failed):
             self.conclude_state = status
         elif status == KVPoll.Bootstrapping and self._check_bootstrap_timeout() is not None:
             return KVPoll.Failed
         else:
-            self.kv_mgr.polls.asked(self.room)
+            self.kv_mgr.polls.asked(self.bootstrap_room)
         return status
 
     def failure_exception(self) -> None:
@@ -282,51 +272,33 @@ class ProgressiveSender(CommonKVSender):
         Raises:
             KVTransferError: always.
         """
-        if not self._owns():
-            # At another rank the room was not over.
-            self._give_way()
-            raise KVTransferError(self.room, ROOM_IS_TAKEN)
         if self._stage is Stage.ABORTED:
             raise KVTransferError(self.room, ABORTED)
         if self.conclude_state is None:
             self.conclude_state = KVPoll.Failed
         self.clear()
-        self.kv_mgr.raise_failure(self.room)
+        self.kv_mgr.raise_failure(self.bootstrap_room, self.room)
 
     def clear(self) -> None:
         """SGLang is through with it; what succeeded goes on travelling."""
-        if self._stage in (*ROOMLESS, *OVER):
+        if self._stage in OVER:
             return
         self._stage = Stage.CLEARED
         self.kv_mgr.waiting.take(self)
         if self.conclude_state != KVPoll.Success:
             with self.kv_mgr.failure_lock:
-                reason = self.kv_mgr.failure_records.get(self.room, "it failed at another rank")
+                reason = self.kv_mgr.failure_records.get(self.bootstrap_room, "it failed at another rank")
             self._cancel(reason)
-        self.kv_mgr.handshakes.leave(self, None)
+        self.kv_mgr.handshakes.leave(self, "the request has ended at the prefill server")
         super().clear()
 
     def abort(self) -> None:
-        """The request is aborted here; nothing is left of the room, as SGLang does not look at all of those again."""
-        if not self._owns():
-            self._give_way()
-            return
+        """The request is aborted here. Nothing is left of it, since SGLang does not look at all aborted senders again."""
         super().abort()
         self.clear()
         self._stage = Stage.ABORTED
         with self.kv_mgr.failure_lock:
-            self.kv_mgr.failure_records.pop(self.room, None)
-
-    def _give_way(self) -> None:
-        self._stage, self.conclude_state = Stage.TAKEN, KVPoll.Failed
-
-    def _owns(self) -> bool:
-        """Whether the room is this request's, as it becomes once SGLang is through with one that was over before."""
-        if self._stage is Stage.WAITS and self.room not in self.kv_mgr.request_status:
-            self._stage = Stage.OPEN
-            self.kv_mgr.update_status(self.room, KVPoll.Bootstrapping)
-            self.kv_mgr.handshakes.join(self)
-        return self._stage not in ROOMLESS
+            self.kv_mgr.failure_records.pop(self.bootstrap_room, None)
 
     def _record(self) -> bytes:
         most = self._metadata.aux_sizes[-1]
@@ -345,4 +317,4 @@ class ProgressiveSender(CommonKVSender):
             self._peer.cancel(self._sent, reason)
         elif self._metadata is not None:
             self.kv_mgr.refuse(self._metadata, reason)
-        self.kv_mgr.handshakes.leave(self, reason if self._metadata is None else None)
+        self.kv_mgr.handshakes.leave(self, reason)

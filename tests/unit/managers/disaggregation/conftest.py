@@ -4,6 +4,7 @@ import pytest
 from link_helpers import QUICK, SETTINGS, RawSender
 
 from sglang_ext.managers.disaggregation.link import Link
+from sglang_ext.managers.disaggregation.pacing import Interface
 from sglang_ext.managers.disaggregation.link_server import LinkServer
 
 
@@ -18,7 +19,8 @@ class Ends:
         return made
 
     def link(self, endpoint, limits=QUICK, gbps=None, keys=None, settings=SETTINGS, **others):
-        self.made.append(made := Link(endpoint, settings, limits, gbps, keys, **others))
+        others.setdefault("interface", Interface(gbps))
+        self.made.append(made := Link(endpoint, settings, limits, keys=keys, **others))
         return made
 
     def raw(self, endpoint, *arguments):

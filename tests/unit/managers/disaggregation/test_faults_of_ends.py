@@ -18,6 +18,7 @@ from waiting import until
 
 from sglang_ext.managers.disaggregation.link import Link
 from sglang_ext.managers.disaggregation.link_server import LinkServer
+from sglang_ext.managers.disaggregation.pacing import Interface
 from sglang_ext.managers.disaggregation.wire import Stream
 
 LIMITS = dataclasses.replace(QUICK, silence_seconds=0.5, resume_seconds=1.0)
@@ -56,7 +57,7 @@ def receive(pipe):
 
 
 def send(pipe, endpoint):
-    link = Link(endpoint, SETTINGS, LIMITS, SLOW)
+    link = Link(endpoint, SETTINGS, LIMITS, Interface(SLOW))
     link.open(1, shape(PAGES), Listener())
     offer(link, 1)
     time.sleep(60)

@@ -47,7 +47,7 @@ def receiving():
 def test_all_series_begin_at_zero_and_each_role_has_its_own(sending, receiving):
     zero = dict.fromkeys(("anchor", "residual", "whole", "aux"), 0.0)
     assert sending.sums("kv_link_sent_bytes_total", "stream") == receiving.sums("kv_link_received_bytes_total", "stream") == zero
-    assert sending.sums("kv_link_wait_seconds_total", "reason") == {"credit": 0.0, "rate": 0.0}
+    assert sending.sums("kv_link_wait_seconds_total", "reason") == {"credit": 0.0, "rate": 0.0, "priority": 0.0}
     assert receiving.sums("kv_link_refused_frames_total", "reason") == {"checksum": 0.0, "bounds": 0.0, "protocol": 0.0}
     assert not sending.sums("kv_link_refused_frames_total", "reason") and not receiving.sums("kv_link_wait_seconds_total", "reason")
     for told in (sending, receiving):

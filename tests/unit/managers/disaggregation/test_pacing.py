@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.managers.disaggregation.pacing import LEAST_FRAME, PAUSE, Polls, TokenBucket
+from sglang_ext.managers.disaggregation.pacing import LEAST_FRAME, PAUSE, Interface, Polls, TokenBucket
 from sglang_ext.managers.disaggregation.settings import LinkError
 
 RATES = st.floats(1e3, 1e9)
@@ -87,3 +87,12 @@ def test_a_loop_without_work_pauses_once_however_many_rooms_it_asks_for():
     polls.asked(8)
     polls.asked(9)
     assert len(pauses) == 4, "the first room is over, and another is that of the loop"
+
+
+def test_ranks_of_a_host_share_its_rate_equally():
+    ranks = [Interface(0.03, 3) for _ in range(3)]
+    for each in ranks:
+        each.take(12_500, 0.0)
+    # A third of 0.03 Gbit/s are 1.25 MB/s.
+    assert [each.wait(0.0) for each in ranks] == pytest.approx([0.01] * 3, rel=0.01)
+    assert Interface(None, 3).wait(0.0) == 0.0

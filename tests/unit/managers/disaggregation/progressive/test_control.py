@@ -16,13 +16,17 @@ from sglang_ext.managers.disaggregation.wire import WireError
 SIZES = (64, 12)
 
 
-def metadata(room=7, version=control.VERSION, endpoint="tcp://127.0.0.1:5", settings=SETTINGS, sizes=(*SIZES, 0)):
-    return Metadata(version, room, "127.0.0.1", 4, endpoint, wire.encode(settings), sizes, 16, 100, 5)
+def metadata(
+    room=7, version=control.VERSION, endpoint="tcp://127.0.0.1:5", settings=SETTINGS, sizes=(*SIZES, 0), attempt=None, tokens=100
+):
+    """Of an attempt at a room; without a number it has the room's."""
+    attempt = room if attempt is None else attempt
+    return Metadata(version, room, "127.0.0.1", 4, endpoint, wire.encode(settings), sizes, 16, tokens, attempt)
 
 
 class Sender:
-    def __init__(self, room):
-        self.room, self.heard = room, []
+    def __init__(self, room, tokens=100):
+        self.room, self.tokens, self.heard = room, tokens, []
 
     def meet(self, message):
         self.heard.append(message)
@@ -41,7 +45,7 @@ def rooms(refused):
     return Handshakes(lambda message, reason: refused.append((message.room, reason)))
 
 
-@pytest.mark.parametrize("message", [metadata(), Abort(7, "a"), Failed(1 << 62, "b")], ids=lambda message: type(message).__name__)
+@pytest.mark.parametrize("message", [metadata(), Abort(7, "a", 5), Failed(1 << 62, "b")], ids=lambda message: type(message).__name__)
 def test_a_message_is_read_as_it_was_written(message):
     assert control.decode(control.encode(message)) == message
 
@@ -67,26 +71,56 @@ def test_metadata_and_sender_meet_in_either_order(rooms, refused):
 
 
 def test_an_abort_ends_a_sender_now_or_as_soon_as_it_comes(rooms):
-    first, second, third = Sender(1), Sender(2), Sender(3)
+    first, second, third, fourth = (Sender(room) for room in (1, 2, 3, 4))
     rooms.join(first)
-    rooms.take(Abort(1, "gone"))
+    rooms.take(Abort(1, "gone", 11))
     rooms.take(metadata(2))
-    rooms.take(Abort(2, "gone"))
+    rooms.take(Abort(2, "gone", 2))
     rooms.join(second)
-    rooms.take(Abort(3, "gone"))
+    rooms.take(Abort(3, "gone", 13))
     rooms.join(third)
+    rooms.take(metadata(4))
+    rooms.join(fourth)
+    rooms.take(Abort(4, "gone", 4))
     assert first.heard == second.heard == third.heard == ["the decode side ended it: gone"]
+    assert fourth.heard == [metadata(4), "the decode side ended it: gone"]
 
 
-def test_an_abort_of_a_room_that_is_over_does_not_touch_the_next_of_that_number(rooms):
+def test_late_messages_of_an_attempt_do_not_reach_the_next_at_its_room(rooms, refused):
     first, second = Sender(1), Sender(1)
     rooms.join(first)
-    rooms.leave(first, None)
-    rooms.take(Abort(1, "late"))
+    rooms.take(metadata(1, attempt=11))
     rooms.join(second)
-    rooms.leave(first, "of the first")
-    rooms.take(metadata(1))
-    assert not first.heard and second.heard == [metadata(1)]
+    rooms.take(metadata(1, attempt=12))
+    rooms.leave(first, "done")
+    rooms.take(Abort(1, "late", 11))
+    assert first.heard == [metadata(1, attempt=11)] and second.heard == [metadata(1, attempt=12)] and not refused
+    rooms.take(Abort(1, "now", 12))
+    assert second.heard[1:] == ["the decode side ended it: now"] and len(first.heard) == 1
+
+
+def test_requests_with_one_room_meet_in_order_and_those_of_equal_prompts_first(rooms):
+    senders = [Sender(1, tokens) for tokens in (100, 100, 200)]
+    for each in senders:
+        rooms.join(each)
+    for attempt, tokens in ((11, 200), (12, 100), (13, 100)):
+        rooms.take(metadata(1, attempt=attempt, tokens=tokens))
+    assert [each.heard[0].link_room for each in senders] == [12, 13, 11]
+    for attempt, tokens in ((21, 200), (22, 100)):
+        rooms.take(metadata(2, attempt=attempt, tokens=tokens))
+    rooms.join(short := Sender(2, 100))
+    rooms.join(other := Sender(2, 300))
+    assert (short.heard[0].link_room, other.heard[0].link_room) == (22, 21)
+
+
+def test_a_sender_that_ended_is_not_met_while_another_waits_in_its_room(rooms, refused):
+    ended, waiting = Sender(1), Sender(1)
+    rooms.join(ended)
+    rooms.join(waiting)
+    rooms.leave(ended, "no such grammar")
+    rooms.take(metadata(1, attempt=11))
+    rooms.take(metadata(1, attempt=12))
+    assert [each.link_room for each in waiting.heard] == [11] and refused == [(1, "no such grammar")]
 
 
 def test_metadata_of_a_sender_that_left_is_refused_with_its_reason_once(rooms, refused):
@@ -95,13 +129,13 @@ def test_metadata_of_a_sender_that_left_is_refused_with_its_reason_once(rooms, r
     rooms.leave(sender, "Aborted by AbortReq.")
     rooms.take(metadata(1))
     assert refused == [(1, "Aborted by AbortReq.")]
-    rooms.take(metadata(1))
+    rooms.take(metadata(1, attempt=12))
     rooms.join(again := Sender(1))
-    assert again.heard == [metadata(1)] and len(refused) == 1
+    assert again.heard == [metadata(1, attempt=12)] and len(refused) == 1
 
 
 def test_what_waits_is_bounded_and_the_oldest_is_refused(rooms, refused, monkeypatch):
-    monkeypatch.setattr(handshakes, "MOST_WAITING", 3)
+    monkeypatch.setattr(handshakes, "MAX_WAITING", 3)
     for room in range(5):
         rooms.take(metadata(room))
     assert [room for room, _ in refused] == [0, 1] and "before 3 others" in refused[0][1]

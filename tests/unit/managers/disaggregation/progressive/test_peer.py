@@ -11,7 +11,7 @@ import torch
 from waiting import until
 
 from sglang_ext.managers.disaggregation.progressive.page_codec import EncodedPage
-from sglang_ext.managers.disaggregation.progressive.peer import AHEAD, DEPTH, Peer
+from sglang_ext.managers.disaggregation.progressive.peer import AHEAD, DEPTH, Peer, Peers
 from sglang_ext.managers.disaggregation.progressive.sent_room import SentRoom
 from sglang_ext.managers.disaggregation.wire import LayerRange, Stream
 
@@ -164,3 +164,37 @@ def test_a_page_that_breaks_fails_its_room_and_others_go_on(caplog):
     assert done.wait(10)
     peer.close()
     assert reasons == ["it cannot be sent: a broken page", (1, "a broken page")] and "a broken page" in caplog.text
+
+
+def test_all_peers_together_hold_no_more_than_their_limit_and_each_gets_a_part():
+    class Whole(Codec):
+        has_residual = False
+
+        def start(self, page, layers, anchor=True, residual=True):
+            return super().start(page, layers, anchor, residual=False)
+
+    limit, links = 10 * SIZE, {}
+    peers = Peers(lambda endpoint: links.setdefault(endpoint, FakeLink(quick=False)), most_in_all=limit)
+    told = SimpleNamespace(succeed=lambda: None, fail=pytest.fail)
+    opened = []
+
+    def send(endpoint):
+        room = SentRoom(len(links), Whole(), LayerRange(0, 1), range(PAGES), [bytes(32)] * PAGES, told)
+        opened.append(peers.open(endpoint, room))
+        opened[-1].send(room, tuple(torch.tensor([page]) for page in range(PAGES)), None)
+
+    def rests():
+        """Whether no peer encodes any more, at least for the moment."""
+        before = [len(link.offered) for link in links.values()]
+        time.sleep(0.1)
+        return before == [len(link.offered) for link in links.values()] and min(before) > 0
+
+    for count in (1, 2, 3):
+        send(f"rank {count}")
+        until(lambda: len(links) == count and rests())
+        assert peers.free_bytes() >= 0
+    # The first took half of all while it was alone.
+    held = [len(link.offered) for link in links.values()]
+    assert held[0] == 5 and min(held) >= 1
+    for each in opened:
+        each.close()

@@ -170,17 +170,34 @@ def test_a_rest_that_fails_says_why_after_the_request_began(servers):
     assert "Aborted by AbortReq" in rest.failure and not rest.complete
 
 
-def test_of_two_requests_with_one_room_the_first_is_served(servers):
+def places(lengths, seed):
+    """SGLang's pages and slots of several requests, which share none."""
+    pages, _ = pages_of(sum(-(-tokens // PAGE) * PAGE for tokens in lengths), seed)
+    split = np.split(pages, np.cumsum([-(-tokens // PAGE) for tokens in lengths])[:-1])
+    return [(own, torch.from_numpy((own[:, None] * PAGE + np.arange(PAGE)).ravel()[:tokens])) for own, tokens in zip(split, lengths)]
+
+
+@pytest.mark.parametrize("lengths", [(200, 200), (200, 330)], ids=["equal", "opposite order"])
+def test_requests_with_one_room_are_served_side_by_side(servers, lengths):
+    """Those of equal prompts as the answers of one request with ``n`` > 1, others as where two clients chose one number."""
     both = servers("exact", gbps=0.05)
-    sender, receiver, here, there = transfer(both, 7, list(range(640)))
-    for end in (both.sender(7, range(640)), both.receiver(7, range(640))):
-        assert end.poll() == KVPoll.Failed
-        end.abort()
-        with pytest.raises(KVTransferError, match="another request has this bootstrap_room"):
-            end.failure_exception()
+    here, there = places(lengths, 11), places(lengths, 12)
+    senders = [both.sender(7, range(tokens)) for tokens in lengths]
+    receivers = [both.receiver(7, range(tokens)) for tokens in lengths]
+    for which in (1, 0):
+        receivers[which].send_metadata(there[which][0], 4 + which, decode_prefix_len=0)
+    for sender, (pages, _), tokens in zip(senders, here, lengths, strict=True):
+        send(sender, pages, tokens, ())
+    ends = [*senders, *receivers]
+    until(lambda: all(map(settled, ends)))
+    assert {end.poll() for end in ends} == {KVPoll.Success}
+    for (_, written), tokens in zip(there, lengths, strict=True):
+        # Of equal prompts either sender may have served it.
+        sent = [rows(both.prefill.pool, read) for (_, read), each in zip(here, lengths, strict=True) if each == tokens]
+        assert any(torch.equal(rows(both.decode.pool, written), each) for each in sent)
+    for end in ends:
         end.clear()
-    until(lambda: settled(sender) and settled(receiver))
-    assert receiver.poll() == KVPoll.Success and torch.equal(rows(both.decode.pool, there), rows(both.prefill.pool, here))
+    assert not both.prefill.request_status and not both.decode.request_status and not len(both.prefill.handshakes)
 
 
 def test_an_aborted_sender_ends_the_receiver_with_the_reason(servers):
