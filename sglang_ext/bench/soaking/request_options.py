@@ -20,7 +20,8 @@ EBNF = 'root ::= item (", " item)*\nitem ::= [a-z]+ "=" [0-9]+'
 REGEX = "[a-z0-9 ,.]{60,70}"
 SERVER_FLAGS = (
     *("--enable-deterministic-inference", "--enable-custom-logit-processor", "--enable-return-hidden-states"),
-    *("--tool-call-parser", "hermes"),
+    # This parser needs no special tokens in the vocabulary; hermes, mistral and others need theirs.
+    *("--tool-call-parser", "pythonic"),
 )
 """What a server needs to serve all of :data:`OPTIONS`, and to honour seeds."""
 

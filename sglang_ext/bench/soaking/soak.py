@@ -249,7 +249,8 @@ def _reference(stock: ServerClient, prompt: Prompt, option: Option, tokens: int)
         stream = bool(option.stream)
         return answer(stock, option, option.body(prompt, tokens) | {"stream": stream}, stream)
     except OSError as error:
-        raise BenchError(f"stock, {option.name}, {prompt.name}: {describe_error(error)}") from error
+        told = f"stock, {option.name}, {prompt.name}: {describe_error(error)}"
+        raise BenchError(f"{told}; if stock does not serve such requests, pass --leave-out {option.name}") from error
 
 
 def finish(server: ServerProcess | GivenServer | Apart, tally: Tally) -> None:
