@@ -94,16 +94,18 @@ def _read_sample(payload: Mapping[str, Any]) -> Sample:
 
 
 def _with_logprobs(sample: Sample, meta: Mapping[str, Any]) -> Sample:
-    rows = meta["output_token_logprobs"]
+    # SGLang sends the first token's log-probabilities even if no token was asked for.
+    count = None if sample.ids else 0
+    rows = meta["output_token_logprobs"][:count]
     tokens = tuple(row[1] for row in rows)
     lost = sample.retractions > 0 and len(sample.ids) > 0 and tokens == sample.ids[1:]
     if tokens != sample.ids and not lost:
         raise AnswerError(f"log-probabilities of {list(tokens)} for the tokens {list(sample.ids)}")
     more: dict[str, tuple[Row, ...]] = {}
     for name in ("output_top_logprobs", "output_token_ids_logprobs"):
-        found = meta.get(name)
-        if found is None:
+        if meta.get(name) is None:
             continue
+        found = meta[name][:count]
         if len(found) != len(tokens):
             raise AnswerError(f"{name} at {len(found)} positions for {len(tokens)} tokens")
         more[name] = (((),) if lost else ()) + tuple(_values(each) for each in found)

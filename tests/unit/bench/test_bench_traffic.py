@@ -275,6 +275,9 @@ class TestCheck:
         check(request(0), [sample()], [sample(1, 2)])
         check_form(request(0), [sample()])
         assert read_stream([answer([])])[0].ids == ()
+        # SGLang sends one token's log-probabilities all the same.
+        told = read_samples(answer([], output_token_logprobs=[[-0.5, 4, None]], output_top_logprobs=[[[-0.5, 4, None]]]))
+        check(request(0), told, [Sample((1, 2), "length", (-0.5, -0.25), rows={"output_top_logprobs": ((-0.5,), (-0.25,))})])
         with pytest.raises(AnswerError, match="1 tokens instead of 0"):
             check(request(0), [sample(1)], [sample(1, 2)])
 
