@@ -151,6 +151,7 @@ test: $(TEST_STAMP)  ## run the tests (at most 30 minutes on 2 cores)
 
 matrix: $(TEST_STAMP)  ## compile and run all kernels for all shapes of attention and GPUs (hours; docs/kernel-matrix.md)
 	@export PATH="$(CURDIR)/.venv/bin:$$PATH"
+	.venv/bin/python tests/kernels/compile_checks.py --all
 	.venv/bin/python tests/kernels/kernel_matrix.py --sizes
 	.venv/bin/python tests/kernels/kernel_matrix.py --dims 64,128 --groups 4,16 --dtypes bfloat16
 	.venv/bin/python tests/kernels/matrix_interpret.py

@@ -29,6 +29,8 @@ ORPHAN_GRACE = 2.0
 """Seconds in which workers end after their server has."""
 NCCL_PORT = "--nccl-port"
 """SGLang takes one that the kernel gives to others too, seconds before its workers listen there."""
+POLL_SECONDS = 0.1
+"""Seconds between two requests to ``/health`` of a server that starts."""
 INTERRUPTED_GRACE = 2.0
 """Seconds that a server has to end where the benchmark itself is ended."""
 
@@ -223,7 +225,7 @@ class ServerProcess(ServerClient):
                 )
             if self.alive(timeout=5):
                 return
-            time.sleep(0.5)
+            time.sleep(POLL_SECONDS)
         raise BenchError(
             f"the server was not healthy after {self.start_timeout:g} s (--start-timeout)\n"
             f"{self.describe_log()}"

@@ -1,7 +1,12 @@
-"""Compile kernels for an NVIDIA GPU where there is none: ``compile_checks.py``. Types that the interpreter lets pass fail here."""
+"""Compile kernels for an NVIDIA GPU where there is none: ``compile_checks.py [--all]``. Types that the interpreter lets pass fail here.
+
+``--all`` also compiles the rest of :data:`CODECS`, and Quest's choice in long contexts for all kinds of heads: 40 s of a core.
+``make matrix`` passes it.
+"""
 
 import re
 import subprocess
+import sys
 import tempfile
 from unittest.mock import patch
 
@@ -49,6 +54,10 @@ PACKED = (
 )  # fmt: skip
 # Blocks for the Gluon kernel: method, bits, channels of a head, queries that share a KV head.
 TILES = (("kivi", 4, 128, 4), ("kivi", 2, 128, 8), ("int8", 8, 64, 1), ("int4", 4, 128, 16))
+# Pages to encode and decode: bits, whether scales are short, dtype. Encoding takes 5 to 15 s of a core to compile, so the last ones are
+# compiled with --all only: float32 and 2 bits.
+CODECS = ((4, False, torch.bfloat16), (4, True, torch.float16), (3, False, torch.float32), (2, True, torch.bfloat16))
+QUICK_CODECS = 2
 # Blocks whose integers it multiplies: bits, channels of a head, partition, queries that share a KV head.
 INTEGERS = ((4, 128, 64, 4), (2, 128, 64, 4), (2, 128, 64, 8), (4, 64, 64, 1), (4, 128, 128, 4), (2, 128, 128, 3))
 
@@ -147,9 +156,9 @@ def check_packing(compiled):
             assert dtype == torch.float32 or made.metadata.shared <= (113 << 10)
 
 
-def check_codec(compiled):
+def check_codec(compiled, codecs):
     """What encodes and decodes pages keeps all in registers."""
-    for bits, short, dtype in ((4, False, torch.bfloat16), (4, True, torch.float16), (3, False, torch.float32), (2, True, torch.bfloat16)):
+    for bits, short, dtype in codecs:
         layout = Layout(96, 128, dtype, bits, 4, short)
         parts, slots = Parts.of([torch.zeros(96, 128, dtype=dtype)]), torch.zeros(96, dtype=torch.int64)
         begin = len(compiled)
@@ -324,21 +333,22 @@ def check_overlapped(compiled):
         assert stack_bytes(made) == 0, kernel
 
 
-def check_pages(compiled):
+def check_pages(compiled, everything):
     """What chooses pages keeps all in registers, of float32 nearly all, few enough that several programs have room on a processor; so does
     what bounds them."""
     for dim, group, dtype in ((128, 4, torch.bfloat16), (64, 3, torch.float16), (80, 1, torch.float32)):
         keys, table = torch.zeros(80, 2, dim, dtype=dtype), torch.zeros(4, 40000, dtype=torch.int32)
         pointers, numbers = Pointers(as_pointers(keys).shape[-1], 16), torch.zeros(2, dtype=torch.int64)
-        extremes = PageExtremes((keys,), (0,), 16)
+        extremes, begin = PageExtremes((keys,), (0,), 16), len(compiled)
         quest_pages.bound_pages(numbers, keys, numbers, extremes.held, 16)
-        # Contexts whose bounds registers hold, and longer ones.
-        for every, width in ((1, 32768), (1, 40000), (2, 40000)):
+        # Contexts whose bounds registers hold, and longer ones: for one kind of heads, or for all.
+        contexts = ((1, 32768), (1, 40000), (2, 40000))
+        for every, width in contexts if everything or dim == 128 else contexts[:1]:
             begins = ChosenPages.of_pool(pointers, table, extremes, Quest(every=every, in_attention=True))
             queries = torch.zeros(2, 2 * group, dim, dtype=dtype)
             quest_pages.point_at_best_pages(begins, 0, queries, as_pointers(keys), table[:, :width], numbers, numbers)
-        assert compiled[-4][0] == "_bound_pages"
-        for kernel, made in compiled[-4:]:
+        assert compiled[begin][0] == "_bound_pages"
+        for kernel, made in compiled[begin:]:
             about = kernel, dim, group, dtype, registers(made), stack_bytes(made)
             # Four programs of four warps.
             assert registers(made) <= 128 and stack_bytes(made) <= 64 * (dtype == torch.float32) and made.metadata.shared <= 8192, about
@@ -419,7 +429,7 @@ def check_rows(compiled, keys, asked, hits, commits, table, slots):
             assert made.asm["ptx"].count("st.global.v4.b32") >= 2 and "st.global.b16" not in made.asm["ptx"], kernel
 
 
-def main():
+def main(everything):
     compiled = []
     compile_only(compiled)
     packed_decode.speaks_ptx, packed_decode.capability = (lambda tensor: True), lambda tensor: (9, 0)
@@ -436,7 +446,7 @@ def main():
     begins = PointerRows.of_table(Pointers.of(pool.buffers, 1), table)
     pointer_decode.pointer_decode(begins, torch.zeros(1, 4, 128).bfloat16(), *layer, table, rows, rows, 0.1)
     check_packing(compiled)
-    check_codec(compiled)
+    check_codec(compiled, CODECS if everything else CODECS[:QUICK_CODECS])
     check_prefill(compiled)
     check_specialized_prefill(compiled)
     check_anchored(compiled)
@@ -445,7 +455,7 @@ def main():
     check_any_length(compiled)
     check_early(compiled)
     check_overlapped(compiled)
-    check_pages(compiled)
+    check_pages(compiled, everything)
     check_coded_choice(compiled)
     kept = torch.zeros(len(pool.buffers.keys), 1, 70, dtype=torch.int64)
     write_pointers.write_pointers(pool.buffers.key_table, layer[0], kept, rows, rows)
@@ -455,4 +465,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(everything="--all" in sys.argv[1:])

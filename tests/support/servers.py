@@ -154,9 +154,11 @@ class Servers:
     def _start(self, flags: tuple[str, ...], env: dict[str, str] | None, console: bool, preloaded: Preloaded | None) -> Server:
         self.started += 1
         pool = () if "--max-total-tokens" in flags else ("--max-total-tokens", str(POOL_TOKENS))
+        # SGLang's warmup begins with a sleep of a second. Only `sglang serve` keeps it, as users have it.
+        warmup = () if console else ("--skip-server-warmup",)
         server = Server(
             str(self.model),
-            ("--dtype", "float32", "--sleep-on-idle", *pool, *flags),
+            ("--dtype", "float32", "--sleep-on-idle", *warmup, *pool, *flags),
             self.folder / f"server-{self.started}.log",
             request_timeout=300,
             env={**OFFLINE, **({} if console else QUICK_START), **(env or {})},

@@ -1,12 +1,13 @@
 """Answers of a soak: read out of JSON, and checked against stock's."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.comparing.compare import first_difference
+from sglang_ext.bench.soaking import tool_calls
 from sglang_ext.bench.soaking.traffic import Request
 
 LOGPROB_TOLERANCE = 0.01
@@ -41,6 +42,8 @@ class Sample:
         rows: further log-probabilities by SGLang's name for them: of the prompt, of the best tokens, of given ones.
         oddities: what stock does too in the overlapped loop: :data:`LOST_LOGPROB`, whose place in ``logprobs``
             and ``rows`` is empty then, or :data:`EMPTY_CHUNK`.
+        text: Detokenized answer. None if the server sent none.
+        message: Message of a chat completion, as canonical JSON. Such a sample has no token ids.
     """
 
     ids: tuple[int, ...]
@@ -52,6 +55,8 @@ class Sample:
     fallback: str | None = None
     rows: Mapping[str, tuple[Row, ...]] = field(default_factory=dict)
     oddities: frozenset[str] = frozenset()
+    text: str | None = None
+    message: str | None = None
 
     @property
     def aborted(self) -> bool:
@@ -81,6 +86,7 @@ def _read_sample(payload: Mapping[str, Any]) -> Sample:
         drafts=int(meta.get("kv_drafts", 0)),
         accepted=int(meta.get("kv_accepted", 0)),
         fallback=meta.get("kv_fallback"),
+        text=payload.get("text"),
     )
     if sample.aborted or meta.get("output_token_logprobs") is None:
         return sample
@@ -88,16 +94,18 @@ def _read_sample(payload: Mapping[str, Any]) -> Sample:
 
 
 def _with_logprobs(sample: Sample, meta: Mapping[str, Any]) -> Sample:
-    rows = meta["output_token_logprobs"]
+    # SGLang sends the first token's log-probabilities even if no token was asked for.
+    count = None if sample.ids else 0
+    rows = meta["output_token_logprobs"][:count]
     tokens = tuple(row[1] for row in rows)
-    lost = sample.retractions > 0 and tokens == sample.ids[1:]
+    lost = sample.retractions > 0 and len(sample.ids) > 0 and tokens == sample.ids[1:]
     if tokens != sample.ids and not lost:
         raise AnswerError(f"log-probabilities of {list(tokens)} for the tokens {list(sample.ids)}")
     more: dict[str, tuple[Row, ...]] = {}
     for name in ("output_top_logprobs", "output_token_ids_logprobs"):
-        found = meta.get(name)
-        if found is None:
+        if meta.get(name) is None:
             continue
+        found = meta[name][:count]
         if len(found) != len(tokens):
             raise AnswerError(f"{name} at {len(found)} positions for {len(tokens)} tokens")
         more[name] = (((),) if lost else ()) + tuple(_values(each) for each in found)
@@ -113,6 +121,35 @@ def _with_logprobs(sample: Sample, meta: Mapping[str, Any]) -> Sample:
 
 def _values(rows: Sequence[Sequence[Any]] | None) -> Row:
     return tuple(None if row[0] is None else float(row[0]) for row in rows or ())
+
+
+def read_message(payload: Mapping[str, Any]) -> tuple[Sample, ...]:
+    """The answer to a chat completion.
+
+    Raises:
+        AnswerError: It is malformed.
+    """
+    return _read_chat(tool_calls.whole_message, payload)
+
+
+def read_streamed_message(chunks: Iterable[Mapping[str, Any]]) -> tuple[Sample, ...]:
+    """The answer to a streamed chat completion.
+
+    Raises:
+        AnswerError: A chunk is malformed or reports an error, or no chunk says that the answer is finished.
+    """
+    (sample,) = _read_chat(tool_calls.streamed_message, chunks)
+    if not sample.finish:
+        raise AnswerError(f"the stream ended without a finish reason: {sample.message}")
+    return (sample,)
+
+
+def _read_chat(read: Callable[[Any], tuple[str, str]], answer: Any) -> tuple[Sample, ...]:
+    try:
+        message, finish = read(answer)
+    except (KeyError, IndexError, TypeError) as error:
+        raise AnswerError(f"malformed chat completion: {error!r}") from error
+    return (Sample((), finish, message=message),)
 
 
 def read_stream(chunks: Iterable[Mapping[str, Any]]) -> tuple[Sample, ...]:
@@ -165,7 +202,8 @@ def last_chunk(chunks: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
             raise AnswerError(f"chunk {count} of the stream is malformed ({error!r}): {chunk}") from error
         if finish == "abort":
             return {**chunk, "output_ids": ids}
-        if len(new) <= len(ids):
+        # The answer to a request for 0 tokens is one empty chunk, which finishes it.
+        if len(new) <= len(ids) and not (count == 1 and finish is not None):
             raise AnswerError(f"chunk {count} of the stream brings nothing new after {len(ids)} tokens")
         if new[: len(ids)] != ids:
             raise AnswerError(f"chunk {count} of the stream changes tokens that were sent: {ids} to {new}")
@@ -186,6 +224,7 @@ def check(request: Request, samples: Sequence[Sample], expected: Sequence[Sample
     """
     _check_lengths(request, samples, len(expected))
     for sample, reference in zip(samples, expected, strict=True):
+        _check_message(sample, reference)
         _check_tokens(request, sample, reference)
         if not sample.aborted:
             _check_logprobs(sample, reference)
@@ -201,7 +240,9 @@ def check_form(request: Request, samples: Sequence[Sample]) -> None:
     """
     _check_lengths(request, samples, request.option.samples)
     for sample in samples:
-        if len(sample.ids) > request.tokens or not (sample.ids or sample.aborted):
+        if sample.message is not None:
+            continue
+        if len(sample.ids) > request.tokens or not (sample.ids or sample.aborted or request.tokens == 0):
             raise AnswerError(f"{len(sample.ids)} tokens of {request.tokens}")
         if not sample.aborted and request.option.fields.get("return_logprob"):
             _check_probabilities(request, sample)
@@ -241,6 +282,17 @@ def _check_tokens(request: Request, sample: Sample, reference: Sample) -> None:
     length = min(request.tokens, len(reference.ids))
     if len(sample.ids) != length and not sample.aborted:
         raise DiffersFromStock(f"{len(sample.ids)} tokens instead of {length}")
+    # A shorter answer can end within a stop string, which SGLang cuts off the longer one.
+    if len(sample.ids) == len(reference.ids) and not sample.aborted and sample.text != reference.text:
+        raise DiffersFromStock(f"the text is {sample.text!r}, stock's {reference.text!r}")
+
+
+def _check_message(sample: Sample, reference: Sample) -> None:
+    if reference.message is None or sample.aborted:
+        return
+    found, wanted = ((each.message, each.finish) for each in (sample, reference))
+    if found != wanted:
+        raise DiffersFromStock(f"the message and finish reason are {found}, stock's {wanted}")
 
 
 def _check_logprobs(sample: Sample, reference: Sample) -> None:

@@ -2,7 +2,8 @@
 
 What is left out is what SGLang's two servers do not do, with any transfer backend: ``n`` above 1 gives all samples one room, and
 is refused; log-probabilities of a prompt are with the prefill server, whose answer only a router reads; and those of
-given tokens do not travel with the first token.
+given tokens do not travel with the first token. Chat completions with tools are left out, too: :func:`outcome` reads
+answers of ``/generate`` only.
 """
 
 import os
@@ -42,7 +43,7 @@ def options_apart() -> tuple[Option, ...]:
     return tuple(
         replace(option, fields={name: value for name, value in option.fields.items() if name not in FIELDS_LEFT_OUT})
         for option in OPTIONS
-        if option.samples == 1 and not option.input_logprobs
+        if option.samples == 1 and not option.input_logprobs and option.tool_choice is None
     )
 
 

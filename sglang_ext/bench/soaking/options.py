@@ -10,6 +10,10 @@ beginning of stock's. Ends with code 1 on a wrong answer, an unexpected error or
 What SGLang's overlapped loop itself does otherwise is counted apart: a request that is retracted may stream a chunk without new
 tokens, or, before its first token was looked at, lose that token's log-probability.
 
+At the end an idle server may hold no used tokens and no requests, by SGLang's own counters (/v1/loads). With --url the soak tests a
+running server, which may be any SGLang server, and with --stock-url it asks a running stock server. Ways to ask that one of them lacks a
+flag for are left out.
+
 With --apart the verified server is two, between which KV travels over transfer backend progressive: one prefills, the other, with the
 small pool, decodes. Each request goes to both. Both must end it, and hold no more memory at the end than when they were warm. Of one
 server each process is watched, cache ranks among them: its memory, and its open descriptors.
@@ -21,6 +25,8 @@ log-probabilities of each token where these were asked for.
 import argparse
 from pathlib import Path
 
+from sglang_ext.bench.options import names
+
 MODES = ("verified", "lossy")
 
 
@@ -29,7 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", required=True)
     add("--prompts", type=Path, required=True, help="required: folder of .txt files, or JSON lines (text / messages)")
-    add("--minutes", type=float, default=10)
+    add("--minutes", type=float, default=10, help="longest time of the traffic (default: %(default)s)")
+    add("--requests", type=int, default=0, help="end after this many requests; 0: after --minutes (default: %(default)s)")
+    add("--url", help="address of a running server to test; the soak starts none then, and --kv, --pool-tokens do not apply")
+    add("--stock-url", help="address of a running stock server; without it the soak starts one")
+    add("--compressors", type=names, default=(), help="values of kv_compressor that requests name at random, comma-separated")
+    add("--leave-out", type=names, default=(), help="names of ways to ask that are not asked, comma-separated")
     add("--workers", type=int, default=8, help="requests in flight")
     add("--output-len", type=int, default=96, help="longest answer, in tokens")
     add("--pool-tokens", type=int, default=9000, help="--max-total-tokens of the server")

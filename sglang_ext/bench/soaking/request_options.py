@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 from sglang_ext.bench.prompts import Prompt
+from sglang_ext.bench.soaking import tool_calls
 
 GRAMMARS = ("regex", "json_schema", "ebnf")
 ENDS = ("stop", "stop_regex", "stop_token_ids")
@@ -17,7 +18,11 @@ SCHEMA = {
 }
 EBNF = 'root ::= item (", " item)*\nitem ::= [a-z]+ "=" [0-9]+'
 REGEX = "[a-z0-9 ,.]{60,70}"
-SERVER_FLAGS = ("--enable-deterministic-inference", "--enable-custom-logit-processor", "--enable-return-hidden-states")
+SERVER_FLAGS = (
+    *("--enable-deterministic-inference", "--enable-custom-logit-processor", "--enable-return-hidden-states"),
+    # This parser needs no special tokens in the vocabulary; hermes, mistral and others need theirs.
+    *("--tool-call-parser", "pythonic"),
+)
 """What a server needs to serve all of :data:`OPTIONS`, and to honour seeds."""
 
 
@@ -31,6 +36,8 @@ class Option:
         fields: go to the request itself.
         input_logprobs: whether log-probabilities of the prompt's second half are wanted.
         disallowed: tokens that a custom logit processor takes out.
+        tool_choice: If set, the request is a chat completion with tools, and ``sampling`` goes to the request itself.
+        stream: Whether the answer is streamed. None: chosen at random.
     """
 
     name: str
@@ -38,6 +45,8 @@ class Option:
     fields: Mapping[str, Any] = field(default_factory=dict)
     input_logprobs: bool = False
     disallowed: tuple[int, ...] = ()
+    tool_choice: str | None = None
+    stream: bool | None = None
 
     @property
     def samples(self) -> int:
@@ -52,10 +61,28 @@ class Option:
     @property
     def can_end(self) -> bool:
         """Whether an answer may end before it is as long as asked for."""
-        return self.has_grammar or any(name in self.sampling for name in ENDS) or not self.sampling.get("ignore_eos", True)
+        return self.has_grammar or self.tool_choice is not None or any(name in self.sampling for name in ENDS) or not self.sampling.get("ignore_eos", True)
+
+    @property
+    def needed_settings(self) -> tuple[str, ...]:
+        """Fields of SGLang's ``/server_info`` that must be set for a server to answer this way."""
+        needs = {
+            "enable_deterministic_inference": "sampling_seed" in self.sampling,
+            "enable_custom_logit_processor": bool(self.disallowed),
+            "enable_return_hidden_states": "return_hidden_states" in self.fields,
+            "tool_call_parser": self.tool_choice is not None,
+        }
+        return tuple(name for name, needed in needs.items() if needed)
+
+    @property
+    def path(self) -> str:
+        """The route that serves it."""
+        return "generate" if self.tool_choice is None else tool_calls.PATH
 
     def body(self, prompt: Prompt, tokens: int) -> dict[str, Any]:
-        """A request of ``/generate`` for at most ``tokens`` tokens."""
+        """A request to :attr:`path` for at most ``tokens`` tokens."""
+        if self.tool_choice is not None:
+            return tool_calls.chat_body(prompt.input_ids, tokens, self.tool_choice, self.sampling)
         params = {"max_new_tokens": tokens, "ignore_eos": not self.has_grammar, **self.sampling}
         if "min_new_tokens" in params:
             params["min_new_tokens"] = min(tokens, params["min_new_tokens"])
@@ -101,12 +128,15 @@ OPTIONS = (
     Option("json-schema", {"temperature": 0, "json_schema": json.dumps(SCHEMA)}),
     Option("ebnf", {"temperature": 0, "ebnf": EBNF}),
     Option("seeded-regex", {"temperature": 0.8, "sampling_seed": 2, "regex": REGEX}),
-    Option("two-samples-regex", {"temperature": 0.8, "sampling_seed": 13, "n": 2, "regex": REGEX}),
     Option("logprobs", {"temperature": 0}, LOGPROBS),
     Option("input-logprobs", {"temperature": 0}, LOGPROBS, input_logprobs=True),
     Option("regex-logprobs", {"temperature": 0, "regex": REGEX}, LOGPROBS),
     Option("seeded-logprobs", {"temperature": 0.8, "sampling_seed": 11}, LOGPROBS),
     Option("two-samples-logprobs", {"temperature": 0.8, "sampling_seed": 12, "n": 2}, LOGPROBS),
+    Option("three-samples-regex", {"temperature": 0.8, "sampling_seed": 13, "n": 3, "regex": REGEX}),
+    Option("tools", {"temperature": 0}, tool_choice="required", stream=False),
+    Option("tools-streamed", {"temperature": 0}, tool_choice="required", stream=True),
+    Option("tools-auto", {"temperature": 0}, tool_choice="auto", stream=True),
     Option("logit-processor", {"temperature": 0}, disallowed=(28, 30, 198)),
     Option("hidden-states", {"temperature": 0}, {"return_hidden_states": "last"}),
 )

@@ -8,12 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from random import Random
 from typing import Any, Protocol
 
 from sglang_ext.bench.client import describe_error
 from sglang_ext.bench.prompts import Prompt
-from sglang_ext.bench.soaking.answers import AnswerError, Sample, check, check_form, read_samples, read_stream
+from sglang_ext.bench.soaking.answers import AnswerError, Sample, check, check_form, read_message, read_samples, read_stream, read_streamed_message
+from sglang_ext.bench.soaking.request_options import Option
 from sglang_ext.bench.soaking.soak_prompts import Case
 from sglang_ext.bench.soaking.tally import Tally
 from sglang_ext.bench.soaking.traffic import Request, draw_request
@@ -47,6 +49,7 @@ class Soak:
         references: stock's answer to each case; none of a lossy server, whose answers may be others.
         overlapped: whether both servers ran SGLang's overlapped loop, and so may do what stock does there.
         tally: counts what happened.
+        compressors: Values of ``kv_compressor`` that requests name. Empty: no request names one.
     """
 
     server: Asked
@@ -55,20 +58,24 @@ class Soak:
     references: References
     overlapped: bool
     tally: Tally
+    compressors: Sequence[str] = ()
 
 
 def traffic(soak: Soak, args: argparse.Namespace) -> None:
-    """Send random requests from ``args.workers`` threads until the time is over or something fails."""
+    """Send random requests from ``args.workers`` threads, until ``args.requests`` are sent, the time is over or something fails."""
+    numbers = count(1)  # its next() is atomic
     deadline = time.monotonic() + 60 * args.minutes
 
     def work(index: int) -> None:
         chance = Random(args.seed * 1000 + index)
-        count, taken_back = 0, None
+        taken_back = None
         while time.monotonic() < deadline and not soak.tally.problems:
-            count += 1
-            rid = taken_back or f"soak-{index:03d}-{count:06d}"
+            number = next(numbers)
+            if args.requests and number > args.requests:
+                return
+            rid = taken_back or f"soak-{index:03d}-{number:06d}"
             taken_back = None
-            request = draw_request(chance, rid, soak.cases, args.output_len)
+            request = draw_request(chance, rid, soak.cases, args.output_len, soak.compressors)
             # The id of an aborted request comes back at once; SGLang aborts a streamed one again two seconds after its end.
             if send(soak, request) and not request.stream:
                 taken_back = rid
@@ -136,10 +143,21 @@ def ask(server: Asked, request: Request, prompts: Sequence[Prompt]) -> tuple[Sam
         AnswerError: what came is no answer.
         OSError: nothing came.
     """
-    body = request.body(prompts)
-    if not request.stream:
-        return read_samples(server.post("generate", body))
+    return answer(server, request.option, request.body(prompts), request.stream)
+
+
+def answer(server: Asked, option: Option, body: dict[str, Any], stream: bool) -> tuple[Sample, ...]:
+    """The answers to the request ``body``, which asks in the way ``option``.
+
+    Raises:
+        AnswerError: what came is no answer.
+        OSError: nothing came.
+    """
+    if not stream:
+        read = read_samples if option.tool_choice is None else read_message
+        return read(server.post(option.path, body))
+    read_chunks = read_stream if option.tool_choice is None else read_streamed_message
     try:
-        return read_stream(server.stream("generate", body))
+        return read_chunks(server.stream(option.path, body))
     except json.JSONDecodeError as error:
         raise AnswerError(f"a chunk of the stream is no JSON: {error}") from error

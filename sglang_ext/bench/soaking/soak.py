@@ -11,16 +11,13 @@ from sglang_ext.bench.comparing.identity_options import words
 from sglang_ext.bench.prompts import Prompt, load_prompts, load_tokenizer
 from sglang_ext.bench.report import write_json
 from sglang_ext.bench.server import ServerProcess, check_servers
-from sglang_ext.bench.soaking.answers import read_samples
 from sglang_ext.bench.soaking.apart import Apart, flags_apart, options_apart
-from sglang_ext.bench.soaking.options import add_arguments
+from sglang_ext.bench.soaking.given import GivenServer, leak, served_options
 from sglang_ext.bench.soaking.processes import ProcessWatch
 from sglang_ext.bench.soaking.request_options import OPTIONS, SERVER_FLAGS, Option
-from sglang_ext.bench.soaking.sending import References, Soak, traffic
+from sglang_ext.bench.soaking.sending import References, Soak, answer, traffic
 from sglang_ext.bench.soaking.soak_prompts import cases, next_turns, shared_beginnings, short_ones
 from sglang_ext.bench.soaking.tally import Tally
-
-__all__ = ["add_arguments", "run"]
 
 STRICT_CHECKS = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
@@ -35,22 +32,27 @@ PLAIN_LOOP = "--disable-overlap-schedule"
 
 def run(args: argparse.Namespace) -> int:
     """Reference answers, then traffic; 0 when all is well."""
+    check_choices(args)
     env = server_environment(args.force_retraction)
     kv, overlapped = words([args.kv]), not args.disable_overlap
     common = ("--dtype", "float32", *SERVER_FLAGS, *(() if overlapped else (PLAIN_LOOP,)), *words(args.server_arg))
     verified = (*common, "--kv-mode", args.mode, *kv)
-    check_mode(args)
     small = ("--max-total-tokens", str(args.pool_tokens), "--schedule-conservativeness", "0.1")
     flags = flags_apart(verified, small, args.link_gbps) if args.apart else {"verified": (*verified, *small)}
+    given_servers = [GivenServer(url, ANSWER_SECONDS) for url in (args.url, args.stock_url) if url]
     options = asked_options(args)
+    if given_servers:
+        options = served_options(options, given_servers)
     approximate = args.mode == "lossy"
-    check_servers(args.model, flags if approximate else {"stock": common, **flags})
+    started = {**({} if approximate or args.stock_url else {"stock": common}), **({} if args.url else flags)}
+    if started:
+        check_servers(args.model, started)
     given = load_prompts(args.prompts, load_tokenizer(args.model))[: args.limit]
     args.logs.mkdir(parents=True, exist_ok=True)
     if approximate:
         prompts, references = all_prompts(given, [prompt.input_ids[: args.output_len] for prompt in given]), {}
     else:
-        with ServerProcess(args.model, common, args.logs / "soak-stock.log") as stock:
+        with stock_server(args, common) as stock:
             check_loop(stock, overlapped)
             prompts, references = reference_answers(stock, given, args.output_len, options)
     tally = Tally()
@@ -58,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         check_loop(server, overlapped)
         asked = cases(len(given), len(prompts) - len(given), options)
         with ProcessWatch(None if isinstance(server, Apart) else server.group) as processes:
-            traffic(Soak(server, prompts, asked, references, overlapped, tally), args)
+            traffic(Soak(server, prompts, asked, references, overlapped, tally, args.compressors), args)
         for problem in processes.problems():
             tally.fail(problem)
         print(processes.table())
@@ -70,29 +72,53 @@ def run(args: argparse.Namespace) -> int:
             f"--force-retraction {args.force_retraction}: no request was retracted; use fewer STEPS, or "
             "more --workers or --minutes, so that several requests decode at such a step"
         )
-    report(args, tally, flags, overlapped, server)
+    report(args, tally, {} if args.url else flags, overlapped, server, options)
     return 1 if tally.problems else 0
 
 
-def check_mode(args: argparse.Namespace) -> None:
-    """Refuse two lossy servers, whose flags :func:`flags_apart` does not know.
+def check_choices(args: argparse.Namespace) -> None:
+    """Refuse options that exclude each other, and unknown names.
 
     Raises:
-        BenchError: --apart with --mode lossy.
+        BenchError: --url or --mode lossy comes with --apart, or --url with --force-retraction. --leave-out has an unknown name. --requests
+            is negative.
     """
+    known = [option.name for option in OPTIONS]
+    unknown = [name for name in args.leave_out if name not in known]
+    if unknown:
+        raise BenchError(f"--leave-out {unknown[0]!r} is no way to ask: pass any of {', '.join(known)}")
+    if args.requests < 0:
+        raise BenchError(f"--requests {args.requests}: must be 0, for no limit, or more")
+    if args.url and args.apart:
+        raise BenchError("--apart with --url: the soak starts the two servers of --apart itself; leave out one of these")
+    if args.url and args.force_retraction:
+        raise BenchError(
+            f"--force-retraction with --url: start the server at {args.url} with SGLANG_TEST_RETRACT=1 and "
+            f"SGLANG_TEST_RETRACT_INTERVAL={args.force_retraction}, and leave --force-retraction out"
+        )
     if args.apart and args.mode != "verified":
         raise BenchError(f"--apart with --mode {args.mode}: two servers are verified; leave out one of these")
 
 
 def asked_options(args: argparse.Namespace) -> tuple[Option, ...]:
     """The ways to ask that the servers serve."""
-    return options_apart() if args.apart else OPTIONS
+    options = options_apart() if args.apart else OPTIONS
+    return tuple(option for option in options if option.name not in args.leave_out)
+
+
+def stock_server(args: argparse.Namespace, flags: tuple[str, ...]) -> ServerProcess | GivenServer:
+    """The given stock server, or one that is started with ``flags``."""
+    if args.stock_url:
+        return GivenServer(args.stock_url, ANSWER_SECONDS)
+    return ServerProcess(args.model, flags, args.logs / "soak-stock.log")
 
 
 def verified_server(
     args: argparse.Namespace, flags: Mapping[str, tuple[str, ...]], env: Mapping[str, str], tally: Tally
-) -> ServerProcess | Apart:
-    """One, or two apart, of which only the one that decodes is made to retract."""
+) -> ServerProcess | GivenServer | Apart:
+    """The given one, a started one, or two apart, of which only the one that decodes is made to retract."""
+    if args.url:
+        return GivenServer(args.url, ANSWER_SECONDS)
     if args.apart:
         return Apart(args.model, flags, args.logs, {"prefill": STRICT_CHECKS, "decode": env}, args.workers, tally.fail)
     return ServerProcess(args.model, flags["verified"], args.logs / f"soak-{args.mode}.log", request_timeout=ANSWER_SECONDS, env=env)
@@ -158,15 +184,19 @@ def all_prompts(given: Sequence[Prompt], answers: Sequence[Sequence[int]]) -> tu
 def _reference(stock: ServerClient, prompt: Prompt, option: Option, tokens: int) -> tuple:
     stock.flush_cache()
     try:
-        return read_samples(stock.post("generate", option.body(prompt, tokens)))
+        stream = bool(option.stream)
+        return answer(stock, option, option.body(prompt, tokens) | {"stream": stream}, stream)
     except OSError as error:
-        raise BenchError(f"stock, {option.name}, {prompt.name}: {describe_error(error)}") from error
+        told = f"stock, {option.name}, {prompt.name}: {describe_error(error)}"
+        raise BenchError(f"{told}; if stock does not serve such requests, pass --leave-out {option.name}") from error
 
 
-def finish(server: ServerProcess | Apart, tally: Tally) -> None:
-    """The idle server must pass its own checks and still answer."""
+def finish(server: ServerProcess | GivenServer | Apart, tally: Tally) -> None:
+    """The idle server must hold nothing, pass its own checks and still answer."""
     time.sleep(SETTLE_SECONDS)
     try:
+        if held := leak(server):
+            tally.fail(held)
         server.flush_cache()
         server.post("generate", {"text": "Hello", "sampling_params": {"max_new_tokens": 4}})
         server.flush_cache()
@@ -175,13 +205,20 @@ def finish(server: ServerProcess | Apart, tally: Tally) -> None:
 
 
 def report(
-    args: argparse.Namespace, tally: Tally, flags: Mapping[str, tuple[str, ...]], overlapped: bool, server: ServerProcess | Apart
+    args: argparse.Namespace,
+    tally: Tally,
+    flags: Mapping[str, tuple[str, ...]],
+    overlapped: bool,
+    server: ServerProcess | GivenServer | Apart,
+    options: Sequence[Option],
 ) -> None:
     """Print and write the totals."""
     totals = {
         "mode": args.mode,
         "minutes": args.minutes,
         "workers": args.workers,
+        "most_requests": args.requests,
+        "urls": {"server": args.url, "stock": args.stock_url},
         "force_retraction": args.force_retraction,
         "overlapped": overlapped,
         "flags": {name: list(of_server) for name, of_server in flags.items()},
@@ -193,5 +230,5 @@ def report(
         print(server.table())
     print(json.dumps(totals, indent=1))
     if args.json:
-        asked = [{"name": each.name, **each.sampling, **each.fields} for each in asked_options(args)]
+        asked = [{"name": each.name, **each.sampling, **each.fields} for each in options]
         write_json(args.json, {**totals, "requests": asked})

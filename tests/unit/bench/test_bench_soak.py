@@ -18,7 +18,7 @@ from bench_helpers import PROMPT, Here
 from sglang_ext.bench import BenchError
 from sglang_ext.bench import server as bench_server
 from sglang_ext.bench.__main__ import main
-from sglang_ext.bench.soaking import apart, sending, soak
+from sglang_ext.bench.soaking import apart, given, sending, soak, tool_calls
 from sglang_ext.bench.soaking.answers import ASKED_ROWS, LOST_LOGPROB, AnswerError, Sample
 from sglang_ext.bench.soaking.apart import Apart
 from sglang_ext.bench.soaking.request_options import OPTIONS
@@ -37,7 +37,7 @@ class FakeServer:
     """Counts up from 1; ``break_answer`` may change an answer of the verified server."""
 
     made: list["FakeServer"] = []
-    retractions = 0
+    retractions, leaked = 0, 0
     group: int | None = None
 
     def __init__(self, model: str, flags: tuple[str, ...], log: Path, **options: Any) -> None:
@@ -55,12 +55,16 @@ class FakeServer:
     def flush_cache(self) -> None: ...
 
     def request(self, path: str) -> dict[str, Any]:
+        if path == "v1/loads":
+            return {"loads": [{"num_running_reqs": 0, "num_waiting_reqs": 0, "num_used_tokens": self.leaked}]}
         assert path == "server_info"
         return {"disable_overlap_schedule": soak.PLAIN_LOOP in self.flags}
 
     def post_quietly(self, path: str, body: Mapping[str, Any]) -> None: ...
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
+        if path == tool_calls.PATH:
+            return {"choices": [{"message": {"content": "fine"}, "finish_reason": "length"}]}
         params = body["sampling_params"]
         if any(params.get(name) == value for each in MALFORMED for name, value in each.items()):
             raise HTTPError("url", 400, "malformed", Message(), None)
@@ -68,9 +72,12 @@ class FakeServer:
         return answers if "n" in params else answers[0]
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        if path == tool_calls.PATH:
+            yield {"choices": [{"delta": {"content": "fine"}, "finish_reason": "length"}]}
+            return
         count = body["sampling_params"]["max_new_tokens"]
         for index in range(body["sampling_params"].get("n", 1)):
-            for end in range(1, count + 1):
+            for end in range(min(1, count), count + 1):
                 chunk = {**self.answer(body, end), "index": index}
                 if end < count:
                     chunk["meta_info"]["finish_reason"] = None
@@ -130,15 +137,45 @@ class TestRun:
     def test_wrong_answer_ends_the_run(
         self, server: type[FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(FakeServer, "break_answer", lambda self, ids: ids.__setitem__(-1, 0))
+        monkeypatch.setattr(FakeServer, "break_answer", lambda self, ids: ids and ids.__setitem__(-1, 0))
         code, totals = run(tmp_path, "--minutes", "5")
         assert code == 1
         assert any("differs from stock at token" in problem for problem in totals["problems"])
 
+    def test_tokens_that_an_idle_server_still_holds_fail_the_run(
+        self, server: type[FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(FakeServer, "leaked", 7)
+        monkeypatch.setattr(given, "IDLE_SECONDS", 0.0)
+        code, totals = run(tmp_path)
+        assert code == 1 and "still holds 7 used tokens" in totals["problems"][0]
+
+    def test_as_many_requests_are_sent_as_asked_for(self, server: type[FakeServer], tmp_path: Path) -> None:
+        code, totals = run(tmp_path, "--minutes", "5", "--requests", "40")
+        assert (code, sum(totals["outcomes"].values()), len(server.made)) == (0, 40, 2)
+
+    def test_ways_to_ask_may_be_left_out(self, server: type[FakeServer], tmp_path: Path) -> None:
+        totals = run(tmp_path, "--leave-out", "greedy,tools")[1]
+        assert len(totals["requests"]) == len(OPTIONS) - 2 and not {"greedy", "tools"} & totals["options"].keys()
+
+    def test_a_given_server_is_tested_and_a_given_stock_server_asked_instead_of_started_ones(
+        self, server: type[FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def of(url: str, timeout: float) -> FakeServer:
+            return FakeServer(url, (), tmp_path, env={} if url == "http://tested" else None)
+
+        monkeypatch.setattr(soak, "GivenServer", of)
+        monkeypatch.setattr(soak, "served_options", lambda options, servers: options[:3])
+        monkeypatch.setattr(FakeServer, "break_answer", lambda self, ids: ids and ids.__setitem__(-1, 0))
+        code, totals = run(tmp_path, "--minutes", "5", "--url", "http://tested", "--stock-url", "http://stock")
+        assert code == 1 and "differs from stock" in totals["problems"][0], "the tested server is compared with the stock one"
+        assert (totals["flags"], len(totals["requests"])) == ({}, 3)
+        assert not any("--kv-mode" in each.flags for each in server.made), "none is started"
+
     def test_a_lossy_server_is_asked_alone_and_its_tokens_may_be_any(
         self, server: type[FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(FakeServer, "break_answer", lambda self, ids: ids.__setitem__(0, 0))
+        monkeypatch.setattr(FakeServer, "break_answer", lambda self, ids: ids and ids.__setitem__(0, 0))
         code, totals = run(tmp_path, "--mode", "lossy", "--kv", "--kv-compressor hack --kv-bits 2")
         (lossy,) = server.made
         assert (code, totals["mode"]) == (0, "lossy") and totals["outcomes"]["answered"] > 0
@@ -147,7 +184,7 @@ class TestRun:
     def test_a_lossy_answer_that_is_too_short_ends_the_run(
         self, server: type[FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(FakeServer, "break_answer", lambda self, ids: ids.pop())
+        monkeypatch.setattr(FakeServer, "break_answer", lambda self, ids: ids and ids.pop())
         code, totals = run(tmp_path, "--minutes", "5", "--mode", "lossy", "--kv", "--kv-compressor hack")
         assert code == 1 and any("tokens" in problem for problem in totals["problems"])
 
@@ -176,7 +213,7 @@ class TestRun:
             def post(self, path: str, body: dict[str, Any]) -> Any:
                 raise ConnectionError("gone")
 
-        with pytest.raises(BenchError, match="stock, greedy, p: ConnectionError: gone"):
+        with pytest.raises(BenchError, match="stock, greedy, p: ConnectionError: gone; .* pass --leave-out greedy"):
             soak.reference_answers(Refusing("m", (), Path("log")), (PROMPT,), 4)  # type: ignore[arg-type]
 
 
@@ -258,7 +295,7 @@ def test_the_id_of_an_aborted_request_is_used_again_unless_it_was_streamed(
     tally = Tally()
     references = {(0, "greedy"): (Sample((1, 2, 3, 4), "length"),)}
     given = soak.Soak(FakeServer("m", (), Path("log")), [PROMPT], (), references, True, tally)  # type: ignore[arg-type]
-    sending.traffic(given, argparse.Namespace(minutes=5, workers=1, seed=0, output_len=4))
+    sending.traffic(given, argparse.Namespace(minutes=5, requests=0, workers=1, seed=0, output_len=4))
     first, second, third, fourth = drawn
     assert (second == third) != stream and len({first, second, fourth}) == 3
     assert tally.problems == ["enough"]
@@ -404,7 +441,8 @@ class TestApart:
         assert "SGLANG_TEST_RETRACT" in decode.env and "SGLANG_TEST_RETRACT" not in prefill.env
 
     def test_what_two_servers_do_not_serve_is_not_asked(self, part: type[FakePart], tmp_path: Path) -> None:
-        left_out = {"two-samples", "three-samples", "two-samples-regex", "two-samples-logprobs", "input-logprobs"}
+        left_out = {"two-samples", "three-samples", "two-samples-logprobs", "three-samples-regex", "input-logprobs"}
+        left_out |= {"tools", "tools-streamed", "tools-auto"}
         assert {option.name for option in OPTIONS} - {option.name for option in apart.options_apart()} == left_out
         assert not run(tmp_path, "--apart")[1]["options"].keys() & left_out
         # But for this field such requests are asked.

@@ -48,7 +48,7 @@ def sample(*ids: int, finish: str = "length", logprobs: tuple[float, ...] | None
 class TestOptions:
     def test_each_way_of_asking_is_there_once(self) -> None:
         asked = [name for option in OPTIONS for name in (*option.sampling, *option.fields)]
-        assert len(BY_NAME) == len(OPTIONS) == 31
+        assert len(BY_NAME) == len(OPTIONS) == 34
         assert {
             *("stop", "stop_regex", "stop_token_ids", "logit_bias", "min_new_tokens", "min_p", "n", "regex", "json_schema"),
             *("ebnf", "frequency_penalty", "presence_penalty", "repetition_penalty", "sampling_seed", "top_p", "top_k"),
@@ -107,7 +107,7 @@ class TestRequests:
     @given(st.integers(), st.integers(1, 9), st.integers(1, 99))
     def test_drawn_requests_can_be_checked(self, seed: int, prompts: int, longest: int) -> None:
         drawn = draw_request(Random(seed), "r", cases(prompts, 0), longest)
-        assert 0 <= drawn.prompt < prompts and 1 <= drawn.tokens <= longest
+        assert 0 <= drawn.prompt < prompts and 0 <= drawn.tokens <= longest
         if drawn.option.samples > 1:
             assert drawn.kind != "abort"
         if drawn.kind == "malformed":
@@ -121,8 +121,8 @@ class TestRequests:
         drawn = [draw_request(chance, "r", cases(2, 6), 9) for _ in range(3000)]
         assert {each.option.name for each in drawn} == set(BY_NAME)
         assert {each.prompt for each in drawn} == set(range(8))
-        assert 0.25 < sum(each.stream for each in drawn) / 3000 < 0.35
-        assert sum(each.tokens == 1 for each in drawn) > 300
+        assert 0.25 < sum(each.stream for each in drawn) / 3000 < 0.4
+        assert sum(each.tokens == 1 for each in drawn) > 300 and sum(each.tokens == 0 for each in drawn) > 50
         assert len({str(each.broken) for each in drawn}) == 1 + len(MALFORMED)
 
     def test_malformed_request_leaves_its_option_as_it_was(self) -> None:
@@ -270,6 +270,22 @@ class TestCheck:
             check(request(3), [aborted], [sample(1, 2, 3)])
         with pytest.raises(AnswerError, match="token 0"):
             check(request(3, "abort"), [sample(2, finish="abort")], [sample(1, 2, 3)])
+
+    def test_a_request_for_no_token_is_answered_with_none(self) -> None:
+        check(request(0), [sample()], [sample(1, 2)])
+        check_form(request(0), [sample()])
+        assert read_stream([answer([])])[0].ids == ()
+        # SGLang sends one token's log-probabilities all the same.
+        told = read_samples(answer([], output_token_logprobs=[[-0.5, 4, None]], output_top_logprobs=[[[-0.5, 4, None]]]))
+        check(request(0), told, [Sample((1, 2), "length", (-0.5, -0.25), rows={"output_top_logprobs": ((-0.5,), (-0.25,))})])
+        with pytest.raises(AnswerError, match="1 tokens instead of 0"):
+            check(request(0), [sample(1)], [sample(1, 2)])
+
+    def test_the_text_of_an_answer_as_long_as_stocks_is_stocks(self) -> None:
+        stock = [replace(sample(1, 2), text="a b")]
+        check(request(1), [replace(sample(1), text="a ")], stock)
+        with pytest.raises(DiffersFromStock, match="the text is 'a', stock's 'a b'"):
+            check(request(2), [replace(sample(1, 2), text="a")], stock)
 
     def test_each_sample_counts(self) -> None:
         pair = [sample(1), sample(2)]
