@@ -149,7 +149,7 @@ def measure_cell(server: ServerProcess, context: int, batch: int, prompts: Seque
         steady_ms=[1000 * wave.running / wave.steady if wave.steady else wave.token_ms for wave in measured],
         accept_length=[wave.accept_length for wave in measured],
         fallbacks=[wave.fallbacks for wave in measured],
-        gauges={f"{name}{labels}": value for name in sorted(names) for labels, value in readings(page, name)},
+        gauges={f"{name}{{{labels}}}": value for name in sorted(names) for labels, value in readings(page, name)},
     )
 
 
