@@ -122,11 +122,15 @@ class KVServerArgs(ServerArgs):
         NS("memory"),
     ] = None
     kv_select_every: A[
-        int,
-        f"With --kv-compressor {OR_STEPPING}: steps after which tokens are chosen anew, from 1; with --kv-mode verified after each "
-        "verification, too. Cache ranks on GPUs that need longer for all requests choose after as many steps as they need.",
+        int | str,
+        Arg(
+            help=f"With --kv-compressor {OR_STEPPING}: steps after which tokens are chosen anew, from 1; with --kv-mode verified after each "
+            "verification, too. Cache ranks on GPUs that need longer for all requests choose after as many steps as they need. auto: with "
+            "spade and --kv-mode verified, without cache ranks, the interval that measured times and acceptance make fastest; else 1.",
+            type_parser=options.number_or_word,
+        ),
         NS("memory"),
-    ] = 1
+    ] = "auto"
     kv_select_by: A[
         str,
         Arg(
@@ -155,7 +159,7 @@ class KVServerArgs(ServerArgs):
         Arg(
             help="With --kv-cache-ranks: layers whose queries go to a cache rank at once, from 1, fewer where the model's are divided more "
             "evenly so, as 30 by 12 in packs of 10; auto: 4 to 12, by how long messages and choosing take.",
-            type_parser=options.parse_draft_length,
+            type_parser=options.number_or_word,
         ),
         NS("memory"),
     ] = "auto"
@@ -192,7 +196,7 @@ class KVServerArgs(ServerArgs):
             help="Tokens drafted on the compressed view before each verification, from 1 to "
             f"{options.MAX_DRAFT_LENGTH}; auto: what measured acceptance and times make fastest, none where full "
             "KV is faster.",
-            type_parser=options.parse_draft_length,
+            type_parser=options.number_or_word,
         ),
         NS("memory"),
     ] = "auto"

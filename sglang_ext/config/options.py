@@ -60,8 +60,8 @@ def ranks_of_host(args: "KVServerArgs") -> int:
     return -(-args.tp_size // args.nnodes)
 
 
-def parse_draft_length(text: str) -> int | str:
-    """``--kv-draft-length`` from the command line: a number, or what flag_checks.py will look at."""
+def number_or_word(text: str) -> int | str:
+    """A flag's value from the command line: a number, or a word that is checked later, such as ``auto``."""
     return int(text) if text.lstrip("-").isdigit() else text
 
 

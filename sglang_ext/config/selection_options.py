@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 RANK_FLAGS = ("kv_pack_layers", "kv_cache_rank_gb", "kv_cache_rank_gpu")
 FLAGS = ("kv_select", "kv_select_every")
+AUTO = "auto"
+# Selection intervals that --kv-select-every auto chooses from, in steps, longest first: rounds of auto's drafts select once with the longest.
+INTERVALS = (16, 8, 4, 2, 1)
 # Memory of the model's GPU through which each of its cache ranks gets keys and queries, at most; and where it gets values, too, and sends
 # rows.
 ARENA_BYTES, ROWS_ARENA_BYTES = 256 << 20, 3 << 29
@@ -45,6 +48,20 @@ def predicts(args: "KVServerArgs") -> bool:
 def chooses_in_attention(args: "KVServerArgs") -> bool:
     """Whether attention of steps chooses by extremes of pages beside the pool; known once SGLang has chosen the device."""
     return args.device == "cuda" and catalogue.parse(args.kv_compressor)[0] == Quest.name
+
+
+def interval(args: "KVServerArgs") -> int:
+    """Steps between two selections; with auto the shortest of those that are chosen from."""
+    return 1 if args.kv_select_every == AUTO else args.kv_select_every
+
+
+def intervals(args: "KVServerArgs") -> tuple[int, ...]:
+    """Selection intervals that a server chooses from by measured times, longest first; one where it does not choose.
+
+    Only spade in mode verified chooses: a lossy answer would depend on times. Cache ranks have a pace of their own.
+    """
+    chooses = args.kv_select_every == AUTO and args.kv_mode == "verified" and predicts(args) and not ranks(args)
+    return INTERVALS if chooses else (interval(args),)
 
 
 def ranks(args: "KVServerArgs") -> int:
@@ -110,8 +127,10 @@ def resolve(args: "KVServerArgs") -> None:
             "number: pass for example 0.125, or a whole number, for example 2048"
         )
     every = args.kv_select_every
-    if not (isinstance(every, int) and every >= 1):
-        raise OptionError(f"--kv-select-every is {every}; tokens are chosen after so many steps: pass a whole number from 1, for example 4")
+    if every != AUTO and not (isinstance(every, int) and every >= 1):
+        raise OptionError(
+            f"--kv-select-every is {every}; tokens are chosen after so many steps: pass a whole number from 1, for example 4, or {AUTO}"
+        )
     query_predictor(args.kv_select_by)
     _check_ranks(args)
     _check_coded_slots(args)
@@ -217,7 +236,7 @@ def check_resolved(args: "KVServerArgs") -> None:
             f"--kv-select is {most}, and the longest context that is served has {context} tokens: pass a number below that, a share, for "
             "example 0.125, or a longer --context-length"
         )
-    if args.kv_select_every >= context:
+    if interval(args) >= context:
         # Rings keep as many queries of each request.
         raise OptionError(
             f"--kv-select-every is {args.kv_select_every}, and the longest context that is served has {context} tokens: pass a number below "
@@ -336,12 +355,12 @@ def spade(args: "KVServerArgs") -> Spade:
     """The method as the flags ask for it, for arguments that :func:`resolve` saw."""
     # Ranks on GPUs choose for steps alone: a copy is not made anew by the model's GPU after each verification.
     each_round = args.kv_mode == "verified" and not beside_gpu(args)
-    return Spade(query_predictor(args.kv_select_by), args.kv_select_every, each_round, most=selected(args))
+    return Spade(query_predictor(args.kv_select_by), interval(args), each_round, most=selected(args))
 
 
 def stepping(args: "KVServerArgs", name: str) -> Compressor:
     """Another method that chooses for each step, as the flags ask for it."""
-    found = replace(catalogue.create(name), every=args.kv_select_every, each_round=args.kv_mode == "verified", most=selected(args))
+    found = replace(catalogue.create(name), every=interval(args), each_round=args.kv_mode == "verified", most=selected(args))
     return replace(found, in_attention=True) if isinstance(found, Quest) and chooses_in_attention(args) else found
 
 

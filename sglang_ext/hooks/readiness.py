@@ -8,7 +8,7 @@ from sglang_ext.command_line import sample_request
 from sglang_ext.config.method_options import Offer, offers
 from sglang_ext.config.options import BACKEND
 from sglang_ext.config.prefill_options import QUANTIZED
-from sglang_ext.config.selection_options import ranks, score_bits, selected, selects
+from sglang_ext.config.selection_options import interval, ranks, score_bits, selected, selects
 from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.mem_cache.compressors.spade import Spade
 from sglang_ext.mem_cache.selection.held_keys import EXACT
@@ -96,8 +96,8 @@ def _choosing(args: "KVServerArgs", offer: Offer) -> Iterator[str]:
     """What is not the default of a method that chooses tokens for each step; nothing of a server that only prefills, which takes none."""
     if offer.drops not in catalogue.stepping() or args.disaggregation_mode == "prefill":
         return
-    if args.kv_select_every > 1:
-        yield f"every {args.kv_select_every} steps"
+    if interval(args) > 1:
+        yield f"every {interval(args)} steps"
     if offer.drops != Spade.name:
         return
     if args.kv_select_by != Current.name:

@@ -1,6 +1,6 @@
 """Prometheus metrics, ``sglang_ext:*``, on SGLang's own ``/metrics`` page."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,12 @@ GAUGES = {
     "key_code_bytes": ("Bytes of keys in few bits by which tokens are chosen, outside the KV pool.",),
     "page_extreme_bytes": ("Bytes of least and largest numbers of pages of keys by which pages are chosen, outside the KV pool.",),
     "round_seconds": ("Seconds on the device in the last round: one draft, the rest with the verification, or a plain step.", "part"),
+    "draft_length": ("Mean draft steps of a round, since the last log line of drafting; 0 where none drafted.",),
+    "draft_acceptance_rate": ("Accepted tokens of the verified draft tokens, since the last log line of drafting.",),
+    "draft_accept_length": ("Mean tokens of a verification, since the last log line of drafting.",),
+    "draft_gain": ("Measured speed of rounds with drafts over that of plain steps, since the last log line of drafting; 0 where not known.",),
+    "selection_interval": ("With --kv-select-every auto and spade: steps between two selections; 0 where none is chosen.",),
+    "draft_predicted_gain": ("With --kv-draft-length auto: predicted speed of the best draft length over that of plain steps.",),
 }
 COUNTERS = {
     "drafts": ("Tokens drafted on compressed KV.",),
@@ -159,6 +165,11 @@ class KVMetrics:
         parts = {"draft": drafting / drafts, "rest": whole - drafting} if drafts else {"step": whole / steps}
         for part, seconds in parts.items():
             self._tell("round_seconds", seconds, part)
+
+    def observe_drafting(self, figures: Mapping[str, float | None]) -> None:
+        """Report what drafting gains, by the names of gauges; figures that are not known are 0."""
+        for name, value in figures.items() if self._gauges else ():
+            self._tell(name, value or 0.0)
 
     def observe_pool(self, views: "CompressedViews", verifications: "Verifications | None" = None) -> None:
         """Report the bytes in compressed slots, of queries, and what became of full KV in host memory."""

@@ -272,7 +272,8 @@ class KVWorker(BaseSpecWorker):
         elif selection_options.ranks(args):
             elsewhere, chosen_beside = cache_ranks(args, methods[0], self.buffers, query_heads, served.rotary, requests), None
         else:
-            chosen_beside = beside(methods[0], table, self.buffers, query_heads, self.queries, served.rotary)
+            intervals = selection_options.intervals(args)
+            chosen_beside = beside(methods[0], table, self.buffers, query_heads, self.queries, served.rotary, intervals)
         return CompressedViews(
             methods=methods,
             token_table=table,

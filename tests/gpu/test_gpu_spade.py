@@ -205,7 +205,7 @@ def test_steps_choose_by_codes_that_forwards_make(launch, prompts, bits):
 @pytest.mark.server
 def test_verified_answers_in_deterministic_mode_are_stocks_token_by_token(launch, prompts):
     expected = [r["output_ids"] for r in launch(*EXACT).ask_all(prompts, 1, **greedy(64))]
-    server = launch(*EXACT, *VERIFIED, "--kv-compressor", "spade", "--enable-metrics", env=server_environment(None))
+    server = launch(*EXACT, *VERIFIED, "--kv-compressor", "spade", "--kv-select-every", "1", "--enable-metrics", env=server_environment(None))
     for workers in (1, 4):
         found = server.ask_all(prompts, workers, **greedy(64))
         assert [r["output_ids"] for r in found] == expected

@@ -14,6 +14,7 @@ CHOICES = 'sglang_ext:copies_total{compressor="spade"'
 def test_verified_answers_are_stocks_with_pages_chunks_and_retractions(launch, prompts, expected):
     server = launch(
         "--kv-mode", "verified", *SPADE, "--kv-budget", "0.25", "--kv-draft-length", "8", "--kv-select-by", "regressed",
+        "--kv-select-every", "1",
         "--page-size", "16", "--chunked-prefill-size", "256", "--kv-sparse-from", "400", env=server_environment(retraction_steps=2),
     )  # fmt: skip
     found = server.ask_all(prompts[:4], 4, **greedy(EXPECTED_TOKENS))
@@ -33,7 +34,7 @@ def test_verified_answers_are_stocks_with_keys_of_few_bits_and_prefixes_that_com
     pool = 1600
     server = launch(
         "--kv-mode", "verified", *SPADE, "--kv-budget", "0.25", "--kv-draft-length", "8", "--kv-score-bits", "4",
-        "--max-total-tokens", str(pool), "--chunked-prefill-size", "256", "--kv-host-gb", "0.3",
+        "--max-total-tokens", str(pool), "--chunked-prefill-size", "256", "--kv-host-gb", "0.3", "--kv-select-every", "auto",
     )  # fmt: skip
     for cold in (True, False):
         found = server.ask_all(prompts[1:4], 1, cold=cold, **greedy(EXPECTED_TOKENS))
@@ -41,6 +42,9 @@ def test_verified_answers_are_stocks_with_keys_of_few_bits_and_prefixes_that_com
         told = [r["meta_info"] for r in found]
         assert sum(each["kv_accepted"] for each in told) > 0.3 * sum(each["kv_drafts"] for each in told) > 0
     assert server.metric("sglang_ext:host_loaded_bytes_total") > 0
+    # The server chose it by measured times.
+    assert server.metric("sglang_ext:selection_interval") in (1, 2, 4, 8, 16)
+    assert server.metric("sglang_ext:draft_length") > 1 and 0.3 < server.metric("sglang_ext:draft_acceptance_rate") <= 1
     # Of 64 numbers of a key, which have a float32 each in full, with 4 bytes of scales for 32; the pool has a page more, which is nobody's.
     token = token_bytes // (2 * 64 * 4) * (64 * 4 // 8 + 8)
     assert server.metric("sglang_ext:key_code_bytes") == (pool + 1) * token

@@ -191,7 +191,7 @@ class RankWorld:
     def step(self, rows=None, following=None):
         """One token of each request: its queries, then what steps do."""
         rows = rows or [*self.copies]
-        self.steps.begun(1)
+        self.steps.begun(1, 1)
         recorded = tuple(Recorded(row, i, i + 1, self.ends[row]) for i, row in enumerate(rows))
         with self.queries.recording(recorded):
             for layer in range(LAYERS):

@@ -19,8 +19,8 @@ from scipy.optimize import nnls
 
 from sglang_ext.managers.offload import placement
 from sglang_ext.managers.offload.costs import CostError, Costs
-from sglang_ext.managers.spec_decode.pace import Spent
 from sglang_ext.managers.spec_decode.round import Round
+from sglang_ext.managers.spec_decode.round_costs import Spent
 
 # Seconds per byte are no shorter than this share of what a draft's time tells.
 LEAST_SHARE = 1e-3

@@ -1,92 +1,31 @@
-"""How many tokens a batch drafts before it verifies, from what acceptance and time were measured.
+"""Chooses how many tokens a batch drafts before it verifies (``--kv-draft-length auto``).
 
-``--kv-draft-length auto``. All requests of a batch draft together, so there is one length for all:
-the one at which the batch gains most tokens per second (VeriCache, equation (11), with the times measured
-instead of modelled). A probability ``p`` per token that a draft is accepted gives, at ``x`` drafts, a mean of
-``(1 - p^(x+1)) / (1 - p)`` tokens. Length 0 is plain decoding with full KV: where drafting does not pay, nothing
-is drafted, but for a short round now and then that looks whether it would: of the time that passes, such looks may
-lose :data:`LOOK_SHARE`.
+All requests of a batch draft together, so there is one length for all: the one at which the batch gains most tokens per second (VeriCache,
+equation (11), with measured times). A draft that is accepted with probability ``p`` gives rounds of ``x`` drafts a mean of
+``(1 - p^(x+1)) / (1 - p)`` tokens. Length 0 is plain decoding on the full KV.
+
+Times come from a cost model (round_costs.py), which predicts them at loads that were not measured. Where drafting pays, plain steps are measured
+rarely. Where it does not pay, a short round probes now and then whether it would: probes may lose :data:`PROBE_SHARE` of the time.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
-from sglang_ext.managers.spec_decode.pace import Choice, Load, Recent, Spent
+from sglang_ext.managers.spec_decode.round_costs import Load, RoundCosts, Spent
 
-# Rounds that tell a time, of which one may have stalled.
-ENOUGH_ROUNDS = 2
-# Of a plain step, what a draft takes at least, where its time is extrapolated from a trial with few copies.
-LEAST_DRAFT = 0.25
-
-
-@dataclass
-class Times:
-    """What was measured of one load.
-
-    Attributes:
-        step: a step of plain decoding; the time to the next iteration counts.
-        draft: a draft in a round.
-        widths: tokens of a request in the verifications that are captured, narrow first.
-        rests: a round without its drafts, to the beginning of the next, by index of the width.
-        copying: what a look at drafting spends on copies before it drafts.
-    """
-
-    step: Recent = field(default_factory=Recent)
-    draft: Recent = field(default_factory=Recent)
-    widths: tuple[int, ...] = (1,)
-    rests: dict[int, Recent] = field(default_factory=dict)
-    copying: Recent = field(default_factory=Recent)
-
-    def observe(self, spent: Spent, look: bool) -> None:
-        """Take an iteration's seconds; ``look``: drafts, where there are any, only looked whether they pay."""
-        if spent.drafts == 0:
-            self.step.newest.append(spent.whole / spent.steps)
-            return
-        if look:
-            self.copying.newest.append(spent.copying)
-        step, draft = self.step.seconds, spent.drafting / spent.drafts
-        if 0 < spent.share < 1 and self.step.count:
-            # Attention adds up over requests: with copies for all, a draft differs from a plain step by so much more.
-            draft = max(LEAST_DRAFT * step, step - (step - draft) / spent.share)
-        self.draft.newest.append(draft)
-        rests = self.rests.setdefault(int(self._verification(spent.drafts)), Recent())
-        # A look verifies few requests; the others' full KV would be read as in a plain step.
-        unread = (1 - spent.share) * step if 0 < spent.share < 1 else 0.0
-        rests.newest.append(spent.whole - spent.drafting + unread)
-
-    def _verification(self, drafts: np.ndarray | int) -> np.ndarray:
-        """Index of the width that so many drafts and the newest token need; the widest for more."""
-        return np.minimum(np.searchsorted(self.widths, np.asarray(drafts) + 1), len(self.widths) - 1)
-
-    def seconds(self, drafts: np.ndarray | int) -> np.ndarray | float:
-        """Of a round with so many drafts; see :meth:`_rest`."""
-        rests = np.array([self._rest(width) for width in range(len(self.widths))])
-        return drafts * self.draft.seconds + rests[self._verification(drafts)]
-
-    def _rest(self, width: int) -> float:
-        """Of a width seen too seldom: no longer than that of one that was seen, so that it is tried."""
-        other = self.rests[min(self.rests)].seconds
-        mine = self.rests.get(width)
-        if mine is None:
-            return other
-        return mine.seconds if mine.count >= ENOUGH_ROUNDS else min(mine.seconds, other)
-
-
-# Another length must be that much better before it is taken: times are noisy.
-HYSTERESIS = 1.03
-# First come plain rounds, then one with drafts, which is asked for again if after so many iterations nothing of it is
-# seen: it may have become a plain one.
-ASK_AGAIN = 8
-# Plain steps in the time of a first look, from which on it stalled, and tells nothing: there is another.
-STALL = 10
-# Drafts of a round that only looks, at least: enough for the time of one, few to lose.
-LOOK_DRAFTS = 2
-# Of the time that passes, what looks at drafting may lose: for copies, and for rounds that gain less than plain steps.
-LOOK_SHARE = 0.01
-# Tokens of a request after which plain steps are measured again, where drafting pays.
-LOOK_AT_PLAIN = 1024
+# Another length must be that much better before it is taken, and any length than plain decoding: times are noisy, and copies take time.
+HYSTERESIS, GAIN = 1.02, 1.03
+# Drafts of a probe, at least and at most: enough for the time of one, few to lose.
+PROBE_DRAFTS = 2, 4
+# Share of the time that probes may lose, for copies and for rounds that gain less than plain steps.
+PROBE_SHARE = 0.01
+# Plain steps are measured again after so many tokens of a request, where drafting pays.
+PLAIN_AFTER = 1024
+# Plain steps are measured at a load if none were within so many doublings of it.
+PLAIN_REACH = 1.0
 
 
 def expected_tokens(probability: np.ndarray | float, drafts: np.ndarray | int) -> np.ndarray:
@@ -96,51 +35,23 @@ def expected_tokens(probability: np.ndarray | float, drafts: np.ndarray | int) -
     return (1 - p ** (drafts + 1)) / (1 - p)
 
 
-@dataclass
-class Looks:
-    """What was chosen for one load, and what looks at drafting may lose.
+@dataclass(frozen=True)
+class FixedLength:
+    """A draft length that was asked for.
 
     Attributes:
-        chosen: drafts of the last choice; None before the first.
-        since: tokens since plain steps were measured last.
-        allowance: seconds that looks may lose by now; below 0 after the first, which is not waited for.
-        awaited: iterations since a first round was asked for, that one included.
-        stalled: that first round, so that there is to be another.
+        drafts: of each iteration.
     """
 
-    chosen: int | None = None
-    since: int = 0
-    allowance: float = 0.0
-    awaited: int = 0
-    stalled: bool = False
+    drafts: int
+    predicted_gain: ClassVar[None] = None
 
-    def observe(self, spent: Spent, times: Times) -> None:
-        """Take an iteration's seconds; ``times`` are those before it."""
-        self.allowance += LOOK_SHARE * spent.whole
-        if spent.drafts == 0:
-            self.since = 0
-            return
-        self.since += spent.drafts
-        self.stalled = False
-        if not times.draft.count:
-            step, spending = times.step.seconds, spent.copying + spent.whole
-            self.stalled = spending > STALL * step > 0
-            self.allowance -= 0 if self.stalled else spending - step
-            self.awaited = 0
+    def choose(self, costs: RoundCosts, load: Load, probabilities: Sequence[float]) -> int:
+        """The same in each iteration."""
+        return self.drafts
 
-    def ask_first(self, drafts: int) -> int:
-        """``drafts`` of the first round; none while its times are awaited, which come iterations later."""
-        self.awaited += 1
-        return drafts if self.awaited % ASK_AGAIN == 1 else 0
-
-    def spend(self, loss: float) -> bool:
-        """Whether a look that loses so many seconds may be taken now; they are spent then."""
-        # What looks have not lost is not saved up for more than one.
-        self.allowance = min(self.allowance, loss)
-        if self.allowance < loss:
-            return False
-        self.allowance -= loss
-        return True
+    def observe(self, spent: Spent) -> None:
+        """Nothing is learned."""
 
 
 @dataclass
@@ -149,51 +60,70 @@ class DraftLength:
 
     Attributes:
         longest: drafts at most.
-        widths: tokens of a request in the verifications that are captured; by default of the longest drafts alone.
-        times: measured, by load.
-        looks: what was chosen by them, by load.
+        chosen: the last choice, probes and measurements of plain steps left out.
+        predicted_gain: of the best length over plain decoding, at the last choice; None before the first.
     """
 
     longest: int
-    widths: tuple[int, ...] = ()
-    times: dict[Load, Times] = field(default_factory=dict)
-    looks: dict[Load, Looks] = field(default_factory=dict)
+    chosen: int = 0
+    predicted_gain: float | None = None
+    # Tokens of a request since plain steps were measured, and the loads near which that was asked.
+    _since_plain: int = 0
+    _asked: set[tuple[int, ...]] = field(default_factory=set)
+    # Seconds that probes may lose by now. The first one is not waited for.
+    _allowance: float = float("inf")
 
-    def choose(self, load: Load, probabilities: Sequence[float]) -> Choice:
-        """The next iteration of a batch with these probabilities; up to :attr:`longest` drafts."""
-        times, looks = self._of(load)
-        if times.step.count < ENOUGH_ROUNDS:
-            return Choice(0)
-        look = min(LOOK_DRAFTS, self.longest)
-        if not times.draft.count or looks.stalled:
-            return Choice(looks.ask_first(look), trial=True)
-        rates = self._rates(times, probabilities)
-        best = int(rates.argmax())
-        if looks.chosen is not None and rates[best] < HYSTERESIS * rates[looks.chosen]:
-            best = looks.chosen
-        looks.chosen = best
-        if best:
-            return Choice(0 if looks.since >= LOOK_AT_PLAIN else best)
-        # Of what does not pay, as it seems, the least bad is looked at.
-        drafts = look + int(rates[look:].argmax())
-        loss = max(0.0, times.copying.seconds + times.seconds(drafts) * (1 - rates[drafts] / rates[0]))
-        return Choice(drafts, trial=True) if looks.spend(loss) else Choice(0)
+    def choose(self, costs: RoundCosts, load: Load, probabilities: Sequence[float]) -> int:
+        """Drafts of the next iteration; 0 for plain decoding.
 
-    def observe(self, load: Load, spent: Spent) -> None:
-        """Take an iteration's seconds."""
-        times, looks = self._of(load)
-        looks.observe(spent, times)
-        times.observe(spent, look=not looks.chosen)
-
-    def _of(self, load: Load) -> tuple[Times, Looks]:
-        if load not in self.times:
-            self.times[load] = Times(widths=self.widths or (self.longest + 1,))
-        return self.times[load], self.looks.setdefault(load, Looks())
-
-    def _rates(self, times: Times, probabilities: Sequence[float]) -> np.ndarray:
-        """Tokens per second of the batch, by draft length."""
+        Args:
+            costs: predicts times.
+            load: of the batch.
+            probabilities: that a draft of each request is accepted when those before it were.
+        """
         drafts = np.arange(self.longest + 1)
         tokens = expected_tokens(np.asarray(probabilities)[:, None], drafts).sum(0)
-        seconds = times.seconds(drafts)
-        seconds[0] = times.step.seconds
-        return tokens / seconds
+        seconds = costs.round_seconds(load, drafts.tolist())
+        rates = tokens / seconds
+        self.predicted_gain = float(rates[1:].max() / rates[0])
+        self.chosen = self._best(rates)
+        if self.chosen:
+            return 0 if self._plain_is_due(costs, load) else self.chosen
+        # The least bad of the short lengths.
+        least, most = (min(each, self.longest) for each in PROBE_DRAFTS)
+        probe = least + int(rates[least : most + 1].argmax())
+        loss = costs.copying_seconds(load) + seconds[probe] * (1 - rates[probe] / rates[0])
+        return probe if self._spend(max(0.0, loss)) else 0
+
+    def observe(self, spent: Spent) -> None:
+        """Take the seconds of an iteration."""
+        self._allowance += PROBE_SHARE * (spent.copying + spent.whole)
+        self._since_plain = self._since_plain + spent.drafts if spent.drafts else 0
+
+    def _best(self, rates: np.ndarray) -> int:
+        """The length of the highest rate, or the last choice where that is nearly as good and better than plain decoding."""
+        best, last = int(rates.argmax()), self.chosen
+        if rates[last] < rates[0]:
+            last = 0
+        return last if (HYSTERESIS if last else GAIN) * rates[last] > rates[best] else best
+
+    def _plain_is_due(self, costs: RoundCosts, load: Load) -> bool:
+        """Whether a plain step is to be measured, though drafting pays: none was for long, or none near this load."""
+        if self._since_plain >= PLAIN_AFTER:
+            self._since_plain = 0
+            return True
+        near = tuple(map(round, load.place))
+        if near in self._asked or costs.step.is_near(load.place, PLAIN_REACH):
+            return False
+        # Once, as the time comes iterations later.
+        self._asked.add(near)
+        return True
+
+    def _spend(self, loss: float) -> bool:
+        """Whether a probe that loses so many seconds may run now."""
+        # What probes have not lost is not saved up for more than one.
+        self._allowance = min(self._allowance, loss)
+        if self._allowance < loss:
+            return False
+        self._allowance -= loss
+        return True

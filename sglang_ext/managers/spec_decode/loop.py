@@ -13,20 +13,23 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
-from sglang_ext.config import options
+from sglang_ext.config import options, selection_options
 from sglang_ext.core import RequestState
 from sglang_ext.device import to_device
 from sglang_ext.layers.forward import BetweenSteps, of_requests
 from sglang_ext.managers import integrity
 from sglang_ext.managers.disaggregation.timeline import Timeline
 from sglang_ext.managers.offload.policy import OffloadPolicy
-from sglang_ext.managers.spec_decode.draft_length import DraftLength
-from sglang_ext.managers.spec_decode.pace import FixedLength, Pace
+from sglang_ext.managers.spec_decode.draft_length import DraftLength, FixedLength
+from sglang_ext.managers.spec_decode.draft_report import DraftReport
+from sglang_ext.managers.spec_decode.pace import Pace
 from sglang_ext.managers.spec_decode.penalties import Penalties, RoundPenalties
 from sglang_ext.managers.spec_decode.requests import end_of_answer, fill
 from sglang_ext.managers.spec_decode.result import Answers, GatheredDrafts, Part, RoundResult, together
 from sglang_ext.managers.spec_decode.round import Round, RoundPlanner
+from sglang_ext.managers.spec_decode.round_costs import RoundCosts
 from sglang_ext.managers.spec_decode.sampling import Sampled, pick_requests
+from sglang_ext.managers.spec_decode.selection_interval import SelectionInterval
 from sglang_ext.managers.spec_decode.steps import Steps, Verifier
 from sglang_ext.managers.spec_decode.turns import OnDevice
 
@@ -135,7 +138,7 @@ class DecodeLoop:
         wanted = self.pace.begin(lengths, states)
         self._place()
         seconds = worker.ranks.agree(self.pace.rounds.seconds or None) if self.policy is not None else None
-        round_ = self.planner.plan(batch, states, lengths, wanted, seconds)
+        round_ = self.planner.plan(batch, states, lengths, wanted, seconds, self.pace.every)
         self.pace.planned(round_)
         if worker.strict:
             alike = (round_.steps, round_.rows, round_.viewed, round_.gathered, round_.fallbacks, round_.answering, round_.parts)
@@ -188,25 +191,32 @@ class DecodeLoop:
 
     def account(self, batch: "ScheduleBatch", result: RoundResult) -> None:
         """Count a round's outcome, once it is on the host."""
-        metrics, round_ = self.worker.metrics, result.round
+        metrics, round_, report, tokens = self.worker.metrics, result.round, self.pace.report, 0
         due, answering = set(round_.due), set(round_.answering)
         for i, (req, state, answers) in enumerate(zip(batch.reqs, round_.states, result.accept_lens.tolist())):
             if req.finished() or req.is_retracted:
                 continue  # the scheduler drops what came after
+            tokens += answers
             if round_.fallbacks[i]:
                 metrics.count_fallback(round_.fallbacks[i], answers)
+                if report is not None:
+                    report.fell_back(round_.fallbacks[i], answers)
             elif round_.is_draft(i) and i not in answering:
                 metrics.count_drafts(round_.steps)
                 if i in due:
                     # A draft after the end of the output was not wrong.
                     offered = answers - 1 if i in result.ended else min(round_.offered(i), round_.left[i] - 1)
-                    state.count_verify(offered, answers - 1)
+                    self.worker.requests.count_verify(state, offered, answers - 1)
+                    self.pace.interval.observe(round_.every, offered, answers - 1)
                     metrics.count_verify(answers)
-                    self.worker.requests.typical.observe(offered, answers - 1)
+                    if report is not None:
+                        report.verified(offered, answers - 1)
             state.fallback = round_.fallbacks[i]
             fill(req, state)
             if self.timeline is not None:
                 self._note(req.bootstrap_room, result, i, answers)
+        if report is not None and tokens:
+            report.ended(round_, tokens)
         self.observe_pool()
 
     def _note(self, room: int, result: RoundResult, i: int, answers: int) -> None:
@@ -289,9 +299,19 @@ def decode_loop(worker: "KVWorker", turns: "OnDevice | Verifications", policy: O
     # Steps over such copies have an attention of their own, for all that they read.
     apart = bool(args.enable_deterministic_inference) and worker.attentions.copies is not None
     planner = RoundPlanner(worker.views, turns, worker.stride - 1, longest, worker.lossy, worker.queries.open_to, apart)
-    auto = args.kv_draft_length == "auto"
-    lengths = DraftLength(longest, options.verify_widths(args)) if auto else FixedLength(longest)
-    pace = Pace(lengths, torch.device(worker.model_runner.device), worker.metrics, worker.ranks)
+    lengths = DraftLength(longest) if args.kv_draft_length == "auto" else FixedLength(longest)
+    costs = RoundCosts(
+        weights=sum(each.nbytes for each in worker.model_runner.model.parameters()),
+        token_bytes=worker.views.buffers.bytes_per_slot,
+        share=worker.views.methods[0].share,
+        widths=() if worker.graphs is None else options.verify_widths(args),
+    )
+    renews = any(method.compressor.each_round for method in worker.views.methods)
+    device = torch.device(worker.model_runner.device)
+    interval = SelectionInterval(selection_options.intervals(args))
+    chooses = len(interval.intervals) > 1
+    report = None if worker.lossy else DraftReport(lengths, costs, worker.metrics, worker.ranks.first, chooses)
+    pace = Pace(lengths, device, worker.metrics, worker.ranks, costs, renews, interval=interval, report=report)
     verifier = Verifier(worker, steps, worker.graphs, worker.simulation)
     asked = args.kv_bench_timeline if options.transfers(args) and worker.ranks.first else None
-    return DecodeLoop(worker, pace, steps, verifier, planner, policy, Timeline.of(asked, torch.device(worker.model_runner.device)))
+    return DecodeLoop(worker, pace, steps, verifier, planner, policy, Timeline.of(asked, device))

@@ -1,105 +1,25 @@
-"""Keeps the times of iterations, and says how many tokens the next drafts: so many as were asked for, or as draft_length.py chooses."""
+"""Measures the times of iterations, and says how many tokens the next one drafts (draft_length.py)."""
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from statistics import median_low
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_ext.core import CURABLE, RequestState
+from sglang_ext.core import CURABLE, NO_QUERIES, NO_SELECTION, RequestState
 from sglang_ext.device import Mark
 from sglang_ext.managers.metrics import KVMetrics
+from sglang_ext.managers.spec_decode.draft_length import DraftLength, FixedLength
+from sglang_ext.managers.spec_decode.round_costs import Load, Recent, RoundCosts, Spent
+from sglang_ext.managers.spec_decode.selection_interval import SelectionInterval
 from sglang_ext.ranks import Ranks
 
 if TYPE_CHECKING:
-    from sglang_ext.managers.spec_decode.draft_length import DraftLength
+    from sglang_ext.managers.spec_decode.draft_report import DraftReport
     from sglang_ext.managers.spec_decode.round import Round
 
-# Newest times whose median is believed: a stall, as when a kernel is compiled, is in one of them.
-RECENT_TIMES = 5
-
-
-class Choice(NamedTuple):
-    """What a batch shall do in its next iteration.
-
-    Attributes:
-        drafts: of each request; 0 for plain decoding.
-        trial: the drafts only look whether drafting pays: copies shall be made for a few requests, which are enough.
-    """
-
-    drafts: int
-    trial: bool = False
-
-
-class Load(NamedTuple):
-    """What times are kept apart by: powers of 2 that hold the requests of a batch and their mean context."""
-
-    requests: int
-    context: int
-
-    @classmethod
-    def of(cls, lengths: Sequence[int]) -> "Load":
-        """Of requests with so many tokens."""
-        mean = sum(lengths) // len(lengths)
-        return cls((len(lengths) - 1).bit_length(), mean.bit_length())
-
-
-class Spent(NamedTuple):
-    """An iteration's seconds.
-
-    Attributes:
-        drafts: of each request; 0 for plain decoding.
-        steps: of plain decoding; 0 where tokens were drafted.
-        copying: until drafting or decoding began.
-        drafting: of all drafts.
-        whole: from where drafting or decoding began to the next iteration.
-        share: of the requests that drafted on copies, in a trial; the others answered on full KV.
-    """
-
-    drafts: int
-    steps: int
-    copying: float
-    drafting: float
-    whole: float
-    share: float = 1.0
-
-
-@dataclass
-class Recent:
-    """Times of one kind.
-
-    Attributes:
-        newest: the last that were seen, in seconds.
-    """
-
-    newest: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_TIMES))
-
-    @property
-    def count(self) -> int:
-        """How many there are."""
-        return len(self.newest)
-
-    @property
-    def seconds(self) -> float:
-        """The median of the newest; of two the shorter; 0 before the first."""
-        return median_low(self.newest) if self.newest else 0.0
-
-
-@dataclass(frozen=True)
-class FixedLength:
-    """A draft length that was asked for.
-
-    Attributes:
-        drafts: of each iteration.
-    """
-
-    drafts: int
-
-    def observe(self, load: Load, spent: Spent) -> None:
-        """Nothing is learned."""
-
+# Fallbacks that end within rounds: rounds with such requests say nothing of those that follow.
+PASSING = (NO_QUERIES, NO_SELECTION)
 
 @dataclass
 class Timed:
@@ -107,6 +27,7 @@ class Timed:
 
     Attributes:
         round: what its requests did.
+        load: of its batch.
         begun: copies are made.
         planned: they are there, drafting begins.
         drafted: the last draft is done.
@@ -115,6 +36,7 @@ class Timed:
     """
 
     round: "Round"
+    load: Load
     begun: Mark
     planned: Mark
     drafted: Mark | None = None
@@ -129,43 +51,58 @@ class Timed:
 
 @dataclass
 class Pace:
-    """Chooses draft lengths (draft_length.py) by the times of the iterations before.
-
-    What copies cost is kept apart: it belongs to no single round.
+    """Measures iterations, and chooses draft lengths by the times of those before.
 
     Attributes:
-        lengths: the choice.
+        lengths: chooses the draft length.
         device: whose work is timed.
-        metrics: told of each iteration's times.
-        ranks: who must choose alike.
-        watch: told of each iteration and its seconds.
+        metrics: gets each iteration's times.
+        ranks: must choose alike.
+        costs: predicts the times of rounds from those that were measured.
+        renews: whether each round makes its copies anew, so that their time belongs to the round.
+        watch: called with each iteration and its seconds.
+        interval: chooses the selection interval.
+        report: gets the seconds of each iteration; None where nothing is reported.
         rounds: seconds of the newest whole iterations.
     """
 
-    lengths: "DraftLength | FixedLength"
+    lengths: DraftLength | FixedLength
     device: torch.device
     metrics: KVMetrics
     ranks: Ranks = Ranks()
+    costs: RoundCosts = field(default_factory=RoundCosts)
+    renews: bool = False
     watch: "Callable[[Round, Spent], None] | None" = None
+    interval: SelectionInterval = field(default_factory=lambda: SelectionInterval((1,)))
+    report: "DraftReport | None" = None
     rounds: Recent = field(default_factory=Recent)
     _begun: Mark | None = None
+    _load: Load = Load(0, 0)
+    _drafts: int = 1
     _running: Timed | None = None
     _pending: list[Timed] = field(default_factory=list)
     _gathering: Spent | None = None
 
-    def begin(self, lengths: list[int], states: list[RequestState]) -> Choice:
-        """An iteration of requests with so many tokens begins: what they shall do."""
+    def begin(self, lengths: list[int], states: list[RequestState]) -> int:
+        """Begin an iteration of requests with so many tokens each. Returns the drafts of each request; 0 for plain decoding."""
         before = [] if self._running is None else self._running.round.states
         same = len(before) == len(states) and all(a is b for a, b in zip(before, states))
         self._begun = Mark.now(self.device)
         self._close(self._begun if same else None)
         self._learn()
-        if isinstance(self.lengths, FixedLength):
-            return Choice(self.lengths.drafts)
-        # Those that are never drafted gain as much either way.
+        # Requests that are never drafted gain as much either way.
         able = [state.acceptance.probability for state in states if state.fallback in CURABLE]
-        choice = self.lengths.choose(Load.of(lengths), able or [0.0])
-        return self.ranks.agree(choice)
+        uncopied = sum(length for length, state in zip(lengths, states) if not state.compressor and state.fallback in CURABLE)
+        load = Load.of(lengths, uncopied)
+        load = load._replace(every=self.interval.choose(self.costs, load, self._drafts))
+        drafts, every = self.ranks.agree((self.lengths.choose(self.costs, load, able or [0.0]), load.every))
+        self._load, self._drafts = load._replace(every=every), drafts or self._drafts
+        return drafts
+
+    @property
+    def every(self) -> int:
+        """Selection interval of the iteration that began last, in steps."""
+        return self._load.every
 
     @property
     def running(self) -> Timed | None:
@@ -174,7 +111,7 @@ class Pace:
 
     def planned(self, round_: "Round") -> None:
         """Drafting begins; its drafts may be fewer than were chosen."""
-        self._running = Timed(round_, self._begun, Mark.now(self.device))
+        self._running = Timed(round_, self._load, self._begun, Mark.now(self.device))
 
     def drafted(self) -> None:
         """The drafts of the running iteration were launched."""
@@ -203,15 +140,25 @@ class Pace:
             copying = timed.begun.until(timed.planned)
             drafting = timed.planned.until(timed.drafted)
             whole = timed.planned.until(timed.next)
-            share = round_.share_on_copies if round_.trial else 1.0
-            spent = Spent(round_.drafts, round_.plain_steps, copying, drafting, whole, share)
-            if share and not round_.early and (told := self._gathered(round_, spent)) is not None:
-                # Where all lacked queries for copies, it tells nothing of drafts on them.
-                self.lengths.observe(Load.of(round_.lengths), told)
+            spent = Spent(round_.drafts, round_.plain_steps, copying, drafting, whole)
+            if self._tells(round_) and (told := self._gathered(round_, spent)) is not None:
+                if self.renews and told.drafts:
+                    told = told._replace(copying=0.0, whole=told.whole + told.copying)
+                self.lengths.observe(told)
+                self.costs.observe(timed.load, told)
             self.rounds.newest.append(copying + whole)
             if self.watch is not None:
                 self.watch(round_, spent)
+            if self.report is not None:
+                self.report.timed(round_, copying + whole)
             self.metrics.observe_round(round_.drafts, round_.steps, drafting, whole)
+
+    @staticmethod
+    def _tells(round_: "Round") -> bool:
+        """Whether a round's times tell of rounds like it: no request waits for its copy or for its full KV."""
+        if not round_.drafts:
+            return True
+        return not (round_.early or round_.on_full_kv or any(reason in PASSING for reason in round_.fallbacks))
 
     def _gathered(self, round_: "Round", spent: Spent) -> Spent | None:
         """What is to be learned of a round: of short ones whose drafts gather, that of all together, once they are verified.
@@ -224,7 +171,6 @@ class Pace:
         if not round_.drafts:
             return spent
         before = self._gathering or Spent(0, 0, 0.0, 0.0, 0.0)
-        sums = (a + b for a, b in zip(before[:5], spent[:5]))
-        whole = Spent(*sums, share=spent.share)
+        whole = Spent(*(a + b for a, b in zip(before, spent)))
         self._gathering = None if round_.due else whole
         return whole if round_.due else None

@@ -83,13 +83,15 @@ class RequestStates:
     Attributes:
         args: the server's.
         offers: what requests may ask for.
-        typical: acceptance of all requests; a new one is expected to be like them.
+        typical: acceptance of all requests.
     """
 
     def __init__(self, args: "KVServerArgs", offers: Sequence[Offer]):
         self.args = args
         self.offers = offers
         self.typical = Acceptance(memory=LONG_MEMORY)
+        # Of each method's requests: a new request is expected to be like them.
+        self._by_method = [Acceptance(memory=LONG_MEMORY) for _ in offers] or [self.typical]
         self._states: dict[int, RequestState] = {}
         self._admitted = 0
 
@@ -105,6 +107,7 @@ class RequestStates:
             # An earlier chunk of the same prompt.
             return old
         self._admitted += 1
+        method = self.method_of(req)
         state = self._states[row] = RequestState(
             rid=req.rid,
             row=row,
@@ -112,12 +115,18 @@ class RequestStates:
             matched=matched,
             prompt=req.origin_input_ids,
             namespace=namespace(req),
-            method=self.method_of(req),
+            method=method,
             fallback=fallback_reason(req),
-            acceptance=Acceptance.expecting(self.typical.probability),
+            acceptance=Acceptance.expecting(self._by_method[method].probability),
         )
         resume(req, state)
         return state
+
+    def count_verify(self, state: RequestState, offered: int, accepted: int) -> None:
+        """Count a verification of the request with this state."""
+        state.count_verify(offered, accepted)
+        self.typical.observe(offered, accepted)
+        self._by_method[state.method].observe(offered, accepted)
 
     def method_of(self, req: "Req") -> int:
         """Place among the methods of what a request asks for."""

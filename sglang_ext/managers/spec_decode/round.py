@@ -5,14 +5,13 @@ the one where full KV has to arrive first, and y = 1 a batch in which a request'
 be drafted answers in the steps in which others draft.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from sglang_ext.config.options import WIDE_REQUESTS
 from sglang_ext.core import CURABLE, FALLBACK_REASONS, NO_QUERIES, NO_SELECTION, PLAIN_STEPS, SHORT_CONTEXT, SLOWER, RequestState
-from sglang_ext.managers.spec_decode.pace import Choice
 from sglang_ext.managers.spec_decode.requests import end_of_answer
 from sglang_ext.managers.spec_decode.turns import OnDevice
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 # Steps of a round in which all requests decode early, or one is about to get its first selection. One round runs and the next is planned
 # when a residual arrives, so the verification begins after at most twice as many steps. Other requests of a batch keep their draft length.
 SHORT_ROUND = 2
-# Copies made in a round that only looks whether drafting pays: the others answer on full KV, and tell nothing.
-TRIAL_COPIES = 4
 MIN_P = FALLBACK_REASONS.index("min-p")
 
 
@@ -47,8 +44,8 @@ class Round:
         left: tokens that each request's output lacks; none of one that ended in the round before, which SGLang does not know yet.
         parts: requests that are verified at its end, by the forwards that do so.
         early: requests that draft on the anchor of their full KV.
-        trial: whether it only looks if drafting pays, on few copies.
         held: The round has fewer steps than wanted, because a request must be checked token by token.
+        every: selection interval, in steps.
     """
 
     states: list[RequestState]
@@ -62,8 +59,8 @@ class Round:
     left: list[int]
     parts: list[list[int]] = field(default_factory=list)
     early: list[int] = field(default_factory=list)
-    trial: bool = False
     held: bool = False
+    every: int = 1
 
     @classmethod
     def of_nobody(cls) -> "Round":
@@ -110,11 +107,6 @@ class Round:
     def is_draft(self, i: int) -> bool:
         """Whether what a request does tells of drafts: those on full KV are never wrong."""
         return self.on_copy(i) or i in self.early
-
-    @property
-    def share_on_copies(self) -> float:
-        """Of the requests, those that read a compressed copy."""
-        return sum(map(self.on_copy, range(len(self.states)))) / len(self.states)
 
     @cached_property
     def on_full_kv(self) -> bool:
@@ -192,17 +184,19 @@ class RoundPlanner:
         batch: "ScheduleBatch",
         states: list[RequestState],
         lengths: list[int],
-        wanted: Choice,
+        wanted: int,
         iteration_seconds: float | None = None,
+        every: int = 1,
     ) -> Round:
-        """A round of ``wanted.drafts`` steps, or fewer.
+        """A round of ``wanted`` draft steps, or fewer; of plain steps where none are wanted.
 
         Args:
             batch: the running requests.
             states: their draft states, same order.
             lengths: tokens of each request whose full KV is known.
-            wanted: what the requests shall do.
+            wanted: draft length; 0 for plain decoding.
             iteration_seconds: of a round, as measured; None where that is not known yet.
+            every: selection interval, in steps.
         """
         count = len(states)
         self.turns.begin(self._drafting_on_copies(batch.reqs, states), iteration_seconds)
@@ -211,13 +205,13 @@ class RoundPlanner:
             Candidate(req, state, length, max(0, end_of_answer(req) - length))
             for req, state, length in zip(batch.reqs, states, lengths)
         ]
-        most = min(PLAIN_STEPS if self.lossy else wanted.drafts or PLAIN_STEPS, self.longest)
+        most = min(PLAIN_STEPS if self.lossy else wanted or PLAIN_STEPS, self.longest)
         # Beside the slots that SGLang keeps ahead of each request.
         headroom = 2 * (most + 1) * count
-        copies = self._copies(wanted, count)
+        copies = self.lossy or wanted > 0
         if self.apart and any(state.fallback not in CURABLE for state in states):
-            # Who can only answer needs a round without copies.
-            copies = iter(())
+            # Requests that cannot be drafted need a round without copies.
+            copies = False
         for each in requests:
             each.role = self._role(each, headroom, copies, wanted)
         early = [i for i, each in enumerate(requests) if each.role.early]
@@ -255,8 +249,8 @@ class RoundPlanner:
             left=[each.left for each in requests],
             parts=self._parts(due, [before + steps for before in gathered]),
             early=early,
-            trial=wanted.trial and any(each.role.drafts and not each.role.early for each in requests),
             held=steps < most and one_by_one,
+            every=every,
         )
 
     def _drafting_on_copies(self, reqs: list["Req"], states: list[RequestState]) -> dict[int, tuple]:
@@ -264,16 +258,8 @@ class RoundPlanner:
         pairs = ((req, state, self.views.get(state.row)) for req, state in zip(reqs, states) if state.fallback in CURABLE)
         return {state.row: (req.last_node, view.covered) for req, state, view in pairs if view is not None}
 
-    def _copies(self, wanted: Choice, requests: int) -> Iterator[int]:
-        """A turn for each request that may read a copy: none where drafts are not wanted, few where they are tried."""
-        if self.lossy:
-            return iter(range(requests))
-        if not wanted.drafts:
-            return iter(())
-        return iter(range(TRIAL_COPIES if wanted.trial else requests))
-
-    def _role(self, request: Candidate, headroom: int, copies: Iterator[int], wanted: Choice) -> Role:
-        """What a request does. Makes its copy, or renews it."""
+    def _role(self, request: Candidate, headroom: int, copies: bool, wanted: int) -> Role:
+        """What a request does. Makes its copy, or renews it, where ``copies`` may be read."""
         state, left = request.state, request.left
         if state.fallback not in CURABLE:
             return Role(False, False, state.fallback)
@@ -286,8 +272,8 @@ class RoundPlanner:
             return Role(True, True)
         if left <= 1 and not self.lossy:
             # The last token of an output needs no draft, and says nothing of those before.
-            reason = state.fallback if wanted.drafts else self._without_copy(request)
-        elif next(copies, None) is None:
+            reason = state.fallback if wanted else self._without_copy(request)
+        elif not copies:
             reason = self._without_copy(request)
         else:
             reason = self._copy(request, headroom)
@@ -299,7 +285,7 @@ class RoundPlanner:
         # queries: verifications leave them, captured steps do not.
         lacks = reason == NO_QUERIES and self.may_get_queries(state.row)
         gains = left > 1 and (lacks or _is_looked_at(request))
-        return Role(not self.lossy and wanted.drafts > 0 and (gains or self.apart), False, reason)
+        return Role(not self.lossy and wanted > 0 and (gains or self.apart), False, reason)
 
     def _without_copy(self, request: Candidate) -> int:
         """Why full KV serves a request for which no copy is wanted: too few tokens are told first, as for them none would be made."""
@@ -309,7 +295,7 @@ class RoundPlanner:
         with self.turns.reading(request.state.row):
             return ensure_copy(self.views, request.req, request.state, request.length, headroom)
 
-    def _due(self, requests: list[Candidate], steps: int, wanted: Choice, headroom: int) -> list[int]:
+    def _due(self, requests: list[Candidate], steps: int, wanted: int, headroom: int) -> list[int]:
         """Who is verified at the round's end; loads for later rounds begin. A role whose copy cannot be renewed changes."""
         rounds, ripe, arrived = {}, set(), set()
         for each in requests:
@@ -321,7 +307,7 @@ class RoundPlanner:
                 continue
             lacking = min(self.turns.drafts, each.left - 1) - each.gathered
             rounds[row] = max(1, -(-lacking // steps) - 1)
-            if each.gathered + steps >= min(wanted.drafts, each.left - 1):
+            if each.gathered + steps >= min(wanted, each.left - 1):
                 ripe.add(row)
         turns = arrived | self.turns.take(rounds, ripe)
         for each in requests:

@@ -136,7 +136,7 @@ class Steps:
             penalized: requests with penalties.
         """
         if self.worker.views.beside is not None:
-            self.worker.views.beside.begun(round_.steps + len(round_.parts))
+            self.worker.views.beside.begun(round_.steps + len(round_.parts), round_.every)
         rows, viewed = self.extend_rows(batch, round_, slots)
         # Made for all steps at once: between the graphs of two steps each operation costs the device time.
         ahead = torch.arange(round_.steps, device=slots.device)[:, None]
@@ -161,7 +161,7 @@ class Steps:
                 self.worker.queries.aim_step(recorded)
             with self.worker.queries.recording(recorded, watch):
                 output = self.forward(batch, inputs, on_full_kv)
-            self._choose(ends, round_.steps - index - 1)
+            self._choose(ends, round_.steps - index - 1, round_.every)
             penalized.step(index, tokens, output.next_token_logits)
             sampled = sampling.draw(output.next_token_logits, inputs.positions)
             tokens = sampled.tokens
@@ -173,11 +173,13 @@ class Steps:
         queries = self.worker.queries
         return queries.left_by_steps and self.worker.lossy and any(queries.open_to(row.key) for row in recorded)
 
-    def _choose(self, ends: dict[int, int], following: int) -> None:
+    def _choose(self, ends: dict[int, int], following: int, every: int) -> None:
         """Let tokens be chosen for coming steps by the queries of one that was launched; ``following`` are left of its round.
 
         Args:
             ends: position after the step's token, by row, of those whose tokens are chosen.
+            following: steps.
+            every: selection interval, in steps.
         """
         views = self.worker.views
         if views.beside is not None:
@@ -185,7 +187,7 @@ class Steps:
         elif following:
             # By the queries of the last step the next round chooses.
             for row, end in ends.items():
-                views.choose_anew(row, end)
+                views.choose_anew(row, end, every)
 
     def _choosing(self, round_: Round) -> list[int]:
         """Requests whose copies may be chosen anew between the round's steps."""

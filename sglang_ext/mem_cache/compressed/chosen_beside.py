@@ -49,8 +49,13 @@ class BesideSteps(SendsRows, ABC):
     def compile_kernels(self) -> None:
         """Choose once for nobody, so that no request waits for compilers."""
 
-    def begun(self, forwards: int) -> None:
-        """A round begins, of so many forwards: its steps, and verifications."""
+    def begun(self, forwards: int, every: int) -> None:
+        """A round begins.
+
+        Args:
+            forwards: its steps and verifications.
+            every: selection interval, in steps.
+        """
 
     @abstractmethod
     def stepped(self, views: "CompressedViews", ends: dict[int, int], following: int | None) -> None:
@@ -112,11 +117,16 @@ class ChosenBeside(BesideSteps):
         token_table: int32, SGLang's with the draft rows.
         choice: chooses.
         queries: the newest queries of each request, of which steps spare as many as lie between two choices.
+        intervals: selection intervals that rounds may have, in steps; those of ``method`` alone by default.
     """
 
-    def __init__(self, method: CopyMethod, token_table: torch.Tensor, choice: GpuChoice, queries: QueryWindows):
+    def __init__(
+        self, method: CopyMethod, token_table: torch.Tensor, choice: GpuChoice, queries: QueryWindows, intervals: Sequence[int] = ()
+    ):
         self._method, self._table, self._choice, self._queries = method, token_table, choice, queries
         self._side = SideStream(token_table.device)
+        self._every = method.compressor.every
+        self._intervals = intervals or (self._every,)
         # Of choices that were launched, what is reached when their pointers are written; None where they are.
         self._under_way: dict[int, torch.cuda.Event | None] = {}
 
@@ -131,12 +141,17 @@ class ChosenBeside(BesideSteps):
         targets = torch.zeros(self._method.packing.held_slots(count), dtype=torch.int64, device=device)
         contexts = Contexts(self._table, to_device([[0, tokens, count, 0]], device), (tokens,), always, targets)
         places, positions = torch.zeros(1, window, dtype=torch.int64, device=device), torch.arange(window, device=device)[None]
-        # As far ahead as steps ask: the host waits for the device where queries are first turned so far.
-        self._side.wait(self._launched(contexts, places, positions, self._method.compressor.every + 1))
+        for every in self._intervals:
+            # As far ahead as steps ask: the host waits for the device where queries are first rotated so far.
+            self._side.wait(self._launched(contexts, places, positions, every + 1))
+
+    def begun(self, forwards: int, every: int) -> None:
+        """As :meth:`BesideSteps.begun`."""
+        self._every = every
 
     def stepped(self, views: "CompressedViews", ends: dict[int, int], following: int | None) -> None:
         """As :meth:`BesideSteps.stepped`; where steps are verified, copies are made anew afterwards."""
-        every = self._method.compressor.every
+        every = self._every
         due = {row: end for row, end in ends.items() if not (end - views.get(row).covered) % every}
         self._take(views, [row for row in due if row in self._under_way])
         if following is not None and following <= every:
@@ -203,10 +218,16 @@ class ChosenBeside(BesideSteps):
 
 
 def beside(
-    method: CopyMethod, token_table: torch.Tensor, buffers: KVBuffers, query_heads: int, queries: QueryWindows, rotary: Rotary | None
+    method: CopyMethod,
+    token_table: torch.Tensor,
+    buffers: KVBuffers,
+    query_heads: int,
+    queries: QueryWindows,
+    rotary: Rotary | None,
+    intervals: Sequence[int] = (),
 ) -> ChosenBeside | None:
     """Who chooses for the copies of ``method`` beside steps, on a GPU; None where it does not choose by queries of steps, or on a CPU."""
     if not buffers.on_gpu or not isinstance(method.compressor, Spade):
         return None
     choice = GpuChoice(method.compressor.predictor, buffers, query_heads, rotary)
-    return ChosenBeside(method, token_table, choice, queries)
+    return ChosenBeside(method, token_table, choice, queries, intervals)

@@ -287,7 +287,7 @@ class CompressedViews:
         self.form.begins(self.draft_row(row), view)
         self._views[row] = view
 
-    def choose_anew(self, row: int, end: int) -> None:
+    def choose_anew(self, row: int, end: int, every: int) -> None:
         """Between two steps of a round: choose anew what the copy of the request in ``row`` keeps, where its method's turn has come.
 
         The copy goes on to stand for the same tokens and keeps as many, in the same slots, so that what was planned of the round holds.
@@ -296,11 +296,12 @@ class CompressedViews:
         Args:
             row: the request's row in the token table; its method has :attr:`~.contracts.compressor.Compressor.every`.
             end: position after that of the newest query.
+            every: selection interval, in steps.
         """
         method, view = self.method(row), self._views[row]
         if self.elsewhere is not None or method.compressor.synchronous:
             return
-        if (end - view.covered) % method.compressor.every or self.is_refused(row):
+        if (end - view.covered) % every or self.is_refused(row):
             return
         try:
             self._writer.choose_anew(method, row, self.draft_row(row), view, end)

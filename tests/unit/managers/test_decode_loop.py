@@ -18,7 +18,8 @@ from sglang_ext.managers.offload.admission import Admission
 from sglang_ext.managers.offload.policy import Offload
 from sglang_ext.managers.offload.verifications import Verifications
 from sglang_ext.managers.spec_decode.loop import DecodeLoop
-from sglang_ext.managers.spec_decode.pace import Choice, FixedLength, Pace
+from sglang_ext.managers.spec_decode.draft_length import FixedLength
+from sglang_ext.managers.spec_decode.pace import Pace
 from sglang_ext.managers.spec_decode.round import PLAIN_STEPS, RoundPlanner
 from sglang_ext.managers.spec_decode.sampling import Sampled
 from sglang_ext.managers.spec_decode.steps import Verifier
@@ -112,7 +113,7 @@ class Toy(DecodeLoop):
         metrics = KVMetrics("model")
         worker = SimpleNamespace(
             views=views, lossy=False, strict=False, metrics=metrics,
-            requests=SimpleNamespace(typical=Acceptance()),
+            requests=SimpleNamespace(count_verify=RequestState.count_verify, typical=Acceptance()),
             model_runner=SimpleNamespace(war_fastpath_read_done_event="earlier", decode_cuda_graph_runner=None),
             queries=SimpleNamespace(drop_rejected=lambda row, length: None), ranks=Ranks(),
         )
@@ -235,10 +236,10 @@ class Choices:
         self.choices = list(choices)
         self.afterwards = afterwards
 
-    def choose(self, load, probabilities):
-        return self.choices.pop() if self.choices else Choice(self.afterwards)
+    def choose(self, costs, load, probabilities):
+        return self.choices.pop() if self.choices else self.afterwards
 
-    def observe(self, load, spent):
+    def observe(self, spent):
         pass
 
 
@@ -248,7 +249,7 @@ def test_with_lengths_chosen_as_it_goes_the_tokens_are_those_of_full_kv(count, d
     away = data.draw(st.sets(st.integers(1, count)))
     # As with --kv-max-burst 2: a single draft is all that ever gathers.
     drafts, times = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))
-    choices = st.builds(Choice, st.integers(0, drafts), st.booleans())
+    choices = st.integers(0, drafts)
     toy, states, reqs = make(
         count, away, data.draw(st.integers(1, 3)), stays=data.draw(st.booleans()), drafts=drafts, longest=drafts * times
     )
@@ -259,7 +260,7 @@ def test_with_lengths_chosen_as_it_goes_the_tokens_are_those_of_full_kv(count, d
 
 def test_where_drafts_are_not_wanted_those_on_the_device_decode_plainly_and_stay():
     toy, states, reqs = make(2, away=[2], stays=True)
-    toy.pace.lengths = Choices([Choice(0)] * 12)
+    toy.pace.lengths = Choices([0] * 12)
     seen = rounds(toy, states, reqs, 12)
     assert len(toy.committed[1]) == PROMPT + 1 + 12 * PLAIN_STEPS and states[0].fallback == SLOWER
     assert [row for row, *_ in seen] == [2], "its drafts are verified, then it decodes plainly, too"
@@ -270,7 +271,7 @@ def test_where_drafts_are_not_wanted_those_on_the_device_decode_plainly_and_stay
 def test_a_load_does_not_take_the_place_of_what_is_read_in_the_round():
     toy, states, reqs = make(2, away=[1, 2], stays=True)
     toy.residency.missing, toy.residency.stale = {2}, {2}
-    toy.pace.lengths = Choices([Choice(0)] * 8)
+    toy.pace.lengths = Choices([0] * 8)
     seen = rounds(toy, states, reqs, 8)
     assert 2 in {row for row, *_ in seen}
     assert len(toy.committed[1]) == PROMPT + 1 + 8 * PLAIN_STEPS
@@ -344,7 +345,7 @@ def test_in_any_company_the_tokens_are_those_of_full_kv(count, data):
     toy, states, reqs = make(count, None, full=full, drafts=drafts, longest=drafts)
     for state, kind in zip(states, kinds):
         state.fallback = FALLBACK_REASONS.index(kind) if kind in FALLBACK_REASONS else 0
-    choices = st.builds(Choice, st.integers(0, drafts), st.booleans())
+    choices = st.integers(0, drafts)
     toy.pace.lengths = Choices(data.draw(st.lists(choices, max_size=20)), drafts)
     late = data.draw(st.booleans())
     for i in range(12):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_ext.managers.offload.policy import FIRST_DRAFTS, Offload, OffloadPolicy
-from sglang_ext.managers.spec_decode.pace import Spent
+from sglang_ext.managers.spec_decode.round_costs import Spent
 
 TOKEN, CONTEXT, BANDWIDTH, WEIGHTS = 147456, 32768, 4.35e12, 16.4e9
 SHARE = 1 / 32

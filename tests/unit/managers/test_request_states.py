@@ -71,12 +71,14 @@ def test_a_row_may_be_nobodys():
     assert known.get(1) is None
 
 
-def test_a_new_request_is_expected_to_be_like_those_before_it():
+def test_a_new_request_is_expected_to_be_like_those_before_it_with_its_method():
     known = states()
-    hopeful = known.admit(request("a", 1), 0).acceptance.probability
+    first = known.admit(request("a", 1), 0)
+    hopeful = first.acceptance.probability
     for _ in range(50):
-        known.typical.observe(8, 0)
+        known.count_verify(first, 8, 0)
     assert known.admit(request("b", 2), 0).acceptance.probability < hopeful / 2
+    assert known.admit(request("c", 3, asked="sink-recent:0.5"), 0).acceptance.probability == pytest.approx(hopeful)
 
 
 def test_in_deterministic_mode_noise_is_the_requests_own_seed_or_stocks():

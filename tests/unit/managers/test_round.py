@@ -10,10 +10,12 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang_ext.core import FALLBACK_REASONS, MIN_CONTEXT, NO_FREE_SLOTS, NO_QUERIES, SHORT_CONTEXT, SLOWER, Acceptance, CompressedView, RequestState
 from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.managers.spec_decode.loop import DecodeLoop
-from sglang_ext.managers.spec_decode.pace import Choice, FixedLength, Pace
+from sglang_ext.managers.spec_decode.draft_length import FixedLength
+from sglang_ext.managers.spec_decode.pace import Pace
 from sglang_ext.managers.spec_decode.penalties import RoundPenalties
-from sglang_ext.managers.spec_decode.round import PLAIN_STEPS, SHORT_ROUND, TRIAL_COPIES, Round, RoundPlanner
+from sglang_ext.managers.spec_decode.round import PLAIN_STEPS, SHORT_ROUND, Round, RoundPlanner
 from sglang_ext.managers.spec_decode.sampling import Sampled
+from sglang_ext.managers.spec_decode.selection_interval import SelectionInterval
 from sglang_ext.managers.spec_decode.steps import Steps, Verifier
 from sglang_ext.managers.spec_decode.turns import OnDevice
 from sglang_ext.mem_cache.compressed.due_copies import copy_is_near
@@ -88,7 +90,7 @@ def loop(views=None):
     views = views or Views()
     views.rows = ROWS
     worker = SimpleNamespace(
-        views=views, lossy=False, strict=False, metrics=metrics, requests=SimpleNamespace(typical=Acceptance()), ranks=Ranks(),
+        views=views, lossy=False, strict=False, metrics=metrics, requests=SimpleNamespace(count_verify=RequestState.count_verify, typical=Acceptance()), ranks=Ranks(),
         model_runner=SimpleNamespace(war_fastpath_read_done_event="earlier", decode_cuda_graph_runner=None),
         queries=SimpleNamespace(drop_rejected=lambda row, length: None),
     )
@@ -98,9 +100,8 @@ def loop(views=None):
 
 
 def plan(asked, found, wanted, views=None, lossy=False):
-    choice = wanted if isinstance(wanted, Choice) else Choice(wanted)
     planner = RoundPlanner(views or Views(), OnDevice(), 8, 8, lossy)
-    return planner.plan(asked, found, asked.seq_lens.tolist(), choice)
+    return planner.plan(asked, found, asked.seq_lens.tolist(), wanted)
 
 
 def batch(lengths, reqs=None):
@@ -144,22 +145,22 @@ def test_who_lacks_queries_drafts_on_full_kv_though_nobody_has_a_copy():
     assert (beside.drafts, beside.rows, beside.fallbacks, beside.parts) == (4, [1, 2 + ROWS], [NO_QUERIES, 0], [[0, 1]])
     assert plan(batch([200, 40]), states(2), 4, Views(full=(1,))).drafts == 0, "for slots nobody drafts"
     planner = RoundPlanner(Views(lacking=(1,)), OnDevice(), 8, 8, may_get_queries=lambda row: False)
-    assert planner.plan(batch([200]), states(1), [200], Choice(4)).drafts == 0, "where no ring is left it would gain nothing"
+    assert planner.plan(batch([200]), states(1), [200], 4).drafts == 0, "where no ring is left it would gain nothing"
 
 
-def test_a_look_in_which_all_lack_queries_tells_nothing_of_drafts():
+def test_rounds_in_which_a_request_lacks_queries_tell_nothing_of_drafts():
     seen = []
-    pace = Pace(SimpleNamespace(observe=lambda load, spent: seen.append(spent.drafts)), torch.device("cpu"), KVMetrics("model"))
-    pace.lengths.choose = lambda load, probabilities: Choice(4, trial=True)
-    for lacking in ((1,), ()):
-        found = states(1)
-        planned = plan(batch([200]), found, pace.begin([200], found), Views(lacking=lacking))
+    costs = SimpleNamespace(observe=lambda load, spent: seen.append(spent.drafts))
+    pace = Pace(FixedLength(4), torch.device("cpu"), KVMetrics("model"), costs=costs)
+    for lacking in ((1,), (2,), ()):
+        found = states(2)
+        planned = plan(batch([200, 200]), found, pace.begin([200, 200], found), Views(lacking=lacking))
         pace.planned(planned)
         pace.drafted()
         pace.ended()
     pace.interrupt()
-    pace.begin([200], found)
-    assert seen == [4], "on a copy"
+    pace.begin([200, 200], found)
+    assert seen == [4], "all are on copies"
 
 
 def test_the_rows_that_drafts_read_lead_to_the_slots_of_the_drafts():
@@ -195,12 +196,6 @@ def test_what_hides_behind_another_reason_is_looked_at_all_the_same(more):
     assert plan(batch([200, 300], [request(), request(**more)]), found, 4).steps == 1
 
 
-def test_while_a_look_is_awaited_rounds_are_plain():
-    views = Views()
-    planned = plan(batch([200, 300]), states(2), Choice(0, trial=True), views)
-    assert (planned.drafts, planned.plain_steps, planned.trial) == (0, PLAIN_STEPS, False) and not views.copies
-
-
 def test_log_probabilities_of_answers_hold_nobody():
     planned = plan(batch([200, 40], [request(), request(return_logprob=True)]), states(2), 4)
     assert (planned.drafts, planned.answering, planned.held) == (4, [1], False)
@@ -218,9 +213,9 @@ def test_what_is_looked_at_is_drafted_and_its_verification_looks(kind):
 
 def test_where_steps_over_copies_round_otherwise_no_answer_comes_of_them():
     planner, asked = RoundPlanner(Views(full=(2,)), OnDevice(), 8, 8, apart=True), batch([200, 300, 40, 300], [request(), request(), request(), request(1)])
-    planned = planner.plan(asked, states(4), [200, 300, 40, 300], Choice(4))
+    planned = planner.plan(asked, states(4), [200, 300, 40, 300], 4)
     assert planned.rows[0] == 1 + ROWS and (planned.answering, planned.due) == ([], [0, 1, 2, 3]), "all are verified"
-    beside = planner.plan(asked, states(4, r2=FALLBACK_REASONS.index("hidden-states")), [200, 300, 40, 300], Choice(4))
+    beside = planner.plan(asked, states(4, r2=FALLBACK_REASONS.index("hidden-states")), [200, 300, 40, 300], 4)
     assert beside.on_full_kv and beside.answering == [0, 1, 2, 3], "who cannot be verified answers where nobody reads a copy"
 
 
@@ -271,16 +266,12 @@ def test_no_token_of_verified_decoding_comes_from_a_copy_alone(requests, wanted,
     assert not {*planned.due} & {*planned.answering}
 
 
-def test_a_trial_makes_few_copies_and_the_others_answer():
-    views, count = Views(), TRIAL_COPIES + 3
-    views.token_table = torch.zeros(2, 2)
-    planned = plan(batch([200] * count), states(count), Choice(2, trial=True), views)
-    assert planned.drafts == 2 and len(views.copies) == TRIAL_COPIES
-    assert planned.fallbacks == [0] * TRIAL_COPIES + [SLOWER] * 3 and planned.rows[-3:] == [count - 2, count - 1, count]
-    assert planned.answering == [TRIAL_COPIES, TRIAL_COPIES + 1, TRIAL_COPIES + 2]
-    assert planned.trial and planned.share_on_copies == TRIAL_COPIES / count
-    everybody = plan(batch([200] * count), states(count), Choice(2), views)
-    assert not everybody.trial and len(views.copies) == count and not any(everybody.fallbacks)
+def test_all_requests_get_their_first_copies_in_the_first_round_that_drafts():
+    views, count = Views(), 7
+    planned = plan(batch([200] * count), states(count), 0, views)
+    assert not views.copies and planned.fallbacks == [SLOWER] * count
+    planned = plan(batch([200] * count), states(count), 2, views)
+    assert planned.drafts == 2 and len(views.copies) == count and not any(planned.fallbacks)
 
 
 def test_without_drafts_a_few_tokens_are_decoded_at_once_where_nothing_forbids_it():
@@ -307,7 +298,7 @@ def run(round_, tokens, answers=(), order=None):
     found.steps.run = lambda *_: published.append("run") or [(nothing, sampled([token])) for token in tokens]
     found.steps.verifying = lambda *_: SimpleNamespace(draw=lambda logits, positions: sampled(answers))
     found.verifier._forward = lambda *_: (nothing, torch.zeros(len(answers)))
-    found.pace = SimpleNamespace(drafted=lambda: None, ended=lambda: None, running=None)
+    found.pace = SimpleNamespace(drafted=lambda: None, ended=lambda: None, running=None, report=None, interval=SelectionInterval((1,)))
     found.worker.requests.of = lambda batch: round_.states
     result = found.decode(asked, lambda lengths: published.append(lengths.tolist()))
     return found, result, published
@@ -457,7 +448,7 @@ class Anchors(OnDevice):
 
 
 def plan_early(asked, found, wanted, turns, longest=8):
-    return RoundPlanner(Views(), turns, longest, 8).plan(asked, found, asked.seq_lens.tolist(), Choice(wanted))
+    return RoundPlanner(Views(), turns, longest, 8).plan(asked, found, asked.seq_lens.tolist(), wanted)
 
 
 def test_who_has_an_anchor_alone_drafts_on_its_own_row_and_waits():

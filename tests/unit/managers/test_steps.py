@@ -15,8 +15,8 @@ class Beside:
     def __init__(self):
         self.told = []
 
-    def begun(self, forwards):
-        self.told.append(("begun", forwards))
+    def begun(self, forwards, every):
+        self.told.append(("begun", forwards, every))
 
     def stepped(self, views, ends, following):
         self.told.append(("stepped", following))
@@ -43,7 +43,7 @@ def test_who_chooses_beside_steps_hears_of_each_round_before_them_with_its_verif
     worker = SimpleNamespace(views=views, queries=queries, lossy=lossy)
     round_ = SimpleNamespace(
         steps=3, parts=[] if lossy else [[0, 1]], rows=[1, 2], viewed=[7, 9], starts=[7, 9], states=[None, None], answering=[], on_full_kv=True,
-        gathered=[0, 0], on_copy=lambda i: False,
+        gathered=[0, 0], on_copy=lambda i: False, every=4,
     )  # fmt: skip
     rows = torch.tensor([1, 2])
     batch = SimpleNamespace(req_pool_indices=rows, seq_lens=rows + 6)
@@ -51,4 +51,4 @@ def test_who_chooses_beside_steps_hears_of_each_round_before_them_with_its_verif
     found = OnFullKV(worker).run(batch, round_, rows, torch.zeros(2, 4, dtype=torch.int64), rows + 6, penalized)
     assert len(found) == 3
     left = [None] * 3 if lossy else [2, 1, 0]
-    assert beside.told == [("begun", 3 if lossy else 4), *(("stepped", following) for following in left)]
+    assert beside.told == [("begun", 3 if lossy else 4, 4), *(("stepped", following) for following in left)]

@@ -115,6 +115,15 @@ def test_a_choice_is_read_when_the_next_begins_however_late_it_is_made(predictor
     assert len({str(each) for each in wanted.values()}) == 6 and views.get(1).covered == 150
 
 
+@pytest.mark.parametrize("every", [1, 2, 4])
+def test_a_round_selects_at_the_interval_that_was_chosen_for_it(every):
+    views, step, _ = world(Spade(every=1, each_round=False))
+    views.beside.begun(8, every)
+    for position in range(150, 158):
+        step(position)
+    assert views.made["spade"] == 8 // every, "when the copy was made, and at each interval but the first"
+
+
 def test_what_is_done_before_any_request_is_as_far_ahead_as_steps_ask():
     views, step, _ = world(Spade(every=3, each_round=False))
     told = []
@@ -308,7 +317,7 @@ def test_each_step_tells_who_chooses_and_how_many_follow_that_read_the_same_copi
     views = SimpleNamespace(token_table=None, beside=beside)
     steps = Steps(SimpleNamespace(views=views, lossy=lossy, model_runner=None))
     for following in (2, 1, 0):
-        steps._choose({1: 20}, following)
+        steps._choose({1: 20}, following, 1)
     assert told == [({1: 20}, following) for following in expected]
 
 

@@ -105,7 +105,7 @@ def test_steps_lead_the_copy_to_what_was_chosen_by_the_step_before_layer_by_laye
     assert views.elsewhere.told == [(what, layer) for layer in range(LAYERS) for what in ("reached", "recorded")]
     assert led_to(views) == first, "the first is chosen by what was there before it"
     expected = spade_of(views, range(100, 151), 150, Spade().predictor)
-    views.choose_anew(1, 151)
+    views.choose_anew(1, 151, 1)
     assert led_to(views) == first, "nothing is chosen between steps in this process"
     step(151, asks=False)
     assert led_to(views) == expected != first

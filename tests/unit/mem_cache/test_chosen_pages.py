@@ -95,7 +95,7 @@ def test_the_host_watches_no_layer_and_counts_choices(every):
     ensure(views, 190)
     for end in range(191, 199):
         assert watch_step(views, {1: end}, True) is None
-        views.choose_anew(1, end)
+        views.choose_anew(1, end, 1)
     assert views.made == {"quest": 1 + 8 // every}
     assert views.queries.held_bytes == 0 and of_use(views, [state()], [Recorded(1, 0, 1, 190)]) == (), "no queries are kept"
 

@@ -53,7 +53,7 @@ def test_a_layer_attends_to_what_its_own_query_chose_in_the_same_step(method):
         seen = step(position)
         assert seen == by_own(views, method, position)
         check_copies(views)
-        views.choose_anew(1, position + 1)
+        views.choose_anew(1, position + 1, views.method(1).compressor.every)
         assert led_to(views) == seen, "nothing is chosen between steps"
     assert views.get(1).covered == 150 and views.made == {method.name: 4}
 

@@ -107,7 +107,7 @@ def test_copies_lead_to_what_is_chosen_by_the_codes_of_a_rank_when_made_and_betw
     assert ensure_copy(views, SimpleNamespace(last_node=None), RequestState(rid="r", row=1, seed=0), 150, 0) == 0
     assert led_to(views) == expected(150, held.read)
     keep(range(150, 151), 2)
-    views.choose_anew(1, 151)
+    views.choose_anew(1, 151, 1)
     assert led_to(views) == expected(151, held.read)
     assert led_to(views) != expected(151, lambda layer, slots: views.buffers.keys[layer][slots])
     assert len(led_to(views)[0]) == HEADS

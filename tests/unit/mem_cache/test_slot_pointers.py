@@ -222,7 +222,7 @@ def test_between_steps_a_choice_follows_the_newest_query_over_the_same_tokens(pr
     before = led_to(views)
     for position in (150, 151, 152):
         keep(range(position, position + 1), position)
-        views.choose_anew(1, position + 1)
+        views.choose_anew(1, position + 1, views.method(1).compressor.every)
         check_copies(views)
         assert led_to(views) == spade_of(views, range(100, position + 1), 150, predictor) != before
         before = led_to(views)
@@ -245,7 +245,7 @@ def test_between_steps_a_choice_is_made_after_so_many_of_them():
         for position in range(150, 154):
             keep(range(position, position + 1), position)
             before = led_to(views)
-            views.choose_anew(1, position + 1)
+            views.choose_anew(1, position + 1, views.method(1).compressor.every)
             changed.append(led_to(views) != before)
         assert changed == expected
 
@@ -258,7 +258,7 @@ def test_scores_that_cannot_be_used_between_steps_leave_a_choice_and_are_told_on
     wrong = Wrong(torch.zeros(LAYERS, HEADS, 7))
     choose_by(views, wrong)
     for end in (151, 152):
-        views.choose_anew(1, end)
+        views.choose_anew(1, end, views.method(1).compressor.every)
     assert led_to(views) == before and views.is_refused(1) and len(caplog.records) == 1
 
 

@@ -128,8 +128,8 @@ class RankSteps(LinkedRanks, BesideSteps):
             if self._made is not None and grown["taken"]:
                 self._made[self._name] += grown["taken"]
 
-    def begun(self, forwards: int) -> None:
-        """As :meth:`BesideSteps.begun`."""
+    def begun(self, forwards: int, every: int) -> None:
+        """As :meth:`BesideSteps.begun`. Cache ranks choose their own interval."""
         self.pace.begun(time.monotonic(), self.waited, forwards)
 
     def stepped(self, views: CompressedViews, ends: dict[int, int], following: int | None) -> None:

@@ -1,0 +1,168 @@
+"""Waves of requests on a simulated GPU: `auto` is nearly as fast as the best fixed draft length, and as plain decoding where drafting does not pay."""
+
+import random
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import product
+
+import pytest
+
+from sglang_ext.core import LONG_MEMORY, Acceptance
+from sglang_ext.managers.spec_decode.draft_length import DraftLength, FixedLength
+from sglang_ext.managers.spec_decode.round_costs import Load, RoundCosts, Spent
+
+# Qwen2.5-Coder-1.5B in bf16 on an H200 (measured on 2026-11-29): bytes, bytes per millisecond, and milliseconds.
+WEIGHTS, TOKEN_BYTES, SHARE, BANDWIDTH = 3.1e9, 28_672, 1 / 8, 4.3e9
+WIDTHS, LONGEST, OUTPUT, PLAIN_STEPS = (5, 16), 15, 256, 4
+CELLS = [*product((1000, 4000, 30_000), (1, 4, 16))]
+
+
+@dataclass
+class Gpu:
+    """Times of forwards, in milliseconds.
+
+    Attributes:
+        fixed: of each forward, whatever it reads.
+        slow: factor of draft steps, as with a slow attention kernel.
+        noise: standard deviation of times, relative.
+        stalls: whether the first round of each kind is 200 ms slower, as when a kernel is compiled.
+    """
+
+    fixed: float = 1.4
+    slow: float = 1.0
+    noise: float = 0.03
+    stalls: bool = False
+    draw: random.Random = field(default_factory=lambda: random.Random(0))
+    seen: set = field(default_factory=set)
+
+    def forward(self, tokens: float) -> float:
+        return (self.fixed + (WEIGHTS + TOKEN_BYTES * tokens) / BANDWIDTH) * self.draw.gauss(1, self.noise)
+
+    def spend(self, lengths: list[int], drafts: int, new_copies: list[int], interrupted: bool) -> Spent:
+        """An iteration of requests with so many tokens; ``new_copies``: contexts of which copies are made first."""
+        stall = 200.0 if self.stalls and (drafts > 0, len(lengths).bit_length()) not in self.seen else 0.0
+        self.seen.add((drafts > 0, len(lengths).bit_length()))
+        copying = sum(0.3 + 1e-4 * length for length in new_copies)
+        if not drafts:
+            return Spent(0, PLAIN_STEPS, copying, 0.0, stall + sum(self.forward(sum(lengths)) for _ in range(PLAIN_STEPS)))
+        drafting = stall + sum(self.slow * self.forward(SHARE * sum(lengths)) for _ in range(drafts))
+        width = next(width for width in WIDTHS if width > drafts)
+        rest = self.forward(sum(lengths)) * (1 + 0.01 * width * len(lengths) / 16) + (0.0 if interrupted else 0.6)
+        return Spent(drafts, 0, copying, drafting, drafting + rest)
+
+
+@dataclass
+class Request:
+    context: int
+    p: float
+    acceptance: Acceptance
+    tokens: int = 1
+    copied: bool = False
+    times: list[tuple[float, int]] = field(default_factory=list)
+
+
+@dataclass
+class Server:
+    """A chooser on a GPU, and the acceptance that it has seen."""
+
+    gpu: Gpu
+    chooser: DraftLength | FixedLength
+    costs: RoundCosts = field(default_factory=lambda: RoundCosts(WEIGHTS, TOKEN_BYTES, SHARE, WIDTHS))
+    typical: Acceptance = field(default_factory=lambda: Acceptance(memory=LONG_MEMORY))
+    lengths: list[int] = field(default_factory=list)
+
+    def wave(self, context: int, batch: int, p: float, seed: int) -> tuple[float, float]:
+        """Decode a wave; milliseconds per token of a request, of all the wave and from each request's second round on."""
+        noise, now, waiting, running, done, pending = random.Random(seed), 0.0, batch, [], [], []
+        admitted = max(1, batch // 3)
+        while waiting or running:
+            interrupted = waiting > 0
+            for _ in range(min(admitted, waiting)):
+                own = min(0.999, max(0.0, noise.gauss(p, 0.02))) if p else 0.0
+                running.append(Request(context, own, Acceptance.expecting(self.typical.probability)))
+            now, waiting = now + 10.0 * interrupted, waiting - min(admitted, waiting)
+            lengths = [request.context + request.tokens for request in running]
+            load = Load.of(lengths, sum(length for request, length in zip(running, lengths) if not request.copied))
+            drafts = self.chooser.choose(self.costs, load, [request.acceptance.probability for request in running])
+            self.lengths.append(drafts)
+            new = [length for request, length in zip(running, lengths) if drafts and not request.copied]
+            spent = self.gpu.spend(lengths, drafts, new, interrupted)
+            # Times are known two iterations later.
+            pending.append((load, spent))
+            if len(pending) > 2:
+                before = pending.pop(0)
+                self.chooser.observe(before[1])
+                self.costs.observe(*before)
+            now += spent.copying + spent.whole
+            for request in running:
+                request.copied |= drafts > 0
+                request.tokens += self._answer(request, drafts, noise)
+                request.times.append((now, min(request.tokens, OUTPUT)))
+            done += [request for request in running if request.tokens >= OUTPUT]
+            running = [request for request in running if request.tokens < OUTPUT]
+        spans = [(request.times[0], request.times[-1]) for request in done]
+        steady = sum((end - begin) / max(1, last - first) for (begin, first), (end, last) in spans) / len(spans)
+        return sum(end for _, (end, _) in spans) / len(spans) / OUTPUT, steady
+
+    def _answer(self, request: Request, drafts: int, noise: random.Random) -> int:
+        if not drafts:
+            return PLAIN_STEPS
+        accepted = 0
+        while accepted < drafts and noise.random() < request.p:
+            accepted += 1
+        request.acceptance.observe(drafts, accepted)
+        self.typical.observe(drafts, accepted)
+        return accepted + 1
+
+
+@cache
+def fixed(cell: tuple[int, int], p: float, length: int, slow: float, seed: int) -> tuple[float, float]:
+    """Milliseconds per token of a wave with a fixed length, 0 for plain decoding."""
+    return Server(Gpu(slow=slow), FixedLength(length)).wave(*cell, p, seed)
+
+
+def speeds(server: Server, cell: tuple[int, int], p: float, seeds: Sequence[int]) -> tuple[float, float]:
+    """Mean speed of waves relative to plain decoding, and from each request's second round on relative to the best fixed length."""
+
+    def mean(waves: Iterable[tuple[float, float]]) -> tuple[float, float]:
+        return tuple(statistics.mean(column) for column in zip(*waves))
+
+    others = {length: mean(fixed(cell, p, length, server.gpu.slow, seed) for seed in seeds) for length in ((0, 4, 7, 15) if p > 0.5 else (0,))}
+    whole, steady = mean(server.wave(*cell, p, seed) for seed in seeds)
+    return others[0][0] / whole, min(other for _, other in others.values()) / steady
+
+
+@pytest.mark.parametrize("p", [0.965, 0.9, 0.6, 0.0])
+@pytest.mark.parametrize("order", [CELLS, CELLS[::-1]], ids=["short-first", "long-first"])
+def test_auto_comes_near_the_best_fixed_length_and_never_far_below_plain_decoding(order, p):
+    server, found = Server(Gpu(), DraftLength(LONGEST)), {}
+    for cell in order:
+        # The first wave of a cell may have to measure.
+        server.wave(*cell, p, 100)
+        found[cell] = speeds(server, cell, p, range(3))
+    assert {cell: each for cell, each in found.items() if each[0] < 0.97 or each[1] < 0.95} == {}
+
+
+def test_the_first_wave_of_a_new_server_drafts_where_that_pays():
+    servers = [Server(Gpu(draw=random.Random(seed)), DraftLength(LONGEST)) for seed in range(5)]
+    plain, near = zip(*(speeds(server, (30_000, 16), 0.965, [seed]) for seed, server in enumerate(servers)))
+    assert min(plain) > 1.3 and min(near) > 0.9 and statistics.mean(near) > 0.95
+
+
+@pytest.mark.parametrize("order", [CELLS, CELLS[::-1]], ids=["short-first", "long-first"])
+def test_drafts_that_are_slower_than_their_bytes_say_are_given_up(order):
+    server, found = Server(Gpu(slow=2.5), DraftLength(LONGEST)), {}
+    for cell in order:
+        server.wave(*cell, 0.965, 100)
+        found[cell] = speeds(server, cell, 0.965, range(2))[0]
+    assert {cell: plain for cell, plain in found.items() if plain < 0.97} == {}
+
+
+def test_stalls_of_first_rounds_mislead_no_choice():
+    server = Server(Gpu(stalls=True), DraftLength(LONGEST))
+    server.wave(30_000, 16, 0.965, 100)
+    assert speeds(server, (30_000, 16), 0.965, [0, 1])[1] > 0.95
+    server.wave(1000, 4, 0.9, 100)
+    assert speeds(server, (1000, 4), 0.9, [0, 1])[0] > 0.97
