@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_ext.config import benchmark_options, model_options
+from sglang_ext.config import benchmark_options, model_options, stream_options
 from sglang_ext.config.options import DEFAULT_BUDGET, attention_backends, expected_device, one_of
 from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.compressors import catalogue
@@ -374,7 +374,7 @@ def _check_folders(args: "KVServerArgs", compressors: tuple[str, ...]) -> None:
 
 ASKED = "kv_compressor"
 PREFIX = "kv_"
-PARAMETERS = (ASKED, benchmark_options.PARAMETER)
+PARAMETERS = (ASKED, stream_options.PARAMETER, benchmark_options.PARAMETER)
 """Of ``custom_params``, what is this project's."""
 
 
@@ -390,7 +390,7 @@ def place_of(found: tuple[Offer, ...], custom_params: dict[str, Any] | None) -> 
 
 
 def check_asked(args: "KVServerArgs", custom_params: object) -> None:
-    """Refuse a method or forced acceptance that the server does not have, and what looks like one.
+    """Refuse a method, a stream's pacing or forced acceptance that the server does not have, and what looks like one.
 
     Raises:
         ValueError: ``custom_params`` is no object, or has a key that begins with ``kv_`` and means nothing; names the method and
@@ -402,8 +402,8 @@ def check_asked(args: "KVServerArgs", custom_params: object) -> None:
         raise ValueError(f"custom_params is {custom_params!r}; pass an object, as in {{{ASKED!r}: 'snapkv'}}, or leave it out")
     for key in custom_params:
         if key.startswith(PREFIX) and key not in PARAMETERS:
-            # The other one is refused unless the server forces acceptance.
-            taken = PARAMETERS if args.kv_bench_acceptance is not None else (ASKED,)
+            # The last one is refused unless the server forces acceptance.
+            taken = PARAMETERS if args.kv_bench_acceptance is not None else (ASKED, stream_options.PARAMETER)
             raise ValueError(
                 f"custom_params has {key!r}, which means nothing here; a request may ask for {' and '.join(taken)}: spell it "
                 "so, or leave it out"
@@ -414,4 +414,5 @@ def check_asked(args: "KVServerArgs", custom_params: object) -> None:
             f"{ASKED} in custom_params is {custom_params[ASKED]!r}; this server compresses with "
             f"{', '.join(offer.told for offer in found)}: ask for one of these, or leave it out for the first"
         )
+    stream_options.check_request(custom_params)
     benchmark_options.check_request(args.kv_bench_acceptance, custom_params)

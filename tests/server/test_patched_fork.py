@@ -92,7 +92,7 @@ def marks(fork: Path, module: str) -> dict[str, str]:
 
     def visit(node: ast.AST, prefix: str) -> None:
         for child in ast.iter_child_nodes(node):
-            if not isinstance(child, (ast.ClassDef, ast.FunctionDef)):
+            if not isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
                 continue
             for mark in child.decorator_list:
                 if isinstance(mark, ast.Call) and getattr(mark.func, "id", "") == "kv_seam":

@@ -132,7 +132,7 @@ def test_what_looks_like_a_choice_and_is_none_is_refused(params, words):
 
 
 def test_of_what_a_request_may_ask_for_only_what_this_server_takes_is_named():
-    with pytest.raises(ValueError, match="a request may ask for kv_compressor: spell it so, or leave it out"):
+    with pytest.raises(ValueError, match="a request may ask for kv_compressor and kv_stream_pacing: spell it so, or leave it out"):
         check_asked(resolved(), {"kv_x": 1})
     with pytest.raises(ValueError, match="a request may ask for kv_compressor and kv_acceptance: spell it so"):
         check_asked(resolved(kv_bench_acceptance=0.9), {"kv_x": 1})
