@@ -47,7 +47,7 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator.accept",
-        "sglang_ext.hooks.reporting.send_what_is_due",
+        "sglang_ext.hooks.token_streams.send_unstreamed",
         "the frontend takes the time to the first token when it is sent, which tokens that come together put off to the end",
         ("self", "req"),
     ),

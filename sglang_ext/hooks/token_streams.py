@@ -1,11 +1,15 @@
-"""Streams the tokens of a round one by one, as a server without speculation does.
+"""Sends tokens from the scheduler to the frontend when a server without speculation sends them.
 
 A round gives a request several tokens at once. SGLang decides once per round whether to send them, and sends them together. Its stream
 interval, its log probabilities and its tool-call parsers expect one token at a time.
 
-:func:`stream_each_token` repeats SGLang's own streaming step for each new token of a streamed request. In each repetition the request
-has the state that it had after that token. So the scheduler sends what stock sends: one message per token position, with the tokens of
-all requests that have one there. stream_delivery.py keeps these messages apart in the frontend.
+*Streams.* :func:`stream_each_token` repeats SGLang's own streaming step for each new token of a streamed request. In each repetition the
+request has the state that it had after that token. So the scheduler sends one message per token position, as stock does. A message has
+the tokens of all requests at that position. stream_delivery.py keeps these messages apart in the frontend.
+
+*Other answers.* SGLang sends the tokens of an answer that is not streamed when their number is a multiple of
+``SGLANG_FORCE_STREAM_INTERVAL``. The frontend takes the times of ``meta_info`` and ``/metrics`` from these messages. A round steps over
+the multiples. :func:`send_unstreamed` sends the first token at once, and then the tokens of each round that passes a multiple.
 """
 
 from collections.abc import Callable
@@ -13,7 +17,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
+    from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer, _GenerationStreamAccumulator
 
 STREAMED = "kv_streamed"
 """Attribute of a request: output tokens and reasoning tokens that it had when it was last streamed."""
@@ -56,6 +60,8 @@ def _replay(req: "Req") -> "_Replay | None":
 class _Replay:
     """The states of a request after each of its new tokens but the newest.
 
+    Hidden states are not among them: a request that returns them gets one token a round.
+
     Args:
         req: Has at least two new tokens.
         num_streamed: Output tokens before the new ones.
@@ -71,7 +77,6 @@ class _Replay:
         self._newest = req.output_ids[num_streamed:]
         self._end = (req.finished_reason, req.finished_len)
         self._reasoning_tokens = req.reasoning_tokens
-        self._hidden_states = req.hidden_states
 
     def rewind(self, step: int) -> None:
         """Give the request the state after new token number ``step``, from 0."""
@@ -80,9 +85,6 @@ class _Replay:
         req.finished_reason = req.finished_len = None
         # Reasoning tokens are counted from the first token on, until the reasoning ends.
         req.reasoning_tokens = min(self._reasoning_tokens, self._num_reasoning + num_kept)
-        if req.return_hidden_states:
-            num_later = len(self._newest) - num_kept
-            req.hidden_states = self._hidden_states[: len(self._hidden_states) - num_later]
 
     def restore(self) -> None:
         """Give the request its newest state again."""
@@ -90,4 +92,29 @@ class _Replay:
         req.output_ids.extend(self._newest[len(req.output_ids) - self._num_streamed :])
         req.finished_reason, req.finished_len = self._end
         req.reasoning_tokens = self._reasoning_tokens
-        req.hidden_states = self._hidden_states
+
+
+def send_unstreamed(original: Callable, accumulator: "_GenerationStreamAccumulator", *, req: "Req") -> None:
+    """Hook around ``accept``: send the tokens of an answer that is not streamed at its first token and at each interval.
+
+    A request that is prefilled again lacks its newest token meanwhile (coded_prompts.py:PrefillServer), while its last round ends. It
+    sends nothing then: SGLang would count that token as not sent, and send it twice.
+    """
+    if getattr(req, "pd_rebootstrap_in_progress", False) and not req.finished():
+        return
+    interval = accumulator.default_force_stream_interval
+    # SGLang cannot tell whether the tokens begin a match of a stop_regex. These requests keep its own rule.
+    if req.output_ids and not (req.stream or req.finished() or req.sampling_params.stop_regex_strs):
+        # An interval of one token sends now. An interval longer than the answer does not.
+        accumulator.default_force_stream_interval = 1 if _passes_interval(req, interval) else len(req.output_ids) + 1
+    try:
+        original(accumulator, req=req)
+    finally:
+        accumulator.default_force_stream_interval = interval
+
+
+def _passes_interval(req: "Req", interval: int) -> bool:
+    """Whether the new tokens are sent. They wait while they may begin a stop string, which the answer leaves out."""
+    num_sent, num_tokens = req.send_token_offset, len(req.output_ids)
+    passes = num_sent == 0 or num_tokens // interval > num_sent // interval
+    return passes and not req.check_match_stop_str_prefix()

@@ -1,7 +1,8 @@
-"""Tokens that a round gives together are streamed as they are one at a time: the same messages with the same content."""
+"""Tokens that a round gives together are sent as they are one at a time: the same messages with the same content."""
 
 import copy
 from array import array
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -10,16 +11,17 @@ from hypothesis import strategies as st
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.managers.scheduler_components import output_streamer
-from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
+from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer, _GenerationStreamAccumulator
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from test_finish import LETTERS, TOKENIZER
+from test_finish import make_request as bare_request
 
-from sglang_ext.hooks.token_streams import stream_each_token
+from sglang_ext.hooks.token_streams import send_unstreamed, stream_each_token
 
 PROMPT = array("q", [3, 2, 1, 0])
 PER_REQUEST = ("rids", "output_ids", "finished_reasons", "completion_tokens", "reasoning_tokens", "decode_ids", "output_token_logprobs_val",
-               "output_token_logprobs_idx", "output_top_logprobs_idx", "output_hidden_states")  # fmt: skip
+               "output_token_logprobs_idx", "output_top_logprobs_idx")  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -52,17 +54,16 @@ class Sender:
 
 
 def make_request(rid, stream=True, reasons=False, **params):
-    """A request with log probabilities and hidden states that has put out nothing."""
+    """A request with log probabilities that has put out nothing."""
     sampling = SamplingParams(**params)
     sampling.normalize(TOKENIZER)
-    req = Req(rid, "", PROMPT, sampling, return_logprob=True, stream=stream, require_reasoning=reasons, return_hidden_states=True)
+    req = Req(rid, "", PROMPT, sampling, return_logprob=True, stream=stream, require_reasoning=reasons)
     req.tokenizer, req.vocab_size = TOKENIZER, len(LETTERS)
-    req.hidden_states = [["prompt"]]
     return req
 
 
 def append(req, tokens, ends):
-    """What SGLang's scheduler keeps of new tokens; each is its own log probability and hidden state."""
+    """What SGLang's scheduler keeps of new tokens; each is its own log probability."""
     req.output_ids.extend(tokens)
     for token in tokens:
         req.logprob.output_token_logprobs_val.append(-float(token))
@@ -71,8 +72,6 @@ def append(req, tokens, ends):
         req.logprob.output_top_logprobs_idx.append([token])
         req.logprob.output_token_ids_logprobs_val.append(None)
         req.logprob.output_token_ids_logprobs_idx.append(None)
-    first = len(req.output_ids) == len(tokens)
-    req.hidden_states.extend([token] for token in tokens[1 if first else 0 :])
     if req.require_reasoning:
         req.update_reasoning_tokens(list(tokens), [1])
     if ends:
@@ -141,3 +140,85 @@ def test_a_token_that_is_decoded_again_is_streamed_once():
     append(req, [2, 3], ends=True)
     ours(sender.streamer, [req], True)
     assert [row["output_ids"].tolist() for row in sender.sent("r")] == [[0], [1], [2], [3]]
+
+
+INTERVAL = 50
+
+
+class Accumulator:
+    """SGLang's rule for answers that are not streamed: which were sent, and after how many tokens."""
+
+    def __init__(self) -> None:
+        self.default_force_stream_interval = INTERVAL
+        self.sent: list[int] = []
+
+    def accept(self, *, req) -> None:
+        if req.finished() or len(req.output_ids) % self.default_force_stream_interval == 0:
+            self.sent.append(len(req.output_ids))
+            req.send_token_offset = len(req.output_ids)
+
+
+def lengths(steps, accept, **params):
+    """After how many tokens an answer of ``steps``, tokens that come at once, is sent."""
+    req, accumulator = bare_request(**params), Accumulator()
+    req.stream, req.send_token_offset = False, 0
+    for step in steps:
+        req.output_ids.extend(step)
+        accept(accumulator, req)
+        assert accumulator.default_force_stream_interval == INTERVAL
+    return accumulator.sent
+
+
+def by_rounds(accumulator, req):
+    send_unstreamed(Accumulator.accept, accumulator, req=req)
+
+
+def by_single_tokens(accumulator, req):
+    accumulator.accept(req=req)
+
+
+@pytest.mark.parametrize("together", [1, 3, 7, 16])
+def test_the_first_token_is_sent_at_once_and_then_each_interval_that_is_passed(together):
+    steps = [[0]] + [[0] * together] * (160 // together)
+    sent = lengths(steps, by_rounds, max_new_tokens=1000)
+    assert sent[0] == 1
+    assert len(sent) == 4 and all(0 <= at - passed < together for at, passed in zip(sent[1:], (50, 100, 150)))
+    assert lengths(steps, by_single_tokens, max_new_tokens=1000) != sent, "the rule of one token at a time does not do it"
+
+
+def test_what_may_begin_a_stop_string_waits_until_it_does_not():
+    # The letters a b c; "bc" would end it.
+    assert lengths([[1], [0], [1, 0]], by_rounds, stop=["bc"], max_new_tokens=9) == [2]
+    assert lengths([[0], [1]], by_rounds, stop=["bc"], max_new_tokens=9) == [1]
+
+
+def test_answers_that_a_pattern_may_end_are_left_to_sglang():
+    steps = [[0]] + [[0] * 7] * 10
+    assert lengths(steps, by_rounds, stop_regex=["b+"], max_new_tokens=99) == lengths(steps, by_single_tokens, max_new_tokens=99) == [50]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("tokens", [1, 2, 51])
+def test_of_a_request_that_waits_to_be_prefilled_again_nothing_is_sent_twice(stream, tokens):
+    # SGLang's own rules; of what is sent the first fields tell enough.
+    req, lists = bare_request(max_new_tokens=60), {name: [] for name in ("rids", "finished_reasons", "output_ids", "prompt_tokens")}
+    accumulator = SimpleNamespace(default_force_stream_interval=INTERVAL, default_stream_interval=1, rust_server_mode=True, **lists)
+    req.rid, req.origin_input_ids, req.stream, req.finished_output = "mine", [5], stream, False
+    req.send_token_offset = req.send_output_token_logprobs_offset = 0
+
+    def accept():
+        with suppress(AttributeError):
+            # Of what else is sent.
+            send_unstreamed(_GenerationStreamAccumulator.accept, accumulator, req=req)
+
+    req.output_ids.extend(range(tokens))
+    accept()
+    # As coded_prompts.py, between the launch of a round and its end.
+    newest = req.output_ids.pop()
+    req.pd_rebootstrap_in_progress = True
+    accept()
+    req.pd_rebootstrap_in_progress = False
+    req.output_ids.extend([newest, 97, 98])
+    req.finished_reason = FINISH_LENGTH(length=tokens + 2)
+    accept()
+    assert [token for part in accumulator.output_ids for token in part] == [*range(tokens), 97, 98]
