@@ -9,8 +9,6 @@ from typing import Any
 import openai
 import pytest
 from servers import Server, greedy
-from sglang.srt.entrypoints.openai.protocol import Function, Tool
-from sglang.srt.function_call.function_call_parser import FunctionCallParser
 from waiting import until
 
 pytestmark = pytest.mark.server
@@ -135,30 +133,6 @@ def told(choice: dict[str, Any]) -> dict[str, Any]:
     text = choice["message"]["content"] if "message" in choice else choice["text"]
     logprobs = {name: rows or [] for name, rows in (choice["logprobs"] or {}).items()}
     return {"text": text, "logprobs": logprobs, "end": [choice["finish_reason"]]}
-
-
-CALLS = ({"name": "get_weather", "arguments": {"city": "Paris"}}, {"name": "get_time", "arguments": {"zone": "UTC"}})
-WEATHER, TIME = (str(call).replace("'", '"') for call in CALLS)
-TOOL_TEXTS = {
-    "hermes": f"<tool_call>\n{WEATHER}\n</tool_call>\n<tool_call>\n{TIME}\n</tool_call>",
-    "llama3": f"<|python_tag|>{WEATHER};{TIME}".replace("arguments", "parameters"),
-    "mistral": f"[TOOL_CALLS] [{WEATHER}, {TIME}]",
-}
-
-
-@pytest.mark.parametrize("parser", TOOL_TEXTS)
-def test_both_tool_calls_of_a_streamed_answer_are_found(several: Server, parser: str) -> None:
-    # The grammar makes the model write the calls, and the context shows them, so that drafts are right.
-    text = TOOL_TEXTS[parser]
-    forced = sampling(120, regex=re.escape(text), ignore_eos=False, skip_special_tokens=False)
-    texts = [chunk["text"] for chunk in chunks_of(several, {"text": f"{text}\n" * 6, **forced})]
-    assert texts[-1].startswith(text)
-    tools = [Tool(type="function", function=Function(name=call["name"], parameters={})) for call in CALLS]
-    found = FunctionCallParser(tools, parser)
-    items = [item for before, now in zip(["", *texts], texts) for item in found.parse_stream_chunk(now[len(before) :])[1]]
-    assert [item.name for item in items if item.name] == [call["name"] for call in CALLS]
-    arguments = ["".join(item.parameters or "" for item in items if item.tool_index == place) for place in (0, 1)]
-    assert [each.replace(" ", "") for each in arguments] == [str(call["arguments"]).replace("'", '"').replace(" ", "") for call in CALLS]
 
 
 def test_metrics_count_a_time_for_each_token_of_a_stream(several: Server) -> None:
