@@ -1,6 +1,7 @@
 """Messages that arrive together reach a stream's client one chunk each; with even pacing they leave over the time of a round."""
 
 import asyncio
+import statistics
 import time
 from types import SimpleNamespace
 
@@ -70,6 +71,15 @@ async def read(manager, rid, chunks, delay=0.0):
         await asyncio.sleep(delay)
 
 
+def within(coroutine, seconds=20):
+    """What a coroutine returns; one that waits for chunks that do not come fails."""
+
+    async def limited():
+        return await asyncio.wait_for(coroutine, seconds)
+
+    return asyncio.run(limited())
+
+
 async def receive(manager, messages):
     for each in messages:
         await receive_outputs(TokenizerManager._handle_batch_output, manager, each)
@@ -91,7 +101,7 @@ def test_messages_that_arrive_together_are_chunks_of_their_own(incremental, dela
         assert not manager.rid_to_state
         return chunks
 
-    for found in asyncio.run(run()).values():
+    for found in within(run()).values():
         assert [chunk[1] for chunk in found] == texts(incremental)
         assert [chunk[3] for chunk in found] == [1, 2, 3, 4, 5]
         ids = [[i + 1] if incremental else list(range(1, i + 2)) for i in range(len(WORDS))]
@@ -105,7 +115,7 @@ def test_messages_that_come_before_the_client_reads_wait_for_it():
         await read(manager, "a", chunks)
         return chunks
 
-    assert [chunk[1] for chunk in asyncio.run(run())] == texts(False)
+    assert [chunk[1] for chunk in within(run())] == texts(False)
 
 
 def test_a_slow_client_does_not_hold_up_another_one():
@@ -120,7 +130,7 @@ def test_a_slow_client_does_not_hold_up_another_one():
         await reader
         assert len(slow) == len(WORDS)
 
-    asyncio.run(run())
+    within(run())
 
 
 def test_what_a_very_slow_client_has_not_read_is_merged(monkeypatch):
@@ -133,7 +143,7 @@ def test_what_a_very_slow_client_has_not_read_is_merged(monkeypatch):
         return chunks
 
     # The first is taken at once; of the four others two wait.
-    assert [chunk[1] for chunk in asyncio.run(run())] == ["a", "bcdefg", "hi"]
+    assert [chunk[1] for chunk in within(run())] == ["a", "bcdefg", "hi"]
 
 
 @pytest.mark.parametrize("taken", [1, 3])
@@ -150,7 +160,7 @@ def test_the_state_of_a_request_whose_client_has_gone_ends_with_its_answer(taken
         await receive(manager, burst("a")[-1:])
         return manager.rid_to_state
 
-    assert asyncio.run(run()) == {}
+    assert within(run()) == {}
 
 
 def test_an_abort_does_not_wait_for_the_client():
@@ -159,7 +169,7 @@ def test_an_abort_does_not_wait_for_the_client():
         await receive(manager, burst("a", finish={"type": "abort", "message": "", "status_code": None}))
         return manager.rid_to_state
 
-    assert asyncio.run(run()) == {}
+    assert within(run()) == {}
 
 
 def test_an_answer_that_is_not_streamed_is_one_chunk():
@@ -171,7 +181,7 @@ def test_an_answer_that_is_not_streamed_is_one_chunk():
         await reader
         return chunks
 
-    assert [chunk[1:] for chunk in asyncio.run(run())] == [("".join(WORDS), [1, 2, 3, 4, 5], 5)]
+    assert [chunk[1:] for chunk in within(run())] == [("".join(WORDS), [1, 2, 3, 4, 5], 5)]
 
 
 ROUND = 0.3
@@ -197,17 +207,17 @@ async def read_rounds(rounds, params, gap=ROUND):
 
 
 def test_even_pacing_spreads_a_round_over_the_time_of_the_next_one():
-    times = asyncio.run(read_rounds(3, {"custom_params": {"kv_stream_pacing": "even"}}))
+    times = within(read_rounds(3, {"custom_params": {"kv_stream_pacing": "even"}}))
     gaps = [later - earlier for earlier, later in zip(times[5:], times[6:])]
     assert len(times) == 15
-    assert max(gaps) < ROUND / len(WORDS) * 2 and min(gaps) > ROUND / len(WORDS) / 4
-    # The last round takes no longer than a round.
-    assert 2 * ROUND * 0.8 < times[-1] < 2 * ROUND * 1.3
+    assert statistics.median(gaps) > ROUND / len(WORDS) / 2
+    # The last round takes a round, too.
+    assert 2 * ROUND * 0.8 < times[-1] < 3 * ROUND
 
 
 def test_without_pacing_a_round_leaves_at_once():
-    times = asyncio.run(read_rounds(3, {}))
-    assert times[9] < ROUND / 3 and ROUND <= times[10] and times[14] < ROUND * 1.4
+    times = within(read_rounds(3, {}))
+    assert times[9] - times[5] < ROUND / 2 and times[14] - times[10] < ROUND / 2 and times[10] - times[9] > ROUND / 2
 
 
 def departures(arrivals):
