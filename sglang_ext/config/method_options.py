@@ -405,7 +405,7 @@ def check_asked(args: "KVServerArgs", custom_params: object) -> None:
             # The last one is refused unless the server forces acceptance.
             taken = PARAMETERS if args.kv_bench_acceptance is not None else (ASKED, stream_options.PARAMETER)
             raise ValueError(
-                f"custom_params has {key!r}, which means nothing here; a request may ask for {' and '.join(taken)}: spell it "
+                f"custom_params has {key!r}, which means nothing here; a request may ask for {', '.join(taken)}: spell it "
                 "so, or leave it out"
             )
     found = offers(args)

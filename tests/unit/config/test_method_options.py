@@ -132,9 +132,9 @@ def test_what_looks_like_a_choice_and_is_none_is_refused(params, words):
 
 
 def test_of_what_a_request_may_ask_for_only_what_this_server_takes_is_named():
-    with pytest.raises(ValueError, match="a request may ask for kv_compressor and kv_stream_pacing: spell it so, or leave it out"):
+    with pytest.raises(ValueError, match="a request may ask for kv_compressor, kv_stream_pacing: spell it so, or leave it out"):
         check_asked(resolved(), {"kv_x": 1})
-    with pytest.raises(ValueError, match="a request may ask for kv_compressor and kv_acceptance: spell it so"):
+    with pytest.raises(ValueError, match="a request may ask for kv_compressor, kv_stream_pacing, kv_acceptance: spell it so"):
         check_asked(resolved(kv_bench_acceptance=0.9), {"kv_x": 1})
 
 
@@ -162,3 +162,13 @@ def test_partitions_are_those_of_what_packs():
     args = resolved(kv_compressor="snapkv+hack", kv_more_compressors="hack,snapkv", kv_bits=2, kv_partition=32)
     assert [each.quantizer for each in methods(args)] == [Hack(2, partition=32), Hack(2, partition=32), None]
     assert methods(resolved(kv_compressor="hack"))[0].quantizer == Hack(4, partition=64)
+
+
+@pytest.mark.parametrize(("value", "refused"), [("even", False), ("burst", False), (None, False), ("smooth", True), (True, True), (["even"], True)])
+def test_a_request_chooses_how_its_stream_is_paced(value, refused):
+    params = {"kv_stream_pacing": value}
+    if not refused:
+        check_asked(resolved(), params)
+        return
+    with pytest.raises(ValueError, match="kv_stream_pacing in custom_params is .*; pass 'burst' or 'even', or leave it out"):
+        check_asked(resolved(), params)
