@@ -15,7 +15,7 @@ from sglang.srt.arg_groups.arg_utils import NS, A, Arg
 from sglang.srt.server_args import ServerArgs
 
 from sglang_ext import command_line, flag_checks
-from sglang_ext.config import benchmark_options, disaggregation_options, model_folder, options, refused_options
+from sglang_ext.config import benchmark_options, disaggregation_options, model_folder, options, refused_options, stream_options
 from sglang_ext.config.prefill_options import EXACT, PREFILLS
 from sglang_ext.core import RADIX_CACHE_BACKEND, SPECULATIVE_ALGORITHM, HookError, OptionError
 from sglang_ext.mem_cache.compressors import catalogue
@@ -205,6 +205,15 @@ class KVServerArgs(ServerArgs):
         "Tokens that a request gets in one piece at most, from 2: caps the draft length, for an even stream.",
         NS("memory"),
     ] = None
+    kv_stream_pacing: A[
+        str,
+        Arg(
+            help="How the tokens of a round leave in a stream, each as a chunk of its own. burst: at once. even: spread over the time that "
+            "the next round is expected to take, at most one round later. Requests may choose in custom_params, as kv_stream_pacing.",
+            choices=list(stream_options.PACINGS),
+        ),
+        NS("memory"),
+    ] = stream_options.BURST
     kv_host_gb: A[
         float,
         "Host memory of each tensor-parallel rank, in GB of 10^9 bytes, for full KV of prefixes that the device has no room "

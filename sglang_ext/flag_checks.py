@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from sglang_ext.config import (
     benchmark_options, disaggregation_options, method_options, model_folder, model_options, options, prefill_options, refusal,
-    selection_options,
+    selection_options, stream_options,
 )  # fmt: skip
 from sglang_ext.config.options import FULL_TIERS, MAX_DRAFT_LENGTH, MAX_OFFLOAD_DRAFT_LENGTH, MODES, offload_obstacle, one_of
 from sglang_ext.core import OptionError
@@ -254,6 +254,7 @@ def _check_ranges(args: "KVServerArgs") -> None:
     """
     one_of("--kv-mode", args.kv_mode, MODES)
     one_of("--kv-full-tier", args.kv_full_tier, FULL_TIERS)
+    stream_options.check_flag(args)
     burst = args.kv_max_burst
     if burst is not None and not (isinstance(burst, int) and burst >= 2):
         raise OptionError(

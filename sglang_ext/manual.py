@@ -39,6 +39,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "kv_score_bits",
     ),
     "Drafts": ("kv_draft_length", "kv_max_burst"),
+    "Streams": ("kv_stream_pacing",),
     "Full KV in host memory": ("kv_host_gb", "kv_full_tier", "kv_offload_draft_length"),
     "Transfer of KV between servers": ("kv_reference", "kv_link_gbps", "kv_link_keys"),
     "For benchmarks and tests": ("kv_bench_acceptance", "kv_bench_corrupt_loads", "kv_bench_codec", "kv_bench_timeline"),

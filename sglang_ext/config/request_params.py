@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from sglang_ext.config import benchmark_options, method_options
+from sglang_ext.config import benchmark_options, method_options, stream_options
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 CUSTOM_PARAMS = "custom_params"
 REQUEST_PARAMS: dict[str, Callable[["KVServerArgs", Any], None]] = {
     method_options.ASKED: method_options.check_request,
+    stream_options.PARAMETER: stream_options.check_request,
     benchmark_options.PARAMETER: benchmark_options.check_request,
 }
 """The check of each parameter: called with the server's arguments and a value that is not None; raises ValueError."""
@@ -72,7 +73,7 @@ def check_key(key: str, holder: str) -> None:
         return
     question = f"; did you mean {similar!r}?" if similar else ";"
     raise ValueError(
-        f"{holder} has {key[:MAX_LENGTH]!r}, which this server does not know{question} A request may set {' and '.join(REQUEST_PARAMS)}, at "
+        f"{holder} has {key[:MAX_LENGTH]!r}, which this server does not know{question} A request may set {', '.join(REQUEST_PARAMS)}, at "
         f"its top level or in {CUSTOM_PARAMS}: spell it so, or leave it out"
     )
 

@@ -9,7 +9,7 @@ processes a result before it launches the next round.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,6 @@ from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 
 from sglang_ext.device import to_device
 from sglang_ext.hooks.finish import tokens_to_end
-from sglang_ext.hooks.reporting import count_plain_steps
 from sglang_ext.managers.spec_decode.grammar import is_walked
 from sglang_ext.managers.spec_decode.requests import end_of_answer
 from sglang_ext.managers.spec_decode.result import RoundResult
@@ -27,6 +26,9 @@ from sglang_ext.mem_cache.prefix_cache.recompute import lost_requests
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
+
+    from sglang_ext.managers.spec_decode.round import Round
 
 
 def reserve_to_the_end(original: Callable, batch: "ScheduleBatch") -> None:
@@ -107,6 +109,19 @@ def process_emitted(original: Callable, processor, batch: "ScheduleBatch", resul
     if len(emitting) < len(batch.reqs):
         batch, result = _subset(batch, emitting), _result_subset(result, emitting)
     return _advance_grammars_last(original, processor, batch, result)
+
+
+def count_plain_steps(reporter: "SchedulerMetricsReporter", done: "Round", counts: Sequence[int]) -> None:
+    """Count each token of a request that did not draft as a forward, before SGLang counts the round's.
+
+    SGLang takes all tokens of a round but the first for accepted drafts. A server of mode lossy would log an accept length of 4.
+
+    Args:
+        reporter: Divides tokens by forwards.
+        done: The round.
+        counts: Tokens of each of its requests.
+    """
+    reporter.spec_num_forward_ct += sum(max(0, counts[i] - 1) for i in done.answering)
 
 
 def _end_at_ends(batch: "ScheduleBatch", result) -> None:

@@ -47,9 +47,26 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator.accept",
-        "sglang_ext.hooks.reporting.send_what_is_due",
+        "sglang_ext.hooks.token_streams.send_unstreamed",
         "the frontend takes the time to the first token when it is sent, which tokens that come together put off to the end",
         ("self", "req"),
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output",
+        "sglang_ext.hooks.token_streams.stream_each_token",
+        "a stream advances token by token, also where a round gives several: intervals, log probabilities and parsers rely on it",
+        ("self", "reqs", "return_logprob", "skip_req"),
+    ),
+    Hook(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_batch_output",
+        "sglang_ext.hooks.stream_delivery.receive_outputs",
+        "the messages of a round arrive together, and SGLang would merge them into one chunk", ("self", "recv_obj"), process="frontend",
+    ),
+    Hook(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._wait_one_response",
+        "sglang_ext.hooks.stream_delivery.wait_one_response",
+        "the next message of a stream is delivered when its client asks for the next chunk", ("self", "obj", "request"),
+        process="frontend",
     ),
     Hook(
         "sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len",

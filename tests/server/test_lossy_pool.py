@@ -80,3 +80,11 @@ def test_answers_that_leave_the_cache_with_their_thought_leave_no_slot_behind(lo
     assert warm["meta_info"]["cached_tokens"] >= 196 and len(warm["output_ids"]) == ANSWER
     lossy.flush_cache()
     assert lossy.metric("sglang_ext:codes_alone_tokens") == lossy.metric("sglang_ext:compressed_bytes") == 0 and lossy.alive()
+
+
+def test_each_token_of_a_lossy_round_is_a_chunk_of_a_stream(lossy, asked):
+    body = {"input_ids": asked[0], **greedy(ANSWER)}
+    chunks = list(lossy.stream("generate", {**body, "stream": True}))
+    assert [chunk["meta_info"]["completion_tokens"] for chunk in chunks] == list(range(1, ANSWER + 1))
+    assert [chunk["output_ids"] for chunk in chunks] == [chunks[-1]["output_ids"][: i + 1] for i in range(ANSWER)]
+    assert chunks[-1]["meta_info"]["kv_compressor"] == "int4"

@@ -73,6 +73,7 @@ WRONG: dict[str, dict[str, object]] = {
     "kv_head_budgets": {"kv_head_budgets": "even"},
     "kv_draft_length": {"kv_draft_length": 0},
     "kv_max_burst": {"kv_max_burst": 1},
+    "kv_stream_pacing": {"kv_stream_pacing": "smooth"},
     "kv_host_gb": {"kv_host_gb": -1.0},
     "kv_full_tier": {"kv_full_tier": "disk"},
     "kv_offload_draft_length": {"kv_offload_draft_length": 0},
@@ -87,7 +88,7 @@ WRONG: dict[str, dict[str, object]] = {
 # By flag, a value that is served in verified.
 RIGHT: dict[str, object] = {
     "kv_compressor": "sink-recent", "kv_more_compressors": "kivi", "kv_online_compressor": "sink-recent", "kv_budget": 0.5, "kv_sparse_from": 1024,
-    "kv_head_budgets": "adaptive", "kv_draft_length": 8, "kv_max_burst": 4,
+    "kv_head_budgets": "adaptive", "kv_draft_length": 8, "kv_max_burst": 4, "kv_stream_pacing": "even",
     "kv_cache_ranks": 1, "kv_pack_layers": 6, "kv_cache_rank_gb": 8.0, "kv_cache_rank_gpu": 1, "kv_score_bits": 8,
     "kv_host_gb": 1.0, "kv_full_tier": "auto", "kv_offload_draft_length": 32,
 }  # fmt: skip

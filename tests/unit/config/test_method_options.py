@@ -146,3 +146,13 @@ def test_partitions_are_those_of_what_packs():
     args = resolved(kv_compressor="snapkv+hack", kv_more_compressors="hack,snapkv", kv_bits=2, kv_partition=32)
     assert [each.quantizer for each in methods(args)] == [Hack(2, partition=32), Hack(2, partition=32), None]
     assert methods(resolved(kv_compressor="hack"))[0].quantizer == Hack(4, partition=64)
+
+
+@pytest.mark.parametrize(("value", "refused"), [("even", False), ("burst", False), (None, False), ("smooth", True), (True, True), (["even"], True)])
+def test_a_request_chooses_how_its_stream_is_paced(value, refused):
+    params = {"kv_stream_pacing": value}
+    if not refused:
+        request_params.check(resolved(), params)
+        return
+    with pytest.raises(ValueError, match="kv_stream_pacing is .*; pass 'burst' or 'even', or leave it out"):
+        request_params.check(resolved(), params)

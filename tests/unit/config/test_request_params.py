@@ -26,7 +26,7 @@ def test_a_misspelled_parameter_is_refused_with_the_right_name(key):
 
 @pytest.mark.parametrize("key", ["kv_budget", "KV-budget", "kvbits", "kv_" + 10_000 * "x"])
 def test_an_unknown_parameter_of_ours_is_refused_with_those_that_there_are(key):
-    with pytest.raises(ValueError, match=f"has '{key[:MAX_LENGTH]}', .*may set {' and '.join(REQUEST_PARAMS)}, at"):
+    with pytest.raises(ValueError, match=f"has '{key[:MAX_LENGTH]}', .*may set {', '.join(REQUEST_PARAMS)}, at"):
         check(ARGS, {key: 1})
 
 

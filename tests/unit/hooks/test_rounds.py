@@ -3,11 +3,13 @@
 import dataclasses
 from types import SimpleNamespace
 
+import pytest
 import torch
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
 
-from sglang_ext.hooks.rounds import process_emitted, sync_for_grammars
+from sglang_ext.hooks.rounds import count_plain_steps, process_emitted, sync_for_grammars
 from sglang_ext.layers.forward import BetweenSteps
 from sglang_ext.managers.spec_decode.result import RoundResult
 
@@ -134,3 +136,20 @@ def test_an_aborted_request_finishes_without_a_new_token():
     seen = []
     process_emitted(lambda _, b, r: seen.append([req.name for req in b.reqs]), processor, batch, result)
     assert ended == [0, ("b", 1)] and streamed == [["b"]] and seen == [["a", "c"]]
+
+
+@pytest.mark.parametrize(
+    ("answering", "tokens", "length"),
+    [([0, 1], [4, 2], 1.0), ([], [4, 2], 3.0), ([1], [5, 4], 9 / 5), ([0, 1], [0, 3], 1.0)],
+    ids=["nobody drafts", "all draft", "one drafts", "one is over"],
+)
+def test_of_who_does_not_draft_each_token_is_a_forward_in_sglangs_accept_length(answering, tokens, length):
+    reporter = SimpleNamespace(
+        spec_num_accept_tokens=0, spec_num_forward_ct=0, spec_num_block_accept_tokens=0, spec_num_cap_tokens=0, num_generated_tokens=0
+    )
+    count_plain_steps(reporter, SimpleNamespace(answering=answering), tokens)
+    emitting = [each for each in tokens if each]
+    SchedulerMetricsReporter.update_spec_metrics(reporter, len(emitting), sum(emitting) - len(emitting))
+    assert reporter.spec_num_accept_tokens / reporter.spec_num_forward_ct == pytest.approx(length)
+    # Beside those that SGLang adds of each request: tokens a second stay as they are.
+    assert reporter.num_generated_tokens == sum(emitting) - len(emitting)

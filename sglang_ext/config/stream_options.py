@@ -1,0 +1,42 @@
+"""How the tokens of a round leave the server in a stream: ``--kv-stream-pacing``, and what a request says in its ``custom_params``."""
+
+from typing import TYPE_CHECKING, Any
+
+from sglang_ext.config.options import one_of
+
+if TYPE_CHECKING:
+    from sglang_ext.arguments import KVServerArgs
+
+BURST, EVEN = "burst", "even"
+PACINGS = (BURST, EVEN)
+PARAMETER = "kv_stream_pacing"
+"""Key of a request's ``custom_params``. It wins over the flag."""
+
+
+def check_flag(args: "KVServerArgs") -> None:
+    """Refuse a pacing that does not exist.
+
+    Raises:
+        OptionError: names the flag, its value and the allowed values.
+    """
+    one_of("--kv-stream-pacing", args.kv_stream_pacing, PACINGS)
+
+
+def check_request(args: "KVServerArgs", asked: object) -> None:
+    """Refuse a pacing that does not exist.
+
+    Args:
+        args: The server's arguments, which any pacing suits.
+        asked: The value of :data:`PARAMETER` in a request.
+
+    Raises:
+        ValueError: Names the key, its value and the allowed values.
+    """
+    if asked not in PACINGS:
+        raise ValueError(f"{PARAMETER} is {asked!r}; pass {' or '.join(map(repr, PACINGS))}, or leave it out for the server's")
+
+
+def pacing_of(default: str, custom_params: dict[str, Any] | None) -> str:
+    """The pacing of a request: what it asks for, else the server's ``default``."""
+    asked = custom_params.get(PARAMETER) if isinstance(custom_params, dict) else None
+    return asked or default

@@ -1,0 +1,253 @@
+"""Hands each message of the scheduler to the client of a stream as a chunk of its own.
+
+The tokens of a round arrive in the frontend within a millisecond, one message per token (token_streams.py). SGLang's frontend keeps one
+growing state per request: it merges the messages that arrive before the client's handler has taken the last chunk. Here each streamed
+request has a :class:`ChunkQueue`. A message enters SGLang's state once the handler asks for the next chunk, so that a chunk has the
+tokens, log probabilities, counts and times of its message alone.
+
+With ``kv_stream_pacing`` ``even``, the chunks of a round leave evenly over the time that the request's last rounds took (:class:`Pacer`).
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.managers.io_struct import BatchStrOutput, BatchTokenIDOutput, GenerateReqInput, unwrap_from_pickle, wrap_as_pickle
+
+from sglang_ext.config import stream_options
+from sglang_ext.hooks.frontend import sampling_params_of
+
+if TYPE_CHECKING:
+    from fastapi import Request
+    from sglang.srt.managers.io_struct import EmbeddingReqInput
+    from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
+
+Outputs = BatchStrOutput | BatchTokenIDOutput
+"""Messages with generated tokens: parallel lists with an item for each request."""
+
+MAX_QUEUED = 256
+"""Messages that wait for a client. A slower client gets several in a chunk, as from stock SGLang."""
+QUEUE = "kv_chunk_queue"
+"""Attribute of a request's state that holds its :class:`ChunkQueue`."""
+
+
+async def receive_outputs(original: Callable[..., Awaitable[None]], manager: "TokenizerManager", recv_obj: Any) -> None:
+    """Hook around ``TokenizerManager._handle_batch_output``: put messages for streamed requests in their queues.
+
+    Args:
+        original: SGLang's own. It changes the states of the requests, and wakes their handlers.
+        manager: The server's.
+        recv_obj: A message. What is not queued is passed on in one call.
+    """
+    if not isinstance(recv_obj, Outputs):
+        await original(manager, recv_obj)
+        return
+    direct, queued = [], []
+    for i, rid in enumerate(recv_obj.rids):
+        queue = _queue_of(original, manager, rid)
+        if queue is None or queue.take_directly():
+            direct.append(i)
+        else:
+            queued.append((i, queue))
+    if not queued:
+        await original(manager, recv_obj)
+        return
+    message = _Message(recv_obj)
+    if direct:
+        await original(manager, message.select(direct))
+    for i, queue in queued:
+        await queue.put(message.select([i]), _round_number(recv_obj, i))
+
+
+def wait_one_response(
+    original: Callable[..., AsyncGenerator], manager: "TokenizerManager", obj: "GenerateReqInput | EmbeddingReqInput", request: "Request | None" = None
+) -> AsyncIterator[dict[str, Any]]:
+    """Hook around ``TokenizerManager._wait_one_response``: tell the queue of a stream when its client wants the next chunk."""
+    chunks = original(manager, obj, request)
+    return _take_chunks(manager, obj, chunks) if _is_streamed(obj) else chunks
+
+
+async def _take_chunks(manager: "TokenizerManager", obj: GenerateReqInput, chunks: AsyncGenerator) -> AsyncIterator[dict[str, Any]]:
+    state = manager.rid_to_state[obj.rid]
+    async with aclosing(chunks):
+        try:
+            async for chunk in chunks:
+                yield chunk
+                # The client's handler has written the chunk, and asks for the next one.
+                if (queue := getattr(state, QUEUE, None)) is not None:
+                    await queue.request_next()
+        finally:
+            if (queue := getattr(state, QUEUE, None)) is not None:
+                await queue.close()
+
+
+class ChunkQueue:
+    """Messages of one streamed request that have not entered SGLang's state yet.
+
+    Args:
+        deliver: Lets SGLang handle a message of this request. It makes the next chunk.
+        pacer: When messages leave, or None if they leave as soon as the client's handler asks for them.
+    """
+
+    def __init__(self, deliver: Callable[[Outputs], Awaitable[None]], pacer: "Pacer | None") -> None:
+        self._deliver = deliver
+        self._pacer = pacer
+        self._messages: deque[Outputs] = deque()
+        self._is_wanted = True  # The handler has taken the last chunk.
+        self._is_closed = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def take_directly(self) -> bool:
+        """Whether the caller may deliver the next message itself, as nothing holds it back. It then counts as delivered."""
+        if self._is_closed:
+            return True
+        if self._messages or not self._is_wanted or self._pacer is not None:
+            return False
+        self._is_wanted = False
+        return True
+
+    async def put(self, message: Outputs, round_number: int) -> None:
+        """Queue a message. An abort is not held back, nor are the messages before it."""
+        self._messages.append(message)
+        if self._pacer is not None:
+            self._pacer.note_arrival(round_number, monotonic())
+        reason = message.finished_reasons[0]
+        if self._is_closed or (reason is not None and reason.get("type") == "abort"):
+            await self._deliver_all(but=0)
+        else:
+            await self._advance()
+
+    async def request_next(self) -> None:
+        """Deliver the next message as soon as it is there and its time has come."""
+        self._is_wanted = True
+        await self._advance()
+
+    async def close(self) -> None:
+        """Hold nothing back any more: the client has gone, or has its answer."""
+        self._is_closed = True
+        self._stop_timer()
+        await self._deliver_all(but=0)
+
+    async def _advance(self) -> None:
+        self._stop_timer()
+        if not (self._messages and self._is_wanted):
+            return
+        await self._deliver_all(but=MAX_QUEUED)
+        if self._pacer is not None:
+            now = monotonic()
+            delay = self._pacer.next_time(len(self._messages)) - now
+            if delay > 0:
+                self._timer = asyncio.get_running_loop().call_later(delay, self._resume)
+                return
+            self._pacer.note_departure(now)
+        self._is_wanted = False
+        await self._deliver(self._messages.popleft())
+
+    async def _deliver_all(self, but: int) -> None:
+        while len(self._messages) > but:
+            await self._deliver(self._messages.popleft())
+
+    def _resume(self) -> None:
+        task = asyncio.ensure_future(self._advance())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class Pacer:
+    """Spreads the messages of a round over the time that the next round is expected to take.
+
+    That is the shorter of the times that the last two rounds took: a pause, for another request's prefill, does not slow the stream.
+    When the next round's messages arrive before the last ones have left, all of them are spread over its time. So no message leaves
+    later than one such time after the next round.
+    """
+
+    def __init__(self) -> None:
+        self._round_number: int | None = None
+        self._round_time = 0.0  # When the newest round's first message arrived, in seconds.
+        self._durations: deque[float] = deque(maxlen=2)
+        self._last_departure = 0.0
+
+    def note_arrival(self, round_number: int, now: float) -> None:
+        """A message of round ``round_number`` has arrived at ``now``, in seconds."""
+        if round_number == self._round_number:
+            return
+        if self._round_number is not None:
+            self._durations.append(now - self._round_time)
+        self._round_number, self._round_time = round_number, now
+
+    def next_time(self, num_queued: int) -> float:
+        """When the next of ``num_queued`` messages leaves, in seconds: at once where no round's time is known yet."""
+        if not self._durations:
+            return 0.0
+        end = self._round_time + min(self._durations)
+        return self._last_departure + (end - self._last_departure) / (num_queued + 1)
+
+    def note_departure(self, now: float) -> None:
+        """A message has left at ``now``, in seconds."""
+        self._last_departure = now
+
+
+class _Message:
+    """A message of the scheduler, of which some requests are taken."""
+
+    def __init__(self, recv_obj: Outputs) -> None:
+        self._recv_obj = recv_obj
+        self._num_reqs = len(recv_obj.rids)
+        self._time_stats = unwrap_from_pickle(recv_obj.time_stats)
+        self._customized_info = unwrap_from_pickle(recv_obj.customized_info)
+
+    def select(self, indices: Sequence[int]) -> Outputs:
+        """The message with the requests at ``indices`` alone."""
+        recv_obj, fields = self._recv_obj, {}
+        for name in recv_obj.__struct_fields__:
+            value = getattr(recv_obj, name)
+            # SGLang leaves lists empty that it has nothing for.
+            is_per_request = isinstance(value, list) and len(value) == self._num_reqs
+            fields[name] = [value[i] for i in indices] if is_per_request else value
+        if self._time_stats is not None:
+            fields["time_stats"] = wrap_as_pickle([self._time_stats[i] for i in indices])
+        if self._customized_info is not None:
+            chosen = {name: [values[i] for i in indices] for name, values in self._customized_info.items()}
+            fields["customized_info"] = wrap_as_pickle(chosen)
+        return type(recv_obj)(**fields)
+
+
+def _queue_of(original: Callable[..., Awaitable[None]], manager: "TokenizerManager", rid: str) -> ChunkQueue | None:
+    """The queue of a streamed request; None if it is not streamed, or not there."""
+    state = manager.rid_to_state.get(rid)
+    if state is None or not _is_streamed(state.obj):
+        return None
+    queue = getattr(state, QUEUE, None)
+    if queue is None:
+
+        async def deliver(message: Outputs) -> None:
+            # SGLang has forgotten a request that it aborted in its waiting queue.
+            if manager.rid_to_state.get(rid) is state:
+                await original(manager, message)
+
+        queue = ChunkQueue(deliver, _pacer_of(manager, state))
+        setattr(state, QUEUE, queue)
+    return queue
+
+
+def _pacer_of(manager: "TokenizerManager", state: "ReqState") -> Pacer | None:
+    asked = sampling_params_of(manager, state.obj).get("custom_params")
+    return Pacer() if stream_options.pacing_of(manager.server_args.kv_stream_pacing, asked) == stream_options.EVEN else None
+
+
+def _round_number(recv_obj: Outputs, i: int) -> int:
+    """Number of the round in which a request got the tokens of a message."""
+    return recv_obj.spec_verify_ct[i] if recv_obj.spec_verify_ct else 0
+
+
+def _is_streamed(obj: object) -> bool:
+    return isinstance(obj, GenerateReqInput) and bool(obj.stream)

@@ -1,0 +1,187 @@
+"""A client cannot tell a verified stream from a stock stream: chunk by chunk the same, and the whole answer when put together."""
+
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import openai
+import pytest
+from servers import Server, greedy
+from waiting import until
+
+pytestmark = pytest.mark.server
+
+CODE = "def area(width, height):\n    return width * height\n\n"
+TEXT = CODE * 24
+CHAT = [{"role": "user", "content": CODE * 22}]
+NO_LIMITS = {"model": "m", "temperature": 0}
+# Names, times, hits of the prefix cache and counters of drafts: these differ from request to request, or are sglang-ext's own.
+VOLATILE = re.compile(
+    r"id|item_id|created.*|completed_at|.*_latency|.*_ts|.*_time|.*_delay|.*duration|decode_throughput|.*cached_tokens.*|.*tokens_details|kv_.*|spec_.*"
+)
+
+
+def sampling(tokens: int = 24, **more: Any) -> dict[str, Any]:
+    return {"sampling_params": {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True, **more}}
+
+
+GENERATE: dict[str, dict[str, Any]] = {
+    "log probabilities": {
+        "text": TEXT, "return_logprob": True, "top_logprobs_num": 2, "return_text_in_logprobs": True, "token_ids_logprob": [5], **sampling(),
+    },
+    "an interval": {"text": TEXT, **sampling(stream_interval=4)},
+    "a stop string across tokens": {"text": TEXT, **sampling(stop=["turn wid"])},
+    "a beginning of a stop string": {"text": TEXT, **sampling(stop=["turn width * X", "width *\n"])},
+    "several answers": {"text": TEXT, **sampling(12, n=2)},
+    "several prompts": {"text": [TEXT, "x" + TEXT], **sampling(12)},
+    "bytes of characters": {"text": "héllo 😀😀 日本語 " * 40, **sampling(skip_special_tokens=False)},
+    "hidden states": {"text": TEXT, "return_hidden_states": True, **sampling(4)},
+}  # fmt: skip
+ANSWERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat with log probabilities": ("chat", {"messages": CHAT, "max_tokens": 24, "logprobs": True, "top_logprobs": 3}),
+    "chat with usage": (
+        "chat", {"messages": CHAT, "max_tokens": 16, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    ),
+    "chat with several answers": ("chat", {"messages": CHAT, "max_tokens": 8, "n": 2, "stop": ["nothing of the kind"]}),
+    "completions": (
+        "completions", {"prompt": TEXT, "max_tokens": 24, "logprobs": 2, "stream_options": {"include_usage": True}},
+    ),
+    "responses": ("responses", {"input": TEXT, "max_output_tokens": 16}),
+}  # fmt: skip
+
+
+def stable(value: Any) -> Any:
+    """A chunk or an answer without what differs from request to request."""
+    if isinstance(value, dict):
+        return {name: stable(each) for name, each in value.items() if not VOLATILE.fullmatch(name)}
+    return [stable(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def close(value: Any) -> Any:
+    """As :func:`stable`; what it is compared with may have other numbers as far as forwards of one token and of several differ."""
+    if isinstance(value, dict):
+        return {name: close(each) for name, each in stable(value).items()}
+    if isinstance(value, list | tuple):
+        return [close(each) for each in value]
+    return pytest.approx(value, abs=2e-3) if isinstance(value, float) else value
+
+
+def by_answer(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Chunks of several answers, or prompts, in the order of these: how they alternate is left to the scheduler."""
+    return sorted(chunks, key=lambda chunk: chunk["choices"][0]["index"] if chunk.get("choices") else chunk.get("index", 1 << 30))
+
+
+def calls(server: Server) -> dict[str, Callable[..., Any]]:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="-")
+    return {"chat": client.chat.completions.create, "completions": client.completions.create, "responses": client.responses.create}
+
+
+def streamed(server: Server, api: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    return by_answer([chunk.model_dump() for chunk in calls(server)[api](**NO_LIMITS, **body, stream=True)])
+
+
+def whole(server: Server, api: str, body: dict[str, Any]) -> dict[str, Any]:
+    return calls(server)[api](**NO_LIMITS, **{name: value for name, value in body.items() if name != "stream_options"}).model_dump()
+
+
+def chunks_of(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:
+    return by_answer(list(server.stream("generate", {**body, "stream": True})))
+
+
+@pytest.mark.parametrize("kind", GENERATE)
+def test_a_stream_of_tokens_is_stocks_chunk_by_chunk(stock: Server, several: Server, kind: str) -> None:
+    body = GENERATE[kind]
+    expected, found = (chunks_of(server, body) for server in (stock, several))
+    assert stable(found) == close(expected)
+    answer = several.ask(**body)
+    answers = answer if isinstance(answer, list) else [answer]
+    last = [chunk for chunk in found if chunk["meta_info"]["finish_reason"]]
+    assert [stable({**chunk, "index": None}) for chunk in last] == [close({**each, "index": None}) for each in answers]
+    if kind != "hidden states":
+        assert any(chunk["meta_info"]["kv_accept_length"] > 1 for chunk in last), "no round gave several tokens"
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+def test_a_stream_of_the_openai_api_is_stocks_chunk_by_chunk(stock: Server, several: Server, kind: str) -> None:
+    api, body = ANSWERS[kind]
+    accepted = several.metric("sglang_ext:accepted_drafts_total")
+    expected, found = (streamed(server, api, body) for server in (stock, several))
+    assert several.metric("sglang_ext:accepted_drafts_total") > accepted
+    assert stable(found) == close(expected)
+    answer = whole(several, api, body)
+    if api == "responses":
+        assert stable(found[-1]["response"]["output"]) == close(answer["output"])
+        assert "".join(e["delta"] for e in found if e["type"] == "response.output_text.delta") == answer["output"][0]["content"][0]["text"]
+        return
+    for choice in answer["choices"]:
+        assert joined(found, choice["index"]) == close(told(choice))
+
+
+def joined(chunks: list[dict[str, Any]], index: int) -> dict[str, Any]:
+    """Text, log probabilities and end of one answer, of the chunks of a stream."""
+    parts = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+    text = "".join((part["delta"]["content"] or "") if "delta" in part else part["text"] for part in parts)
+    logprobs = [part["logprobs"] for part in parts if part["logprobs"]]
+    merged = {name: [row for each in logprobs for row in each[name] or ()] for name in (logprobs[0] if logprobs else ())}
+    return {"text": text, "logprobs": merged, "end": [part["finish_reason"] for part in parts if part["finish_reason"]]}
+
+
+def told(choice: dict[str, Any]) -> dict[str, Any]:
+    """As :func:`joined`, of an answer that was not streamed."""
+    text = choice["message"]["content"] if "message" in choice else choice["text"]
+    logprobs = {name: rows or [] for name, rows in (choice["logprobs"] or {}).items()}
+    return {"text": text, "logprobs": logprobs, "end": [choice["finish_reason"]]}
+
+
+def test_metrics_count_a_time_for_each_token_of_a_stream(several: Server) -> None:
+    names = [f"sglang:{name}" for name in ("inter_token_latency_seconds_count", "time_to_first_token_seconds_count", "generation_tokens_total")]
+    before = [several.metric(name) for name in names]
+    start = time.monotonic()
+    told = several.metric("sglang:inter_token_latency_seconds_sum")
+    chunks = chunks_of(several, {"text": TEXT, **sampling(40)})
+    took = time.monotonic() - start
+    assert len(chunks) == 40
+    assert [several.metric(name) - earlier for name, earlier in zip(names, before)] == [39, 1, 40]
+    assert 0 < several.metric("sglang:inter_token_latency_seconds_sum") - told < took
+
+
+def gaps(server: Server, body: dict[str, Any]) -> list[float]:
+    """Seconds between chunks, from the third round on."""
+    times = [time.monotonic() for _ in server.stream("generate", {**body, "stream": True})]
+    return [later - earlier for earlier, later in zip(times[19:], times[20:])]
+
+
+def test_even_pacing_spreads_the_tokens_of_a_round(several: Server) -> None:
+    body = {"text": TEXT, **greedy(80)}
+    paced = {**body, "sampling_params": {**body["sampling_params"], "custom_params": {"kv_stream_pacing": "even"}}}
+    burst, even = gaps(several, body), gaps(several, paced)
+    # Most chunks of a round follow the one before at once.
+    assert statistics.median(burst) < statistics.mean(burst) / 4
+    assert statistics.median(even) > statistics.mean(even) / 2
+    texts = [[chunk["text"] for chunk in chunks_of(several, each)] for each in (body, paced)]
+    assert texts[0] == texts[1]
+
+
+def test_a_pacing_that_does_not_exist_is_refused(several: Server) -> None:
+    with pytest.raises(OSError, match="400"):
+        several.ask(text="a", **sampling(4, custom_params={"kv_stream_pacing": "smooth"}))
+
+
+@pytest.mark.parametrize("pacing", ["burst", "even"])
+def test_a_client_that_goes_leaves_nothing_behind(several: Server, pacing: str) -> None:
+    stream: Iterator[Any] = several.stream(
+        "generate", {"text": TEXT, "rid": f"gone-{pacing}", "stream": True, **greedy(2000, custom_params={"kv_stream_pacing": pacing})}
+    )
+    for _ in range(5):
+        next(stream)
+    stream.close()
+
+    def is_free() -> bool:
+        try:
+            return several.ask(text=TEXT, rid=f"gone-{pacing}", **sampling(4))["meta_info"]["completion_tokens"] == 4
+        except OSError:
+            return False
+
+    until(is_free, "the id of a client that has gone can be used again", pause=0.2)
