@@ -30,7 +30,8 @@ class MethodFigures:
         accepted: Accepted draft tokens, by kind of text.
         fallbacks: Requests that full KV served at their end, so that their acceptance is not the method's.
         token_ms: Milliseconds per output token of each request.
-        draft_share: Bytes of KV that a draft step reads, over those of the full KV.
+        draft_share: Bytes of compressed or selected KV that a draft step reads, over those of the full KV. The newest tokens, which
+            stay exact beside packed KV, are not counted.
     """
 
     label: str

@@ -36,8 +36,8 @@ def table(found: Sequence[MethodFigures], told: Mapping[str, str]) -> Iterator[s
         yield "| " + " | ".join([label, share, *cells, token_ms, gain]) + " |"
     yield ""
     yield (
-        f"Acceptance (accepted over offered draft tokens) at {lengths} prompt tokens. *Bytes*: KV that a draft step reads, over the full "
-        f"KV, at {contexts[-1]:,} tokens. *ms/token* and *gain* over stock: {_sampling(temperatures[0])}, {contexts[-1]:,} tokens, "
+        f"Acceptance (accepted over offered draft tokens) at {lengths} prompt tokens. *Bytes*: compressed or selected KV that a draft "
+        f"step reads, over the full KV, at {contexts[-1]:,} tokens, without the newest tokens that stay exact. *ms/token* and *gain* over stock: {_sampling(temperatures[0])}, {contexts[-1]:,} tokens, "
         f"{told['requests']} requests at once, half of them code. {told['model']}, {told['dtype']}, {told['draft_length']} drafts, "
         f"{told['output_len']} output tokens, prompts in the prefix cache, {told['device']}, {told['date']}."
     )
