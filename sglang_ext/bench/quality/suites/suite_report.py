@@ -120,7 +120,7 @@ def plot(path: Path, arms: Sequence[ArmScores], settings: str, machine: str) -> 
     """
     shown = [arm for arm in arms if arm.bytes_share is not None]
     heading = drawing.Heading("Scores against the KV bytes that a decode step reads", settings, machine)
-    with drawing.png(path, (8.5, 6), heading) as axes:
+    with drawing.png(path, (8.5, 8), heading) as axes:
         for suite, marker in zip(_suites(shown), MARKERS):
             for place, arm in enumerate(shown):
                 score = arm.suites.get(suite)
@@ -135,7 +135,7 @@ def plot(path: Path, arms: Sequence[ArmScores], settings: str, machine: str) -> 
         axes.set_xlabel("KV bytes that a decode step reads, as a share of the full KV (grey: two points below full KV)")
         axes.set_ylabel("score, points")
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="x-small", ncols=2)
+        axes.legend(fontsize="x-small", ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.09))
 
 
 def origins(found: Mapping[str, str]) -> str:
