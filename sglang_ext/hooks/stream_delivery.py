@@ -10,11 +10,12 @@ With ``kv_stream_pacing`` ``even``, the chunks of a round leave evenly over the 
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from fastapi import BackgroundTasks
 from sglang.srt.managers.io_struct import BatchStrOutput, BatchTokenIDOutput, GenerateReqInput, unwrap_from_pickle, wrap_as_pickle
 
 from sglang_ext.config import stream_options
@@ -32,6 +33,8 @@ MAX_QUEUED = 256
 """Messages that wait for a client. A slower client gets several in a chunk, as from stock SGLang."""
 QUEUE = "kv_chunk_queue"
 """Attribute of a request's state that holds its :class:`ChunkQueue`."""
+ABORT_SECONDS = 2.0
+"""From the end of a stream until its unfinished requests are aborted, as in SGLang."""
 
 
 async def receive_outputs(original: Callable[..., Awaitable[None]], manager: "TokenizerManager", recv_obj: Any) -> None:
@@ -251,3 +254,36 @@ def _round_number(recv_obj: Outputs, i: int) -> int:
 
 def _is_streamed(obj: object) -> bool:
     return isinstance(obj, GenerateReqInput) and bool(obj.stream)
+
+
+def abort_unfinished(original: Callable, manager: "TokenizerManager", obj: "GenerateReqInput") -> BackgroundTasks:
+    """Hook around ``TokenizerManager.create_abort_task``: what was not finished when the stream ended is aborted, and nothing else.
+
+    SGLang aborts a request two seconds after its stream has ended, by its id, in case the client has gone. The id may be another
+    request's by then, as of a client that sends again what failed.
+
+    Args:
+        original: SGLang's own, which is not called.
+        manager: of the server.
+        obj: the request that is streamed.
+    """
+    tasks = BackgroundTasks()
+    tasks.add_task(_abort, manager, obj)
+    return tasks
+
+
+async def _abort(manager: "TokenizerManager", obj: "GenerateReqInput") -> None:
+    # A request has its ids once SGLang has begun to look at it; one that it refused may have none.
+    rids = [obj.rid] if isinstance(obj.rid, str) else obj.rid or []
+    unfinished = {rid: manager.rid_to_state[rid] for asked in rids for rid in _there(manager, asked)}
+    await asyncio.sleep(ABORT_SECONDS)
+    for rid, state in unfinished.items():
+        if manager.rid_to_state.get(rid) is state:
+            manager.abort_request(rid)
+
+
+def _there(manager: "TokenizerManager", rid: str) -> Iterator[str]:
+    """Under which ids a request is there: its own, and once it was expanded to several answers (n > 1) those of these, in its place."""
+    for each in (rid, *manager.logical_rid_to_child_rids.get(rid, ())):
+        if each in manager.rid_to_state:
+            yield each

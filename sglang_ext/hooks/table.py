@@ -153,7 +153,7 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.create_abort_task",
-        "sglang_ext.hooks.ended_streams.abort_unfinished",
+        "sglang_ext.hooks.stream_delivery.abort_unfinished",
         "a request shall not be aborted that comes under the id of one that has just been answered",
         ("self", "obj"), process="frontend",
     ),

@@ -1,12 +1,13 @@
 """SGLang's transfer backend ``progressive``: its name in SGLang's registries, its classes, and the prompts of its rooms."""
 
+import re
 import sys
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from sglang_ext.config.disaggregation_options import BACKEND
-from sglang_ext.hooks import coded_prompts, failed_rooms
+from sglang_ext.hooks import coded_prompts
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeRequest
@@ -19,6 +20,18 @@ if TYPE_CHECKING:
     from sglang_ext.managers.disaggregation.queries import TravelingQueries
     from sglang_ext.mem_cache.compressed.formats.packing import Packing
     from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+
+
+# Reasons are text where they come from: SGLang's, and those of other servers. These say that the other server is gone, or too slow.
+GONE = re.compile(
+    r"is silent for|not reached for|cannot be reached|no prefill server answers|no prefill rank is known|"
+    r"Lost connection with|but now it is down|Could not fetch bootstrap info|timed out after .* in KVPoll|PD retract rebootstrap"
+)
+FAILED = {
+    "prefill": "the prefill server could not send the prompt's KV to the decode server",
+    "decode": "the decode server could not get the prompt's KV from the prefill server",
+}
+AGAIN = "send the request again"
 
 
 def register_backend() -> None:
@@ -102,9 +115,9 @@ def create_receiver(original: Callable, queue: "DecodePreallocQueue", req: "Req"
 
 
 def prepare_abort(original: Callable, req: "Req", error_message: str, status_code: int | None = None) -> None:
-    """Hook around ``prepare_abort``, by which a failed room ends its request, in words for its client (failed_rooms.py): one that SGLang has
+    """Hook around ``prepare_abort``, by which a failed room ends its request, in words for its client (:func:`describe_failure`): one that SGLang has
     ended before, such as one whose grammar could not be compiled, ends with that reason and status."""
-    message, status = failed_rooms.told(error_message, getattr(req, "bootstrap_room", None), status_code)
+    message, status = describe_failure(error_message, getattr(req, "bootstrap_room", None), status_code)
     original(req, message, status_code=status)
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
@@ -202,3 +215,23 @@ def _tell_prompt(end: Any, req: "Req", tokens: "list[int]") -> None:
     if isinstance(end, ProgressiveSender | ProgressiveReceiver):
         # Of a request that SGLang has refused, or whose grammar was being compiled as it was aborted, it left one token alone.
         end.take_prompt(tokens, getattr(req.to_finish, "message", None))
+
+
+def describe_failure(message: str, room: int | None, status: int | None) -> tuple[str, int | None]:
+    """Message and status for a request that SGLang ends with ``message``; unchanged where no room failed.
+
+    SGLang ends a request whose room failed with status 500 and a text that begins with ranks and numbers, which its log keeps. The
+    client needs to know what failed, at which server, and whether to send the request again.
+
+    Args:
+        message: as SGLang's loops make it of a ``KVTransferError``.
+        room: of the request.
+        status: that SGLang would answer with.
+    """
+    before, mark, reason = message.partition(f"KVTransferError(bootstrap_room={room}): ")
+    if not mark:
+        return message, status
+    failed = FAILED["prefill" if before.startswith("Prefill") else "decode"]
+    if GONE.search(reason) is None:
+        return f"{failed}: {reason}", status
+    return f"{failed}: {reason.rstrip('.')}; {AGAIN}", HTTPStatus.SERVICE_UNAVAILABLE

@@ -7,7 +7,7 @@ import pytest
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-from sglang_ext.hooks import ended_streams
+from sglang_ext.hooks import stream_delivery
 
 
 def ended(monkeypatch, at_end, later, rids="r", children=()):
@@ -21,10 +21,10 @@ def ended(monkeypatch, at_end, later, rids="r", children=()):
         assert seconds == 2
         manager.rid_to_state = dict(later)
 
-    monkeypatch.setattr(ended_streams.asyncio, "sleep", pass_time)
+    monkeypatch.setattr(stream_delivery.asyncio, "sleep", pass_time)
     # As it comes, SGLang has given it no ids, and has not looked whether it is one prompt.
     obj = GenerateReqInput(text=["a"] * len(rids) if isinstance(rids, list) else "a")
-    tasks = ended_streams.abort_unfinished(TokenizerManager.create_abort_task, manager, obj)
+    tasks = stream_delivery.abort_unfinished(TokenizerManager.create_abort_task, manager, obj)
     obj.rid = rids
     asyncio.run(tasks())
     return aborted

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from inspect import unwrap
 from types import SimpleNamespace
 
 import pytest
@@ -22,8 +23,8 @@ async def serve(body, header=None, sampling_params=None):
         return {"type": "http.request", "body": json.dumps(body).encode()}
 
     request = ORJSONRequest({"type": "http", "headers": headers, "path": "/", "method": "POST"}, receive)
-    rest = await read_body(ORJSONRequest.json, request)
-    assert await read_body(ORJSONRequest.json, request) == rest
+    rest = await read_body(unwrap(ORJSONRequest.json), request)
+    assert await read_body(unwrap(ORJSONRequest.json), request) == rest
     obj = GenerateReqInput(text="a", sampling_params=sampling_params)
     # SGLang normalizes a request as it came, and each of its prompts again.
     add_custom_params(obj)
@@ -94,7 +95,7 @@ def test_another_value_in_sampling_params_is_refused():
 @pytest.fixture
 def client(monkeypatch):
     """A client of SGLang's HTTP application, with the hook, before a tokenizer manager that answers with sampling parameters."""
-    original = ORJSONRequest.json
+    original = unwrap(ORJSONRequest.json)
 
     async def generate_request(obj, request):
         add_custom_params(obj)

@@ -3,6 +3,7 @@
 import asyncio
 import statistics
 import time
+from inspect import unwrap
 from types import SimpleNamespace
 
 import pytest
@@ -66,7 +67,7 @@ def burst(rids, finish={"type": "length"}):  # noqa: B006
 
 async def read(manager, rid, chunks, delay=0.0):
     """A client's handler: it writes each chunk before it asks for the next one."""
-    async for chunk in wait_one_response(TokenizerManager._wait_one_response, manager, manager.rid_to_state[rid].obj):
+    async for chunk in wait_one_response(unwrap(TokenizerManager._wait_one_response), manager, manager.rid_to_state[rid].obj):
         chunks.append((time.monotonic(), chunk["text"], list(chunk["output_ids"]), chunk["meta_info"]["completion_tokens"]))
         await asyncio.sleep(delay)
 
@@ -82,7 +83,7 @@ def within(coroutine, seconds=20):
 
 async def receive(manager, messages):
     for each in messages:
-        await receive_outputs(TokenizerManager._handle_batch_output, manager, each)
+        await receive_outputs(unwrap(TokenizerManager._handle_batch_output), manager, each)
 
 
 def texts(incremental):
@@ -150,7 +151,7 @@ def test_what_a_very_slow_client_has_not_read_is_merged(monkeypatch):
 def test_the_state_of_a_request_whose_client_has_gone_ends_with_its_answer(taken):
     async def run():
         manager, seen = Manager("a"), 0
-        chunks = wait_one_response(TokenizerManager._wait_one_response, manager, manager.rid_to_state["a"].obj)
+        chunks = wait_one_response(unwrap(TokenizerManager._wait_one_response), manager, manager.rid_to_state["a"].obj)
         await receive(manager, burst("a")[:-1])
         async for _ in chunks:
             seen += 1

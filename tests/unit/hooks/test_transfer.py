@@ -12,7 +12,7 @@ from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, prepar
 from sglang.srt.disaggregation.utils import get_kv_class as stock
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-from sglang_ext.hooks import failed_rooms, transfer
+from sglang_ext.hooks import transfer
 from sglang_ext.managers.disaggregation.progressive.handshakes import Handshakes
 from sglang_ext.managers.disaggregation.progressive.manager import ProgressiveManager
 from sglang_ext.managers.disaggregation.progressive.receiver import ProgressiveReceiver
@@ -142,8 +142,8 @@ def test_a_client_is_told_why_its_room_failed_and_whether_to_ask_again(began, re
 
 def test_reasons_of_sglangs_that_are_known_are_those_it_gives():
     reasons, source = ["Lost connection with", "but now it is down", "Could not fetch bootstrap info", "PD retract rebootstrap"], inspect.getsource(conn)
-    assert all(each in source and failed_rooms.GONE.search(each) for each in reasons)
-    assert failed_rooms.GONE.search("Request 7 timed out after 300.1s in KVPoll.Bootstrapping") and "in KVPoll.Bootstrapping" in source
+    assert all(each in source and transfer.GONE.search(each) for each in reasons)
+    assert transfer.GONE.search("Request 7 timed out after 300.1s in KVPoll.Bootstrapping") and "in KVPoll.Bootstrapping" in source
 
 
 def test_who_is_aborted_while_it_waits_to_be_prefilled_ends_its_room_and_no_other_does():
