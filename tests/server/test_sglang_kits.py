@@ -25,7 +25,7 @@ KITS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
         {},
     ),
     "BasicDecodeCorrectnessMixin": ("basic_decode_correctness_kit", ("test_determinism_temp_zero", "test_max_token_one"), {}),
-    "MatchedStopMixin": ("matched_stop_kit", ("test_finish_stop_str", "test_finish_stop_regex_str", "test_finish_length"), {}),
+    "MatchedStopMixin": ("matched_stop_kit", ("test_finish_stop_str", "test_finish_length"), {}),
     "SpecCorrectnessKit": ("spec_server_kits", ("test_first_token_finish",), {}),
     "SpecLogprobKit": (
         "spec_server_kits",

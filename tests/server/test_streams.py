@@ -153,21 +153,21 @@ def test_metrics_count_a_time_for_each_token_of_a_stream(several: Server) -> Non
     assert 0 < several.metric("sglang:inter_token_latency_seconds_sum") - told < took
 
 
-def gaps(server: Server, body: dict[str, Any]) -> list[float]:
-    """Seconds between chunks, from the third round on."""
-    times = [time.monotonic() for _ in server.stream("generate", {**body, "stream": True})]
-    return [later - earlier for earlier, later in zip(times[19:], times[20:])]
+def timed(server: Server, body: dict[str, Any]) -> tuple[list[float], list[str]]:
+    """Seconds between chunks, from the third round on, and the texts of all chunks."""
+    found = [(time.monotonic(), chunk["text"]) for chunk in server.stream("generate", {**body, "stream": True})]
+    times, texts = zip(*found)
+    return [later - earlier for earlier, later in zip(times[19:], times[20:])], list(texts)
 
 
 def test_even_pacing_spreads_the_tokens_of_a_round(several: Server) -> None:
     body = {"text": TEXT, **greedy(80)}
     paced = {**body, "sampling_params": {**body["sampling_params"], "custom_params": {"kv_stream_pacing": "even"}}}
-    burst, even = gaps(several, body), gaps(several, paced)
+    (burst, texts), (even, paced_texts) = timed(several, body), timed(several, paced)
     # Most chunks of a round follow the one before at once.
     assert statistics.median(burst) < statistics.mean(burst) / 4
     assert statistics.median(even) > statistics.mean(even) / 2
-    texts = [[chunk["text"] for chunk in chunks_of(several, each)] for each in (body, paced)]
-    assert texts[0] == texts[1]
+    assert paced_texts == texts
 
 
 def test_a_pacing_that_does_not_exist_is_refused(several: Server) -> None:
