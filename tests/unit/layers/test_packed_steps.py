@@ -65,7 +65,7 @@ def test_all_steps_of_a_round_in_which_one_request_reads_a_copy_read_copies(monk
     without_queries = SimpleNamespace(compressor=SimpleNamespace(window=0, every=every, synchronous=False))
     views = SimpleNamespace(
         token_table=torch.zeros(16, 40, dtype=torch.int32), tail_written=lambda row, end: None, method=lambda row: without_queries,
-        get=lambda row: None, choose_anew=lambda row, end: chosen.append((row, end)), elsewhere=None, beside=None,
+        get=lambda row: None, choose_anew=lambda *asked: chosen.append(asked), elsewhere=None, beside=None,
     )
     worker = SimpleNamespace(
         lossy=False,
@@ -83,7 +83,7 @@ def test_all_steps_of_a_round_in_which_one_request_reads_a_copy_read_copies(monk
     steps.run(batch, round_, torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64), lengths, RoundPenalties())
     assert taken == [expected] * 3
     # Of the request that reads a copy, after each step but the last: that is the next round's.
-    assert chosen == [(row, 20 + step) for step in (1, 2) for row in (2,) if expected and every]
+    assert chosen == [(2, 20 + step, 1) for step in (1, 2) if expected and every]
 
 
 class Worker(KVWorker):
