@@ -351,7 +351,7 @@ def check_rows(device):
     for fresh, dtype, dim in shapes[: 2 if device == "cpu" else 3]:
         rows(device, fresh, dtype, dim)
     with patch.multiple(sent_rows, COPYING=3, COPIED=4, LOOKED_AT=8, WORDS=2, COUNTED=4):
-        for fresh in (40, 3):
+        for fresh in (3,) if device == "cpu" else (40, 3):
             rows(device, fresh, torch.float32, 24)
 
 
