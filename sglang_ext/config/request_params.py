@@ -80,12 +80,17 @@ def check_key(key: str, holder: str) -> None:
 
 @lru_cache(maxsize=1024)
 def similar_param(key: str) -> str | None:
-    """Return the parameter, or ``custom_params``, that a key resembles. Case, punctuation and a missing ``kv_`` do not count."""
+    """Return the parameter, or ``custom_params``, that a key resembles. Case and punctuation do not count.
+
+    A key without ``kv_`` resembles a parameter only if the rest is equal, since other software has keys such as ``compression``.
+    """
     if len(key) > MAX_LENGTH:
         return None
-    names = {_letters(form): name for name in (*REQUEST_PARAMS, CUSTOM_PARAMS) for form in (name, name.removeprefix(PREFIX))}
-    found = difflib.get_close_matches(_letters(key), names, 1, MIN_SIMILARITY)
-    return names[found[0]] if found else None
+    letters = _letters(key)
+    names = {_letters(name): name for name in (*REQUEST_PARAMS, CUSTOM_PARAMS)}
+    bare = {_letters(name.removeprefix(PREFIX)): name for name in REQUEST_PARAMS}
+    found = difflib.get_close_matches(letters, names, 1, MIN_SIMILARITY)
+    return bare.get(letters) or (names[found[0]] if found else None)
 
 
 def _letters(key: str) -> str:

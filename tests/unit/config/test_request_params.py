@@ -32,7 +32,7 @@ def test_an_unknown_parameter_of_ours_is_refused_with_those_that_there_are(key):
 
 def test_a_logit_processor_has_keys_of_its_own_but_for_the_prefix():
     check(ARGS, {"compressor": 1, "Acceptance": 2, "token_ids": [3]}, has_processor=True)
-    check(ARGS, {"token_ids": [3], "thinking_budget": 4})
+    check(ARGS, {"token_ids": [3], "thinking_budget": 4, "compression": "gzip"})
     with pytest.raises(ValueError, match="'kv_copmressor'"):
         check(ARGS, {"kv_copmressor": 1}, has_processor=True)
 
