@@ -113,6 +113,11 @@ def check_request(
     if not isinstance(obj, GenerateReqInput):
         original(manager, obj, input_ids)
         return
+    if obj.return_sampling_mask:
+        raise ValueError(
+            "return_sampling_mask is true; this server draws several tokens at once and keeps no masks: leave it out, or start the server "
+            "with --kv-mode full"
+        )
     params, vocabulary = sampling_params_of(manager, obj), manager.model_config.vocab_size
     read = _check_sampling_types(params)
     _check_field_types(obj)

@@ -10,7 +10,7 @@ With ``kv_stream_pacing`` ``even``, the chunks of a round leave evenly over the 
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,8 @@ Outputs = BatchStrOutput | BatchTokenIDOutput
 
 MAX_QUEUED = 256
 """Messages that wait for a client. A slower client gets several in a chunk, as from stock SGLang."""
+STALL_SECONDS = 2.0
+"""Messages wait so long for a client that takes no chunk. Then SGLang handles them: the request ends, although its client reads nothing."""
 QUEUE = "kv_chunk_queue"
 """Attribute of a request's state that holds its :class:`ChunkQueue`."""
 ABORT_SECONDS = 2.0
@@ -79,8 +81,8 @@ async def _take_chunks(manager: "TokenizerManager", obj: GenerateReqInput, chunk
         try:
             async for chunk in chunks:
                 yield chunk
-                # The client's handler has written the chunk, and asks for the next one.
-                if (queue := getattr(state, QUEUE, None)) is not None:
+                # The client's handler has written the chunk, and asks for the next one. After a stall that may be in SGLang's state.
+                if (queue := getattr(state, QUEUE, None)) is not None and not state.out_list:
                     await queue.request_next()
         finally:
             if (queue := getattr(state, QUEUE, None)) is not None:
@@ -101,12 +103,14 @@ class ChunkQueue:
         self._messages: deque[Outputs] = deque()
         self._is_wanted = True  # The handler has taken the last chunk.
         self._is_closed = False
+        self._is_stalled = False  # The handler has not asked for a chunk for long.
         self._timer: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     def take_directly(self) -> bool:
         """Whether the caller may deliver the next message itself, as nothing holds it back. It then counts as delivered."""
-        if self._is_closed:
+        if self._is_closed or self._is_stalled:
             return True
         if self._messages or not self._is_wanted or self._pacer is not None:
             return False
@@ -119,25 +123,30 @@ class ChunkQueue:
         if self._pacer is not None:
             self._pacer.note_arrival(round_number, monotonic())
         reason = message.finished_reasons[0]
-        if self._is_closed or (reason is not None and reason.get("type") == "abort"):
+        if self._is_closed or self._is_stalled or (reason is not None and reason.get("type") == "abort"):
             await self._deliver_all(but=0)
         else:
             await self._advance()
 
     async def request_next(self) -> None:
         """Deliver the next message as soon as it is there and its time has come."""
-        self._is_wanted = True
+        self._is_wanted, self._is_stalled = True, False
+        self._stop_stall_timer()
         await self._advance()
 
     async def close(self) -> None:
         """Hold nothing back any more: the client has gone, or has its answer."""
         self._is_closed = True
         self._stop_timer()
+        self._stop_stall_timer()
         await self._deliver_all(but=0)
 
     async def _advance(self) -> None:
         self._stop_timer()
-        if not (self._messages and self._is_wanted):
+        if not self._is_wanted:
+            self._watch_client()
+            return
+        if not self._messages:
             return
         await self._deliver_all(but=MAX_QUEUED)
         if self._pacer is not None:
@@ -149,15 +158,33 @@ class ChunkQueue:
             self._pacer.note_departure(now)
         self._is_wanted = False
         await self._deliver(self._messages.popleft())
+        self._watch_client()
 
     async def _deliver_all(self, but: int) -> None:
         while len(self._messages) > but:
             await self._deliver(self._messages.popleft())
 
     def _resume(self) -> None:
-        task = asyncio.ensure_future(self._advance())
+        self._run(self._advance())
+
+    def _watch_client(self) -> None:
+        """Wait for the client no longer than :data:`STALL_SECONDS`."""
+        if self._messages and self._stall_timer is None:
+            self._stall_timer = asyncio.get_running_loop().call_later(STALL_SECONDS, self._stall)
+
+    def _stall(self) -> None:
+        self._is_stalled, self._stall_timer = True, None
+        self._run(self._deliver_all(but=0))
+
+    def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def _stop_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -114,6 +114,7 @@ def test_of_several_prompts_none_is_empty():
 
 @pytest.mark.parametrize(("body", "words"), [
     ({"text": None, "input_ids": [1, VOCABULARY]}, "input_ids has 1000 at place 1; .* from 0 to 999: take token ids from the model's own"),
+    ({"return_sampling_mask": True}, "return_sampling_mask is true; .* leave it out, or start the server with --kv-mode full"),
     ({"session_params": [{}]}, r"session_params is \[\{\}\]; pass an object"),
     ({"text": None, "input_ids": [-1]}, "input_ids has -1 at place 0"),
     ({"session_params": {"rid": 5}}, r"session_params.rid is 5: expected `str \| null`, got `int`"),

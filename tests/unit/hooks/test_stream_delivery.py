@@ -148,6 +148,43 @@ def test_what_a_very_slow_client_has_not_read_is_merged(monkeypatch):
 
 
 @pytest.mark.parametrize("taken", [1, 3])
+@pytest.mark.parametrize("incremental", [False, True])
+def test_the_request_of_a_client_that_stopped_reading_ends(monkeypatch, incremental, taken):
+    monkeypatch.setattr(stream_delivery, "STALL_SECONDS", 0.05, raising=False)
+
+    async def run():
+        manager = Manager("a", incremental=incremental)
+        obj = manager.rid_to_state["a"].obj
+        stream = wait_one_response(unwrap(TokenizerManager._wait_one_response), manager, obj)
+        await receive(manager, burst("a"))
+        chunks = [await anext(stream) for _ in range(taken)]
+        assert manager.rid_to_state
+        await asyncio.sleep(0.2)
+        assert not manager.rid_to_state
+        return chunks + [chunk async for chunk in stream]
+
+    # It gets what waited for it in one chunk, as from stock SGLang.
+    rest = "".join(WORDS[taken:]) if incremental else "".join(WORDS)
+    assert [chunk["text"] for chunk in within(run())] == [*texts(incremental)[:taken], rest]
+
+
+def test_a_client_that_reads_again_gets_chunks_of_single_tokens_again(monkeypatch):
+    monkeypatch.setattr(stream_delivery, "STALL_SECONDS", 0.05, raising=False)
+
+    async def run():
+        manager, chunks = Manager("a", incremental=True), []
+        await receive(manager, burst("a", finish=None))
+        await asyncio.sleep(0.2)
+        reader = asyncio.ensure_future(read(manager, "a", chunks))
+        await asyncio.sleep(0.01)
+        await receive(manager, burst("a"))
+        await reader
+        return chunks
+
+    assert [chunk[1] for chunk in within(run())] == ["".join(WORDS), *WORDS]
+
+
+@pytest.mark.parametrize("taken", [1, 3])
 def test_the_state_of_a_request_whose_client_has_gone_ends_with_its_answer(taken):
     async def run():
         manager, seen = Manager("a"), 0
