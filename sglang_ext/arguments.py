@@ -124,9 +124,9 @@ class KVServerArgs(ServerArgs):
     kv_select_every: A[
         int | str,
         Arg(
-            help=f"With --kv-compressor {OR_STEPPING}: steps after which tokens are chosen anew, from 1; with --kv-mode verified after each "
-            "verification, too. Cache ranks on GPUs that need longer for all requests choose after as many steps as they need. auto: with "
-            "spade and --kv-mode verified, without cache ranks, the interval that measured times and acceptance make fastest; else 1.",
+            help=f"With --kv-compressor {OR_STEPPING}: steps between two selections of tokens, from 1. With --kv-mode verified, tokens are also "
+            "selected after each verification. Cache ranks on GPUs select less often if they need longer for all requests. auto: the fastest "
+            "interval by measured times and acceptance, with spade and --kv-mode verified without cache ranks; else 1.",
             type_parser=options.number_or_word,
         ),
         NS("memory"),
@@ -208,8 +208,8 @@ class KVServerArgs(ServerArgs):
     kv_stream_pacing: A[
         str,
         Arg(
-            help="How the tokens of a round leave in a stream, each as a chunk of its own. burst: at once. even: spread over the time that "
-            "the next round is expected to take, at most one round later. Requests may choose in custom_params, as kv_stream_pacing.",
+            help="When the tokens of a round leave in a stream, each as a chunk of its own. burst: all at once. even: spread over the "
+            "expected time of the next round, so at most one round later. A request may choose with kv_stream_pacing in custom_params.",
             choices=list(stream_options.PACINGS),
         ),
         NS("memory"),

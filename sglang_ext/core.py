@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from sglang_ext.mem_cache.prefix_cache.segments import Segment
 
-# The share of tokens that is kept unless told.
+# Default of --kv-budget: the share of tokens that compressed KV keeps.
 DEFAULT_BUDGET = 0.25
 # What the flags choose of SGLang's registries.
 SPECULATIVE_ALGORITHM = "KV_VERIFIED"

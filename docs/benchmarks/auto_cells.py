@@ -3,7 +3,7 @@
     python docs/benchmarks/auto_cells.py --model MODEL --prompt-file TEXT --json cells.json [--arms stock,auto,3,7,15,31]
 
 Each arm is one server that measures all cells. A cell is a prompt length and a batch size. Every wave of a cell has prompts of its own, which are
-put into the prefix cache before it. An arm that `--json` already holds is not measured again, so an interrupted run continues where it stopped.
+put into the prefix cache before it. Arms that `--json` already holds are not measured again, so an interrupted run can be continued.
 
 The table shows ms per token of a request and, for `auto`, the speed relative to stock and to the best fixed length. These ratios are given for
 the first wave of a cell, in which the server may have to measure, and for the last one. They leave out each request's first round.

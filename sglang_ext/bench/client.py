@@ -24,8 +24,8 @@ HEALTH_SECONDS = 30.0
 class SamplingSettings:
     """How tokens are chosen. ``temperature`` 0 is greedy; a seed needs a server that honours it.
 
-    With ``ignore_eos`` an answer has all tokens that were asked for, else it may end by itself before. ``kv_compressor`` names the
-    method of this request, of those that the server offers; None for the server's first.
+    With ``ignore_eos`` an answer has all tokens that were asked for, else it may end by itself before. ``kv_compressor`` names
+    one of the server's methods for this request; None for the first.
     """
 
     temperature: float = 0.0

@@ -36,7 +36,7 @@ INTERRUPTED_GRACE = 2.0
 
 _entered: "list[ServerProcess]" = []
 _is_leaving = False
-"""Whether a signal ends this process: threads that start servers must not start another one then."""
+"""Whether a signal is ending this process. Threads then start no further server."""
 
 
 def file_name(arm: str) -> str:
@@ -93,7 +93,7 @@ def leave_on_signals(leave: Callable[[int, FrameType | None], None]) -> None:
         _is_leaving = True
         try:
             leave(number, frame)
-            # It returned: the process goes on.
+            # The handler returned, so the process keeps running.
             _is_leaving = False
         finally:
             handle(once)
@@ -213,7 +213,7 @@ class ServerProcess(ServerClient):
         Raises:
             BenchError: it ended, or did not in time (with the log's tail).
         """
-        # Another thread may stop the server meanwhile.
+        # Keep the process: another thread may stop the server during the wait.
         process = self._process
         assert process is not None
         deadline = time.monotonic() + self.start_timeout

@@ -61,7 +61,7 @@ def ranks_of_host(args: "KVServerArgs") -> int:
 
 
 def number_or_word(text: str) -> int | str:
-    """A flag's value from the command line: a number, or a word that is checked later, such as ``auto``."""
+    """Parse a flag's value: a whole number, or else a word such as ``auto``, which is checked later."""
     return int(text) if text.lstrip("-").isdigit() else text
 
 

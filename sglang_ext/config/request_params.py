@@ -25,9 +25,9 @@ REQUEST_PARAMS: dict[str, Callable[["KVServerArgs", Any], None]] = {
 
 PREFIX = "kv_"
 MIN_SIMILARITY = 0.8
-"""Of two names, as :class:`difflib.SequenceMatcher` measures it. No field of SGLang's requests is so similar to one of ours."""
+"""Similarity (:class:`difflib.SequenceMatcher`) from which a key counts as misspelled. All fields of SGLang's requests are below it."""
 MAX_LENGTH = 40
-"""Characters of a key that is compared: comparing takes time quadratic in the length, which the client chooses."""
+"""Longest key that is compared, in characters. Comparing takes time quadratic in the length, and the client chooses the length."""
 
 
 def check(args: "KVServerArgs", custom_params: object, has_processor: bool = False) -> None:
@@ -57,24 +57,24 @@ def check(args: "KVServerArgs", custom_params: object, has_processor: bool = Fal
 
 
 def check_key(key: str, holder: str) -> None:
-    """Refuse a key that looks like a parameter of ours and is none.
+    """Refuse a key that resembles a parameter of this plugin but is none.
 
     Args:
         key: A key of a request.
         holder: The object that has it, for the message.
 
     Raises:
-        ValueError: Names the key, the parameter that it resembles, and those that a request may set.
+        ValueError: Names the key, the parameter that it resembles, and all parameters that a request may set.
     """
     if key in REQUEST_PARAMS or key == CUSTOM_PARAMS:
         return
     similar = similar_param(key)
     if similar is None and not key.lower().startswith("kv"):
         return
-    question = f"; did you mean {similar!r}?" if similar else ";"
+    question = f"; did you mean {similar!r}?" if similar else "."
     raise ValueError(
         f"{holder} has {key[:MAX_LENGTH]!r}, which this server does not know{question} A request may set {', '.join(REQUEST_PARAMS)}, at "
-        f"its top level or in {CUSTOM_PARAMS}: spell it so, or leave it out"
+        f"its top level or in {CUSTOM_PARAMS}: use one of these names, or leave it out"
     )
 
 

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 RANK_FLAGS = ("kv_pack_layers", "kv_cache_rank_gb", "kv_cache_rank_gpu")
 FLAGS = ("kv_select", "kv_select_every")
 AUTO = "auto"
-# Selection intervals that --kv-select-every auto chooses from, in steps, longest first: rounds of auto's drafts select once with the longest.
+# Selection intervals that --kv-select-every auto chooses from, in steps, longest first. With the longest a usual round selects once.
 INTERVALS = (16, 8, 4, 2, 1)
 # Memory of the model's GPU through which each of its cache ranks gets keys and queries, at most; and where it gets values, too, and sends
 # rows.
@@ -51,14 +51,14 @@ def chooses_in_attention(args: "KVServerArgs") -> bool:
 
 
 def interval(args: "KVServerArgs") -> int:
-    """Steps between two selections; with auto the shortest of those that are chosen from."""
+    """The selection interval, in steps; for auto the shortest interval."""
     return 1 if args.kv_select_every == AUTO else args.kv_select_every
 
 
 def intervals(args: "KVServerArgs") -> tuple[int, ...]:
-    """Selection intervals that a server chooses from by measured times, longest first; one where it does not choose.
+    """Selection intervals from which a server chooses by measured times, longest first; a single one if it does not choose.
 
-    Only spade in mode verified chooses: a lossy answer would depend on times. Cache ranks have a pace of their own.
+    A server chooses only for spade in mode verified: in mode lossy, answers would depend on times. Cache ranks choose their own interval.
     """
     chooses = args.kv_select_every == AUTO and args.kv_mode == "verified" and predicts(args) and not ranks(args)
     return INTERVALS if chooses else (interval(args),)

@@ -1,4 +1,4 @@
-"""How the tokens of a round leave the server in a stream: ``--kv-stream-pacing``, and what a request says in its ``custom_params``."""
+"""When the tokens of a round leave the server in a stream: ``--kv-stream-pacing``, and the same parameter of a request."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ def check_request(args: "KVServerArgs", asked: object) -> None:
     """Refuse a pacing that does not exist.
 
     Args:
-        args: The server's arguments, which any pacing suits.
+        args: The server's arguments; they do not matter here.
         asked: The value of :data:`PARAMETER` in a request.
 
     Raises:
@@ -37,6 +37,6 @@ def check_request(args: "KVServerArgs", asked: object) -> None:
 
 
 def pacing_of(default: str, custom_params: dict[str, Any] | None) -> str:
-    """The pacing of a request: what it asks for, else the server's ``default``."""
+    """The pacing of a request: the one in its ``custom_params``, else the server's ``default``."""
     asked = custom_params.get(PARAMETER) if isinstance(custom_params, dict) else None
     return asked or default

@@ -51,7 +51,7 @@ async def read_body(original: Callable[[Request], Awaitable[Any]], request: Requ
 
 
 def split_body(body: Any) -> tuple[Any, dict[str, Any]]:
-    """Split a parsed body into what SGLang reads and the custom parameters at its top level.
+    """Split a parsed body into the fields for SGLang and the custom parameters at its top level.
 
     Raises:
         ValueError: A key is misspelled, or ``custom_params`` is not an object.
@@ -87,7 +87,7 @@ def _add(sampling_params: Any, asked: dict[str, Any]) -> Any:
 
 
 def merge(first: dict[str, Any], second: dict[str, Any], of_second: str, of_first: str) -> dict[str, Any]:
-    """Merge parameters of two places, whose names are for the message.
+    """Merge the parameters of two places. ``of_first`` and ``of_second`` name the places in the error message.
 
     Raises:
         ValueError: A parameter has different values in them.

@@ -5,7 +5,7 @@ growing state per request: it merges the messages that arrive before the client'
 request has a :class:`ChunkQueue`. A message enters SGLang's state once the handler asks for the next chunk, so that a chunk has the
 tokens, log probabilities, counts and times of its message alone.
 
-With ``kv_stream_pacing`` ``even``, the chunks of a round leave evenly over the time that the request's last rounds took (:class:`Pacer`).
+With ``kv_stream_pacing`` ``even``, the chunks of a round leave at equal intervals over the expected time of the next round (:class:`Pacer`).
 """
 
 import asyncio
@@ -30,22 +30,22 @@ Outputs = BatchStrOutput | BatchTokenIDOutput
 """Messages with generated tokens: parallel lists with an item for each request."""
 
 MAX_QUEUED = 256
-"""Messages that wait for a client. A slower client gets several in a chunk, as from stock SGLang."""
+"""Most messages that wait for one client. A client that is slower gets several messages in a chunk, as from stock SGLang."""
 STALL_SECONDS = 2.0
-"""Messages wait so long for a client that takes no chunk. Then SGLang handles them: the request ends, although its client reads nothing."""
+"""If a client takes no chunk for so long, SGLang handles its messages at once, so that the request ends."""
 QUEUE = "kv_chunk_queue"
 """Attribute of a request's state that holds its :class:`ChunkQueue`."""
 ABORT_SECONDS = 2.0
-"""From the end of a stream until its unfinished requests are aborted, as in SGLang."""
+"""Seconds from the end of a stream to the abort of its unfinished requests, as in SGLang."""
 
 
 async def receive_outputs(original: Callable[..., Awaitable[None]], manager: "TokenizerManager", recv_obj: Any) -> None:
     """Hook around ``TokenizerManager._handle_batch_output``: put messages for streamed requests in their queues.
 
     Args:
-        original: SGLang's own. It changes the states of the requests, and wakes their handlers.
+        original: SGLang's method. It changes the states of the requests, and wakes their handlers.
         manager: The server's.
-        recv_obj: A message. What is not queued is passed on in one call.
+        recv_obj: A message of the scheduler. Requests without a queue are passed on together, in one call.
     """
     if not isinstance(recv_obj, Outputs):
         await original(manager, recv_obj)
@@ -94,7 +94,7 @@ class ChunkQueue:
 
     Args:
         deliver: Lets SGLang handle a message of this request. It makes the next chunk.
-        pacer: When messages leave, or None if they leave as soon as the client's handler asks for them.
+        pacer: Decides when messages leave. None: they leave as soon as the client's handler asks for them.
     """
 
     def __init__(self, deliver: Callable[[Outputs], Awaitable[None]], pacer: "Pacer | None") -> None:
@@ -109,7 +109,7 @@ class ChunkQueue:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def take_directly(self) -> bool:
-        """Whether the caller may deliver the next message itself, as nothing holds it back. It then counts as delivered."""
+        """Whether the caller may deliver the next message itself, because nothing delays it. The message then counts as delivered."""
         if self._is_closed or self._is_stalled:
             return True
         if self._messages or not self._is_wanted or self._pacer is not None:
@@ -118,7 +118,7 @@ class ChunkQueue:
         return True
 
     async def put(self, message: Outputs, round_number: int) -> None:
-        """Queue a message. An abort is not held back, nor are the messages before it."""
+        """Queue a message. An abort, and the messages before it, are delivered at once."""
         self._messages.append(message)
         if self._pacer is not None:
             self._pacer.note_arrival(round_number, monotonic())
@@ -129,13 +129,13 @@ class ChunkQueue:
             await self._advance()
 
     async def request_next(self) -> None:
-        """Deliver the next message as soon as it is there and its time has come."""
+        """Deliver the next message once it has arrived and its time has come."""
         self._is_wanted, self._is_stalled = True, False
         self._stop_stall_timer()
         await self._advance()
 
     async def close(self) -> None:
-        """Hold nothing back any more: the client has gone, or has its answer."""
+        """Deliver all messages, and delay no later one: the client has disconnected, or has its answer."""
         self._is_closed = True
         self._stop_timer()
         self._stop_stall_timer()
@@ -193,11 +193,11 @@ class ChunkQueue:
 
 
 class Pacer:
-    """Spreads the messages of a round over the time that the next round is expected to take.
+    """Spreads the messages of a round over the expected time of the next round.
 
-    That is the shorter of the times that the last two rounds took: a pause, for another request's prefill, does not slow the stream.
-    When the next round's messages arrive before the last ones have left, all of them are spread over its time. So no message leaves
-    later than one such time after the next round.
+    The expected time is the shorter of the last two rounds' times, so that one pause, for another request's prefill, does not slow the
+    stream. If the messages of the next round arrive before all earlier ones have left, all of them are spread over its expected time. So a
+    message leaves at most one expected time after the next round has arrived.
     """
 
     def __init__(self) -> None:
@@ -215,7 +215,7 @@ class Pacer:
         self._round_number, self._round_time = round_number, now
 
     def next_time(self, num_queued: int) -> float:
-        """When the next of ``num_queued`` messages leaves, in seconds: at once where no round's time is known yet."""
+        """When the next of ``num_queued`` messages leaves, in seconds; at once before the time of a round is known."""
         if not self._durations:
             return 0.0
         end = self._round_time + min(self._durations)
@@ -227,7 +227,7 @@ class Pacer:
 
 
 class _Message:
-    """A message of the scheduler, of which some requests are taken."""
+    """A message of the scheduler, which can be divided by requests."""
 
     def __init__(self, recv_obj: Outputs) -> None:
         self._recv_obj = recv_obj
@@ -236,11 +236,11 @@ class _Message:
         self._customized_info = unwrap_from_pickle(recv_obj.customized_info)
 
     def select(self, indices: Sequence[int]) -> Outputs:
-        """The message with the requests at ``indices`` alone."""
+        """A message with only the requests at ``indices``."""
         recv_obj, fields = self._recv_obj, {}
         for name in recv_obj.__struct_fields__:
             value = getattr(recv_obj, name)
-            # SGLang leaves lists empty that it has nothing for.
+            # SGLang sends an empty list for a field that it does not fill.
             is_per_request = isinstance(value, list) and len(value) == self._num_reqs
             fields[name] = [value[i] for i in indices] if is_per_request else value
         if self._time_stats is not None:
@@ -252,7 +252,7 @@ class _Message:
 
 
 def _queue_of(original: Callable[..., Awaitable[None]], manager: "TokenizerManager", rid: str) -> ChunkQueue | None:
-    """The queue of a streamed request; None if it is not streamed, or not there."""
+    """The queue of a streamed request; None if the request is unknown or not streamed."""
     state = manager.rid_to_state.get(rid)
     if state is None or not _is_streamed(state.obj):
         return None
@@ -260,7 +260,7 @@ def _queue_of(original: Callable[..., Awaitable[None]], manager: "TokenizerManag
     if queue is None:
 
         async def deliver(message: Outputs) -> None:
-            # SGLang has forgotten a request that it aborted in its waiting queue.
+            # SGLang has removed a request that it aborted in its waiting queue.
             if manager.rid_to_state.get(rid) is state:
                 await original(manager, message)
 
@@ -284,15 +284,15 @@ def _is_streamed(obj: object) -> bool:
 
 
 def abort_unfinished(original: Callable, manager: "TokenizerManager", obj: "GenerateReqInput") -> BackgroundTasks:
-    """Hook around ``TokenizerManager.create_abort_task``: what was not finished when the stream ended is aborted, and nothing else.
+    """Hook around ``TokenizerManager.create_abort_task``: abort only the requests that were unfinished when their stream ended.
 
-    SGLang aborts a request two seconds after its stream has ended, by its id, in case the client has gone. The id may be another
-    request's by then, as of a client that sends again what failed.
+    Two seconds after the end of a stream SGLang aborts the request with its id, in case the client has disconnected. By then another
+    request may have this id: a client may send a failed request again under its old id.
 
     Args:
-        original: SGLang's own, which is not called.
-        manager: of the server.
-        obj: the request that is streamed.
+        original: SGLang's method, which is not called.
+        manager: The server's.
+        obj: The streamed request.
     """
     tasks = BackgroundTasks()
     tasks.add_task(_abort, manager, obj)
@@ -300,17 +300,17 @@ def abort_unfinished(original: Callable, manager: "TokenizerManager", obj: "Gene
 
 
 async def _abort(manager: "TokenizerManager", obj: "GenerateReqInput") -> None:
-    # A request has its ids once SGLang has begun to look at it; one that it refused may have none.
+    # SGLang sets the ids when it normalizes a request. A refused request may have none.
     rids = [obj.rid] if isinstance(obj.rid, str) else obj.rid or []
-    unfinished = {rid: manager.rid_to_state[rid] for asked in rids for rid in _there(manager, asked)}
+    unfinished = {rid: manager.rid_to_state[rid] for asked in rids for rid in _known_ids(manager, asked)}
     await asyncio.sleep(ABORT_SECONDS)
     for rid, state in unfinished.items():
         if manager.rid_to_state.get(rid) is state:
             manager.abort_request(rid)
 
 
-def _there(manager: "TokenizerManager", rid: str) -> Iterator[str]:
-    """Under which ids a request is there: its own, and once it was expanded to several answers (n > 1) those of these, in its place."""
+def _known_ids(manager: "TokenizerManager", rid: str) -> Iterator[str]:
+    """The ids under which the manager knows a request: its own, or with n > 1 the ids of its answers."""
     for each in (rid, *manager.logical_rid_to_child_rids.get(rid, ())):
         if each in manager.rid_to_state:
             yield each

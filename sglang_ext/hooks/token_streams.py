@@ -47,10 +47,10 @@ def stream_each_token(
 
 
 def _replay(req: "Req") -> "_Replay | None":
-    """Steps of a streamed request before its newest token; None if it has at most one new token."""
+    """The replay of a streamed request's new tokens but the newest; None if it has at most one new token."""
     num_streamed, num_reasoning = getattr(req, STREAMED, (0, 0))
     num_tokens = len(req.output_ids_through_stop)
-    # A request that is prefilled again lacks its newest token meanwhile, which was streamed (coded_prompts.py:PrefillServer).
+    # While a request is prefilled again, it lacks its newest token, which was streamed already (coded_prompts.py:PrefillServer).
     setattr(req, STREAMED, (max(num_streamed, num_tokens), req.reasoning_tokens))
     if not req.stream or num_tokens <= num_streamed + 1 or (req.finished() and req.finished_output):
         return None
@@ -60,7 +60,7 @@ def _replay(req: "Req") -> "_Replay | None":
 class _Replay:
     """The states of a request after each of its new tokens but the newest.
 
-    Hidden states are not among them: a request that returns them gets one token a round.
+    Hidden states need no replay: a request that returns them gets one token a round.
 
     Args:
         req: Has at least two new tokens.
@@ -97,13 +97,13 @@ class _Replay:
 def send_unstreamed(original: Callable, accumulator: "_GenerationStreamAccumulator", *, req: "Req") -> None:
     """Hook around ``accept``: send the tokens of an answer that is not streamed at its first token and at each interval.
 
-    A request that is prefilled again lacks its newest token meanwhile (coded_prompts.py:PrefillServer), while its last round ends. It
-    sends nothing then: SGLang would count that token as not sent, and send it twice.
+    A request that is prefilled again lacks its newest token until its last round ends (coded_prompts.py:PrefillServer). Until then it
+    sends nothing: SGLang would count that token as not sent, and send it twice.
     """
     if getattr(req, "pd_rebootstrap_in_progress", False) and not req.finished():
         return
     interval = accumulator.default_force_stream_interval
-    # SGLang cannot tell whether the tokens begin a match of a stop_regex. These requests keep its own rule.
+    # SGLang cannot check whether the tokens are the beginning of a match of a stop_regex. These requests keep SGLang's rule.
     if req.output_ids and not (req.stream or req.finished() or req.sampling_params.stop_regex_strs):
         # An interval of one token sends now. An interval longer than the answer does not.
         accumulator.default_force_stream_interval = 1 if _passes_interval(req, interval) else len(req.output_ids) + 1
@@ -114,7 +114,7 @@ def send_unstreamed(original: Callable, accumulator: "_GenerationStreamAccumulat
 
 
 def _passes_interval(req: "Req", interval: int) -> bool:
-    """Whether the new tokens are sent. They wait while they may begin a stop string, which the answer leaves out."""
+    """Whether the new tokens are sent. They wait while they may be the beginning of a stop string, which the answer leaves out."""
     num_sent, num_tokens = req.send_token_offset, len(req.output_ids)
     passes = num_sent == 0 or num_tokens // interval > num_sent // interval
     return passes and not req.check_match_stop_str_prefix()

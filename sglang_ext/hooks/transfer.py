@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
 
-# Reasons are text where they come from: SGLang's, and those of other servers. These say that the other server is gone, or too slow.
+# Failure reasons are text: SGLang's, or another server's. These reasons mean that the other server is gone, or too slow.
 GONE = re.compile(
     r"is silent for|not reached for|cannot be reached|no prefill server answers|no prefill rank is known|"
     r"Lost connection with|but now it is down|Could not fetch bootstrap info|timed out after .* in KVPoll|PD retract rebootstrap"
@@ -94,7 +94,8 @@ def create_receiver(original: Callable, queue: "DecodePreallocQueue", req: "Req"
     """Hook around ``DecodePreallocQueue._create_receiver_and_enqueue``: the receiver learns of the prompt, where its newest queries shall
     be kept, whether it comes as codes, and whether it may begin early. One for which the whole pool has no room is refused.
 
-    KV of a request that was retracted and is prefilled again is of its output, too; it begins when all is there. It has a new room.
+    The KV of a request that was retracted and is prefilled again includes its output. Such a request gets a new room, and begins when all
+    KV has arrived.
     """
     from sglang_ext.managers.disaggregation.progressive.control import retry_room
     from sglang_ext.managers.disaggregation.progressive.manager import ProgressiveManager
@@ -115,8 +116,11 @@ def create_receiver(original: Callable, queue: "DecodePreallocQueue", req: "Req"
 
 
 def prepare_abort(original: Callable, req: "Req", error_message: str, status_code: int | None = None) -> None:
-    """Hook around ``prepare_abort``, by which a failed room ends its request, in words for its client (:func:`describe_failure`): one that SGLang has
-    ended before, such as one whose grammar could not be compiled, ends with that reason and status."""
+    """Hook around ``prepare_abort``, with which SGLang ends the request of a failed room: give the client a message that it understands.
+
+    :func:`describe_failure` makes the message. If SGLang has ended the request before, for example because its grammar could not be
+    compiled, that reason and status stay.
+    """
     message, status = describe_failure(error_message, getattr(req, "bootstrap_room", None), status_code)
     original(req, message, status_code=status)
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
@@ -185,9 +189,9 @@ def _refuse_beyond_pool(queue: "DecodePreallocQueue", req: "Req", receiver: Any)
 
 
 def _poll_prefill_servers(queue: "DecodePreallocQueue", receiver: Any) -> None:
-    """Let the queue look for a request's prefill server in every turn, for as long as the receiver waits.
+    """Let the queue look for a request's prefill server in each iteration of the scheduler, as long as the receiver waits.
 
-    SGLang looks once a second, 15 times, since each look blocks its scheduler. The look-up of this backend's manager does not block.
+    SGLang looks 15 times, once a second, because each attempt blocks its scheduler. The look-up of this backend does not block.
     """
     from sglang_ext.managers.disaggregation.progressive.receiver import ProgressiveReceiver
 
@@ -218,15 +222,15 @@ def _tell_prompt(end: Any, req: "Req", tokens: "list[int]") -> None:
 
 
 def describe_failure(message: str, room: int | None, status: int | None) -> tuple[str, int | None]:
-    """Message and status for a request that SGLang ends with ``message``; unchanged where no room failed.
+    """Return message and status for a request that SGLang ends with ``message``; both unchanged if no room failed.
 
-    SGLang ends a request whose room failed with status 500 and a text that begins with ranks and numbers, which its log keeps. The
-    client needs to know what failed, at which server, and whether to send the request again.
+    For a failed room SGLang answers with status 500 and a text that begins with ranks and numbers. These stay in its log. The client needs
+    to know what failed, at which server, and whether to send the request again.
 
     Args:
-        message: as SGLang's loops make it of a ``KVTransferError``.
-        room: of the request.
-        status: that SGLang would answer with.
+        message: The text that SGLang makes from a ``KVTransferError``.
+        room: The request's.
+        status: The status that SGLang would answer with.
     """
     before, mark, reason = message.partition(f"KVTransferError(bootstrap_room={room}): ")
     if not mark:

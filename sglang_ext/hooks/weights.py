@@ -1,4 +1,4 @@
-"""Refuses updates of weights that fail: the client gets status 400 with the reason, and the server serves on.
+"""Refuses updates of weights that fail: the client gets status 400 with the reason, and the server keeps running.
 
 SGLang's scheduler ends when the handler of an update raises an error. Examples are a group that nobody initialized, a tensor of another
 shape, and bytes that are no tensors. SGLang also asserts that the prefix cache could be flushed, which needs an idle server.
@@ -46,7 +46,7 @@ OUTCOMES: dict[type[Update], type[Outcome]] = {
     UpdateWeightsFromTensorReqInput: UpdateWeightsFromTensorReqOutput,
 }
 WAITING = UpdateWeightsFromIPCReqInput, UpdateWeightsFromTensorReqInput
-"""Updates after which each rank waits for the others in SGLang's handler."""
+"""Updates whose handler in SGLang ends with a barrier of all ranks."""
 
 
 def refuse_update(original: Callable, manager: "SchedulerWeightUpdaterManager", recv_req: Update) -> Outcome:
@@ -58,7 +58,7 @@ def refuse_update(original: Callable, manager: "SchedulerWeightUpdaterManager", 
         recv_req: The update, the same on all ranks.
 
     Returns:
-        The outcome. It is a failure on all ranks if the update failed on one: else they would compute with different weights.
+        The outcome. If the update failed on one rank, it is a failure on all ranks, since they would compute with different weights.
     """
     if getattr(recv_req, "flush_cache", False) and not manager.is_fully_idle():
         return _failed(
@@ -71,8 +71,8 @@ def refuse_update(original: Callable, manager: "SchedulerWeightUpdaterManager", 
     except Exception as error:  # Whatever unpickling, a model's loader or a process group raises.
         outcome = _failed(
             recv_req,
-            f"{str(error) or repr(error)} ({type(error).__name__}). The server goes on; if it loaded some weights before this error, load "
-            "all of them again",
+            f"{str(error) or repr(error)} ({type(error).__name__}). The server keeps running. If it loaded some weights before this error, "
+            "load all of them again",
         )
         if isinstance(recv_req, WAITING):
             torch.distributed.barrier(group=manager.tp_cpu_group)

@@ -31,7 +31,7 @@ GAUGES = {
     "page_extreme_bytes": ("Bytes of least and largest numbers of pages of keys by which pages are chosen, outside the KV pool.",),
     "round_seconds": ("Seconds on the device in the last round: one draft, the rest with the verification, or a plain step.", "part"),
     "draft_length": ("Mean draft steps of a round, since the last log line of drafting; 0 where none drafted.",),
-    "draft_acceptance_rate": ("Accepted tokens of the verified draft tokens, since the last log line of drafting.",),
+    "draft_acceptance_rate": ("Accepted tokens over verified draft tokens, since the last log line of drafting.",),
     "draft_accept_length": ("Mean tokens of a verification, since the last log line of drafting.",),
     "draft_gain": ("Measured speed of rounds with drafts over that of plain steps, since the last log line of drafting; 0 where not known.",),
     "selection_interval": ("With --kv-select-every auto and spade: steps between two selections; 0 where none is chosen.",),
@@ -167,7 +167,7 @@ class KVMetrics:
             self._tell("round_seconds", seconds, part)
 
     def observe_drafting(self, figures: Mapping[str, float | None]) -> None:
-        """Report what drafting gains, by the names of gauges; figures that are not known are 0."""
+        """Set the gauges of drafting, by name. A figure that is None becomes 0."""
         for name, value in figures.items() if self._gauges else ():
             self._tell(name, value or 0.0)
 

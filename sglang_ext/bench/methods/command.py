@@ -22,14 +22,14 @@ from sglang_ext.bench.speed.decode_limit import kv_token_bytes, read_config
 from sglang_ext.bench.speed.decode_prompts import cut, read_text
 from sglang_ext.bench.speed.settings import log_folder
 
-# Sources of the texts that are used where no file is given.
+# Sources of the text of each kind if no file is given.
 OWN_TEXTS = {"code": (corpus.code_documents,), "prose": (corpus.reference_documents, corpus.description_documents)}
-# Options that all servers of one --json share.
+# Options that must be equal for all figures of one --json file.
 SETTINGS = ("context_len", "temperature", "requests", "output_len", "draft_length", "select_every", "dtype", "server_arg")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure the servers that --json lacks, print the table; 0 when all could be measured, else 1."""
+    """Measure the servers that --json lacks, and print the table. Returns 0 if no server failed, else 1."""
     kept = load(args)
     failed = measure_missing(args, kept) if args.model else {}
     in_order = sorted(kept["servers"], key=SERVER_NAMES.index)
@@ -63,7 +63,7 @@ def load(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The options that all figures of a table share, with the model's name and the texts' files."""
+    """The options that must be equal for all figures of a table, with the model's name and the names of the text files."""
     files = {f"{kind}_file": (path := getattr(args, f"{kind}_file")) and path.name for kind in KINDS}
     return {"model": args.model.resolve().name, **{name: getattr(args, name) for name in SETTINGS}, **files}
 
@@ -139,18 +139,18 @@ def start_together(
 
 
 def measured(
-    server: ServerProcess, of: MethodServer, prompts: Prompts, temperatures: Sequence[float], new_tokens: int, token_bytes: int
+    server: ServerProcess, plan: MethodServer, prompts: Prompts, temperatures: Sequence[float], new_tokens: int, token_bytes: int
 ) -> list[MethodFigures]:
-    """The figures of all methods of a running server, each printed as it comes; arguments as for :func:`measure`."""
+    """The figures of all methods of a running server. Prints each one at once. Arguments as for :func:`measure`."""
     found = []
-    for figures in measure(server, of, prompts, temperatures, new_tokens, token_bytes):
+    for figures in measure(server, plan, prompts, temperatures, new_tokens, token_bytes):
         found.append(figures)
-        print(f"{of.name}: {line(figures)}", flush=True)
+        print(f"{plan.name}: {line(figures)}", flush=True)
     return found
 
 
 def text_prompts(args: argparse.Namespace, contexts: list[int]) -> Prompts:
-    """The prompts of each kind of text: pieces of --code-file and --prose-file, or of text that this Python installation has."""
+    """The prompts of each kind of text: pieces of --code-file and --prose-file, or of text in this Python installation."""
     tokenizer = load_tokenizer(str(args.model))
     prompts = {}
     for kind in KINDS:
@@ -162,7 +162,7 @@ def text_prompts(args: argparse.Namespace, contexts: list[int]) -> Prompts:
 
 
 def told(args: argparse.Namespace) -> dict[str, str]:
-    """What the line below the table says of all rows."""
+    """The settings in the line below the table."""
     import torch
 
     return {

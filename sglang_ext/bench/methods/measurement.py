@@ -28,7 +28,7 @@ class MethodFigures:
         temperature: Of sampling; 0 is greedy.
         drafts: Draft tokens that were verified, by kind of text.
         accepted: Accepted draft tokens, by kind of text.
-        fallbacks: Requests that full KV served at their end, so that their acceptance is not the method's.
+        fallbacks: Requests that full KV served at their end. Their acceptance does not measure the method.
         token_ms: Milliseconds per output token of each request.
         draft_share: Bytes of compressed or selected KV that a draft step reads, over those of the full KV. The newest tokens, which
             stay exact beside packed KV, are not counted.
@@ -44,12 +44,12 @@ class MethodFigures:
     draft_share: float
 
     def acceptance(self, kind: str) -> float | None:
-        """Accepted over offered draft tokens. None where nothing was drafted."""
+        """Accepted over offered draft tokens. None if nothing was drafted."""
         return self.accepted[kind] / self.drafts[kind] if self.drafts[kind] else None
 
 
 def measure(
-    server: ServerClient, of: MethodServer, prompts: Prompts, temperatures: Sequence[float], new_tokens: int, token_bytes: int
+    server: ServerClient, plan: MethodServer, prompts: Prompts, temperatures: Sequence[float], new_tokens: int, token_bytes: int
 ) -> Iterator[MethodFigures]:
     """Measure all methods of a server.
 
@@ -57,7 +57,7 @@ def measure(
 
     Args:
         server: The running server, with ``--enable-metrics``.
-        of: Its methods.
+        plan: The server's methods.
         prompts: Token ids by kind of text and by length.
         temperatures: Temperatures of sampling.
         new_tokens: Output tokens of each request.
@@ -73,7 +73,7 @@ def measure(
         wave = [prompt for kind in KINDS for prompt in prompts[kind][context]]
         server.flush_cache()
         decode_wave.run(server, wave, SamplingSettings(), 1)
-        for method in of.methods:
+        for method in plan.methods:
             for temperature in temperatures:
                 streams, held = run_wave(server, method, wave, temperature, new_tokens)
                 share = held / (len(wave) * context * token_bytes) if method.draft_share is None else method.draft_share
@@ -110,7 +110,7 @@ def figures_of(
         name: {kind: sum(stream.meta.get(name, 0) for stream in mine) for kind, mine in by_kind.items()}
         for name in ("kv_drafts", "kv_accepted")
     }
-    # The rate of chunks is steadier, but two rounds of a request are too few for one.
+    # The rate of chunks varies less, but a request with only two rounds has no such rate.
     token_ms = 1000 * wave.running / wave.steady if wave.steady else wave.token_ms
     return MethodFigures(
         label=method.label,

@@ -1,4 +1,4 @@
-"""The table of ``bench methods``, and how it gets into a document."""
+"""The table of ``bench methods``, and the writing of it into a document."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,11 +12,11 @@ NOTHING = "-"
 
 
 def table(found: Sequence[MethodFigures], told: Mapping[str, str]) -> Iterator[str]:
-    """The lines of the table in Markdown: a row a method, in the order of ``found``; then what all rows share.
+    """The lines of the table in Markdown: one row for each method, in the order of ``found``, then a line with the shared settings.
 
     Args:
         found: Figures of all methods, lengths and temperatures.
-        told: ``model``, ``dtype``, ``device``, ``date``, ``requests`` (at once), ``output_len`` and ``draft_length``.
+        told: Shared settings: ``model``, ``dtype``, ``device``, ``date``, ``requests`` (at once), ``output_len`` and ``draft_length``.
     """
     contexts = sorted({each.context for each in found})
     temperatures = sorted({each.temperature for each in found})
@@ -62,7 +62,7 @@ def _acceptances(mine: Sequence[MethodFigures], contexts: Sequence[int], kind: s
 
 
 def _plain(value: float) -> str:
-    """A share with two digits, without the zero before the point."""
+    """A share with two decimals, without the zero before the point."""
     return f"{value:.2f}".removeprefix("0")
 
 

@@ -10,7 +10,7 @@ functional   tasks with right and wrong answers: a fact in a long text, repetiti
 speed        tokens per second from cached prompts, over stock's in the same run
 attention    relative error of attention outputs, by layer, in this process
 
---suite scores tasks of RULER's kind and GSM8K in their place, on lossy servers against stock, and says which methods stay within two
+--suite scores tasks of RULER's kind and GSM8K in their place, on lossy servers against stock, and reports the methods within two
 points of full KV (docs/results/quality.md).
 
 Ends with code 1 if a server could not be measured, or if a verified server's KL divergence is above the noise of stock

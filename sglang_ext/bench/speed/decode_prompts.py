@@ -75,11 +75,11 @@ def cut(text: str, tokenizer: Tokenizer, count: int, contexts: list[int], name: 
     """Cut ``count`` prompts of each length out of a text, at even distances. Prompts of all lengths begin at the same tokens.
 
     Args:
-        text: What is cut.
+        text: The text.
         tokenizer: The model's.
         count: Prompts of each length.
         contexts: Lengths in tokens.
-        name: What messages call the text.
+        name: Name of the text in messages.
 
     Raises:
         BenchError: The text is too short for so many different prompts.

@@ -45,7 +45,7 @@ class Link:
         endpoint: that a ``LinkServer`` is bound to (endpoints.py).
         settings: which must equal the receiver's.
         limits: sizes and times.
-        interface: Rate and order that it shares with other links; None for a link of its own, without a limit.
+        interface: Rate limit and priority that it shares with other links; None: no limit, shared with no other link.
         keys: of both ends; None without encryption, on this machine.
         metrics: told of what happens.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 LONGEST = 256
-"""Drafts until a verification, at most, unless told."""
+"""Default of the longest draft before a verification, in tokens."""
 
 
 class CostError(ValueError):

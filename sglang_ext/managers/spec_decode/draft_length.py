@@ -1,11 +1,12 @@
 """Chooses how many tokens a batch drafts before it verifies (``--kv-draft-length auto``).
 
-All requests of a batch draft together, so there is one length for all: the one at which the batch gains most tokens per second (VeriCache,
-equation (11), with measured times). A draft that is accepted with probability ``p`` gives rounds of ``x`` drafts a mean of
-``(1 - p^(x+1)) / (1 - p)`` tokens. Length 0 is plain decoding on the full KV.
+All requests of a batch have the same draft length: the one with the most tokens per second (VeriCache, equation (11), with measured
+times). If a draft token is accepted with probability ``p``, a round of ``x`` drafts gives ``(1 - p^(x+1)) / (1 - p)`` tokens on average.
+Length 0 is plain decoding on the full KV.
 
-Times come from a cost model (round_costs.py), which predicts them at loads that were not measured. Where drafting pays, plain steps are measured
-rarely. Where it does not pay, a short round probes now and then whether it would: probes may lose :data:`PROBE_SHARE` of the time.
+A cost model (round_costs.py) predicts times, also at loads that were not measured. While drafting pays, plain steps are rarely measured.
+While it does not pay, the batch decodes plainly, and now and then runs a *probe*: a short round with drafts, which measures drafting
+again. Probes lose at most :data:`PROBE_SHARE` of the time.
 """
 
 from collections.abc import Sequence
@@ -16,70 +17,77 @@ import numpy as np
 
 from sglang_ext.managers.spec_decode.round_costs import Load, RoundCosts, Spent
 
-# Another length must be that much better before it is taken, and any length than plain decoding: times are noisy, and copies take time.
-HYSTERESIS, GAIN = 1.02, 1.03
-# Drafts of a probe, at least and at most: enough for the time of one, few to lose.
+# Times are noisy, and compression takes time. So another length replaces the last choice only if its rate is HYSTERESIS times as high, and
+# a draft length replaces plain decoding only if its rate is MIN_GAIN times as high.
+HYSTERESIS, MIN_GAIN = 1.02, 1.03
+# Fewest and most draft steps of a probe: enough to measure a draft step, and few that may be lost.
 PROBE_DRAFTS = 2, 4
 # Share of the time that probes may lose, for copies and for rounds that gain less than plain steps.
 PROBE_SHARE = 0.01
-# Plain steps are measured again after so many tokens of a request, where drafting pays.
+# While drafting pays, a plain step is measured after this number of draft steps.
 PLAIN_AFTER = 1024
-# Plain steps are measured at a load if none were within so many doublings of it.
+# A plain step is measured at a load that is further than this number of doublings from all measured ones.
 PLAIN_REACH = 1.0
 
 
 def expected_tokens(probability: np.ndarray | float, drafts: np.ndarray | int) -> np.ndarray:
-    """Mean tokens of rounds, the verifier's own among them."""
-    # At 1 the quotient has no value, but a limit.
+    """Mean tokens of a round, with the bonus token.
+
+    Args:
+        probability: That a draft token is accepted.
+        drafts: Draft steps of the round.
+    """
+    # At probability 1 the formula divides by 0.
     p = np.minimum(probability, 1 - 1e-9)
     return (1 - p ** (drafts + 1)) / (1 - p)
 
 
 @dataclass(frozen=True)
 class FixedLength:
-    """A draft length that was asked for.
+    """The draft length of ``--kv-draft-length N``.
 
     Attributes:
-        drafts: of each iteration.
+        drafts: draft steps of each round.
     """
 
     drafts: int
     predicted_gain: ClassVar[None] = None
 
     def choose(self, costs: RoundCosts, load: Load, probabilities: Sequence[float]) -> int:
-        """The same in each iteration."""
+        """Return the fixed length."""
         return self.drafts
 
     def observe(self, spent: Spent) -> None:
-        """Nothing is learned."""
+        """Ignore the times of a round."""
 
 
 @dataclass
 class DraftLength:
-    """Chooses the draft length of each iteration.
+    """Chooses the draft length of each round.
 
     Attributes:
-        longest: drafts at most.
-        chosen: the last choice, probes and measurements of plain steps left out.
-        predicted_gain: of the best length over plain decoding, at the last choice; None before the first.
+        longest: the longest length.
+        chosen: the last choice; probes and measurements of plain steps do not change it.
+        predicted_gain: predicted speed of the best length over that of plain decoding, at the last choice; None before the first.
     """
 
     longest: int
     chosen: int = 0
     predicted_gain: float | None = None
-    # Tokens of a request since plain steps were measured, and the loads near which that was asked.
+    # Draft steps since the last plain step.
     _since_plain: int = 0
+    # Loads, in whole doublings, at which a plain step was requested.
     _asked: set[tuple[int, ...]] = field(default_factory=set)
-    # Seconds that probes may lose by now. The first one is not waited for.
+    # Seconds that probes may lose now. The first probe may run at once.
     _allowance: float = float("inf")
 
     def choose(self, costs: RoundCosts, load: Load, probabilities: Sequence[float]) -> int:
-        """Drafts of the next iteration; 0 for plain decoding.
+        """Return the draft length of the next round; 0 for plain decoding.
 
         Args:
             costs: predicts times.
-            load: of the batch.
-            probabilities: that a draft of each request is accepted when those before it were.
+            load: the batch's.
+            probabilities: for each request, that a draft token is accepted if the ones before it were.
         """
         drafts = np.arange(self.longest + 1)
         tokens = expected_tokens(np.asarray(probabilities)[:, None], drafts).sum(0)
@@ -89,39 +97,39 @@ class DraftLength:
         self.chosen = self._best(rates)
         if self.chosen:
             return 0 if self._plain_is_due(costs, load) else self.chosen
-        # The least bad of the short lengths.
+        # A probe has the short length that loses least.
         least, most = (min(each, self.longest) for each in PROBE_DRAFTS)
         probe = least + int(rates[least : most + 1].argmax())
         loss = costs.copying_seconds(load) + seconds[probe] * (1 - rates[probe] / rates[0])
         return probe if self._spend(max(0.0, loss)) else 0
 
     def observe(self, spent: Spent) -> None:
-        """Take the seconds of an iteration."""
+        """Record the seconds of a round."""
         self._allowance += PROBE_SHARE * (spent.copying + spent.whole)
         self._since_plain = self._since_plain + spent.drafts if spent.drafts else 0
 
     def _best(self, rates: np.ndarray) -> int:
-        """The length of the highest rate, or the last choice where that is nearly as good and better than plain decoding."""
+        """The length with the highest rate. The last choice stays if it is nearly as good, and better than plain decoding."""
         best, last = int(rates.argmax()), self.chosen
         if rates[last] < rates[0]:
             last = 0
-        return last if (HYSTERESIS if last else GAIN) * rates[last] > rates[best] else best
+        return last if (HYSTERESIS if last else MIN_GAIN) * rates[last] > rates[best] else best
 
     def _plain_is_due(self, costs: RoundCosts, load: Load) -> bool:
-        """Whether a plain step is to be measured, though drafting pays: none was for long, or none near this load."""
+        """Whether to measure a plain step although drafting pays: none was measured for long, or none near this load."""
         if self._since_plain >= PLAIN_AFTER:
             self._since_plain = 0
             return True
         near = tuple(map(round, load.place))
         if near in self._asked or costs.step.is_near(load.place, PLAIN_REACH):
             return False
-        # Once, as the time comes iterations later.
+        # Ask once: the measured time arrives some rounds later.
         self._asked.add(near)
         return True
 
     def _spend(self, loss: float) -> bool:
         """Whether a probe that loses so many seconds may run now."""
-        # What probes have not lost is not saved up for more than one.
+        # Save up seconds for one probe at most.
         self._allowance = min(self._allowance, loss)
         if self._allowance < loss:
             return False

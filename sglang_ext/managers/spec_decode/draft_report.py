@@ -1,7 +1,7 @@
 """Reports what drafting gains: one log line a minute, and metrics.
 
-The gain is measured: the time that plain steps would have taken for the same tokens, over the time that the rounds took. Plain steps are predicted
-by the cost model (round_costs.py), which must have measured some near the load.
+The gain compares measured rounds with plain decoding: the time that plain steps would have taken for the same tokens, over the time of the
+rounds. The cost model (round_costs.py) predicts the time of plain steps, from plain steps that it measured near the load.
 """
 
 import logging
@@ -23,10 +23,10 @@ logger = logging.getLogger(__name__)
 
 # Seconds between two log lines.
 INTERVAL = 60.0
-# Doublings from a load to the nearest measured plain step, up to which a gain is reported.
+# A gain is reported at a load that is at most this number of doublings from a measured plain step.
 NEAR = 1.0
-# What the reasons of fallbacks mean, for the log.
-WORDS = {
+# Fallback reasons in words, for the log.
+REASON_WORDS = {
     "short-context": "contexts are too short to compress",
     "no-free-slots": "the KV pool has no room for compressed KV",
     "no-queries": "too few queries are kept to compress",
@@ -45,19 +45,19 @@ class Totals:
     """Sums over some rounds.
 
     Attributes:
-        rounds: that drafted.
-        steps: draft steps of these.
-        every: selection interval of the last of them, in steps.
-        verifies: verifications of single requests.
+        rounds: rounds with draft steps.
+        steps: draft steps of all rounds.
+        selection_interval: of the last round with draft steps, in steps; 0 if the server does not choose it.
+        verifies: verifications, counted for each request.
         offered, accepted: draft tokens that were verified, and accepted.
-        seconds: that rounds took near whose load plain steps were measured.
-        plain_seconds: that plain steps would have taken for the tokens of these rounds.
+        seconds: measured time of the rounds with draft steps at loads near a measured plain step.
+        plain_seconds: predicted time of plain steps for the tokens of the same rounds.
         plain: tokens without drafts, by index into ``FALLBACK_REASONS``.
     """
 
     rounds: int = 0
     steps: int = 0
-    every: int = 0
+    selection_interval: int = 0
     verifies: int = 0
     offered: int = 0
     accepted: int = 0
@@ -67,36 +67,36 @@ class Totals:
 
     @property
     def draft_length(self) -> float:
-        """Mean draft steps of a round; 0 where none drafted."""
+        """Mean draft steps of a round; 0 if no round drafted."""
         return self.steps / self.rounds if self.rounds else 0.0
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted tokens of the verified draft tokens; 0 where none were verified."""
+        """Accepted tokens over verified draft tokens; 0 if none were verified."""
         return self.accepted / self.offered if self.offered else 0.0
 
     @property
     def accept_length(self) -> float:
-        """Mean tokens of a verification; 0 where none ran."""
+        """Mean tokens of a verification, with the bonus token; 0 if none ran."""
         return (self.accepted + self.verifies) / self.verifies if self.verifies else 0.0
 
     @property
     def gain(self) -> float | None:
-        """Speed of rounds with drafts relative to plain steps; None where it is not known."""
+        """Speed of rounds with drafts relative to plain steps; None if unknown."""
         return self.plain_seconds / self.seconds if self.seconds and self.plain_seconds else None
 
 
 @dataclass
 class DraftReport:
-    """Counts rounds, and reports.
+    """Counts rounds, logs a line a minute, and sets the metrics.
 
     Attributes:
-        lengths: chooses the draft length; says what it predicts.
-        costs: predicts plain steps.
-        metrics: gets the figures.
-        first: whether this process logs for all ranks.
-        intervals: whether the server chooses the selection interval, which is reported then.
-        clock: seconds.
+        lengths: chooses the draft length, and predicts its gain.
+        costs: predicts the time of plain steps.
+        metrics: receives the figures.
+        first: whether this process writes the log line for all ranks.
+        chooses_interval: whether the server chooses the selection interval; only then it is reported.
+        clock: returns seconds.
         totals: of the rounds since the last log line.
     """
 
@@ -104,14 +104,14 @@ class DraftReport:
     costs: RoundCosts
     metrics: KVMetrics
     first: bool = True
-    intervals: bool = False
+    chooses_interval: bool = False
     clock: Callable[[], float] = time.monotonic
     totals: Totals = field(default_factory=Totals)
     _before: Totals = field(default_factory=Totals)
     _since: float | None = None
 
     def timed(self, round_: "Round", seconds: float) -> None:
-        """Take the seconds of a round."""
+        """Record the seconds of a round."""
         if round_.drafts and self._is_measured(Load.of(round_.lengths)):
             self.totals.seconds += seconds
 
@@ -126,14 +126,14 @@ class DraftReport:
         self.totals.plain[reason] += tokens
 
     def ended(self, round_: "Round", tokens: int) -> None:
-        """Count a round that gave its requests so many tokens in all; report if it is time."""
+        """Count a round, and report if a minute has passed. ``tokens`` is the sum over its requests."""
         totals, now = self.totals, self.clock()
         self._since = now if self._since is None else self._since
         if round_.drafts:
             load = Load.of(round_.lengths)
             totals.rounds += 1
             totals.steps += round_.steps
-            totals.every = round_.every if self.intervals else 0
+            totals.selection_interval = round_.every if self.chooses_interval else 0
             if self._is_measured(load):
                 totals.plain_seconds += tokens / len(round_.states) * self.costs.step_seconds(load)
         self.metrics.observe_drafting(self.figures)
@@ -144,7 +144,7 @@ class DraftReport:
 
     @property
     def figures(self) -> dict[str, float | None]:
-        """The metrics of drafting, by name; None where one is not known. Before rounds draft since the last log line, as of that."""
+        """The metrics of drafting, by name; None if unknown. Until a round drafts after a log line, they are those of that line."""
         totals = self.totals if self.totals.rounds else self._before
         return {
             "draft_length": totals.draft_length,
@@ -152,14 +152,14 @@ class DraftReport:
             "draft_accept_length": totals.accept_length,
             "draft_gain": totals.gain,
             "draft_predicted_gain": self.lengths.predicted_gain,
-            "selection_interval": totals.every,
+            "selection_interval": totals.selection_interval,
         }
 
     def _is_measured(self, load: Load) -> bool:
         return self.costs.step.is_near(load.place, NEAR)
 
     def line(self, seconds: float) -> str:
-        """The log line of the rounds in so many seconds."""
+        """The log line for the rounds of the last ``seconds``."""
         totals = self.totals
         plain, reasons = totals.plain.total(), [self._why(reason) for reason, _ in totals.plain.most_common(2)]
         if not totals.rounds:
@@ -169,14 +169,14 @@ class DraftReport:
             f"drafting in the last {seconds:.0f} s: {totals.rounds} rounds, draft length {totals.draft_length:.1f}",
             f"acceptance rate {totals.acceptance_rate:.2f}, accept length {totals.accept_length:.2f}, gain {gain}",
         ]
-        if totals.every:
-            parts.append(f"selection every {totals.every} steps")
+        if totals.selection_interval:
+            parts.append(f"selection every {totals.selection_interval} steps")
         if plain:
             parts.append(f"{plain} tokens without drafts: {'; '.join(reasons)}")
         return ", ".join(parts)
 
     def _why(self, reason: int) -> str:
-        words = WORDS[FALLBACK_REASONS[reason]]
+        words = REASON_WORDS[FALLBACK_REASONS[reason]]
         predicted = self.lengths.predicted_gain
         if reason != SLOWER or predicted is None:
             return words

@@ -309,8 +309,8 @@ def decode_loop(worker: "KVWorker", turns: "OnDevice | Verifications", policy: O
     renews = any(method.compressor.each_round for method in worker.views.methods)
     device = torch.device(worker.model_runner.device)
     interval = SelectionInterval(selection_options.intervals(args))
-    chooses = len(interval.intervals) > 1
-    report = None if worker.lossy else DraftReport(lengths, costs, worker.metrics, worker.ranks.first, chooses)
+    chooses_interval = len(interval.intervals) > 1
+    report = None if worker.lossy else DraftReport(lengths, costs, worker.metrics, worker.ranks.first, chooses_interval)
     pace = Pace(lengths, device, worker.metrics, worker.ranks, costs, renews, interval=interval, report=report)
     verifier = Verifier(worker, steps, worker.graphs, worker.simulation)
     asked = args.kv_bench_timeline if options.transfers(args) and worker.ranks.first else None

@@ -1,4 +1,4 @@
-"""Measures the times of iterations, and says how many tokens the next one drafts (draft_length.py)."""
+"""Measures the times of rounds, and chooses the draft length and the selection interval of the next round."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,21 +18,22 @@ if TYPE_CHECKING:
     from sglang_ext.managers.spec_decode.draft_report import DraftReport
     from sglang_ext.managers.spec_decode.round import Round
 
-# Fallbacks that end within rounds: rounds with such requests say nothing of those that follow.
+# Fallback reasons that end after a few rounds. The time of a round with such a request does not predict later rounds.
 PASSING = (NO_QUERIES, NO_SELECTION)
+
 
 @dataclass
 class Timed:
-    """An iteration's marks; each is set as its work is launched.
+    """The marks of a round on the device. The host sets each one when it launches the work.
 
     Attributes:
         round: what its requests did.
-        load: of its batch.
-        begun: copies are made.
-        planned: they are there, drafting begins.
-        drafted: the last draft is done.
-        ended: all of it is done.
-        next: the next iteration of the same requests began, or where other work came between, :attr:`ended`.
+        load: its batch's.
+        begun: the round begins; compressed KV is created and refreshed.
+        planned: compressed KV is complete; drafting begins.
+        drafted: the last draft step is done.
+        ended: the round is done.
+        next: the next round of the same requests begins; :attr:`ended` if other work came between.
     """
 
     round: "Round"
@@ -51,19 +52,19 @@ class Timed:
 
 @dataclass
 class Pace:
-    """Measures iterations, and chooses draft lengths by the times of those before.
+    """Measures rounds, and chooses the draft length and the selection interval of the next one.
 
     Attributes:
         lengths: chooses the draft length.
         device: whose work is timed.
-        metrics: gets each iteration's times.
-        ranks: must choose alike.
-        costs: predicts the times of rounds from those that were measured.
-        renews: whether each round makes its copies anew, so that their time belongs to the round.
-        watch: called with each iteration and its seconds.
+        metrics: receives the times of each round.
+        ranks: ranks that must all use rank 0's choice.
+        costs: predicts the times of rounds from measured ones.
+        renews: whether each round refreshes compressed KV; the time for it then counts as the round's.
+        watch: called with each round and its seconds.
         interval: chooses the selection interval.
-        report: gets the seconds of each iteration; None where nothing is reported.
-        rounds: seconds of the newest whole iterations.
+        report: receives the seconds of each round; None if nothing is reported.
+        rounds: seconds of the newest rounds.
     """
 
     lengths: DraftLength | FixedLength
@@ -84,13 +85,21 @@ class Pace:
     _gathering: Spent | None = None
 
     def begin(self, lengths: list[int], states: list[RequestState]) -> int:
-        """Begin an iteration of requests with so many tokens each. Returns the drafts of each request; 0 for plain decoding."""
+        """Begin a round, and choose its draft length.
+
+        Args:
+            lengths: tokens of each request whose full KV is known.
+            states: draft states of the requests, in the same order.
+
+        Returns:
+            The draft length; 0 for plain decoding.
+        """
         before = [] if self._running is None else self._running.round.states
         same = len(before) == len(states) and all(a is b for a, b in zip(before, states))
         self._begun = Mark.now(self.device)
         self._close(self._begun if same else None)
         self._learn()
-        # Requests that are never drafted gain as much either way.
+        # Requests that never draft do not count: no draft length changes their speed.
         able = [state.acceptance.probability for state in states if state.fallback in CURABLE]
         uncopied = sum(length for length, state in zip(lengths, states) if not state.compressor and state.fallback in CURABLE)
         load = Load.of(lengths, uncopied)
@@ -101,32 +110,32 @@ class Pace:
 
     @property
     def every(self) -> int:
-        """Selection interval of the iteration that began last, in steps."""
+        """Selection interval of the newest round, in steps."""
         return self._load.every
 
     @property
     def running(self) -> Timed | None:
-        """The iteration that was planned last; its marks are set as it goes."""
+        """The newest planned round. Its marks are set while it runs."""
         return self._running
 
     def planned(self, round_: "Round") -> None:
-        """Drafting begins; its drafts may be fewer than were chosen."""
+        """Record that drafting begins. The round may have fewer draft steps than were chosen."""
         self._running = Timed(round_, self._load, self._begun, Mark.now(self.device))
 
     def drafted(self) -> None:
-        """The drafts of the running iteration were launched."""
+        """Record that the last draft step was launched."""
         self._running.drafted = Mark.now(self.device)
 
     def ended(self) -> None:
-        """All of the running iteration was launched."""
+        """Record that all work of the round was launched."""
         self._running.ended = Mark.now(self.device)
 
     def interrupt(self) -> None:
-        """Other work came: what passes from now on is not the running iteration's time."""
+        """Record that other work begins: the time from now on is not the running round's."""
         self._close(None)
 
     def _close(self, following: Mark | None) -> None:
-        """The running iteration reaches to ``following``, or to its own end."""
+        """End the running round at ``following``, the beginning of the next one; None: at its own end."""
         running, self._running = self._running, None
         if running is not None and running.ended is not None:
             running.next = following or running.ended
@@ -141,11 +150,11 @@ class Pace:
             drafting = timed.planned.until(timed.drafted)
             whole = timed.planned.until(timed.next)
             spent = Spent(round_.drafts, round_.plain_steps, copying, drafting, whole)
-            if self._tells(round_) and (told := self._gathered(round_, spent)) is not None:
-                if self.renews and told.drafts:
-                    told = told._replace(copying=0.0, whole=told.whole + told.copying)
-                self.lengths.observe(told)
-                self.costs.observe(timed.load, told)
+            if self._is_typical(round_) and (learned := self._gathered(round_, spent)) is not None:
+                if self.renews and learned.drafts:
+                    learned = learned._replace(copying=0.0, whole=learned.whole + learned.copying)
+                self.lengths.observe(learned)
+                self.costs.observe(timed.load, learned)
             self.rounds.newest.append(copying + whole)
             if self.watch is not None:
                 self.watch(round_, spent)
@@ -154,16 +163,17 @@ class Pace:
             self.metrics.observe_round(round_.drafts, round_.steps, drafting, whole)
 
     @staticmethod
-    def _tells(round_: "Round") -> bool:
-        """Whether a round's times tell of rounds like it: no request waits for its copy or for its full KV."""
+    def _is_typical(round_: "Round") -> bool:
+        """Whether the times of a round predict later rounds: no request waits for its compressed KV or for its full KV."""
         if not round_.drafts:
             return True
         return not (round_.early or round_.on_full_kv or any(reason in PASSING for reason in round_.fallbacks))
 
     def _gathered(self, round_: "Round", spent: Spent) -> Spent | None:
-        """What is to be learned of a round: of short ones whose drafts gather, that of all together, once they are verified.
+        """The seconds to learn from; None if there are none yet.
 
-        A round of full length in which nobody is verified tells nothing: what a verification takes is missing.
+        Short rounds with pending drafts are added up until the drafts are verified. A round of full length without a verification is left
+        out, because the time of its verification is missing.
         """
         if not round_.held:
             self._gathering = None

@@ -90,7 +90,7 @@ class RequestStates:
         self.args = args
         self.offers = offers
         self.typical = Acceptance(memory=LONG_MEMORY)
-        # Of each method's requests: a new request is expected to be like them.
+        # Acceptance of the requests of each method, which a new request begins with.
         self._by_method = [Acceptance(memory=LONG_MEMORY) for _ in offers] or [self.typical]
         self._states: dict[int, RequestState] = {}
         self._admitted = 0

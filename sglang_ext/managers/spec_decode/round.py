@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from sglang_ext.managers.offload.verifications import Verifications
 
-# Steps of a round in which all requests decode early, or one is about to get its first selection. One round runs and the next is planned
-# when a residual arrives, so the verification begins after at most twice as many steps. Other requests of a batch keep their draft length.
+# Steps of a round in which all requests decode early, or no request drafts on compressed KV and one waits for its first selection. When a
+# residual arrives, one round runs and the next one is planned, so the verification begins after at most twice as many steps.
 SHORT_ROUND = 2
 MIN_P = FALLBACK_REASONS.index("min-p")
 
@@ -44,7 +44,7 @@ class Round:
         left: tokens that each request's output lacks; none of one that ended in the round before, which SGLang does not know yet.
         parts: requests that are verified at its end, by the forwards that do so.
         early: requests that draft on the anchor of their full KV.
-        held: The round has fewer steps than wanted, because a request must be checked token by token.
+        held: whether the round has one step, because a request must be checked token by token.
         every: selection interval, in steps.
     """
 
@@ -195,7 +195,7 @@ class RoundPlanner:
             states: their draft states, same order.
             lengths: tokens of each request whose full KV is known.
             wanted: draft length; 0 for plain decoding.
-            iteration_seconds: of a round, as measured; None where that is not known yet.
+            iteration_seconds: measured seconds of a round; None before the first measurement.
             every: selection interval, in steps.
         """
         count = len(states)

@@ -1,8 +1,10 @@
-"""Cost model of decode rounds: predicts how long plain steps, draft steps and verifications take, from measured rounds at any load.
+"""Cost model of decode rounds: predicts the time of plain steps, draft steps and verifications at any load, from measured rounds.
 
-A forward takes a fixed time plus a time per byte that it reads: the weights once, and the KV of all tokens that its requests attend to. This
-base model is fitted to plain steps, before one was measured to draft steps. What one kind of work takes more or less than the base model says is measured at some loads. Near these
-loads it corrects the prediction, far from them the base model alone counts. So a server that has never seen a load begins there with a prediction.
+*Base model.* A forward takes a fixed time plus a time per byte that it reads. It reads the weights once, and the KV of all tokens that its
+requests attend to. The base model is fitted to plain steps, or to draft steps until a plain step was measured.
+
+*Corrections.* Each kind of work takes more or less time than the base model predicts. The ratio is measured at some loads. Near these loads
+it corrects the prediction; far from them the base model alone counts. So the model has a prediction for a load that was never measured.
 """
 
 from collections import deque
@@ -15,29 +17,29 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Newest times whose median counts: a stall, as when a kernel is compiled, is in one of them.
+# Number of newest times whose median counts. The median leaves out a single stall, such as a kernel's compilation.
 RECENT_TIMES = 5
-# Cells of a grid over the logarithms of a load: so many per doubling. Each keeps its newest times.
+# Times are kept by cells of a grid over the logarithms of a load, with this number of cells per doubling.
 CELLS_PER_DOUBLING = 2
-# Doublings over which a measured correction fades, and the weight of no correction beside that of a time at the same load.
+# Doublings over which a measured correction fades. Weight of "no correction"; a time at the same load has weight 1.
 REACH, NO_CORRECTION = 0.4, 0.02
-# A doubling of a verification's width is so much of a doubling of the load.
+# A doubling of a verification's width counts as this share of a doubling of the load.
 WIDTH_DISTANCE = 0.5
-# A doubling of the selection interval is so many doublings of the load: times at one interval say little of another.
+# A doubling of the selection interval counts as this number of doublings of the load: times at one interval predict little at another.
 INTERVAL_DISTANCE = 2.0
-# The only time of a cell is left out where it is so many times that of the base model: the round stalled.
+# A cell with a single time is ignored if the time is more than STALL times that of the base model: the round stalled.
 STALL = 4.0
-# Weight of a fixed time of 0 in the fit of the base model, beside that of each measured time.
+# Weight of a fixed time of 0 in the fit of the base model; a measured time has weight 1.
 NO_FIXED_TIME = 0.01
 
 
 class Load(NamedTuple):
-    """How much a round's batch asks of a forward.
+    """The size of a batch, on which the time of a forward depends.
 
     Attributes:
-        requests: in the batch.
-        tokens: of the contexts of all requests.
-        uncopied: of these, tokens of requests that have no compressed KV yet.
+        requests: number of requests.
+        tokens: context tokens of all requests.
+        uncopied: context tokens of the requests that have no compressed KV yet.
         every: selection interval, in steps; 1 for methods that do not select in steps.
     """
 
@@ -48,24 +50,24 @@ class Load(NamedTuple):
 
     @classmethod
     def of(cls, lengths: Sequence[int], uncopied: int = 0) -> "Load":
-        """Of requests with so many tokens each."""
+        """The load of requests with these context lengths, in tokens."""
         return cls(len(lengths), sum(lengths), uncopied)
 
     @property
     def place(self) -> tuple[float, float]:
-        """Logarithms to base 2 of the requests and of their mean context, between which distances are doublings."""
+        """Coordinates of the load: log2 of the number of requests, log2 of their mean context. A distance of 1 is a doubling."""
         return log2(self.requests), log2(max(1.0, self.tokens / self.requests))
 
 
 class Spent(NamedTuple):
-    """Seconds of an iteration.
+    """The steps of a round, and its measured seconds.
 
     Attributes:
-        drafts: draft steps; 0 in plain decoding.
-        steps: plain steps; 0 in a round with drafts.
-        copying: from the iteration's beginning until its first step, while copies are made.
-        drafting: of all draft steps.
-        whole: from the first step to the next iteration.
+        drafts: number of draft steps; 0 in plain decoding.
+        steps: number of plain steps; 0 in a round with drafts.
+        copying: seconds from the beginning of the round to its first step, in which compressed KV is created and refreshed.
+        drafting: seconds of all draft steps.
+        whole: seconds from the first step to the next round.
     """
 
     drafts: int
@@ -77,22 +79,28 @@ class Spent(NamedTuple):
 
 @dataclass
 class Recent:
-    """The newest times of one kind.
+    """The newest times of one kind of work.
 
     Attributes:
-        newest: in seconds.
+        newest: seconds, the newest last.
     """
 
     newest: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_TIMES))
 
     @property
     def seconds(self) -> float:
-        """Their median; of two the shorter; 0 where there are none."""
+        """The median; of an even number the lower middle one; 0 if there is no time."""
         return median_low(self.newest) if self.newest else 0.0
 
 
 class Sample(NamedTuple):
-    """A measured time: where it was measured, the bytes that the forward read, and the seconds that it took."""
+    """A measured time.
+
+    Attributes:
+        place: coordinates of the load, in doublings.
+        size: bytes that the forward read.
+        seconds: its time.
+    """
 
     place: tuple[float, ...]
     size: float
@@ -101,22 +109,22 @@ class Sample(NamedTuple):
 
 @dataclass
 class Base:
-    """Seconds of a forward by the bytes that it reads.
+    """The base model: a forward takes ``fixed + per_byte * bytes`` seconds.
 
     Attributes:
-        fixed: seconds, whatever is read.
-        per_byte: seconds.
+        fixed: seconds of any forward.
+        per_byte: seconds for each byte that it reads.
     """
 
     fixed: float = 0.0
-    # Before a time is measured only ratios of predictions tell, and any value will do.
+    # Any value above 0 does before a time is measured: only ratios of predictions are used.
     per_byte: float = 1.0
 
     @classmethod
     def fitted(cls, sizes: np.ndarray, seconds: np.ndarray) -> "Base":
-        """The base that explains times best: least squares of relative errors, nothing below 0.
+        """The base model with the smallest squared relative errors, and no negative part.
 
-        Times at sizes that hardly differ tell no fixed time: then the time is proportional to the bytes.
+        If the sizes hardly differ, the fixed time is 0: the times are taken as proportional to the bytes.
 
         Args:
             sizes: bytes, above 0, [times].
@@ -124,7 +132,7 @@ class Base:
         """
         from scipy.optimize import nnls
 
-        # Both columns are of the order of the times, or the solver would lose one.
+        # Scale both columns to the order of the times: the solver would ignore a much smaller one.
         scale = sizes.mean()
         rows = np.stack([1 / seconds, sizes / scale / seconds], axis=1)
         rows = np.vstack([rows, [np.sqrt(NO_FIXED_TIME * len(sizes)) / seconds.mean(), 0.0]])
@@ -132,7 +140,7 @@ class Base:
         return cls(float(found[0]), float(found[1]) / scale)
 
     def seconds(self, size: float) -> float:
-        """Of a forward that reads so many bytes."""
+        """Seconds of a forward that reads ``size`` bytes."""
         return self.fixed + self.per_byte * size
 
 
@@ -141,16 +149,16 @@ class Times:
     """The measured times of one kind of work.
 
     Attributes:
-        cells: the newest samples by cell of the grid.
+        cells: the newest samples of each cell of the grid.
     """
 
     cells: dict[tuple[int, ...], deque[Sample]] = field(default_factory=dict)
-    # Of each cell the sample with the median time, of two the shorter.
+    # The sample with the median time of each cell; of an even number the lower middle one.
     _median: dict[tuple[int, ...], Sample] = field(default_factory=dict)
 
     @cached_property
     def _medians(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Of each cell the median sample: places [cells, coordinates], bytes and seconds [cells]; and the number of samples [cells]."""
+        """Median sample of each cell: places [cells, coordinates], bytes [cells], seconds [cells]; and number of samples [cells]."""
         columns = (np.array(column, dtype=float) for column in zip(*self._median.values()))
         return *columns, np.array([len(cell) for cell in self.cells.values()])
 
@@ -165,7 +173,7 @@ class Times:
         return self._medians[2]
 
     def observe(self, sample: Sample) -> None:
-        """Take a time."""
+        """Record a measured time."""
         cell = tuple(round(CELLS_PER_DOUBLING * each) for each in sample.place)
         samples = self.cells.setdefault(cell, deque(maxlen=RECENT_TIMES))
         samples.append(sample)
@@ -173,15 +181,15 @@ class Times:
         self.__dict__.pop("_medians", None)
 
     def is_near(self, place: tuple[float, ...], doublings: float) -> bool:
-        """Whether a time was measured at a load no further from ``place`` than so many doublings."""
+        """Whether a time was measured at most ``doublings`` away from ``place``."""
         return bool(self.cells) and bool(self._squares(place).min() <= doublings**2)
 
     def is_confirmed(self, place: tuple[float, ...]) -> bool:
-        """Whether the measured load nearest to ``place`` has two times or more."""
+        """Whether the measured cell nearest to ``place`` has at least two times."""
         return bool(self.cells) and bool(self._medians[3][self._squares(place).argmin()] > 1)
 
     def predict(self, place: tuple[float, ...], size: float, base: Base) -> float:
-        """Seconds at ``place`` of a forward that reads ``size`` bytes."""
+        """Seconds of a forward at ``place`` that reads ``size`` bytes."""
         seconds = base.seconds(size)
         if not self.cells:
             return seconds
@@ -196,17 +204,17 @@ class Times:
 
 @dataclass
 class RoundCosts:
-    """Predicts the seconds of a round's parts at any load.
+    """Predicts the seconds of the parts of a round, at any load.
 
     Attributes:
         weights: bytes of the model's weights.
         token_bytes: bytes of a token's full KV, in all layers.
-        share: of a context's bytes that a draft step reads, about.
-        widths: tokens of a request in the captured verifications, ascending; empty where any number is computed as it is.
+        share: approximate share of a context's bytes that a draft step reads.
+        widths: tokens per request of the captured verification graphs, ascending; empty without graphs.
         step: times of plain steps.
         draft: times of draft steps.
-        rest: times of a round without its draft steps, to the beginning of the next.
-        copying: seconds of making compressed KV, per token that had none.
+        rest: times of rounds without their draft steps, up to the beginning of the next round.
+        copying: seconds to create compressed KV, per context token.
     """
 
     weights: float = 1.0
@@ -220,7 +228,7 @@ class RoundCosts:
     _base: Base = field(default_factory=Base)
 
     def observe(self, load: Load, spent: Spent) -> None:
-        """Take the seconds of an iteration."""
+        """Record the seconds of a round."""
         if not spent.drafts:
             if spent.whole > 0:
                 self.step.observe(Sample(load.place, self._bytes(load), spent.whole / spent.steps))
@@ -236,25 +244,28 @@ class RoundCosts:
             self.rest.observe(Sample(self._place_of_rest(load, spent.drafts), self._bytes(load), spent.whole - spent.drafting))
 
     def step_seconds(self, load: Load) -> float:
-        """Of a plain step. Before a second one was measured near the load: no longer than a verification, which reads as much, as the only one
-        may have stalled."""
+        """Seconds of a plain step.
+
+        A single measured step may have stalled. So until a second one is measured near the load, the time of a verification, which reads as
+        much, is the upper limit.
+        """
         step = self.step.predict(load.place, self._bytes(load), self._base)
         return min(step, self.rest_seconds(load, 1)) if self.rest.cells and not self.step.is_confirmed(load.place) else step
 
     def draft_seconds(self, load: Load) -> float:
-        """Of a draft step."""
+        """Seconds of a draft step."""
         return self.draft.predict(self._place_of_draft(load), self._bytes(load, self.share), self._base)
 
     def rest_seconds(self, load: Load, drafts: int) -> float:
-        """Of a round with so many drafts, without its draft steps."""
+        """Seconds of a round with ``drafts`` draft steps, without these steps."""
         return self.rest.predict(self._place_of_rest(load, drafts), self._bytes(load), self._base)
 
     def copying_seconds(self, load: Load) -> float:
-        """Of making compressed KV for the requests that have none. Before that was measured: of reading their full KV once."""
+        """Seconds to create compressed KV for the requests that have none. Before it is measured: the time to read their full KV once."""
         return load.uncopied * (self.copying.seconds if self.copying.newest else self._base.per_byte * self.token_bytes)
 
     def round_seconds(self, load: Load, drafts: Sequence[int]) -> np.ndarray:
-        """Of rounds with so many drafts each, float64 [rounds]; 0 drafts for a plain step."""
+        """Seconds of rounds with these numbers of draft steps, float64 [rounds]; 0 means a plain step."""
         draft, rests = self.draft_seconds(load), {}
         for count in drafts:
             width = self._width(count)
@@ -266,7 +277,7 @@ class RoundCosts:
         return self.weights + share * self.token_bytes * load.tokens
 
     def _width(self, drafts: int) -> int:
-        """Tokens of a request in the verification of so many drafts."""
+        """Tokens per request in the verification of ``drafts`` draft tokens."""
         if not self.widths:
             return drafts + 1
         return next((width for width in self.widths if width > drafts), self.widths[-1])

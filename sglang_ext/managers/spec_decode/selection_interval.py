@@ -1,8 +1,10 @@
-"""Chooses after how many draft steps tokens are selected anew (`--kv-select-every auto`).
+"""Chooses the selection interval, the number of draft steps between two selections (``--kv-select-every auto``).
 
-A selection reads all keys, so a short interval makes draft steps slow. A long one lets drafts read an old selection, so that fewer are accepted.
-Both are measured: the draft step by the cost model (round_costs.py), the acceptance by interval. Intervals are tried from the longest on, as long as
-the next one would win if half of the rejections came from the longer interval, and selections took no time.
+A selection reads all keys. So with a short interval draft steps are slow, and with a long one drafts read an old selection and fewer are
+accepted. Both effects are measured for each interval: the time of a draft step by the cost model (round_costs.py), and the acceptance here.
+
+Intervals are tried from the longest to the shortest. The next shorter one is tried only if it could win: if it avoided half of the
+rejections and its selections took no time.
 """
 
 from collections import Counter
@@ -13,7 +15,7 @@ from sglang_ext.core import LONG_MEMORY, Acceptance
 from sglang_ext.managers.spec_decode.draft_length import HYSTERESIS, expected_tokens
 from sglang_ext.managers.spec_decode.round_costs import Load, RoundCosts
 
-# Verifications of an interval after which its acceptance counts, and tries of an interval at most before that.
+# The acceptance of an interval counts after ENOUGH_VERIFIES verifications. Before that the interval is tried in at most MOST_TRIES rounds.
 ENOUGH_VERIFIES, MOST_TRIES = 48, 64
 
 
@@ -22,10 +24,10 @@ class SelectionInterval:
     """Chooses the selection interval of each round.
 
     Attributes:
-        intervals: in steps, longest first; a single one is always chosen.
-        chosen: the last choice, tries left out.
-        acceptance: of draft tokens, by interval.
-        verifies: verifications, by interval.
+        intervals: allowed intervals in steps, longest first. A single one is always chosen.
+        chosen: the last choice; tries do not change it.
+        acceptance: acceptance of draft tokens, by interval.
+        verifies: number of verifications, by interval.
     """
 
     intervals: Sequence[int]
@@ -35,12 +37,12 @@ class SelectionInterval:
     _tries: Counter[int] = field(default_factory=Counter)
 
     def choose(self, costs: RoundCosts, load: Load, drafts: int) -> int:
-        """The interval of the next round, in steps.
+        """Return the interval of the next round, in steps.
 
         Args:
             costs: predicts times.
-            load: of the batch.
-            drafts: draft steps of the round; 0 for plain decoding, in which nothing is selected.
+            load: the batch's.
+            drafts: draft steps of the round; 0 for plain decoding, which selects nothing.
         """
         longest = self.intervals[0]
         self.chosen = self.chosen or longest
@@ -51,25 +53,25 @@ class SelectionInterval:
         best = max(rates, key=rates.get, default=longest)
         if self.chosen not in rates or rates[best] > HYSTERESIS * rates[self.chosen]:
             self.chosen = best
-        return self._tried(costs, load, drafts, rates) or self.chosen
+        return self._next_try(costs, load, drafts, rates) or self.chosen
 
     def observe(self, every: int, offered: int, accepted: int) -> None:
-        """Count a verification of one request whose drafts were selected at this interval."""
+        """Count a verification of one request, in a round with the interval ``every``."""
         self.acceptance.setdefault(every, Acceptance(memory=LONG_MEMORY)).observe(offered, accepted)
         self.verifies[every] += 1
 
     @staticmethod
     def _rate(costs: RoundCosts, load: Load, drafts: int, every: int, probability: float) -> float:
-        """Tokens of a request per second, at a probability that a draft is accepted."""
+        """Tokens per second of a request whose draft tokens are accepted with ``probability``."""
         return float(expected_tokens(probability, drafts)) / float(costs.round_seconds(load._replace(every=every), [drafts])[0])
 
-    def _tried(self, costs: RoundCosts, load: Load, drafts: int, rates: dict[int, float]) -> int | None:
-        """The next interval that is to be tried; None where none could win."""
+    def _next_try(self, costs: RoundCosts, load: Load, drafts: int, rates: dict[int, float]) -> int | None:
+        """The next interval to try; None if no other could win."""
         before = None
         for every in self.intervals:
             if every not in rates:
                 if before is not None:
-                    # It takes as long as the longer one at least.
+                    # A draft step takes at least as long as with the longer interval. Assume half of its rejections.
                     probability = (1 + self.acceptance[before].probability) / 2
                     if self._rate(costs, load, drafts, before, probability) <= HYSTERESIS * rates[self.chosen]:
                         return None

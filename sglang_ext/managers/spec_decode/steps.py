@@ -178,7 +178,7 @@ class Steps:
 
         Args:
             ends: position after the step's token, by row, of those whose tokens are chosen.
-            following: steps.
+            following: steps of the round that follow this one.
             every: selection interval, in steps.
         """
         views = self.worker.views

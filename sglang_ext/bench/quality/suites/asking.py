@@ -23,10 +23,11 @@ from sglang_ext.bench.quality.together import together
 from sglang_ext.bench.server import ServerProcess, file_name
 
 POOL_SHARE = 0.8
-"""Of a GPU's memory for weights and KV, where several servers share it."""
+"""Share of a GPU's memory for weights and KV of all servers together, if several share the GPU."""
 MEMORY_FLAG = "--mem-fraction-static"
 MEASURED_PROMPT, MEASURED_TOKENS = 2048, 96
-"""Bytes of compressed KV are measured on the shortest prompt with so many tokens, else on the longest, while it generates so many."""
+"""Bytes of compressed KV are measured while a prompt generates MEASURED_TOKENS tokens: the shortest prompt of at least MEASURED_PROMPT
+tokens, or else the longest one."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def ask_all(
         console: shows the progress.
 
     Returns:
-        What failed: the error of a server by its name.
+        The error of each server that failed, by its name.
     """
     failed: dict[str, str] = {}
     free: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -141,7 +142,7 @@ def _ask_server(
 def _ask_cell(
     servers: Servers, server: SuiteServer, client: ServerClient, cases: Sequence[Case], results: Mapping[str, StoredResults]
 ) -> None:
-    """Send the cases of one task and length. Arms that share a server take turns, so that one prompt is computed once for all."""
+    """Send the cases of one task and length. A prompt is sent to all arms of a server in turn, so that it is computed once."""
     width = len(cases) if len(server.arms) == 1 else servers.concurrency
     for begin in range(0, len(cases), width):
         for arm in server.arms:
@@ -167,9 +168,9 @@ def _answer(client: ServerClient, case: Case, sampling: SamplingSettings) -> Sco
 def _bytes_share(
     servers: Servers, server: SuiteServer, arm: SuiteArm, client: ServerClient, cases: Sequence[Case]
 ) -> float | None:
-    """Bytes of KV that a decode step reads, as a share of the full KV.
+    """Bytes of KV that a decode step reads, as a share of the full KV; None if the server reports no compressed KV.
 
-    The selected tokens, or the measured compressed KV, and what the selector reads. None where the server reports no compressed KV.
+    For a method that selects, the selected tokens and the selector's reads are computed. For others, the compressed KV is measured.
     """
     if arm.offer is None:
         return 1.0

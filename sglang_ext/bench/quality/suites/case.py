@@ -1,4 +1,4 @@
-"""One scored question of a suite, and the search for a prompt of a given length."""
+"""A scored question of a suite, and the search for a prompt of a given length."""
 
 import hashlib
 import math
@@ -43,7 +43,7 @@ class Case:
 
     @cached_property
     def id(self) -> str:
-        """A name that changes with the prompt, so that stored scores of another prompt are never taken for this one's."""
+        """A name that contains a hash of the prompt, so that a stored score of another prompt is never used."""
         digest = hashlib.sha256(np.asarray(self.input_ids, dtype=np.int64).tobytes()).hexdigest()[:12]
         return f"{self.suite}/{self.task}/{self.length}/{self.index}-{digest}"
 
@@ -91,7 +91,7 @@ def fit(tokenizer: Tokenizer, render: Callable[[int], str], length: int, amount:
         elif attempt % 4 == 3:
             amount = (shorter[0] + longer[0]) // 2
         else:
-            # As if the text between were equally dense everywhere.
+            # Interpolate linearly between the two amounts.
             share = (aim - shorter[1]) / (longer[1] - shorter[1])
             amount = shorter[0] + max(1, round(share * (longer[0] - shorter[0])))
     least = math.ceil((1 - SLACK) * length)

@@ -43,7 +43,7 @@ class SuiteScore:
 
     Attributes:
         score: over all cases that were answered.
-        difference: from full KV, case by case; None where full KV did not answer the same cases, and of full KV itself.
+        difference: mean difference from full KV, case by case. None for full KV itself, and if full KV did not answer the same cases.
     """
 
     score: Estimate
@@ -51,9 +51,9 @@ class SuiteScore:
 
     @property
     def verdict(self) -> str:
-        """Whether the arm stays within :data:`MARGIN` points of full KV; empty where that is not known.
+        """Whether the arm stays within :data:`MARGIN` points of full KV; empty if unknown.
 
-        ``yes`` and ``no`` hold for the whole confidence interval of the paired difference; with ``within noise`` only its middle does.
+        ``yes`` and ``no`` hold for the whole confidence interval of the paired difference; with ``within noise`` only for its middle.
         """
         if self.difference is None:
             return ""
@@ -69,10 +69,10 @@ class ArmScores:
 
     Attributes:
         name: the arm's.
-        bytes_share: bytes of KV that a decode step reads, as a share of the full KV; None where it was not measured.
-        suites: by suite.
-        cells: by task and length; a length of 0 where the suite does not choose it.
-        on_full_kv: answers that full KV gave at the end, although the arm has compressed KV.
+        bytes_share: bytes of KV that a decode step reads, as a share of the full KV; None if not measured.
+        suites: scores by suite.
+        cells: scores by task and length; the length is 0 if the suite does not choose it.
+        on_full_kv: answers of requests that full KV served at their end, although the arm has compressed KV.
         missing: cases without an answer.
     """
 

@@ -28,7 +28,7 @@ KEYS, ASKED_KEYS = 8, 4
 HOPS = 4
 COMMON_WORDS = 10
 LONG_LIST = 4096
-"""Tokens from which a list repeats its words more often, as in RULER."""
+"""Lists of at least this number of tokens repeat their words more often, as in RULER."""
 REPEATS, LONG_REPEATS = (6, 1), (30, 3)
 """How often a common word and any other word appear in a list."""
 PASSAGE_WORDS, WORDS_PER_ANSWER = 24, 4
@@ -80,7 +80,7 @@ def texts() -> Texts:
 
 
 def _joined(documents: Iterable[Document]) -> str:
-    # Without blank lines, so that a statement looks like any other line.
+    # Leave out blank lines, so that a statement looks like any other line.
     return "\n".join(line for document in documents for line in document.text.splitlines() if line.strip())
 
 
@@ -119,7 +119,7 @@ def tracking(random: Random, source: Texts) -> Question:
 def verbatim(random: Random, source: Texts) -> Question:
     """A marked passage of real text; each run of four of its words is an expected answer."""
     name = "-".join(random.sample(source.words, 2))
-    # Hidden in another text than its own, so that it is there once.
+    # Hide the passage in the other text, so that the prompt contains it once.
     origin = random.randrange(len(source.fillers))
     words = _passage(random, source.fillers[origin])
     runs = tuple(" ".join(words[at : at + WORDS_PER_ANSWER]) for at in range(0, PASSAGE_WORDS, WORDS_PER_ANSWER))
@@ -159,14 +159,14 @@ def _distinct(draw: Callable[[], str], count: int, source: Texts) -> list[str]:
     return found
 
 
-# By name: makes the question that is hidden in text.
+# Makers of questions that are hidden in text, by task.
 HIDDEN: dict[str, Callable[[Random, Texts], Question]] = {"needles": needles, "tracking": tracking, "copy": verbatim}
 AGGREGATION = "aggregation"
 TASKS = (*HIDDEN, AGGREGATION)
 
 
 def hidden_case(tokenizer: Tokenizer, task: str, length: int, index: int, seed: int) -> Case:
-    """A case whose statements are hidden in real text, at places that are drawn."""
+    """A case whose statements are hidden in real text, at random places."""
     random, source = Random(f"{seed}/{task}/{length}/{index}"), texts()
     question = HIDDEN[task](random, source)
     filler = source.fillers[question.filler]
@@ -186,7 +186,7 @@ def hidden_case(tokenizer: Tokenizer, task: str, length: int, index: int, seed: 
 
 
 def _slice(text: str, start: int, amount: int) -> str:
-    """So many characters of a text from ``start`` on; its beginning follows its end."""
+    """``amount`` characters of a text from ``start`` on. After the end of the text its beginning follows."""
     found = text[start : start + amount]
     while len(found) < amount:
         found += "\n" + text[: amount - len(found) - 1]
@@ -194,7 +194,7 @@ def _slice(text: str, start: int, amount: int) -> str:
 
 
 def hide(text: str, statements: Sequence[str], depths: Sequence[float]) -> str:
-    """The text with the statements between its lines, at these shares of the lines, ascending."""
+    """Insert statements between the lines of a text. ``depths`` are their places as shares of the lines, ascending."""
     lines = text.split("\n")
     places = [round(depth * len(lines)) for depth in depths]
     for place, statement in reversed(list(zip(places, statements))):
@@ -217,7 +217,7 @@ def aggregation_case(tokenizer: Tokenizer, length: int, index: int, seed: int) -
     order = random.randrange(2**32)
 
     def render(amount: int) -> str:
-        # The order is drawn anew for each amount, from the same seed.
+        # Each amount has its own order, drawn from the same seed.
         listed = [*common] * often + [others[at % len(others)] for at in range(-(-amount // seldom))] * seldom
         Random(order).shuffle(listed)
         numbered = " ".join(f"{number}. {word}" for number, word in enumerate(listed, 1))

@@ -20,8 +20,8 @@ class SuiteArm:
     """Stock, or one method in ``--kv-mode lossy``.
 
     Attributes:
-        name: as the command line has it: ``full``, or ``METHOD[:BUDGET] [FLAGS]``.
-        offer: the method as a request asks for it; None for stock.
+        name: name on the command line: ``full``, or ``METHOD[:BUDGET] [FLAGS]``.
+        offer: the method, as the server offers it to requests; None for stock.
         flags: further flags of its server.
     """
 
@@ -56,12 +56,12 @@ class SuiteArm:
 
     @property
     def points(self) -> bool:
-        """Whether its compressed KV points into the full KV. Such a method serves alone."""
+        """Whether its compressed KV points to the full KV. Such a method has a server of its own."""
         return self.offer is not None and self.offer.drops is not None and COMPRESSORS[self.offer.drops].points
 
     @property
     def packs(self) -> str | None:
-        """Name of the quantizer; None where tokens stay as they are."""
+        """Name of the quantizer; None if tokens are not quantized."""
         return None if self.offer is None else self.offer.packs
 
 
@@ -78,7 +78,7 @@ class SuiteServer:
         return "+".join(arm.name for arm in self.arms)
 
     def flags(self, on_gpus: bool) -> tuple[str, ...]:
-        """Flags of the server, besides those of all servers. ``on_gpus`` says whether it runs on NVIDIA GPUs."""
+        """Flags of this server beside those of all servers. ``on_gpus``: it runs on NVIDIA GPUs."""
         *more, first = self.arms
         if first.offer is None:
             return ("--kv-mode", FULL)
@@ -94,7 +94,7 @@ class SuiteServer:
 def servers_of(arms: Sequence[SuiteArm]) -> list[SuiteServer]:
     """The fewest servers that serve these arms, stock first.
 
-    Arms share a server if they have the same flags, none points into the full KV, and at most one quantizer packs tokens.
+    Arms share a server if they have the same flags, none points to the full KV, and at most one quantizer packs tokens.
     """
     groups: list[list[SuiteArm]] = []
     for arm in sorted(arms, key=lambda arm: (arm.offer is not None, arm.packs is None)):
@@ -128,7 +128,7 @@ def parse_arms(text: str | None) -> tuple[SuiteArm, ...]:
 
 
 def selection_interval(arm: SuiteArm) -> int:
-    """Decode steps from one selection to the next, of a method that selects tokens in decode steps."""
+    """The selection interval of an arm that selects tokens in decode steps, in steps."""
     if SELECT_EVERY in arm.flags[:-1]:
         return int(arm.flags[arm.flags.index(SELECT_EVERY) + 1])
     return 1

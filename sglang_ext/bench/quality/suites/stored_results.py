@@ -1,4 +1,4 @@
-"""Scores of one arm in a JSON file. A run that was cut off continues with the missing ones."""
+"""Stores the scores of one arm in a JSON file. An interrupted run continues with the missing ones."""
 
 import datetime
 import json
@@ -20,7 +20,7 @@ class Scored:
 
     Attributes:
         score: 0.0 to 1.0.
-        fallback: why full KV served it last; None where compressed KV did.
+        fallback: reason why full KV served the request at its end; None if compressed KV served it.
         text: the answer.
     """
 
@@ -35,10 +35,10 @@ class StoredResults:
     Args:
         folder: holds a file for each arm.
         arm: its name.
-        settings: what decides its answers besides the cases; a file of other settings is refused.
+        settings: settings on which the answers depend. A file with other settings is refused.
 
     Raises:
-        BenchError: the file is of other settings, or cannot be read.
+        BenchError: the file has other settings, or cannot be read.
     """
 
     def __init__(self, folder: Path, arm: str, settings: Mapping[str, Any]) -> None:
@@ -59,7 +59,7 @@ class StoredResults:
             self._hardware, self._date, self._bytes_share = found["hardware"], found["date"], found["bytes_share"]
             self._scored = {name: Scored(**each) for name, each in found["cases"].items()}
         except (ValueError, KeyError, TypeError) as error:
-            raise BenchError(f"--results {self.path} is no file of results ({error!r}): remove it") from error
+            raise BenchError(f"--results {self.path} is not a file of results ({error!r}): remove it, or pass another folder") from error
         if settings != self._settings:
             raise BenchError(
                 f"--results {self.path} holds answers of {settings}, and this run has {self._settings}: pass another folder, or remove "
@@ -68,12 +68,12 @@ class StoredResults:
 
     @property
     def bytes_share(self) -> float | None:
-        """Bytes of KV that a decode step reads, as a share of the full KV; None where it was not measured."""
+        """Bytes of KV that a decode step reads, as a share of the full KV; None if not measured."""
         return self._bytes_share
 
     @property
     def origin(self) -> str:
-        """The hardware and the date of the last answer; empty where there is none."""
+        """The hardware and the date of the last answer; empty without an answer."""
         return f"{self._hardware}, {self._date}" if self._date else ""
 
     def missing(self, cases: Iterable[Case]) -> list[Case]:
@@ -81,7 +81,7 @@ class StoredResults:
         return [case for case in cases if case.id not in self._scored]
 
     def find(self, case: Case) -> Scored | None:
-        """The answer to a case; None where there is none yet."""
+        """The answer to a case; None if it has none yet."""
         return self._scored.get(case.id)
 
     def set_bytes_share(self, share: float | None) -> None:

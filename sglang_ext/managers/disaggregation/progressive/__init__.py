@@ -8,12 +8,12 @@
     codecs.py         which of them serves
     control.py        messages of SGLang's control plane: where a room goes, and that it ended
     agreement.py      what two servers must have alike, and endpoints of links
-    handshakes.py     prefill: rooms whose sender and whose metadata wait for each other
-    peer.py           prefill: the link to a decode rank, and the threads that encode what goes over it and offer it
+    handshakes.py     prefill: matches the senders and the receivers of rooms
+    peer.py           prefill: the link to a decode rank, and the threads that encode pages and put them into the link
     sent_room.py      prefill: one room on its way out
     received_room.py  decode: one room on its way in
     prefill_directory.py  decode: the prefill servers that are known, fetched in background threads
-    manager.py        one a rank: owns these parts, hears the control plane
+    manager.py        one a rank: owns these parts, receives control messages
     sender.py         SGLang's side of a room that is sent
     receiver.py       SGLang's side of a room that is received
 

@@ -29,8 +29,8 @@ class Metadata(Message, tag="metadata"):
         aux_sizes: bytes of each row of an auxiliary record, and of the queries that may follow it (queries.py) at most.
         prefix: tokens of the prompt whose KV the decode side has.
         tokens: of the prompt.
-        link_room: Random number of this attempt to receive the room. Links and all later messages name the attempt by it, since several
-            requests may have the same room.
+        link_room: Random number of this attempt to receive the room. Several requests may have the same room, so links and all later
+            messages name the attempt by this number.
         coded: where in the prompt the tokens begin and end that shall travel as codes, whole blocks; equal where none do.
     """
 
@@ -51,7 +51,7 @@ class Abort(Message, tag="abort"):
     """The decode side has ended an attempt.
 
     Attributes:
-        link_room: Of the attempt; its metadata may not have been sent.
+        link_room: The attempt's. Its metadata may not have been sent.
     """
 
     room: Room
@@ -74,7 +74,7 @@ class Failed(Message, tag="failed"):
 def retry_room(room: int) -> int:
     """Return the room in which a request is prefilled again, 1 to 2**63 - 1; the same on all ranks.
 
-    A sender of the first time may still wait in the first room, and would take the attempt that is meant for the next one.
+    The first sender may still wait in the old room. In this room it would be matched with the attempt for the new sender.
     """
     return (room * 6364136223846793005 + 1442695040888963407) % (1 << 63) or 1
 

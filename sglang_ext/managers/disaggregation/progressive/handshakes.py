@@ -1,8 +1,8 @@
 """Matches the two sides of each room at the prefill server: a sender, and the metadata of a receiver. Either may come first.
 
-Several requests may have one room number at a time: the answers of a request with ``n`` > 1 do, and so does a request that a client
-sends again. Each receiver is therefore an *attempt* with a number of its own, ``link_room``. Sender and attempt are matched in the order of
-arrival, but first those whose prompts have equally many tokens. All later messages name the attempt.
+Several requests may have one room number at a time: the answers of a request with ``n`` > 1, or a request that a client sends again. So
+each receiver is an *attempt* with its own number, ``link_room``. All later messages name the attempt. A sender is matched with the first
+attempt at its room whose prompt has the same number of tokens, else with the first attempt.
 """
 
 import threading
@@ -13,12 +13,12 @@ from typing import Protocol
 
 from sglang_ext.managers.disaggregation.progressive.control import Abort, Metadata
 
-# Sides without a counterpart that are kept, of each server; then the oldest is dropped. Also finished attempts that are remembered.
+# Most unmatched attempts, most ended senders and most finished attempts that are kept. The oldest one is dropped first.
 MAX_WAITING = 4096
 
 
 class Waiting(Protocol):
-    """A sender. Calls come from any thread.
+    """A sender that may be matched with an attempt. Its methods are called from any thread.
 
     Attributes:
         room: SGLang's ``bootstrap_room``.
@@ -32,10 +32,10 @@ class Waiting(Protocol):
         """Tokens of the prompt."""
 
     def meet(self, metadata: Metadata) -> None:
-        """The decode side has slots for this request."""
+        """Begin to send: the decode side has slots for this request."""
 
     def fail(self, reason: str) -> None:
-        """The decode side has ended the request."""
+        """End the request, because the decode side has ended it."""
 
 
 @dataclass(frozen=True)
@@ -59,19 +59,19 @@ class Handshakes:
         self._senders: list[Waiting] = []
         self._ended: list[_Ended] = []
         self._attempts: list[Metadata | Abort] = []
-        # By link_room: the senders that met an attempt, and the attempts whose sender has left since.
+        # By link_room: senders that met an attempt, and attempts whose sender has left.
         self._met: dict[int, Waiting] = {}
         self._over: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:
-        """Senders that have not left."""
+        """The number of senders that have not left."""
         return len(self._senders) + len(self._met)
 
     def join(self, sender: Waiting) -> None:
         """Add a sender, with the first attempt at its room that no other sender met."""
         with self._lock:
             attempts = [each for each in self._attempts if each.room == sender.room]
-            # An attempt that goes on before one that ended.
+            # Prefer an attempt that continues to one that ended, then one with as many tokens.
             attempts.sort(key=lambda each: (isinstance(each, Abort), isinstance(each, Metadata) and each.tokens != sender.tokens))
             if not attempts:
                 self._senders.append(sender)

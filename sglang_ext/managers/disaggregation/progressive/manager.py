@@ -63,8 +63,8 @@ class ProgressiveManager(CommonKVManager):
         polls: how the scheduler asks for rooms.
         handshakes, peers, waiting: on the prefill side.
         links: on the decode side.
-        directory: The prefill servers that are being fetched, on the decode side.
-        prefill_ranks: Control addresses of the ranks of each known prefill server, by bootstrap address, on the decode side.
+        directory: On the decode side, fetches prefill servers.
+        prefill_ranks: On the decode side, control addresses of the ranks of each known prefill server, by bootstrap address.
         timeline: of rank 0, where one is asked for.
 
     Raises:
@@ -131,22 +131,24 @@ class ProgressiveManager(CommonKVManager):
         return True
 
     def update_status(self, bootstrap_room: int, status: KVPoll) -> None:
-        """Advance a request; one that failed stays failed. From any thread.
+        """Advance a request. A failed request stays failed. Called from any thread.
 
-        SGLang's tables of requests are keyed by ``bootstrap_room``. Several requests may have the same one, so each sender and receiver has a
-        number of its own here: a receiver its ``link_room``.
+        Args:
+            bootstrap_room: The key in SGLang's tables of requests: a sender's number, or a receiver's ``link_room``. Rooms are no keys,
+                since several requests may have the same room.
+            status: The new status.
         """
         with self.failure_lock:
-            # To SGLang's own method "failed" is the least status, which any other replaces.
+            # SGLang's own method replaces the status "failed", because it is the smallest.
             if self.request_status.get(bootstrap_room) != KVPoll.Failed:
                 CommonKVManager.update_status(self, bootstrap_room, status)
 
     def conclude(self, number: int, reason: str | None) -> None:
-        """Mark a request as successful (None) or failed, unless it has ended already. From any thread.
+        """Mark a request as successful or failed, unless it has ended already. Called from any thread.
 
         Args:
-            number: ``bootstrap_room`` of its sender or receiver.
-            reason: Why it failed.
+            number: A sender's number, or a receiver's ``link_room``.
+            reason: Why it failed; None if it succeeded.
         """
         if self.request_status.get(number) in (None, KVPoll.Failed, KVPoll.Success):
             return
@@ -165,7 +167,7 @@ class ProgressiveManager(CommonKVManager):
         super().submit_prefill_recompute(kv_receiver, payload | {"rid": f"again-{uuid4().hex}-{payload['rid']}"})
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """Return whether a prefill server is known. Starts to fetch an unknown one; called again and again, it never blocks."""
+        """Return whether a prefill server is known. Starts to fetch an unknown one. Does not block; SGLang polls it."""
         if bootstrap_addr in self.prefill_info_table:
             return True
         found: PrefillServer | None = self.directory.poll(bootstrap_addr)
@@ -196,8 +198,8 @@ class ProgressiveManager(CommonKVManager):
         """Raise the reason why a request failed.
 
         Args:
-            number: ``bootstrap_room`` of its sender or receiver.
-            room: Of the request, for the message.
+            number: A sender's number, or a receiver's ``link_room``.
+            room: The request's room, for the message.
 
         Raises:
             KVTransferError: always.

@@ -20,10 +20,10 @@ from sglang_ext.managers.disaggregation.wire import Stream
 
 logger = logging.getLogger(__name__)
 
-# Encoded bytes of one decode rank that have not arrived there. Above the first no residual is encoded, above the second nothing: anchors do
-# not wait for residuals, and the pages of either wait in the pool.
+# Limits on the encoded bytes for one decode rank that have not arrived there. Above the first limit no residual is encoded, above the
+# second nothing. So anchors do not wait for residuals. Pages that are not encoded wait in the pool.
 MOST_BEFORE_RESIDUALS, MOST_ENCODED = 1 << 29, 1 << 30
-# Encoded bytes of all decode ranks of a prefill rank: host memory, pinned on a GPU.
+# Limit on the encoded bytes for all decode ranks of a prefill rank together. They are in host memory, pinned on a GPU.
 MOST_IN_ALL = 1 << 31
 # Anchors that the link has yet to send: with fewer, the next is encoded without its residual, whose turn comes after all anchors.
 AHEAD = 4
@@ -64,8 +64,8 @@ class Peer:
     Args:
         link: to it; the peer closes it.
         most_before_residuals, most_encoded: bytes held for it at which residuals, and then all, wait.
-        free_bytes: Returns how many more bytes all peers of the process may hold. Each peer holds at most as much as is free beside it: of
-            n busy peers each one holds an n+1-th part, and another always finds the same.
+        free_bytes: Returns how many more bytes all peers of the process may hold. A peer holds at most as much as is still free. So each of
+            n busy peers holds at most 1/(n + 1) of the limit, and another peer finds as much.
     """
 
     def __init__(
@@ -214,18 +214,18 @@ class Peer:
 
     @property
     def held_bytes(self) -> int:
-        """Encoded bytes that have not arrived."""
+        """Encoded bytes that have not arrived at the decode rank."""
         with self._changed:
             begun = sum(sum(started.sizes.values()) for started in self._started)
         return begun + self._link.queued_bytes
 
     def _has_space(self, room: SentRoom, stream: Stream, most: int) -> bool:
-        """Whether a page's stream may be encoded: its bytes keep below ``most``, and all peers' bytes below their limit.
+        """Whether a stream of a page may be encoded: this peer then holds at most ``most`` bytes, and all peers at most their limit.
 
-        A peer that holds nothing may always encode one page, and a stream that the room does not have needs no space.
+        A peer that holds nothing may always encode one page. A stream that the room does not have needs no space.
         """
         held, size = self.held_bytes, room.most_bytes(stream)
-        # Of what is free, residuals take at most their share.
+        # Residuals may use only their share (most / most_encoded) of the free bytes.
         return not held or not size or held + size <= min(most, self._free_bytes() * most / self._most_encoded)
 
     def _wait_for_space(self, room: SentRoom) -> None:
@@ -239,7 +239,7 @@ class Peers:
     Args:
         connect: makes a link to an endpoint.
         forget_seconds: after which one that does not answer and has no rooms is forgotten: restarted, it has another endpoint.
-        most_in_all: Encoded bytes that all of them may hold.
+        most_in_all: Limit on the encoded bytes of all peers together.
     """
 
     def __init__(self, connect: Callable[[str], Link], forget_seconds: float = 60.0, most_in_all: int = MOST_IN_ALL) -> None:
@@ -262,5 +262,5 @@ class Peers:
         return self._peers[endpoint]
 
     def free_bytes(self) -> int:
-        """Bytes that the peers may still encode; from any thread."""
+        """Bytes that the peers may still encode. Called from any thread."""
         return self._most_in_all - sum(peer.held_bytes for peer in list(self._peers.values()))

@@ -27,7 +27,7 @@ RankPosition = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class PrefillServer:
-    """What a bootstrap server says about its prefill server.
+    """Answer of a bootstrap server about its prefill server.
 
     Attributes:
         info: Topology. Its rank mapping is resolved for this decode rank.
@@ -58,7 +58,7 @@ class PrefillDirectory:
         self._problems: dict[str, str] = {}
 
     def poll(self, address: str) -> PrefillServer | None:
-        """Return the prefill server once it is fetched; until then, start the fetches and return None. Does not block."""
+        """Return the prefill server once it is fetched. Until then, start a fetch if none runs, and return None. Does not block."""
         running = self._running.get(address)
         if running is None:
             if time.monotonic() >= self._retry_at.get(address, 0.0):

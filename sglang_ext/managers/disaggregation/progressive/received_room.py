@@ -128,14 +128,14 @@ class ReceivedRoom:
 
 @dataclass(frozen=True)
 class EarlyRoom:
-    """Residuals that are written to the slots of a running request. Of the scheduler's thread.
+    """A room of a running request, whose residuals are still written to the request's slots. Used by the scheduler's thread.
 
     Attributes:
-        number: of the room on its link.
-        received: what came of it.
-        links: from which it comes.
-        pool: to which it is written.
-        prefill_again: lets the prefill server compute the request once more, after it gave its slots back.
+        number: the room's ``link_room``.
+        received: the room's received pages.
+        links: the server that receives them.
+        pool: the pool that they are written to.
+        prefill_again: lets the prefill server compute the request again, after its slots were freed.
     """
 
     number: int
@@ -146,16 +146,16 @@ class EarlyRoom:
 
     @property
     def complete(self) -> bool:
-        """Whether all is written."""
+        """Whether all residuals are written."""
         return self.received.complete
 
     @property
     def failure(self) -> str | None:
-        """Why the rest will not come; None while it may."""
+        """Why the rest will not arrive; None while it may."""
         return self.received.failure
 
     def cancel(self) -> None:
-        """Once this returned, nothing is written to the request's slots any more."""
+        """Stop the writes to the request's slots. When this returns, none is under way."""
         complete = self.complete
         self.links.abort(self.number)
         if not complete:

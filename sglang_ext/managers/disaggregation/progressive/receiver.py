@@ -35,7 +35,7 @@ class ProgressiveReceiver(CommonKVReceiver):
 
     kv_mgr: ProgressiveManager
     bootstrap_room: int
-    """Number of this attempt to receive the room (``link_room`` of its messages), where SGLang's class has the room's."""
+    """The ``link_room`` of this attempt to receive the room. SGLang's class keeps the room here; :attr:`room` has it instead."""
 
     def __init__(self, mgr: ProgressiveManager, bootstrap_addr: str, bootstrap_room: int) -> None:
         self.room = bootstrap_room
@@ -254,7 +254,7 @@ class ProgressiveReceiver(CommonKVReceiver):
         return f"no prefill server answers at {self.bootstrap_addr}, which the request's bootstrap_host and bootstrap_port name"
 
     def _get_bootstrap_info_from_server(self, *position: int) -> dict[str, Any] | None:
-        """Return the address of a prefill rank, where SGLang's class reads it over HTTP. The directory has fetched it; None if unknown."""
+        """Return the address of a prefill rank that the directory has fetched; None if unknown. SGLang's class reads it over HTTP."""
         return self.kv_mgr.prefill_ranks.get(self.bootstrap_addr, {}).get(position)
 
     def _give_up(self, reason: str) -> None:

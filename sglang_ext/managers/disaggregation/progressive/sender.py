@@ -39,10 +39,10 @@ class Stage(Enum):
     CLEARED = auto()
     """SGLang is through with it; what succeeded goes on travelling."""
     ABORTED = auto()
-    """As that, since it was aborted here."""
+    """Cleared, because it was aborted on this side."""
 
 
-# SGLang does not poll a sender any more.
+# Stages after which SGLang polls a sender no more.
 OVER = (Stage.CLEARED, Stage.ABORTED)
 
 # Numbers of senders in SGLang's tables.
@@ -58,7 +58,7 @@ class ProgressiveSender(CommonKVSender):
 
     kv_mgr: ProgressiveManager
     bootstrap_room: int
-    """Number of this sender, where SGLang's class has the room's: other requests may have the same room."""
+    """Number of this sender: several requests may have the same room. SGLang's class has the room here, this one in :attr:`room`."""
 
     def __init__(self, mgr: ProgressiveManager, bootstrap_addr: str, bootstrap_room: int, *args, **kwargs) -> None:
         self.room, self._stage = bootstrap_room, Stage.OPEN
@@ -138,7 +138,7 @@ class ProgressiveSender(CommonKVSender):
         return True
 
     def meet(self, metadata: Metadata) -> None:
-        """The decode side has slots for this request."""
+        """Record the metadata of the decode side, which has slots for this request."""
         differs = agreement.metadata_refusal(metadata, self.kv_mgr.settings, self.kv_mgr.aux.sizes, self.kv_mgr.has_keys)
         if differs is not None:
             self.kv_mgr.refuse(metadata, differs)
@@ -160,7 +160,7 @@ class ProgressiveSender(CommonKVSender):
             self.kv_mgr.conclude(self.bootstrap_room, None)
 
     def fail(self, reason: str) -> None:
-        """Not all of it will arrive. SGLang hears of it unless it is through with the request."""
+        """Record that the rest of the KV will not arrive. SGLang is notified unless it has cleared the request."""
         if self._metadata is not None:
             # The link may be what failed, and the decode side wait for it.
             self.kv_mgr.refuse(self._metadata, reason)
@@ -293,7 +293,7 @@ class ProgressiveSender(CommonKVSender):
         super().clear()
 
     def abort(self) -> None:
-        """The request is aborted here. Nothing is left of it, since SGLang does not look at all aborted senders again."""
+        """Abort the request on this side, and remove all its state: SGLang does not poll every aborted sender again."""
         super().abort()
         self.clear()
         self._stage = Stage.ABORTED
