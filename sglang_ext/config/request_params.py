@@ -23,6 +23,9 @@ REQUEST_PARAMS: dict[str, Callable[["KVServerArgs", Any], None]] = {
 }
 """The check of each parameter: called with the server's arguments and a value that is not None; raises ValueError."""
 
+OFFERED = tuple(name for name in REQUEST_PARAMS if name != benchmark_options.PARAMETER)
+"""Parameters that messages name: a server without ``--kv-bench-acceptance`` refuses that of benchmarks."""
+
 PREFIX = "kv_"
 MIN_SIMILARITY = 0.8
 """Of two names, as :class:`difflib.SequenceMatcher` measures it. No field of SGLang's requests is so similar to one of ours."""
@@ -64,16 +67,16 @@ def check_key(key: str, holder: str) -> None:
         holder: The object that has it, for the message.
 
     Raises:
-        ValueError: Names the key, the parameter that it resembles, and those that a request may set.
+        ValueError: Names the key, the parameter that it resembles, and those that a request may set (:data:`OFFERED`).
     """
     if key in REQUEST_PARAMS or key == CUSTOM_PARAMS:
         return
     similar = similar_param(key)
     if similar is None and not key.lower().startswith("kv"):
         return
-    question = f"; did you mean {similar!r}?" if similar else ";"
+    question = f"; did you mean {similar!r}?" if similar else "."
     raise ValueError(
-        f"{holder} has {key[:MAX_LENGTH]!r}, which this server does not know{question} A request may set {', '.join(REQUEST_PARAMS)}, at "
+        f"{holder} has {key[:MAX_LENGTH]!r}, which this server does not know{question} A request may set {', '.join(OFFERED)}, at "
         f"its top level or in {CUSTOM_PARAMS}: spell it so, or leave it out"
     )
 
