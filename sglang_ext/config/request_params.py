@@ -23,7 +23,12 @@ REQUEST_PARAMS: dict[str, Callable[["KVServerArgs", Any], None]] = {
 }
 """The check of each parameter: called with the server's arguments and a value that is not None; raises ValueError."""
 
+OFFERED = tuple(name for name in REQUEST_PARAMS if name != benchmark_options.PARAMETER)
+"""Parameters that messages name: a server without ``--kv-bench-acceptance`` refuses that of benchmarks."""
+
 PREFIX = "kv_"
+FOREIGN = frozenset({"kv_transfer_params"})
+"""Keys that gateways for vLLM send in every request. They are ignored, as stock SGLang ignores them."""
 MIN_SIMILARITY = 0.8
 """Similarity (:class:`difflib.SequenceMatcher`) from which a key counts as misspelled. All fields of SGLang's requests are below it."""
 MAX_LENGTH = 40
@@ -64,16 +69,16 @@ def check_key(key: str, holder: str) -> None:
         holder: The object that has it, for the message.
 
     Raises:
-        ValueError: Names the key, the parameter that it resembles, and all parameters that a request may set.
+        ValueError: Names the key, the parameter that it resembles, and those that a request may set (:data:`OFFERED`).
     """
-    if key in REQUEST_PARAMS or key == CUSTOM_PARAMS:
+    if key in REQUEST_PARAMS or key == CUSTOM_PARAMS or key in FOREIGN:
         return
     similar = similar_param(key)
     if similar is None and not key.lower().startswith("kv"):
         return
     question = f"; did you mean {similar!r}?" if similar else "."
     raise ValueError(
-        f"{holder} has {key[:MAX_LENGTH]!r}, which this server does not know{question} A request may set {', '.join(REQUEST_PARAMS)}, at "
+        f"{holder} has {key[:MAX_LENGTH]!r}, which this server does not know{question} A request may set {', '.join(OFFERED)}, at "
         f"its top level or in {CUSTOM_PARAMS}: use one of these names, or leave it out"
     )
 

@@ -11,6 +11,7 @@ from sglang_ext.bench.soaking.request_options import Option
 IDLE_SECONDS = 30.0
 """Seconds in which a server must become idle after its last request. SGLang aborts a stream again two seconds after its client left."""
 POLL_SECONDS = 0.5
+SCHEMES = ("http://", "https://")
 
 
 class Requested(Protocol):
@@ -25,12 +26,17 @@ class GivenServer(ServerClient):
     Args:
         url: Address, for example ``http://127.0.0.1:30000``.
         request_timeout: Seconds for one request.
+
+    Raises:
+        BenchError: The address has no ``http://`` or ``https://``.
     """
 
     group = None
 
     def __init__(self, url: str, request_timeout: float) -> None:
         super().__init__(0, request_timeout)
+        if not url.startswith(SCHEMES):
+            raise BenchError(f"{url!r} is no address of a server: pass one with http://, for example http://127.0.0.1:30000")
         self._url = url.rstrip("/")
 
     @property
@@ -39,11 +45,19 @@ class GivenServer(ServerClient):
         return self._url
 
     def __enter__(self) -> "GivenServer":
-        if not self.alive():
-            raise BenchError(f"no healthy server at {self.url}: start it, or leave the option out and the soak starts one")
+        self.check()
         return self
 
     def __exit__(self, *_: object) -> None: ...
+
+    def check(self) -> None:
+        """Refuse an address where no healthy server answers.
+
+        Raises:
+            BenchError: Names the address.
+        """
+        if not self.alive():
+            raise BenchError(f"no healthy server at {self.url}: start it, or leave the option out and the soak starts one")
 
     def describe_log(self) -> str:
         """Where to look after an error."""

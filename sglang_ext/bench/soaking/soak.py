@@ -41,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
     flags = flags_apart(verified, small, args.link_gbps) if args.apart else {"verified": (*verified, *small)}
     given_servers = [GivenServer(url, ANSWER_SECONDS) for url in (args.url, args.stock_url) if url]
     options = asked_options(args)
+    for server in given_servers:
+        server.check()
     if given_servers:
         options = served_options(options, given_servers)
     approximate = args.mode == "lossy"

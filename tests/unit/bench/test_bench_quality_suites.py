@@ -176,6 +176,12 @@ def test_a_step_reads_what_selectors_read_too_as_often_as_they_select():
     assert read == [0, 0, 1 / 16, 1 / 2, 1 / 8]
 
 
+@pytest.mark.parametrize(("flags", "interval"), [("--kv-select-every auto", 1), ("--kv-select-every=4", 4)])
+def test_a_selector_reads_at_the_interval_that_the_flag_says(flags, interval):
+    (arm,) = parse_arms(f"spade:0.125 {flags}")
+    assert selector_share(arm) == 0.5 / interval
+
+
 @pytest.mark.parametrize(
     ("arms", "told"),
     [

@@ -60,6 +60,15 @@ class TestGivenServer:
         with pytest.raises(BenchError, match="no healthy server at http://127.0.0.1:9"), GivenServer("http://127.0.0.1:9", 1.0):
             pass
 
+    @pytest.mark.parametrize(("url", "told"), [
+        ("http://127.0.0.1:9", "soak: no healthy server at http://127.0.0.1:9: start it, or"),
+        ("127.0.0.1:9", "soak: '127.0.0.1:9' is no address of a server: pass one with http://"),
+    ])  # fmt: skip
+    @pytest.mark.parametrize("option", ["--url", "--stock-url"])
+    def test_a_wrong_address_ends_the_command_in_one_line(self, option: str, url: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["soak", "--model", "none", "--prompts", "none", option, url]) == 2
+        assert capsys.readouterr().err.startswith(told)
+
     def test_options_that_need_a_flag_that_a_server_lacks_are_left_out_and_printed(
         self, running: GivenServer, capsys: pytest.CaptureFixture[str]
     ) -> None:

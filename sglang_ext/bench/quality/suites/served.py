@@ -128,10 +128,13 @@ def parse_arms(text: str | None) -> tuple[SuiteArm, ...]:
 
 
 def selection_interval(arm: SuiteArm) -> int:
-    """The selection interval of an arm that selects tokens in decode steps, in steps."""
-    if SELECT_EVERY in arm.flags[:-1]:
-        return int(arm.flags[arm.flags.index(SELECT_EVERY) + 1])
-    return 1
+    """The selection interval of an arm that selects tokens in decode steps, in steps.
+
+    A lossy server selects in each step with ``auto``. It refuses what is no number.
+    """
+    words = [word for flag in arm.flags for word in flag.split("=", 1)]
+    given = words[words.index(SELECT_EVERY) + 1] if SELECT_EVERY in words[:-1] else ""
+    return max(1, int(given)) if given.isdecimal() else 1
 
 
 def selector_share(arm: SuiteArm) -> float:
