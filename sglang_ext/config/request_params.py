@@ -71,7 +71,7 @@ def check_key(key: str, holder: str) -> None:
     similar = similar_param(key)
     if similar is None and not key.lower().startswith("kv"):
         return
-    question = f"; did you mean {similar!r}?" if similar else ";"
+    question = f"; did you mean {similar!r}?" if similar else "."
     raise ValueError(
         f"{holder} has {key[:MAX_LENGTH]!r}, which this server does not know{question} A request may set {', '.join(REQUEST_PARAMS)}, at "
         f"its top level or in {CUSTOM_PARAMS}: spell it so, or leave it out"
