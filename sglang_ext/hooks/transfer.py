@@ -101,7 +101,7 @@ def create_receiver(original: Callable, queue: "DecodePreallocQueue", req: "Req"
     from sglang_ext.managers.disaggregation.progressive.manager import ProgressiveManager
 
     if is_rebootstrap and isinstance(queue.kv_manager, ProgressiveManager):
-        req.bootstrap_room = retry_room(req.bootstrap_room)
+        req.bootstrap_room = retry_room(req.bootstrap_room, req.rid)
     made = original(queue, req, is_rebootstrap=is_rebootstrap)
     _poll_prefill_servers(queue, made.kv_receiver)
     coded_prompts.expect_codes(queue, req, made.kv_receiver, is_rebootstrap)

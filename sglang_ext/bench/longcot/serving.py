@@ -121,12 +121,7 @@ def together(waves: Sequence[Answers]) -> Answers | None:
 
 def token_seconds(stream: Stream, before: int, until: int) -> float:
     """Seconds per token from that of number ``before`` to ``until``; of tokens that come together the first decides when all are there."""
-    first = _chunk(stream, before)
-    last = _chunk(stream, until)
-    tokens = stream.tokens[last] - stream.tokens[first]
-    return (stream.times[last] - stream.times[first]) / tokens if tokens else 0.0
-
-
-def _chunk(stream: Stream, token: int) -> int:
-    """The first chunk with which a token is there."""
-    return next(place for place, count in enumerate(stream.tokens) if count >= token)
+    bursts = stream.bursts()
+    first, last = (next(burst for burst in bursts if burst.tokens >= token) for token in (before, until))
+    tokens = last.tokens - first.tokens
+    return (last.begin - first.begin) / tokens if tokens else 0.0

@@ -118,6 +118,11 @@ class Apart:
         """
         return self._decode.request(path)
 
+    @property
+    def by_role(self) -> dict[str, ServerProcess]:
+        """Both servers."""
+        return {role: self._servers.of[role][0] for role in ROLES}
+
     def describe_log(self) -> str:
         """Both servers'."""
         return "\n".join(f"{role} server: {self._servers.of[role][0].describe_log()}" for role in ROLES)

@@ -197,8 +197,9 @@ def finish(server: ServerProcess | GivenServer | Apart, tally: Tally) -> None:
     """The idle server must hold nothing, pass its own checks and still answer."""
     time.sleep(SETTLE_SECONDS)
     try:
-        if held := leak(server):
-            tally.fail(held)
+        for role, each in server.by_role.items() if isinstance(server, Apart) else [("", server)]:
+            if held := leak(each):
+                tally.fail(f"the {role} server: {held}" if role else held)
         server.flush_cache()
         server.post("generate", {"text": "Hello", "sampling_params": {"max_new_tokens": 4}})
         server.flush_cache()

@@ -1,5 +1,6 @@
 """Requests that decode side by side, and how fast they do."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,22 @@ from sglang_ext.config.method_options import ASKED
 
 # Share of the time until a first request ends in which all must have run side by side.
 SHORTEST = 0.1
+# Share of the mean time between chunks. Chunks that are closer came together: a stream has a chunk for each token of a round.
+TOGETHER = 0.25
+
+
+@dataclass(frozen=True)
+class Burst:
+    """Chunks of a stream that came together.
+
+    Attributes:
+        begin, end: seconds of its first and its last chunk.
+        tokens: output tokens up to and with its last chunk.
+    """
+
+    begin: float
+    end: float
+    tokens: int
 
 
 @dataclass
@@ -39,13 +56,25 @@ class Stream:
         """Output tokens that had come by then."""
         return max((n for t, n in zip(self.times, self.tokens) if t <= seconds), default=0)
 
+    def bursts(self, begin: float = -math.inf) -> list[Burst]:
+        """The chunks after ``begin``, those together that came together."""
+        chunks = [(t, n) for t, n in zip(self.times, self.tokens) if begin < t]
+        near = TOGETHER * (chunks[-1][0] - chunks[0][0]) / (len(chunks) - 1) if len(chunks) > 1 else 0.0
+        found: list[Burst] = []
+        for time, tokens in chunks:
+            if found and time - found[-1].end < near:
+                found[-1] = Burst(found[-1].begin, time, tokens)
+            else:
+                found.append(Burst(time, time, tokens))
+        return found
+
     def rate(self, begin: float, end: float) -> float:
-        """Tokens per second from the first chunk after ``begin`` until the last one up to ``end``; 0 where these are not two."""
-        chunks = [(t, n) for t, n in zip(self.times, self.tokens) if begin < t <= end]
-        if len(chunks) < 2:
+        """Tokens per second from the first burst after ``begin`` until the last one up to ``end``; 0 where these are not two."""
+        bursts = [burst for burst in self.bursts(begin) if burst.end <= end]
+        if len(bursts) < 2:
             return 0.0
-        (first, before), (last, after) = chunks[0], chunks[-1]
-        return (after - before) / (last - first) if last > first else 0.0
+        first, last = bursts[0], bursts[-1]
+        return (last.tokens - first.tokens) / (last.begin - first.begin)
 
 
 @dataclass(frozen=True)
@@ -57,7 +86,7 @@ class Wave:
         running: those that decoded side by side; the others waited, for lack of room, until one of them had ended.
         seconds: from the first token of the last of these to the last token of the first to end.
         tokens: their output tokens in these seconds.
-        steady: tokens per second of all, each request from its first chunk after that until its last: without the wait for a first
+        steady: tokens per second of all, each request from its first burst after that until its last: without the wait for a first
             verification, and without drafts that are not verified yet when the span ends.
         first_token: seconds until the first token of the last of these.
         accept_length: mean tokens per verification; None when nothing was drafted.

@@ -132,6 +132,6 @@ def step_seconds(passed: Passed) -> float:
     if len(early) > 2:
         gaps = [(b.at - a.at) / (b.number - a.number) for a, b in zip(early, early[1:]) if b.number > a.number]
     else:
-        pairs = list(zip(passed.stream.times, passed.stream.tokens, strict=True))[1:]
-        gaps = [(t - s) / (n - m) for (s, m), (t, n) in zip(pairs, pairs[1:]) if n > m]
+        bursts = passed.stream.bursts(passed.stream.times[0])
+        gaps = [(b.begin - a.begin) / (b.tokens - a.tokens) for a, b in zip(bursts, bursts[1:]) if b.tokens > a.tokens]
     return sorted(gaps)[len(gaps) // 2] if gaps else 0.0

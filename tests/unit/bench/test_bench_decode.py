@@ -53,6 +53,17 @@ def test_the_steady_rate_is_between_the_first_and_the_last_verification_of_each(
     assert decode_wave.measure([often, stream([(1.0, 1), (5.0, 81)])]).steady == 10, "one chunk alone tells no rate"
 
 
+def test_tokens_of_a_round_count_from_one_moment_though_each_has_a_chunk_of_its_own():
+    rounds = [(1.0, 1), (2.0, 11), (3.0, 21), (4.0, 31), (5.0, 41)]
+    apart = [rounds[0], *((begin + place / 1000, tokens - 9 + place) for begin, tokens in rounds[1:] for place in range(10))]
+    assert len(apart) == 41 and apart[-1][1] == 41
+    assert decode_wave.measure([stream(rounds)]).steady == pytest.approx(10)
+    assert decode_wave.measure([stream(apart)]).steady == pytest.approx(10)
+    # A burst that is under way when the span ends does not count.
+    assert decode_wave.measure([stream(apart), stream([(at - 0.0045, tokens) for at, tokens in apart])]).steady == pytest.approx(20)
+    assert decode_wave.measure([stream([(token / 10, token) for token in range(1, 42)])]).steady == pytest.approx(10)
+
+
 def test_drafts_and_fallbacks_are_reported():
     drafted = stream([(1, 1), (2, 30)], kv_verifies=2, kv_accepted=27, kv_fallback=None)
     full = stream([(1, 1), (2, 30)], kv_verifies=0, kv_accepted=0, kv_fallback="short-context")

@@ -89,6 +89,9 @@ def test_seconds_a_token_are_of_tokens_from_one_length_to_the_next_however_they_
     assert serving.token_seconds(stream, 9, 12) == pytest.approx(2 / 7), "the burst with the twelfth"
     assert serving.token_seconds(stream, 12, 14) == 0.0, "all of one burst"
     assert serving.spans([serving.Answers.of([stream])] * 2, (9, 33)) == pytest.approx((125.0, 6000 / 24))
+    apart = [(0.0, 1), *((begin + token / 1000, last - 7 + token) for begin, last in ((1.0, 9), (2.0, 17), (3.0, 25)) for token in range(8))]
+    each = Stream(*map(list, zip(*apart)))
+    assert serving.token_seconds(each, 1, 9) == serving.token_seconds(each, 1, 20) == pytest.approx(1 / 8), "a chunk for each token of a round"
 
 
 def test_side_by_side_count_the_requests_and_the_time_in_which_all_that_have_room_decode():

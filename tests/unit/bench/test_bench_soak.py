@@ -449,6 +449,15 @@ class TestApart:
         assert not any("token_ids_logprob" in body for _, path, body in part.asked)
         assert any("top_logprobs_num" in option.fields for option in apart.options_apart())
 
+    @pytest.mark.parametrize("role", apart.ROLES)
+    def test_tokens_that_one_of_them_still_holds_are_a_leak(
+        self, part: type[FakePart], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str
+    ) -> None:
+        monkeypatch.setattr(given, "IDLE_SECONDS", 0.0)
+        monkeypatch.setattr(part, "leaked", property(lambda each: 7 * (each.role == role)))
+        code, totals = run(tmp_path, "--apart")
+        assert code == 1 and totals["problems"] == [f"the {role} server: 0 s after the last answer the server still holds 7 used tokens"]
+
     def test_an_abort_goes_to_both(self, part: type[FakePart]) -> None:
         with self.pair([]) as pair:
             pair.post_quietly("abort_request", {"rid": "r"})

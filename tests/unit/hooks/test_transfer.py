@@ -75,14 +75,15 @@ def test_a_receiver_learns_the_prompt_and_of_a_request_prefilled_again_the_outpu
     assert found.kv_receiver._prompt == expected
 
 
-def test_a_request_that_is_prefilled_again_has_a_new_room_which_is_the_same_on_all_ranks():
+def test_a_request_that_is_prefilled_again_has_a_new_room_of_its_own_which_is_the_same_on_all_ranks():
     rooms = []
-    for again in (False, True, True):
-        req = SimpleNamespace(origin_input_ids=[1, 2], output_ids=[3], to_finish=None, bootstrap_room=(1 << 63) - 1)
+    # Two answers of one request share its room.
+    for rid, again in (("a", False), ("a", True), ("a", True), ("b", True)):
+        req = SimpleNamespace(origin_input_ids=[1, 2], output_ids=[3], to_finish=None, rid=rid, bootstrap_room=(1 << 63) - 1)
         queue, found = queue_of(), SimpleNamespace(kv_receiver=made(ProgressiveReceiver))
         queue.kv_manager = ProgressiveManager.__new__(ProgressiveManager)
         transfer.create_receiver(lambda queue, req, is_rebootstrap: rooms.append(req.bootstrap_room) or found, queue, req, is_rebootstrap=again)
-    assert rooms[0] == (1 << 63) - 1 != rooms[1] == rooms[2] and 1 <= rooms[1] < 1 << 63
+    assert rooms[0] == (1 << 63) - 1 != rooms[1] == rooms[2] != rooms[3] and all(1 <= room < 1 << 63 for room in rooms)
 
 
 @pytest.mark.parametrize(("tokens", "refused"), [(90, False), (91, True)])

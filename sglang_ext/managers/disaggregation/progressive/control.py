@@ -3,6 +3,7 @@
 The decode side says where a room goes, and either side that it ends there. Bytes of KV travel over links alone.
 """
 
+import hashlib
 from typing import Annotated
 
 import msgspec
@@ -71,12 +72,14 @@ class Failed(Message, tag="failed"):
     link_room: Room = 0
 
 
-def retry_room(room: int) -> int:
+def retry_room(room: int, rid: str) -> int:
     """Return the room in which a request is prefilled again, 1 to 2**63 - 1; the same on all ranks.
 
     The first sender may still wait in the old room. In this room it would be matched with the attempt for the new sender.
+    The answers of a request with ``n`` > 1 share a room. Prefilled again, each gets its own room, by ``rid``.
     """
-    return (room * 6364136223846793005 + 1442695040888963407) % (1 << 63) or 1
+    digest = hashlib.blake2b(f"{room} {rid}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) % (1 << 63) or 1
 
 
 Control = Metadata | Abort | Failed

@@ -175,8 +175,8 @@ class ProgressiveReceiver(CommonKVReceiver):
         elif status == KVPoll.WaitingForInput and self._check_waiting_timeout() is not None:
             return KVPoll.Failed
         elif status == KVPoll.Bootstrapping and time.monotonic() - self._created > self.kv_mgr.directory.patience:
-            waited = f"for {self.kv_mgr.directory.patience:g} s ({self.kv_mgr.directory.problem(self.bootstrap_addr)})"
-            self._give_up(f"{self._no_prefill_server()} {waited}")
+            waited = f"it was waited for {self.kv_mgr.directory.patience:g} s ({self.kv_mgr.directory.problem(self.bootstrap_addr)})"
+            self._give_up(f"{self._no_prefill_server()}; {waited}")
             return KVPoll.Failed
         else:
             self.kv_mgr.polls.asked(self.bootstrap_room)
