@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompts", type=Path, required=True, help="required: folder of .txt files, or JSON lines (text / messages)")
     add("--minutes", type=float, default=10, help="longest time of the traffic (default: %(default)s)")
     add("--requests", type=int, default=0, help="end after this many requests; 0: after --minutes (default: %(default)s)")
-    add("--url", help="address of a running server to test; the soak starts none then, and --kv, --pool-tokens do not apply")
+    add("--url", help="address of a running server to test; its prefix cache is emptied; --kv and --pool-tokens do not apply")
     add("--stock-url", help="address of a running stock server; without it the soak starts one")
     add("--compressors", type=names, default=(), help="values of kv_compressor that requests name at random, comma-separated")
     add("--leave-out", type=names, default=(), help="names of ways to ask that are not asked, comma-separated")

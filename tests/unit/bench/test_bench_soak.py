@@ -44,6 +44,9 @@ class FakeServer:
         self.flags, self.env = flags, options.get("env")
         self.made.append(self)
 
+    def check(self) -> None:
+        """It is healthy."""
+
     def __enter__(self) -> "FakeServer":
         return self
 

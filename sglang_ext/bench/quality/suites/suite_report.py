@@ -25,6 +25,8 @@ def tables(arms: Sequence[ArmScores], settings: str) -> str:
 
 def conclusions(arms: Sequence[ArmScores]) -> list[str]:
     """A sentence for each suite: the arms within two points of full KV."""
+    if not any(arm.name == FULL for arm in arms):
+        return [f"Not compared with full KV: add `{FULL}` to --arms."]
     found = []
     for suite in _suites(arms):
         close, unsure = [
