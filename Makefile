@@ -102,15 +102,15 @@ port-is-free:
 		echo "the port is '$(SERVED_PORT)': pass a number from 1 to $$last, for example $(if $(ASKED_PORT),--port 8000 in ARGS,make $(SERVE) PORT=8000)" >&2
 		exit 1
 	fi
-	find_taken() {  # sets `taken` to the first port from $$1 on where something listens; fails if there is none
+	find_taken_port() {  # sets `taken` to the first port from $$1 on where something listens; fails if there is none
 		for ((taken = $$1; taken < $$1 + $(PORTS); taken++)); do
 			if (exec 3<>"/dev/tcp/127.0.0.1/$$taken") 2>/dev/null; then return 0; fi
 		done
 		return 1
 	}
-	if find_taken "$$number"; then
+	if find_taken_port "$$number"; then
 		refused=$$taken other=$$((number + $(PORTS)))
-		while [ "$$other" -lt "$$last" ] && find_taken "$$other"; do other=$$((taken + 1)); done
+		while [ "$$other" -lt "$$last" ] && find_taken_port "$$other"; do other=$$((taken + 1)); done
 		echo "port $$refused is taken: end what listens there, or name another one: $(if $(ASKED_PORT),--port $$other in ARGS,make $(SERVE) PORT=$$other)" >&2
 		exit 1
 	fi

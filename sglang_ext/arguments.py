@@ -16,14 +16,14 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_ext import command_line, flag_checks
 from sglang_ext.config import benchmark_options, disaggregation_options, model_folder, options, refused_options, stream_options
-from sglang_ext.config.prefill_options import EXACT, PREFILLS
+from sglang_ext.config.prefill_options import EXACT, PREFILL_MODES
 from sglang_ext.core import RADIX_CACHE_BACKEND, SPECULATIVE_ALGORITHM, HookError, OptionError
 from sglang_ext.mem_cache.compressors import catalogue
-from sglang_ext.mem_cache.selection.held_keys import SCORE_BITS
+from sglang_ext.mem_cache.selection.scoring_keys import SCORE_BITS
 from sglang_ext.mem_cache.selection.predictors import PREDICTORS
 
 logger = logging.getLogger(__name__)
-OR_STEPPING = " or ".join(catalogue.stepping())
+SELECTOR_NAMES = " or ".join(catalogue.per_step_methods())
 
 
 @dataclasses.dataclass
@@ -98,7 +98,7 @@ class KVServerArgs(ServerArgs):
             help="With --kv-mode lossy and --kv-compressor hack: what prompts attend to. exact: keys and values as they are, but for "
             "a cached beginning of which codes alone are left. quantized: the codes that copies hold, but for a token's own block, in all "
             "prompts: below --kv-sparse-from, by other methods and before answers on full KV, too.",
-            choices=list(PREFILLS),
+            choices=list(PREFILL_MODES),
         ),
         NS("memory"),
     ] = EXACT
@@ -116,7 +116,7 @@ class KVServerArgs(ServerArgs):
     ] = options.MIN_CONTEXT
     kv_select: A[
         float | None,
-        f"With --kv-compressor {OR_STEPPING}: tokens of the context that each KV head reads in a step, as their share, above 0 and "
+        f"With --kv-compressor {SELECTOR_NAMES}: tokens of the context that each KV head reads in a step, as their share, above 0 and "
         "at most 1, or as their number; contexts that have no more are read whole. The first 4 and the newest 32 are among them in any "
         "case. quest on a GPU rounds all of these up to pages of 16, and wants --page-size 16. Default: the share that --kv-budget says.",
         NS("memory"),
@@ -124,10 +124,10 @@ class KVServerArgs(ServerArgs):
     kv_select_every: A[
         int | str,
         Arg(
-            help=f"With --kv-compressor {OR_STEPPING}: steps between two selections of tokens, from 1. With --kv-mode verified, tokens are also "
+            help=f"With --kv-compressor {SELECTOR_NAMES}: steps between two selections of tokens, from 1. With --kv-mode verified, tokens are also "
             "selected after each verification. Cache ranks on GPUs select less often if they need longer for all requests. auto: the fastest "
             "interval by measured times and acceptance, with spade and --kv-mode verified without cache ranks; else 1.",
-            type_parser=options.number_or_word,
+            type_parser=options.parse_int_or_word,
         ),
         NS("memory"),
     ] = "auto"
@@ -159,7 +159,7 @@ class KVServerArgs(ServerArgs):
         Arg(
             help="With --kv-cache-ranks: layers whose queries go to a cache rank at once, from 1, fewer where the model's are divided more "
             "evenly so, as 30 by 12 in packs of 10; auto: 4 to 12, by how long messages and choosing take.",
-            type_parser=options.number_or_word,
+            type_parser=options.parse_int_or_word,
         ),
         NS("memory"),
     ] = "auto"
@@ -196,7 +196,7 @@ class KVServerArgs(ServerArgs):
             help="Tokens drafted on the compressed view before each verification, from 1 to "
             f"{options.MAX_DRAFT_LENGTH}; auto: what measured acceptance and times make fastest, none where full "
             "KV is faster.",
-            type_parser=options.number_or_word,
+            type_parser=options.parse_int_or_word,
         ),
         NS("memory"),
     ] = "auto"
@@ -326,11 +326,11 @@ class KVServerArgs(ServerArgs):
             # The operating system's have a number; those of Hugging Face's library, of a model that it does not find, have none.
             if error.errno is not None:
                 raise
-            raise model_folder.unread(self.model_path, error) from error
+            raise model_folder.unreadable_model(self.model_path, error) from error
         if self.model_path.lower() in ("none", "dummy"):
             return
         flag_checks.check_resolved(self)
-        from sglang_ext.hooks import application as hooking
+        from sglang_ext.hooks import activation as hooking
 
         hooking.activate_frontend()
 
@@ -352,7 +352,7 @@ class KVServerArgs(ServerArgs):
             logger.warning("sglang-ext: --kv-full-tier auto keeps all full KV on the device, as %s", obstacle)
         benchmark_options.warn(self)
         self.speculative_algorithm = SPECULATIVE_ALGORITHM
-        self.speculative_num_steps = options.gathered_drafts(self)
+        self.speculative_num_steps = options.max_pending_drafts(self)
         self.speculative_eagle_topk = 1
         self.speculative_num_draft_tokens = self.speculative_num_steps + 1
         self.radix_cache_backend = RADIX_CACHE_BACKEND

@@ -19,8 +19,8 @@ EXIT_CODE = 2
 SAMPLE_NUMBERS = 200
 """Numbers in the prompt of :func:`sample_request`, each a token or more: above ``core.MIN_CONTEXT``, so that the request drafts."""
 
-Given = ParamSpec("Given")
-Made = TypeVar("Made")
+Params = ParamSpec("Params")
+Returned = TypeVar("Returned")
 
 
 def exit_if_refused(error: BaseException) -> None:
@@ -34,11 +34,11 @@ def exit_if_refused(error: BaseException) -> None:
         raise SystemExit(EXIT_CODE) from None
 
 
-def ends_scheduler(step: Callable[Given, Made]) -> Callable[Given, Made]:
+def exit_on_refusal(step: Callable[Params, Returned]) -> Callable[Params, Returned]:
     """Mark a step of the scheduler's start: a refusal in it ends the process, where SGLang would print where it was raised."""
 
     @functools.wraps(step)
-    def run(*args: Given.args, **named: Given.kwargs) -> Made:
+    def run(*args: Params.args, **named: Params.kwargs) -> Returned:
         try:
             return step(*args, **named)
         except (OptionError, HookError) as error:
@@ -48,7 +48,7 @@ def ends_scheduler(step: Callable[Given, Made]) -> Callable[Given, Made]:
     return run
 
 
-def end_like_scheduler(died: Callable[[int, BaseProcess], RuntimeError], rank: int, proc: BaseProcess) -> RuntimeError:
+def exit_like_scheduler(died: Callable[[int, BaseProcess], RuntimeError], rank: int, proc: BaseProcess) -> RuntimeError:
     """Hook around what SGLang makes of a scheduler that ended before it was ready.
 
     Args:

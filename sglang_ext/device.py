@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 # Up to so many bytes CUDA takes from memory that is not pinned before the call returns, and sends them along with launches.
-SENT_WITH_LAUNCHES = 64 << 10
+MAX_UNPINNED_BYTES = 64 << 10
 
 
 def to_device(values: list, device: torch.device | str, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -22,12 +22,12 @@ def sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     A copy from pinned memory is a copy engine's, which serves one after the other: beside a load of full KV from the host it would wait
     for the end of that, and the stream with it (docs/benchmarks.md). So only what is large is pinned.
     """
-    pinned = host.pin_memory() if device.type == "cuda" and host.nbytes > SENT_WITH_LAUNCHES else host
+    pinned = host.pin_memory() if device.type == "cuda" and host.nbytes > MAX_UNPINNED_BYTES else host
     return pinned.to(device, non_blocking=True)
 
 
 @contextmanager
-def coarse_products(device: torch.device) -> Iterator[None]:
+def tf32_matmuls(device: torch.device) -> Iterator[None]:
     """On a GPU, products of float32 matrices inside this context take tensor cores: factors have 10 bits after the first (TF32)."""
     if device.type != "cuda":
         yield
@@ -73,7 +73,7 @@ class Mark:
         return self.event.elapsed_time(later.event) / 1000
 
 
-def moment(device: torch.device) -> torch.cuda.Event | None:
+def current_event(device: torch.device) -> torch.cuda.Event | None:
     """When the current stream has done what it was given so far; None on a CPU."""
     return torch.cuda.current_stream().record_event() if device.type == "cuda" else None
 

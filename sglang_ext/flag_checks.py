@@ -13,11 +13,11 @@ from sglang_ext.config import (
     benchmark_options, disaggregation_options, method_options, model_folder, model_options, options, prefill_options, refusal,
     selection_options, stream_options,
 )  # fmt: skip
-from sglang_ext.config.options import FULL_TIERS, MAX_DRAFT_LENGTH, MAX_OFFLOAD_DRAFT_LENGTH, MODES, offload_obstacle, one_of
+from sglang_ext.config.options import FULL_TIERS, MAX_DRAFT_LENGTH, MAX_OFFLOAD_DRAFT_LENGTH, MODES, offload_obstacle, check_allowed
 from sglang_ext.core import OptionError
-from sglang_ext.managers.disaggregation.endpoints import LinkKeys
-from sglang_ext.managers.disaggregation.pacing import TokenBucket
-from sglang_ext.managers.disaggregation.settings import LinkError
+from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
+from sglang_ext.managers.kv_transfer.pacing import TokenBucket
+from sglang_ext.managers.kv_transfer.link_settings import LinkError
 from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer
 from sglang_ext.mem_cache.compressors.kvzap import KVzap
 from sglang_ext.mem_cache.compressors.kvzip import KVzip
@@ -61,7 +61,7 @@ def check_resolved(args: "KVServerArgs") -> None:
             sampling parameters are wrong, or this host lacks the memory that is asked for.
         hooking.HookError: a function that is hooked has other parameters than expected.
     """
-    from sglang_ext.hooks import application as hooking
+    from sglang_ext.hooks import activation as hooking
     from sglang_ext.hooks import frontend
     from sglang_ext.managers import served_methods
     from sglang_ext.mem_cache.host_tier import host_memory
@@ -80,14 +80,14 @@ def check_resolved(args: "KVServerArgs") -> None:
     if args.kv_host_gb:
         # Before weights are loaded: minutes later it would be found lacking all the same.
         _check_least_host_memory(args)
-        host_memory.check(int(args.kv_host_gb * 1e9), options.ranks_of_host(args))
+        host_memory.check(int(args.kv_host_gb * 1e9), options.ranks_per_host(args))
 
 
 def _check_transfer(args: "KVServerArgs") -> None:
     """Flags of the transfer backend ``progressive``, in any mode."""
-    from sglang_ext.hooks import application as hooking
+    from sglang_ext.hooks import activation as hooking
 
-    if not options.transfers(args):
+    if not options.has_progressive_transfer(args):
         backend = disaggregation_options.BACKEND
         why = f"KV does not travel by --disaggregation-transfer-backend {backend}, without which"
         lacking = [] if args.disaggregation_transfer_backend == backend else [f"--disaggregation-transfer-backend {backend}"]
@@ -104,7 +104,7 @@ def _check_transfer(args: "KVServerArgs") -> None:
     benchmark_options.warn(args, benchmark_options.TRANSFER_EFFECTS)
     hooking.check_transfer()
     try:
-        TokenBucket.of_gbps(args.kv_link_gbps)
+        TokenBucket.from_gbps(args.kv_link_gbps)
     except LinkError as error:
         raise OptionError(f"--kv-link-gbps: {error}") from error
     try:
@@ -137,14 +137,14 @@ def _warn_of_idle_drafts(args: "KVServerArgs") -> None:
         names = ("kv_draft_length", "kv_max_burst", "kv_offload_draft_length")
         _warn_of_idle(args, "--kv-mode is lossy, without drafts, in which", names, "--kv-mode verified")
         return
-    longest = options.longest_asked(args)
-    if options.offloads(args):
+    longest = options.requested_draft_length(args)
+    if options.can_offload_full_kv(args):
         longest = max(longest, args.kv_offload_draft_length)
     else:
         why = f"--kv-full-tier is {args.kv_full_tier} and --kv-host-gb {args.kv_host_gb:g}, with which"
         _warn_of_idle(args, why, ("kv_offload_draft_length",), "--kv-full-tier auto and for example --kv-host-gb 16")
-    if options.begins_early(args):
-        longest = max(longest, options.EARLY_DRAFTS)
+    if options.has_early_decoding(args):
+        longest = max(longest, options.MAX_EARLY_DRAFTS)
     if args.kv_max_burst is not None and args.kv_max_burst > longest + 1:
         why = f"a verification gives {longest + 1} tokens at most, fewer than {args.kv_max_burst}, so that"
         _warn_of_idle(args, why, ("kv_max_burst",), f"at most {longest + 1}")
@@ -152,23 +152,23 @@ def _warn_of_idle_drafts(args: "KVServerArgs") -> None:
 
 def _warn_of_idle_compressor(args: "KVServerArgs") -> None:
     """Name ``--kv-online-compressor`` where no method leaves a context to it, and flags of selection where none is made."""
-    if not selection_options.selects(args):
+    if not selection_options.has_selector(args):
         why = f"--kv-compressor is {args.kv_compressor}, with which"
-        _warn_of_idle(args, why, (*selection_options.FLAGS, *selection_options.SPADE_FLAGS), "--kv-compressor spade")
-    elif not selection_options.predicts(args):
+        _warn_of_idle(args, why, (*selection_options.SELECTION_FLAGS, *selection_options.SPADE_FLAGS), "--kv-compressor spade")
+    elif not selection_options.is_spade(args):
         why = f"--kv-compressor is {args.kv_compressor}, with which"
         _warn_of_idle(args, why, selection_options.SPADE_FLAGS, "--kv-compressor spade")
     elif not args.kv_cache_ranks:
         _warn_of_idle(args, "--kv-cache-ranks is 0, with which", selection_options.RANK_FLAGS, "--kv-cache-ranks 1")
-    if selection_options.selects(args) and args.kv_select == 1:
+    if selection_options.has_selector(args) and args.kv_select == 1:
         logger.warning(
             "sglang-ext: --kv-select is 1, the whole of each context, of which choices leave nothing out: pass a share below 1, for example "
             "0.125, or a number from 2, for example 2048"
         )
-    if selection_options.predicts(args) and args.disaggregation_mode == "prefill":
+    if selection_options.is_spade(args) and args.disaggregation_mode == "prefill":
         why, names = "--disaggregation-mode is prefill, which takes no steps, and so", ("kv_cache_ranks", "kv_score_bits")
         _warn_of_idle(args, why, (*names, *(selection_options.RANK_FLAGS if args.kv_cache_ranks else ())), "that to the decode server")
-    drops = {offer.drops for offer in method_options.offers(args)}
+    drops = {offer.drop_method for offer in method_options.offered_methods(args)}
     if KVzip.name in drops or (KVzap.name in drops and args.kv_host_gb):
         return
     if KVzap.name in drops:
@@ -211,7 +211,7 @@ def _warn_of_short_contexts(args: "KVServerArgs") -> None:
     """Say where no context that the server takes is long enough for a copy."""
     shortest = min(_shortest(args, each.quantizer) for each in method_options.methods(args))
     # Contexts with no more tokens than --kv-select says are read whole.
-    least = max(args.kv_sparse_from, shortest, selection_options.selected(args) + 1)
+    least = max(args.kv_sparse_from, shortest, selection_options.max_selected_tokens(args) + 1)
     for name in ("context_length", "max_total_tokens"):
         tokens = getattr(args, name)
         if tokens is not None and tokens <= least:
@@ -242,7 +242,7 @@ def _check_least_host_memory(args: "KVServerArgs") -> None:
     if args.kv_host_gb < least:
         raise OptionError(
             f"--kv-host-gb is {args.kv_host_gb:g}, less than full KV of {tokens} tokens takes: pass at least "
-            f"{refusal.rounded_up(least)}, better room for many contexts, for example 16, or 0 for no host memory"
+            f"{refusal.round_up(least)}, better room for many contexts, for example 16, or 0 for no host memory"
         )
 
 
@@ -252,8 +252,8 @@ def _check_ranges(args: "KVServerArgs") -> None:
     Raises:
         OptionError: names the flag, its value and the allowed values.
     """
-    one_of("--kv-mode", args.kv_mode, MODES)
-    one_of("--kv-full-tier", args.kv_full_tier, FULL_TIERS)
+    check_allowed("--kv-mode", args.kv_mode, MODES)
+    check_allowed("--kv-full-tier", args.kv_full_tier, FULL_TIERS)
     stream_options.check_flag(args)
     burst = args.kv_max_burst
     if burst is not None and not (isinstance(burst, int) and burst >= 2):

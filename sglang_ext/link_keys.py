@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from sglang_ext.managers.disaggregation.endpoints import LinkKeys
+from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
 
 
 def main() -> None:
@@ -12,7 +12,7 @@ def main() -> None:
     parser.add_argument("file", type=Path, help="that --kv-link-keys names; it must not exist")
     file = parser.parse_args().file
     try:
-        LinkKeys.new().write(file)
+        LinkKeys.generate().write(file)
     except OSError as error:
         parser.error(f"{file} cannot be written: {error}; name a new file in a folder of yours")
     print(f"{file}: copy it to the other machines, and pass --kv-link-keys {file} to both servers")

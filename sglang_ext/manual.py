@@ -93,7 +93,7 @@ def compatibility_page(by_hand: str) -> str:
 PAGES = {"flags.md": flags_page, "compatibility.md": compatibility_page}
 
 
-def hand_part(text: str) -> str:
+def handwritten_part(text: str) -> str:
     """What stands between the marks of a page; nothing where it has none.
 
     Raises:
@@ -109,11 +109,11 @@ def render(folder: Path) -> dict[Path, str]:
     found = {}
     for name, page in PAGES.items():
         path = folder / name
-        found[path] = page(hand_part(path.read_text()) if path.exists() else "")
+        found[path] = page(handwritten_part(path.read_text()) if path.exists() else "")
     return found
 
 
-def outdated(folder: Path) -> list[Path]:
+def outdated_pages(folder: Path) -> list[Path]:
     """Pages that are missing, or differ from what the code says."""
     return [path for path, text in render(folder).items() if not path.exists() or path.read_text() != text]
 
@@ -154,7 +154,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--docs", type=Path, default=Path(__file__).parents[1] / "docs", help="folder (default: %(default)s)")
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where a page is out of date")
     args = parser.parse_args(arguments)
-    late = outdated(args.docs)
+    late = outdated_pages(args.docs)
     for path in late:
         print(f"{path} is out of date: python -m sglang_ext.manual" if args.check else f"{path} written")
     if args.check:

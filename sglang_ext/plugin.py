@@ -17,7 +17,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from sglang_ext.arguments import KVServerArgs
-    from sglang_ext.hooks.application import is_patched_fork, register_transfer
+    from sglang_ext.hooks.activation import is_patched_fork, register_transfer
 
     if is_patched_fork():
         return

@@ -14,7 +14,7 @@ from sglang.lang.backend.runtime_endpoint import RuntimeEndpoint
 from sglang.lang.interpreter import StreamExecutor
 
 # Requests under way of one ``select``.
-MOST_AT_ONCE = 16
+MAX_CONCURRENT_REQUESTS = 16
 
 
 class RouterEndpoint(RuntimeEndpoint):
@@ -36,5 +36,5 @@ class RouterEndpoint(RuntimeEndpoint):
         given = data[prompts]
         if isinstance(given, str) or not given or isinstance(given[0], int):
             return ask(s, data)
-        with ThreadPoolExecutor(min(len(given), MOST_AT_ONCE)) as pool:
+        with ThreadPoolExecutor(min(len(given), MAX_CONCURRENT_REQUESTS)) as pool:
             return list(pool.map(lambda prompt: ask(s, {**data, prompts: prompt}), given))

@@ -28,7 +28,7 @@ INSTALL_ROUTER = "pip install --no-deps -r requirements/pd.txt, or run make serv
 ASK_OF_US = "which this command gives to both servers from its own {0}: pass {0} ({1} of make serve-pd), and leave it out there"
 FIXED = "which this command sets itself: leave it out there, or start the servers by hand (docs/guides/prefill-and-decode-apart.md)"
 # Flags that this program gives itself, and what to do instead.
-GIVEN = {
+RESERVED_FLAGS = {
     **dict.fromkeys(("--model-path", "--model"), ASK_OF_US.format("--model", "MODEL")),
     **dict.fromkeys(("--port", "--disaggregation-bootstrap-port"), ASK_OF_US.format("--port", "PORT")),
     **dict.fromkeys(("--host", "--disaggregation-mode"), FIXED),
@@ -40,7 +40,7 @@ ENVIRONMENT = {"SGLANG_HOST_IP": HOST}
 # SGLang's loops of these roles do not end by themselves.
 STOP_GRACE = 2.0
 # Seconds between looks at whether all still run.
-LOOK = 0.5
+POLL_SECONDS = 0.5
 
 
 class Router(ServerProcess):
@@ -88,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def flags_of(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
+def role_flags(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
     """Flags of both servers, by role.
 
     Raises:
@@ -96,16 +96,16 @@ def flags_of(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
     """
     # Schedulers that poll while idle would take two cores from what is served. The prefill server keeps the queries by which methods of the
     # decode server choose.
-    shared = ("--kv-mode", "verified", "--sleep-on-idle", "--disaggregation-transfer-backend", "progressive", *words("--arg", args.arg))
+    shared = ("--kv-mode", "verified", "--sleep-on-idle", "--disaggregation-transfer-backend", "progressive", *parse_flags("--arg", args.arg))
     found = {}
     for role in ROLES:
-        asked = words(f"--{role}-arg", getattr(args, f"{role}_arg"))
+        asked = parse_flags(f"--{role}-arg", getattr(args, f"{role}_arg"))
         bootstrap = ("--disaggregation-bootstrap-port", str(args.port + 3))
         found[role] = ("--disaggregation-mode", role, *bootstrap, *shared, *asked)
     return found
 
 
-def words(option: str, text: str) -> list[str]:
+def parse_flags(option: str, text: str) -> list[str]:
     """Flags in a text, split as a shell does.
 
     Raises:
@@ -113,7 +113,7 @@ def words(option: str, text: str) -> list[str]:
     """
     found = split(text, option)
     for word in found:
-        instead = GIVEN.get(word.split("=")[0])
+        instead = RESERVED_FLAGS.get(word.split("=")[0])
         if instead is not None:
             raise BenchError(f"{option} has {word}, {instead}")
     return found
@@ -127,16 +127,16 @@ def check_ports(first: int) -> None:
     """
     if not 1 <= first <= LAST_PORT - 3:
         raise BenchError(f"--port {first}: the next three are taken as well: pass 1 to {LAST_PORT - 3}")
-    taken = find_taken(first)
+    taken = find_taken_port(first)
     if taken is None:
         return
     starts = range(first + PORTS, LAST_PORT - PORTS + 2, PORTS)
-    free = next((start for start in starts if find_taken(start) is None), None)
+    free = next((start for start in starts if find_taken_port(start) is None), None)
     remedy = "" if free is None else f", or pass --port {free} (make serve-pd PORT={free})"
     raise BenchError(f"port {taken} is taken, and this command needs four from --port {first} on: end what listens there{remedy}")
 
 
-def find_taken(first: int) -> int | None:
+def find_taken_port(first: int) -> int | None:
     """Return the lowest of the four ports from ``first`` on where something listens; None if all are free."""
     for port in range(first, first + PORTS):
         with socket.socket() as probe:
@@ -154,7 +154,7 @@ def check(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
     if importlib.util.find_spec(ROUTER) is None:
         raise BenchError(f"SGLang's router ({ROUTER}) is not installed: {INSTALL_ROUTER}")
     check_ports(args.port)
-    flags = flags_of(args)
+    flags = role_flags(args)
     check_servers(args.model, {role: flags[role] for role in ROLES})
     return flags
 
@@ -198,7 +198,7 @@ def serve(args: argparse.Namespace, flags: dict[str, tuple[str, ...]]) -> None:
         router.wait_healthy()
         print(f"listening on {router.url}; try: {sample_request(router.url)}", flush=True)
         while all(each.running for each in everything.values()):
-            time.sleep(LOOK)
+            time.sleep(POLL_SECONDS)
         ended = next(name for name, each in everything.items() if not each.running)
         raise BenchError(f"the {ended} ended, so all do\n{everything[ended].describe_log()}")
 

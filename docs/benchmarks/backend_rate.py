@@ -28,16 +28,16 @@ import torch
 from sglang.srt.disaggregation.base.conn import KVArgs
 
 from sglang_ext.config.benchmark_options import CODECS as BENCH_CODECS
-from sglang_ext.managers.disaggregation.limits import LinkLimits
-from sglang_ext.managers.disaggregation.link import Link
-from sglang_ext.managers.disaggregation.link_server import LinkServer
-from sglang_ext.managers.disaggregation.progressive.codecs import make_codec
-from sglang_ext.managers.disaggregation.progressive.page_codec import PlacedPage
-from sglang_ext.managers.disaggregation.progressive.peer import Peer
-from sglang_ext.managers.disaggregation.progressive.pool_buffers import AuxRecords, PoolBuffers
-from sglang_ext.managers.disaggregation.progressive.received_room import ReceivedRoom
-from sglang_ext.managers.disaggregation.progressive.sent_room import SentRoom
-from sglang_ext.managers.disaggregation.wire import LayerRange, Stream
+from sglang_ext.managers.kv_transfer.limits import LinkLimits
+from sglang_ext.managers.kv_transfer.link import Link
+from sglang_ext.managers.kv_transfer.link_server import LinkServer
+from sglang_ext.managers.kv_transfer.progressive.codecs import make_codec
+from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage
+from sglang_ext.managers.kv_transfer.progressive.decode_peers import DecodePeer
+from sglang_ext.managers.kv_transfer.progressive.pool_buffers import AuxRecords, PoolBuffers
+from sglang_ext.managers.kv_transfer.progressive.room_writer import RoomWriter
+from sglang_ext.managers.kv_transfer.progressive.room_encoder import RoomEncoder
+from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
 
 PATIENCE = 300
 # Seconds between looks at threads, and places that are told of each.
@@ -102,7 +102,7 @@ class Told:
         self.done.set()
 
 
-class First(ReceivedRoom):
+class First(RoomWriter):
     """Notes when the first part had come, and its size, and bytes of anchors."""
 
     first, skipped, anchors = 0.0, 0, 0
@@ -145,7 +145,7 @@ def receive_backend(endpoint: str, options: argparse.Namespace, parent: Connecti
     hashes = [bytes(32)] * len(pages)
     first = Told()
     before, room = (First(codec, pool, AuxRecords(pool.args), 0, layers, pages, hashes, each) for each in (first, told))
-    limits = LinkLimits().for_parts(codec.most_bytes(Stream.ANCHOR, layers))
+    limits = LinkLimits().with_part_bytes(codec.most_bytes(Stream.ANCHOR, layers))
     server = LinkServer(endpoint, link_rate.SETTINGS, limits, take=pool.blocks.take)
     server.register(1, before.expected, before)
     server.register(2, room.expected, room)
@@ -168,10 +168,10 @@ def send_backend(endpoint: str, options: argparse.Namespace) -> Callable[[], Non
     codec, layers = make_codec(options.reference, pool, options.codec), LayerRange(0, options.layers)
     pages = pages_of(pool, codec.page_size)
     link = Link(endpoint, link_rate.SETTINGS, LinkLimits())
-    peer, threads, _ = Peer(link), Threads(options, "sender"), pool.blocks
+    peer, threads, _ = DecodePeer(link), Threads(options, "sender"), pool.blocks
     for number in (1, 2):
         told = Told()
-        room = SentRoom(number, codec, layers, [page.start for page in pages], [bytes(32)] * len(pages), told)
+        room = RoomEncoder(number, codec, layers, [page.start for page in pages], [bytes(32)] * len(pages), told)
         peer.open(room)
         peer.send(room, tuple(page.slots for page in pages), bytes(16))
         # It succeeds once it is encoded; all of it has arrived when nothing waits for the link.

@@ -14,8 +14,8 @@ import torch
 from compression_time import seconds
 from torch.profiler import ProfilerActivity, profile
 
-from sglang_ext.layers.kernels.lynx.codec import decode_parts, encode_parts
-from sglang_ext.layers.kernels.lynx.layout import Layout
+from sglang_ext.layers.kernels.lynx.codec import decode_page, encode_page
+from sglang_ext.layers.kernels.lynx.layout import PageLayout
 
 CHANNELS, DTYPE, REPEATS = 1024, torch.bfloat16, 7
 
@@ -55,15 +55,15 @@ def main() -> None:
         target = torch.empty_like(source)
         copied = of_a_call(lambda: target.copy_(source), device, calls)
         for reference in ("int8", "exact"):
-            layout = Layout(tokens, CHANNELS, DTYPE, asked.bits, 4, reference=reference)
-            streams = encode_parts(pools, layout, slots)
+            layout = PageLayout(tokens, CHANNELS, DTYPE, asked.bits, 4, reference=reference)
+            streams = encode_page(pools, layout, slots)
             anchors, residuals = [each.anchor for each in streams], [each.residual for each in streams]
             sizes = [sum(each.nbytes for each in stream) for stream in (anchors, residuals)]
             again = page if reference == "exact" else 0
             timed = {
-                "encode": (page + again + sum(sizes), lambda: encode_parts(pools, layout, slots)),
-                "decode anchor": (page + sizes[0], lambda: decode_parts(anchors, None, layout, outs, slots)),
-                "decode both": (page + sum(sizes), lambda: decode_parts(anchors, residuals, layout, outs, slots)),
+                "encode": (page + again + sum(sizes), lambda: encode_page(pools, layout, slots)),
+                "decode anchor": (page + sizes[0], lambda: decode_page(anchors, None, layout, outs, slots)),
+                "decode both": (page + sum(sizes), lambda: decode_page(anchors, residuals, layout, outs, slots)),
             }
             took = {name: of_a_call(run, device, calls) for name, (_, run) in timed.items()}
             alone = {name: of_kernels(run, calls) if device == "cuda" else took[name] for name, (_, run) in timed.items()}

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from sglang_ext.bench.quality.named import Named
-from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors import ContextKV, Part, catalogue, kept_count
@@ -90,7 +90,7 @@ def copying(args: argparse.Namespace, name: str) -> Callable[[], None]:
     context = context_of(args, 0 if chooser is None else chooser.window)
     taken = torch.zeros(2 * args.tokens, dtype=torch.bool, device=args.device).index_fill_(0, context.slots, True)
     spare = torch.argsort(taken.float() + torch.rand(len(taken), device=args.device))[: args.tokens]
-    packing = Packing.of(quantizer(packs, catalogue.code_bits(packs, named.bits)), context.buffers, 1, context.rotary) if packs else None
+    packing = Packing.for_pool(quantizer(packs, catalogue.code_bits(packs, named.bits)), context.buffers, 1, context.rotary) if packs else None
     unit = packing.unit if packing else 1
     tokens = args.tokens // unit * unit
     every = torch.arange(tokens, device=args.device).expand(args.layers, args.kv_heads, -1)

@@ -18,9 +18,9 @@ from sglang_ext.mem_cache.compressors import LayerKV, best
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
 from sglang_ext.mem_cache.scores.model_key import model_key
 from sglang_ext.mem_cache.scores.predictor import Predictor
-from sglang_ext.precompress.attention_inputs import AttentionInputs, attention_layers
-from sglang_ext.precompress.documents import Beginning
-from sglang_ext.precompress.reconstruction import Reconstruction, reconstruction_scores
+from sglang_ext.tools.precompress.attention_inputs import AttentionInputs, attention_layers
+from sglang_ext.tools.precompress.documents import PromptPrefix
+from sglang_ext.tools.precompress.reconstruction import ReconstructionConfig, reconstruction_scores
 
 BUDGETS, DRAFTS, ANSWER, SINKS, RECENT = (0.5, 0.25, 0.125), 16, 96, 4, 32
 
@@ -31,7 +31,7 @@ class Context:
     def __init__(self, model: PreTrainedModel, prompt: list[int]) -> None:
         self.model, self.prompt, self.cache = model, prompt, DynamicCache()
         inputs = AttentionInputs(model.config.num_hidden_layers, torch.arange(len(prompt)))
-        with inputs.watching(model):
+        with inputs.record_inputs(model):
             logits = model(torch.tensor([prompt]), past_key_values=self.cache, logits_to_keep=1).logits
         self.states = inputs.kept()
         self.answer = [int(logits[0, -1].argmax())]
@@ -96,15 +96,15 @@ def scores_of(method: str, context: Context, tokenizer: PreTrainedTokenizerBase,
         scores = torch.stack([predictor(layer, states).t() for layer, states in enumerate(context.states)])
         scores[..., -RECENT:] = float("inf")
     else:
-        suffix = Beginning().suffix(tokenizer)
+        suffix = PromptPrefix().suffix(tokenizer)
         inputs = AttentionInputs(context.model.config.num_hidden_layers, torch.empty(0, dtype=torch.int64))
 
         def encode(text: str) -> list[int]:
             return tokenizer.encode(text, add_special_tokens=False)
 
-        with inputs.watching(context.model):
+        with inputs.record_inputs(context.model):
             plus = inputs if method == "kvzip+" else None
-            scores = reconstruction_scores(context.model, encode, context.prompt, suffix, Reconstruction(), inputs=plus)
+            scores = reconstruction_scores(context.model, encode, context.prompt, suffix, ReconstructionConfig(), inputs=plus)
         context.model.set_attn_implementation("sdpa")
     scores[..., :SINKS] = float("inf")
     return scores

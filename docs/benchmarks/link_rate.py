@@ -21,13 +21,13 @@ from threading import Event
 import numpy as np
 import zmq
 
-from sglang_ext.managers.disaggregation.limits import LinkLimits
-from sglang_ext.managers.disaggregation.link import Link
-from sglang_ext.managers.disaggregation.link_server import LinkServer
-from sglang_ext.managers.disaggregation.room_state import Expected
-from sglang_ext.managers.disaggregation.send_queue import Part
-from sglang_ext.managers.disaggregation.settings import LinkSettings
-from sglang_ext.managers.disaggregation.wire import LayerRange, RoomShape, Stream
+from sglang_ext.managers.kv_transfer.limits import LinkLimits
+from sglang_ext.managers.kv_transfer.link import Link
+from sglang_ext.managers.kv_transfer.link_server import LinkServer
+from sglang_ext.managers.kv_transfer.incoming_rooms import ExpectedRoom
+from sglang_ext.managers.kv_transfer.outgoing_queue import OutgoingPart
+from sglang_ext.managers.kv_transfer.link_settings import LinkSettings
+from sglang_ext.managers.kv_transfer.wire import LayerRange, RoomShape, Stream
 
 SETTINGS = LinkSettings("any", "bfloat16", 1, 8, 128, 128, 256, "none", 1, {}, "raw", 0, 1)
 LAYERS = LayerRange(0, 1)
@@ -63,7 +63,7 @@ def receive_link(endpoint: str, options: argparse.Namespace, parent: Connection)
     """Tell where it listens, then bytes per second."""
     count = Count()
     server = LinkServer(endpoint, SETTINGS, LinkLimits(frame_bytes=options.frame_kib << 10))
-    server.register(1, Expected(shape(options), {Stream.ANCHOR: options.part_mib << 20}), count)
+    server.register(1, ExpectedRoom(shape(options), {Stream.ANCHOR: options.part_mib << 20}), count)
     parent.send(server.endpoint)
     assert count.done.wait(120) and count.reason is None, count.reason
     parent.send(count.size / (count.last - count.first))
@@ -82,7 +82,7 @@ def send_link(endpoint: str, options: argparse.Namespace) -> Callable[[], None]:
     link = Link(endpoint, SETTINGS, LinkLimits(frame_bytes=options.frame_kib << 10))
     link.open(1, shape(options), count)
     for page in range(shape(options).pages):
-        link.offer(1, Part(Stream.ANCHOR, sent[page * size :][:size], page, LAYERS))
+        link.offer(1, OutgoingPart(Stream.ANCHOR, sent[page * size :][:size], page, LAYERS))
     assert count.done.wait(120) and count.reason is None, count.reason
     return link.close
 

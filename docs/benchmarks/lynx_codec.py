@@ -13,7 +13,7 @@ import torch
 
 from sglang_ext.bench.quality.capture import CapturedModel, LayerAttention
 from sglang_ext.layers.kernels.lynx.codec import Streams, decode, encode
-from sglang_ext.layers.kernels.lynx.layout import Layout
+from sglang_ext.layers.kernels.lynx.layout import PageLayout
 
 PAGE = 256
 
@@ -26,12 +26,12 @@ def attended(layer: LayerAttention, keys: torch.Tensor, values: torch.Tensor) ->
     )[0]
 
 
-def paged(x: torch.Tensor, options: dict) -> tuple[list[tuple[Layout, Streams]], int]:
+def paged(x: torch.Tensor, options: dict) -> tuple[list[tuple[PageLayout, Streams]], int]:
     """Streams of all pages of [tokens, heads, dim], and their bytes."""
     found = []
     for begin in range(0, len(x), PAGE):
         part = x[begin : begin + PAGE]
-        layout = Layout(len(part), part[0].numel(), x.dtype, **options | {"sinks": options["sinks"] if begin == 0 else 0})
+        layout = PageLayout(len(part), part[0].numel(), x.dtype, **options | {"sinks": options["sinks"] if begin == 0 else 0})
         found.append((layout, encode(part.contiguous(), layout)))
     return found, sum(len(streams.anchor) + len(streams.residual) for _, streams in found)
 

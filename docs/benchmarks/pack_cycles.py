@@ -32,8 +32,8 @@ import torch
 from pack_layers import MODELS, Layers, Load
 from pack_ranks import Cycle, Kind, Rank, wait_for
 
-from sglang_ext.managers.cache_rank.start import wait_until_ready
-from sglang_ext.mem_cache.selection.held_keys import SCORE_BITS
+from sglang_ext.managers.cache_rank.launch import wait_until_ready
+from sglang_ext.mem_cache.selection.scoring_keys import SCORE_BITS
 
 # Of what is free on a rank's GPU, full KV of the processes that are there together.
 SHARE = 0.8

@@ -12,10 +12,10 @@ from decoder_layer import Norms, activated, add_normalized, store, turn_heads
 from graph_time import seconds
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from sglang_ext.layers.attention.copies.kept_by_heads import cut_pointers
+from sglang_ext.layers.attention.compressed.per_head import pointer_split_counts
 from sglang_ext.layers.kernels.pointer_decode import pointer_decode
 from sglang_ext.managers.cache_rank.protocol import BLOCK
-from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers
+from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, Pointers
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors.spade import Spade, attention
 from sglang_ext.mem_cache.selection.top_tokens import overlap, top_tokens
@@ -134,9 +134,9 @@ class Layers:
         angles, positions = torch.cat([turns.cos(), turns.sin()], -1), torch.full((load.batch,), load.tokens, device=self.device)
         heads, newest = (model.query_heads, model.kv_heads, model.kv_heads), table[:, -1].long()
         left = torch.zeros(load.batch, model.query_heads, model.dim, **self.like)
-        # As copies of rows are attended to (RowsDecode): they begin with no pointers.
-        begins, rows = PointerRows.of_table(Pointers.of(self.buffers, 1), table), torch.arange(load.batch, device=self.device)
-        lengths, splits = torch.full_like(rows, table.shape[1]), (1, sum(cut_pointers(load.batch * model.kv_heads)) - 1)
+        # As copies of rows are attended to (SentRowsDecode): they begin with no pointers.
+        begins, rows = PointerLayout.for_table(Pointers.for_pool(self.buffers, 1), table), torch.arange(load.batch, device=self.device)
+        lengths, splits = torch.full_like(rows, table.shape[1]), (1, sum(pointer_split_counts(load.batch * model.kv_heads)) - 1)
 
         def attended(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
             if self.device.type == "cuda":

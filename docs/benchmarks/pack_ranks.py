@@ -11,13 +11,13 @@ from pack_layers import Layers, Load, Queries
 
 from sglang_ext.device import Mark, to_device
 from sglang_ext.managers.cache_rank.leases import KeyLeases
-from sglang_ext.managers.cache_rank.on_gpu.arena import COUNTERS, DONE, Arena, Asked, Copy
-from sglang_ext.managers.cache_rank.on_gpu.device_start import TRAVELING_BYTES, linked
-from sglang_ext.managers.cache_rank.protocol import BLOCK, MOST_PLACES, VERSION, Ask, Attach, Lease, Shape, Turning
-from sglang_ext.mem_cache.compressed.formats.slot_pointers import Pointers
+from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import COUNTERS, DONE, ExchangeBuffer, QueryUpload, SelectionTarget
+from sglang_ext.managers.cache_rank.on_gpu.gpu_launch import TRAVELING_BYTES, connect_rank
+from sglang_ext.managers.cache_rank.protocol import BLOCK, MAX_PLACES, VERSION, SelectionRequest, Attach, Lease, BufferShape, RotaryParameters
+from sglang_ext.mem_cache.compressed.layouts.pointers import Pointers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.spade import Spade, attention
-from sglang_ext.mem_cache.selection.held_keys import EXACT, KeySizes
+from sglang_ext.mem_cache.selection.scoring_keys import EXACT, KeySpec
 from sglang_ext.mem_cache.selection.predictors import query_predictor
 from sglang_ext.mem_cache.selection.top_tokens import overlap, top_tokens
 
@@ -88,22 +88,22 @@ class Rank:
         self.layers, self.kind, model, predictor = layers, kind, layers.model, query_predictor(kind.select_by)
         self._warm_up = WARM_UP + math.ceil(1 / fresh)
         dtype, most = layers.buffers.keys[0].dtype, max(load.keep for load in layers.loads)
-        sizes = KeySizes(layers.count, model.kv_heads, model.dim, dtype, kind.bits, kind.rows)
+        sizes = KeySpec(layers.count, model.kv_heads, model.dim, dtype, kind.bits, kind.rows)
         self.held_bytes = layers.contexts * sizes.token_bytes
-        traveling = BLOCK * KeySizes(layers.count, model.kv_heads, model.dim, dtype, EXACT, kind.rows).token_bytes
-        shape = Shape(
+        traveling = BLOCK * KeySpec(layers.count, model.kv_heads, model.dim, dtype, EXACT, kind.rows).token_bytes
+        shape = BufferShape(
             layers.count, model.query_heads, model.kv_heads, model.dim, str(dtype).removeprefix("torch."), predictor.window,
-            lanes=max(load.batch for load in layers.loads), most=most, places=min(MOST_PLACES, max(1, TRAVELING_BYTES // traveling)),
+            lanes=max(load.batch for load in layers.loads), most=most, places=min(MAX_PLACES, max(1, TRAVELING_BYTES // traveling)),
             rows=kind.rows, fresh=math.ceil(min(1.0, fresh) * most) if kind.rows else 0,
         )  # fmt: skip
         self.method, self._rotary = Spade(predictor), Rotary(layers.frequencies)
-        turning = Turning(tuple(self._rotary.frequencies.tolist()), self._rotary.interleaved)
+        turning = RotaryParameters(tuple(self._rotary.frequencies.tolist()), self._rotary.interleaved)
         told = Attach(
             VERSION, 1, shape, layers.contexts // BLOCK, layers.buffers.scaling, predictor.name, self.method.sinks, self.method.recent,
             turning, kind.bits,
         )  # fmt: skip
-        self.arena = Arena(shape, layers.device, device)
-        self.link = linked(told, self.arena, PATIENCE)
+        self.arena = ExchangeBuffer(shape, layers.device, device)
+        self.link = connect_rank(told, self.arena, PATIENCE)
         self._sequences = [0] * shape.lanes
         self._blocks: tuple[int, ...] = ()
 
@@ -123,12 +123,12 @@ class Rank:
     def check(self, otherwise: str) -> None:
         """Raises RuntimeError where the process cannot be asked."""
         if not self.link.ready:
-            raise RuntimeError(f"cache rank of {self.kind.name} bits: {otherwise}: {self.link.why}")
+            raise RuntimeError(f"cache rank of {self.kind.name} bits: {otherwise}: {self.link.down_reason}")
 
     def hear(self, until: float, otherwise: str) -> None:
         """What it says, soon; raises RuntimeError where it is gone, or too late."""
         self.link.wait(0.1)
-        self.link.tend()
+        self.link.poll()
         self.check(otherwise)
         if monotonic() > until:
             raise RuntimeError(f"cache rank of {self.kind.name} bits: {otherwise} after {PATIENCE:g} s")
@@ -136,7 +136,7 @@ class Rank:
     def lease(self, load: Load) -> None:
         """Let each lane of a load have its context."""
         for lane in range(load.batch):
-            self.link.say(Lease(lane, 0, self._blocks[lane * load.blocks : (lane + 1) * load.blocks]))
+            self.link.send_message(Lease(lane, 0, self._blocks[lane * load.blocks : (lane + 1) * load.blocks]))
 
     def next_sequence(self, lane: int) -> int:
         """Of a question of a lane."""
@@ -180,7 +180,7 @@ class Asking:
 
     def __init__(self, rank: Rank, load: Load, queries: Queries):
         self._rank, self._load, self._queries, layers = rank, load, queries, rank.layers
-        self._buffers, self._table, self._pointers = layers.buffers, layers.table(load), Pointers.of(layers.buffers, 1)
+        self._buffers, self._table, self._pointers = layers.buffers, layers.table(load), Pointers.for_pool(layers.buffers, 1)
         self._slots: torch.Tensor = layers.copies(load)[:, : load.keep]
         self._records: list[torch.Tensor | None] = [None] * load.batch
         if not rank.kind.rows:
@@ -203,23 +203,23 @@ class Asking:
         queries.next()
         sequences = [rank.next_sequence(lane) for lane in range(load.batch)]
         words = [arena.word(each) for each in sequences]
-        questions = [Asked(queries.places(lane), lane, word, self._records[lane]) for lane, word in enumerate(words)]
+        questions = [QueryUpload(queries.places(lane), lane, word, self._records[lane]) for lane, word in enumerate(words)]
         copies = [
-            Copy(lane, word, lane, load.tokens, load.keep, self._slots[lane], self._records[lane]) for lane, word in enumerate(words)
+            SelectionTarget(lane, word, lane, load.tokens, load.keep, self._slots[lane], self._records[lane]) for lane, word in enumerate(words)
         ]
         there, before = to_device([[*each] for each in enumerate(words)], device), arena.counters.tolist()
         wait_for(device)
         if device.type == "cuda":
             torch.cuda._sleep(LAUNCHED_AHEAD)
         begun = Mark.now(device)
-        number = arena.next_number()
+        number = arena.reserve_number()
         for lane, sequence in enumerate(sequences):
             numbers = sequence, load.tokens, load.keep
-            link.say(Ask(lane, 0, rank.layers.count, *numbers, queries.positions, AHEAD, number, load.batch))
+            link.send_message(SelectionRequest(lane, 0, rank.layers.count, *numbers, queries.positions, AHEAD, number, load.batch))
         arena.publish(queries.pool, questions)
         see_answers(arena, there)
         seen = Mark.now(device)
-        arena.take(copies, self._table, self._buffers, PATIENCE)
+        arena.apply_selections(copies, self._table, self._buffers, PATIENCE)
         taken = Mark.now(device)
         wait_for(device)
         until = monotonic() + PATIENCE
@@ -258,12 +258,12 @@ class Asking:
                         raise RuntimeError(f"the copy of request {request} does not hold what its record names in layer {layer}")
 
 
-def see_answers(arena: Arena, lanes: torch.Tensor) -> None:
+def see_answers(arena: ExchangeBuffer, lanes: torch.Tensor) -> None:
     """Let the stream wait until questions are done with: int64 [requests, 2], lane and word."""
     if lanes.is_cuda:
-        from sglang_ext.layers.kernels.hand_over import wait_for_answers
+        from sglang_ext.layers.kernels.exchange_kernels import wait_for_selections
 
-        wait_for_answers(arena.heads, lanes, arena.counters, PATIENCE)
+        wait_for_selections(arena.heads, lanes, arena.counters, PATIENCE)
         return
     until = monotonic() + PATIENCE
     while bool((arena.heads[lanes[:, 0], DONE] < lanes[:, 1]).any()) and monotonic() < until:

@@ -16,7 +16,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from sglang_ext.bench.speed.decode_limit import measure_bandwidth
 from sglang_ext.layers.kernels.packed import packed_decode as kernels
-from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
 
@@ -52,7 +52,7 @@ class Setting:
         batch, tokens, tail = options.batch, options.tokens, options.tail
         shape, like = (options.kv_heads, options.dim), {"dtype": torch.bfloat16, "device": "cuda"}
         probe = KVBuffers((0,), (SCALING,), (torch.zeros(1, *shape, **like),), (torch.zeros(1, *shape, **like),))
-        packing = Packing.of(quantizer(method, bits), probe, 1)
+        packing = Packing.for_pool(quantizer(method, bits), probe, 1)
         packed = packing.packed_slots(tokens)
         slots = torch.randperm(batch * (packed + tail), device="cuda").int().view(batch, -1)
         room = max(slots.numel(), tokens + packed)

@@ -104,7 +104,7 @@ threading.setprofile(note)
 ROUND, IDLE = "KVWorker.forward_batch_generation", "check_when_idle"
 # What a steady round calls, and what it does not.
 CALLED = {"DecodeLoop.decode", "Verifier.verify"}
-NOT_CALLED = {"CompressedViews.compress", "RequestStates.admit", "RequestStates.forget"}
+NOT_CALLED = {"CompressedKVCache.compress", "RequestStates.admit", "RequestStates.forget"}
 
 Function = tuple[str, str]
 

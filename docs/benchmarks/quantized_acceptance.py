@@ -16,9 +16,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from sglang_ext.bench.quality.named import Named
-from sglang_ext.layers.attention.copies.packed import packed_attention
-from sglang_ext.mem_cache.compressed.formats.packing import Packing
-from sglang_ext.mem_cache.compressed.formats.rounding import token_seeds
+from sglang_ext.layers.attention.compressed.packed import packed_attention
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
+from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.catalogue import method
@@ -44,7 +44,7 @@ class Drafting:
         )
         buffers = KVBuffers(tuple(range(len(keys))), (1.0,) * len(keys), keys, values)
         rotary = Rotary(context.model.model.rotary_emb.inv_freq.float())
-        packs = Packing.of(method(named.compressor, named.bits, named.partition).quantizer, buffers, 1, rotary)
+        packs = Packing.for_pool(method(named.compressor, named.bits, named.partition).quantizer, buffers, 1, rotary)
         first = packs.sinks if first is None else first
         count = (tokens - packs.recent - first) // packs.unit * packs.unit
         self.packed, self.held = range(first, first + count), packs.packed_slots(count)

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
 from sglang_ext.mem_cache.host_tier.residuals import ResidualPages
@@ -26,7 +26,7 @@ def pool_of(model, ids, dtype):
 def sizes_of(model, ids, dtype, bits):
     """Bits of a number of each page but the first, 0 where it is whole; and of an anchor."""
     buffers, tokens = pool_of(model, ids, dtype), ids.shape[1]
-    packing = Packing.of(quantizer("lynx", bits), buffers, PAGE)
+    packing = Packing.for_pool(quantizer("lynx", bits), buffers, PAGE)
     slots, blocks = torch.arange(tokens), tokens + torch.arange(packing.packed_slots(tokens))
     packing.write(buffers, slots.expand(len(buffers.keys), buffers.keys[0].shape[1], tokens), slots, blocks)
     pages = ResidualPages(buffers, packing, PAGE)

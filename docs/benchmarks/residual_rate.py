@@ -8,7 +8,7 @@ import argparse
 
 import torch
 
-from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
 from sglang_ext.mem_cache.host_tier.host_pool import HostPool
@@ -71,28 +71,28 @@ def main():
 
     kinds = (tuple(buffer() for _ in range(args.layers)) for _ in "kv")
     buffers = KVBuffers(tuple(range(args.layers)), (1.0,) * args.layers, *kinds)
-    packing = Packing.of(quantizer("lynx", args.bits), buffers, PAGE)
+    packing = Packing.for_pool(quantizer("lynx", args.bits), buffers, PAGE)
     order = (torch.randperm(3 * tokens // PAGE)[:, None] * PAGE + torch.arange(PAGE)).flatten().cuda()
     sources, targets, slots = order[:tokens], order[tokens : 2 * tokens], order[2 * tokens :][: packing.packed_slots(tokens)]
     kept = torch.arange(tokens, device="cuda").expand(args.layers, args.heads, tokens)
     packing.write(buffers, kept, sources, slots)
     packed = seconds(lambda: packing.write(buffers, kept, sources, slots))
     slots, pages = slots.view(args.pages, -1), ResidualPages(buffers, packing, PAGE)
-    rooms = torch.zeros(args.pages, pages.page_bytes, dtype=torch.uint8, device="cuda")
+    frames = torch.zeros(args.pages, pages.page_bytes, dtype=torch.uint8, device="cuda")
     sizes = torch.zeros(args.pages, dtype=torch.int64, device="cuda")
     full = tokens * buffers.bytes_per_slot
-    written = seconds(lambda: pages.write(sources, slots, rooms, sizes))
+    written = seconds(lambda: pages.write(sources, slots, frames, sizes))
     bits = float(sizes.float().mean()) * 8 / pages.page_bytes * dtype.itemsize
     print(f"bits of a number: {bits:.2f}, whole pages: {int((sizes == 0).sum())}")
     for blocks, name in ((slots, "blocks on the device"), (None, "anchors in rooms")):
-        read = seconds(lambda: pages.read(rooms, sizes, targets, blocks))
+        read = seconds(lambda: pages.read(frames, sizes, targets, blocks))
         check(buffers, sources, targets)
         print(f"read, {name}: {full / read / 1e9:.0f} GB/s")
     print(f"pack: {full / packed / 1e9:.0f} GB/s; write: {full / written / 1e9:.0f} GB/s")
-    del rooms
+    del frames
     there = PageBlocks(slots, torch.ones(args.pages, dtype=torch.bool))
     for residuals, name in ((pages, "residuals"), (None, "whole")):
-        pool = HostPool.create(buffers, PAGE, full, rooms=residuals is not None)
+        pool = HostPool.create(buffers, PAGE, full, frames=residuals is not None)
         tier = HostTier(buffers, pool, residuals=residuals)
         transfers(tier, buffers, sources, targets, None if residuals is None else there, name)
         if residuals is not None:

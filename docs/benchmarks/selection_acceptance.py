@@ -22,9 +22,9 @@ from transformers.masking_utils import sdpa_mask
 
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.spade import Spade
-from sglang_ext.mem_cache.selection.baselines import BASELINES, TrueQuery
+from sglang_ext.mem_cache.selection.baselines import BASELINES, TrueQueryScoring
 from sglang_ext.mem_cache.selection.predictors import PREDICTORS
-from sglang_ext.mem_cache.selection.scoring import ByPrediction, Scoring, Seen
+from sglang_ext.mem_cache.selection.scoring import PredictedScoring, Scoring, ScoringInputs
 from sglang_ext.mem_cache.selection.top_tokens import overlap, top_tokens
 
 DRAFTS, WINDOW, NAME = 16, 32, "selection_acceptance"
@@ -38,14 +38,14 @@ class VerifyGuided(Scoring):
 
     name: ClassVar[str] = "verify-guided"
 
-    def scores(self, seen: Seen) -> torch.Tensor:
+    def scores(self, seen: ScoringInputs) -> torch.Tensor:
         """The mean over queries, and over the query heads of a KV head."""
         queries = seen.queries.unflatten(2, (seen.keys.shape[2], -1)).flatten(3, 4)
         return (queries @ seen.keys.transpose(-1, -2) * seen.scaling).softmax(dim=-1).mean(dim=-2)
 
 
 @dataclass(frozen=True)
-class Followed(ByPrediction):
+class Followed(PredictedScoring):
     """Each token also has half of its predecessor's score: heads that copy attend next to what follows what they attend to now."""
 
     @property
@@ -53,13 +53,13 @@ class Followed(ByPrediction):
         """That of the predictor, and this."""
         return f"{super().name}, followed"
 
-    def scores(self, seen: Seen) -> torch.Tensor:
+    def scores(self, seen: ScoringInputs) -> torch.Tensor:
         """As of the predictor, and half as much of the token before."""
         found = super().scores(seen)
         return found + 0.5 * torch.nn.functional.pad(found, (1, 0))[..., :-1]
 
 
-PREDICTED = tuple(way(each()) for way in (ByPrediction, Followed) for each in PREDICTORS.values())
+PREDICTED = tuple(way(each()) for way in (PredictedScoring, Followed) for each in PREDICTORS.values())
 WAYS: dict[str, Scoring] = {each.name: each for each in (*PREDICTED, VerifyGuided(), *BASELINES)}
 
 
@@ -90,10 +90,10 @@ class Answered:
         for layer, keys in enumerate(self.keys):
             windows = self.queries[layer][:, -WINDOW - last :].unfold(1, WINDOW + 1, 1)
             queries = windows.permute(1, 0, 3, 2)[steps, None]
-            own = Seen(queries, positions, keys.expand(len(steps), 1, *keys.shape), keys.shape[-1] ** -0.5, self.rotary, lengths)
+            own = ScoringInputs(queries, positions, keys.expand(len(steps), 1, *keys.shape), keys.shape[-1] ** -0.5, self.rotary, lengths)
             before = replace(own, queries=queries[..., :-1, :], positions=positions[:, :-1])
             count = int(share * len(self.prompt))
-            true, chosen = (top_tokens(each, count, 0, 0, lengths) for each in (TrueQuery().scores(own), way.scores(before)))
+            true, chosen = (top_tokens(each, count, 0, 0, lengths) for each in (TrueQueryScoring().scores(own), way.scores(before)))
             found.append(float(overlap(true, chosen, keys.shape[1]).mean()))
         return fmean(found)
 
@@ -160,7 +160,7 @@ class Rounds:
         """Choose by queries of which the last is at position ``newest``."""
         keys = self.of.keys[layer][:, : self.covered]
         positions = torch.arange(newest + 1 - queries.shape[1], newest + 1)
-        seen = Seen(queries[None, None], positions[None], keys[None, None], keys.shape[-1] ** -0.5, self.of.rotary)
+        seen = ScoringInputs(queries[None, None], positions[None], keys[None, None], keys.shape[-1] ** -0.5, self.of.rotary)
         count = int(self.share * self.covered)
         self.chosen[layer] = top_tokens(self.way.scores(seen), count, Spade.sinks, Spade.recent)[0, 0]
 
@@ -246,7 +246,7 @@ def main() -> None:
         finish(model, selecting, list(rounds.values()))
         for way, each in rounds.items():
             counts[way].append((each.accepted, each.offered))
-            if isinstance(each.way, ByPrediction):
+            if isinstance(each.way, PredictedScoring):
                 overlaps[way].append(of.overlap(each.way, args.share))
         told = {way: f"{each.accepted}/{each.offered} {each.accepted / each.offered:.3f}" for way, each in rounds.items()}
         print(file.name, told, {way: f"overlap {found[-1]:.3f}" for way, found in overlaps.items()}, flush=True)

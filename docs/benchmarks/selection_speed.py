@@ -24,19 +24,19 @@ from graph_time import needs_gpu, seconds
 
 from sglang_ext.bench.speed.decode_limit import measure_bandwidth
 from sglang_ext.device import SideStream
-from sglang_ext.layers.attention.copies.kept_by_heads import cut_pointers
-from sglang_ext.layers.kernels.choose_tokens import Contexts
-from sglang_ext.layers.kernels.choosing.quest_pages import CUTS, point_at_best_pages
+from sglang_ext.layers.attention.compressed.per_head import pointer_split_counts
+from sglang_ext.layers.kernels.select_tokens import SelectionContexts
+from sglang_ext.layers.kernels.selection.quest_pages import QUEST_GRIDS, point_at_best_pages
 from sglang_ext.layers.kernels.pointer_decode import pointer_decode
-from sglang_ext.mem_cache.compressed.formats.chosen_pages import ChosenPages
-from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers, as_pointers
+from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
+from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressed.slot_codes import SlotCodes
 from sglang_ext.mem_cache.compressors.each_step.quest import Quest
-from sglang_ext.mem_cache.selection.held_keys import EXACT, SCORE_BITS, KeySizes
-from sglang_ext.mem_cache.selection.on_gpu import GpuChoice
+from sglang_ext.mem_cache.selection.scoring_keys import EXACT, SCORE_BITS, KeySpec
+from sglang_ext.mem_cache.selection.on_gpu import GpuSelector
 from sglang_ext.mem_cache.selection.predictors import query_predictor
 
 LIKE = {"dtype": torch.bfloat16, "device": "cuda"}
@@ -58,7 +58,7 @@ def slots_of(options: argparse.Namespace) -> int:
 def fitting_layers(options: argparse.Namespace, free: int) -> int:
     """Layers, at most those asked for, whose keys and values, codes of the former, and weights so many free bytes hold."""
     most = max(bits for bits in SCORE_BITS if bits != EXACT)
-    kv, codes = (KeySizes(1, options.kv_heads, options.dim, torch.bfloat16, *more).token_bytes for more in ((EXACT, True), (most,)))
+    kv, codes = (KeySpec(1, options.kv_heads, options.dim, torch.bfloat16, *more).token_bytes for more in ((EXACT, True), (most,)))
     layer = slots_of(options) * (kv + codes) + 2 * sum(rows * columns for rows, columns in MATRICES)
     return min(options.layers, max(0, free - (max(options.scratch_mb) << 20) - SPARE) // layer)
 
@@ -73,14 +73,14 @@ class World:
             tuple(torch.randn(slots, options.kv_heads, dim, **LIKE) for _ in range(options.layers)) for _ in "kv"
         )
         self.buffers = KVBuffers(tuple(range(options.layers)), (dim**-0.5,) * options.layers, keys, values)
-        self.form = Pointers.of(self.buffers, 1)
+        self.form = Pointers.for_pool(self.buffers, 1)
         self.held = self.form.packed_slots(options.keep)
         order = 1 + torch.randperm(slots - 1, device="cuda")
         contexts, rest = order[: batch * options.tokens].view(batch, -1), order[batch * options.tokens :]
         copies = rest[: 2 * batch * self.held].view(2, batch, -1)
         self.table = torch.zeros(2 * batch, options.tokens, dtype=torch.int32, device="cuda")
         self.table[:batch], self.table[batch:, : self.held] = contexts, copies[0]
-        self.begins, self.spare = PointerRows.of_table(self.form, self.table), copies[1]
+        self.begins, self.spare = PointerLayout.for_table(self.form, self.table), copies[1]
         self.begins.counts[batch:] = options.keep
         kept = torch.rand(options.layers, options.kv_heads, options.tokens, device="cuda").topk(options.keep).indices
         for context, held in zip(contexts, copies[0]):
@@ -102,11 +102,11 @@ class World:
         for layer in range(self.options.layers):
             self.multiply(layer)
 
-    def asked(self, requests: slice) -> Contexts:
+    def asked(self, requests: slice) -> SelectionContexts:
         """Some requests, whose pointers go to spare slots."""
         some, options = range(self.options.batch)[requests], self.options
         numbers = torch.tensor([[row, options.tokens, options.keep, i * self.held] for i, row in enumerate(some)], device="cuda")
-        return Contexts(self.table, numbers, (options.tokens,) * len(some), (4, 32), self.spare[requests].flatten())
+        return SelectionContexts(self.table, numbers, (options.tokens,) * len(some), (4, 32), self.spare[requests].flatten())
 
     def codes(self, bits: int) -> SlotCodes:
         """Of all keys, in so many bits."""
@@ -120,7 +120,7 @@ class World:
         """A choice in all layers, for some requests, by the pool or what lies beside it, and what it reads that is its own."""
         predictor, options = query_predictor(select_by), self.options
         rotary = Rotary(1e6 ** -(torch.arange(options.dim // 2, device="cuda") / (options.dim // 2)))
-        choice = GpuChoice(predictor, buffers or self.buffers, options.kv_heads * options.group, rotary, scratch)
+        choice = GpuSelector(predictor, buffers or self.buffers, options.kv_heads * options.group, rotary, scratch)
         asked, positions, queries = self.asked(requests), self.positions[requests], self.queries[requests]
         # As windows are read: what a predictor does not look at is not touched.
         window = slice(17 - predictor.window, 17)
@@ -130,7 +130,7 @@ class World:
     def sparse_step(self, choose: Callable[[int], object] | None = None, arrived: torch.Tensor | None = None) -> None:
         """Weights, and attention through pointers; before that of each layer a choice, ``arrived`` as :meth:`quest` has it."""
         rows = torch.arange(self.options.batch, 2 * self.options.batch, device="cuda")
-        lengths, splits = torch.full_like(rows, self.held + 1), cut_pointers(self.options.batch * self.options.kv_heads)
+        lengths, splits = torch.full_like(rows, self.held + 1), pointer_split_counts(self.options.batch * self.options.kv_heads)
         for layer, (keys, values) in enumerate(zip(self.buffers.keys, self.buffers.values)):
             self.multiply(layer)
             bounds = choose and choose(layer)
@@ -153,7 +153,7 @@ class World:
         table = torch.zeros(2 * options.batch, options.tokens + ROOM, dtype=torch.int32, device="cuda")
         table[: options.batch, : options.tokens] = (pages[..., None] * PAGE + torch.arange(PAGE, device="cuda")).flatten(1)
         table[options.batch :, : self.held] = held
-        begins = ChosenPages.of_pool(self.form, table, extremes, Quest(in_attention=True))
+        begins = PagePointerLayout.of_pool(self.form, table, extremes, Quest(in_attention=True))
         begins.counts[options.batch :], begins.pages[options.batch :] = options.keep, options.tokens // PAGE
         extremes.write(torch.arange(0, len(unused) * PAGE, PAGE, device="cuda"))
         lengths = torch.full_like(rows, self.held + 1)
@@ -244,7 +244,7 @@ def bounding(world: World, extremes: PageExtremes) -> str:
 def alone(world: World, bandwidth: float, bits: int) -> Iterator[str]:
     """By keys of so many bits, what choices take that nothing runs beside, for each predictor and scratch, and coding."""
     options, buffers = world.options, world.buffers
-    sizes = KeySizes(options.layers, options.kv_heads, options.dim, torch.bfloat16, bits)
+    sizes = KeySpec(options.layers, options.kv_heads, options.dim, torch.bfloat16, bits)
     limit = sizes.token_bytes * options.batch * options.tokens / bandwidth
     if bits != EXACT:
         codes = world.codes(bits)
@@ -294,7 +294,7 @@ def main() -> None:
     extremes = PageExtremes(world.buffers.keys, world.buffers.layer_ids, PAGE)
     print(bounding(world, extremes), flush=True)
     (quest, arrived), times = world.quest(extremes), {}
-    for cut in CUTS:
+    for cut in QUEST_GRIDS:
         times[cut] = took = seconds(lambda: [quest(layer, cut) for layer in range(options.layers)])
         print(f"Quest's choice, cut {cut}: {1e3 * took:.2f} ms, {took / (limit * 2 / PAGE):.2f} of its bytes' limit", flush=True)
     best = min(times, key=times.get)

@@ -14,11 +14,11 @@ from functools import partial
 import torch
 from graph_time import needs_gpu
 
-from sglang_ext.layers.attention.copies.kept_by_heads import cut_pointers
-from sglang_ext.layers.kernels.choosing.quest_pages import CUTS, Cut, point_at_best_pages
+from sglang_ext.layers.attention.compressed.per_head import pointer_split_counts
+from sglang_ext.layers.kernels.selection.quest_pages import QUEST_GRIDS, QuestGrid, point_at_best_pages
 from sglang_ext.layers.kernels.pointer_decode import pointer_decode
-from sglang_ext.mem_cache.compressed.formats.chosen_pages import ChosenPages
-from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers, as_pointers
+from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
+from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
 from sglang_ext.mem_cache.compressors.each_step.quest import Quest
@@ -58,14 +58,14 @@ def read_rate() -> float:
 
 def pointers(options: argparse.Namespace, batch: int, rate: float) -> None:
     """Print times of attention through pointers."""
-    held = Pointers.of(_buffers(1, 1), 1).packed_slots(options.keep)
+    held = Pointers.for_pool(_buffers(1, 1), 1).packed_slots(options.keep)
     buffers = _buffers(batch * (options.tokens + held + options.after) + 1, LAYERS)
-    form = Pointers.of(buffers, 1)
+    form = Pointers.for_pool(buffers, 1)
     order = 1 + torch.randperm(len(buffers.keys[0]) - 1, device="cuda")
     contexts, copies, after = order.split([batch * options.tokens, batch * held, batch * options.after])
     table = torch.zeros(batch, options.tokens, dtype=torch.int32, device="cuda")
     table[:, :held], table[:, held : held + options.after] = copies.view(batch, -1), after.view(batch, -1)
-    begins = PointerRows.of_table(form, table)
+    begins = PointerLayout.for_table(form, table)
     begins.counts[:] = options.keep
     for context, copy in zip(contexts.view(batch, -1), copies.view(batch, -1)):
         form.write(buffers, torch.rand(LAYERS, HEADS, options.tokens, device="cuda").topk(options.keep).indices, context, copy)
@@ -80,14 +80,14 @@ def pointers(options: argparse.Namespace, batch: int, rate: float) -> None:
                 pointer_decode(begins, queries, keys, values, table, rows, lengths, DIM**-0.5, parts)
 
         took = in_graph(layers) / LAYERS
-        chosen = ", as servers cut them" if parts == cut_pointers(batch * HEADS) else ""
+        chosen = ", as servers cut them" if parts == pointer_split_counts(batch * HEADS) else ""
         print(f"batch {batch}, parts {parts}: {took * 1e6:.1f} us, {took / ideal:.2f} of its bytes{chosen}", flush=True)
 
 
 def quest(options: argparse.Namespace, batch: int, rate: float) -> None:
     """Print times of Quest's choice: alone, and what it adds to the attention through what it chose, which begins while the last heads
     choose."""
-    held = Pointers.of(_buffers(1, 1), PAGE).packed_slots(options.keep)
+    held = Pointers.for_pool(_buffers(1, 1), PAGE).packed_slots(options.keep)
     buffers = _buffers(batch * (options.tokens + held), LAYERS)
     extremes = PageExtremes(buffers.keys, buffers.layer_ids, PAGE)
     extremes.write(torch.arange(0, batch * options.tokens, PAGE, device="cuda"))
@@ -96,16 +96,16 @@ def quest(options: argparse.Namespace, batch: int, rate: float) -> None:
     pages = torch.randperm(batch * options.tokens // PAGE, device="cuda").view(batch, -1, 1)
     table[:batch, : options.tokens] = (pages * PAGE + torch.arange(PAGE, device="cuda")).flatten(1)
     table[batch:, :held] = (batch * options.tokens + torch.randperm(batch * held, device="cuda")).view(batch, -1)
-    begins = ChosenPages.of_pool(Pointers.of(buffers, PAGE), table, extremes, Quest(in_attention=True))
+    begins = PagePointerLayout.of_pool(Pointers.for_pool(buffers, PAGE), table, extremes, Quest(in_attention=True))
     begins.counts[batch:], begins.pages[batch:] = options.keep, options.tokens // PAGE
     queries = torch.randn(batch, HEADS * GROUP, DIM, dtype=torch.bfloat16, device="cuda")
     rows = torch.arange(batch, 2 * batch, device="cuda")
     lengths = torch.full_like(rows, held + options.after)
 
     ideal = batch * options.tokens // PAGE * HEADS * 2 * DIM * 2 / rate
-    parts = cut_pointers(batch * HEADS)
+    parts = pointer_split_counts(batch * HEADS)
 
-    def layers(cut: Cut | None, attends: bool) -> None:
+    def layers(cut: QuestGrid | None, attends: bool) -> None:
         for layer, (keys, values) in enumerate(zip(buffers.keys, buffers.values)):
             bounds = cut and point_at_best_pages(begins, layer, queries, as_pointers(keys), table, rows, lengths, cut)
             if attends:
@@ -113,16 +113,16 @@ def quest(options: argparse.Namespace, batch: int, rate: float) -> None:
                 pointer_decode(begins, queries, keys, values, table, rows, lengths, DIM**-0.5, parts, arrived)
             del bounds
 
-    layers(CUTS[0], False)
+    layers(QUEST_GRIDS[0], False)
     # Attention without a choice looks up what this writes before it waits for anything.
     torch.cuda.synchronize()
     attention = in_graph(lambda: layers(None, True)) / LAYERS
     print(f"batch {batch}, attention through what Quest chose: {attention * 1e6:.1f} us", flush=True)
-    for cut in CUTS:
+    for cut in QUEST_GRIDS:
         alone, both = (in_graph(partial(layers, cut, attends)) / LAYERS for attends in (False, True))
         found = {"alone": alone, "adds": both - attention}
         told = (f"{name} {took * 1e6:.1f} us, {took / ideal:.2f} of its bytes" for name, took in found.items())
-        chosen = ", as servers cut them" if cut == CUTS[0] else ""
+        chosen = ", as servers cut them" if cut == QUEST_GRIDS[0] else ""
         print(f"batch {batch}, Quest, {cut}: {'; '.join(told)}{chosen}", flush=True)
 
 

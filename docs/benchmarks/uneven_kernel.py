@@ -12,8 +12,8 @@ import torch
 from graph_time import needs_gpu, seconds
 
 from sglang_ext.bench.speed.decode_limit import measure_bandwidth
-from sglang_ext.layers.kernels.uneven_decode import uneven_decode
-from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
+from sglang_ext.layers.kernels.ragged_decode import ragged_decode
+from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
 
@@ -66,7 +66,7 @@ def main() -> None:
     took = 1e3 * seconds(lambda: [wrapper.run(queries, pool) for pool in pools])
     print(f"FlashInfer, equal heads: {took:.2f} ms, {took / limit:.2f} of the limit", flush=True)
     for spread in options.spread:
-        cells = HeadCells.of(buffers, batch)
+        cells = RaggedHeadLayout.of(buffers, batch)
         cells.bounds[:] = shares(options, spread).cuda()
         counts = cells.bounds[0].diff().float()
         of_layers = counts.view(options.layers, -1).sum(1)
@@ -77,7 +77,7 @@ def main() -> None:
 
             def step(parts=parts, cells=cells):
                 for layer in range(options.layers):
-                    uneven_decode(cells, layer, queries, table, rows, lengths, dim**-0.5, parts)
+                    ragged_decode(cells, layer, queries, table, rows, lengths, dim**-0.5, parts)
 
             took = 1e3 * seconds(step)
             print(f"  parts {splits}: {took:.2f} ms, {took / limit:.2f} of the limit", flush=True)

@@ -5,7 +5,7 @@ import importlib
 import sys
 from dataclasses import dataclass
 
-from sglang_ext import outputs
+from sglang_ext import output_files
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.server import leave_on_signals, stop_all
 from sglang_ext.core import OptionError
@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     module.add_arguments(parser)
     try:
         args = parser.parse_args(arguments[1:])
-        outputs.check(args)
+        output_files.check_outputs(args)
         return module.run(args)
     except (BenchError, OptionError) as error:
         print(f"{name}: {error}", file=sys.stderr)

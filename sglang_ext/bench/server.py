@@ -113,7 +113,7 @@ def check_servers(model: str, servers: Mapping[str, Sequence[str]], tokens: int 
     Raises:
         BenchError: names the model, or the server, its flag, what is allowed and the remedy.
     """
-    missing = model_folder.problem(model)
+    missing = model_folder.find_problem(model)
     if missing is not None:
         raise BenchError(f"--model {missing}: pass a Hugging Face folder")
     # SGLang is loaded apart, so that the process that measures takes none of the memory that servers find free; its warnings, of

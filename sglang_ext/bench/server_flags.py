@@ -14,10 +14,10 @@ from sglang_ext.bench import ROLES, BenchError
 from sglang_ext.bench.options import PROMPTS
 from sglang_ext.bench.speed.decode_limit import kv_shape, read_config
 from sglang_ext.config import method_options, options, refused_options, selection_options, transports
-from sglang_ext.config.disaggregation_options import traveling_codes
+from sglang_ext.config.disaggregation_options import quantized_transfer_settings
 from sglang_ext.config.options import BACKEND
 from sglang_ext.core import OptionError
-from sglang_ext.managers.disaggregation.settings import options_refusal
+from sglang_ext.managers.kv_transfer.link_settings import options_mismatch
 
 # What servers of both roles must name alike, and with backend progressive.
 ALIKE = ("disaggregation_transfer_backend",)
@@ -79,7 +79,7 @@ def check(model: str, servers: Mapping[str, Sequence[str]], tokens: int = 0, pro
             if args.kv_mode != "full":
                 method_options.check_partitions(args, lambda: _head_dim(Path(model)))
                 if layers := _config(Path(model)).get("num_hidden_layers"):
-                    selection_options.check_packs(args, layers)
+                    selection_options.check_layer_packs(args, layers)
             of_roles.setdefault(args.disaggregation_mode, (name, args))
         except (BenchError, OptionError) as error:
             raise BenchError(f"the server {name} cannot start: {error}") from error
@@ -129,7 +129,7 @@ def _head_dim(model: Path) -> int | None:
 def _check_transport(args: KVServerArgs) -> None:
     """Refuse a transport of KV that does not work on this machine."""
     backend = args.disaggregation_transfer_backend
-    why = None if args.disaggregation_mode == "null" else transports.obstacle(backend)
+    why = None if args.disaggregation_mode == "null" else transports.transport_obstacle(backend)
     if why is not None:
         raise BenchError(f"--disaggregation-transfer-backend is {backend}: {why}")
 
@@ -148,9 +148,9 @@ def _check_alike(one: tuple[str, KVServerArgs], other: tuple[str, KVServerArgs])
     if links:
         _check_pools(one, other)
     # Empty but where prompts travel as codes, over links.
-    codes = [traveling_codes(args) for _, args in (one, other)]
+    codes = [quantized_transfer_settings(args) for _, args in (one, other)]
     if codes[0] != codes[1]:
-        raise BenchError(f"the servers {one[0]} and {other[0]} differ in {options_refusal(*codes)}")
+        raise BenchError(f"the servers {one[0]} and {other[0]} differ in {options_mismatch(*codes)}")
 
 
 def _check_pages(one: tuple[str, KVServerArgs], other: tuple[str, KVServerArgs]) -> None:

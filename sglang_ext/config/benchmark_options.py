@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_ext.config import refusal
-from sglang_ext.config.options import one_of
+from sglang_ext.config.options import check_allowed
 from sglang_ext.core import OptionError
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def check_transfer(args: "KVServerArgs") -> None:
         OptionError: names the flag, its value, what is allowed and the remedy.
     """
     if args.kv_bench_codec is not None:
-        one_of("--kv-bench-codec", args.kv_bench_codec, CODECS)
+        check_allowed("--kv-bench-codec", args.kv_bench_codec, CODECS)
     check_timeline(args)
 
 
@@ -127,7 +127,7 @@ def check_request(args: "KVServerArgs", value: object) -> None:
         )
 
 
-def probability_of(forced: float, custom_params: dict[str, Any] | None) -> float:
+def request_acceptance(forced: float, custom_params: dict[str, Any] | None) -> float:
     """That a request's draft is accepted when all before it were: what it asks for, else the server's ``forced``."""
     value = _asked(custom_params)
     return float(forced if value is None else value)

@@ -8,9 +8,9 @@ server makes copies of it, drafts and verifies.
 from typing import TYPE_CHECKING
 
 from sglang_ext.config import benchmark_options
-from sglang_ext.config.method_options import offers
-from sglang_ext.config.options import BACKEND, RAW, one_of, transfers
-from sglang_ext.config.refusal import Refusal, above, switched_on
+from sglang_ext.config.method_options import offered_methods
+from sglang_ext.config.options import BACKEND, RAW, check_allowed, has_progressive_transfer
+from sglang_ext.config.refusal import Refusal, above, when_set
 from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.mem_cache.compressors.kvzap import KVzap
 
@@ -34,7 +34,7 @@ def _prefills(args: "KVServerArgs") -> bool:
 
 def _packs_all(args: "KVServerArgs") -> str | None:
     """The first method of the server that packs all tokens; None where none does."""
-    return next((offer.packs for offer in offers(args) if offer.packs and offer.drops is None and offer.budget == 1), None)
+    return next((offer.quant_method for offer in offered_methods(args) if offer.quant_method and offer.drop_method is None and offer.budget == 1), None)
 
 
 ROLES: tuple[Refusal, ...] = (
@@ -46,7 +46,7 @@ ROLES: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--disaggregation-mode decode --kv-compressor kvzap",
-        lambda args: _decodes(args) and any(offer.drops == KVzap.name for offer in offers(args)),
+        lambda args: _decodes(args) and any(offer.drop_method == KVzap.name for offer in offered_methods(args)),
         "it predicts scores where a prompt is computed, and they do not travel with its KV",
         "use another method there, for example snapkv",
     ),
@@ -58,19 +58,19 @@ ROLES: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--kv-bench-codec",
-        lambda args: transfers(args) and args.kv_bench_codec is not None and args.kv_mode == "lossy" and _packs_all(args) is not None,
+        lambda args: has_progressive_transfer(args) and args.kv_bench_codec is not None and args.kv_mode == "lossy" and _packs_all(args) is not None,
         "in mode lossy prompts travel as the codes of their copies, with a method that packs all tokens, and it would replace these",
         "leave out --kv-bench-codec on both servers, or use --kv-mode verified there",
     ),
     Refusal(
         "--disaggregation-decode-enable-radix-cache",
-        switched_on("disaggregation_decode_enable_radix_cache"),
+        when_set("disaggregation_decode_enable_radix_cache"),
         "SGLang refuses it with any speculation",
         "leave it out",
     ),
     Refusal(
         "--disaggregation-decode-enable-offload-kvcache",
-        switched_on("disaggregation_decode_enable_offload_kvcache"),
+        when_set("disaggregation_decode_enable_offload_kvcache"),
         "it stores pages by a prefix tree that does not know compressed slots",
         "leave it out",
     ),
@@ -84,7 +84,7 @@ PROGRESSIVE: tuple[Refusal, ...] = (
     Refusal("--dcp-size", above("dcp_size", 1), ALIKE, "use --tp-size on both sides"),
     Refusal(
         "--enable-hisparse",
-        switched_on("enable_hisparse"),
+        when_set("enable_hisparse"),
         "it receives KV in host memory",
         "leave it out",
     ),
@@ -97,13 +97,13 @@ PROGRESSIVE: tuple[Refusal, ...] = (
 )
 
 
-def traveling_codes(args: "KVServerArgs") -> dict[str, bool | int | str]:
+def quantized_transfer_settings(args: "KVServerArgs") -> dict[str, bool | int | str]:
     """What both ends of a link must have alike where prompts travel as codes, by names that begin with :data:`CODES`; {} where none does.
 
     They do in mode lossy with a method that packs all tokens: nobody there reads the full KV of what copies hold.
     """
     exact = args.enable_deterministic_inference and args.device != "cpu"
-    if not transfers(args) or args.kv_mode != "lossy" or args.kv_bench_codec is not None or exact:
+    if not has_progressive_transfer(args) or args.kv_mode != "lossy" or args.kv_bench_codec is not None or exact:
         return {}
     packs = _packs_all(args)
     if packs is None:
@@ -120,7 +120,7 @@ def check_transfer(args: "KVServerArgs") -> None:
     Raises:
         OptionError: names the option, the reason and the remedy.
     """
-    one_of("--kv-reference", args.kv_reference, REFERENCES)
+    check_allowed("--kv-reference", args.kv_reference, REFERENCES)
     benchmark_options.check_transfer(args)
     for refusal in PROGRESSIVE:
         refusal.check(args, f"--disaggregation-transfer-backend {BACKEND}")

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_ext.config import model_options
-from sglang_ext.config.options import DEFAULT_BUDGET, attention_backends, expected_device, one_of
+from sglang_ext.config.options import DEFAULT_BUDGET, attention_backends, expected_device, check_allowed
 from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.mem_cache.compressors.contracts.registry import COMPRESSORS
 from sglang_ext.mem_cache.compressors.kvzap import KVzap
 from sglang_ext.mem_cache.compressors.spade import Spade
-from sglang_ext.mem_cache.selection.held_keys import SCORE_BITS
+from sglang_ext.mem_cache.selection.scoring_keys import SCORE_BITS
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
@@ -23,7 +23,7 @@ FIRST, MORE = "--kv-compressor", "--kv-more-compressors"
 
 
 @dataclass(frozen=True)
-class Offer:
+class OfferedMethod:
     """A method that requests may ask for.
 
     Attributes:
@@ -37,33 +37,33 @@ class Offer:
     budget: float
 
     @property
-    def drops(self) -> str | None:
+    def drop_method(self) -> str | None:
         """What drops tokens; None where all are kept."""
         return catalogue.parse(self.compressor)[0]
 
     @property
-    def packs(self) -> str | None:
+    def quant_method(self) -> str | None:
         """What packs them in few bits; None where they stay as they are."""
         return catalogue.parse(self.compressor)[1]
 
-    def is_called(self, asked: object) -> bool:
+    def is_named(self, asked: object) -> bool:
         """Whether a request that asks for so named a method means this one, as the flag names it or as it is told; ``snapkv:.5`` is
         ``snapkv:0.50``."""
         if not isinstance(asked, str):
             return False
-        if asked == self.name or asked == self.told:
+        if asked == self.name or asked == self.public_name:
             return True
         compressor, text = catalogue.split(asked)
         try:
-            known = (self.compressor, self.told.removesuffix(self.suffix))
+            known = (self.compressor, self.public_name.removesuffix(self.suffix))
             return text is not None and compressor in known and float(text) == self.budget
         except ValueError:
             return False
 
     @property
-    def told(self) -> str:
+    def public_name(self) -> str:
         """What ``meta_info`` and metrics call it: as ``name``, but that a class of a user's own goes by its name, without its file."""
-        return "+".join(part for part in (self.drops, self.packs) if part) + self.suffix
+        return "+".join(part for part in (self.drop_method, self.quant_method) if part) + self.suffix
 
     @property
     def suffix(self) -> str:
@@ -71,31 +71,31 @@ class Offer:
         return self.name.removeprefix(self.compressor)
 
 
-def offers(args: "KVServerArgs") -> tuple[Offer, ...]:
+def offered_methods(args: "KVServerArgs") -> tuple[OfferedMethod, ...]:
     """All methods of a server, the one of requests that ask for none first; for arguments that :func:`resolve` saw."""
     return _offers(args.kv_compressor, args.kv_budget, args.kv_more_compressors or "")
 
 
 @cache
-def _offers(compressor: str, budget: float, more: str) -> tuple[Offer, ...]:
+def _offers(compressor: str, budget: float, more: str) -> tuple[OfferedMethod, ...]:
     # Of one server, and asked for with each request and each chunk of its answer. Methods of users' own are known from here on.
     catalogue.parse(compressor)
-    return Offer(compressor, compressor, budget), *(_parsed(item.strip()) for item in more.split(",") if item.strip())
+    return OfferedMethod(compressor, compressor, budget), *(_parsed(item.strip()) for item in more.split(",") if item.strip())
 
 
-def methods(args: "KVServerArgs") -> tuple[catalogue.Method, ...]:
-    """What each of :func:`offers` does, with its defaults but for bits and partitions, in the same order.
+def methods(args: "KVServerArgs") -> tuple[catalogue.MethodSpec, ...]:
+    """What each of :func:`offered_methods` does, with its defaults but for bits and partitions, in the same order.
 
     Raises:
         OptionError: a method has no codes of so many bits, or no such partitions.
     """
     sizes = args.kv_bits, args.kv_partition
-    return tuple(catalogue.method(offer.compressor, *(sizes if offer.packs else ())) for offer in offers(args))
+    return tuple(catalogue.method(offer.compressor, *(sizes if offer.quant_method else ())) for offer in offered_methods(args))
 
 
-def quantizer_of(found: tuple[Offer, ...]) -> str | None:
+def shared_quant_method(found: tuple[OfferedMethod, ...]) -> str | None:
     """What packs the copies of those methods that have them packed; None where none has."""
-    return next((offer.packs for offer in found if offer.packs), None)
+    return next((offer.quant_method for offer in found if offer.quant_method), None)
 
 
 def resolve(args: "KVServerArgs") -> None:
@@ -111,12 +111,12 @@ def resolve(args: "KVServerArgs") -> None:
             f"{MORE} is {more!r}, which names no method: pass NAME or NAME:BUDGET, with commas between, as in "
             "snapkv:0.125,kivi, or leave it out"
         )
-    args.kv_budget = budget_of(args.kv_compressor, args.kv_budget)
-    found = offers(args)
+    args.kv_budget = resolve_budget(args.kv_compressor, args.kv_budget)
+    found = offered_methods(args)
     for place, offer in enumerate(found):
         _check_differs(offer, found[:place])
     _check_alone(found)
-    packs = quantizer_of(found)
+    packs = shared_quant_method(found)
     if packs is not None:
         catalogue.code_bits(packs, args.kv_bits)
         catalogue.partition_size(packs, args.kv_partition)
@@ -127,16 +127,16 @@ def resolve(args: "KVServerArgs") -> None:
             f"--kv-partition is {args.kv_partition}, but --kv-compressor {found[0].compressor} keeps tokens as they are: leave it out, or "
             f"pass --kv-compressor {catalogue.partitioned()[0]}"
         )
-    one_of("--kv-online-compressor", args.kv_online_compressor, catalogue.online())
+    check_allowed("--kv-online-compressor", args.kv_online_compressor, catalogue.online())
     compressors = tuple(offer.compressor for offer in found)
     _check_folders(args, compressors)
 
 
-def _why_no_bits(offer: Offer, bits: int) -> str:
+def _why_no_bits(offer: OfferedMethod, bits: int) -> str:
     """Why ``--kv-bits`` is refused with a method that packs nothing, and what to pass instead."""
     named = offer.compressor
     why = f"--kv-bits is {bits}, but --kv-compressor {named} keeps tokens as they are"
-    if offer.drops == Spade.name:
+    if offer.drop_method == Spade.name:
         wanted = bits if bits in SCORE_BITS else min(SCORE_BITS)
         allowed = f"{', '.join(map(str, SCORE_BITS[:-1]))} or {SCORE_BITS[-1]}"
         return (
@@ -148,7 +148,7 @@ def _why_no_bits(offer: Offer, bits: int) -> str:
     return f"{why}: leave it out, or {remedy}"
 
 
-def budget_of(compressor: str, budget: float | None, flag: str = FIRST, told: str = "--kv-budget is {}") -> float:
+def resolve_budget(compressor: str, budget: float | None, flag: str = FIRST, told: str = "--kv-budget is {}") -> float:
     """The share of tokens that a method keeps; ``budget`` as asked for, None for its default.
 
     Args:
@@ -176,7 +176,7 @@ def budget_of(compressor: str, budget: float | None, flag: str = FIRST, told: st
     return budget
 
 
-def _parsed(item: str) -> Offer:
+def _parsed(item: str) -> OfferedMethod:
     """One item of ``--kv-more-compressors``."""
     compressor, text = catalogue.split(item)
     try:
@@ -185,34 +185,34 @@ def _parsed(item: str) -> Offer:
         raise OptionError(
             f"{MORE} has {item!r}, where {text!r} is no number: pass NAME or NAME:BUDGET, as in snapkv:0.125,kivi"
         ) from None
-    return Offer(item, compressor, budget_of(compressor, budget, MORE, f"{MORE} has {item!r}, the budget of which is {{}}"))
+    return OfferedMethod(item, compressor, resolve_budget(compressor, budget, MORE, f"{MORE} has {item!r}, the budget of which is {{}}"))
 
 
-def _check_differs(offer: Offer, before: tuple[Offer, ...]) -> None:
+def _check_differs(offer: OfferedMethod, before: tuple[OfferedMethod, ...]) -> None:
     """Refuse a method that is there already, and a second one that packs tokens otherwise."""
     for other in before:
-        if (other.drops, other.packs, other.budget) == (offer.drops, offer.packs, offer.budget):
+        if (other.drop_method, other.quant_method, other.budget) == (offer.drop_method, offer.quant_method, offer.budget):
             # What only packs has no other budget.
-            remedy = "" if offer.drops is None else f", or give it another one, as in {offer.compressor}:0.125"
+            remedy = "" if offer.drop_method is None else f", or give it another one, as in {offer.compressor}:0.125"
             raise OptionError(
                 f"{MORE} has {offer.name!r}, which is {other.name!r} again, with a budget of {offer.budget:g}: leave it out{remedy}"
             )
-    packs = quantizer_of(before)
-    if packs is not None and offer.packs not in (None, packs):
+    packs = shared_quant_method(before)
+    if packs is not None and offer.quant_method not in (None, packs):
         raise OptionError(
             f"{MORE} has {offer.name!r} beside {packs}: slots of blocks, kernels and CUDA graphs are made for one method that "
-            f"packs tokens. Leave {offer.packs} or {packs} out, or start a server for each; methods that only drop tokens, and "
+            f"packs tokens. Leave {offer.quant_method} or {packs} out, or start a server for each; methods that only drop tokens, and "
             "any budgets, serve beside it"
         )
 
 
-def _check_alone(found: tuple[Offer, ...]) -> None:
+def _check_alone(found: tuple[OfferedMethod, ...]) -> None:
     """Refuse others beside a method whose copies lead into full KV."""
     pointing = [offer.name for offer in found if catalogue.points(offer.compressor)]
     if pointing and len(found) > 1:
         raise OptionError(
             f"{MORE} makes {pointing[0]} one of {len(found)} methods; its copies hold no KV, but where the tokens lie, and others' "
-            f"are not read so. Let it serve alone, or pass {', '.join(catalogue.listed(catalogue.packable()))}"
+            f"are not read so. Let it serve alone, or pass {', '.join(catalogue.builtin_names(catalogue.packable()))}"
         )
 
 
@@ -222,38 +222,38 @@ def check_resolved(args: "KVServerArgs") -> None:
     Raises:
         OptionError: names what it chose, and the remedy.
     """
-    found = offers(args)
-    predicted = any(offer.drops == KVzap.name for offer in found)
+    found = offered_methods(args)
+    predicted = any(offer.drop_method == KVzap.name for offer in found)
     if predicted and args.cuda_graph_config.prefill.backend == "tc_piecewise":
         raise OptionError(
             "--cuda-graph-backend-prefill is 'tc_piecewise'; --kv-compressor kvzap reads hidden states by hooks, which are "
             "untested in compiled graphs. Pass breakable or disabled."
         )
-    others = ', '.join(catalogue.listed(catalogue.packable()))
+    others = ', '.join(catalogue.builtin_names(catalogue.packable()))
     if catalogue.points(found[0].compressor):
-        model_options.check_copies(args, f"the copies of {FIRST} {found[0].name}", f"one that copies tokens: {others}")
-    packed = next((offer for offer in found if offer.packs), None)
+        model_options.check_compressed_kv_backends(args, f"the copies of {FIRST} {found[0].name}", f"one that copies tokens: {others}")
+    packed = next((offer for offer in found if offer.quant_method), None)
     if packed is None:
         return
     flag = FIRST if packed is found[0] else MORE
     _check_has_kernels(args, packed, flag)
     check_partitions(args, lambda: args.get_model_config().head_dim)
     copies = f"the packed copies of {flag} {packed.name}"
-    model_options.check_copies(args, copies, f"a compressor that only drops tokens: {others}")
+    model_options.check_compressed_kv_backends(args, copies, f"a compressor that only drops tokens: {others}")
 
 
-def _packed_by(offer: Offer, packs: str) -> str:
+def _packed_by(offer: OfferedMethod, packs: str) -> str:
     """The method that drops the same tokens, as it was typed, and packs them so."""
     first, second = catalogue.parts(offer.compressor)
     return (f"{first}+{packs}" if second is not None else packs) + offer.suffix
 
 
-def _check_has_kernels(args: "KVServerArgs", packed: Offer, flag: str) -> None:
+def _check_has_kernels(args: "KVServerArgs", packed: OfferedMethod, flag: str) -> None:
     """Refuse a method without kernels on a GPU; ``flag`` names it."""
-    if packed.packs not in catalogue.on_gpu() and args.device != "cpu":
+    if packed.quant_method not in catalogue.on_gpu() and args.device != "cpu":
         raise OptionError(
-            f"--device is {args.device} with {flag} {packed.name}; {packed.packs} packs tokens on a CPU alone, elsewhere "
-            f"{', '.join(catalogue.listed(catalogue.on_gpu()))} do. Pass {flag} {_packed_by(packed, 'kivi')}, or --device cpu."
+            f"--device is {args.device} with {flag} {packed.name}; {packed.quant_method} packs tokens on a CPU alone, elsewhere "
+            f"{', '.join(catalogue.builtin_names(catalogue.on_gpu()))} do. Pass {flag} {_packed_by(packed, 'kivi')}, or --device cpu."
         )
 
 
@@ -267,18 +267,18 @@ def check_partitions(args: "KVServerArgs", head_dim: Callable[[], int | None]) -
     Raises:
         OptionError: names the partition, and what is allowed.
     """
-    found = offers(args)
+    found = offered_methods(args)
     for offer in found:
-        if offer.packs:
+        if offer.quant_method:
             _check_partition(args, offer, FIRST if offer is found[0] else MORE, head_dim)
 
 
-def _check_partition(args: "KVServerArgs", packed: Offer, flag: str, head_dim: Callable[[], int | None]) -> None:
+def _check_partition(args: "KVServerArgs", packed: OfferedMethod, flag: str, head_dim: Callable[[], int | None]) -> None:
     """Refuse partitions of keys that do not divide the model's heads; ``flag`` names the method."""
-    partition = catalogue.partition_size(packed.packs, args.kv_partition)
+    partition = catalogue.partition_size(packed.quant_method, args.kv_partition)
     if partition is None or (dim := head_dim()) is None or dim % partition == 0:
         return
-    smaller = [str(size) for size in sorted(catalogue.allowed_partitions(packed.packs)) if dim % size == 0]
+    smaller = [str(size) for size in sorted(catalogue.allowed_partitions(packed.quant_method)) if dim % size == 0]
     remedy = f"--kv-partition {' or '.join(smaller)}" if smaller else f"{flag} {_packed_by(packed, 'kivi')}"
     raise OptionError(
         f"--kv-partition is {partition}, which does not divide the {dim} channels of the model's heads, along which {flag} {packed.name} "
@@ -299,9 +299,9 @@ def resolve_head_budgets(args: "KVServerArgs") -> None:
     Raises:
         OptionError: names the flag, its value and the remedy.
     """
-    one_of("--kv-head-budgets", args.kv_head_budgets, HEAD_BUDGETS)
-    first, *others = offers(args)
-    drops, packs = first.drops, first.packs
+    check_allowed("--kv-head-budgets", args.kv_head_budgets, HEAD_BUDGETS)
+    first, *others = offered_methods(args)
+    drops, packs = first.drop_method, first.quant_method
     if args.kv_head_budgets == "auto":
         better = drops is not None and COMPRESSORS[drops].better_uneven
         args.kv_head_budgets = "adaptive" if better and not others and packs is None and _are_read(args) else "equal"
@@ -315,12 +315,12 @@ def resolve_head_budgets(args: "KVServerArgs") -> None:
     if packs is not None:
         raise OptionError(
             f"--kv-head-budgets is 'adaptive' with --kv-compressor {args.kv_compressor}: packed heads keep equal numbers of "
-            f"tokens. Pass equal, or one of {', '.join(catalogue.listed(catalogue.comparable()))}"
+            f"tokens. Pass equal, or one of {', '.join(catalogue.builtin_names(catalogue.comparable()))}"
         )
     if drops not in catalogue.comparable():
         raise OptionError(
             f"--kv-head-budgets is 'adaptive' with --kv-compressor {args.kv_compressor}, whose scores do not compare over heads: pass equal, "
-            f"or one of {', '.join(catalogue.listed(catalogue.comparable()))}"
+            f"or one of {', '.join(catalogue.builtin_names(catalogue.comparable()))}"
         )
 
 
@@ -331,16 +331,16 @@ def check_head_budgets(args: "KVServerArgs") -> None:
         OptionError: names what it chose, and the remedy.
     """
     if args.kv_head_budgets == "adaptive":
-        model_options.check_copies(args, "copies of --kv-head-budgets adaptive", "--kv-head-budgets equal")
+        model_options.check_compressed_kv_backends(args, "copies of --kv-head-budgets adaptive", "--kv-head-budgets equal")
 
 
 def _are_read(args: "KVServerArgs") -> bool:
     """Whether uneven heads are read with what was chosen so far, beside any request.
 
-    In deterministic mode on a GPU nobody reads such a copy beside a request that cannot be drafted (round.py).
+    In deterministic mode on a GPU nobody reads such a copy beside a request that cannot be drafted (planner.py).
     """
     device = expected_device(args.device)
-    read = device in model_options.COPY_BACKENDS and attention_backends(args) <= set(model_options.COPY_BACKENDS[device])
+    read = device in model_options.COMPRESSED_KV_BACKENDS and attention_backends(args) <= set(model_options.COMPRESSED_KV_BACKENDS[device])
     return read and (device == "cpu" or not args.enable_deterministic_inference)
 
 
@@ -372,19 +372,19 @@ def _check_folders(args: "KVServerArgs", compressors: tuple[str, ...]) -> None:
             raise OptionError(f"{wanted.flag} is {folder!r}, which is no folder: pass one that python -m {module} wrote to")
 
 
-ASKED = "kv_compressor"
+COMPRESSOR_PARAM = "kv_compressor"
 """The parameter of a request, in its custom_params, that names a method."""
 
 
-def place_of(found: tuple[Offer, ...], custom_params: dict[str, Any] | None) -> int | None:
+def method_index(found: tuple[OfferedMethod, ...], custom_params: dict[str, Any] | None) -> int | None:
     """Place among ``found`` of the method that a request asks for; 0, the first, where it asks for none.
 
     None where there is no such method.
     """
-    asked = custom_params.get(ASKED) if isinstance(custom_params, dict) else None
+    asked = custom_params.get(COMPRESSOR_PARAM) if isinstance(custom_params, dict) else None
     if asked is None:
         return 0
-    return next((place for place, offer in enumerate(found) if offer.is_called(asked)), None)
+    return next((place for place, offer in enumerate(found) if offer.is_named(asked)), None)
 
 
 def check_request(args: "KVServerArgs", asked: object) -> None:
@@ -392,14 +392,14 @@ def check_request(args: "KVServerArgs", asked: object) -> None:
 
     Args:
         args: The server's arguments.
-        asked: The value of :data:`ASKED` in a request.
+        asked: The value of :data:`COMPRESSOR_PARAM` in a request.
 
     Raises:
         ValueError: Names the method and those that the server has.
     """
-    found = offers(args)
-    if place_of(found, {ASKED: asked}) is None:
+    found = offered_methods(args)
+    if method_index(found, {COMPRESSOR_PARAM: asked}) is None:
         raise ValueError(
-            f"{ASKED} in custom_params is {asked!r}; this server compresses with "
-            f"{', '.join(offer.told for offer in found)}: ask for one of these, or leave it out for the first"
+            f"{COMPRESSOR_PARAM} in custom_params is {asked!r}; this server compresses with "
+            f"{', '.join(offer.public_name for offer in found)}: ask for one of these, or leave it out for the first"
         )

@@ -19,7 +19,7 @@ def _is_written(path: Path, model: str) -> bool:
     return path.is_absolute() or model.startswith(("./", "../", "~"))
 
 
-def problem(model: str) -> str | None:
+def find_problem(model: str) -> str | None:
     """Why the path ``model`` holds no model, in one sentence; None where it holds one, and of a name on the Hub."""
     path = Path(model)
     if not is_path(model):
@@ -38,12 +38,12 @@ def check(model: str) -> None:
         OptionError: names the path, and the remedy.
     """
     path = Path(model)
-    found = problem(model) if _is_written(path, model) or path.exists() else None
+    found = find_problem(model) if _is_written(path, model) or path.exists() else None
     if found is not None and model.lower() not in ("none", "dummy"):
         raise OptionError(f"--model-path {found}: pass a Hugging Face folder, with its {CONFIGS[0]}, or a name on the Hub")
 
 
-def unread(model: str, error: OSError) -> OptionError:
+def unreadable_model(model: str, error: OSError) -> OptionError:
     """What to say of a model whose config SGLang could not read.
 
     Args:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from sglang_ext.config.options import ATTENTION_BACKENDS, DETERMINISTIC_BACKENDS, attention_backends, offloads
+from sglang_ext.config.options import ATTENTION_BACKENDS, DETERMINISTIC_BACKENDS, attention_backends, can_offload_full_kv
 from sglang_ext.core import OptionError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def check_resolved(args: "KVServerArgs") -> None:
                 "decode. Pass one of these."
             )
     config = args.get_model_config()
-    reason = unsupported_model(config)
+    reason = unsupported_model_reason(config)
     if reason is not None:
         raise OptionError(
             f"--model-path {args.model_path}: {reason}; --kv-mode {args.kv_mode} serves decoder-only "
@@ -59,7 +59,7 @@ def _check_deterministic_heads(args: "KVServerArgs", config: object) -> None:
         )
 
 
-def unsupported_model(config: object) -> str | None:
+def unsupported_model_reason(config: object) -> str | None:
     """Why a model cannot be served from a compressed KV cache; None when it can.
 
     Args:
@@ -103,10 +103,10 @@ def _uses_sliding_window(text: object) -> bool:
 
 # By device, the attention backends with which such copies are served. On a CPU the backend reads them; on a GPU steps over
 # them have a backend of their own, and these do the rest.
-COPY_BACKENDS: dict[str, tuple[str, ...]] = {"cpu": ("torch_native",), "cuda": ("flashinfer", "triton", "fa3")}
+COMPRESSED_KV_BACKENDS: dict[str, tuple[str, ...]] = {"cpu": ("torch_native",), "cuda": ("flashinfer", "triton", "fa3")}
 
 
-def check_copies(args: "KVServerArgs", copies: str, remedy: str) -> None:
+def check_compressed_kv_backends(args: "KVServerArgs", copies: str, remedy: str) -> None:
     """Refuse devices, backends and schedules where copies that hold no plain tokens are not read, once SGLang has chosen them.
 
     Args:
@@ -118,12 +118,12 @@ def check_copies(args: "KVServerArgs", copies: str, remedy: str) -> None:
         OptionError: names what it chose, and the remedy.
     """
     found = attention_backends(args)
-    if found - set(COPY_BACKENDS.get(args.device, ())):
+    if found - set(COMPRESSED_KV_BACKENDS.get(args.device, ())):
         raise OptionError(
             f"--device is {args.device} and --attention-backend {', '.join(sorted(found))}; {copies} are read on {_readers()}. "
             f"Pass one of these, or {remedy}."
         )
-    if args.device != "cpu" and args.enable_deterministic_inference and offloads(args):
+    if args.device != "cpu" and args.enable_deterministic_inference and can_offload_full_kv(args):
         raise OptionError(
             f"--kv-full-tier is {args.kv_full_tier!r} with --enable-deterministic-inference; of {copies} a GPU reads one token a "
             "request at a time: requests without a copy answer there in the steps in which others draft, and round differently. "
@@ -132,4 +132,4 @@ def check_copies(args: "KVServerArgs", copies: str, remedy: str) -> None:
 
 
 def _readers() -> str:
-    return ", on ".join(f"{device} with {', '.join(allowed)}" for device, allowed in COPY_BACKENDS.items())
+    return ", on ".join(f"{device} with {', '.join(allowed)}" for device, allowed in COMPRESSED_KV_BACKENDS.items())

@@ -2,15 +2,15 @@
 
 from typing import TYPE_CHECKING
 
-from sglang_ext.config.disaggregation_options import traveling_codes
-from sglang_ext.config.options import BACKEND, one_of
+from sglang_ext.config.disaggregation_options import quantized_transfer_settings
+from sglang_ext.config.options import BACKEND, check_allowed
 from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.compressors import catalogue
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
 
-EXACT, QUANTIZED = PREFILLS = ("exact", "quantized")
+EXACT, QUANTIZED = PREFILL_MODES = ("exact", "quantized")
 # Where prompts attend to codes.
 DEVICES = ("cpu", "cuda")
 
@@ -21,7 +21,7 @@ def resolve(args: "KVServerArgs") -> None:
     Raises:
         OptionError: names the flag, its value and the remedy.
     """
-    one_of("--kv-prefill", args.kv_prefill, PREFILLS)
+    check_allowed("--kv-prefill", args.kv_prefill, PREFILL_MODES)
     if args.kv_prefill == EXACT:
         return
     drops, packs = catalogue.parse(args.kv_compressor)
@@ -50,7 +50,7 @@ def check_resolved(args: "KVServerArgs") -> None:
             f"--device is {args.device} with --kv-prefill {QUANTIZED}; prompts attend to codes on {' and '.join(DEVICES)}: "
             f"pass --kv-prefill {EXACT}, or --device cpu"
         )
-    if args.disaggregation_mode != "null" and not traveling_codes(args):
+    if args.disaggregation_mode != "null" and not quantized_transfer_settings(args):
         raise OptionError(
             f"--disaggregation-mode is {args.disaggregation_mode} with --kv-prefill {QUANTIZED}; what travels does not say how it was "
             f"computed: pass --kv-prefill {EXACT}, or --disaggregation-transfer-backend {BACKEND}"

@@ -65,13 +65,13 @@ def given(args: "KVServerArgs", name: str) -> bool:
     return getattr(args, name) != default
 
 
-def rounded_up(least: float) -> str:
+def round_up(least: float) -> str:
     """A number as a message advises it: two digits that are no less, so that what is advised is taken."""
     step = 10.0 ** (math.floor(math.log10(least)) - 1)
     return f"{math.ceil(least / step) * step:.3g}"
 
 
-def switched_on(name: str) -> Callable[["KVServerArgs"], bool]:
+def when_set(name: str) -> Callable[["KVServerArgs"], bool]:
     """Whether a field says anything but no, none or nothing."""
     return lambda args: bool(getattr(args, name))
 
@@ -83,7 +83,7 @@ def above(name: str, most: int) -> Callable[["KVServerArgs"], bool]:
 
 def refused(name: str, why: str, remedy: str = "leave it out", parts: tuple[str, ...] = ()) -> Refusal:
     """Of an option that is refused whenever it says anything, by its field."""
-    return Refusal(flag(name), switched_on(name), why, remedy, parts)
+    return Refusal(flag(name), when_set(name), why, remedy, parts)
 
 
 def at_most_one(name: str, why: str, parts: tuple[str, ...] = ()) -> Refusal:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 CUSTOM_PARAMS = "custom_params"
 REQUEST_PARAMS: dict[str, Callable[["KVServerArgs", Any], None]] = {
-    method_options.ASKED: method_options.check_request,
+    method_options.COMPRESSOR_PARAM: method_options.check_request,
     stream_options.PARAMETER: stream_options.check_request,
     benchmark_options.PARAMETER: benchmark_options.check_request,
 }
@@ -51,7 +51,7 @@ def check(args: "KVServerArgs", custom_params: object, has_processor: bool = Fal
         return
     if not isinstance(custom_params, dict):
         raise ValueError(
-            f"{CUSTOM_PARAMS} is {custom_params!r}; pass an object, as in {{{method_options.ASKED!r}: 'snapkv'}}, or leave it out"
+            f"{CUSTOM_PARAMS} is {custom_params!r}; pass an object, as in {{{method_options.COMPRESSOR_PARAM!r}: 'snapkv'}}, or leave it out"
         )
     for key in custom_params:
         if not has_processor or key.startswith(PREFIX):

@@ -14,7 +14,7 @@ from sglang_ext.mem_cache.compressors import Compressor, catalogue
 from sglang_ext.mem_cache.compressors.each_step.quest import Quest
 from sglang_ext.mem_cache.compressors.spade import Spade
 from sglang_ext.mem_cache.host_tier import host_memory
-from sglang_ext.mem_cache.selection.held_keys import EXACT, SCORE_BITS, KeySizes
+from sglang_ext.mem_cache.selection.scoring_keys import EXACT, SCORE_BITS, KeySpec
 from sglang_ext.mem_cache.selection.predictors import query_predictor
 
 if TYPE_CHECKING:
@@ -23,56 +23,56 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RANK_FLAGS = ("kv_pack_layers", "kv_cache_rank_gb", "kv_cache_rank_gpu")
-FLAGS = ("kv_select", "kv_select_every")
+SELECTION_FLAGS = ("kv_select", "kv_select_every")
 AUTO = "auto"
 # Selection intervals that --kv-select-every auto chooses from, in steps, longest first. With the longest a usual round selects once.
 INTERVALS = (16, 8, 4, 2, 1)
 # Memory of the model's GPU through which each of its cache ranks gets keys and queries, at most; and where it gets values, too, and sends
 # rows.
-ARENA_BYTES, ROWS_ARENA_BYTES = 256 << 20, 3 << 29
+EXCHANGE_BUFFER_BYTES, ROW_EXCHANGE_BUFFER_BYTES = 256 << 20, 3 << 29
 # Bits of the keys by which cache ranks on GPUs choose, where nobody says.
 RANK_BITS = 8
 SPADE_FLAGS = ("kv_select_by", "kv_cache_ranks", *RANK_FLAGS, "kv_score_bits")
 
 
-def selects(args: "KVServerArgs") -> bool:
+def has_selector(args: "KVServerArgs") -> bool:
     """Whether the server's method chooses tokens for each step."""
-    return catalogue.parse(args.kv_compressor)[0] in catalogue.stepping()
+    return catalogue.parse(args.kv_compressor)[0] in catalogue.per_step_methods()
 
 
-def predicts(args: "KVServerArgs") -> bool:
+def is_spade(args: "KVServerArgs") -> bool:
     """Whether it does by predicted queries."""
     return catalogue.parse(args.kv_compressor)[0] == Spade.name
 
 
-def chooses_in_attention(args: "KVServerArgs") -> bool:
+def has_attention_selector(args: "KVServerArgs") -> bool:
     """Whether attention of steps chooses by extremes of pages beside the pool; known once SGLang has chosen the device."""
     return args.device == "cuda" and catalogue.parse(args.kv_compressor)[0] == Quest.name
 
 
-def interval(args: "KVServerArgs") -> int:
+def selection_interval(args: "KVServerArgs") -> int:
     """The selection interval, in steps; for auto the shortest interval."""
     return 1 if args.kv_select_every == AUTO else args.kv_select_every
 
 
-def intervals(args: "KVServerArgs") -> tuple[int, ...]:
+def selection_intervals(args: "KVServerArgs") -> tuple[int, ...]:
     """Selection intervals from which a server chooses by measured times, longest first; a single one if it does not choose.
 
     A server chooses only for spade in mode verified: in mode lossy, answers would depend on times. Cache ranks choose their own interval.
     """
-    chooses = args.kv_select_every == AUTO and args.kv_mode == "verified" and predicts(args) and not ranks(args)
-    return INTERVALS if chooses else (interval(args),)
+    chooses = args.kv_select_every == AUTO and args.kv_mode == "verified" and is_spade(args) and not ranks(args)
+    return INTERVALS if chooses else (selection_interval(args),)
 
 
 def ranks(args: "KVServerArgs") -> int:
     """Cache ranks that are started; 0 for none. A server that only prefills takes no steps for which tokens would be chosen."""
-    return args.kv_cache_ranks if predicts(args) and args.disaggregation_mode != "prefill" else 0
+    return args.kv_cache_ranks if is_spade(args) and args.disaggregation_mode != "prefill" else 0
 
 
-def coded_slots(args: "KVServerArgs") -> int:
+def slot_code_bits(args: "KVServerArgs") -> int:
     """Bits of the codes that lie beside the pool for each of its keys, by which tokens are chosen; 0 where keys are, or cache ranks choose.
     A server that only prefills chooses none."""
-    if not predicts(args) or args.kv_cache_ranks or args.disaggregation_mode == "prefill" or args.kv_score_bits in (None, EXACT):
+    if not is_spade(args) or args.kv_cache_ranks or args.disaggregation_mode == "prefill" or args.kv_score_bits in (None, EXACT):
         return 0
     return args.kv_score_bits
 
@@ -82,33 +82,33 @@ def score_bits(args: "KVServerArgs") -> int:
     GPUs choose for some layers in less time than the model takes for them (docs/results/longcot.md)."""
     if args.kv_score_bits is not None:
         return args.kv_score_bits
-    return RANK_BITS if beside_gpu(args) else EXACT
+    return RANK_BITS if has_gpu_ranks(args) else EXACT
 
 
-def most_ranks() -> int:
+def max_cache_ranks() -> int:
     """Cache ranks that may be started here: as many as this process has cores."""
     return len(os.sched_getaffinity(0))
 
 
-def sends_rows(args: "KVServerArgs") -> bool:
+def has_remote_values(args: "KVServerArgs") -> bool:
     """Whether cache ranks have values, too, and send K and V of what they choose: nothing is verified, which would read full KV here. On
     GPUs only where full KV is given back: else what is chosen is read where it lies. Known once SGLang has chosen the device."""
     if not ranks(args) or args.kv_mode != "lossy":
         return False
-    return not beside_gpu(args) or (args.disaggregation_mode == "null" and options.full_kv_stays(args) is None)
+    return not has_gpu_ranks(args) or (args.disaggregation_mode == "null" and options.why_full_kv_stays(args) is None)
 
 
-def beside_gpu(args: "KVServerArgs") -> bool:
+def has_gpu_ranks(args: "KVServerArgs") -> bool:
     """Whether cache ranks choose on GPUs of their own, beside the model's; known once SGLang has chosen the device."""
     return ranks(args) > 0 and args.device == "cuda"
 
 
-def arena_bytes(args: "KVServerArgs") -> int:
+def exchange_buffer_bytes(args: "KVServerArgs") -> int:
     """Memory of the model's GPU that it shares with each of its cache ranks, at most."""
-    return ROWS_ARENA_BYTES if sends_rows(args) else ARENA_BYTES
+    return ROW_EXCHANGE_BUFFER_BYTES if has_remote_values(args) else EXCHANGE_BUFFER_BYTES
 
 
-def rank_gpus(args: "KVServerArgs") -> list[int]:
+def cache_rank_gpus(args: "KVServerArgs") -> list[int]:
     """The GPUs of cache ranks, one after another: from that which the flag says, or the one after the model's."""
     first = args.base_gpu_id + 1 if args.kv_cache_rank_gpu is None else args.kv_cache_rank_gpu
     return [first + each for each in range(args.kv_cache_ranks)]
@@ -134,7 +134,7 @@ def resolve(args: "KVServerArgs") -> None:
     query_predictor(args.kv_select_by)
     _check_ranks(args)
     _check_coded_slots(args)
-    if share is None or not selects(args):
+    if share is None or not has_selector(args):
         return
     _check_fewest(args)
     if args.kv_budget is not None:
@@ -146,7 +146,7 @@ def resolve(args: "KVServerArgs") -> None:
 
 def _check_fewest(args: "KVServerArgs") -> None:
     """Refuse a number of tokens of which queries would choose none."""
-    always, most = _compressor(args).always_kept, selected(args)
+    always, most = _compressor(args).always_kept, max_selected_tokens(args)
     if 0 < most <= always:
         raise OptionError(
             f"--kv-select is {most}; of these the first and the newest {always} are read in any case, so that queries would choose none: pass "
@@ -157,7 +157,7 @@ def _check_fewest(args: "KVServerArgs") -> None:
 def _check_share(args: "KVServerArgs", context: int) -> None:
     """Refuse a share of which queries choose none in the longest context, and say where they choose none in shorter ones."""
     always, share = _compressor(args).always_kept, args.kv_budget
-    if selected(args) or share is None:
+    if max_selected_tokens(args) or share is None:
         return
     flag, enough = "--kv-budget" if args.kv_select is None else "--kv-select", math.floor(always / share) + 1
     if enough > context:
@@ -176,7 +176,7 @@ def _check_share(args: "KVServerArgs", context: int) -> None:
 
 def _check_ranks(args: "KVServerArgs") -> None:
     """Refuse wrong values of the flags of cache ranks; without the method they are named as idle instead."""
-    ranks, pack, size, cores = args.kv_cache_ranks, args.kv_pack_layers, args.kv_cache_rank_gb, most_ranks()
+    ranks, pack, size, cores = args.kv_cache_ranks, args.kv_pack_layers, args.kv_cache_rank_gb, max_cache_ranks()
     if not (isinstance(ranks, int) and 0 <= ranks <= cores):
         raise OptionError(
             f"--kv-cache-ranks is {ranks}; each is a process on a core of its own, and there are {cores} cores: pass a whole number "
@@ -201,7 +201,7 @@ def _check_ranks(args: "KVServerArgs") -> None:
             f"{', '.join(map(str, SCORE_BITS))}"
         )
     benchmark_options.check_timeline(args)
-    if ranks and predicts(args) and args.tp_size > 1:
+    if ranks and is_spade(args) and args.tp_size > 1:
         raise OptionError(
             f"--kv-cache-ranks is {ranks} with --tp-size {args.tp_size}; what comes in time could differ between ranks, which must decide "
             "alike: pass --tp-size 1, or --kv-cache-ranks 0"
@@ -210,7 +210,7 @@ def _check_ranks(args: "KVServerArgs") -> None:
 
 def _check_coded_slots(args: "KVServerArgs") -> None:
     """Refuse keys that would come from elsewhere than forwards or host memory, and not be coded."""
-    bits = coded_slots(args)
+    bits = slot_code_bits(args)
     if bits and args.disaggregation_mode == "decode":
         raise OptionError(
             f"--kv-score-bits is {bits} with --disaggregation-mode decode; keys that come from another server would have no codes, which "
@@ -225,10 +225,10 @@ def check_resolved(args: "KVServerArgs") -> None:
     Raises:
         OptionError: names what it is, and the remedy.
     """
-    if not selects(args):
+    if not has_selector(args):
         return
     check_device(args)
-    most, context = selected(args), args.get_model_config().context_len
+    most, context = max_selected_tokens(args), args.get_model_config().context_len
     _check_fewest(args)
     _check_share(args, context)
     if most >= context:
@@ -236,7 +236,7 @@ def check_resolved(args: "KVServerArgs") -> None:
             f"--kv-select is {most}, and the longest context that is served has {context} tokens: pass a number below that, a share, for "
             "example 0.125, or a longer --context-length"
         )
-    if interval(args) >= context:
+    if selection_interval(args) >= context:
         # Rings keep as many queries of each request.
         raise OptionError(
             f"--kv-select-every is {args.kv_select_every}, and the longest context that is served has {context} tokens: pass a number below "
@@ -252,16 +252,16 @@ def check_device(args: "KVServerArgs") -> None:
     Raises:
         OptionError: names what it is, and the remedy.
     """
-    if not selects(args):
+    if not has_selector(args):
         return
-    if chooses_in_attention(args):
+    if has_attention_selector(args):
         _check_pages(args)
-    elif args.device != "cpu" and not predicts(args):
+    elif args.device != "cpu" and not is_spade(args):
         raise OptionError(
             f"--device is {args.device} with --kv-compressor {args.kv_compressor}; so tokens are chosen on a CPU alone: "
             "pass --kv-compressor spade, verify-guided or, on an NVIDIA GPU, quest, or --device cpu"
         )
-    if beside_gpu(args):
+    if has_gpu_ranks(args):
         _check_gpus(args)
     elif ranks(args) and args.kv_cache_rank_gpu is not None:
         raise OptionError(
@@ -300,7 +300,7 @@ def _check_gpus(args: "KVServerArgs") -> None:
     for name in ("dp_size", "pp_size"):
         if getattr(args, name) > 1:
             raise OptionError(f"{asked} with {refusal.flag(name)} {getattr(args, name)}; they follow the GPU of one model: pass 1")
-    gpus, found = rank_gpus(args), torch.cuda.device_count()
+    gpus, found = cache_rank_gpus(args), torch.cuda.device_count()
     if gpus[-1] >= found:
         raise OptionError(
             f"{asked}, from GPU {gpus[0]} to GPU {gpus[-1]}, the model being on GPU {args.base_gpu_id}; there are {found} GPUs: pass fewer "
@@ -317,9 +317,9 @@ def _check_gpus(args: "KVServerArgs") -> None:
 def _check_against_model(args: "KVServerArgs") -> None:
     """Refuse packs of more layers than there are, and memory that has no room for the shortest request, or that the host lacks."""
     config, size = args.get_model_config(), args.kv_cache_rank_gb
-    check_packs(args, config.num_hidden_layers)
+    check_layer_packs(args, config.num_hidden_layers)
     heads = config.get_num_kv_heads(args.tp_size)
-    sizes = KeySizes(config.num_hidden_layers, heads, config.head_dim, config.dtype, score_bits(args), sends_rows(args))
+    sizes = KeySpec(config.num_hidden_layers, heads, config.head_dim, config.dtype, score_bits(args), has_remote_values(args))
     token, what, fewer = sizes.token_bytes, "keys and values" if sizes.rows else "keys", ""
     if sizes.rows and sizes.bits != EXACT:
         what, fewer = f"{what}, and keys in {sizes.bits} bits,", f", or --kv-score-bits {EXACT}"
@@ -328,14 +328,14 @@ def _check_against_model(args: "KVServerArgs") -> None:
     if size is not None and size < least:
         raise OptionError(
             f"--kv-cache-rank-gb is {size:g}, less than {what} of {args.kv_sparse_from} tokens (--kv-sparse-from) take: pass at least "
-            f"{refusal.rounded_up(least)}, better room for many requests, for example 8{fewer}"
+            f"{refusal.round_up(least)}, better room for many requests, for example 8{fewer}"
         )
-    if size is not None and not beside_gpu(args):
+    if size is not None and not has_gpu_ranks(args):
         # The process could not take it, or be ended once it has: the server would go on without choices.
         host_memory.check(int(size * 1e9), args.kv_cache_ranks, "--kv-cache-rank-gb", what)
 
 
-def check_packs(args: "KVServerArgs", layers: int) -> None:
+def check_layer_packs(args: "KVServerArgs", layers: int) -> None:
     """Refuse packs of more layers than a model has.
 
     Raises:
@@ -346,24 +346,24 @@ def check_packs(args: "KVServerArgs", layers: int) -> None:
         raise OptionError(f"--kv-pack-layers is {pack}, and the model has {layers} layers: pass a number up to that, or auto")
 
 
-def selected(args: "KVServerArgs") -> int:
+def max_selected_tokens(args: "KVServerArgs") -> int:
     """Tokens that each KV head reads at most, whatever the context; 0 where a share says how many."""
-    return int(args.kv_select) if selects(args) and args.kv_select is not None and args.kv_select > 1 else 0
+    return int(args.kv_select) if has_selector(args) and args.kv_select is not None and args.kv_select > 1 else 0
 
 
 def spade(args: "KVServerArgs") -> Spade:
     """The method as the flags ask for it, for arguments that :func:`resolve` saw."""
     # Ranks on GPUs choose for steps alone: a copy is not made anew by the model's GPU after each verification.
-    each_round = args.kv_mode == "verified" and not beside_gpu(args)
-    return Spade(query_predictor(args.kv_select_by), interval(args), each_round, most=selected(args))
+    each_round = args.kv_mode == "verified" and not has_gpu_ranks(args)
+    return Spade(query_predictor(args.kv_select_by), selection_interval(args), each_round, most=max_selected_tokens(args))
 
 
 def stepping(args: "KVServerArgs", name: str) -> Compressor:
     """Another method that chooses for each step, as the flags ask for it."""
-    found = replace(catalogue.create(name), every=interval(args), each_round=args.kv_mode == "verified", most=selected(args))
-    return replace(found, in_attention=True) if isinstance(found, Quest) and chooses_in_attention(args) else found
+    found = replace(catalogue.create(name), every=selection_interval(args), each_round=args.kv_mode == "verified", most=max_selected_tokens(args))
+    return replace(found, in_attention=True) if isinstance(found, Quest) and has_attention_selector(args) else found
 
 
 def _compressor(args: "KVServerArgs") -> Spade | Compressor:
     """The server's method, of those that choose for each step."""
-    return spade(args) if predicts(args) else stepping(args, catalogue.parse(args.kv_compressor)[0])
+    return spade(args) if is_spade(args) else stepping(args, catalogue.parse(args.kv_compressor)[0])

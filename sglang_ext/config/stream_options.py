@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from sglang_ext.config.options import one_of
+from sglang_ext.config.options import check_allowed
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
@@ -19,7 +19,7 @@ def check_flag(args: "KVServerArgs") -> None:
     Raises:
         OptionError: names the flag, its value and the allowed values.
     """
-    one_of("--kv-stream-pacing", args.kv_stream_pacing, PACINGS)
+    check_allowed("--kv-stream-pacing", args.kv_stream_pacing, PACINGS)
 
 
 def check_request(args: "KVServerArgs", asked: object) -> None:
@@ -36,7 +36,7 @@ def check_request(args: "KVServerArgs", asked: object) -> None:
         raise ValueError(f"{PARAMETER} is {asked!r}; pass {' or '.join(map(repr, PACINGS))}, or leave it out for the server's")
 
 
-def pacing_of(default: str, custom_params: dict[str, Any] | None) -> str:
+def request_pacing(default: str, custom_params: dict[str, Any] | None) -> str:
     """The pacing of a request: the one in its ``custom_params``, else the server's ``default``."""
     asked = custom_params.get(PARAMETER) if isinstance(custom_params, dict) else None
     return asked or default

@@ -36,7 +36,7 @@ TRANSPORTS = {
 FAKE = "fake"
 
 
-def obstacle(backend: str) -> str | None:
+def transport_obstacle(backend: str) -> str | None:
     """Why a prefill and a decode server cannot move KV by this backend here, with the remedy, in a line; None where they can.
 
     What the transport is made of is imported: it may need libraries of the system.

@@ -29,8 +29,8 @@ from sglang_ext.doctor.installation import (
     check_sglang,
     check_torch,
     package_version,
-    told,
-    verdict,
+    one_line,
+    make_check,
 )
 from sglang_ext.doctor.serving import (
     check_attention_backends,
@@ -50,7 +50,7 @@ def check_modes(others: Iterable[Check]) -> Check:
     # Without cache ranks each mode serves.
     failed = [check.name for check in others if not check.ok and check.name != CACHE_RANKS]
     found = ", ".join(options.MODES) if not failed else "full, if SGLang itself starts"
-    return verdict("kv modes", not failed, found, f"see {', '.join(failed)}")
+    return make_check("kv modes", not failed, found, f"see {', '.join(failed)}")
 
 
 def examine(model: str | None = None) -> list[Check]:
@@ -81,7 +81,7 @@ def _guarded(name: str, check: Callable[[], Check | Iterable[Check]]) -> list[Ch
         return [found] if isinstance(found, Check) else list(found)
     except Exception as error:
         logger.debug("sglang-ext: the check of %s failed", name, exc_info=True)
-        return [Check(name, False, told(error), INSTALL)]
+        return [Check(name, False, one_line(error), INSTALL)]
 
 
 def render(checks: list[Check]) -> Table:

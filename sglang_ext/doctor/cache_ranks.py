@@ -8,10 +8,10 @@ from pathlib import Path
 import psutil
 import torch
 
-from sglang_ext.config.selection_options import most_ranks
-from sglang_ext.doctor.installation import Check, told, verdict
-from sglang_ext.managers.cache_rank.link import START_SECONDS, RankLink, RankSettings
-from sglang_ext.managers.cache_rank.protocol import VERSION, Attach, Shape, Turning
+from sglang_ext.config.selection_options import max_cache_ranks
+from sglang_ext.doctor.installation import Check, one_line, make_check
+from sglang_ext.managers.cache_rank.rank_link import START_SECONDS, RankLink, RankSettings
+from sglang_ext.managers.cache_rank.protocol import VERSION, Attach, BufferShape, RotaryParameters
 
 NAME = "cache ranks"
 SHARED_FOLDER = Path("/dev/shm")
@@ -29,22 +29,22 @@ def check_cache_ranks(seconds: float = START_SECONDS) -> Check:
     """
     begun, link = time.monotonic(), RankLink(RankSettings(_small(), pack=1))
     try:
-        link.tend()
-        while not link.ready and link.why == "starting" and time.monotonic() < begun + seconds:
+        link.poll()
+        while not link.ready and link.down_reason == "starting" and time.monotonic() < begun + seconds:
             link.wait(0.05)
-            link.tend()
+            link.poll()
         ready, after = link.ready, f"after {time.monotonic() - begun:.1f} s"
-        started = f"a process was ready {after}" if ready else f"a process was not ready {after}: {link.why}"
+        started = f"a process was ready {after}" if ready else f"a process was not ready {after}: {link.down_reason}"
     except OSError as error:
-        ready, started = False, f"no process was started: {told(error)}"
+        ready, started = False, f"no process was started: {one_line(error)}"
     finally:
         link.end()
-    return verdict(NAME, ready, f"{started}; up to {most_ranks()}, one a core; {_memory()}; {_devices()}", REMEDY)
+    return make_check(NAME, ready, f"{started}; up to {max_cache_ranks()}, one a core; {_memory()}; {_devices()}", REMEDY)
 
 
 def _small() -> Attach:
-    shape = Shape(layers=1, query_heads=1, kv_heads=1, dim=2, dtype="float32", window=1, lanes=1, most=8, places=1)
-    turning = Turning(frequencies=(1.0,), interleaved=False)
+    shape = BufferShape(layers=1, query_heads=1, kv_heads=1, dim=2, dtype="float32", window=1, lanes=1, most=8, places=1)
+    turning = RotaryParameters(frequencies=(1.0,), interleaved=False)
     return Attach(VERSION, 1, shape, blocks=1, scaling=(1.0,), predictor="current", sinks=0, recent=0, turning=turning)
 
 

@@ -26,12 +26,12 @@ class Check:
     remedy: str = ""
 
 
-def verdict(name: str, ok: bool, found: str, remedy: str) -> Check:
+def make_check(name: str, ok: bool, found: str, remedy: str) -> Check:
     """A check whose remedy is told only when it fails."""
     return Check(name, ok, found, "" if ok else remedy)
 
 
-def told(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """An error in one line of at most 300 characters."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
@@ -45,7 +45,7 @@ def check_python(running: tuple[int, int] = sys.version_info[:2]) -> Check:
     """Whether this Python is one that SGLang's packages are pinned for."""
     supported = [".".join(map(str, version)) for version in PYTHON_VERSIONS]
     remedy = f"make the environment with Python {' or '.join(supported)}: `make install PYTHON=python3.11`"
-    return verdict("Python", running in PYTHON_VERSIONS, ".".join(map(str, running)), remedy)
+    return make_check("Python", running in PYTHON_VERSIONS, ".".join(map(str, running)), remedy)
 
 
 def package_version(package: str) -> str | None:
@@ -60,20 +60,20 @@ def check_sglang() -> Check:
     """Whether SGLang is there, in the version that the hooks were written for."""
     found = package_version("sglang")
     remedy = f"install sglang=={SGLANG_VERSION}: `make install`"
-    return verdict("SGLang", found == SGLANG_VERSION, found or "not installed", remedy)
+    return make_check("SGLang", found == SGLANG_VERSION, found or "not installed", remedy)
 
 
 def check_torch() -> Check:
     """Whether torch is there; SGLang's requirements say which."""
     found = package_version("torch")
-    return verdict("torch", found is not None, found or "not installed", INSTALL)
+    return make_check("torch", found is not None, found or "not installed", INSTALL)
 
 
 def check_entry_point(name: str, group: str, value: str) -> Check:
     """Whether SGLang will find an entry point of ours."""
     known = [point.name for point in entry_points(group=group) if point.value == value]
     found = f"{known[0]} in {group}" if known else f"not in {group}"
-    return verdict(name, bool(known), found, INSTALL)
+    return make_check(name, bool(known), found, INSTALL)
 
 
 def check_not_filtered() -> Check:

@@ -13,9 +13,9 @@ import zmq
 from sglang_ext import serve_pd
 from sglang_ext.config import model_folder, model_options, options, transports
 from sglang_ext.config.disaggregation_options import BACKEND
-from sglang_ext.doctor.installation import SGLANG_VERSION, Check, told, verdict
-from sglang_ext.hooks import application as hooking
-from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.doctor.installation import SGLANG_VERSION, Check, one_line, make_check
+from sglang_ext.hooks import activation as hooking
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors import catalogue
 
@@ -50,7 +50,7 @@ def check_attention_backends() -> Check:
     there = [name for name in options.ATTENTION_BACKENDS if not missing.get(name)]
     needed = "flashinfer" if on_gpu else "torch_native"
     remedy = "install flashinfer (`make install`), or pass --attention-backend triton"
-    return verdict("attention backends", needed in there, ", ".join(there), remedy)
+    return make_check("attention backends", needed in there, ", ".join(there), remedy)
 
 
 def has_fa3() -> bool:
@@ -64,7 +64,7 @@ def has_fa3() -> bool:
 def check_transfer() -> Check:
     """Over what KV can go from a prefill to a decode server (``--disaggregation-transfer-backend``), and whether links can be encrypted."""
     keys = "encrypted with --kv-link-keys" if zmq.has("curve") else "not encrypted: this libzmq has no CURVE"
-    obstacles = {name: transports.obstacle(name) for name in transports.TRANSPORTS}
+    obstacles = {name: transports.transport_obstacle(name) for name in transports.TRANSPORTS}
     found = [f"{BACKEND} (ZMQ {zmq.zmq_version()}, {keys})", *(name for name, why in obstacles.items() if why is None)]
     # The one of SGLang's own that any machine could have.
     lacking = obstacles[transports.MOONCAKE_TCP]
@@ -85,14 +85,14 @@ def check_hooks() -> Iterator[Check]:
     remedy = f"install sglang=={SGLANG_VERSION}, or serve with --kv-mode full"
     fitting = sum(problem is None for problem in problems.values())
     caller = ", called by this patched fork" if hooking.is_patched_fork() else ""
-    yield verdict("hooks", fitting == len(table), f"{fitting} of {len(table)} fit{caller}", remedy)
+    yield make_check("hooks", fitting == len(table), f"{fitting} of {len(table)} fit{caller}", remedy)
     for target, problem in problems.items():
         if problem is not None:
             yield Check(f"hook {target.rsplit('.', 1)[-1]}", False, f"{target}: {problem}", remedy)
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelInfo:
     """What the checks read of a model's ``config.json``.
 
     Attributes:
@@ -114,7 +114,7 @@ class Model:
 
 
 @cache
-def read_model(path: str) -> Model | Check:
+def read_model(path: str) -> ModelInfo | Check:
     """A model as SGLang reads it, once for all checks; where it cannot, the failing line that says why.
 
     Args:
@@ -122,14 +122,14 @@ def read_model(path: str) -> Model | Check:
     """
     from sglang.srt.configs.model_config import ModelConfig
 
-    missing = model_folder.problem(path)
+    missing = model_folder.find_problem(path)
     if missing is not None:
         return Check("model", False, missing, "pass a Hugging Face folder, or a name on the Hub")
     try:
         config = ModelConfig(path, trust_remote_code=False)
-        return Model(
+        return ModelInfo(
             architecture=config.hf_config.architectures[0],
-            unsupported=model_options.unsupported_model(config),
+            unsupported=model_options.unsupported_model_reason(config),
             head_dim=config.head_dim,
             query_heads=config.get_num_attention_heads(1),
             kv_heads=config.get_num_kv_heads(1),
@@ -139,7 +139,7 @@ def read_model(path: str) -> Model | Check:
     except Exception as error:  # what transformers and SGLang raise depends on what is wrong in the file
         logger.debug("sglang-ext: %s cannot be read", path, exc_info=True)
         remedy = "pass a Hugging Face folder or name that SGLang serves; what is named here stands in its config.json"
-        return Check("model", False, f"{path}: {told(error)}", remedy)
+        return Check("model", False, f"{path}: {one_line(error)}", remedy)
 
 
 def check_model(path: str) -> Check:
@@ -148,7 +148,7 @@ def check_model(path: str) -> Check:
     if isinstance(model, Check):
         return model
     found = f"{path}: {model.unsupported or model.architecture}"
-    return verdict("model", model.unsupported is None, found, "serve this model with --kv-mode full")
+    return make_check("model", model.unsupported is None, found, "serve this model with --kv-mode full")
 
 
 def check_kernels(path: str) -> list[Check]:
@@ -185,8 +185,8 @@ def packed_kernels(dim: int, group: int, dtype: torch.dtype, device: str = "cuda
         dtype: of the KV pool.
         device: where the pool would lie.
     """
-    from sglang_ext.layers.attention.copies.copy_decode import LARGEST_HEAD, SMALLEST_HEAD
-    from sglang_ext.layers.kernels.packed.pack_blocks import takes
+    from sglang_ext.layers.attention.compressed.decode_backend import LARGEST_HEAD, SMALLEST_HEAD
+    from sglang_ext.layers.kernels.packed.pack_blocks import can_pack
     from sglang_ext.layers.kernels.packed.packed_decode import fragments, multiplies_integers
 
     if not SMALLEST_HEAD <= dim <= LARGEST_HEAD:
@@ -196,7 +196,7 @@ def packed_kernels(dim: int, group: int, dtype: torch.dtype, device: str = "cuda
     buffers = KVBuffers((0,), (1.0,), (keys,), (keys,))
     for name in catalogue.on_gpu():
         try:
-            packing = Packing.of(catalogue.quantizer(name, catalogue.code_bits(name, None)), buffers, 1)
+            packing = Packing.for_pool(catalogue.quantizer(name, catalogue.code_bits(name, None)), buffers, 1)
         except ValueError:
             found.setdefault("not for such heads", []).append(name)
             continue
@@ -204,6 +204,6 @@ def packed_kernels(dim: int, group: int, dtype: torch.dtype, device: str = "cuda
             found.setdefault("not on this GPU", []).append(name)
             continue
         reader = "Gluon" if fragments(packing, keys, keys, group) else "Triton"
-        writer = "a kernel" if takes(packing, buffers) else "PyTorch"
+        writer = "a kernel" if can_pack(packing, buffers) else "PyTorch"
         found.setdefault(f"read by {reader}, packed by {writer}", []).append(name)
     return found

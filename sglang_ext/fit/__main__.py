@@ -18,13 +18,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from sglang_ext.core import OptionError
 from sglang_ext.fit import FitError
-from sglang_ext.fit.progress import telling
-from sglang_ext.fit.samples import Piece, Sampler, Sampling
-from sglang_ext.fit.training import Training
-from sglang_ext.fit.work import Fit, split
+from sglang_ext.tools.fit.progress import show_progress
+from sglang_ext.tools.fit.samples import TextPiece, Sampler, SamplingConfig
+from sglang_ext.tools.fit.training import TrainingConfig
+from sglang_ext.tools.fit.job import FitJob, split
 from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
-from sglang_ext.mem_cache.scores.predictor import Fitted
-from sglang_ext.outputs import check_folder, exit_code
+from sglang_ext.mem_cache.scores.predictor import FitRecord
+from sglang_ext.output_files import check_folder, exit_code
 from sglang_ext.precompress import PrecompressError
 
 SMALLEST = {"tokens": 128, "samples": 1, "width": 0, "epochs": 1, "seed": 0}
@@ -41,12 +41,12 @@ def parser() -> argparse.ArgumentParser:
     add("--model", required=True, help="Hugging Face folder or name; the one that is served")
     add("--revision", help="of a model's name")
     add("--out", required=True, type=Path, metavar="FOLDER", help="takes the predictor, and its samples in FOLDER/work")
-    add("--target", default=Sampling.target, choices=("kvzip+", "kvzip"), help="which scores (default: %(default)s, as published)")
-    add("--tokens", type=int, default=Sampling.tokens, help="longer texts are cut into pieces of so many (default: %(default)s)")
-    add("--samples", type=int, default=Sampling.samples, help="tokens of a piece that are learned from (default: %(default)s)")
-    add("--network", default=Training.network, choices=("mlp", "linear"), help="default: %(default)s")
-    add("--width", type=int, default=Training.width, help="of the mlp's inner layer; 0: an eighth of the hidden size (default)")
-    add("--epochs", type=int, default=Training.epochs, help="of the mlp (default: %(default)s)")
+    add("--target", default=SamplingConfig.target, choices=("kvzip+", "kvzip"), help="which scores (default: %(default)s, as published)")
+    add("--tokens", type=int, default=SamplingConfig.tokens, help="longer texts are cut into pieces of so many (default: %(default)s)")
+    add("--samples", type=int, default=SamplingConfig.samples, help="tokens of a piece that are learned from (default: %(default)s)")
+    add("--network", default=TrainingConfig.network, choices=("mlp", "linear"), help="default: %(default)s")
+    add("--width", type=int, default=TrainingConfig.width, help="of the mlp's inner layer; 0: an eighth of the hidden size (default)")
+    add("--epochs", type=int, default=TrainingConfig.epochs, help="of the mlp (default: %(default)s)")
     add("--held-out", type=float, default=0.1, metavar="SHARE", help="of the texts (default: %(default)s)")
     add("--seed", type=int, default=0)
     add("--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"))
@@ -70,23 +70,23 @@ def run(args: argparse.Namespace, console: Console) -> None:
     check_folder("--out", args.out)
     check_folder("--out", samples)
     folder = model_folder(args.model, args.revision, download=True)
-    sampling = Sampling(args.target, args.tokens, args.samples, args.seed)
-    training = Training(args.network, args.width, args.epochs, seed=args.seed)
+    sampling = SamplingConfig(args.target, args.tokens, args.samples, args.seed)
+    training = TrainingConfig(args.network, args.width, args.epochs, seed=args.seed)
     sampler = Sampler(AutoTokenizer.from_pretrained(folder), model_key(folder), sampling, samples)
     texts = [sampler.pieces(file) for file in args.texts]
     parts = split(texts, args.held_out)
     layers = AutoConfig.from_pretrained(folder).get_text_config().num_hidden_layers
-    with telling(console) as begin:
+    with show_progress(console) as begin:
         _take(sampler, [piece for pieces in texts for piece in pieces], args, folder, begin)
         advance = begin("networks", layers, "layers")
-        predictor = Fit(sampler, training, parts, layers, torch.device(args.device)).run(lambda: advance(1))
+        predictor = FitJob(sampler, training, parts, layers, torch.device(args.device)).run(lambda: advance(1))
     predictor.write(args.out)
     _tell(predictor.fitted, console)
 
 
-def _take(sampler: Sampler, pieces: list[Piece], args: argparse.Namespace, folder: Path, begin: Callable) -> None:
+def _take(sampler: Sampler, pieces: list[TextPiece], args: argparse.Namespace, folder: Path, begin: Callable) -> None:
     """Take the samples that are not there yet."""
-    missing = [piece for piece in pieces if not piece.there]
+    missing = [piece for piece in pieces if not piece.is_sampled]
     if not missing:
         return
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=args.dtype).to(args.device).eval()
@@ -96,7 +96,7 @@ def _take(sampler: Sampler, pieces: list[Piece], args: argparse.Namespace, folde
         sampler.take(model, piece, advance)
 
 
-def _tell(fitted: Fitted, console: Console) -> None:
+def _tell(fitted: FitRecord, console: Console) -> None:
     title = f"on held-out texts; fitted to {fitted.tokens} tokens of {fitted.texts} texts"
     table = Table("layer", "mean squared error", "R^2", title=title)
     for layer, (loss, r2) in enumerate(zip(fitted.loss, fitted.r2)):

@@ -7,8 +7,8 @@ import torch
 from sglang.srt.managers.overlap_utils import RelayPayload
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
-from sglang_ext.command_line import ends_scheduler
-from sglang_ext.layers.forward import BetweenSteps
+from sglang_ext.command_line import exit_on_refusal
+from sglang_ext.layers.forward import KVDraftInput
 
 if TYPE_CHECKING:
     from sglang.srt.managers.overlap_utils import FutureMap
@@ -43,17 +43,17 @@ class KVVerifiedAlgorithm(CustomSpecAlgo):
 
     def build_disagg_draft_input(
         self, batch: "ScheduleBatch", server_args: "ServerArgs", last_tokens_tensor: torch.Tensor, future_map: "FutureMap"
-    ) -> BetweenSteps:
+    ) -> KVDraftInput:
         """What a round begins with whose requests were prefilled by another server: their first tokens, int64 [requests].
 
-        The worker sees such requests for the first time in that round, and admits them there (requests.py).
+        The worker sees such requests for the first time in that round, and admits them there (request_states.py).
         """
         for req in batch.reqs:
             if req.grammar is not None:
                 # A retracted request comes here again, with a grammar that has seen this token. SGLang tells by this; llguidance's
                 # does not set it.
                 req.grammar.current_token = req.output_ids[-1]
-        between = BetweenSteps(last_tokens_tensor)
+        between = KVDraftInput(last_tokens_tensor)
         if batch.enable_overlap:
             between.future_indices = batch.req_pool_indices
             future_map.publish(between.future_indices, batch.seq_lens)
@@ -61,10 +61,10 @@ class KVVerifiedAlgorithm(CustomSpecAlgo):
         return between
 
 
-@ends_scheduler
+@exit_on_refusal
 def worker_class(server_args: "ServerArgs") -> type:
     """The worker class, with the hooks it needs applied in this scheduler process."""
-    from sglang_ext.hooks import application as hooking
+    from sglang_ext.hooks import activation as hooking
     from sglang_ext.managers.worker import KVWorker
 
     hooking.check(server_args.kv_mode, ("scheduler",))

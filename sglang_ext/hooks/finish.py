@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 
-def end_at_last(original: Callable, req: "Req", new_accepted_len: int = 1) -> None:
+def check_finish_at_last_token(original: Callable, req: "Req", new_accepted_len: int = 1) -> None:
     """Hook around ``update_finish_state``: of tokens that come together the last is looked at, as if it came alone.
 
-    None before it ends the output (:func:`tokens_to_end`). An abort that came meanwhile ends what has no end of its own.
+    None before it ends the output (:func:`count_tokens_to_finish`). An abort that came meanwhile ends what has no end of its own.
     """
     if new_accepted_len <= 1:
         original(req, new_accepted_len)
@@ -27,7 +27,7 @@ def end_at_last(original: Callable, req: "Req", new_accepted_len: int = 1) -> No
         original(req, 1)
 
 
-def tokens_to_end(req: "Req", tokens: list[int]) -> int:
+def count_tokens_to_finish(req: "Req", tokens: list[int]) -> int:
     """Of ``tokens`` that come together, those up to the first that ends the output. The request stays as it is."""
     before, abort, req.to_finish = len(req.output_ids), req.to_finish, None
     for token in tokens:

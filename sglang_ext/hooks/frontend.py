@@ -9,7 +9,7 @@ another type raises there, where nothing catches it. Here each is encoded and de
 and raise in a forward pass. All of them end stock SGLang too, but for what :func:`sglang_ext.config.request_params.check`
 refuses.
 
-*Told.* SGLang carries counters of each request to the frontend (managers/spec_decode/requests.py); :func:`add_kv_fields` names them.
+*Told.* SGLang carries counters of each request to the frontend (managers/spec_decode/request_states.py); :func:`add_kv_fields` names them.
 """
 
 import json
@@ -26,11 +26,11 @@ from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_ext.config import method_options, request_params
-from sglang_ext.config.benchmark_options import probability_of
-from sglang_ext.config.options import BACKEND, transfers
+from sglang_ext.config.benchmark_options import request_acceptance
+from sglang_ext.config.options import BACKEND, has_progressive_transfer
 from sglang_ext.core import OptionError
 from sglang_ext.hooks.request_body import add_custom_params
-from sglang_ext.managers.spec_decode.requests import describe
+from sglang_ext.managers.spec_decode.request_states import meta_info_fields
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import EmbeddingReqInput
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
 
     from sglang_ext.arguments import KVServerArgs
 
-INT32, INT64, MOST_PORT = (1 << 31) - 1, (1 << 63) - 1, (1 << 16) - 1
+INT32, INT64, MAX_PORT = (1 << 31) - 1, (1 << 63) - 1, (1 << 16) - 1
 LARGE = 1e30
 """Divided by the least temperature, 1e-6, it is still finite in float32; probabilities that are not end the sampler."""
 SHOWN = 60
 """Characters of a value in a message."""
 TOKENS = msgspec.msgpack.Decoder(list[int])
-DERIVED = ("input_text", "input_ids", "input_embeds", "mm_inputs", "sampling_params", "session_params", "time_stats", "lora_id")
+DERIVED_FIELDS = ("input_text", "input_ids", "input_embeds", "mm_inputs", "sampling_params", "session_params", "time_stats", "lora_id")
 """Fields of a tokenized request that are no copies of the request's."""
-OF_PROMPTS = (
+PER_PROMPT_FIELDS = (
     "input_ids", "image_data", "video_data", "audio_data", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num",
     "token_ids_logprob", "return_sampling_mask", "modalities", "lora_path", "lora_id", "custom_logit_processor",
     "positional_embed_overrides", "bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size",
@@ -73,7 +73,7 @@ def check_shape(original: Callable, obj: GenerateReqInput) -> None:
         raise ValueError("sampling_params is []; pass an object, or a list with one object for each prompt, or leave it out")
     if obj.text is None and obj.input_ids is None and obj.input_embeds is not None and not (obj.input_embeds and obj.input_embeds[0]):
         raise ValueError(f"input_embeds is {_short(obj.input_embeds)}; pass a row of numbers for each token of the prompt, or text")
-    lists = {name: value for name in OF_PROMPTS if isinstance(value := getattr(obj, name), list)}
+    lists = {name: value for name in PER_PROMPT_FIELDS if isinstance(value := getattr(obj, name), list)}
     # SGLang's chat API sends an empty list where there are no images, which it does not look into.
     given = {name: len(value) for name, value in lists.items() if value or name != "modalities"}
     original(obj)
@@ -178,12 +178,12 @@ def add_kv_fields(original: Callable, manager, meta_info: dict[str, Any], recv_o
     ``kv_simulated_acceptance``: the probability with which the request's drafts were accepted.
     """
     histograms = recv_obj.spec_cap_lens_histogram
-    suffixes = [offer.suffix for offer in method_options.offers(manager.server_args)]
-    meta_info.update(describe(histograms[i] if histograms else [], suffixes))
+    suffixes = [offer.suffix for offer in method_options.offered_methods(manager.server_args)]
+    meta_info.update(meta_info_fields(histograms[i] if histograms else [], suffixes))
     forced = manager.server_args.kv_bench_acceptance
     if forced is not None:
         asked = sampling_params_of(manager, manager.rid_to_state[recv_obj.rids[i]].obj).get("custom_params")
-        meta_info["kv_simulated_acceptance"] = probability_of(forced, asked)
+        meta_info["kv_simulated_acceptance"] = request_acceptance(forced, asked)
 
 
 def sampling_params_of(manager: "TokenizerManager", obj: GenerateReqInput) -> dict[str, Any]:
@@ -247,7 +247,7 @@ def _asked() -> tuple[str, ...]:
 
 def _check_field_types(obj: GenerateReqInput) -> None:
     for name, decoder in _types(TokenizedGenerateReqInput).items():
-        value = None if name in DERIVED else getattr(obj, name, None)
+        value = None if name in DERIVED_FIELDS else getattr(obj, name, None)
         if value is not None:
             _check_type(name, value, decoder)
     known, session = _types(SessionParams), obj.session_params or {}
@@ -267,14 +267,14 @@ def _check_room(args: "KVServerArgs", obj: GenerateReqInput, answers: int) -> No
     if not 1 <= obj.bootstrap_room <= INT64:
         raise ValueError(f"bootstrap_room is {obj.bootstrap_room}; pass a number from 1 to {INT64}, the same to both servers")
     # SGLang sends all answers in one room, which its own backends take for one request.
-    if answers > 1 and not transfers(args):
+    if answers > 1 and not has_progressive_transfer(args):
         raise ValueError(
             f"sampling_params.n is {answers}, and --disaggregation-transfer-backend {args.disaggregation_transfer_backend} "
             f"gives one answer to each request; send the request as many times, or start both servers with {BACKEND}"
         )
     # Without a port, it is that of the server's own flag.
     port = obj.bootstrap_port
-    if mode == "decode" and not (obj.bootstrap_host and (port is None or 1 <= port <= MOST_PORT)):
+    if mode == "decode" and not (obj.bootstrap_host and (port is None or 1 <= port <= MAX_PORT)):
         raise ValueError(
             f"bootstrap_host is {_short(obj.bootstrap_host)} and bootstrap_port {port}; pass the prefill server's "
             "host and its --disaggregation-bootstrap-port, or send requests to the router"

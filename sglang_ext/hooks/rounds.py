@@ -18,25 +18,25 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 
 from sglang_ext.device import to_device
-from sglang_ext.hooks.finish import tokens_to_end
-from sglang_ext.managers.spec_decode.grammar import is_walked
-from sglang_ext.managers.spec_decode.requests import end_of_answer
-from sglang_ext.managers.spec_decode.result import RoundResult
+from sglang_ext.hooks.finish import count_tokens_to_finish
+from sglang_ext.managers.spec_decode.grammar import can_walk
+from sglang_ext.managers.spec_decode.request_states import output_end
+from sglang_ext.managers.spec_decode.round_result import RoundResult
 from sglang_ext.mem_cache.prefix_cache.recompute import lost_requests
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
 
-    from sglang_ext.managers.spec_decode.round import Round
+    from sglang_ext.managers.spec_decode.planner import RoundPlan
 
 
-def reserve_to_the_end(original: Callable, batch: "ScheduleBatch") -> None:
+def cap_slot_reservation(original: Callable, batch: "ScheduleBatch") -> None:
     """Hook around ``eagle_prepare_for_decode``, which takes slots: no more than the answers need.
 
     Rounds go on beyond the end of the shorter of their requests. Rows lead to SGLang's padding page there.
     """
-    with counting_to_the_end(batch.reqs) as near:
+    with capped_committed_lens(batch.reqs) as near:
         original(batch)
     if not near:
         return
@@ -46,15 +46,15 @@ def reserve_to_the_end(original: Callable, batch: "ScheduleBatch") -> None:
     batch.req_to_token_pool.req_to_token[rows[:, None], places] = 0
 
 
-def give_back_when_full(original: Callable, batch: "ScheduleBatch", selected_indices: list[int] | None = None) -> bool:
+def free_compressed_kv_when_full(original: Callable, batch: "ScheduleBatch", selected_indices: list[int] | None = None) -> bool:
     """Hook around ``ScheduleBatch.check_decode_mem``: copies go before requests are retracted; those that are lost go at once."""
     if selected_indices is None and lost_requests(batch):
         return False
-    with counting_to_the_end(batch.reqs):
+    with capped_committed_lens(batch.reqs):
         fits = original(batch, selected_indices)
         copies = batch.tree_cache.copies
         while not fits and copies is not None and (row := copies.largest()) is not None:
-            copies.release_copy(row)
+            copies.release_compressed_kv(row)
             fits = original(batch, selected_indices)
     if batch.tree_cache.residency is not None or batch.tree_cache.codes is not None:
         # SGLang looks for room again only when a request is done. Here it also comes as full KV leaves the device.
@@ -63,17 +63,17 @@ def give_back_when_full(original: Callable, batch: "ScheduleBatch", selected_ind
 
 
 @contextmanager
-def counting_to_the_end(reqs: list["Req"]) -> Iterator[list["Req"]]:
+def capped_committed_lens(reqs: list["Req"]) -> Iterator[list["Req"]]:
     """While it lasts, what SGLang reserves beyond the committed tokens of each request reaches to its answer's end at most.
 
     Yields:
         The requests whose answer ends before.
     """
     reserve = get_alloc_reserve_per_decode()
-    near = [req for req in reqs if req.kv_committed_len + reserve > end_of_answer(req)]
+    near = [req for req in reqs if req.kv_committed_len + reserve > output_end(req)]
     committed = [req.kv_committed_len for req in near]
     for req in near:
-        req.kv_committed_len = end_of_answer(req) - reserve
+        req.kv_committed_len = output_end(req) - reserve
     try:
         yield near
     finally:
@@ -81,12 +81,12 @@ def counting_to_the_end(reqs: list["Req"]) -> Iterator[list["Req"]]:
             req.kv_committed_len = count
 
 
-def sync_for_grammars(original: Callable, batch: "ScheduleBatch") -> bool:
+def needs_grammar_sync(original: Callable, batch: "ScheduleBatch") -> bool:
     """Hook around ``grammar_needs_sync``: rounds walk grammars along what is not processed yet, but those that cannot be taken back."""
-    return original(batch) and not all(is_walked(req.grammar) for req in batch.reqs)
+    return original(batch) and not all(can_walk(req.grammar) for req in batch.reqs)
 
 
-def process_emitted(original: Callable, processor, batch: "ScheduleBatch", result) -> None:
+def process_output_tokens(original: Callable, processor, batch: "ScheduleBatch", result) -> None:
     """Hook around ``process_batch_result_decode``: leave out requests that only drafted.
 
     They have no new token: nothing to append, to check for a stop, to stream or to count.
@@ -97,21 +97,21 @@ def process_emitted(original: Callable, processor, batch: "ScheduleBatch", resul
         result.copy_done.synchronize()
     if isinstance(result, RoundResult) and result.requests is not None:
         batch = _subset(batch, result.requests)
-    _end_at_ends(batch, result)
+    _truncate_at_finish(batch, result)
     processor.model_worker.account(batch, result)
-    _end_aborted(processor, batch, result)
+    _finish_aborted(processor, batch, result)
     counts = result.accept_lens.tolist()
     emitting = [i for i, count in enumerate(counts) if count > 0]
     if not emitting:
         return None
     if isinstance(result, RoundResult) and result.round is not None:
-        count_plain_steps(processor.metrics_reporter, result.round, counts)
+        count_full_kv_steps(processor.metrics_reporter, result.round, counts)
     if len(emitting) < len(batch.reqs):
         batch, result = _subset(batch, emitting), _result_subset(result, emitting)
     return _advance_grammars_last(original, processor, batch, result)
 
 
-def count_plain_steps(reporter: "SchedulerMetricsReporter", done: "Round", counts: Sequence[int]) -> None:
+def count_full_kv_steps(reporter: "SchedulerMetricsReporter", done: "RoundPlan", counts: Sequence[int]) -> None:
     """Count each token of a request that did not draft as a forward, before SGLang counts the round's.
 
     SGLang takes all tokens of a round but the first for accepted drafts. A server of mode lossy would log an accept length of 4.
@@ -121,22 +121,22 @@ def count_plain_steps(reporter: "SchedulerMetricsReporter", done: "Round", count
         done: The round.
         counts: Tokens of each of its requests.
     """
-    reporter.spec_num_forward_ct += sum(max(0, counts[i] - 1) for i in done.answering)
+    reporter.spec_num_forward_ct += sum(max(0, counts[i] - 1) for i in done.full_kv_reqs)
 
 
-def _end_at_ends(batch: "ScheduleBatch", result) -> None:
+def _truncate_at_finish(batch: "ScheduleBatch", result) -> None:
     """Leave out what a round gave after the end of an output: nobody shall read, keep or count it."""
     stride = result.speculative_num_draft_tokens
     for i, (req, count) in enumerate(zip(batch.reqs, result.accept_lens.tolist())):
         if count <= 1 or req.finished() or req.is_retracted:
             continue
-        kept = tokens_to_end(req, result.next_token_ids[i * stride : i * stride + count].tolist())
+        kept = count_tokens_to_finish(req, result.next_token_ids[i * stride : i * stride + count].tolist())
         if kept < count:
             result.accept_lens[i] = kept
             result.ended.add(i)
 
 
-def _end_aborted(processor, batch: "ScheduleBatch", result) -> None:
+def _finish_aborted(processor, batch: "ScheduleBatch", result) -> None:
     """Finish requests that were aborted while their drafts gather: their next answer may be long in coming."""
     ended = []
     for i, (req, count) in enumerate(zip(batch.reqs, result.accept_lens.tolist())):

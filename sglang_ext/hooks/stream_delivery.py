@@ -271,7 +271,7 @@ def _queue_of(original: Callable[..., Awaitable[None]], manager: "TokenizerManag
 
 def _pacer_of(manager: "TokenizerManager", state: "ReqState") -> Pacer | None:
     asked = sampling_params_of(manager, state.obj).get("custom_params")
-    return Pacer() if stream_options.pacing_of(manager.server_args.kv_stream_pacing, asked) == stream_options.EVEN else None
+    return Pacer() if stream_options.request_pacing(manager.server_args.kv_stream_pacing, asked) == stream_options.EVEN else None
 
 
 def _round_number(recv_obj: Outputs, i: int) -> int:

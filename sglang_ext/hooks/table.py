@@ -1,6 +1,6 @@
-"""Where sglang-ext enters SGLang: the table of hooks. What it calls or sets there without one is in uses.py.
+"""Where sglang-ext enters SGLang: the table of hooks. What it calls or sets there without one is in private_names.py.
 
-Nothing of ``HOOKS`` is applied while ``--kv-mode`` is ``full``; application.py checks and applies it.
+Nothing of ``HOOKS`` is applied while ``--kv-mode`` is ``full``; activation.py checks and applies it.
 """
 
 from dataclasses import dataclass
@@ -37,12 +37,12 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         "sglang.srt.managers.scheduler_components.batch_result_processor."
         "SchedulerBatchResultProcessor.process_batch_result_decode",
-        "sglang_ext.hooks.rounds.process_emitted",
+        "sglang_ext.hooks.rounds.process_output_tokens",
         "in an iteration most requests only draft: they have no tokens to stream or count", ("self", "batch", "result"),
     ),
     Hook(
         "sglang.srt.managers.schedule_batch.ScheduleBatch.grammar_needs_sync",
-        "sglang_ext.hooks.rounds.sync_for_grammars",
+        "sglang_ext.hooks.rounds.needs_grammar_sync",
         "a request with a grammar shall not make each round of its neighbours wait for the host", ("self",),
     ),
     Hook(
@@ -70,23 +70,23 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         "sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len",
-        "sglang_ext.mem_cache.compressed.query_window.cap_prefix_match",
+        "sglang_ext.mem_cache.compressed.queries.cap_prefix_match",
         "a prefix hit must leave enough new queries for a compressor that scores by queries", ("self", "input_len"),
     ),
     Hook(
         "sglang.srt.managers.schedule_batch.Req.update_finish_state",
-        "sglang_ext.hooks.finish.end_at_last",
+        "sglang_ext.hooks.finish.check_finish_at_last_token",
         "of tokens accepted together, none before the last ends the output, which is looked at as without speculation",
         ("self", "new_accepted_len"),
     ),
     Hook(
         "sglang.srt.speculative.eagle_utils.eagle_prepare_for_decode",
-        "sglang_ext.hooks.rounds.reserve_to_the_end",
+        "sglang_ext.hooks.rounds.cap_slot_reservation",
         "slots that are taken ahead of a request shall end where its answer does, or a prompt that fits would not", ("batch",),
     ),
     Hook(
         "sglang.srt.managers.schedule_batch.ScheduleBatch.check_decode_mem",
-        "sglang_ext.hooks.rounds.give_back_when_full",
+        "sglang_ext.hooks.rounds.free_compressed_kv_when_full",
         "a full pool takes compressed copies back before it retracts a request", ("self", "selected_indices"),
     ),
     Hook(
@@ -129,7 +129,7 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.forward",
-        "sglang_ext.mem_cache.compressed.query_window.record_queries",
+        "sglang_ext.mem_cache.compressed.queries.record_queries",
         "compressors score keys by the queries of the newest tokens",
         ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache", "kwargs"),
     ),
@@ -165,13 +165,13 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         "sglang.srt.entrypoints.http_server._wait_and_warmup",
-        "sglang_ext.hooks.readiness.say_when_ready",
+        "sglang_ext.hooks.startup_log.log_when_ready",
         "when the server is ready it shall tell mode, method and address",
         ("server_args", "launch_callback", "execute_warmup_func"), process="frontend",
     ),
     Hook(
         "sglang.srt.entrypoints.engine._scheduler_died_error",
-        "sglang_ext.command_line.end_like_scheduler",
+        "sglang_ext.command_line.exit_like_scheduler",
         "an option that only the scheduler can refuse shall end the server with that word alone",
         ("rank", "proc"), process="frontend",
     ),
@@ -198,30 +198,30 @@ TRANSFER_HOOKS: tuple[Hook, ...] = (
     *(
         Hook(
             f"sglang.srt.disaggregation.decode.DecodePreallocQueue.{name}",
-            "sglang_ext.hooks.coded_prompts.tokens_charged",
+            "sglang_ext.hooks.quantized_prompts.count_prompt_slots",
             "a prompt that comes as codes takes the slots of these, and requests are admitted by its tokens", ("req",),
         )
         for name in ("_pre_alloc_fill_len", "_rebootstrap_prefill_len")
     ),
     Hook(
         "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.process_disagg_prefill_inflight_queue",
-        "sglang_ext.hooks.coded_prompts.pack_ahead",
+        "sglang_ext.hooks.quantized_prompts.pack_ahead",
         "a prompt that waits for room at a decode server shall hold codes in host memory, and no full KV", ("self", "rids_to_check"),
     ),
     Hook(
         "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.send_kv_chunk",
-        "sglang_ext.hooks.chunks.send_kv_chunk",
+        "sglang_ext.hooks.chunk_transfer.send_kv_chunk",
         "a chunk would be sent once the forward after it is over, and none be encoded while one runs",
         ("self", "req", "last_chunk", "end_idx"),
     ),
     Hook(
         "sglang.srt.managers.scheduler.Scheduler._apply_war_barrier",
-        "sglang_ext.hooks.chunks.note_launch",
+        "sglang_ext.hooks.chunk_transfer.note_launch",
         "where a chunk lies is read beside the forward that was launched, and SGLang says nowhere what came before that", ("self",),
     ),
     Hook(
         "sglang.srt.disaggregation.decode.DecodePreallocQueue._pre_alloc",
-        "sglang_ext.hooks.coded_prompts.pre_alloc",
+        "sglang_ext.hooks.quantized_prompts.pre_alloc",
         "a prompt that comes as codes gets no slots for the full KV of what is packed",
         ("self", "req", "prefix_indices", "prefix_len", "total_prefix_len"),
     ),
@@ -270,7 +270,7 @@ PLAIN_CPU_HOOKS: tuple[Hook, ...] = (
     *(
         Hook(
             f"sglang.srt.lora.lora_manager.LoRAManager.{name}",
-            "sglang_ext.platforms.plain_cpu.without_pinning",
+            "sglang_ext.platforms.plain_cpu.run_without_pinning",
             "SGLang pins adapters and their batches; torch refuses to without an accelerator", ("self", *parameters),
         )
         for name, parameters in {

@@ -7,7 +7,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from sglang_ext.config.disaggregation_options import BACKEND
-from sglang_ext.hooks import coded_prompts
+from sglang_ext.hooks import quantized_prompts
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeRequest
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
 
-    from sglang_ext.managers.disaggregation.queries import TravelingQueries
-    from sglang_ext.mem_cache.compressed.formats.packing import Packing
+    from sglang_ext.managers.kv_transfer.prompt_queries import PromptQueries
+    from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
     from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
 
 # Failure reasons are text: SGLang's, or another server's. These reasons mean that the other server is gone, or too slow.
-GONE = re.compile(
+RETRYABLE_REASONS = re.compile(
     r"is silent for|not reached for|cannot be reached|no prefill server answers|no prefill rank is known|"
     r"Lost connection with|but now it is down|Could not fetch bootstrap info|timed out after .* in KVPoll|PD retract rebootstrap"
 )
@@ -59,10 +59,10 @@ def get_kv_class(original: Callable, transfer_backend: "TransferBackend", class_
 
     if class_type in (KVClassType.KVARGS, KVClassType.BOOTSTRAP_SERVER):
         return {KVClassType.KVARGS: KVArgs, KVClassType.BOOTSTRAP_SERVER: CommonKVBootstrapServer}[class_type]
-    from sglang_ext.hooks import application as hooking
-    from sglang_ext.managers.disaggregation.progressive.manager import ProgressiveManager
-    from sglang_ext.managers.disaggregation.progressive.receiver import ProgressiveReceiver
-    from sglang_ext.managers.disaggregation.progressive.sender import ProgressiveSender
+    from sglang_ext.hooks import activation as hooking
+    from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
+    from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
+    from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
 
     if class_type is KVClassType.MANAGER:
         # Once in a scheduler process, before its first request.
@@ -79,14 +79,14 @@ def create_sender(original: Callable, queue: "PrefillBootstrapQueue", req: "Req"
     """Hook around ``PrefillBootstrapQueue.create_sender``: the sender learns of the prompt, and where its newest queries are kept."""
     made = original(queue, req, num_kv_heads)
     if made:
-        _tell_prompt(req.disagg_kv_sender, req, req.origin_input_ids)
+        _set_prompt(req.disagg_kv_sender, req, req.origin_input_ids)
         packs = _packs_prompts(queue, req.disagg_kv_sender)
         if packs is not None:
-            req.disagg_kv_sender.pack_by(*packs)
-        traveling = _traveling(queue, req.disagg_kv_sender)
+            req.disagg_kv_sender.set_packing(*packs)
+        traveling = _prompt_queries(queue, req.disagg_kv_sender)
         if traveling is not None:
             tokens = len(req.origin_input_ids)
-            req.disagg_kv_sender.bring_queries(lambda most: traveling.read(req.req_pool_idx, tokens, most))
+            req.disagg_kv_sender.set_query_reader(lambda most: traveling.read(req.req_pool_idx, tokens, most))
     return made
 
 
@@ -97,21 +97,21 @@ def create_receiver(original: Callable, queue: "DecodePreallocQueue", req: "Req"
     The KV of a request that was retracted and is prefilled again includes its output. Such a request gets a new room, and begins when all
     KV has arrived.
     """
-    from sglang_ext.managers.disaggregation.progressive.control import retry_room
-    from sglang_ext.managers.disaggregation.progressive.manager import ProgressiveManager
+    from sglang_ext.managers.kv_transfer.progressive.control import retry_room
+    from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
 
     if is_rebootstrap and isinstance(queue.kv_manager, ProgressiveManager):
         req.bootstrap_room = retry_room(req.bootstrap_room, req.rid)
     made = original(queue, req, is_rebootstrap=is_rebootstrap)
     _poll_prefill_servers(queue, made.kv_receiver)
-    coded_prompts.expect_codes(queue, req, made.kv_receiver, is_rebootstrap)
+    quantized_prompts.expect_quantized(queue, req, made.kv_receiver, is_rebootstrap)
     _refuse_beyond_pool(queue, req, made.kv_receiver)
-    _tell_prompt(made.kv_receiver, req, [*req.origin_input_ids, *req.output_ids] if is_rebootstrap else req.origin_input_ids)
-    traveling = _traveling(queue, made.kv_receiver)
+    _set_prompt(made.kv_receiver, req, [*req.origin_input_ids, *req.output_ids] if is_rebootstrap else req.origin_input_ids)
+    traveling = _prompt_queries(queue, made.kv_receiver)
     if traveling is not None:
         made.kv_receiver.expect_queries(traveling, lambda: req.req_pool_idx)
     if not is_rebootstrap:
-        _begin_early(queue, req, made.kv_receiver)
+        _enable_early_decoding(queue, req, made.kv_receiver)
     return made
 
 
@@ -143,15 +143,15 @@ def abort_request(original: Callable, scheduler: "Scheduler", recv_req: "AbortRe
 
 
 def _sends(req: "Req") -> bool:
-    from sglang_ext.managers.disaggregation.progressive.sender import ProgressiveSender
+    from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
 
     return isinstance(getattr(req, "disagg_kv_sender", None), ProgressiveSender)
 
 
-def _traveling(queue: "PrefillBootstrapQueue | DecodePreallocQueue", end: Any) -> "TravelingQueries | None":
+def _prompt_queries(queue: "PrefillBootstrapQueue | DecodePreallocQueue", end: Any) -> "PromptQueries | None":
     """The queries of this rank's requests, where compressors use some and this backend moves them."""
-    from sglang_ext.managers.disaggregation.progressive.receiver import ProgressiveReceiver
-    from sglang_ext.managers.disaggregation.progressive.sender import ProgressiveSender
+    from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
+    from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
     from sglang_ext.managers.worker import KVWorker
 
     if not isinstance(end, ProgressiveSender | ProgressiveReceiver):
@@ -162,7 +162,7 @@ def _traveling(queue: "PrefillBootstrapQueue | DecodePreallocQueue", end: Any) -
 
 def _packs_prompts(queue: "PrefillBootstrapQueue", end: Any) -> "tuple[Packing, KVBuffers] | None":
     """How the prompts of this rank are packed that travel as codes."""
-    from sglang_ext.managers.disaggregation.progressive.sender import ProgressiveSender
+    from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
     from sglang_ext.managers.worker import KVWorker
 
     if not isinstance(end, ProgressiveSender):
@@ -175,7 +175,7 @@ def _refuse_beyond_pool(queue: "DecodePreallocQueue", req: "Req", receiver: Any)
     """End a request that would be admitted by no empty pool: SGLang lets it wait for ever, and all behind it."""
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-    from sglang_ext.managers.disaggregation.progressive.receiver import ProgressiveReceiver
+    from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
 
     if not isinstance(receiver, ProgressiveReceiver) or req.to_finish is not None:
         return
@@ -193,32 +193,32 @@ def _poll_prefill_servers(queue: "DecodePreallocQueue", receiver: Any) -> None:
 
     SGLang looks 15 times, once a second, because each attempt blocks its scheduler. The look-up of this backend does not block.
     """
-    from sglang_ext.managers.disaggregation.progressive.receiver import ProgressiveReceiver
+    from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
 
     if isinstance(receiver, ProgressiveReceiver):
         queue._ensure_retry_interval, queue._max_ensure_retries = 0.0, sys.maxsize
 
 
-def _begin_early(queue: "DecodePreallocQueue", req: "Req", receiver: Any) -> None:
-    from sglang_ext.managers.disaggregation.progressive.receiver import ProgressiveReceiver
+def _enable_early_decoding(queue: "DecodePreallocQueue", req: "Req", receiver: Any) -> None:
+    from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
     from sglang_ext.managers.worker import KVWorker
 
     worker = queue.scheduler.draft_worker
     if not (isinstance(receiver, ProgressiveReceiver) and isinstance(worker, KVWorker)):
         return
-    turns = worker.begins_early(req, queue.tree_cache)
-    if turns is not None:
-        receiver.begin_early(lambda room: turns.expect(req.req_pool_idx, room), coded_prompts.PrefillServer(queue).prefill_again)
+    full_kv = worker.arriving_full_kv(req, queue.tree_cache)
+    if full_kv is not None:
+        receiver.enable_early_decoding(lambda room: full_kv.expect(req.req_pool_idx, room), quantized_prompts.RecomputeQueue(queue).prefill_again)
 
 
-def _tell_prompt(end: Any, req: "Req", tokens: "list[int]") -> None:
-    from sglang_ext.managers.disaggregation.progressive.receiver import ProgressiveReceiver
-    from sglang_ext.managers.disaggregation.progressive.sender import ProgressiveSender
+def _set_prompt(end: Any, req: "Req", tokens: "list[int]") -> None:
+    from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
+    from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
 
     # Others are of SGLang's warm-up, or of another backend in a patched fork.
     if isinstance(end, ProgressiveSender | ProgressiveReceiver):
         # Of a request that SGLang has refused, or whose grammar was being compiled as it was aborted, it left one token alone.
-        end.take_prompt(tokens, getattr(req.to_finish, "message", None))
+        end.set_prompt(tokens, getattr(req.to_finish, "message", None))
 
 
 def describe_failure(message: str, room: int | None, status: int | None) -> tuple[str, int | None]:
@@ -236,6 +236,6 @@ def describe_failure(message: str, room: int | None, status: int | None) -> tupl
     if not mark:
         return message, status
     failed = FAILED["prefill" if before.startswith("Prefill") else "decode"]
-    if GONE.search(reason) is None:
+    if RETRYABLE_REASONS.search(reason) is None:
         return f"{failed}: {reason}", status
     return f"{failed}: {reason.rstrip('.')}; {AGAIN}", HTTPStatus.SERVICE_UNAVAILABLE

@@ -45,7 +45,7 @@ OUTCOMES: dict[type[Update], type[Outcome]] = {
     UpdateWeightsFromIPCReqInput: UpdateWeightsFromIPCReqOutput,
     UpdateWeightsFromTensorReqInput: UpdateWeightsFromTensorReqOutput,
 }
-WAITING = UpdateWeightsFromIPCReqInput, UpdateWeightsFromTensorReqInput
+UPDATES_WITH_BARRIER = UpdateWeightsFromIPCReqInput, UpdateWeightsFromTensorReqInput
 """Updates whose handler in SGLang ends with a barrier of all ranks."""
 
 
@@ -74,7 +74,7 @@ def refuse_update(original: Callable, manager: "SchedulerWeightUpdaterManager", 
             f"{str(error) or repr(error)} ({type(error).__name__}). The server keeps running. If it loaded some weights before this error, "
             "load all of them again",
         )
-        if isinstance(recv_req, WAITING):
+        if isinstance(recv_req, UPDATES_WITH_BARRIER):
             torch.distributed.barrier(group=manager.tp_cpu_group)
     ranks = torch.distributed.get_world_size(group=manager.tp_cpu_group)
     failures: list[str | None] = [None if outcome.success else outcome.message] * ranks

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionOverride:
     """What a forward attends with in the place of the model's own.
 
     Attributes:
@@ -41,26 +41,26 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Attentions:
+class AttentionOverrides:
     """Which attention a forward takes; None stands for the model's own.
 
     Attributes:
         verifier: of several tokens a request.
-        copies: of one token a request, over rows of which some may begin with packed blocks, or with cells of uneven heads.
+        compressed: of one token a request, over rows of which some may begin with packed blocks, or with cells of uneven heads.
     """
 
-    verifier: Attention | None = None
-    copies: Attention | None = None
+    verifier: AttentionOverride | None = None
+    compressed: AttentionOverride | None = None
 
-    def of(self, counts: list[int], on_full_kv: bool) -> Attention | None:
+    def select(self, counts: list[int], on_full_kv: bool) -> AttentionOverride | None:
         """That of a forward of so many tokens of each request; ``on_full_kv``: no request reads a compressed copy."""
         if max(counts) > 1:
             return self.verifier
-        return None if on_full_kv else self.copies
+        return None if on_full_kv else self.compressed
 
 
 @dataclass(frozen=True)
-class Inputs:
+class ForwardInputs:
     """One forward's inputs, request by request, on the device where not said otherwise.
 
     Attributes:
@@ -83,7 +83,7 @@ class Inputs:
 
 
 def run(
-    model_runner: "ModelRunner", batch: "ScheduleBatch", inputs: Inputs, attention: Attention | None = None
+    model_runner: "ModelRunner", batch: "ScheduleBatch", inputs: ForwardInputs, attention: AttentionOverride | None = None
 ) -> LogitsProcessorOutput:
     """Forward the inputs; logits for each token: float [total, vocabulary].
 
@@ -93,14 +93,14 @@ def run(
         inputs: what to forward.
         attention: what the model attends with; None for its own.
     """
-    with attending(model_runner, attention):
-        return model_runner.forward(build(model_runner, batch, inputs)).logits_output
+    with use_attention(model_runner, attention):
+        return model_runner.forward(build_forward_batch(model_runner, batch, inputs)).logits_output
 
 
 @contextmanager
-def attending(model_runner: "ModelRunner", attention: Attention | None) -> Iterator[None]:
+def use_attention(model_runner: "ModelRunner", attention: AttentionOverride | None) -> Iterator[None]:
     """Let the model attend with ``attention``, and replay what was captured with it; with its own for None."""
-    own = Attention(model_runner.attn_backend, model_runner.decode_cuda_graph_runner)
+    own = AttentionOverride(model_runner.attn_backend, model_runner.decode_cuda_graph_runner)
     chosen = attention or own
     model_runner.attn_backend, model_runner.decode_cuda_graph_runner = chosen.backend, chosen.graphs
     try:
@@ -109,14 +109,14 @@ def attending(model_runner: "ModelRunner", attention: Attention | None) -> Itera
         model_runner.attn_backend, model_runner.decode_cuda_graph_runner = own.backend, own.graphs
 
 
-def build(model_runner: "ModelRunner", batch: "ScheduleBatch", inputs: Inputs) -> ForwardBatch:
+def build_forward_batch(model_runner: "ModelRunner", batch: "ScheduleBatch", inputs: ForwardInputs) -> ForwardBatch:
     """SGLang's forward batch: a plain decode when each request has one token, else a ragged verify."""
-    forward = base(batch, inputs)
+    forward = decode_batch(batch, inputs)
     counts = inputs.counts
     if max(counts) > 1:
         query_lengths = torch.tensor(counts, dtype=torch.int64).to(inputs.tokens.device, non_blocking=True)
         forward.forward_mode = ForwardMode.TARGET_VERIFY
-        forward.spec_info = RaggedViews(forward.seq_lens, query_lengths, counts)
+        forward.spec_info = RaggedVerifyInput(forward.seq_lens, query_lengths, counts)
         forward.spec_info.capture_hidden_mode = forward.capture_hidden_mode
         forward.extend_seq_lens = query_lengths
         forward.extend_prefix_lens = forward.seq_lens - query_lengths
@@ -129,7 +129,7 @@ def build(model_runner: "ModelRunner", batch: "ScheduleBatch", inputs: Inputs) -
     return forward
 
 
-def base(batch: "ScheduleBatch", inputs: Inputs) -> ForwardBatch:
+def decode_batch(batch: "ScheduleBatch", inputs: ForwardInputs) -> ForwardBatch:
     """A decode of the inputs, as if each token were a request's."""
     return ForwardBatch(
         forward_mode=ForwardMode.DECODE,
@@ -151,7 +151,7 @@ def base(batch: "ScheduleBatch", inputs: Inputs) -> ForwardBatch:
     )
 
 
-def of_requests(batch: "ScheduleBatch", requests: list[int], where: torch.Tensor) -> "ScheduleBatch":
+def select_requests(batch: "ScheduleBatch", requests: list[int], where: torch.Tensor) -> "ScheduleBatch":
     """What a forward reads of a batch, of some of its requests; the batch itself stays as it is.
 
     Args:
@@ -186,7 +186,7 @@ def prepare_lora(model_runner: "ModelRunner", forward: ForwardBatch, counts: lis
 
 
 @dataclass(frozen=True)
-class TokenLayout:
+class NewTokenLayout:
     """How the new tokens of a forward are laid out.
 
     Attributes:
@@ -203,7 +203,7 @@ class TokenLayout:
     lengths: torch.Tensor
 
 
-class RaggedViews(SpecInput):
+class RaggedVerifyInput(SpecInput):
     """Lengths of a forward in which some requests bring one token, others a whole verification.
 
     Attributes:
@@ -221,14 +221,14 @@ class RaggedViews(SpecInput):
         self.num_tokens_per_req = max(counts)
         self.capture_hidden_mode = CaptureHiddenMode.NULL
 
-    def new_tokens(self, forward_batch: ForwardBatch) -> TokenLayout:
+    def new_tokens(self, forward_batch: ForwardBatch) -> NewTokenLayout:
         """For verify_attention.py."""
         prefixes, total = self.lengths - self.query_lengths, sum(self.counts)
         starts = torch.nn.functional.pad(self.query_lengths.cumsum(0), (1, 0))
         # What lies before a request's tokens in its row, less what lies before them in the forward.
         before = torch.repeat_interleave(prefixes - starts[:-1], self.query_lengths, output_size=total)
         lengths = before + torch.arange(1, total + 1, device=before.device)
-        return TokenLayout(prefixes, starts, self.counts, lengths)
+        return NewTokenLayout(prefixes, starts, self.counts, lengths)
 
     def generate_attn_arg_prefill(
         self,
@@ -246,10 +246,10 @@ class RaggedViews(SpecInput):
         columns = torch.arange(int(self.lengths.max()), device=req_to_token.device)
         table = req_to_token[req_pool_indices.long()[:, None], columns[None, :]]
         kv_indices = table[columns[None, :] < self.lengths[:, None]].to(torch.int32)
-        return kv_indices, pointers(self.lengths), pointers(self.query_lengths), None
+        return kv_indices, index_pointers(self.lengths), index_pointers(self.query_lengths), None
 
 
-class EvenVerify(SpecInput):
+class EvenVerifyInput(SpecInput):
     """Lengths of a verification in which each request brings ``width`` tokens; CUDA graphs take it.
 
     As in SGLang's own verifications, the batch's ``seq_lens`` do not count the new tokens.
@@ -267,12 +267,12 @@ class EvenVerify(SpecInput):
         self.width = self.draft_token_num = self.num_tokens_per_req = width
         self.capture_hidden_mode = CaptureHiddenMode.NULL
 
-    def new_tokens(self, forward_batch: ForwardBatch) -> TokenLayout:
+    def new_tokens(self, forward_batch: ForwardBatch) -> NewTokenLayout:
         """For verify_attention.py; reads nothing but ``seq_lens`` on the device."""
         prefixes, batch = forward_batch.seq_lens, forward_batch.batch_size
         starts = torch.arange(batch + 1, device=prefixes.device) * self.width
         lengths = prefixes[:, None] + torch.arange(1, self.width + 1, device=prefixes.device)
-        return TokenLayout(prefixes, starts, [self.width] * batch, lengths.flatten())
+        return NewTokenLayout(prefixes, starts, [self.width] * batch, lengths.flatten())
 
     def generate_attn_arg_prefill(
         self,
@@ -281,7 +281,7 @@ class EvenVerify(SpecInput):
         paged_kernel_lens_sum: int,
         req_to_token: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
-        """Index pointers for FlashInfer's paged prefill, as :meth:`RaggedViews.generate_attn_arg_prefill`.
+        """Index pointers for FlashInfer's paged prefill, as :meth:`RaggedVerifyInput.generate_attn_arg_prefill`.
 
         Args:
             req_pool_indices: int64 [batch], rows of the token table.
@@ -293,7 +293,7 @@ class EvenVerify(SpecInput):
 
         batch, device = len(req_pool_indices), req_to_token.device
         lengths = paged_kernel_lens + self.width
-        kv_indptr = pointers(lengths)
+        kv_indptr = index_pointers(lengths)
         kv_indices = torch.empty(
             paged_kernel_lens_sum + batch * self.width, dtype=torch.int32, device=device
         )
@@ -304,13 +304,13 @@ class EvenVerify(SpecInput):
         return kv_indices, kv_indptr, qo_indptr, None
 
 
-def pointers(lengths: torch.Tensor) -> torch.Tensor:
+def index_pointers(lengths: torch.Tensor) -> torch.Tensor:
     """Running sum of ``lengths`` from 0: int32 [batch + 1]."""
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
 
 
 @dataclass
-class BetweenSteps:
+class KVDraftInput:
     """A batch's draft input between iterations.
 
     SGLang's overlapped scheduler relays ``bonus_tokens`` from one iteration to the next on the device, by
@@ -337,7 +337,7 @@ class BetweenSteps:
         else:
             self.bonus_tokens = self.bonus_tokens[new_indices.to(self.bonus_tokens.device)]
 
-    def merge_batch(self, spec_info: "BetweenSteps") -> None:
+    def merge_batch(self, spec_info: "KVDraftInput") -> None:
         """Append another batch's requests."""
         if self.future_indices is not None:
             self.future_indices = torch.cat([self.future_indices, spec_info.future_indices])

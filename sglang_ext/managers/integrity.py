@@ -8,7 +8,7 @@ import torch
 from sglang.srt.environ import envs
 
 from sglang_ext.core import IntegrityError
-from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
+from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 
 
 def is_strict() -> bool:
@@ -16,21 +16,21 @@ def is_strict() -> bool:
     return bool(envs.SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY.get())
 
 
-def check(exact_tokens: dict[int, range], written: torch.Tensor, views: CompressedViews) -> None:
+def check(exact_tokens: dict[int, range], written: torch.Tensor, compressed_kv: CompressedKVCache) -> None:
     """Check that a forward writes only slots of its own, that nothing live is free, and the prefix tree.
 
     Args:
         exact_tokens: by the request's row in the token table, positions whose full KV is in the pool.
         written: int64 [tokens], slots that it writes.
-        views: the compressed copies.
+        compressed_kv: the compressed copies.
 
     Raises:
         IntegrityError: names the two owners and the slots.
     """
-    exact = torch.cat([views.token_table[row, at.start : at.stop] for row, at in exact_tokens.items()]).long()
-    copies = views.all_slots()
-    page = views.allocator.page_size
-    free, cached = views.free_slots(), views.tree_cache.cached_slots()
+    exact = torch.cat([compressed_kv.token_table[row, at.start : at.stop] for row, at in exact_tokens.items()]).long()
+    copies = compressed_kv.all_slots()
+    page = compressed_kv.allocator.page_size
+    free, cached = compressed_kv.free_slots(), compressed_kv.tree_cache.cached_slots()
     _require(written >= page, written, "a forward writes", "SGLang's padding page")
     _unique(written, "a forward writes", "two tokens of it")
     _unique(copies, "a compressed copy holds", "another copy")
@@ -48,41 +48,41 @@ def check(exact_tokens: dict[int, range], written: torch.Tensor, views: Compress
         (cached, "the prefix tree holds"),
     ):
         _disjoint(slots, free, what, "the free list")
-    check_tails(views)
-    check_copies(views)
-    views.tree_cache.check_integrity()
+    check_draft_rows(compressed_kv)
+    check_compressed(compressed_kv)
+    compressed_kv.tree_cache.check_integrity()
 
 
-def check_tails(views: CompressedViews) -> None:
+def check_draft_rows(compressed_kv: CompressedKVCache) -> None:
     """Check that after each copy its draft row leads where the request's own row does.
 
     Raises:
         IntegrityError: names a draft row that leads elsewhere, and from which position on.
     """
-    table = views.token_table
-    for row, view in views.copies():
+    table = compressed_kv.token_table
+    for row, view in compressed_kv.copies():
         after = view.tail_end - view.covered
-        own, draft = table[row, view.covered : view.tail_end], table[views.draft_row(row), view.kept : view.kept + after]
+        own, draft = table[row, view.covered : view.tail_end], table[compressed_kv.draft_row(row), view.kept : view.kept + after]
         if not torch.equal(own, draft):
             first = int((own != draft).nonzero()[0])
             raise IntegrityError(
-                f"the draft row {views.draft_row(row)} leads to slot {int(draft[first])} for position {view.covered + first}, "
+                f"the draft row {compressed_kv.draft_row(row)} leads to slot {int(draft[first])} for position {view.covered + first}, "
                 f"whose KV the request in row {row} has in slot {int(own[first])}"
             )
 
 
-def check_copies(views: CompressedViews) -> None:
+def check_compressed(compressed_kv: CompressedKVCache) -> None:
     """Check that each copy reads only what its own method made, and that its row says what it holds.
 
     Raises:
         IntegrityError: names a copy of which that is not so.
     """
-    for row, view in views.copies():
-        own = views.method(row).name
+    for row, view in compressed_kv.copies():
+        own = compressed_kv.method(row).name
         others = sorted({segment.method for segment in view.segments} - {own})
         if others:
             raise IntegrityError(f"the copy of row {row} is one of {own}; it reads segments of {', '.join(others)}")
-        views.form.check(views.draft_row(row), view, views.token_table[row, : view.covered].long(), views.buffers)
+        compressed_kv.layout.check(compressed_kv.draft_row(row), view, compressed_kv.token_table[row, : view.covered].long(), compressed_kv.buffers)
 
 
 def _unique(slots: torch.Tensor, what: str, owner: str) -> None:

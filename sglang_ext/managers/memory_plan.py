@@ -1,4 +1,4 @@
-"""What this plugin takes on the device beside SGLang's KV pool: counted here, and taken off the pool (:class:`HeldMemory`).
+"""What this plugin takes on the device beside SGLang's KV pool: counted here, and taken off the pool (:class:`ReservedMemory`).
 
 Whoever takes such memory has its size from here, or the plan from there. Not counted are the intermediate results of steps and captured
 verifications, partial sums of attention among them, which lie, as those of SGLang's own graphs, in what ``--mem-fraction-static`` leaves.
@@ -17,16 +17,16 @@ from sglang_ext.config import options, selection_options
 from sglang_ext.config.prefill_options import QUANTIZED
 from sglang_ext.core import OptionError
 from sglang_ext.layers.attention import verify_attention
-from sglang_ext.layers.attention.of_model import an_attention, attention_scaling
+from sglang_ext.layers.attention.model_layers import first_attention_layer, attention_scaling
 from sglang_ext.layers.kernels.hack import specialized_prefill
 from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes
 from sglang_ext.layers.kernels.packed import packed_decode
 from sglang_ext.managers.served_methods import ServedMethods
-from sglang_ext.mem_cache.compressed.formats.chosen_pages import ChosenPages
+from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
 from sglang_ext.mem_cache.compressors.each_step.quest import Quest
 from sglang_ext.mem_cache.compressors.spade import Spade
 from sglang_ext.mem_cache.host_tier.tier import staging_bytes
-from sglang_ext.mem_cache.selection.held_keys import KeySizes
+from sglang_ext.mem_cache.selection.scoring_keys import KeySpec
 from sglang_ext.mem_cache.selection.on_gpu import planned_bytes as choice_bytes
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class ModelSizes:
     @classmethod
     def of(cls, model_runner: "ModelRunner") -> "ModelSizes":
         """Those of a loaded model."""
-        attention, config = an_attention(model_runner.model), model_runner.model_config
+        attention, config = first_attention_layer(model_runner.model), model_runner.model_config
         return cls(
             layers=len(attention_scaling(model_runner.model)),
             query_heads=attention.tp_q_head_num,
@@ -101,15 +101,15 @@ class MemoryPlan:
         rings: requests whose newest queries are kept at once.
         query_rings: those queries, for methods that score keys by them.
         draft_rows: a second row of the token table for each request, and wider rows.
-        copy_tables: what draft rows begin with, where that is not tokens.
-        gathered_drafts: drafts that wait for full KV.
+        compressed_tables: what draft rows begin with, where that is not tokens.
+        pending_drafts: drafts that wait for full KV.
         scores: predicted scores of all slots, and the network that gives them.
         key_codes: keys of all slots in few bits, by which tokens are chosen.
         extremes: least and largest numbers of all pages, by which pages are chosen.
         staging: buffers through which full KV goes to host memory and back.
         workspaces: what attention of verifications works in.
-        choices: what choices of tokens, or of pages, by queries of steps work in.
-        arenas: through which cache ranks on other GPUs get keys and queries, at most; where these send rows, records of copies, too.
+        selection_workspaces: what choices of tokens, or of pages, by queries of steps work in.
+        exchange_buffers: through which cache ranks on other GPUs get keys and queries, at most; where these send rows, records of copies, too.
         prompt_codes: codes of a layer's keys and values, of the longest prompt, and what one kernel leaves another of its queries.
         logits: of the largest captured verification.
     """
@@ -117,15 +117,15 @@ class MemoryPlan:
     rings: int = 0
     query_rings: int = field(default=0, metadata={"name": "query rings"})
     draft_rows: int = field(default=0, metadata={"name": "draft rows of the token table"})
-    copy_tables: int = field(default=0, metadata={"name": "tables of copies"})
-    gathered_drafts: int = field(default=0, metadata={"name": "gathered drafts"})
+    compressed_tables: int = field(default=0, metadata={"name": "tables of copies"})
+    pending_drafts: int = field(default=0, metadata={"name": "gathered drafts"})
     scores: int = field(default=0, metadata={"name": "predicted scores"})
     key_codes: int = field(default=0, metadata={"name": "keys in few bits"})
     extremes: int = field(default=0, metadata={"name": "extremes of pages"})
     staging: int = field(default=0, metadata={"name": "buffers to and from host memory"})
     workspaces: int = field(default=0, metadata={"name": "workspaces of verifications"})
-    choices: int = field(default=0, metadata={"name": "choices of tokens"})
-    arenas: int = field(default=0, metadata={"name": "arenas of cache ranks"})
+    selection_workspaces: int = field(default=0, metadata={"name": "choices of tokens"})
+    exchange_buffers: int = field(default=0, metadata={"name": "arenas of cache ranks"})
     prompt_codes: int = field(default=0, metadata={"name": "codes of prompts"})
     logits: int = field(default=0, metadata={"name": "logits of verifications"})
 
@@ -185,9 +185,9 @@ class MemoryPlanner:
     @property
     def code_bytes(self) -> int:
         """Bytes of a token's keys in few bits; 0 where there are none."""
-        bits, model = selection_options.coded_slots(self.args), self.model
+        bits, model = selection_options.slot_code_bits(self.args), self.model
         # Numbers are of no account where codes are alone.
-        return KeySizes(model.layers, model.kv_heads, model.head_dim, torch.float16, bits).token_bytes if bits else 0
+        return KeySpec(model.layers, model.kv_heads, model.head_dim, torch.float16, bits).token_bytes if bits else 0
 
     @property
     def _paging(self) -> Quest | None:
@@ -222,7 +222,7 @@ class MemoryPlanner:
         window = self.served.window
         if not window:
             return 0
-        of_pool = RINGS_SHARE * (RINGS_OF_ROWS if selection_options.sends_rows(self.args) else 1)
+        of_pool = RINGS_SHARE * (RINGS_OF_ROWS if selection_options.has_remote_values(self.args) else 1)
         share = int(of_pool * tokens * self.model.slot_bytes / (self.model.query_bytes * self.ring_span))
         return min(requests, max(LEAST_RINGS, share))
 
@@ -235,17 +235,17 @@ class MemoryPlanner:
             rings=rings,
             query_rings=(1 + rings * self.ring_span) * model.query_bytes if rings else 0,
             draft_rows=4 * rows * (2 * width - self._width),
-            copy_tables=self._copy_tables(2 * rows),
-            gathered_drafts=8 * rows * (self.stride - 1),
+            compressed_tables=self._copy_tables(2 * rows),
+            pending_drafts=8 * rows * (self.stride - 1),
             scores=0 if scores is None else scores.planned_bytes(slots),
             key_codes=slots * self.code_bytes,
             extremes=self._extremes(slots),
             staging=2 * staging_bytes(slots * model.slot_bytes, args.page_size * model.slot_bytes) if args.kv_host_gb else 0,
             workspaces=self._workspaces(requests),
-            choices=self._choices(rings, width) + self._page_choices(requests, width),
-            arenas=self._arenas(tokens) if self.on_gpu else 0,
+            selection_workspaces=self._choices(rings, width) + self._page_choices(requests, width),
+            exchange_buffers=self._arenas(tokens) if self.on_gpu else 0,
             prompt_codes=self._prompt_codes(width),
-            logits=4 * model.vocabulary * options.captured_tokens(args, requests) if self._captures else 0,
+            logits=4 * model.vocabulary * options.max_captured_tokens(args, requests) if self._captures else 0,
         )
 
     @property
@@ -259,7 +259,7 @@ class MemoryPlanner:
         counts = any(method.quantizer is not None for method in methods) + any(method.compressor.points for method in methods)
         bounds = self.model.layers * self.model.kv_heads + 1 if self.args.kv_head_budgets == "adaptive" else 0
         paging = self._paging
-        pages = 0 if paging is None else ChosenPages.table_numbers(self.model.layers, self.model.kv_heads, paging.every)
+        pages = 0 if paging is None else PagePointerLayout.table_numbers(self.model.layers, self.model.kv_heads, paging.every)
         return 4 * rows * (counts + bounds + pages)
 
     def _choices(self, rings: int, tokens: int) -> int:
@@ -278,7 +278,7 @@ class MemoryPlanner:
         paging = self._paging
         if not self.on_gpu or paging is None:
             return 0
-        from sglang_ext.layers.kernels.choosing.quest_pages import scratch_bytes
+        from sglang_ext.layers.kernels.selection.quest_pages import scratch_bytes
 
         decode = self.args.cuda_graph_config.decode
         at_once = [requests] if decode.backend == Backend.DISABLED else [requests, min(requests, max(decode.bs))]
@@ -286,8 +286,8 @@ class MemoryPlanner:
 
     def _arenas(self, tokens: int) -> int:
         """Where rows are sent with records of as many tokens as the pool holds, a number for each layer and KV head."""
-        records = 4 * tokens * self.model.layers * self.model.kv_heads if selection_options.sends_rows(self.args) else 0
-        return selection_options.arena_bytes(self.args) * selection_options.ranks(self.args) + records
+        records = 4 * tokens * self.model.layers * self.model.kv_heads if selection_options.has_remote_values(self.args) else 0
+        return selection_options.exchange_buffer_bytes(self.args) * selection_options.ranks(self.args) + records
 
     def _prompt_codes(self, tokens: int) -> int:
         """As quantized_extend.py makes them, of so many tokens at most."""
@@ -296,8 +296,8 @@ class MemoryPlanner:
         model, quantizer = self.model, next(m.quantizer for m in self.served.methods if m.quantizer is not None)
         partition = quantizer.partition
         token = model.kv_heads * PromptCodes.token_bytes(model.head_dim, model.value_dim, partition)
-        if specialized_prefill.fits(self.capability, partition, quantizer.block, model.query_heads // model.kv_heads):
-            token += model.query_heads * specialized_prefill.Left.query_bytes(model.head_dim, partition)
+        if specialized_prefill.is_supported_shape(self.capability, partition, quantizer.block, model.query_heads // model.kv_heads):
+            token += model.query_heads * specialized_prefill.PrefillQueryCodes.query_bytes(model.head_dim, partition)
         return tokens * token
 
     def _workspaces(self, requests: int) -> int:
@@ -308,14 +308,14 @@ class MemoryPlanner:
         own = self.backend in ("triton", "fa3")
         size = 0
         if own:
-            splits = verify_attention.splits_of(1, model.kv_heads, self._width + self.ahead, self._exact_tile)
-            size = 4 * verify_attention.workspace_numbers(model.query_heads, model.value_dim, self.stride, splits)
+            splits = verify_attention.context_splits(1, model.kv_heads, self._width + self.ahead, self._exact_tile)
+            size = 4 * verify_attention.workspace_size(model.query_heads, model.value_dim, self.stride, splits)
         if not self._captures or self.backend == "triton":
             return size
         sizes = [min(requests, each) for each in args.cuda_graph_config.decode.bs]
         narrow = [len({*sizes}), max(sizes)]
-        wide = [options.WIDE_REQUESTS, options.WIDE_REQUESTS]
-        for graphs, most in [narrow] * len(options.verify_widths(args)) + [wide] * len(options.wide_widths(args)):
+        wide = [options.MAX_WIDE_REQUESTS, options.MAX_WIDE_REQUESTS]
+        for graphs, most in [narrow] * len(options.verify_widths(args)) + [wide] * len(options.wide_verify_widths(args)):
             if self.backend == "flashinfer":
                 # Slot numbers of 4 bytes and a mask of 1, for two contexts of each request.
                 size += 2 * most * model.context * 5 + (graphs + OTHER_WRAPPERS) * PLAN_BYTES
@@ -337,10 +337,10 @@ def gb(size: int) -> str:
 logger = logging.getLogger(__name__)
 
 # What a device rounds two allocations up by, at most.
-GRAIN = 4 << 20
+ALLOCATION_GRAIN = 4 << 20
 
 
-class HeldMemory:
+class ReservedMemory:
     """Memory of the device that the pool shall not get; made when the weights are loaded, before the pool is.
 
     With ``--max-total-tokens`` the pool stays as large as that, where that fits without the plan.
@@ -387,7 +387,7 @@ class HeldMemory:
             "--mem-fraction-static %s leaves for all else: lower one of both where memory runs out",
             args.max_total_tokens, gb(spare), gb(planned), args.mem_fraction_static,
         )  # fmt: skip
-        return max(0, spare - GRAIN)
+        return max(0, spare - ALLOCATION_GRAIN)
 
     @property
     def held_bytes(self) -> int:

@@ -4,21 +4,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sglang_ext.config.method_options import offers
+from sglang_ext.config.method_options import offered_methods
 from sglang_ext.core import FALLBACK_REASONS
-from sglang_ext.managers.cache_rank.choices import MISSES, RankChoices
-from sglang_ext.managers.cache_rank.on_gpu.rank_steps import RankSteps
-from sglang_ext.mem_cache.compressed.formats.chosen_pages import ChosenPages
-from sglang_ext.mem_cache.prefix_cache.codes_alone import CodesAlone
-from sglang_ext.mem_cache.prefix_cache.given_back import GivenBack
-from sglang_ext.mem_cache.prefix_cache.held_elsewhere import HeldElsewhere
+from sglang_ext.managers.cache_rank.cpu_client import MISSES, CpuRankClient
+from sglang_ext.managers.cache_rank.on_gpu.gpu_client import GpuRankClient
+from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
+from sglang_ext.mem_cache.prefix_cache.quantized_only import QuantizedOnlyKV
+from sglang_ext.mem_cache.prefix_cache.freed_full_kv import FreedFullKV
+from sglang_ext.mem_cache.prefix_cache.remote_only import RemoteOnlyKV
 
 if TYPE_CHECKING:
     from prometheus_client.metrics import MetricWrapperBase
 
     from sglang_ext.arguments import KVServerArgs
-    from sglang_ext.managers.offload.verifications import Verifications
-    from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
+    from sglang_ext.managers.kv_offload.offloaded_full_kv import OffloadedFullKV
+    from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
     from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
 
 # Each with its help, and the label that it has beside the model's name.
@@ -99,7 +99,7 @@ class KVMetrics:
     _gauges: "dict[str, MetricWrapperBase]" = field(default_factory=dict)
     _counters: "dict[str, MetricWrapperBase]" = field(default_factory=dict)
     _accept_length: "MetricWrapperBase | None" = None
-    _told: dict[tuple[str, ...], float] = field(default_factory=dict)
+    _last_totals: dict[tuple[str, ...], float] = field(default_factory=dict)
 
     @classmethod
     def create(cls, server_args: "KVServerArgs", counts: bool = True) -> "KVMetrics":
@@ -121,7 +121,7 @@ class KVMetrics:
         counters = COUNTERS | (HOST_COUNTERS if self.host else {}) | (RANK_COUNTERS if self.ranks else {})
         for name, (text, *label) in gauges.items():
             self._gauges[name] = Gauge(f"sglang_ext:{name}", text, ("model_name", *label), multiprocess_mode="mostrecent")
-        known = {"fallback_tokens": FALLBACK_REASONS[1:], "copies": [offer.told for offer in offers(args)], "missed_selections": MISSES}
+        known = {"fallback_tokens": FALLBACK_REASONS[1:], "copies": [offer.public_name for offer in offered_methods(args)], "missed_selections": MISSES}
         for name, (text, *label) in counters.items():
             self._counters[name] = Counter(f"sglang_ext:{name}", text, ("model_name", *label))
             for value in [(each,) for each in known[name]] if label else [()]:
@@ -134,14 +134,14 @@ class KVMetrics:
         if name in self._counters:
             self._counters[name].labels(self.model_name, *label).inc(amount)
 
-    def _tell(self, name: str, value: float, *label: str) -> None:
+    def _set_total(self, name: str, value: float, *label: str) -> None:
         """Report what something is, or what it has become in all."""
-        before = self._told.get((name, *label), 0)
+        before = self._last_totals.get((name, *label), 0)
         if name in self._gauges:
             self._gauges[name].labels(self.model_name, *label).set(value)
         elif value != before:
             self._count(name, value - before, *label)
-        self._told[name, *label] = value
+        self._last_totals[name, *label] = value
 
     def count_drafts(self, drafts: int) -> None:
         """Count a request's tokens drafted on a compressed view."""
@@ -164,35 +164,35 @@ class KVMetrics:
             return
         parts = {"draft": drafting / drafts, "rest": whole - drafting} if drafts else {"step": whole / steps}
         for part, seconds in parts.items():
-            self._tell("round_seconds", seconds, part)
+            self._set_total("round_seconds", seconds, part)
 
     def observe_drafting(self, figures: Mapping[str, float | None]) -> None:
         """Set the gauges of drafting, by name. A figure that is None becomes 0."""
         for name, value in figures.items() if self._gauges else ():
-            self._tell(name, value or 0.0)
+            self._set_total(name, value or 0.0)
 
-    def observe_pool(self, views: "CompressedViews", verifications: "Verifications | None" = None) -> None:
+    def observe_pool(self, compressed_kv: "CompressedKVCache", verifications: "OffloadedFullKV | None" = None) -> None:
         """Report the bytes in compressed slots, of queries, and what became of full KV in host memory."""
         if not self._gauges:
             return
-        self._tell("compressed_bytes", views.held_bytes())
-        codes = views.tree_cache.codes
-        self._tell("codes_alone_tokens", codes.tokens if isinstance(codes, CodesAlone) else 0)
-        self._tell("recomputed_requests", views.tree_cache.recomputed)
-        self._tell("query_bytes", views.queries.taken_bytes)
-        self._tell("score_bytes", max(method.compressor.held_bytes for method in views.methods))
-        self._tell("key_code_bytes", 0 if views.buffers.codes is None else views.buffers.codes.nbytes)
-        self._tell("page_extreme_bytes", views.form.extremes.nbytes if isinstance(views.form, ChosenPages) else 0)
-        for method, made in views.made.items():
-            self._tell("copies", made, method)
-        for name, value in _of_host(views.tree_cache, verifications) if self.host else ():
-            self._tell(name, value)
-        ranks = views.elsewhere or views.beside
-        for name, value, *label in _of_ranks(ranks, codes) if self.ranks and isinstance(ranks, RankChoices | RankSteps) else ():
-            self._tell(name, value, *label)
+        self._set_total("compressed_bytes", compressed_kv.held_bytes())
+        codes = compressed_kv.tree_cache.codes
+        self._set_total("codes_alone_tokens", codes.tokens if isinstance(codes, QuantizedOnlyKV) else 0)
+        self._set_total("recomputed_requests", compressed_kv.tree_cache.recomputed)
+        self._set_total("query_bytes", compressed_kv.queries.used_bytes)
+        self._set_total("score_bytes", max(method.compressor.held_bytes for method in compressed_kv.methods))
+        self._set_total("key_code_bytes", 0 if compressed_kv.buffers.codes is None else compressed_kv.buffers.codes.nbytes)
+        self._set_total("page_extreme_bytes", compressed_kv.layout.extremes.nbytes if isinstance(compressed_kv.layout, PagePointerLayout) else 0)
+        for method, made in compressed_kv.made.items():
+            self._set_total("copies", made, method)
+        for name, value in _host_values(compressed_kv.tree_cache, verifications) if self.host else ():
+            self._set_total(name, value)
+        ranks = compressed_kv.remote_selector or compressed_kv.async_selector
+        for name, value, *label in _rank_values(ranks, codes) if self.ranks and isinstance(ranks, CpuRankClient | GpuRankClient) else ():
+            self._set_total(name, value, *label)
 
 
-def _of_host(tree: "TieredRadixCache", verifications: "Verifications | None") -> Iterator[tuple[str, float]]:
+def _host_values(tree: "TieredRadixCache", verifications: "OffloadedFullKV | None") -> Iterator[tuple[str, float]]:
     host, reloads = tree.host, tree.reloads
     yield "host_bytes", host.bytes
     yield "host_staging_bytes", host.tier.workspace_bytes
@@ -211,21 +211,21 @@ def _of_host(tree: "TieredRadixCache", verifications: "Verifications | None") ->
     yield "reload_room_reserved", admission.occupancy.memory
     yield "reservations", admission.admitted
     yield "waits", admission.refused
-    yield "late_verifications", admission.slips
+    yield "late_verifications", admission.num_postponed
     yield "slack_rounds", verifications.slack
 
 
-def _of_ranks(choices: RankChoices | RankSteps, held: GivenBack | None) -> Iterator[tuple]:
+def _rank_values(choices: CpuRankClient | GpuRankClient, held: FreedFullKV | None) -> Iterator[tuple]:
     yield "cache_ranks_ready", choices.ready
     yield "cache_rank_tokens", choices.held_tokens
     yield "choosing_seconds", choices.slowest
-    if isinstance(choices, RankSteps):
+    if isinstance(choices, GpuRankClient):
         yield "selection_steps", choices.pace.every
     yield "cache_rank_starts", choices.starts
     yield "selections", choices.taken
     yield "selection_wait_seconds", choices.waited
     yield "selection_rows", choices.rows
-    if isinstance(held, HeldElsewhere):
+    if isinstance(held, RemoteOnlyKV):
         yield "rank_alone_tokens", held.tokens
     for reason, count in choices.missed.items():
         yield "missed_selections", count, reason

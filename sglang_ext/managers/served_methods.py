@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_ext.config import selection_options
-from sglang_ext.config.method_options import Offer, methods, offers
+from sglang_ext.config.method_options import OfferedMethod, methods, offered_methods
 from sglang_ext.core import OptionError
-from sglang_ext.layers.attention.of_model import an_attention, is_attention
-from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
-from sglang_ext.mem_cache.compressed.formats.chosen_pages import ChosenPages
-from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
-from sglang_ext.mem_cache.compressed.formats.kv_format import KVFormat, PlainTokens, RowsOfHeads, Unpacked
-from sglang_ext.mem_cache.compressed.formats.packing import PackedRows, Packing
-from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers
+from sglang_ext.layers.attention.model_layers import first_attention_layer, is_attention
+from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
+from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
+from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
+from sglang_ext.mem_cache.compressed.layouts.base import KVLayout, PlainLayout, ExchangedRowLayout, PlainSlots
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import QuantizedLayout, Packing
+from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, Pointers
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
-from sglang_ext.mem_cache.compressed.rotary import Rotary, rotary_of
+from sglang_ext.mem_cache.compressed.rotary import Rotary, find_rotary
 from sglang_ext.mem_cache.compressed.slot_scores import SlotScores
 from sglang_ext.mem_cache.compressors import Compressor
-from sglang_ext.mem_cache.compressors.catalogue import Method, create
+from sglang_ext.mem_cache.compressors.catalogue import MethodSpec, create
 from sglang_ext.mem_cache.compressors.each_step.quest import Quest
 from sglang_ext.mem_cache.compressors.kvzap import KVzap
 from sglang_ext.mem_cache.compressors.kvzip import KVzip
@@ -42,15 +42,15 @@ class ServedMethods:
     """The methods that requests may ask for, the one of those that ask for none first.
 
     Attributes:
-        offers: as requests name them.
+        offered_methods: as requests name them.
         methods: what each does, in the same order.
         scores: predicted, by slot; None where no method reads them.
         rotary: the model's rotary embedding; None where no method needs it.
         first_head: of the model's KV heads, the first that this rank holds.
     """
 
-    offers: tuple[Offer, ...]
-    methods: tuple[Method, ...]
+    offered_methods: tuple[OfferedMethod, ...]
+    methods: tuple[MethodSpec, ...]
     scores: SlotScores | None = None
     rotary: Rotary | None = None
     first_head: int = 0
@@ -67,13 +67,13 @@ class ServedMethods:
         Raises:
             OptionError: a method lacks what it reads, or it is of another model.
         """
-        kv_heads, rank = an_attention(model_runner.model).tp_k_head_num, model_runner.ps.tp_rank
-        scores = slot_scores_of(args, layers, kv_heads, rank)
-        offered, methods = offers(args), methods_of(args, len(layers), kv_heads, rank, scores)
+        kv_heads, rank = first_attention_layer(model_runner.model).tp_k_head_num, model_runner.ps.tp_rank
+        scores = load_slot_scores(args, layers, kv_heads, rank)
+        offered, methods = offered_methods(args), methods_of(args, len(layers), kv_heads, rank, scores)
         rotary = None
         for offer, method in zip(offered, methods):
             if method.needs_rotary:
-                rotary = rotary_of(model_runner.model, is_attention, offer.name)
+                rotary = find_rotary(model_runner.model, is_attention, offer.name)
         return cls(offered, methods, scores, rotary, first_kv_head(args, rank))
 
     @property
@@ -86,7 +86,7 @@ class ServedMethods:
         """Steps between two choices by the queries of steps, at most; 0 where no method chooses so."""
         return max(method.compressor.every for method in self.methods)
 
-    def form(self, adaptive: bool, buffers: KVBuffers, page_size: int, token_table: torch.Tensor, rows: bool = False) -> KVFormat:
+    def layout(self, adaptive: bool, buffers: KVBuffers, page_size: int, token_table: torch.Tensor, rows: bool = False) -> KVLayout:
         """The format of their copies; at most one packs tokens, or leads into full KV and is alone.
 
         Captured graphs read what rows begin with, so that this comes before any is captured.
@@ -103,17 +103,17 @@ class ServedMethods:
         """
         quantizer = next((method.quantizer for method in self.methods if method.quantizer is not None), None)
         if quantizer is not None:
-            return PackedRows.of_table(Packing.of(quantizer, buffers, page_size, self.rotary), token_table)
+            return QuantizedLayout.for_table(Packing.for_pool(quantizer, buffers, page_size, self.rotary), token_table)
         if rows:
-            return RowsOfHeads()
+            return ExchangedRowLayout()
         pointing = next((method.compressor for method in self.methods if method.compressor.points), None)
         if pointing is not None:
-            pointers = Pointers.of(buffers, page_size)
+            pointers = Pointers.for_pool(buffers, page_size)
             if not isinstance(pointing, Quest) or not pointing.in_attention:
-                return PointerRows.of_table(pointers, token_table)
+                return PointerLayout.for_table(pointers, token_table)
             extremes = PageExtremes(buffers.keys, buffers.layer_ids, pointing.scoring.page)
-            return ChosenPages.of_pool(pointers, token_table, extremes, pointing)
-        return HeadCells.of(buffers, len(token_table)) if adaptive else PlainTokens()
+            return PagePointerLayout.of_pool(pointers, token_table, extremes, pointing)
+        return RaggedHeadLayout.of(buffers, len(token_table)) if adaptive else PlainLayout()
 
 
 def check_files(args: "KVServerArgs") -> None:
@@ -122,7 +122,7 @@ def check_files(args: "KVServerArgs") -> None:
     Raises:
         OptionError: no scores are of the model; the predictor is missing, has changed, or is of another model.
     """
-    if any(offer.drops == KVzip.name for offer in offers(args)):
+    if any(offer.drop_method == KVzip.name for offer in offered_methods(args)):
         config = args.get_model_config()
         if _score_index(args, config.num_hidden_layers).empty:
             raise OptionError(
@@ -142,7 +142,7 @@ def check_files(args: "KVServerArgs") -> None:
         )
 
 
-def slot_scores_of(args: "KVServerArgs", layers: Sequence[int], kv_heads: int, rank: int) -> SlotScores | None:
+def load_slot_scores(args: "KVServerArgs", layers: Sequence[int], kv_heads: int, rank: int) -> SlotScores | None:
     """Predicted scores of a rank's KV heads; None where no compressor reads them.
 
     Args:
@@ -161,26 +161,26 @@ def slot_scores_of(args: "KVServerArgs", layers: Sequence[int], kv_heads: int, r
 
 
 def _predicts(args: "KVServerArgs") -> bool:
-    return any(offer.drops == KVzap.name for offer in offers(args))
+    return any(offer.drop_method == KVzap.name for offer in offered_methods(args))
 
 
 def _predictor(args: "KVServerArgs") -> Predictor:
     return Predictor.read(Path(args.kv_predictor), model_key(model_folder(args.model_path, args.revision)))
 
 
-def methods_of(args: "KVServerArgs", layers: int, kv_heads: int, rank: int, scores: SlotScores | None) -> tuple[Method, ...]:
-    """The methods that a server offers, in the order of :func:`offers`, with stored or predicted scores where they read them.
+def methods_of(args: "KVServerArgs", layers: int, kv_heads: int, rank: int, scores: SlotScores | None) -> tuple[MethodSpec, ...]:
+    """The methods that a server offers, in the order of :func:`offered_methods`, with stored or predicted scores where they read them.
 
     Args:
         args: the server's.
         layers: of the model.
-        kv_heads, rank: as for :func:`slot_scores_of`.
+        kv_heads, rank: as for :func:`load_slot_scores`.
         scores: by slot.
 
     Raises:
         OptionError: scores are asked for, and the model has no files to tell whose they are.
     """
-    found: list[Method] = []
+    found: list[MethodSpec] = []
     # Methods that differ in budget or packing read the same scores.
     compressors: dict[str, Compressor] = {}
     for each in methods(args):
@@ -200,12 +200,12 @@ def methods_of(args: "KVServerArgs", layers: int, kv_heads: int, rank: int, scor
     return tuple(found)
 
 
-def copy_methods(args: "KVServerArgs", methods: tuple[Method, ...], page_size: int, form: KVFormat) -> tuple[CopyMethod, ...]:
+def copy_methods(args: "KVServerArgs", methods: tuple[MethodSpec, ...], page_size: int, layout: KVLayout) -> tuple[CompressionMethod, ...]:
     """How ``methods``, those of :func:`methods_of`, make copies of this format in a pool with such pages."""
-    plain, made = Unpacked(page_size), []
-    for offer, each in zip(offers(args), methods, strict=True):
-        packing = form.placement(each, plain)
-        made.append(CopyMethod(each.compressor, offer.budget, packing, offer.name, offer.packs or "", offer.suffix, args.kv_sparse_from))
+    plain, made = PlainSlots(page_size), []
+    for offer, each in zip(offered_methods(args), methods, strict=True):
+        packing = layout.slot_layout(each, plain)
+        made.append(CompressionMethod(each.compressor, offer.budget, packing, offer.name, offer.quant_method or "", offer.suffix, args.kv_sparse_from))
     return tuple(made)
 
 

@@ -43,7 +43,7 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         """Put plain PyTorch in place of what SGLang compiles or has as Triton kernels on any device."""
         import torch._dynamo
 
-        from sglang_ext.hooks import application as hooking
+        from sglang_ext.hooks import activation as hooking
 
         # Small operators that SGLang and its grammar backends compile would need a C++ compiler.
         torch._dynamo.config.disable = True
@@ -120,7 +120,7 @@ def relay_without_streams(original: Callable, future_map, batch) -> None:
         between.bonus_tokens = future_map.output_tokens_buf[between.future_indices]
 
 
-def without_pinning(original: Callable, *args: Any, **kwargs: Any) -> Any:
+def run_without_pinning(original: Callable, *args: Any, **kwargs: Any) -> Any:
     """Run one of SGLang's functions with ``pin_memory`` ignored: there is no device to copy to."""
     with _Unpinned():
         return original(*args, **kwargs)

@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
-from sglang_ext.outputs import check_folder, exit_code
+from sglang_ext.output_files import check_folder, exit_code
 from sglang_ext.precompress import PrecompressError
-from sglang_ext.precompress.documents import Beginning
-from sglang_ext.precompress.reconstruction import Reconstruction
-from sglang_ext.precompress.work import Work
+from sglang_ext.tools.precompress.documents import PromptPrefix
+from sglang_ext.tools.precompress.reconstruction import ReconstructionConfig
+from sglang_ext.tools.precompress.job import ScoringJob
 
 
 def parser() -> argparse.ArgumentParser:
@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     add("--prefix-text", default="", metavar="TEXT", help="what stands before each document in prompts")
     add("--chat-template", action="store_true", help="documents begin the user's message in the model's chat template")
     add("--system", metavar="TEXT", help="with --chat-template: the system message, where requests send one")
-    add("--chunk", type=int, default=Reconstruction.chunk, help="tokens that the model repeats at once (default: %(default)s)")
+    add("--chunk", type=int, default=ReconstructionConfig.chunk, help="tokens that the model repeats at once (default: %(default)s)")
     add("--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"))
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: cuda where there is one, else cpu")
     return made
@@ -58,9 +58,9 @@ def run(args: argparse.Namespace, console: Console) -> None:
         raise PrecompressError("--system is a message of the chat template: pass --chat-template too")
     check_folder("--out", args.out)
     folder = model_folder(args.model, args.revision, download=True)
-    beginning = Beginning(args.prefix_text, args.chat_template, args.system)
+    beginning = PromptPrefix(args.prefix_text, args.chat_template, args.system)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    work = Work(tokenizer, beginning, Reconstruction(chunk=args.chunk), model_key(folder), args.out)
+    work = ScoringJob(tokenizer, beginning, ReconstructionConfig(chunk=args.chunk), model_key(folder), args.out)
     documents = work.missing(args.files, lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True))
     if not documents:
         return

@@ -21,8 +21,8 @@ from servers import STRICT, greedy, sampled
 from test_gpu_decoding import DRAFTS, EXACT, QUICK
 from test_gpu_packed import accept_length
 
-from sglang_ext.mem_cache.compressed.held_rows import absent
-from sglang_ext.mem_cache.selection.predictors import Current, Regressed
+from sglang_ext.mem_cache.compressed.row_exchange import missing_mask
+from sglang_ext.mem_cache.selection.predictors import CurrentQuery, RegressedQuery
 
 TWO = torch.cuda.device_count() > 1
 RANK_DEVICE = "cuda:1" if TWO else "cuda:0"
@@ -49,7 +49,7 @@ def led_as_chosen(world, row, length):
     return world.overlap(row, world.ends[row] - 1, length) > 0.97
 
 
-@pytest.mark.parametrize("predictor", [Current(), Regressed()], ids=lambda each: each.name)
+@pytest.mark.parametrize("predictor", [CurrentQuery(), RegressedQuery()], ids=lambda each: each.name)
 def test_each_step_reads_what_the_queries_of_the_one_before_the_last_choose(predictor):
     world = rank_world(predictor=predictor)
     world.begin(1, 300, 64), world.begin(2, 150, 48)
@@ -57,7 +57,7 @@ def test_each_step_reads_what_the_queries_of_the_one_before_the_last_choose(pred
     for _ in range(6):
         world.step()
         assert led_as_chosen(world, 1, 300) and led_as_chosen(world, 2, 150), world.arenas[0].counters.tolist()
-    world.until(lambda: world.views.made["spade"] == 12)
+    world.until(lambda: world.compressed_kv.made["spade"] == 12)
     assert not +world.steps.missed
     world.steps.end()
 
@@ -108,7 +108,7 @@ def test_the_host_waits_for_no_choice():
     torch.cuda._sleep(1 << 30)
     for _ in range(3):
         world.step()
-        world.steps.tend()
+        world.steps.poll()
     assert not torch.cuda.current_stream().query(), "the host waited for the device"
     assert led_as_chosen(world, 1, 300)
     world.steps.end()
@@ -166,10 +166,10 @@ def test_copies_hold_the_rows_of_their_records_and_what_the_queries_of_the_step_
         world.step()
         for row, length in ((1, 300), (2, 150)):
             found = world.positions(row)
-            new = absent(found, before[row]).sum(-1)
+            new = missing_mask(found, before[row]).sum(-1)
             assert new.min() > 0 and new.max() <= fresh
             assert fresh < 256 or led_as_chosen(world, row, length), world.arenas[0].counters.tolist()
-    world.until(lambda: world.views.made["spade"] == 12)
+    world.until(lambda: world.compressed_kv.made["spade"] == 12)
     assert not +world.steps.missed and world.steps.rows > 0
     world.steps.end()
 
@@ -209,7 +209,7 @@ def test_the_host_waits_for_no_rows():
     torch.cuda._sleep(1 << 30)
     for _ in range(3):
         world.step()
-        world.steps.tend()
+        world.steps.poll()
     world.steps.leave_slots(1, alone=True)
     world.ends[1] = 380
     assert world.renew(1, 64)

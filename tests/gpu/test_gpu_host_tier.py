@@ -10,8 +10,8 @@ from sglang_ext.device import to_device
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.host_tier.host_pool import HostPool
 from sglang_ext.mem_cache.host_tier.tier import HostTier
-from sglang_ext.mem_cache.host_tier.transfers import Arrivals
-from sglang_ext.mem_cache.prefix_cache.reloads import LinkRate
+from sglang_ext.mem_cache.host_tier.transfers import TransferTracker
+from sglang_ext.mem_cache.prefix_cache.reloads import LinkBandwidth
 
 PAGE = 16
 
@@ -122,7 +122,7 @@ def test_a_load_waits_for_a_forward_on_another_stream_that_writes_its_slots():
         with torch.cuda.stream(forward):
             sleep(seconds)
             made.write(targets)
-            made.tier.forward_launched()
+            made.tier.on_forward_launched()
         made.tier.load(pages, targets).synchronize()
         assert torch.equal(made.contents(targets), made.contents(sources))
 
@@ -133,7 +133,7 @@ def test_what_is_deferred_does_not_wait_for_what_the_stream_is_given_meanwhile()
     made.tier.store(sources, pages).synchronize()
     for seconds in (0, 0.5):
         torch.cuda.synchronize()
-        with made.tier.deferred():
+        with made.tier.defer_transfers():
             loaded = made.tier.load(pages, targets)
             assert not loaded.done
             sleep(seconds)
@@ -147,7 +147,7 @@ def test_what_is_deferred_does_not_wait_for_what_the_stream_is_given_meanwhile()
 def test_who_waits_for_what_is_deferred_gets_it():
     made = setup()
     pages, sources, targets = made.tier.pool.pages.allocate(64), slots_of(torch.arange(64)), slots_of(torch.arange(64, 128))
-    with made.tier.deferred():
+    with made.tier.defer_transfers():
         made.tier.store(sources, pages)
         made.tier.load(pages, targets).wait()
         assert torch.equal(made.contents(targets), made.contents(sources))
@@ -220,7 +220,7 @@ def test_a_load_is_nearly_as_fast_as_one_plain_copy():
     plain = size / timed(lambda: of_device.copy_(of_host, non_blocking=True))
     del of_device
     held, slots = made.tier.pool.pages.allocate(pages), slots_of(torch.randperm(pages))
-    rate = LinkRate()
+    rate = LinkBandwidth()
     made.tier.store(slots, held).synchronize()
     best = 0.0
     for _ in range(3):
@@ -236,7 +236,7 @@ def test_a_load_is_nearly_as_fast_as_one_plain_copy():
     assert launched < 0.5 * loaded.outcome.seconds
     assert rate.bandwidth == pytest.approx(best, rel=0.3)
     made.tier.pool.pages.free(held)
-    assert LinkRate().measure(made.tier, slots[: 512 * PAGE], Arrivals()) > 0.5 * plain
+    assert LinkBandwidth().measure(made.tier, slots[: 512 * PAGE], TransferTracker()) > 0.5 * plain
 
 
 def test_what_a_forward_sends_to_the_device_does_not_wait_for_a_load():

@@ -7,17 +7,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_ext.hooks import chunks
-from sglang_ext.managers.disaggregation.coded.room_codec import CodedRoom
-from sglang_ext.managers.disaggregation.progressive.codecs import compile_kernels, make_codec
-from sglang_ext.managers.disaggregation.progressive.page_codec import PlacedPage
-from sglang_ext.managers.disaggregation.progressive.pool_buffers import AuxRecords, PoolBuffers
-from sglang_ext.managers.disaggregation.progressive.received_room import ReceivedRoom
-from sglang_ext.managers.disaggregation.progressive.sender import ProgressiveSender
-from sglang_ext.managers.disaggregation.progressive.sent_room import SentRoom
-from sglang_ext.managers.disaggregation.wire import LayerRange, PageHeader, Stream
-from sglang_ext.mem_cache.compressed.formats.packing import Packing
-from sglang_ext.mem_cache.compressed.formats.rounding import token_seeds
+from sglang_ext.hooks import chunk_transfer
+from sglang_ext.managers.kv_transfer.quantized.prompt_codec import QuantizedPromptCodec
+from sglang_ext.managers.kv_transfer.progressive.codecs import compile_kernels, make_codec
+from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage
+from sglang_ext.managers.kv_transfer.progressive.pool_buffers import AuxRecords, PoolBuffers
+from sglang_ext.managers.kv_transfer.progressive.room_writer import RoomWriter
+from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
+from sglang_ext.managers.kv_transfer.progressive.room_encoder import RoomEncoder
+from sglang_ext.managers.kv_transfer.wire import LayerRange, PageHeader, Stream
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
+from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors.catalogue import method
 
@@ -66,9 +66,9 @@ def test_pages_of_any_gpu_travel(device, reference):
     slots = [torch.randperm(SLOTS, device=device)[:tokens] for _ in range(2)]
     parts = []
     link = SimpleNamespace(offer=lambda number, part: parts.append(part))
-    out = SentRoom(1, codec, layers, [0], [bytes(32)], Told())
+    out = RoomEncoder(1, codec, layers, [0], [bytes(32)], Told())
     in_thread(lambda: out.offer(link, out.start_page(slots[0], True)))
-    into = ReceivedRoom(
+    into = RoomWriter(
         make_codec(reference, received), received, AuxRecords(received.args), 0, layers, [PlacedPage(0, slots[1])], [bytes(32)], Told()
     )
     assert [part.stream for part in parts] == [Stream.ANCHOR, Stream.RESIDUAL][: len(parts)]
@@ -99,7 +99,7 @@ def test_kernels_are_compiled_with_slot_0_alone(reference):
 def test_pages_leave_while_a_model_computes(reference):
     pool, layers = pool_on("cuda:0"), LayerRange(0, LAYERS)
     codec, parts = make_codec(reference, pool), []
-    room = SentRoom(1, codec, layers, [0, 0], [bytes(32)] * 2, Told())
+    room = RoomEncoder(1, codec, layers, [0, 0], [bytes(32)] * 2, Told())
     link = SimpleNamespace(offer=lambda number, part: parts.append(part))
     slots = torch.arange(codec.page_size, device="cuda:0") % SLOTS
     # The first compiles kernels.
@@ -128,8 +128,8 @@ def test_prompts_leave_as_the_codes_that_a_cpu_finds_and_soon(named):
     for pool in (here, there):
         kinds = (tuple(each.view(SLOTS, HEADS, DIM) for each in kind) for kind in (pool.keys, pool.values))
         buffers = KVBuffers(tuple(range(layers.count)), (1.0,) * layers.count, *kinds)
-        packing = Packing.of(method(*named).quantizer, buffers, 1)
-        room = CodedRoom(pool, packing, buffers, begin, begin + 256, 128, seeds.to(pool.device) if packing.stochastic else None)
+        packing = Packing.for_pool(method(*named).quantizer, buffers, 1)
+        room = QuantizedPromptCodec(pool, packing, buffers, begin, begin + 256, 128, seeds.to(pool.device) if packing.stochastic else None)
         slots = torch.arange(100, 100 + 128, device=pool.device)
         found.append(torch.tensor(list(room.encode_anchor(PlacedPage(begin, slots), layers))))
         times = []
@@ -165,7 +165,7 @@ def test_slots_of_a_chunk_are_read_while_the_next_forward_runs_and_as_they_were_
         assert found.eq(7).all()
 
     # What is not loaded yet, and memory that a stream has not got yet, wait for the device.
-    with pool.beside_forwards(torch.cuda.current_stream().record_event()):
+    with pool.on_side_stream(torch.cuda.current_stream().record_event()):
         (table // 1).cpu()
     torch.cuda.synchronize()
     with torch.cuda.stream(schedule):
@@ -177,9 +177,9 @@ def test_slots_of_a_chunk_are_read_while_the_next_forward_runs_and_as_they_were_
         with torch.cuda.stream(forward):
             for _ in range(200):
                 factor @ factor
-        chunks.note_launch(barrier, scheduler)
-        chunks.send_kv_chunk(read, scheduler, req, False, 8192)
+        chunk_transfer.note_launch(barrier, scheduler)
+        chunk_transfer.send_kv_chunk(read, scheduler, req, False, 8192)
         runs = not forward.query()
-        chunks.send_kv_chunk(read, scheduler, req, True, 8192)
+        chunk_transfer.send_kv_chunk(read, scheduler, req, True, 8192)
     assert runs and forward.query(), took
     torch.cuda.synchronize()

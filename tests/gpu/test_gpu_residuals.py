@@ -14,7 +14,7 @@ def test_pages_come_back_to_the_bit_with_and_without_their_blocks(dtype, bits, s
     count = 9
     plain, slots, blocks = packed(dtype, bits, 2, 64, 64, torch.Generator().manual_seed(1), count)
     there = moved(plain, "cuda")
-    pool = HostPool.create(there.buffers, 64, count * there.page_bytes, rooms=True)
+    pool = HostPool.create(there.buffers, 64, count * there.page_bytes, frames=True)
     tier = HostTier(there.buffers, pool, staging, there)
     slots, blocks = slots.cuda(), blocks.cuda()
     known = PageBlocks(blocks, torch.ones(count, dtype=torch.bool))

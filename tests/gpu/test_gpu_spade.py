@@ -14,22 +14,22 @@ from test_gpu_decoding import DRAFTS, EXACT, QUICK
 from test_gpu_packed import REPLAYS, accept_length, served
 
 from sglang_ext.bench.soaking.soak import server_environment
-from sglang_ext.core import CompressedView
+from sglang_ext.core import CompressedKV
 from sglang_ext.device import SideStream
-from sglang_ext.mem_cache.compressed.chosen_beside import ChosenBeside
+from sglang_ext.mem_cache.compressed.async_selector import StreamSelector
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.query_window import QueryWindows, Recorded
+from sglang_ext.mem_cache.compressed.queries import QueryWindows, RecordedRows
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.spade import Spade
-from sglang_ext.mem_cache.selection.on_gpu import GpuChoice
-from sglang_ext.mem_cache.selection.predictors import Current, Regressed
+from sglang_ext.mem_cache.selection.on_gpu import GpuSelector
+from sglang_ext.mem_cache.selection.predictors import CurrentQuery, RegressedQuery
 
 LAYERS, HEADS, GROUP, DIM = 3, 2, 2, 16
 SPADE = ("--attention-backend", "flashinfer", "--kv-compressor", "spade", "--enable-metrics")
 LOSSY = ("--kv-mode", "lossy", *SPADE)
 VERIFIED = ("--kv-mode", "verified", "--kv-budget", "0.25", *DRAFTS)
 CHOICES = 'sglang_ext:copies_total{compressor="spade"'
-PREDICTORS = pytest.mark.parametrize("predictor", [Current(), Regressed()], ids=lambda each: each.name)
+PREDICTORS = pytest.mark.parametrize("predictor", [CurrentQuery(), RegressedQuery()], ids=lambda each: each.name)
 
 
 class OnGpu:
@@ -47,27 +47,27 @@ class OnGpu:
         self.rows, copies = self.asked.rows.tolist(), {}
         for row, count, length, slots in zip(self.rows, self.counts, self.asked.lengths, self.asked.targets.split(self.asked.held)):
             own, spare = slots.cuda().chunk(2)
-            view = CompressedView(own, length, own_tokens=count, own_packed=len(own), spare=spare, method="spade")
+            view = CompressedKV(own, length, own_tokens=count, own_packed=len(own), back_slots=spare, method="spade")
             copies[row] = view
-        self.views = SimpleNamespace(get=copies.get, draft_row=lambda row: row + 4, made=Counter())
+        self.compressed_kv = SimpleNamespace(get=copies.get, draft_row=lambda row: row + 4, made=Counter())
         spade = Spade(predictor, every, each_round=False)
         self.queries = QueryWindows(spade.window, range(LAYERS), every)
         self.queries.allocate(2, HEADS * GROUP, DIM, keys[0][:0])
-        choice = GpuChoice(predictor, self.buffers, HEADS * GROUP, Rotary(self.rotary.frequencies.cuda()))
-        self.beside = ChosenBeside(SimpleNamespace(compressor=spade, packing=self.asked.pointers), table, choice, self.queries)
+        choice = GpuSelector(predictor, self.buffers, HEADS * GROUP, Rotary(self.rotary.frequencies.cuda()))
+        self.beside = StreamSelector(SimpleNamespace(compressor=spade, packing=self.asked.pointers), table, choice, self.queries)
         self.table = table
 
     def step(self, number):
         """Of both requests; some time later its queries are there."""
         queries = torch.randn(LAYERS, 2, HEADS * GROUP, DIM, generator=torch.Generator().manual_seed(number)) * 3
         torch.cuda._sleep(2_000_000)
-        rows = tuple(Recorded(row, i, i + 1, length + number) for i, (row, length) in enumerate(zip(self.rows, self.asked.lengths)))
+        rows = tuple(RecordedRows(row, i, i + 1, length + number) for i, (row, length) in enumerate(zip(self.rows, self.asked.lengths)))
         with self.queries.recording(rows):
             for layer in range(LAYERS):
                 self.queries.record(layer, queries[layer].cuda(non_blocking=True))
         for i, row in enumerate(self.rows):
             self.windows.setdefault(row, []).append(queries[:, i])
-        self.beside.stepped(self.views, {row: length + number + 1 for row, length in zip(self.rows, self.asked.lengths)}, None)
+        self.beside.on_step_end(self.compressed_kv, {row: length + number + 1 for row, length in zip(self.rows, self.asked.lengths)}, None)
 
     def check(self, taken):
         """Copies lead to what the queries of the first ``taken`` steps choose."""
@@ -75,7 +75,7 @@ class OnGpu:
             window = torch.stack(self.windows[row][:taken][-self.predictor.window :])
             positions = torch.arange(length + taken - len(window), length + taken)[None]
             self.asked.queries[i] = self.predictor.predict(window.permute(1, 2, 0, 3)[None], positions, self.rotary, self.every + 1)[0]
-            own = self.views.get(row).own
+            own = self.compressed_kv.get(row).own
             assert torch.equal(self.table[row + 4, : len(own)].long(), own)
             for layer in range(LAYERS):
                 led = self.asked.pointers.read(self.buffers.keys[layer], own, count).cpu()
@@ -94,7 +94,7 @@ def test_steps_and_choices_run_beside_each_other_and_each_reads_what_was_there(p
         there.step(number)
     torch.cuda.synchronize()
     there.check(7 * every)
-    assert there.views.made["spade"] == 2 * 7
+    assert there.compressed_kv.made["spade"] == 2 * 7
 
 
 @PREDICTORS

@@ -8,7 +8,7 @@ from servers import LOGGED, greedy
 from test_gpu_decoding import DRAFTS, EXACT, QUICK, VERIFIED
 from test_gpu_packed import REPLAYS, accept_length, served
 
-from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
+from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors import ContextKV, Part
 from sglang_ext.mem_cache.compressors.catalogue import create
@@ -43,10 +43,10 @@ def methods():
 @pytest.mark.parametrize("kind", range(3), ids=["snapkv", "kvzap", "kvzip"])
 def test_choosing_and_writing_a_copy_waits_for_no_device(kind):
     method, (given, targets) = methods()[kind], context("cuda", kind)
-    cells, before = HeadCells.of(given.buffers, 4), [buffer.clone() for buffer in (*given.buffers.keys, *given.buffers.values)]
+    cells, before = RaggedHeadLayout.of(given.buffers, 4), [buffer.clone() for buffer in (*given.buffers.keys, *given.buffers.values)]
 
     def compress():
-        kept = method.select_cells(given, Part(0, TOKENS, KEPT))
+        kept = method.select_ragged(given, Part(0, TOKENS, KEPT))
         cells.write(1, kept, given.slots, targets)
         return kept
 

@@ -7,7 +7,7 @@ from test_gpu_decoding import EXACT, QUICK, VERIFIED
 from test_gpu_packed import REPLAYS, accept_length, served
 from test_gpu_uneven_heads import KEPT, TOKENS, context
 
-from sglang_ext.mem_cache.compressed.formats.slot_pointers import Pointers
+from sglang_ext.mem_cache.compressed.layouts.pointers import Pointers
 from sglang_ext.mem_cache.compressors import Part
 from sglang_ext.mem_cache.compressors.catalogue import create
 
@@ -16,7 +16,7 @@ GUIDED = ("--kv-compressor", "verify-guided")
 
 def test_choosing_and_writing_pointers_waits_for_no_device():
     method, (given, targets) = create("verify-guided"), context("cuda", 1)
-    pointers = Pointers.of(given.buffers, 1)
+    pointers = Pointers.for_pool(given.buffers, 1)
     held = targets[: pointers.packed_slots(KEPT)]
 
     def choose():

@@ -3,8 +3,8 @@
 import torch
 from lynx_checks import teach_bfloat16
 
-from sglang_ext.layers.kernels.lynx import anchored
-from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.layers.kernels.lynx import residual_pages
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
 from sglang_ext.mem_cache.host_tier.residuals import ResidualPages
@@ -36,7 +36,7 @@ def packed(dtype, bits, heads, dim, page, noise, pages=3):
     """A pool with the blocks of so many pages of tokens: slots of the tokens, and of each page's blocks."""
     tokens = pages * page
     buffers = pool(dtype, heads, dim, 1, 4 * tokens, noise)
-    packing = Packing.of(quantizer("lynx", bits), buffers, page)
+    packing = Packing.for_pool(quantizer("lynx", bits), buffers, page)
     order = torch.randperm(4 * tokens, generator=noise)
     slots, blocks = order[:tokens], order[tokens : tokens + packing.packed_slots(tokens)]
     kept = torch.arange(tokens).expand(1, heads, tokens).contiguous()
@@ -65,7 +65,7 @@ def check_case(device, dtype, bits, heads, dim, page, noise):
     found = tuple(torch.full_like(each, 3, device=device) for each in expected)
     plain.write(slots, blocks, *expected)
     shared = plain.layout, plain.packing
-    anchored.write_pages(there.buffers, *shared, slots.to(device), blocks.to(device), *found)
+    residual_pages.write_pages(there.buffers, *shared, slots.to(device), blocks.to(device), *found)
     rooms, sizes = (each.cpu() for each in found)
     assert torch.equal(sizes, expected[1]) and sizes[1] == sizes[2] == 0 < sizes[0] < plain.page_bytes, (sizes, expected[1])
     for page_rooms, size in zip(zip(rooms, expected[0]), sizes.tolist()):
@@ -75,23 +75,23 @@ def check_case(device, dtype, bits, heads, dim, page, noise):
     rest = words(there.buffers, others.nonzero().flatten())
     for buffer in (*there.buffers.keys, *there.buffers.values):
         buffer[slots.to(device)] = 0
-    anchored.read_pages(there.buffers, *shared, *found, slots.to(device), blocks.to(device))
+    residual_pages.read_pages(there.buffers, *shared, *found, slots.to(device), blocks.to(device))
     assert torch.equal(words(there.buffers, slots), before), (dtype, bits)
     assert torch.equal(words(there.buffers, others.nonzero().flatten()), rest)
     # Anchors come with residuals where blocks are gone.
     for gone in (None, blocks.new_full(blocks.shape, -1)):
         for buffer in (*there.buffers.keys, *there.buffers.values):
             buffer[slots.to(device)] = 0
-        anchored.read_pages(there.buffers, *shared, *found, slots.to(device), None if gone is None else gone.to(device))
+        residual_pages.read_pages(there.buffers, *shared, *found, slots.to(device), None if gone is None else gone.to(device))
         assert torch.equal(words(there.buffers, slots), before), (dtype, bits)
     # Without blocks all is whole; where bits were lost, nothing else is written.
-    anchored.write_pages(there.buffers, *shared, slots.to(device), None, *found)
+    residual_pages.write_pages(there.buffers, *shared, slots.to(device), None, *found)
     assert not found[1].any()
-    anchored.read_pages(there.buffers, *shared, *found, slots.to(device), None)
+    residual_pages.read_pages(there.buffers, *shared, *found, slots.to(device), None)
     assert torch.equal(words(there.buffers, slots), before)
     for size in (plain.page_bytes // 2, plain.page_bytes, -8):
         found[0].random_(0, 256), found[1].fill_(size)
-        anchored.read_pages(there.buffers, *shared, *found, slots.to(device), blocks.to(device))
+        residual_pages.read_pages(there.buffers, *shared, *found, slots.to(device), blocks.to(device))
         assert torch.equal(words(there.buffers, others.nonzero().flatten()), rest)
 
 

@@ -8,10 +8,10 @@ import torch
 from backend_steps import on
 from marked_helpers import written
 
-from sglang_ext.mem_cache.compressed.formats.slot_pointers import Pointers, as_pointers
+from sglang_ext.mem_cache.compressed.layouts.pointers import Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
-from sglang_ext.mem_cache.selection.predictors import Current, Regressed
+from sglang_ext.mem_cache.selection.predictors import CurrentQuery, RegressedQuery
 from sglang_ext.mem_cache.selection.scoring import group_attention
 from sglang_ext.mem_cache.selection.top_tokens import mark_always
 
@@ -27,7 +27,7 @@ class Asked:
         keys, values = (tuple(torch.randn(SLOTS, heads, dim, generator=noise).to(dtype) for _ in range(layers)) for _ in "kv")
         self.buffers = KVBuffers(tuple(range(layers)), tuple(0.1 + 0.05 * layer for layer in range(layers)), keys, values)
         self.lengths, self.counts, self.always = lengths, counts, always
-        self.pointers = Pointers.of(self.buffers, 1)
+        self.pointers = Pointers.for_pool(self.buffers, 1)
         self.held = [self.pointers.packed_slots(count) for count in counts]
         self.table = torch.zeros(len(lengths) + 2, max(lengths) + 3, dtype=torch.int32)
         self.rows = 1 + torch.randperm(len(lengths), generator=noise)
@@ -40,10 +40,10 @@ class Asked:
 
     def contexts(self, device, pointing):
         """As the kernel takes them."""
-        from sglang_ext.layers.kernels.choose_tokens import Contexts
+        from sglang_ext.layers.kernels.select_tokens import SelectionContexts
 
         there = (part.to(device) for part in (self.table, self.numbers))
-        return Contexts(*there, tuple(self.lengths), self.always, self.targets.to(device) if pointing else None)
+        return SelectionContexts(*there, tuple(self.lengths), self.always, self.targets.to(device) if pointing else None)
 
     def scores(self, request, layer):
         """Of each KV head: float32 [kv_heads, tokens]."""
@@ -70,7 +70,7 @@ def check_chosen(kept, scores, count, tolerance, about):
 def check_choose_tokens(device):
     """What PyTorch chooses, over lengths around the kernel's chunks and blocks, shares of layers and of requests, as positions and as
     pointers; nothing else of the pool changes."""
-    from sglang_ext.layers.kernels.choose_tokens import mark_tokens
+    from sglang_ext.layers.kernels.select_tokens import mark_tokens
 
     half = torch.float16 if device == "cpu" else torch.bfloat16
     for layers, heads, group, dim, dtype, lengths, counts, always, part in (
@@ -103,7 +103,7 @@ def check_choose_tokens(device):
 
 def check_turned(device):
     """Queries are turned on as PyTorch turns them, those of each layer of one piece, whatever lies between requests and layers."""
-    from sglang_ext.layers.kernels.choosing.turn_queries import turn_queries
+    from sglang_ext.layers.kernels.selection.rotate_queries import rotate_queries
 
     noise = torch.Generator().manual_seed(3)
     shapes = (3, 2, 5, 48, 16, False), (2, 3, 32, 128, 64, True), (1, 1, 1, 16, 8, False)
@@ -111,14 +111,14 @@ def check_turned(device):
         window = torch.randn(requests, layers, 2, heads, dim, generator=noise).to(torch.bfloat16)
         rotary = Rotary(torch.rand(turning, generator=noise), interleaved)
         given, turn = window[:, :, 1], tuple(each.to(device) for each in rotary._turn(7, dim))
-        found = turn_queries(window.to(device)[:, :, 1], turn)
+        found = rotate_queries(window.to(device)[:, :, 1], turn)
         assert found.transpose(0, 1).is_contiguous()
         assert torch.allclose(found.cpu(), rotary.advanced(given, 7), rtol=1e-6, atol=1e-6), (dim, interleaved)
 
 
 def check_ties(device):
     """Of equal scores earlier tokens are chosen, whatever their number; so it is where keys are no numbers."""
-    from sglang_ext.layers.kernels.choose_tokens import mark_tokens
+    from sglang_ext.layers.kernels.select_tokens import mark_tokens
 
     early = (*range(32), *range(82, 90))
     for broken, expected in ((0.0, (*range(29), *range(50, 53), *range(82, 90))), (float("nan"), early), (float("inf"), early)):
@@ -134,7 +134,7 @@ def check_ties(device):
 
 def check_many_ties(device):
     """So it is where they are many, and on both sides of what is written at once."""
-    from sglang_ext.layers.kernels.choose_tokens import mark_tokens
+    from sglang_ext.layers.kernels.select_tokens import mark_tokens
 
     asked = Asked(1, 1, 1, 16, torch.float32, (1300,), (700,), (0, 2))
     slots = asked.table[asked.rows[0], :1300].long()
@@ -153,7 +153,7 @@ def check_many_ties(device):
 
 def check_far_ties(device):
     """So it is in contexts of many chunks, with scores in the registers of many threads and in memory: all threads sum chunks alike."""
-    from sglang_ext.layers.kernels.choose_tokens import Contexts, mark_tokens
+    from sglang_ext.layers.kernels.select_tokens import SelectionContexts, mark_tokens
 
     # Sums of threads, where they differ, mostly do in the last bit of one head of a hundred.
     heads, requests = (1, 1) if device == "cpu" else (8, 32)
@@ -162,7 +162,7 @@ def check_far_ties(device):
         keys = torch.randn(64, heads, 16, generator=noise).to(device)
         table = torch.randint(64, (requests, length), generator=noise, dtype=torch.int32)
         numbers = torch.tensor([[row, length, count, 0] for row in range(requests)])
-        contexts = Contexts(table.to(device), numbers.to(device), (length,) * requests, (0, 0))
+        contexts = SelectionContexts(table.to(device), numbers.to(device), (length,) * requests, (0, 0))
         queries = torch.randn(requests, 1, heads, 16, generator=noise).to(device)
         addresses, scaling = torch.tensor([keys.data_ptr()], device=device), torch.tensor([0.3], device=device)
         marked = mark_tokens(queries, addresses, keys, scaling, contexts, slice(0, 1), slice(0, requests))
@@ -182,9 +182,9 @@ def check_far_ties(device):
 @contextmanager
 def one_at_once():
     """No part of a choice that is launched one by one holds memory when the next one takes some."""
-    from sglang_ext.layers.kernels import choose_tokens
+    from sglang_ext.layers.kernels import select_tokens
 
-    mark, parts = choose_tokens.mark_tokens, []
+    mark, parts = select_tokens.mark_tokens, []
 
     def marked(*given):
         assert not any(part() for part in parts)
@@ -192,22 +192,22 @@ def one_at_once():
         parts.append(weakref.ref(found))
         return found
 
-    with patch.object(choose_tokens, "mark_tokens", marked):
+    with patch.object(select_tokens, "mark_tokens", marked):
         yield
     assert parts
 
 
 def check_predicted(device):
     """What the method chooses in PyTorch, by either predictor, in one launch or in many; of one request as positions, of all as pointers."""
-    from sglang_ext.mem_cache.selection.on_gpu import GpuChoice
+    from sglang_ext.mem_cache.selection.on_gpu import GpuSelector
 
     # All at once; one by one; queries at once, choices one by one; queries of a layer at once.
-    for predictor, scratch in ((Current(), 1 << 30), (Current(), 1), (Current(), 9_000), (Regressed(), 200_000)):
+    for predictor, scratch in ((CurrentQuery(), 1 << 30), (CurrentQuery(), 1), (CurrentQuery(), 9_000), (RegressedQuery(), 200_000)):
         asked, window = Asked(3, 2, 2, 16, torch.float32, (90, 130), (40, 60), (4, 32)), 5
         there, rotary = on(device, asked.buffers), Rotary((1 / 10 ** torch.arange(8)).to(device))
         queries = torch.randn(2, 3, 4, window, 16, generator=torch.Generator().manual_seed(3)) * 3
         positions = torch.tensor([[1, 2, 3, 5, 6], [200, 201, 202, 203, 204]])
-        choice = GpuChoice(predictor, there, 4, rotary, scratch)
+        choice = GpuSelector(predictor, there, 4, rotary, scratch)
         given = (lambda requests, layers: queries.to(device)[requests, layers]), positions.to(device)
         with one_at_once():
             assert choice.choose(asked.contexts(device, True), *given, ahead=3) is None
@@ -226,10 +226,10 @@ def check_predicted(device):
 
 def check_choosing(device):
     """All of them; then as of contexts that are too long for registers, a few tokens at once."""
-    from sglang_ext.layers.kernels import choose_tokens
+    from sglang_ext.layers.kernels import select_tokens
 
     for check in (check_turned, check_choose_tokens, check_ties, check_many_ties, check_far_ties, check_predicted):
         check(device)
-    with patch.multiple(choose_tokens, RESIDENT=256, AT_ONCE=128, WRITTEN=64):
+    with patch.multiple(select_tokens, RESIDENT=256, AT_ONCE=128, WRITTEN=64):
         for check in (check_choose_tokens, check_ties, check_many_ties):
             check(device)

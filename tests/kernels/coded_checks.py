@@ -6,7 +6,7 @@ from choose_checks import SLOTS, Asked, check_chosen
 from marked_helpers import written
 
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.selection.held_keys import CodedKeys, KeySizes
+from sglang_ext.mem_cache.selection.scoring_keys import QuantizedKeys, KeySpec
 from sglang_ext.mem_cache.selection.scoring import group_attention
 from sglang_ext.mem_cache.selection.top_tokens import mark_always
 
@@ -16,14 +16,14 @@ BITS = (8, 4)
 def coded(buffers, bits):
     """The keys of all slots, as PyTorch codes them; on the host."""
     slots, heads, dim = buffers.keys[0].shape
-    held = CodedKeys(KeySizes(len(buffers.keys), heads, dim, buffers.keys[0].dtype, bits), slots)
+    held = QuantizedKeys(KeySpec(len(buffers.keys), heads, dim, buffers.keys[0].dtype, bits), slots)
     held.write(0, torch.stack(buffers.keys))
     return held
 
 
 def check_code_keys(device):
     """Codes and words are PyTorch's, bit for bit, of groups around the kernel's padding, far numbers and equal ones; others stay."""
-    from sglang_ext.layers.kernels.coded_keys.code_keys import code_keys
+    from sglang_ext.layers.kernels.quantized_keys.quantize_keys import quantize_keys
 
     half = torch.float16 if device == "cpu" else torch.bfloat16
     for bits in BITS:
@@ -39,7 +39,7 @@ def check_code_keys(device):
             held, slots = coded(buffers, bits), torch.cat([torch.arange(5, 8), torch.randperm(90, generator=noise)])[:count]
             there = on(device, buffers)
             codes, words = torch.full_like(held.codes, 77).to(device), torch.full_like(held.words, 77).to(device)
-            code_keys(there.key_table, there.keys[0], slots.to(device), codes, words, held.sizes.group)
+            quantize_keys(there.key_table, there.keys[0], slots.to(device), codes, words, held.sizes.group)
             others = torch.ones(90, dtype=torch.bool).index_fill(0, slots, False)
             for found, expected in ((codes.cpu(), held.codes), (words.cpu(), held.words)):
                 assert torch.equal(found[:, slots], expected[:, slots]), (bits, dim, dtype)
@@ -57,8 +57,8 @@ def scores(asked, held, request, layer):
 def check_choose_by_codes(device):
     """What PyTorch chooses by the same codes, but for the rounding of queries to 15 bits: more query heads than a product has rows for,
     groups that fill no power of 2, shares of layers and requests; as positions and as pointers, which go to the pool."""
-    from sglang_ext.layers.kernels.choose_tokens import mark_tokens
-    from sglang_ext.layers.kernels.coded_keys.coded_logits import KeyCodes
+    from sglang_ext.layers.kernels.select_tokens import mark_tokens
+    from sglang_ext.layers.kernels.quantized_keys.quantized_logits import QuantizedKeyTensors
 
     half = torch.float16 if device == "cpu" else torch.bfloat16
     everything = slice(0, 2), slice(0, 2)
@@ -72,7 +72,7 @@ def check_choose_by_codes(device):
         ):  # fmt: skip
             asked = Asked(layers, heads, group, dim, dtype, lengths, counts, (2, 8) if min(lengths) > 9 else (0, 0))
             held, there = coded(asked.buffers, bits), on(device, asked.buffers)
-            by = KeyCodes(held.codes.to(device), held.words.to(device), held.sizes.group)
+            by = QuantizedKeyTensors(held.codes.to(device), held.words.to(device), held.sizes.group)
             shared = asked.queries[part[1], part[0]].to(device), there.key_table, there.keys[0], there.scaling_table
             found = written(mark_tokens(*shared, asked.contexts(device, False), *part, by), max(counts)).cpu()
             assert written(mark_tokens(*shared, asked.contexts(device, True), *part, by)) is None

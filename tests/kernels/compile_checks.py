@@ -20,29 +20,35 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime._async_compile import FutureKernel
 from triton.runtime.jit import JITFunction
 
-from sglang_ext.layers.kernels import fitting, hand_over, pointer_decode, uneven_decode, window_scores
-from sglang_ext.layers.kernels.choose_tokens import Contexts, mark_tokens
-from sglang_ext.layers.kernels.choosing import quest_pages
-from sglang_ext.layers.kernels.choosing.turn_queries import turn_queries
-from sglang_ext.layers.kernels.coded_keys.code_keys import code_keys
-from sglang_ext.layers.kernels.coded_keys.coded_logits import KeyCodes
-from sglang_ext.layers.kernels.copies import scatter_cells, write_pointers
+from sglang_ext.layers.kernels import pointer_decode, ragged_decode, window_scores
+
+from sglang_ext.layers.kernels import exchange_kernels
+
+from sglang_ext.layers.kernels import gpu_launch
+from sglang_ext.layers.kernels.select_tokens import SelectionContexts, mark_tokens
+from sglang_ext.layers.kernels.selection import quest_pages
+from sglang_ext.layers.kernels.selection.rotate_queries import rotate_queries
+from sglang_ext.layers.kernels.quantized_keys.quantize_keys import quantize_keys
+from sglang_ext.layers.kernels.quantized_keys.quantized_logits import QuantizedKeyTensors
+from sglang_ext.layers.kernels.compressed import scatter_cells, write_pointers
 from sglang_ext.layers.kernels.hack import integer_prefill
 from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes, prompt_codes
-from sglang_ext.layers.kernels.lynx import anchored, kernels as codec
-from sglang_ext.layers.kernels.lynx.layout import Layout
-from sglang_ext.layers.kernels.lynx.parts import Parts
+from sglang_ext.layers.kernels.lynx import triton_codec as codec
+from sglang_ext.layers.kernels.lynx import residual_pages
+from sglang_ext.layers.kernels.lynx.layout import PageLayout
+from sglang_ext.layers.kernels.lynx.page_tensors import PageTensors
 from sglang_ext.layers.kernels.packed import pack_blocks, packed_decode
-from sglang_ext.layers.kernels.rows import sent_rows, taken_rows
-from sglang_ext.managers.cache_rank.protocol import BLOCK, Ask, Attached
-from sglang_ext.mem_cache.compressed.formats.chosen_pages import ChosenPages
-from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
-from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers, as_pointers
+from sglang_ext.layers.kernels.row_exchange import receive_rows
+from sglang_ext.layers.kernels.row_exchange import send_rows
+from sglang_ext.managers.cache_rank.protocol import BLOCK, SelectionRequest, Attached
+from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
+from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
+from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
 from sglang_ext.mem_cache.compressors.each_step.quest import Quest
 from sglang_ext.mem_cache.host_tier.residuals import ResidualPages
-from sglang_ext.mem_cache.selection.held_keys import CodedKeys, KeySizes
+from sglang_ext.mem_cache.selection.scoring_keys import QuantizedKeys, KeySpec
 
 KINDS = (("kivi", 4), ("hack", 4), ("int8", 8), ("lynx", 2), ("kivi", 2), ("turboquant", 4), ("lynx", 4), ("hack", 2))
 # Blocks to pack: method, bits, channels of a head, numbers of a pool.
@@ -161,8 +167,8 @@ def check_packing(compiled, everything):
 def check_codec(compiled, codecs):
     """What encodes and decodes pages keeps all in registers."""
     for bits, short, dtype in codecs:
-        layout = Layout(96, 128, dtype, bits, 4, short)
-        parts, slots = Parts.of([torch.zeros(96, 128, dtype=dtype)]), torch.zeros(96, dtype=torch.int64)
+        layout = PageLayout(96, 128, dtype, bits, 4, short)
+        parts, slots = PageTensors.from_tensors([torch.zeros(96, 128, dtype=dtype)]), torch.zeros(96, dtype=torch.int64)
         begin = len(compiled)
         anchors, rests = codec.anchors(parts, layout, slots)
         for rest in (None, list(rests)):
@@ -180,9 +186,9 @@ def check_anchored(compiled, everything):
         slots, blocks = torch.zeros(128, dtype=torch.int64), torch.zeros(2, pool.packing.block_slots, dtype=torch.int64)
         rooms, sizes = torch.zeros(2, pages.page_bytes, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
         begin = len(compiled)
-        anchored.write_pages(pool.buffers, pages.layout, pool.packing, slots, blocks, rooms, sizes)
-        anchored.read_pages(pool.buffers, pages.layout, pool.packing, rooms, sizes, slots, blocks)
-        anchored.read_pages(pool.buffers, pages.layout, pool.packing, rooms, sizes, slots, None)
+        residual_pages.write_pages(pool.buffers, pages.layout, pool.packing, slots, blocks, rooms, sizes)
+        residual_pages.read_pages(pool.buffers, pages.layout, pool.packing, rooms, sizes, slots, blocks)
+        residual_pages.read_pages(pool.buffers, pages.layout, pool.packing, rooms, sizes, slots, None)
         for kernel, made in compiled[begin:]:
             assert stack_bytes(made) == 0, (kernel, bits, dim, dtype, stack_bytes(made))
 
@@ -234,16 +240,16 @@ def check_choice(compiled, everything):
         addresses, one = torch.tensor([keys.data_ptr()]), slice(0, 1)
         # Scores in registers of few threads and of as many as there are, and in memory.
         for targets, length in ((torch.zeros(40, dtype=torch.int64), 70), (None, 70), (None, 32768), (None, 40000)):
-            asked = Contexts(table, torch.tensor([[1, 70, 40, 0]]), (length,), (4, 32), targets)
+            asked = SelectionContexts(table, torch.tensor([[1, 70, 40, 0]]), (length,), (4, 32), targets)
             marked = mark_tokens(torch.zeros(1, 1, 2 * group, dim), addresses, keys, torch.ones(1), asked, one, one)
             if targets is None:
-                sent_rows.exchange(marked, torch.zeros(1, 80, dtype=torch.int32), 40, 9)
+                send_rows.exchange(marked, torch.zeros(1, 80, dtype=torch.int32), 40, 9)
             written(marked, 40)
             for kernel, made in compiled[-3 - (targets is None) :]:
                 about = kernel, dim, group, dtype, length, made.metadata.shared, stack_bytes(made)
                 # A program with 64 scores a thread has few registers beside them.
                 assert stack_bytes(made) <= 96 * (length == 32768) and made.metadata.shared <= (57 << 10), about
-                if kernel in ("mark_best", "_exchange"):
+                if kernel in ("mark_top_tokens", "_exchange"):
                     # Of each score of a thread, which has 8 or more, it is told whether it is a number: ptxas leaves out what it takes
                     # for granted, though it be not so of NaN. Of two threads that exchange products none is fused with their sum.
                     assert len(re.findall(r"ISETP\.\w+\.U32\S* .*, 0x7f80000[01],", made.asm["sass"])) >= 8, about
@@ -254,19 +260,19 @@ def check_any_requests(compiled):
     """Kernels that choose, and say what comes, are compiled once, whatever the numbers of requests and of tokens that are chosen, and, up
     to a power of two, of tokens among which: a rank that compiles answers nobody."""
     begin, keys = len(compiled), torch.zeros(80, 3, 64, dtype=torch.bfloat16)
-    codes = CodedKeys(KeySizes(3, 3, 64, torch.bfloat16, 4), 80)
-    addresses, coded = torch.full((3,), keys.data_ptr()), KeyCodes(codes.codes, codes.words, codes.sizes.group)
+    codes = QuantizedKeys(KeySpec(3, 3, 64, torch.bfloat16, 4), 80)
+    addresses, coded = torch.full((3,), keys.data_ptr()), QuantizedKeyTensors(codes.codes, codes.words, codes.sizes.group)
     for count, keep, length in ((1, 40, 1025), (2, 39, 1500), (3, 39, 1536), (3, 40, 2047), (3, 40, 2048)):
         table, lengths = torch.zeros(count, length, dtype=torch.int32), tuple(range(length, length - count, -1))
-        asked = Contexts(table, torch.tensor([[row, each, keep, 0] for row, each in enumerate(lengths)]), lengths, (4, 32))
+        asked = SelectionContexts(table, torch.tensor([[row, each, keep, 0] for row, each in enumerate(lengths)]), lengths, (4, 32))
         queries, all_of = torch.zeros(count, 3, 9, 64), (slice(0, 3), slice(0, count))
-        turn_queries(queries, (torch.zeros(64), torch.zeros(64), torch.zeros(64, dtype=torch.int64)))
+        rotate_queries(queries, (torch.zeros(64), torch.zeros(64), torch.zeros(64, dtype=torch.int64)))
         for by in (None, coded):
             marked = mark_tokens(queries, addresses, keys, torch.ones(3), asked, *all_of, by)
             # Of the first layers and of the next ones, in memory of one piece.
             for out in torch.zeros(2, 3, count, 3, keep, dtype=torch.int32):
                 marked.write(out)
-            sent_rows.exchange(marked, torch.zeros(count, 9 * keep, dtype=torch.int32), keep, 16)
+            send_rows.exchange(marked, torch.zeros(count, 9 * keep, dtype=torch.int32), keep, 16)
     found = [(name, id(made)) for name, made in compiled[begin:]]
     assert len(set(found)) == len({name for name, _ in found}) == 6, found
 
@@ -279,15 +285,15 @@ def check_any_length(compiled):
         rank, socket = rank_of(pair, False, "current", bits, blocks=40000 // BLOCK)
         assert isinstance(socket.messages[-1], Attached)
         there = {id(made) for _, made in _compiled(compiled[begin:])}
-        forms = {id(made) for name, made in _compiled(compiled[begin:]) if name == "mark_best"}
+        forms = {id(made) for name, made in _compiled(compiled[begin:]) if name == "mark_top_tokens"}
         assert len(forms) == 7, forms
         begin, met = len(compiled), set()
         for length in (1, 1024, 1025, 2048, 2049, 4097, 8191, 10000, 16385, 32767, 32768, 32769, 40000):
-            ask = Ask(0, 0, pair.shape.layers, 1, length, min(length, 99), (length,))
+            ask = SelectionRequest(0, 0, pair.shape.layers, 1, length, min(length, 99), (length,))
             rank._answering.hold(0, torch.zeros(length, dtype=torch.int64))
             rank._answering.prepare([ask], [1]).launch()
             rank._answering.forget(0)
-            met |= {id(made) for name, made in compiled[begin:] if name == "mark_best"}
+            met |= {id(made) for name, made in compiled[begin:] if name == "mark_top_tokens"}
         late = [name for name, made in compiled[begin:] if id(made) not in there]
         assert not late and met == forms, (dtype, bits, late)
 
@@ -302,8 +308,8 @@ def check_early(compiled):
     row, how many they are, the slots of theirs, and these."""
     keys, table = torch.zeros(80, 8, 128, dtype=torch.bfloat16), torch.zeros(4, 80, dtype=torch.int32)
     cells, numbers = as_pointers(keys), torch.zeros(2, dtype=torch.int64)
-    begins = PointerRows.of_table(Pointers(cells.shape[-1], 1), table)
-    with patch.object(fitting, "capability", lambda tensor: fitting.HOPPER):
+    begins = PointerLayout.for_table(Pointers(cells.shape[-1], 1), table)
+    with patch.object(gpu_launch, "capability", lambda tensor: gpu_launch.HOPPER):
         pointer_decode.pointer_decode(begins, torch.zeros(2, 32, 128).bfloat16(), keys, keys, table, numbers, numbers, 0.1, (7, 1))
     at_once = re.compile(r"\b(ld|st|atom|red)\b[.\w]*\.global|cp\.async")
     (_, splits), (_, join) = compiled[-2:]
@@ -322,8 +328,8 @@ def check_overlapped(compiled):
     attention asks that before keys and values are on their way."""
     keys, table = torch.zeros(80, 8, 128, dtype=torch.bfloat16), torch.zeros(4, 80, dtype=torch.int32)
     cells, numbers, queries = as_pointers(keys), torch.zeros(2, dtype=torch.int64), torch.zeros(2, 32, 128).bfloat16()
-    begins = ChosenPages.of_pool(Pointers(cells.shape[-1], 16), table, PageExtremes((keys,), (0,), 16), Quest(in_attention=True))
-    with patch.object(fitting, "capability", lambda tensor: fitting.HOPPER):
+    begins = PagePointerLayout.of_pool(Pointers(cells.shape[-1], 16), table, PageExtremes((keys,), (0,), 16), Quest(in_attention=True))
+    with patch.object(gpu_launch, "capability", lambda tensor: gpu_launch.HOPPER):
         quest_pages.point_at_best_pages(begins, 0, queries, cells, table, numbers, numbers)
         pointer_decode.pointer_decode(begins, queries, keys, keys, table, numbers, numbers, 0.1, (7, 1), begins.arrived)
     choice, attention = (made.asm["ptx"] for _, made in compiled[-3:-1])
@@ -347,7 +353,7 @@ def check_pages(compiled, everything):
         # Contexts whose bounds registers hold, and longer ones: for one kind of heads, or for all.
         contexts = ((1, 32768), (1, 40000), (2, 40000))
         for every, width in contexts if everything or dim == 128 else contexts[:1]:
-            begins = ChosenPages.of_pool(pointers, table, extremes, Quest(every=every, in_attention=True))
+            begins = PagePointerLayout.of_pool(pointers, table, extremes, Quest(every=every, in_attention=True))
             queries = torch.zeros(2, 2 * group, dim, dtype=dtype)
             quest_pages.point_at_best_pages(begins, 0, queries, as_pointers(keys), table[:, :width], numbers, numbers)
         assert compiled[begin][0] == "_bound_pages"
@@ -358,8 +364,8 @@ def check_pages(compiled, everything):
     # So do other cuts.
     keys, table = torch.zeros(80, 8, 128, dtype=torch.bfloat16), torch.zeros(4, 40000, dtype=torch.int32)
     extremes = PageExtremes((keys,), (0,), 16)
-    begins = ChosenPages.of_pool(Pointers(as_pointers(keys).shape[-1], 16), table, extremes, Quest(in_attention=True))
-    for cut in quest_pages.CUTS[1:]:
+    begins = PagePointerLayout.of_pool(Pointers(as_pointers(keys).shape[-1], 16), table, extremes, Quest(in_attention=True))
+    for cut in quest_pages.QUEST_GRIDS[1:]:
         queries = torch.zeros(2, 32, 128, dtype=torch.bfloat16)
         quest_pages.point_at_best_pages(begins, 0, queries, as_pointers(keys), table, numbers, numbers, cut)
         made = compiled[-1][1]
@@ -372,38 +378,38 @@ def check_coded_choice(compiled, everything):
         keys, table, one = torch.zeros(80, 2, dim, dtype=dtype), torch.zeros(2, 80, dtype=torch.int32), slice(0, 1)
         addresses = torch.tensor([keys.data_ptr()])
         for bits in (8, 4):
-            held = CodedKeys(KeySizes(1, 2, dim, dtype, bits), 80)
-            code_keys(addresses, keys, torch.arange(70), held.codes, held.words, held.sizes.group)
+            held = QuantizedKeys(KeySpec(1, 2, dim, dtype, bits), 80)
+            quantize_keys(addresses, keys, torch.arange(70), held.codes, held.words, held.sizes.group)
             assert stack_bytes(compiled[-1][1]) == 0
-            asked = Contexts(table, torch.tensor([[1, 70, 40, 0]]), (70,), (4, 32))
-            coded = KeyCodes(held.codes, held.words, held.sizes.group)
+            asked = SelectionContexts(table, torch.tensor([[1, 70, 40, 0]]), (70,), (4, 32))
+            coded = QuantizedKeyTensors(held.codes, held.words, held.sizes.group)
             written(mark_tokens(torch.zeros(1, 1, 2 * group, dim), addresses, keys, torch.ones(1), asked, one, one, coded), 40)
             kernel, made = compiled[-3]
             about = dim, group, dtype, bits, made.metadata.shared, stack_bytes(made)
-            assert kernel == "_leave_coded_logits" and "m16n8k32.row.col.satfinite.s32.s8.s8.s32" in made.asm["ptx"], about
+            assert kernel == "_compute_quantized_logits" and "m16n8k32.row.col.satfinite.s32.s8.s8.s32" in made.asm["ptx"], about
             assert "tt.load" not in made.asm["ttgir"].split("scf.for")[1], about
             assert stack_bytes(made) == 0 and made.metadata.shared <= (48 << 10), about
 
 
 def check_words(compiled):
     """Words that two GPUs share are read and written in an order that both see, and waiting ends by the device's clock."""
-    heads, keys = torch.zeros(4, hand_over.LANE_WORDS, dtype=torch.int64), torch.zeros(80, 2, 128, dtype=torch.bfloat16)
+    heads, keys = torch.zeros(4, exchange_kernels.LANE_WORDS, dtype=torch.int64), torch.zeros(80, 2, 128, dtype=torch.bfloat16)
     addresses, numbers, slots = torch.zeros(3, dtype=torch.int64), torch.zeros(2, 2, dtype=torch.int64), torch.zeros(5, dtype=torch.int64)
     pool, places = torch.zeros(3, 9, 8, 128, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.int64)
     begin, word = len(compiled), 1 << 33
-    opened = hand_over.put_queries(heads, torch.zeros(4, 2, 3, 2, 8, 128, dtype=torch.bfloat16), pool, places, numbers)
-    hand_over.put_keys(torch.zeros(2, 3, 64, 2, 128, dtype=torch.bfloat16), torch.zeros(2, 3, dtype=torch.int64), addresses, keys, slots)
-    hand_over.signal(heads, slots, numbers, opened, word)
-    hits = hand_over.wait_for_answers(heads, numbers, slots, 0.02)
-    commits = torch.zeros(2, hand_over.COMMIT_NUMBERS, dtype=torch.int64)
+    opened = exchange_kernels.put_queries(heads, torch.zeros(4, 2, 3, 2, 8, 128, dtype=torch.bfloat16), pool, places, numbers)
+    exchange_kernels.put_keys(torch.zeros(2, 3, 64, 2, 128, dtype=torch.bfloat16), torch.zeros(2, 3, dtype=torch.int64), addresses, keys, slots)
+    exchange_kernels.signal_written(heads, slots, numbers, opened, word)
+    hits = exchange_kernels.wait_for_selections(heads, numbers, slots, 0.02)
+    commits = torch.zeros(2, exchange_kernels.COMMIT_NUMBERS, dtype=torch.int64)
     table = torch.zeros(2, 80, dtype=torch.int32)
-    hand_over.commit(torch.zeros(4, 2, 600, dtype=torch.int32), hits, commits, 100, addresses, keys, table, slots)
-    hand_over.pull_blocks(word, word, torch.zeros(2, 3, dtype=torch.int64), 3, 500, 32000, 90000)
-    asked = torch.zeros(2, hand_over.ASKED_NUMBERS, dtype=torch.int64), torch.ones(2, dtype=torch.int32)
-    hand_over.gather_rows(word, asked[0], torch.zeros(2, 3, 500, dtype=torch.int32), 500, 1000, (9000, 4000))
-    hand_over.push_chosen(torch.zeros(3, 2, 2, 100, dtype=torch.int32), *asked, word, 600)
-    hand_over.read_words(word, word, torch.zeros(33, dtype=torch.int64), *asked, word, 0.1)
-    hand_over.answer(word, *asked)
+    exchange_kernels.write_selected_pointers(torch.zeros(4, 2, 600, dtype=torch.int32), hits, commits, 100, addresses, keys, table, slots)
+    exchange_kernels.pull_blocks(word, word, torch.zeros(2, 3, dtype=torch.int64), 3, 500, 32000, 90000)
+    asked = torch.zeros(2, exchange_kernels.QUESTION_NUMBERS, dtype=torch.int64), torch.ones(2, dtype=torch.int32)
+    exchange_kernels.gather_rows(word, asked[0], torch.zeros(2, 3, 500, dtype=torch.int32), 500, 1000, (9000, 4000))
+    exchange_kernels.push_chosen(torch.zeros(3, 2, 2, 100, dtype=torch.int32), *asked, word, 600)
+    exchange_kernels.read_words(word, word, torch.zeros(33, dtype=torch.int64), *asked, word, 0.1)
+    exchange_kernels.answer(word, *asked)
     check_rows(compiled, keys, asked, hits, commits, table, slots)
     ptx = {kernel: made.asm["ptx"] for kernel, made in compiled[begin:]}
     assert all("st.release.sys.global.b64" in ptx[kernel] for kernel in ("_signal", "_signal_all", "_answer"))
@@ -418,14 +424,14 @@ def check_rows(compiled, keys, asked, hits, commits, table, slots):
     """Rows of K and V on their way: what comes and goes, to the arena, out of it, and of renewed copies."""
     begin = len(compiled)
     tables, rows = (torch.zeros(3, dtype=torch.int64),) * 2, torch.zeros(4, 6, 100, 128, dtype=torch.bfloat16)
-    contexts = Contexts(table, torch.zeros(2, 4, dtype=torch.int64), (70, 70), (4, 32))
+    contexts = SelectionContexts(table, torch.zeros(2, 4, dtype=torch.int64), (70, 70), (4, 32))
     queries, all_of = torch.zeros(2, 3, 8, 128), (slice(0, 3), slice(0, 2))
     marked = mark_tokens(queries, tables[0], keys, torch.ones(3), contexts, *all_of)
-    comes = sent_rows.exchange(marked, torch.zeros(2, 12288, dtype=torch.int32), 2048, 100)
-    sent_rows.push_rows(tables, keys, comes, *asked, (1 << 33,) * 4)
+    comes = send_rows.exchange(marked, torch.zeros(2, 12288, dtype=torch.int32), 2048, 100)
+    send_rows.push_rows(tables, keys, comes, *asked, (1 << 33,) * 4)
     arrived = torch.zeros(4, 6, dtype=torch.int32), torch.zeros(4, 6, 100, 2, dtype=torch.int32), rows, rows
-    taken_rows.commit_rows(arrived, hits, commits, slots[:2], slots, tables, keys, slots)
-    taken_rows.move_newest(tables, keys, keys, torch.zeros(3, 2, 32, dtype=torch.int64), slots, slots)
+    receive_rows.commit_rows(arrived, hits, commits, slots[:2], slots, tables, keys, slots)
+    receive_rows.move_newest(tables, keys, keys, torch.zeros(3, 2, 32, dtype=torch.int64), slots, slots)
     # Of a key and a value whole vectors.
     for kernel, made in compiled[begin:]:
         if kernel in ("_push_rows", "_commit_rows", "_move_newest"):
@@ -435,18 +441,18 @@ def check_rows(compiled, keys, asked, hits, commits, table, slots):
 def main(everything):
     compiled = []
     compile_only(compiled)
-    packed_decode.speaks_ptx, packed_decode.capability = (lambda tensor: True), lambda tensor: (9, 0)
+    packed_decode.has_ptx, packed_decode.capability = (lambda tensor: True), lambda tensor: (9, 0)
     packed_decode.has_tensor_cores = lambda tensor: False
     for name, bits in some(KINDS, everything):
         pool, table, rows = decode(name, bits, 128, 4)
     packed_decode.has_tensor_cores = lambda tensor: True
     check_tiles(compiled, everything)
     check_integers(compiled, everything)
-    cells = HeadCells.of(pool.buffers, 2)
-    uneven_decode.uneven_decode(cells, 0, torch.zeros(1, 4, 128).bfloat16(), table, rows, rows, 0.1)
+    cells = RaggedHeadLayout.of(pool.buffers, 2)
+    ragged_decode.ragged_decode(cells, 0, torch.zeros(1, 4, 128).bfloat16(), table, rows, rows, 0.1)
     tables, layer = (pool.buffers.key_table, pool.buffers.value_table), (pool.buffers.keys[0], pool.buffers.values[0])
     scatter_cells.scatter_cells(*tables, *layer, rows, cells.bounds[0], rows, rows)
-    begins = PointerRows.of_table(Pointers.of(pool.buffers, 1), table)
+    begins = PointerLayout.for_table(Pointers.for_pool(pool.buffers, 1), table)
     pointer_decode.pointer_decode(begins, torch.zeros(1, 4, 128).bfloat16(), *layer, table, rows, rows, 0.1)
     check_packing(compiled, everything)
     check_codec(compiled, some(CODECS, everything))

@@ -5,7 +5,8 @@ from gluon_emulator import Emulated
 from packed_helpers import attention, attention_over, packed_pool, pool_by
 
 from sglang_ext.layers.kernels.hack import integer_decode
-from sglang_ext.layers.kernels.packed import packed_decode, packed_launches
+from sglang_ext.layers.kernels.packed import packed_decode
+from sglang_ext.layers.kernels.packed import launches
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
 
 # Method, bits, channels of a head, queries that share a KV head, dtype, parts of blocks and of exact tokens.
@@ -28,7 +29,7 @@ INTEGERS = (
 def check_packed_gluon(device):
     """Attention over what packed and exact tokens mean, where the Gluon kernel takes the blocks; rows without blocks, too."""
     if device == "cpu":
-        packed_launches.packed_splits_gluon = Emulated("packed_splits_gluon")
+        launches.packed_splits_gluon = Emulated("packed_splits_gluon")
         packed_decode.has_tensor_cores = lambda keys: True
     for number, (name, bits, dim, group, dtype, splits) in enumerate(CASES):
         heads, exact = 2 if number == 0 else 1, 37

@@ -9,20 +9,20 @@ import torch
 import triton.language as tl
 from backend_steps import on
 
-from sglang_ext.layers.kernels.choose_tokens import Contexts, Marked
-from sglang_ext.layers.kernels.choosing.exact_logits import logits_of
-from sglang_ext.layers.kernels.rows import sent_rows
-from sglang_ext.layers.kernels.rows.taken_rows import move_newest
+from sglang_ext.layers.kernels.select_tokens import SelectionContexts, MarkedTokens
+from sglang_ext.layers.kernels.selection.exact_logits import logits_dtype
+from sglang_ext.layers.kernels.row_exchange import send_rows
+from sglang_ext.layers.kernels.row_exchange.receive_rows import move_newest
 from sglang_ext.managers.cache_rank import protocol
-from sglang_ext.managers.cache_rank.on_gpu import mapped_arena
-from sglang_ext.managers.cache_rank.on_gpu.answering import INLINE
-from sglang_ext.managers.cache_rank.on_gpu.arena import Arena, Asked, Copy
-from sglang_ext.managers.cache_rank.on_gpu.mapped_arena import MappedArena
-from sglang_ext.managers.cache_rank.protocol import BLOCK, Placed, Shape
-from sglang_ext.mem_cache.compressed.formats.slot_pointers import Pointers
-from sglang_ext.mem_cache.compressed.held_rows import NewestRows, absent, renewed
+from sglang_ext.managers.cache_rank.on_gpu import mapped_exchange_buffer
+from sglang_ext.managers.cache_rank.on_gpu.selection_runner import INLINE
+from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import ExchangeBuffer, QueryUpload, SelectionTarget
+from sglang_ext.managers.cache_rank.on_gpu.mapped_exchange_buffer import MappedExchangeBuffer
+from sglang_ext.managers.cache_rank.protocol import BLOCK, StagedTokens, BufferShape
+from sglang_ext.mem_cache.compressed.layouts.pointers import Pointers
+from sglang_ext.mem_cache.compressed.row_exchange import NewestRows, missing_mask, renewed
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.selection.on_gpu import Part
+from sglang_ext.mem_cache.selection.on_gpu import MarkedPart
 
 # Slots of a pool, of contexts and of pointers after them.
 SLOTS, CONTEXT = 300, 200
@@ -42,9 +42,9 @@ def _clock():
 
 def without_assembly():
     """Let the interpreter run the kernels."""
-    from sglang_ext.layers.kernels import hand_over
+    from sglang_ext.layers.kernels import exchange_kernels
 
-    hand_over.load_acquire, hand_over.store_release, hand_over.nanoseconds = _load, _store, _clock
+    exchange_kernels.load_acquire, exchange_kernels.store_release, exchange_kernels.nanoseconds = _load, _store, _clock
 
 
 class Pair:
@@ -53,18 +53,18 @@ class Pair:
 
     def __init__(self, device, dtype, layers=2, heads=2, group=3, dim=24, window=2, most=40, fresh=0):
         kind = str(dtype).removeprefix("torch.")
-        self.shape = Shape(layers, heads * group, heads, dim, kind, window, 3, most, 2, fresh > 0, fresh)
+        self.shape = BufferShape(layers, heads * group, heads, dim, kind, window, 3, most, 2, fresh > 0, fresh)
         there = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
-        self.device, self.arena, self.plain = there, Arena(self.shape, there, str(there)), Arena(self.shape, torch.device("cpu"), "cpu")
+        self.device, self.arena, self.plain = there, ExchangeBuffer(self.shape, there, str(there)), ExchangeBuffer(self.shape, torch.device("cpu"), "cpu")
         self.arena._by_kernels = True
         for each in (self.arena, self.plain):
             if (descriptor := each.begin(3)) is not None:
                 os.close(descriptor)
         # A process does not map what is its own.
-        before, mapped_arena.opened = mapped_arena.opened, lambda handle, device: self.arena._held.memory.data_ptr()
-        self.rank = MappedArena(self.shape, there, b"", None)
-        mapped_arena.opened = before
-        self.plain_rank = MappedArena(self.shape, torch.device("cpu"), b"", self.plain._held.descriptor)
+        before, mapped_exchange_buffer.open_ipc_handle = mapped_exchange_buffer.open_ipc_handle, lambda handle, device: self.arena._held.memory.data_ptr()
+        self.rank = MappedExchangeBuffer(self.shape, there, b"", None)
+        mapped_exchange_buffer.open_ipc_handle = before
+        self.plain_rank = MappedExchangeBuffer(self.shape, torch.device("cpu"), b"", self.plain._held.descriptor)
         noise = torch.Generator().manual_seed(dim)
         keys, values = (tuple(torch.randn(SLOTS, heads, dim, generator=noise).to(dtype) for _ in range(layers)) for _ in "kv")
         self.buffers = KVBuffers(tuple(range(layers)), (0.1,) * layers, keys, values)
@@ -79,10 +79,10 @@ class Pair:
 
     def publish(self, *questions):
         """The same questions of both: places, lane, number."""
-        asked = [Asked(places, lane, self.arena.word(number)) for places, lane, number in questions]
+        asked = [QueryUpload(places, lane, self.arena.word(number)) for places, lane, number in questions]
         for arena, queries in ((self.arena, self.queries.to(self.device)), (self.plain, self.queries)):
             for _ in asked:
-                arena.next_number()
+                arena.reserve_number()
             arena.publish(queries, asked)
 
     def answer(self, lane, number, keep, seed, chosen=True, word=None):
@@ -98,14 +98,14 @@ class Pair:
 
     def take(self, *copies, seconds=0.0):
         """Copies of lane, number, row and tokens kept, with slots of their own; answers where both then lead."""
-        pointers, first, mine = Pointers.of(self.buffers, 1), CONTEXT, []
+        pointers, first, mine = Pointers.for_pool(self.buffers, 1), CONTEXT, []
         for lane, number, row, keep in copies:
             slots = torch.arange(first, first + pointers.packed_slots(keep))
-            mine.append((Copy(lane, self.arena.word(number), row, 100, keep, slots)))
+            mine.append((SelectionTarget(lane, self.arena.word(number), row, 100, keep, slots)))
             first += len(slots)
-        self.plain.take(mine, self.table, self.buffers, seconds)
+        self.plain.apply_selections(mine, self.table, self.buffers, seconds)
         there = [copy._replace(slots=copy.slots.to(self.device)) for copy in mine]
-        self.arena.take(there, self.table.to(self.device), self.there, seconds)
+        self.arena.apply_selections(there, self.table.to(self.device), self.there, seconds)
         for one, other in zip(self.there.keys, self.buffers.keys):
             assert torch.equal(one.cpu(), other)
         assert torch.equal(self.arena.counters[:3].cpu(), self.plain.counters[:3])
@@ -126,15 +126,15 @@ def marked_parts(chosen, logits, keeps, table, buffers, like):
     for i, keep in enumerate(keeps):
         marks[:, i].scatter_(-1, chosen[:, i, :, :keep].long(), True)
     words = (marks.view(*marks.shape[:3], 4, 32).long() << torch.arange(32)).sum(-1).int().to(device)
-    rows = torch.nn.functional.pad(logits, (0, 28), value=-9.0).to(logits_of(like.dtype))[..., None, :].expand(*marks.shape[:3], group, 128)
+    rows = torch.nn.functional.pad(logits, (0, 28), value=-9.0).to(logits_dtype(like.dtype))[..., None, :].expand(*marks.shape[:3], group, 128)
     numbers = torch.tensor([[i, 100, keep, 0] for i, keep in enumerate(keeps)], device=device)
-    contexts, parts = Contexts(table, numbers, (100,) * count, (4, 0)), []
+    contexts, parts = SelectionContexts(table, numbers, (100,) * count, (4, 0)), []
     for where in (*((slice(0, 1), slice(i, i + 1)) for i in range(count)), (slice(1, layers), slice(0, count))):
         given = rows[where].reshape(-1, 128).to(device)
         left = given, torch.zeros(len(given), 1, device=device), torch.ones(len(given), 1, device=device)
         of_part, sizes = words[where].reshape(-1, 4).clone(), (where[0].start, where[1].start, where[1].stop - where[1].start, 1)
-        marked = Marked(contexts, (buffers.key_table, like), sizes, len(of_part) // heads, group, left, of_part)
-        parts.append(Part(*where, marked, None))
+        marked = MarkedTokens(contexts, (buffers.key_table, like), sizes, len(of_part) // heads, group, left, of_part)
+        parts.append(MarkedPart(*where, marked, None))
     return parts
 
 
@@ -148,12 +148,12 @@ def check_keys_and_questions(device):
 def keys_and_questions(device, dtype, heads, dim, group=3):
     """Keys of part of a block and of all of it; queries of one token and of two; what has no place is not put, nor said to be there."""
     pair = Pair(device, dtype, heads=heads, group=group, dim=dim)
-    for puts, pulls in (((Placed(0, 5, 2),), [(0, 5, 3)]), ((Placed(1, 7, 70), Placed(0, BLOCK, 1)), [(0, BLOCK, 3), (1, 7, 70), (0, 4, 80)])):
+    for puts, pulls in (((StagedTokens(0, 5, 2),), [(0, 5, 3)]), ((StagedTokens(1, 7, 70), StagedTokens(0, BLOCK, 1)), [(0, BLOCK, 3), (1, 7, 70), (0, 4, 80)])):
         slots = torch.randperm(CONTEXT)[:77]
         assert pair.arena.put_keys(puts, pair.there, slots.to(pair.device)) == pair.plain.put_keys(puts, pair.buffers, slots)
         into = [torch.zeros(pair.shape.layers, 2 * BLOCK, heads, dim, dtype=dtype, device=where) for where in (pair.device, "cpu")]
         for rank, target in zip((pair.rank, pair.plain_rank), into):
-            rank.pull([Placed(*each) for each in pulls], target)
+            rank.pull([StagedTokens(*each) for each in pulls], target)
         assert torch.equal(into[0].cpu(), into[1]), (dtype, puts)
         # Of place 0, what was put there last.
         put, pulled = puts[-1], pulls[0][2]
@@ -292,7 +292,7 @@ class RowPair(Pair):
         asked = [(lane, 0, keep) for lane, keep in zip(lanes, self.keeps)]
         for put in ((0,) * len(lanes), (0, *(1,) * (len(lanes) - 1)), (1,) * len(lanes)):
             before = [part.clone() for part in self.plain.arrived]
-            self.plain_rank.push_rows_here(*asked_of("cpu", *asked, put=put), chosen, bits, table, self.buffers)
+            self.plain_rank.push_rows_on_cpu(*asked_of("cpu", *asked, put=put), chosen, bits, table, self.buffers)
             numbers, there = asked_of(self.device, *asked, put=put)
             parts = marked_parts(chosen, logits, self.keeps, table.to(self.device), self.there, self.there.keys[0])
             records = self.rank.records(numbers, max(self.keeps))
@@ -325,8 +325,8 @@ class RowPair(Pair):
             mine = []
             for lane, (slots, plain, there) in enumerate(self.copies):
                 record = plain if arena is self.plain else there
-                mine.append(Copy(lane, word, lane, 100, self.keeps[lane], slots.to(device), record))
-            arena.take(mine, self.table.to(device), buffers, 0.0)
+                mine.append(SelectionTarget(lane, word, lane, 100, self.keeps[lane], slots.to(device), record))
+            arena.apply_selections(mine, self.table.to(device), buffers, 0.0)
 
     def true_records(self):
         """Each slot of a copy holds the row that its record says."""
@@ -350,7 +350,7 @@ def check_rows(device):
     shapes = ((3, torch.bfloat16, 64), (1, torch.float16, 40), (40, torch.float32, 24))
     for fresh, dtype, dim in shapes[: 2 if device == "cpu" else 3]:
         rows(device, fresh, dtype, dim)
-    with patch.multiple(sent_rows, COPYING=3, COPIED=4, LOOKED_AT=8, WORDS=2, COUNTED=4):
+    with patch.multiple(send_rows, COPYING=3, COPIED=4, LOOKED_AT=8, WORDS=2, COUNTED=4):
         for fresh in (3,) if device == "cpu" else (40, 3):
             rows(device, fresh, torch.float32, 24)
 
@@ -359,7 +359,7 @@ def rows(device, fresh, dtype, dim, heads=2):
     """What copies lack is sent, and taken where it is answered; values travel as keys do; a copy that is renewed takes in the newest."""
     pair = RowPair(device, dtype, dim=dim, heads=heads, fresh=fresh)
     slots = torch.randperm(CONTEXT)[:BLOCK]
-    put = [Placed(1, BLOCK, 0)]
+    put = [StagedTokens(1, BLOCK, 0)]
     pair.arena.put_keys(put, pair.there, slots.to(pair.device)), pair.plain.put_keys(put, pair.buffers, slots)
     for values in (False, True):
         into = [torch.zeros(pair.shape.layers, BLOCK, heads, dim, dtype=dtype, device=where) for where in (pair.device, "cpu")]
@@ -368,7 +368,7 @@ def rows(device, fresh, dtype, dim, heads=2):
         part = pair.buffers.values if values else pair.buffers.keys
         assert torch.equal(into[0].cpu(), into[1]) and torch.equal(into[1], torch.stack([each[slots] for each in part]))
     for number, (equal, passed) in enumerate(((False, ()), (False, (1,)), (True, ()), (False, ())), 1):
-        asked = [Asked([number], lane, pair.arena.word(number)) for lane in range(2)]
+        asked = [QueryUpload([number], lane, pair.arena.word(number)) for lane in range(2)]
         for arena, queries, kind in ((pair.arena, pair.queries.to(pair.device), 2), (pair.plain, pair.queries, 1)):
             arena.publish(queries, [each._replace(record=pair.copies[each.lane][kind]) for each in asked])
         chosen, before = pair.push(number, equal), [plain.clone() for _, plain, _ in pair.copies]
@@ -377,7 +377,7 @@ def rows(device, fresh, dtype, dim, heads=2):
         pair.same()
         for lane, (slots, held, _) in enumerate(pair.copies):
             keep, wanted = pair.keeps[lane], chosen[:, lane, :, : pair.keeps[lane]]
-            coming = absent(wanted.long(), before[lane].long()).sum(-1).clamp(max=fresh)
+            coming = missing_mask(wanted.long(), before[lane].long()).sum(-1).clamp(max=fresh)
             assert torch.equal(counts[lane].view(-1, heads).long(), coming)
             if lane in passed:
                 assert torch.equal(held, before[lane])

@@ -41,23 +41,23 @@ def scores_of(layers, heads, tokens, seed):
     return order * torch.rand(layers, heads, 1, generator=noise) ** 3
 
 
-def check_slots_are_conserved(views, steps, page_size, choose, held_of, check):
+def check_slots_are_conserved(compressed_kv, steps, page_size, choose, held_of, check):
     """Over copies of row 1 that are made, grown and released: slots that copies hold are those that the pool lacks.
 
     ``steps``: tokens of the request, and whether its copy is released then; ``choose``: let scores of so many tokens, from a seed,
     decide; ``held_of``: of a copy, slots that it holds; ``check``: what is to hold of a copy besides.
     """
-    before = views.allocator.available_size()
+    before = compressed_kv.allocator.available_size()
     for tokens, release in steps:
         covered = tokens // page_size * page_size
         choose(max(covered, 1), tokens)
-        assert views.compress(1, tokens) == (covered > 0)
-        view = views.get(1)
+        assert compressed_kv.compress(1, tokens) == (covered > 0)
+        view = compressed_kv.get(1)
         held = held_of(view) if view else 0
-        assert views.held_tokens == held and views.allocator.available_size() == before - held
+        assert compressed_kv.held_tokens == held and compressed_kv.allocator.available_size() == before - held
         if view:
             check(held)
         if release:
-            views.release(1)
-    views.release(1)
-    assert views.allocator.available_size() == before
+            compressed_kv.release(1)
+    compressed_kv.release(1)
+    assert compressed_kv.allocator.available_size() == before

@@ -29,23 +29,23 @@ from quest_checks import check_quest  # noqa: E402
 from rank_checks import check_hand_over  # noqa: E402
 from uneven_checks import check_scatter_cells, check_uneven_backend  # noqa: E402
 
-from sglang_ext.layers.kernels.copies.gather_kept import gather_kept  # noqa: E402
+from sglang_ext.layers.kernels.compressed.gather_kept import gather_kept  # noqa: E402
 from sglang_ext.layers.kernels.packed.packed_decode import packed_decode  # noqa: E402
 from sglang_ext.layers.kernels.page_checksum import page_checksum  # noqa: E402
-from sglang_ext.layers.kernels.page_rows import gather_rows, in_words, scatter_rows  # noqa: E402
-from sglang_ext.layers.kernels.uneven_decode import uneven_decode  # noqa: E402
+from sglang_ext.layers.kernels.page_rows import gather_rows, has_whole_words, scatter_rows  # noqa: E402
+from sglang_ext.layers.kernels.ragged_decode import ragged_decode  # noqa: E402
 from sglang_ext.layers.kernels.verify_attention import verify_attention  # noqa: E402
-from sglang_ext.layers.kernels.verify_sizes import (  # noqa: E402
+from sglang_ext.layers.kernels.verify_tile_sizes import (  # noqa: E402
     EXACT,
-    Splits,
-    Tokens,
-    fast_blocks,
+    ContextSplits,
+    VerifyTokens,
+    fast_tile,
     partial_buffers,
     partial_numbers,
 )
 from sglang_ext.layers.kernels.window_scores import window_scores  # noqa: E402
-from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells, KeptCells  # noqa: E402
-from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid  # noqa: E402
+from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout, RaggedSelection  # noqa: E402
+from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid  # noqa: E402
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers  # noqa: E402
 from sglang_ext.mem_cache.compressors.catalogue import quantizer  # noqa: E402
 from sglang_ext.mem_cache.host_tier.checksums import SUMMED_WORD, PageChecksums, as_words  # noqa: E402
@@ -143,7 +143,7 @@ def check_page_rows():
         scatter_rows(table, one, target, out)
         before[:, target, :width] = out
         assert torch.equal(wide.view(bits), before.view(bits)), (dtype, width)
-    assert not in_words(torch.zeros(4, 3, dtype=torch.bfloat16))
+    assert not has_whole_words(torch.zeros(4, 3, dtype=torch.bfloat16))
 
 
 def new_tokens(prefixes, counts, rows, splits):
@@ -151,8 +151,8 @@ def new_tokens(prefixes, counts, rows, splits):
     lengths = torch.cat([torch.arange(p + 1, p + c + 1) for p, c in zip(prefixes, counts)]).to(DEVICE)
     starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], device=DEVICE)
     ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    return Tokens(
-        rows.to(DEVICE), torch.tensor(prefixes, device=DEVICE), starts, counts, ends, splits.of(lengths)
+    return VerifyTokens(
+        rows.to(DEVICE), torch.tensor(prefixes, device=DEVICE), starts, counts, ends, splits.count_for(lengths)
     ), lengths
 
 
@@ -182,12 +182,12 @@ def verification(prefixes, counts, heads, group, dim, splits, blocks, dtype, cap
 def check_verify_attention():
     """Causal attention over paged KV, over lengths around parts and blocks, even and ragged, in one launch and more."""
     cases = (
-        ((70, 5), (3, 3), 2, 4, 16, Splits(4), fast_blocks(12, 256), 0.0, None),
-        ((33, 0, 70), (17, 1, 5), 1, 3, 24, Splits(3), fast_blocks(51, 1024), 0.0, None),
-        ((80, 65), (17, 17), 1, 4, 16, Splits(2, tile=64), EXACT, 0.0, 17),
-        ((40,), (9,), 2, 9, 32, Splits(8), fast_blocks(81, 128), 5.0, None),
+        ((70, 5), (3, 3), 2, 4, 16, ContextSplits(4), fast_tile(12, 256), 0.0, None),
+        ((33, 0, 70), (17, 1, 5), 1, 3, 24, ContextSplits(3), fast_tile(51, 1024), 0.0, None),
+        ((80, 65), (17, 17), 1, 4, 16, ContextSplits(2, tile=64), EXACT, 0.0, 17),
+        ((40,), (9,), 2, 9, 32, ContextSplits(8), fast_tile(81, 128), 5.0, None),
         # Two products a program: the newest tokens are in the second alone.
-        ((16, 5), (17, 17), 2, 4, (16, 24), Splits(4), fast_blocks(68, 64), 0.0, 17),
+        ((16, 5), (17, 17), 2, 4, (16, 24), ContextSplits(4), fast_tile(68, 64), 0.0, 17),
     )
     for prefixes, counts, heads, group, dims, splits, blocks, cap, room in cases:
         dim, value_dim = dims if isinstance(dims, tuple) else (dims, dims)
@@ -215,7 +215,7 @@ def check_verify_attention_is_decode():
     for dtype in kinds:
         for heads, group, dim in ((1, 4, 16), (2, 3, 64), (1, 5, 128))[: 1 if DEVICE == "cpu" else 3]:
             prefixes, counts = lengths_of
-            splits = Splits(most=-(-(max(prefixes) + 17) // tile), tile=tile)
+            splits = ContextSplits(max_splits=-(-(max(prefixes) + 17) // tile), tile=tile)
             out, queries, keys, values, table, lengths, tokens = verification(
                 prefixes, counts, heads, group, dim, splits, EXACT, dtype
             )
@@ -224,7 +224,7 @@ def check_verify_attention_is_decode():
             expected = torch.empty_like(out)
             partial, lse = workspace(len(lengths), heads * group, dim, splits)
             decode_attention_fwd(
-                queries, keys, values, expected, tokens.ends, indices, partial, lse, tokens.parts, splits.most, 0.3, 1.0, 1.0
+                queries, keys, values, expected, tokens.ends, indices, partial, lse, tokens.parts, splits.max_splits, 0.3, 1.0, 1.0
             )
             # The interpreter's matrix products round by a row's place.
             tolerance = 1e-6 if DEVICE == "cpu" else 0.0
@@ -234,7 +234,7 @@ def check_verify_attention_is_decode():
 def check_verify_backend():
     """The backend writes KV and attends, for even verifications and for ragged steps over rows shorter than their positions."""
     from sglang_ext.layers.attention.verify_attention import VerifyAttention
-    from sglang_ext.layers.forward import EvenVerify, RaggedViews
+    from sglang_ext.layers.forward import EvenVerifyInput, RaggedVerifyInput
 
     heads, group, dim, width = 2, 3, 16, 700
     for exact, (before, counts) in ((False, ((40, 300), (5, 5))), (True, ((300, 7), (5, 5))), (True, ((290, 64, 9), (4, 1, 3)))):
@@ -251,7 +251,7 @@ def check_verify_backend():
         even = len(set(counts)) == 1
         batch = SimpleNamespace(
             batch_size=len(counts), req_pool_indices=rows, seq_lens=prefixes if even else prefixes + news,
-            spec_info=EvenVerify(counts[0]) if even else RaggedViews(prefixes + news, news, list(counts)),
+            spec_info=EvenVerifyInput(counts[0]) if even else RaggedVerifyInput(prefixes + news, news, list(counts)),
             positions=torch.zeros(sum(counts), device=DEVICE),
             out_cache_loc=torch.cat([table[r, b : b + c] for r, b, c in zip(rows, before, counts)]).long(),
         )  # fmt: skip
@@ -350,7 +350,7 @@ def check_uneven_decode():
         buffers = [
             [torch.randn(400, heads, size, generator=noise).to(DEVICE, dtype) for _ in range(layers)] for size in (dim, value_dim)
         ]
-        cells = HeadCells.of(KVBuffers(tuple(range(layers)), (0.1,) * layers, *map(tuple, buffers)), 6)
+        cells = RaggedHeadLayout.of(KVBuffers(tuple(range(layers)), (0.1,) * layers, *map(tuple, buffers)), 6)
         slots = torch.randperm(400, generator=noise).to(DEVICE)
         table = torch.zeros(6, width, dtype=torch.int32, device=DEVICE)
         context, table[1], table[4] = slots[:50], slots[100 : 100 + width], slots[200 : 200 + width]
@@ -361,14 +361,14 @@ def check_uneven_decode():
             ends[: layers * heads // 3] = 1
             tokens = torch.randint(50, (copied * layers * heads,), generator=noise).to(DEVICE)
             bounds = torch.nn.functional.pad(ends.int(), (1, 0)).tolist() + [len(tokens)]
-            kept[row] = KeptCells(tokens, torch.tensor(bounds, dtype=torch.int32, device=DEVICE))
+            kept[row] = RaggedSelection(tokens, torch.tensor(bounds, dtype=torch.int32, device=DEVICE))
             cells.write(row, kept[row], context, table[row, :copied].long())
         table[2, :40] = slots[300:340]
         rows, lengths = [4, 2, 1], [copied + 1, 40, width]
         queries = torch.randn(3, heads * group, dim, generator=noise).to(DEVICE, dtype)
         tolerance = 1e-5 if DEVICE == "cpu" and dtype == torch.float32 else 5e-3 if dtype != torch.bfloat16 else 3e-2
         for layer in (0, layers - 1):
-            found = uneven_decode(
+            found = ragged_decode(
                 cells, layer, queries, table, *(torch.tensor(part, device=DEVICE) for part in (rows, lengths)), 0.1, splits
             )
             for request, (row, length) in enumerate(zip(rows, lengths)):
@@ -394,7 +394,7 @@ CHECKS = {
     "hand_over": lambda: check_hand_over(DEVICE),
     "scatter_cells": lambda: check_scatter_cells(DEVICE),
     "uneven_backend": lambda: check_uneven_backend(DEVICE),
-    "uneven_decode": check_uneven_decode,
+    "ragged_decode": check_uneven_decode,
     "packed_decode": check_packed_decode,
     "integer_decode": check_integer_decode,
     "integer_switches": lambda: check_integer_switches(DEVICE),

@@ -127,7 +127,7 @@ def compile_only(chip: Chip, made: list[str]) -> None:
 
     JITFunction.run = compiling
     packed_decode.capability = lambda tensor: divmod(chip.capability, 10)
-    packed_decode.speaks_ptx = lambda tensor: True
+    packed_decode.has_ptx = lambda tensor: True
 
 
 def arguments() -> argparse.Namespace:

@@ -5,9 +5,11 @@ from itertools import product
 
 import torch
 
-from sglang_ext.layers.kernels.lynx import kernels, plain
-from sglang_ext.layers.kernels.lynx.layout import Layout
-from sglang_ext.layers.kernels.lynx.parts import ALIGNMENT, Parts, Placed
+from sglang_ext.layers.kernels.lynx import pytorch_codec
+
+from sglang_ext.layers.kernels.lynx import triton_codec
+from sglang_ext.layers.kernels.lynx.layout import PageLayout
+from sglang_ext.layers.kernels.lynx.page_tensors import ALIGNMENT, PageTensors, StreamBatch
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Tokens, channels and sinks of a page: full and cut chunks, blocks of channels cut too, a row of sinks alone. FEW: in the interpreter.
@@ -63,39 +65,39 @@ def check_page(device, layout, noise, even=False, where_they_belong=True):
     pools, slots = pages(layout, noise, even)
     there, slots_there = [pool.to(device) for pool in pools], slots.to(device)
     exact = replace(layout, reference="exact")
-    parts, parts_there = Parts.of(pools), Parts.of(there)
-    anchors, residuals = plain.anchors(parts, layout, slots)
-    found, rest = kernels.anchors(parts_there, layout, slots_there)
+    parts, parts_there = PageTensors.from_tensors(pools), PageTensors.from_tensors(there)
+    anchors, residuals = pytorch_codec.anchors(parts, layout, slots)
+    found, rest = triton_codec.anchors(parts_there, layout, slots_there)
     assert torch.equal(found.cpu(), anchors) and torch.equal(rest.cpu(), residuals), layout
     if where_they_belong:
         check_placed(device, layout, parts_there, slots_there, anchors, residuals)
-    wide = plain.exact_residuals(parts, list(anchors), exact, slots)
-    found = kernels.exact_residuals(parts_there, list(found), exact, slots_there)
+    wide = pytorch_codec.exact_residuals(parts, list(anchors), exact, slots)
+    found = triton_codec.exact_residuals(parts_there, list(found), exact, slots_there)
     assert all(torch.equal(a.cpu(), b) for a, b in zip(found, wide, strict=True)), exact
     for read, streams in ((layout, None), (layout, list(residuals)), (exact, wide)):
         expected, outs = ([torch.full_like(pool, 7) for pool in pools] for _ in range(2))
-        plain.decode(list(anchors), streams, read, Parts.of(expected), slots)
+        pytorch_codec.decode(list(anchors), streams, read, PageTensors.from_tensors(expected), slots)
         outs = [out.to(device) for out in outs]
         moved = None if streams is None else [stream.to(device) for stream in streams]
-        kernels.decode([anchor.to(device) for anchor in anchors], moved, read, Parts.of(outs), slots_there)
+        triton_codec.decode([anchor.to(device) for anchor in anchors], moved, read, PageTensors.from_tensors(outs), slots_there)
         for out, wanted in zip(outs, expected, strict=True):
-            assert torch.equal(plain.as_bytes(out.cpu()), plain.as_bytes(wanted)), (read, streams is None)
-    assert all(torch.equal(plain.as_bytes(out[slots]), plain.as_bytes(pool[slots])) for out, pool in zip(expected, pools, strict=True))
+            assert torch.equal(pytorch_codec.as_bytes(out.cpu()), pytorch_codec.as_bytes(wanted)), (read, streams is None)
+    assert all(torch.equal(pytorch_codec.as_bytes(out[slots]), pytorch_codec.as_bytes(pool[slots])) for out, pool in zip(expected, pools, strict=True))
 
 
 def placed(size, count, first, device):
     """Room for streams, of zeros, that begin some bytes after its own beginning."""
     width = -(-size // ALIGNMENT) * ALIGNMENT
     begins = first + width * torch.arange(count, device=device)
-    return Placed(torch.zeros(first + width * count, dtype=torch.uint8, device=device), begins, first, width, size)
+    return StreamBatch(torch.zeros(first + width * count, dtype=torch.uint8, device=device), begins, first, width, size)
 
 
 def check_placed(device, layout, parts, slots, anchors, residuals):
     """Streams are written where they belong, the same bytes with zeros between them, and read from there."""
     both = [placed(each.shape[1], len(each), 3 * ALIGNMENT, device) for each in (anchors, residuals)]
     alone = placed(anchors.shape[1], len(anchors), 0, device)
-    kernels.write_streams(parts, layout, slots, *both)
-    kernels.write_streams(parts, layout, slots, alone, None)
+    triton_codec.write_streams(parts, layout, slots, *both)
+    triton_codec.write_streams(parts, layout, slots, alone, None)
     for place, wanted in zip((*both, alone), (anchors, residuals, anchors), strict=True):
         assert torch.equal(place.rows.cpu(), wanted), layout
         left = place.memory.clone()
@@ -105,10 +107,10 @@ def check_placed(device, layout, parts, slots, anchors, residuals):
     for rest in (None, both[1]):
         outs = [torch.full_like(tensor, 7) for tensor in parts.tensors]
         expected = [out.cpu().clone() for out in outs]
-        kernels.read_streams(both[0], rest, layout, Parts.of(outs), slots)
-        plain.decode(list(anchors), None if rest is None else list(residuals), layout, Parts.of(expected), slots.cpu())
+        triton_codec.read_streams(both[0], rest, layout, PageTensors.from_tensors(outs), slots)
+        pytorch_codec.decode(list(anchors), None if rest is None else list(residuals), layout, PageTensors.from_tensors(expected), slots.cpu())
         for out, wanted in zip(outs, expected, strict=True):
-            assert torch.equal(plain.as_bytes(out.cpu()), plain.as_bytes(wanted)), (layout, rest is None)
+            assert torch.equal(pytorch_codec.as_bytes(out.cpu()), pytorch_codec.as_bytes(wanted)), (layout, rest is None)
 
 
 def check_lynx(device):
@@ -125,16 +127,16 @@ def check_lynx(device):
             # There with one kind of codes and scales, and where streams belong with one size.
             tokens, channels, sinks = size
             placed = device != "cpu" or kind == 0 and size == sizes[0]
-            check_page(device, Layout(tokens, channels, dtype, bits, sinks, short), noise, False, placed)
+            check_page(device, PageLayout(tokens, channels, dtype, bits, sinks, short), noise, False, placed)
         if device == "cpu" and kind == 0 and dtype != DTYPES[0]:
             continue
         # A chunk with sinks, and one or two that are whole.
-        check_page(device, Layout(96 if device != "cpu" else 64, 24, dtype, bits, 4, short), noise, True, device != "cpu")
+        check_page(device, PageLayout(96 if device != "cpu" else 64, 24, dtype, bits, 4, short), noise, True, device != "cpu")
     for value in (float("nan"), float("inf"), -1e5):
-        layout = Layout(64, 32, torch.bfloat16, sinks=1)
+        layout = PageLayout(64, 32, torch.bfloat16, sinks=1)
         pools = [torch.randn(64, 32, generator=noise).bfloat16() for _ in range(3)]
         # Not in the sinks of the first, but of the second.
         pools[0][40, 17] = pools[1][0, 17] = value
-        kinds = [part.anchors(Parts.of(those), layout, None)[0][:, 0].tolist() for part, those in (
-            (plain, pools), (kernels, [pool.to(device) for pool in pools]))]  # fmt: skip
+        kinds = [part.anchors(PageTensors.from_tensors(those), layout, None)[0][:, 0].tolist() for part, those in (
+            (pytorch_codec, pools), (triton_codec, [pool.to(device) for pool in pools]))]  # fmt: skip
         assert kinds == [[1, 0, 0]] * 2, (value, kinds)

@@ -36,31 +36,31 @@ from quest_checks import Paged  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 from uneven_checks import uneven_copy  # noqa: E402
 
-from sglang_ext.layers.kernels.choose_tokens import Contexts, mark_tokens  # noqa: E402
-from sglang_ext.layers.kernels.coded_keys.code_keys import code_keys  # noqa: E402
-from sglang_ext.layers.kernels.coded_keys.coded_logits import KeyCodes  # noqa: E402
-from sglang_ext.layers.kernels.copies.gather_kept import gather_kept  # noqa: E402
-from sglang_ext.layers.kernels.copies.scatter_cells import scatter_cells  # noqa: E402
-from sglang_ext.layers.kernels.copies.write_pointers import write_pointers  # noqa: E402
+from sglang_ext.layers.kernels.select_tokens import SelectionContexts, mark_tokens  # noqa: E402
+from sglang_ext.layers.kernels.quantized_keys.quantize_keys import quantize_keys  # noqa: E402
+from sglang_ext.layers.kernels.quantized_keys.quantized_logits import QuantizedKeyTensors  # noqa: E402
+from sglang_ext.layers.kernels.compressed.gather_kept import gather_kept  # noqa: E402
+from sglang_ext.layers.kernels.compressed.scatter_cells import scatter_cells  # noqa: E402
+from sglang_ext.layers.kernels.compressed.write_pointers import write_pointers  # noqa: E402
 from sglang_ext.layers.kernels.hack import integer_decode, integer_prefill, specialized_prefill  # noqa: E402
 from sglang_ext.layers.kernels.hack.prompt_codes import prompt_codes  # noqa: E402
-from sglang_ext.layers.kernels.lynx.layout import Layout  # noqa: E402
-from sglang_ext.layers.kernels.packed import packed_decode, packed_launches  # noqa: E402
-from sglang_ext.layers.kernels.packed.pack_blocks import takes  # noqa: E402
+from sglang_ext.layers.kernels.lynx.layout import PageLayout  # noqa: E402
+from sglang_ext.layers.kernels.packed import launches, packed_decode  # noqa: E402
+from sglang_ext.layers.kernels.packed.pack_blocks import can_pack  # noqa: E402
 from sglang_ext.layers.kernels.page_checksum import page_checksum  # noqa: E402
 from sglang_ext.layers.kernels.page_rows import gather_rows, scatter_rows  # noqa: E402
 from sglang_ext.layers.kernels.pointer_decode import pointer_decode  # noqa: E402
-from sglang_ext.layers.kernels.uneven_decode import uneven_decode  # noqa: E402
+from sglang_ext.layers.kernels.ragged_decode import ragged_decode  # noqa: E402
 from sglang_ext.layers.kernels.verify_attention import verify_attention  # noqa: E402
-from sglang_ext.layers.kernels.verify_sizes import EXACT, Splits, Tokens, fast_blocks  # noqa: E402
+from sglang_ext.layers.kernels.verify_tile_sizes import EXACT, ContextSplits, VerifyTokens, fast_tile  # noqa: E402
 from sglang_ext.layers.kernels.window_scores import window_scores  # noqa: E402
-from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells, KeptCells  # noqa: E402
-from sglang_ext.mem_cache.compressed.formats.packing import Packing  # noqa: E402
-from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers  # noqa: E402
+from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout, RaggedSelection  # noqa: E402
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing  # noqa: E402
+from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, Pointers  # noqa: E402
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers  # noqa: E402
 from sglang_ext.mem_cache.host_tier.checksums import SUMMED_WORD, PageChecksums, as_words  # noqa: E402
-from sglang_ext.mem_cache.compressed.page_extremes import extremes_of  # noqa: E402
-from sglang_ext.mem_cache.selection.held_keys import CodedKeys, KeySizes  # noqa: E402
+from sglang_ext.mem_cache.compressed.page_extremes import compute_extremes  # noqa: E402
+from sglang_ext.mem_cache.selection.scoring_keys import QuantizedKeys, KeySpec  # noqa: E402
 
 # Of the largest number: what rounding of inputs and weights may add up to.
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -120,19 +120,19 @@ def window(shape: Shape):
 
 def verify(shape: Shape, exact: bool):
     """Two requests' new tokens over their rows, in a launch."""
-    splits = Splits(2, tile=32) if exact else Splits(3)
+    splits = ContextSplits(2, tile=32) if exact else ContextSplits(3)
     for prefixes, counts in (((0, 1), (1, 2)), ((31, 30), (1, 3))):
         keys, values = random(shape, 80, 1), random(shape, 80, 1, seed=1)
         queries = random(shape, sum(counts), shape.group, seed=2)
         table = torch.randperm(80).view(2, 40).int()
         lengths = torch.cat([torch.arange(p + 1, p + c + 1) for p, c in zip(prefixes, counts)])
-        most = max(splits.most, int(splits.of(lengths).max()))
-        splits = Splits(most, splits.tile)
+        most = max(splits.max_splits, int(splits.count_for(lengths).max()))
+        splits = ContextSplits(most, splits.tile)
         starts = torch.tensor([0, counts[0], sum(counts)])
         ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-        tokens = Tokens(torch.tensor([1, 0]), torch.tensor(prefixes), starts, counts, ends, splits.of(lengths))
+        tokens = VerifyTokens(torch.tensor([1, 0]), torch.tensor(prefixes), starts, counts, ends, splits.count_for(lengths))
         sums = torch.full((len(lengths), shape.group, most), float("nan"))
-        blocks = EXACT if exact else fast_blocks(max(counts) * shape.group, shape.dim * shape.dtype.itemsize)
+        blocks = EXACT if exact else fast_tile(max(counts) * shape.group, shape.dim * shape.dtype.itemsize)
         out = torch.full_like(queries, float("nan"))
         room = sums[..., None].repeat(1, 1, 1, shape.dim), sums
         verify_attention(queries, keys, values, out, table, tokens, splits, blocks, room, 0.1)
@@ -174,18 +174,18 @@ def _attended(queries, keys, values):
 def uneven(shape: Shape):
     """Heads that keep nothing, one token, a step, one more, and tails as long."""
     buffers = KVBuffers((0, 1), (0.1, 0.1), *(tuple(random(shape, 200, 2, seed=s + n) for n in range(2)) for s in (0, 5)))
-    cells, copied = HeadCells.of(buffers, 4), 20
+    cells, copied = RaggedHeadLayout.of(buffers, 4), 20
     order = torch.randperm(200)
     context, table = order[:40], torch.zeros(4, 60, dtype=torch.int32)
     table[1] = order[100:160]
     bounds = torch.tensor([0, 0, 1, 33, 80], dtype=torch.int32)
-    kept = KeptCells(torch.randint(40, (80,)), bounds)
+    kept = RaggedSelection(torch.randint(40, (80,)), bounds)
     cells.write(1, kept, context, table[1, :copied].long())
     table[2, :40] = order[160:200]
     rows, lengths = torch.tensor([1, 1, 1, 2, 2]), torch.tensor([copied, copied + 1, copied + 33, 0, 32])
     queries = random(shape, 5, 2 * shape.group, seed=7)
     for layer in range(2):
-        found = uneven_decode(cells, layer, queries, table, rows, lengths, 0.1, (3, 1))
+        found = ragged_decode(cells, layer, queries, table, rows, lengths, 0.1, (3, 1))
         for request, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist())):
             for head in range(2):
                 first, last = bounds[2 * layer + head :][:2].tolist() if row == 1 else (0, 0)
@@ -198,7 +198,7 @@ def uneven(shape: Shape):
 def pointers(shape: Shape):
     """Heads that keep nothing, one token, a step, one more, and tails as long."""
     buffers = KVBuffers((0,), (0.1,), (random(shape, 200, 2),), (random(shape, 200, 2, seed=5),))
-    form, order = Pointers.of(buffers, 1), torch.randperm(200)
+    form, order = Pointers.for_pool(buffers, 1), torch.randperm(200)
     before = [kind[0].clone() for kind in (buffers.keys, buffers.values)]
     for count, tail in ((0, 0), (0, 1), (1, 0), (32, 32), (33, 33)):
         held = order[100 : 100 + form.packed_slots(count)]
@@ -206,7 +206,7 @@ def pointers(shape: Shape):
         if count:
             form.write(buffers, kept, order[:100], held)
         table = torch.cat([held, order[150 : 150 + tail], held.new_zeros(1)]).int()[None]
-        begins = PointerRows(form, torch.tensor([count], dtype=torch.int32))
+        begins = PointerLayout(form, torch.tensor([count], dtype=torch.int32))
         queries, length = random(shape, 1, 2 * shape.group, seed=8), torch.tensor([len(held) + tail])
         found = pointer_decode(begins, queries, buffers.keys[0], buffers.values[0], table, torch.tensor([0]), length, 0.1, (3, 1))
         for head in range(2):
@@ -220,7 +220,7 @@ def choice(shape: Shape):
     for tokens, count in ((3, 2), (64, 40), (65, 64)):
         keys, queries = random(shape, 70, 2), random(shape, 1, 1, 2 * shape.group, seed=1).float()
         table, numbers = torch.randperm(70)[:tokens].int()[None], torch.tensor([[0, tokens, count, 0]])
-        asked, one = Contexts(table, numbers, (tokens,), (1, 1)), slice(0, 1)
+        asked, one = SelectionContexts(table, numbers, (tokens,), (1, 1)), slice(0, 1)
         marked = mark_tokens(queries, torch.tensor([keys.data_ptr()]), keys, torch.tensor([0.1]), asked, one, one)
         found = written(marked, count)[0, 0].long()
         yield from _left_out(found, queries.to(shape.dtype).view(2, shape.group, -1), keys[table[0].long()], tokens, count)
@@ -229,10 +229,10 @@ def choice(shape: Shape):
 def pages(shape: Shape):
     """Bounds of pages, of requests with few and with more than a program multiplies at once; pointers lead to the best of them."""
     there = Paged("cpu", 1, 2, shape.group, shape.dim, shape.dtype, (3, 70), (2, 9))
-    yield float(not torch.equal(there.begins.extremes.held[0], extremes_of(there.there.keys[0], 16)))
+    yield float(not torch.equal(there.begins.extremes.held[0], compute_extremes(there.there.keys[0], 16)))
     there.begin()
     queries = there.queries(2, 1)
-    found = there.choose(0, queries, [4, 5], [view.held + 1 for view in there.views])
+    found = there.choose(0, queries, [4, 5], [view.owned_slots + 1 for view in there.views])
     for request, most in enumerate(there.pages):
         mine = found[request, :, :most]
         yield worst(mine, there.bounds(request, 0, queries[request]).double())
@@ -251,11 +251,11 @@ def coded_choice(shape: Shape, bits: int):
     """The same by codes, of what these mean, as the kernel codes keys."""
     for tokens, count in ((3, 2), (64, 40), (65, 64)):
         keys, queries = random(shape, 70, 2), random(shape, 1, 1, 2 * shape.group, seed=1).float()
-        held, addresses = CodedKeys(KeySizes(1, 2, shape.dim, shape.dtype, bits), 70), torch.tensor([keys.data_ptr()])
-        code_keys(addresses, keys, torch.arange(70), held.codes, held.words, held.sizes.group)
+        held, addresses = QuantizedKeys(KeySpec(1, 2, shape.dim, shape.dtype, bits), 70), torch.tensor([keys.data_ptr()])
+        quantize_keys(addresses, keys, torch.arange(70), held.codes, held.words, held.sizes.group)
         table, numbers = torch.randperm(70)[:tokens].int()[None], torch.tensor([[0, tokens, count, 0]])
-        asked, one = Contexts(table, numbers, (tokens,), (1, 1)), slice(0, 1)
-        coded = KeyCodes(held.codes, held.words, held.sizes.group)
+        asked, one = SelectionContexts(table, numbers, (tokens,), (1, 1)), slice(0, 1)
+        coded = QuantizedKeyTensors(held.codes, held.words, held.sizes.group)
         found = written(mark_tokens(queries, addresses, keys, torch.tensor([0.1]), asked, one, one, coded), count)[0, 0].long()
         yield from _left_out(found, queries.view(2, shape.group, -1), held.read(0, table[0].long()), tokens, count)
 
@@ -281,14 +281,14 @@ def _scattered(shape: Shape):
         made = uneven_copy(2, 2, shape.dim, copied, shape.dtype)
         there = on("cpu", made.buffers)
         scatter_cells(there.key_table, there.value_table, there.keys[0], there.values[0], *made.kept, made.sources, made.targets)
-        HeadCells.of(made.buffers, 2).copy(made.kept, made.sources, made.targets)
+        RaggedHeadLayout.of(made.buffers, 2).copy(made.kept, made.sources, made.targets)
         yield all(map(torch.equal, (*there.keys, *there.values), (*made.buffers.keys, *made.buffers.values)))
 
 
 def _pointed(shape: Shape):
     for count in (1, 128, 129):
         made = pointed(2, 2, shape.dim, count, shape.dtype)
-        there, form = on("cpu", made.buffers), Pointers.of(made.buffers, 1)
+        there, form = on("cpu", made.buffers), Pointers.for_pool(made.buffers, 1)
         write_pointers(there.key_table, there.keys[0], made.kept, made.context, made.held)
         found = [form.read(keys, made.held, count) for keys in there.keys]
         yield all(torch.equal(part[head], made.led(layer, head)) for layer, part in enumerate(found) for head in range(2))
@@ -316,7 +316,7 @@ def _summed(shape: Shape):
 def lynx(shape: Shape, bits: int):
     """Streams of pages of two KV heads, byte for byte those of PyTorch; assertions of lynx_checks.py."""
     for short in (False, True):
-        lynx_checks.check_page("cpu", Layout(37, 2 * shape.dim, shape.dtype, bits, 4, short), torch.Generator().manual_seed(bits))
+        lynx_checks.check_page("cpu", PageLayout(37, 2 * shape.dim, shape.dtype, bits, 4, short), torch.Generator().manual_seed(bits))
         yield 0.0
 
 
@@ -356,8 +356,8 @@ def packing(shape: Shape, name: str, bits: int):
         return
     noise, blocks = torch.Generator().manual_seed(bits), 9
     buffers = pool(1, 1, shape.dim, shape.dtype, 128 * blocks + 20, noise)
-    packs = Packing.of(for_heads(name, bits, shape.dim), buffers, 1)
-    if takes(packs, buffers):
+    packs = Packing.for_pool(for_heads(name, bits, shape.dim), buffers, 1)
+    if can_pack(packs, buffers):
         check_case("cpu", packs, buffers, blocks, noise)
         yield 0.0
 
@@ -396,7 +396,7 @@ def main() -> int:
     teach_bfloat16()
     lynx_checks.teach_bfloat16()
     if asked.tensor_cores:
-        packed_launches.packed_splits_gluon = Emulated("packed_splits_gluon")
+        launches.packed_splits_gluon = Emulated("packed_splits_gluon")
         integer_decode.integer_splits_gluon = Emulated("integer_splits_gluon")
         packed_decode.has_tensor_cores = lambda keys: True
     jobs = [

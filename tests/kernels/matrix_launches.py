@@ -8,38 +8,39 @@ import torch
 from marked_helpers import written
 from packed_helpers import KERNEL_KINDS, divides, packed_pool
 
-from sglang_ext.layers.kernels import hand_over
-from sglang_ext.layers.kernels.choose_tokens import Contexts, mark_tokens
-from sglang_ext.layers.kernels.choosing.quest_pages import bound_pages, point_at_best_pages
-from sglang_ext.layers.kernels.choosing.turn_queries import turn_queries
-from sglang_ext.layers.kernels.coded_keys.code_keys import code_keys
-from sglang_ext.layers.kernels.coded_keys.coded_logits import KeyCodes
-from sglang_ext.layers.kernels.copies.gather_kept import gather_kept
-from sglang_ext.layers.kernels.copies.scatter_cells import scatter_cells
-from sglang_ext.layers.kernels.copies.write_pointers import write_pointers
+from sglang_ext.layers.kernels import exchange_kernels
+from sglang_ext.layers.kernels.select_tokens import SelectionContexts, mark_tokens
+from sglang_ext.layers.kernels.selection.quest_pages import bound_pages, point_at_best_pages
+from sglang_ext.layers.kernels.selection.rotate_queries import rotate_queries
+from sglang_ext.layers.kernels.quantized_keys.quantize_keys import quantize_keys
+from sglang_ext.layers.kernels.quantized_keys.quantized_logits import QuantizedKeyTensors
+from sglang_ext.layers.kernels.compressed.gather_kept import gather_kept
+from sglang_ext.layers.kernels.compressed.scatter_cells import scatter_cells
+from sglang_ext.layers.kernels.compressed.write_pointers import write_pointers
 from sglang_ext.layers.kernels.hack import integer_prefill
-from sglang_ext.layers.kernels.hack.prompt_codes import Prompts, prompt_codes
-from sglang_ext.layers.kernels.lynx import kernels
-from sglang_ext.layers.kernels.lynx.anchored import read_pages, write_pages
-from sglang_ext.layers.kernels.lynx.layout import Layout
-from sglang_ext.layers.kernels.lynx.parts import Parts
+from sglang_ext.layers.kernels.hack.prompt_codes import PromptBatch, prompt_codes
+from sglang_ext.layers.kernels.lynx import triton_codec
+from sglang_ext.layers.kernels.lynx.residual_pages import read_pages, write_pages
+from sglang_ext.layers.kernels.lynx.layout import PageLayout
+from sglang_ext.layers.kernels.lynx.page_tensors import PageTensors
 from sglang_ext.layers.kernels.packed import pack_blocks, packed_decode
 from sglang_ext.layers.kernels.page_checksum import page_checksum
 from sglang_ext.layers.kernels.page_rows import gather_rows, scatter_rows
 from sglang_ext.layers.kernels.pointer_decode import pointer_decode
-from sglang_ext.layers.kernels.rows import sent_rows, taken_rows
-from sglang_ext.layers.kernels.uneven_decode import uneven_decode
+from sglang_ext.layers.kernels.row_exchange import receive_rows
+from sglang_ext.layers.kernels.row_exchange import send_rows
+from sglang_ext.layers.kernels.ragged_decode import ragged_decode
 from sglang_ext.layers.kernels.verify_attention import verify_attention
-from sglang_ext.layers.kernels.verify_sizes import EXACT, Splits, Tokens, fast_blocks
+from sglang_ext.layers.kernels.verify_tile_sizes import EXACT, ContextSplits, VerifyTokens, fast_tile
 from sglang_ext.layers.kernels.window_scores import window_scores
-from sglang_ext.mem_cache.compressed.formats.chosen_pages import ChosenPages
-from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
-from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers, as_pointers
+from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
+from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
+from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
 from sglang_ext.mem_cache.compressors.each_step.quest import Quest
 from sglang_ext.mem_cache.host_tier.checksums import SUMMED_WORD, as_words
 from sglang_ext.mem_cache.host_tier.residuals import ResidualPages
-from sglang_ext.mem_cache.selection.held_keys import CodedKeys, KeySizes
+from sglang_ext.mem_cache.selection.scoring_keys import QuantizedKeys, KeySpec
 
 DIMS = (64, 80, 96, 128, 192, 256)
 GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 48, 71)
@@ -86,10 +87,10 @@ def _verify(blocks: Callable[[int, int], object], shape: Shape, width: int) -> N
     queries, one = torch.zeros(width, shape.group, shape.dim, dtype=shape.dtype), torch.zeros(1, dtype=torch.int64)
     ends = torch.arange(width + 1)
     exact = blocks is None
-    splits = Splits(1, tile=256) if exact else Splits(4)
-    tokens = Tokens(one, one, torch.tensor([0, width]), [width], ends, torch.ones(width, dtype=torch.int32))
+    splits = ContextSplits(1, tile=256) if exact else ContextSplits(4)
+    tokens = VerifyTokens(one, one, torch.tensor([0, width]), [width], ends, torch.ones(width, dtype=torch.int32))
     sizes = EXACT if exact else blocks(width * shape.group, shape.dim * shape.dtype.itemsize)
-    partial = torch.zeros(width, shape.group, splits.most, shape.dim)
+    partial = torch.zeros(width, shape.group, splits.max_splits, shape.dim)
     table = torch.zeros(2, 80, dtype=torch.int32)
     verify_attention(
         queries, keys, keys, torch.zeros_like(queries), table, tokens, splits, sizes, (partial, partial[..., 0].contiguous()), 0.1
@@ -110,7 +111,7 @@ def _packing(name: str, bits: int, shape: Shape) -> None:
         return
     pool = pool_of(name, bits, shape.dim, shape.dtype)
     kept, slots = torch.zeros(1, 1, 64, dtype=torch.int64), torch.zeros(128, dtype=torch.int64)
-    if pack_blocks.takes(pool.packing, pool.buffers):
+    if pack_blocks.can_pack(pool.packing, pool.buffers):
         seeds = slots.int() if pool.packing.stochastic else None
         pack_blocks.pack_blocks(pool.packing, pool.buffers, kept, slots, slots, seeds)
 
@@ -123,18 +124,18 @@ def _prompts(bits: int, shape: Shape, kernel: integer_prefill.Kernel | None = "t
     keys, values, tokens = pool.buffers.keys[0], pool.buffers.values[0], pool.packing.sinks + pool.packing.block_tokens + 1
     integer_prefill.check_prefill(pool.packing, keys, values)
     queries, table = torch.zeros(tokens, shape.group, shape.dim, dtype=shape.dtype), torch.zeros(2, 80, dtype=torch.int32)
-    prompts = Prompts(pool.packing, table, [0], [0], [tokens], {0: torch.zeros(tokens, dtype=torch.int32)})
+    prompts = PromptBatch(pool.packing, table, [0], [0], [tokens], {0: torch.zeros(tokens, dtype=torch.int32)})
     integer_prefill.attend(prompts, prompt_codes(prompts, keys, values, 0, 0), queries, keys, values, 0.1, kernel=kernel)
 
 
 def _uneven(shape: Shape) -> None:
     pool, (queries, table, rows) = pool_of("int8", 8, shape.dim, shape.dtype), _one_request(shape)
-    uneven_decode(HeadCells.of(pool.buffers, 2), 0, queries, table, rows, rows, 0.1)
+    ragged_decode(RaggedHeadLayout.of(pool.buffers, 2), 0, queries, table, rows, rows, 0.1)
 
 
 def _pointers(shape: Shape) -> None:
     pool, (queries, table, rows) = pool_of("int8", 8, shape.dim, shape.dtype), _one_request(shape)
-    begins = PointerRows.of_table(Pointers.of(pool.buffers, 1), table)
+    begins = PointerLayout.for_table(Pointers.for_pool(pool.buffers, 1), table)
     pointer_decode(begins, queries, pool.buffers.keys[0], pool.buffers.values[0], table, rows, rows, 0.1)
 
 
@@ -143,14 +144,14 @@ def _choice(shape: Shape) -> None:
     keys = torch.zeros(80, 1, shape.dim, dtype=shape.dtype)
     table, numbers = torch.zeros(2, 80, dtype=torch.int32), torch.tensor([[1, 70, 40, 0]])
     for targets in (torch.zeros(40, dtype=torch.int64), None):
-        asked, one = Contexts(table, numbers, (70,), (4, 32), targets), slice(0, 1)
+        asked, one = SelectionContexts(table, numbers, (70,), (4, 32), targets), slice(0, 1)
         given, turn = torch.zeros(1, 1, shape.group, shape.dim, dtype=shape.dtype), (torch.zeros(shape.dim),) * 2
-        queries, address = turn_queries(given, (*turn, torch.arange(shape.dim))), torch.tensor([keys.data_ptr()])
+        queries, address = rotate_queries(given, (*turn, torch.arange(shape.dim))), torch.tensor([keys.data_ptr()])
         marked = mark_tokens(queries, address, keys, torch.ones(1), asked, one, one)
         written(marked, 40)
-    comes = sent_rows.exchange(marked, torch.zeros(1, 40, dtype=torch.int32), 40, 9)
-    words, there = torch.zeros(1, hand_over.ASKED_NUMBERS, dtype=torch.int64), torch.ones(1, dtype=torch.int32)
-    sent_rows.push_rows((address, address), keys, comes, words, there, (1 << 33,) * 4)
+    comes = send_rows.exchange(marked, torch.zeros(1, 40, dtype=torch.int32), 40, 9)
+    words, there = torch.zeros(1, exchange_kernels.QUESTION_NUMBERS, dtype=torch.int64), torch.ones(1, dtype=torch.int32)
+    send_rows.push_rows((address, address), keys, comes, words, there, (1 << 33,) * 4)
 
 
 def _pages(shape: Shape) -> None:
@@ -159,7 +160,7 @@ def _pages(shape: Shape) -> None:
     extremes = PageExtremes((keys,), (0,), 16)
     bound_pages(numbers, keys, numbers, extremes.held, 16)
     for every, width in ((1, 40), (1, 80000), (2, 80000)):
-        begins = ChosenPages.of_pool(Pointers(as_pointers(keys).shape[-1], 16), table, extremes, Quest(every=every, in_attention=True))
+        begins = PagePointerLayout.of_pool(Pointers(as_pointers(keys).shape[-1], 16), table, extremes, Quest(every=every, in_attention=True))
         queries = torch.zeros(4, shape.group, shape.dim, dtype=shape.dtype)
         point_at_best_pages(begins, 0, queries, as_pointers(keys), table[:, :width], numbers, numbers)
 
@@ -167,9 +168,9 @@ def _pages(shape: Shape) -> None:
 def _coded_choice(bits: int, shape: Shape) -> None:
     """Of keys that are coded first."""
     keys, one, table = torch.zeros(80, 1, shape.dim, dtype=shape.dtype), slice(0, 1), torch.zeros(2, 80, dtype=torch.int32)
-    held, addresses = CodedKeys(KeySizes(1, 1, shape.dim, shape.dtype, bits), 80), torch.tensor([keys.data_ptr()])
-    code_keys(addresses, keys, torch.arange(70), held.codes, held.words, held.sizes.group)
-    asked, coded = Contexts(table, torch.tensor([[1, 70, 40, 0]]), (70,), (4, 32)), KeyCodes(held.codes, held.words, held.sizes.group)
+    held, addresses = QuantizedKeys(KeySpec(1, 1, shape.dim, shape.dtype, bits), 80), torch.tensor([keys.data_ptr()])
+    quantize_keys(addresses, keys, torch.arange(70), held.codes, held.words, held.sizes.group)
+    asked, coded = SelectionContexts(table, torch.tensor([[1, 70, 40, 0]]), (70,), (4, 32)), QuantizedKeyTensors(held.codes, held.words, held.sizes.group)
     written(mark_tokens(torch.zeros(1, 1, shape.group, shape.dim), addresses, keys, torch.ones(1), asked, one, one, coded), 40)
 
 
@@ -192,14 +193,14 @@ def _copies(shape: Shape) -> None:
 
 def _lynx(shape: Shape, bits: int) -> None:
     """Streams of a page of two KV heads, of both references, and what is read from them."""
-    parts, slots = Parts.of([torch.zeros(80, 2 * shape.dim, dtype=shape.dtype)]), torch.arange(70)
+    parts, slots = PageTensors.from_tensors([torch.zeros(80, 2 * shape.dim, dtype=shape.dtype)]), torch.arange(70)
     for short, reference in {4: ((False, "int8"), (False, "exact")), 3: ((True, "int8"),), 2: ((True, "exact"),)}[bits]:
-        layout = Layout(len(slots), 2 * shape.dim, shape.dtype, bits, 4, short, reference)
-        anchors, residuals = kernels.anchors(parts, layout, slots)
+        layout = PageLayout(len(slots), 2 * shape.dim, shape.dtype, bits, 4, short, reference)
+        anchors, residuals = triton_codec.anchors(parts, layout, slots)
         if reference == "exact":
-            residuals = kernels.exact_residuals(parts, list(anchors), layout, slots)
+            residuals = triton_codec.exact_residuals(parts, list(anchors), layout, slots)
         for streams in (None, list(residuals)):
-            kernels.decode(list(anchors), streams, layout, parts, slots)
+            triton_codec.decode(list(anchors), streams, layout, parts, slots)
     if bits != 3 and shape.dim in pack_blocks.DIMS:
         _anchored(shape, bits)
 
@@ -216,25 +217,25 @@ def _anchored(shape: Shape, bits: int) -> None:
 
 def _hand_over(shape: Shape) -> None:
     """Both ways through an arena, of one layer, request and head."""
-    heads, one = torch.zeros(1, hand_over.LANE_WORDS, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int64)
+    heads, one = torch.zeros(1, exchange_kernels.LANE_WORDS, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int64)
     queries, keys = torch.zeros(1, 4, 1, shape.dim, dtype=shape.dtype), torch.zeros(80, 1, shape.dim, dtype=shape.dtype)
     table, slots, word = torch.tensor([keys.data_ptr()]), torch.arange(40), 1 << 33
-    opened = hand_over.put_queries(heads, torch.zeros(1, 2, 1, 1, 1, shape.dim, dtype=shape.dtype), queries, one[:, :1], one)
-    hand_over.put_keys(torch.zeros(2, 1, 64, 1, shape.dim, dtype=shape.dtype), torch.zeros(2, 3, dtype=torch.int64), table, keys, slots)
-    hand_over.signal(heads, torch.zeros(1, dtype=torch.int64), one, opened, word)
-    hits = hand_over.wait_for_answers(heads, one, torch.zeros(4, dtype=torch.int64), 0.02)
-    commits, tokens = torch.zeros(1, hand_over.COMMIT_NUMBERS, dtype=torch.int64), torch.zeros(1, 80, dtype=torch.int32)
-    hand_over.commit(torch.zeros(1, 2, 40, dtype=torch.int32), hits, commits, 40, table, keys, tokens, slots)
-    hand_over.pull_blocks(word, word, torch.zeros(2, 3, dtype=torch.int64), 3, 500, 32000, 90000)
-    asked, there = torch.zeros(1, hand_over.ASKED_NUMBERS, dtype=torch.int64), torch.ones(1, dtype=torch.int32)
-    hand_over.gather_rows(word, asked, torch.zeros(1, 3, 500, dtype=torch.int32), 500, 1000, (9000, 4000))
-    hand_over.push_chosen(torch.zeros(1, 1, 1, 40, dtype=torch.int32), asked, there, word, 40)
-    hand_over.read_words(word, word, torch.zeros(33, dtype=torch.int64), asked, there)
-    hand_over.answer(word, asked, there)
+    opened = exchange_kernels.put_queries(heads, torch.zeros(1, 2, 1, 1, 1, shape.dim, dtype=shape.dtype), queries, one[:, :1], one)
+    exchange_kernels.put_keys(torch.zeros(2, 1, 64, 1, shape.dim, dtype=shape.dtype), torch.zeros(2, 3, dtype=torch.int64), table, keys, slots)
+    exchange_kernels.signal_written(heads, torch.zeros(1, dtype=torch.int64), one, opened, word)
+    hits = exchange_kernels.wait_for_selections(heads, one, torch.zeros(4, dtype=torch.int64), 0.02)
+    commits, tokens = torch.zeros(1, exchange_kernels.COMMIT_NUMBERS, dtype=torch.int64), torch.zeros(1, 80, dtype=torch.int32)
+    exchange_kernels.write_selected_pointers(torch.zeros(1, 2, 40, dtype=torch.int32), hits, commits, 40, table, keys, tokens, slots)
+    exchange_kernels.pull_blocks(word, word, torch.zeros(2, 3, dtype=torch.int64), 3, 500, 32000, 90000)
+    asked, there = torch.zeros(1, exchange_kernels.QUESTION_NUMBERS, dtype=torch.int64), torch.ones(1, dtype=torch.int32)
+    exchange_kernels.gather_rows(word, asked, torch.zeros(1, 3, 500, dtype=torch.int32), 500, 1000, (9000, 4000))
+    exchange_kernels.push_chosen(torch.zeros(1, 1, 1, 40, dtype=torch.int32), asked, there, word, 40)
+    exchange_kernels.read_words(word, word, torch.zeros(33, dtype=torch.int64), asked, there)
+    exchange_kernels.answer(word, asked, there)
     tables, rows = (table, table), torch.zeros(1, 1, 9, shape.dim, dtype=shape.dtype)
     arrived = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 1, 9, 2, dtype=torch.int32), rows, rows
-    taken_rows.commit_rows(arrived, hits, commits, one[0], torch.zeros(5, dtype=torch.int64), tables, keys, slots)
-    taken_rows.move_newest(tables, keys, keys, torch.zeros(1, 1, 20, dtype=torch.int64), slots, slots)
+    receive_rows.commit_rows(arrived, hits, commits, one[0], torch.zeros(5, dtype=torch.int64), tables, keys, slots)
+    receive_rows.move_newest(tables, keys, keys, torch.zeros(1, 1, 20, dtype=torch.int64), slots, slots)
 
 
 # What does not depend on the query heads is launched for one of them.
@@ -246,7 +247,7 @@ ONCE = {
 }
 LAUNCHES: dict[str, Callable[[Shape], None]] = {
     "window": _window,
-    **{f"verify {width}": lambda s, w=width: _verify(fast_blocks, s, w) for width in WIDTHS},
+    **{f"verify {width}": lambda s, w=width: _verify(fast_tile, s, w) for width in WIDTHS},
     "verify exact": lambda s: _verify(None, s, WIDTHS[2]),
     **{f"decode {name}{bits}": lambda s, n=name, b=bits: _packed(n, b, s) for name, bits in KERNEL_KINDS},
     **{f"prompts hack{bits}": lambda s, b=bits: _prompts(b, s) for bits in (4, 2)},

@@ -3,9 +3,9 @@
 import torch
 from packed_helpers import Gridded
 
-from sglang_ext.layers.kernels.packed.pack_blocks import pack_blocks, takes
-from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid
-from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.layers.kernels.packed.pack_blocks import pack_blocks, can_pack
+from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
 from sglang_ext.mem_cache.compressors.contracts.quantizer import grouped, meant
@@ -94,12 +94,12 @@ def check_pack_blocks(device):
     for number, (keys, values) in enumerate(GRIDS):
         noise = torch.Generator().manual_seed(number)
         buffers = pool(1, 1, 64, torch.float32, 200, noise)
-        check_case(device, Packing.of(Gridded(4, keys=keys, values=values), buffers, 1), buffers, 1, noise)
+        check_case(device, Packing.for_pool(Gridded(4, keys=keys, values=values), buffers, 1), buffers, 1, noise)
     for number, (bits, partition, dim, dtype) in enumerate(DRAWN):
         noise = torch.Generator().manual_seed(number)
         packs, buffers = quantizer("hack", bits, partition), pool(2, 2, dim, dtype, 600, noise)
-        packing = Packing.of(packs, buffers, 1)
-        assert takes(packing, buffers)
+        packing = Packing.for_pool(packs, buffers, 1)
+        assert can_pack(packing, buffers)
         check_case(device, packing, buffers, 2, noise)
     for number, (name, bits, dim, heads, dtype, blocks) in enumerate(CASES):
         packs, noise = quantizer(name, bits), torch.Generator().manual_seed(number)
@@ -107,6 +107,6 @@ def check_pack_blocks(device):
             # The interpreter has no products of bfloat16.
             dtype = torch.float16
         buffers = pool(2, heads, dim, dtype, 128 * blocks + 20, noise)
-        packing = Packing.of(packs, buffers, 1)
-        assert takes(packing, buffers)
+        packing = Packing.for_pool(packs, buffers, 1)
+        assert can_pack(packing, buffers)
         check_case(device, packing, buffers, blocks, noise)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from packed_helpers import attention, packed_pool
 
-from sglang_ext.mem_cache.compressed.formats.packing import PackedRows
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import QuantizedLayout
 
 
 class Pool:
@@ -50,14 +50,14 @@ def batch_of_nobody(device):
 
 def check_packed_backend(device):
     """The backend writes the newest KV and attends over rows with blocks and without; a graph of it follows its tables."""
-    from sglang_ext.layers.attention.copies.packed import PackedDecode
+    from sglang_ext.layers.attention.compressed.packed import PackedDecode
 
     made = packed_pool("kivi", 4, 2, 40)
     pool = Pool(*(part[0].to(device) for part in (made.buffers.keys, made.buffers.values)))
     (_, heads, dim), group, tokens = pool.keys.shape, 2, made.keys.shape[1]
     table = torch.zeros(4, len(made.row), dtype=torch.int32, device=device)
     table[1, :40], table[3] = made.row[made.packed :], made.row
-    rows = PackedRows.of_table(made.packing, table)
+    rows = QuantizedLayout.for_table(made.packing, table)
     backend = PackedDecode(runner_of(pool, table, heads * group), rows)
     assert [backend.splits(n) for n in (1, 64, 1000)] == [(60, 4), (28, 4), (4, 4)]
     backend.splits = lambda requests: (2, 1)

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid
-from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors import catalogue
@@ -103,7 +103,7 @@ def pool_by(packs, blocks, exact, heads=2, dim=64, dtype=torch.float32, seed=0):
     spread = 1 + 3 * torch.rand(dim, generator=noise)
     keys, values = ((torch.randn(2 * tokens + exact + 60, heads, dim, generator=noise) * spread).to(dtype) for _ in "kv")
     buffers = KVBuffers((0,), (0.1,), (keys,), (values,))
-    packing = Packing.of(packs, buffers, 1, Rotary(frequencies(dim)))
+    packing = Packing.for_pool(packs, buffers, 1, Rotary(frequencies(dim)))
     order = torch.randperm(len(keys), generator=noise)
     sources, rest = order[:tokens], order[tokens:]
     packed = packing.packed_slots(tokens)

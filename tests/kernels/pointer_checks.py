@@ -6,8 +6,8 @@ import torch
 from backend_steps import check_steps, on
 from packed_helpers import attention
 
-from sglang_ext.mem_cache.compressed.formats.kv_format import RowsOfHeads
-from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers
+from sglang_ext.mem_cache.compressed.layouts.base import ExchangedRowLayout
+from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, Pointers
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
 # Slots of a pool.
@@ -35,20 +35,20 @@ def pointed(layers, heads, dim, count, dtype):
     buffers = KVBuffers(tuple(range(layers)), (0.1,) * layers, keys, values)
     kept = torch.stack([torch.randperm(150, generator=noise)[:count].sort().values for _ in range(layers * heads)])
     # Slot 0 is no request's.
-    order, held = 1 + torch.randperm(SLOTS - 1, generator=noise), Pointers.of(buffers, 1).packed_slots(count)
+    order, held = 1 + torch.randperm(SLOTS - 1, generator=noise), Pointers.for_pool(buffers, 1).packed_slots(count)
     return Pointed(buffers, kept.view(layers, heads, count), order[:150], order[150 : 150 + held], order[150 + held :])
 
 
 def check_write_pointers(device):
     """Each head's pointers lead where PyTorch's do, over counts around the kernel's blocks; nothing else changes."""
-    from sglang_ext.layers.kernels.copies.write_pointers import write_pointers
+    from sglang_ext.layers.kernels.compressed.write_pointers import write_pointers
 
     for layers, heads, dim, count, dtype in (
         (3, 2, 64, 140, torch.float16), (2, 3, 24, 33, torch.float32), (1, 1, 16, 1, torch.float32),
         (2, 1, 80, 40, torch.bfloat16),
     ):  # fmt: skip
         made = pointed(layers, heads, dim, count, dtype)
-        there, pointers = on(device, made.buffers), Pointers.of(made.buffers, 1)
+        there, pointers = on(device, made.buffers), Pointers.for_pool(made.buffers, 1)
         write_pointers(there.key_table, there.keys[0], *(part.to(device) for part in (made.kept, made.context, made.held)))
         pointers.write(made.buffers, made.kept, made.context, made.held)
         for layer in range(layers):
@@ -71,11 +71,11 @@ def check_pointer_decode(device):
         (1, 2, 2, 16, 150, (2, 1), torch.float32), (1, 1, 1, 32, 140, (3, 2), torch.float32), (1, 1, 2, 24, 150, (3, 1), torch.float32),
     ):  # fmt: skip
         made = pointed(layers, heads, dim, count, dtype)
-        pointers, before, held, there = Pointers.of(made.buffers, 1), made.buffers, len(made.held), on(device, made.buffers)
+        pointers, before, held, there = Pointers.for_pool(made.buffers, 1), made.buffers, len(made.held), on(device, made.buffers)
         pointers.write(there, *(part.to(device) for part in (made.kept, made.context, made.held)))
         table = torch.zeros(6, held + 60, dtype=torch.int32)
         table[4], table[2, :40] = torch.cat([made.held, made.others[:60]]), made.others[60:100]
-        begins = PointerRows.of_table(pointers, table.to(device))
+        begins = PointerLayout.for_table(pointers, table.to(device))
         begins.counts[4] = count
         rows, lengths = (torch.tensor(part, device=device) for part in ([4, 2, 4], [held + 1, 40, held + 60]))
         queries = torch.randn(3, heads * group, dim, generator=torch.Generator().manual_seed(dim)).to(dtype)
@@ -95,12 +95,12 @@ def check_pointer_decode(device):
 
 def check_pointer_backend(device):
     """The backend writes the newest KV and attends to what pointers lead to; a graph of it follows its tables."""
-    from sglang_ext.layers.attention.copies.kept_by_heads import PointerDecode
+    from sglang_ext.layers.attention.compressed.per_head import PointerDecode
 
     count, index = 50, 1
     made = pointed(2, 2, 32, count, torch.float32)
-    there, pointers = on(device, made.buffers), Pointers.of(made.buffers, 1)
-    begins = PointerRows(pointers, torch.zeros(4, dtype=torch.int32, device=device))
+    there, pointers = on(device, made.buffers), Pointers.for_pool(made.buffers, 1)
+    begins = PointerLayout(pointers, torch.zeros(4, dtype=torch.int32, device=device))
 
     def write():
         pointers.write(there, *(part.to(device) for part in (made.kept, made.context, made.held)))
@@ -112,7 +112,7 @@ def check_pointer_backend(device):
 
 def check_rows_backend(device):
     """Rows that begin with a copy's K and V, of other tokens for each head, are read as any tokens; so it is in a graph."""
-    from sglang_ext.layers.attention.copies.kept_by_heads import RowsDecode
+    from sglang_ext.layers.attention.compressed.per_head import SentRowsDecode
 
     index = 1
     made = pointed(2, 2, 32, 60, torch.float32)
@@ -122,7 +122,7 @@ def check_rows_backend(device):
         there.copy_kept(*(part.to(device) for part in (made.kept, made.context, slots)))
 
     steps = made.buffers, there, slots, made.others[:-60], 2, index, write, lambda head: made.led(index, head)
-    check_steps(lambda runner: RowsDecode(runner, RowsOfHeads()), *steps)
+    check_steps(lambda runner: SentRowsDecode(runner, ExchangedRowLayout()), *steps)
 
 
 def check_pointers(device):

@@ -8,10 +8,10 @@ from packed_helpers import packed_pool
 
 from sglang_ext.bench.attention.dequantize import launch
 from sglang_ext.layers.kernels.hack import integer_prefill, specialized_prefill
-from sglang_ext.layers.kernels.hack.prompt_codes import Prompts, prompt_codes
+from sglang_ext.layers.kernels.hack.prompt_codes import PromptBatch, prompt_codes
 from sglang_ext.layers.kernels.packed import packed_decode
-from sglang_ext.mem_cache.compressed.formats.packing import Packing
-from sglang_ext.mem_cache.compressed.formats.rounding import token_seeds
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
+from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
 
@@ -39,14 +39,14 @@ class Batch:
         pools = [(torch.randn(2 * total + 9, heads, dim, generator=noise) * spread).to(dtype).to(device) for _ in "kv"]
         self.keys, self.values = pools
         self.queries = torch.randn(sum(b - a for a, b in spans), heads * group, dim, generator=noise).to(dtype).to(device)
-        self.packing = Packing.of(quantizer("hack", bits, partition), KVBuffers((LAYER,), (0.1,), (pools[0],), (pools[1],)), page)
+        self.packing = Packing.for_pool(quantizer("hack", bits, partition), KVBuffers((LAYER,), (0.1,), (pools[0],), (pools[1],)), page)
         self.rows, self.spans = [2 * i + 1 for i in range(len(spans))], spans
         table, order = torch.zeros(2 * len(spans) + 1, longest, dtype=torch.int32), torch.randperm(total, generator=noise).int() + 1
         for row, slots in zip(self.rows, order.split([end for _, end in spans])):
             table[row, : len(slots)] = slots
         self.table = table.to(device)
         self.seeds = {row: token_seeds(list(range(row, end + row)), end, self.table.device) for row, (_, end) in zip(self.rows, spans)}
-        self.prompts = Prompts(self.packing, self.table, self.rows, *map(list, zip(*spans)), self.seeds)
+        self.prompts = PromptBatch(self.packing, self.table, self.rows, *map(list, zip(*spans)), self.seeds)
 
     def store(self):
         """Pack of each prompt the whole blocks before its newest tokens, and let nothing else be left of them."""
@@ -74,7 +74,7 @@ class Batch:
     def expected(self):
         """What PyTorch gives, in float32 of the pool's numbers: [tokens, heads, dim]."""
         prefill, found, start = self.on_pytorch(), [], 0
-        with prefill.of(self.seeds):
+        with prefill.computing_prompts(self.seeds):
             for row, (known, end) in zip(self.rows, self.spans):
                 mine, slots = self.queries[start : start + end - known], self.table[row, :end].long()
                 found.append(prefill.attend(LAYER, row, mine.float(), self.keys.float(), self.values.float(), slots, 0.1))
@@ -89,7 +89,7 @@ class Batch:
         for row, blocks in zip(self.rows, self.prompts.blocks):
             tokens, at = blocks * block, first * block
             slots = self.table[row, self.packing.sinks : self.packing.sinks + tokens].long()
-            with prefill.of(self.seeds):
+            with prefill.computing_prompts(self.seeds):
                 keys, values = (prefill._codes(LAYER, row, pool, slots, bool(kind)) for kind, pool in enumerate((self.keys, self.values)))
             yield made.keys[:, :, at : at + tokens].transpose(1, 2).flatten(2), keys.codes
             yield made.key_scales[:, :, at : at + tokens].mT, keys.scale
@@ -156,7 +156,7 @@ def check_specialized_prefill(device):
             specialized_prefill.STAGES = {64: 2, 128: 2}
         batch = Batch(bits, partition, dim, heads, group, page, dtype, spans, device)
         given = batch.queries, batch.keys, batch.values
-        assert specialized_prefill.takes(batch.prompts, *given[:2])
+        assert specialized_prefill.is_supported(batch.prompts, *given[:2])
         codes = prompt_codes(batch.prompts, *given[1:], LAYER, FIRST_HEAD)
         found = integer_prefill.attend(batch.prompts, codes, *given, 0.1, kernel="specialized")
         expected = batch.expected()

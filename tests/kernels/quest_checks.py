@@ -11,13 +11,13 @@ from backend_steps import Layers, on
 from packed_backend import batch_of_nobody, captured, layer_of, runner_of
 from packed_helpers import attention
 
-from sglang_ext.mem_cache.compressed.formats.chosen_pages import ChosenPages
-from sglang_ext.mem_cache.compressed.formats.slot_pointers import Pointers, as_pointers
+from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
+from sglang_ext.mem_cache.compressed.layouts.pointers import Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes, extremes_of
-from sglang_ext.mem_cache.compressed.query_window import record_queries, tell_written
+from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes, compute_extremes
+from sglang_ext.mem_cache.compressed.queries import record_queries, set_key_write_callback
 from sglang_ext.mem_cache.compressors.each_step.quest import Quest
-from sglang_ext.mem_cache.selection.scoring import Seen
+from sglang_ext.mem_cache.selection.scoring import ScoringInputs
 
 PAGE = 16
 # The newest pages first, then the first one.
@@ -51,12 +51,12 @@ class Paged:
         self.rows, self.there_table = rows, self.table.to(device)
         extremes = PageExtremes(self.there.keys, range(layers), PAGE)
         method = Quest(every=every, in_attention=True)
-        self.begins = ChosenPages.of_pool(Pointers.of(self.there, PAGE), self.there_table, extremes, method)
+        self.begins = PagePointerLayout.of_pool(Pointers.for_pool(self.there, PAGE), self.there_table, extremes, method)
         self.write_extremes(torch.arange(len(keys[0]) // PAGE * PAGE))
 
     def write_extremes(self, slots):
         """As forwards that wrote to ``slots``."""
-        from sglang_ext.layers.kernels.choosing.quest_pages import bound_pages
+        from sglang_ext.layers.kernels.selection.quest_pages import bound_pages
 
         extremes = self.begins.extremes
         bound_pages(self.there.key_table, self.there.keys[0], slots.to(self.device), extremes.held, PAGE)
@@ -68,11 +68,11 @@ class Paged:
 
     def choose(self, layer, queries, rows, lengths, cut=None):
         """As a step's attention does; the bounds."""
-        from sglang_ext.layers.kernels.choosing.quest_pages import CUTS, point_at_best_pages
+        from sglang_ext.layers.kernels.selection.quest_pages import QUEST_GRIDS, point_at_best_pages
 
         given = (torch.tensor(part, device=self.device) for part in (rows, lengths))
         cells = as_pointers(self.there.keys[layer])
-        return point_at_best_pages(self.begins, layer, queries.to(self.device), cells, self.there_table, *given, cut or CUTS[0]).cpu()
+        return point_at_best_pages(self.begins, layer, queries.to(self.device), cells, self.there_table, *given, cut or QUEST_GRIDS[0]).cpu()
 
     def queries(self, requests, seed, scale=1.0):
         """Of a step."""
@@ -83,7 +83,7 @@ class Paged:
         """As PyTorch's Quest scores whole pages of a request: float32 [kv_heads, pages]."""
         slots = self.table[request + 1, : self.pages[request] * PAGE].long()
         keys = self.before.keys[layer][slots].transpose(0, 1)[None, None]
-        seen = Seen(queries[None, None, :, None].float(), torch.arange(1)[None], keys, 1.0)
+        seen = ScoringInputs(queries[None, None, :, None].float(), torch.arange(1)[None], keys, 1.0)
         return Quest.scoring.scores(seen)[0, 0, :, ::PAGE]
 
     def expected(self, request, bounds):
@@ -102,7 +102,7 @@ class Paged:
     def led(self, request, layer):
         """Where the pointers lead."""
         view = self.views[request]
-        return self.begins.form.read(self.there.keys[layer].cpu(), view.own, view.own_tokens)
+        return self.begins.layout.read(self.there.keys[layer].cpu(), view.own, view.own_tokens)
 
 
 def check_extremes(device):
@@ -115,7 +115,7 @@ def check_extremes(device):
         there = Paged(device, layers, heads, 1, dim, dtype, (6, 3), (3, 2))
         extremes, total = there.begins.extremes, len(there.before.keys[0]) // PAGE
         for keys, held in zip(there.there.keys, extremes.held):
-            assert torch.equal(held, extremes_of(keys, PAGE)), dim
+            assert torch.equal(held, compute_extremes(keys, PAGE)), dim
         for count in (1, 7, 40):
             before = extremes.held.clone()
             # Of tokens of some requests, next to each other and in an order, of others, and of padding.
@@ -126,7 +126,7 @@ def check_extremes(device):
                 keys[slots.to(device)] = torch.randn(len(slots), heads, dim, generator=noise).to(dtype).to(device) * 3
             there.write_extremes(slots)
             for keys, held, old in zip(there.there.keys, extremes.held, before):
-                expected, touched = extremes_of(keys, PAGE), (slots // PAGE).unique().to(device)
+                expected, touched = compute_extremes(keys, PAGE), (slots // PAGE).unique().to(device)
                 assert torch.equal(held, expected), (dim, count)
                 rest = torch.ones(total, dtype=torch.bool, device=device).index_fill(0, touched, False)
                 assert torch.equal(held[rest], old[rest]), (dim, count)
@@ -144,7 +144,7 @@ def check_choice(device, cut=None):
         requests, rows = len(pages), there.rows
         # A row of full KV, and two that pad.
         batch = [*range(rows + 1, rows + 1 + requests), 1, 0, 0]
-        lengths = [view.held + 3 for view in there.views] + [pages[0] * PAGE, 1, 1]
+        lengths = [view.owned_slots + 3 for view in there.views] + [pages[0] * PAGE, 1, 1]
         before = [keys.clone() for keys in there.there.keys]
         there.choose(0, there.queries(len(batch), 9), batch, lengths)
         assert all(map(torch.equal, before, there.there.keys)), "nobody has a copy yet"
@@ -159,7 +159,7 @@ def check_choice(device, cut=None):
                     torch.testing.assert_close(found, meant, rtol=1e-3, atol=1e-3 * max(scale, 1.0))
                     assert torch.equal(there.led(request, layer), there.expected(request, found)), (dim, turn, layer, request)
                 assert not there.begins.arrived.any()
-        copies = torch.cat([view.own[: view.held] for view in there.views])
+        copies = torch.cat([view.own[: view.owned_slots] for view in there.views])
         rest = torch.ones(len(before[0]), dtype=torch.bool).index_fill(0, copies, False)
         for keys, old in zip(there.there.keys, before):
             assert torch.equal(keys.cpu()[rest], old.cpu()[rest])
@@ -191,7 +191,7 @@ def check_turns(device):
             there.begins.begins(there.rows + 2, there.views[1])
         before = [[there.led(request, layer) for layer in range(2)] for request in range(2)]
         since = step, step if step < 4 else step - 4
-        lengths = [view.held + 5 + more for view, more in zip(there.views, since)]
+        lengths = [view.owned_slots + 5 + more for view, more in zip(there.views, since)]
         for layer in range(2):
             there.choose(layer, there.queries(2, 2 * step + layer), [there.rows + 1, there.rows + 2], lengths)
         told = [there.begins.step_chooses(there.rows + 1 + request, 5 + more) for request, more in enumerate(since)]
@@ -205,14 +205,14 @@ def check_turns(device):
 
 def check_in_graph(device):
     """A captured choice follows what rows begin with, who reads which row, and its pages as they are then."""
-    from sglang_ext.layers.kernels.choosing.quest_pages import point_at_best_pages
+    from sglang_ext.layers.kernels.selection.quest_pages import point_at_best_pages
 
     there = Paged(device, 1, 2, 2, 32, torch.float32, (40, 21), (8, 6))
     rows, lengths = (torch.tensor(part, device=device) for part in ([0, 0, 0], [1, 1, 1]))
     queries, slots = there.queries(3, 1).to(device), torch.zeros(2, dtype=torch.int64, device=device)
 
     def step():
-        from sglang_ext.layers.kernels.choosing.quest_pages import bound_pages
+        from sglang_ext.layers.kernels.selection.quest_pages import bound_pages
 
         found = point_at_best_pages(there.begins, 0, queries, as_pointers(there.there.keys[0]), there.there_table, rows, lengths)
         bound_pages(there.there.key_table, there.there.keys[0], slots, there.begins.extremes.held, PAGE)
@@ -239,7 +239,7 @@ def check_in_graph(device):
 def check_pages_backend(device):
     """Each layer of a step attends to the pages that its own query chooses and to the tokens after them, beside a row of full KV; a graph
     of it follows its tables, and leaves extremes of what it wrote when its last layer has attended."""
-    from sglang_ext.layers.attention.copies.kept_by_heads import PagesDecode
+    from sglang_ext.layers.attention.compressed.per_head import PagesDecode
 
     layers, group, tail = 2, 2, 3
     there = Paged(device, layers, 2, group, 32, torch.float32, (40, 21), (8, 6))
@@ -261,16 +261,16 @@ def check_pages_backend(device):
             found.append(record_queries(attend, backend, *given))
         return torch.stack(found)
 
-    tell_written(extremes.written)
+    set_key_write_callback(extremes.written)
     try:
         run = captured(step, device)
         there.begin()
         # The second request's copy, and the first's full KV, each with a token in its row's last slot.
         view, row = there.views[1], there.rows + 2
         newest = torch.tensor([there.table[1, 39 * PAGE + 15], there.table[1, 5 * PAGE]]).long()
-        there.there_table[row, view.held : view.held + tail] = there.table[1, 5 * PAGE - tail + 1 : 5 * PAGE + 1].to(device)
+        there.there_table[row, view.owned_slots : view.owned_slots + tail] = there.table[1, 5 * PAGE - tail + 1 : 5 * PAGE + 1].to(device)
         batch.req_pool_indices.copy_(torch.tensor([1, row]))
-        batch.seq_lens.copy_(torch.tensor([40 * PAGE, view.held + tail]))
+        batch.seq_lens.copy_(torch.tensor([40 * PAGE, view.owned_slots + tail]))
         batch.out_cache_loc.copy_(newest)
         after = there.table[1, 5 * PAGE - tail + 1 : 5 * PAGE + 1].long()
         for _ in range(2):
@@ -289,12 +289,12 @@ def check_pages_backend(device):
                         assert worst < (5e-3 if device == "cuda" else 1e-5), (layer, head, request, worst)
             for layer in range(layers):
                 pages = newest // PAGE
-                assert torch.equal(extremes.held[layer].cpu()[pages], extremes_of(there.before.keys[layer], PAGE)[pages])
+                assert torch.equal(extremes.held[layer].cpu()[pages], compute_extremes(there.before.keys[layer], PAGE)[pages])
             # Of the next step queries and keys are others.
             for part in (q, k, v):
                 part.copy_(torch.randn(part.shape, generator=noise))
     finally:
-        tell_written(None)
+        set_key_write_callback(None)
 
 
 @contextmanager
@@ -306,7 +306,7 @@ def launched_early(device):
         yield counts
         return
     from sglang_ext.layers.kernels import pointer_decode
-    from sglang_ext.layers.kernels.choosing import quest_pages
+    from sglang_ext.layers.kernels.selection import quest_pages
 
     def left(arrived):
         counts["asked"] += 1
@@ -315,7 +315,7 @@ def launched_early(device):
     def wait():
         counts["waited"] += 1
 
-    early = {"early_launch": lambda keys: {"EARLY": True}, "gdc_wait": wait, "gdc_launch_dependents": lambda: None}
+    early = {"pdl_options": lambda keys: {"EARLY": True}, "gdc_wait": wait, "gdc_launch_dependents": lambda: None}
     with patch.multiple(pointer_decode, load_acquired_count=left, **early), patch.multiple(quest_pages, **early):
         yield counts
 
@@ -331,7 +331,7 @@ def check_overlapped(device):
 
 def overlapped_steps(device):
     """As :func:`check_overlapped` has it."""
-    from sglang_ext.layers.kernels.choosing.quest_pages import point_at_best_pages
+    from sglang_ext.layers.kernels.selection.quest_pages import point_at_best_pages
     from sglang_ext.layers.kernels.pointer_decode import pointer_decode
 
     on_gpu = device == "cuda"
@@ -341,7 +341,7 @@ def overlapped_steps(device):
     there.begin()
     queries = there.queries(requests, 0).to(device)
     rows = torch.arange(1, 1 + requests, device=device) + there.rows
-    lengths = torch.tensor([view.held for view in there.views], device=device)
+    lengths = torch.tensor([view.owned_slots for view in there.views], device=device)
 
     def attend(overlapped):
         found = []
@@ -366,10 +366,10 @@ def overlapped_steps(device):
 
 def check_quest(device):
     """All of them; then with bounds in memory, more than a program multiplies at once, and pointers in several turns."""
-    from sglang_ext.layers.kernels.choosing import quest_pages
+    from sglang_ext.layers.kernels.selection import quest_pages
 
     for check in (check_extremes, check_choice, check_wrong_numbers, check_turns, check_in_graph, check_pages_backend, check_overlapped):
         check(device)
     with patch.multiple(quest_pages, CHUNK=32, KEPT=4):
         for check in (check_choice, check_wrong_numbers):
-            check(device, quest_pages.Cut(1024, 24, 16, None))
+            check(device, quest_pages.QuestGrid(1024, 24, 16, None))

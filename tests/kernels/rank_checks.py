@@ -18,13 +18,14 @@ from hand_over_checks import (
 )
 
 from sglang_ext.managers.cache_rank import protocol
-from sglang_ext.managers.cache_rank.on_gpu import answering, mapped_arena
-from sglang_ext.managers.cache_rank.on_gpu.arena import Asked
-from sglang_ext.managers.cache_rank.on_gpu.device_rank import DeviceRank
-from sglang_ext.managers.cache_rank.protocol import BLOCK, Attach, Turning
+from sglang_ext.managers.cache_rank.on_gpu import mapped_exchange_buffer
+from sglang_ext.managers.cache_rank.on_gpu import selection_runner
+from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import QueryUpload
+from sglang_ext.managers.cache_rank.on_gpu.gpu_selection_server import GpuSelectionServer
+from sglang_ext.managers.cache_rank.protocol import BLOCK, Attach, RotaryParameters
 
 # Or graphs would take as many answers as all of this asks for.
-answering.RECORDED_AFTER = 3
+selection_runner.RECORDED_AFTER = 3
 
 
 class Told:
@@ -42,16 +43,16 @@ def rank_of(pair, plain, predictor, bits, apart=False, blocks=8):
     """A cache rank in this process, of one arena or the other, that was told what it serves; and its socket."""
     told, socket = msgspec.structs.replace(attach(pair.shape, predictor, bits), apart=apart, blocks=blocks), Told()
     descriptor = os.dup(pair.plain._held.descriptor) if plain else None
-    rank = DeviceRank(socket, descriptor, 3, torch.device("cpu") if plain else pair.device)
-    before, mapped_arena.opened = mapped_arena.opened, lambda handle, device: pair.arena._held.memory.data_ptr()
+    rank = GpuSelectionServer(socket, descriptor, 3, torch.device("cpu") if plain else pair.device)
+    before, mapped_exchange_buffer.open_ipc_handle = mapped_exchange_buffer.open_ipc_handle, lambda handle, device: pair.arena._held.memory.data_ptr()
     rank._take(told)
-    mapped_arena.opened = before
+    mapped_exchange_buffer.open_ipc_handle = before
     return rank, socket
 
 
 def attach(shape, predictor, bits):
     """What ranks of this shape are told."""
-    turning = Turning(tuple((1 / 10 ** torch.arange(shape.dim // 2)).tolist()), False)
+    turning = RotaryParameters(tuple((1 / 10 ** torch.arange(shape.dim // 2)).tolist()), False)
     return Attach(protocol.VERSION, 3, shape, 8, (0.1,) * shape.layers, predictor, 4, 8, turning, bits)
 
 
@@ -61,16 +62,16 @@ def hand_over_contexts(pair, ranks, lengths):
         for first in range(0, length, BLOCK):
             tokens, place = min(BLOCK, length - first), first // BLOCK
             slots = pair.table[lane, first : first + tokens].long()
-            put = [protocol.Placed(place, tokens, 0)]
+            put = [protocol.StagedTokens(place, tokens, 0)]
             number = pair.arena.put_keys(put, pair.there, slots.to(pair.device))
             pair.plain.put_keys(put, pair.buffers, slots)
             for rank, _ in ranks:
                 rank._take(protocol.Lease(lane, place, (2 * lane + place,)))
-                rank._take(protocol.Append((protocol.Piece(2 * lane + place, 0, tokens, place),), number))
+                rank._take(protocol.Append((protocol.KeyPiece(2 * lane + place, 0, tokens, place),), number))
         pair.publish()
         for rank, socket in ranks:
             rank._answer_next()
-            assert isinstance(socket.messages[-1], protocol.Taken), socket.messages
+            assert isinstance(socket.messages[-1], protocol.PlacesFreed), socket.messages
 
 
 def check_rank(device):
@@ -86,10 +87,10 @@ def check_rank(device):
             for rank, socket in ranks:
                 for lane, positions in ((0, (99,)), (1, (38, 39))):
                     ask = (lane, 0, pair.shape.layers, number, lengths[lane], keeps[lane], positions)
-                    rank._take(protocol.Ask(*ask, ahead=2, number=pair.arena.number))
+                    rank._take(protocol.SelectionRequest(*ask, ahead=2, number=pair.arena.number))
         for rank, socket in ranks:
             rank._answer_next()
-            answers = [(each.lane, each.sequence, each.chosen) for each in socket.messages if isinstance(each, protocol.Answer)]
+            answers = [(each.lane, each.sequence, each.chosen) for each in socket.messages if isinstance(each, protocol.SelectionReply)]
             assert sorted(answers) == [(0, 1, False), (0, 2, True), (1, 1, False), (1, 2, True)], answers
         found, wanted = pair.arena.chosen.cpu(), pair.plain.chosen
         assert torch.equal(pair.arena.heads.cpu(), pair.plain.heads)
@@ -134,13 +135,13 @@ def check_rank_ahead(device):
         for lane, sequence in questions:
             ask = lane, 0, pair.shape.layers, sequence, lengths[lane], keeps[lane], (99,)
             for rank, _ in ranks:
-                rank._take(protocol.Ask(*ask, ahead=2, number=number, together=together))
+                rank._take(protocol.SelectionRequest(*ask, ahead=2, number=number, together=together))
 
     def put(*questions):
         pair.publish(*(([(3 + sequence) % 9], lane, sequence) for lane, sequence in questions))
 
     def answered(socket, since):
-        return sorted((each.lane, each.sequence, each.chosen) for each in socket.messages[since:] if isinstance(each, protocol.Answer))
+        return sorted((each.lane, each.sequence, each.chosen) for each in socket.messages[since:] if isinstance(each, protocol.SelectionReply))
 
     def answer(*questions, meanwhile=True, together=2):
         since, there = (len(each.messages) for each in (socket, other))
@@ -192,17 +193,17 @@ def check_row_rank(device, bits):
     ranks = [rank_of(pair, plain, "current", bits, apart=not plain) for plain in (False, True)]
     hand_over_contexts(pair, ranks, {0: 100, 1: 40})
     for number in range(1, 6):
-        asked = [Asked([number + lane], lane, pair.arena.word(number)) for lane in range(2)]
+        asked = [QueryUpload([number + lane], lane, pair.arena.word(number)) for lane in range(2)]
 
         def put(asked=asked):
             for arena, queries, kind in ((pair.arena, pair.queries.to(pair.device), 2), (pair.plain, pair.queries, 1)):
-                arena.next_number()
+                arena.reserve_number()
                 arena.publish(queries, [each._replace(record=pair.copies[each.lane][kind]) for each in asked])
 
         for rank, _ in ranks:
             for lane, covered in ((0, 100), (1, 40)):
                 ask = lane, 0, 4, number, covered, pair.keeps[lane], (99,)
-                rank._take(protocol.Ask(*ask, number=pair.arena.number + 1, together=2))
+                rank._take(protocol.SelectionRequest(*ask, number=pair.arena.number + 1, together=2))
         put_meanwhile(ranks[0][0], put, device)
         for rank, socket in ranks:
             rank._answer_next()

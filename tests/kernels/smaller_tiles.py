@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from sglang_ext.layers.kernels import fitting
+from sglang_ext.layers.kernels import gpu_launch
 
-_usual = fitting.launch_fitting
+_usual = gpu_launch.launch_first_fitting
 _passed_over = 0
 _chosen = False
 
@@ -20,11 +20,11 @@ def had_choice() -> bool:
     return _chosen
 
 
-def launch_fitting(choices: Sequence[object], *given: object) -> None:
-    """As fitting.py's, of the others."""
+def launch_first_fitting(choices: Sequence[object], *given: object) -> None:
+    """As gpu_launch.py's, of the others."""
     global _chosen
     _chosen |= len(choices) > 1
     _usual(choices[min(_passed_over, len(choices) - 1) :], *given)
 
 
-fitting.launch_fitting = launch_fitting
+gpu_launch.launch_first_fitting = launch_first_fitting

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from backend_steps import check_steps, on
 
-from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells, KeptCells
+from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout, RaggedSelection
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
 # Tokens of a context, and slots of a pool.
@@ -16,7 +16,7 @@ class UnevenCopy(NamedTuple):
     """Layers of random KV, what heads keep of a context in them, and where the copy of it goes."""
 
     buffers: KVBuffers
-    kept: KeptCells
+    kept: RaggedSelection
     sources: torch.Tensor
     targets: torch.Tensor
 
@@ -29,7 +29,7 @@ def uneven_copy(layers, heads, dim, copied, dtype):
     ends = torch.randint(cells + 1, (layers * heads - 1,), generator=noise).sort().values
     ends[: layers * heads // 3] = 1
     bounds = torch.tensor([0, *ends.tolist(), cells], dtype=torch.int32)
-    kept = KeptCells(torch.randint(CONTEXT, (cells,), generator=noise), bounds)
+    kept = RaggedSelection(torch.randint(CONTEXT, (cells,), generator=noise), bounds)
     # Slot 0 is no request's.
     order = 1 + torch.randperm(SLOTS - 1, generator=noise)
     buffers = KVBuffers(tuple(range(layers)), (0.1,) * layers, keys, values)
@@ -38,7 +38,7 @@ def uneven_copy(layers, heads, dim, copied, dtype):
 
 def check_scatter_cells(device):
     """Each head's tokens land in the cells that PyTorch fills, over sizes around the kernel's blocks; nothing else changes."""
-    from sglang_ext.layers.kernels.copies.scatter_cells import scatter_cells
+    from sglang_ext.layers.kernels.compressed.scatter_cells import scatter_cells
 
     # The last: a head has more cells than its programs copy at a time.
     shapes = (3, 2, 64, 40), (2, 3, 24, 33), (1, 1, 16, 1), (1, 2, 16, 300)
@@ -48,26 +48,26 @@ def check_scatter_cells(device):
         found = there.keys, there.values
         given = (part.to(device) for part in (*made.kept, made.sources, made.targets))
         scatter_cells(there.key_table, there.value_table, *(kind[0] for kind in found), *given)
-        HeadCells.of(made.buffers, 2).copy(made.kept, made.sources, made.targets)
+        RaggedHeadLayout.of(made.buffers, 2).copy(made.kept, made.sources, made.targets)
         for kind, expected in zip(found, (made.buffers.keys, made.buffers.values)):
             assert all(torch.equal(one.cpu(), other) for one, other in zip(kind, expected)), (layers, heads, dim, copied)
 
 
 def check_uneven_backend(device):
     """The backend writes the newest KV and attends to each head's cells; a graph of it follows its tables."""
-    from sglang_ext.layers.attention.copies.kept_by_heads import UnevenDecode
+    from sglang_ext.layers.attention.compressed.per_head import RaggedHeadsDecode
 
     layers, heads, copied, index = 3, 2, 20, 1
     made = uneven_copy(layers, heads, 32, copied, torch.float32)
     there = on(device, made.buffers)
-    cells = HeadCells.of(there, 4)
+    cells = RaggedHeadLayout.of(there, 4)
     tail = torch.tensor([slot for slot in range(1, SLOTS) if slot not in (*made.sources.tolist(), *made.targets.tolist())])
     bounds = made.kept.bounds[index * heads :].tolist()
 
     def write():
-        cells.write(3, KeptCells(*(part.to(device) for part in made.kept)), made.sources.to(device), made.targets.to(device))
+        cells.write(3, RaggedSelection(*(part.to(device) for part in made.kept)), made.sources.to(device), made.targets.to(device))
 
     def kept_by(head):
         return made.sources[made.kept.tokens[bounds[head] : bounds[head + 1]]]
 
-    check_steps(lambda runner: UnevenDecode(runner, cells), made.buffers, there, made.targets, tail, 2, index, write, kept_by)
+    check_steps(lambda runner: RaggedHeadsDecode(runner, cells), made.buffers, there, made.targets, tail, 2, index, write, kept_by)

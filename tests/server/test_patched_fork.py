@@ -17,7 +17,7 @@ from servers import OFFLINE, ON_GPU, QUICK_START
 
 from sglang_ext import patched
 from sglang_ext.arguments import KVServerArgs
-from sglang_ext.hooks import application as hooking
+from sglang_ext.hooks import activation as hooking
 from sglang_ext.hooks import table as hooks
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from server_pair import Pair
 from servers import CORES, POOL_TOKENS, STRICT, greedy
 from waiting import tries
 
-from sglang_ext.managers.disaggregation.endpoints import LinkKeys
+from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
 
 pytestmark = pytest.mark.server
 
@@ -30,7 +30,7 @@ def test_each_ranks_kv_comes_by_itself_and_answers_are_those_of_one_server(
     model: Path, tmp_path: Path, preloaded: Preloaded | None, prompts: list[list[int]], expected: list[list[int]], launch: Callable
 ) -> None:
     # In strict mode a round that differs between ranks stops the server.
-    LinkKeys.new().write(tmp_path / "keys")
+    LinkKeys.generate().write(tmp_path / "keys")
     keys = "--kv-link-keys", str(tmp_path / "keys")
     pair = Pair(model, tmp_path, preloaded, (*PREFILL, *keys), (*DECODE, *keys), STRICT | CORES)
     try:

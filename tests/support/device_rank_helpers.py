@@ -11,21 +11,21 @@ from types import SimpleNamespace
 import torch
 from rank_helpers import DIM, GROUP, HEADS, LAYERS, ROTARY, attach, pool
 
-from sglang_ext.core import CompressedView
+from sglang_ext.core import CompressedKV
 from sglang_ext.managers.cache_rank import protocol
-from sglang_ext.managers.cache_rank.on_gpu.arena import Arena
-from sglang_ext.managers.cache_rank.on_gpu.device_rank import DeviceRank
-from sglang_ext.managers.cache_rank.on_gpu.device_start import linked
-from sglang_ext.managers.cache_rank.on_gpu.pace import Pace
-from sglang_ext.managers.cache_rank.on_gpu.rank_steps import RankSteps
-from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
-from sglang_ext.mem_cache.compressed.formats.kv_format import Unpacked
-from sglang_ext.mem_cache.compressed.formats.slot_pointers import Pointers
+from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import ExchangeBuffer
+from sglang_ext.managers.cache_rank.on_gpu.gpu_selection_server import GpuSelectionServer
+from sglang_ext.managers.cache_rank.on_gpu.gpu_launch import connect_rank
+from sglang_ext.managers.cache_rank.on_gpu.interval_tuner import IntervalTuner
+from sglang_ext.managers.cache_rank.on_gpu.gpu_client import GpuRankClient
+from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
+from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots
+from sglang_ext.mem_cache.compressed.layouts.pointers import Pointers
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.query_window import QueryWindows, Recorded
+from sglang_ext.mem_cache.compressed.queries import QueryWindows, RecordedRows
 from sglang_ext.mem_cache.compressors.spade import Spade, attention
-from sglang_ext.mem_cache.selection.held_keys import KeySizes, held_keys
-from sglang_ext.mem_cache.selection.predictors import Current
+from sglang_ext.mem_cache.selection.scoring_keys import KeySpec, scoring_keys
+from sglang_ext.mem_cache.selection.predictors import CurrentQuery
 from sglang_ext.mem_cache.selection.top_tokens import mark_always
 
 # Slots of the made-up pool, of contexts; those after them hold pointers, or rows.
@@ -47,7 +47,7 @@ class Told:
 def rank_here(arena, apart=False):
     """A rank in this process that was told what it serves, and what it says."""
     socket = Told()
-    rank = DeviceRank(socket, arena.begin(1), 1, torch.device("cpu"))
+    rank = GpuSelectionServer(socket, arena.begin(1), 1, torch.device("cpu"))
     rank._take(attach(apart=apart))
     return rank, socket
 
@@ -95,7 +95,7 @@ class RankWorld:
     """
 
     def __init__(
-        self, device="cpu", rank_device="cpu", patience=20.0, predictor=Current(), every=1, silence=10.0, count=1, most=None, **flags
+        self, device="cpu", rank_device="cpu", patience=20.0, predictor=CurrentQuery(), every=1, silence=10.0, count=1, most=None, **flags
     ):
         self.device, self.predictor, self.every = torch.device(device), predictor, every
         self.rows = flags.get("fresh", 0) > 0
@@ -104,26 +104,26 @@ class RankWorld:
         self.on_host = there
         keys, values = (tuple(part.to(self.device, copy=True) for part in kind) for kind in (there.keys, there.values))
         self.buffers = KVBuffers(there.layer_ids, there.scaling, keys, values)
-        self.pointers = Pointers.of(self.buffers, 1)
-        packing = Unpacked(1) if self.rows else self.pointers
-        self.method = CopyMethod(Spade(predictor, every, each_round=False), 0.25, packing)
+        self.pointers = Pointers.for_pool(self.buffers, 1)
+        packing = PlainSlots(1) if self.rows else self.pointers
+        self.method = CompressionMethod(Spade(predictor, every, each_round=False), 0.25, packing)
         self.table = torch.zeros(8, 500, dtype=torch.int32, device=self.device)
         self.queries = QueryWindows(predictor.window, range(LAYERS), max(4, every))
         self.queries.allocate(6, HEADS * GROUP, DIM, torch.empty(0, device=self.device))
-        arenas = [Arena(told.shape, self.device, rank_device) for _ in range(count)]
-        self.links = [linked(told, arena, silence) for arena in arenas]
+        arenas = [ExchangeBuffer(told.shape, self.device, rank_device) for _ in range(count)]
+        self.links = [connect_rank(told, arena, silence) for arena in arenas]
         self.arenas = arenas
-        self.steps = RankSteps(self.links, arenas, self.method, self.table, self.buffers, self.queries, patience)
+        self.steps = GpuRankClient(self.links, arenas, self.method, self.table, self.buffers, self.queries, patience)
         if flags.get("apart") and self.device.type == "cpu":
             self.steps._side = Later(arenas)
         # Steps of tests take no time.
-        self.steps.pace = Pace(every, every if most is None else most)
+        self.steps.pace = IntervalTuner(every, every if most is None else most)
         self.copies, self.ends, self._free = {}, {}, CONTEXT_SLOTS
         # Of rows whose full KV was given back, where it was.
         self._given = {}
         # Of rows whose requests begin alike.
         self.prompts, self.namespaces = {}, {}
-        self.views = SimpleNamespace(
+        self.compressed_kv = SimpleNamespace(
             get=self.copies.get, made=Counter(), prompt_of=lambda row: self.prompts.get(row, ()),
             namespace_of=lambda row: self.namespaces.get(row, ""),
         )  # fmt: skip
@@ -133,7 +133,7 @@ class RankWorld:
         end = time.monotonic() + seconds
         while not holds():
             assert time.monotonic() < end, f"nothing of it after {seconds} s; missed: {dict(self.steps.missed)}"
-            self.steps.tend()
+            self.steps.poll()
             time.sleep(0.01)
 
     def ready(self):
@@ -154,7 +154,7 @@ class RankWorld:
         own = torch.arange(self._free, self._free + count, device=self.device)
         self._free += count
         packed = self.method.packing.packed_slots(keep)
-        self.copies[row] = CompressedView(own, length, own_tokens=keep, own_packed=packed, spare=own[:0], method="spade")
+        self.copies[row] = CompressedKV(own, length, own_tokens=keep, own_packed=packed, back_slots=own[:0], method="spade")
         newest = torch.arange(length - keep, length, device=self.device).expand(LAYERS, HEADS, -1)
         self.method.packing.write(self.buffers, newest, self.table[row, :length].long(), own)
         if self.rows:
@@ -167,7 +167,7 @@ class RankWorld:
         slots = self.table[row, :end].long()
         if not self.steps.extend(row, slots):
             return False
-        self.steps.settle(row)
+        self.steps.flush(row)
         more = torch.arange(self._free, self._free + keep - len(view.own), device=self.device)
         self._free += len(more)
         view.own, view.covered, view.own_tokens = torch.cat([view.own, more]), end, keep
@@ -176,7 +176,7 @@ class RankWorld:
 
     def leave(self, row):
         """A request is gone."""
-        self.steps.settle(row), self.steps.forget(row), self.queries.forget(row)
+        self.steps.flush(row), self.steps.forget(row), self.queries.forget(row)
         self.copies.pop(row), self.ends.pop(row)
 
     def give_back(self, row):
@@ -191,15 +191,15 @@ class RankWorld:
     def step(self, rows=None, following=None):
         """One token of each request: its queries, then what steps do."""
         rows = rows or [*self.copies]
-        self.steps.begun(1, 1)
-        recorded = tuple(Recorded(row, i, i + 1, self.ends[row]) for i, row in enumerate(rows))
+        self.steps.on_round_start(1, 1)
+        recorded = tuple(RecordedRows(row, i, i + 1, self.ends[row]) for i, row in enumerate(rows))
         with self.queries.recording(recorded):
             for layer in range(LAYERS):
                 of_layer = torch.stack([self.query(row, self.ends[row])[layer] for row in rows])
                 self.queries.record(layer, of_layer.to(self.device, non_blocking=True))
         for row in rows:
             self.ends[row] += 1
-        self.steps.stepped(self.views, {row: self.ends[row] for row in rows}, following)
+        self.steps.on_step_end(self.compressed_kv, {row: self.ends[row] for row in rows}, following)
 
     def query(self, row, position):
         """Of a token: [layers, query_heads, dim]."""
@@ -244,7 +244,7 @@ class RankWorld:
     def score_in_bits(self, bits):
         """Let :meth:`scores` be by what codes of so many bits mean, as a rank holds them."""
         keys = self.on_host.keys
-        held, places = held_keys(KeySizes(LAYERS, HEADS, DIM, keys[0].dtype, bits), len(keys[0])), torch.arange(len(keys[0]))
+        held, places = scoring_keys(KeySpec(LAYERS, HEADS, DIM, keys[0].dtype, bits), len(keys[0])), torch.arange(len(keys[0]))
         held.write(0, torch.stack(keys))
         self.on_host = replace(self.on_host, keys=tuple(held.read(layer, places) for layer in range(LAYERS)))
 

@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import zmq
 
-from sglang_ext.managers.disaggregation import wire
-from sglang_ext.managers.disaggregation.limits import LinkLimits
-from sglang_ext.managers.disaggregation.room_state import Expected
-from sglang_ext.managers.disaggregation.send_queue import Part
-from sglang_ext.managers.disaggregation.settings import LinkSettings
-from sglang_ext.managers.disaggregation.wire import LayerRange, PageHeader, RoomShape, Stream
+from sglang_ext.managers.kv_transfer import wire
+from sglang_ext.managers.kv_transfer.limits import LinkLimits
+from sglang_ext.managers.kv_transfer.incoming_rooms import ExpectedRoom
+from sglang_ext.managers.kv_transfer.outgoing_queue import OutgoingPart
+from sglang_ext.managers.kv_transfer.link_settings import LinkSettings
+from sglang_ext.managers.kv_transfer.wire import LayerRange, PageHeader, RoomShape, Stream
 
 LAYERS = LayerRange(0, 30)
 SETTINGS = LinkSettings("0f" * 16, "bfloat16", 30, 3, 64, 64, 256, "lynx", 1, {"sinks": 4, "wide": True}, "int8", 0, 1)
@@ -27,14 +27,14 @@ def shape(pages: int, residual: bool = True, aux: bool = True) -> RoomShape:
     return RoomShape(pages, (LAYERS,), residual, aux)
 
 
-def expected(of: RoomShape, **others) -> Expected:
+def expected(of: RoomShape, **others) -> ExpectedRoom:
     """Parts of up to 16 MiB."""
-    return Expected(of, MOST, **others)
+    return ExpectedRoom(of, MOST, **others)
 
 
-def part(stream: Stream, payload: bytes, page: int = 0) -> Part:
+def part(stream: Stream, payload: bytes, page: int = 0) -> OutgoingPart:
     """Of the one range of layers."""
-    return Part(stream, payload, page, LAYERS)
+    return OutgoingPart(stream, payload, page, LAYERS)
 
 
 class Sink:

@@ -3,15 +3,15 @@
 import torch
 from tiered_helpers import PAGE, ROWS, World, kv_of
 
-from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
-from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
-from sglang_ext.mem_cache.compressed.formats.packing import PackedRows, Packing
+from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
+from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import QuantizedLayout, Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.query_window import QueryWindows
+from sglang_ext.mem_cache.compressed.queries import QueryWindows
 from sglang_ext.mem_cache.compressors.catalogue import method
-from sglang_ext.mem_cache.prefix_cache.codes_alone import CodesAlone
-from sglang_ext.mem_cache.prefix_cache.nodes import Prefix, below
-from sglang_ext.mem_cache.prefix_cache.prompts_on_codes import PromptsOnCodes
+from sglang_ext.mem_cache.prefix_cache.quantized_only import QuantizedOnlyKV
+from sglang_ext.mem_cache.prefix_cache.nodes import SharedPrefix, below
+from sglang_ext.mem_cache.prefix_cache.quantized_prompts import QuantizedPrompts
 
 HEADS, DIM, SINKS, WIDTH = 2, 64, 4, 1024
 
@@ -25,16 +25,16 @@ class Lossy(World):
         kv = tuple((torch.zeros(slots + PAGE, HEADS, DIM),) for _ in "kv")
         self.lossy = KVBuffers((0,), (1.0,), *kv)
         made = method(name)
-        self.packing = Packing.of(made.quantizer, self.lossy, PAGE)
-        of_copies = CopyMethod(made.compressor, 1.0, self.packing, name, name)
-        self.views = CompressedViews(
+        self.packing = Packing.for_pool(made.quantizer, self.lossy, PAGE)
+        of_copies = CompressionMethod(made.compressor, 1.0, self.packing, name, name)
+        self.compressed_kv = CompressedKVCache(
             methods=(of_copies,), token_table=self.table.req_to_token, rows=ROWS, buffers=self.lossy, allocator=self.allocator,
-            tree_cache=self.cache, queries=QueryWindows(0, (0,), 0), form=PackedRows.of_table(self.packing, self.table.req_to_token),
-            gives_back=True,
+            tree_cache=self.cache, queries=QueryWindows(0, (0,), 0), layout=QuantizedLayout.for_table(self.packing, self.table.req_to_token),
+            frees_full_kv=True,
         )
-        prompts = PromptsOnCodes(self.cache, self.views, lambda req: of_copies, chunk) if on_codes else None
-        self.codes = CodesAlone(self.cache, self.views, self.packing, lambda req: of_copies, prompts=prompts)
-        self.cache.serve(self.views, keeps_answers=False, codes=self.codes)
+        prompts = QuantizedPrompts(self.cache, self.compressed_kv, lambda req: of_copies, chunk) if on_codes else None
+        self.codes = QuantizedOnlyKV(self.cache, self.compressed_kv, self.packing, lambda req: of_copies, prompts=prompts)
+        self.cache.serve(self.compressed_kv, keeps_answers=False, codes=self.codes)
 
     def write(self, slots, kv):
         # Before the forward that computes this, as the worker does.
@@ -43,12 +43,12 @@ class Lossy(World):
         self.lossy.keys[0][slots], self.lossy.values[0][slots] = numbers(kv), -numbers(kv)
 
     def compress(self, req, matched=0):
-        prefix = Prefix(req.last_node, matched) if matched else None
-        return self.views.compress(req.req_pool_idx, req.length, 0, prefix)
+        prefix = SharedPrefix(req.last_node, matched) if matched else None
+        return self.compressed_kv.compress(req.req_pool_idx, req.length, 0, prefix)
 
     def round(self, *requests):
         """The beginning of a round of these."""
-        self.codes.update({req.req_pool_idx: (req.last_node, self.views.get(req.req_pool_idx).covered) for req in requests})
+        self.codes.update({req.req_pool_idx: (req.last_node, self.compressed_kv.get(req.req_pool_idx).covered) for req in requests})
 
     def decoding(self, tokens):
         """A request that was prefilled and decodes on its copy; its match."""
@@ -70,7 +70,7 @@ class Lossy(World):
                     made = self.made_of(segment)[:, : segment.end - segment.start].transpose(0, 1)
                     begin, end = max(segment.start, node.start), min(segment.end, node.end)
                     assert_near(made[begin - segment.start : end - segment.start], expected[begin - node.start : end - node.start])
-        for row, view in self.views.copies():
+        for row, view in self.compressed_kv.copies():
             assert torch.equal(self.table.req_to_token[ROWS + row, : view.kept].long(), view.slots)
 
     def made_of(self, segment):

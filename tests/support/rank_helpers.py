@@ -9,11 +9,11 @@ import torch
 import zmq
 
 from sglang_ext.managers.cache_rank import protocol
-from sglang_ext.managers.cache_rank.choices import RankChoices
-from sglang_ext.managers.cache_rank.link import RankLink, RankSettings
-from sglang_ext.managers.cache_rank.protocol import VERSION, Attach, Shape, Turning
+from sglang_ext.managers.cache_rank.cpu_client import CpuRankClient
+from sglang_ext.managers.cache_rank.rank_link import RankLink, RankSettings
+from sglang_ext.managers.cache_rank.protocol import VERSION, Attach, BufferShape, RotaryParameters
 from sglang_ext.managers.cache_rank.shared_memory import allocate, map_memory
-from sglang_ext.mem_cache.compressed.held_rows import absent
+from sglang_ext.mem_cache.compressed.row_exchange import missing_mask
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors import ContextKV, Part
@@ -26,8 +26,8 @@ ROTARY = Rotary(1 / 10 ** torch.arange(DIM // 2))
 
 def attach(blocks=32, lanes=4, places=8, predictor="current", window=1, most=256, bits=16, rows=False, fresh=0, apart=False):
     """What ranks of this model are told."""
-    shape = Shape(LAYERS, HEADS * GROUP, HEADS, DIM, "float32", window, lanes, most, places, rows, fresh)
-    turning = Turning(tuple(ROTARY.frequencies.tolist()), ROTARY.interleaved)
+    shape = BufferShape(LAYERS, HEADS * GROUP, HEADS, DIM, "float32", window, lanes, most, places, rows, fresh)
+    turning = RotaryParameters(tuple(ROTARY.frequencies.tolist()), ROTARY.interleaved)
     return Attach(VERSION, 1, shape, blocks, (0.3,) * LAYERS, predictor, 4, 32, turning, bits, apart=apart)
 
 
@@ -66,7 +66,7 @@ class Ranks:
 
     def __post_init__(self):
         settings = RankSettings(self.told, self.pack, 1, self.silence)
-        self.choices = RankChoices([RankLink(settings) for _ in range(self.count)], self.buffers)
+        self.choices = CpuRankClient([RankLink(settings) for _ in range(self.count)], self.buffers)
 
     def until(self, holds, seconds=60.0):
         """Tend the ranks until something holds."""
@@ -74,7 +74,7 @@ class Ranks:
         while not holds():
             assert time.monotonic() < end, f"nothing of it after {seconds} s; missed: {dict(self.choices.missed)}"
             for link in self.choices.links:
-                link.tend()
+                link.poll()
                 link.wait(0.02)
 
     def ready(self):
@@ -124,7 +124,7 @@ class ScriptedRank:
         name = f"inproc://scripted-{id(self)}"
         self.socket.bind(name)
         self.peer.connect(name)
-        self.say(protocol.Beat(epoch))
+        self.say(protocol.Heartbeat(epoch))
         self.made.append(self)
 
     def connected(self):
@@ -148,10 +148,10 @@ class ScriptedRank:
             match message:
                 case protocol.Attach():
                     self.say(protocol.Attached(self.epoch, 1e-3))
-                case protocol.Ping():
-                    self.say(protocol.Beat(self.epoch, message.number))
+                case protocol.RankPing():
+                    self.say(protocol.Heartbeat(self.epoch, message.number))
                 case protocol.Append():
-                    self.say(protocol.Taken(self.epoch, tuple(piece.place for piece in message.pieces)))
+                    self.say(protocol.PlacesFreed(self.epoch, tuple(piece.place for piece in message.pieces)))
         return self.told
 
     def pieces(self, before=0):
@@ -160,12 +160,12 @@ class ScriptedRank:
 
     def asks(self):
         """Questions that it was asked, oldest first."""
-        return [message for message in self.hear() if isinstance(message, protocol.Ask)]
+        return [message for message in self.hear() if isinstance(message, protocol.SelectionRequest)]
 
     def put_rows(self, ask, kept):
         """Rows of what was chosen beyond what the copy holds: of each token those that :func:`row_of` says."""
         memory, layers = self.memory, slice(ask.first, ask.first + ask.count)
-        fresh = absent(kept, memory.get_held(ask.lane, ask.sequence, layers, kept.shape[-1]))
+        fresh = missing_mask(kept, memory.get_held(ask.lane, ask.sequence, layers, kept.shape[-1]))
         for part, seed in zip(memory.rows(ask.lane, ask.sequence), (0, 1)):
             # Whatever was there before is of no use any more.
             part[layers] = float("nan")
@@ -181,8 +181,8 @@ class ScriptedRank:
             kept = newest_of(ask)
         if self.memory.shape.rows:
             self.put_rows(ask, kept)
-        self.memory.put_chosen(epoch, ask.lane, ask.sequence, ask.first, ask.covered, kept)
-        self.say(protocol.Answer(epoch, ask.lane, ask.first, ask.count, ask.sequence, chosen, 0.01))
+        self.memory.put_selection(epoch, ask.lane, ask.sequence, ask.first, ask.covered, kept)
+        self.say(protocol.SelectionReply(epoch, ask.lane, ask.first, ask.count, ask.sequence, chosen, 0.01))
 
 
 def row_of(is_value, layer, head, position):
@@ -198,9 +198,9 @@ def newest_of(ask):
 def scripted(told=None, pack=5, timeline=None):
     """Choices over one scripted rank, which is ready."""
     link = RankLink(RankSettings(told or attach(), pack), ScriptedRank)
-    choices = RankChoices([link], pool(), timeline)
+    choices = CpuRankClient([link], pool(), timeline)
     for _ in range(20):
         ScriptedRank.made[-1].hear()
-        link.tend()
+        link.poll()
     assert link.ready
     return choices, ScriptedRank.made[-1]

@@ -4,7 +4,7 @@ import torch
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from tiered_helpers import ROWS, TokenTable, World, kv_of
 
-from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
 from sglang_ext.mem_cache.host_tier.host_pool import HostPool
@@ -37,8 +37,8 @@ class ResidualWorld(World):
         self.table = TokenTable()
         self.table.req_to_token = torch.zeros(ROWS, 2048, dtype=torch.int32)
         self.cache = TieredRadixCache(CacheInitParams(False, self.table, self.allocator, PAGE))
-        self.packing = Packing.of(quantizer("lynx", 4), self.buffers, PAGE)
-        pool = HostPool.create(self.buffers, PAGE, host_pages * PAGE * self.buffers.bytes_per_slot, rooms=True)
+        self.packing = Packing.for_pool(quantizer("lynx", 4), self.buffers, PAGE)
+        pool = HostPool.create(self.buffers, PAGE, host_pages * PAGE * self.buffers.bytes_per_slot, frames=True)
         self.tier = HostTier(self.buffers, pool, residuals=ResidualPages(self.buffers, self.packing, PAGE))
         anchoring = Anchoring("lynx", PAGE, self.packing.block_tokens, self.packing.block_slots, self.packing.sinks)
         self.cache.use_host(self.tier, anchoring=anchoring)

@@ -10,21 +10,21 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServerInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
-from sglang_ext.managers.disaggregation.coded.waiting_pages import WaitingPages
-from sglang_ext.managers.disaggregation.link import Link
-from sglang_ext.managers.disaggregation.link_server import LinkServer
-from sglang_ext.managers.disaggregation.pacing import Interface, Polls
-from sglang_ext.managers.disaggregation.progressive.codecs import make_codec
-from sglang_ext.managers.disaggregation.progressive.control import Failed
-from sglang_ext.managers.disaggregation.progressive.handshakes import Handshakes
-from sglang_ext.managers.disaggregation.progressive.manager import ProgressiveManager
-from sglang_ext.managers.disaggregation.progressive.peer import Peers
-from sglang_ext.managers.disaggregation.progressive.page_codec import UNIT
-from sglang_ext.managers.disaggregation.progressive.prefill_directory import PrefillDirectory, fetch_prefill_server
-from sglang_ext.managers.disaggregation.progressive.pool_buffers import AuxRecords, PoolBuffers
-from sglang_ext.managers.disaggregation.settings import LinkSettings
-from sglang_ext.managers.disaggregation.timeline import Timeline
-from sglang_ext.managers.disaggregation.wire import LayerRange
+from sglang_ext.managers.kv_transfer.quantized.packed_prompts import PackedPromptStore
+from sglang_ext.managers.kv_transfer.link import Link
+from sglang_ext.managers.kv_transfer.link_server import LinkServer
+from sglang_ext.managers.kv_transfer.pacing import NetworkInterface, PollThrottle
+from sglang_ext.managers.kv_transfer.progressive.codecs import make_codec
+from sglang_ext.managers.kv_transfer.progressive.control import Failed
+from sglang_ext.managers.kv_transfer.progressive.handshakes import Handshakes
+from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
+from sglang_ext.managers.kv_transfer.progressive.decode_peers import DecodePeers
+from sglang_ext.managers.kv_transfer.progressive.page_codec import UNIT
+from sglang_ext.managers.kv_transfer.progressive.prefill_servers import PrefillDirectory, fetch_prefill_server
+from sglang_ext.managers.kv_transfer.progressive.pool_buffers import AuxRecords, PoolBuffers
+from sglang_ext.managers.kv_transfer.link_settings import LinkSettings
+from sglang_ext.managers.kv_transfer.timeline import TransferTimeline
+from sglang_ext.managers.kv_transfer.wire import LayerRange
 
 LAYERS, HEADS, KEY_DIM, VALUE_DIM, SLOTS, AUX_ROWS = 2, 2, 16, 8, 1024, 8
 ADDRESS = "127.0.0.1:1"
@@ -64,7 +64,7 @@ class Manager:
 
     update_status, check_status = ProgressiveManager.update_status, CommonKVManager.check_status
     record_failure, conclude = CommonKVManager.record_failure, ProgressiveManager.conclude
-    raise_failure, note = ProgressiveManager.raise_failure, ProgressiveManager.note
+    raise_failure, add_event = ProgressiveManager.raise_failure, ProgressiveManager.add_event
 
     def __init__(self, reference: str, pool: PoolBuffers) -> None:
         self.pool, self.aux, self.layers = pool, AuxRecords(pool.args), LayerRange(0, LAYERS)
@@ -72,9 +72,9 @@ class Manager:
         kind = str(pool.dtype).removeprefix("torch.")
         named = self.codec.name, self.codec.version, self.codec.options, self.codec.reference
         self.settings = LinkSettings("0f" * 16, kind, LAYERS, HEADS, KEY_DIM, VALUE_DIM, self.codec.page_size, *named, 0, 1)
-        self.timeline: Timeline | None = None
+        self.timeline: TransferTimeline | None = None
         self.has_keys = False
-        self.polls = Polls()
+        self.polls = PollThrottle()
         self.request_status: dict[int, int] = {}
         self.failure_records: dict[int, str] = {}
         self.failure_lock = threading.Lock()
@@ -105,9 +105,9 @@ class PrefillManager(Manager):
         super().__init__(reference, pool)
         self.decode: DecodeManager | None = None
         self.made: list[Link] = []
-        self.handshakes, self.waiting = Handshakes(self.refuse), WaitingPages()
-        interface = Interface(gbps)
-        self.peers = Peers(lambda endpoint: self.made.append(Link(endpoint, self.settings, limits, interface)) or self.made[-1])
+        self.handshakes, self.waiting = Handshakes(self.refuse), PackedPromptStore()
+        interface = NetworkInterface(gbps)
+        self.peers = DecodePeers(lambda endpoint: self.made.append(Link(endpoint, self.settings, limits, interface)) or self.made[-1])
 
     def refuse(self, metadata, reason: str) -> None:
         """As over the control plane."""
@@ -123,7 +123,7 @@ class DecodeManager(Manager):
     """Of the decode side."""
 
     disaggregation_mode, _hear = DisaggregationMode.DECODE, ProgressiveManager._hear
-    try_ensure_parallel_info, rank_refusal = ProgressiveManager.try_ensure_parallel_info, ProgressiveManager.rank_refusal
+    try_ensure_parallel_info, rank_mismatch = ProgressiveManager.try_ensure_parallel_info, ProgressiveManager.rank_mismatch
     _resolve_ranks, _resolve_rank_mapping = ProgressiveManager._resolve_ranks, CommonKVManager._resolve_rank_mapping
 
     def __init__(self, reference: str, pool: PoolBuffers, limits, endpoint: str) -> None:
@@ -136,7 +136,7 @@ class DecodeManager(Manager):
         self.links = LinkServer(endpoint, self.settings, limits)
         self.said: list = []
 
-    def say(self, address, message) -> bool:
+    def send_message(self, address, message) -> bool:
         """As over the control plane; what it said is kept."""
         self.said.append(message)
         self.prefill.handshakes.take(message)

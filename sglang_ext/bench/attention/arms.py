@@ -9,13 +9,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_ext.bench.attention.dequantize import dequantize
 from sglang_ext.bench.attention.setting import Copies, Full, Shape, exactly
-from sglang_ext.layers.attention.copies.copy_decode import cut
-from sglang_ext.layers.attention.copies.packed import PackedDecode, packed_attention
-from sglang_ext.layers.kernels.flash_parts import Parts
-from sglang_ext.layers.kernels.gluon import waves
+from sglang_ext.layers.attention.compressed.decode_backend import split_counts
+from sglang_ext.layers.attention.compressed.packed import PackedDecode, packed_attention
+from sglang_ext.layers.kernels.flash_decoding import SplitOutputs
+from sglang_ext.layers.kernels.gluon import occupancy
 from sglang_ext.layers.kernels.hack.integer_decode import launch_integers
-from sglang_ext.layers.kernels.packed.packed_decode import packed_decode, warps_at_once
-from sglang_ext.layers.kernels.packed.packed_launches import Call
+from sglang_ext.layers.kernels.packed.packed_decode import packed_decode, max_resident_programs
+from sglang_ext.layers.kernels.packed.launches import PackedAttentionCall
 
 # Of FlashInfer, on the device.
 WORKSPACE_BYTES = 256 << 20
@@ -109,12 +109,12 @@ def _rows(copies: Copies) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tor
 
 def _splits(copies: Copies) -> tuple[int, int]:
     shape, batch = copies.full.shape, len(copies.table)
-    room = warps_at_once(copies.packing, copies.keys, copies.values, shape.heads // shape.kv_heads)
-    return _triton_splits(copies) if room is None else waves.cut(batch * shape.kv_heads, room, copies.packing.keys.bits)
+    room = max_resident_programs(copies.packing, copies.keys, copies.values, shape.heads // shape.kv_heads)
+    return _triton_splits(copies) if room is None else occupancy.choose_splits(batch * shape.kv_heads, room, copies.packing.keys.bits)
 
 
 def _triton_splits(copies: Copies) -> tuple[int, int]:
-    return cut(len(copies.table) * copies.full.shape.kv_heads, PackedDecode.busy)
+    return split_counts(len(copies.table) * copies.full.shape.kv_heads, PackedDecode.busy)
 
 
 def _fused(copies: Copies) -> Callable[[], torch.Tensor]:
@@ -139,10 +139,10 @@ def _switched(copies: Copies, **switches: bool) -> Callable[[], torch.Tensor]:
     shape, queries, splits = copies.full.shape, copies.full.queries, _triton_splits(copies)
 
     def run() -> torch.Tensor:
-        parts = Parts(queries, shape.dim, splits)
+        parts = SplitOutputs(queries, shape.dim, splits)
         given = (table, table.stride(0), *rows), shape.scaling, parts
-        launch_integers(Call(copies.packing, queries, queries, copies.keys, copies.values, *given), **switches)
-        return parts.joined()
+        launch_integers(PackedAttentionCall(copies.packing, queries, queries, copies.keys, copies.values, *given), **switches)
+        return parts.merged_output()
 
     return run
 

@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.mem_cache.compressed.formats.packed_layout import Layout
-from sglang_ext.mem_cache.compressed.formats.packing import Packing, as_bytes
+from sglang_ext.mem_cache.compressed.layouts.block_layout import BlockLayout
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing, as_bytes
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def _whole_blocks(
     tl.store(out + ((block.to(tl.int64) * TOKENS + token) * heads + head) * DIM + channel, meant)
 
 
-def dequantize(packing: Packing, buffer: torch.Tensor, layout: Layout, slots: torch.Tensor, out: torch.Tensor) -> None:
+def dequantize(packing: Packing, buffer: torch.Tensor, layout: BlockLayout, slots: torch.Tensor, out: torch.Tensor) -> None:
     """Write into ``out`` what blocks mean.
 
     Args:
@@ -49,7 +49,7 @@ def dequantize(packing: Packing, buffer: torch.Tensor, layout: Layout, slots: to
         out.copy_(packing.whole(packing.read(buffer, layout, slots), layout, None).transpose(0, 1))
 
 
-def launch(packing: Packing, buffer: torch.Tensor, layout: Layout, slots: torch.Tensor, out: torch.Tensor) -> None:
+def launch(packing: Packing, buffer: torch.Tensor, layout: BlockLayout, slots: torch.Tensor, out: torch.Tensor) -> None:
     """:func:`dequantize` by a kernel."""
     _whole_blocks[(len(slots) // packing.block_slots, buffer.shape[1])](
         as_bytes(buffer), buffer.view(torch.float16), slots, out, buffer.stride(0) * buffer.element_size(),

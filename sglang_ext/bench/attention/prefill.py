@@ -9,8 +9,8 @@ from sglang_ext.bench.attention.arms import FULL, HACK, WORKSPACE_BYTES, Arm, sd
 from sglang_ext.bench.attention.setting import Full, exactly
 from sglang_ext.layers.attention.quantized_prefill import QuantizedPrefill
 from sglang_ext.layers.kernels.hack.integer_prefill import attend, integer_prefill
-from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes, Prompts, prompt_codes
-from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes, PromptBatch, prompt_codes
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
 
@@ -25,12 +25,12 @@ def prefills(full: Full, bits: int, partition: int) -> Iterator[Arm]:
     newest = queries[-COMPARED:]
     yield Arm(FULL, _whole(full, queries), size, lambda: exactly(newest, *full.first(), shape.scaling))
     buffers = KVBuffers((0,), (shape.scaling,), *((pool[:1],) for pool in pools))
-    packing = Packing.of(quantizer(HACK, bits, partition), buffers, 1)
+    packing = Packing.for_pool(quantizer(HACK, bits, partition), buffers, 1)
     seeds = {0: torch.arange(tokens, dtype=torch.int32, device=shape.device)}
 
     def in_pytorch(asked: torch.Tensor) -> torch.Tensor:
         prefill = QuantizedPrefill(packing, 0)
-        with prefill.of(seeds):
+        with prefill.computing_prompts(seeds):
             return prefill.attend(0, 0, asked, *pools, full.slots[0], shape.scaling)
 
     def expected() -> torch.Tensor:
@@ -42,9 +42,9 @@ def prefills(full: Full, bits: int, partition: int) -> Iterator[Arm]:
     if not full.keys.is_cuda:
         yield Arm(HACK, partial(in_pytorch, queries), size, expected)
         return
-    prompts = Prompts(packing, full.slots.int(), [0], [0], [tokens], seeds)
+    prompts = PromptBatch(packing, full.slots.int(), [0], [0], [tokens], seeds)
     # Made before a graph is captured, as they are before the first layer.
-    assert prompts.numbers.is_cuda and prompts.drawn is not None
+    assert prompts.numbers.is_cuda and prompts.flat_seeds is not None
     yield Arm(HACK, lambda: integer_prefill(prompts, queries, *pools, 0, 0, shape.scaling), size + 2 * made, expected)
     codes = prompt_codes(prompts, *pools, 0, 0)
     yield Arm("hack, attention alone", lambda: attend(prompts, codes, queries, *pools, shape.scaling), made, expected)

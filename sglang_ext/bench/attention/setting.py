@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_ext.mem_cache.compressed.formats.packing import Packing
-from sglang_ext.mem_cache.compressed.formats.rounding import token_seeds
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
+from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
 
@@ -107,7 +107,7 @@ class Copies:
         """Of a method of the catalogue; codes that are drawn, as a server's are."""
         shape, (batch, context) = full.shape, full.slots.shape
         probe = KVBuffers((0,), (shape.scaling,), (full.keys[:1],), (full.values[:1],))
-        packing = Packing.of(quantizer(method, bits, partition), probe, 1)
+        packing = Packing.for_pool(quantizer(method, bits, partition), probe, 1)
         tokens = (context - packing.sinks - 1) // packing.block_tokens * packing.block_tokens
         sinks, packed, tail = packing.sinks, packing.packed_slots(tokens), context - packing.sinks - tokens
         drawn = torch.Generator(shape.device).manual_seed(5)

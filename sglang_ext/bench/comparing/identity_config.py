@@ -114,10 +114,10 @@ class IdentityConfig:
         Raises:
             BenchError: there is no such compressor.
         """
-        from sglang_ext.config.method_options import budget_of
+        from sglang_ext.config.method_options import resolve_budget
 
         try:
-            return self.budgets or (budget_of(compressor, None, "--compressor"),)
+            return self.budgets or (resolve_budget(compressor, None, "--compressor"),)
         except OptionError as error:
             raise BenchError(str(error)) from error
 

@@ -18,7 +18,7 @@ from sglang_ext.bench.speed.decode_prompts import make_prompts
 from sglang_ext.bench.speed.settings import log_folder
 from sglang_ext.bench.transfer.methods import Method, flags_of, method, obstacle
 from sglang_ext.bench.transfer.pair import timeline_file
-from sglang_ext.managers.disaggregation import timeline
+from sglang_ext.managers.kv_transfer import timeline
 
 __all__ = ["add_arguments", "run"]
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sglang_ext.managers.disaggregation.timeline import Event
+from sglang_ext.managers.kv_transfer.timeline import TransferEvent
 
 
 class Phases(NamedTuple):
@@ -48,7 +48,7 @@ class Job:
     phases: Phases | None
 
 
-def phases_of(events: Sequence[Event], arrived: float, ended: float) -> Phases | None:
+def phases_of(events: Sequence[TransferEvent], arrived: float, ended: float) -> Phases | None:
     """Of one job's events; None where they lack what a phase begins with.
 
     Args:

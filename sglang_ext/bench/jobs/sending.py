@@ -12,7 +12,7 @@ from sglang_ext.bench.client import SamplingSettings
 from sglang_ext.bench.server import ServerProcess
 from sglang_ext.bench.servers_apart import ServersApart, answer
 from sglang_ext.bench.speed.decode_wave import Stream
-from sglang_ext.looking import again_and_again
+from sglang_ext.periodic import run_periodically
 
 # Seconds between looks at how much of a pool is used.
 LOOK = 0.2
@@ -83,7 +83,7 @@ class PoolUse:
 
     def __init__(self, servers: Sequence[ServerProcess]) -> None:
         self._servers = servers
-        self._looks = again_and_again(self._look, LOOK)
+        self._looks = run_periodically(self._look, LOOK)
         self.peak = (0, 0)
 
     def __enter__(self) -> "PoolUse":

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from sglang_ext.bench.client import ServerClient
 from sglang_ext.bench.speed.metrics_page import readings, total
-from sglang_ext.looking import again_and_again
+from sglang_ext.periodic import run_periodically
 
 # Seconds between looks.
 LOOKS = 0.1
@@ -88,5 +88,5 @@ def looking(server: ServerClient, seconds: float = LOOKS) -> Iterator[list[Look]
         with suppress(OSError):
             looks.append(Look.at_page(server.request("metrics"), time.perf_counter()))
 
-    with again_and_again(look, seconds):
+    with run_periodically(look, seconds):
         yield looks

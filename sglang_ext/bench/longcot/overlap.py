@@ -17,14 +17,14 @@ from transformers.masking_utils import sdpa_mask
 
 from sglang_ext.bench import BenchError
 from sglang_ext.mem_cache.compressed.rotary import Rotary
-from sglang_ext.mem_cache.selection.baselines import Quest, Recent, TOVA, TrueQuery
-from sglang_ext.mem_cache.selection.held_keys import SCORE_BITS, KeySizes, held_keys
-from sglang_ext.mem_cache.selection.predictors import Current, Regressed
-from sglang_ext.mem_cache.selection.scoring import ByPrediction, Scoring, Seen, group_attention
+from sglang_ext.mem_cache.selection.baselines import QuestScoring, RecentScoring, TovaScoring, TrueQueryScoring
+from sglang_ext.mem_cache.selection.scoring_keys import SCORE_BITS, KeySpec, scoring_keys
+from sglang_ext.mem_cache.selection.predictors import CurrentQuery, RegressedQuery
+from sglang_ext.mem_cache.selection.scoring import PredictedScoring, Scoring, ScoringInputs, group_attention
 from sglang_ext.mem_cache.selection.top_tokens import overlap, top_tokens
 
 STEPS, WINDOW, DISTANCES, NAME = 64, 64, (1, 2, 4, 8, 16, 32, 64), "selection_overlap"
-PREDICTED = (ByPrediction(Current()), ByPrediction(Regressed()))
+PREDICTED = (PredictedScoring(CurrentQuery()), PredictedScoring(RegressedQuery()))
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class Unshifted(Scoring):
     name: ClassVar[str] = "regressed, without the shift"
     synchronous: ClassVar[bool] = True
 
-    def scores(self, seen: Seen) -> torch.Tensor:
-        """As :class:`~sglang_ext.mem_cache.selection.scoring.ByPrediction`'s, by the same weights over the queries that they are of."""
-        method = Regressed()
+    def scores(self, seen: ScoringInputs) -> torch.Tensor:
+        """As :class:`~sglang_ext.mem_cache.selection.scoring.PredictedScoring`'s, by the same weights over the queries that they are of."""
+        method = RegressedQuery()
         positions = seen.positions[:, -method.window :]
         plain = seen.rotary.rotated(seen.queries[..., -method.window :, :].float(), -positions[:, None, None])
         joined = method.weights(plain)[..., None, :] @ plain[..., :-1, :]
@@ -71,7 +71,7 @@ class Noting:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
-def contexts(model: PreTrainedModel, noting: Noting, prompt: list[int]) -> Iterator[Seen]:
+def contexts(model: PreTrainedModel, noting: Noting, prompt: list[int]) -> Iterator[ScoringInputs]:
     """Of each layer the steps as requests: the queries before each and its own, over the tokens before it."""
     cache = DynamicCache()
     model(torch.tensor([prompt]), past_key_values=cache, logits_to_keep=1)
@@ -81,15 +81,15 @@ def contexts(model: PreTrainedModel, noting: Noting, prompt: list[int]) -> Itera
     for index, layer in enumerate(cache.layers):
         queries = noting.queries[index].unfold(1, WINDOW + 1, 1).permute(1, 0, 3, 2)[:, None]
         keys = layer.keys[:, None].expand(STEPS, -1, -1, -1, -1)
-        yield Seen(queries, positions, keys, layer.keys.shape[-1] ** -0.5, rotary, lengths)
+        yield ScoringInputs(queries, positions, keys, layer.keys.shape[-1] ** -0.5, rotary, lengths)
 
 
-def before(seen: Seen) -> Seen:
+def before(seen: ScoringInputs) -> ScoringInputs:
     """What is known before the steps' own queries."""
     return replace(seen, queries=seen.queries[..., :-1, :], positions=seen.positions[:, :-1])
 
 
-def chosen(scoring: Scoring, seen: Seen, count: int) -> torch.Tensor:
+def chosen(scoring: Scoring, seen: ScoringInputs, count: int) -> torch.Tensor:
     """What each step is given: int64 [steps, layers, kv_heads, count]."""
     scores = scoring.scores(seen if scoring.synchronous else before(seen))
     if not scoring.permanent:
@@ -105,17 +105,17 @@ def chosen(scoring: Scoring, seen: Seen, count: int) -> torch.Tensor:
 def in_bits(keys: torch.Tensor, bits: int) -> torch.Tensor:
     """What a cache rank scores by that holds keys, [steps, layer, kv_heads, tokens, dim], alike in all steps, in so many bits."""
     steps, _, heads, tokens, dim = keys.shape
-    held = held_keys(KeySizes(1, heads, dim, keys.dtype, bits), tokens)
+    held = scoring_keys(KeySpec(1, heads, dim, keys.dtype, bits), tokens)
     held.write(0, keys[0].transpose(1, 2))
     return held.read(0, torch.arange(tokens)).transpose(0, 1).expand(steps, 1, -1, -1, -1)
 
 
-def overlaps(seen: Seen, share: float) -> Iterator[tuple[str, float]]:
+def overlaps(seen: ScoringInputs, share: float) -> Iterator[tuple[str, float]]:
     """Of one layer, by name: overlap of each way to choose, and of queries at each distance, turned on to the step and not."""
     tokens = seen.keys.shape[-2]
     count = int(share * tokens)
-    true = top_tokens(TrueQuery().scores(seen), count, 0, 0, seen.lengths)
-    told = {each.name: (each, seen) for each in (*PREDICTED, Unshifted(), Quest(), TOVA(), Recent())}
+    true = top_tokens(TrueQueryScoring().scores(seen), count, 0, 0, seen.lengths)
+    told = {each.name: (each, seen) for each in (*PREDICTED, Unshifted(), QuestScoring(), TovaScoring(), RecentScoring())}
     told |= {f"{each.name}, turned as it was": (each, replace(seen, rotary=None)) for each in PREDICTED}
     for bits in SCORE_BITS[1:]:
         told[f"current, keys of {bits} bits"] = PREDICTED[0], replace(seen, keys=in_bits(seen.keys, bits))

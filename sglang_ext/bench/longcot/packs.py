@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from sglang_ext.managers.cache_rank.timeline import Event
+from sglang_ext.managers.cache_rank.timeline import PackEvent
 
 Pack = tuple[int, int]
 
@@ -26,8 +26,8 @@ class PackStep:
     reached: float
     ended: float | None = None
     held: float = 0.0
-    asked: dict[tuple[int, int], Event] = field(default_factory=dict)
-    chosen: list[Event] = field(default_factory=list)
+    asked: dict[tuple[int, int], PackEvent] = field(default_factory=dict)
+    chosen: list[PackEvent] = field(default_factory=list)
     missed: int = 0
     kept_bytes: int = 0
 
@@ -106,7 +106,7 @@ class PackFigures:
         return (self.up + self.gathered) / self.inference
 
 
-def steps_of(events: Iterable[Event]) -> list[Step]:
+def steps_of(events: Iterable[PackEvent]) -> list[Step]:
     """The steps of a timeline, oldest first; the last may lack answers."""
     found: list[Step] = []
     places: dict[tuple[Pack, int, int], PackStep] = {}
@@ -131,7 +131,7 @@ def steps_of(events: Iterable[Event]) -> list[Step]:
     return found
 
 
-def _note(step: PackStep, event: Event) -> None:
+def _note(step: PackStep, event: PackEvent) -> None:
     match event.kind:
         case "asked":
             step.asked[event.lane, event.sequence] = event

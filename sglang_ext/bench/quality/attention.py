@@ -11,15 +11,15 @@ from sglang_ext.bench.prompts import Prompt
 from sglang_ext.bench.quality.capture import CapturedModel, LayerAttention
 from sglang_ext.bench.quality.config import Tail
 from sglang_ext.bench.quality.named import Named
-from sglang_ext.layers.attention.copies.packed import packed_attention
-from sglang_ext.mem_cache.compressed.formats.kv_format import Unpacked
-from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid
-from sglang_ext.mem_cache.compressed.formats.packing import Packing
-from sglang_ext.mem_cache.compressed.formats.rounding import token_seeds
+from sglang_ext.layers.attention.compressed.packed import packed_attention
+from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots
+from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
+from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors import Compressor, ContextKV, Part, kept_count
-from sglang_ext.mem_cache.compressors.catalogue import Method, method
+from sglang_ext.mem_cache.compressors.catalogue import MethodSpec, method
 from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer
 
 SEED = 0
@@ -85,7 +85,7 @@ def measure(
         yield AttentionError(name, budget, tuple(mean), tuple(worst), tail)
 
 
-def has_partitions(chosen: Method) -> bool:
+def has_partitions(chosen: MethodSpec) -> bool:
     """Whether values share scales along partitions of tokens, which the newest may not fill."""
     return chosen.quantizer is not None and chosen.quantizer.sums
 
@@ -93,7 +93,7 @@ def has_partitions(chosen: Method) -> bool:
 def relative_errors(
     layers: Sequence[LayerAttention],
     prompt: int,
-    chosen: Method,
+    chosen: MethodSpec,
     budget: float,
     rotary: Rotary | None = None,
     tail: Tail = "exact",
@@ -111,7 +111,7 @@ def relative_errors(
         seeds: int32 [prompt], what codes are drawn by of methods that round at random; None rounds to the nearest.
     """
     context = context_of(layers, prompt, chosen.compressor, rotary)
-    packing = Unpacked(1) if chosen.quantizer is None else Packing.of(chosen.quantizer, context.buffers, 1, rotary)
+    packing = PlainSlots(1) if chosen.quantizer is None else Packing.for_pool(chosen.quantizer, context.buffers, 1, rotary)
     sinks = packing.sinks
     count = max(0, prompt - packing.recent - sinks) // packing.unit * packing.unit
     covered = sinks + count

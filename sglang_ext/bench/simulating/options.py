@@ -13,7 +13,7 @@ import math
 from pathlib import Path
 
 from sglang_ext.core import DEFAULT_BUDGET
-from sglang_ext.managers.offload.costs import LONGEST
+from sglang_ext.managers.kv_offload.costs import MAX_DRAFTS
 
 POLICIES = ("stock", "resident", "host", "auto")
 
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv-token", type=float, default=147456, help="bytes of full KV of a token")
     add("--budget", type=float, default=DEFAULT_BUDGET, help="share of the prompt that a copy keeps (default: %(default)s, as the server's)")
     add("--draft-length", type=int, default=16, help="drafts of a request in a round")
-    add("--longest", type=int, default=LONGEST, help="drafts until a verification, at most")
+    add("--longest", type=int, default=MAX_DRAFTS, help="drafts until a verification, at most")
     add("--turnaround", type=float, default=0.001, help="seconds of a round beside its forwards")
     add("--token-seconds", type=float, default=0.0, help="of computing a verified token")
     add("--prefill-rate", type=float, default=math.inf, help="prompt tokens per second; default: prefill takes no time")

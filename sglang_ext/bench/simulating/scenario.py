@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from sglang_ext.managers.offload.costs import Costs
-from sglang_ext.managers.offload.placement import LONGEST, Placement, Tier, best, plain
+from sglang_ext.managers.kv_offload.costs import Costs
+from sglang_ext.managers.kv_offload.throughput_model import MAX_DRAFTS, OffloadPlan, Tier, best_plan, plain_decoding_plan
 
 Policy = Literal["stock", "resident", "host", "auto"]
 TIERS: dict[str, Tier] = {"resident": "device", "host": "host", "auto": "auto"}
@@ -38,17 +38,17 @@ class Scenario:
     policy: Policy
     concurrency: int
     staggered: bool = True
-    longest: int = LONGEST
+    longest: int = MAX_DRAFTS
     prefill_rate: float = math.inf
     horizon: int = 64
     seed: int = 0
 
     @property
-    def placement(self) -> Placement:
+    def placement(self) -> OffloadPlan:
         """What the equations would do with so many mean requests."""
         if self.policy == "stock":
-            return plain(self.costs, self.concurrency)
-        return best(self.costs, self.acceptance, self.concurrency, TIERS[self.policy], self.longest)
+            return plain_decoding_plan(self.costs, self.concurrency)
+        return best_plan(self.costs, self.acceptance, self.concurrency, TIERS[self.policy], self.longest)
 
 
 @dataclass

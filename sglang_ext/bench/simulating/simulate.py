@@ -15,7 +15,7 @@ from sglang_ext.bench.simulating.simulate_report import table, write_plot
 from sglang_ext.bench.simulating.simulated import Result
 from sglang_ext.bench.simulating.simulation import Engine
 from sglang_ext.bench.speed import drawing
-from sglang_ext.managers.offload.costs import CostError, Costs
+from sglang_ext.managers.kv_offload.costs import CostError, Costs
 
 __all__ = ["add_arguments", "run"]
 
@@ -136,5 +136,5 @@ def one(args: argparse.Namespace, costs: Costs, policy: str, p: float, staggered
         slack=rounds.slack / max(1, rounds.loads),
         verifications=rounds.whole.verifications,
         waits=admission.refused,
-        slips=admission.slips,
+        slips=admission.num_postponed,
     )

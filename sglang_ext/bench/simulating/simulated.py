@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from sglang_ext.managers.offload.loads import Occupancy
+from sglang_ext.managers.kv_offload.load_reservations import Occupancy
 
 
 class Spent(NamedTuple):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from sglang_ext.bench.simulating.scenario import Request, SimulationError
 from sglang_ext.bench.simulating.simulated_machine import Room, Seconds
-from sglang_ext.managers.offload.placement import Placement
+from sglang_ext.managers.kv_offload.throughput_model import OffloadPlan
 
 
 class Intake:
@@ -20,7 +20,7 @@ class Intake:
         wanted: tokens of memory that the next one waits for; 0 where others have to leave first.
     """
 
-    def __init__(self, requests: Sequence[Request], placement: Placement, room: Room, seconds: Seconds):
+    def __init__(self, requests: Sequence[Request], placement: OffloadPlan, room: Room, seconds: Seconds):
         self.requests = requests
         self.placement = placement
         self.room = room

@@ -1,13 +1,13 @@
 """The machine of a simulation: seconds of its forwards and loads, and the memory that requests hold of it.
 
-Both are those of :mod:`sglang_ext.managers.offload.costs`, with each request's own lengths.
+Both are those of :mod:`sglang_ext.managers.kv_offload.costs`, with each request's own lengths.
 """
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from sglang_ext.bench.simulating.scenario import Request
-from sglang_ext.managers.offload.costs import Costs
+from sglang_ext.managers.kv_offload.costs import Costs
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Rounds of verified decoding without a model: costs tell the time, a random number accepts drafts.
 
-:class:`Admission` is the engine's own. Memory and time are the machine's (simulated_machine.py). A request is prefilled when
+:class:`VerificationScheduler` is the engine's own. Memory and time are the machine's (simulated_machine.py). A request is prefilled when
 there is room for its full KV and its copy (simulated_intake.py); where the full KV is to leave the device, it leaves over the
 link's other direction.
 """
@@ -14,8 +14,8 @@ from sglang_ext.bench.simulating.scenario import Request, Scenario
 from sglang_ext.bench.simulating.simulated import Rounds, Spent
 from sglang_ext.bench.simulating.simulated_intake import Intake
 from sglang_ext.bench.simulating.simulated_machine import Room, Seconds
-from sglang_ext.managers.offload.admission import Admission
-from sglang_ext.managers.offload.costs import draft_seconds
+from sglang_ext.managers.kv_offload.verification_scheduler import VerificationScheduler
+from sglang_ext.managers.kv_offload.costs import draft_seconds
 
 # What is left of an older round's weight in the measured seconds when the next one ends.
 DECAY = 0.9
@@ -49,7 +49,7 @@ class Engine:
         self.intake = Intake(self.requests, self.placement, self.room, self.seconds)
         placed = self.placement.resident + self.placement.offloaded
         expected = costs.drafts * draft_seconds(costs, placed) + costs.turnaround
-        self.admission = Admission(expected, self.room.pool, scenario.horizon, 0.25 if scenario.staggered else 0.0)
+        self.admission = VerificationScheduler(expected, self.room.pool, scenario.horizon, 0.25 if scenario.staggered else 0.0)
         self.link_free = 0.0
         self.unplanned: dict[int, None] = {}
 
@@ -142,7 +142,7 @@ class Engine:
         return max(1, min(drafts, y * math.ceil(left / y)) // y - gathered // y)
 
     def _start_loads(self) -> None:
-        for number in self.admission.starting():
+        for number in self.admission.loads_to_start():
             request = self.running[number]
             self.link_free = max(self.link_free, self.now) + self.seconds.loading(request.prompt)
             request.asked, request.ends, request.ready = self.now, self.link_free, None

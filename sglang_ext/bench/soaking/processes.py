@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import psutil
 
-from sglang_ext.looking import again_and_again
+from sglang_ext.periodic import run_periodically
 
 SAMPLE_SECONDS = 10.0
 # Samples of a process from which on it is judged.
@@ -69,7 +69,7 @@ class ProcessWatch:
     def __init__(self, group: int | None, seconds: float = SAMPLE_SECONDS):
         self._group = group
         self._found: dict[int, Watched] = {}
-        self._looks = nullcontext() if group is None else again_and_again(self._watch, seconds)
+        self._looks = nullcontext() if group is None else run_periodically(self._watch, seconds)
 
     def __enter__(self) -> "ProcessWatch":
         self._looks.__enter__()

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_ext.bench import BenchError
-from sglang_ext.managers.offload import placement
-from sglang_ext.managers.offload.costs import Costs
+from sglang_ext.managers.kv_offload import throughput_model
+from sglang_ext.managers.kv_offload.costs import Costs
 
 if TYPE_CHECKING:
     from sglang_ext.bench.speed.settings import Setting
@@ -111,7 +111,7 @@ class Machine:
 def tiered_tokens_per_second(
     model: ModelBytes, machine: Machine, batch: int, prompt: int, output: int, setting: "Setting", acceptance: float
 ) -> float:
-    """Tokens per second of up to ``batch`` requests where full KV lies in tiers (placement.py, VeriCache's (3), (5)-(11)).
+    """Tokens per second of up to ``batch`` requests where full KV lies in tiers (throughput_model.py, VeriCache's (3), (5)-(11)).
 
     Requests are in the middle of their ``output``, which is on the device and in each copy.
 
@@ -129,7 +129,7 @@ def tiered_tokens_per_second(
         recent=model.kv_token * output / 2,
     )
     longest = max(setting.draft_length, setting.tier.longest // setting.draft_length * setting.draft_length)
-    return placement.best(costs, acceptance, batch, setting.tier.name, longest).tokens_per_second
+    return throughput_model.best_plan(costs, acceptance, batch, setting.tier.name, longest).tokens_per_second
 
 
 def measure_bandwidth() -> float | None:

@@ -10,7 +10,7 @@ from typing import Any
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.client import SamplingSettings, ServerClient
 from sglang_ext.config.benchmark_options import PARAMETER
-from sglang_ext.config.method_options import ASKED
+from sglang_ext.config.method_options import COMPRESSOR_PARAM
 
 # Share of the time until a first request ends in which all must have run side by side.
 SHORTEST = 0.1
@@ -175,7 +175,7 @@ def run(
         prompts: token ids.
         sampling: how to sample.
         new_tokens: output tokens of each, whatever they are.
-        acceptance: forced on a server with --kv-bench-acceptance (managers/simulation.py).
+        acceptance: forced on a server with --kv-bench-acceptance (managers/simulated_acceptance.py).
         clock: seconds.
         compressor: Method that the requests ask for. None for the server's first.
 
@@ -184,7 +184,7 @@ def run(
     """
     began = clock()
     parameters = sampling.as_json(new_tokens)
-    asked = {PARAMETER: acceptance, ASKED: compressor}
+    asked = {PARAMETER: acceptance, COMPRESSOR_PARAM: compressor}
     if custom := {name: value for name, value in asked.items() if value is not None}:
         parameters["custom_params"] = custom
 

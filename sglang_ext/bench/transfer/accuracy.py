@@ -44,9 +44,9 @@ def measure(model: Path, dtype: str, input_ids: tuple[int, ...], methods: Sequen
 
 def of_method(name: str, layers: Sequence[LayerAttention], keys: torch.Tensor, values: torch.Tensor) -> Accuracy:
     """Of keys and values [layers, tokens, heads, dim] that go through a method's codec page by page."""
-    from sglang_ext.managers.disaggregation.progressive.codecs import make_codec
-    from sglang_ext.managers.disaggregation.progressive.page_codec import PlacedPage
-    from sglang_ext.managers.disaggregation.wire import LayerRange
+    from sglang_ext.managers.kv_transfer.progressive.codecs import make_codec
+    from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage
+    from sglang_ext.managers.kv_transfer.wire import LayerRange
 
     source, target = (Held(keys.clone(), values.clone()) for _ in range(2))
     chosen = (SPLIT[name], None) if name in SPLIT else ("exact", name)
@@ -77,7 +77,7 @@ class Held:
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         from sglang.srt.disaggregation.base.conn import KVArgs
 
-        from sglang_ext.managers.disaggregation.progressive.pool_buffers import PoolBuffers
+        from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
 
         self.keys, self.values = keys.contiguous(), values.contiguous()
         args, buffers = KVArgs(), [*self.keys, *self.values]

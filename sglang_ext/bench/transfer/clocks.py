@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sglang_ext.bench.transfer.pair import Passed
-from sglang_ext.managers.disaggregation.timeline import Event
+from sglang_ext.managers.kv_transfer.timeline import TransferEvent
 
 CLOCKS = ("generated", "kept", "visible")
 
@@ -102,7 +102,7 @@ def visible_times(passed: Passed, count: int) -> list[float]:
     return found
 
 
-def drafting_times(events: Sequence[Event], count: int, zero: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def drafting_times(events: Sequence[TransferEvent], count: int, zero: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Seconds from ``zero`` on the clocks ``generated`` and ``kept``; empty of a server that says nothing of tokens."""
     generated: dict[int, float] = {}
     kept: dict[int, float] = {}

@@ -84,7 +84,7 @@ def obstacle(chosen: Method, gbps: float | None) -> str | None:
         return None
     if gbps is not None:
         return f"its link cannot be held to {gbps:g} Gbit/s: it is measured with a link of 0, which has no limit"
-    return transports.obstacle(STOCK)
+    return transports.transport_obstacle(STOCK)
 
 
 def flags_of(args: argparse.Namespace, chosen: Method, gbps: float | None, file: Path) -> dict[str, tuple[str, ...]]:

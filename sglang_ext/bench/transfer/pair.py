@@ -12,8 +12,8 @@ from sglang_ext.bench import ROLES
 from sglang_ext.bench.client import SamplingSettings
 from sglang_ext.bench.servers_apart import ServersApart, answer
 from sglang_ext.bench.speed.decode_wave import Stream
-from sglang_ext.managers.disaggregation import timeline
-from sglang_ext.managers.disaggregation.timeline import Event
+from sglang_ext.managers.kv_transfer import timeline
+from sglang_ext.managers.kv_transfer.timeline import TransferEvent
 
 # SGLang sends a cached prefix before the forward of what follows it, so that it would travel before the prefill's end; a benchmark's own
 # environment may leave that on.
@@ -35,7 +35,7 @@ class Passed:
 
     sent: float
     stream: Stream
-    events: tuple[Event, ...]
+    events: tuple[TransferEvent, ...]
     cached: int
 
 

@@ -3,7 +3,7 @@
 FlashInfer plans a forward on the host: which blocks of a kernel read which part of whose KV. It writes the plan to
 pinned memory, from where the device takes it when it gets to that forward. A host that is a forward further by then has
 written the next plan over it, and the kernels read parts of KV that do not exist: they run for half a minute and end in
-an illegal memory access. SGLang's scheduler is one forward ahead of the device, a round (managers/spec_decode/loop.py) many.
+an illegal memory access. SGLang's scheduler is one forward ahead of the device, a round (managers/spec_decode/decode_loop.py) many.
 CUDA copies from memory that is not pinned before the call returns (CUDA Runtime API, "API synchronization behavior").
 """
 

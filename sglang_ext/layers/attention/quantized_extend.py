@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_ext.layers.attention.plain import require_plain, write_kv
+from sglang_ext.layers.attention.common import check_supported, write_kv
 from sglang_ext.layers.attention.quantized_prefill import QuantizedPrefill
 from sglang_ext.layers.kernels.hack.integer_prefill import check_prefill, integer_prefill
-from sglang_ext.layers.kernels.hack.prompt_codes import Prompts
+from sglang_ext.layers.kernels.hack.prompt_codes import PromptBatch
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -48,7 +48,7 @@ class QuantizedExtend:
         keys, tokens = self._pool.get_key_buffer(0), min(self._table.req_to_token.shape[1], self.prefill.longest)
         seeds = torch.zeros(tokens, dtype=torch.int32, device=keys.device)
         queries = keys.new_zeros(tokens, self._query_heads, keys.shape[-1], dtype=self._dtype)
-        prompts = Prompts(self.prefill.packing, self._table.req_to_token, [0], [0], [tokens], {0: seeds})
+        prompts = PromptBatch(self.prefill.packing, self._table.req_to_token, [0], [0], [tokens], {0: seeds})
         integer_prefill(prompts, queries, keys, self._pool.get_value_buffer(0), 0, self.prefill.first_head, 1.0)
 
     def __call__(
@@ -64,7 +64,7 @@ class QuantizedExtend:
             return self._exact(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
         window = layer.sliding_window_size if layer.sliding_window_size is not None and layer.sliding_window_size > -1 else None
         asked = {**kwargs, "a cap of logits": layer.logit_cap or None, "a window": window}
-        require_plain(layer, asked, "prompts that attend to codes", REMEDY)
+        check_supported(layer, asked, "prompts that attend to codes", REMEDY)
         if save_kv_cache and k is not None:
             write_kv(self._pool, layer, forward_batch, k, v)
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
@@ -79,11 +79,11 @@ class QuantizedExtend:
             start = end
         return found.view(len(q), -1)
 
-    def _prompts(self, forward_batch: "ForwardBatch") -> list[Prompts]:
+    def _prompts(self, forward_batch: "ForwardBatch") -> list[PromptBatch]:
         """The forward's, made in its first layer."""
         return self.prefill.prompts(lambda: list(self._grouped(forward_batch)))
 
-    def _grouped(self, forward_batch: "ForwardBatch") -> Iterator[Prompts]:
+    def _grouped(self, forward_batch: "ForwardBatch") -> Iterator[PromptBatch]:
         """In groups whose codes take the memory that there is for them at most: that of the longest context."""
         known, rows = list(forward_batch.extend_prefix_lens_cpu), list(self.prefill.rows)
         lengths = [prefix + count for prefix, count in zip(known, forward_batch.extend_seq_lens_cpu)]
@@ -93,6 +93,6 @@ class QuantizedExtend:
             if taken + length > most and index > first:
                 group = slice(first, index)
                 rest = known[group], lengths[group], self.prefill.rows, self.prefill.stored
-                yield Prompts(self.prefill.packing, table, rows[group], *rest)
+                yield PromptBatch(self.prefill.packing, table, rows[group], *rest)
                 first, taken = index, 0
             taken += length

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 
 import torch
 
-from sglang_ext.layers.attention.copies.packed import by_head, by_token, over_both, partitions_of_keys, partitions_of_values
-from sglang_ext.layers.kernels.hack.product import Partitioned, in_partitions, product
-from sglang_ext.layers.kernels.hack.prompt_codes import Prompts
-from sglang_ext.mem_cache.compressed.formats.packed_layout import Quantized
-from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.layers.attention.compressed.packed import group_by_kv_head, ungroup_heads, attend_packed_and_exact, partitions_of_keys, partitions_of_values
+from sglang_ext.layers.kernels.hack.product import Partitioned, quantize_partitions, product
+from sglang_ext.layers.kernels.hack.prompt_codes import PromptBatch
+from sglang_ext.mem_cache.compressed.layouts.block_layout import Quantized
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 
 
 class QuantizedPrefill:
@@ -33,7 +33,7 @@ class QuantizedPrefill:
         self.first_head = first_head
         self._seeds: Mapping[int, torch.Tensor] = {}
         self._stored: Mapping[int, torch.Tensor] = {}
-        self._prompts: list[Prompts] | None = None
+        self._prompts: list[PromptBatch] | None = None
 
     @property
     def rows(self) -> Mapping[int, torch.Tensor]:
@@ -51,11 +51,11 @@ class QuantizedPrefill:
         return self._stored
 
     @contextmanager
-    def of(self, seeds: Mapping[int, torch.Tensor], stored: Mapping[int, torch.Tensor] | None = None) -> Iterator[None]:
+    def computing_prompts(self, seeds: Mapping[int, torch.Tensor], stored: Mapping[int, torch.Tensor] | None = None) -> Iterator[None]:
         """Meanwhile prompts are computed.
 
         Args:
-            seeds: int32 [tokens] of each, of its tokens (formats/rounding.py), by its row of the token table.
+            seeds: int32 [tokens] of each, of its tokens (layouts/rounding.py), by its row of the token table.
             stored: as :attr:`stored`: there rows need not lead to full KV. They end before the first token that is computed.
         """
         self._seeds, self._stored = seeds, stored or {}
@@ -64,13 +64,13 @@ class QuantizedPrefill:
         finally:
             self._seeds, self._stored, self._prompts = {}, {}, None
 
-    def prompts(self, make: Callable[[], list[Prompts]]) -> list[Prompts]:
+    def prompts(self, make: Callable[[], list[PromptBatch]]) -> list[PromptBatch]:
         """What ``make`` gives, once for all layers of a forward."""
         if self._prompts is None:
             self._prompts = make()
         return self._prompts
 
-    def computes(self, row: int) -> bool:
+    def is_computing(self, row: int) -> bool:
         """Whether a row's prompt is computed now."""
         return row in self._seeds
 
@@ -110,17 +110,17 @@ class QuantizedPrefill:
     ) -> torch.Tensor:  # fmt: skip
         """That of a block's last tokens, over the sinks and the block, ``keys`` and ``values`` [tokens, kv_heads, dim], and ``begin`` codes."""
         channels, tokens = self.packing.keys.grid.channels, self.packing.values.grid.tokens
-        rows = by_head(queries, keys.shape[1], scaling)
+        rows = group_by_kv_head(queries, keys.shape[1], scaling)
         before = Partitioned(*(part[:, :begin] for part in of_keys))
-        far = product(in_partitions(rows, channels), before, channels)
+        far = product(quantize_partitions(rows, channels), before, channels)
 
         def far_sums(weights: torch.Tensor) -> torch.Tensor:
             if not begin:
                 return weights.new_zeros(())
             summed = Partitioned(of_values.codes[..., :begin], *(part[..., : begin // tokens] for part in of_values[1:]))
-            return product(in_partitions(weights, tokens, from_zero=True), summed, tokens)
+            return product(quantize_partitions(weights, tokens, from_zero=True), summed, tokens)
 
-        return by_token(over_both(rows, far, far_sums, keys, values, len(queries)), len(queries))
+        return ungroup_heads(attend_packed_and_exact(rows, far, far_sums, keys, values, len(queries)), len(queries))
 
     def _codes(self, layer: int, row: int, buffer: torch.Tensor, slots: torch.Tensor, is_value: bool) -> Partitioned:
         """Of whole blocks after the sinks, in ``slots``, int64 [tokens], of a layer's buffer but for what is stored: keys as rows of
@@ -130,11 +130,11 @@ class QuantizedPrefill:
         positions = torch.arange(packing.sinks + first, packing.sinks + len(slots), device=slots.device)
         numbers, seeds = buffer[slots[first:]].float().transpose(0, 1), self._seeds[row][positions].expand(heads, -1)
         made = packing.codes(numbers, positions.expand(heads, -1), is_value, layer, self.first_head, seeds)
-        block = joined(packing.read(buffer, layout, stored), made) if len(stored) else made
+        block = concat_blocks(packing.read(buffer, layout, stored), made) if len(stored) else made
         return partitions_of_values(block) if is_value else partitions_of_keys(block)
 
 
-def joined(first: Quantized, rest: Quantized) -> Quantized:
+def concat_blocks(first: Quantized, rest: Quantized) -> Quantized:
     """Blocks one after another, without outliers and positions."""
     parts = (torch.cat([getattr(part, name) for part in (first, rest)], 1) for name in ("codes", "scale", "zero", "sums"))
     codes, scale, zero, sums = parts

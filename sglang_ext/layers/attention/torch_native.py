@@ -11,9 +11,9 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from torch.nn.functional import scaled_dot_product_attention
 
-from sglang_ext.layers.attention.copies.readers import READERS
+from sglang_ext.layers.attention.compressed.layout_readers import LAYOUT_READERS
 from sglang_ext.layers.attention.quantized_prefill import QuantizedPrefill
-from sglang_ext.mem_cache.compressed.formats.kv_format import KVFormat, PlainTokens
+from sglang_ext.mem_cache.compressed.layouts.base import KVLayout, PlainLayout
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -23,11 +23,11 @@ class RaggedTorchNativeBackend(TorchNativeAttnBackend):
     """SGLang's ``torch_native`` backend with an extend path linear in the context.
 
     Attributes:
-        form: what rows may begin with besides plain tokens; the worker sets it.
+        layout: what rows may begin with besides plain tokens; the worker sets it.
         prefill: attention of prompts on quantized KV; None where it is exact. The worker sets it, too.
     """
 
-    form: KVFormat = PlainTokens()
+    layout: KVLayout = PlainLayout()
     prefill: QuantizedPrefill | None = None
 
     def forward_extend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: "RadixAttention", *given, **named) -> torch.Tensor:
@@ -59,13 +59,13 @@ class RaggedTorchNativeBackend(TorchNativeAttnBackend):
         """
         start = 0
         rows = req_pool_indices
-        lengths = zip(rows.tolist(), seq_lens.tolist(), extend_seq_lens.tolist(), self.form.on_host(rows))
+        lengths = zip(rows.tolist(), seq_lens.tolist(), extend_seq_lens.tolist(), self.layout.on_host(rows))
         for row, length, count, begun in lengths:
             slots, queries = req_to_token[row, :length], query[start : start + count]
             if begun:
-                reader = READERS[type(self.form)]
-                result = reader.attend(self.form, row, begun, queries, k_cache, v_cache, slots, scaling)
-            elif self.prefill is not None and self.prefill.computes(row):
+                reader = LAYOUT_READERS[type(self.layout)]
+                result = reader.attend(self.layout, row, begun, queries, k_cache, v_cache, slots, scaling)
+            elif self.prefill is not None and self.prefill.is_computing(row):
                 result = self.prefill.attend(self._layer, row, queries, k_cache, v_cache, slots, scaling)
             else:
                 result = _dense_attention(queries, k_cache[slots], v_cache[slots], causal, scaling, enable_gqa)
@@ -87,7 +87,7 @@ class RaggedTorchNativeBackend(TorchNativeAttnBackend):
     ) -> torch.Tensor:
         """SGLang's own where rows lead to tokens as they are; else as an extend of one token each."""
         shared = query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens
-        if not any(self.form.on_host(req_pool_indices)):
+        if not any(self.layout.on_host(req_pool_indices)):
             return super()._run_sdpa_forward_decode(*shared, encoder_lens, **options)
         counts = torch.ones_like(seq_lens)
         return self._run_sdpa_forward_extend(*shared, seq_lens - counts, counts, encoder_lens, **options)

@@ -12,14 +12,14 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.utils import get_int_env_var
 
-from sglang_ext.layers.attention.plain import require_plain, write_kv
+from sglang_ext.layers.attention.common import check_supported, write_kv
 from sglang_ext.layers.kernels.verify_attention import verify_attention
-from sglang_ext.layers.kernels.verify_sizes import (
+from sglang_ext.layers.kernels.verify_tile_sizes import (
     EXACT,
-    Blocks,
-    Splits,
-    Tokens,
-    fast_blocks,
+    VerifyTile,
+    ContextSplits,
+    VerifyTokens,
+    fast_tile,
     partial_buffers,
     partial_numbers,
 )
@@ -37,24 +37,24 @@ FEWEST_PARTS, MOST_PARTS = 4, 64
 
 
 @dataclass
-class Metadata:
+class VerifyMetadata:
     """What all layers of a forward share."""
 
-    tokens: Tokens
-    splits: Splits
-    blocks: Blocks
+    tokens: VerifyTokens
+    splits: ContextSplits
+    blocks: VerifyTile
     buffers: tuple[torch.Tensor, torch.Tensor]
 
 
-def splits_of(requests: int, kv_heads: int, longest: int, exact_tile: int) -> Splits:
+def context_splits(requests: int, kv_heads: int, longest: int, exact_tile: int) -> ContextSplits:
     """Parts of each context in a batch of so many requests, the longest context having so many tokens."""
     if exact_tile:
-        return Splits(-(-longest // exact_tile), exact_tile)
+        return ContextSplits(-(-longest // exact_tile), exact_tile)
     wanted = BUSY // (requests * kv_heads)
-    return Splits(max(FEWEST_PARTS, min(MOST_PARTS, wanted)))
+    return ContextSplits(max(FEWEST_PARTS, min(MOST_PARTS, wanted)))
 
 
-def workspace_numbers(query_heads: int, value_dim: int, tokens: int, splits: Splits) -> int:
+def workspace_size(query_heads: int, value_dim: int, tokens: int, splits: ContextSplits) -> int:
     """float32 numbers of a workspace that holds ``tokens``, those of a request, at least."""
     return max(tokens * partial_numbers(query_heads, value_dim, splits), WORKSPACE_BYTES // 4)
 
@@ -82,10 +82,10 @@ class VerifyAttention(AttentionBackend):
         # With different backends for prefill and decode, SGLang's is one of both.
         decode = getattr(model_runner.attn_backend, "decode_backend", model_runner.attn_backend)
         self.exact_tile: int = decode.split_tile_size if exact else 0
-        self.metadata: Metadata | None = None
+        self.metadata: VerifyMetadata | None = None
         # One for all graphs, which keep its address.
         widest = model_runner.server_args.speculative_num_draft_tokens
-        numbers = workspace_numbers(self.query_heads, self.value_dim, widest, self.splits(requests=1))
+        numbers = workspace_size(self.query_heads, self.value_dim, widest, self.splits(requests=1))
         self._workspace = torch.empty(numbers, dtype=torch.float32, device=self.device)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -99,22 +99,22 @@ class VerifyAttention(AttentionBackend):
         """Whose tokens these are, and how contexts are split; from the batch's tensors on the device alone."""
         new = forward_batch.spec_info.new_tokens(forward_batch)
         splits = self.splits(len(new.counts))
-        tokens = Tokens(
+        tokens = VerifyTokens(
             rows=forward_batch.req_pool_indices,
             prefixes=new.prefixes,
             starts=new.starts,
             counts=new.counts,
             ends=torch.nn.functional.pad(new.lengths.cumsum(0), (1, 0)),
-            parts=splits.of(new.lengths),
+            parts=splits.count_for(new.lengths),
         )
         rows = max(new.counts) * self.query_heads // self.kv_heads
-        blocks = EXACT if self.exact_tile else fast_blocks(rows, self.key_bytes)
+        blocks = EXACT if self.exact_tile else fast_tile(rows, self.key_bytes)
         buffers = partial_buffers(self._workspace, self.query_heads, self.value_dim, splits)
-        self.metadata = Metadata(tokens, splits, blocks, buffers)
+        self.metadata = VerifyMetadata(tokens, splits, blocks, buffers)
 
-    def splits(self, requests: int) -> Splits:
+    def splits(self, requests: int) -> ContextSplits:
         """Parts of each context in a batch of so many requests."""
-        return splits_of(requests, self.kv_heads, self.longest, self.exact_tile)
+        return context_splits(requests, self.kv_heads, self.longest, self.exact_tile)
 
     def forward_extend(
         self,
@@ -132,7 +132,7 @@ class VerifyAttention(AttentionBackend):
             ValueError: the layer wants more of attention than a scale and a cap.
         """
         where = "verifications with --attention-backend triton"
-        require_plain(layer, kwargs, where, "use --attention-backend flashinfer, or --kv-mode full")
+        check_supported(layer, kwargs, where, "use --attention-backend flashinfer, or --kv-mode full")
         pool, shared = self.token_to_kv_pool, self.metadata
         if save_kv_cache:
             write_kv(pool, layer, forward_batch, k, v)

@@ -10,7 +10,7 @@ import torch
 from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend, fast_prefill_plan
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-from sglang_ext.layers.forward import pointers
+from sglang_ext.layers.forward import index_pointers
 
 
 class VerifyFlashInfer(FlashInferAttnBackend):
@@ -56,7 +56,7 @@ class VerifyFlashInfer(FlashInferAttnBackend):
             *args,
             **kwargs,
             qo_indptr_host=torch.arange(count + 1, dtype=torch.int32) * self._width,
-            kv_indptr_host=pointers(self._lengths),
+            kv_indptr_host=index_pointers(self._lengths),
             kv_lens_host=self._lengths,
             max_q_len=self._width,
             max_kv_len=int(self._lengths.max()),

@@ -20,7 +20,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_ext.core import SPECULATIVE_ALGORITHM
 from sglang_ext.layers import forward
-from sglang_ext.layers.forward import EvenVerify
+from sglang_ext.layers.forward import EvenVerifyInput
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class VerifyGraphs(DecodeCudaGraphRunner):
+class VerifyGraphRunner(DecodeCudaGraphRunner):
     """SGLang's graph runner, for verifications of ``width`` tokens a request."""
 
-    def get_spec_info(self, num_tokens: int) -> EvenVerify:
+    def get_spec_info(self, num_tokens: int) -> EvenVerifyInput:
         """The speculative input of a captured batch."""
-        return EvenVerify(self.captured_req_width)
+        return EvenVerifyInput(self.captured_req_width)
 
     @property
     def width(self) -> int:
@@ -48,13 +48,13 @@ class VerifyGraphs(DecodeCudaGraphRunner):
     def warm_up(self) -> None:
         """Replay each over slot 0, which no request owns."""
         for requests in self.capture_bs:
-            self.verify(*of_nobody(requests, self.width, self.model_runner.device))
+            self.verify(*dummy_batch(requests, self.width, self.model_runner.device))
 
-    def verify(self, batch: "ScheduleBatch", inputs: forward.Inputs) -> LogitsProcessorOutput:
+    def verify(self, batch: "ScheduleBatch", inputs: forward.ForwardInputs) -> LogitsProcessorOutput:
         """Replay over ``inputs``, of :attr:`width` tokens a request."""
-        batch_input = forward.base(batch, inputs)
+        batch_input = forward.decode_batch(batch, inputs)
         batch_input.forward_mode = ForwardMode.TARGET_VERIFY
-        batch_input.spec_info = EvenVerify(self.width)
+        batch_input.spec_info = EvenVerifyInput(self.width)
         batch_input.seq_lens = inputs.lengths - self.width
         batch_input.seq_lens_cpu = inputs.lengths_cpu - self.width
         batch_input.seq_lens_sum = int(batch_input.seq_lens_cpu.sum())
@@ -68,10 +68,10 @@ class VerifyGraphSet:
         graphs: by width, narrow ones first.
     """
 
-    def __init__(self, graphs: Sequence[VerifyGraphs]):
+    def __init__(self, graphs: Sequence[VerifyGraphRunner]):
         self.graphs = sorted(graphs, key=lambda graph: graph.width)
 
-    def fit(self, requests: int, width: int) -> VerifyGraphs | None:
+    def fit(self, requests: int, width: int) -> VerifyGraphRunner | None:
         """The narrowest for ``requests`` of ``width`` tokens each; None where they must run without a graph."""
         return next((g for g in self.graphs if g.width >= width and g.fits(requests)), None)
 
@@ -81,13 +81,13 @@ class VerifyGraphSet:
             graph.warm_up()
 
 
-def of_nobody(requests: int, width: int, device: torch.device | str) -> tuple[SimpleNamespace, forward.Inputs]:
+def dummy_batch(requests: int, width: int, device: torch.device | str) -> tuple[SimpleNamespace, forward.ForwardInputs]:
     """A batch of ``width`` tokens a request in slot 0, and what to forward: to have forwards run before requests come."""
     nobody = [SimpleNamespace(lora_id=None, rid="")] * requests
     batch = SimpleNamespace(reqs=nobody, spec_algorithm=None, sampling_info=None, return_hidden_states=False)
     zeros = torch.zeros(requests * width, dtype=torch.int64, device=device)
     lengths = torch.full((requests,), 1 + width, dtype=torch.int64)
-    inputs = forward.Inputs(
+    inputs = forward.ForwardInputs(
         tokens=zeros,
         positions=zeros,
         slots=zeros,
@@ -99,7 +99,7 @@ def of_nobody(requests: int, width: int, device: torch.device | str) -> tuple[Si
     return batch, inputs
 
 
-def capture(model_runner: "ModelRunner", width: int, verifier: AttentionBackend | None, most: int | None = None) -> VerifyGraphs:
+def capture(model_runner: "ModelRunner", width: int, verifier: AttentionBackend | None, most: int | None = None) -> VerifyGraphRunner:
     """Capture forwards of ``width`` tokens a request for SGLang's list of batch sizes.
 
     Args:
@@ -113,22 +113,22 @@ def capture(model_runner: "ModelRunner", width: int, verifier: AttentionBackend 
     logger.info("sglang-ext: capturing verifications of %s tokens a request with %s", width, name)
     with speculative(model_runner):
         sizes = get_batch_sizes_to_capture(model_runner, width)[0] if most is None else list(range(1, most + 1))
-        with _batch_sizes(model_runner, fitting(attention, sizes, width)):
+        with _batch_sizes(model_runner, capturable_sizes(attention, sizes, width)):
             make_room_for_logits(model_runner, max(get_batch_sizes_to_capture(model_runner, width)[0]) * width)
-            return VerifyGraphs(model_runner, attn_backend=attention, speculative_num_draft_tokens=width)
+            return VerifyGraphRunner(model_runner, attn_backend=attention, speculative_num_draft_tokens=width)
 
 
 def make_room_for_logits(model_runner: "ModelRunner", tokens: int) -> None:
     """Let graphs that are captured from now on find a buffer for the logits of so many tokens.
 
-    SGLang's has room for the most drafts of each request, of which few at once have as many (options.py:WIDE_REQUESTS).
+    SGLang's has room for the most drafts of each request, of which few at once have as many (options.py:MAX_WIDE_REQUESTS).
     """
     room = model_runner.graph_shared_output
     if room is None or room.max_rows < tokens:
         model_runner.graph_shared_output = GraphSharedOutput(device=model_runner.device, max_rows=tokens)
 
 
-def fitting(attention: AttentionBackend, sizes: list[int], width: int) -> list[int]:
+def capturable_sizes(attention: AttentionBackend, sizes: list[int], width: int) -> list[int]:
     """The batch sizes of which graphs can be captured, ``sizes`` but for those that are too large for what attends.
 
     Batches of more requests are verified without a graph.
@@ -177,9 +177,9 @@ def speculative(model_runner: "ModelRunner") -> Iterator[None]:
     try:
         yield
     finally:
-        plain(model_runner)
+        use_plain_decoding(model_runner)
 
 
-def plain(model_runner: "ModelRunner") -> None:
+def use_plain_decoding(model_runner: "ModelRunner") -> None:
     """Let SGLang take the target's runner for one that decodes one token a request."""
     model_runner.spec_algorithm = SpeculativeAlgorithm.NONE

@@ -5,12 +5,12 @@ import triton.language as tl
 
 
 @triton.jit
-def numbers_at(address, KIND: tl.constexpr):
+def pointer_at(address, KIND: tl.constexpr):
     """What begins at an address, a multiple of 16 bytes: else the compiler takes its numbers for scattered ones."""
     return tl.multiple_of(address.to(tl.pointer_type(KIND)), 16)
 
 
 @triton.jit
-def buffer_of(table, number, KIND: tl.constexpr):
+def buffer_pointer(table, number, KIND: tl.constexpr):
     """The buffer whose address is so many addresses behind the first of a table, a multiple of 16 bytes."""
-    return numbers_at(tl.load(table + number), KIND)
+    return pointer_at(tl.load(table + number), KIND)

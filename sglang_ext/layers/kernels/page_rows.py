@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.addresses import buffer_of
+from sglang_ext.layers.kernels.addresses import buffer_pointer
 
 # Words of 8 bytes of a program, and its warps.
 BLOCK, WARPS = 1024, 4
@@ -18,7 +18,7 @@ def _copy_rows(table, slots, rows, tokens, slot_words, row_words, COLUMNS: tl.co
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (token < tokens)[:, None] & (column < row_words)[None, :]
     slot = tl.load(slots + token, mask=token < tokens, other=0)
-    buffer = buffer_of(table, part, tl.int64)
+    buffer = buffer_pointer(table, part, tl.int64)
     far = buffer + (slot * slot_words)[:, None] + column[None, :]
     near = rows + ((part * tokens + token) * row_words)[:, None] + column[None, :]
     if GATHERS:
@@ -51,13 +51,13 @@ def scatter_rows(table: torch.Tensor, like: torch.Tensor, slots: torch.Tensor, r
     _launch(table, like, slots, rows, gathers=False)
 
 
-def in_words(like: torch.Tensor) -> bool:
+def has_whole_words(like: torch.Tensor) -> bool:
     """Whether these kernels take such buffers: a token's channels, and from one token to the next, are whole words."""
     return all(count * like.itemsize % WORD == 0 for count in (like.shape[1], like.stride(0)))
 
 
 def _launch(table: torch.Tensor, like: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, gathers: bool) -> None:
-    if not in_words(like):
+    if not has_whole_words(like):
         size = like.shape[1] * like.itemsize
         raise ValueError(f"tokens of {size} bytes, {like.stride(0) * like.itemsize} apart: kernels copy words of {WORD}; index them instead")
     if len(slots) == 0:

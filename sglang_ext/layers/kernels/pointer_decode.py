@@ -1,7 +1,7 @@
-"""Decode attention over rows that begin with pointers into full KV (slot_pointers.py), split over the context (flash decoding).
+"""Decode attention over rows that begin with pointers into full KV (pointers.py), split over the context (flash decoding).
 
 Programs of a request's first splits read the tokens to which a head's pointers lead, each as many steps of them; those of the others
-the steps that are left over, and the tokens after them. The kernel that joins them is flash_parts.py's.
+the steps that are left over, and the tokens after them. The kernel that joins them is flash_decoding.py's.
 """
 
 import torch
@@ -9,11 +9,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sglang_ext.layers.kernels.fitting import early_launch, launch_fitting, shape_name
-from sglang_ext.layers.kernels.flash_parts import Parts, exact_part, head_and_rows, scaled_queries, store_part, token_step
-from sglang_ext.layers.kernels.flash_tiles import MOST_ROWS, Tile, tiles
-from sglang_ext.layers.kernels.system_words import load_acquired_count
-from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, as_pointers
+from sglang_ext.layers.kernels.gpu_launch import pdl_options, launch_first_fitting, shape_name
+from sglang_ext.layers.kernels.flash_decoding import SplitOutputs, exact_split, head_and_rows, scaled_queries, store_split, token_step
+from sglang_ext.layers.kernels.decode_tile_sizes import MOST_ROWS, DecodeTile, tile_choices
+from sglang_ext.layers.kernels.system_memory import load_acquired_count
+from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, as_pointers
 
 # Tokens in a step, and steps that are loaded ahead.
 TOKENS, STAGES = 32, 3
@@ -117,7 +117,7 @@ def pointer_splits(
     else:
         if WAITS:
             gdc_wait()
-        best, total, acc = exact_part(
+        best, total, acc = exact_split(
             mine, my_keys, my_values, table, tl.cdiv(count, PER_SLOT), tl.load(lengths + request).to(tl.int32), split - PACKED,
             scaling, row, key_slot, value_slot, SPLITS - PACKED, GROUP, M, DIM, VALUE_DIM, PADDED_DIM, PADDED_VALUE_DIM, N, LIKE,
         )  # fmt: skip
@@ -129,7 +129,7 @@ def pointer_splits(
                 LIKE, AWAITS, False,
             )  # fmt: skip
     place = (head0 + row) * SPLITS + split
-    store_part(partial, lse, place, value_dim, value_dim < VALUE_DIM, best, total, acc, row, GROUP, VALUE_DIM)
+    store_split(partial, lse, place, value_dim, value_dim < VALUE_DIM, best, total, acc, row, GROUP, VALUE_DIM)
     if AWAITS:
         # What comes after this kernel must find that the one before has ended, too: programs that are launched last ask.
         if request == tl.num_programs(2) - 1:
@@ -137,7 +137,7 @@ def pointer_splits(
 
 
 def pointer_decode(
-    begins: PointerRows,
+    begins: PointerLayout,
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -171,15 +171,15 @@ def pointer_decode(
             all, would be overtaken; None where none was launched right before: then all is waited for, but for what is looked up.
     """
     requests, heads, dim = queries.shape
-    kv_heads, cells, parts = keys.shape[1], as_pointers(keys), Parts(queries, values.shape[2], splits)
-    group, queries, early = heads // kv_heads, queries.contiguous(), early_launch(keys)
+    kv_heads, cells, parts = keys.shape[1], as_pointers(keys), SplitOutputs(queries, values.shape[2], splits)
+    group, queries, early = heads // kv_heads, queries.contiguous(), pdl_options(keys)
 
-    def launch(tile: Tile) -> None:
-        pointer_splits[(parts.most, kv_heads * triton.cdiv(group, tile.rows), requests)](
+    def launch(tile: DecodeTile) -> None:
+        pointer_splits[(parts.num_splits, kv_heads * triton.cdiv(group, tile.rows), requests)](
             queries, keys, values, cells, arrived, token_table, token_table.stride(0), token_table.shape[1], rows, lengths, begins.counts,
             parts.partial, parts.lse, scaling, keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), cells.stride(0),
             cells.stride(1), HEADS=kv_heads, GROUP=group, M=tile.rows, DIM=dim, PADDED_DIM=triton.next_power_of_2(dim),
-            PER_SLOT=begins.form.per_slot, SPLITS=parts.most, N=tile.tokens, AWAITS=arrived is not None and early["EARLY"],
+            PER_SLOT=begins.layout.per_slot, SPLITS=parts.num_splits, N=tile.tokens, AWAITS=arrived is not None and early["EARLY"],
             num_stages=tile.stages, **parts.shape, **early,
         )  # fmt: skip
 
@@ -187,5 +187,5 @@ def pointer_decode(
         return f"attention over pointers with {shape_name(dim, group, keys.dtype)}"
 
     key = ("pointers", dim, values.shape[2], group, keys.dtype, keys.device)
-    launch_fitting(tiles(group, MOST_ROWS, TOKENS, STAGES), launch, key, what, "pass --kv-compressor snapkv")
-    return parts.joined()
+    launch_first_fitting(tile_choices(group, MOST_ROWS, TOKENS, STAGES), launch, key, what, "pass --kv-compressor snapkv")
+    return parts.merged_output()

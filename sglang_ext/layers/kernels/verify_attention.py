@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.fitting import launch_fitting, padded, shape_name
-from sglang_ext.layers.kernels.verify_sizes import EXACT, Blocks, Splits, Tokens, choices, groups
+from sglang_ext.layers.kernels.gpu_launch import launch_first_fitting, padded_size, shape_name
+from sglang_ext.layers.kernels.verify_tile_sizes import EXACT, VerifyTile, ContextSplits, VerifyTokens, tile_choices, request_groups
 
 
 @triton.jit
@@ -143,9 +143,9 @@ def verify_attention(
     values: torch.Tensor,
     out: torch.Tensor,
     token_table: torch.Tensor,
-    tokens: Tokens,
-    splits: Splits,
-    blocks: Blocks,
+    tokens: VerifyTokens,
+    splits: ContextSplits,
+    blocks: VerifyTile,
     buffers: tuple[torch.Tensor, torch.Tensor],
     scaling: float,
     cap: float = 0.0,
@@ -172,27 +172,27 @@ def verify_attention(
     from sglang.kernels.ops.attention.decode_attention import _decode_softmax_reducev_fwd
 
     partial, lse = buffers
-    group, most = queries.shape[1] // keys.shape[1], splits.most
-    fitting, dim = choices(blocks), keys.shape[2]
+    group, most = queries.shape[1] // keys.shape[1], splits.max_splits
+    fitting, dim = tile_choices(blocks), keys.shape[2]
     key = ("verify", blocks, dim, values.shape[2], group, bool(splits.tile), cap, keys.dtype, keys.device)
     remedy = "leave --enable-deterministic-inference out" if blocks == EXACT else "use --attention-backend flashinfer"
 
     def what() -> str:
         return f"verification with {shape_name(dim, group, keys.dtype)}"
 
-    for first, last, begin, end in groups(tokens.counts, len(partial)):
+    for first, last, begin, end in request_groups(tokens.counts, len(partial)):
 
-        def launch(tile: Blocks) -> None:
+        def launch(tile: VerifyTile) -> None:
             row_blocks = triton.cdiv(max(tokens.counts[first:last]) * group, tile.rows + tile.more_rows)
             _verify_attention[(row_blocks * most, keys.shape[1], last - first)](
                 queries, keys, values, partial, lse, token_table, tokens.rows, tokens.prefixes, tokens.starts, most, scaling,
                 queries.stride(0), queries.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
                 token_table.stride(0), partial.stride(0), partial.stride(1), partial.stride(2), first,
-                GROUP=group, KEY_DIM=dim, VALUE_DIM=values.shape[2], PADDED_DIM=padded(dim),
-                PADDED_VALUE_DIM=padded(values.shape[2]), ROW_BLOCKS=row_blocks, M=tile.rows, MORE=tile.more_rows,
+                GROUP=group, KEY_DIM=dim, VALUE_DIM=values.shape[2], PADDED_DIM=padded_size(dim),
+                PADDED_VALUE_DIM=padded_size(values.shape[2]), ROW_BLOCKS=row_blocks, M=tile.rows, MORE=tile.more_rows,
                 N=tile.tokens, SPLIT_TILE=splits.tile, CAP=cap, num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
 
-        launch_fitting(fitting, launch, key, what, remedy)
+        launch_first_fitting(fitting, launch, key, what, remedy)
         ends, parts = tokens.ends[begin : end + 1], tokens.parts[begin:end]
         _decode_softmax_reducev_fwd(partial, lse, queries[begin:end], out[begin:end], 1.0, values, ends, parts, most)

@@ -13,15 +13,15 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.addresses import buffer_of
-from sglang_ext.layers.kernels.fitting import halves, launch_fitting, padded, shape_name
+from sglang_ext.layers.kernels.addresses import buffer_pointer
+from sglang_ext.layers.kernels.gpu_launch import halvings, launch_first_fitting, padded_size, shape_name
 
 # Rows of queries at once; blocks of them in one program, whose code has each, and whose shared memory holds them all.
 LARGEST_ROWS, MOST_BLOCKS = 128, 4
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowTile:
     """Sizes of a program's work.
 
     Attributes:
@@ -41,12 +41,12 @@ class Rows:
 
 
 @lru_cache
-def row_choices(count: int) -> tuple[Rows, ...]:
+def row_tile_choices(count: int) -> tuple[RowTile, ...]:
     """How programs may share ``count`` rows: those with the fewest partial sums first, then those with smaller tiles."""
     most = min(LARGEST_ROWS, max(16, triton.next_power_of_2(count)))
     blocks = triton.cdiv(count, most)
     together = dict.fromkeys(share for share in (blocks, 2, 1) if share <= min(blocks, MOST_BLOCKS))
-    return *(Rows(most, share) for share in together), *(Rows(rows, stages=1) for rows in halves(most))
+    return *(RowTile(most, share) for share in together), *(RowTile(rows, stages=1) for rows in halvings(most))
 
 
 # Keys that are multiplied at once, and blocks of them that a program reads one after the other.
@@ -99,7 +99,7 @@ def _normalizers(
     chunk, chunks = tl.program_id(1), tl.num_programs(1)
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     q = _query_rows(queries, layer, head, row, window, GROUP, DIM, PADDED_DIM, HEADS)
-    keys = buffer_of(key_table, layer, like.dtype.element_ty) + head * key_head
+    keys = buffer_pointer(key_table, layer, like.dtype.element_ty) + head * key_head
     # Rows that pad see all keys.
     position = tl.load(positions + row // GROUP, mask=row < window * GROUP, other=tokens)
     oldest = tl.load(positions)
@@ -126,7 +126,7 @@ def _means(
 ):  # fmt: skip
     """What ROW_BLOCKS blocks of rows add to the mean attention to a chunk of keys."""
     layer, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
-    keys = buffer_of(key_table, layer, like.dtype.element_ty) + head * key_head
+    keys = buffer_pointer(key_table, layer, like.dtype.element_ty) + head * key_head
     row = tl.program_id(2) * ROW_BLOCKS * ROWS + tl.arange(0, ROWS)
     normalizers += tl.program_id(0) * window * GROUP
     scores += (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * tokens
@@ -176,23 +176,23 @@ def window_scores(
     group = query_heads // heads
     count, chunks = window * group, triton.cdiv(tokens, BLOCK * CHUNK_BLOCKS)
     shape = dict(
-        GROUP=group, DIM=dim, PADDED_DIM=padded(dim), HEADS=heads, BLOCK=BLOCK,
+        GROUP=group, DIM=dim, PADDED_DIM=padded_size(dim), HEADS=heads, BLOCK=BLOCK,
         CHUNK_BLOCKS=CHUNK_BLOCKS,
     )  # fmt: skip
     common = (queries.contiguous().to(like.dtype), key_table, slots, like)
     numbers = (positions, window, tokens, scaling * LOG2_E, like.stride(0), like.stride(1))
     largest = torch.empty(layers * heads, count, chunks, device=like.device)
     total = torch.empty_like(largest)
-    choices = row_choices(count)
+    choices = row_tile_choices(count)
 
-    def normalize(size: Rows) -> None:
+    def normalize(size: RowTile) -> None:
         grid = (layers * heads, chunks, triton.cdiv(count, size.rows))
         _normalizers[grid](*common, largest, total, *numbers, **shape, **size.options)
 
-    def launch(kernel: Callable[[Rows], None], *about: object) -> None:
+    def launch(kernel: Callable[[RowTile], None], *about: object) -> None:
         remedy = "pass --kv-compressor sink-recent, or --kv-mode full"
         key = (*about, choices[0], group, dim, like.dtype, like.device)
-        launch_fitting(
+        launch_first_fitting(
             choices, kernel, key, lambda: f"scoring by the newest queries with {shape_name(dim, group, like.dtype)}", remedy
         )
 
@@ -202,7 +202,7 @@ def window_scores(
     # Each choice adds in an order of its own, which is the same each time.
     scores = None
 
-    def mean(size: Rows) -> None:
+    def mean(size: RowTile) -> None:
         nonlocal scores
         parts = triton.cdiv(count, size.rows * size.blocks)
         scores = torch.empty(parts, layers, heads, tokens, device=like.device)

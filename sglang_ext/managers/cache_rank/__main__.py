@@ -9,8 +9,8 @@ import sys
 import torch
 import zmq
 
-from sglang_ext.managers.cache_rank.protocol import MOST_MESSAGE
-from sglang_ext.managers.cache_rank.rank import CacheRank
+from sglang_ext.managers.cache_rank.protocol import MAX_MESSAGE_BYTES
+from sglang_ext.managers.cache_rank.selection_server import SelectionServer
 
 # An inference rank that takes nothing for so long is gone, or as good as.
 SEND_MS = 10_000
@@ -33,7 +33,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(args.threads)
     socket = zmq.Context.instance().socket(zmq.DEALER)
-    socket.linger, socket.maxmsgsize, socket.sndtimeo = 0, MOST_MESSAGE, SEND_MS
+    socket.linger, socket.maxmsgsize, socket.sndtimeo = 0, MAX_MESSAGE_BYTES, SEND_MS
     socket.connect(args.endpoint)
     try:
         with torch.inference_mode():
@@ -43,12 +43,12 @@ def main() -> None:
         sys.exit(1)
 
 
-def _rank(socket: zmq.Socket, args: argparse.Namespace) -> CacheRank:
+def _rank(socket: zmq.Socket, args: argparse.Namespace) -> SelectionServer:
     if args.device is None:
-        return CacheRank(socket, args.memory, args.epoch)
-    from sglang_ext.managers.cache_rank.on_gpu.device_rank import DeviceRank
+        return SelectionServer(socket, args.memory, args.epoch)
+    from sglang_ext.managers.cache_rank.on_gpu.gpu_selection_server import GpuSelectionServer
 
-    return DeviceRank(socket, args.memory, args.epoch, torch.device(args.device))
+    return GpuSelectionServer(socket, args.memory, args.epoch, torch.device(args.device))
 
 
 if __name__ == "__main__":

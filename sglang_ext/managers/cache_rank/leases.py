@@ -3,7 +3,7 @@
 Requests with one beginning share the blocks that are full of its keys, by names of blocks. Where the host knows them these are the slots
 of SGLang's pool, which rows have in common that share a prefix in the tree: while one of them has a lease, its full KV is locked, and so is
 what those slots hold. Where full KV is given back, or moves, slots tell no block from others any more (:meth:`KeyLeases.leave_slots`).
-Beside a GPU they are the tokens up to a block's end (:func:`token_names`).
+Beside a GPU they are the tokens up to a block's end (:func:`block_hashes`).
 """
 
 from collections.abc import Callable, Sequence
@@ -13,9 +13,9 @@ import numpy
 import torch
 
 from sglang_ext.managers.cache_rank import protocol
-from sglang_ext.managers.cache_rank.link import RankLink
-from sglang_ext.managers.cache_rank.protocol import BLOCK, MOST_NAMED
-from sglang_ext.mem_cache.compressed.formats.rounding import chained
+from sglang_ext.managers.cache_rank.rank_link import RankLink
+from sglang_ext.managers.cache_rank.protocol import BLOCK, MAX_BLOCKS_PER_LEASE
+from sglang_ext.mem_cache.compressed.layouts.rounding import chained
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
 # What tells a whole block from others, by its place in a request; None for one that is nobody else's.
@@ -83,26 +83,26 @@ class KeyLeases:
 
         Raises:
             MemoryFull: all lanes are taken.
-            RankDown: the rank takes no messages.
+            RankUnavailable: the rank takes no messages.
         """
         if not self._lanes:
             raise MemoryFull("no-lane")
         lane = self._lanes.pop()
         lease = KeyLease(lane, sequence=self._sequences[lane])
-        self.link.say(protocol.Lease(lease.lane, 0, ()))
+        self.link.send_message(protocol.Lease(lease.lane, 0, ()))
         return lease
 
     def close(self, lease: KeyLease) -> None:
         """Its request is gone; what nobody else reads is free.
 
         Raises:
-            RankDown: the rank takes no messages.
+            RankUnavailable: the rank takes no messages.
         """
         self._lanes.append(lease.lane)
         self._sequences[lease.lane] = lease.sequence
         self._release(lease.blocks)
         lease.blocks = []
-        self.link.say(protocol.Free(lease.lane))
+        self.link.send_message(protocol.Free(lease.lane))
 
     def leave_slots(self, lease: KeyLease) -> None:
         """The slots from which a lease's blocks came may get other tokens: nobody finds the blocks by them any more."""
@@ -137,7 +137,7 @@ class KeyLeases:
 
         Raises:
             MemoryFull: there are too few blocks; nothing was sent.
-            RankDown: the rank takes no messages.
+            RankUnavailable: the rank takes no messages.
         """
         name = name or (lambda index: None if lease.alone else _key(slots, index))
         self._take_blocks(lease, len(slots), name)
@@ -150,11 +150,11 @@ class KeyLeases:
                 break
             (index, offset), first = divmod(lease.held, BLOCK), lease.held
             tokens = min(BLOCK - offset, len(slots) - first)
-            pieces.append(protocol.Piece(lease.blocks[index], offset, tokens, place))
-            puts.append(protocol.Placed(place, tokens, first))
+            pieces.append(protocol.KeyPiece(lease.blocks[index], offset, tokens, place))
+            puts.append(protocol.StagedTokens(place, tokens, first))
             lease.held += tokens
         if pieces:
-            self.link.say(protocol.Append(tuple(pieces), self.link.memory.put_keys(puts, self.buffers, slots)))
+            self.link.send_message(protocol.Append(tuple(pieces), self.link.memory.put_keys(puts, self.buffers, slots)))
             self.sent += sum(piece.tokens for piece in pieces)
             for piece, put in zip(pieces, puts):
                 if piece.offset + piece.tokens == BLOCK:
@@ -203,8 +203,8 @@ class KeyLeases:
         for block in blocks:
             self._readers[block] += 1
         lease.blocks += blocks
-        for at in range(0, len(blocks), MOST_NAMED):
-            self.link.say(protocol.Lease(lease.lane, first + at, tuple(blocks[at : at + MOST_NAMED])))
+        for at in range(0, len(blocks), MAX_BLOCKS_PER_LEASE):
+            self.link.send_message(protocol.Lease(lease.lane, first + at, tuple(blocks[at : at + MAX_BLOCKS_PER_LEASE])))
 
     def _name(self, block: int, named: bytes | None) -> None:
         """Let others find a block whose keys were sent, where nobody finds another by its name."""
@@ -217,7 +217,7 @@ def _key(slots: torch.Tensor, index: int) -> bytes:
     return index.to_bytes(4, "little") + slots[index * BLOCK : (index + 1) * BLOCK].numpy().tobytes()
 
 
-def token_names(namespace: str, tokens: Sequence[int]) -> list[bytes]:
+def block_hashes(namespace: str, tokens: Sequence[int]) -> list[bytes]:
     """Of the whole blocks of a context, each a hash of all tokens up to its end.
 
     Args:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from sglang_ext.managers.cache_rank.protocol import MOST_MESSAGE, Shape
+from sglang_ext.managers.cache_rank.protocol import MAX_MESSAGE_BYTES, BufferShape
 from sglang_ext.managers.cache_rank.shared_memory import SharedMemory, allocate, map_memory
 
 if TYPE_CHECKING:
-    from sglang_ext.managers.cache_rank.on_gpu.arena import Arena
+    from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import ExchangeBuffer
 
 # Messages that wait for a process that takes none; then sending fails at once.
 QUEUED = 4096
@@ -36,14 +36,14 @@ class RankProcess:
         OSError: the system has no memory, or no process.
     """
 
-    def __init__(self, shape: Shape, epoch: int, threads: int, arena: "Arena | None" = None):
+    def __init__(self, shape: BufferShape, epoch: int, threads: int, arena: "ExchangeBuffer | None" = None):
         self._folder = tempfile.TemporaryDirectory(prefix="sglang-ext-cache-rank-")  # mode 700
         descriptor = allocate(shape) if arena is None else arena.begin(epoch)
         try:
-            self.memory: SharedMemory | Arena = map_memory(shape, descriptor) if arena is None else arena
+            self.memory: SharedMemory | ExchangeBuffer = map_memory(shape, descriptor) if arena is None else arena
             self.socket = zmq.Context.instance().socket(zmq.DEALER)
             self.socket.set_hwm(QUEUED)
-            self.socket.linger, self.socket.maxmsgsize = 0, MOST_MESSAGE
+            self.socket.linger, self.socket.maxmsgsize = 0, MAX_MESSAGE_BYTES
             endpoint = f"ipc://{Path(self._folder.name, 'socket')}"
             self._bind(endpoint)
             self._process = self._start(endpoint, descriptor, epoch, threads, None if arena is None else arena.rank_device)

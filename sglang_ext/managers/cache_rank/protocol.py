@@ -11,24 +11,24 @@ import msgspec
 from msgspec import Meta, Struct
 
 VERSION = 8
-MOST_MESSAGE = 1 << 20
+MAX_MESSAGE_BYTES = 1 << 20
 # Tokens of a block of keys, and of values: the unit in which they travel, are held, and are shared.
 BLOCK = 64
-MOST_LANES, MOST_LAYERS, MOST_BLOCKS, MOST_PLACES = 1 << 12, 1 << 12, 1 << 22, 1 << 12
+MAX_LANES, MAX_LAYERS, MOST_BLOCKS, MAX_PLACES = 1 << 12, 1 << 12, 1 << 22, 1 << 12
 # Queries by which tokens are chosen, at most.
 MOST_WINDOW = 64
 # Blocks that one message names.
-MOST_NAMED = 1 << 14
+MAX_BLOCKS_PER_LEASE = 1 << 14
 # Characters of the reason of a refusal.
-MOST_REASON = 2048
+MAX_REASON_CHARS = 2048
 
 # Of a word of 64 bits in an arena those of a number, which a server that runs for years does not use up; the others are the epoch's.
 NUMBER_BITS = 40
 
 Epoch = Annotated[int, Meta(ge=1, lt=1 << (63 - NUMBER_BITS))]
-Lane = Annotated[int, Meta(ge=0, lt=MOST_LANES)]
-LayerIndex = Annotated[int, Meta(ge=0, lt=MOST_LAYERS)]
-LayerCount = Annotated[int, Meta(ge=1, le=MOST_LAYERS)]
+Lane = Annotated[int, Meta(ge=0, lt=MAX_LANES)]
+LayerIndex = Annotated[int, Meta(ge=0, lt=MAX_LAYERS)]
+LayerCount = Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
 Block = Annotated[int, Meta(ge=0, lt=MOST_BLOCKS)]
 Sequence = Annotated[int, Meta(ge=1, lt=1 << 62)]
 Position = Annotated[int, Meta(ge=0, le=1 << 31)]
@@ -40,11 +40,11 @@ class ProtocolError(ValueError):
     """Bytes that are no message of this version."""
 
 
-class Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class RankMessage(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What all messages are."""
 
 
-class Shape(Message):
+class BufferShape(RankMessage):
     """Sizes of what lies in shared memory, of one rank.
 
     Attributes:
@@ -64,21 +64,21 @@ class Shape(Message):
     dim: Size
     dtype: Annotated[str, Meta(pattern="^(float32|float16|bfloat16)$")]
     window: Annotated[int, Meta(ge=1, le=MOST_WINDOW)]
-    lanes: Annotated[int, Meta(ge=1, le=MOST_LANES)]
+    lanes: Annotated[int, Meta(ge=1, le=MAX_LANES)]
     most: Annotated[int, Meta(ge=1, le=1 << 24)]
-    places: Annotated[int, Meta(ge=1, le=MOST_PLACES)]
+    places: Annotated[int, Meta(ge=1, le=MAX_PLACES)]
     rows: bool = False
     fresh: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
 
 
-class Turning(Message):
+class RotaryParameters(RankMessage):
     """The model's rotary embedding: frequencies of the pairs, radians a token, and whether entries of a pair are neighbours."""
 
     frequencies: Annotated[tuple[float, ...], Meta(max_length=1 << 12)]
     interleaved: bool
 
 
-class Attach(Message, tag="attach"):
+class Attach(RankMessage, tag="attach"):
     """The first message to a cache rank: what it serves.
 
     Attributes:
@@ -90,47 +90,47 @@ class Attach(Message, tag="attach"):
         sinks, recent: first and newest tokens that are chosen in any case.
         turning: the rotary embedding.
         bits: in which it holds the keys that it scores; 16: as they are.
-        arena: CUDA IPC handle of the memory of the inference rank's GPU that both map (on_gpu/arena.py); empty where there is none.
+        arena: CUDA IPC handle of the memory of the inference rank's GPU that both map (on_gpu/exchange_buffer.py); empty where there is none.
         apart: whether that GPU is another one than the cache rank's, which may wait there then.
     """
 
     version: int
     epoch: Epoch
-    shape: Shape
+    shape: BufferShape
     blocks: Annotated[int, Meta(ge=1, le=MOST_BLOCKS)]
-    scaling: Annotated[tuple[float, ...], Meta(min_length=1, max_length=MOST_LAYERS)]
+    scaling: Annotated[tuple[float, ...], Meta(min_length=1, max_length=MAX_LAYERS)]
     predictor: Annotated[str, Meta(max_length=64)]
     sinks: Annotated[int, Meta(ge=0, le=1 << 16)]
     recent: Annotated[int, Meta(ge=0, le=1 << 16)]
-    turning: Turning
+    turning: RotaryParameters
     bits: Literal[16, 8, 4] = 16
     arena: Annotated[bytes, Meta(max_length=64)] = b""
     apart: bool = False
 
-    def of_epoch(self, epoch: int) -> "Attach":
+    def with_epoch(self, epoch: int) -> "Attach":
         """The same for another process."""
         return msgspec.structs.replace(self, epoch=epoch)
 
 
-class Lease(Message, tag="lease"):
+class Lease(RankMessage, tag="lease"):
     """The request in a lane has these blocks, in the order of its tokens, from its block ``first`` on; 0 begins a request."""
 
     lane: Lane
     first: Block
-    blocks: Annotated[tuple[Block, ...], Meta(max_length=MOST_NAMED)]
+    blocks: Annotated[tuple[Block, ...], Meta(max_length=MAX_BLOCKS_PER_LEASE)]
 
 
-class Piece(Message):
+class KeyPiece(RankMessage):
     """Keys of ``tokens`` tokens of a block, its token ``offset`` and those after it, in ``place`` of shared memory; with
-    :attr:`Shape.rows` their values, too."""
+    :attr:`BufferShape.rows` their values, too."""
 
     block: Block
     offset: Annotated[int, Meta(ge=0, lt=BLOCK)]
     tokens: Annotated[int, Meta(ge=1, le=BLOCK)]
-    place: Annotated[int, Meta(ge=0, lt=MOST_PLACES)]
+    place: Annotated[int, Meta(ge=0, lt=MAX_PLACES)]
 
 
-class Placed(NamedTuple):
+class StagedTokens(NamedTuple):
     """Tokens of one place of shared memory as they are written or read: the place, how many, and where the first of them comes from, or goes."""
 
     place: int
@@ -138,19 +138,19 @@ class Placed(NamedTuple):
     first: int
 
 
-class Append(Message, tag="append"):
-    """Keys lie in shared memory; in an arena once so much is written there as ``number`` says (on_gpu/arena.py)."""
+class Append(RankMessage, tag="append"):
+    """Keys lie in shared memory; in an arena once so much is written there as ``number`` says (on_gpu/exchange_buffer.py)."""
 
-    pieces: Annotated[tuple[Piece, ...], Meta(min_length=1, max_length=MOST_PLACES)]
+    pieces: Annotated[tuple[KeyPiece, ...], Meta(min_length=1, max_length=MAX_PLACES)]
     number: Written = 0
 
 
-class Ask(Message, tag="ask"):
+class SelectionRequest(RankMessage, tag="ask"):
     """A step of a request left queries of layers ``first`` to ``first + count``: choose its tokens for the next.
 
-    With :attr:`Shape.rows` the positions whose rows the copy holds lie beside the queries: the rank answers with the rows of what it chose
+    With :attr:`BufferShape.rows` the positions whose rows the copy holds lie beside the queries: the rank answers with the rows of what it chose
     beyond these. So it need not know which of its answers were taken: one that came late, or never was looked at, is in no later base.
-    Such a rank has one question of a pack at a time, and writes to a place when that is asked for alone. In an arena (on_gpu/arena.py) a
+    Such a rank has one question of a pack at a time, and writes to a place when that is asked for alone. In an arena (on_gpu/exchange_buffer.py) a
     question that was not answered in time is followed by the next, and no answer but the newest question's is taken.
 
     Attributes:
@@ -173,37 +173,37 @@ class Ask(Message, tag="ask"):
     positions: Annotated[tuple[Position, ...], Meta(min_length=1, max_length=MOST_WINDOW)]
     ahead: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
     number: Written = 0
-    together: Annotated[int, Meta(ge=1, le=MOST_LANES)] = 1
+    together: Annotated[int, Meta(ge=1, le=MAX_LANES)] = 1
 
 
-class Free(Message, tag="free"):
+class Free(RankMessage, tag="free"):
     """The request in a lane is gone."""
 
     lane: Lane
 
 
-class Ping(Message, tag="ping"):
+class RankPing(RankMessage, tag="ping"):
     """Answer at once."""
 
     number: Sequence
 
 
-class Attached(Message, tag="attached"):
+class Attached(RankMessage, tag="attached"):
     """The rank is ready; ``layer_seconds``: choosing among :data:`~.rank.PROBED` tokens takes so long a layer."""
 
     epoch: Epoch
     layer_seconds: Annotated[float, Meta(ge=0)]
 
 
-class Refused(Message, tag="refused"):
+class AttachRefused(RankMessage, tag="refused"):
     """The rank cannot serve what it was told, and ends."""
 
     epoch: Epoch
-    reason: Annotated[str, Meta(max_length=MOST_REASON)]
+    reason: Annotated[str, Meta(max_length=MAX_REASON_CHARS)]
 
 
-class Answer(Message, tag="answer"):
-    """What became of an :class:`Ask`: tokens lie in shared memory, or a newer one came before it was looked at.
+class SelectionReply(RankMessage, tag="answer"):
+    """What became of an :class:`SelectionRequest`: tokens lie in shared memory, or a newer one came before it was looked at.
 
     Attributes:
         epoch: of the process.
@@ -222,25 +222,25 @@ class Answer(Message, tag="answer"):
     chosen: bool
     seconds: Annotated[float, Meta(ge=0)]
     at: Annotated[float, Meta(ge=0)] = 0.0
-    together: Annotated[int, Meta(ge=1, le=MOST_LANES)] = 1
+    together: Annotated[int, Meta(ge=1, le=MAX_LANES)] = 1
 
 
-class Taken(Message, tag="taken"):
+class PlacesFreed(RankMessage, tag="taken"):
     """Keys in these places of shared memory were copied: the places are free."""
 
     epoch: Epoch
-    places: Annotated[tuple[Annotated[int, Meta(ge=0, lt=MOST_PLACES)], ...], Meta(min_length=1, max_length=MOST_PLACES)]
+    places: Annotated[tuple[Annotated[int, Meta(ge=0, lt=MAX_PLACES)], ...], Meta(min_length=1, max_length=MAX_PLACES)]
 
 
-class Beat(Message, tag="beat"):
+class Heartbeat(RankMessage, tag="beat"):
     """A sign of life; with what number it was asked for, 0 for nobody."""
 
     epoch: Epoch
     number: Annotated[int, Meta(ge=0, lt=1 << 62)] = 0
 
 
-ToRank = Attach | Lease | Append | Ask | Free | Ping
-FromRank = Attached | Refused | Answer | Taken | Beat
+ToRank = Attach | Lease | Append | SelectionRequest | Free | RankPing
+FromRank = Attached | AttachRefused | SelectionReply | PlacesFreed | Heartbeat
 
 _encoder = msgspec.msgpack.Encoder()
 _to_rank, _from_rank = msgspec.msgpack.Decoder(ToRank), msgspec.msgpack.Decoder(FromRank)
@@ -270,8 +270,8 @@ def decode_from_rank(frame: bytes) -> FromRank:
 
 
 def _decode(decoder: msgspec.msgpack.Decoder, frame: bytes) -> ToRank | FromRank:
-    if len(frame) > MOST_MESSAGE:
-        raise ProtocolError(f"a message has {len(frame)} bytes, of {MOST_MESSAGE} at most")
+    if len(frame) > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"a message has {len(frame)} bytes, of {MAX_MESSAGE_BYTES} at most")
     try:
         return decoder.decode(frame)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

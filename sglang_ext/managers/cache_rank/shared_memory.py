@@ -5,7 +5,7 @@ process leaves nothing behind, and none of an earlier epoch can write here. Each
 chosen tokens, by the parity of the question's sequence number: one is read while the other is written. A place is written again only once
 the question before it in that place was answered.
 
-The twin on GPUs of this layout is an arena on the device that is mapped over CUDA IPC (on_gpu/arena.py).
+The twin on GPUs of this layout is an arena on the device that is mapped over CUDA IPC (on_gpu/exchange_buffer.py).
 """
 
 import mmap
@@ -16,7 +16,7 @@ from math import prod
 
 import torch
 
-from sglang_ext.managers.cache_rank.protocol import BLOCK, Placed, Shape
+from sglang_ext.managers.cache_rank.protocol import BLOCK, StagedTokens, BufferShape
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
 # What the head of an answer says, int64 each.
@@ -24,13 +24,13 @@ EPOCH, SEQUENCE, COVERED, KEPT = range(4)
 ALIGNED = 64
 
 
-class StaleAnswer(Exception):
+class StaleSelection(Exception):
     """What lies in shared memory is no answer to the question that it is read for; says what differs."""
 
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """Views of mapped memory; both sides make them of the same :class:`~.protocol.Shape`.
+    """Views of mapped memory; both sides make them of the same :class:`~.protocol.BufferShape`.
 
     Attributes:
         shape: its sizes.
@@ -38,13 +38,13 @@ class SharedMemory:
         keys: [places, layers, block, kv_heads, dim].
         heads: int64 [lanes, 2, layers, 4], of answers: epoch, sequence, covered tokens, kept tokens.
         chosen: int32 [lanes, 2, layers, kv_heads * most], of which the first ``kv_heads * kept`` are an answer, by head.
-        values: as ``keys``. This and the following are empty without :attr:`~.protocol.Shape.rows`.
+        values: as ``keys``. This and the following are empty without :attr:`~.protocol.BufferShape.rows`.
         held: int32, like ``chosen``: of a question, positions whose rows the copy holds.
         fresh: bool, like ``chosen``: of an answer, which positions the copy does not hold.
         row_keys, row_values: [lanes, 2, layers, kv_heads, most, dim], K and V of these, each at the place of its position.
     """
 
-    shape: Shape
+    shape: BufferShape
     queries: torch.Tensor
     keys: torch.Tensor
     heads: torch.Tensor
@@ -56,8 +56,8 @@ class SharedMemory:
     row_values: torch.Tensor
 
     @classmethod
-    def of(cls, shape: Shape, mapped: mmap.mmap) -> "SharedMemory":
-        """Of memory of :func:`size_of` bytes."""
+    def from_mmap(cls, shape: BufferShape, mapped: mmap.mmap) -> "SharedMemory":
+        """Of memory of :func:`shared_memory_bytes` bytes."""
         parts, begin = [], 0
         for sizes, dtype in _parts(shape):
             count = prod(sizes)
@@ -75,32 +75,32 @@ class SharedMemory:
         """Read them: a view, [pack layers, count, query_heads, dim]."""
         return self.queries[lane, sequence % 2, layers, :count]
 
-    def put_keys(self, puts: Sequence[Placed], buffers: KVBuffers, slots: torch.Tensor) -> int:
+    def put_keys(self, puts: Sequence[StagedTokens], buffers: KVBuffers, slots: torch.Tensor) -> int:
         """Write the keys of tokens in ``slots``, int64 [tokens], and their values where these travel, to places, each from its first of
         ``slots`` on; 0, as a message that comes after is the barrier."""
         for travels, of_layers in [(self.keys, buffers.keys), (self.values, buffers.values)][: 1 + self.shape.rows]:
-            put_tokens(puts, of_layers, slots, travels)
+            copy_tokens(puts, of_layers, slots, travels)
         return 0
 
-    def put_chosen(self, epoch: int, lane: int, sequence: int, first: int, covered: int, kept: torch.Tensor) -> None:
+    def put_selection(self, epoch: int, lane: int, sequence: int, first: int, covered: int, kept: torch.Tensor) -> None:
         """Write an answer, int64 [pack layers, kv_heads, kept]; its head last."""
         layers, count = slice(first, first + len(kept)), kept.shape[-1]
         self._by_head(self.chosen, lane, sequence, layers, count).copy_(kept)
         head = torch.tensor([epoch, sequence, covered, count])
         self.heads[lane, sequence % 2, layers] = head
 
-    def get_chosen(self, epoch: int, lane: int, sequence: int, layers: slice, covered: int, kept: int) -> torch.Tensor:
+    def get_selection(self, epoch: int, lane: int, sequence: int, layers: slice, covered: int, kept: int) -> torch.Tensor:
         """Read an answer, and copy it: int64 [pack layers, kv_heads, kept], positions below ``covered``, ascending.
 
         Raises:
-            StaleAnswer: it is of another epoch or question, or leads elsewhere.
+            StaleSelection: it is of another epoch or question, or leads elsewhere.
         """
         expected, heads = [epoch, sequence, covered, kept], self.heads[lane, sequence % 2, layers]
         if wrong := [head for head in heads.tolist() if head != expected]:
-            raise StaleAnswer(f"epoch, sequence, covered and kept tokens are {wrong[0]}, and {expected} were asked for")
+            raise StaleSelection(f"epoch, sequence, covered and kept tokens are {wrong[0]}, and {expected} were asked for")
         found = self._by_head(self.chosen, lane, sequence, layers, kept).long()
         if not bool((found[..., 0] >= 0).all() & (found[..., -1] < covered).all() & (found.diff(dim=-1) > 0).all()):
-            raise StaleAnswer(f"positions are not ascending from 0 to below {covered}")
+            raise StaleSelection(f"positions are not ascending from 0 to below {covered}")
         return found
 
     def put_held(self, lane: int, sequence: int, first: int, held: torch.Tensor) -> None:
@@ -129,7 +129,7 @@ class SharedMemory:
         return self.row_keys[lane, sequence % 2], self.row_values[lane, sequence % 2]
 
 
-def put_tokens(puts: Sequence[Placed], of_layers: Sequence[torch.Tensor], slots: torch.Tensor, places: torch.Tensor) -> None:
+def copy_tokens(puts: Sequence[StagedTokens], of_layers: Sequence[torch.Tensor], slots: torch.Tensor, places: torch.Tensor) -> None:
     """Copy tokens in ``slots``, int64 [tokens], of each layer's buffer, [slots, kv_heads, dim], to places, [places, layers, block, kv_heads, dim],
     each from its first of ``slots`` on."""
     for place, tokens, first in puts:
@@ -137,35 +137,35 @@ def put_tokens(puts: Sequence[Placed], of_layers: Sequence[torch.Tensor], slots:
             torch.index_select(of_layer, 0, slots[first : first + tokens], out=into[:tokens])
 
 
-def size_of(shape: Shape) -> int:
+def shared_memory_bytes(shape: BufferShape) -> int:
     """Bytes of the memory; of pages that nobody wrote to none is taken."""
     return sum(_aligned(prod(sizes) * dtype.itemsize) for sizes, dtype in _parts(shape))
 
 
-def allocate(shape: Shape) -> int:
+def allocate(shape: BufferShape) -> int:
     """A descriptor of new memory, which others get by inheriting it; its owner closes it.
 
     Raises:
         OSError: the system has none.
     """
     descriptor = os.memfd_create("kv-cache-rank", os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, size_of(shape))
+    os.ftruncate(descriptor, shared_memory_bytes(shape))
     return descriptor
 
 
-def map_memory(shape: Shape, descriptor: int) -> SharedMemory:
+def map_memory(shape: BufferShape, descriptor: int) -> SharedMemory:
     """Views of the memory behind a descriptor, which may be closed afterwards.
 
     Raises:
         ValueError: it is of another size.
     """
-    size, found = size_of(shape), os.fstat(descriptor).st_size
+    size, found = shared_memory_bytes(shape), os.fstat(descriptor).st_size
     if size != found:
         raise ValueError(f"shared memory has {found} bytes, and this shape {size}: both sides must be of one version of sglang-ext")
-    return SharedMemory.of(shape, mmap.mmap(descriptor, size))
+    return SharedMemory.from_mmap(shape, mmap.mmap(descriptor, size))
 
 
-def _parts(shape: Shape) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def _parts(shape: BufferShape) -> list[tuple[tuple[int, ...], torch.dtype]]:
     dtype = getattr(torch, shape.dtype)
     by_lane, places = (shape.lanes, 2, shape.layers), (shape.places, shape.layers, BLOCK, shape.kv_heads, shape.dim)
     chosen, rows = (*by_lane, shape.kv_heads * shape.most), (*by_lane, shape.kv_heads, shape.most, shape.dim)

@@ -1,6 +1,6 @@
 """When each pack of layers of a step was reached, asked for, chosen and written: a file for benchmarks (``--kv-bench-timeline``).
 
-Times are of ``time.monotonic``, which all processes of a machine share. A line is one :class:`Event` in JSON.
+Times are of ``time.monotonic``, which all processes of a machine share. A line is one :class:`PackEvent` in JSON.
 """
 
 import time
@@ -10,10 +10,10 @@ from typing import Literal
 
 import msgspec
 
-Kind = Literal["reached", "written", "asked", "chosen", "missed"]
+PackEventKind = Literal["reached", "written", "asked", "chosen", "missed"]
 
 
-class Event(msgspec.Struct, frozen=True, omit_defaults=True):
+class PackEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     """What became of a pack of layers.
 
     Attributes:
@@ -29,7 +29,7 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
             lead to, as a rank without this process's full KV would have to send them; in mode lossy of those that one has sent.
     """
 
-    kind: Kind
+    kind: PackEventKind
     at: float
     first: int
     count: int
@@ -49,17 +49,17 @@ class PackTimeline:
     def __init__(self, file: str | Path) -> None:
         self._file = Path(file).open("ab", buffering=0)
 
-    def note(
-        self, kind: Kind, pack: tuple[int, int], lane: int = -1, sequence: int = 0, at: float | None = None, seconds: float = 0.0,
+    def add_event(
+        self, kind: PackEventKind, pack: tuple[int, int], lane: int = -1, sequence: int = 0, at: float | None = None, seconds: float = 0.0,
         size: int = 0,
     ) -> None:  # fmt: skip
         """Append an event, of now unless told."""
-        event = Event(kind, time.monotonic() if at is None else at, *pack, lane, sequence, seconds, size)
+        event = PackEvent(kind, time.monotonic() if at is None else at, *pack, lane, sequence, seconds, size)
         self._file.write(msgspec.json.encode(event) + b"\n")
 
 
-def read(file: Path) -> Iterator[Event]:
+def read(file: Path) -> Iterator[PackEvent]:
     """All events of a file, in the order in which they were written; a last line that is not whole is left out."""
     for line in file.read_bytes().splitlines(keepends=True) if file.exists() else []:
         if line.endswith(b"\n"):
-            yield msgspec.json.decode(line, type=Event)
+            yield msgspec.json.decode(line, type=PackEvent)

@@ -4,7 +4,7 @@ All requests of a batch have the same draft length: the one with the most tokens
 times). If a draft token is accepted with probability ``p``, a round of ``x`` drafts gives ``(1 - p^(x+1)) / (1 - p)`` tokens on average.
 Length 0 is plain decoding on the full KV.
 
-A cost model (round_costs.py) predicts times, also at loads that were not measured. While drafting pays, plain steps are rarely measured.
+A cost model (cost_model.py) predicts times, also at loads that were not measured. While drafting pays, plain steps are rarely measured.
 While it does not pay, the batch decodes plainly, and now and then runs a *probe*: a short round with drafts, which measures drafting
 again. Probes lose at most :data:`PROBE_SHARE` of the time.
 """
@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from sglang_ext.managers.spec_decode.round_costs import Load, RoundCosts, Spent
+from sglang_ext.managers.spec_decode.cost_model import BatchLoad, RoundCosts, RoundTimes
 
 # Times are noisy, and compression takes time. So another length replaces the last choice only if its rate is HYSTERESIS times as high, and
 # a draft length replaces plain decoding only if its rate is MIN_GAIN times as high.
@@ -43,7 +43,7 @@ def expected_tokens(probability: np.ndarray | float, drafts: np.ndarray | int) -
 
 
 @dataclass(frozen=True)
-class FixedLength:
+class FixedDraftLength:
     """The draft length of ``--kv-draft-length N``.
 
     Attributes:
@@ -53,11 +53,11 @@ class FixedLength:
     drafts: int
     predicted_gain: ClassVar[None] = None
 
-    def choose(self, costs: RoundCosts, load: Load, probabilities: Sequence[float]) -> int:
+    def choose(self, costs: RoundCosts, load: BatchLoad, probabilities: Sequence[float]) -> int:
         """Return the fixed length."""
         return self.drafts
 
-    def observe(self, spent: Spent) -> None:
+    def observe(self, spent: RoundTimes) -> None:
         """Ignore the times of a round."""
 
 
@@ -81,7 +81,7 @@ class DraftLength:
     # Seconds that probes may lose now. The first probe may run at once.
     _allowance: float = float("inf")
 
-    def choose(self, costs: RoundCosts, load: Load, probabilities: Sequence[float]) -> int:
+    def choose(self, costs: RoundCosts, load: BatchLoad, probabilities: Sequence[float]) -> int:
         """Return the draft length of the next round; 0 for plain decoding.
 
         Args:
@@ -100,12 +100,12 @@ class DraftLength:
         # A probe has the short length that loses least.
         least, most = (min(each, self.longest) for each in PROBE_DRAFTS)
         probe = least + int(rates[least : most + 1].argmax())
-        loss = costs.copying_seconds(load) + seconds[probe] * (1 - rates[probe] / rates[0])
+        loss = costs.compressing_seconds(load) + seconds[probe] * (1 - rates[probe] / rates[0])
         return probe if self._spend(max(0.0, loss)) else 0
 
-    def observe(self, spent: Spent) -> None:
+    def observe(self, spent: RoundTimes) -> None:
         """Record the seconds of a round."""
-        self._allowance += PROBE_SHARE * (spent.copying + spent.whole)
+        self._allowance += PROBE_SHARE * (spent.compressing + spent.whole)
         self._since_plain = self._since_plain + spent.drafts if spent.drafts else 0
 
     def _best(self, rates: np.ndarray) -> int:
@@ -115,7 +115,7 @@ class DraftLength:
             last = 0
         return last if (HYSTERESIS if last else MIN_GAIN) * rates[last] > rates[best] else best
 
-    def _plain_is_due(self, costs: RoundCosts, load: Load) -> bool:
+    def _plain_is_due(self, costs: RoundCosts, load: BatchLoad) -> bool:
         """Whether to measure a plain step although drafting pays: none was measured for long, or none near this load."""
         if self._since_plain >= PLAIN_AFTER:
             self._since_plain = 0

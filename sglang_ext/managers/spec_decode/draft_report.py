@@ -1,7 +1,7 @@
 """Reports what drafting gains: one log line a minute, and metrics.
 
 The gain compares measured rounds with plain decoding: the time that plain steps would have taken for the same tokens, over the time of the
-rounds. The cost model (round_costs.py) predicts the time of plain steps, from plain steps that it measured near the load.
+rounds. The cost model (cost_model.py) predicts the time of plain steps, from plain steps that it measured near the load.
 """
 
 import logging
@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING
 
 from sglang_ext.core import FALLBACK_REASONS, SLOWER
 from sglang_ext.managers.metrics import KVMetrics
-from sglang_ext.managers.spec_decode.round_costs import Load, RoundCosts
+from sglang_ext.managers.spec_decode.cost_model import BatchLoad, RoundCosts
 
 if TYPE_CHECKING:
-    from sglang_ext.managers.spec_decode.draft_length import DraftLength, FixedLength
-    from sglang_ext.managers.spec_decode.round import Round
+    from sglang_ext.managers.spec_decode.draft_length import DraftLength, FixedDraftLength
+    from sglang_ext.managers.spec_decode.planner import RoundPlan
 
 logger = logging.getLogger(__name__)
 
 # Seconds between two log lines.
-INTERVAL = 60.0
+LOG_INTERVAL_SECONDS = 60.0
 # A gain is reported at a load that is at most this number of doublings from a measured plain step.
-NEAR = 1.0
+MAX_LOAD_DISTANCE = 1.0
 # Fallback reasons in words, for the log.
 REASON_WORDS = {
     "short-context": "contexts are too short to compress",
@@ -41,7 +41,7 @@ REASON_WORDS = {
 
 
 @dataclass
-class Totals:
+class DraftTotals:
     """Sums over some rounds.
 
     Attributes:
@@ -100,47 +100,47 @@ class DraftReport:
         totals: of the rounds since the last log line.
     """
 
-    lengths: "DraftLength | FixedLength"
+    lengths: "DraftLength | FixedDraftLength"
     costs: RoundCosts
     metrics: KVMetrics
     first: bool = True
     chooses_interval: bool = False
     clock: Callable[[], float] = time.monotonic
-    totals: Totals = field(default_factory=Totals)
-    _before: Totals = field(default_factory=Totals)
+    totals: DraftTotals = field(default_factory=DraftTotals)
+    _before: DraftTotals = field(default_factory=DraftTotals)
     _since: float | None = None
 
-    def timed(self, round_: "Round", seconds: float) -> None:
+    def add_seconds(self, plan: "RoundPlan", seconds: float) -> None:
         """Record the seconds of a round."""
-        if round_.drafts and self._is_measured(Load.of(round_.lengths)):
+        if plan.num_draft_steps and self._is_measured(BatchLoad.of(plan.lengths)):
             self.totals.seconds += seconds
 
-    def verified(self, offered: int, accepted: int) -> None:
+    def count_verify(self, offered: int, accepted: int) -> None:
         """Count a verification of one request."""
         self.totals.verifies += 1
         self.totals.offered += offered
         self.totals.accepted += accepted
 
-    def fell_back(self, reason: int, tokens: int) -> None:
+    def count_fallback(self, reason: int, tokens: int) -> None:
         """Count tokens without drafts; ``reason`` is an index into ``FALLBACK_REASONS``."""
         self.totals.plain[reason] += tokens
 
-    def ended(self, round_: "Round", tokens: int) -> None:
+    def on_round_end(self, plan: "RoundPlan", tokens: int) -> None:
         """Count a round, and report if a minute has passed. ``tokens`` is the sum over its requests."""
         totals, now = self.totals, self.clock()
         self._since = now if self._since is None else self._since
-        if round_.drafts:
-            load = Load.of(round_.lengths)
+        if plan.num_draft_steps:
+            load = BatchLoad.of(plan.lengths)
             totals.rounds += 1
-            totals.steps += round_.steps
-            totals.selection_interval = round_.every if self.chooses_interval else 0
+            totals.steps += plan.num_steps
+            totals.selection_interval = plan.selection_interval if self.chooses_interval else 0
             if self._is_measured(load):
-                totals.plain_seconds += tokens / len(round_.states) * self.costs.step_seconds(load)
+                totals.plain_seconds += tokens / len(plan.states) * self.costs.step_seconds(load)
         self.metrics.observe_drafting(self.figures)
-        if now - self._since >= INTERVAL:
+        if now - self._since >= LOG_INTERVAL_SECONDS:
             if self.first:
                 logger.info("sglang-ext: %s", self.line(now - self._since))
-            self._before, self.totals, self._since = totals, Totals(), None
+            self._before, self.totals, self._since = totals, DraftTotals(), None
 
     @property
     def figures(self) -> dict[str, float | None]:
@@ -155,8 +155,8 @@ class DraftReport:
             "selection_interval": totals.selection_interval,
         }
 
-    def _is_measured(self, load: Load) -> bool:
-        return self.costs.step.is_near(load.place, NEAR)
+    def _is_measured(self, load: BatchLoad) -> bool:
+        return self.costs.step.is_near(load.place, MAX_LOAD_DISTANCE)
 
     def line(self, seconds: float) -> str:
         """The log line for the rounds of the last ``seconds``."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 # Drafts that a grammar is walked along. As many and one more may be new answers before them; xgrammar takes back 200 tokens.
-LONGEST_WALK = 96
+MAX_WALKED_DRAFTS = 96
 BITS = 32
 """Tokens in a number of a mask, int32 [rows, vocabulary / 32], in xgrammar and llguidance."""
 
@@ -34,13 +34,13 @@ def can_roll_back(grammar: BaseGrammarObject) -> bool:
     return not wrapped and type(grammar).rollback is not BaseGrammarObject.rollback
 
 
-def is_walked(grammar: BaseGrammarObject | None) -> bool:
+def can_walk(grammar: BaseGrammarObject | None) -> bool:
     """Whether a request's grammar may lag behind its tokens: there is none, or it can be walked along them and back."""
     return grammar is None or can_roll_back(grammar)
 
 
 @dataclass(frozen=True)
-class NewTokens:
+class UnprocessedTokens:
     """The tokens of the newest forward, which SGLang has not put into outputs yet when it launches the next one.
 
     Attributes:
@@ -52,7 +52,7 @@ class NewTokens:
     result: GenerationBatchResult | None = None
 
     @classmethod
-    def of(cls, batch: "ScheduleBatch", result: GenerationBatchResult) -> "NewTokens":
+    def from_result(cls, batch: "ScheduleBatch", result: GenerationBatchResult) -> "UnprocessedTokens":
         """Those of a forward of ``batch``."""
         if all(req.grammar is None for req in batch.reqs):
             return cls()
@@ -76,14 +76,14 @@ class NewTokens:
 
 
 @dataclass
-class Walk:
+class GrammarWalk:
     """A request's grammar along its drafts.
 
     Attributes:
         grammar: at the request's output, before and after each call.
-        drafts: the newest tokens, of which the first :data:`LONGEST_WALK` count.
+        drafts: the newest tokens, of which the first :data:`MAX_WALKED_DRAFTS` count.
         before: tokens between the output and the drafts.
-        answers: rows that are masked, from the first on, so that their tokens may be answers; set by :meth:`fill`. The last follows
+        answers: rows that are masked, from the first on, so that their tokens may be answers; set by :meth:`fill_mask`. The last follows
             a draft that the grammar refuses, or is the one that ends the grammar.
     """
 
@@ -92,11 +92,11 @@ class Walk:
     before: Sequence[int] = ()
     answers: int = field(default=1, init=False)
 
-    def row(self, index: int) -> "GrammarAfter | None":
+    def row(self, index: int) -> "DraftGrammar | None":
         """Masks the row after ``index`` drafts; None for one that never is an answer."""
-        return GrammarAfter(self, index) if index <= min(len(self.drafts), LONGEST_WALK) else None
+        return DraftGrammar(self, index) if index <= min(len(self.drafts), MAX_WALKED_DRAFTS) else None
 
-    def fill(self, vocab_mask: torch.Tensor, rows: dict[int, int]) -> None:
+    def fill_mask(self, vocab_mask: torch.Tensor, rows: dict[int, int]) -> None:
         """Mask the rows of ``vocab_mask`` that may be answers. The other rows stay open.
 
         SGLang aborts a request whose grammar refuses an output token, but not before it processes this token: until then its rows stay
@@ -142,7 +142,7 @@ def _allows(mask: torch.Tensor, token: int) -> bool:
 
 
 @dataclass(frozen=True)
-class GrammarAfter:
+class DraftGrammar:
     """A grammar as it is after some drafts; masks one row of logits.
 
     Stands in for SGLang's grammar object in ``SamplingBatchInfo.grammars``.
@@ -152,7 +152,7 @@ class GrammarAfter:
         index: drafts before the row.
     """
 
-    walk: Walk
+    walk: GrammarWalk
     index: int
 
     @property
@@ -170,12 +170,12 @@ class GrammarAfter:
 
     def fill_vocab_mask_batched(self, entries: list[GrammarRow], vocab_mask: torch.Tensor) -> None:
         """Mask each entry's row by its own grammar after its own drafts."""
-        walks: dict[int, tuple[Walk, dict[int, int]]] = {}
+        walks: dict[int, tuple[GrammarWalk, dict[int, int]]] = {}
         for entry in entries:
-            after: GrammarAfter = entry.grammar
+            after: DraftGrammar = entry.grammar
             walks.setdefault(id(after.walk), (after.walk, {}))[1][after.index] = entry.row
         for walk, rows in walks.values():
-            walk.fill(vocab_mask, rows)
+            walk.fill_mask(vocab_mask, rows)
 
     def move_vocab_mask(self, vocab_mask: torch.Tensor, device) -> torch.Tensor:
         """The mask on ``device``."""

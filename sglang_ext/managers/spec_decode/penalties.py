@@ -18,8 +18,8 @@ from sglang_ext.device import to_device
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
-    from sglang_ext.managers.spec_decode.result import Answers, GatheredDrafts
-    from sglang_ext.managers.spec_decode.round import Round
+    from sglang_ext.managers.spec_decode.round_result import OutputTokens, PendingDrafts
+    from sglang_ext.managers.spec_decode.planner import RoundPlan
 
 # Rows of logits that are penalized at once: beside them lie their counts, and what is computed of both.
 ROWS = 64
@@ -31,13 +31,13 @@ class Penalty:
 
     Attributes:
         weights: of frequency, presence and repetition; the last multiplies.
-        least: tokens of the output before any of ``stops`` may come.
-        stops: token ids that would end the output.
+        min_new_tokens: tokens of the output before any of ``stop_token_ids`` may come.
+        stop_token_ids: token ids that would end the output.
     """
 
     weights: tuple[float, float, float]
-    least: int = 0
-    stops: tuple[int, ...] = ()
+    min_new_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, req: "Req") -> "Penalty | None":
@@ -53,7 +53,7 @@ class Penalty:
 
 
 @dataclass(frozen=True)
-class Asked:
+class PenaltyBatch:
     """The penalties of some requests.
 
     Attributes:
@@ -68,11 +68,11 @@ class Asked:
     stops: list[torch.Tensor | None]
 
     @classmethod
-    def of(cls, penalties: list[Penalty], device: torch.device, vocabulary: int) -> "Asked":
+    def of(cls, penalties: list[Penalty], device: torch.device, vocabulary: int) -> "PenaltyBatch":
         """On the device; no stop of a tokenizer's is beyond the model's ``vocabulary``."""
         weights = [(*penalty.weights, penalty.weights[0] or 1.0, float(penalty.weights[0] != 0)) for penalty in penalties]
         stops = [
-            to_device([token for token in penalty.stops if token < vocabulary], device) if penalty.least else None
+            to_device([token for token in penalty.stop_token_ids if token < vocabulary], device) if penalty.min_new_tokens else None
             for penalty in penalties
         ]
         return cls(penalties, to_device(weights, device, torch.float32), stops)
@@ -82,10 +82,10 @@ class Asked:
         """What each time a token is counted adds: float32 [requests, 1]."""
         return self.weights[:, 3:4]
 
-    def part(self, places: list[int], where: torch.Tensor) -> "Asked":
+    def part(self, places: list[int], where: torch.Tensor) -> "PenaltyBatch":
         """Those at some places; ``where``: the same, int64 on the device."""
         penalties, stops = ([values[place] for place in places] for values in (self.penalties, self.stops))
-        return Asked(penalties, self.weights[where], stops)
+        return PenaltyBatch(penalties, self.weights[where], stops)
 
     def apply(self, rows: torch.Tensor, counts: torch.Tensor, begun: list[int]) -> None:
         """Penalize logits in place, :data:`ROWS` at once; what adds comes before what multiplies, as in SGLang's overlapped loop.
@@ -98,9 +98,9 @@ class Asked:
         for part in _at_once(len(rows), rows.shape[1]):
             self._apply(rows[part], counts[part], self.weights[part, :, None, None], self.penalties[part])
         for row, penalty, stops, count in zip(rows, self.penalties, self.stops, begun):
-            if count < penalty.least:
+            if count < penalty.min_new_tokens:
                 # Whatever it is multiplied by, it stays so.
-                row[: penalty.least - count].index_fill_(1, stops, float("-inf"))
+                row[: penalty.min_new_tokens - count].index_fill_(1, stops, float("-inf"))
 
     @staticmethod
     def _apply(rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor, penalties: list[Penalty]) -> None:
@@ -119,7 +119,7 @@ class Asked:
 class RoundPenalties:
     """What is done to a round's logits for its requests that have penalties: nothing, where none has."""
 
-    def begin_steps(self, newest: torch.Tensor, gathered: "GatheredDrafts", rows: torch.Tensor) -> None:
+    def begin_steps(self, newest: torch.Tensor, gathered: "PendingDrafts", rows: torch.Tensor) -> None:
         """Steps begin, behind the drafts of earlier rounds.
 
         Args:
@@ -128,7 +128,7 @@ class RoundPenalties:
             rows: int64 [batch], whose they are.
         """
 
-    def step(self, index: int, tokens: torch.Tensor, logits: torch.Tensor) -> None:
+    def penalize_step(self, index: int, tokens: torch.Tensor, logits: torch.Tensor) -> None:
         """Penalize the logits of a step in place.
 
         Args:
@@ -137,7 +137,7 @@ class RoundPenalties:
             logits: float [batch, vocabulary].
         """
 
-    def verification(self, requests: list[int], tokens: torch.Tensor, logits: torch.Tensor) -> None:
+    def penalize_verify(self, requests: list[int], tokens: torch.Tensor, logits: torch.Tensor) -> None:
         """Penalize in place the logits of a verification, those of each row by the drafts before it.
 
         Args:
@@ -146,7 +146,7 @@ class RoundPenalties:
             logits: float [requests * at least width, vocabulary]; what is beyond the width nobody looks at.
         """
 
-    def count(self, newest: torch.Tensor, answers: "Answers") -> None:
+    def count_output(self, newest: torch.Tensor, answers: "OutputTokens") -> None:
         """Count what became part of outputs: all before each one's newest token.
 
         Args:
@@ -155,11 +155,11 @@ class RoundPenalties:
         """
 
 
-class Penalized(RoundPenalties):
+class PenalizedRound(RoundPenalties):
     """The requests of a round that have penalties.
 
     Attributes:
-        counts: float32 [places, vocabulary], of all requests; :meth:`count` changes it.
+        counts: float32 [places, vocabulary], of all requests; :meth:`count_output` changes it.
         places: int64 [requests], theirs in it.
         requests: their places in the batch.
         asked: what they ask for.
@@ -168,18 +168,18 @@ class Penalized(RoundPenalties):
         gathered: of each, drafts of earlier rounds.
     """
 
-    def __init__(self, counts: torch.Tensor, places: torch.Tensor, asked: dict[int, Penalty], batch: "ScheduleBatch", round_: "Round"):
+    def __init__(self, counts: torch.Tensor, places: torch.Tensor, asked: dict[int, Penalty], batch: "ScheduleBatch", plan: "RoundPlan"):
         self.counts = counts
         self.places = places
         self.requests = list(asked)
-        self.asked = Asked.of(list(asked.values()), counts.device, counts.shape[1])
+        self.asked = PenaltyBatch.of(list(asked.values()), counts.device, counts.shape[1])
         self.overlapped = batch.enable_overlap
-        self.given = [round_.lengths[i] + 1 - len(batch.reqs[i].origin_input_ids) for i in asked]
-        self.gathered = [round_.gathered[i] for i in asked]
+        self.given = [plan.lengths[i] + 1 - len(batch.reqs[i].origin_input_ids) for i in asked]
+        self.gathered = [plan.num_pending[i] for i in asked]
         self._where = to_device(self.requests, counts.device)
         self._along = counts
 
-    def begin_steps(self, newest: torch.Tensor, gathered: "GatheredDrafts", rows: torch.Tensor) -> None:
+    def begin_steps(self, newest: torch.Tensor, gathered: "PendingDrafts", rows: torch.Tensor) -> None:
         self._along = self.counts[self.places]
         if any(self.gathered):
             # The last of them is the first step's input, and counted there.
@@ -187,7 +187,7 @@ class Penalized(RoundPenalties):
             valid = _mask_of_first(before, to_device(self.gathered, before.device))
             self._along.scatter_add_(1, before, valid * self.asked.addends)
 
-    def step(self, index: int, tokens: torch.Tensor, logits: torch.Tensor) -> None:
+    def penalize_step(self, index: int, tokens: torch.Tensor, logits: torch.Tensor) -> None:
         tokens = tokens[self._where, None]
         if not self.overlapped:
             self._along.scatter_add_(1, tokens, self.asked.addends)
@@ -197,7 +197,7 @@ class Penalized(RoundPenalties):
         if self.overlapped:
             self._along.scatter_add_(1, tokens, self.asked.addends)
 
-    def verification(self, requests: list[int], tokens: torch.Tensor, logits: torch.Tensor) -> None:
+    def penalize_verify(self, requests: list[int], tokens: torch.Tensor, logits: torch.Tensor) -> None:
         width = tokens.shape[1]
         by_request = logits.view(len(requests), -1, logits.shape[-1])[:, :width]
         verified = {i: k for k, i in enumerate(requests)}
@@ -218,7 +218,7 @@ class Penalized(RoundPenalties):
         asked.apply(rows, counts, [self.given[place] for place in places])
         by_request[where] = rows
 
-    def count(self, newest: torch.Tensor, answers: "Answers") -> None:
+    def count_output(self, newest: torch.Tensor, answers: "OutputTokens") -> None:
         tokens = torch.cat([newest[:, None], answers.tokens[:, :-1]], 1)[self._where]
         accepted = _mask_of_first(tokens, answers.accepted[self._where])
         # One after the other, as stock adds them: sums of several at once round otherwise.
@@ -254,7 +254,7 @@ class Penalties:
         if self._places.pop(row, None) is not None and not self._places:
             self.counts = self._none
 
-    def first(self, batch: "ScheduleBatch", logits: torch.Tensor) -> None:
+    def penalize_prefill(self, batch: "ScheduleBatch", logits: torch.Tensor) -> None:
         """Penalize in place the logits after prompts, float [requests, vocabulary]; of who was retracted, after its output so far."""
         for i, req in enumerate(batch.reqs):
             penalty = Penalty.of(req)
@@ -262,20 +262,20 @@ class Penalties:
                 continue
             output = req.output_ids
             before = self._counted(req, len(output) - batch.enable_overlap, batch.enable_overlap) if output else []
-            asked = Asked.of([penalty], logits.device, logits.shape[1])
+            asked = PenaltyBatch.of([penalty], logits.device, logits.shape[1])
             counts = self._add(torch.zeros_like(logits[i], dtype=torch.float32), before, asked)
             asked.apply(logits[i : i + 1, None], counts[None, None], [len(output)])
 
-    def of(self, batch: "ScheduleBatch", round_: "Round") -> RoundPenalties:
+    def for_round(self, batch: "ScheduleBatch", plan: "RoundPlan") -> RoundPenalties:
         """What is done to a round's logits for those of its requests that have penalties."""
         asked = {i: penalty for i, penalty in enumerate(map(Penalty.of, batch.reqs)) if penalty is not None}
         if not asked:
             return RoundPenalties()
-        places = [self._place(batch, i, round_, penalty) for i, penalty in asked.items()]
-        return Penalized(self.counts, to_device(places, self.counts.device), asked, batch, round_)
+        places = [self._place(batch, i, plan, penalty) for i, penalty in asked.items()]
+        return PenalizedRound(self.counts, to_device(places, self.counts.device), asked, batch, plan)
 
-    def _place(self, batch: "ScheduleBatch", i: int, round_: "Round", penalty: Penalty) -> int:
-        req, state = batch.reqs[i], round_.states[i]
+    def _place(self, batch: "ScheduleBatch", i: int, plan: "RoundPlan", penalty: Penalty) -> int:
+        req, state = batch.reqs[i], plan.states[i]
         kept, place = self._places.get(state.row, (None, 0))
         if kept is state:
             return place
@@ -286,8 +286,8 @@ class Penalties:
             more = self.counts.new_zeros(max(1, len(self.counts)), batch.sampling_info.vocab_size)
             self.counts = torch.cat([self.counts, more]) if len(self.counts) else more
         # Its first round: what came before its newest token is in its output since SGLang prefilled it.
-        before = self._counted(req, round_.lengths[i] - len(req.origin_input_ids), batch.enable_overlap)
-        self._add(self.counts[place].zero_(), before, Asked.of([penalty], self.counts.device, self.counts.shape[1]))
+        before = self._counted(req, plan.lengths[i] - len(req.origin_input_ids), batch.enable_overlap)
+        self._add(self.counts[place].zero_(), before, PenaltyBatch.of([penalty], self.counts.device, self.counts.shape[1]))
         self._places[state.row] = state, place
         return place
 
@@ -297,7 +297,7 @@ class Penalties:
         return [*req.origin_input_ids[-1:], *req.output_ids[:outputs]] if overlapped else list(req.output_ids[:outputs])
 
     @staticmethod
-    def _add(counts: torch.Tensor, tokens: Sequence[int], asked: Asked) -> torch.Tensor:
+    def _add(counts: torch.Tensor, tokens: Sequence[int], asked: PenaltyBatch) -> torch.Tensor:
         """Count ``tokens`` of the one request that ``asked`` in ``counts``, float32 [vocabulary], in place."""
         where = to_device(list(tokens), counts.device)
         return counts.scatter_add_(0, where, asked.addends[0].expand(len(where)))

@@ -23,9 +23,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_exec
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 
-from sglang_ext.core import CURABLE, RequestState
+from sglang_ext.core import RETRYABLE, RequestState
 from sglang_ext.device import to_device
-from sglang_ext.managers.spec_decode.grammar import GrammarAfter, Walk
+from sglang_ext.managers.spec_decode.grammar import DraftGrammar, GrammarWalk
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Row:
+class LogitRow:
     """One row of logits to sample from.
 
     Attributes:
@@ -45,20 +45,20 @@ class Row:
 
     request: int
     seed: int | None
-    grammar: GrammarAfter | None = None
+    grammar: DraftGrammar | None = None
 
     @classmethod
-    def of(cls, request: int, state: RequestState, grammar: GrammarAfter | None = None) -> "Row":
+    def from_state(cls, request: int, state: RequestState, grammar: DraftGrammar | None = None) -> "LogitRow":
         """Of a request with this draft state; those never drafted take SGLang's own noise."""
-        return cls(request, state.seed if state.fallback in CURABLE else None, grammar)
+        return cls(request, state.seed if state.fallback in RETRYABLE else None, grammar)
 
     @classmethod
-    def answer(cls, request: int, state: RequestState, walk: Walk | None) -> "Row":
+    def for_output(cls, request: int, state: RequestState, walk: GrammarWalk | None) -> "LogitRow":
         """The row after a request's newest token, without drafts; ``walk``: its grammar there, if it has one."""
-        return cls.of(request, state, None if walk is None else walk.row(0))
+        return cls.from_state(request, state, None if walk is None else walk.row(0))
 
 
-def route(req: "Req") -> str:
+def sampling_route(req: "Req") -> str:
     """Which way through SGLang's sampler a request takes when it is alone."""
     params = req.sampling_params
     if params.top_k <= 1:
@@ -68,7 +68,7 @@ def route(req: "Req") -> str:
     return "sorted"
 
 
-def sampling_batch(batch: "ScheduleBatch", rows: list[Row], device: torch.device, logprobs: bool) -> SimpleNamespace:
+def sampling_batch(batch: "ScheduleBatch", rows: list[LogitRow], device: torch.device, logprobs: bool) -> SimpleNamespace:
     """What ``ModelRunner.sample`` reads of a forward batch, but for the positions."""
     index = [row.request for row in rows]
     return SimpleNamespace(
@@ -83,13 +83,13 @@ def sampling_batch(batch: "ScheduleBatch", rows: list[Row], device: torch.device
     )
 
 
-def select_rows(batch: "ScheduleBatch", rows: list[Row], device) -> "SamplingBatchInfo":
+def select_rows(batch: "ScheduleBatch", rows: list[LogitRow], device) -> "SamplingBatchInfo":
     """The batch's sampling parameters, repeated for each row.
 
     The rows of one call take one route, and have all a seed or none.
     """
     reqs = [batch.reqs[row.request] for row in rows]
-    kind = route(reqs[0])
+    kind = sampling_route(reqs[0])
     grammars = [row.grammar for row in rows]
     info = pick_requests(batch.sampling_info, [row.request for row in rows], device)
     return dataclasses.replace(
@@ -136,7 +136,7 @@ def _pick(values: torch.Tensor | None, index: torch.Tensor) -> torch.Tensor | No
 
 
 @dataclass
-class Sampled:
+class SampledTokens:
     """What was sampled, row by row.
 
     Attributes:
@@ -165,7 +165,7 @@ class Sampled:
 
 
 @dataclass(frozen=True)
-class Group:
+class SamplingGroup:
     """Rows that take one way through SGLang's sampler.
 
     Attributes:
@@ -180,19 +180,19 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Sampling:
+class RowSampler:
     """Rows of logits to sample from, made ready once and drawn from any number of times.
 
     Nothing in a draw waits for the device, unless log-probabilities are asked for.
     """
 
     model_runner: "ModelRunner"
-    groups: tuple[Group, ...]
+    groups: tuple[SamplingGroup, ...]
     count: int
     logprobs: bool
 
     @classmethod
-    def of(cls, model_runner: "ModelRunner", batch: "ScheduleBatch", rows: list[Row], logprobs: bool) -> "Sampling":
+    def from_rows(cls, model_runner: "ModelRunner", batch: "ScheduleBatch", rows: list[LogitRow], logprobs: bool) -> "RowSampler":
         """Group ``rows`` by the route of their request.
 
         Args:
@@ -201,16 +201,16 @@ class Sampling:
         """
         routes: dict[tuple, list[int]] = defaultdict(list)
         for index, row in enumerate(rows):
-            routes[(route(batch.reqs[row.request]), row.seed is None)].append(index)
+            routes[(sampling_route(batch.reqs[row.request]), row.seed is None)].append(index)
         device = batch.seq_lens.device
         groups = []
         for indices in routes.values():
             picked = [rows[i] for i in indices]
             places = None if len(routes) == 1 else to_device(indices, device)
-            groups.append(Group(indices, places, sampling_batch(batch, picked, device, logprobs)))
+            groups.append(SamplingGroup(indices, places, sampling_batch(batch, picked, device, logprobs)))
         return cls(model_runner, tuple(groups), len(rows), logprobs)
 
-    def draw(self, logits: torch.Tensor, positions: torch.Tensor) -> Sampled:
+    def draw(self, logits: torch.Tensor, positions: torch.Tensor) -> SampledTokens:
         """Sample from each row.
 
         Args:
@@ -218,9 +218,9 @@ class Sampling:
             positions: int64 [rows], absolute positions of the rows' input tokens; they select the noise.
         """
         if len(self.groups) == 1 and not self.logprobs:
-            return Sampled(self._draw(self.groups[0], logits, positions)[0], None, [], [])
+            return SampledTokens(self._draw(self.groups[0], logits, positions)[0], None, [], [])
         empty = (torch.empty(0), [])
-        out = Sampled(
+        out = SampledTokens(
             tokens=torch.empty(self.count, dtype=torch.int64, device=logits.device),
             logprobs=torch.empty(self.count, device=logits.device) if self.logprobs else None,
             top=[empty] * self.count,
@@ -230,7 +230,7 @@ class Sampling:
             _collect(out, group, *self._draw(group, logits, positions))
         return out
 
-    def _draw(self, group: Group, logits: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, LogitsProcessorOutput]:
+    def _draw(self, group: SamplingGroup, logits: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, LogitsProcessorOutput]:
         """Tokens of a group's rows, int64, and what SGLang's sampler wrote beside them."""
         everything = group.places is None
         group.batch.positions = positions if everything else positions[group.places]
@@ -266,7 +266,7 @@ def _draw_with_finite_noise(logprobs: torch.Tensor, seed: torch.Tensor, position
     return noise.add_(logprobs).argmax(1, keepdim=True)
 
 
-def _collect(out: Sampled, group: Group, tokens: torch.Tensor, output: LogitsProcessorOutput) -> None:
+def _collect(out: SampledTokens, group: SamplingGroup, tokens: torch.Tensor, output: LogitsProcessorOutput) -> None:
     places = slice(None) if group.places is None else group.places
     out.tokens[places] = tokens
     if out.logprobs is None:
@@ -282,7 +282,7 @@ def _collect(out: Sampled, group: Group, tokens: torch.Tensor, output: LogitsPro
             )
 
 
-class SamplingCache:
+class SamplerCache:
     """Keeps a batch's samplings while the same requests run: making one takes a dozen operations on the device.
 
     What is kept is a few numbers a row. Samplings that are as large as logits, and those that depend on the output, are made anew.
@@ -296,7 +296,7 @@ class SamplingCache:
         self.model_runner = model_runner
         self.most = most
         self._owners: list = []
-        self._kept: dict[tuple[tuple[int, ...], int, bool], Sampling] = {}
+        self._kept: dict[tuple[tuple[int, ...], int, bool], RowSampler] = {}
 
     def get(
         self,
@@ -305,8 +305,8 @@ class SamplingCache:
         requests: tuple[int, ...],
         width: int,
         logprobs: bool,
-        rows: Callable[[], list[Row]],
-    ) -> Sampling:
+        rows: Callable[[], list[LogitRow]],
+    ) -> RowSampler:
         """The sampling of ``width`` rows of each of some requests.
 
         Args:
@@ -314,12 +314,12 @@ class SamplingCache:
             states: their draft states; with the requests they say whether a sampling can be used again.
             requests: whose rows they are, by their places in the batch.
             width: rows of each.
-            logprobs: as for :meth:`Sampling.of`.
+            logprobs: as for :meth:`RowSampler.of`.
             rows: makes the rows, where they are needed.
         """
         info = batch.sampling_info
         if info.has_custom_logit_processor or info.logit_bias is not None or any(req.grammar is not None for req in batch.reqs):
-            return Sampling.of(self.model_runner, batch, rows(), logprobs)
+            return RowSampler.from_rows(self.model_runner, batch, rows(), logprobs)
         owners = [*batch.reqs, *states]
         if len(owners) != len(self._owners) or any(a is not b for a, b in zip(owners, self._owners)):
             self._owners, self._kept = owners, {}
@@ -327,5 +327,5 @@ class SamplingCache:
         if key not in self._kept:
             if len(self._kept) >= self.most:
                 self._kept.clear()
-            self._kept[key] = Sampling.of(self.model_runner, batch, rows(), logprobs)
+            self._kept[key] = RowSampler.from_rows(self.model_runner, batch, rows(), logprobs)
         return self._kept[key]

@@ -1,7 +1,7 @@
 """Chooses the selection interval, the number of draft steps between two selections (``--kv-select-every auto``).
 
 A selection reads all keys. So with a short interval draft steps are slow, and with a long one drafts read an old selection and fewer are
-accepted. Both effects are measured for each interval: the time of a draft step by the cost model (round_costs.py), and the acceptance here.
+accepted. Both effects are measured for each interval: the time of a draft step by the cost model (cost_model.py), and the acceptance here.
 
 Intervals are tried from the longest to the shortest. The next shorter one is tried only if it could win: if it avoided half of the
 rejections and its selections took no time.
@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sglang_ext.core import LONG_MEMORY, Acceptance
+from sglang_ext.core import SLOW_DECAY, AcceptanceTracker
 from sglang_ext.managers.spec_decode.draft_length import HYSTERESIS, expected_tokens
-from sglang_ext.managers.spec_decode.round_costs import Load, RoundCosts
+from sglang_ext.managers.spec_decode.cost_model import BatchLoad, RoundCosts
 
 # The acceptance of an interval counts after ENOUGH_VERIFIES verifications. Before that the interval is tried in at most MOST_TRIES rounds.
 ENOUGH_VERIFIES, MOST_TRIES = 48, 64
@@ -32,11 +32,11 @@ class SelectionInterval:
 
     intervals: Sequence[int]
     chosen: int = 0
-    acceptance: dict[int, Acceptance] = field(default_factory=dict)
+    acceptance: dict[int, AcceptanceTracker] = field(default_factory=dict)
     verifies: Counter[int] = field(default_factory=Counter)
     _tries: Counter[int] = field(default_factory=Counter)
 
-    def choose(self, costs: RoundCosts, load: Load, drafts: int) -> int:
+    def choose(self, costs: RoundCosts, load: BatchLoad, drafts: int) -> int:
         """Return the interval of the next round, in steps.
 
         Args:
@@ -57,15 +57,15 @@ class SelectionInterval:
 
     def observe(self, every: int, offered: int, accepted: int) -> None:
         """Count a verification of one request, in a round with the interval ``every``."""
-        self.acceptance.setdefault(every, Acceptance(memory=LONG_MEMORY)).observe(offered, accepted)
+        self.acceptance.setdefault(every, AcceptanceTracker(decay=SLOW_DECAY)).observe(offered, accepted)
         self.verifies[every] += 1
 
     @staticmethod
-    def _rate(costs: RoundCosts, load: Load, drafts: int, every: int, probability: float) -> float:
+    def _rate(costs: RoundCosts, load: BatchLoad, drafts: int, every: int, probability: float) -> float:
         """Tokens per second of a request whose draft tokens are accepted with ``probability``."""
         return float(expected_tokens(probability, drafts)) / float(costs.round_seconds(load._replace(every=every), [drafts])[0])
 
-    def _next_try(self, costs: RoundCosts, load: Load, drafts: int, rates: dict[int, float]) -> int | None:
+    def _next_try(self, costs: RoundCosts, load: BatchLoad, drafts: int, rates: dict[int, float]) -> int | None:
         """The next interval to try; None if no other could win."""
         before = None
         for every in self.intervals:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_ext.device import to_device
-from sglang_ext.mem_cache.compressed.held_rows import ArrivedRows, Exchange, NewestRows
+from sglang_ext.mem_cache.compressed.row_exchange import ReceivedRows, RowExchange, NewestRows
 
 if TYPE_CHECKING:
-    from sglang_ext.mem_cache.selection.held_keys import CodedKeys
+    from sglang_ext.mem_cache.selection.scoring_keys import QuantizedKeys
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class KVBuffers:
     keys: tuple[torch.Tensor, ...]
     values: tuple[torch.Tensor, ...]
     first_head: int = 0
-    codes: "CodedKeys | None" = None
+    codes: "QuantizedKeys | None" = None
 
     @classmethod
-    def of(cls, pool, scaling: dict[int, float], first_head: int = 0) -> "KVBuffers":
+    def from_pool(cls, pool, scaling: dict[int, float], first_head: int = 0) -> "KVBuffers":
         """The buffers of SGLang's ``pool``; ``scaling`` by the index of the attention layer, ``first_head`` of this rank's."""
         ids = tuple(scaling)
         return cls(
@@ -91,7 +91,7 @@ class KVBuffers:
             targets: int64 [count], slots of the copy.
         """
         if self.on_gpu:
-            from sglang_ext.layers.kernels.copies.gather_kept import gather_kept
+            from sglang_ext.layers.kernels.compressed.gather_kept import gather_kept
 
             gather_kept(self.key_table, self.value_table, self.keys[0], self.values[0], kept, sources, targets)
             return
@@ -101,7 +101,7 @@ class KVBuffers:
             for buffer in (self.keys[layer], self.values[layer]):
                 buffer[targets] = buffer[read, heads]
 
-    def put_rows(self, arrived: ArrivedRows, targets: torch.Tensor) -> None:
+    def put_rows(self, arrived: ReceivedRows, targets: torch.Tensor) -> None:
         """Put rows that another process sent into their places of a copy in slots ``targets``, int64 [places]."""
         found = arrived.exchange
         for layer in range(len(self.keys)):
@@ -109,7 +109,7 @@ class KVBuffers:
             slots, heads = targets[found.places[rows]], found.heads[rows]
             self.keys[layer][slots, heads], self.values[layer][slots, heads] = arrived.keys[rows], arrived.values[rows]
 
-    def move_rows(self, exchange: Exchange, sources: torch.Tensor, targets: torch.Tensor) -> None:
+    def move_rows(self, exchange: RowExchange, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy rows of a context in slots ``sources``, int64 [tokens], of which those that move are exact, into their places of a copy in
         slots ``targets``, int64 [places]."""
         for layer in range(len(self.keys)):
@@ -123,7 +123,7 @@ class KVBuffers:
         # Copied, or Triton would compile its kernel again where these begin elsewhere than at 16 bytes.
         newest = sources[coming.first : coming.first + coming.places.shape[-1]].clone()
         if self.on_gpu:
-            from sglang_ext.layers.kernels.rows.taken_rows import move_newest
+            from sglang_ext.layers.kernels.row_exchange.receive_rows import move_newest
 
             move_newest((self.key_table, self.value_table), self.keys[0], self.values[0], coming.places, newest, targets)
             return

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 
 from sglang_ext.device import to_device
-from sglang_ext.mem_cache.compressed.beside_keys import BesideKeys
+from sglang_ext.mem_cache.compressed.key_sidecar import KeySidecar
 
 
-class PageExtremes(BesideKeys):
+class PageExtremes(KeySidecar):
     """Extremes of all pages.
 
     Args:
@@ -38,17 +38,17 @@ class PageExtremes(BesideKeys):
         self.compile_kernels(device)
 
     def write(self, slots: torch.Tensor) -> None:
-        """As :meth:`BesideKeys.write`: bound the pages of the slots."""
+        """As :meth:`KeySidecar.write`: bound the pages of the slots."""
         if not len(slots):
             return
         if slots.is_cuda:
-            from sglang_ext.layers.kernels.choosing.quest_pages import bound_pages
+            from sglang_ext.layers.kernels.selection.quest_pages import bound_pages
 
             bound_pages(self._table, self._keys[0], slots, self.held, self.page)
             return
         pages = (slots // self.page).unique()
         for keys, held in zip(self._keys, self.held):
-            held[pages] = extremes_of(keys, self.page, pages)
+            held[pages] = compute_extremes(keys, self.page, pages)
 
     @property
     def nbytes(self) -> int:
@@ -56,7 +56,7 @@ class PageExtremes(BesideKeys):
         return self.held.nbytes
 
 
-def extremes_of(keys: torch.Tensor, page: int, pages: torch.Tensor | slice = slice(None)) -> torch.Tensor:
+def compute_extremes(keys: torch.Tensor, page: int, pages: torch.Tensor | slice = slice(None)) -> torch.Tensor:
     """The least and largest number of each channel in whole pages of a pool: [pages, kv_heads, 2, dim].
 
     Args:

@@ -17,7 +17,7 @@ TABLE_ERROR = 0.05
 # Angles are counted in turns of so many steps: integers that overflow lose whole turns only, and nothing far from the beginning.
 TURN = 1 << 32
 # Numbers of positions whose turn is kept.
-MOST_TURNS = 256
+MAX_CACHED_ROTATIONS = 256
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class Rotary:
         """Vectors as they would be ``count`` positions later, wherever they are, in few operations: float32, as ``vectors``, [..., dim]."""
         cos, sin, other = self._turn(count, vectors.shape[-1])
         if vectors.is_cuda and vectors.dim() == 4 and vectors.stride()[2:] == (vectors.shape[-1], 1):
-            from sglang_ext.layers.kernels.choosing.turn_queries import turn_queries
+            from sglang_ext.layers.kernels.selection.rotate_queries import rotate_queries
 
-            return turn_queries(vectors, (cos, sin, other))
+            return rotate_queries(vectors, (cos, sin, other))
         vectors = vectors.float()
         return torch.addcmul(vectors * cos, vectors[..., other], sin)
 
@@ -87,12 +87,12 @@ class Rotary:
             cos[first] = cos[second] = angles.cos()
             sin[first], sin[second] = -angles.sin(), angles.sin()
             other[first], other[second] = second, first
-            if len(self._turns) == MOST_TURNS:
+            if len(self._turns) == MAX_CACHED_ROTATIONS:
                 self._turns.clear()
             found = self._turns[count, dim] = tuple(each.to(self.frequencies.device) for each in (cos, sin, other))
         return found
 
-    def kept_turns(self) -> tuple[tuple[torch.Tensor, ...], ...]:
+    def cached_rotations(self) -> tuple[tuple[torch.Tensor, ...], ...]:
         """What :meth:`advanced` reads, until others take its place: who launches that again, as a CUDA graph does, holds it."""
         return tuple(self._turns.values())
 
@@ -115,7 +115,7 @@ class Rotary:
         return torch.cat([turned.flatten(-2), rest], dim=-1)
 
 
-def rotary_of(model: torch.nn.Module, is_attention: Callable[[torch.nn.Module], bool], compressor: str) -> Rotary:
+def find_rotary(model: torch.nn.Module, is_attention: Callable[[torch.nn.Module], bool], compressor: str) -> Rotary:
     """The rotary embedding that all attention layers of an SGLang model share.
 
     It is read off the table of cosines and sines, so that any scaling of the frequencies is in it.

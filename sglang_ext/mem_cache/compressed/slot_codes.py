@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 import torch
 
-from sglang_ext.mem_cache.compressed.beside_keys import BesideKeys
-from sglang_ext.mem_cache.selection.held_keys import CodedKeys, KeyCoder, KeySizes
+from sglang_ext.mem_cache.compressed.key_sidecar import KeySidecar
+from sglang_ext.mem_cache.selection.scoring_keys import QuantizedKeys, KeyQuantizer, KeySpec
 
 
-class SlotCodes(BesideKeys):
+class SlotCodes(KeySidecar):
     """Codes of all slots.
 
     Args:
@@ -31,10 +31,10 @@ class SlotCodes(BesideKeys):
     def __init__(self, keys: Sequence[torch.Tensor], layer_ids: Sequence[int], bits: int):
         super().__init__(layer_ids)
         (slots, heads, dim), device = keys[0].shape, keys[0].device
-        self.held = CodedKeys(KeySizes(len(keys), heads, dim, keys[0].dtype, bits), slots, device)
-        self._coder = KeyCoder(keys, self.held)
+        self.held = QuantizedKeys(KeySpec(len(keys), heads, dim, keys[0].dtype, bits), slots, device)
+        self._coder = KeyQuantizer(keys, self.held)
         self.compile_kernels(device)
 
     def write(self, slots: torch.Tensor) -> None:
-        """As :meth:`BesideKeys.write`: code the keys."""
+        """As :meth:`KeySidecar.write`: code the keys."""
         self._coder.code(slots)

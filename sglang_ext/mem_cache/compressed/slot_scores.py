@@ -64,7 +64,7 @@ class SlotScores:
         self._forgot = True
         self.table[..., slots] = torch.nan
 
-    def knows(self, slots: torch.Tensor) -> bool:
+    def has_scores(self, slots: torch.Tensor) -> bool:
         """Whether all of ``slots``, int64 [tokens], have a score; waits for the device only where some were forgotten."""
         return not self._forgot or not bool(self.table[0, 0, slots].isnan().any())
 
@@ -74,7 +74,7 @@ class SlotScores:
         Raises:
             OptionError: the model does not show what enters its attention.
         """
-        for index, owner in enumerate(owners(model, self.layer_ids)):
+        for index, owner in enumerate(attention_owners(model, self.layer_ids)):
             owner.register_forward_pre_hook(partial(self._record, index, inspect.signature(owner.forward)), with_kwargs=True)
 
     def _record(self, index: int, signature: inspect.Signature, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
@@ -82,7 +82,7 @@ class SlotScores:
         self.write(index, given["forward_batch"].out_cache_loc, given["hidden_states"])
 
 
-def owners(model: torch.nn.Module, layer_ids: Sequence[int]) -> list[torch.nn.Module]:
+def attention_owners(model: torch.nn.Module, layer_ids: Sequence[int]) -> list[torch.nn.Module]:
     """The modules that hold SGLang's attention layers, which get the hidden states, in the order of ``layer_ids``.
 
     Raises:

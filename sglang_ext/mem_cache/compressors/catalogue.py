@@ -1,6 +1,6 @@
 """The one catalogue of methods: what ``--kv-compressor`` may name. What is to be known of a method its class says.
 
-A method is one file of this folder, or of ``each_step/``, which is found there, or a user's own (own_methods.py).
+A method is one file of this folder, or of ``each_step/``, which is found there, or a user's own (user_methods.py).
 """
 
 import re
@@ -13,10 +13,10 @@ from pkgutil import iter_modules
 
 from sglang_ext.core import OptionError
 from sglang_ext.mem_cache import compressors
-from sglang_ext.mem_cache.compressors import each_step, own_methods
+from sglang_ext.mem_cache.compressors import each_step, user_methods
 from sglang_ext.mem_cache.compressors.contracts.compressor import Compressor, KeepAll
 from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer
-from sglang_ext.mem_cache.compressors.contracts.registry import COMPRESSORS, OWN, QUANTIZERS
+from sglang_ext.mem_cache.compressors.contracts.registry import COMPRESSORS, USER_METHODS, QUANTIZERS
 
 DEFAULT = "snapkv"
 # NAME, or NAME:MORE, where NAME may have colons of its own, of users' files.
@@ -26,7 +26,7 @@ WITH_BITS = re.compile(r"(?P<name>.+?):?(?P<bits>\d+)")
 
 
 @dataclass(frozen=True)
-class Method:
+class MethodSpec:
     """What becomes of full KV: selected first, then quantized.
 
     Attributes:
@@ -62,9 +62,9 @@ def packing() -> tuple[str, ...]:
     return tuple(sorted(QUANTIZERS))
 
 
-def listed(names: Iterable[str]) -> tuple[str, ...]:
+def builtin_names(names: Iterable[str]) -> tuple[str, ...]:
     """Of these, those that the catalogue has by itself: what messages name."""
-    return tuple(name for name in names if name not in OWN)
+    return tuple(name for name in names if name not in USER_METHODS)
 
 
 def is_online(name: str) -> bool:
@@ -74,7 +74,7 @@ def is_online(name: str) -> bool:
 
 def online() -> tuple[str, ...]:
     """Names of those of the catalogue for which that is so."""
-    return tuple(name for name in listed(dropping()) if is_online(name))
+    return tuple(name for name in builtin_names(dropping()) if is_online(name))
 
 
 def packable() -> tuple[str, ...]:
@@ -94,7 +94,7 @@ def better_uneven() -> tuple[str, ...]:
 
 def on_gpu() -> tuple[str, ...]:
     """Names of methods that pack tokens, and have kernels."""
-    return tuple(name for name in packing() if QUANTIZERS[name].made_by.has_kernels)
+    return tuple(name for name in packing() if QUANTIZERS[name].quantizer_class.has_kernels)
 
 
 def names() -> Iterator[str]:
@@ -107,7 +107,7 @@ def number(name: str) -> int:
     return _numbers(len(COMPRESSORS) + len(QUANTIZERS)).get(name, 0)
 
 
-def numbered(number: int) -> str:
+def method_name(number: int) -> str:
     """The method of that number."""
     return list(_numbers(len(COMPRESSORS) + len(QUANTIZERS)))[number - 1]
 
@@ -125,18 +125,18 @@ def parse(value: str, flag: str = "--kv-compressor") -> tuple[str | None, str | 
         OptionError: names the value and what is allowed.
     """
     _load()
-    first, second = (None if part is None else own_methods.name_of(part, flag) for part in parts(value))
+    first, second = (None if part is None else user_methods.name_of(part, flag) for part in parts(value))
     drops, packs = (first, second) if first in dropping() or second is not None else (None, first)
     if (drops is not None and drops not in dropping()) or (packs is not None and packs not in packing()):
         raise OptionError(
-            f"{flag} is {value!r}; allowed: one that drops tokens ({', '.join(listed(dropping()))}), one that packs them in "
-            f"few bits ({', '.join(listed(packing()))}), one of each, as in {DEFAULT}+kivi, or one of your own, as in ./my_method.py:KeyNorm. "
+            f"{flag} is {value!r}; allowed: one that drops tokens ({', '.join(builtin_names(dropping()))}), one that packs them in "
+            f"few bits ({', '.join(builtin_names(packing()))}), one of each, as in {DEFAULT}+kivi, or one of your own, as in ./my_method.py:KeyNorm. "
             f"Pass {_apart_from_bits(value, flag) or 'one of these'}."
         )
     if packs is not None and drops is not None and COMPRESSORS[drops].points:
         raise OptionError(
             f"{flag} is {value!r}; {drops} leads into full KV and holds none that could be packed: pass {drops} alone, "
-            f"or one of {', '.join(listed(packable()))} before +{packs}"
+            f"or one of {', '.join(builtin_names(packable()))} before +{packs}"
         )
     return drops, packs
 
@@ -152,7 +152,7 @@ def _apart_from_bits(value: str, flag: str) -> str | None:
 def parts(value: str) -> tuple[str, str | None]:
     """What drops tokens, and what packs them besides, as it was typed; paths may have a plus, too."""
     for place in (place for place, letter in enumerate(value) if letter == "+"):
-        if value[:place] in dropping() or own_methods.NAMED.fullmatch(value[:place]):
+        if value[:place] in dropping() or user_methods.NAMED.fullmatch(value[:place]):
             return value[:place], value[place + 1 :]
     return value, None
 
@@ -174,7 +174,7 @@ def needs_verifications(value: str) -> bool:
     return dropping is not None and dropping.each_round and not dropping.every
 
 
-def stepping() -> tuple[str, ...]:
+def per_step_methods() -> tuple[str, ...]:
     """Names of methods that choose tokens for each step, which the flags of selection are for."""
     return tuple(name for name in dropping() if COMPRESSORS[name].every)
 
@@ -255,10 +255,10 @@ def quantizer(name: str, bits: int, partition: int | None = None) -> Quantizer:
     if name not in packing():
         raise ValueError(f"no quantizer is called {name!r}; there are: {', '.join(packing())}")
     sizes = {} if partition is None else {"partition": partition}
-    return QUANTIZERS[name].made_by(bits=bits, **sizes)
+    return QUANTIZERS[name].quantizer_class(bits=bits, **sizes)
 
 
-def method(value: str, bits: int | None = None, partition: int | None = None) -> Method:
+def method(value: str, bits: int | None = None, partition: int | None = None) -> MethodSpec:
     """The method of that name, as ``--kv-compressor``, ``--kv-bits`` and ``--kv-partition`` say.
 
     Raises:
@@ -267,5 +267,5 @@ def method(value: str, bits: int | None = None, partition: int | None = None) ->
     drops, packs = parse(value)
     compressor = KeepAll() if drops is None else create(drops)
     if packs is None:
-        return Method(compressor, None)
-    return Method(compressor, quantizer(packs, code_bits(packs, bits), partition_size(packs, partition)))
+        return MethodSpec(compressor, None)
+    return MethodSpec(compressor, quantizer(packs, code_bits(packs, bits), partition_size(packs, partition)))

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from sglang_ext.device import coarse_products
+from sglang_ext.device import tf32_matmuls
 from sglang_ext.mem_cache.compressors.contracts.compressor import Always, Compressor, ContextKV, LayerKV
 from sglang_ext.mem_cache.compressors.contracts.registry import register
 
@@ -70,7 +70,7 @@ class ExpectedAttention(Compressor):
             logits = mean @ keys.transpose(1, 2)
             if self.covariance:
                 # Keys have no more bits; of the covariance, an estimate from few queries, these are enough.
-                with coarse_products(keys.device):
+                with tf32_matmuls(keys.device):
                     for member in range(covariance.shape[1]):
                         logits[:, member] += ((keys @ covariance[:, member]) * keys).sum(dim=-1)
             yield logits

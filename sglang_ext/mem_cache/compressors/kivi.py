@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import gcd
 
-from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid
+from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid
 from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer
 from sglang_ext.mem_cache.compressors.contracts.registry import register_quantizer
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy
 import torch
 
-from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid, Outliers, Quantized
+from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid, Outliers, Quantized
 from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer, grouped, meant, nearest, squeezed, stored
 from sglang_ext.mem_cache.compressors.contracts.registry import register_quantizer
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 
 from sglang_ext.mem_cache.compressed.slot_scores import SlotScores
-from sglang_ext.mem_cache.compressors.contracts.compressor import Always, Compressor, ContextKV, Folder, LayerKV
+from sglang_ext.mem_cache.compressors.contracts.compressor import Always, Compressor, ContextKV, RequiredFolder, LayerKV
 from sglang_ext.mem_cache.compressors.contracts.registry import register
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
 
@@ -30,7 +30,7 @@ class KVzap(Compressor):
     recent: int = 32
     comparable: ClassVar[bool] = True
     better_uneven: ClassVar[bool] = True
-    reads: ClassVar[Folder] = Folder("--kv-predictor", "needs a network fitted to the model", "sglang_ext.fit kvzap")
+    reads: ClassVar[RequiredFolder] = RequiredFolder("--kv-predictor", "needs a network fitted to the model", "sglang_ext.fit kvzap")
 
     @property
     def window(self) -> int:
@@ -49,7 +49,7 @@ class KVzap(Compressor):
 
     def for_context(self, context: ContextKV) -> Compressor:
         """The online method where a score is unknown."""
-        return self if self.online is None or (self.slots is not None and self.slots.knows(context.slots)) else self.online
+        return self if self.online is None or (self.slots is not None and self.slots.has_scores(context.slots)) else self.online
 
     def always(self, context: ContextKV) -> Always:
         """The first tokens; the newest only score far above all others."""

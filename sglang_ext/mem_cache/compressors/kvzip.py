@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 
 from sglang_ext.device import sent
-from sglang_ext.mem_cache.compressors.contracts.compressor import Always, Compressor, ContextKV, Folder, LayerKV, Part
+from sglang_ext.mem_cache.compressors.contracts.compressor import Always, Compressor, ContextKV, RequiredFolder, LayerKV, Part
 from sglang_ext.mem_cache.compressors.contracts.registry import register
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
 from sglang_ext.mem_cache.scores.index import ScoreIndex
@@ -28,7 +28,7 @@ class KVzip(Compressor):
     heads: slice = field(default_factory=lambda: slice(None))
     comparable: ClassVar[bool] = True
     better_uneven: ClassVar[bool] = True
-    reads: ClassVar[Folder] = Folder("--kv-scores", "reads scores that were computed ahead", "sglang_ext.precompress")
+    reads: ClassVar[RequiredFolder] = RequiredFolder("--kv-scores", "reads scores that were computed ahead", "sglang_ext.precompress")
 
     @property
     def window(self) -> int:

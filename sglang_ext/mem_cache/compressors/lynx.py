@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 
 from sglang_ext.layers.kernels.lynx import levels
-from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid, Quantized
+from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid, Quantized
 from sglang_ext.mem_cache.compressors.contracts.quantizer import Finding, Quantizer, grouped, squeezed, stored, stored_above, stored_next
 from sglang_ext.mem_cache.compressors.contracts.registry import register_quantizer
 

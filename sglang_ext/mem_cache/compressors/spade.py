@@ -9,8 +9,8 @@ import torch
 from sglang_ext.device import to_device
 from sglang_ext.mem_cache.compressors.contracts.compressor import Always, Compressor, ContextKV, LayerKV, Part
 from sglang_ext.mem_cache.compressors.contracts.registry import register
-from sglang_ext.mem_cache.selection.on_gpu import GpuChoice
-from sglang_ext.mem_cache.selection.predictors import Current, QueryPredictor
+from sglang_ext.mem_cache.selection.on_gpu import GpuSelector
+from sglang_ext.mem_cache.selection.predictors import CurrentQuery, QueryPredictor
 from sglang_ext.mem_cache.selection.scoring import group_attention
 from sglang_ext.mem_cache.selection.top_tokens import mark_always
 
@@ -21,7 +21,7 @@ class Spade(Compressor):
     """Score each key by the attention of the next step's query, as those of the steps before it let expect (selection/predictors.py).
 
     A choice is made from what is there before the step begins, drafted queries among it, so that no step waits for its own query. First
-    and newest tokens are always kept. On a GPU it is made beside the steps before (compressed/chosen_beside.py).
+    and newest tokens are always kept. On a GPU it is made beside the steps before (compressed/async_selector.py).
 
     Attributes:
         predictor: says what the next query will be.
@@ -32,7 +32,7 @@ class Spade(Compressor):
         most: as :attr:`Compressor.most`.
     """
 
-    predictor: QueryPredictor = Current()
+    predictor: QueryPredictor = CurrentQuery()
     every: int = 1
     each_round: bool = True
     sinks: int = 4
@@ -64,12 +64,12 @@ class Spade(Compressor):
 
     def _select_whole(self, context: ContextKV, count: int) -> torch.Tensor:
         """Positions in a whole context, by at least one query: int64 [layers, kv_heads, count], ascending."""
-        from sglang_ext.layers.kernels.choose_tokens import Contexts
+        from sglang_ext.layers.kernels.select_tokens import SelectionContexts
 
         tokens, queries = len(context.slots), context.queries.transpose(1, 2)
         numbers = to_device([[0, tokens, count, 0]], context.slots.device)
-        asked = Contexts(context.slots.int()[None], numbers, (tokens,), (self.sinks, self.recent))
-        choice = GpuChoice(self.predictor, context.buffers, queries.shape[1], context.rotary)
+        asked = SelectionContexts(context.slots.int()[None], numbers, (tokens,), (self.sinks, self.recent))
+        choice = GpuSelector(self.predictor, context.buffers, queries.shape[1], context.rotary)
         found = choice.choose(asked, lambda _, layers: queries[None, layers], context.query_positions[None], most=count)
         return found[:, 0].long()
 

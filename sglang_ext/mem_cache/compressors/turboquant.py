@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid, Quantized
+from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid, Quantized
 from sglang_ext.mem_cache.compressors.contracts.quantizer import Finding, Quantizer, nearest, stored
 from sglang_ext.mem_cache.compressors.contracts.registry import register_quantizer
 

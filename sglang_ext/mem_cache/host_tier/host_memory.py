@@ -18,7 +18,7 @@ NO_LIMIT = 1 << 60
 
 
 @dataclass(frozen=True)
-class HostMemory:
+class AvailableMemory:
     """What may still be taken.
 
     Attributes:
@@ -30,7 +30,7 @@ class HostMemory:
     limit: str
 
     @classmethod
-    def find(cls, mounts: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> "HostMemory":
+    def find(cls, mounts: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> "AvailableMemory":
         """The least of what the machine and the groups of this process leave.
 
         Args:
@@ -53,7 +53,7 @@ def check(size: int, ranks: int = 1, flag: str = "--kv-host-gb", what: str = "fu
     Raises:
         OptionError: names what is asked for, what there is, what limits it, and what to do.
     """
-    found = HostMemory.find()
+    found = AvailableMemory.find()
     if size * ranks > found.available:
         most = math.floor(found.available / ranks / 1e8) / 10  # what is advised is there
         each = f" for each of {ranks} ranks, {size * ranks / 1e9:.1f} GB together," if ranks > 1 else ""
@@ -63,7 +63,7 @@ def check(size: int, ranks: int = 1, flag: str = "--kv-host-gb", what: str = "fu
         )
 
 
-def _of_groups(mounts: Path, own: Path) -> Iterator[HostMemory]:
+def _of_groups(mounts: Path, own: Path) -> Iterator[AvailableMemory]:
     """What each group of this process, and each around it, leaves; nothing where there are no limits to read."""
     try:
         lines = own.read_text().splitlines()
@@ -79,7 +79,7 @@ def _of_groups(mounts: Path, own: Path) -> Iterator[HostMemory]:
             yield from _on_the_way(mounts / "memory", path, _first_version)
 
 
-def _on_the_way(root: Path, path: str, read: Callable[[Path], HostMemory | None]) -> Iterator[HostMemory]:
+def _on_the_way(root: Path, path: str, read: Callable[[Path], AvailableMemory | None]) -> Iterator[AvailableMemory]:
     """From a group to ``root``. In a container ``path`` may be as seen from outside: then only the root is there."""
     folder = root / path.lstrip("/")
     while True:
@@ -91,7 +91,7 @@ def _on_the_way(root: Path, path: str, read: Callable[[Path], HostMemory | None]
         folder = folder.parent
 
 
-def _second_version(folder: Path) -> HostMemory | None:
+def _second_version(folder: Path) -> AvailableMemory | None:
     limits = {name: limit for name in ("memory.max", "memory.high") if (limit := _number(folder / name)) is not None}
     used = _number(folder / "memory.current")
     if not limits or used is None:
@@ -100,7 +100,7 @@ def _second_version(folder: Path) -> HostMemory | None:
     return _left(folder / name, limits[name], used, _file_cache(folder / "memory.stat", ""))
 
 
-def _first_version(folder: Path) -> HostMemory | None:
+def _first_version(folder: Path) -> AvailableMemory | None:
     limit, used = _number(folder / "memory.limit_in_bytes"), _number(folder / "memory.usage_in_bytes")
     if limit is None or used is None or limit >= NO_LIMIT:
         return None
@@ -108,8 +108,8 @@ def _first_version(folder: Path) -> HostMemory | None:
     return _left(folder / "memory.limit_in_bytes", limit, used, _file_cache(folder / "memory.stat", "total_"))
 
 
-def _left(file: Path, limit: int, used: int, reclaimable: int) -> HostMemory:
-    return HostMemory(max(0, limit - used + min(used, reclaimable)), f"{limit / 1e9:.1f} GB by {file}")
+def _left(file: Path, limit: int, used: int, reclaimable: int) -> AvailableMemory:
+    return AvailableMemory(max(0, limit - used + min(used, reclaimable)), f"{limit / 1e9:.1f} GB by {file}")
 
 
 def _number(file: Path) -> int | None:

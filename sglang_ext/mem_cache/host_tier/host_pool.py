@@ -36,14 +36,14 @@ class HostPool:
     sizes: torch.Tensor | None = None
 
     @classmethod
-    def create(cls, buffers: KVBuffers, page_size: int, size: int, rooms: bool = False) -> "HostPool":
+    def create(cls, buffers: KVBuffers, page_size: int, size: int, frames: bool = False) -> "HostPool":
         """A pool for as many pages as fit in ``size`` bytes.
 
         Args:
             buffers: the layers of the device's pool; all of one shape and dtype.
             page_size: tokens in a page.
             size: bytes of host memory.
-            rooms: page after page.
+            frames: page after page.
 
         Raises:
             OptionError: no page fits, or the host has less memory.
@@ -62,9 +62,9 @@ class HostPool:
         key = buffers.keys[0]
         memory = _pinned(used) if key.is_cuda else torch.empty(used, dtype=torch.uint8)
         kinds = 2, len(buffers.keys)
-        shape = *((count, *kinds) if rooms else (*kinds, count)), page_size, *key.shape[1:]
+        shape = *((count, *kinds) if frames else (*kinds, count)), page_size, *key.shape[1:]
         checksums, sizes = (torch.zeros(count, dtype=torch.int64, pin_memory=key.is_cuda) for _ in range(2))
-        pool = cls(memory.view(key.dtype).view(shape), checksums, HostPages(count), sizes if rooms else None)
+        pool = cls(memory.view(key.dtype).view(shape), checksums, HostPages(count), sizes if frames else None)
         if key.is_cuda:
             # The process takes its memory with it, so nothing needs to be done as it ends.
             weakref.finalize(pool, _unpin, memory).atexit = False
@@ -86,7 +86,7 @@ class HostPool:
         return as_words(self.kv.flatten(0, 3), 8).unflatten(0, (2 * self.kv.shape[1], -1))
 
     @cached_property
-    def rooms(self) -> torch.Tensor:
+    def frames(self) -> torch.Tensor:
         """:attr:`kv` page after page: uint8 [pages, page_bytes]."""
         return self.kv.view(len(self.kv), -1).view(torch.uint8)
 
@@ -98,7 +98,7 @@ class HostPool:
         else:
             # Residuals begin with where their bits begin, which not all readers ask; between blocks are bits that mean nothing.
             place = (int(self.sizes[page]) or self.page_bytes) * 37 // 100
-            self.rooms[page, place : place + 1].bitwise_xor_(1)
+            self.frames[page, place : place + 1].bitwise_xor_(1)
 
 
 def check_alike(buffers: KVBuffers) -> None:

@@ -16,7 +16,7 @@ Moves = Iterator[tuple[Callable[[torch.Tensor], None], Callable[[torch.Tensor], 
 
 
 @dataclass(frozen=True)
-class Run:
+class PageRun:
     """Consecutive pages in a list of pages.
 
     Attributes:
@@ -30,17 +30,17 @@ class Run:
     count: int
 
 
-def runs(pages: torch.Tensor) -> tuple[Run, ...]:
+def runs(pages: torch.Tensor) -> tuple[PageRun, ...]:
     """The runs of ``pages`` (int64 [pages], on the host), as long as they get, in the list's order."""
     if not len(pages):
         return ()
     breaks = (pages.diff() != 1).nonzero().flatten() + 1
     ends = [0, *breaks.tolist(), len(pages)]
-    return tuple(Run(place, int(pages[place]), end - place) for place, end in pairwise(ends))
+    return tuple(PageRun(place, int(pages[place]), end - place) for place, end in pairwise(ends))
 
 
 @dataclass(frozen=True)
-class Piece:
+class TransferPiece:
     """What of a transfer goes through a buffer at once.
 
     Attributes:
@@ -51,7 +51,7 @@ class Piece:
 
     buffers: range
     tokens: slice
-    runs: tuple[Run, ...]
+    runs: tuple[PageRun, ...]
 
     def part(self, half: torch.Tensor) -> torch.Tensor:
         """The part of a buffer, [rows, words], that it takes: [buffers, tokens, words]."""
@@ -59,44 +59,44 @@ class Piece:
         return half[: len(self.buffers) * tokens].view(len(self.buffers), tokens, -1)
 
 
-def pieces(buffers: int, pages: torch.Tensor, page_size: int, room: int) -> Iterator[Piece]:
-    """Cut a transfer of ``pages`` (int64 [pages]) of so many buffers into pieces of at most ``room`` pages each."""
-    span = min(len(pages), room)
-    group = room // span
+def pieces(buffers: int, pages: torch.Tensor, page_size: int, buffer_pages: int) -> Iterator[TransferPiece]:
+    """Cut a transfer of ``pages`` (int64 [pages]) of so many buffers into pieces of at most ``buffer_pages`` pages each."""
+    span = min(len(pages), buffer_pages)
+    group = buffer_pages // span
     spans = []
     for first in range(0, len(pages), span):
         part = pages[first : first + span]
-        of_tokens = tuple(Run(r.place * page_size, r.first * page_size, r.count * page_size) for r in runs(part))
+        of_tokens = tuple(PageRun(r.place * page_size, r.first * page_size, r.count * page_size) for r in runs(part))
         spans.append((slice(first * page_size, (first + len(part)) * page_size), of_tokens))
     for first in range(0, buffers, group):
         for tokens, of_tokens in spans:
-            yield Piece(range(first, min(first + group, buffers)), tokens, of_tokens)
+            yield TransferPiece(range(first, min(first + group, buffers)), tokens, of_tokens)
 
 
 @dataclass(frozen=True)
-class PieceCopies:
+class LayerCopies:
     """Copies between one device's KV and one pool; each is launched in the current stream.
 
-    A buffer is a ``half`` of what a pipe has (lanes.py): [rows, words].
+    A buffer is a ``half`` of what a pipe has (copy_streams.py): [rows, words].
 
     Attributes:
         rows: the device's KV, of keys of all layers before values: [slots, words] each.
         pool: the host pages.
-        room: pages of one layer's keys that a buffer holds.
+        buffer_pages: pages of one layer's keys that a buffer holds.
     """
 
     rows: list[torch.Tensor]
     pool: "HostPool"
-    room: int
+    buffer_pages: int
 
     @classmethod
-    def of(cls, rows: list[torch.Tensor], pool: "HostPool", staging: int) -> "PieceCopies":
+    def of(cls, rows: list[torch.Tensor], pool: "HostPool", staging: int) -> "LayerCopies":
         """With two buffers of so many bytes together, or of a page each."""
         return cls(rows, pool, max(1, staging // 2 // (pool.page_size * rows[0].shape[1] * rows[0].element_size())))
 
     def halves(self) -> torch.Tensor:
         """Both buffers, [2, rows, words]."""
-        return self.rows[0].new_empty(2, self.room * self.pool.page_size, self.rows[0].shape[1])
+        return self.rows[0].new_empty(2, self.buffer_pages * self.pool.page_size, self.rows[0].shape[1])
 
     def stores(self, pages: torch.Tensor, slots: torch.Tensor, blocks: None) -> Moves:
         """What fills a buffer from device slots, and what empties it into pages of the host, piece after piece."""
@@ -112,30 +112,30 @@ class PieceCopies:
         """Bytes that such loads bring."""
         return len(pages) * self.pool.page_bytes
 
-    def _pieces(self, pages: torch.Tensor) -> Iterator[Piece]:
-        return pieces(len(self.rows), pages, self.pool.page_size, self.room)
+    def _pieces(self, pages: torch.Tensor) -> Iterator[TransferPiece]:
+        return pieces(len(self.rows), pages, self.pool.page_size, self.buffer_pages)
 
-    def gather(self, piece: Piece, slots: torch.Tensor, half: torch.Tensor) -> None:
+    def gather(self, piece: TransferPiece, slots: torch.Tensor, half: torch.Tensor) -> None:
         """From ``slots``, int64 [tokens of the transfer], to a buffer."""
         for part, buffer in zip(piece.part(half), piece.buffers):
             torch.index_select(self.rows[buffer], 0, slots[piece.tokens], out=part)
 
-    def scatter(self, piece: Piece, slots: torch.Tensor, half: torch.Tensor) -> None:
+    def scatter(self, piece: TransferPiece, slots: torch.Tensor, half: torch.Tensor) -> None:
         """From a buffer to ``slots``, int64 [tokens of the transfer]."""
         for part, buffer in zip(piece.part(half), piece.buffers):
             self.rows[buffer].index_copy_(0, slots[piece.tokens], part)
 
-    def to_host(self, piece: Piece, half: torch.Tensor) -> None:
+    def to_host(self, piece: TransferPiece, half: torch.Tensor) -> None:
         """From a buffer to host pages."""
         for of_host, of_device in self._blocks(piece, half):
             of_host.copy_(of_device, non_blocking=True)
 
-    def from_host(self, piece: Piece, half: torch.Tensor) -> None:
+    def from_host(self, piece: TransferPiece, half: torch.Tensor) -> None:
         """From host pages to a buffer."""
         for of_host, of_device in self._blocks(piece, half):
             of_device.copy_(of_host, non_blocking=True)
 
-    def _blocks(self, piece: Piece, half: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _blocks(self, piece: TransferPiece, half: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Blocks of memory on the host and in a buffer that belong together."""
         for part, buffer in zip(piece.part(half), piece.buffers):
             of_host = self.pool.words[buffer]

@@ -17,9 +17,9 @@ from functools import cached_property
 import torch
 
 from sglang_ext.layers.kernels.lynx import bins
-from sglang_ext.layers.kernels.lynx.layout import CHUNK, DTYPES, UNIT, Layout
-from sglang_ext.layers.kernels.lynx.scales import Scales
-from sglang_ext.mem_cache.compressed.formats.packing import Packing, as_bytes
+from sglang_ext.layers.kernels.lynx.layout import CHUNK, DTYPES, UNIT, PageLayout
+from sglang_ext.layers.kernels.lynx.scales import ChunkScales
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing, as_bytes
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
 # What "whole" is in the sizes of residuals.
@@ -58,11 +58,11 @@ class ResidualPages:
     page_size: int
 
     @cached_property
-    def layout(self) -> Layout:
+    def layout(self) -> PageLayout:
         """Of a page's residual stream, all buffers' tokens one after another."""
         key = self.buffers.keys[0]
         tokens = 2 * len(self.buffers.keys) * self.page_size
-        return Layout(tokens, key[0].numel(), key.dtype, self.packing.keys.bits, reference="exact")
+        return PageLayout(tokens, key[0].numel(), key.dtype, self.packing.keys.bits, reference="exact")
 
     @property
     def page_bytes(self) -> int:
@@ -79,50 +79,50 @@ class ResidualPages:
         """Of a page's anchor."""
         return self.page_slots * self.buffers.bytes_per_slot
 
-    def write(self, slots: torch.Tensor, blocks: torch.Tensor | None, rooms: torch.Tensor, sizes: torch.Tensor) -> None:
+    def write(self, slots: torch.Tensor, blocks: torch.Tensor | None, frames: torch.Tensor, sizes: torch.Tensor) -> None:
         """Fill rooms; does not wait for the device.
 
         Args:
             slots: int64 [pages * page_size], of the device.
             blocks: int64 [pages, slots of a page's blocks], of the device, -1 where a page has none; None: no page has.
-            rooms: uint8 [pages, page_bytes], of the device; bytes after an anchor mean nothing.
+            frames: uint8 [pages, page_bytes], of the device; bytes after an anchor mean nothing.
             sizes: int64 [pages], of the device: set to bytes of residuals, 0 of whole pages.
         """
         if self.buffers.on_gpu:
-            from sglang_ext.layers.kernels.lynx.anchored import write_pages
+            from sglang_ext.layers.kernels.lynx.residual_pages import write_pages
 
-            write_pages(self.buffers, self.layout, self.packing, slots, blocks, rooms, sizes)
+            write_pages(self.buffers, self.layout, self.packing, slots, blocks, frames, sizes)
             return
         for page, of_page in enumerate(slots.view(-1, self.page_size)):
             stream = None if blocks is None or blocks[page, 0] < 0 else self._stream(of_page, blocks[page])
             sizes[page] = WHOLE if stream is None else len(stream)
-            room = rooms[page]
+            frame = frames[page]
             if stream is None:
-                for part, buffer in zip(self._parts(room), self._all, strict=True):
+                for part, buffer in zip(self._parts(frame), self._all, strict=True):
                     part.copy_(buffer[of_page])
             else:
-                room[: len(stream)] = stream
-                self._anchor(room, len(stream)).copy_(self._cells(blocks[page]))
+                frame[: len(stream)] = stream
+                self._anchor(frame, len(stream)).copy_(self._cells(blocks[page]))
 
-    def read(self, rooms: torch.Tensor, sizes: torch.Tensor, slots: torch.Tensor, blocks: torch.Tensor | None) -> None:
+    def read(self, frames: torch.Tensor, sizes: torch.Tensor, slots: torch.Tensor, blocks: torch.Tensor | None) -> None:
         """Bring to device slots what :meth:`write` was given; does not wait for the device.
 
         ``blocks``: those of before, -1 where a page's are gone: then its anchor must have come. Rooms and sizes are the host's, which
         may have lost bits: then other numbers come, and nothing else is written.
         """
         if self.buffers.on_gpu:
-            from sglang_ext.layers.kernels.lynx.anchored import read_pages
+            from sglang_ext.layers.kernels.lynx.residual_pages import read_pages
 
-            read_pages(self.buffers, self.layout, self.packing, rooms, sizes, slots, blocks)
+            read_pages(self.buffers, self.layout, self.packing, frames, sizes, slots, blocks)
             return
         for page, of_page in enumerate(slots.view(-1, self.page_size)):
-            room, size = rooms[page], int(sizes[page])
+            frame, size = frames[page], int(sizes[page])
             if size == WHOLE:
-                parts = self._parts(room)
+                parts = self._parts(frame)
             elif blocks is None or blocks[page, 0] < 0:
-                parts = self._numbers(room[:size], self._anchor(room, size))
+                parts = self._numbers(frame[:size], self._anchor(frame, size))
             else:
-                parts = self._numbers(room[:size], self._cells(blocks[page]))
+                parts = self._numbers(frame[:size], self._cells(blocks[page]))
             for part, buffer in zip(parts, self._all, strict=True):
                 buffer[of_page] = part
 
@@ -130,26 +130,26 @@ class ResidualPages:
         """Write and read a page of slot 0, which no request owns, so that no request waits for compilers."""
         device = self.buffers.keys[0].device
         slots, blocks = (torch.zeros(count, dtype=torch.int64, device=device) for count in (self.page_size, self.page_slots))
-        room = torch.zeros(1, self.page_bytes, dtype=torch.uint8, device=device)
+        frame = torch.zeros(1, self.page_bytes, dtype=torch.uint8, device=device)
         for each in (None, blocks[None]):
             size = slots[:1].clone()
-            self.write(slots, each, room, size)
-            self.read(room, size, slots, each)
+            self.write(slots, each, frame, size)
+            self.read(frame, size, slots, each)
 
     @property
     def _all(self) -> tuple[torch.Tensor, ...]:
         return (*self.buffers.keys, *self.buffers.values)
 
-    def _parts(self, room: torch.Tensor) -> torch.Tensor:
+    def _parts(self, frame: torch.Tensor) -> torch.Tensor:
         """A whole page, by buffer: [buffers, page_size, kv_heads, head_dim] over the same memory."""
         key = self.buffers.keys[0]
-        return room.view(key.dtype).view(len(self._all), self.page_size, *key.shape[1:])
+        return frame.view(key.dtype).view(len(self._all), self.page_size, *key.shape[1:])
 
-    def _anchor(self, room: torch.Tensor, size: int) -> torch.Tensor:
+    def _anchor(self, frame: torch.Tensor, size: int) -> torch.Tensor:
         """The anchor behind a residual: uint8 [buffers, page_slots, kv_heads, cell bytes] over the same memory, never beyond it."""
         heads = self.buffers.keys[0].shape[1]
         begin = min(size, self.page_bytes - self.anchor_bytes)
-        return room[begin : begin + self.anchor_bytes].view(len(self._all), self.page_slots, heads, -1)
+        return frame[begin : begin + self.anchor_bytes].view(len(self._all), self.page_slots, heads, -1)
 
     @cached_property
     def _coded(self) -> torch.Tensor:
@@ -168,7 +168,7 @@ class ResidualPages:
                 codes, mu, sigma = (each.flatten(1, 2).transpose(0, 1).flatten(1) for each in (block.codes, block.zero, block.scale))
                 found.append((codes.view(-1, CHUNK, codes.shape[1]).long(), mu, sigma))
         codes, mu, sigma = (torch.cat(each) for each in zip(*found))
-        return bins.bins(codes, Scales(mu, sigma), self.layout.bits, self.layout.dtype)
+        return bins.bins(codes, ChunkScales(mu, sigma), self.layout.bits, self.layout.dtype)
 
     def _stream(self, slots: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor | None:
         """A page's residual, uint8 [bytes]; None where it shall be whole."""
@@ -177,29 +177,29 @@ class ResidualPages:
         index = bins.ordinals(numbers.view(first.shape)) - first
         if not torch.all((index >= 0) & (index <= last)):
             return None
-        stream = bins.written(index, last, self._coded, self.layout)
+        stream = bins.encode_indices(index, last, self._coded, self.layout)
         return stream if len(stream) + self.anchor_bytes < self.page_bytes else None
 
     def _numbers(self, stream: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
         """What :meth:`_stream` was given, [buffers, page_size, kv_heads, head_dim]; zeros where the stream has another size."""
         first, last = self._bins(cells)
         try:
-            ranks = first + bins.read(stream, last, self._coded, self.layout)
+            ranks = first + bins.decode_indices(stream, last, self._coded, self.layout)
         except ValueError:  # the checksum tells
             ranks = torch.zeros_like(first)
         key = self.buffers.keys[0]
-        return bins.of_ordinals(ranks, key.dtype).view(len(self._all), self.page_size, *key.shape[1:])
+        return bins.from_ordinals(ranks, key.dtype).view(len(self._all), self.page_size, *key.shape[1:])
 
 
-def refusal(packing: Packing, buffers: KVBuffers, page_size: int) -> str:
+def unsupported_reason(packing: Packing, buffers: KVBuffers, page_size: int) -> str:
     """Why pages of such a pool cannot be residuals of such blocks, and what to change; empty where they can."""
-    from sglang_ext.layers.kernels.packed.pack_blocks import takes
+    from sglang_ext.layers.kernels.packed.pack_blocks import can_pack
 
     key = buffers.keys[0]
     if page_size % packing.block_tokens:
         return f"pages are {page_size} tokens, blocks {packing.block_tokens}: pass --page-size {packing.block_tokens}"
     if key.dtype not in DTYPES or key[0].numel() % UNIT:
         return f"numbers are {key.dtype}, {key[0].numel()} a token: pass --kv-cache-dtype auto"
-    if buffers.on_gpu and not takes(packing, buffers):
+    if buffers.on_gpu and not can_pack(packing, buffers):
         return f"no kernel packs heads of {key.shape[-1]} channels"
     return ""

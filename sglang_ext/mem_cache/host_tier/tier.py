@@ -17,11 +17,11 @@ from sglang_ext.device import Mark
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.host_tier.checksums import PageChecksums, as_words
 from sglang_ext.mem_cache.host_tier.host_pool import HostPool, check_alike
-from sglang_ext.mem_cache.host_tier.lanes import Lane, LastUse, Pipe
-from sglang_ext.mem_cache.host_tier.pieces import PieceCopies, runs
+from sglang_ext.mem_cache.host_tier.copy_streams import CopyStream, LastTransfers, DoubleBuffer
+from sglang_ext.mem_cache.host_tier.pieces import LayerCopies, runs
 from sglang_ext.mem_cache.host_tier.residuals import PageBlocks, ResidualPages
-from sglang_ext.mem_cache.host_tier.rooms import RoomCopies
-from sglang_ext.mem_cache.host_tier.transfers import Deferral, Launched, Transfer
+from sglang_ext.mem_cache.host_tier.frame_copies import FrameCopies
+from sglang_ext.mem_cache.host_tier.transfers import DeferredLaunches, LaunchedTransfer, Transfer
 
 # Bytes of both buffers of a direction: a share of the device's KV, within bounds. Copies of half of it take much longer than
 # their launch; and a stream takes some 1,000 launches before it lets the host wait: several loads of a long context stay below.
@@ -37,7 +37,7 @@ class HostTier:
     """Moves KV between a device's slots and a pool of host pages.
 
     All calls come from one thread. A transfer starts after what the current stream was given before the call, and after the
-    last forward (:meth:`forward_launched`), which may run on another stream. Its device slots must stay as they are until it is
+    last forward (:meth:`on_forward_launched`), which may run on another stream. Its device slots must stay as they are until it is
     done: whoever writes, reads or frees them afterwards waits for it (:meth:`Transfer.wait`). Host pages need no such care:
     transfers of the same pages follow one another.
 
@@ -63,32 +63,32 @@ class HostTier:
         # The tables and the kernel are made here: no lane shall find them unfinished.
         self._checksums.of(torch.zeros(pool.page_size, dtype=torch.int64, device=key.device))
         staging = staging_bytes(len(key) * buffers.bytes_per_slot, pool.page_bytes) if staging is None else staging
-        self._copies: PieceCopies | RoomCopies
+        self._copies: LayerCopies | FrameCopies
         if residuals is None:
             rows = [as_words(buffer, 8) for buffer in (*buffers.keys, *buffers.values)]
-            self._copies = PieceCopies.of(rows, pool, staging)
+            self._copies = LayerCopies.of(rows, pool, staging)
         else:
-            self._copies = RoomCopies.of(pool, residuals, staging)
+            self._copies = FrameCopies.of(pool, residuals, staging)
             if buffers.on_gpu:
                 residuals.compile_kernels()
-        copies, moves = (partial(Lane.beside, self._device, urgent=urgent) for urgent in (False, True))
-        self._stores = Pipe(self._copies.halves(), filler=moves(), emptier=copies())
-        self._loads = Pipe(self._copies.halves(), filler=copies(), emptier=moves())
-        self._stored, self._loaded = LastUse(pool.pages.count), LastUse(pool.pages.count)
+        copies, moves = (partial(CopyStream.beside, self._device, urgent=urgent) for urgent in (False, True))
+        self._stores = DoubleBuffer(self._copies.halves(), filler=moves(), emptier=copies())
+        self._loads = DoubleBuffer(self._copies.halves(), filler=copies(), emptier=moves())
+        self._stored, self._loaded = LastTransfers(pool.pages.count), LastTransfers(pool.pages.count)
         self._forward: Mark | None = None
         self._worker = None if buffers.on_gpu else ThreadPoolExecutor(1, thread_name_prefix="host-tier")
-        self._deferral = Deferral()
+        self._deferral = DeferredLaunches()
 
     @property
     def workspace_bytes(self) -> int:
         """Bytes on the device beside the KV pool: the buffers of both directions."""
         return self._stores.size + self._loads.size
 
-    def forward_launched(self) -> None:
+    def on_forward_launched(self) -> None:
         """The current stream was given a forward. Slots that are freed meanwhile may be written by it until its end."""
         self._forward = Mark.now(self._device)
 
-    def deferred(self) -> AbstractContextManager[None]:
+    def defer_transfers(self) -> AbstractContextManager[None]:
         """Launch the transfers that are asked for inside this context at its end, which takes the host milliseconds each.
 
         What the current stream is given meanwhile they do not wait for, only for what it had as they were asked for. Who waits
@@ -130,7 +130,7 @@ class HostTier:
             torch.cuda.synchronize(self._device)
 
     def _begin(
-        self, launch: Callable[..., Launched], slots: torch.Tensor, pages: torch.Tensor, blocks: PageBlocks | None
+        self, launch: Callable[..., LaunchedTransfer], slots: torch.Tensor, pages: torch.Tensor, blocks: PageBlocks | None
     ) -> Transfer:
         """Launch a transfer from here, or on a CPU let the worker do it."""
         # The caller's may be views of tables that change before the transfer reads them.
@@ -145,7 +145,7 @@ class HostTier:
     @torch.inference_mode()
     def _store(
         self, slots: torch.Tensor, pages: torch.Tensor, blocks: PageBlocks | None, after: tuple[Mark | None, ...]
-    ) -> Launched:
+    ) -> LaunchedTransfer:
         pipe = self._stores
         pipe.after(*after, self._loaded.end(pages))
         _used(pipe.filler, slots, blocks)
@@ -162,12 +162,12 @@ class HostTier:
                 of_host.copy_(sums[run.place : run.place + run.count], non_blocking=True)
         end = pipe.emptier.mark()
         self._stored.note(pages, end)
-        return Launched(start, end, None, len(pages) * self.pool.page_bytes)
+        return LaunchedTransfer(start, end, None, len(pages) * self.pool.page_bytes)
 
     @torch.inference_mode()
     def _load(
         self, slots: torch.Tensor, pages: torch.Tensor, blocks: PageBlocks | None, after: tuple[Mark | None, ...]
-    ) -> Launched:
+    ) -> LaunchedTransfer:
         pipe = self._loads
         storing = self._stored.end(pages)
         pipe.after(*after, storing)
@@ -187,7 +187,7 @@ class HostTier:
             wrong.copy_(self._checksums.of(slots) != expected, non_blocking=True)
         end = pipe.emptier.mark()
         self._loaded.note(pages, end)
-        return Launched(start, end, wrong, size)
+        return LaunchedTransfer(start, end, wrong, size)
 
     def _check(self, slots: torch.Tensor, pages: torch.Tensor) -> None:
         if len(pages) == 0 or len(slots) != len(pages) * self.pool.page_size:
@@ -201,7 +201,7 @@ class HostTier:
         self.pool.pages.check_owned(pages)
 
 
-def _used(lane: Lane, slots: torch.Tensor, blocks: PageBlocks | None) -> None:
+def _used(lane: CopyStream, slots: torch.Tensor, blocks: PageBlocks | None) -> None:
     lane.uses(slots)
     if blocks is not None:
         lane.uses(blocks.slots)

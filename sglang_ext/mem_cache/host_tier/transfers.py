@@ -15,14 +15,14 @@ from weakref import WeakKeyDictionary
 import torch
 
 from sglang_ext.device import Mark
-from sglang_ext.ranks import Ranks
+from sglang_ext.tp_ranks import TPRanks
 
 
 class TransferError(RuntimeError):
     """A transfer was asked for what it cannot tell, or did not bring what it should."""
 
 
-class Outcome(NamedTuple):
+class TransferOutcome(NamedTuple):
     """What a transfer that is done brought.
 
     Attributes:
@@ -37,7 +37,7 @@ class Outcome(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Launched:
+class LaunchedTransfer:
     """A transfer that is on its way.
 
     Attributes:
@@ -59,13 +59,13 @@ class Transfer:
     An error that ended it is raised by whatever is asked of it next.
 
     Attributes:
-        size: bytes of full KV in its pages, which a load may bring in fewer (:attr:`Outcome.size`).
+        size: bytes of full KV in its pages, which a load may bring in fewer (:attr:`TransferOutcome.size`).
         pages: int64 [pages], of the host.
     """
 
     size: int
     pages: torch.Tensor
-    _launched: "Future[Launched]"
+    _launched: "Future[LaunchedTransfer]"
 
     @property
     def done(self) -> bool:
@@ -85,7 +85,7 @@ class Transfer:
             end.event.synchronize()
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> TransferOutcome:
         """What it brought; a store compares no checksums.
 
         Raises:
@@ -95,13 +95,13 @@ class Transfer:
             raise TransferError(f"a transfer of {self.size} bytes is still under way; ask once it is done")
         launched = self._launched.result()
         failed = [] if launched.wrong is None else self.pages[launched.wrong].tolist()
-        return Outcome(launched.start.until(launched.end), failed, launched.size)
+        return TransferOutcome(launched.start.until(launched.end), failed, launched.size)
 
 
-class Pending(Future[Launched]):
+class PendingLaunch(Future[LaunchedTransfer]):
     """What a launch will give. Who asks before it ran has it run then, after those that were asked for before it."""
 
-    def __init__(self, launch: Callable[[], Launched], run_all: Callable[[], None]) -> None:
+    def __init__(self, launch: Callable[[], LaunchedTransfer], run_all: Callable[[], None]) -> None:
         super().__init__()
         self._launch, self._run_all = launch, run_all
 
@@ -109,23 +109,23 @@ class Pending(Future[Launched]):
         """Launch."""
         self.set_result(self._launch())
 
-    def result(self, timeout: float | None = None) -> Launched:
+    def result(self, timeout: float | None = None) -> LaunchedTransfer:
         """What the launch gave."""
         if not self.done():
             self._run_all()
         return super().result(timeout)
 
 
-class Deferral:
+class DeferredLaunches:
     """Runs launches in the order in which they were asked for. All calls come from one thread."""
 
     def __init__(self) -> None:
-        self._waiting: list[Pending] = []
+        self._waiting: list[PendingLaunch] = []
         self._open = False
 
-    def begin(self, launch: Callable[[], Launched]) -> Pending:
+    def begin(self, launch: Callable[[], LaunchedTransfer]) -> PendingLaunch:
         """Run ``launch``; inside :meth:`until_end` it runs later."""
-        pending = Pending(launch, self._run_all)
+        pending = PendingLaunch(launch, self._run_all)
         self._waiting.append(pending)
         if not self._open:
             self._run_all()
@@ -147,15 +147,15 @@ class Deferral:
 
 
 @dataclass
-class Arrivals:
+class TransferTracker:
     """The transfers of one rank. All ranks ask for the same ones, in the same order.
 
     Attributes:
         ranks: who must find the same.
     """
 
-    ranks: Ranks = Ranks()
-    _known: "WeakKeyDictionary[Transfer, Outcome]" = field(default_factory=WeakKeyDictionary)
+    ranks: TPRanks = TPRanks()
+    _known: "WeakKeyDictionary[Transfer, TransferOutcome]" = field(default_factory=WeakKeyDictionary)
 
     def update(self, transfers: Iterable[Transfer]) -> None:
         """Find out which of ``transfers`` are done by now; waits for the other ranks, but for no transfer."""
@@ -167,7 +167,7 @@ class Arrivals:
             if None not in outcomes:
                 failed = {page for outcome in outcomes for page in outcome.failed}
                 seconds, size = (max(each) for each in ([o.seconds for o in outcomes], [o.size for o in outcomes]))
-                self._known[transfer] = Outcome(seconds, sorted(failed), size)
+                self._known[transfer] = TransferOutcome(seconds, sorted(failed), size)
 
     def done(self, transfer: Transfer) -> bool:
         """Whether :meth:`update` or :meth:`wait` found it done on all ranks; one rank alone looks now."""
@@ -180,7 +180,7 @@ class Arrivals:
         transfer.synchronize()
         self.update([transfer])
 
-    def outcome(self, transfer: Transfer) -> Outcome:
+    def outcome(self, transfer: Transfer) -> TransferOutcome:
         """What it brought: the longest time of all ranks, their most bytes, and the pages that came back changed on any.
 
         Raises:

@@ -93,19 +93,19 @@ class Anchoring:
 
 def anchor(node: "TieredNode", anchors: PageSegments) -> None:
     """Note that the pages of ``node`` on the host have ``anchors`` from now on, in place of those from before."""
-    for segment in each_of(node.anchors):
-        del segment.shortens[node]
+    for segment in distinct_segments(node.anchors):
+        del segment.anchored_nodes[node]
     node.anchors = anchors if any(anchors) else ()
-    for segment in each_of(anchors):
-        segment.shortens[node] = None
+    for segment in distinct_segments(anchors):
+        segment.anchored_nodes[node] = None
 
 
-def forget_segment(segment: Segment) -> None:
+def drop_anchors(segment: Segment) -> None:
     """A segment's slots are given back: loads of what was stored with it bring its anchor, too."""
-    for node in list(segment.shortens):
+    for node in list(segment.anchored_nodes):
         anchor(node, tuple(None if each is segment else each for each in node.anchors))
 
 
-def each_of(anchors: PageSegments) -> list[Segment]:
+def distinct_segments(anchors: PageSegments) -> list[Segment]:
     """The segments among the anchors of pages, each once."""
     return list(dict.fromkeys(segment for segment in anchors if segment is not None))

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-from sglang_ext.mem_cache.prefix_cache.host_copies import HostCopies
-from sglang_ext.mem_cache.prefix_cache.nodes import Nodes, TieredNode
+from sglang_ext.mem_cache.prefix_cache.host_store import HostStore
+from sglang_ext.mem_cache.prefix_cache.nodes import PrefixTree, TieredNode
 from sglang_ext.mem_cache.prefix_cache.segments import Segment, Segments
 
 
@@ -19,10 +19,10 @@ class Eviction:
         priority: of a node; those with the lowest go first.
     """
 
-    def __init__(self, nodes: Nodes, segments: Segments, priority: Callable[[TieredNode], Any]) -> None:
+    def __init__(self, nodes: PrefixTree, segments: Segments, priority: Callable[[TieredNode], Any]) -> None:
         self._nodes, self._segments, self._priority = nodes, segments, priority
 
-    def free(self, wanted: int, host: HostCopies | None) -> int:
+    def free(self, wanted: int, host: HostStore | None) -> int:
         """Free ``wanted`` slots, or more, or all that can be, from the leaves up; how many.
 
         Segments are as old as the node that they hang on, and go before it; where nodes are stored with them, after all that they
@@ -64,7 +64,7 @@ class Eviction:
             return freed
         if node.is_void and node.lock_ref == 0:
             return freed + self._nodes.drop(node)
-        self._nodes.look_at(node, node.parent)
+        self._nodes.update_eviction_sets(node, node.parent)
         return freed
 
     def _ranked(self, node: TieredNode, depth: int, rank: int, segment: Segment | None = None) -> tuple:
@@ -75,7 +75,7 @@ class Eviction:
         awaited = segment is not None and segment in node.codes and node.lock_ref > 0
         return awaited, self._priority(node), -depth, rank, node, segment
 
-    def _leave(self, node: TieredNode, host: HostCopies | None) -> int:
+    def _leave(self, node: TieredNode, host: HostStore | None) -> int:
         if node.codes:
             return self._nodes.free_value(node)
         if host is not None:

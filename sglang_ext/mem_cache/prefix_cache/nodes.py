@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.utils import split_node_hash_value
 from sglang_ext.mem_cache.host_tier.host_pages import HostPages
 from sglang_ext.mem_cache.host_tier.transfers import Transfer
 from sglang_ext.mem_cache.prefix_cache.anchors import PageSegments, anchor
-from sglang_ext.mem_cache.prefix_cache.segments import Segment, Segments, covering
+from sglang_ext.mem_cache.prefix_cache.segments import Segment, Segments, covering_segments
 
 
 class TieredNode(TreeNode):
@@ -32,7 +32,7 @@ class TieredNode(TreeNode):
         store: the transfer that filled ``host_value``; it may be under way.
         load: the transfer that fills ``value``, until its checksums were compared; None when ``value`` holds exact KV.
         anchors: of each page on the host the segment with which a load brings less (anchors.py).
-        codes: of its segments, those that stand for its full KV where it has none (codes_alone.py); () where none may, or they do not.
+        codes: of its segments, those that stand for its full KV where it has none (quantized_only.py); () where none may, or they do not.
         dropped: whether it was taken out of the tree.
     """
 
@@ -71,7 +71,7 @@ class TieredNode(TreeNode):
         return self.value is None and self.host_value is None and not self.codes
 
     @property
-    def is_codes_alone(self) -> bool:
+    def is_quantized_only(self) -> bool:
         """Whether its KV is compressed, and nothing else."""
         return self.value is None and self.host_value is None and bool(self.codes)
 
@@ -108,7 +108,7 @@ class TieredNode(TreeNode):
             segment.node = upper
 
 
-class Prefix(NamedTuple):
+class SharedPrefix(NamedTuple):
     """The beginning of a context with which others began before.
 
     Attributes:
@@ -138,12 +138,12 @@ def below(node: TieredNode) -> Iterator[TieredNode]:
         stack.extend(child.children.values())
 
 
-def joined(parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+def concat_slots(parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     """``parts`` one after another; empty, and like ``like``, when there are none."""
     return torch.cat(parts) if parts else like.new_empty(0)
 
 
-class Nodes:
+class PrefixTree:
     """A radix tree whose nodes own device slots, host pages and segments, in any subset.
 
     A node that no request locks holds its KV on the device or on the host; all nodes below it are unlocked too, so that
@@ -160,7 +160,7 @@ class Nodes:
         root: on the device and on the host, and locked for ever, as SGLang has it.
         leaves: nodes whose device slots may be evicted next.
         host_leaves: nodes that the host may forget.
-        codes_alone: nodes whose KV is compressed, and nothing else.
+        quantized_only: nodes whose KV is compressed, and nothing else.
         loading: nodes whose KV is on its way to the device, in the order in which their loads began, as on all ranks.
         evictable: device slots of nodes that nobody locks.
         protected: device slots of locked nodes.
@@ -185,7 +185,7 @@ class Nodes:
         self.root = root
         self.leaves: set[TieredNode] = set()
         self.host_leaves: set[TieredNode] = set()
-        self.codes_alone: set[TieredNode] = set()
+        self.quantized_only: set[TieredNode] = set()
         self.loading: dict[TieredNode, None] = {}
         self.evictable = self.protected = 0
 
@@ -254,8 +254,8 @@ class Nodes:
             self.loading[upper] = None
         if self.segments.blocks is not None:
             for node in (upper, child):
-                self.segments.recode(node)
-            self.look_at(upper, child)
+                self.segments.update_codes(node)
+            self.update_eviction_sets(upper, child)
         return upper
 
     def add(self, parent: TieredNode, key: RadixKey, slots: torch.Tensor, priority: int) -> TieredNode:
@@ -270,7 +270,7 @@ class Nodes:
         """Let a node without device slots own ``slots``, int64 [its tokens]."""
         node.value = slots.clone()
         self._count(node, len(slots))
-        self.look_at(node, node.parent)
+        self.update_eviction_sets(node, node.parent)
 
     def free_value(self, node: TieredNode) -> int:
         """Free a node's device slots, after transfers that read or write them; returns how many."""
@@ -281,20 +281,20 @@ class Nodes:
         self.loading.pop(node, None)
         self._allocator.free_segment(slots, start_pos=0)
         self._count(node, -len(slots))
-        self.look_at(node, node.parent)
+        self.update_eviction_sets(node, node.parent)
         return len(slots)
 
     def set_host(self, node: TieredNode, pages: torch.Tensor, of: HostPages, anchors: PageSegments = ()) -> None:
         """Let a node own ``pages``, int64 [its pages], of the host, that are stored with ``anchors``."""
         node.host_value, node.host_pages = pages, of
         anchor(node, anchors)
-        self.look_at(node)
+        self.update_eviction_sets(node)
 
     def free_host(self, node: TieredNode) -> None:
         """Give back a node's host pages, if it has any."""
         if node.host_value is not None:
             _free_pages(node)
-            self.look_at(node)
+            self.update_eviction_sets(node)
 
     def drop(self, node: TieredNode) -> int:
         """Take a node that nobody locks out of the tree, and all below it, with what they own; no-op if that was done.
@@ -312,9 +312,9 @@ class Nodes:
             self._removed(gone)
             gone.dropped = True
             del gone.parent.children[gone.key.child_key(self.page_size)]
-            for among in (self.leaves, self.host_leaves, self.codes_alone):
+            for among in (self.leaves, self.host_leaves, self.quantized_only):
                 among.discard(gone)
-        self.look_at(node.parent)
+        self.update_eviction_sets(node.parent)
         return freed
 
     def lock(self, node: TieredNode) -> int:
@@ -326,7 +326,7 @@ class Nodes:
                 self.protected += node.device_tokens
                 delta -= node.device_tokens
             node.lock_ref += 1
-            self.look_at(node)
+            self.update_eviction_sets(node)
             node = node.parent
         return delta
 
@@ -340,7 +340,7 @@ class Nodes:
                 self.protected -= node.device_tokens
                 delta += node.device_tokens
                 lost += [node] if node.is_void else []
-            self.look_at(node)
+            self.update_eviction_sets(node)
             node = node.parent
         for node in lost:
             self.drop(node)
@@ -357,14 +357,14 @@ class Nodes:
         if node.dropped:
             raise ValueError(f"a path of {node.end} tokens was dropped from the tree; match it again before attaching to it")
         self.segments.add(segment, path(node))
-        self.look_at(segment.node)
+        self.update_eviction_sets(segment.node)
 
     def segments_to(self, node: TieredNode, length: int, method: str = "", start: int = 0) -> list[Segment]:
         """Segments of ``method`` that stand for the path to ``node`` from token ``start`` on, one after another.
 
         None ends after ``length``. Of alternatives that begin at one position it names the one that reaches farthest.
         """
-        return covering(path(node), length, method, start)
+        return covering_segments(path(node), length, method, start)
 
     def _count(self, node: TieredNode, tokens: int) -> None:
         if node.lock_ref:
@@ -372,13 +372,13 @@ class Nodes:
         else:
             self.evictable += tokens
 
-    def look_at(self, *nodes: TieredNode) -> None:
+    def update_eviction_sets(self, *nodes: TieredNode) -> None:
         """Note whether they may be evicted next, after they changed."""
         self.changed = True
         for node in nodes:
             self._sort(node, node.is_device_leaf, self.leaves)
             self._sort(node, node.is_host_leaf, self.host_leaves)
-            self._sort(node, node.is_codes_alone, self.codes_alone)
+            self._sort(node, node.is_quantized_only, self.quantized_only)
 
     def _sort(self, node: TieredNode, among: bool, nodes: set[TieredNode]) -> None:
         (nodes.add if among else nodes.discard)(node)

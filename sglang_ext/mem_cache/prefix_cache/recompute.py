@@ -15,20 +15,20 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 
-class Sent(Protocol):
+class RecomputeSource(Protocol):
     """The rest of a request's full KV, which another server sends."""
 
     def prefill_again(self, req: "Req") -> None:
         """Let that server compute a request once more that gave its slots back."""
 
 
-class Early(Protocol):
+class EarlyRequests(Protocol):
     """Requests of whose full KV a part is on its way from another server, by row of the token table."""
 
     def is_lost(self, row: int) -> bool:
         """Whether the rest will not come."""
 
-    def arrival(self, row: int) -> Sent | None:
+    def arrival(self, row: int) -> RecomputeSource | None:
         """The rest of a request's KV; None where all is there."""
 
 

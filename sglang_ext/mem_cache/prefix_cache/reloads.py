@@ -8,14 +8,14 @@ import torch
 
 from sglang_ext.mem_cache.host_tier.host_pool import HostPool
 from sglang_ext.mem_cache.host_tier.tier import HostTier
-from sglang_ext.mem_cache.host_tier.transfers import Arrivals, Transfer, TransferError
-from sglang_ext.mem_cache.prefix_cache.host_copies import HostCopies
-from sglang_ext.mem_cache.prefix_cache.anchors import each_of
+from sglang_ext.mem_cache.host_tier.transfers import TransferTracker, Transfer, TransferError
+from sglang_ext.mem_cache.prefix_cache.host_store import HostStore
+from sglang_ext.mem_cache.prefix_cache.anchors import distinct_segments
 from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode, path
 
 
 @dataclass
-class Faults:
+class FaultInjector:
     """Host memory that loses bits, for tests: before every so many loads a bit of the first page is flipped.
 
     Attributes:
@@ -27,7 +27,7 @@ class Faults:
     loads: int = 0
 
     @torch.inference_mode()
-    def strike(self, pool: HostPool, pages: torch.Tensor) -> None:
+    def flip_bit(self, pool: HostPool, pages: torch.Tensor) -> None:
         """A load of ``pages``, whose stores are done, is about to begin."""
         self.loads += 1
         if self.loads % self.every == 0:
@@ -35,7 +35,7 @@ class Faults:
 
 
 @dataclass
-class LinkRate:
+class LinkBandwidth:
     """Bandwidth in one direction over the transfers that ended, newer ones counting more.
 
     Attributes:
@@ -68,7 +68,7 @@ class LinkRate:
         self.loads += 1
         self.seconds += seconds
 
-    def measure(self, tier: HostTier, slots: torch.Tensor, arrivals: Arrivals) -> float:
+    def measure(self, tier: HostTier, slots: torch.Tensor, arrivals: TransferTracker) -> float:
         """Count one load of what lies in ``slots``, waiting for it, and give the bandwidth.
 
         Stores it first, and loads it once more before, since a first load waits for compilers. For the start of a
@@ -119,15 +119,15 @@ class Reloads:
 
     def __init__(
         self,
-        host: HostCopies,
+        host: HostStore,
         allocate: Callable[[int], torch.Tensor | None],
-        faults: Faults | None = None,
+        faults: FaultInjector | None = None,
         about_to_write: Callable[[torch.Tensor], None] = lambda slots: None,
         arrived: Callable[[torch.Tensor], None] = lambda slots: None,
     ) -> None:
         self.host, self._nodes, self._allocate = host, host.nodes, allocate
         self.faults, self._about_to_write, self._arrived = faults, about_to_write, arrived
-        self.link = LinkRate()
+        self.link = LinkBandwidth()
         self.loaded_bytes = self.restored_bytes = self.failed_pages = 0
 
     def load_into(self, nodes: list[TieredNode], slots: torch.Tensor) -> Transfer:
@@ -149,17 +149,17 @@ class Reloads:
         if self.faults is not None:
             for node in nodes:
                 node.store.synchronize()
-            self.faults.strike(self.host.tier.pool, pages)
+            self.faults.flip_bit(self.host.tier.pool, pages)
         self._about_to_write(slots)
         load = self.host.tier.load(pages, slots, self.host.blocks(nodes))
-        for segment in each_of(tuple(chain.from_iterable(node.anchors for node in nodes))):
+        for segment in distinct_segments(tuple(chain.from_iterable(node.anchors for node in nodes))):
             segment.loaded = load
         return load
 
     def load_back(self, nodes: list[TieredNode]) -> Transfer | None:
         """Copy the host's KV of ``nodes`` to device slots that the tree owns from now on; for them it evicts what it has to.
 
-        They count as on the device once the transfer is done and was settled (:meth:`settle`): only then may rows lead to
+        They count as on the device once the transfer is done and was settled (:meth:`collect_loads`): only then may rows lead to
         them.
 
         Args:
@@ -185,11 +185,11 @@ class Reloads:
         return load
 
     def finish(self, load: Transfer) -> int:
-        """Wait for a load, and take it in as :meth:`settle` does."""
+        """Wait for a load, and take it in as :meth:`collect_loads` does."""
         self.host.arrivals.wait(load)
         return self._take_in(load)
 
-    def settle(self, stores: Iterable[Transfer] = ()) -> int:
+    def collect_loads(self, stores: Iterable[Transfer] = ()) -> int:
         """Take in the loads that are done: their nodes are on the device, but for those whose KV came back changed.
 
         Args:

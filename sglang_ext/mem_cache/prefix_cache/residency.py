@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class Holder:
+class CompressedRequest:
     """A running request that drafts on its copy.
 
     Attributes:
@@ -39,7 +39,7 @@ class Holder:
 
 
 @dataclass
-class Holders:
+class CompressedRequests:
     """The holders of one scheduler process.
 
     Attributes:
@@ -47,8 +47,8 @@ class Holders:
         by_node: those whose path leads through a node.
     """
 
-    by_row: dict[int, Holder] = field(default_factory=dict)
-    by_node: dict[TieredNode, list[Holder]] = field(default_factory=dict)
+    by_row: dict[int, CompressedRequest] = field(default_factory=dict)
+    by_node: dict[TieredNode, list[CompressedRequest]] = field(default_factory=dict)
 
     def update(self, running: dict[int, tuple[TieredNode, int]]) -> None:
         """These are the holders now, by row: the end of the path, and the tokens that the copy covers."""
@@ -58,8 +58,8 @@ class Holders:
             for node in path(holder.node):
                 self.by_node.setdefault(node, []).append(holder)
 
-    def _holder(self, row: int, node: TieredNode, covered: int) -> Holder:
-        holder = self.by_row.get(row) or Holder(row, node, covered)
+    def _holder(self, row: int, node: TieredNode, covered: int) -> CompressedRequest:
+        holder = self.by_row.get(row) or CompressedRequest(row, node, covered)
         holder.node, holder.covered = node, covered
         return holder
 
@@ -78,7 +78,7 @@ class Holders:
         self.by_row.clear()
         self.by_node.clear()
 
-    def get(self, row: int) -> Holder | None:
+    def get(self, row: int) -> CompressedRequest | None:
         """The one in ``row``."""
         return self.by_row.get(row)
 
@@ -103,7 +103,7 @@ class Residency:
     token_table: torch.Tensor
     always: bool
     most: int | None = None
-    holders: Holders = field(default_factory=Holders)
+    holders: CompressedRequests = field(default_factory=CompressedRequests)
 
     def update(self, running: dict[int, tuple[TieredNode, int]]) -> None:
         """Tell which requests draft on copies now, by row: the end of the path, and the tokens that the copy covers.
@@ -120,29 +120,29 @@ class Residency:
                     if node.host_value is None:
                         self.tree.host.back_up(node)
                     else:
-                        self.tree.host.improve(node)
+                        self.tree.host.store_as_residual(node)
         if self.always:
             for node in self._droppable():
                 self._drop(node)
 
-    def _share_copy(self, holder: Holder) -> None:
+    def _share_copy(self, holder: CompressedRequest) -> None:
         """Let the tree own what a holder's copy packs, as a segment, where it has all that the copy stands for.
 
         Nothing is moved: the draft row leads to the same slots.
         """
         copies, node = self.tree.copies, holder.node
         view = copies.get(holder.row)
-        if not view.own_packed or view.shared + view.own_tokens < view.covered or view.covered > node.end:
+        if not view.own_packed or view.shared_len + view.own_tokens < view.covered or view.covered > node.end:
             return
         method, tokens, packed = copies.method(holder.row).name, view.own_tokens, view.own_packed
-        made = Segment(view.shared, view.covered, view.hand_over(tokens, packed), tokens=tokens, packed=packed, method=method)
+        made = Segment(view.shared_len, view.covered, view.detach_blocks(tokens, packed), tokens=tokens, packed=packed, method=method)
         view.segments.append(made)
         self.tree.nodes.attach(node, made)
         self.tree.segments.use(made)
 
-    def settle(self) -> None:
+    def collect_loads(self) -> None:
         """Take in what has come to the device since the last call, and to the host."""
-        self.tree.reloads.settle(node.store for node in self.holders.by_node if node.store is not None)
+        self.tree.reloads.collect_loads(node.store for node in self.holders.by_node if node.store is not None)
 
     def forget(self, row: int) -> None:
         """The request in ``row`` is gone, or does not draft any more."""
@@ -185,7 +185,7 @@ class Residency:
     def _droppable(self) -> list[TieredNode]:
         return [node for node, holders in self.holders.by_node.items() if self._may_go(node, holders)]
 
-    def _may_go(self, node: TieredNode, holders: list[Holder]) -> bool:
+    def _may_go(self, node: TieredNode, holders: list[CompressedRequest]) -> bool:
         """Whether nobody reads a node's device slots before they could be loaded again."""
         if not holders or node.lock_ref != len(holders):
             return False
@@ -205,7 +205,7 @@ class Residency:
         """Whether some of a request's full KV is in no tier: it has to be computed again."""
         return any(node.is_void for node in self.holders.path(row))
 
-    def is_stale(self, row: int) -> bool:
+    def is_offloaded(self, row: int) -> bool:
         """Whether a request's row must not be read: full KV is missing, or lies elsewhere."""
         holder = self.holders.get(row)
         return holder is not None and holder.stale
@@ -219,14 +219,14 @@ class Residency:
         if self.is_lost(row):
             return False
         missing = [node for node in self.holders.path(row) if node.value is None]
-        with self.reading(row):
+        with self.pin_while_reading(row):
             begun = not missing or self.tree.reloads.load_back(missing) is not None
         if begun and (holder := self.holders.get(row)) is not None:
             holder.pinned = True
         return begun
 
     @contextmanager
-    def reading(self, row: int) -> Iterator[None]:
+    def pin_while_reading(self, row: int) -> Iterator[None]:
         """Keep what is on the device of a request's full KV."""
         holder = self.holders.get(row)
         before = holder is not None and holder.pinned
@@ -249,7 +249,7 @@ class Residency:
 
     def restore(self, row: int) -> None:
         """Let a request's row lead to its full KV, which is :meth:`ready`."""
-        if self.is_stale(row):
+        if self.is_offloaded(row):
             slots = torch.cat([node.value for node in self.holders.path(row)])
             self.token_table[row, : len(slots)] = slots.to(self.token_table.dtype)
             self.holders.get(row).stale = False

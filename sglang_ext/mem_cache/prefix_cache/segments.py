@@ -22,9 +22,9 @@ class Segment:
         node: the node that holds position ``end - 1``; the tree sets it. None before it is attached and after that node was
             dropped: its users may read it still.
         tokens: tokens that it keeps.
-        packed: slots, from the beginning of ``slots``, that hold packed blocks (packing.py); 0 where each holds a token.
-        method: name of the method that made it, whose copies alone may read it (copy_method.py).
-        shortens: nodes whose loads bring less while it is there (anchors.py), in the order in which they were stored.
+        packed: slots, from the beginning of ``slots``, that hold packed blocks (quantized_blocks.py); 0 where each holds a token.
+        method: name of the method that made it, whose copies alone may read it (compression_method.py).
+        anchored_nodes: nodes whose loads bring less while it is there (anchors.py), in the order in which they were stored.
         stored, loaded: the newest transfers that read its slots; None for none.
     """
 
@@ -36,7 +36,7 @@ class Segment:
     tokens: int = 0
     packed: int = 0
     method: str = ""
-    shortens: dict[TreeNode, None] = field(default_factory=dict)
+    anchored_nodes: dict[TreeNode, None] = field(default_factory=dict)
     stored: Transfer | None = None
     loaded: Transfer | None = None
 
@@ -46,18 +46,18 @@ class Segment:
         return bool(self.packed) and self.tokens == self.end - self.start
 
 
-class Blocks(NamedTuple):
+class SegmentBlocks(NamedTuple):
     """Packed blocks of which segments can be parted.
 
     Attributes:
         tokens, slots: of a block.
-        parted: told of a segment that took over the first blocks of another one, and of that, which keeps the rest: who reads the
+        on_segment_split: told of a segment that took over the first blocks of another one, and of that, which keeps the rest: who reads the
             second reads both.
     """
 
     tokens: int
     slots: int
-    parted: Callable[[Segment, Segment], None]
+    on_segment_split: Callable[[Segment, Segment], None]
 
 
 class Segments:
@@ -72,7 +72,7 @@ class Segments:
         held_tokens: slots of segments in use.
         unused_tokens: slots of the others, which may be evicted.
         added: segments so far.
-        blocks: of segments that stand for nodes without full KV (codes_alone.py); None where none does.
+        blocks: of segments that stand for nodes without full KV (quantized_only.py); None where none does.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Segments:
     ) -> None:
         self._allocator, self._page_size, self._forgotten = allocator, page_size, forgotten
         self.added = 0
-        self.blocks: Blocks | None = None
+        self.blocks: SegmentBlocks | None = None
         # In the order of attachment: ranks shall evict the same ones.
         self._all: dict[Segment, None] = {}
         self.held_tokens = self.unused_tokens = 0
@@ -111,7 +111,7 @@ class Segments:
             )
         segment.node = owner
         owner.segments.append(segment)
-        self.recode(owner)
+        self.update_codes(owner)
         self._all[segment] = None
         self.added += 1
         self._count(segment, len(segment.slots))
@@ -152,7 +152,7 @@ class Segments:
             return 0
         if segment.node is not None:
             segment.node.segments.remove(segment)
-            self.recode(segment.node)
+            self.update_codes(segment.node)
             segment.node = None
         if segment.users:
             return 0
@@ -165,7 +165,7 @@ class Segments:
         self._allocator.free(segment.slots)
         return len(segment.slots)
 
-    def recode(self, node: TreeNode) -> None:
+    def update_codes(self, node: TreeNode) -> None:
         """Note which of its segments stand for a node's full KV, after they changed."""
         node.codes = () if self.blocks is None else tiling(node)
 
@@ -188,7 +188,7 @@ class Segments:
         Nothing moves: who reads ``segment`` reads both, one after the other.
         """
         self._check_known(segment)
-        tokens, slots, parted = self.blocks
+        tokens, slots, on_segment_split = self.blocks
         count = (position - segment.start) // tokens
         first = Segment(
             segment.start, position, segment.slots[: count * slots], segment.users, owner, count * tokens, count * slots, segment.method
@@ -198,8 +198,8 @@ class Segments:
         owner.segments.append(first)
         self._all[first] = None
         for node in {owner, segment.node} - {None}:
-            self.recode(node)
-        parted(first, segment)
+            self.update_codes(node)
+        on_segment_split(first, segment)
 
     def clear(self) -> None:
         """Forget all; the pool itself is being cleared."""
@@ -240,7 +240,7 @@ def tiling(node: TreeNode) -> tuple[Segment, ...]:
     return tuple(found[::-1])
 
 
-def covering(nodes: Iterable[TreeNode], length: int, method: str = "", start: int = 0) -> list[Segment]:
+def covering_segments(nodes: Iterable[TreeNode], length: int, method: str = "", start: int = 0) -> list[Segment]:
     """Segments of ``method`` of a path that follow one another from position ``start``, and end at or before ``length``.
 
     Of those that begin at one position it takes the one that reaches farthest; it stops where none begins.

@@ -4,8 +4,8 @@ SGLang's page size is the unit throughout, and equals that of the host tier. A p
 then a run of nodes that :meth:`TieredRadixCache.init_load_back` can bring there: from the host, of codes, or because they are on the
 device already, below a node that is not. It ends at the first node that is in neither tier, and not in codes.
 
-Here is what SGLang calls. The tree's parts are nodes.py, segments.py, eviction.py, host_copies.py, reloads.py, residency.py, and
-codes_alone.py or held_elsewhere.py.
+Here is what SGLang calls. The tree's parts are nodes.py, segments.py, eviction.py, host_store.py, reloads.py, residency.py, and
+quantized_only.py or remote_only.py.
 """
 
 import time
@@ -30,19 +30,19 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
-from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
+from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.host_tier.tier import HostTier
 from sglang_ext.mem_cache.prefix_cache import tree_integrity
-from sglang_ext.mem_cache.prefix_cache.anchors import Anchoring, forget_segment
+from sglang_ext.mem_cache.prefix_cache.anchors import Anchoring, drop_anchors
 from sglang_ext.mem_cache.prefix_cache.eviction import Eviction
-from sglang_ext.mem_cache.prefix_cache.given_back import GivenBack
-from sglang_ext.mem_cache.prefix_cache.host_copies import HostCopies
-from sglang_ext.mem_cache.prefix_cache.nodes import Nodes, TieredNode, joined, path
-from sglang_ext.mem_cache.prefix_cache.recompute import Early
-from sglang_ext.mem_cache.prefix_cache.reloads import Faults, Reloads
+from sglang_ext.mem_cache.prefix_cache.freed_full_kv import FreedFullKV
+from sglang_ext.mem_cache.prefix_cache.host_store import HostStore
+from sglang_ext.mem_cache.prefix_cache.nodes import PrefixTree, TieredNode, concat_slots, path
+from sglang_ext.mem_cache.prefix_cache.recompute import EarlyRequests
+from sglang_ext.mem_cache.prefix_cache.reloads import FaultInjector, Reloads
 from sglang_ext.mem_cache.prefix_cache.residency import Residency
 from sglang_ext.mem_cache.prefix_cache.segments import Segments
-from sglang_ext.ranks import Ranks
+from sglang_ext.tp_ranks import TPRanks
 
 
 class TieredRadixCache(RadixCache):
@@ -65,14 +65,14 @@ class TieredRadixCache(RadixCache):
     """
 
     def __init__(self, params: CacheInitParams) -> None:
-        self.segments = Segments(params.token_to_kv_pool_allocator, params.page_size, forget_segment)
-        self.nodes = Nodes(params.token_to_kv_pool_allocator, params.page_size, self.segments, self._record_remove_event)
-        self.host: HostCopies | None = None
+        self.segments = Segments(params.token_to_kv_pool_allocator, params.page_size, drop_anchors)
+        self.nodes = PrefixTree(params.token_to_kv_pool_allocator, params.page_size, self.segments, self._record_remove_event)
+        self.host: HostStore | None = None
         self.reloads: Reloads | None = None
         self.residency: Residency | None = None
-        self.copies: CompressedViews | None = None
-        self.early: Early | None = None
-        self.codes: GivenBack | None = None
+        self.copies: CompressedKVCache | None = None
+        self.early: EarlyRequests | None = None
+        self.codes: FreedFullKV | None = None
         self.recomputed = 0
         self._ended: Callable[[int], None] = lambda row: None
         self._keeps_answers = True
@@ -82,8 +82,8 @@ class TieredRadixCache(RadixCache):
     def use_host(
         self,
         tier: HostTier,
-        ranks: Ranks = Ranks(),
-        faults: Faults | None = None,
+        ranks: TPRanks = TPRanks(),
+        faults: FaultInjector | None = None,
         about_to_write: Callable[[torch.Tensor], None] = lambda slots: None,
         arrived: Callable[[torch.Tensor], None] = lambda slots: None,
         anchoring: Anchoring | None = None,
@@ -96,17 +96,17 @@ class TieredRadixCache(RadixCache):
         Raises:
             ValueError: its pages are not as long as the tree's.
         """
-        self.host = HostCopies(self.nodes, tier, self.eviction_strategy.get_priority, ranks, anchoring)
+        self.host = HostStore(self.nodes, tier, self.eviction_strategy.get_priority, ranks, anchoring)
         self.reloads = Reloads(self.host, self._allocate, faults, about_to_write, arrived)
 
     def serve(
         self,
-        copies: CompressedViews | None,
+        copies: CompressedKVCache | None,
         ended: Callable[[int], None] = lambda row: None,
         keeps_answers: bool = True,
         residency: Residency | None = None,
-        early: Early | None = None,
-        codes: GivenBack | None = None,
+        early: EarlyRequests | None = None,
+        codes: FreedFullKV | None = None,
     ) -> None:
         """Serve requests that have ``copies``, where any has.
 
@@ -152,7 +152,7 @@ class TieredRadixCache(RadixCache):
         last = ready[-1] if ready else self.root_node
         best = nodes[-1] if nodes else self.root_node
         return MatchResult(
-            device_indices=joined([node.value for node in ready], self._empty_match_result.device_indices),
+            device_indices=concat_slots([node.value for node in ready], self._empty_match_result.device_indices),
             last_device_node=last,
             last_host_node=best,
             best_match_node=best,
@@ -179,10 +179,10 @@ class TieredRadixCache(RadixCache):
                 self._bring(nodes, params.mem_quota)
             # Pages that changed split nodes.
             nodes = [node for node in path(best) if node.start >= begin]
-            nodes = list(takewhile(lambda node: node.on_device or (as_codes and node.is_codes_alone), nodes))
+            nodes = list(takewhile(lambda node: node.on_device or (as_codes and node.is_quantized_only), nodes))
             self.dec_lock_ref(best)
         slots = [node.value if node.on_device else self._padding(node) for node in nodes]
-        indices = joined(slots, self._empty_match_result.device_indices)
+        indices = concat_slots(slots, self._empty_match_result.device_indices)
         return indices, nodes[-1] if nodes else anchor
 
     def _padding(self, node: TieredNode) -> torch.Tensor:
@@ -191,7 +191,7 @@ class TieredRadixCache(RadixCache):
 
     def _bring(self, nodes: list[TieredNode], quota: int | None) -> None:
         nodes = list(takewhile(lambda node: not node.is_void, nodes))
-        coded = [node for node in nodes if node.is_codes_alone]
+        coded = [node for node in nodes if node.is_quantized_only]
         if coded and not self.codes.restore(coded, self._allocate):
             return
         missing = [node for node in nodes if node.value is None]
@@ -224,15 +224,15 @@ class TieredRadixCache(RadixCache):
 
         Args:
             req: Owns the slots of its row from ``req.cache_protected_len`` on, up to ``req.kv.kv_allocated_len``; the tree owns those
-                before, or freed them. The first of the request's own may be freed already (codes_alone.py, held_elsewhere.py).
+                before, or freed them. The first of the request's own may be freed already (quantized_only.py, remote_only.py).
             is_insert: Whether the KV may enter the tree.
             kv_len_to_handle: Tokens whose KV may enter the tree.
         """
         own = req.cache_protected_len
-        given = 0
+        own_start = 0
         if self.codes is not None:
-            is_insert &= self.codes.enters(req.req_pool_idx)
-            given = self.codes.given(req.req_pool_idx, 0)
+            is_insert &= self.codes.can_insert(req.req_pool_idx)
+            own_start = self.codes.own_start(req.req_pool_idx, 0)
             self.codes.forget(req.req_pool_idx)
         if self.copies is not None:
             self.copies.release(req.req_pool_idx)
@@ -241,7 +241,7 @@ class TieredRadixCache(RadixCache):
         row = self.req_to_token_pool.req_to_token[req.req_pool_idx, :allocated]
         req.kv.kv_allocated_len = min(allocated, kv_len_to_handle)
         if self.disable:
-            own = max(given, own)
+            own = max(own_start, own)
             self.token_to_kv_pool_allocator.free_segment(row[own:], start_pos=own)
             return
         _, key = self._row_and_key(req, (req.origin_input_ids + req.output_ids)[:kv_len_to_handle])
@@ -255,7 +255,7 @@ class TieredRadixCache(RadixCache):
         else:
             unneeded = [(own, end)]
         parts = [*unneeded, (end, allocated)]
-        self._free_parts(row, [(max(start, given), stop) for start, stop in parts if stop > given])
+        self._free_parts(row, [(max(start, own_start), stop) for start, stop in parts if stop > own_start])
         if req.last_node is not None:
             self.dec_lock_ref(req.last_node)
 
@@ -279,10 +279,10 @@ class TieredRadixCache(RadixCache):
         last, unneeded = self._grow(key, slots, own, getattr(req, "priority", 0) or 0, chunked)
         self._free_parts(row, unneeded)
         parts = [node.value if node.on_device else slots[node.start : node.end] for node in path(last)]
-        indices = joined(parts, self._empty_match_result.device_indices)
+        indices = concat_slots(parts, self._empty_match_result.device_indices)
         self.req_to_token_pool.write((req.req_pool_idx, slice(own, len(indices))), indices[own:])
         if unneeded and self.copies is not None:
-            self.copies.row_moved(req.req_pool_idx, unneeded[0][0])
+            self.copies.on_row_moved(req.req_pool_idx, unneeded[0][0])
         req.cache_protected_len = len(indices)
         # In this order, or what lost its KV would go although the request leads through it.
         self.inc_lock_ref(last)
@@ -290,7 +290,7 @@ class TieredRadixCache(RadixCache):
         req.prefix_indices = torch.cat([indices, row[len(indices) :].to(indices.dtype)])
         req.last_node = last
 
-    def let_go(self, req) -> bool:
+    def unlock_path(self, req) -> bool:
         """Unlock the path of a request that computes and reads nothing any more, before it ends: others may take its full KV.
 
         Its row may lead to their slots then. It keeps what does not fill a page, and enters the tree no more.
@@ -402,7 +402,7 @@ class TieredRadixCache(RadixCache):
     def all_values_flatten(self) -> torch.Tensor:
         """Slots that nodes own: int64 [total_size]."""
         values = [node.value for node in self.nodes if node.value is not None]
-        return joined(values, self._empty_match_result.device_indices)
+        return concat_slots(values, self._empty_match_result.device_indices)
 
     def cached_slots(self) -> torch.Tensor:
         """Slots that the tree owns, of nodes and segments: int64 [slots]."""

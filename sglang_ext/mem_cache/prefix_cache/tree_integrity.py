@@ -29,7 +29,7 @@ def check_when_idle(original: Callable, checker) -> None:
     original(checker)
     tree = checker.tree_cache
     if tree.copies is not None:
-        tree.copies.tend()
+        tree.copies.poll()
     if not tree.nodes.changed:
         return
     tree.nodes.changed = False
@@ -87,15 +87,15 @@ def _check_tiers(tree: "TieredRadixCache", node: TieredNode) -> None:
         if segment is not None:
             begin = node.start + page * tree.page_size
             there = segment in tree.segments and segment.start <= begin and begin + tree.page_size <= segment.end
-            _require(there and node in segment.shortens, node, f"the anchor of its page {page} is gone")
+            _require(there and node in segment.anchored_nodes, node, f"the anchor of its page {page} is gone")
     _require((node.store is None) == (node.host_value is None), node, "its host copy and the store of it are not both there")
 
 
 def _check_codes(tree: "TieredRadixCache", node: TieredNode) -> None:
     expected = tiling(node) if tree.segments.blocks is not None else ()
     _require(node.codes == expected, node, "its segments stand for other tokens than it says")
-    alone = node in tree.nodes.codes_alone
-    _require(node.is_codes_alone == alone, node, f"it is {'' if alone else 'not '}among the nodes that are codes alone")
+    alone = node in tree.nodes.quantized_only
+    _require(node.is_quantized_only == alone, node, f"it is {'' if alone else 'not '}among the nodes that are codes alone")
 
 
 def _check_leaf(tree: "TieredRadixCache", node: TieredNode) -> None:
@@ -114,7 +114,7 @@ def _check_segment(tree: "TieredRadixCache", node: TieredNode, segment: Segment)
 
 
 def _check_sizes(tree: "TieredRadixCache", nodes: list[TieredNode]) -> None:
-    leaves = tree.nodes.leaves | tree.nodes.host_leaves | tree.nodes.codes_alone
+    leaves = tree.nodes.leaves | tree.nodes.host_leaves | tree.nodes.quantized_only
     sizes = {
         "evictable": (tree.nodes.evictable, sum(node.device_tokens for node in nodes if not node.lock_ref)),
         "protected": (tree.nodes.protected, sum(node.device_tokens for node in nodes if node.lock_ref)),

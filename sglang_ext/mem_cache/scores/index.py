@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_ext.mem_cache.scores.files import PAGE, SUFFIX, ScoreFile, ScoreFileError, chain
+from sglang_ext.mem_cache.scores.score_files import PAGE, SUFFIX, ScoreFile, ScoreFileError, chain
 
 logger = logging.getLogger(__name__)
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 MIN_MATCH = 128
 
 
-class Mapped(NamedTuple):
+class MappedScores(NamedTuple):
     """A file's scores.
 
     Attributes:
@@ -33,7 +33,7 @@ class ScoreIndex:
     """The scores of a folder that fit a model: by the hash of each of their pages, file and tokens up to its end."""
 
     _pages: dict[bytes, tuple[ScoreFile, int]] = field(default_factory=dict)
-    _mapped: dict[Path, Mapped] = field(default_factory=dict)
+    _mapped: dict[Path, MappedScores] = field(default_factory=dict)
 
     @classmethod
     def open(cls, folder: Path, method: str, model: str, layers: int, kv_heads: int) -> "ScoreIndex":
@@ -80,7 +80,7 @@ class ScoreIndex:
             return None
         mapped, state = self._mapped.get(found.path), _state(found.path)
         if mapped is None or mapped.state != state:
-            mapped = self._mapped[found.path] = Mapped(state, _checked(found))
+            mapped = self._mapped[found.path] = MappedScores(state, _checked(found))
         return None if mapped.scores is None else mapped.scores[..., :common]
 
 

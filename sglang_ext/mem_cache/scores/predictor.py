@@ -14,7 +14,7 @@ FORMAT, FILE = "1", "predictor.safetensors"
 
 
 @dataclass(frozen=True)
-class Fitted:
+class FitRecord:
     """How a predictor came about.
 
     Attributes:
@@ -48,7 +48,7 @@ class Predictor:
 
     outer: torch.Tensor
     outer_bias: torch.Tensor
-    fitted: Fitted
+    fitted: FitRecord
     inner: torch.Tensor | None = None
     inner_bias: torch.Tensor | None = None
 
@@ -119,7 +119,7 @@ class Predictor:
         if metadata.get("format") != FORMAT:
             raise _refused(folder, f"it has format {metadata.get('format')!r}, this version reads {FORMAT!r}")
         fitted = json.loads(metadata["fitted"])
-        found = cls(**tensors, fitted=Fitted(**{**fitted, "loss": tuple(fitted["loss"]), "r2": tuple(fitted["r2"])}))
+        found = cls(**tensors, fitted=FitRecord(**{**fitted, "loss": tuple(fitted["loss"]), "r2": tuple(fitted["r2"])}))
         if found.fitted.model != model:
             raise _refused(folder, f"it was fitted to another model: {found.fitted.model}, not {model}")
         return found

@@ -1,4 +1,4 @@
-"""Tokens chosen by predicted queries on a GPU, of many requests and layers in few launches (layers/kernels/choose_tokens.py)."""
+"""Tokens chosen by predicted queries on a GPU, of many requests and layers in few launches (layers/kernels/select_tokens.py)."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -7,24 +7,24 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_ext.device import SideStream, moment
+from sglang_ext.device import SideStream, current_event
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.selection.predictors import QueryPredictor
 
 if TYPE_CHECKING:
-    from sglang_ext.layers.kernels.choose_tokens import Contexts, Marked
+    from sglang_ext.layers.kernels.select_tokens import SelectionContexts, MarkedTokens
 
 # Bytes in which tokens are chosen, where a pair of a layer and a request takes no more, or half of them where two parts are there at once,
 # and share of them that predicting queries takes beside them: more of them need fewer launches.
 SCRATCH, PREDICTING = 256 << 20, 1 / 2
 
 # Queries of some requests in some layers: [requests, layers, query_heads, window, dim], oldest first, rotary embedding applied.
-ReadQueries = Callable[[slice, slice], torch.Tensor]
+ReadQueryBatch = Callable[[slice, slice], torch.Tensor]
 
 
 @dataclass
-class Part:
+class MarkedPart:
     """Some layers of some requests, in which tokens are marked.
 
     Attributes:
@@ -36,7 +36,7 @@ class Part:
 
     layers: slice
     requests: slice
-    marked: "Marked | None"
+    marked: "MarkedTokens | None"
     there: torch.cuda.Event | None
     read: torch.cuda.Event | None = None
 
@@ -44,7 +44,7 @@ class Part:
         """The current stream has read it, once it has done what it was given so far: where that is another one than the one that marks, this
         has to be said."""
         if self.there is not None:
-            self.read = moment(device)
+            self.read = current_event(device)
 
     def drop(self) -> None:
         """Its memory is another one's from now on, on the device once it was read."""
@@ -53,7 +53,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class GpuChoice:
+class GpuSelector:
     """Chooses tokens for predicted queries; nothing waits for the device.
 
     Attributes:
@@ -71,7 +71,7 @@ class GpuChoice:
     scratch: int = SCRATCH
 
     def choose(
-        self, contexts: "Contexts", read: ReadQueries, positions: torch.Tensor, ahead: int = 1, most: int = 0
+        self, contexts: "SelectionContexts", read: ReadQueryBatch, positions: torch.Tensor, ahead: int = 1, most: int = 0
     ) -> torch.Tensor | None:
         """Choose in all layers for all requests.
 
@@ -95,8 +95,8 @@ class GpuChoice:
         return out
 
     def marked(
-        self, contexts: "Contexts", read: ReadQueries, positions: torch.Tensor, ahead: int = 1, beside: bool = False
-    ) -> Iterator[Part]:
+        self, contexts: "SelectionContexts", read: ReadQueryBatch, positions: torch.Tensor, ahead: int = 1, beside: bool = False
+    ) -> Iterator[MarkedPart]:
         """As :meth:`choose`, by parts as these are marked: some layers of all requests, or of some of one layer.
 
         Args:
@@ -104,8 +104,8 @@ class GpuChoice:
             beside: whether other streams read a part while the current one marks the next: each has half of the layers that are left at most
                 then, so that the last ones are small, and is told once the next one was launched, so that a CUDA graph goes on with that.
         """
-        from sglang_ext.layers.kernels.choose_tokens import mark_tokens, scratch_bytes
-        from sglang_ext.layers.kernels.choosing.exact_logits import by_layers
+        from sglang_ext.layers.kernels.select_tokens import mark_tokens, scratch_bytes
+        from sglang_ext.layers.kernels.selection.exact_logits import layer_major
 
         keys, codes = self.buffers.keys, self.buffers.codes
         coded = None if codes is None else codes.of_kernels
@@ -115,17 +115,17 @@ class GpuChoice:
         predicted = _predicted_at_once(self.scratch, predicting_bytes(self.query_heads, dim, self.predictor))
         each = scratch_bytes(max(contexts.lengths), kv_heads, self.query_heads // kv_heads, keys[0].itemsize)
         at_once = 1 + beside
-        pairs, held = max(1, self.scratch // (at_once * each)), deque[Part]()
+        pairs, held = max(1, self.scratch // (at_once * each)), deque[MarkedPart]()
         for layers, requests in shares(len(keys), len(contexts.lengths), predicted):
             queries = self.predictor.predict(read(requests, layers), positions[requests], self.rotary, ahead)
             # As kernels take them, of which each part is contiguous.
-            queries = by_layers(queries if coded else queries.to(keys[0].dtype)).transpose(0, 1)
+            queries = layer_major(queries if coded else queries.to(keys[0].dtype)).transpose(0, 1)
             for of_layers, of_requests in shares(queries.shape[1], queries.shape[0], pairs, beside):
                 if len(held) == at_once:
                     held.popleft().drop()
                 where = _within(layers, of_layers), _within(requests, of_requests)
                 marked = mark_tokens(queries[of_requests, of_layers], *tables, contexts, *where, coded)
-                held.append(Part(*where, marked, moment(positions.device) if beside else None))
+                held.append(MarkedPart(*where, marked, current_event(positions.device) if beside else None))
                 # Held by nothing else.
                 del marked
                 if len(held) == at_once:
@@ -146,7 +146,7 @@ def planned_bytes(
 
     PyTorch keeps what predictions took, in parts that are too small for what chooses: each has its own.
     """
-    from sglang_ext.layers.kernels.choose_tokens import scratch_bytes
+    from sglang_ext.layers.kernels.select_tokens import scratch_bytes
 
     each = predicting_bytes(query_heads, dim, predictor)
     predicted = each * min(pairs, _predicted_at_once(SCRATCH, each))

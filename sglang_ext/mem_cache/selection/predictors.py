@@ -59,7 +59,7 @@ class QueryPredictor(ABC):
 
 
 @dataclass(frozen=True)
-class Current(QueryPredictor):
+class CurrentQuery(QueryPredictor):
     """The next query is the newest one."""
 
     name: ClassVar[str] = "current"
@@ -77,7 +77,7 @@ class Current(QueryPredictor):
 
 
 @dataclass(frozen=True)
-class Regressed(QueryPredictor):
+class RegressedQuery(QueryPredictor):
     """Assembled regression: how the newest query follows from those before it tells how the next one follows from it.
 
     For each ``k`` from 1 to :attr:`longest`, ridge regression of the newest query on its ``k`` predecessors (equation 2, with
@@ -130,7 +130,7 @@ class Regressed(QueryPredictor):
         return solved.masked_fill(beyond, float("-inf")).softmax(dim=-1).mean(dim=-2).flip(-1)
 
 
-PREDICTORS: dict[str, type[QueryPredictor]] = {each.name: each for each in (Current, Regressed)}
+PREDICTORS: dict[str, type[QueryPredictor]] = {each.name: each for each in (CurrentQuery, RegressedQuery)}
 """By name, the default first."""
 
 

@@ -15,7 +15,7 @@ from sglang_ext.mem_cache.selection.predictors import QueryPredictor
 
 
 @dataclass(frozen=True)
-class Seen:
+class ScoringInputs:
     """What is known of some contexts when tokens are chosen for a step.
 
     Attributes:
@@ -57,12 +57,12 @@ class Scoring(ABC):
     permanent: ClassVar[bool] = False
 
     @abstractmethod
-    def scores(self, seen: Seen) -> torch.Tensor:
+    def scores(self, seen: ScoringInputs) -> torch.Tensor:
         """float32 [requests, layers, kv_heads, tokens], more for what is read first; those of places that are no token's say nothing."""
 
 
 @dataclass(frozen=True)
-class ByPrediction(Scoring):
+class PredictedScoring(Scoring):
     """By the attention of the predicted query: what AsyncSpade selects by."""
 
     predictor: QueryPredictor
@@ -72,7 +72,7 @@ class ByPrediction(Scoring):
         """That of the predictor."""
         return self.predictor.name
 
-    def scores(self, seen: Seen) -> torch.Tensor:
+    def scores(self, seen: ScoringInputs) -> torch.Tensor:
         """The mean over the query heads of a KV head."""
         predicted = self.predictor.predict(seen.queries, seen.positions, seen.rotary)
         return group_attention(predicted, seen.keys, seen.scaling, seen.beyond)
@@ -85,7 +85,7 @@ def group_attention(
 
     Args:
         queries: float32 [requests, layers, query_heads, dim].
-        keys, scaling, beyond: as :class:`Seen`'s.
+        keys, scaling, beyond: as :class:`ScoringInputs`'s.
 
     Returns:
         float32 [requests, layers, kv_heads, tokens]; 0 where no token is.

@@ -9,7 +9,7 @@ import torch
 from sglang_ext.bench import BenchError, __main__ as bench
 from sglang_ext.bench.attention import command
 from sglang_ext.bench.attention.setting import Copies, Full, Shape, exactly, off_by
-from sglang_ext.mem_cache.compressed.formats.rounding import token_seeds
+from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds
 
 SMALL = ("--device", "cpu", "--contexts", "300", "--batch", "2", "--prefill", "256", "--heads", "4", "--kv-heads", "2", "--head-dim", "64")
 

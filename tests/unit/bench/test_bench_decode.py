@@ -16,7 +16,7 @@ from sglang_ext.bench.speed.decode_limit import ModelBytes
 from sglang_ext.bench.speed.decode_report import Result, line
 from sglang_ext.bench.speed.decode_wave import Stream, Wave
 from sglang_ext.bench.speed.settings import Setting
-from sglang_ext.config.method_options import budget_of
+from sglang_ext.config.method_options import resolve_budget
 
 QWEN3_8B = {
     "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
@@ -134,7 +134,7 @@ def test_what_keeps_all_tokens_has_no_budget_and_its_bits_count(tmp_path):
 
 
 def test_the_default_budget_is_the_servers(tmp_path):
-    default = budget_of("snapkv", None)
+    default = resolve_budget("snapkv", None)
     assert [s.budget for s in settings.all_of(arguments(tmp_path))] == [None, default]
     parser = argparse.ArgumentParser()
     simulate.add_arguments(parser)

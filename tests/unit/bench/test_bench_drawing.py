@@ -13,7 +13,7 @@ from sglang_ext.bench.simulating import simulate, simulate_report
 from sglang_ext.bench.speed import decode_report, drawing, latency
 from sglang_ext.bench.speed.decode_report import Result
 from sglang_ext.bench.speed.drawing import Curve, Heading
-from sglang_ext.managers.cache_rank.timeline import Event
+from sglang_ext.managers.cache_rank.timeline import PackEvent
 
 
 @pytest.fixture
@@ -62,9 +62,9 @@ def test_all_packs_of_a_step_are_drawn_the_last_until_its_last_layer_begins(tmp_
     told = []
     for first in (0, 6, 12):
         at = 1.0 + first / 60
-        told.append(Event("reached", at, first, 6))
-        told.append(Event("asked", at + 0.08, first, 6, 0, 2))
-        told.append(Event("chosen", at + 0.15, first, 6, 0, 2, seconds=0.03))
+        told.append(PackEvent("reached", at, first, 6))
+        told.append(PackEvent("asked", at + 0.08, first, 6, 0, 2))
+        told.append(PackEvent("chosen", at + 0.15, first, 6, 0, 2, seconds=0.03))
     longcot_plots.write(tmp_path / "s.png", [], packs.steps_of(told), [], "a-model")
     (axes,) = drawn[0].axes
     bars = [path.get_extents() for each in axes.collections for path in each.get_paths()]

@@ -18,7 +18,7 @@ from sglang_ext.bench.comparing.identity_options import config_from
 from sglang_ext.bench.comparing.tolerance import Rules
 from sglang_ext.bench.comparing.verdict import judge
 from sglang_ext.bench.prompts import Prompt
-from sglang_ext.config.method_options import budget_of
+from sglang_ext.config.method_options import resolve_budget
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +110,7 @@ class TestConfig:
         config = config_from(parser.parse_args(["--model", "m"]))
         assert (config.prompts, config.output_len) == (None, 64)
         (arm,) = verified_arms(config)
-        assert (arm.compressor, arm.budget) == ("snapkv", budget_of("snapkv", None))
+        assert (arm.compressor, arm.budget) == ("snapkv", resolve_budget("snapkv", None))
         packed = config_from(parser.parse_args(["--model", "m", "--compressor", "kivi,snapkv"]))
         assert [arm.budget for arm in verified_arms(packed)] == [1.0, 0.25]
         with pytest.raises(BenchError, match="--compressor is 'zip'"):

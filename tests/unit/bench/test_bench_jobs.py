@@ -14,14 +14,14 @@ from sglang_ext.bench.jobs import command, sending
 from sglang_ext.bench.jobs.phases import Job, Phases, phases_of
 from sglang_ext.bench.jobs.sending import Queues, arrivals
 from sglang_ext.bench.jobs.summary import summarize, tables
-from sglang_ext.managers.disaggregation.timeline import Event, Timeline
+from sglang_ext.managers.kv_transfer.timeline import TransferEvent, TransferTimeline
 
 ROOM = 7
 KINDS = ("expected", "computed", "encoded", "anchor", "complete")
 
 
 def events(**at):
-    return [Event(ROOM, kind, seconds) for kind, seconds in at.items()]
+    return [TransferEvent(ROOM, kind, seconds) for kind, seconds in at.items()]
 
 
 def test_phases_follow_each_other_and_decoding_begins_on_an_anchor_where_there_is_one():
@@ -92,9 +92,9 @@ class FakeServer:
         return {}
 
     def stream(self, path, body):
-        line = Timeline(self.file)
+        line = TransferTimeline(self.file)
         for kind in KINDS:
-            line.note(body["bootstrap_room"], kind)
+            line.add_event(body["bootstrap_room"], kind)
         time.sleep(0.01)
         for tokens in (1, body["sampling_params"]["max_new_tokens"]):
             yield {"meta_info": {"completion_tokens": tokens}}

@@ -15,9 +15,9 @@ from sglang_ext.bench import BenchError
 from sglang_ext.bench.longcot.arms import arms, loads, settle
 from sglang_ext.bench.longcot.flops import ModelShape, token_flops
 from sglang_ext.bench.speed.decode_wave import Stream
-from sglang_ext.managers.cache_rank.timeline import Event, PackTimeline
+from sglang_ext.managers.cache_rank.timeline import PackEvent, PackTimeline
 from sglang_ext.mem_cache.compressed.rotary import Rotary
-from sglang_ext.mem_cache.selection.scoring import Seen
+from sglang_ext.mem_cache.selection.scoring import ScoringInputs
 
 CONFIG = {
     "num_hidden_layers": 36, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
@@ -46,15 +46,15 @@ def events():
         at = 10.0 + step
         for first in (0, 6):
             begun = at + first / 60
-            yield Event("reached", begun, first, 6)
+            yield PackEvent("reached", begun, first, 6)
             for lane in (0, 1):
-                yield Event("written", begun + 0.01, first, 6, lane, step + 1, bytes=1000)
+                yield PackEvent("written", begun + 0.01, first, 6, lane, step + 1, bytes=1000)
             for lane in (0, 1):
-                yield Event("asked", begun + 0.05, first, 6, lane, step + 2, bytes=30)
+                yield PackEvent("asked", begun + 0.05, first, 6, lane, step + 2, bytes=30)
         for first in (0, 6):
             for lane in (0, 1):
                 if (step, first, lane) != (1, 6, 1):
-                    yield Event("chosen", at + first / 60 + 0.08 + lane / 100, first, 6, lane, step + 2, seconds=0.01, bytes=20)
+                    yield PackEvent("chosen", at + first / 60 + 0.08 + lane / 100, first, 6, lane, step + 2, seconds=0.01, bytes=20)
 
 
 def test_packs_have_the_models_time_the_ranks_and_the_rest_of_the_cycle():
@@ -77,7 +77,7 @@ def test_the_model_is_seen_in_all_packs_of_a_step_in_the_last_until_its_last_que
 
 
 def test_a_choice_that_was_late_counts_and_without_answers_there_are_no_figures():
-    told = [Event("missed", 10.02, 0, 6, 0, 2) if event.kind == "written" and event.lane == 0 else event for event in events()]
+    told = [PackEvent("missed", 10.02, 0, 6, 0, 2) if event.kind == "written" and event.lane == 0 else event for event in events()]
     assert packs.figures("late", "two", packs.steps_of(told)).missed == 4 / 8
     assert packs.figures("none", "two", packs.steps_of(event for event in events() if event.kind != "chosen")) is None
     assert packs.figures("none", "two", []) is None
@@ -252,7 +252,7 @@ class NoServer:
         if self.file is not None:
             told = PackTimeline(self.file)
             for event in events():
-                told.note(event.kind, (event.first, event.count), event.lane, event.sequence, event.at, event.seconds, event.bytes)
+                told.add_event(event.kind, (event.first, event.count), event.lane, event.sequence, event.at, event.seconds, event.bytes)
         meta = {"kv_drafts": 20, "kv_accepted": 15} if self.drafts else {}
         most = body["sampling_params"]["max_new_tokens"]
         for tokens in (*range(1, most, 4), most):
@@ -322,7 +322,7 @@ def test_the_regression_without_its_shift_reads_the_steps_own_query_and_mixes_th
     rotary = Rotary(1 / 10 ** torch.arange(dim // 2))
     queries = rotary.rotated(plain, positions[:, None, None])
     keys = torch.randn(steps, 1, 1, 40, dim, generator=noise)
-    seen = Seen(queries, positions, keys, 0.3, rotary)
+    seen = ScoringInputs(queries, positions, keys, 0.3, rotary)
     mixed = rotary.rotated(plain[..., :1, :], positions[:, None, None, -1:]).squeeze(-2)
     expected = overlap.group_attention(mixed, keys, 0.3)
     assert torch.allclose(overlap.Unshifted().scores(seen), expected, atol=1e-5)
@@ -335,7 +335,7 @@ def test_overlaps_are_of_each_way_and_distance_and_the_query_before_is_that_of_d
     keys = torch.randn(1, 1, 2, tokens, dim, generator=noise).expand(steps, -1, -1, -1, -1)
     lengths = torch.arange(tokens - steps, tokens)
     positions = lengths[:, None] + torch.arange(-overlap.WINDOW, 1)
-    found = dict(overlap.overlaps(Seen(queries, positions, keys, 0.3, Rotary(1 / 10 ** torch.arange(dim // 2)), lengths), 0.25))
+    found = dict(overlap.overlaps(ScoringInputs(queries, positions, keys, 0.3, Rotary(1 / 10 ** torch.arange(dim // 2)), lengths), 0.25))
     assert found["current"] == pytest.approx(found["distance 1"])
     assert found["current, turned as it was"] == found["distance, turned as it was 1"]
     # Of queries that have nothing to do with each other, chance is a share of a quarter and a little; codes hardly differ.

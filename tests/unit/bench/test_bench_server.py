@@ -19,7 +19,7 @@ from sglang_ext.bench import BenchError, server_flags
 from sglang_ext.bench import server as server_module
 from sglang_ext.bench.client import SamplingSettings, ServerClient, free_port
 from sglang_ext.bench.server import ServerProcess, check_servers, leave_on_signals, stop_all
-from sglang_ext.managers.disaggregation.endpoints import LinkKeys
+from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -402,7 +402,7 @@ def test_a_prefill_and_a_decode_server_with_other_pages_are_refused(
 
 def test_keys_of_links_at_one_server_alone_are_refused(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    LinkKeys.new().write(keys)
+    LinkKeys.generate().write(keys)
     links = ("--disaggregation-transfer-backend", "progressive", "--disaggregation-mode")
     servers = {"prefill": (*links, "prefill"), "decode": (*links, "decode", "--kv-link-keys", str(keys))}
     with pytest.raises(BenchError, match="the server decode has --kv-link-keys and the server prefill has none: give both the same file"):

@@ -113,12 +113,12 @@ def test_loads_that_take_longer_than_planned_are_put_off(monkeypatch):
         start()
         if engine.link_free > before:
             engine.link_free += 0.3
-            for number in engine.admission.starting():
+            for number in engine.admission.loads_to_start():
                 engine.running[number].ends += 0.3
 
     monkeypatch.setattr(engine, "_start_loads", slowly)
     rounds = engine.run()
-    assert engine.admission.slips > 2 * plain.admission.slips
+    assert engine.admission.num_postponed > 2 * plain.admission.num_postponed
     assert rounds.whole.tokens == 30 * 2048
 
 

@@ -18,7 +18,7 @@ from sglang_ext.bench.transfer.methods import METHODS, PACKED, method, obstacle
 from sglang_ext.config import transports
 from sglang_ext.bench.transfer.pair import Passed
 from sglang_ext.bench.transfer.summary import summarize, survival
-from sglang_ext.managers.disaggregation.timeline import Event
+from sglang_ext.managers.kv_transfer.timeline import TransferEvent
 
 PROMPT = 200
 
@@ -32,16 +32,16 @@ def stream(*chunks):
 def lynx(accepted=3):
     """Prefilled at 10; anchor at 12; four drafts until the residual came, at 14; verified at 15, then answers."""
     events = (
-        Event(7, "expected", 9.0), Event(7, "sending", 9.5), Event(7, "computed", 10.0), Event(7, "encoded", 11.0),
-        Event(7, "anchor", 12.0, 600), Event(7, "drafted", 12.5, 2, 2, True), Event(7, "drafted", 13.5, 4, 2, True),
-        Event(7, "complete", 14.0, 1000), Event(7, "verified", 15.0, accepted, 4, True), Event(7, "answered", 16.0, 2),
+        TransferEvent(7, "expected", 9.0), TransferEvent(7, "sending", 9.5), TransferEvent(7, "computed", 10.0), TransferEvent(7, "encoded", 11.0),
+        TransferEvent(7, "anchor", 12.0, 600), TransferEvent(7, "drafted", 12.5, 2, 2, True), TransferEvent(7, "drafted", 13.5, 4, 2, True),
+        TransferEvent(7, "complete", 14.0, 1000), TransferEvent(7, "verified", 15.0, accepted, 4, True), TransferEvent(7, "answered", 16.0, 2),
     )  # fmt: skip
     return Passed(9.0, stream((12.1, 1), (15.2, accepted + 2), (16.2, accepted + 4)), events, PROMPT - 1)
 
 
 def plain(complete=14.0, size=1000, cached=PROMPT - 1):
     """Without drafts: a token each half second once all is there."""
-    events = (Event(7, "sending", 9.5), Event(7, "computed", 10.0), Event(7, "anchor", complete, size), Event(7, "complete", complete, size))
+    events = (TransferEvent(7, "sending", 9.5), TransferEvent(7, "computed", 10.0), TransferEvent(7, "anchor", complete, size), TransferEvent(7, "complete", complete, size))
     return Passed(9.0, stream(*((complete + 0.1 + 0.5 * n, n + 1) for n in range(9))), events, cached)
 
 
@@ -55,7 +55,7 @@ def test_clocks_count_from_the_end_of_prefill_without_its_token():
 
 
 def test_drafts_that_are_made_again_where_no_more_fit_count_from_then():
-    events = [Event(7, "drafted", at, 2, 2, True) for at in (1.0, 2.0)] + [Event(7, "verified", 3.0, 2, 2, True)]
+    events = [TransferEvent(7, "drafted", at, 2, 2, True) for at in (1.0, 2.0)] + [TransferEvent(7, "verified", 3.0, 2, 2, True)]
     generated, kept = clocks.drafting_times(events, 9, 0.0)
     assert generated == (1.0, 1.0, 3.0) and kept == (2.0, 2.0, 3.0)
 

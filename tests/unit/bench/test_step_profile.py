@@ -75,7 +75,7 @@ def test_without_a_gpu_it_says_so_before_a_server_starts(script, monkeypatch, ca
     assert "an NVIDIA GPU, and there is none" in capsys.readouterr().err
 
 
-class Answering:
+class SelectionRunner:
     """A server that takes 4 ms for a token or longer, which it notes, and counts those of answers that have ended."""
 
     def __init__(self):
@@ -101,7 +101,7 @@ class Answering:
 
 
 def test_the_rate_before_is_that_of_tokens_that_came_while_all_decode(script):
-    server = Answering()
+    server = SelectionRunner()
     options = SimpleNamespace(settle=0.4, seconds=0.05, output_len=200)
     found, milliseconds = script.looked_at(server, [(1, 2), (3, 4)], options)
     assert found == TRACE and server.asked[-2:] == ["start_profile", "stop_profile"]

@@ -12,7 +12,7 @@ import pytest
 
 from sglang_ext.arguments import KVServerArgs
 from sglang_ext.config import method_options, options
-from sglang_ext.config.model_options import unsupported_model
+from sglang_ext.config.model_options import unsupported_model_reason
 from sglang_ext.core import OptionError
 
 LLAMA = {
@@ -300,7 +300,7 @@ def test_verified_mode_enters_by_sglangs_registries(folder):
     args = build(folder(), kv_mode="verified", kv_draft_length=8)
     assert args.speculative_algorithm == "KV_VERIFIED"
     assert args.speculative_num_draft_tokens == 9
-    assert unsupported_model(args.get_model_config()) is None
+    assert unsupported_model_reason(args.get_model_config()) is None
 
 
 @pytest.mark.parametrize(("flags", "graphs"), [({}, True), ({"lora_paths": ["name=/some/adapter"]}, False)], ids=["plain", "lora"])
@@ -345,18 +345,18 @@ def test_the_draft_length_is_a_number_or_auto(folder, text, value, most, widths)
 )
 def test_where_full_kv_leaves_the_device_drafts_gather_over_whole_rounds(folder, flags, offloads, drafts):
     args = build(folder(), kv_mode="verified", **flags)
-    assert options.offloads(args) == offloads and args.speculative_num_steps == drafts
+    assert options.can_offload_full_kv(args) == offloads and args.speculative_num_steps == drafts
 
 
 @pytest.mark.parametrize("flags", [{}, {"kv_draft_length": 2}, {"kv_max_burst": 2}])
 def test_rounds_of_lossy_are_as_long_whatever_flags_of_drafts_say(folder, flags):
     args = build(folder(), kv_mode="lossy", **flags)
-    assert args.speculative_num_steps == options.longest_draft(args) == options.PLAIN_STEPS
+    assert args.speculative_num_steps == options.max_draft_length(args) == options.PLAIN_STEPS
 
 
 def test_full_kv_that_drafts_read_stays_on_the_device(folder, caplog):
     args = build(folder(), kv_mode="verified", kv_compressor="verify-guided", kv_full_tier="auto", kv_host_gb=1)
-    assert not options.offloads(args) and "as drafts of --kv-compressor verify-guided read it on the device" in caplog.text
+    assert not options.can_offload_full_kv(args) and "as drafts of --kv-compressor verify-guided read it on the device" in caplog.text
 
 
 def test_auto_says_why_all_full_kv_stays_on_the_device(folder, caplog):
@@ -377,7 +377,7 @@ def test_flags_for_benchmarks_parse_and_the_log_says_what_they_do(folder, caplog
     argv += ["--kv-full-tier", "auto", "--kv-host-gb", "1", "--kv-bench-acceptance", "0.9", "--kv-bench-corrupt-loads", "7"]
     args = KVServerArgs.from_cli_args(parser.parse_args(argv))
     assert {name: getattr(args, name) for name in FOR_BENCHMARKS} == FOR_BENCHMARKS
-    assert options.offloads(args)
+    assert options.can_offload_full_kv(args)
     assert "--kv-bench-acceptance is 0.9: drafts are accepted by chance, so answers are of no use" in caplog.text
     assert "--kv-bench-corrupt-loads is 7: host memory loses bits" in caplog.text
     assert build(folder(), kv_mode="verified", kv_bench_acceptance=0).kv_bench_acceptance == 0, "it is a probability, too"
@@ -396,9 +396,9 @@ def test_a_benchmarks_codec_is_refused_where_prompts_would_travel_as_codes(folde
 @pytest.mark.parametrize("mode", ["full", "verified"])
 def test_flags_that_benchmarks_of_transfers_need_are_told_in_any_mode_and_nobody_begins_on_a_lossy_codec(folder, caplog, tmp_path, mode):
     over = {"disaggregation_mode": "decode", "disaggregation_transfer_backend": "progressive", "kv_mode": mode}
-    assert options.begins_early(build(folder(), **over)) == (mode == "verified")
+    assert options.has_early_decoding(build(folder(), **over)) == (mode == "verified")
     args = build(folder(), kv_bench_codec="int4", kv_bench_timeline=str(tmp_path / "times"), **over)
-    assert not options.begins_early(args)
+    assert not options.has_early_decoding(args)
     assert "--kv-bench-codec is int4: KV arrives as a lossy codec leaves it, so answers are of no use" in caplog.text
     assert "--kv-bench-timeline is" in caplog.text and "nothing" not in caplog.text
     caplog.clear()

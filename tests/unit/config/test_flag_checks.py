@@ -131,5 +131,5 @@ def test_a_short_context_is_not_blamed_on_a_flag_that_was_left_as_it_is() -> Non
     ],
 )
 def test_where_lossy_keeps_full_kv_beside_copies_it_says_why(given, why):
-    found = options.full_kv_stays(arguments(**{"kv_mode": "lossy", "kv_compressor": "int4", **given}))
+    found = options.why_full_kv_stays(arguments(**{"kv_mode": "lossy", "kv_compressor": "int4", **given}))
     assert found is None if why is None else why in found

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_ext.config import method_options, request_params
-from sglang_ext.config.method_options import Offer, methods, offers, place_of
+from sglang_ext.config.method_options import OfferedMethod, methods, offered_methods, method_index
 from sglang_ext.core import OptionError, RequestState
 from sglang_ext.hooks import frontend
 from sglang_ext.managers import served_methods
-from sglang_ext.managers.spec_decode.requests import fill
-from sglang_ext.mem_cache.compressed.formats.kv_format import Unpacked
-from sglang_ext.mem_cache.compressed.formats.packing import PackedRows
+from sglang_ext.managers.spec_decode.request_states import write_counters
+from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import QuantizedLayout
 from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.mem_cache.compressors.hack import Hack
 
@@ -28,16 +28,16 @@ def resolved(**change):
 
 
 def test_further_methods_are_named_with_their_budgets_or_have_their_defaults():
-    found = offers(resolved(kv_more_compressors="snapkv:0.125, kivi,sink-recent,snapkv+kivi:.5", kv_budget=0.5))
+    found = offered_methods(resolved(kv_more_compressors="snapkv:0.125, kivi,sink-recent,snapkv+kivi:.5", kv_budget=0.5))
     assert found == (
-        Offer("snapkv", "snapkv", 0.5),
-        Offer("snapkv:0.125", "snapkv", 0.125),
-        Offer("kivi", "kivi", 1.0),
-        Offer("sink-recent", "sink-recent", 0.25),
-        Offer("snapkv+kivi:.5", "snapkv+kivi", 0.5),
+        OfferedMethod("snapkv", "snapkv", 0.5),
+        OfferedMethod("snapkv:0.125", "snapkv", 0.125),
+        OfferedMethod("kivi", "kivi", 1.0),
+        OfferedMethod("sink-recent", "sink-recent", 0.25),
+        OfferedMethod("snapkv+kivi:.5", "snapkv+kivi", 0.5),
     )
     assert [offer.suffix for offer in found] == ["", ":0.125", "", "", ":.5"]
-    assert offers(resolved()) == (Offer("snapkv", "snapkv", 0.25),)
+    assert offered_methods(resolved()) == (OfferedMethod("snapkv", "snapkv", 0.25),)
 
 
 @pytest.mark.parametrize(
@@ -73,21 +73,21 @@ def test_what_cannot_serve_together_is_refused(flags, words):
 
 def test_the_bits_are_those_of_the_method_that_packs_and_scores_are_read_by_any(tmp_path):
     found = resolved(kv_more_compressors="kivi,kvzip:0.1", kv_bits=2, kv_scores=str(tmp_path))
-    assert [offer.packs for offer in offers(found)] == [None, "kivi", None]
+    assert [offer.quant_method for offer in offered_methods(found)] == [None, "kivi", None]
 
 
 def test_each_method_makes_copies_in_its_own_way_and_equal_ones_share_what_they_read():
     args = resolved(kv_more_compressors="kivi,snapkv+kivi:0.5", kv_bits=2)
     made = served_methods.methods_of(args, 2, 2, 0, None)
-    rows = PackedRows(SimpleNamespace(recent=128), None)
+    rows = QuantizedLayout(SimpleNamespace(recent=128), None)
     plain, packed, both = served_methods.copy_methods(args, made, 16, rows)
-    assert plain.packing == Unpacked(16) and packed.packing is both.packing is rows.form
+    assert plain.packing == PlainSlots(16) and packed.packing is both.packing is rows.layout
     assert made[1].quantizer == made[2].quantizer and made[1].quantizer.bits == 2
     assert plain.compressor is both.compressor and (plain.budget, packed.budget, both.budget) == (0.25, 1.0, 0.5)
     assert [method.called(method.compressor) for method in (plain, packed, both)] == ["snapkv", "kivi", "snapkv+kivi:0.5"]
 
 
-NAMES = offers(resolved(kv_more_compressors="snapkv:0.125,kivi"))
+NAMES = offered_methods(resolved(kv_more_compressors="snapkv:0.125,kivi"))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ NAMES = offers(resolved(kv_more_compressors="snapkv:0.125,kivi"))
     ],
 )  # fmt: skip
 def test_a_request_names_a_method_as_the_flags_do_or_gets_the_first(custom_params, place):
-    assert place_of(NAMES, custom_params) == place
+    assert method_index(NAMES, custom_params) == place
 
 
 def asking(name):
@@ -136,7 +136,7 @@ def test_meta_info_names_the_method_as_it_was_asked_for():
         req, state = SimpleNamespace(spec_cap_lens_histogram=[]), RequestState("r", 1, 0, method=place)
         for served in ("", name):
             state.compressor, fields = catalogue.number(served.partition(":")[0]), {}
-            fill(req, state)
+            write_counters(req, state)
             told = SimpleNamespace(spec_cap_lens_histogram=[req.spec_cap_lens_histogram])
             frontend.add_kv_fields(None, SimpleNamespace(server_args=args), fields, told, 0)
             assert fields["kv_compressor"] == (served or None)

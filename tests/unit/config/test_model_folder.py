@@ -25,11 +25,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_path_is_told_from_a_name_by_its_beginning_or_its_parent(folder: Path) -> None:
-    assert model_folder.problem("models/nope") == "models/nope: no such folder"
-    assert model_folder.problem("models") == "models: this folder has no config.json"
-    assert model_folder.problem("Qwen/Qwen3-8B") is None and model_folder.problem("gpt2") is None
+    assert model_folder.find_problem("models/nope") == "models/nope: no such folder"
+    assert model_folder.find_problem("models") == "models: this folder has no config.json"
+    assert model_folder.find_problem("Qwen/Qwen3-8B") is None and model_folder.find_problem("gpt2") is None
     (folder / "config.json").write_text("{}")
-    assert model_folder.problem("models") is None
+    assert model_folder.find_problem("models") is None
 
 
 @pytest.mark.parametrize("model", ["/proc/nope", "./nope", "../nope", "~/nope", "models"])

@@ -92,7 +92,7 @@ def test_ranks_beside_a_gpu_are_on_those_after_it_and_refused_where_these_are_mi
     sizes = {"context_len": 4096, "num_hidden_layers": 5, "head_dim": 64, "dtype": torch.float32}
     args.get_model_config = lambda: SimpleNamespace(get_num_kv_heads=lambda ranks: 3, **sizes)
     selection_options.check_resolved(args)
-    assert selection_options.rank_gpus(args) == [2, 3] and not caplog.text
+    assert selection_options.cache_rank_gpus(args) == [2, 3] and not caplog.text
     # Ranks beside a GPU choose by keys in 8 bits, where nobody says.
     assert args.kv_score_bits is None
     for mode in ("lossy", "verified"):
@@ -113,18 +113,18 @@ def test_ranks_beside_a_gpu_are_on_those_after_it_and_refused_where_these_are_mi
         setattr(args, name, before)
     args.kv_score_bits = 8
     selection_options.check_resolved(args)
-    assert selection_options.coded_slots(args) == 0, "ranks hold the codes"
+    assert selection_options.slot_code_bits(args) == 0, "ranks hold the codes"
     args.kv_score_bits = 16
     # Full KV goes to ranks where nothing is verified, and nothing else reads it.
     args.kv_mode = "lossy"
-    assert selection_options.sends_rows(args) and selection_options.arena_bytes(args) == selection_options.ROWS_ARENA_BYTES
+    assert selection_options.has_remote_values(args) and selection_options.exchange_buffer_bytes(args) == selection_options.ROW_EXCHANGE_BUFFER_BYTES
     for name, value in (("enable_deterministic_inference", True), ("disaggregation_mode", "decode"), ("disable_radix_cache", True)):
         before = getattr(args, name)
         setattr(args, name, value)
-        assert not selection_options.sends_rows(args) and selection_options.arena_bytes(args) == selection_options.ARENA_BYTES
+        assert not selection_options.has_remote_values(args) and selection_options.exchange_buffer_bytes(args) == selection_options.EXCHANGE_BUFFER_BYTES
         setattr(args, name, before)
     args.kv_mode = "verified"
-    assert not selection_options.sends_rows(args)
+    assert not selection_options.has_remote_values(args)
     # Copies are made anew when many tokens follow them.
     assert not selection_options.spade(args).each_round
     for given, told in (
@@ -143,7 +143,7 @@ def test_ranks_beside_a_gpu_are_on_those_after_it_and_refused_where_these_are_mi
             setattr(args, name, value)
     args.kv_cache_rank_gpu = 0
     selection_options.check_resolved(args)
-    assert selection_options.rank_gpus(args) == [0, 1] and "a cache rank shares GPU 1 with the model" in caplog.text
+    assert selection_options.cache_rank_gpus(args) == [0, 1] and "a cache rank shares GPU 1 with the model" in caplog.text
 
 
 def test_flags_of_selection_are_named_where_nothing_is_selected(caplog):
@@ -179,14 +179,14 @@ def test_codes_lie_beside_the_pool_where_tokens_are_chosen_by_few_bits_and_not_b
         args = spade(kv_mode=mode, **given)
         flag_checks.check_flags(args)
         check_combinations(args)
-        assert selection_options.coded_slots(args) == bits and "--kv-score-bits" not in caplog.text, given
+        assert selection_options.slot_code_bits(args) == bits and "--kv-score-bits" not in caplog.text, given
     args = spade(kv_mode=mode, kv_score_bits=8, disaggregation_mode="prefill")
     flag_checks.check_flags(args)
-    assert selection_options.coded_slots(args) == 0
+    assert selection_options.slot_code_bits(args) == 0
     assert "which takes no steps, and so --kv-score-bits does nothing: pass that to the decode server" in caplog.text
     args = arguments(kv_compressor="verify-guided", kv_score_bits=8)
     flag_checks.check_flags(args)
-    assert selection_options.coded_slots(args) == 0
+    assert selection_options.slot_code_bits(args) == 0
     assert "--kv-compressor is verify-guided, with which --kv-score-bits does nothing: pass --kv-compressor spade" in caplog.text
 
 
@@ -211,7 +211,7 @@ def test_packs_of_more_layers_than_there_are_and_too_little_memory_for_a_request
     selection_options.check_resolved(args)
     # Exact keys and values beside these.
     args.kv_mode = "lossy"
-    assert selection_options.sends_rows(args)
+    assert selection_options.has_remote_values(args)
     said = "less than keys and values, and keys in 8 bits, of 1000 tokens .*: pass at least 0.0099, better .*, or --kv-score-bits 16$"
     with pytest.raises(OptionError, match=said):
         selection_options.check_resolved(args)

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_ext.hooks import chunks
-from sglang_ext.managers.disaggregation.progressive.sender import ProgressiveSender
+from sglang_ext.hooks import chunk_transfer
+from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
 
 
 @pytest.fixture
@@ -18,15 +18,15 @@ def told(monkeypatch):
         told.append("recorded")
         return SimpleNamespace(synchronize=lambda: told.append("waited"))
 
-    monkeypatch.setattr(chunks.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(chunks.torch.cuda, "current_stream", lambda: SimpleNamespace(record_event=record_event))
+    monkeypatch.setattr(chunk_transfer.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(chunk_transfer.torch.cuda, "current_stream", lambda: SimpleNamespace(record_event=record_event))
     return told
 
 
 def launched(told):
     """A scheduler that has launched a forward, and looks at the results of the one before."""
     scheduler = SimpleNamespace(result_queue=["of the one that was launched"])
-    chunks.note_launch(lambda scheduler: told.append("barrier"), scheduler)
+    chunk_transfer.note_launch(lambda scheduler: told.append("barrier"), scheduler)
     assert told == ["recorded", "barrier"]
     told.clear()
     return scheduler
@@ -36,18 +36,18 @@ def request(told, event=None):
     sender = ProgressiveSender.__new__(ProgressiveSender)
 
     @contextmanager
-    def beside_forwards(after):
+    def on_side_stream(after):
         told.append(after)
         yield
         told.append("left")
 
-    sender.kv_mgr = SimpleNamespace(pool=SimpleNamespace(beside_forwards=beside_forwards))
+    sender.kv_mgr = SimpleNamespace(pool=SimpleNamespace(on_side_stream=on_side_stream))
     sender._early_send_wait_event = event
     return SimpleNamespace(disagg_kv_sender=sender, tmp_end_idx=5)
 
 
 def send(told, scheduler, req, *given):
-    chunks.send_kv_chunk(lambda *arguments: told.append(arguments[2:]), scheduler, req, *given)
+    chunk_transfer.send_kv_chunk(lambda *arguments: told.append(arguments[2:]), scheduler, req, *given)
     return told
 
 
@@ -71,7 +71,7 @@ def test_nothing_is_waited_for_where_no_forward_was_launched_after_the_one_whose
 def test_a_chunk_that_is_still_computed_as_the_next_is_launched_goes_with_its_result(told):
     """SGLang finds it in its cache, and would wait for it before it launches the next."""
     scheduler, req = launched(told), request(told, "of the forward before")
-    assert send(told, scheduler, req, False, 5) == [] and not req.disagg_kv_sender.sends_prefix
+    assert send(told, scheduler, req, False, 5) == [] and not req.disagg_kv_sender.is_sending_prefix
     assert send(told, scheduler, req, False, 5) == [scheduler.kv_before_launch, (False, 5), "left"]
 
 
@@ -87,7 +87,7 @@ def test_other_backends_and_the_loop_without_overlap_are_left_alone(told):
 
 
 def test_nothing_is_recorded_without_a_gpu(told, monkeypatch):
-    monkeypatch.setattr(chunks.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(chunk_transfer.torch.cuda, "is_available", lambda: False)
     scheduler = SimpleNamespace()
-    chunks.note_launch(lambda scheduler: told.append("barrier"), scheduler)
+    chunk_transfer.note_launch(lambda scheduler: told.append("barrier"), scheduler)
     assert told == ["barrier"] and not vars(scheduler)

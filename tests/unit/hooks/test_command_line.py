@@ -137,7 +137,7 @@ def test_make_installs_quietly() -> None:
 
 
 def test_hooks_are_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    from sglang_ext.hooks import application as hooking
+    from sglang_ext.hooks import activation as hooking
     from sglang_ext.hooks import table as hooks
 
     registry = logging.getLogger(hooking.REGISTRY)
@@ -151,7 +151,7 @@ def test_hooks_are_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == ["of another plugin"] and hooks.HOOKS
 
 
-@command_line.ends_scheduler
+@command_line.exit_on_refusal
 def refuse_like_a_scheduler(error: Exception) -> None:
     raise error
 
@@ -164,12 +164,12 @@ def test_what_only_the_scheduler_refuses_ends_the_server_with_its_code(capfd: py
     scheduler.join(120)
     if code == command_line.EXIT_CODE:
         with pytest.raises(SystemExit) as raised:
-            command_line.end_like_scheduler(engine._scheduler_died_error, 0, scheduler)
+            command_line.exit_like_scheduler(engine._scheduler_died_error, 0, scheduler)
         assert raised.value.code == code
         printed = capfd.readouterr().err
         assert printed.splitlines()[-1] == "sglang-ext: error: --kv-host-gb is 9" and "Traceback" not in printed
     else:
-        died = command_line.end_like_scheduler(engine._scheduler_died_error, 0, scheduler)
+        died = command_line.exit_like_scheduler(engine._scheduler_died_error, 0, scheduler)
         assert "exit code: 1" in str(died) and "ValueError: of SGLang" in capfd.readouterr().err
 
 

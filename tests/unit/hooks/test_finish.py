@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_ext.hooks.finish import end_at_last, tokens_to_end
+from sglang_ext.hooks.finish import check_finish_at_last_token, count_tokens_to_finish
 
 LETTERS = "abcd"
 END = LETTERS.index("d")
@@ -51,9 +51,9 @@ def together(tokens, sizes, params):
     req, sizes, rest = make_request(**params), list(sizes), list(tokens)
     while rest and not req.finished():
         count = min(sizes.pop() if sizes else len(rest), len(rest))
-        kept = tokens_to_end(req, rest[:count])
+        kept = count_tokens_to_finish(req, rest[:count])
         req.output_ids.extend(rest[:kept])
-        end_at_last(Req.update_finish_state, req, kept)
+        check_finish_at_last_token(Req.update_finish_state, req, kept)
         assert kept == count or req.finished(), "what is cut off followed an end"
         rest = rest[count:]
     return answer(req)
@@ -83,16 +83,16 @@ def test_an_abort_keeps_the_tokens_that_came_with_it():
     req = make_request(max_new_tokens=8)
     req.output_ids.extend([0, 1, 2])
     req.to_finish = FINISH_ABORT("gone")
-    end_at_last(Req.update_finish_state, req, 3)
+    check_finish_at_last_token(Req.update_finish_state, req, 3)
     assert answer(req)[0] == [0, 1, 2] and isinstance(req.finished_reason, FINISH_ABORT)
 
 
 def test_an_abort_does_not_hide_an_end():
     req = make_request(max_new_tokens=8, stop=["b"])
     req.to_finish = FINISH_ABORT("gone")
-    assert (kept := tokens_to_end(req, [0, 1, 2])) == 2
+    assert (kept := count_tokens_to_finish(req, [0, 1, 2])) == 2
     req.output_ids.extend([0, 1])
-    end_at_last(Req.update_finish_state, req, kept)
+    check_finish_at_last_token(Req.update_finish_state, req, kept)
     assert answer(req) == one_by_one([0, 1, 2], {"max_new_tokens": 8, "stop": ["b"]})
 
 
@@ -106,7 +106,7 @@ def test_tokens_after_an_end_are_left_out_and_the_request_is_as_it_was(tokens, b
         if req.finished():
             return
     rest = tokens[before:]
-    count = tokens_to_end(req, rest)
+    count = count_tokens_to_finish(req, rest)
     assert list(req.output_ids) == tokens[:before]
     assert req.finished_reason is req.finished_len is req.to_finish is None
     answered, _ = one_by_one(tokens, params)
@@ -116,5 +116,5 @@ def test_tokens_after_an_end_are_left_out_and_the_request_is_as_it_was(tokens, b
 def test_an_abort_that_waits_goes_on_waiting_while_the_end_is_looked_for():
     req = make_request(max_new_tokens=8, stop=["b"])
     req.to_finish = FINISH_ABORT("gone")
-    assert tokens_to_end(req, [0, 1, 2]) == 2
+    assert count_tokens_to_finish(req, [0, 1, 2]) == 2
     assert isinstance(req.to_finish, FINISH_ABORT) and not req.finished()

@@ -14,8 +14,8 @@ from tiered_helpers import PAGE, Request, kv_of
 
 from sglang_ext.hooks import lossy_admission
 from sglang_ext.hooks.lossy_admission import HEADROOM, admit_chunk, admit_prompt
-from sglang_ext.managers.spec_decode.requests import end_of_answer
-from sglang_ext.mem_cache.prefix_cache.nodes import Prefix
+from sglang_ext.managers.spec_decode.request_states import output_end
+from sglang_ext.mem_cache.prefix_cache.nodes import SharedPrefix
 
 # Slots that SGLang keeps ahead of a request, tokens of a round, and what SGLang expects of the tokens that an answer lacks.
 RESERVE, STEPS, RATIO = 10, 4, 0.7
@@ -159,17 +159,17 @@ class Scheduler:
         world.round(*[req for req in self.running if self._view(req) is not None])
         for req in self.running:
             view, headroom = self._view(req), 2 * (STEPS + 1) * len(self.running)
-            if view is None and req.length >= world.views.methods[0].shortest:
-                prefix = Prefix(req.last_node, req.matched) if req.matched else None
-                made = world.views.compress(req.req_pool_idx, req.length, headroom, prefix)
+            if view is None and req.length >= world.compressed_kv.methods[0].shortest:
+                prefix = SharedPrefix(req.last_node, req.matched) if req.matched else None
+                made = world.compressed_kv.compress(req.req_pool_idx, req.length, headroom, prefix)
                 assert made or self.alone, "a copy fits beside full KV"
-            elif view is not None and req.length >= view.due:
-                assert world.views.compress(req.req_pool_idx, req.length, headroom), "a copy takes up new blocks"
+            elif view is not None and req.length >= view.refresh_after:
+                assert world.compressed_kv.compress(req.req_pool_idx, req.length, headroom), "a copy takes up new blocks"
         for req in list(self.running):
             steps = min(STEPS, req.answer - len(req.output_ids))
             req.output_ids.extend(distinct(77, steps))
             # The last token's KV is never computed.
-            begin, req.length = req.length, min(req.length + steps, end_of_answer(req))
+            begin, req.length = req.length, min(req.length + steps, output_end(req))
             new = world.table.req_to_token[req.req_pool_idx, begin : req.length].long()
             world.write(new, kv_of(req.tokens[: req.length])[begin:])
             if req.finished():
@@ -179,7 +179,7 @@ class Scheduler:
 
     def _reserve(self, req):
         """Slots ahead of a request, as its round begins."""
-        begin, end = req.kv.kv_allocated_len, min(end_of_answer(req), req.length + RESERVE)
+        begin, end = req.kv.kv_allocated_len, min(output_end(req), req.length + RESERVE)
         if end > begin:
             slots = self.world.allocate(end - begin)
             assert slots is not None, "a round has its slots"
@@ -187,7 +187,7 @@ class Scheduler:
             self.world.table.req_to_token[req.req_pool_idx, begin : begin + len(slots)] = slots.int()
 
     def _view(self, req):
-        return self.world.views.get(req.req_pool_idx)
+        return self.world.compressed_kv.get(req.req_pool_idx)
 
 
 # Of each prompt: which beginning and how much of it, which end and how much of it; and the tokens of its answer.
@@ -273,8 +273,8 @@ def test_prompts_on_codes_keep_full_kv_of_two_chunks_at_once(chunk):
     while scheduler.waiting or scheduler.chunked:
         scheduler.step()
         (req,) = world.running
-        view, full = world.views.get(req.req_pool_idx), world.cache.total_size() + world.own_tokens()
-        assert full <= 2 * chunk + world.views.methods[0].unit + SINKS + PAGE
+        view, full = world.compressed_kv.get(req.req_pool_idx), world.cache.total_size() + world.own_tokens()
+        assert full <= 2 * chunk + world.compressed_kv.methods[0].unit + SINKS + PAGE
         assert world.codes.tokens == (0 if view is None else view.covered - SINKS)
     assert view.covered > 900 - 2 * chunk
     # What it began with is read as it lies there, and gets no slots.

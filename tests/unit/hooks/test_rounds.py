@@ -9,9 +9,9 @@ from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
 
-from sglang_ext.hooks.rounds import count_plain_steps, process_emitted, sync_for_grammars
-from sglang_ext.layers.forward import BetweenSteps
-from sglang_ext.managers.spec_decode.result import RoundResult
+from sglang_ext.hooks.rounds import count_full_kv_steps, process_output_tokens, needs_grammar_sync
+from sglang_ext.layers.forward import KVDraftInput
+from sglang_ext.managers.spec_decode.round_result import RoundResult
 
 
 def request(name, grammar=None):
@@ -40,7 +40,7 @@ def make_result(return_logprob=True):
     batch = SimpleNamespace(return_logprob=return_logprob, reqs=[request(n) for n in "abc"])
     result = RoundResult(
         logits_output=output, next_token_ids=tokens.flatten(), accept_lens=counts, new_seq_lens=counts + 10,
-        next_draft_input=BetweenSteps(tokens[:, 0]), speculative_num_draft_tokens=4, can_run_cuda_graph=False,
+        next_draft_input=KVDraftInput(tokens[:, 0]), speculative_num_draft_tokens=4, can_run_cuda_graph=False,
     )
     return batch, result
 
@@ -58,14 +58,14 @@ def test_a_round_waits_for_the_host_only_where_a_grammar_cannot_be_walked():
     asked = [True, True, True, False]
     for needs, grammars in zip(asked, ([None, walked], [walked, kept], [kept], [None])):
         batch = SimpleNamespace(reqs=[request("a", each) for each in grammars])
-        assert sync_for_grammars(lambda _, needs=needs: needs, batch) == (kept in grammars)
+        assert needs_grammar_sync(lambda _, needs=needs: needs, batch) == (kept in grammars)
 
 
 def test_requests_that_only_drafted_are_left_out_of_processing():
     batch, result = make_result()
     seen = []
     processor = Processor()
-    process_emitted(lambda _, b, r: seen.append((b.reqs, r)), processor, batch, result)
+    process_output_tokens(lambda _, b, r: seen.append((b.reqs, r)), processor, batch, result)
     assert processor.counted == [(batch, result)]
     ((reqs, part),) = seen
     assert [req.name for req in reqs] == ["a", "c"] and len(batch.reqs) == 3
@@ -80,7 +80,7 @@ def test_what_a_round_gave_after_an_end_is_neither_counted_nor_processed():
     result.next_token_ids = torch.tensor([[1, 6, 5, 5], [0, 0, 0, 0], [3, 5, 5, 5]]).flatten()
     result.accept_lens = torch.tensor([4, 0, 4])
     seen, processor = [], Processor()
-    process_emitted(lambda _, b, r: seen.append(r.accept_lens.tolist()), processor, batch, result)
+    process_output_tokens(lambda _, b, r: seen.append(r.accept_lens.tolist()), processor, batch, result)
     ((_, counted),) = processor.counted
     assert (counted.accept_lens.tolist(), counted.ended) == ([2, 0, 4], {0})
     assert seen == [[2, 4]]
@@ -92,7 +92,7 @@ def test_a_grammar_advances_after_the_request_was_processed():
     batch.reqs[2].grammar = SimpleNamespace()
     order = []
     processor = Processor(_accept_grammar_tokens=lambda req, row: order.append((req.name, row)))
-    process_emitted(lambda *_: order.append("processed"), processor, batch, result)
+    process_output_tokens(lambda *_: order.append("processed"), processor, batch, result)
     assert order == ["processed", ("c", [3])]
 
 
@@ -103,7 +103,7 @@ def test_a_grammar_stays_where_it_is_while_tokens_of_its_retracted_request_are_d
     batch.reqs[2].is_retracted = True
     advanced = []
     processor = Processor(_accept_grammar_tokens=lambda req, row: advanced.append((req.name, row)))
-    process_emitted(lambda *_: None, processor, batch, result)
+    process_output_tokens(lambda *_: None, processor, batch, result)
     assert advanced == [("a", [1, 5])]
 
 
@@ -113,7 +113,7 @@ def test_a_round_of_those_that_still_ran_is_processed_for_them_alone():
     batch.reqs = [request(name) for name in "xabyc"]
     seen = []
     processor = Processor()
-    process_emitted(lambda _, b, r: seen.append(([req.name for req in b.reqs], b.return_logprob)), processor, batch, result)
+    process_output_tokens(lambda _, b, r: seen.append(([req.name for req in b.reqs], b.return_logprob)), processor, batch, result)
     assert [[req.name for req in b.reqs] for b, _ in processor.counted] == [["a", "b", "c"]]
     assert seen == [(["a", "c"], True)]
 
@@ -121,7 +121,7 @@ def test_a_round_of_those_that_still_ran_is_processed_for_them_alone():
 def test_nothing_is_processed_when_all_only_drafted():
     batch, result = make_result(return_logprob=False)
     result.accept_lens = torch.zeros(3, dtype=torch.int64)
-    process_emitted(lambda *_: 1 / 0, Processor(), batch, result)
+    process_output_tokens(lambda *_: 1 / 0, Processor(), batch, result)
 
 
 def test_an_aborted_request_finishes_without_a_new_token():
@@ -134,20 +134,20 @@ def test_an_aborted_request_finishes_without_a_new_token():
         output_streamer=SimpleNamespace(stream_output=lambda reqs, logprobs: streamed.append([req.name for req in reqs])),
     )
     seen = []
-    process_emitted(lambda _, b, r: seen.append([req.name for req in b.reqs]), processor, batch, result)
+    process_output_tokens(lambda _, b, r: seen.append([req.name for req in b.reqs]), processor, batch, result)
     assert ended == [0, ("b", 1)] and streamed == [["b"]] and seen == [["a", "c"]]
 
 
 @pytest.mark.parametrize(
-    ("answering", "tokens", "length"),
+    ("full_kv_reqs", "tokens", "length"),
     [([0, 1], [4, 2], 1.0), ([], [4, 2], 3.0), ([1], [5, 4], 9 / 5), ([0, 1], [0, 3], 1.0)],
     ids=["nobody drafts", "all draft", "one drafts", "one is over"],
 )
-def test_of_who_does_not_draft_each_token_is_a_forward_in_sglangs_accept_length(answering, tokens, length):
+def test_of_who_does_not_draft_each_token_is_a_forward_in_sglangs_accept_length(full_kv_reqs, tokens, length):
     reporter = SimpleNamespace(
         spec_num_accept_tokens=0, spec_num_forward_ct=0, spec_num_block_accept_tokens=0, spec_num_cap_tokens=0, num_generated_tokens=0
     )
-    count_plain_steps(reporter, SimpleNamespace(answering=answering), tokens)
+    count_full_kv_steps(reporter, SimpleNamespace(full_kv_reqs=full_kv_reqs), tokens)
     emitting = [each for each in tokens if each]
     SchedulerMetricsReporter.update_spec_metrics(reporter, len(emitting), sum(emitting) - len(emitting))
     assert reporter.spec_num_accept_tokens / reporter.spec_num_forward_ct == pytest.approx(length)

@@ -69,10 +69,10 @@ asked = st.tuples(st.integers(1, 12), st.integers(1, 24), st.integers(0, 23)).fi
 def test_slots_reach_as_far_as_before_or_to_the_end_and_rows_lead_to_padding_beyond(requests, page_size):
     reqs = [request(row, *each, page_size) for row, each in enumerate(requests)]
     batch = batch_of(reqs, 400, page_size)
-    with rounds.counting_to_the_end(reqs):
+    with rounds.capped_committed_lens(reqs):
         needed = ScheduleBatch._new_tokens_required_next_decode_spec_v2(batch, reqs, page_size)
     before = len(batch.token_to_kv_pool_allocator.slots)
-    rounds.reserve_to_the_end(eagle_utils.eagle_prepare_for_decode, batch)
+    rounds.cap_slot_reservation(eagle_utils.eagle_prepare_for_decode, batch)
     assert before - len(batch.token_to_kv_pool_allocator.slots) == needed
     for (prompt, wanted, given), req in zip(requests, reqs):
         assert req.kv_committed_len == prompt + given
@@ -85,5 +85,5 @@ def test_slots_reach_as_far_as_before_or_to_the_end_and_rows_lead_to_padding_bey
 def test_a_prompt_whose_answer_just_fits_has_room():
     req = request(0, 10, 9, 0, 1)
     batch = batch_of([req], 8, 1)
-    rounds.reserve_to_the_end(eagle_utils.eagle_prepare_for_decode, batch)
+    rounds.cap_slot_reservation(eagle_utils.eagle_prepare_for_decode, batch)
     assert req.kv.kv_allocated_len == 18 and batch.token_to_kv_pool_allocator.slots == []

@@ -13,10 +13,10 @@ from sglang.srt.disaggregation.utils import get_kv_class as stock
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from sglang_ext.hooks import transfer
-from sglang_ext.managers.disaggregation.progressive.handshakes import Handshakes
-from sglang_ext.managers.disaggregation.progressive.manager import ProgressiveManager
-from sglang_ext.managers.disaggregation.progressive.receiver import ProgressiveReceiver
-from sglang_ext.managers.disaggregation.progressive.sender import ProgressiveSender
+from sglang_ext.managers.kv_transfer.progressive.handshakes import Handshakes
+from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
+from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
+from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
 from sglang_ext.managers.worker import KVWorker
 
 
@@ -57,7 +57,7 @@ def made(kind):
 
 def test_a_sender_learns_the_prompt_unless_none_was_made(monkeypatch):
     told = []
-    monkeypatch.setattr(ProgressiveSender, "take_prompt", lambda sender, *given: told.append(given))
+    monkeypatch.setattr(ProgressiveSender, "set_prompt", lambda sender, *given: told.append(given))
     req = SimpleNamespace(disagg_kv_sender=made(ProgressiveSender), origin_input_ids=[1, 2], to_finish=None)
     assert transfer.create_sender(lambda queue, req, heads: True, queue_of(), req, 2)
     req.to_finish = FINISH_ABORT("no such grammar")
@@ -143,8 +143,8 @@ def test_a_client_is_told_why_its_room_failed_and_whether_to_ask_again(began, re
 
 def test_reasons_of_sglangs_that_are_known_are_those_it_gives():
     reasons, source = ["Lost connection with", "but now it is down", "Could not fetch bootstrap info", "PD retract rebootstrap"], inspect.getsource(conn)
-    assert all(each in source and transfer.GONE.search(each) for each in reasons)
-    assert transfer.GONE.search("Request 7 timed out after 300.1s in KVPoll.Bootstrapping") and "in KVPoll.Bootstrapping" in source
+    assert all(each in source and transfer.RETRYABLE_REASONS.search(each) for each in reasons)
+    assert transfer.RETRYABLE_REASONS.search("Request 7 timed out after 300.1s in KVPoll.Bootstrapping") and "in KVPoll.Bootstrapping" in source
 
 
 def test_who_is_aborted_while_it_waits_to_be_prefilled_ends_its_room_and_no_other_does():
@@ -168,7 +168,7 @@ def test_who_is_aborted_while_it_waits_to_be_prefilled_ends_its_room_and_no_othe
 def test_both_ends_learn_where_the_newest_queries_of_a_request_are_kept():
     worker, asked = KVWorker.__new__(KVWorker), []
     worker.traveling = SimpleNamespace(read=lambda *given: asked.append(given) or b"queries", write=lambda *given: asked.append(given))
-    worker.begins_early = lambda req, tree: None
+    worker.arriving_full_kv = lambda req, tree: None
     worker.packs_prompts, worker.coded_prompts = lambda: None, lambda tree: None
     queue = queue_of(worker)
     queue.tree_cache = None

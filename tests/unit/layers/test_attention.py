@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.layers.attention.torch_native import RaggedTorchNativeBackend
-from sglang_ext.layers.forward import RaggedViews
+from sglang_ext.layers.forward import RaggedVerifyInput
 from sglang_ext.platforms.torch_kernels import assign_req_to_token_pool, murmur_hash32
 
 
@@ -53,7 +53,7 @@ def test_each_query_sees_its_prefix_and_itself(requests, heads):
 
 def test_flashinfer_pointers_are_ragged():
     table = torch.arange(40, dtype=torch.int32).view(4, 10)
-    views = RaggedViews(torch.tensor([3, 5]), torch.tensor([1, 4]), [1, 4])
+    views = RaggedVerifyInput(torch.tensor([3, 5]), torch.tensor([1, 4]), [1, 4])
     indices, kv, qo, mask = views.generate_attn_arg_prefill(torch.tensor([2, 0]), None, 0, table)
     assert indices.tolist() == [20, 21, 22, 0, 1, 2, 3, 4]
     assert kv.tolist() == [0, 3, 8] and qo.tolist() == [0, 1, 5] and mask is None
@@ -95,7 +95,7 @@ def test_new_slots_are_written_to_their_rows():
 
 @pytest.mark.parametrize(("top_k", "top_p", "expected"), [(1, 1.0, "greedy"), (1 << 30, 1.0, "plain"), (9, 1.0, "sorted"), (1 << 30, 0.9, "sorted")])
 def test_each_request_takes_the_samplers_route_it_takes_alone(top_k, top_p, expected):
-    from sglang_ext.managers.spec_decode.sampling import route
+    from sglang_ext.managers.spec_decode.sampling import sampling_route
 
     params = SimpleNamespace(top_k=top_k, top_p=top_p, min_p=0)
-    assert route(SimpleNamespace(sampling_params=params)) == expected
+    assert sampling_route(SimpleNamespace(sampling_params=params)) == expected

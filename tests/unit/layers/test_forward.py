@@ -8,7 +8,7 @@ from sglang.srt.lora.backend.torch_backend import TorchNativeLoRABackend
 from sglang.srt.lora.lora_manager import LoRAManager
 
 from sglang_ext.layers import forward
-from sglang_ext.platforms.plain_cpu import without_pinning
+from sglang_ext.platforms.plain_cpu import run_without_pinning
 
 SLOT = {None: 0, "a": 1, "b": 2}
 RANKS = {"a": 4, "b": 8}
@@ -44,11 +44,11 @@ def run_build(adapters, counts, **args):
         sampling_info=None,
     )
     total, lengths = sum(counts), torch.tensor([10 + count for count in counts])
-    inputs = forward.Inputs(
+    inputs = forward.ForwardInputs(
         tokens=torch.full((total,), 7), positions=torch.arange(total), slots=torch.arange(total),
         rows=torch.arange(len(counts)), lengths=lengths, lengths_cpu=lengths, counts=list(counts),
     )
-    return without_pinning(forward.build, runner, batch, inputs), manager
+    return run_without_pinning(forward.build_forward_batch, runner, batch, inputs), manager
 
 
 @pytest.mark.parametrize("counts", [[1, 1, 1, 1], [5, 1, 3, 2]], ids=["drafts", "ragged"])

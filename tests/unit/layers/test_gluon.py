@@ -11,9 +11,9 @@ from packed_helpers import Gridded, packed_pool, pool_by
 from ptx_emulator import registers, run
 
 from sglang_ext.layers.kernels.gluon import assembly
-from sglang_ext.layers.kernels.gluon.constants import Fragments
+from sglang_ext.layers.kernels.gluon.constants import PackedFragments
 from sglang_ext.layers.kernels.packed import packed_decode
-from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid, unpack_codes
+from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid, unpack_codes
 
 WORDS = st.lists(st.integers(0, 2**32 - 1), min_size=2, max_size=2).map(lambda words: np.array([words], dtype=np.uint32))
 
@@ -48,7 +48,7 @@ def constants():
     """Of all kinds of blocks that the kernel takes."""
     for dim, bits, group, by_channel in itertools.product((64, 128), (2, 4, 8), (4, 16), (False, True)):
         for unit in (dim, 32):
-            made = Fragments(dim, group, bits, 4 * bits, unit, by_channel)
+            made = PackedFragments(dim, group, bits, 4 * bits, unit, by_channel)
             if made.value_unit >= 32 and (unit == dim or made.bytes % unit == 0) and made.groups <= 4:
                 yield made
 
@@ -86,8 +86,8 @@ def fragments_of(pool, group):
 
 def test_blocks_that_no_fragment_fits_stay_with_the_other_kernel(monkeypatch):
     monkeypatch.setattr(packed_decode, "has_tensor_cores", lambda keys: True)
-    assert taken("kivi", 4) == Fragments(128, 4, 4, 16, 32, True)
-    assert taken("int8", 8, dim=64, group=16, dtype=torch.float16) == Fragments(64, 16, 8, 32, 64, False)
+    assert taken("kivi", 4) == PackedFragments(128, 4, 4, 16, 32, True)
+    assert taken("int8", 8, dim=64, group=16, dtype=torch.float16) == PackedFragments(64, 16, 8, 32, 64, False)
     # Levels of a table, other sizes of heads, pools of float32, many queries a KV head, and scales over parts of a byte.
     assert taken("turboquant", 4) is taken("lynx", 4) is None
     assert taken("int4", 4, dim=80) is None

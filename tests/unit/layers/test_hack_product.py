@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_helpers import attention
 
-from sglang_ext.layers.attention.copies.packed import packed_attention, partitions_of_keys, partitions_of_values
-from sglang_ext.layers.kernels.hack.product import Partitioned, in_partitions, product
-from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.layers.attention.compressed.packed import packed_attention, partitions_of_keys, partitions_of_values
+from sglang_ext.layers.kernels.hack.product import Partitioned, quantize_partitions, product
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors.contracts.quantizer import whole
 from sglang_ext.mem_cache.compressors.hack import Hack
@@ -61,7 +61,7 @@ def worst(left, right, partition):
 )  # fmt: skip
 @settings(max_examples=200, deadline=None)
 def test_the_product_is_that_of_dequantized_operands(partition, length, bits, sizes, offsets, seed):
-    left = in_partitions(matrix(5, length, sizes[0], offsets[0], seed), partition)
+    left = quantize_partitions(matrix(5, length, sizes[0], offsets[0], seed), partition)
     right = in_bits(matrix(3, length, sizes[1], offsets[1], seed + 100), partition, bits, seed)
     assert left.scale.shape == (5, -(-length // partition)) and right.sums.shape == (3, -(-length // partition))
     assert worst(left, right, partition) < 1e-5
@@ -71,7 +71,7 @@ def test_the_product_is_that_of_dequantized_operands(partition, length, bits, si
 @settings(max_examples=100, deadline=None)
 def test_eight_bits_are_within_half_a_step(partition, length, size, offset, seed):
     rows = matrix(4, length, size, offset, seed)
-    found = in_partitions(rows, partition)
+    found = quantize_partitions(rows, partition)
     bound = found.scale.repeat_interleave(partition, -1)[:, :length] * 0.5
     # Numbers themselves have 24 bits.
     assert ((found.whole(partition) - rows).abs() <= bound * (1 + 1e-4) + rows.abs() * 1e-6 + 1e-27).all()
@@ -83,7 +83,7 @@ def test_eight_bits_are_within_half_a_step(partition, length, size, offset, seed
 @settings(max_examples=50, deadline=None)
 def test_codes_of_weights_may_begin_at_zero(partition, length, seed):
     rows = matrix(4, length, 3.0, 0.0, seed).softmax(-1)
-    found = in_partitions(rows, partition, from_zero=True)
+    found = quantize_partitions(rows, partition, from_zero=True)
     assert torch.allclose(found.zero, 128 * found.scale)
     scale = found.scale.repeat_interleave(partition, -1)[:, :length]
     assert ((found.whole(partition) - rows).abs() <= scale * 0.5 * (1 + 1e-4)).all()
@@ -93,7 +93,7 @@ def test_codes_of_weights_may_begin_at_zero(partition, length, seed):
 
 
 def test_a_constant_partition_is_exact():
-    left = in_partitions(torch.full((2, 64), 3.25), 64)
+    left = quantize_partitions(torch.full((2, 64), 3.25), 64)
     right = in_bits(torch.full((2, 64), -0.5), 64, 2)
     assert torch.allclose(product(left, right, 64), torch.full((2, 2), 64 * 3.25 * -0.5), rtol=1e-6)
 
@@ -113,12 +113,12 @@ def test_blocks_of_keys_and_values_are_operands(bits, partition):
     numbers = torch.randn(2, 3, packs.block, 128, generator=noise)
     rows = torch.randn(2, 5, 128, generator=noise)
     keys = packs.quantize(numbers, packs.key_grid(128))
-    found = product(in_partitions(rows, partition), partitions_of_keys(keys), partition)
-    expected = in_partitions(rows, partition).whole(partition) @ whole(keys, packs.key_grid(128), None).flatten(1, 2).mT
+    found = product(quantize_partitions(rows, partition), partitions_of_keys(keys), partition)
+    expected = quantize_partitions(rows, partition).whole(partition) @ whole(keys, packs.key_grid(128), None).flatten(1, 2).mT
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-3)
     values, weights = packs.quantize(numbers, packs.value_grid(128)), torch.rand(2, 5, 3 * packs.block, generator=noise)
-    found = product(in_partitions(weights, partition), partitions_of_values(values), partition)
-    expected = in_partitions(weights, partition).whole(partition) @ whole(values, packs.value_grid(128), None).flatten(1, 2)
+    found = product(quantize_partitions(weights, partition), partitions_of_values(values), partition)
+    expected = quantize_partitions(weights, partition).whole(partition) @ whole(values, packs.value_grid(128), None).flatten(1, 2)
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-3)
 
 
@@ -127,7 +127,7 @@ def test_blocks_of_keys_and_values_are_operands(bits, partition):
 def test_queries_and_weights_in_eight_bits_cost_attention_less_than_a_hundredth(bits, partition):
     noise = torch.Generator().manual_seed(partition)
     buffers = KVBuffers((0,), (1.0,), *((torch.randn(3000, 2, 128, generator=noise),) for _ in "kv"))
-    packing = Packing.of(Hack(bits, partition=partition), buffers, 1)
+    packing = Packing.for_pool(Hack(bits, partition=partition), buffers, 1)
     slots = torch.arange(2048, 2048 + packing.held_slots(1920))
     packing.write(buffers, torch.arange(1920).expand(1, 2, -1), torch.arange(1920), slots)
     row, queries = torch.cat([slots, torch.arange(1920, 2000)]), torch.randn(1, 8, 128, generator=noise)

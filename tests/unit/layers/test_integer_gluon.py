@@ -13,7 +13,7 @@ from ptx_emulator import registers, run
 from sglang_ext.layers.kernels.gluon import assembly
 from sglang_ext.layers.kernels.gluon.integer_fragments import IntegerFragments
 from sglang_ext.layers.kernels.packed import packed_decode
-from sglang_ext.mem_cache.compressed.formats.packed_layout import unpack_codes
+from sglang_ext.mem_cache.compressed.layouts.block_layout import unpack_codes
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
 
 WORDS = st.lists(st.integers(0, 2**32 - 1), min_size=4, max_size=4).map(lambda words: np.array([words], dtype=np.uint32))

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_ext.layers.kernels.fitting import early_launch
+from sglang_ext.layers.kernels.gpu_launch import pdl_options
 from sglang_ext.layers.kernels.packed import packed_decode
 
 BUFFER = SimpleNamespace(is_cuda=True, device=None, element_size=lambda: 2)
@@ -14,7 +14,7 @@ BUFFER = SimpleNamespace(is_cuda=True, device=None, element_size=lambda: 2)
 @pytest.mark.parametrize(("hip", "spoken"), [(None, True), ("6.3.42131", False)])
 def test_kernels_have_assembly_for_nvidia_alone(hip, spoken, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", hip)
-    assert packed_decode.speaks_ptx(BUFFER) == spoken
+    assert packed_decode.has_ptx(BUFFER) == spoken
 
 
 @pytest.mark.parametrize(
@@ -23,4 +23,4 @@ def test_kernels_have_assembly_for_nvidia_alone(hip, spoken, monkeypatch):
 def test_kernels_are_launched_early_on_nvidias_gpus_that_can_alone(hip, capability, early, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert early_launch(BUFFER) == ({"EARLY": True, "launch_pdl": True} if early else {"EARLY": False})
+    assert pdl_options(BUFFER) == ({"EARLY": True, "launch_pdl": True} if early else {"EARLY": False})

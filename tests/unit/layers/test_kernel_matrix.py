@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from sglang_ext.core import OptionError
-from sglang_ext.layers.kernels import fitting
-from sglang_ext.layers.kernels.fitting import launch_fitting
+from sglang_ext.layers.kernels import gpu_launch
+from sglang_ext.layers.kernels.gpu_launch import launch_first_fitting
 
 KERNELS = Path(__file__).parents[2] / "kernels"
-SOURCES = Path(fitting.__file__).parent
+SOURCES = Path(gpu_launch.__file__).parent
 
 
 def run(script, *arguments):
@@ -48,7 +48,7 @@ def test_what_fits_no_gpu_of_this_kind_is_refused_by_name():
 
     message = "attention with 256 channels takes 120000 of shared memory, and .* has 101376: pass --x"
     with pytest.raises(OptionError, match=message):
-        launch_fitting((200_000, 120_000), launch, "a key", lambda: "attention with 256 channels", "pass --x")
+        launch_first_fitting((200_000, 120_000), launch, "a key", lambda: "attention with 256 channels", "pass --x")
     assert tried == [200_000, 120_000]
 
 
@@ -63,17 +63,17 @@ def test_a_launch_begins_with_what_fitted_last():
             raise OutOfResources(tile, 1, "shared memory")
 
     for _ in range(2):
-        launch_fitting((3, 2, 1), launch, "another key", str, "")
+        launch_first_fitting((3, 2, 1), launch, "another key", str, "")
     assert tried == [3, 2, 1, 1]
 
 
 @pytest.mark.parametrize(("refused", "launched"), [(0, 3), (2, 1), (99, 1)])
 def test_the_matrix_runs_smaller_tiles_down_to_the_smallest(monkeypatch, refused, launched):
     # The module replaces what this puts back.
-    monkeypatch.setattr(fitting, "launch_fitting", fitting.launch_fitting)
+    monkeypatch.setattr(gpu_launch, "launch_first_fitting", gpu_launch.launch_first_fitting)
     import smaller_tiles
 
     tried = []
     smaller_tiles.pass_over(refused)
-    smaller_tiles.launch_fitting((3, 2, 1), tried.append, f"a key of {refused}", str, "")
+    smaller_tiles.launch_first_fitting((3, 2, 1), tried.append, f"a key of {refused}", str, "")
     assert tried == [launched]

@@ -25,12 +25,12 @@ def test_kernels_compile_for_a_gpu():
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     expected = {
-        *("packed_splits", "packed_splits_gluon", "join_parts", "_splits", "scatter_kept", "pointer_splits", "write_kept"),
+        *("packed_splits", "packed_splits_gluon", "merge_splits", "_splits", "scatter_kept", "pointer_splits", "write_kept_pointers"),
         *("pack_tiles", "_normalizers", "_means", "integer_splits", "_query_codes", "encode_tiles", "decode_tiles", "page_gamma"),
         "integer_splits_gluon",
         *("count_bits", "write_rooms", "write_anchors", "read_rooms", "quantize_prompts", "prefill_tiles", "prefill_codes"),
-        *("_leave_logits", "_leave_coded_logits", "_code_keys", "_bound_pages", "_choose_pages", "mark_best", "write_marked"),
-        "_turn_queries",
+        *("_compute_exact_logits", "_compute_quantized_logits", "_quantize_keys", "_bound_pages", "_choose_pages", "mark_top_tokens", "write_marked_tokens"),
+        "_rotate_queries",
         *("_exchange", "_push_rows", "_commit_rows", "_move_newest"),
         *("_open_places", "_put_queries", "_put_keys", "_signal", "_signal_all", "_await", "_commit"),
         *("_pull_blocks", "_gather_rows", "_push_chosen", "_read_words", "_answer"),

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.layers.kernels.lynx import levels, planes
-from sglang_ext.layers.kernels.lynx.codec import decode, decode_parts, encode, encode_parts
+from sglang_ext.layers.kernels.lynx.codec import decode, decode_page, encode, encode_page
 from sglang_ext.layers.kernels.lynx.encode_tiles import CELLS, REACH, cells
-from sglang_ext.layers.kernels.lynx.layout import CHUNK, DTYPES, HEADER, Layout
-from sglang_ext.layers.kernels.lynx.plain import CLEAR, as_bytes
+from sglang_ext.layers.kernels.lynx.layout import CHUNK, DTYPES, HEADER, PageLayout
+from sglang_ext.layers.kernels.lynx.pytorch_codec import CLEAR, as_bytes
 
 PATTERNS = {2: torch.int16, 4: torch.int32}
 KINDS = ("normal", "constant", "zeros", "signed zeros", "subnormal", "outlier", "far", "tiny", "greatest", "any")
@@ -39,7 +39,7 @@ def numbers(kind, tokens, dtype, noise):
 @st.composite
 def pages(draw, reference="int8"):
     """A layout and [tokens, channels] that a float16 reaches."""
-    layout = Layout(
+    layout = PageLayout(
         draw(st.integers(1, 100)), draw(st.sampled_from((8, 16, 72))), draw(st.sampled_from(DTYPES)), draw(st.sampled_from((4, 3, 2))),
         0, draw(st.booleans()), reference,
     )  # fmt: skip
@@ -122,7 +122,7 @@ def test_what_a_float16_does_not_reach_is_stored_as_it_is(page, value, random):
 def test_scales_that_overflow_are_stored_as_they_are():
     x = torch.zeros(64, 8, dtype=torch.bfloat16)
     x[:, 3] = torch.where(torch.arange(64) % 32 > 0, 60000.0, -65280.0)
-    layout = Layout(64, 8, torch.bfloat16)
+    layout = PageLayout(64, 8, torch.bfloat16)
     assert len(encode(x, layout).anchor) == layout.raw_bytes
     x[:, 3] /= 4
     assert len(encode(x, layout).anchor) == layout.coded_bytes
@@ -131,17 +131,17 @@ def test_scales_that_overflow_are_stored_as_they_are():
 @pytest.mark.parametrize(("bits", "dtype"), product((4, 3, 2), DTYPES))
 def test_streams_have_the_layouts_sizes_and_extremes_are_exact_in_the_anchor(bits, dtype):
     x = (torch.arange(128) % 2 * 6 - 3).to(dtype)[:, None].repeat(1, 16)
-    layout = Layout(128, 16, dtype, bits)
+    layout = PageLayout(128, 16, dtype, bits)
     anchor, residual = encode(x, layout)
     assert len(anchor) * 8 == 8 * HEADER + x.numel() * (bits + 1) and len(residual) * 8 == x.numel() * (8 - bits)
     assert torch.equal(decode(anchor, None, layout), x)
 
 
 def test_algorithm_1s_split():
-    assert levels.greatest(4) == 112 and levels.greatest(3) == 96 and levels.greatest(2) == 64
+    assert levels.max_level(4) == 112 and levels.max_level(3) == 96 and levels.max_level(2) == 64
     for bits in levels.ANCHORS:
         rest = 8 - bits
-        i = torch.arange(levels.greatest(bits) + 1)
+        i = torch.arange(levels.max_level(bits) + 1)
         v = i + 2 ** (rest - 1) - 1 >> rest
         edges = torch.tensor(levels.fine_bounds(bits), dtype=torch.float64)
         below = torch.tensor(levels.bounds(bits), dtype=torch.float64)
@@ -159,22 +159,22 @@ def test_algorithm_1s_split():
 @given(st.integers(2, 6), st.integers(1, 40), st.integers(1, 9), st.integers(0, 2**20))
 def test_planes_hold_codes(bits, tokens, words, seed):
     codes = torch.randint(2**bits, (tokens, 8 * words), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
-    packed = planes.packed(codes, bits)
+    packed = planes.pack_planes(codes, bits)
     assert len(packed) == tokens * words * bits
-    assert torch.equal(planes.unpacked(packed, bits, tokens), codes)
+    assert torch.equal(planes.unpack_planes(packed, bits, tokens), codes)
 
 
 def test_a_page_goes_from_slots_to_slots_and_touches_no_others():
     noise = torch.Generator().manual_seed(4)
     pools = [torch.randn(200, 2, 8, generator=noise).bfloat16() for _ in range(3)]
     pools[1][7, 1, 1] = math.nan
-    layout = Layout(40, 16, torch.bfloat16, sinks=4, reference="exact")
+    layout = PageLayout(40, 16, torch.bfloat16, sinks=4, reference="exact")
     slots, targets = (torch.randperm(200, generator=noise)[:40] for _ in range(2))
     slots[9] = 7
-    streams = encode_parts(pools, layout, slots)
+    streams = encode_page(pools, layout, slots)
     assert [int(each.anchor[0]) for each in streams] == [0, 1, 0]
     outs = [torch.full_like(pool, 5) for pool in pools]
-    decode_parts([each.anchor for each in streams], [each.residual for each in streams], layout, outs, targets)
+    decode_page([each.anchor for each in streams], [each.residual for each in streams], layout, outs, targets)
     for pool, out in zip(pools, outs, strict=True):
         assert same(out[targets], pool[slots])
         out[targets] = 5
@@ -194,11 +194,11 @@ def test_a_page_goes_from_slots_to_slots_and_touches_no_others():
 )
 def test_a_layout_refuses_what_it_is_not(options, message):
     with pytest.raises(ValueError, match=message):
-        Layout(**{"tokens": 40, "channels": 16, "dtype": torch.bfloat16} | options)
+        PageLayout(**{"tokens": 40, "channels": 16, "dtype": torch.bfloat16} | options)
 
 
 def test_streams_and_tensors_that_do_not_fit_are_refused():
-    layout = Layout(40, 16, torch.bfloat16)
+    layout = PageLayout(40, 16, torch.bfloat16)
     x = torch.randn(40, 16).bfloat16()
     anchor, residual = encode(x, layout)
     for wrong, message in ((x.float(), "contiguous channels"), (x[:, :8], "contiguous channels"), (x[:39], "has 40 tokens")):
@@ -219,7 +219,7 @@ def test_the_bound_of_a_cell_decides_what_lies_in_it(bits, mean, wider, ulps):
     """As kernels find a bin, where sigma is least and wherever a number is a bound, or the next to it; the quotient may be off."""
     mu, one = torch.tensor(mean), torch.tensor(min(max(abs(mean) * CLEAR, 2.0**-24) * 2**wider, 65000.0)).half().float()
     sigma = one if one > mu.abs() * CLEAR else one.half().view(torch.int16).add(1).view(torch.float16).float()
-    of, table, half = torch.tensor(levels.fine_bounds(bits))[1:], torch.tensor(cells(bits)), levels.step(bits) // 2
+    of, table, half = torch.tensor(levels.fine_bounds(bits))[1:], torch.tensor(cells(bits)), levels.level_step(bits) // 2
     x = torch.cat([mu + sigma * of, mu - sigma * of, mu[None], mu + sigma * (torch.arange(-255, 256) / 255)])
     up, down = torch.tensor(math.inf), torch.tensor(-math.inf)
     x = torch.cat([x, x.nextafter(up), x.nextafter(down), torch.tensor([0.0, -0.0])])

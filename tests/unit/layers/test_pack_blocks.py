@@ -9,8 +9,8 @@ from packed_helpers import Gridded
 from sglang_ext.core import OptionError
 from sglang_ext.layers.kernels.packed import pack_blocks, packed_decode as decoding
 from sglang_ext.layers.kernels.packed.packed_decode import check_readable, packed_decode
-from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid
-from sglang_ext.mem_cache.compressed.formats.packing import Packing, as_bytes
+from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing, as_bytes
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
@@ -29,7 +29,7 @@ def made(packs, dim=64, dtype=torch.float32):
     """A pool of one layer, full of noise, and its packing."""
     keys, values = (torch.randn(300, 1, dim, generator=torch.Generator().manual_seed(dim)).to(dtype) for _ in "kv")
     buffers = KVBuffers((0,), (1.0,), (keys,), (values,))
-    return buffers, Packing.of(packs, buffers, 1, Rotary(torch.ones(8)))
+    return buffers, Packing.for_pool(packs, buffers, 1, Rotary(torch.ones(8)))
 
 
 def written(packs, monkeypatch, **pool):

@@ -9,27 +9,27 @@ from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCuda
 
 from sglang_ext.core import OptionError
 from sglang_ext.layers import forward
-from sglang_ext.layers.attention.copies import copy_graphs
-from sglang_ext.layers.attention.copies.copy_decode import check_heads
-from sglang_ext.layers.attention.copies.kept_by_heads import PagesDecode
-from sglang_ext.layers.attention.copies.readers import READERS
-from sglang_ext.layers.forward import Attention, Attentions
+from sglang_ext.layers.attention.compressed import decode_graphs
+from sglang_ext.layers.attention.compressed.decode_backend import check_heads
+from sglang_ext.layers.attention.compressed.per_head import PagesDecode
+from sglang_ext.layers.attention.compressed.layout_readers import LAYOUT_READERS
+from sglang_ext.layers.forward import AttentionOverride, AttentionOverrides
 from sglang_ext.managers.memory_plan import MemoryPlan
 from sglang_ext.managers.served_methods import ServedMethods
 from sglang_ext.managers.spec_decode.penalties import RoundPenalties
-from sglang_ext.managers.spec_decode.round import Round
-from sglang_ext.managers.spec_decode.steps import Steps
+from sglang_ext.managers.spec_decode.planner import RoundPlan
+from sglang_ext.managers.spec_decode.draft import StepRunner
 from sglang_ext.managers.worker import KVWorker
-from sglang_ext.mem_cache.compressed import query_window
-from sglang_ext.mem_cache.compressed.formats.chosen_pages import ChosenPages
-from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
-from sglang_ext.mem_cache.compressed.formats.kv_format import PlainTokens
-from sglang_ext.mem_cache.compressed.formats.packing import PackedRows
-from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows
-from sglang_ext.mem_cache.compressed.query_window import QueryWindows, tell_written
+from sglang_ext.mem_cache.compressed import queries
+from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
+from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
+from sglang_ext.mem_cache.compressed.layouts.base import PlainLayout
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import QuantizedLayout
+from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout
+from sglang_ext.mem_cache.compressed.queries import QueryWindows, set_key_write_callback
 from sglang_ext.mem_cache.compressors.catalogue import method
 
-VERIFIER, COPIES = Attention("verifier"), Attention("copies", graphs="over copies")
+VERIFIER, COPIES = AttentionOverride("verifier"), AttentionOverride("copies", graphs="over copies")
 
 
 @pytest.mark.parametrize(
@@ -37,8 +37,8 @@ VERIFIER, COPIES = Attention("verifier"), Attention("copies", graphs="over copie
     [([1, 1], False, COPIES), ([1, 1], True, None), ([5, 5], True, VERIFIER), ([1, 5], False, VERIFIER)],
 )
 def test_one_token_over_copies_takes_the_attention_that_reads_them(counts, on_full_kv, expected):
-    assert Attentions(VERIFIER, COPIES).of(counts, on_full_kv) is expected
-    assert Attentions().of(counts, on_full_kv) is None
+    assert AttentionOverrides(VERIFIER, COPIES).select(counts, on_full_kv) is expected
+    assert AttentionOverrides().select(counts, on_full_kv) is None
 
 
 def runner():
@@ -47,12 +47,12 @@ def runner():
 
 def test_a_forward_replays_what_was_captured_with_its_attention():
     model = runner()
-    with forward.attending(model, COPIES):
+    with forward.use_attention(model, COPIES):
         assert (model.attn_backend, model.decode_cuda_graph_runner) == ("copies", "over copies")
-    with pytest.raises(RuntimeError), forward.attending(model, VERIFIER):
+    with pytest.raises(RuntimeError), forward.use_attention(model, VERIFIER):
         assert (model.attn_backend, model.decode_cuda_graph_runner) == ("verifier", None)
         raise RuntimeError
-    with forward.attending(model, None):
+    with forward.use_attention(model, None):
         assert (model.attn_backend, model.decode_cuda_graph_runner) == ("own", "own graphs")
     assert vars(model) == vars(runner())
 
@@ -63,21 +63,21 @@ def test_a_forward_replays_what_was_captured_with_its_attention():
 def test_all_steps_of_a_round_in_which_one_request_reads_a_copy_read_copies(monkeypatch, rows, expected, drafts, every):
     taken, chosen, model = [], [], runner()
     without_queries = SimpleNamespace(compressor=SimpleNamespace(window=0, every=every, synchronous=False))
-    views = SimpleNamespace(
-        token_table=torch.zeros(16, 40, dtype=torch.int32), tail_written=lambda row, end: None, method=lambda row: without_queries,
-        get=lambda row: None, choose_anew=lambda *asked: chosen.append(asked), elsewhere=None, beside=None,
+    compressed_kv = SimpleNamespace(
+        token_table=torch.zeros(16, 40, dtype=torch.int32), mark_tail_written=lambda row, end: None, method=lambda row: without_queries,
+        get=lambda row: None, reselect=lambda *asked: chosen.append(asked), remote_selector=None, async_selector=None,
     )
     worker = SimpleNamespace(
         lossy=False,
-        views=views, model_runner=model, attentions=Attentions(VERIFIER, COPIES), queries=QueryWindows(0, (0,), 0)
+        compressed_kv=compressed_kv, model_runner=model, attentions=AttentionOverrides(VERIFIER, COPIES), queries=QueryWindows(0, (0,), 0)
     )
     output = SimpleNamespace(next_token_logits=None)
     monkeypatch.setattr(forward, "run", lambda model, batch, inputs, attention: taken.append(attention) or output)
-    monkeypatch.setattr("sglang_ext.managers.spec_decode.steps.to_device", lambda values, device: torch.tensor(values))
-    steps = Steps(worker)
-    steps._stepping = lambda *_: SimpleNamespace(draw=lambda *_: SimpleNamespace(tokens=torch.zeros(2, dtype=torch.int64)))
+    monkeypatch.setattr("sglang_ext.managers.spec_decode.draft.to_device", lambda values, device: torch.tensor(values))
+    steps = StepRunner(worker)
+    steps._step_sampler = lambda *_: SimpleNamespace(draw=lambda *_: SimpleNamespace(tokens=torch.zeros(2, dtype=torch.int64)))
     states = [SimpleNamespace(row=row, fallback=0) for row in (1, 2)]
-    round_ = Round(states, 3, [20, 20], [0, 0], rows, [20, 5], [0, 0], answering=[] if drafts else [0, 1], left=[40, 40])
+    round_ = RoundPlan(states, 3, [20, 20], [0, 0], rows, [20, 5], [0, 0], full_kv_reqs=[] if drafts else [0, 1], remaining=[40, 40])
     lengths = torch.tensor([20, 20])
     batch = SimpleNamespace(seq_lens=lengths, req_pool_indices=torch.tensor([1, 2]), return_logprob=False)
     steps.run(batch, round_, torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64), lengths, RoundPenalties())
@@ -96,7 +96,7 @@ class Worker(KVWorker):
         self.model_runner = SimpleNamespace(token_to_kv_pool=kv, attn_backend=SimpleNamespace(), dtype=torch.float32)
         model = SimpleNamespace(query_heads=2, head_dim=64)
         self.memory = SimpleNamespace(ahead=5, model=model, release=lambda requests, tokens: MemoryPlan(rings=requests))
-        self.queries, self.beside_keys = QueryWindows(2, (0, 2), 1), None
+        self.queries, self.key_sidecar = QueryWindows(2, (0, 2), 1), None
         self.layers, self.methods = {0: 0.1, 2: 0.1}, ServedMethods((), (method("snapkv"), method(name)))
 
     def allocate(self):
@@ -111,14 +111,14 @@ def test_what_rows_begin_with_has_its_place_before_graphs_are_captured():
     pointing = Worker("verify-guided")
     for worker in (packed, uneven, plain, pointing):
         worker.allocate()
-        assert worker._read_copies() is None, "on a CPU the model's own attention reads copies"
-        assert worker.model_runner.attn_backend.form is worker.form
-    packed, uneven, plain, pointing = (worker.form for worker in (packed, uneven, plain, pointing))
-    assert isinstance(plain, PlainTokens)
-    assert isinstance(pointing, PointerRows) and pointing.counts.tolist() == [0] * 8 and pointing.form.per_slot == 64
-    assert isinstance(packed, PackedRows) and packed.counts.tolist() == [0] * 8 and packed.counts.dtype == torch.int32
+        assert worker._compressed_attention() is None, "on a CPU the model's own attention reads copies"
+        assert worker.model_runner.attn_backend.layout is worker.layout
+    packed, uneven, plain, pointing = (worker.layout for worker in (packed, uneven, plain, pointing))
+    assert isinstance(plain, PlainLayout)
+    assert isinstance(pointing, PointerLayout) and pointing.counts.tolist() == [0] * 8 and pointing.layout.per_slot == 64
+    assert isinstance(packed, QuantizedLayout) and packed.counts.tolist() == [0] * 8 and packed.counts.dtype == torch.int32
     # Of two layers with two heads.
-    assert isinstance(uneven, HeadCells) and uneven.bounds.tolist() == [[0] * 5] * 8 and uneven.bounds.dtype == torch.int32
+    assert isinstance(uneven, RaggedHeadLayout) and uneven.bounds.tolist() == [[0] * 5] * 8 and uneven.bounds.dtype == torch.int32
 
 
 @pytest.mark.parametrize("name", ["quest", "verify-guided"])
@@ -129,42 +129,42 @@ def test_extremes_of_pages_lie_beside_the_pool_where_attention_chooses_and_forwa
     worker.methods = ServedMethods((), (replace(made, compressor=chooser),))
     try:
         worker.allocate()
-        assert type(worker.form) is (ChosenPages if name == "quest" else PointerRows)
-        assert (worker.beside_keys is not None) == (query_window._told is not None) == (name == "quest")
+        assert type(worker.layout) is (PagePointerLayout if name == "quest" else PointerLayout)
+        assert (worker.key_sidecar is not None) == (queries._told is not None) == (name == "quest")
         if name == "quest":
             keys = worker.model_runner.token_to_kv_pool.get_key_buffer(0)
             keys[20] = 7.0
             for layer_id in (0, 2):
-                query_window._told(layer_id, torch.tensor([20]))
-            assert worker.form.extremes.held[0, 1, :, 1].unique().tolist() == [7.0] and READERS[ChosenPages].decode is PagesDecode
+                queries._told(layer_id, torch.tensor([20]))
+            assert worker.layout.extremes.held[0, 1, :, 1].unique().tolist() == [7.0] and LAYOUT_READERS[PagePointerLayout].decode is PagesDecode
     finally:
-        tell_written(None)
+        set_key_write_callback(None)
 
 
 def test_on_a_gpu_steps_over_copies_have_an_attention_of_their_own(monkeypatch):
-    monkeypatch.setattr(copy_graphs, "attention", lambda *given: Attention(given))
+    monkeypatch.setattr(decode_graphs, "create_attention", lambda *given: AttentionOverride(given))
     worker = Worker("kivi")
-    worker.buffers, worker.form = SimpleNamespace(on_gpu=True), "packed"
-    assert worker._read_copies().backend == (worker.model_runner, worker.form)
+    worker.buffers, worker.layout = SimpleNamespace(on_gpu=True), "packed"
+    assert worker._compressed_attention().backend == (worker.model_runner, worker.layout)
     assert not vars(worker.model_runner.attn_backend)
 
 
 @pytest.mark.parametrize("captures", [True, False])
-@pytest.mark.parametrize("kind", [PackedRows, HeadCells, PointerRows, ChosenPages])
+@pytest.mark.parametrize("kind", [QuantizedLayout, RaggedHeadLayout, PointerLayout, PagePointerLayout])
 def test_steps_over_copies_have_graphs_where_sglang_has_some(monkeypatch, captures, kind):
     ran = []
     backend = SimpleNamespace(compile_kernels=lambda: ran.append("compiled"), copies="copies")
     graphs = SimpleNamespace(warm_up=lambda: ran.append("replayed"))
-    form = object.__new__(kind)
-    reader = READERS[kind]._replace(decode=lambda model, given: ran.append(given) or backend)
-    monkeypatch.setitem(READERS, kind, reader)
-    monkeypatch.setattr(copy_graphs, "CopyGraphs", lambda model, attn_backend: graphs)
-    monkeypatch.setattr(copy_graphs.GraphSharedOutput, "create_for_model_runner", lambda model: "logits")
+    layout = object.__new__(kind)
+    reader = LAYOUT_READERS[kind]._replace(decode=lambda model, given: ran.append(given) or backend)
+    monkeypatch.setitem(LAYOUT_READERS, kind, reader)
+    monkeypatch.setattr(decode_graphs, "CompressedDecodeGraphs", lambda model, attn_backend: graphs)
+    monkeypatch.setattr(decode_graphs.GraphSharedOutput, "create_for_model_runner", lambda model: "logits")
     model = SimpleNamespace(decode_cuda_graph_runner="own graphs" if captures else None)
-    found = copy_graphs.attention(model, form)
-    assert found == Attention(backend, graphs if captures else None)
-    assert ran[0] is form and ran[1:] == ["replayed" if captures else "compiled"]
-    assert copy_graphs.attention(model, PlainTokens()) is None, "plain tokens"
+    found = decode_graphs.create_attention(model, layout)
+    assert found == AttentionOverride(backend, graphs if captures else None)
+    assert ran[0] is layout and ran[1:] == ["replayed" if captures else "compiled"]
+    assert decode_graphs.create_attention(model, PlainLayout()) is None, "plain tokens"
 
 
 def test_the_scheduler_waits_for_the_end_of_a_replay_that_reads_the_token_table(monkeypatch):
@@ -173,7 +173,7 @@ def test_the_scheduler_waits_for_the_end_of_a_replay_that_reads_the_token_table(
         return "logits"
 
     monkeypatch.setattr(DecodeCudaGraphRunner, "execute", execute)
-    graphs = object.__new__(copy_graphs.CopyGraphs)
+    graphs = object.__new__(decode_graphs.CompressedDecodeGraphs)
     graphs.model_runner = SimpleNamespace()
     assert graphs.execute("batch") == "logits" and graphs.model_runner.war_fastpath_read_done_event is None
 

@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_helpers import attention
 
-from sglang_ext.layers.attention.copies import packed
-from sglang_ext.layers.attention.copies.packed import packed_attention
+from sglang_ext.layers.attention.compressed import packed
+from sglang_ext.layers.attention.compressed.packed import packed_attention
 from sglang_ext.layers.attention.quantized_prefill import QuantizedPrefill
-from sglang_ext.layers.kernels.hack.product import in_partitions
-from sglang_ext.mem_cache.compressed.formats.packing import Packing
-from sglang_ext.mem_cache.compressed.formats.rounding import token_seeds
+from sglang_ext.layers.kernels.hack.product import quantize_partitions
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
+from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors.hack import Hack
 
@@ -31,14 +31,14 @@ class Prompt:
         self.keys, self.values = self.buffers.keys[0], self.buffers.values[0]
         self.slots = torch.randperm(TOKENS, generator=drawn) + 1
         self.queries = torch.randn(TOKENS, HEADS, GROUP, DIM, generator=drawn)[:, heads].flatten(1, 2)
-        self.packing = Packing.of(Hack(bits, partition=partition), self.buffers, 1)
+        self.packing = Packing.for_pool(Hack(bits, partition=partition), self.buffers, 1)
         self.seeds = token_seeds(list(range(TOKENS)), TOKENS, self.slots.device)
         self.prefill = QuantizedPrefill(self.packing, first_head)
 
     def attend(self, begin: int = 0, end: int = TOKENS) -> torch.Tensor:
         """What its tokens [begin, end) give."""
-        with self.prefill.of({ROW: self.seeds[:end]}):
-            assert self.prefill.computes(ROW) and not self.prefill.computes(ROW + 1)
+        with self.prefill.computing_prompts({ROW: self.seeds[:end]}):
+            assert self.prefill.is_computing(ROW) and not self.prefill.is_computing(ROW + 1)
             return self.prefill.attend(LAYER, ROW, self.queries[begin:end], self.keys, self.values, self.slots[:end], SCALING)
 
     def decode(self, place: int) -> torch.Tensor:
@@ -64,7 +64,7 @@ def test_a_token_of_the_prompt_attends_to_what_decoding_finds_at_its_place(
     for place in places:
         assert torch.allclose(whole[place : place + 1], prompt.decode(place), rtol=0.0, atol=2e-2), place
     # That far apart are roundings of weights alone, whose codes begin at a partition's least weight in decoding, and at 0 in prompts.
-    monkeypatch.setattr(packed, "in_partitions", lambda rows, size: in_partitions(rows, size, from_zero=bool((rows >= 0).all())))
+    monkeypatch.setattr(packed, "quantize_partitions", lambda rows, size: quantize_partitions(rows, size, from_zero=bool((rows >= 0).all())))
     for place in places:
         assert torch.allclose(whole[place : place + 1], prompt.decode(place), **NEAR), place
 
@@ -81,7 +81,7 @@ def test_codes_that_lie_in_the_pool_are_read_there(bits: int, blocks: int) -> No
     # Full KV of these is gone, and their row leads to nobody's.
     prompt.keys[0] = prompt.values[0] = torch.nan
     prompt.slots[sinks:end] = 0
-    with prompt.prefill.of({ROW: prompt.seeds}, {ROW: stored}):
+    with prompt.prefill.computing_prompts({ROW: prompt.seeds}, {ROW: stored}):
         found = prompt.prefill.attend(LAYER, ROW, prompt.queries[end:], prompt.keys, prompt.values, prompt.slots, SCALING)
     assert torch.equal(found, expected)
 

@@ -37,7 +37,7 @@ def launches(monkeypatch, batch, **asked):
 )  # fmt: skip
 def test_prompts_on_hopper_whose_blocks_fill_programs_are_taken(monkeypatch, partition, group, capability, taken):
     batch = batch_of(monkeypatch, partition, group, capability)
-    assert specialized_prefill.takes(batch.prompts, batch.queries, batch.keys) == taken
+    assert specialized_prefill.is_supported(batch.prompts, batch.queries, batch.keys) == taken
     assert launches(monkeypatch, batch) == (["exact tokens", "codes"] if taken else ["tiles"])
 
 
@@ -54,9 +54,9 @@ def test_a_benchmark_gets_the_kernels_that_it_asks_for_or_an_error(monkeypatch):
 
 def test_what_is_left_of_queries_has_the_bytes_that_are_planned(monkeypatch):
     batch = batch_of(monkeypatch)
-    left = specialized_prefill.Left.empty(batch.queries, PromptCodes.empty(batch.packing, 1, 2, batch.keys.device))
+    left = specialized_prefill.PrefillQueryCodes.empty(batch.queries, PromptCodes.empty(batch.packing, 1, 2, batch.keys.device))
     tokens, heads = batch.queries.shape[:2]
-    assert sum(part.nbytes for part in left.parts) == tokens * heads * specialized_prefill.Left.query_bytes(128, 64)
+    assert sum(part.nbytes for part in left.parts) == tokens * heads * specialized_prefill.PrefillQueryCodes.query_bytes(128, 64)
 
 
 def test_a_step_has_the_bytes_of_its_parts():

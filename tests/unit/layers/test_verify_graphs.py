@@ -8,8 +8,8 @@ import torch
 from sglang_ext.layers.attention import verify_graphs
 from sglang_ext.layers.attention.verify_flashinfer import VerifyFlashInfer
 from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet
-from sglang_ext.managers import captured
-from sglang_ext.mem_cache.compressed.query_window import QueryWindows
+from sglang_ext.managers import graph_capture
+from sglang_ext.mem_cache.compressed.queries import QueryWindows
 
 
 @pytest.mark.parametrize(
@@ -33,9 +33,9 @@ def test_batches_whose_parts_are_more_than_flashinfers_workspace_have_no_graph(m
     attention.indices_updater_prefill = SimpleNamespace(num_qo_heads=heads[0], num_kv_heads=heads[1], head_dim=heads[2])
     sizes = [1, 64, 128, 193]
     with caplog.at_level("INFO"):
-        assert verify_graphs.fitting(attention, sizes, width) == expected
+        assert verify_graphs.capturable_sizes(attention, sizes, width) == expected
     assert ("without graphs" in caplog.text) == (expected != sizes)
-    assert verify_graphs.fitting(SimpleNamespace(), sizes, width) == sizes
+    assert verify_graphs.capturable_sizes(SimpleNamespace(), sizes, width) == sizes
 
 
 def windows_with_rings():
@@ -50,7 +50,7 @@ RINGS = (1 + 2 * 9) * 4
 def test_without_graphs_none_are_captured_and_no_queries_are_expected_of_them():
     windows = windows_with_rings()
     args = SimpleNamespace(kv_mode="verified")
-    assert captured.verify_graphs_of(args, SimpleNamespace(decode_cuda_graph_runner=None), windows, None) is None
+    assert graph_capture.capture_verify_graphs(args, SimpleNamespace(decode_cuda_graph_runner=None), windows, None) is None
     # What the worker does once at start, to have it done.
     windows.warm_up()
     assert windows.held_bytes == RINGS
@@ -85,17 +85,17 @@ def test_what_is_captured_follows_from_flags_and_backend(monkeypatch, flags, bac
         decode_cuda_graph_runner="graphs", decode_attention_backend_str=backend, dtype=torch.float32, device="cpu", model=None
     )
     model.req_to_token_pool, model.graph_shared_output = SimpleNamespace(size=20), None
-    monkeypatch.setattr(captured, "get_batch_sizes_to_capture", lambda model, width: ([n for n in bs if n <= 20], []))
-    monkeypatch.setattr(captured, "VerifyAttention", lambda model: "verifier")
+    monkeypatch.setattr(graph_capture, "get_batch_sizes_to_capture", lambda model, width: ([n for n in bs if n <= 20], []))
+    monkeypatch.setattr(graph_capture, "VerifyAttention", lambda model: "verifier")
     monkeypatch.setattr(
-        captured, "capture", lambda model, width, own, most=None: SimpleNamespace(width=width, found=(width, own, most))
+        graph_capture, "capture", lambda model, width, own, most=None: SimpleNamespace(width=width, found=(width, own, most))
     )
     windows = windows_with_rings()
-    found = captured.verify_graphs_of(args, model, windows, captured.verifier_of(args, model))
+    found = graph_capture.capture_verify_graphs(args, model, windows, graph_capture.create_verify_attention(args, model))
     assert [graph.found for graph in found.graphs] == full
     assert windows.held_bytes == RINGS + tokens * 8, "places for the queries of the largest"
     assert model.graph_shared_output.max_rows == tokens, "and logits of as many"
     before = model.graph_shared_output
     verify_graphs.make_room_for_logits(model, tokens)
     assert model.graph_shared_output is before
-    assert captured.verifier_of(SimpleNamespace(kv_mode="lossy"), model) is None
+    assert graph_capture.create_verify_attention(SimpleNamespace(kv_mode="lossy"), model) is None

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.layers.attention.copies.copy_decode import FEWEST_PARTS, MOST_PARTS as MOST_OF_A_ROW
-from sglang_ext.layers.attention.copies.kept_by_heads import cut_pointers
-from sglang_ext.layers.kernels.gluon.waves import MOST_PARTS, cut
+from sglang_ext.layers.attention.compressed.decode_backend import FEWEST_PARTS, MOST_PARTS as MOST_OF_A_ROW
+from sglang_ext.layers.attention.compressed.per_head import pointer_split_counts
+from sglang_ext.layers.kernels.gluon.occupancy import MOST_PARTS, choose_splits
 
 # Of an H200, with 132 multiprocessors.
 ROOM = 132 * 8
@@ -14,17 +14,17 @@ ROOM = 132 * 8
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_a_batch_of_eight_fills_the_gpu_once_and_one_request_has_the_most_parts(bits):
-    assert cut(64, ROOM, bits) == (15, 1)
-    assert sum(cut(8, ROOM, bits)) == MOST_PARTS - 1
+    assert choose_splits(64, ROOM, bits) == (15, 1)
+    assert sum(choose_splits(8, ROOM, bits)) == MOST_PARTS - 1
 
 
 def test_sixteen_requests_have_a_second_turn_of_programs_where_computing_decides():
-    assert 128 * sum(cut(128, ROOM, 2)) > ROOM >= 128 * sum(cut(128, ROOM, 4))
+    assert 128 * sum(choose_splits(128, ROOM, 2)) > ROOM >= 128 * sum(choose_splits(128, ROOM, 4))
 
 
 @given(st.integers(1, 5000), st.integers(1, 2000), st.sampled_from([2, 4, 8]))
 def test_no_other_number_of_parts_leaves_fewer_rounds_of_shorter_parts(rows, room, bits):
-    packed, exact = cut(rows, room, bits)
+    packed, exact = choose_splits(rows, room, bits)
     assert packed >= 1 <= exact and packed + exact <= MOST_PARTS
     rounds = -(-rows * (packed + exact) // room)
     for parts in range(2, MOST_PARTS + 1):
@@ -35,7 +35,7 @@ def test_no_other_number_of_parts_leaves_fewer_rounds_of_shorter_parts(rows, roo
 
 @given(st.integers(1, 5000))
 def test_parts_of_pointers_and_of_what_follows_them_are_a_power_of_two_and_few_rows_have_more_of_the_first(rows):
-    pointed, exact = cut_pointers(rows)
+    pointed, exact = pointer_split_counts(rows)
     parts = pointed + exact
     assert parts & (parts - 1) == 0 and FEWEST_PARTS <= parts <= MOST_OF_A_ROW and pointed >= exact >= 1
-    assert cut_pointers(64) == (7, 1) and cut_pointers(128) == (4, 4)
+    assert pointer_split_counts(64) == (7, 1) and pointer_split_counts(128) == (4, 4)

@@ -10,9 +10,9 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_ext.core import RequestState
 from sglang_ext.managers.spec_decode.penalties import ROWS, Penalties, Penalty, RoundPenalties
-from sglang_ext.managers.spec_decode.result import Answers, GatheredDrafts
-from sglang_ext.managers.spec_decode.round import Round
-from sglang_ext.managers.spec_decode.sampling import Sampled
+from sglang_ext.managers.spec_decode.round_result import OutputTokens, PendingDrafts
+from sglang_ext.managers.spec_decode.planner import RoundPlan
+from sglang_ext.managers.spec_decode.sampling import SampledTokens
 
 VOCABULARY, ROUNDS = 13, 4
 
@@ -55,7 +55,7 @@ def stock(req, output, overlapped, logits):
 def plan(states, reqs, outputs, steps, gathered):
     lengths = [len(req.origin_input_ids) + len(output) - 1 for req, output in zip(reqs, outputs)]
     rows = [state.row for state in states]
-    return Round(states, steps, lengths, gathered, rows, [*lengths], [0] * len(rows), [], [64] * len(rows))
+    return RoundPlan(states, steps, lengths, gathered, rows, [*lengths], [0] * len(rows), [], [64] * len(rows))
 
 
 @settings(deadline=None, max_examples=60)
@@ -68,7 +68,7 @@ def test_rows_of_steps_and_of_verifications_are_penalized_as_stock_penalizes_the
 
     reqs = [asked(each) for each in params]
     states = [RequestState(rid=str(i), row=i + 1, seed=0) for i in range(len(reqs))]
-    penalties, kept = Penalties(torch.device("cpu")), GatheredDrafts(len(reqs) + 1, 9, torch.device("cpu"))
+    penalties, kept = Penalties(torch.device("cpu")), PendingDrafts(len(reqs) + 1, 9, torch.device("cpu"))
     outputs = [some(1).tolist() for _ in reqs]
     for _ in range(ROUNDS):
         steps, count = data.draw(st.integers(1, 3)), len(reqs)
@@ -77,13 +77,13 @@ def test_rows_of_steps_and_of_verifications_are_penalized_as_stock_penalizes_the
         round_ = plan(states, reqs, outputs, steps, gathered)
         rows, newest = torch.tensor(round_.rows), torch.tensor([output[-1] for output in outputs])
         batch = SimpleNamespace(reqs=reqs, enable_overlap=overlapped, sampling_info=SimpleNamespace(vocab_size=VOCABULARY))
-        penalized = penalties.of(batch, round_)
+        penalized = penalties.for_round(batch, round_)
         along = [[*output, *kept.tokens[row, :held].tolist()] for output, row, held in zip(outputs, round_.rows, gathered)]
         penalized.begin_steps(newest, kept, rows)
         for index in range(steps):
             logits = torch.randn(count, VOCABULARY, generator=noise)
             expected = torch.stack([stock(*each) for each in zip(reqs, along, [overlapped] * count, logits)])
-            penalized.step(index, torch.tensor([tokens[-1] for tokens in along]), logits)
+            penalized.penalize_step(index, torch.tensor([tokens[-1] for tokens in along]), logits)
             torch.testing.assert_close(logits, expected, rtol=0, atol=0)
             along = [[*tokens, int(some(1))] for tokens in along]
         # Of some of them, as wide as a graph is.
@@ -98,11 +98,11 @@ def test_rows_of_steps_and_of_verifications_are_penalized_as_stock_penalizes_the
                 for j in range(5)
             ]
         )
-        penalized.verification(due, tokens, logits.view(-1, VOCABULARY))
+        penalized.penalize_verify(due, tokens, logits.view(-1, VOCABULARY))
         torch.testing.assert_close(logits[:, :5].reshape(-1, VOCABULARY), expected, rtol=0, atol=0)
         accepted = torch.tensor([data.draw(st.integers(0, 5)) for _ in reqs])
         answers = some(count, 5)
-        penalized.count(newest, Answers(answers, accepted, Sampled(answers.flatten(), None, [], [])))
+        penalized.count_output(newest, OutputTokens(answers, accepted, SampledTokens(answers.flatten(), None, [], [])))
         outputs = [[*output, *row[:taken]] for output, row, taken in zip(outputs, answers.tolist(), accepted.tolist())]
         if data.draw(st.booleans()):
             # It was retracted: it has what was put into its output, and a new state.
@@ -121,7 +121,7 @@ def test_the_token_after_a_prompt_and_after_a_retracted_output_is_penalized_as_o
     logits = torch.linspace(-2, 2, VOCABULARY).repeat(len(reqs), 1)
     # Of a prompt's first token nothing was counted.
     expected = [stock(req, req.output_ids, overlapped and bool(req.output_ids), row) for req, row in zip(reqs, logits)]
-    Penalties(torch.device("cpu")).first(SimpleNamespace(reqs=reqs, enable_overlap=overlapped), logits)
+    Penalties(torch.device("cpu")).penalize_prefill(SimpleNamespace(reqs=reqs, enable_overlap=overlapped), logits)
     torch.testing.assert_close(logits, torch.stack(expected), rtol=0, atol=0)
 
 
@@ -129,7 +129,7 @@ def test_a_round_without_penalties_has_nothing_to_count():
     reqs = [asked(SamplingParams(max_new_tokens=4, stop_token_ids=[3])) for _ in range(2)]
     states = [RequestState(rid=str(i), row=i + 1, seed=0) for i in range(2)]
     penalties = Penalties(torch.device("cpu"))
-    found = penalties.of(SimpleNamespace(reqs=reqs), plan(states, reqs, [[3], [4]], 2, [0, 0]))
+    found = penalties.for_round(SimpleNamespace(reqs=reqs), plan(states, reqs, [[3], [4]], 2, [0, 0]))
     assert type(found) is RoundPenalties and not len(penalties.counts)
 
 
@@ -139,10 +139,10 @@ def test_a_row_that_another_request_took_over_begins_anew_and_places_are_used_ag
     batch = SimpleNamespace(reqs=reqs, enable_overlap=False, sampling_info=SimpleNamespace(vocab_size=VOCABULARY))
 
     def begun(rid):
-        return penalties.of(batch, plan([RequestState(rid=rid, row=1, seed=0)], reqs, [[5]], 1, [0]))
+        return penalties.for_round(batch, plan([RequestState(rid=rid, row=1, seed=0)], reqs, [[5]], 1, [0]))
 
-    answers = Answers(torch.tensor([[6, 8]]), torch.tensor([2]), Sampled(torch.tensor([6, 8]), None, [], []))
-    begun("first").count(torch.tensor([5]), answers)
+    answers = OutputTokens(torch.tensor([[6, 8]]), torch.tensor([2]), SampledTokens(torch.tensor([6, 8]), None, [], []))
+    begun("first").count_output(torch.tensor([5]), answers)
     assert penalties.counts[0].nonzero().flatten().tolist() == [5, 6]
     # Nobody said that the first is gone.
     begun("second")
@@ -158,7 +158,7 @@ def test_a_stop_of_the_tokenizers_beyond_the_vocabulary_is_none():
     req = asked(SamplingParams(min_new_tokens=3))
     req.tokenizer.eos_token_id = VOCABULARY
     logits = torch.zeros(1, VOCABULARY)
-    Penalties(torch.device("cpu")).first(SimpleNamespace(reqs=[req], enable_overlap=True), logits)
+    Penalties(torch.device("cpu")).penalize_prefill(SimpleNamespace(reqs=[req], enable_overlap=True), logits)
     assert not logits.any()
 
 
@@ -168,7 +168,7 @@ def test_a_token_that_comes_often_is_penalized_to_the_last_bit_as_in_stock():
         req.output_ids = [6] * count
         logits = torch.linspace(-2, 2, VOCABULARY)[None]
         expected = stock(req, req.output_ids, False, logits[0])
-        Penalties(torch.device("cpu")).first(SimpleNamespace(reqs=[req], enable_overlap=False), logits)
+        Penalties(torch.device("cpu")).penalize_prefill(SimpleNamespace(reqs=[req], enable_overlap=False), logits)
         assert torch.equal(logits[0], expected)
 
 
@@ -178,9 +178,9 @@ def test_more_rows_than_are_penalized_at_once():
     reqs = [asked(params) for _ in range(count)]
     states = [RequestState(rid=str(i), row=i + 1, seed=0) for i in range(count)]
     batch = SimpleNamespace(reqs=reqs, enable_overlap=True, sampling_info=SimpleNamespace(vocab_size=VOCABULARY))
-    penalized = Penalties(torch.device("cpu")).of(batch, plan(states, reqs, [[3]] * count, 1, [0] * count))
+    penalized = Penalties(torch.device("cpu")).for_round(batch, plan(states, reqs, [[3]] * count, 1, [0] * count))
     logits = torch.zeros(count * width, VOCABULARY)
-    penalized.verification(list(range(count)), torch.full((count, width), 9), logits)
+    penalized.penalize_verify(list(range(count)), torch.full((count, width), 9), logits)
     rows = logits.view(count, width, VOCABULARY)
     # Under the overlapped loop the prompt's last token is counted, and each row lags behind its own input.
     assert (rows[:, :, 7] == -2.0).all() and (rows[:, 0, 9] == 0).all() and (rows[:, 1:, 9] == -2.0).all()
@@ -192,4 +192,4 @@ def test_what_a_request_asks_for():
     assert found == Penalty((0.0, 0.0, 1.0), 4, (1, 3, 9))
     without = asked(SamplingParams(min_new_tokens=4))
     without.tokenizer = None
-    assert Penalty.of(without).stops == ()
+    assert Penalty.of(without).stop_token_ids == ()

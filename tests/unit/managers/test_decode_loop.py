@@ -9,23 +9,23 @@ from hypothesis import given, settings, strategies as st
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from test_round import Views, request
 
-from sglang_ext.core import FALLBACK_REASONS, SLOWER, Acceptance, RequestState
-from sglang_ext.layers.forward import BetweenSteps
-from sglang_ext.managers.disaggregation import timeline
-from sglang_ext.managers.disaggregation.timeline import Timeline
+from sglang_ext.core import FALLBACK_REASONS, SLOWER, AcceptanceTracker, RequestState
+from sglang_ext.layers.forward import KVDraftInput
+from sglang_ext.managers.kv_transfer import timeline
+from sglang_ext.managers.kv_transfer.timeline import TransferTimeline
 from sglang_ext.managers.metrics import KVMetrics
-from sglang_ext.managers.offload.admission import Admission
-from sglang_ext.managers.offload.policy import Offload
-from sglang_ext.managers.offload.verifications import Verifications
-from sglang_ext.managers.spec_decode.loop import DecodeLoop
-from sglang_ext.managers.spec_decode.draft_length import FixedLength
-from sglang_ext.managers.spec_decode.pace import Pace
-from sglang_ext.managers.spec_decode.round import PLAIN_STEPS, RoundPlanner
-from sglang_ext.managers.spec_decode.sampling import Sampled
-from sglang_ext.managers.spec_decode.steps import Verifier
-from sglang_ext.managers.spec_decode.turns import OnDevice
-from sglang_ext.platforms.plain_cpu import without_pinning
-from sglang_ext.ranks import Ranks
+from sglang_ext.managers.kv_offload.verification_scheduler import VerificationScheduler
+from sglang_ext.managers.kv_offload.policy import OffloadDecision
+from sglang_ext.managers.kv_offload.offloaded_full_kv import OffloadedFullKV
+from sglang_ext.managers.spec_decode.decode_loop import DecodeLoop
+from sglang_ext.managers.spec_decode.draft_length import FixedDraftLength
+from sglang_ext.managers.spec_decode.round_timer import RoundTimer
+from sglang_ext.managers.spec_decode.planner import PLAIN_STEPS, RoundPlanner
+from sglang_ext.managers.spec_decode.sampling import SampledTokens
+from sglang_ext.managers.spec_decode.draft import Verifier
+from sglang_ext.managers.spec_decode.full_kv import ResidentFullKV
+from sglang_ext.platforms.plain_cpu import run_without_pinning
+from sglang_ext.tp_ranks import TPRanks
 
 DRAFTS, LONGEST, PROMPT = 3, 9, 200
 
@@ -51,17 +51,17 @@ class FakeResidency:
         self.missing, self.loading, self.pinned, self.stale, self.lost = set(away), {}, set(), set(away), set()
         self.tree = SimpleNamespace(
             reloads=SimpleNamespace(link=SimpleNamespace(restored=bandwidth)),
-            host=SimpleNamespace(tier=SimpleNamespace(deferred=nullcontext)),
+            host=SimpleNamespace(tier=SimpleNamespace(defer_transfers=nullcontext)),
         )
         self.room = 10**6
 
-    def settle(self):
+    def collect_loads(self):
         self.loading = {row: left - 1 for row, left in self.loading.items() if left > 1}
 
     def update(self, running):
         self.running = running
 
-    def is_stale(self, row):
+    def is_offloaded(self, row):
         return row in self.stale
 
     def is_lost(self, row):
@@ -89,7 +89,7 @@ class FakeResidency:
         assert self.ready(row)
         self.stale.discard(row)
 
-    def reading(self, row):
+    def pin_while_reading(self, row):
         return nullcontext()
 
     def release(self, row):
@@ -109,45 +109,45 @@ class FakeResidency:
 class Toy(DecodeLoop):
     """Rounds of a model whose tokens are :func:`truth`; full KV may be away where a ``residency`` is given."""
 
-    def __init__(self, count, residency, views, drafts=DRAFTS, longest=LONGEST):
+    def __init__(self, count, residency, compressed_kv, drafts=DRAFTS, longest=LONGEST):
         metrics = KVMetrics("model")
         worker = SimpleNamespace(
-            views=views, lossy=False, strict=False, metrics=metrics,
-            requests=SimpleNamespace(count_verify=RequestState.count_verify, typical=Acceptance()),
+            compressed_kv=compressed_kv, lossy=False, strict=False, metrics=metrics,
+            requests=SimpleNamespace(count_verify=RequestState.count_verify, overall_acceptance=AcceptanceTracker()),
             model_runner=SimpleNamespace(war_fastpath_read_done_event="earlier", decode_cuda_graph_runner=None),
-            queries=SimpleNamespace(drop_rejected=lambda row, length: None), ranks=Ranks(),
+            queries=SimpleNamespace(drop_rejected=lambda row, length: None), ranks=TPRanks(),
         )
-        views.rows = count + 1
-        turns, policy = OnDevice(), None
+        compressed_kv.rows = count + 1
+        full_kv, policy = ResidentFullKV(), None
         if residency is not None:
-            turns = Verifications(Admission(PROMPT, residency.room, horizon=8), residency, 1, drafts=longest)
-            policy = SimpleNamespace(observe=lambda round_, spent: None, choose=lambda p, link, share: Offload(None, longest))
+            full_kv = OffloadedFullKV(VerificationScheduler(PROMPT, residency.room, horizon=8), residency, 1, drafts_per_load=longest)
+            policy = SimpleNamespace(observe=lambda round_, spent: None, choose=lambda p, link, share: OffloadDecision(None, longest))
         steps = SimpleNamespace(
-            table=views.token_table, slots=lambda *args: torch.zeros(1), run=self.draw,
-            verifying=lambda *args: SimpleNamespace(draw=lambda logits, positions: self.answers),
+            table=compressed_kv.token_table, slots=lambda *args: torch.zeros(1), run=self.draw,
+            verify_sampler=lambda *args: SimpleNamespace(draw=lambda logits, positions: self.answers),
             walks=lambda *_: {},
         )
-        pace = Pace(FixedLength(drafts), torch.device("cpu"), metrics)
+        round_timer = RoundTimer(FixedDraftLength(drafts), torch.device("cpu"), metrics)
         verifier = Verifier(worker, steps, None, None)
         verifier._forward = self.verify
-        super().__init__(worker, pace, steps, verifier, RoundPlanner(views, turns, longest, drafts), policy)
+        super().__init__(worker, round_timer, steps, verifier, RoundPlanner(compressed_kv, full_kv, longest, drafts), policy)
         self.residency = residency
         self.committed = {row: [row] * (PROMPT + 1) for row in range(1, count + 1)}
 
     def draw(self, batch, round_, tokens, slots, starts, penalized):
         drawn = []
         for i, state in enumerate(round_.states):
-            before = self.gathered.tokens[state.row, : round_.gathered[i]].tolist()
+            before = self.gathered.tokens[state.row, : round_.num_pending[i]].tolist()
             sequence = [*self.committed[state.row], *before]
             assert int(tokens[i]) == sequence[-1] and int(starts[i]) == len(sequence) - 1 == round_.starts[i]
-            exact = not round_.on_copy(i)
-            assert exact or i not in round_.answering
+            exact = not round_.reads_compressed(i)
+            assert exact or i not in round_.full_kv_reqs
             assert not (exact and self.residency is not None and state.row in self.residency.stale)
-            for _ in range(round_.steps):
+            for _ in range(round_.num_steps):
                 sequence.append(truth(sequence) if exact else guess(sequence))
-            drawn.append(sequence[-round_.steps :])
+            drawn.append(sequence[-round_.num_steps :])
         output = LogitsProcessorOutput(next_token_logits=None)
-        return [(output, Sampled(column, None, [], [])) for column in torch.tensor(drawn).T]
+        return [(output, SampledTokens(column, None, [], [])) for column in torch.tensor(drawn).T]
 
     def verify(self, batch, states, lengths, tokens):
         answers = []
@@ -157,7 +157,7 @@ class Toy(DecodeLoop):
             before = self.committed[state_row]
             assert row[0] == before[-1]
             answers += [truth([*before, *row[1 : j + 1]]) for j in range(len(row))]
-        self.answers = Sampled(torch.tensor(answers), None, [], [])
+        self.answers = SampledTokens(torch.tensor(answers), None, [], [])
         return LogitsProcessorOutput(next_token_logits=None), torch.zeros(tokens.numel())
 
 
@@ -166,13 +166,13 @@ def rounds(toy, states, reqs, count, late=False):
     overlapped loop."""
     seen, waiting = [], []
     toy.worker.requests.of = lambda batch: states
-    with without_pinning(lambda: nullcontext()):
+    with run_without_pinning(lambda: nullcontext()):
         for _ in range(count):
             lengths = torch.tensor([len(toy.committed[s.row]) - 1 for s in states])
             batch = SimpleNamespace(
                 reqs=reqs, seq_lens=lengths, seq_lens_cpu=lengths, return_logprob=False,
                 req_pool_indices=torch.tensor([s.row for s in states]),
-                spec_info=BetweenSteps(torch.tensor([toy.committed[s.row][-1] for s in states])),
+                spec_info=KVDraftInput(torch.tensor([toy.committed[s.row][-1] for s in states])),
             )
             result = toy.decode(batch)
             width = result.speculative_num_draft_tokens
@@ -180,10 +180,10 @@ def rounds(toy, states, reqs, count, late=False):
                 accepted = int(result.accept_lens[i])
                 toy.committed[state.row] += result.next_token_ids.view(-1, width)[i, :accepted].tolist()
                 assert int(result.next_draft_input.bonus_tokens[i]) == toy.committed[state.row][-1]
-                if i in result.round.due:
-                    seen.append((state.row, result.round.offered(i), accepted - 1))
+                if i in result.round.verify_reqs:
+                    seen.append((state.row, result.round.num_draft_tokens(i), accepted - 1))
                 else:
-                    assert accepted == result.round.answers(i) * (i in result.round.answering)
+                    assert accepted == result.round.num_output_tokens(i) * (i in result.round.full_kv_reqs)
             assert result.new_seq_lens.tolist() == [len(toy.committed[s.row]) - 1 for s in states]
             waiting.append((batch, result))
             if not late or len(waiting) > 1:
@@ -197,12 +197,12 @@ def asked(missing=10**6):
 
 def make(count, away=(), rounds=1, full=(), bandwidth=1e12, stays=False, drafts=DRAFTS, longest=LONGEST):
     """``away`` is None where all full KV is on the device for good."""
-    views = Views(full=full)
+    compressed_kv = Views(full=full)
     residency = None if away is None else FakeResidency(away, rounds, bandwidth, stays)
-    toy = Toy(count, residency, views, drafts, longest)
+    toy = Toy(count, residency, compressed_kv, drafts, longest)
     states = [RequestState(rid=str(row), row=row, seed=0) for row in range(1, count + 1)]
     for row in away or ():
-        views.compress(row, PROMPT, 0)
+        compressed_kv.compress(row, PROMPT, 0)
     return toy, states, [asked() for _ in states]
 
 
@@ -253,14 +253,14 @@ def test_with_lengths_chosen_as_it_goes_the_tokens_are_those_of_full_kv(count, d
     toy, states, reqs = make(
         count, away, data.draw(st.integers(1, 3)), stays=data.draw(st.booleans()), drafts=drafts, longest=drafts * times
     )
-    toy.pace.lengths = Choices(data.draw(st.lists(choices, min_size=20, max_size=20)), drafts)
+    toy.round_timer.lengths = Choices(data.draw(st.lists(choices, min_size=20, max_size=20)), drafts)
     rounds(toy, states, reqs, 24)
     correct(toy)
 
 
 def test_where_drafts_are_not_wanted_those_on_the_device_decode_plainly_and_stay():
     toy, states, reqs = make(2, away=[2], stays=True)
-    toy.pace.lengths = Choices([0] * 12)
+    toy.round_timer.lengths = Choices([0] * 12)
     seen = rounds(toy, states, reqs, 12)
     assert len(toy.committed[1]) == PROMPT + 1 + 12 * PLAIN_STEPS and states[0].fallback == SLOWER
     assert [row for row, *_ in seen] == [2], "its drafts are verified, then it decodes plainly, too"
@@ -271,7 +271,7 @@ def test_where_drafts_are_not_wanted_those_on_the_device_decode_plainly_and_stay
 def test_a_load_does_not_take_the_place_of_what_is_read_in_the_round():
     toy, states, reqs = make(2, away=[1, 2], stays=True)
     toy.residency.missing, toy.residency.stale = {2}, {2}
-    toy.pace.lengths = Choices([0] * 8)
+    toy.round_timer.lengths = Choices([0] * 8)
     seen = rounds(toy, states, reqs, 8)
     assert 2 in {row for row, *_ in seen}
     assert len(toy.committed[1]) == PROMPT + 1 + 8 * PLAIN_STEPS
@@ -296,7 +296,7 @@ class Crowded(FakeResidency):
 def test_those_on_the_device_make_room_for_the_loads_of_the_others(count, took):
     rows = range(1, count + 1)
     toy, states, reqs = make(count, away=rows)
-    residency = toy.residency = toy.turns.residency = Crowded(rows, took, stays=True)
+    residency = toy.residency = toy.full_kv.residency = Crowded(rows, took, stays=True)
     residency.missing, residency.stale = set(rows[2:]), set(rows[2:])
     residency.room = 2 * PROMPT
     seen = [row for row, *_ in rounds(toy, states, reqs, 30 * count)]
@@ -315,7 +315,7 @@ def test_what_has_to_be_loaded_gathers_drafts_first_and_the_others_verify_in_eac
 def test_drafts_stop_at_the_longest_while_the_link_is_busy():
     toy, states, reqs = make(1, away=[1], rounds=6)
     seen = rounds(toy, states, reqs, 20)
-    assert seen and all(offered == LONGEST for _, offered, _ in seen) and toy.turns.admission.slips > 0
+    assert seen and all(offered == LONGEST for _, offered, _ in seen) and toy.full_kv.admission.num_postponed > 0
     correct(toy)
 
 
@@ -346,7 +346,7 @@ def test_in_any_company_the_tokens_are_those_of_full_kv(count, data):
     for state, kind in zip(states, kinds):
         state.fallback = FALLBACK_REASONS.index(kind) if kind in FALLBACK_REASONS else 0
     choices = st.integers(0, drafts)
-    toy.pace.lengths = Choices(data.draw(st.lists(choices, max_size=20)), drafts)
+    toy.round_timer.lengths = Choices(data.draw(st.lists(choices, max_size=20)), drafts)
     late = data.draw(st.booleans())
     for i in range(12):
         # Who must be looked at comes and goes.
@@ -355,7 +355,7 @@ def test_in_any_company_the_tokens_are_those_of_full_kv(count, data):
             given = len(toy.committed[state.row]) - 1 - PROMPT
             req.sampling_params.max_new_tokens = given + data.draw(st.integers(0, 3)) if kind == "last" else 10**6
         if data.draw(st.booleans()):
-            toy.worker.views.copies.pop(data.draw(st.integers(1, count)), None)
+            toy.worker.compressed_kv.copies.pop(data.draw(st.integers(1, count)), None)
         rounds(toy, states, reqs, 2, late)
     correct(toy)
 
@@ -364,11 +364,11 @@ def test_a_copy_taken_away_while_drafts_gather_costs_no_token():
     toy, states, reqs = make(2, None)
     states[1].fallback = FALLBACK_REASONS.index("custom-logit-processor")
     rounds(toy, states, reqs, 2)
-    assert states[0].gathered == 2
-    toy.worker.views.copies.clear()
-    toy.worker.views.full = (1,)
+    assert states[0].num_pending == 2
+    toy.worker.compressed_kv.copies.clear()
+    toy.worker.compressed_kv.full = (1,)
     rounds(toy, states, reqs, 2)
-    assert states[0].gathered == 0 and states[0].fallback
+    assert states[0].num_pending == 0 and states[0].fallback
     correct(toy)
 
 
@@ -381,17 +381,17 @@ def test_one_whose_full_kv_is_lost_does_not_verify_any_more():
 
 def test_a_copy_that_cannot_be_renewed_at_its_turn_costs_no_token():
     toy, states, reqs = make(2, away=[1, 2], rounds=1)
-    views, compress = toy.worker.views, toy.worker.views.compress
+    compressed_kv, compress = toy.worker.compressed_kv, toy.worker.compressed_kv.compress
 
     def fail(row, tokens, headroom, prefix=None):
         if row == 1 and tokens > PROMPT:
-            views.copies.pop(row, None)
+            compressed_kv.copies.pop(row, None)
             # Full KV of a request without a copy stays.
             toy.residency.away.discard(row)
             return False
         return compress(row, tokens, headroom, prefix)
 
-    views.each_round, views.compress = True, fail
+    compressed_kv.each_round, compressed_kv.compress = True, fail
     seen = rounds(toy, states, reqs, 30)
     assert {row for row, *_ in seen} == {1, 2} and states[0].fallback and len(toy.committed[1]) > PROMPT + 10
     correct(toy)
@@ -400,10 +400,10 @@ def test_a_copy_that_cannot_be_renewed_at_its_turn_costs_no_token():
 def test_gone_requests_give_back_what_was_reserved():
     toy, states, reqs = make(3, away=[1, 2, 3], rounds=3)
     rounds(toy, states, reqs, 2)
-    assert toy.turns.admission.occupancy.memory > 0
+    assert toy.full_kv.admission.occupancy.memory > 0
     for state in states:
         toy.forget(state.row)
-    assert toy.turns.admission.memory_peak == 0 and not toy.turns.turns
+    assert toy.full_kv.admission.memory_peak == 0 and not toy.full_kv.verifying_rows
 
 
 @pytest.mark.parametrize("left", [1, 2, 5])
@@ -416,20 +416,20 @@ def test_near_the_end_of_an_output_nothing_is_gathered_that_cannot_count(left):
 
 def test_loads_that_are_planned_take_as_long_as_the_link_needs_now():
     residency = FakeResidency({1}, 1, bandwidth=PROMPT / 2)
-    admission = Admission(iteration_seconds=1.0, memory=10**6, horizon=16)
-    verifications = Verifications(admission, residency, bytes_per_token=1, drafts=8)
-    verifications.begin({}, None)
-    verifications.take({1: 8}, set())
+    admission = VerificationScheduler(iteration_seconds=1.0, memory=10**6, horizon=16)
+    verifications = OffloadedFullKV(admission, residency, bytes_per_token=1, drafts_per_load=8)
+    verifications.on_round_start({}, None)
+    verifications.schedule_verifications({1: 8}, set())
 
     def reserved():
         return sum(admission._loads.link.free(i) < 1 for i in range(1, 16))
 
     assert reserved() == 2
     residency.tree.reloads.link.restored *= 1.05
-    verifications.begin({}, None)
+    verifications.on_round_start({}, None)
     before = admission._loads.link.load
     residency.tree.reloads.link.restored /= 4.2
-    verifications.begin({}, None)
+    verifications.on_round_start({}, None)
     assert admission._loads.link.load == pytest.approx(4 * before), "small changes are not followed, this one is"
 
 
@@ -437,7 +437,7 @@ def test_the_timeline_has_each_rounds_drafts_and_what_became_of_them(tmp_path):
     toy, states, reqs = make(2, full=[2])
     for room, req in enumerate(reqs):
         req.bootstrap_room = room
-    toy.timeline = Timeline(tmp_path / "times")
+    toy.timeline = TransferTimeline(tmp_path / "times")
     seen = rounds(toy, states, reqs, 4)
     events = timeline.read(tmp_path / "times")
     drafted, verified = ([event for event in events if event.kind == kind] for kind in ("drafted", "verified"))

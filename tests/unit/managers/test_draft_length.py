@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.core import Acceptance, RequestState
+from sglang_ext.core import AcceptanceTracker, RequestState
 from sglang_ext.device import Mark
 from sglang_ext.managers.metrics import KVMetrics
-from sglang_ext.managers.spec_decode.draft_length import PROBE_SHARE, DraftLength, FixedLength, expected_tokens
-from sglang_ext.managers.spec_decode.pace import Pace
-from sglang_ext.managers.spec_decode.round import Round
-from sglang_ext.managers.spec_decode.round_costs import Load, RoundCosts, Spent
+from sglang_ext.managers.spec_decode.draft_length import PROBE_SHARE, DraftLength, FixedDraftLength, expected_tokens
+from sglang_ext.managers.spec_decode.round_timer import RoundTimer
+from sglang_ext.managers.spec_decode.planner import RoundPlan
+from sglang_ext.managers.spec_decode.cost_model import BatchLoad, RoundCosts, RoundTimes
 
 
 @given(st.floats(0, 1), st.integers(0, 64))
@@ -28,7 +28,7 @@ def test_acceptance_finds_the_probability_per_token(p):
     # Fixed seeds: a search for the worst one finds noise.
     means = []
     for seed in range(10):
-        noise, found, seen = random.Random(seed), Acceptance(), []
+        noise, found, seen = random.Random(seed), AcceptanceTracker(), []
         for _ in range(400):
             accepted = 0
             while accepted < 16 and noise.random() < p:
@@ -42,13 +42,13 @@ def test_acceptance_finds_the_probability_per_token(p):
 def drive(chooser, costs, times, p, iterations, batch=4, plain_steps=4):
     """Run iterations on a machine with these (step, draft, rest) seconds; lengths chosen, and their speed."""
     step, draft, rest = times
-    load = Load.of([1000] * batch)
+    load = BatchLoad.of([1000] * batch)
     lengths, tokens, seconds = [], 0.0, 0.0
     for _ in range(iterations):
         drafts = chooser.choose(costs, load, [p] * batch)
         steps = 0 if drafts else plain_steps
         whole = drafts * draft + rest if drafts else steps * step
-        spent = Spent(drafts, steps, 0.0, drafts * draft, whole)
+        spent = RoundTimes(drafts, steps, 0.0, drafts * draft, whole)
         chooser.observe(spent)
         costs.observe(load, spent)
         lengths.append(drafts)
@@ -85,7 +85,7 @@ def test_a_short_answer_of_a_hopeless_compressor_loses_little_even_at_first(batc
 
 
 def test_a_length_is_kept_until_another_is_clearly_better():
-    chooser, costs, load = DraftLength(16), RoundCosts(widths=(17,)), Load.of([1000] * 4)
+    chooser, costs, load = DraftLength(16), RoundCosts(widths=(17,)), BatchLoad.of([1000] * 4)
     drive(chooser, costs, (1.0, 0.3, 1.0), 0.8, 40)
     kept = chooser.choose(costs, load, [0.8] * 4)
     assert chooser.choose(costs, load, [0.82] * 4) == kept
@@ -93,12 +93,12 @@ def test_a_length_is_kept_until_another_is_clearly_better():
 
 
 def test_a_narrow_verification_makes_short_drafts_pay():
-    chooser, costs, load = DraftLength(16), RoundCosts(widths=(5, 17)), Load.of([1000])
-    for spent in [Spent(0, 4, 0, 0, 56.0), Spent(16, 0, 0, 96.0, 118.0), Spent(4, 0, 0, 24.0, 46.0)] * 2:
+    chooser, costs, load = DraftLength(16), RoundCosts(widths=(5, 17)), BatchLoad.of([1000])
+    for spent in [RoundTimes(0, 4, 0, 0, 56.0), RoundTimes(16, 0, 0, 96.0, 118.0), RoundTimes(4, 0, 0, 24.0, 46.0)] * 2:
         costs.observe(load, spent)
     assert chooser.choose(costs, load, [0.9]) > 4, "both widths take as long"
     for _ in range(5):
-        costs.observe(load, Spent(4, 0, 0, 24.0, 32.0))
+        costs.observe(load, RoundTimes(4, 0, 0, 24.0, 32.0))
     assert 0 < chooser.choose(costs, load, [0.9]) <= 4
 
 
@@ -112,12 +112,12 @@ def test_a_rise_of_acceptance_is_found():
 @pytest.mark.parametrize("stalled", range(5))
 @pytest.mark.parametrize("p", [0.0, 0.95])
 def test_a_round_that_stalls_as_when_a_kernel_is_compiled_spoils_no_choice(p, stalled):
-    load, chooser, costs = Load.of([1000] * 4), DraftLength(16), RoundCosts(widths=(5, 17))
+    load, chooser, costs = BatchLoad.of([1000] * 4), DraftLength(16), RoundCosts(widths=(5, 17))
     for number in range(24):
         drafts = chooser.choose(costs, load, [p] * 4)
         stall = 200.0 if number == stalled else 0.0
         whole = drafts * 0.4 + 1.6 if drafts else 4.0
-        spent = Spent(drafts, 0 if drafts else 4, 0.0, drafts * (0.4 + stall), whole + (1 + drafts) * stall)
+        spent = RoundTimes(drafts, 0 if drafts else 4, 0.0, drafts * (0.4 + stall), whole + (1 + drafts) * stall)
         chooser.observe(spent)
         costs.observe(load, spent)
     _, speed = drive(chooser, costs, (1.0, 0.4, 1.6), p, 100)
@@ -132,17 +132,17 @@ def seen_at(loads):
     """A cost model that has seen plain steps and rounds of 4 drafts at these loads."""
     costs = RoundCosts(WEIGHTS, 1.0, 0.125, (5, 17))
     for requests, context in loads:
-        load = Load.of([context] * requests)
+        load = BatchLoad.of([context] * requests)
         step, draft = (FIXED + PER_TOKEN * (WEIGHTS + share * load.tokens) for share in (1, 0.125))
         for _ in range(2):
-            costs.observe(load, Spent(0, 4, 0, 0, 4 * step))
-            costs.observe(load, Spent(4, 0, 0, 4 * draft, 4 * draft + 1.1 * step))
+            costs.observe(load, RoundTimes(0, 4, 0, 0, 4 * step))
+            costs.observe(load, RoundTimes(4, 0, 0, 4 * draft, 4 * draft + 1.1 * step))
     return costs
 
 
 @pytest.mark.parametrize("load", [(1, 1000), (3, 9000), (16, 3000), (8, 30_000)])
 def test_a_load_that_was_not_measured_is_predicted_from_others(load):
-    costs, load = seen_at([(1, 2000), (2, 2000), (16, 30_000)]), Load.of([load[1]] * load[0])
+    costs, load = seen_at([(1, 2000), (2, 2000), (16, 30_000)]), BatchLoad.of([load[1]] * load[0])
     step, draft = (FIXED + PER_TOKEN * (WEIGHTS + share * load.tokens) for share in (1, 0.125))
     assert costs.step_seconds(load) == pytest.approx(step, rel=0.1)
     assert costs.draft_seconds(load) == pytest.approx(draft, rel=0.1)
@@ -150,7 +150,7 @@ def test_a_load_that_was_not_measured_is_predicted_from_others(load):
 
 def test_predictions_have_no_steps_where_requests_double():
     costs = seen_at([(1, 2000), (4, 8000), (16, 30_000)])
-    seconds = [costs.round_seconds(Load.of([8000] * count), [0, 4, 15]) for count in range(1, 17)]
+    seconds = [costs.round_seconds(BatchLoad.of([8000] * count), [0, 4, 15]) for count in range(1, 17)]
     for count, (before, after) in enumerate(itertools.pairwise(seconds), 1):
         most = 1 + 1.3 * (count + 1) / count - 1.3
         assert all(0.95 * b < a < most * b for b, a in zip(before, after)), count
@@ -158,7 +158,7 @@ def test_predictions_have_no_steps_where_requests_double():
 
 @given(st.lists(st.integers(1, 100_000), min_size=1, max_size=70))
 def test_a_load_tells_its_requests_and_tokens(lengths):
-    load = Load.of(lengths)
+    load = BatchLoad.of(lengths)
     assert (load.requests, load.tokens) == (len(lengths), sum(lengths))
     assert 2 ** sum(load.place) == pytest.approx(sum(lengths))
 
@@ -169,8 +169,8 @@ class Machine:
     def __init__(self, monkeypatch):
         self.now = 0.0
         monkeypatch.setattr(Mark, "now", lambda device: Mark(seconds=self.now))
-        self.pace = Pace(DraftLength(8), torch.device("cpu"), KVMetrics("model"), costs=SimpleNamespace(observe=self._observe))
-        self.pace.lengths.choose = lambda *_: 0
+        self.round_timer = RoundTimer(DraftLength(8), torch.device("cpu"), KVMetrics("model"), costs=SimpleNamespace(observe=self._observe))
+        self.round_timer.lengths.choose = lambda *_: 0
         self.seen = []
         self.states = {n: [RequestState(rid=str(i), row=i, seed=0) for i in range(n)] for n in range(1, 9)}
 
@@ -179,21 +179,21 @@ class Machine:
 
     def iterate(self, drafts, planning, drafting, rest, batch=2, turnaround=0.0):
         states, lengths = self.states[batch], [500] * batch
-        self.pace.begin(lengths, states)
+        self.round_timer.start_round(lengths, states)
         self.now += planning
         rows = list(range(len(states)))
         more = dict(rows=[row + 99 for row in rows] if drafts else rows, fallbacks=[0] * len(rows))
-        self.pace.planned(
-            Round(states, drafts or 2, lengths, rows, viewed=rows, answering=[] if drafts else rows, left=[40] * len(rows), parts=[rows] if drafts else [], **more)
+        self.round_timer.on_planned(
+            RoundPlan(states, drafts or 2, lengths, rows, row_lens=rows, full_kv_reqs=[] if drafts else rows, remaining=[40] * len(rows), verify_batches=[rows] if drafts else [], **more)
         )
         self.now += drafting
-        self.pace.drafted()
+        self.round_timer.on_drafted()
         self.now += rest - turnaround
-        self.pace.ended()
+        self.round_timer.on_launched()
         self.now += turnaround
 
     def times(self):
-        self.pace.begin([500], self.states[1])
+        self.round_timer.start_round([500], self.states[1])
         return self.seen
 
 
@@ -207,9 +207,9 @@ def test_times_run_to_the_next_iteration_and_leave_out_copies(monkeypatch):
 
 def test_copies_that_each_round_makes_anew_belong_to_its_time(monkeypatch):
     machine = Machine(monkeypatch)
-    machine.pace.renews = True
+    machine.round_timer.compresses_each_round = True
     machine.iterate(4, planning=50.0, drafting=2.0, rest=1.0)
-    machine.pace.interrupt()
+    machine.round_timer.interrupt()
     assert machine.times() == [(4, 0, 0.0, 2.0, 53.0)]
 
 
@@ -218,10 +218,10 @@ def test_a_wait_belongs_to_an_iteration_only_where_the_same_requests_go_on(monke
     machine = Machine(monkeypatch)
     machine.iterate(4, planning=0.0, drafting=2.0, rest=1.5, turnaround=0.5)
     if other == "prefill":
-        machine.pace.interrupt()
+        machine.round_timer.interrupt()
         machine.now += 60.0
     machine.iterate(4, planning=0.0, drafting=2.0, rest=1.5, batch=3 if other == "other-batch" else 2)
-    machine.pace.interrupt()
+    machine.round_timer.interrupt()
     seen = [spent.whole - spent.drafting for spent in machine.times()]
     assert seen[0] == pytest.approx(1.5 if other == "none" else 1.0)
     assert seen[1:] == pytest.approx([1.5])
@@ -229,14 +229,14 @@ def test_a_wait_belongs_to_an_iteration_only_where_the_same_requests_go_on(monke
 
 def test_short_rounds_whose_drafts_gather_are_learned_from_together():
     rows = [0, 1]
-    pace = Pace(FixedLength(1), torch.device("cpu"), KVMetrics("model"))
+    round_timer = RoundTimer(FixedDraftLength(1), torch.device("cpu"), KVMetrics("model"))
     states = [RequestState(rid=str(i), row=i, seed=0) for i in rows]
 
     def short(due):
-        return Round(states, 1, [500, 500], rows, [8, 9], rows, [0, 0], answering=[1], left=[40, 40], parts=[[0]] if due else [], held=True)
+        return RoundPlan(states, 1, [500, 500], rows, [8, 9], rows, [0, 0], full_kv_reqs=[1], remaining=[40, 40], verify_batches=[[0]] if due else [], is_shortened=True)
 
-    spent = Spent(drafts=1, steps=0, copying=0.1, drafting=1.0, whole=1.5)
-    assert pace._gathered(short(False), spent) is pace._gathered(short(False), spent) is None
-    found = pace._gathered(short(True), spent)
+    spent = RoundTimes(drafts=1, steps=0, compressing=0.1, drafting=1.0, whole=1.5)
+    assert round_timer._merge_short_rounds(short(False), spent) is round_timer._merge_short_rounds(short(False), spent) is None
+    found = round_timer._merge_short_rounds(short(True), spent)
     assert (found.drafts, found.drafting, found.whole) == (3, 3.0, 4.5)
-    assert pace._gathered(short(True), spent) == spent, "the next begins anew"
+    assert round_timer._merge_short_rounds(short(True), spent) == spent, "the next begins anew"

@@ -9,9 +9,9 @@ from itertools import product
 
 import pytest
 
-from sglang_ext.core import LONG_MEMORY, Acceptance
-from sglang_ext.managers.spec_decode.draft_length import DraftLength, FixedLength
-from sglang_ext.managers.spec_decode.round_costs import Load, RoundCosts, Spent
+from sglang_ext.core import SLOW_DECAY, AcceptanceTracker
+from sglang_ext.managers.spec_decode.draft_length import DraftLength, FixedDraftLength
+from sglang_ext.managers.spec_decode.cost_model import BatchLoad, RoundCosts, RoundTimes
 
 # Qwen2.5-Coder-1.5B in bf16 on an H200 (measured on 2026-11-29): bytes, bytes per millisecond, and milliseconds.
 WEIGHTS, TOKEN_BYTES, SHARE, BANDWIDTH = 3.1e9, 28_672, 1 / 8, 4.3e9
@@ -40,24 +40,24 @@ class Gpu:
     def forward(self, tokens: float) -> float:
         return (self.fixed + (WEIGHTS + TOKEN_BYTES * tokens) / BANDWIDTH) * self.draw.gauss(1, self.noise)
 
-    def spend(self, lengths: list[int], drafts: int, new_copies: list[int], interrupted: bool) -> Spent:
+    def spend(self, lengths: list[int], drafts: int, new_copies: list[int], interrupted: bool) -> RoundTimes:
         """An iteration of requests with so many tokens; ``new_copies``: contexts of which copies are made first."""
         stall = 200.0 if self.stalls and (drafts > 0, len(lengths).bit_length()) not in self.seen else 0.0
         self.seen.add((drafts > 0, len(lengths).bit_length()))
-        copying = sum(0.3 + 1e-4 * length for length in new_copies)
+        compressing = sum(0.3 + 1e-4 * length for length in new_copies)
         if not drafts:
-            return Spent(0, PLAIN_STEPS, copying, 0.0, stall + sum(self.forward(sum(lengths)) for _ in range(PLAIN_STEPS)))
+            return RoundTimes(0, PLAIN_STEPS, compressing, 0.0, stall + sum(self.forward(sum(lengths)) for _ in range(PLAIN_STEPS)))
         drafting = stall + sum(self.slow * self.forward(SHARE * sum(lengths)) for _ in range(drafts))
         width = next(width for width in WIDTHS if width > drafts)
         rest = self.forward(sum(lengths)) * (1 + 0.01 * width * len(lengths) / 16) + (0.0 if interrupted else 0.6)
-        return Spent(drafts, 0, copying, drafting, drafting + rest)
+        return RoundTimes(drafts, 0, compressing, drafting, drafting + rest)
 
 
 @dataclass
 class Request:
     context: int
     p: float
-    acceptance: Acceptance
+    acceptance: AcceptanceTracker
     tokens: int = 1
     copied: bool = False
     times: list[tuple[float, int]] = field(default_factory=list)
@@ -68,9 +68,9 @@ class Server:
     """A chooser on a GPU, and the acceptance that it has seen."""
 
     gpu: Gpu
-    chooser: DraftLength | FixedLength
+    chooser: DraftLength | FixedDraftLength
     costs: RoundCosts = field(default_factory=lambda: RoundCosts(WEIGHTS, TOKEN_BYTES, SHARE, WIDTHS))
-    typical: Acceptance = field(default_factory=lambda: Acceptance(memory=LONG_MEMORY))
+    typical: AcceptanceTracker = field(default_factory=lambda: AcceptanceTracker(decay=SLOW_DECAY))
     lengths: list[int] = field(default_factory=list)
 
     def wave(self, context: int, batch: int, p: float, seed: int) -> tuple[float, float]:
@@ -81,10 +81,10 @@ class Server:
             interrupted = waiting > 0
             for _ in range(min(admitted, waiting)):
                 own = min(0.999, max(0.0, noise.gauss(p, 0.02))) if p else 0.0
-                running.append(Request(context, own, Acceptance.expecting(self.typical.probability)))
+                running.append(Request(context, own, AcceptanceTracker.from_probability(self.typical.probability)))
             now, waiting = now + 10.0 * interrupted, waiting - min(admitted, waiting)
             lengths = [request.context + request.tokens for request in running]
-            load = Load.of(lengths, sum(length for request, length in zip(running, lengths) if not request.copied))
+            load = BatchLoad.of(lengths, sum(length for request, length in zip(running, lengths) if not request.copied))
             drafts = self.chooser.choose(self.costs, load, [request.acceptance.probability for request in running])
             self.lengths.append(drafts)
             new = [length for request, length in zip(running, lengths) if drafts and not request.copied]
@@ -95,7 +95,7 @@ class Server:
                 before = pending.pop(0)
                 self.chooser.observe(before[1])
                 self.costs.observe(*before)
-            now += spent.copying + spent.whole
+            now += spent.compressing + spent.whole
             for request in running:
                 request.copied |= drafts > 0
                 request.tokens += self._answer(request, drafts, noise)
@@ -120,7 +120,7 @@ class Server:
 @cache
 def fixed(cell: tuple[int, int], p: float, length: int, slow: float, seed: int) -> tuple[float, float]:
     """Milliseconds per token of a wave with a fixed length, 0 for plain decoding."""
-    return Server(Gpu(slow=slow), FixedLength(length)).wave(*cell, p, seed)
+    return Server(Gpu(slow=slow), FixedDraftLength(length)).wave(*cell, p, seed)
 
 
 def speeds(server: Server, cell: tuple[int, int], p: float, seeds: Sequence[int]) -> tuple[float, float]:

@@ -7,10 +7,10 @@ import pytest
 
 from sglang_ext.core import SHORT_CONTEXT, SLOWER, RequestState
 from sglang_ext.managers.metrics import KVMetrics
-from sglang_ext.managers.spec_decode.draft_length import DraftLength, FixedLength
+from sglang_ext.managers.spec_decode.draft_length import DraftLength, FixedDraftLength
 from sglang_ext.managers.spec_decode.draft_report import DraftReport
-from sglang_ext.managers.spec_decode.round import Round
-from sglang_ext.managers.spec_decode.round_costs import Load, RoundCosts, Spent
+from sglang_ext.managers.spec_decode.planner import RoundPlan
+from sglang_ext.managers.spec_decode.cost_model import BatchLoad, RoundCosts, RoundTimes
 
 LENGTHS = [1000, 1000]
 
@@ -33,27 +33,27 @@ class Told(KVMetrics):
 
 def round_of(drafts, reason=0):
     states, rows = [RequestState(rid=str(i), row=i, seed=0) for i in range(2)], [0, 1]
-    answering = [] if drafts else rows
-    return Round(states, drafts or 4, LENGTHS, [0, 0], rows, rows, [reason] * 2, answering, [99, 99], [rows] if drafts else [])
+    full_kv_reqs = [] if drafts else rows
+    return RoundPlan(states, drafts or 4, LENGTHS, [0, 0], rows, rows, [reason] * 2, full_kv_reqs, [99, 99], [rows] if drafts else [])
 
 
 def report_of(lengths, plain=True):
     costs, clock = RoundCosts(), Clock()
     for _ in range(2 * plain):
-        costs.observe(Load.of(LENGTHS), Spent(0, 4, 0.0, 0.0, 4.0))
+        costs.observe(BatchLoad.of(LENGTHS), RoundTimes(0, 4, 0.0, 0.0, 4.0))
     return DraftReport(lengths, costs, Told("model"), clock=clock), clock
 
 
 def draft(report, rounds=4):
     """Rounds of 5 drafts that take 2 s each; of the requests' drafts 5 and 3 are accepted."""
     for _ in range(rounds):
-        report.timed(round_of(5), 2.0)
-        report.verified(5, 5)
-        report.verified(5, 3)
-        report.ended(round_of(5), 10)
+        report.add_seconds(round_of(5), 2.0)
+        report.count_verify(5, 5)
+        report.count_verify(5, 3)
+        report.on_round_end(round_of(5), 10)
 
 
-@pytest.mark.parametrize("lengths", [DraftLength(8), FixedLength(5)], ids=["auto", "fixed"])
+@pytest.mark.parametrize("lengths", [DraftLength(8), FixedDraftLength(5)], ids=["auto", "fixed"])
 def test_each_minute_a_line_says_what_drafting_gains(lengths, caplog):
     report, clock = report_of(lengths)
     with caplog.at_level(logging.INFO):
@@ -65,14 +65,14 @@ def test_each_minute_a_line_says_what_drafting_gains(lengths, caplog):
         draft(report)
     # 5 tokens of each request in 2 s, where a plain step takes 1 s.
     assert [*report.metrics.last.values()][:4] == [5.0, 0.8, 5.0, 2.5]
-    report.ended(round_of(0, SLOWER), 8)
+    report.on_round_end(round_of(0, SLOWER), 8)
     assert report.metrics.last["draft_length"] == 5.0, "as of the last line, until rounds draft again"
     assert len(caplog.records) == 1
     assert re.search(r"9 rounds, draft length 5.0, acceptance rate 0.80, accept length 5.00, gain 2.50 ", caplog.text)
 
 
 def test_a_gain_that_nothing_was_measured_for_is_not_made_up(caplog):
-    report, clock = report_of(FixedLength(5), plain=False)
+    report, clock = report_of(FixedDraftLength(5), plain=False)
     with caplog.at_level(logging.INFO):
         draft(report)
         clock.now = 61.0
@@ -90,6 +90,6 @@ def test_where_drafting_is_off_the_line_says_why(reason, predicted, words, caplo
     report, clock = report_of(lengths)
     with caplog.at_level(logging.INFO):
         for clock.now in (0.0, 61.0):
-            report.fell_back(reason, 8)
-            report.ended(round_of(0, reason), 8)
+            report.count_fallback(reason, 8)
+            report.on_round_end(round_of(0, reason), 8)
     assert "drafting is off" in caplog.text and words in caplog.text

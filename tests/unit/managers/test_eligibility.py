@@ -8,7 +8,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_ext.config import options
 from sglang_ext.core import FALLBACK_REASONS
-from sglang_ext.managers.spec_decode.requests import SAMPLING_FIELDS, VERIFIED, fallback_reason
+from sglang_ext.managers.spec_decode.request_states import SAMPLING_FIELDS, VERIFIED, fallback_reason
 from sglang_ext.managers.worker import KVWorker
 
 USED = {"min_p": 0.1}
@@ -80,10 +80,10 @@ def test_custom_processors_and_hidden_states_are_served_with_full_kv():
 )
 def test_who_is_more_than_tokens_waits_for_all_kv_of_another_server(monkeypatch, given):
     """As SGLang asks for a second prefill by tokens alone."""
-    monkeypatch.setattr(options, "begins_early", lambda args: True)
+    monkeypatch.setattr(options, "has_early_decoding", lambda args: True)
     worker = KVWorker.__new__(KVWorker)
-    worker.server_args, worker.loop = None, SimpleNamespace(turns="turns")
+    worker.server_args, worker.loop = None, SimpleNamespace(full_kv="turns")
     asked = request(max_new_tokens=8)
     asked.lora_id = asked.multimodal_inputs = asked.input_embeds = asked.positional_embed_overrides = asked.extra_key = None
     vars(asked).update(given)
-    assert worker.begins_early(asked, None) == (None if given else "turns")
+    assert worker.arriving_full_kv(asked, None) == (None if given else "turns")

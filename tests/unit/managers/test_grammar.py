@@ -12,7 +12,7 @@ from sglang.srt.constrained.base_grammar_backend import GrammarRow
 from sglang.srt.constrained.llguidance_backend import GuidanceGrammar
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
 
-from sglang_ext.managers.spec_decode.grammar import LONGEST_WALK, NewTokens, Walk, can_roll_back, is_walked
+from sglang_ext.managers.spec_decode.grammar import MAX_WALKED_DRAFTS, UnprocessedTokens, GrammarWalk, can_roll_back, can_walk
 
 BYTES = LLTokenizer("byte")
 END = BYTES.eos_token
@@ -59,7 +59,7 @@ words = st.lists(st.sampled_from([b"ab", b"cd"]), min_size=2, max_size=3).map(b"
 
 def walked(one, drafts):
     """Of the rows of a verification: the walk, and allowed tokens of each that may be an answer."""
-    walk = Walk(one, list(drafts))
+    walk = GrammarWalk(one, list(drafts))
     rows = [row for i in range(len(drafts) + 3) if (row := walk.row(i)) is not None]
     return walk, filled(rows)[: walk.answers]
 
@@ -97,7 +97,7 @@ def test_masks_after_tokens_that_are_not_in_the_output_yet_are_those_after_outpu
     start = data.draw(st.integers(0, len(text)))
     middle = data.draw(st.integers(start, len(text)))
     one = grammar(text[:start])
-    walk = Walk(one, list(text[middle:]), list(text[start:middle]))
+    walk = GrammarWalk(one, list(text[middle:]), list(text[start:middle]))
     rows = [walk.row(i) for i in range(len(text) - middle + 1)]
     assert filled(rows) == [mask_of(grammar(text[:end])) for end in range(middle, len(text) + 1)]
     assert mask_of(one) == mask_of(grammar(text[:start])), "the grammar stands at the output again"
@@ -105,7 +105,7 @@ def test_masks_after_tokens_that_are_not_in_the_output_yet_are_those_after_outpu
 
 def test_an_end_that_is_not_in_the_output_yet_lets_ends_follow_with_ignore_eos_as_in_stock():
     one = grammar(b"abab")
-    walk = Walk(one, [END, END], [ord("x"), END])
+    walk = GrammarWalk(one, [END, END], [ord("x"), END])
     rows = filled([walk.row(0), walk.row(1), walk.row(2)])
     assert rows[0] == {END} and walk.answers == 1
     assert not one.is_terminated() and mask_of(one) == mask_of(grammar(b"abab"))
@@ -113,17 +113,17 @@ def test_an_end_that_is_not_in_the_output_yet_lets_ends_follow_with_ignore_eos_a
 
 def test_rows_after_an_xgrammar_that_ended_unknown_to_its_output_stay_open():
     one = xgrammar_at(b"abab")
-    walk = Walk(one, [ord("a")], [ord("x"), 256])
+    walk = GrammarWalk(one, [ord("a")], [ord("x"), 256])
     mask = torch.full((2, 9), -1, dtype=torch.int32)
-    walk.fill(mask, {0: 0, 1: 1})
+    walk.fill_mask(mask, {0: 0, 1: 1})
     assert mask.eq(-1).all() and walk.answers == 1 and not one.is_terminated()
 
 
 @pytest.mark.parametrize("made", [grammar, xgrammar_at])
 def test_a_refused_token_between_the_output_and_the_drafts_leaves_all_rows_open_until_sglang_aborts_the_request(made):
     # A sampler that has no token to choose from gives token 0.
-    mask, walk = torch.full((2, 9), -1, dtype=torch.int32), Walk(made(b"ab"), [ord("c")], [ord("a"), 0])
-    walk.fill(mask, {0: 0, 1: 1})
+    mask, walk = torch.full((2, 9), -1, dtype=torch.int32), GrammarWalk(made(b"ab"), [ord("c")], [ord("a"), 0])
+    walk.fill_mask(mask, {0: 0, 1: 1})
     assert mask.eq(-1).all() and walk.answers == 1
 
 
@@ -138,17 +138,17 @@ def test_the_newest_forward_tells_what_an_output_lacks():
         requests=[1, 2], copy_done=done, accept_lens=torch.tensor([2, 1]), speculative_num_draft_tokens=3,
         next_token_ids=torch.tensor([10, 11, 12, 20, 21, 22]),
     )
-    tokens = NewTokens.of(batch, answers)
+    tokens = UnprocessedTokens.from_result(batch, answers)
     # Five of the prompt and one of the output are known to SGLang, two came now; the KV of the newest is not there.
     assert tokens.before(reqs[1], 7) == [10, 11] and tokens.before(reqs[2], 7) == [20]
     assert tokens.before(reqs[1], 5) == [] and len(copied) == 2, "nothing is waited for where the output has all"
     first = SimpleNamespace(copy_done=done, accept_lens=None, next_token_ids=torch.tensor([30, 31, 32]))
-    assert NewTokens.of(batch, first).before(reqs[1], 6) == [31]
-    assert NewTokens.of(SimpleNamespace(reqs=[reqs[0]]), answers).reqs == (), "no grammar has to know"
+    assert UnprocessedTokens.from_result(batch, first).before(reqs[1], 6) == [31]
+    assert UnprocessedTokens.from_result(SimpleNamespace(reqs=[reqs[0]]), answers).reqs == (), "no grammar has to know"
 
 
 def test_only_grammars_that_are_taken_back_may_lag_behind():
-    assert is_walked(None) and is_walked(grammar()) and not is_walked(SimpleNamespace(grammar=grammar()))
+    assert can_walk(None) and can_walk(grammar()) and not can_walk(SimpleNamespace(grammar=grammar()))
 
 
 def test_no_token_follows_the_end_of_a_grammar():
@@ -159,7 +159,7 @@ def test_no_token_follows_the_end_of_a_grammar():
 
 def test_a_row_after_the_end_of_an_xgrammar_stays_open():
     one = xgrammar_at(b"abab")
-    walk = Walk(one, [ord("x"), 256])
+    walk = GrammarWalk(one, [ord("x"), 256])
     rows = [walk.row(n) for n in range(3)]
     mask = torch.full((3, 9), -1, dtype=torch.int32)  # SGLang's would be pinned, for a GPU
     rows[0].fill_vocab_mask_batched([GrammarRow(i, row) for i, row in enumerate(rows)], mask)
@@ -170,15 +170,15 @@ def test_a_row_after_the_end_of_an_xgrammar_stays_open():
 
 
 def test_walks_of_several_requests_share_a_mask():
-    first, second = Walk(grammar(b"ab"), list(b"cd")), Walk(grammar(), [])
+    first, second = GrammarWalk(grammar(b"ab"), list(b"cd")), GrammarWalk(grammar(), [])
     rows = [first.row(0), second.row(0), first.row(1), first.row(2)]
     assert filled(rows) == [mask_of(grammar(text)) for text in (b"ab", b"", b"abc", b"abcd")]
     assert (first.answers, second.answers) == (3, 1)
 
 
 def test_a_walk_is_no_longer_than_what_can_be_taken_back():
-    walk = Walk(grammar(), [ord("a")] * 300)
-    assert walk.row(LONGEST_WALK) is not None and walk.row(LONGEST_WALK + 1) is None
+    walk = GrammarWalk(grammar(), [ord("a")] * 300)
+    assert walk.row(MAX_WALKED_DRAFTS) is not None and walk.row(MAX_WALKED_DRAFTS + 1) is None
 
 
 def test_llguidance_can_roll_back():

@@ -9,7 +9,7 @@ from sglang_ext.core import OptionError
 from sglang_ext.managers import served_methods
 from sglang_ext.mem_cache.compressors.kvzap import KVzap
 from sglang_ext.mem_cache.scores.model_key import model_key
-from sglang_ext.mem_cache.scores.predictor import Fitted, Predictor
+from sglang_ext.mem_cache.scores.predictor import FitRecord, Predictor
 
 
 def arguments(folder, model, **others):
@@ -20,7 +20,7 @@ def arguments(folder, model, **others):
 
 def store(folder, tiny, heads=2, hidden=64):
     outer = torch.arange(2.0 * heads * hidden).view(2, heads, hidden)
-    Predictor(outer, torch.zeros(2, heads), Fitted(model_key(tiny), "{}", 1, 1, (0.0,) * 2, (0.0,) * 2)).write(folder)
+    Predictor(outer, torch.zeros(2, heads), FitRecord(model_key(tiny), "{}", 1, 1, (0.0,) * 2, (0.0,) * 2)).write(folder)
     return outer
 
 
@@ -29,7 +29,7 @@ def test_each_rank_scores_the_heads_that_it_has(tiny, tmp_path, heads, ranks, fi
     outer, args = store(tmp_path, tiny, heads), arguments(tmp_path, tiny, tp_size=ranks)
     local = max(1, heads // ranks)
     for rank, begin in enumerate(first):
-        found = served_methods.slot_scores_of(args, (0, 1), local, rank)
+        found = served_methods.load_slot_scores(args, (0, 1), local, rank)
         assert torch.equal(found.predictor.outer, outer[:, begin : begin + local])
 
 

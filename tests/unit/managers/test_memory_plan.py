@@ -9,27 +9,27 @@ import torch
 from prefill_checks import Batch
 from sglang.srt.model_executor.cuda_graph_config import Backend
 
-from sglang_ext.config.selection_options import ARENA_BYTES, ROWS_ARENA_BYTES
+from sglang_ext.config.selection_options import EXCHANGE_BUFFER_BYTES, ROW_EXCHANGE_BUFFER_BYTES
 from sglang_ext.core import OptionError
-from sglang_ext.layers.kernels.choosing import quest_pages
+from sglang_ext.layers.kernels.selection import quest_pages
 from sglang_ext.layers.kernels.hack import integer_prefill, specialized_prefill
 from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes
 from sglang_ext.layers.kernels.packed import packed_decode
 from sglang_ext.managers import memory_plan
-from sglang_ext.managers.memory_plan import GRAIN, HeldMemory, MemoryPlan, MemoryPlanner, ModelSizes
+from sglang_ext.managers.memory_plan import ALLOCATION_GRAIN, ReservedMemory, MemoryPlan, MemoryPlanner, ModelSizes
 from sglang_ext.managers.served_methods import ServedMethods
-from sglang_ext.mem_cache.compressed.formats.chosen_pages import ChosenPages
-from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
-from sglang_ext.mem_cache.compressed.formats.slot_pointers import Pointers, as_pointers
+from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
+from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
+from sglang_ext.mem_cache.compressed.layouts.pointers import Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
-from sglang_ext.mem_cache.compressed.query_window import QueryWindows
+from sglang_ext.mem_cache.compressed.queries import QueryWindows
 from sglang_ext.mem_cache.compressed.slot_codes import SlotCodes
 from sglang_ext.mem_cache.compressed.slot_scores import SlotScores
 from sglang_ext.mem_cache.compressors.catalogue import method
 from sglang_ext.mem_cache.compressors.each_step.quest import Quest
 from sglang_ext.mem_cache.compressors.spade import Spade
 from sglang_ext.mem_cache.host_tier.tier import staging_bytes
-from sglang_ext.mem_cache.scores.predictor import Fitted, Predictor
+from sglang_ext.mem_cache.scores.predictor import FitRecord, Predictor
 from sglang_ext.mem_cache.selection.on_gpu import SCRATCH
 
 GB, MIB = 10**9, 1 << 20
@@ -93,13 +93,13 @@ def test_rings_take_as_many_bytes_as_are_planned(rings):
 
 def test_what_depends_on_a_flag_is_there_with_it_only():
     plain = plan(on_gpu=False)
-    assert {name for name, size in vars(plain).items() if size} == {"rings", "query_rings", "draft_rows", "gathered_drafts"}
+    assert {name for name, size in vars(plain).items() if size} == {"rings", "query_rings", "draft_rows", "pending_drafts"}
     for flag, expected in (
         ({"kv_host_gb": 8}, {"staging"}),
         (ROLLING, {"staging"}),
-        ({"methods": ("snapkv", "kivi")}, {"copy_tables"}),
-        ({"methods": ("verify-guided",)}, {"copy_tables"}),
-        ({"kv_head_budgets": "adaptive"}, {"copy_tables"}),
+        ({"methods": ("snapkv", "kivi")}, {"compressed_tables"}),
+        ({"methods": ("verify-guided",)}, {"compressed_tables"}),
+        ({"kv_head_budgets": "adaptive"}, {"compressed_tables"}),
     ):
         found = plan(on_gpu=False, **flag)
         assert {name for name, size in vars(found).items() if size and not getattr(plain, name)} == expected, flag
@@ -107,16 +107,16 @@ def test_what_depends_on_a_flag_is_there_with_it_only():
 
 def test_choices_of_steps_take_as_much_as_two_at_once_on_a_gpu_alone():
     spade = {"methods": ("spade",), "kv_cache_ranks": 0}
-    assert plan(on_gpu=False, **spade).choices == 0
+    assert plan(on_gpu=False, **spade).selection_workspaces == 0
     # Of a query head 128 numbers, four times, in 32 layers of one request.
     copied = SCRATCH + 32 * 32 * 4 * 4 * 128
-    assert plan(requests=3, **spade).choices == copied + SCRATCH + 3 * (copied - SCRATCH) and plan(**spade).arenas == 0
-    assert plan(**spade).choices == copied + SCRATCH + SCRATCH // 2, "of many requests queries are predicted one after the other"
+    assert plan(requests=3, **spade).selection_workspaces == copied + SCRATCH + 3 * (copied - SCRATCH) and plan(**spade).exchange_buffers == 0
+    assert plan(**spade).selection_workspaces == copied + SCRATCH + SCRATCH // 2, "of many requests queries are predicted one after the other"
     beside = plan(**spade | {"kv_cache_ranks": 2})
-    assert beside.choices == copied and beside.arenas == 2 * ARENA_BYTES, "ranks on other GPUs choose for steps"
-    assert plan(methods=("verify-guided",)).choices == 0
+    assert beside.selection_workspaces == copied and beside.exchange_buffers == 2 * EXCHANGE_BUFFER_BYTES, "ranks on other GPUs choose for steps"
+    assert plan(methods=("verify-guided",)).selection_workspaces == 0
     lossy = plan(**spade | {"kv_cache_ranks": 2, "kv_mode": "lossy", "device": "cuda"})
-    assert lossy.arenas == 2 * ROWS_ARENA_BYTES + 4 * 800_000 * 32 * 8, "records of copies, too"
+    assert lossy.exchange_buffers == 2 * ROW_EXCHANGE_BUFFER_BYTES + 4 * 800_000 * 32 * 8, "records of copies, too"
 
 
 def test_rings_have_room_for_what_steps_leave_between_two_choices():
@@ -134,9 +134,9 @@ def test_draft_rows_are_what_the_wider_token_table_of_twice_the_rows_adds():
 
 def test_tables_scores_and_buffers_take_as_many_bytes_as_are_planned():
     buffers = SimpleNamespace(keys=[torch.zeros(1, TINY.kv_heads, TINY.head_dim)] * TINY.layers)
-    bounds = HeadCells.of(buffers, 2 * 9).bounds
-    assert plan(8, 1000, model=TINY, on_gpu=False, kv_head_budgets="adaptive").copy_tables == bounds.nbytes
-    fitted = Fitted("key", "{}", 1, 1, (0.0,) * 2, (0.0,) * 2)
+    bounds = RaggedHeadLayout.of(buffers, 2 * 9).bounds
+    assert plan(8, 1000, model=TINY, on_gpu=False, kv_head_budgets="adaptive").compressed_tables == bounds.nbytes
+    fitted = FitRecord("key", "{}", 1, 1, (0.0,) * 2, (0.0,) * 2)
     scores = SlotScores(Predictor(torch.zeros(2, 2, 16), torch.zeros(2, 2), fitted), (0, 1))
     planned = plan(8, 1000, model=TINY, on_gpu=False, scores=scores).scores
     scores.allocate(1001, "cpu", torch.float32)
@@ -199,7 +199,7 @@ def runner(available):
 
 
 def held(available, limit=None, **more):
-    return HeldMemory(planner(TINY, on_gpu=False, max_total_tokens=limit, **more), runner(available))
+    return ReservedMemory(planner(TINY, on_gpu=False, max_total_tokens=limit, **more), runner(available))
 
 
 @pytest.mark.parametrize(("bits", "share"), [(8, 9 / 32), (4, 5 / 32)])
@@ -227,10 +227,10 @@ def test_extremes_of_pages_are_counted_where_attention_chooses_by_them_and_the_p
     keys, table = [torch.zeros(1016, TINY.kv_heads, TINY.head_dim)] * TINY.layers, torch.zeros(18, 50, dtype=torch.int32)
     extremes = PageExtremes(keys, (0, 1), 16)
     assert extremes.nbytes == found.extremes
-    rows = ChosenPages.of_pool(Pointers(8, 16), table, extremes, Quest(every=every, in_attention=True))
-    assert sum(part.nbytes for part in (rows.counts, rows.pages, rows.chosen_at, rows.arrived)) == found.copy_tables
+    rows = PagePointerLayout.of_pool(Pointers(8, 16), table, extremes, Quest(every=every, in_attention=True))
+    assert sum(part.nbytes for part in (rows.counts, rows.pages, rows.chosen_at, rows.arrived)) == found.compressed_tables
     room = 64 * MIB
-    memory = HeldMemory(paged(planner(TINY, **flags)), runner(room))
+    memory = ReservedMemory(paged(planner(TINY, **flags)), runner(room))
     tokens = (room - memory.held_bytes) // TINY.slot_bytes
     assert memory.release(8, tokens).extremes + tokens * TINY.slot_bytes > 0.95 * room, "not those of a pool without any beside it"
 
@@ -258,17 +258,17 @@ def test_what_attention_chooses_pages_in_is_counted_in_graphs_and_outside_as_it_
     method_of_gpus = replace(method("quest"), compressor=Quest(in_attention=True))
     paged = replace(plain, served=ServedMethods((), (method_of_gpus,)))
     found = paged.plan(requests, 1000, 0)
-    assert plain.plan(requests, 1000, 0).choices == replace(paged, on_gpu=False).plan(requests, 1000, 0).choices == 0
+    assert plain.plan(requests, 1000, 0).selection_workspaces == replace(paged, on_gpu=False).plan(requests, 1000, 0).selection_workspaces == 0
     width, total = paged._width + paged.ahead, 0
     keys = [torch.zeros(160, TINY.kv_heads, TINY.head_dim)]
     table = torch.zeros(2, width, dtype=torch.int32)
-    begins = ChosenPages.of_pool(Pointers(8, 16), table, PageExtremes(keys, (0,), 16), Quest(in_attention=True))
+    begins = PagePointerLayout.of_pool(Pointers(8, 16), table, PageExtremes(keys, (0,), 16), Quest(in_attention=True))
     for count in steps:
         numbers = torch.zeros(count, dtype=torch.int64)
         queries = torch.zeros(count, TINY.query_heads, TINY.head_dim)
         quest_pages.point_at_best_pages(begins, 0, queries, as_pointers(keys[0]), table, numbers, numbers)
         total += kernel.nbytes
-    assert found.choices == total > 0 and "choices of tokens 0.00 GB" in str(found)
+    assert found.selection_workspaces == total > 0 and "choices of tokens 0.00 GB" in str(found)
 
 
 def test_while_the_pool_is_sized_as_many_bytes_are_held_as_will_be_taken(caplog):
@@ -290,7 +290,7 @@ def test_a_pool_that_is_limited_to_less_anyway_needs_no_room_made():
 
 def test_a_limit_on_the_pool_is_kept_where_it_fits_and_what_does_not_is_said(caplog):
     room = 64 * MIB
-    limit = (room - GRAIN - 1000) // TINY.slot_bytes
+    limit = (room - ALLOCATION_GRAIN - 1000) // TINY.slot_bytes
     memory = held(room, limit)
     assert memory.held_bytes + limit * TINY.slot_bytes <= room
     assert not caplog.messages, "the plan is smaller than a grain"
@@ -341,7 +341,7 @@ def test_what_one_kernel_leaves_another_of_queries_is_counted_where_that_one_is_
 @pytest.mark.parametrize(("heads", "kv_heads", "specialized"), [(3, 1, False), (12, 2, True)])
 def test_heads_of_a_rank_and_its_gpu_are_those_that_count(monkeypatch, heads, kv_heads, specialized):
     ranks = {"tp_q_head_num": heads, "tp_k_head_num": kv_heads, "qk_head_dim": 128, "v_head_dim": 128}
-    monkeypatch.setattr(memory_plan, "an_attention", lambda model: SimpleNamespace(**ranks))
+    monkeypatch.setattr(memory_plan, "first_attention_layer", lambda model: SimpleNamespace(**ranks))
     monkeypatch.setattr(memory_plan, "attention_scaling", lambda model: {0: 0.1})
     monkeypatch.setattr(packed_decode, "capability", lambda keys: (9, 0))
     config = SimpleNamespace(num_attention_heads=12, vocab_size=50, context_len=8192)
@@ -351,5 +351,5 @@ def test_heads_of_a_rank_and_its_gpu_are_those_that_count(monkeypatch, heads, kv
     made = MemoryPlanner.of(asked.args, runner, asked.served)
     assert made.capability == (9, 0) and not made.on_gpu
     of_keys = kv_heads * PromptCodes.token_bytes(128, 128, 64)
-    left = heads * specialized_prefill.Left.query_bytes(128, 64) if specialized else 0
+    left = heads * specialized_prefill.PrefillQueryCodes.query_bytes(128, 64) if specialized else 0
     assert replace(made, on_gpu=True).plan(8, 1000, 0).prompt_codes == (8192 + 21 + made.ahead) * (of_keys + left)

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_ext.managers.offload.policy import FIRST_DRAFTS, Offload, OffloadPolicy
-from sglang_ext.managers.spec_decode.round_costs import Spent
+from sglang_ext.managers.kv_offload.policy import FIRST_DRAFTS, OffloadDecision, OffloadPolicy
+from sglang_ext.managers.spec_decode.cost_model import RoundTimes
 
 TOKEN, CONTEXT, BANDWIDTH, WEIGHTS = 147456, 32768, 4.35e12, 16.4e9
 SHARE = 1 / 32
@@ -15,23 +15,23 @@ def policy(memory_contexts=8, tier="auto"):
     return OffloadPolicy(WEIGHTS, TOKEN, memory_contexts * CONTEXT, drafts=16, longest=256, requests=24, tier=tier)
 
 
-def round_of(requests, due, gathered=16):
-    return SimpleNamespace(states=[None] * requests, lengths=[CONTEXT] * requests, due=list(range(due)), offered=lambda i: gathered)
+def round_of(requests, verify_reqs, gathered=16):
+    return SimpleNamespace(states=[None] * requests, lengths=[CONTEXT] * requests, verify_reqs=list(range(verify_reqs)), num_draft_tokens=lambda i: gathered)
 
 
-def measured(found, requests=8, due=8, gathered=16, token_seconds=0.0, more=0.0):
+def measured(found, requests=8, verify_reqs=8, gathered=16, token_seconds=0.0, more=0.0):
     """A round as bytes over bandwidths have it."""
     context = CONTEXT * TOKEN
     draft = (WEIGHTS + requests * context * SHARE) / BANDWIDTH
-    verify = ((due > 0) * WEIGHTS + due * context) / BANDWIDTH + due * (gathered + 1) * token_seconds
-    found.observe(round_of(requests, due, gathered), Spent(16, 0, 0.0, 16 * draft, 16 * draft + verify + more))
+    verify = ((verify_reqs > 0) * WEIGHTS + verify_reqs * context) / BANDWIDTH + verify_reqs * (gathered + 1) * token_seconds
+    found.observe(round_of(requests, verify_reqs, gathered), RoundTimes(16, 0, 0.0, 16 * draft, 16 * draft + verify + more))
 
 
 def test_nothing_leaves_before_times_are_known():
-    assert policy().choose(0.999, 50e9, SHARE) == Offload(0, FIRST_DRAFTS)
+    assert policy().choose(0.999, 50e9, SHARE) == OffloadDecision(0, FIRST_DRAFTS)
     found = policy()
-    measured(found, due=0)
-    assert found.choose(0.999, 50e9, SHARE) == Offload(0, FIRST_DRAFTS)
+    measured(found, verify_reqs=0)
+    assert found.choose(0.999, 50e9, SHARE) == OffloadDecision(0, FIRST_DRAFTS)
 
 
 @pytest.mark.parametrize(("probability", "link", "leaves"), [(0.999, 50e9, True), (0.9, 50e9, False), (0.999, 1e9, False), (0.99, 500e9, True)])
@@ -53,37 +53,37 @@ def test_more_leaves_when_memory_is_short_than_when_all_fits():
 @pytest.mark.parametrize("waited", [0.09, 5.0])
 def test_rounds_that_waited_are_not_taken_for_slow_verifications(waited):
     found = policy(tier="host")
-    for due in (1, 2, 1, 2, 2):
-        measured(found, 24, due, 192)
+    for verify_reqs in (1, 2, 1, 2, 2):
+        measured(found, 24, verify_reqs, 192)
     expected = found.choose(0.995, 50e9, SHARE)
-    for due in (2, 1, 2):
-        measured(found, 24, due, 192, more=waited)
+    for verify_reqs in (2, 1, 2):
+        measured(found, 24, verify_reqs, 192, more=waited)
     assert found.choose(0.995, 50e9, SHARE) == expected
 
 
 def test_rounds_of_as_many_requests_as_now_tell_what_they_take():
     found, other = policy(tier="host"), policy(tier="host")
-    for due in (1, 2, 1, 2, 2):
-        measured(found, requests=4, due=due, more=0.5)
-    for due in (1, 2, 1, 2, 2):
+    for verify_reqs in (1, 2, 1, 2, 2):
+        measured(found, requests=4, verify_reqs=verify_reqs, more=0.5)
+    for verify_reqs in (1, 2, 1, 2, 2):
         for each in (found, other):
-            measured(each, requests=24, due=due)
+            measured(each, requests=24, verify_reqs=verify_reqs)
     assert found.choose(0.995, 100e9, SHARE) == other.choose(0.995, 100e9, SHARE)
 
 
 def test_where_verified_tokens_take_long_to_compute_drafts_are_not_fewer_than_the_link_asks_for():
     """Time that a verification takes beside reading is not taken for a slow device."""
     quick, slow = policy(tier="host"), policy(tier="host")
-    for due in (2, 3, 2, 3):
-        measured(quick, 24, due, 192)
-        measured(slow, 24, due, 192, token_seconds=1e-4, more=5e-3)
+    for verify_reqs in (2, 3, 2, 3):
+        measured(quick, 24, verify_reqs, 192)
+        measured(slow, 24, verify_reqs, 192, token_seconds=1e-4, more=5e-3)
     # 24 loads take 2.3 s, in which each request drafts more than 256 tokens, beside verifications too.
     assert [each.choose(0.99, 50e9, SHARE).drafts for each in (quick, slow)] == [256, 256]
 
 
 def test_where_all_full_kv_leaves_the_optimum_says_after_how_many_drafts_it_comes_back():
     found = policy(tier="host")
-    assert found.unknown == Offload(None, FIRST_DRAFTS)
+    assert found.unknown == OffloadDecision(None, FIRST_DRAFTS)
     measured(found)
     chosen = {(p, link): found.choose(p, link, SHARE) for p in (0.9, 0.99) for link in (50e9, 1e12)}
     assert all(each.requests is None and 16 <= each.drafts <= 256 for each in chosen.values())

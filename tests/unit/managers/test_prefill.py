@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import torch
 
-from sglang_ext.managers.spec_decode import steps as module
-from sglang_ext.mem_cache.compressed.query_window import Recorded
+from sglang_ext.managers.spec_decode import draft as module
+from sglang_ext.mem_cache.compressed.queries import RecordedRows
 
 
 def test_lengths_of_a_prefill_are_known_before_it_runs(monkeypatch):
@@ -20,15 +20,15 @@ def test_lengths_of_a_prefill_are_known_before_it_runs(monkeypatch):
         return result
 
     sampled = SimpleNamespace(tokens=torch.tensor([3]))
-    monkeypatch.setattr(module.Sampling, "of", lambda *args: SimpleNamespace(draw=lambda logits, positions: sampled))
-    penalties = SimpleNamespace(first=lambda batch, logits: seen.append("penalized"))
+    monkeypatch.setattr(module.RowSampler, "from_rows", lambda *args: SimpleNamespace(draw=lambda logits, positions: sampled))
+    penalties = SimpleNamespace(penalize_prefill=lambda batch, logits: seen.append("penalized"))
     worker = SimpleNamespace(
         queries=SimpleNamespace(recording=lambda rows: nullcontext()),
         target_worker=SimpleNamespace(forward_batch_generation=forward),
         model_runner=None,
         quantized=None,
         requests=SimpleNamespace(admit=lambda req, matched: SimpleNamespace(fallback=0, seed=5, row=1)),
-        views=SimpleNamespace(method=lambda row: SimpleNamespace(compressor=SimpleNamespace(window=0)), get=lambda row: None),
+        compressed_kv=SimpleNamespace(method=lambda row: SimpleNamespace(compressor=SimpleNamespace(window=0)), get=lambda row: None),
         loop=SimpleNamespace(interrupt=lambda: None, penalties=penalties),
     )
     reqs, lengths = [SimpleNamespace(req_pool_idx=1, grammar=None, sampling_params=SimpleNamespace(max_new_tokens=1))], torch.tensor([7])
@@ -42,7 +42,7 @@ def test_requests_for_no_token_draw_none(monkeypatch):
     # As SGLang, which tells the log-probabilities that were asked for, and none of a token that nobody gets.
     output, seen = SimpleNamespace(next_token_logits=torch.zeros(2, 4)), []
     monkeypatch.setattr(module, "sampling_batch", lambda batch, rows, device, logprobs: [row.request for row in rows])
-    loop = SimpleNamespace(penalties=SimpleNamespace(first=lambda batch, logits: None))
+    loop = SimpleNamespace(penalties=SimpleNamespace(penalize_prefill=lambda batch, logits: None))
     worker = SimpleNamespace(model_runner=SimpleNamespace(compute_logprobs_only=lambda *given: seen.append(given)), loop=loop)
     none = SimpleNamespace(max_new_tokens=0)
     reqs, states = [SimpleNamespace(grammar=None, sampling_params=none)] * 2, [SimpleNamespace(fallback=0, seed=5)] * 2
@@ -53,8 +53,8 @@ def test_requests_for_no_token_draw_none(monkeypatch):
 
 def test_a_request_for_no_token_whose_grammar_advances_over_the_token_after_its_prompt_draws_one(monkeypatch):
     drawn = SimpleNamespace(tokens=torch.tensor([3, 4]))
-    monkeypatch.setattr(module.Sampling, "of", lambda *given: SimpleNamespace(draw=lambda logits, positions: drawn))
-    worker = SimpleNamespace(model_runner=None, loop=SimpleNamespace(penalties=SimpleNamespace(first=lambda batch, logits: None)))
+    monkeypatch.setattr(module.RowSampler, "from_rows", lambda *given: SimpleNamespace(draw=lambda logits, positions: drawn))
+    worker = SimpleNamespace(model_runner=None, loop=SimpleNamespace(penalties=SimpleNamespace(penalize_prefill=lambda batch, logits: None)))
     none = SimpleNamespace(max_new_tokens=0)
     reqs = [SimpleNamespace(grammar=each, sampling_params=none) for each in (None, object())]
     batch = SimpleNamespace(reqs=reqs, seq_lens=torch.tensor([7, 9]), return_logprob=False)
@@ -66,4 +66,4 @@ def test_a_request_for_no_token_whose_grammar_advances_over_the_token_after_its_
 def test_the_queries_of_all_are_kept():
     reqs = [SimpleNamespace(req_pool_idx=row) for row in (1, 2)]
     batch = SimpleNamespace(reqs=reqs, prefix_lens=[0, 40], extend_lens=[7, 5])
-    assert tuple(module._to_record(batch)) == (Recorded(1, 0, 7, 0), Recorded(2, 7, 12, 40))
+    assert tuple(module._recorded_queries(batch)) == (RecordedRows(1, 0, 7, 0), RecordedRows(2, 7, 12, 40))

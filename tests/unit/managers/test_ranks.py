@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_ext.ranks import RankError, Ranks
+from sglang_ext.tp_ranks import RankError, TPRanks
 
 
 def group(size, rank=0, others=()):
@@ -17,18 +17,18 @@ def group(size, rank=0, others=()):
 
 
 def test_a_single_rank_decides_alone():
-    alone = Ranks.of(group(1))
-    alone.check_alike("a round", 3)
+    alone = TPRanks.from_group(group(1))
+    alone.check_equal("a round", 3)
     assert alone.first and alone.agree(3) == 3
 
 
 def test_all_take_rank_zeros_choice():
-    assert Ranks.of(group(2)).agree(5) == 5
-    second = Ranks.of(group(2, rank=1))
+    assert TPRanks.from_group(group(2)).agree(5) == 5
+    second = TPRanks.from_group(group(2, rank=1))
     assert second.agree(5) == 7 and not second.first
 
 
 def test_a_difference_is_named():
-    Ranks.of(group(2, others=[(16, [1])])).check_alike("a round", (16, [1]))
+    TPRanks.from_group(group(2, others=[(16, [1])])).check_equal("a round", (16, [1]))
     with pytest.raises(RankError, match=r"a round differs.*\[\(16, \[1\]\), \(16, \[2\]\)\]"):
-        Ranks.of(group(2, others=[(16, [2])])).check_alike("a round", (16, [1]))
+        TPRanks.from_group(group(2, others=[(16, [2])])).check_equal("a round", (16, [1]))

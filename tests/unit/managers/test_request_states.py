@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_ext.config.method_options import Offer
+from sglang_ext.config.method_options import OfferedMethod
 from sglang_ext.core import RequestState
-from sglang_ext.managers.spec_decode.requests import STOCK_DEFAULT_SEED, RequestStates, describe, fill, noise_seed, resume
+from sglang_ext.managers.spec_decode.request_states import STOCK_DEFAULT_SEED, RequestStates, meta_info_fields, write_counters, noise_seed, restore_counters
 from sglang_ext.mem_cache.compressors import catalogue
 
 ARGS = SimpleNamespace(enable_deterministic_inference=False, random_seed=3)
-OFFERS = (Offer("snapkv", "snapkv", 0.25), Offer("sink-recent:0.5", "sink-recent", 0.5))
+OFFERS = (OfferedMethod("snapkv", "snapkv", 0.25), OfferedMethod("sink-recent:0.5", "sink-recent", 0.5))
 
 
 def states():
@@ -34,7 +34,7 @@ def request(rid="a", row=2, asked=None, **params):
 def test_later_chunks_of_a_prompt_are_the_same_request():
     known, req = states(), request()
     first = known.admit(req, 16)
-    assert known.admit(req, 48) is first and first.matched == 16
+    assert known.admit(req, 48) is first and first.cached_prompt_len == 16
     assert known.of(SimpleNamespace(reqs=[req])) == [first]
 
 
@@ -51,7 +51,7 @@ def test_a_request_is_compressed_by_the_method_that_it_asks_for():
     known = states()
     known.admit(request("a", 1), 0)
     known.admit(request("b", 2, asked="sink-recent:0.5"), 0)
-    assert (known.asked_by(1), known.asked_by(2)) == (0, 1)
+    assert (known.method_index_of(1), known.method_index_of(2)) == (0, 1)
     assert known.prompt_of(2) == [5, 6, 7] and known.namespace_of(2) == "a salt"
 
 
@@ -108,12 +108,12 @@ def test_meta_info_survives_the_trip_through_sglangs_counters(verifies, fallback
         state.count_verify(offered, min(offered, accepted))
     state.compressor = catalogue.number(compressor)
     req = SimpleNamespace(spec_cap_lens_histogram=[])
-    fill(req, state)
-    fields = describe(req.spec_cap_lens_histogram)
+    write_counters(req, state)
+    fields = meta_info_fields(req.spec_cap_lens_histogram)
     assert fields["kv_verifies"] == len(verifies) == sum(fields["kv_accept_histogram"])
     assert fields["kv_drafts"] == sum(k * n for k, n in enumerate(fields["kv_offer_histogram"]))
     assert fields["kv_accepted"] == sum(k * n for k, n in enumerate(fields["kv_accept_histogram"]))
     assert fields["kv_compressor"] == (compressor or None)
     resumed = RequestState(rid="r", row=2, seed=0)
-    resume(req, resumed)
+    restore_counters(req, resumed)
     assert resumed.offer_histogram == state.offer_histogram and resumed.accepted == state.accepted

@@ -7,20 +7,20 @@ import torch
 from hypothesis import given, strategies as st
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
-from sglang_ext.core import FALLBACK_REASONS, MIN_CONTEXT, NO_FREE_SLOTS, NO_QUERIES, SHORT_CONTEXT, SLOWER, Acceptance, CompressedView, RequestState
+from sglang_ext.core import FALLBACK_REASONS, MIN_CONTEXT, NO_FREE_SLOTS, NO_QUERIES, SHORT_CONTEXT, SLOWER, AcceptanceTracker, CompressedKV, RequestState
 from sglang_ext.managers.metrics import KVMetrics
-from sglang_ext.managers.spec_decode.loop import DecodeLoop
-from sglang_ext.managers.spec_decode.draft_length import FixedLength
-from sglang_ext.managers.spec_decode.pace import Pace
+from sglang_ext.managers.spec_decode.decode_loop import DecodeLoop
+from sglang_ext.managers.spec_decode.draft_length import FixedDraftLength
+from sglang_ext.managers.spec_decode.round_timer import RoundTimer
 from sglang_ext.managers.spec_decode.penalties import RoundPenalties
-from sglang_ext.managers.spec_decode.round import PLAIN_STEPS, SHORT_ROUND, Round, RoundPlanner
-from sglang_ext.managers.spec_decode.sampling import Sampled
+from sglang_ext.managers.spec_decode.planner import PLAIN_STEPS, SHORT_ROUND, RoundPlan, RoundPlanner
+from sglang_ext.managers.spec_decode.sampling import SampledTokens
 from sglang_ext.managers.spec_decode.selection_interval import SelectionInterval
-from sglang_ext.managers.spec_decode.steps import Steps, Verifier
-from sglang_ext.managers.spec_decode.turns import OnDevice
-from sglang_ext.mem_cache.compressed.due_copies import copy_is_near
-from sglang_ext.mem_cache.compressed.query_window import Recorded
-from sglang_ext.ranks import Ranks
+from sglang_ext.managers.spec_decode.draft import StepRunner, Verifier
+from sglang_ext.managers.spec_decode.full_kv import ResidentFullKV
+from sglang_ext.mem_cache.compressed.policy import is_compression_near
+from sglang_ext.mem_cache.compressed.queries import RecordedRows
+from sglang_ext.tp_ranks import TPRanks
 
 ROWS = 8
 
@@ -28,7 +28,7 @@ ROWS = 8
 class Views:
     """Copies of a quarter; none for requests in ``full``."""
 
-    recent, share, each_round, elsewhere, senders = 0, 0.25, False, None, None
+    recent, share, each_round, remote_selector, row_sender = 0, 0.25, False, None, None
 
     def method(self, row):
         anew = {"each_round": self.each_round, "follows_queries": self.each_round, "every": 0}
@@ -38,7 +38,7 @@ class Views:
     def is_refused(self, row):
         return False
 
-    def stands(self, row):
+    def is_usable_without_refresh(self, row):
         return False
 
     def has_queries(self, row):
@@ -55,16 +55,16 @@ class Views:
         self.headrooms.append(headroom)
         if row in self.full:
             return False
-        self.copies[row] = CompressedView(torch.arange(tokens // 4), tokens)
+        self.copies[row] = CompressedKV(torch.arange(tokens // 4), tokens)
         return True
 
-    def release_copy(self, row):
+    def release_compressed_kv(self, row):
         self.copies.pop(row, None)
 
     def write_tail(self, row, end):
         self.tails.append((row, end))
 
-    def tail_written(self, row, end):
+    def mark_tail_written(self, row, end):
         self.tails.append((row, end))
 
     def reach(self, row, tokens):
@@ -82,25 +82,25 @@ def request(missing=40, prompt=0, **more):
     return SimpleNamespace(sampling_params=params, output_ids=[], origin_input_ids=range(prompt + 1), finished=lambda: False, **state)
 
 
-def loop(views=None):
+def loop(compressed_kv=None):
     metrics = SimpleNamespace(
         count_drafts=lambda n: None, count_verify=lambda n: None, count_fallback=lambda r, n: None,
-        observe_pool=lambda views, turns: None,
+        observe_pool=lambda compressed_kv, full_kv: None,
     )
-    views = views or Views()
-    views.rows = ROWS
+    compressed_kv = compressed_kv or Views()
+    compressed_kv.rows = ROWS
     worker = SimpleNamespace(
-        views=views, lossy=False, strict=False, metrics=metrics, requests=SimpleNamespace(count_verify=RequestState.count_verify, typical=Acceptance()), ranks=Ranks(),
+        compressed_kv=compressed_kv, lossy=False, strict=False, metrics=metrics, requests=SimpleNamespace(count_verify=RequestState.count_verify, overall_acceptance=AcceptanceTracker()), ranks=TPRanks(),
         model_runner=SimpleNamespace(war_fastpath_read_done_event="earlier", decode_cuda_graph_runner=None),
         queries=SimpleNamespace(drop_rejected=lambda row, length: None),
     )
-    pace = Pace(FixedLength(4), torch.device("cpu"), KVMetrics("model"))
-    steps = Steps(worker)
-    return DecodeLoop(worker, pace, steps, Verifier(worker, steps, None, None), RoundPlanner(views, OnDevice(), 6, 6))
+    round_timer = RoundTimer(FixedDraftLength(4), torch.device("cpu"), KVMetrics("model"))
+    steps = StepRunner(worker)
+    return DecodeLoop(worker, round_timer, steps, Verifier(worker, steps, None, None), RoundPlanner(compressed_kv, ResidentFullKV(), 6, 6))
 
 
-def plan(asked, found, wanted, views=None, lossy=False):
-    planner = RoundPlanner(views or Views(), OnDevice(), 8, 8, lossy)
+def plan(asked, found, wanted, compressed_kv=None, lossy=False):
+    planner = RoundPlanner(compressed_kv or Views(), ResidentFullKV(), 8, 8, lossy)
     return planner.plan(asked, found, asked.seq_lens.tolist(), wanted)
 
 
@@ -119,61 +119,61 @@ def states(count, **fallback):
 
 
 def test_who_has_a_copy_drafts_on_it_and_who_has_none_answers_meanwhile():
-    views = Views(full=(2,))
-    planned = plan(batch([200, 300, 40]), states(3), 4, views)
-    assert (planned.drafts, planned.plain_steps, planned.width) == (4, 0, 5)
+    compressed_kv = Views(full=(2,))
+    planned = plan(batch([200, 300, 40]), states(3), 4, compressed_kv)
+    assert (planned.num_draft_steps, planned.num_plain_steps, planned.width) == (4, 0, 5)
     assert planned.rows == [1 + ROWS, 2, 3]
-    assert planned.viewed == [50, 300, 40]
+    assert planned.row_lens == [50, 300, 40]
     assert planned.fallbacks == [0, NO_FREE_SLOTS, SHORT_CONTEXT]
-    assert planned.answering == [1, 2] and planned.parts == [[0]]
-    assert views.tails == [(1, 200)]
+    assert planned.full_kv_reqs == [1, 2] and planned.verify_batches == [[0]]
+    assert compressed_kv.tails == [(1, 200)]
 
 
 @pytest.mark.parametrize(("wanted", "tokens"), [(4, 5), (20, 9)])
 def test_a_copy_leaves_the_slots_of_two_rounds_of_all_requests(wanted, tokens):
-    views = Views()
-    plan(batch([200, 300, 40]), states(3), wanted, views)
-    assert views.headrooms == [2 * tokens * 3] * 2
+    compressed_kv = Views()
+    plan(batch([200, 300, 40]), states(3), wanted, compressed_kv)
+    assert compressed_kv.headrooms == [2 * tokens * 3] * 2
 
 
 def test_who_lacks_queries_drafts_on_full_kv_though_nobody_has_a_copy():
     """Its verification leaves the queries; steps that are captured would not."""
     alone = plan(batch([200, 40]), states(2), 4, Views(lacking=(1,)))
-    assert (alone.drafts, alone.rows, alone.on_full_kv) == (4, [1, 2], True)
-    assert (alone.fallbacks, alone.parts, alone.answering) == ([NO_QUERIES, SHORT_CONTEXT], [[0]], [1])
+    assert (alone.num_draft_steps, alone.rows, alone.on_full_kv) == (4, [1, 2], True)
+    assert (alone.fallbacks, alone.verify_batches, alone.full_kv_reqs) == ([NO_QUERIES, SHORT_CONTEXT], [[0]], [1])
     beside = plan(batch([200, 300]), states(2), 4, Views(lacking=(1,)))
-    assert (beside.drafts, beside.rows, beside.fallbacks, beside.parts) == (4, [1, 2 + ROWS], [NO_QUERIES, 0], [[0, 1]])
-    assert plan(batch([200, 40]), states(2), 4, Views(full=(1,))).drafts == 0, "for slots nobody drafts"
-    planner = RoundPlanner(Views(lacking=(1,)), OnDevice(), 8, 8, may_get_queries=lambda row: False)
-    assert planner.plan(batch([200]), states(1), [200], 4).drafts == 0, "where no ring is left it would gain nothing"
+    assert (beside.num_draft_steps, beside.rows, beside.fallbacks, beside.verify_batches) == (4, [1, 2 + ROWS], [NO_QUERIES, 0], [[0, 1]])
+    assert plan(batch([200, 40]), states(2), 4, Views(full=(1,))).num_draft_steps == 0, "for slots nobody drafts"
+    planner = RoundPlanner(Views(lacking=(1,)), ResidentFullKV(), 8, 8, can_get_queries=lambda row: False)
+    assert planner.plan(batch([200]), states(1), [200], 4).num_draft_steps == 0, "where no ring is left it would gain nothing"
 
 
 def test_rounds_in_which_a_request_lacks_queries_tell_nothing_of_drafts():
     seen = []
     costs = SimpleNamespace(observe=lambda load, spent: seen.append(spent.drafts))
-    pace = Pace(FixedLength(4), torch.device("cpu"), KVMetrics("model"), costs=costs)
+    round_timer = RoundTimer(FixedDraftLength(4), torch.device("cpu"), KVMetrics("model"), costs=costs)
     for lacking in ((1,), (2,), ()):
         found = states(2)
-        planned = plan(batch([200, 200]), found, pace.begin([200, 200], found), Views(lacking=lacking))
-        pace.planned(planned)
-        pace.drafted()
-        pace.ended()
-    pace.interrupt()
-    pace.begin([200, 200], found)
+        planned = plan(batch([200, 200]), found, round_timer.start_round([200, 200], found), Views(lacking=lacking))
+        round_timer.on_planned(planned)
+        round_timer.on_drafted()
+        round_timer.on_launched()
+    round_timer.interrupt()
+    round_timer.start_round([200, 200], found)
     assert seen == [4], "all are on copies"
 
 
 def test_the_rows_that_drafts_read_lead_to_the_slots_of_the_drafts():
-    views = Views(full=(2,))
-    found, asked = loop(views), batch([200, 300])
-    planned = plan(asked, states(2), 4, views)
+    compressed_kv = Views(full=(2,))
+    found, asked = loop(compressed_kv), batch([200, 300])
+    planned = plan(asked, states(2), 4, compressed_kv)
     slots = found.steps.slots(asked, planned.width, asked.seq_lens)
-    table = views.token_table.clone()
+    table = compressed_kv.token_table.clone()
     assert torch.equal(slots, torch.stack([table[1, 200:205], table[2, 300:305]]).long())
     found.steps.extend_rows(asked, planned, slots)
-    assert views.token_table[1 + ROWS, 50:55].tolist() == slots[0].tolist()
-    assert torch.equal(views.token_table[2], table[2]), "a request without a copy reads its own row"
-    assert views.tails == [(1, 200), (1, 205)]
+    assert compressed_kv.token_table[1 + ROWS, 50:55].tolist() == slots[0].tolist()
+    assert torch.equal(compressed_kv.token_table[2], table[2]), "a request without a copy reads its own row"
+    assert compressed_kv.tails == [(1, 200), (1, 205)]
 
 
 @pytest.mark.parametrize(
@@ -183,70 +183,70 @@ def test_one_that_cannot_be_drafted_answers_while_the_others_draft(fallback, ste
     reason = FALLBACK_REASONS.index(fallback)
     found = states(2, r2=reason)
     planned = plan(batch([200, 300]), found, 4)
-    assert (planned.drafts, planned.rows, planned.viewed) == (steps, [1 + ROWS, 2], [50, 300])
-    assert (planned.fallbacks, planned.answering) == ([0, reason], [1])
-    assert planned.held == (steps == 1) and planned.parts == ([] if steps == 1 else [[0]])
-    found[0].gathered = 3
-    assert plan(batch([200, 300]), found, 4).parts == [[0]], "at x drafts"
+    assert (planned.num_draft_steps, planned.rows, planned.row_lens) == (steps, [1 + ROWS, 2], [50, 300])
+    assert (planned.fallbacks, planned.full_kv_reqs) == ([0, reason], [1])
+    assert planned.is_shortened == (steps == 1) and planned.verify_batches == ([] if steps == 1 else [[0]])
+    found[0].num_pending = 3
+    assert plan(batch([200, 300]), found, 4).verify_batches == [[0]], "at x drafts"
 
 
 @pytest.mark.parametrize("more", [{"custom_logit_processor": "p"}, {"return_hidden_states": True}], ids=["processor", "hidden states"])
 def test_what_hides_behind_another_reason_is_looked_at_all_the_same(more):
     found = states(2, r2=FALLBACK_REASONS.index("min-p"))
-    assert plan(batch([200, 300], [request(), request(**more)]), found, 4).steps == 1
+    assert plan(batch([200, 300], [request(), request(**more)]), found, 4).num_steps == 1
 
 
 def test_log_probabilities_of_answers_hold_nobody():
     planned = plan(batch([200, 40], [request(), request(return_logprob=True)]), states(2), 4)
-    assert (planned.drafts, planned.answering, planned.held) == (4, [1], False)
+    assert (planned.num_draft_steps, planned.full_kv_reqs, planned.is_shortened) == (4, [1], False)
 
 
 @pytest.mark.parametrize("kind", [{"grammar": object()}], ids=["grammar"])
 def test_what_is_looked_at_is_drafted_and_its_verification_looks(kind):
     reqs = [request(), request(**kind), request(**kind)]
     planned = plan(batch([200, 300, 40], reqs), states(3), 4)
-    assert (planned.drafts, planned.rows) == (4, [1 + ROWS, 2 + ROWS, 3]) and planned.parts == [[0, 1, 2]]
+    assert (planned.num_draft_steps, planned.rows) == (4, [1 + ROWS, 2 + ROWS, 3]) and planned.verify_batches == [[0, 1, 2]]
     assert planned.fallbacks == [0, 0, SHORT_CONTEXT], "its context is short: it drafts on full KV"
     alone = plan(batch([40], [request(**kind)]), states(1), 4)
-    assert (alone.drafts, alone.plain_steps) == (0, 1), "where nobody drafts on a copy, that would gain nothing"
+    assert (alone.num_draft_steps, alone.num_plain_steps) == (0, 1), "where nobody drafts on a copy, that would gain nothing"
 
 
 def test_where_steps_over_copies_round_otherwise_no_answer_comes_of_them():
-    planner, asked = RoundPlanner(Views(full=(2,)), OnDevice(), 8, 8, apart=True), batch([200, 300, 40, 300], [request(), request(), request(), request(1)])
+    planner, asked = RoundPlanner(Views(full=(2,)), ResidentFullKV(), 8, 8, separates_full_kv=True), batch([200, 300, 40, 300], [request(), request(), request(), request(1)])
     planned = planner.plan(asked, states(4), [200, 300, 40, 300], 4)
-    assert planned.rows[0] == 1 + ROWS and (planned.answering, planned.due) == ([], [0, 1, 2, 3]), "all are verified"
+    assert planned.rows[0] == 1 + ROWS and (planned.full_kv_reqs, planned.verify_reqs) == ([], [0, 1, 2, 3]), "all are verified"
     beside = planner.plan(asked, states(4, r2=FALLBACK_REASONS.index("hidden-states")), [200, 300, 40, 300], 4)
-    assert beside.on_full_kv and beside.answering == [0, 1, 2, 3], "who cannot be verified answers where nobody reads a copy"
+    assert beside.on_full_kv and beside.full_kv_reqs == [0, 1, 2, 3], "who cannot be verified answers where nobody reads a copy"
 
 
 def test_drafts_end_with_the_longest_output_and_lossy_drafts_none():
-    assert plan(batch([200, 300], [request(2), request(3)]), states(2), 4).drafts == 2
+    assert plan(batch([200, 300], [request(2), request(3)]), states(2), 4).num_draft_steps == 2
     last = plan(batch([200], [request(1)]), states(1), 4)
-    assert (last.drafts, last.plain_steps, last.rows, last.viewed) == (0, 1, [1], [200]), "a last token is one of full KV"
+    assert (last.num_draft_steps, last.num_plain_steps, last.rows, last.row_lens) == (0, 1, [1], [200]), "a last token is one of full KV"
     planned = plan(batch([200, 40]), states(2), 4, lossy=True)
-    assert (planned.drafts, planned.plain_steps, planned.parts) == (0, 4, [])
-    assert planned.rows == [1 + ROWS, 2] and planned.viewed == [50, 40] and planned.answering == [0, 1]
+    assert (planned.num_draft_steps, planned.num_plain_steps, planned.verify_batches) == (0, 4, [])
+    assert planned.rows == [1 + ROWS, 2] and planned.row_lens == [50, 40] and planned.full_kv_reqs == [0, 1]
 
 
 @pytest.mark.parametrize(("length", "steps"), [(120, 4), (125, 3), (127, 1), (128, 4), (200, 4)])
 def test_a_lossy_round_ends_where_a_copy_is_due_whoever_else_is_served(length, steps):
     """Or the first tokens after that place would be of full KV beside some, and of a copy beside others."""
-    assert plan(batch([length, 300]), states(2), 8, lossy=True).steps == steps
-    assert plan(batch([length, 300]), states(2), 8).steps == 8, "what is verified is the same in any round"
+    assert plan(batch([length, 300]), states(2), 8, lossy=True).num_steps == steps
+    assert plan(batch([length, 300]), states(2), 8).num_steps == 8, "what is verified is the same in any round"
     undrafted = states(2, r1=FALLBACK_REASONS.index("min-p"))
-    assert plan(batch([length, 300]), undrafted, 8, lossy=True).steps == 4, "it never gets a copy"
+    assert plan(batch([length, 300]), undrafted, 8, lossy=True).num_steps == 4, "it never gets a copy"
 
 
 @pytest.mark.parametrize("wanted", [0, 1, 2, 8])
 def test_what_draft_lengths_say_does_nothing_in_lossy(wanted):
-    assert plan(batch([200, 300]), states(2), wanted, lossy=True).steps == PLAIN_STEPS
+    assert plan(batch([200, 300]), states(2), wanted, lossy=True).num_steps == PLAIN_STEPS
 
 
 def test_a_lossy_round_ends_where_a_copy_is_renewed():
-    views = Views()
-    views.copies[1] = CompressedView(torch.arange(50), 200)
-    assert plan(batch([711]), states(1), 8, views, lossy=True).steps == 2
-    assert plan(batch([713]), states(1), 8, views, lossy=True).steps == 4 and views.copies[1].covered == 713
+    compressed_kv = Views()
+    compressed_kv.copies[1] = CompressedKV(torch.arange(50), 200)
+    assert plan(batch([711]), states(1), 8, compressed_kv, lossy=True).num_steps == 2
+    assert plan(batch([713]), states(1), 8, compressed_kv, lossy=True).num_steps == 4 and compressed_kv.copies[1].covered == 713
 
 
 @given(
@@ -257,36 +257,36 @@ def test_no_token_of_verified_decoding_comes_from_a_copy_alone(requests, wanted,
     found = states(len(requests))
     if fallback:
         found[0].fallback = FALLBACK_REASONS.index(fallback)
-    views = Views(full=[state.row for state, (_, _, full) in zip(found, requests) if full])
+    compressed_kv = Views(full=[state.row for state, (_, _, full) in zip(found, requests) if full])
     asked = batch([length for length, _, _ in requests], [request(missing) for _, missing, _ in requests])
-    planned = plan(asked, found, wanted, views)
-    assert not any(planned.on_copy(i) for i in planned.answering)
-    assert planned.drafts or planned.viewed == planned.lengths
-    assert planned.drafts <= wanted and planned.steps <= max(missing for _, missing, _ in requests)
-    assert not {*planned.due} & {*planned.answering}
+    planned = plan(asked, found, wanted, compressed_kv)
+    assert not any(planned.reads_compressed(i) for i in planned.full_kv_reqs)
+    assert planned.num_draft_steps or planned.row_lens == planned.lengths
+    assert planned.num_draft_steps <= wanted and planned.num_steps <= max(missing for _, missing, _ in requests)
+    assert not {*planned.verify_reqs} & {*planned.full_kv_reqs}
 
 
 def test_all_requests_get_their_first_copies_in_the_first_round_that_drafts():
-    views, count = Views(), 7
-    planned = plan(batch([200] * count), states(count), 0, views)
-    assert not views.copies and planned.fallbacks == [SLOWER] * count
-    planned = plan(batch([200] * count), states(count), 2, views)
-    assert planned.drafts == 2 and len(views.copies) == count and not any(planned.fallbacks)
+    compressed_kv, count = Views(), 7
+    planned = plan(batch([200] * count), states(count), 0, compressed_kv)
+    assert not compressed_kv.copies and planned.fallbacks == [SLOWER] * count
+    planned = plan(batch([200] * count), states(count), 2, compressed_kv)
+    assert planned.num_draft_steps == 2 and len(compressed_kv.copies) == count and not any(planned.fallbacks)
 
 
 def test_without_drafts_a_few_tokens_are_decoded_at_once_where_nothing_forbids_it():
     planned = plan(batch([200, 300]), states(2), 0)
-    assert (planned.drafts, planned.plain_steps, planned.width) == (0, PLAIN_STEPS, PLAIN_STEPS)
+    assert (planned.num_draft_steps, planned.num_plain_steps, planned.width) == (0, PLAIN_STEPS, PLAIN_STEPS)
     assert planned.rows == [1, 2] and set(planned.fallbacks) == {SLOWER}
     assert plan(batch([5, 200]), states(2), 0).fallbacks == [SHORT_CONTEXT, SLOWER], "of five tokens none would be drafted either"
-    assert plan(batch([200, 300], [request(1), request(2)]), states(2), 0).steps == 2
-    assert plan(batch([200], [request(grammar=object())]), states(1), 0).steps == 1
+    assert plan(batch([200, 300], [request(1), request(2)]), states(2), 0).num_steps == 2
+    assert plan(batch([200], [request(grammar=object())]), states(1), 0).num_steps == 1
 
 
-def a_round(steps, drafts=True, parts=((0,),), **more):
+def a_round(steps, drafts=True, verify_batches=((0,),), **more):
     """Of one request, which drafts or answers."""
-    given = {"fallbacks": [0 if drafts else SLOWER], "answering": [] if drafts else [0], "left": [40], **more}
-    return Round(states(1), steps, [100], [0], [1 + ROWS if drafts else 1], [100], parts=[list(p) for p in parts] if drafts else [], **given)
+    given = {"fallbacks": [0 if drafts else SLOWER], "full_kv_reqs": [] if drafts else [0], "remaining": [40], **more}
+    return RoundPlan(states(1), steps, [100], [0], [1 + ROWS if drafts else 1], [100], verify_batches=[list(p) for p in verify_batches] if drafts else [], **given)
 
 
 def run(round_, tokens, answers=(), order=None):
@@ -296,9 +296,9 @@ def run(round_, tokens, answers=(), order=None):
     found._plan = lambda batch, states: round_
     found.steps.slots = lambda *_: None
     found.steps.run = lambda *_: published.append("run") or [(nothing, sampled([token])) for token in tokens]
-    found.steps.verifying = lambda *_: SimpleNamespace(draw=lambda logits, positions: sampled(answers))
+    found.steps.verify_sampler = lambda *_: SimpleNamespace(draw=lambda logits, positions: sampled(answers))
     found.verifier._forward = lambda *_: (nothing, torch.zeros(len(answers)))
-    found.pace = SimpleNamespace(drafted=lambda: None, ended=lambda: None, running=None, report=None, interval=SelectionInterval((1,)))
+    found.round_timer = SimpleNamespace(on_drafted=lambda: None, on_launched=lambda: None, running=None, report=None, interval=SelectionInterval((1,)))
     found.worker.requests.of = lambda batch: round_.states
     result = found.decode(asked, lambda lengths: published.append(lengths.tolist()))
     return found, result, published
@@ -310,7 +310,7 @@ def outcome(drafted, answers, width=None):
 
 
 def sampled(tokens):
-    return Sampled(torch.as_tensor(tokens), None, [], [])
+    return SampledTokens(torch.as_tensor(tokens), None, [], [])
 
 
 def test_plain_steps_are_published_before_they_run():
@@ -323,9 +323,9 @@ def test_plain_steps_are_published_before_they_run():
 
 
 def test_drafts_that_gather_are_no_answers_and_the_next_round_goes_on_after_them():
-    found, result, order = run(a_round(2, parts=()), (5, 6))
+    found, result, order = run(a_round(2, verify_batches=()), (5, 6))
     assert order == [[100], "run"] and result.accept_lens.tolist() == [0]
-    assert result.next_draft_input.bonus_tokens.tolist() == [9] and result.round.states[0].gathered == 2
+    assert result.next_draft_input.bonus_tokens.tolist() == [9] and result.round.states[0].num_pending == 2
     assert found.gathered.tokens[1, :2].tolist() == [5, 6]
 
 
@@ -346,25 +346,25 @@ def test_accepted_is_what_one_by_one_decoding_gives(drafts, answers, spare):
 
 
 def test_queries_are_of_use_where_a_choice_is_near_or_made_in_each_round():
-    views, state = Views(), RequestState(rid="r", row=1, seed=0)
-    assert copy_is_near(views, state, 400), "there is none yet"
-    views.compress(1, 400, 0)
-    assert [copy_is_near(views, state, end) for end in (401, 879, 880)] == [False, False, True]
-    views.each_round = True
-    assert copy_is_near(views, state, 401)
+    compressed_kv, state = Views(), RequestState(rid="r", row=1, seed=0)
+    assert is_compression_near(compressed_kv, state, 400), "there is none yet"
+    compressed_kv.compress(1, 400, 0)
+    assert [is_compression_near(compressed_kv, state, end) for end in (401, 879, 880)] == [False, False, True]
+    compressed_kv.each_round = True
+    assert is_compression_near(compressed_kv, state, 401)
 
 
 def test_steps_leave_queries_of_answers_and_of_drafts_by_which_the_next_step_is_chosen():
-    views, every = Views(), {1: 0, 2: 1, 3: 1}
+    compressed_kv, every = Views(), {1: 0, 2: 1, 3: 1}
     anew = {"each_round": True, "follows_queries": True, "window": 1}
-    views.method = lambda row: SimpleNamespace(compressor=SimpleNamespace(every=every[row], **anew), unit=1, shortest=MIN_CONTEXT, recent=0)
+    compressed_kv.method = lambda row: SimpleNamespace(compressor=SimpleNamespace(every=every[row], **anew), unit=1, shortest=MIN_CONTEXT, recent=0)
     found = [RequestState(rid=f"r{row}", row=row, seed=0) for row in (1, 2, 3)]
     for state in found[:2]:
-        views.compress(state.row, 400, 0)
-    round_ = Round(found, 3, [400] * 3, [0, 2, 0], [9, 10, 3], [100, 102, 400], [0, 0, 1], answering=[2], left=[50] * 3)
-    steps = Steps(SimpleNamespace(views=views, model_runner=None))
-    choosing = steps._choosing(round_)
-    assert choosing == [1] and steps._to_record(round_, 1, choosing) == (Recorded(2, 1, 2, 403), Recorded(3, 2, 3, 401))
+        compressed_kv.compress(state.row, 400, 0)
+    round_ = RoundPlan(found, 3, [400] * 3, [0, 2, 0], [9, 10, 3], [100, 102, 400], [0, 0, 1], full_kv_reqs=[2], remaining=[50] * 3)
+    steps = StepRunner(SimpleNamespace(compressed_kv=compressed_kv, model_runner=None))
+    choosing = steps._selecting_reqs(round_)
+    assert choosing == [1] and steps._recorded_queries(round_, 1, choosing) == (RecordedRows(2, 1, 2, 403), RecordedRows(3, 2, 3, 401))
 
 
 def without_copies():
@@ -376,35 +376,35 @@ def without_copies():
 def test_a_captured_verification_is_aimed_before_it_is_replayed():
     seen = []
     graph = SimpleNamespace(width=5, verify=lambda batch, inputs: seen.append("replay") or LogitsProcessorOutput(None))
-    worker = SimpleNamespace(queries=SimpleNamespace(aim=seen.append), views=without_copies())
+    worker = SimpleNamespace(queries=SimpleNamespace(set_targets=seen.append), compressed_kv=without_copies())
     draw = SimpleNamespace(draw=lambda logits, positions: sampled([1, 2, 3, 4, 5, 1, 2, 7, 0, 0]))
-    steps = SimpleNamespace(slots=lambda *_: torch.zeros(2, 5), verifying=lambda *_: draw, walks=lambda *_: {})
+    steps = SimpleNamespace(slots=lambda *_: torch.zeros(2, 5), verify_sampler=lambda *_: draw, walks=lambda *_: {})
     verifier = Verifier(worker, steps, SimpleNamespace(fit=lambda count, width: graph), None)
     planned = plan(asked := batch([200, 300]), states(2), 3)
     part = verifier.verify(asked, planned, [0, 1], torch.tensor([[1, 2, 3], [1, 2, 3]]), None, RoundPenalties())
-    assert seen == [(Recorded(1, 0, 5, 200), Recorded(2, 5, 10, 300)), "replay"]
-    assert part.answers.accepted.tolist() == [4, 3] and part.answers.width == 5, "the graph is wider than the drafts"
+    assert seen == [(RecordedRows(1, 0, 5, 200), RecordedRows(2, 5, 10, 300)), "replay"]
+    assert part.output_tokens.accepted.tolist() == [4, 3] and part.output_tokens.width == 5, "the graph is wider than the drafts"
 
 
 def test_the_last_token_does_not_hide_why_full_kv_gave_those_before():
     found = states(2)
     found[0].fallback = SHORT_CONTEXT
     planned = plan(batch([40, 200], [request(1), request(1)]), found, 4)
-    assert planned.fallbacks == [SHORT_CONTEXT, 0] and planned.answering == [0, 1]
+    assert planned.fallbacks == [SHORT_CONTEXT, 0] and planned.full_kv_reqs == [0, 1]
 
 
 def test_an_answer_gets_no_more_tokens_than_it_lacks():
     asked = batch([200, 300, 40, 40], [request(2), request(9), request(2), request(0)])
     planned = plan(asked, states(4), 4)
-    assert planned.steps == 4 and planned.left == [2, 9, 2, 0]
-    assert planned.due == [0, 1] and [planned.answers(i) for i in planned.answering] == [2, 0]
-    worker = SimpleNamespace(queries=SimpleNamespace(aim=lambda recorded: None), views=without_copies())
+    assert planned.num_steps == 4 and planned.remaining == [2, 9, 2, 0]
+    assert planned.verify_reqs == [0, 1] and [planned.num_output_tokens(i) for i in planned.full_kv_reqs] == [2, 0]
+    worker = SimpleNamespace(queries=SimpleNamespace(set_targets=lambda recorded: None), compressed_kv=without_copies())
     graph = SimpleNamespace(width=5, verify=lambda batch, inputs: LogitsProcessorOutput(next_token_logits=None))
     draw = SimpleNamespace(draw=lambda logits, positions: sampled([1, 2, 3, 4, 5] * 2))
-    steps = SimpleNamespace(slots=lambda *_: torch.zeros(2, 5), verifying=lambda *_: draw, walks=lambda *_: {})
+    steps = SimpleNamespace(slots=lambda *_: torch.zeros(2, 5), verify_sampler=lambda *_: draw, walks=lambda *_: {})
     verifier = Verifier(worker, steps, SimpleNamespace(fit=lambda count, width: graph), None)
     part = verifier.verify(batch([200, 300]), planned, [0, 1], torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4]]), None, RoundPenalties())
-    assert part.answers.accepted.tolist() == [2, 5]
+    assert part.output_tokens.accepted.tolist() == [2, 5]
 
 
 def test_a_draft_after_the_end_of_an_output_counts_neither_as_right_nor_as_wrong():
@@ -431,7 +431,7 @@ def test_counts_leave_out_requests_that_ended_before():
     assert (state.verifies, state.offered, state.accepted) == (1, 2, 2)
 
 
-class Anchors(OnDevice):
+class Anchors(ResidentFullKV):
     """Rows whose residual is on its way, and those of them where it came."""
 
     def __init__(self, early, here=()):
@@ -440,64 +440,64 @@ class Anchors(OnDevice):
     def is_early(self, row):
         return row in self.early
 
-    def is_here(self, row):
+    def has_arrived(self, row):
         return row in self.here
 
-    def settle(self, row):
+    def end_early_decoding(self, row):
         self.early.discard(row)
 
 
-def plan_early(asked, found, wanted, turns, longest=8):
-    return RoundPlanner(Views(), turns, longest, 8).plan(asked, found, asked.seq_lens.tolist(), wanted)
+def plan_early(asked, found, wanted, full_kv, longest=8):
+    return RoundPlanner(Views(), full_kv, longest, 8).plan(asked, found, asked.seq_lens.tolist(), wanted)
 
 
 def test_who_has_an_anchor_alone_drafts_on_its_own_row_and_waits():
     found = states(2)
-    found[0].gathered = 3
+    found[0].num_pending = 3
     planned = plan_early(batch([200, 300]), found, 4, Anchors({1}))
-    assert planned.rows == [1, 2 + ROWS] and planned.viewed[0] == 203 and planned.gathered == [3, 0]
-    assert planned.early == [0] and planned.answering == [] and planned.due == [1]
-    assert planned.steps == 4 and planned.is_draft(0) and not planned.on_copy(0)
+    assert planned.rows == [1, 2 + ROWS] and planned.row_lens[0] == 203 and planned.num_pending == [3, 0]
+    assert planned.early_reqs == [0] and planned.full_kv_reqs == [] and planned.verify_reqs == [1]
+    assert planned.num_steps == 4 and planned.can_be_rejected(0) and not planned.reads_compressed(0)
 
 
 def test_a_request_that_decodes_early_leaves_the_others_their_draft_length_and_is_verified_in_their_round():
-    found, turns = states(3), Anchors({1}, here={1})
-    found[0].gathered = 3
-    planned = plan_early(batch([200, 300, 400]), found, 4, turns)
-    assert planned.steps == 4 and planned.due == [0, 1, 2] and planned.offered(0) == 7 and planned.offered(1) == 4
+    found, full_kv = states(3), Anchors({1}, here={1})
+    found[0].num_pending = 3
+    planned = plan_early(batch([200, 300, 400]), found, 4, full_kv)
+    assert planned.num_steps == 4 and planned.verify_reqs == [0, 1, 2] and planned.num_draft_tokens(0) == 7 and planned.num_draft_tokens(1) == 4
     alone = plan_early(batch([200, 300]), states(2), 4, Anchors({1, 2}))
-    assert alone.steps == SHORT_ROUND and alone.early == [0, 1]
+    assert alone.num_steps == SHORT_ROUND and alone.early_reqs == [0, 1]
 
 
 def test_drafts_on_an_anchor_are_verified_in_the_round_after_the_rest_came():
-    found, turns = states(1), Anchors({1}, here={1})
-    found[0].gathered = 3
-    planned = plan_early(batch([200]), found, 4, turns)
-    assert planned.due == [0] and planned.offered(0) == 3 + SHORT_ROUND and planned.early == [0]
-    assert not turns.is_early(1)
+    found, full_kv = states(1), Anchors({1}, here={1})
+    found[0].num_pending = 3
+    planned = plan_early(batch([200]), found, 4, full_kv)
+    assert planned.verify_reqs == [0] and planned.num_draft_tokens(0) == 3 + SHORT_ROUND and planned.early_reqs == [0]
+    assert not full_kv.is_early(1)
     # Now it is like any other: it gets a copy.
-    found[0].gathered = 0
-    assert plan_early(batch([205]), found, 4, turns).rows == [1 + ROWS]
+    found[0].num_pending = 0
+    assert plan_early(batch([205]), found, 4, full_kv).rows == [1 + ROWS]
 
 
 def test_where_the_rest_came_before_the_first_round_there_is_no_draft_on_an_anchor():
-    turns = Anchors({1}, here={1})
-    planned = plan_early(batch([200]), states(1), 4, turns)
-    assert planned.early == [] and planned.rows == [1 + ROWS] and not turns.is_early(1)
+    full_kv = Anchors({1}, here={1})
+    planned = plan_early(batch([200]), states(1), 4, full_kv)
+    assert planned.early_reqs == [] and planned.rows == [1 + ROWS] and not full_kv.is_early(1)
 
 
 def test_at_the_limit_of_pending_drafts_one_step_is_run_until_the_residual_arrives():
     found = states(1)
-    found[0].gathered = 8
+    found[0].num_pending = 8
     planned = plan_early(batch([200]), found, 4, Anchors({1}))
-    assert planned.gathered == [7] and planned.steps == 1 and planned.due == []
+    assert planned.num_pending == [7] and planned.num_steps == 1 and planned.verify_reqs == []
     # Others go on at their own length, and the newest drafts are drafted again beside them.
     found = states(2)
-    found[0].gathered = 8
+    found[0].num_pending = 8
     planned = plan_early(batch([200, 300]), found, 4, Anchors({1}))
-    assert planned.gathered == [4, 0] and planned.steps == 4 and planned.due == [1]
+    assert planned.num_pending == [4, 0] and planned.num_steps == 4 and planned.verify_reqs == [1]
 
 
 def test_others_answer_on_full_kv_where_drafts_do_not_pay_and_one_has_an_anchor_alone():
     planned = plan_early(batch([200, 300]), states(2), 0, Anchors({2}))
-    assert planned.answering == [0] and planned.early == [1] and planned.due == [] and planned.steps > SHORT_ROUND
+    assert planned.full_kv_reqs == [0] and planned.early_reqs == [1] and planned.verify_reqs == [] and planned.num_steps > SHORT_ROUND

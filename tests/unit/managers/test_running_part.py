@@ -7,9 +7,9 @@ import torch
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_ext.layers.forward import BetweenSteps
-from sglang_ext.managers.spec_decode.loop import decode_running
-from sglang_ext.managers.spec_decode.result import RoundResult
+from sglang_ext.layers.forward import KVDraftInput
+from sglang_ext.managers.spec_decode.decode_loop import decode_unfinished
+from sglang_ext.managers.spec_decode.round_result import RoundResult
 
 VOCABULARY = 5
 
@@ -33,7 +33,7 @@ def batch_of(*finished):
     lengths = torch.arange(10, 10 + count)
     return SimpleNamespace(
         reqs=reqs, seq_lens=lengths, seq_lens_cpu=lengths, req_pool_indices=torch.arange(1, count + 1),
-        spec_info=BetweenSteps(torch.arange(20, 20 + count)), sampling_info=info, return_logprob=True,
+        spec_info=KVDraftInput(torch.arange(20, 20 + count)), sampling_info=info, return_logprob=True,
         top_logprobs_nums=list(range(count)), token_ids_logprobs=[None] * count, return_hidden_states=False,
     )  # fmt: skip
 
@@ -45,8 +45,8 @@ def round_of(seen):
         seen.append(batch)
         if on_publish is not None:
             on_publish(batch.seq_lens + 1)
-        result = RoundResult.of_nobody(batch.seq_lens)
-        result.next_draft_input = BetweenSteps(batch.spec_info.bonus_tokens + 100)
+        result = RoundResult.empty(batch.seq_lens)
+        result.next_draft_input = KVDraftInput(batch.spec_info.bonus_tokens + 100)
         return result
 
     return decode
@@ -54,13 +54,13 @@ def round_of(seen):
 
 def test_where_all_run_the_batch_is_decoded_as_it_is():
     batch, seen = batch_of(False, False), []
-    result = decode_running(round_of(seen), batch, None)
+    result = decode_unfinished(round_of(seen), batch, None)
     assert seen == [batch] and result.requests is None
 
 
 def test_who_finished_is_left_out_and_the_others_keep_their_places():
     batch, seen, published = batch_of(True, False, True, False), [], []
-    result = decode_running(round_of(seen), batch, published.append)
+    result = decode_unfinished(round_of(seen), batch, published.append)
     (part,) = seen
     assert [req.name for req in part.reqs] == [1, 3] == result.requests
     assert part.seq_lens.tolist() == part.seq_lens_cpu.tolist() == [11, 13] and part.req_pool_indices.tolist() == [2, 4]
@@ -74,7 +74,7 @@ def test_who_finished_is_left_out_and_the_others_keep_their_places():
 @pytest.mark.parametrize("published", [[], None], ids=["overlapped", "plain"])
 def test_where_nobody_runs_nothing_is_decoded(published):
     batch = batch_of(True, True)
-    result = decode_running(lambda *_: 1 / 0, batch, None if published is None else published.append)
+    result = decode_unfinished(lambda *_: 1 / 0, batch, None if published is None else published.append)
     assert result.requests == [] and len(result.accept_lens) == 0
     assert result.next_draft_input.bonus_tokens.tolist() == [0, 0]
     assert published is None or [lengths.tolist() for lengths in published] == [[10, 11]]

@@ -10,7 +10,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_ext.managers.spec_decode import sampling
-from sglang_ext.managers.spec_decode.sampling import Row, Sampling, SamplingCache, own_noise, select_rows
+from sglang_ext.managers.spec_decode.sampling import LogitRow, RowSampler, SamplerCache, own_noise, select_rows
 from sglang_ext.platforms.torch_kernels import murmur_hash32
 
 DISALLOWED = {"token_ids": [3]}
@@ -47,7 +47,7 @@ PARAMS = (SamplingParams(temperature=0.5, top_p=0.9, top_k=40), SamplingParams(t
 
 
 def test_each_row_has_the_parameters_and_the_noise_of_its_request():
-    info = select_rows(batch(PARAMS), [Row(0, 11), Row(0, 11)], "cpu")
+    info = select_rows(batch(PARAMS), [LogitRow(0, 11), LogitRow(0, 11)], "cpu")
     assert info.temperatures.tolist() == [[0.5], [0.5]]
     assert info.sampling_seed.tolist() == [11, 11]
     assert torch.equal(info.logit_bias, torch.arange(8.0).repeat(2, 1))
@@ -55,9 +55,9 @@ def test_each_row_has_the_parameters_and_the_noise_of_its_request():
 
 
 def test_a_logit_processor_comes_along_with_its_own_request_only():
-    drafting = select_rows(batch(PARAMS), [Row(0, 11), Row(0, 11)], "cpu")
+    drafting = select_rows(batch(PARAMS), [LogitRow(0, 11), LogitRow(0, 11)], "cpu")
     assert not drafting.has_custom_logit_processor and drafting.custom_logit_processor is None
-    own = select_rows(batch(PARAMS), [Row(1, None)], "cpu")
+    own = select_rows(batch(PARAMS), [LogitRow(1, None)], "cpu")
     (processor, mask), = own.custom_logit_processor.values()
     assert own.has_custom_logit_processor and mask.tolist() == [True]
     assert processor(torch.zeros(1, 8), own.custom_params)[0, 3] == float("-inf")
@@ -65,12 +65,12 @@ def test_a_logit_processor_comes_along_with_its_own_request_only():
 
 def kept(asked, cache, states, width=2, requests=(0, 1)):
     asked.seq_lens = torch.tensor([5, 6])
-    return cache.get(asked, states, requests, width, False, lambda: [Row(i, 11) for i in requests for _ in range(width)])
+    return cache.get(asked, states, requests, width, False, lambda: [LogitRow(i, 11) for i in requests for _ in range(width)])
 
 
 def test_a_sampling_is_used_again_while_the_same_requests_run():
     params, states = (SamplingParams(temperature=0), SamplingParams(temperature=1.0)), [object(), object()]
-    asked, cache = batch(params, **PLAIN), SamplingCache(model_runner=None)
+    asked, cache = batch(params, **PLAIN), SamplerCache(model_runner=None)
     first = kept(asked, cache, states)
     assert kept(asked, cache, states) is first
     assert kept(asked, cache, states, width=1) is not first and kept(asked, cache, states) is first
@@ -81,7 +81,7 @@ def test_a_sampling_is_used_again_while_the_same_requests_run():
 
 
 def test_what_depends_on_the_output_is_made_anew():
-    asked, cache, states = batch(PARAMS), SamplingCache(model_runner=None), [object(), object()]
+    asked, cache, states = batch(PARAMS), SamplerCache(model_runner=None), [object(), object()]
     assert kept(asked, cache, states) is not kept(asked, cache, states)
     grammatical = batch((SamplingParams(temperature=0), SamplingParams(temperature=0)), **PLAIN)
     assert kept(grammatical, cache, states) is kept(grammatical, cache, states)
@@ -93,7 +93,7 @@ def test_what_sglang_counted_is_left_out_and_a_sampling_kept_all_the_same():
     penalized = batch((SamplingParams(temperature=0), SamplingParams(temperature=0)), **PLAIN)
     penalized.sampling_info.acc_additive_penalties = torch.ones(2, 8)
     penalized.sampling_info.acc_scaling_penalties = torch.ones(2, 8)
-    cache, states = SamplingCache(model_runner=None), [object(), object()]
+    cache, states = SamplerCache(model_runner=None), [object(), object()]
     made = kept(penalized, cache, states)
     info = made.groups[0].batch.sampling_info
     assert info.acc_additive_penalties is None and info.acc_scaling_penalties is None
@@ -102,7 +102,7 @@ def test_what_sglang_counted_is_left_out_and_a_sampling_kept_all_the_same():
 
 def test_so_many_samplings_are_kept_and_no_more():
     asked, states = batch((SamplingParams(temperature=0),) * 2, **PLAIN), [object(), object()]
-    cache = SamplingCache(model_runner=None, most=3)
+    cache = SamplerCache(model_runner=None, most=3)
     for width in range(1, 20):
         kept(asked, cache, states, width=width)
         assert len(cache._kept) <= 3
@@ -111,7 +111,7 @@ def test_so_many_samplings_are_kept_and_no_more():
 def test_nothing_as_large_as_logits_is_kept():
     """A bias has a number for each token of the vocabulary: kept for each row of 64 samplings it would be gigabytes, charged to nobody."""
     plain = {**PLAIN, "logit_bias": torch.arange(16.0).view(2, 8)}
-    asked, cache, states = batch((SamplingParams(temperature=0),) * 2, **plain), SamplingCache(model_runner=None), [object(), object()]
+    asked, cache, states = batch((SamplingParams(temperature=0),) * 2, **plain), SamplerCache(model_runner=None), [object(), object()]
     made = kept(asked, cache, states)
     assert made.groups[0].batch.sampling_info.logit_bias.shape == (4, 8)
     assert kept(asked, cache, states) is not made and not cache._kept
@@ -120,7 +120,7 @@ def test_nothing_as_large_as_logits_is_kept():
 def test_rows_of_one_route_with_and_without_shared_noise_are_drawn_apart():
     asked = batch((SamplingParams(temperature=1.0), SamplingParams(temperature=1.0)))
     asked.seq_lens = torch.tensor([5, 6])
-    made = Sampling.of(None, asked, [Row(0, None), Row(1, 11), Row(0, None)], False)
+    made = RowSampler.from_rows(None, asked, [LogitRow(0, None), LogitRow(1, 11), LogitRow(0, None)], False)
     assert [group.rows for group in made.groups] == [[0, 2], [1]]
 
 

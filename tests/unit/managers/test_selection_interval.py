@@ -6,21 +6,21 @@ import statistics
 import pytest
 
 from sglang_ext.managers.spec_decode.draft_length import expected_tokens
-from sglang_ext.managers.spec_decode.round_costs import Load, RoundCosts, Spent
+from sglang_ext.managers.spec_decode.cost_model import BatchLoad, RoundCosts, RoundTimes
 from sglang_ext.managers.spec_decode.selection_interval import SelectionInterval
 
-INTERVALS, DRAFTS, LOAD = (16, 8, 4, 2, 1), 15, Load.of([8000] * 4)
+INTERVALS, DRAFTS, LOAD = (16, 8, 4, 2, 1), 15, BatchLoad.of([8000] * 4)
 
 
 def run(chooser, selection, acceptance, rounds=400):
     """Rounds on a machine whose draft step takes 1 s, and so much more for each selection; the choices, by round."""
     costs, found, noise = RoundCosts(widths=(16,)), [], random.Random(0)
-    costs.observe(LOAD, Spent(0, 4, 0.0, 0.0, 8.0))
+    costs.observe(LOAD, RoundTimes(0, 4, 0.0, 0.0, 8.0))
     for _ in range(rounds):
         every = chooser.choose(costs, LOAD, DRAFTS)
         found.append(every)
         drafting = DRAFTS * (1 + selection / every)
-        costs.observe(LOAD._replace(every=every), Spent(DRAFTS, 0, 0.0, drafting, drafting + 2))
+        costs.observe(LOAD._replace(every=every), RoundTimes(DRAFTS, 0, 0.0, drafting, drafting + 2))
         for _ in range(LOAD.requests):
             accepted = next((each for each in range(DRAFTS) if noise.random() >= acceptance[every]), DRAFTS)
             chooser.observe(every, DRAFTS, accepted)

@@ -7,12 +7,12 @@ import torch
 
 from sglang_ext.config import request_params
 from sglang_ext.hooks import frontend
-from sglang_ext.managers.simulation import Simulation
-from sglang_ext.managers.spec_decode.steps import Verifier
+from sglang_ext.managers.simulated_acceptance import SimulatedAcceptance
+from sglang_ext.managers.spec_decode.draft import Verifier
 
 
 def simulation(probability):
-    return Simulation.of(probability, torch.device("cpu"))
+    return SimulatedAcceptance.of(probability, torch.device("cpu"))
 
 
 def test_without_the_flag_verification_decides():
@@ -87,5 +87,5 @@ def test_what_was_not_offered_or_a_grammar_refuses_is_not_forced():
     verifier = Verifier(None, None, None, simulation(1.0))
     batch = SimpleNamespace(reqs=[SimpleNamespace(sampling_params=SimpleNamespace(custom_params=None))] * 3)
     answers, drafts = torch.full((3, 5), 3), torch.full((3, 4), 7)
-    assert verifier._agreed(batch, answers, drafts, [4, 2, 0]).tolist() == [4, 2, 0]
+    assert verifier._accepted_counts(batch, answers, drafts, [4, 2, 0]).tolist() == [4, 2, 0]
     assert answers.tolist() == [[7, 7, 7, 7, 3], [7, 7, 3, 3, 3], [3, 3, 3, 3, 3]]

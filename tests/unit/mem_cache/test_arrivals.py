@@ -9,10 +9,10 @@ import torch
 from tiered_helpers import World, kv_of
 
 from sglang_ext.device import Mark
-from sglang_ext.mem_cache.host_tier.transfers import Arrivals, Launched, Transfer, TransferError
+from sglang_ext.mem_cache.host_tier.transfers import TransferTracker, LaunchedTransfer, Transfer, TransferError
 from sglang_ext.mem_cache.prefix_cache.nodes import path
-from sglang_ext.mem_cache.prefix_cache.reloads import Faults
-from sglang_ext.ranks import Ranks
+from sglang_ext.mem_cache.prefix_cache.reloads import FaultInjector
+from sglang_ext.tp_ranks import TPRanks
 
 A = list(range(1, 13))
 
@@ -41,7 +41,7 @@ def on_ranks(count, work):
     """What ``work(ranks)`` gives on each of ``count`` ranks that run side by side."""
     meeting = Meeting(count)
     with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(lambda rank: work(Ranks.of(meeting.group(rank))), range(count)))
+        return list(pool.map(lambda rank: work(TPRanks.from_group(meeting.group(rank))), range(count)))
 
 
 def transfer(seconds=None, wrong=(), size=8):
@@ -49,13 +49,13 @@ def transfer(seconds=None, wrong=(), size=8):
     launched = Future()
     if seconds is not None:
         found = torch.tensor([page in wrong for page in range(10, 14)])
-        launched.set_result(Launched(Mark(seconds=1.0), Mark(seconds=1.0 + seconds), found, size))
+        launched.set_result(LaunchedTransfer(Mark(seconds=1.0), Mark(seconds=1.0 + seconds), found, size))
     return Transfer(8, torch.arange(10, 14), launched)
 
 
 def test_done_is_what_all_ranks_said_and_the_worst_of_it_counts():
     def work(ranks):
-        arrivals, first = Arrivals(ranks), ranks.first
+        arrivals, first = TransferTracker(ranks), ranks.first
         both, one, none = transfer(2.0, {11}, 7) if first else transfer(3.0, {13}, 5), transfer(1.0 if first else None), transfer()
         before = arrivals.done(both)
         arrivals.update([both, one, none, both])
@@ -68,7 +68,7 @@ def test_done_is_what_all_ranks_said_and_the_worst_of_it_counts():
 
 
 def test_one_rank_alone_looks_for_itself():
-    arrivals, load = Arrivals(), transfer(1.0, {12})
+    arrivals, load = TransferTracker(), transfer(1.0, {12})
     assert arrivals.done(load) and arrivals.outcome(load) == (1.0, [12], 8)
     with pytest.raises(TransferError, match="8 bytes is still under way"):
         arrivals.outcome(transfer())
@@ -83,7 +83,7 @@ def slowed(world, seconds):
 def test_trees_of_slow_and_fast_ranks_stay_alike_whatever_each_loses():
     def work(ranks):
         world, seen = World(), []
-        world.cache.use_host(world.tier, ranks, Faults(3, loads=ranks.rank))
+        world.cache.use_host(world.tier, ranks, FaultInjector(3, loads=ranks.rank))
         slowed(world, 0.02 * ranks.rank)
         for turn in range(6):
             tokens = [*A, 20 + turn, 40 + turn]
@@ -94,7 +94,7 @@ def test_trees_of_slow_and_fast_ranks_stay_alike_whatever_each_loses():
                 world.cache.host.back_up(node)
             freed = []
             while sum(freed) < leaf.end:
-                world.cache.reloads.settle(node.store for node in path(leaf) if node.store is not None)
+                world.cache.reloads.collect_loads(node.store for node in path(leaf) if node.store is not None)
                 freed.append(sum(world.cache.host.drop_device(node) for node in path(leaf)))
             indices, last = world.bring(world.match(tokens))
             assert torch.equal(world.kv[indices, 0, 0], kv_of(tokens)[: last.end])

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
-from sglang_ext.mem_cache.compressed.formats.kv_format import Unpacked
+from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
+from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors import LayerKV, best, kept_count
 from sglang_ext.mem_cache.compressors.catalogue import create, dropping
@@ -157,17 +157,17 @@ def test_quest_scores_pages_of_16_by_the_bounds_of_their_keys_by_a_loop_over_cha
 
 @given(st.integers(2, 300), st.integers(1, 4096), st.sampled_from([1, 16]), st.floats(0.1, 1.0))
 def test_a_method_that_keeps_so_many_tokens_keeps_no_more_and_leaves_shorter_contexts_whole(most, tokens, page, share):
-    method = CopyMethod(Spade(most=most), share, Unpacked(page))
+    method = CompressionMethod(Spade(most=most), share, PlainSlots(page))
     assert method.kept(tokens) == min(kept_count(tokens, share, page), -(-most // page) * page)
     assert method.covered(most) == 0 and method.least > most
-    assert CopyMethod(Spade(), share, Unpacked(page)).kept(tokens) == kept_count(tokens, share, page)
+    assert CompressionMethod(Spade(), share, PlainSlots(page)).kept(tokens) == kept_count(tokens, share, page)
 
 
 @pytest.mark.parametrize(("recent", "most", "asked", "shortest"), [
     (0, 0, 128, 128), (100, 0, 128, 228), (100, 0, 200, 228), (100, 0, 4096, 4096), (0, 2048, 128, 2049), (0, 2048, 4096, 4096)])  # fmt: skip
 def test_a_copy_begins_where_it_is_asked_for_and_leaves_tokens_out(recent, most, asked, shortest):
     placement = SimpleNamespace(recent=recent, sinks=0, unit=1, share=1.0)
-    assert CopyMethod(Spade(most=most), 0.5, placement, sparse_from=asked).shortest == shortest
+    assert CompressionMethod(Spade(most=most), 0.5, placement, sparse_from=asked).shortest == shortest
 
 
 @given(tokens=st.integers(1, 2000), share=st.floats(0.01, 1.0), page=st.sampled_from([1, 16, 64]))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sglang_ext.device import Mark
-from sglang_ext.mem_cache.host_tier.transfers import Deferral, Launched, Transfer
+from sglang_ext.mem_cache.host_tier.transfers import DeferredLaunches, LaunchedTransfer, Transfer
 
 CPU = torch.device("cpu")
 
@@ -18,13 +18,13 @@ class Launches:
     def __call__(self, name):
         def launch():
             self.ran.append(name)
-            return Launched(Mark.now(CPU), Mark.now(CPU), wrong=None)
+            return LaunchedTransfer(Mark.now(CPU), Mark.now(CPU), wrong=None)
 
         return launch
 
 
 def test_launches_run_at_once_outside_the_context_and_at_its_end_inside():
-    deferral, launches = Deferral(), Launches()
+    deferral, launches = DeferredLaunches(), Launches()
     deferral.begin(launches("now"))
     assert launches.ran == ["now"]
     with deferral.until_end():
@@ -38,7 +38,7 @@ def test_launches_run_at_once_outside_the_context_and_at_its_end_inside():
 
 @pytest.mark.parametrize("need", [Transfer.wait, Transfer.synchronize])
 def test_who_waits_for_a_transfer_inside_the_context_has_it_launched_after_those_before_it(need):
-    deferral, launches = Deferral(), Launches()
+    deferral, launches = DeferredLaunches(), Launches()
     with deferral.until_end():
         transfers = [Transfer(1, torch.tensor([0]), deferral.begin(launches(name))) for name in "abc"]
         assert not transfers[1].done
@@ -48,7 +48,7 @@ def test_who_waits_for_a_transfer_inside_the_context_has_it_launched_after_those
 
 
 def test_an_error_inside_the_context_does_not_keep_what_was_asked_for():
-    deferral, launches = Deferral(), Launches()
+    deferral, launches = DeferredLaunches(), Launches()
     with pytest.raises(KeyError), deferral.until_end():
         deferral.begin(launches("asked"))
         raise KeyError

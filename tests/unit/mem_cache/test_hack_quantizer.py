@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.core import OptionError
-from sglang_ext.mem_cache.compressed.formats.packed_layout import Layout
-from sglang_ext.mem_cache.compressed.formats.packing import Packing
-from sglang_ext.mem_cache.compressed.formats.rounding import PAGE, lane, noise, token_seeds
+from sglang_ext.mem_cache.compressed.layouts.block_layout import BlockLayout
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
+from sglang_ext.mem_cache.compressed.layouts.rounding import PAGE, lane, noise, token_seeds
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.mem_cache.compressors.contracts.quantizer import grouped, stored_below, whole
@@ -44,7 +44,7 @@ def pool(tokens=400, heads=2, first_head=0, layers=(0, 1)):
 
 def packed(buffers, prompt, tokens=128, first=4):
     """Blocks of ``tokens`` tokens from ``first`` on: of each layer, keys and values."""
-    packing = Packing.of(Hack(4), buffers, 1)
+    packing = Packing.for_pool(Hack(4), buffers, 1)
     kept = torch.arange(first, first + tokens).expand(len(buffers.keys), buffers.keys[0].shape[1], -1)
     slots = torch.arange(300, 300 + packing.held_slots(tokens))
     packing.write(buffers, kept, torch.arange(first + tokens), slots, token_seeds(prompt, first + tokens, CPU))
@@ -141,11 +141,11 @@ def test_sums_lie_in_blocks_behind_zero_points(bits, partition, size, dim, seed)
     packs, data = Hack(bits, partition=partition), numbers(seed, 128, max(dim, partition))
     dim = data.shape[-1]
     for grid in (packs.key_grid(dim), packs.value_grid(dim)):
-        layout = Layout(bits, packs.block, dim, dim * size, grid, sums=True)
+        layout = BlockLayout(bits, packs.block, dim, dim * size, grid, sums=True)
         given = packs.quantize(data.view(2, -1, packs.block, dim), grid, None)
         found = layout.unpack(layout.pack(given, layout.cells + 1))
         assert all(torch.equal(getattr(found, part), getattr(given, part)) for part in ("codes", "scale", "zero", "sums"))
-        plain = Layout(bits, packs.block, dim, dim * size, grid)
+        plain = BlockLayout(bits, packs.block, dim, dim * size, grid)
         groups = packs.block * dim // partition
         assert layout.parameter_bytes - plain.parameter_bytes == 2 * groups
         assert torch.equal(plain.unpack(layout.pack(given, layout.cells)).codes, given.codes), "who needs no sums reads on"
@@ -153,7 +153,7 @@ def test_sums_lie_in_blocks_behind_zero_points(bits, partition, size, dim, seed)
 
 def test_sums_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="sums of 256 codes of 8 bits do not fit 16 bits.*groups of less than 128"):
-        Layout(8, 64, 256, 512, packs_whole_tokens := Hack(8, partition=128).key_grid(256)._replace(channels=256), sums=True)
+        BlockLayout(8, 64, 256, 512, packs_whole_tokens := Hack(8, partition=128).key_grid(256)._replace(channels=256), sums=True)
     assert packs_whole_tokens == (1, 256)
 
 

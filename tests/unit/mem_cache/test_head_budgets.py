@@ -25,7 +25,7 @@ SHAPES = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 40))
 @settings(max_examples=60, deadline=None)
 def test_what_scores_best_over_all_layers_and_heads_is_kept_and_bounds_partition_it(shape, seed, budget):
     scores, count = scores_of(*shape, seed), max(1, int(budget * shape[2]))
-    kept = Given(scores).select_cells(context(*shape), Part(0, shape[2], count))
+    kept = Given(scores).select_ragged(context(*shape), Part(0, shape[2], count))
     threshold = scores.flatten().sort(descending=True).values[count * shape[0] * shape[1] - 1]
     assert sets(kept) == [(head >= threshold).nonzero().flatten().tolist() for head in scores.flatten(0, 1)]
     assert kept.bounds.dtype == torch.int32 and kept.bounds[0] == 0 and kept.bounds[-1] == count * shape[0] * shape[1]
@@ -38,7 +38,7 @@ def test_each_head_keeps_what_is_kept_in_any_case_as_far_as_the_budget_goes(shap
     always, count = min(always, tokens), min(count, tokens)
     scores = scores_of(*shape, seed)
     scores[..., -always:] = float("inf")
-    found = sets(Given(scores).select_cells(context(*shape), Part(0, tokens, count)))
+    found = sets(Given(scores).select_ragged(context(*shape), Part(0, tokens, count)))
     for head in found:
         assert len(set(head) & set(range(tokens - always, tokens))) >= min(always, count)
         assert len(head) == count or count > always
@@ -48,7 +48,7 @@ def test_scores_that_do_not_compare_over_heads_give_equal_numbers():
     shape = (2, 3, 30)
     even = Given(scores_of(*shape, 0))
     even.comparable = False
-    kept = even.select_cells(context(*shape), Part(0, 30, 7))
+    kept = even.select_ragged(context(*shape), Part(0, 30, 7))
     (expected,) = even.select(context(*shape), [Part(0, 30, 7)])
     assert kept.tokens.view(2, 3, 7).equal(expected)
 
@@ -57,7 +57,7 @@ def test_a_document_and_what_follows_it_keep_their_shares_and_heads_compete_in_e
     stored = scores_of(2, 2, 40, 3).half()
     stored[..., :4] = float("inf")
     method = StoredScores(stored, SinkRecent(sinks=0))
-    kept = method.select_cells(context(2, 2, 60), Part(0, 60, 15))
+    kept = method.select_ragged(context(2, 2, 60), Part(0, 60, 15))
     (equal,) = method.select(context(2, 2, 60), [Part(0, 60, 15)])
     of_document = [[token for token in head if token < 40] for head in sets(kept)]
     assert sum(map(len, of_document)) == int((equal < 40).sum()) < len(kept.tokens)
@@ -169,6 +169,6 @@ def on_no_device(layers, heads, tokens, window):
 def test_choosing_what_heads_keep_waits_for_no_device(method):
     part = Part(0, 256, 64)
     found = on_no_device(2, 3, 256, 32)
-    kept = method.select_cells(found, part)
+    kept = method.select_ragged(found, part)
     assert kept.tokens.shape == (64 * 6,) and kept.bounds.shape == (7,)
     assert [chosen.shape for chosen in method.select(found, [part])] == [(2, 3, 64)]

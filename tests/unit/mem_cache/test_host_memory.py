@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from sglang_ext import flag_checks
-from sglang_ext.config.options import ranks_of_host
+from sglang_ext.config.options import ranks_per_host
 from sglang_ext.core import OptionError
-from sglang_ext.hooks import application as hooking
+from sglang_ext.hooks import activation as hooking
 from sglang_ext.managers import served_methods
 from sglang_ext.mem_cache.host_tier import host_memory
-from sglang_ext.mem_cache.host_tier.host_memory import HostMemory
+from sglang_ext.mem_cache.host_tier.host_memory import AvailableMemory
 
 GB = 10**9
 
@@ -30,7 +30,7 @@ def groups(folder, lines, files):
         (folder / name).write_text(f"{text}\n")
     own = folder / "own"
     own.write_text("".join(f"{line}\n" for line in lines))
-    return HostMemory.find(folder, own)
+    return AvailableMemory.find(folder, own)
 
 
 SECOND = {"a/b/memory.max": 8 * GB, "a/b/memory.current": 5 * GB}
@@ -74,11 +74,11 @@ def test_limits_of_version_1_hold_too(tmp_path, path, files, available):
 
 
 def test_a_system_without_control_groups_has_what_the_machine_has(tmp_path):
-    assert HostMemory.find(tmp_path, tmp_path / "none").available == 100 * GB
+    assert AvailableMemory.find(tmp_path, tmp_path / "none").available == 100 * GB
 
 
 def test_what_cannot_be_had_is_refused_in_one_line_with_limit_and_remedy(monkeypatch):
-    monkeypatch.setattr(HostMemory, "find", lambda: HostMemory(10 * GB, "12.0 GB by /sys/fs/cgroup/a/memory.max"))
+    monkeypatch.setattr(AvailableMemory, "find", lambda: AvailableMemory(10 * GB, "12.0 GB by /sys/fs/cgroup/a/memory.max"))
     host_memory.check(10 * GB)
     host_memory.check(5 * GB, ranks=2)
     with pytest.raises(OptionError, match=r"asks for 11.0 GB .*; 10.0 GB are available \(12.0 GB by .*memory.max\): pass at most 10.0"):
@@ -104,7 +104,7 @@ def test_flags_are_checked_for_all_ranks_of_this_host(monkeypatch, ranks, hosts,
         chunked_prefill_size=2048, disaggregation_mode="null", preferred_sampling_params=None, kv_sparse_from=0,
         get_model_config=lambda: model,
     )
-    assert ranks_of_host(args) == here
+    assert ranks_per_host(args) == here
     with pytest.raises(OptionError, match="--kv-host-gb asks for"):
         flag_checks.check_resolved(args)
     for fits in (0, 100 / here - 1):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.mem_cache.host_tier.host_pages import HostPageError, HostPages
-from sglang_ext.mem_cache.host_tier.pieces import Run, pieces, runs
+from sglang_ext.mem_cache.host_tier.pieces import PageRun, pieces, runs
 
 COUNT = 24
 
@@ -75,7 +75,7 @@ def test_a_page_of_a_new_owner_holds_nothing():
 
 
 def test_runs_are_as_long_as_they_get():
-    assert runs(torch.tensor([4, 5, 6, 2, 1, 9, 10])) == (Run(0, 4, 3), Run(3, 2, 1), Run(4, 1, 1), Run(5, 9, 2))
+    assert runs(torch.tensor([4, 5, 6, 2, 1, 9, 10])) == (PageRun(0, 4, 3), PageRun(3, 2, 1), PageRun(4, 1, 1), PageRun(5, 9, 2))
     assert runs(torch.tensor([], dtype=torch.int64)) == ()
 
 

@@ -14,8 +14,8 @@ from sglang_ext.mem_cache.host_tier.host_pages import HostPageError
 from sglang_ext.mem_cache.host_tier.host_pool import HostPool
 from sglang_ext.mem_cache.host_tier.pieces import pieces
 from sglang_ext.mem_cache.host_tier.tier import HostTier, staging_bytes
-from sglang_ext.mem_cache.host_tier.transfers import Arrivals, TransferError
-from sglang_ext.mem_cache.prefix_cache.reloads import LinkRate
+from sglang_ext.mem_cache.host_tier.transfers import TransferTracker, TransferError
+from sglang_ext.mem_cache.prefix_cache.reloads import LinkBandwidth
 
 LAYERS, SLOTS, HEADS, DIM = 3, 64, 2, 8
 
@@ -237,7 +237,7 @@ def test_too_little_host_memory_names_the_flag(monkeypatch):
 
 
 def test_the_rate_follows_what_was_measured_last():
-    rate = LinkRate(decay=0.5)
+    rate = LinkBandwidth(decay=0.5)
     assert rate.bandwidth is None
     rate.add(100, 1.0)
     assert rate.bandwidth == 100
@@ -250,13 +250,13 @@ def test_the_rate_follows_what_was_measured_last():
 
 def test_a_rate_is_measured_before_anything_is_served():
     buffers = kv_buffers()
-    tier, rate = host_tier(buffers), LinkRate()
+    tier, rate = host_tier(buffers), LinkBandwidth()
     before = contents(buffers, torch.arange(SLOTS))
-    assert rate.measure(tier, torch.arange(4).repeat(6), Arrivals()) == rate.bandwidth > 0
+    assert rate.measure(tier, torch.arange(4).repeat(6), TransferTracker()) == rate.bandwidth > 0
     assert tier.pool.pages.free_pages == 12
     assert torch.equal(contents(buffers, torch.arange(SLOTS)), before)
     with pytest.raises(TransferError, match="12 free pages of host memory"):
-        rate.measure(tier, torch.arange(4).repeat(13), Arrivals())
+        rate.measure(tier, torch.arange(4).repeat(13), TransferTracker())
 
 
 def launches(tokens, pool, bytes_per_buffer=2048, buffers=72):

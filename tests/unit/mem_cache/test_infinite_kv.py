@@ -4,8 +4,8 @@ import pytest
 import torch
 from packed_helpers import KINDS, frequencies
 
-from sglang_ext.layers.attention.copies.packed import packed_attention
-from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.layers.attention.compressed.packed import packed_attention
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
@@ -39,7 +39,7 @@ def test_as_many_tokens_are_kept_as_ever(method, kind, number):
 @pytest.mark.parametrize(("name", "bits"), KINDS)
 def test_packed_copies_hold_the_largest_float16_instead(name, bits, kind, number):
     buffers = overflown(kind, number)
-    packing = Packing.of(quantizer(name, bits), buffers, 1, Rotary(frequencies(64)))
+    packing = Packing.for_pool(quantizer(name, bits), buffers, 1, Rotary(frequencies(64)))
     slots, packed = torch.arange(256, 256 + packing.held_slots(128)), packing.packed_slots(128)
     packing.write(buffers, torch.arange(128).expand(1, 1, -1), torch.arange(128), slots)
     row = torch.cat([slots[:packed], torch.arange(128, 140)])

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_helpers import attention, frequencies, meant, packed_pool, turned
 
-from sglang_ext.layers.attention.copies.packed import packed_attention
-from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid, Layout
-from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.layers.attention.compressed.packed import packed_attention
+from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid, BlockLayout
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.catalogue import method, quantizer
@@ -30,7 +30,7 @@ def scattered(bits, dtype=torch.float32):
     keys[:4000] = turned(before, torch.arange(4000), frequencies(DIM)).transpose(0, 1).to(dtype)
     values = torch.randn(4060, HEADS, DIM, generator=noise).to(dtype)
     buffers = KVBuffers((0,), (0.1,), (keys,), (values,))
-    packing = Packing.of(quantizer("kvquant", bits), buffers, 1, Rotary(frequencies(DIM)))
+    packing = Packing.for_pool(quantizer("kvquant", bits), buffers, 1, Rotary(frequencies(DIM)))
     kept = torch.stack([torch.randperm(4000, generator=noise)[:TOKENS].sort().values for _ in range(HEADS)])
     slots = torch.arange(4000, 4000 + packing.packed_slots(TOKENS))
     packing.write(buffers, kept[None], torch.arange(4000), slots)
@@ -126,7 +126,7 @@ def test_what_cannot_be_packed_so_is_refused_with_a_remedy():
     with pytest.raises(ValueError, match="before rotary embedding.*pass the model's"):
         replace(packed_pool("kvquant", 4, 1, 1).packing, rotary=None)
     with pytest.raises(ValueError, match="64 tokens of 1024 channels.*at most 32 tokens"):
-        Layout(4, 64, 1024, 2048, Grid(1, 1024), outliers=8)
+        BlockLayout(4, 64, 1024, 2048, Grid(1, 1024), outliers=8)
 
 
 def test_only_methods_that_read_rotary_embedding_ask_for_the_models():

@@ -10,14 +10,14 @@ from tiered_helpers import World
 
 from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.slot_scores import SlotScores, owners
+from sglang_ext.mem_cache.compressed.slot_scores import SlotScores, attention_owners
 from sglang_ext.mem_cache.compressors import ContextKV, Part
 from sglang_ext.mem_cache.compressors.kvzap import KVzap
 from sglang_ext.mem_cache.compressors.sink_recent import SinkRecent
-from sglang_ext.mem_cache.scores.predictor import Fitted, Predictor
+from sglang_ext.mem_cache.scores.predictor import FitRecord, Predictor
 
 LAYERS, HEADS, HIDDEN, SLOTS = 2, 2, 6, 400
-UNKNOWN = Fitted("m", "{}", 1, 1, (0.0,) * LAYERS, (0.0,) * LAYERS)
+UNKNOWN = FitRecord("m", "{}", 1, 1, (0.0,) * LAYERS, (0.0,) * LAYERS)
 
 
 class Attention(torch.nn.Module):
@@ -96,33 +96,33 @@ def test_tokens_that_pad_a_forward_harm_only_slot_0(scores, predictor):
 
 
 def test_a_prefix_hit_finds_the_scores_whatever_request_computed_them(scores, predictor):
-    views, model = make_views(compressor=KVzap(scores, SinkRecent(), recent=5)), Model()
+    compressed_kv, model = make_views(compressor=KVzap(scores, SinkRecent(), recent=5)), Model()
     scores.watch(model)
     prompt = states(100)
-    model(prompt, views.token_table[1, :100].tolist())
-    views.token_table[2, :100] = views.token_table[1, :100]
-    assert views.compress(2, 100) and views.get(2).method == "kvzap"
+    model(prompt, compressed_kv.token_table[1, :100].tolist())
+    compressed_kv.token_table[2, :100] = compressed_kv.token_table[1, :100]
+    assert compressed_kv.compress(2, 100) and compressed_kv.get(2).method == "kvzap"
     wanted = expected(predictor, prompt)
     wanted[..., [*range(4), *range(95, 100)]] = float("inf")
     kept = wanted.topk(25).indices.sort().values
     for layer in range(LAYERS):
-        source = views.token_table[1, :100].long()[kept[layer]]
-        keys = views.buffers.keys[layer]
+        source = compressed_kv.token_table[1, :100].long()[kept[layer]]
+        keys = compressed_kv.buffers.keys[layer]
         for head in range(HEADS):
-            assert torch.equal(keys[views.get(2).own, head], keys[source[head], head])
+            assert torch.equal(keys[compressed_kv.get(2).own, head], keys[source[head], head])
 
 
 def test_a_context_with_unknown_slots_is_compressed_by_the_online_method_until_they_are_computed_again(scores):
-    views, model = make_views(compressor=KVzap(scores, SinkRecent())), Model()
+    compressed_kv, model = make_views(compressor=KVzap(scores, SinkRecent())), Model()
     scores.watch(model)
-    slots = views.token_table[1, :100].tolist()
+    slots = compressed_kv.token_table[1, :100].tolist()
     model(states(100), slots)
     scores.forget(torch.tensor(slots[40:50]))
-    assert views.compress(1, 100) and views.get(1).method == "sink-recent"
-    assert views.compress(1, 40) and views.get(1).method == "kvzap", "those before are known"
+    assert compressed_kv.compress(1, 100) and compressed_kv.get(1).method == "sink-recent"
+    assert compressed_kv.compress(1, 40) and compressed_kv.get(1).method == "kvzap", "those before are known"
     model(states(10), slots[40:50])
-    assert views.compress(1, 100) and views.get(1).method == "kvzap"
-    assert views.made == {"sink-recent": 1, "kvzap": 2}
+    assert compressed_kv.compress(1, 100) and compressed_kv.get(1).method == "kvzap"
+    assert compressed_kv.made == {"sink-recent": 1, "kvzap": 2}
 
 
 def test_a_load_from_the_host_says_which_slots_it_is_about_to_write():
@@ -171,6 +171,6 @@ def test_a_model_that_does_not_show_what_enters_its_attention_is_refused():
     model = Model()
     model.layers[1] = Bare(1)
     with pytest.raises(OptionError, match="layer 1 belongs to Bare, called with x, forward_batch. Use --kv-compressor snapkv"):
-        owners(model, range(LAYERS))
+        attention_owners(model, range(LAYERS))
     with pytest.raises(OptionError, match="layer 2 belongs to no module"):
-        owners(Model(), range(3))
+        attention_owners(Model(), range(3))

@@ -10,7 +10,7 @@ from sglang_ext.mem_cache.compressors import ContextKV, Part
 from sglang_ext.mem_cache.compressors.catalogue import create
 from sglang_ext.mem_cache.compressors.kvzip import KVzip, StoredScores
 from sglang_ext.mem_cache.compressors.sink_recent import SinkRecent
-from sglang_ext.mem_cache.scores.files import Document, ScoreFile, ScoreFileError, chain, write
+from sglang_ext.mem_cache.scores.score_files import ScoredDocument, ScoreFile, ScoreFileError, chain, write
 from sglang_ext.mem_cache.scores.index import MIN_MATCH, ScoreIndex
 from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
 
@@ -20,7 +20,7 @@ TOKENS = list(range(1000, 1200))
 
 def store(folder, tokens=TOKENS, model="m", layers=LAYERS, seed=0):
     """A document's file, and its scores as they are stored."""
-    document = Document.of(tokens, model, "kvzip", {"chunk": 64})
+    document = ScoredDocument.from_tokens(tokens, model, "kvzip", {"chunk": 64})
     scores = torch.rand(layers, HEADS, len(tokens), generator=torch.Generator().manual_seed(seed))
     return write(folder, document, scores), scores[..., : document.tokens].half()
 
@@ -122,7 +122,7 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path, monkeypatch):
 
 
 def test_a_file_of_another_version_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("sglang_ext.mem_cache.scores.files.FORMAT", "0")
+    monkeypatch.setattr("sglang_ext.mem_cache.scores.score_files.FORMAT", "0")
     path, _ = store(tmp_path)
     monkeypatch.undo()
     with pytest.raises(ScoreFileError, match="format '0'.*'1'.*make it again"):

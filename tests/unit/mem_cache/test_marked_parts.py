@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from sglang_ext.device import SideStream
-from sglang_ext.layers.kernels import choose_tokens
-from sglang_ext.layers.kernels.choose_tokens import Contexts
-from sglang_ext.layers.kernels.rows import sent_rows
-from sglang_ext.managers.cache_rank.on_gpu.arena import ArenaLayout
-from sglang_ext.managers.cache_rank.on_gpu.mapped_arena import MappedArena
-from sglang_ext.managers.cache_rank.protocol import Shape
+from sglang_ext.layers.kernels import select_tokens
+from sglang_ext.layers.kernels.select_tokens import SelectionContexts
+from sglang_ext.layers.kernels.row_exchange import send_rows
+from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import ExchangeLayout
+from sglang_ext.managers.cache_rank.on_gpu.mapped_exchange_buffer import MappedExchangeBuffer
+from sglang_ext.managers.cache_rank.protocol import BufferShape
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.selection import on_gpu
-from sglang_ext.mem_cache.selection.on_gpu import GpuChoice, Part, shares
+from sglang_ext.mem_cache.selection.on_gpu import GpuSelector, MarkedPart, shares
 
 LAYERS = 12
 
@@ -29,11 +29,11 @@ def log(monkeypatch):
         found.append(("mark", layers.start, layers.stop))
         return f"marks of {layers.start}"
 
-    monkeypatch.setattr(choose_tokens, "mark_tokens", mark)
-    monkeypatch.setattr(choose_tokens, "scratch_bytes", lambda *sizes: 1)
+    monkeypatch.setattr(select_tokens, "mark_tokens", mark)
+    monkeypatch.setattr(select_tokens, "scratch_bytes", lambda *sizes: 1)
     monkeypatch.setattr(SideStream, "wait", staticmethod(lambda event: found.append(("wait", event))))
     # In the place of a device, what is read of it.
-    monkeypatch.setattr(on_gpu, "moment", lambda told: told)
+    monkeypatch.setattr(on_gpu, "current_event", lambda told: told)
     return found
 
 
@@ -41,8 +41,8 @@ def parts(scratch, beside):
     """Of a choice in all layers for one request, in so much memory, of which a layer takes 1."""
     keys = tuple(torch.zeros(8, 1, 4) for _ in range(LAYERS))
     predictor = SimpleNamespace(head_bytes=lambda dim: 0.01, predict=lambda queries, positions, rotary, ahead: queries)
-    choice = GpuChoice(predictor, KVBuffers(tuple(range(LAYERS)), (1.0,) * LAYERS, keys, keys), 1, None, scratch)
-    contexts, queries = Contexts(torch.zeros(1, 8), torch.zeros(1, 4), (8,), (0, 0)), torch.zeros(1, LAYERS, 1, 4)
+    choice = GpuSelector(predictor, KVBuffers(tuple(range(LAYERS)), (1.0,) * LAYERS, keys, keys), 1, None, scratch)
+    contexts, queries = SelectionContexts(torch.zeros(1, 8), torch.zeros(1, 4), (8,), (0, 0)), torch.zeros(1, LAYERS, 1, 4)
     return choice.marked(contexts, lambda requests, layers: queries[requests, layers], torch.zeros(1, 1), beside=beside)
 
 
@@ -106,14 +106,14 @@ class Logged:
 
 
 def test_rows_are_found_once_they_are_marked_and_sent_once_they_are_found_and_all_is_waited_for(monkeypatch):
-    log, shape = [], Shape(2, 2, 1, 8, "float32", 1, lanes=1, most=4, places=1, rows=True, fresh=2)
-    arena = object.__new__(MappedArena)
-    arena.shape, arena._device, arena._layout, arena._base = shape, torch.device("cpu"), ArenaLayout.of(shape), 0
-    monkeypatch.setattr(on_gpu, "moment", lambda device: f"event {len(log)}")
-    monkeypatch.setattr(sent_rows, "exchange", lambda marked, records, most, fresh: log.append(("find", marked, most, fresh)) or marked)
-    monkeypatch.setattr(sent_rows, "push_rows", lambda *given: log.append(("send", given[2], *given[-2:])))
+    log, shape = [], BufferShape(2, 2, 1, 8, "float32", 1, lanes=1, most=4, places=1, rows=True, fresh=2)
+    arena = object.__new__(MappedExchangeBuffer)
+    arena.shape, arena._device, arena._layout, arena._base = shape, torch.device("cpu"), ExchangeLayout.from_shape(shape), 0
+    monkeypatch.setattr(on_gpu, "current_event", lambda device: f"event {len(log)}")
+    monkeypatch.setattr(send_rows, "exchange", lambda marked, records, most, fresh: log.append(("find", marked, most, fresh)) or marked)
+    monkeypatch.setattr(send_rows, "push_rows", lambda *given: log.append(("send", given[2], *given[-2:])))
     held = SimpleNamespace(key_table=None, value_table=None, keys=[None])
-    given = [Part(slice(0, 1), slice(0, 1), "first", "there 0"), Part(slice(1, 2), slice(0, 1), "second", "there 1")]
+    given = [MarkedPart(slice(0, 1), slice(0, 1), "first", "there 0"), MarkedPart(slice(1, 2), slice(0, 1), "second", "there 1")]
     arena.push_rows(None, None, iter(given), torch.zeros(1, 2 * 4), held, (Logged("finding", log), Logged("sending", log)))
     assert log == [
         ("finding", "after", "there 0"), ("find", "first", 4, 2), ("finding", "end"),

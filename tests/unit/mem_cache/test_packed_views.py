@@ -11,15 +11,15 @@ from test_views import Allocator, Tree
 from tiered_helpers import PAGE, ROWS, World, done
 
 from sglang_ext.layers.attention.torch_native import RaggedTorchNativeBackend
-from sglang_ext.mem_cache.compressed import compressed_views
-from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
-from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
-from sglang_ext.mem_cache.compressed.formats.packing import PackedRows, Packing, as_bytes
+from sglang_ext.mem_cache.compressed import cache
+from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
+from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import QuantizedLayout, Packing, as_bytes
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.query_window import QueryWindows, Recorded, record_queries
+from sglang_ext.mem_cache.compressed.queries import QueryWindows, RecordedRows, record_queries
 from sglang_ext.mem_cache.compressors.catalogue import method
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
-from sglang_ext.mem_cache.prefix_cache.nodes import Prefix
+from sglang_ext.mem_cache.prefix_cache.nodes import SharedPrefix
 
 TOKENS, HEADS, DIM = 700, 2, 64
 # First tokens of a context that are not packed, in pages of one or two.
@@ -41,34 +41,34 @@ def views_of(name, page_size=1, budget=1.0, compressor=None):
     buffers, allocator = KVBuffers((0,), (0.125,), (keys,), (values,)), Room(page_size)
     table = torch.zeros(8, TOKENS + 300, dtype=torch.int32)
     table[1, :TOKENS] = torch.randperm(TOKENS, generator=noise) + 4
-    rows = PackedRows.of_table(Packing.of(chosen.quantizer, buffers, page_size), table)
+    rows = QuantizedLayout.for_table(Packing.for_pool(chosen.quantizer, buffers, page_size), table)
     windows = QueryWindows(chosen.compressor.window, range(1), 4)
     windows.allocate(2, HEADS, DIM, keys)
-    return CompressedViews(
-        methods=(CopyMethod(compressor or chosen.compressor, budget, rows.form),), token_table=table, rows=4, buffers=buffers,
-        allocator=allocator, tree_cache=Tree(allocator), queries=windows, form=rows,
+    return CompressedKVCache(
+        methods=(CompressionMethod(compressor or chosen.compressor, budget, rows.layout),), token_table=table, rows=4, buffers=buffers,
+        allocator=allocator, tree_cache=Tree(allocator), queries=windows, layout=rows,
     )
 
 
 @pytest.mark.parametrize("name", ["int8", "kivi", "turboquant", "hack"])
 def test_the_draft_row_leads_to_blocks_then_to_a_copy_of_the_first_tokens_and_then_to_the_full_kvs_recent_ones(name):
-    views, length = views_of(name), 500
-    assert views.compress(1, length)
-    view, packing = views.get(1), views.methods[0].packing
+    compressed_kv, length = views_of(name), 500
+    assert compressed_kv.compress(1, length)
+    view, packing = compressed_kv.get(1), compressed_kv.methods[0].packing
     blocks = (length - packing.recent - SINKS) // 64
     covered = SINKS + 64 * blocks
     assert (view.covered, view.packed, view.kept) == (covered, blocks * packing.block_slots, view.packed + SINKS)
-    assert views.held_bytes() == view.kept * 2 * HEADS * DIM * 4 < 0.3 * covered * 2 * HEADS * DIM * 4
-    assert views.form.counts.tolist() == [0] * 5 + [view.packed] + [0] * 2
-    views.write_tail(1, length)
-    row = views.token_table[5, : view.kept + length - covered].long()
-    assert torch.equal(row[view.kept :], views.token_table[1, covered:length].long())
-    full = views.token_table[1, SINKS:covered].long()
-    copied, first = row[view.packed : view.kept], views.token_table[1, :SINKS].long()
-    assert not set(copied.tolist()) & set(views.token_table[1, :length].tolist()), "they are there when full KV is not"
-    assert all(torch.equal(kind[0][copied], kind[0][first]) for kind in (views.buffers.keys, views.buffers.values))
+    assert compressed_kv.held_bytes() == view.kept * 2 * HEADS * DIM * 4 < 0.3 * covered * 2 * HEADS * DIM * 4
+    assert compressed_kv.layout.counts.tolist() == [0] * 5 + [view.packed] + [0] * 2
+    compressed_kv.write_tail(1, length)
+    row = compressed_kv.token_table[5, : view.kept + length - covered].long()
+    assert torch.equal(row[view.kept :], compressed_kv.token_table[1, covered:length].long())
+    full = compressed_kv.token_table[1, SINKS:covered].long()
+    copied, first = row[view.packed : view.kept], compressed_kv.token_table[1, :SINKS].long()
+    assert not set(copied.tolist()) & set(compressed_kv.token_table[1, :length].tolist()), "they are there when full KV is not"
+    assert all(torch.equal(kind[0][copied], kind[0][first]) for kind in (compressed_kv.buffers.keys, compressed_kv.buffers.values))
     levels, rotations = packing.levels(full.device), packing.rotations(full.device)
-    for kind, (buffer, layout) in enumerate(((views.buffers.keys[0], packing.keys), (views.buffers.values[0], packing.values))):
+    for kind, (buffer, layout) in enumerate(((compressed_kv.buffers.keys[0], packing.keys), (compressed_kv.buffers.values[0], packing.values))):
         back = meant(packing.read(buffer, layout, row[: view.packed]), levels[kind], rotations[kind])
         error = (back - buffer[full].transpose(0, 1)).norm() / back.norm()
         assert error < 0.15
@@ -81,21 +81,21 @@ def test_the_draft_row_leads_to_blocks_then_to_a_copy_of_the_first_tokens_and_th
 )
 @settings(max_examples=25, deadline=None)
 def test_slots_are_conserved_over_growing_renewing_and_releasing(steps, page_size, name):
-    views = views_of(name, page_size, budget=0.5 if "+" in name else 1.0)
-    before = views.allocator.available_size()
+    compressed_kv = views_of(name, page_size, budget=0.5 if "+" in name else 1.0)
+    before = compressed_kv.allocator.available_size()
     for tokens, release in steps:
-        views.compress(1, tokens)
-        held = views.held_tokens
-        assert held % page_size == 0 and views.allocator.available_size() == before - held
-        if (view := views.get(1)) is not None:
-            packing, blocks = views.methods[0].packing, view.own_tokens // 64
+        compressed_kv.compress(1, tokens)
+        held = compressed_kv.held_tokens
+        assert held % page_size == 0 and compressed_kv.allocator.available_size() == before - held
+        if (view := compressed_kv.get(1)) is not None:
+            packing, blocks = compressed_kv.methods[0].packing, view.own_tokens // 64
             assert view.sinks == packing.sinks == max(SINKS, page_size) and view.own_tokens % 64 == 0
             assert (view.covered - view.sinks) % packing.unit == 0 and view.own_packed == blocks * packing.block_slots
             assert view.own_packed <= held - view.sinks < view.own_packed + page_size
         if release:
-            views.release(1)
-    views.release(1)
-    assert views.allocator.available_size() == before and views.held_tokens == 0
+            compressed_kv.release(1)
+    compressed_kv.release(1)
+    assert compressed_kv.allocator.available_size() == before and compressed_kv.held_tokens == 0
 
 
 def test_a_copys_share_of_the_full_kv_counts_codes_and_parameters():
@@ -104,38 +104,38 @@ def test_a_copys_share_of_the_full_kv_counts_codes_and_parameters():
 
 
 def test_contexts_of_less_than_a_block_and_what_stays_exact_get_no_copy():
-    views = views_of("kivi")
-    assert not views.compress(1, 195) and views.get(1) is None
-    assert views.compress(1, 196) and views.get(1).covered == 68 and views.methods[0].least == 68
+    compressed_kv = views_of("kivi")
+    assert not compressed_kv.compress(1, 195) and compressed_kv.get(1) is None
+    assert compressed_kv.compress(1, 196) and compressed_kv.get(1).covered == 68 and compressed_kv.methods[0].least == 68
 
 
 def test_a_longer_context_adds_blocks_behind_those_that_are_packed():
-    views = views_of("kivi")
-    views.compress(1, 320)
-    packing, (early, first) = views.methods[0].packing, views.get(1).slots.tensor_split([views.get(1).packed])
-    before = as_bytes(views.buffers.keys[0])[early]
+    compressed_kv = views_of("kivi")
+    compressed_kv.compress(1, 320)
+    packing, (early, first) = compressed_kv.methods[0].packing, compressed_kv.get(1).slots.tensor_split([compressed_kv.get(1).packed])
+    before = as_bytes(compressed_kv.buffers.keys[0])[early]
     # If they were packed anew, they would change.
-    views.buffers.keys[0][views.token_table[1, :132].long()] = 0
-    views.compress(1, 520)
-    view = views.get(1)
+    compressed_kv.buffers.keys[0][compressed_kv.token_table[1, :132].long()] = 0
+    compressed_kv.compress(1, 520)
+    view = compressed_kv.get(1)
     assert view.covered == 388 and torch.equal(view.slots[: len(early)], early) and torch.equal(view.slots[view.packed :], first)
-    assert torch.equal(as_bytes(views.buffers.keys[0])[early], before)
-    back = meant(packing.read(views.buffers.keys[0], packing.keys, view.slots[len(early) : view.packed]), None, None)
-    full = views.buffers.keys[0][views.token_table[1, 132:388].long()].transpose(0, 1)
+    assert torch.equal(as_bytes(compressed_kv.buffers.keys[0])[early], before)
+    back = meant(packing.read(compressed_kv.buffers.keys[0], packing.keys, view.slots[len(early) : view.packed]), None, None)
+    full = compressed_kv.buffers.keys[0][compressed_kv.token_table[1, 132:388].long()].transpose(0, 1)
     assert (back - full).norm() / full.norm() < 0.15
-    assert views.compress(1, 520) and torch.equal(views.get(1).slots, view.slots)
+    assert compressed_kv.compress(1, 520) and torch.equal(compressed_kv.get(1).slots, view.slots)
 
 
 def test_selected_tokens_are_packed_for_each_head():
-    views = views_of("sink-recent+int8", budget=0.25)
-    assert views.compress(1, 512)
-    view, packing = views.get(1), views.methods[0].packing
+    compressed_kv = views_of("sink-recent+int8", budget=0.25)
+    assert compressed_kv.compress(1, 512)
+    view, packing = compressed_kv.get(1), compressed_kv.methods[0].packing
     assert view.own_tokens == 128 and view.packed == 2 * packing.block_slots
     # Of the tokens after the first ones, which are there already.
     kept = range(452 - 128, 452)
     assert view.covered == 452
-    back = meant(packing.read(views.buffers.keys[0], packing.keys, view.slots[: view.packed]), None, None)
-    original = views.buffers.keys[0][views.token_table[1, kept].long()].transpose(0, 1).double()
+    back = meant(packing.read(compressed_kv.buffers.keys[0], packing.keys, view.slots[: view.packed]), None, None)
+    original = compressed_kv.buffers.keys[0][compressed_kv.token_table[1, kept].long()].transpose(0, 1).double()
     assert (back - original).abs().max() < 0.03
 
 
@@ -147,24 +147,24 @@ def test_what_is_packed_is_chosen_by_the_newest_queries_though_their_tokens_stay
             seen.append(context.query_positions.tolist())
             return super().select(context, parts)
 
-    views = views_of("snapkv+kivi", budget=0.5, compressor=Spy())
-    with views.queries.recording((Recorded(1, 0, 32, 468),)):
+    compressed_kv = views_of("snapkv+kivi", budget=0.5, compressor=Spy())
+    with compressed_kv.queries.recording((RecordedRows(1, 0, 32, 468),)):
         layer = SimpleNamespace(layer_id=0, tp_q_head_num=HEADS, qk_head_dim=DIM)
         record_queries(lambda *args: None, None, torch.randn(32, HEADS * DIM), None, None, layer, None)
-    assert views.compress(1, 500) and views.get(1).covered == 324
+    assert compressed_kv.compress(1, 500) and compressed_kv.get(1).covered == 324
     assert seen == [list(range(468, 500))]
 
 
 def test_one_decode_reads_rows_with_and_without_blocks():
-    views, length = views_of("kivi"), 400
-    views.compress(1, length)
-    views.write_tail(1, length)
-    view, backend = views.get(1), object.__new__(RaggedTorchNativeBackend)
-    backend.form = views.form
-    keys, values = views.buffers.keys[0], views.buffers.values[0]
+    compressed_kv, length = views_of("kivi"), 400
+    compressed_kv.compress(1, length)
+    compressed_kv.write_tail(1, length)
+    view, backend = compressed_kv.get(1), object.__new__(RaggedTorchNativeBackend)
+    backend.layout = compressed_kv.layout
+    keys, values = compressed_kv.buffers.keys[0], compressed_kv.buffers.values[0]
     rows, lengths = torch.tensor([1, 5]), torch.tensor([length, view.kept + length - view.covered])
     queries = torch.randn(2, 6, DIM, generator=torch.Generator().manual_seed(1))
-    table = views.token_table
+    table = compressed_kv.token_table
     found = backend._run_sdpa_forward_decode(
         queries, torch.empty_like(queries), keys, values, table, rows, lengths, scaling=0.125, enable_gqa=True
     )
@@ -172,7 +172,7 @@ def test_one_decode_reads_rows_with_and_without_blocks():
     exact = [part[full].transpose(0, 1).double() for part in (keys, values)]
     assert torch.allclose(found[:1].double(), attention(queries[:1], *exact, 0.125), atol=1e-5)
     drafted = []
-    packing = views.methods[0].packing
+    packing = compressed_kv.methods[0].packing
     for layout, buffer, whole in ((packing.keys, keys, exact[0]), (packing.values, values, exact[1])):
         far = meant(packing.read(buffer, layout, view.slots[: view.packed]), None, None)
         drafted.append(torch.cat([far, whole[:, :SINKS], whole[:, view.covered :]], 1))
@@ -183,16 +183,16 @@ def test_one_decode_reads_rows_with_and_without_blocks():
 @pytest.fixture
 def world(monkeypatch):
     """A prefix tree whose requests' copies are packed."""
-    monkeypatch.setattr(compressed_views, "MIN_SHARED", 64)
+    monkeypatch.setattr(cache, "MIN_SHARED", 64)
     made = World(slots=1400)
     made.table.req_to_token = torch.zeros(2 * ROWS, 400, dtype=torch.int32)
     noise = torch.Generator().manual_seed(0)
     buffers = KVBuffers((0,), (1.0,), *((torch.randn(1402, HEADS, DIM, generator=noise),) for _ in "kv"))
-    packing = Packing.of(method("int4").quantizer, buffers, PAGE)
-    made.cache.serve(CompressedViews(
-        methods=(CopyMethod(method("int4").compressor, 1.0, packing),), token_table=made.table.req_to_token, rows=ROWS,
+    packing = Packing.for_pool(method("int4").quantizer, buffers, PAGE)
+    made.cache.serve(CompressedKVCache(
+        methods=(CompressionMethod(method("int4").compressor, 1.0, packing),), token_table=made.table.req_to_token, rows=ROWS,
         buffers=buffers, allocator=made.allocator, tree_cache=made.cache, queries=QueryWindows(0, (0,), 0),
-        form=PackedRows.of_table(packing, made.table.req_to_token),
+        layout=QuantizedLayout.for_table(packing, made.table.req_to_token),
     ))
     return made
 
@@ -200,25 +200,25 @@ def world(monkeypatch):
 def test_requests_with_one_beginning_read_its_blocks_once(world):
     common = list(range(1, 151))
     done(world, common)
-    views, cache = world.cache.copies, world.cache
-    slots = views.methods[0].packing.held_slots
+    compressed_kv, cache = world.cache.copies, world.cache
+    slots = compressed_kv.methods[0].packing.held_slots
     requests = []
     for number in range(3):
         tokens = [*common, *range(200 + 90 * number, 290 + 90 * number)]
         matched = len(world.match(tokens[:-1]).device_indices)
         req = world.start(tokens)
-        assert views.compress(req.req_pool_idx, len(tokens), 0, Prefix(req.last_node, matched))
+        assert compressed_kv.compress(req.req_pool_idx, len(tokens), 0, SharedPrefix(req.last_node, matched))
         requests.append(req)
     assert matched == 150 and [(s.start, s.end, s.tokens) for s in cache.segments] == [(4, 132, 128)]
-    assert cache.segments.held_tokens == slots(128) and views.held_tokens == 3 * (SINKS + slots(64))
+    assert cache.segments.held_tokens == slots(128) and compressed_kv.held_tokens == 3 * (SINKS + slots(64))
     for req in requests:
-        view = views.get(req.req_pool_idx)
-        packing = views.methods[0].packing
-        assert (view.covered, view.shared, view.packed) == (196, 132, packing.packed_slots(192))
+        view = compressed_kv.get(req.req_pool_idx)
+        packing = compressed_kv.methods[0].packing
+        assert (view.covered, view.shared_len, view.packed) == (196, 132, packing.packed_slots(192))
         row = world.table.req_to_token[ROWS + req.req_pool_idx, : view.kept].long()
-        back = meant(packing.read(views.buffers.keys[0], packing.keys, row[: view.packed]), None, None)
+        back = meant(packing.read(compressed_kv.buffers.keys[0], packing.keys, row[: view.packed]), None, None)
         full = world.table.req_to_token[req.req_pool_idx, SINKS:196].long()
-        assert (back - views.buffers.keys[0][full].transpose(0, 1)).abs().max() < 0.3
+        assert (back - compressed_kv.buffers.keys[0][full].transpose(0, 1)).abs().max() < 0.3
     world.check()
     for req in requests:
         world.finish(req)
@@ -233,12 +233,12 @@ def test_a_copy_of_shared_blocks_alone_has_the_first_tokens_for_itself(world):
     common = list(range(1, 151))
     done(world, common)
     req = world.start([*common, 900, 901])
-    views = world.cache.copies
-    assert views.compress(req.req_pool_idx, 152, 0, Prefix(req.last_node, 150))
-    view = views.get(req.req_pool_idx)
-    assert (view.covered, view.shared, view.own_tokens) == (132, 132, 0) and len(view.own) == SINKS
+    compressed_kv = world.cache.copies
+    assert compressed_kv.compress(req.req_pool_idx, 152, 0, SharedPrefix(req.last_node, 150))
+    view = compressed_kv.get(req.req_pool_idx)
+    assert (view.covered, view.shared_len, view.own_tokens) == (132, 132, 0) and len(view.own) == SINKS
     assert view.kept == view.packed + SINKS and torch.equal(view.slots[view.packed :], view.own)
     first = world.table.req_to_token[req.req_pool_idx, :SINKS].long()
-    assert torch.equal(views.buffers.keys[0][view.own], views.buffers.keys[0][first])
+    assert torch.equal(compressed_kv.buffers.keys[0][view.own], compressed_kv.buffers.keys[0][first])
     world.check()
     world.empty()

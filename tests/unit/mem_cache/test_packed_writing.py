@@ -4,14 +4,14 @@ import pytest
 import torch
 from test_packed_views import HEADS, views_of
 
-from sglang_ext.mem_cache.compressed.formats.packing import Packing, as_bytes
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing, as_bytes
 
 
 @pytest.mark.parametrize(("name", "covered"), [("kivi", 452), ("hack", 580)])
 def test_long_contexts_are_packed_in_pieces_to_the_same_bytes(name, covered, monkeypatch):
     whole = views_of(name)
     whole.compress(1, 600)
-    monkeypatch.setattr("sglang_ext.mem_cache.compressed.formats.packing.WRITTEN_TOKENS", 128)
+    monkeypatch.setattr("sglang_ext.mem_cache.compressed.layouts.quantized_blocks.WRITTEN_TOKENS", 128)
     pieces = views_of(name)
     assert pieces.compress(1, 600) and pieces.get(1).covered == covered
     for found, expected in zip((*pieces.buffers.keys, *pieces.buffers.values), (*whole.buffers.keys, *whole.buffers.values)):
@@ -20,23 +20,23 @@ def test_long_contexts_are_packed_in_pieces_to_the_same_bytes(name, covered, mon
 
 def test_what_runs_before_the_first_request_writes_to_nobodys_slot(monkeypatch):
     for name in ("kivi", "snapkv+int8", "hack"):
-        views, ran = views_of(name), []
+        compressed_kv, ran = views_of(name), []
         monkeypatch.setattr(Packing, "write", lambda self, *args, write=Packing.write: ran.append(self) or write(self, *args))
-        before = views.buffers.keys[0].clone()
-        views.compile_kernels(query_heads=2 * HEADS)
-        assert ran == [views.methods[0].packing] and torch.equal(views.buffers.keys[0][1:], before[1:])
-        assert not torch.equal(as_bytes(views.buffers.keys[0][0]), as_bytes(before[0]))
+        before = compressed_kv.buffers.keys[0].clone()
+        compressed_kv.compile_kernels(query_heads=2 * HEADS)
+        assert ran == [compressed_kv.methods[0].packing] and torch.equal(compressed_kv.buffers.keys[0][1:], before[1:])
+        assert not torch.equal(as_bytes(compressed_kv.buffers.keys[0][0]), as_bytes(before[0]))
         monkeypatch.undo()
 
 
 def blocks_of(prompt, *lengths):
     """Codes of keys and of values in the copy of a request with such a prompt, which is renewed as the context grows."""
-    views = views_of("hack")
-    views.prompt_of = {1: prompt}.get
+    compressed_kv = views_of("hack")
+    compressed_kv.prompt_of = {1: prompt}.get
     for length in lengths:
-        assert views.compress(1, length)
-    view, packing = views.get(1), views.methods[0].packing
-    kinds = (views.buffers.keys[0], packing.keys), (views.buffers.values[0], packing.values)
+        assert compressed_kv.compress(1, length)
+    view, packing = compressed_kv.get(1), compressed_kv.methods[0].packing
+    kinds = (compressed_kv.buffers.keys[0], packing.keys), (compressed_kv.buffers.values[0], packing.values)
     return [packing.read(kind, layout, view.slots[: view.packed]).codes for kind, layout in kinds]
 
 

@@ -16,10 +16,10 @@ from sglang_ext.mem_cache.compressors import LayerKV, best
 from sglang_ext.mem_cache.compressors.expected_attention import ExpectedAttention
 from sglang_ext.mem_cache.compressors.sink_recent import SinkRecent
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
-from sglang_ext.mem_cache.scores.predictor import Fitted, Predictor
-from sglang_ext.precompress.attention_inputs import AttentionInputs
-from sglang_ext.precompress.documents import Beginning
-from sglang_ext.precompress.reconstruction import Reconstruction, reconstruction_scores
+from sglang_ext.mem_cache.scores.predictor import FitRecord, Predictor
+from sglang_ext.tools.precompress.attention_inputs import AttentionInputs
+from sglang_ext.tools.precompress.documents import PromptPrefix
+from sglang_ext.tools.precompress.reconstruction import ReconstructionConfig, reconstruction_scores
 
 TOKENS, CHUNK = 192, 100
 BUDGETS = (0.5, 0.25, 0.125)
@@ -42,7 +42,7 @@ def published(model, presses):
     """The demo model after one prefill under KVzipPress: inputs of its attention layers, its cache, KVzip's scores."""
     llama = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    tokens = Beginning(chat=True).tokens(tokenizer, inspect.getsource(argparse)[:9000])[:TOKENS]
+    tokens = PromptPrefix(chat=True).tokens(tokenizer, inspect.getsource(argparse)[:9000])[:TOKENS]
     inputs, kvzip = [], []
     watches = [
         layer.self_attn.register_forward_hook(lambda m, _, kwargs, out: inputs.append((m, kwargs)), with_kwargs=True)
@@ -116,12 +116,12 @@ def test_sink_recent_keeps_what_the_published_code_keeps(published, presses):
 
 @torch.inference_mode()
 def test_kvzip_keeps_what_the_published_code_keeps_chunk_by_chunk(published):
-    how = Reconstruction(chunk=CHUNK, begin=published.prefix)
+    how = ReconstructionConfig(chunk=CHUNK, begin=published.prefix)
 
     def encode(text):
         return published.tokenizer.encode(text, add_special_tokens=False)
 
-    suffix = Beginning(chat=True).suffix(published.tokenizer)
+    suffix = PromptPrefix(chat=True).suffix(published.tokenizer)
     ours = reconstruction_scores(published.llama, encode, published.tokens, suffix, how)
     # The published code keeps the first tokens too, by a score of its own, where it selects.
     published.kvzip[..., : how.sinks] = float("inf")
@@ -140,13 +140,13 @@ def test_kvzip_plus_scores_are_those_of_the_published_code(published, presses):
     with press(llama):
         llama.model(input_ids=torch.tensor([tokens]), past_key_values=DynamicCache())
 
-    how, inputs = Reconstruction(chunk=CHUNK, begin=published.prefix), AttentionInputs(len(found[0]), torch.arange(0))
+    how, inputs = ReconstructionConfig(chunk=CHUNK, begin=published.prefix), AttentionInputs(len(found[0]), torch.arange(0))
 
     def encode(text):
         return published.tokenizer.encode(text, add_special_tokens=False)
 
-    with inputs.watching(llama):
-        ours = reconstruction_scores(llama, encode, tokens, Beginning(chat=True).suffix(published.tokenizer), how, inputs=inputs)
+    with inputs.record_inputs(llama):
+        ours = reconstruction_scores(llama, encode, tokens, PromptPrefix(chat=True).suffix(published.tokenizer), how, inputs=inputs)
     found[0][..., : how.sinks] = float("inf")
     torch.testing.assert_close(ours, found[0], atol=1e-5, rtol=2e-3)
 
@@ -160,7 +160,7 @@ def test_predicted_scores_are_those_of_the_published_network(presses, width):
         torch.stack([getattr(of_layer[place], name) for of_layer in maps])
     ]]
     inner = weights[2:] if width else (None, None)
-    ours = Predictor(*weights[:2], Fitted("", "", 0, 0, (), ()), *inner)
+    ours = Predictor(*weights[:2], FitRecord("", "", 0, 0, (), ()), *inner)
     states = torch.randn(4, 2, 6, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         found = torch.stack([ours(layer, states[:, layer]) for layer in range(2)], dim=1)

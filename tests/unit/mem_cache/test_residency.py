@@ -6,7 +6,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from tiered_helpers import World, kv_of
 
 from sglang_ext.mem_cache.prefix_cache.nodes import path
-from sglang_ext.mem_cache.prefix_cache.reloads import Faults
+from sglang_ext.mem_cache.prefix_cache.reloads import FaultInjector
 from sglang_ext.mem_cache.prefix_cache.residency import Residency
 
 A = list(range(1, 9))
@@ -21,7 +21,7 @@ def world(slots=40, always=False, host_pages=30):
 
 def track(made, *reqs, covered=None):
     """These draft on copies of all that they have in the tree, or of ``covered`` tokens."""
-    made.cache.reloads.settle()
+    made.cache.reloads.collect_loads()
     made.cache.residency.update(
         {r.req_pool_idx: (r.last_node, r.cache_protected_len if covered is None else covered) for r in reqs}
     )
@@ -41,7 +41,7 @@ def load(made, req):
     for node in path(req.last_node):
         if node.load is not None:
             node.load.synchronize()
-    made.cache.reloads.settle()
+    made.cache.reloads.collect_loads()
     return made.cache.residency.ready(req.req_pool_idx)
 
 
@@ -68,7 +68,7 @@ def test_on_demand_the_largest_leaves_the_device_and_the_sums_stay_right():
     # Room for the longest reload is kept back.
     assert made.cache.evictable_size() == 8 and balanced(made)
     assert made.cache.evict(EvictParams(num_tokens=2)).num_tokens_evicted == 10
-    assert residency.is_stale(second.req_pool_idx) and not residency.is_stale(first.req_pool_idx)
+    assert residency.is_offloaded(second.req_pool_idx) and not residency.is_offloaded(first.req_pool_idx)
     assert residency.missing_tokens(second.req_pool_idx) == residency.offloaded_tokens == 10 and balanced(made)
     assert load(made, second)
     residency.restore(second.req_pool_idx)
@@ -102,7 +102,7 @@ def test_always_all_leaves_as_soon_as_it_is_stored_and_what_is_read_stays():
     assert exact(made, req) and residency.ready(req.req_pool_idx)
     residency.release(req.req_pool_idx)
     track(made, req)
-    assert residency.is_stale(req.req_pool_idx)
+    assert residency.is_offloaded(req.req_pool_idx)
 
 
 def test_what_others_need_or_a_copy_does_not_cover_stays():
@@ -114,7 +114,7 @@ def test_what_others_need_or_a_copy_does_not_cover_stays():
     assert residency.drop(100) == 0, "the other decodes on it"
     track(made, one, other)
     stored(made)
-    assert residency.drop(100) == 10 and residency.is_stale(other.req_pool_idx)
+    assert residency.drop(100) == 10 and residency.is_offloaded(other.req_pool_idx)
     made, residency = world()
     req = made.start(A)
     track(made, req, covered=6)
@@ -164,12 +164,12 @@ def test_a_load_takes_the_place_of_another_but_not_of_one_that_is_being_read():
     track(made, first, second)
     stored(made)
     residency.drop(8)
-    gone = first if residency.is_stale(first.req_pool_idx) else second
+    gone = first if residency.is_offloaded(first.req_pool_idx) else second
     stays = second if gone is first else first
     filler = made.allocator.alloc(8)
-    with residency.reading(stays.req_pool_idx):
+    with residency.pin_while_reading(stays.req_pool_idx):
         assert not residency.load(gone.req_pool_idx)
-    assert load(made, gone) and residency.is_stale(stays.req_pool_idx)
+    assert load(made, gone) and residency.is_offloaded(stays.req_pool_idx)
     made.allocator.free(filler)
 
 
@@ -179,7 +179,7 @@ def test_pages_that_came_back_changed_make_their_request_lost_and_it_leaves_noth
     track(made, req, other)
     stored(made)
     residency.drop(100)
-    made.cache.reloads.faults = Faults(every=2, loads=1)
+    made.cache.reloads.faults = FaultInjector(every=2, loads=1)
     assert not load(made, req) and residency.is_lost(req.req_pool_idx)
     assert not residency.load(req.req_pool_idx), "there is nothing to load"
     assert load(made, other) and not residency.is_lost(other.req_pool_idx)
@@ -221,7 +221,7 @@ def test_whatever_happens_what_is_ready_is_exact_and_the_sums_are_right(steps, a
             track(made, *running)
             stored(made)
         for req in made.running:
-            req.stale = set(range(req.cache_protected_len)) if residency.is_stale(req.req_pool_idx) else set()
+            req.stale = set(range(req.cache_protected_len)) if residency.is_offloaded(req.req_pool_idx) else set()
         made.check()
     for req in list(made.running):
         residency.forget(req.req_pool_idx)

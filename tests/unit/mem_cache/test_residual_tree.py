@@ -7,9 +7,9 @@ from hypothesis import given, settings, strategies as st
 from residual_helpers import PAGE, ResidualWorld, numbers_of
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sglang_ext.core import CompressedView
+from sglang_ext.core import CompressedKV
 from sglang_ext.mem_cache.prefix_cache.nodes import path
-from sglang_ext.mem_cache.prefix_cache.reloads import Faults
+from sglang_ext.mem_cache.prefix_cache.reloads import FaultInjector
 from sglang_ext.mem_cache.prefix_cache.residency import Residency
 
 A, B = list(range(1, 6 * PAGE + 2)), list(range(1000, 1000 + 6 * PAGE + 2))
@@ -59,14 +59,14 @@ def test_a_node_that_was_stored_whole_is_stored_again_once_there_is_a_segment():
     host, node = world.cache.host, req.last_node
     host.back_up(node).wait()
     assert world.residual_pages() == 0
-    host.improve(node)
+    host.store_as_residual(node)
     assert world.residual_pages() == 0
     world.anchor(req)
     pages, before = node.host_value, host.stored_bytes
-    host.improve(node)
+    host.store_as_residual(node)
     assert world.residual_pages() == 5 and node.host_value is pages and host.stored_bytes > before
     before = host.stored_bytes
-    host.improve(node)
+    host.store_as_residual(node)
     assert host.stored_bytes == before, "nothing is gained any more"
     world.check()
     world.empty()
@@ -77,7 +77,7 @@ def test_nodes_that_are_split_keep_their_anchors():
     req, segment = left(world, A)
     other = A[: 3 * PAGE] + B[: 2 * PAGE]
     split = world.start(other)
-    assert len(segment.shortens) == 2
+    assert len(segment.anchored_nodes) == 2
     world.check()
     assert comes_back(world, A) == 6 * PAGE
     world.finish(split)
@@ -111,7 +111,7 @@ def test_without_its_segment_a_node_comes_back_with_its_anchor():
     world.anchor(req)
     world.cache.host.drop_device(node)
     assert bytes_of(world, A) > short
-    world.cache.host.improve(node)
+    world.cache.host.store_as_residual(node)
     node.store.synchronize()
     world.cache.host.drop_device(node)
     assert bytes_of(world, A) == short
@@ -140,7 +140,7 @@ def packed_view(world, req, covered):
     tokens, packing = covered - PAGE, world.packing
     own, row = world.allocate(PAGE + packing.held_slots(tokens)), world.table.req_to_token[req.req_pool_idx]
     packing.write(world.buffers, torch.arange(tokens)[None, None], row[PAGE:covered].long(), own[PAGE:])
-    return CompressedView(own, covered, sinks=PAGE, own_tokens=tokens, own_packed=packing.packed_slots(tokens))
+    return CompressedKV(own, covered, sinks=PAGE, own_tokens=tokens, own_packed=packing.packed_slots(tokens))
 
 
 def test_what_a_copy_packs_of_a_prompt_becomes_a_segment_before_its_full_kv_is_stored():
@@ -151,7 +151,7 @@ def test_what_a_copy_packs_of_a_prompt_becomes_a_segment_before_its_full_kv_is_s
     world.cache.serve(Copies(view), residency=residency)
     slots = view.slots.tolist()
     residency.update({req.req_pool_idx: (req.last_node, 4 * PAGE)})
-    assert view.slots.tolist() == slots and len(view.own) == PAGE and view.own_packed == 0 and view.shared == 6 * PAGE
+    assert view.slots.tolist() == slots and len(view.own) == PAGE and view.own_packed == 0 and view.shared_len == 6 * PAGE
     (segment,) = req.last_node.segments
     assert (segment.start, segment.end, segment.users, segment.packed) == (PAGE, 6 * PAGE, 1, 50)
     assert req.last_node.host_value is None, "the copy is said to stand for less"
@@ -194,7 +194,7 @@ def test_a_changed_page_is_lost_and_what_comes_before_it_is_not():
     assert comes_back(world, A) == 3 * PAGE
     assert world.cache.reloads.failed_pages == 1
     world.check()
-    world.cache.reloads.faults = Faults(1)
+    world.cache.reloads.faults = FaultInjector(1)
     world.cache.evict(EvictParams(num_tokens=30 * PAGE))
     assert comes_back(world, A) == 0, "each load finds a changed page"
     world.empty()
@@ -239,13 +239,13 @@ def test_whatever_happens_nothing_leaks_and_what_is_read_is_right(steps, host_pa
         elif what == "improve" and nodes:
             node = nodes[which % len(nodes)]
             if node.on_device and node.host_value is not None:
-                world.cache.host.improve(node)
+                world.cache.host.store_as_residual(node)
         elif what == "flip" and nodes and flag:
             node = nodes[which % len(nodes)]
             if node.host_value is not None:
                 node.store.synchronize()
                 world.tier.pool.flip(int(node.host_value[0]))
-        world.cache.reloads.settle()
+        world.cache.reloads.collect_loads()
         world.check()
     for node in list(world.cache.nodes):
         if not node.dropped and not node.is_void:

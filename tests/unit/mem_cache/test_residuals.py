@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
 from sglang_ext.mem_cache.host_tier.host_pool import HostPool
-from sglang_ext.mem_cache.host_tier.residuals import PageBlocks, ResidualPages, refusal
+from sglang_ext.mem_cache.host_tier.residuals import PageBlocks, ResidualPages, unsupported_reason
 from sglang_ext.mem_cache.host_tier.tier import HostTier
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -39,11 +39,11 @@ def made(dtype, bits=4, heads=1, dim=64, page=64, kinds=("normal",) * 2, seed=0,
     slots = 4 * tokens
     keys, values = (numbers(kind, (slots, heads, dim), dtype, noise) for kind in kinds)
     buffers = KVBuffers((0,), (1.0,), (keys,), (values,))
-    packing = Packing.of(quantizer("lynx", bits), buffers, page)
+    packing = Packing.for_pool(quantizer("lynx", bits), buffers, page)
     order = torch.randperm(slots, generator=noise)
     sources, targets, blocks = order[:tokens], order[tokens : 2 * tokens], order[2 * tokens :][: packing.packed_slots(tokens)]
     packing.write(buffers, torch.arange(tokens).expand(1, heads, tokens), sources, blocks)
-    pool = HostPool.create(buffers, page, (PAGES + 2) * page * buffers.bytes_per_slot, rooms=True)
+    pool = HostPool.create(buffers, page, (PAGES + 2) * page * buffers.bytes_per_slot, frames=True)
     tier = HostTier(buffers, pool, staging, ResidualPages(buffers, packing, page))
     return tier, buffers, sources, targets, page_blocks(blocks.view(PAGES, -1))
 
@@ -125,7 +125,7 @@ def test_a_page_that_came_back_changed_is_named(damage):
             tier.pool.sizes[2] -= 8
     elif damage == "pages":
         with torch.inference_mode():
-            for part in (tier.pool.rooms, tier.pool.sizes):
+            for part in (tier.pool.frames, tier.pool.sizes):
                 part[[2, 1]] = part[[1, 2]]
     else:
         buffers.keys[0][blocks.slots[2, 0]] = 0
@@ -140,8 +140,8 @@ def test_a_page_that_came_back_changed_is_named(damage):
 
 def test_what_no_residual_can_be_made_of_is_told():
     buffers = made(torch.float32)[1]
-    packing = Packing.of(quantizer("lynx", 4), buffers, 16)
-    assert refusal(packing, buffers, 128) == ""
-    assert refusal(packing, buffers, 16) == "pages are 16 tokens, blocks 64: pass --page-size 64"
+    packing = Packing.for_pool(quantizer("lynx", 4), buffers, 16)
+    assert unsupported_reason(packing, buffers, 128) == ""
+    assert unsupported_reason(packing, buffers, 16) == "pages are 16 tokens, blocks 64: pass --page-size 64"
     coarse = KVBuffers((0,), (1.0,), *((buffer.to(torch.float8_e5m2),) for buffer in (buffers.keys[0], buffers.values[0])))
-    assert "pass --kv-cache-dtype auto" in refusal(packing, coarse, 64)
+    assert "pass --kv-cache-dtype auto" in unsupported_reason(packing, coarse, 64)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sglang_ext.core import OptionError
-from sglang_ext.mem_cache.compressed.rotary import Rotary, rotary_of
+from sglang_ext.mem_cache.compressed.rotary import Rotary, find_rotary
 
 DIM, POSITIONS = 32, 3000
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -27,7 +27,7 @@ def model_of(*embeddings):
 
 
 def found(*embeddings):
-    return rotary_of(model_of(*embeddings), lambda module: isinstance(module, torch.nn.Identity), "kvquant")
+    return find_rotary(model_of(*embeddings), lambda module: isinstance(module, torch.nn.Identity), "kvquant")
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_a_table_in_bfloat16_gives_the_frequencies_too(rope):
     rounded = SimpleNamespace(cos_sin_cache=embedding.cos_sin_cache.bfloat16(), is_neox_style=True)
     model = model_of(None)
     model[0].rotary_emb = rounded
-    read = rotary_of(model, lambda module: isinstance(module, torch.nn.Identity), "kvquant").frequencies
+    read = find_rotary(model, lambda module: isinstance(module, torch.nn.Identity), "kvquant").frequencies
     torch.testing.assert_close(read, exact, atol=1e-5, rtol=0)
 
 
@@ -99,7 +99,7 @@ def test_a_model_whose_rotary_embedding_is_not_known_is_refused(tables, reason):
     for attention, embedding in zip(model, embeddings):
         attention.rotary_emb = embedding
     with pytest.raises(OptionError, match=f"--kv-compressor int8.kvquant .*{reason}.*--kv-compressor snapkv"):
-        rotary_of(model, lambda module: isinstance(module, torch.nn.Identity), "int8+kvquant")
+        find_rotary(model, lambda module: isinstance(module, torch.nn.Identity), "int8+kvquant")
 
 
 def test_rotations_of_one_position_keep_lengths_and_those_of_many_shorten_fast_pairs():

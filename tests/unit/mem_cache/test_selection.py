@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.compressed.rotary import Rotary
-from sglang_ext.mem_cache.selection.baselines import BASELINES, Quest, Recent, TOVA, TrueQuery
-from sglang_ext.mem_cache.selection.predictors import PREDICTORS, Current, Regressed, query_predictor
-from sglang_ext.mem_cache.selection.scoring import ByPrediction, Seen
+from sglang_ext.mem_cache.selection.baselines import BASELINES, QuestScoring, RecentScoring, TovaScoring, TrueQueryScoring
+from sglang_ext.mem_cache.selection.predictors import PREDICTORS, CurrentQuery, RegressedQuery, query_predictor
+from sglang_ext.mem_cache.selection.scoring import PredictedScoring, ScoringInputs
 from sglang_ext.mem_cache.selection.top_tokens import overlap, top_tokens
 
 DIM = 16
 ROTARY = Rotary(torch.tensor([1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 0.0003]))
-SCORINGS = (*(ByPrediction(kind()) for kind in PREDICTORS.values()), *BASELINES)
+SCORINGS = (*(PredictedScoring(kind()) for kind in PREDICTORS.values()), *BASELINES)
 # Kinds of heads: query heads, KV heads.
 HEADS = {"MHA": (4, 4), "GQA": (6, 2), "MQA": (3, 1)}
 
@@ -28,7 +28,7 @@ def noise(seed, *shape):
 def seen(seed=0, requests=2, layers=2, heads=(6, 2), window=5, tokens=40, lengths=None, rotary=ROTARY):
     """Contexts whose queries are those of the tokens after them."""
     ends = torch.tensor([tokens] * requests) if lengths is None else lengths
-    return Seen(
+    return ScoringInputs(
         queries=noise(seed, requests, layers, heads[0], window, DIM),
         positions=ends[:, None] + torch.arange(window) - window,
         keys=noise(seed + 1, requests, layers, heads[1], tokens, DIM),
@@ -69,8 +69,8 @@ def test_the_next_query_is_predicted_without_rotary_embedding_and_turned_to_the_
     positions = (torch.arange(window) * step + end)[None]
     queries = noise(seed, 1, 1, 2, window, DIM)
     plain = [[turned(queries[0, 0, head, i], -int(positions[0, i])) for i in range(window)] for head in range(2)]
-    current = Current().predict(queries, positions, ROTARY)
-    regressed = Regressed().predict(queries, positions, ROTARY)
+    current = CurrentQuery().predict(queries, positions, ROTARY)
+    regressed = RegressedQuery().predict(queries, positions, ROTARY)
     for head in range(2):
         after = int(positions[0, -1]) + 1
         torch.testing.assert_close(current[0, 0, head].double(), turned(plain[head][-1], after), atol=2e-3, rtol=0)
@@ -80,9 +80,9 @@ def test_the_next_query_is_predicted_without_rotary_embedding_and_turned_to_the_
 
 def test_without_rotary_embedding_queries_are_joined_as_they_are():
     queries, positions = noise(0, 1, 1, 1, 9, DIM), torch.arange(9)[None]
-    assert torch.equal(Current().predict(queries, positions, None)[0, 0, 0], queries[0, 0, 0, -1])
+    assert torch.equal(CurrentQuery().predict(queries, positions, None)[0, 0, 0], queries[0, 0, 0, -1])
     expected = regressed_by_loop(queries[0, 0, 0], 16, 1e-2)
-    torch.testing.assert_close(Regressed().predict(queries, positions, None)[0, 0, 0].double(), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(RegressedQuery().predict(queries, positions, None)[0, 0, 0].double(), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", PREDICTORS)
@@ -96,23 +96,23 @@ def test_a_query_that_does_not_change_but_for_its_position_is_predicted_as_it_wi
 def test_a_regressed_query_counts_the_newest_most_where_each_follows_from_the_one_before():
     # A walk of small steps: its newest place is the best guess, and weights of the moved window end with it.
     walk = noise(1, 1, 1, 1, 17, 64).cumsum(dim=-2)
-    weights = Regressed().weights(walk)[0, 0, 0]
+    weights = RegressedQuery().weights(walk)[0, 0, 0]
     assert weights.sum().item() == pytest.approx(1, abs=1e-5) and int(weights.argmax()) == 15
 
 
 @given(st.integers(0, 99), st.sampled_from([1e-3, 1.0, 1e3]))
 def test_larger_queries_are_predicted_as_much_larger_and_zeros_as_zeros(seed, factor):
     queries, positions = noise(seed, 1, 2, 2, 17, DIM), torch.arange(17)[None]
-    found, scaled = (Regressed().predict(given, positions, ROTARY) for given in (queries, queries * factor))
+    found, scaled = (RegressedQuery().predict(given, positions, ROTARY) for given in (queries, queries * factor))
     torch.testing.assert_close(found * factor, scaled, rtol=1e-3, atol=1e-3 * factor)
-    assert not Regressed().predict(queries * 0, positions, ROTARY).any()
+    assert not RegressedQuery().predict(queries * 0, positions, ROTARY).any()
 
 
 def test_unknown_predictors_and_empty_windows_are_refused():
     with pytest.raises(OptionError, match=r"--kv-select-by is 'mean'; allowed: current, regressed. Pass one of these"):
         query_predictor("mean")
     with pytest.raises(ValueError, match="0 queries in the window; .* from at least 1"):
-        Current().predict(torch.zeros(1, 1, 1, 0, DIM), torch.zeros(1, 0, dtype=torch.int64), ROTARY)
+        CurrentQuery().predict(torch.zeros(1, 1, 1, 0, DIM), torch.zeros(1, 0, dtype=torch.int64), ROTARY)
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -121,7 +121,7 @@ def test_scores_are_the_mean_attention_of_the_query_heads_of_a_kv_head(kind, see
     heads, kv_heads = HEADS[kind]
     lengths = torch.randint(1, 41, (requests,), generator=torch.Generator().manual_seed(seed))
     given = seen(seed, requests, layers, (heads, kv_heads), lengths=lengths)
-    found = {"true": TrueQuery().scores(given), "current": ByPrediction(Current()).scores(given), "tova": TOVA().scores(given)}
+    found = {"true": TrueQueryScoring().scores(given), "current": PredictedScoring(CurrentQuery()).scores(given), "tova": TovaScoring().scores(given)}
     group = heads // kv_heads
     for request, length in enumerate(lengths.tolist()):
         for layer in range(layers):
@@ -141,7 +141,7 @@ def test_scores_are_the_mean_attention_of_the_query_heads_of_a_kv_head(kind, see
 @given(st.integers(0, 99), st.integers(1, 40))
 def test_quest_scores_a_page_by_the_most_that_its_bounds_allow(seed, length):
     given = seen(seed, 1, 1, (6, 2), lengths=torch.tensor([length]))
-    found = Quest(page=16).scores(given)[0, 0]
+    found = QuestScoring(page=16).scores(given)[0, 0]
     for head in range(2):
         queries = given.queries[0, 0, head * 3 : head * 3 + 3, -1].double()
         for start in range(0, length, 16):
@@ -167,7 +167,7 @@ def test_every_scoring_answers_in_the_same_frame_and_chooses_no_place_beyond_a_c
 
 
 def test_recent_keeps_the_newest_and_only_quest_and_true_queries_wait_for_the_steps_own():
-    assert top_tokens(Recent().scores(seen()), 3, 0, 0)[0, 0, 0].tolist() == [37, 38, 39]
+    assert top_tokens(RecentScoring().scores(seen()), 3, 0, 0)[0, 0, 0].tolist() == [37, 38, 39]
     assert {each.name for each in SCORINGS if each.synchronous} == {"true", "quest"}
     assert {each.name for each in SCORINGS if each.permanent} == {"tova"}
 
@@ -186,14 +186,14 @@ def test_the_best_are_chosen_beside_sinks_and_the_newest(seed, count, sinks, new
 
 def test_more_tokens_than_a_context_has_cannot_be_selected():
     with pytest.raises(ValueError, match=r"41 tokens are to be selected; allowed: 1 to the 40 of the context. Select fewer"):
-        top_tokens(Recent().scores(seen()), 41, 0, 0)
+        top_tokens(RecentScoring().scores(seen()), 41, 0, 0)
     with pytest.raises(ValueError, match=r"0 tokens are to be selected"):
-        top_tokens(Recent().scores(seen()), 0, 0, 0)
+        top_tokens(RecentScoring().scores(seen()), 0, 0, 0)
 
 
 def test_query_heads_that_kv_heads_cannot_share_are_refused():
     with pytest.raises(ValueError, match=r"5 query heads; allowed: a multiple of the 2 KV heads"):
-        TrueQuery().scores(seen(heads=(5, 2)))
+        TrueQueryScoring().scores(seen(heads=(5, 2)))
 
 
 @given(st.integers(0, 99), st.integers(1, 20))

@@ -8,17 +8,17 @@ import torch
 from test_packed_views import DIM, HEADS, views_of
 from tiered_helpers import ROWS, World, done
 
-from sglang_ext.managers.integrity import IntegrityError, check_copies
-from sglang_ext.mem_cache.compressed import compressed_views
-from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
-from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
-from sglang_ext.mem_cache.compressed.formats.kv_format import Unpacked
-from sglang_ext.mem_cache.compressed.formats.packing import PackedRows, Packing
+from sglang_ext.managers.integrity import IntegrityError, check_compressed
+from sglang_ext.mem_cache.compressed import cache
+from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
+from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
+from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import QuantizedLayout, Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.query_window import QueryWindows, Recorded, record_queries
+from sglang_ext.mem_cache.compressed.queries import QueryWindows, RecordedRows, record_queries
 from sglang_ext.mem_cache.compressors.catalogue import create, method
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
-from sglang_ext.mem_cache.prefix_cache.nodes import Prefix
+from sglang_ext.mem_cache.prefix_cache.nodes import SharedPrefix
 
 PAGE = 2
 COMMON = list(range(1, 151))
@@ -28,21 +28,21 @@ HALF, EIGHTH, PACKED = range(3)
 @pytest.fixture
 def world(monkeypatch):
     """A prefix tree with copies of a half, of an eighth, and of blocks; requests choose by ``world.asked``, by row."""
-    monkeypatch.setattr(compressed_views, "MIN_SHARED", 64)
+    monkeypatch.setattr(cache, "MIN_SHARED", 64)
     made = World(slots=2400)
     made.table.req_to_token = table = torch.zeros(2 * ROWS, 400, dtype=torch.int32)
     noise = torch.Generator().manual_seed(0)
     buffers = KVBuffers((0,), (1.0,), *((torch.randn(2402, HEADS, DIM, generator=noise),) for _ in "kv"))
-    rows, newest = PackedRows.of_table(Packing.of(method("int4").quantizer, buffers, PAGE), table), create("sink-recent")
+    rows, newest = QuantizedLayout.for_table(Packing.for_pool(method("int4").quantizer, buffers, PAGE), table), create("sink-recent")
     made.asked = {}
     methods = (
-        CopyMethod(newest, 0.5, Unpacked(PAGE), "half"),
-        CopyMethod(newest, 0.125, Unpacked(PAGE), "eighth", suffix=":0.125"),
-        CopyMethod(method("int4").compressor, 1.0, rows.form, "int4", "int4"),
+        CompressionMethod(newest, 0.5, PlainSlots(PAGE), "half"),
+        CompressionMethod(newest, 0.125, PlainSlots(PAGE), "eighth", suffix=":0.125"),
+        CompressionMethod(method("int4").compressor, 1.0, rows.layout, "int4", "int4"),
     )
-    made.cache.serve(CompressedViews(
+    made.cache.serve(CompressedKVCache(
         methods=methods, token_table=table, rows=ROWS, buffers=buffers, allocator=made.allocator, tree_cache=made.cache,
-        queries=QueryWindows(0, (0,), 0), form=rows, asked_by=made.asked.__getitem__,
+        queries=QueryWindows(0, (0,), 0), layout=rows, method_index_of=made.asked.__getitem__,
     ))
     return made
 
@@ -52,7 +52,7 @@ def start(world, tokens, place):
     matched = len(world.match(tokens[:-1]).device_indices)
     req = world.start(tokens)
     world.asked[req.req_pool_idx] = place
-    prefix = Prefix(req.last_node, matched) if matched else None
+    prefix = SharedPrefix(req.last_node, matched) if matched else None
     assert world.cache.copies.compress(req.req_pool_idx, len(tokens), 0, prefix)
     return world.cache.copies.get(req.req_pool_idx)
 
@@ -68,16 +68,16 @@ def test_requests_share_the_beginning_with_those_of_their_own_method_alone(world
         view = start(world, [*COMMON, *tokens_after(number)], place)
         assert {segment.method for segment in view.segments} == {world.cache.copies.methods[place].name}
         world.check()
-    segments, views = list(world.cache.segments), world.cache.copies
+    segments, compressed_kv = list(world.cache.segments), world.cache.copies
     found = [(s.method, s.end, s.tokens, s.users) for s in segments]
     assert found == [("half", 150, 76, 2), ("eighth", 150, 20, 2), ("int4", 132, 128, 2)]
     for row, place in world.asked.items():
-        packed = views.form.counts[views.draft_row(row)]
-        assert packed == views.get(row).packed and (packed > 0) == (place == PACKED)
-    assert views.made == {"sink-recent": 2, "sink-recent:0.125": 2, "int4": 2}
-    check_copies(views)
+        packed = compressed_kv.layout.counts[compressed_kv.draft_row(row)]
+        assert packed == compressed_kv.get(row).packed and (packed > 0) == (place == PACKED)
+    assert compressed_kv.made == {"sink-recent": 2, "sink-recent:0.125": 2, "int4": 2}
+    check_compressed(compressed_kv)
     world.empty()
-    assert not segments[0].users and views.held_tokens == 0
+    assert not segments[0].users and compressed_kv.held_tokens == 0
 
 
 def test_a_split_leaves_each_methods_segment_where_it_ends_and_all_are_evicted_with_their_node(world):
@@ -89,47 +89,47 @@ def test_a_split_leaves_each_methods_segment_where_it_ends_and_all_are_evicted_w
     found = [(s.method, s.node.end) for s in world.cache.segments]
     assert found == [("half", 150), ("eighth", 150), ("int4", 134)]
     later = start(world, [*COMMON[:134], *range(900, 910), *tokens_after(5)], EIGHTH)
-    assert later.shared == 144 and [s.start for s in later.segments] == [0]
-    assert start(world, [*COMMON[:134], *range(900, 910), *tokens_after(6)], PACKED).shared == 132
+    assert later.shared_len == 144 and [s.start for s in later.segments] == [0]
+    assert start(world, [*COMMON[:134], *range(900, 910), *tokens_after(6)], PACKED).shared_len == 132
     world.check()
     world.empty()
 
 
 def test_a_row_that_held_blocks_says_so_no_longer_when_a_request_of_another_method_has_it(world):
     done(world, COMMON)
-    views = world.cache.copies
+    compressed_kv = world.cache.copies
     first = start(world, [*COMMON, *tokens_after(0)], PACKED)
     (row,) = world.asked
-    assert views.form.counts[views.draft_row(row)] == first.packed > 0
+    assert compressed_kv.layout.counts[compressed_kv.draft_row(row)] == first.packed > 0
     world.finish(world.running[0])
     start(world, [*COMMON, *tokens_after(1)], HALF)
-    assert list(world.asked) == [row] and views.form.counts[views.draft_row(row)] == 0
+    assert list(world.asked) == [row] and compressed_kv.layout.counts[compressed_kv.draft_row(row)] == 0
     world.empty()
 
 
 def test_the_share_of_full_kv_is_that_of_the_copies_that_there_are(world):
     done(world, COMMON)
-    views = world.cache.copies
-    assert views.share == 0.5
+    compressed_kv = world.cache.copies
+    assert compressed_kv.share == 0.5
     covered = [start(world, [*COMMON, *tokens_after(place)], place).covered for place in (EIGHTH, PACKED)]
-    expected = sum(views.methods[place].share * tokens for place, tokens in zip((EIGHTH, PACKED), covered)) / sum(covered)
-    assert covered == [240, 196] and abs(views.share - expected) < 1e-12
+    expected = sum(compressed_kv.methods[place].share * tokens for place, tokens in zip((EIGHTH, PACKED), covered)) / sum(covered)
+    assert covered == [240, 196] and abs(compressed_kv.share - expected) < 1e-12
     world.empty()
 
 
 @pytest.mark.parametrize("wrong", ["segment", "packed"])
 def test_a_copy_of_two_methods_and_a_row_with_other_blocks_are_found(world, wrong):
     done(world, COMMON)
-    view, views = start(world, [*COMMON, *tokens_after(0)], PACKED), world.cache.copies
+    view, compressed_kv = start(world, [*COMMON, *tokens_after(0)], PACKED), world.cache.copies
     (row,) = world.asked
-    check_copies(views)
+    check_compressed(compressed_kv)
     if wrong == "segment":
         view.segments[0].method = "half"
     else:
-        views.form.counts[views.draft_row(row)] -= 1
-    found = {"segment": f"row {row} is one of int4; it reads segments of half", "packed": f"the copy of draft row {views.draft_row(row)} has"}
+        compressed_kv.layout.counts[compressed_kv.draft_row(row)] -= 1
+    found = {"segment": f"row {row} is one of int4; it reads segments of half", "packed": f"the copy of draft row {compressed_kv.draft_row(row)} has"}
     with pytest.raises(IntegrityError, match=found[wrong]):
-        check_copies(views)
+        check_compressed(compressed_kv)
 
 
 def test_each_method_sees_as_many_of_the_newest_queries_as_it_wants_and_one_without_any_covers_what_follows_them():
@@ -140,28 +140,28 @@ def test_each_method_sees_as_many_of_the_newest_queries_as_it_wants_and_one_with
             seen.append(context.query_positions.tolist())
             return super().select(context, parts)
 
-    views = views_of("snapkv+int8", budget=0.5, compressor=Spy(window=8))
-    wide, none = (replace(views.methods[0], compressor=each) for each in (Spy(window=32), create("sink-recent")))
-    views.methods, asked = (*views.methods, wide, none), {1: 0}
-    views.asked_by = asked.__getitem__
+    compressed_kv = views_of("snapkv+int8", budget=0.5, compressor=Spy(window=8))
+    wide, none = (replace(compressed_kv.methods[0], compressor=each) for each in (Spy(window=32), create("sink-recent")))
+    compressed_kv.methods, asked = (*compressed_kv.methods, wide, none), {1: 0}
+    compressed_kv.method_index_of = asked.__getitem__
     layer = SimpleNamespace(layer_id=0, tp_q_head_num=HEADS, qk_head_dim=DIM)
     for place, covered in enumerate((260, 260, 388)):
         asked[1] = place
-        with views.queries.recording((Recorded(1, 0, 32, 268),)):
+        with compressed_kv.queries.recording((RecordedRows(1, 0, 32, 268),)):
             record_queries(lambda *args: None, None, torch.randn(32, HEADS * DIM), None, None, layer, None)
-        assert views.compress(1, 400) and views.get(1).covered == covered
-        views.release_copy(1)
+        assert compressed_kv.compress(1, 400) and compressed_kv.get(1).covered == covered
+        compressed_kv.release_compressed_kv(1)
     assert seen == [list(range(292, 300)), list(range(268, 300))]
 
 
 def test_all_methods_run_before_the_first_request():
-    views, ran = views_of("int8"), []
+    compressed_kv, ran = views_of("int8"), []
 
     class Spy(SnapKV):
         def select(self, context, parts):
             ran.append((self.window, parts))
             return super().select(context, parts)
 
-    views.methods = tuple(replace(views.methods[0], compressor=Spy(window=window)) for window in (8, 32))
-    views.compile_kernels(query_heads=2 * HEADS)
+    compressed_kv.methods = tuple(replace(compressed_kv.methods[0], compressor=Spy(window=window)) for window in (8, 32))
+    compressed_kv.compile_kernels(query_heads=2 * HEADS)
     assert [window for window, _ in ran] == [8, 32]

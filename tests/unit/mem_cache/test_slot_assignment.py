@@ -3,7 +3,7 @@
 import torch
 from sglang.srt.mem_cache import allocation
 
-from sglang_ext.managers import captured
+from sglang_ext.managers import graph_capture
 
 
 def test_each_batch_size_and_alignment_is_run_once_and_writes_nothing(monkeypatch):
@@ -14,5 +14,5 @@ def test_each_batch_size_and_alignment_is_run_once_and_writes_nothing(monkeypatc
         forms.add((batch, slots.data_ptr() % 16 == 0))
 
     monkeypatch.setattr(allocation, "assign_req_to_token_pool_func", assign)
-    captured.compile_ahead(torch.zeros(3, 8, dtype=torch.int32), 24)
+    graph_capture.compile_slot_kernel(torch.zeros(3, 8, dtype=torch.int32), 24)
     assert forms == {(batch, aligned) for batch in (1, 2, 4, 8, 16, 32) for aligned in (True, False)}

@@ -5,17 +5,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_slot_pointers import guided_views, led_to
+from test_pointer_layout import guided_views, led_to
 from test_views import HEADS, LAYERS
 
 from sglang_ext.core import RequestState
-from sglang_ext.mem_cache.compressed.due_copies import ensure_copy
-from sglang_ext.mem_cache.compressed.query_window import record_queries, tell_written
+from sglang_ext.mem_cache.compressed.policy import ensure_compressed_kv
+from sglang_ext.mem_cache.compressed.queries import record_queries, set_key_write_callback
 from sglang_ext.mem_cache.compressed.slot_codes import SlotCodes
 from sglang_ext.mem_cache.compressors import best
 from sglang_ext.mem_cache.compressors.spade import Spade, attention
-from sglang_ext.mem_cache.selection import held_keys as held_keys_module
-from sglang_ext.mem_cache.selection.held_keys import KeySizes, held_keys
+from sglang_ext.mem_cache.selection import scoring_keys as held_keys_module
+from sglang_ext.mem_cache.selection.scoring_keys import KeySpec, scoring_keys
 from sglang_ext.mem_cache.selection.top_tokens import mark_always
 
 BITS = pytest.mark.parametrize("bits", [8, 4])
@@ -29,7 +29,7 @@ def pool(layers=3, slots=40, heads=2, dim=64, seed=0):
 
 def as_held(keys, bits):
     """What cache ranks would hold of the keys of all slots."""
-    held = held_keys(KeySizes(len(keys), *keys[0].shape[1:], keys[0].dtype, bits), len(keys[0]))
+    held = scoring_keys(KeySpec(len(keys), *keys[0].shape[1:], keys[0].dtype, bits), len(keys[0]))
     held.write(0, torch.stack(tuple(keys)))
     return held
 
@@ -49,7 +49,7 @@ def test_a_forward_codes_what_it_wrote_in_all_layers_once_the_last_has_attended(
     keys = pool()
     codes, every = SlotCodes(keys, (4, 5, 7), bits), torch.arange(40)
     before = [part.clone() for part in (codes.held.codes, codes.held.words)]
-    tell_written(codes.written)
+    set_key_write_callback(codes.written)
     try:
         assert forward([3, 9, 21], (4, 5)) == [4, 5]
         assert all(map(torch.equal, before, (codes.held.codes, codes.held.words))), "the last layer writes yet"
@@ -67,7 +67,7 @@ def test_a_forward_codes_what_it_wrote_in_all_layers_once_the_last_has_attended(
         forward([11, 9, 10], (4, 5, 7))
         assert torch.equal(codes.held.read(1, every[[3, 9, 10, 11]]), as_held(keys, bits).read(1, every[[3, 9, 10, 11]]))
     finally:
-        tell_written(None)
+        set_key_write_callback(None)
     keys[0][21] = 7.0
     forward([21], (4, 5, 7))
     assert not torch.equal(codes.held.read(0, wrote), as_held(keys, bits).read(0, wrote)), "nobody is told any more"
@@ -87,35 +87,35 @@ def test_keys_are_coded_in_pieces_as_they_are_at_once(monkeypatch):
 
 @BITS
 def test_copies_lead_to_what_is_chosen_by_the_codes_of_a_rank_when_made_and_between_steps(bits):
-    views, keep = guided_views(Spade())
-    codes = SlotCodes(views.buffers.keys, range(LAYERS), bits)
-    codes.write(torch.arange(len(views.buffers.keys[0])))
-    views.buffers = replace(views.buffers, codes=codes.held)
-    held, method = as_held(views.buffers.keys, bits), views.methods[0]
-    for keys in views.buffers.keys:
+    compressed_kv, keep = guided_views(Spade())
+    codes = SlotCodes(compressed_kv.buffers.keys, range(LAYERS), bits)
+    codes.write(torch.arange(len(compressed_kv.buffers.keys[0])))
+    compressed_kv.buffers = replace(compressed_kv.buffers, codes=codes.held)
+    held, method = as_held(compressed_kv.buffers.keys, bits), compressed_kv.methods[0]
+    for keys in compressed_kv.buffers.keys:
         # Not read any more.
         keys.copy_(keys.flip(0))
 
     def expected(end, by):
-        view = views.get(1)
-        slots, (queries, positions) = views.token_table[1, : view.covered].long(), views.queries.get(1, end, 1)
-        predicted = method.compressor.predictor.predict(queries.transpose(1, 2)[None], positions[None], views.rotary)
-        scores = [attention(predicted[:, i], by(i, slots), views.buffers.scaling[i]) for i in range(LAYERS)]
+        view = compressed_kv.get(1)
+        slots, (queries, positions) = compressed_kv.token_table[1, : view.covered].long(), compressed_kv.queries.get(1, end, 1)
+        predicted = method.compressor.predictor.predict(queries.transpose(1, 2)[None], positions[None], compressed_kv.rotary)
+        scores = [attention(predicted[:, i], by(i, slots), compressed_kv.buffers.scaling[i]) for i in range(LAYERS)]
         return [slots[each].tolist() for each in best(mark_always(torch.stack(scores), *method.compressor.always(None)), view.own_tokens)]
 
     keep(range(149, 150), 1)
-    assert ensure_copy(views, SimpleNamespace(last_node=None), RequestState(rid="r", row=1, seed=0), 150, 0) == 0
-    assert led_to(views) == expected(150, held.read)
+    assert ensure_compressed_kv(compressed_kv, SimpleNamespace(last_node=None), RequestState(rid="r", row=1, seed=0), 150, 0) == 0
+    assert led_to(compressed_kv) == expected(150, held.read)
     keep(range(150, 151), 2)
-    views.choose_anew(1, 151, 1)
-    assert led_to(views) == expected(151, held.read)
-    assert led_to(views) != expected(151, lambda layer, slots: views.buffers.keys[layer][slots])
-    assert len(led_to(views)[0]) == HEADS
+    compressed_kv.reselect(1, 151, 1)
+    assert led_to(compressed_kv) == expected(151, held.read)
+    assert led_to(compressed_kv) != expected(151, lambda layer, slots: compressed_kv.buffers.keys[layer][slots])
+    assert len(led_to(compressed_kv)[0]) == HEADS
 
 
 def test_layers_are_read_as_they_are_without_codes():
-    views, _ = guided_views(Spade())
+    compressed_kv, _ = guided_views(Spade())
     slots = torch.tensor([5, 2])
-    assert torch.equal(views.buffers.scored(1, slots), views.buffers.keys[1][slots])
-    views.buffers = replace(views.buffers, codes=SlotCodes(views.buffers.keys, range(LAYERS), 8).held)
-    assert views.buffers.of_layers(slice(0, 1)).codes is None
+    assert torch.equal(compressed_kv.buffers.scored(1, slots), compressed_kv.buffers.keys[1][slots])
+    compressed_kv.buffers = replace(compressed_kv.buffers, codes=SlotCodes(compressed_kv.buffers.keys, range(LAYERS), 8).held)
+    assert compressed_kv.buffers.of_layers(slice(0, 1)).codes is None

@@ -144,7 +144,7 @@ def test_kv_of_locked_nodes_leaves_the_device_and_comes_back():
     assert one.last_node.value is None, "the slots are the caller's"
     world.allocator.free(slots)
     world.cache.reloads.load_back([shared]).synchronize()
-    assert not shared.on_device and world.cache.reloads.settle() == 0 and shared.on_device
+    assert not shared.on_device and world.cache.reloads.collect_loads() == 0 and shared.on_device
     assert world.cache.protected_size() == 8
     world.finish(one)
     world.finish(other)
@@ -192,7 +192,7 @@ def test_a_load_under_way_gives_way_to_kv_that_was_computed():
     req = world.start(A + [9], load=False)
     assert node.on_device and req.last_node is node and not torch.equal(slots, node.value)
     load.synchronize()
-    assert world.cache.reloads.settle() == 0
+    assert world.cache.reloads.collect_loads() == 0
     world.check(corrupt={int(node.host_value[0])})
     world.empty()
 
@@ -444,7 +444,7 @@ def test_an_idle_scheduler_looks_at_what_changed_once(monkeypatch, caplog):
     check()
     assert len(calls) == 2, "nothing was told to have changed"
     tended = []
-    world.cache.copies = SimpleNamespace(tend=lambda: tended.append(True))
+    world.cache.copies = SimpleNamespace(poll=lambda: tended.append(True))
     check()
     assert tended, "processes that choose are looked after, though no request comes"
     world.cache.copies = None

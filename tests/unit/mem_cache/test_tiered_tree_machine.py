@@ -44,7 +44,7 @@ class TieredTree(RuleBasedStateMachine):
     def settle_all(self):
         for load in {node.load for node in self.nodes() if node.load is not None}:
             load.synchronize()
-        if self.world.cache.reloads.settle():
+        if self.world.cache.reloads.collect_loads():
             self.forget_lost()
 
     def live_corrupt(self):

@@ -6,13 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from sglang_ext.hooks.rounds import give_back_when_full
-from sglang_ext.mem_cache.compressed import query_window
-from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
-from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
-from sglang_ext.mem_cache.compressed.formats.kv_format import Unpacked
+from sglang_ext.hooks.rounds import free_compressed_kv_when_full
+from sglang_ext.mem_cache.compressed import queries as query_module
+from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
+from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
+from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.query_window import QueryWindows, Recorded, cap_prefix_match, record_queries
+from sglang_ext.mem_cache.compressed.queries import QueryWindows, RecordedRows, cap_prefix_match, record_queries
 from sglang_ext.mem_cache.compressors.catalogue import create
 from sglang_ext.mem_cache.compressors.kvzip import KVzip
 
@@ -71,23 +71,23 @@ def make_views(page_size=1, budget=0.25, name="sink-recent", compressor=None):
     table[1, :200] = torch.randperm(200, generator=generator)
     layers = {layer: 0.5 for layer in range(LAYERS)}
     windows = windows_of(create(name).window, range(LAYERS), 4, heads=HEADS, dim=DIM)
-    kv = KVBuffers.of(pool, layers)
-    method = CopyMethod(compressor or create(name), budget, Unpacked(page_size))
-    return CompressedViews(
+    kv = KVBuffers.from_pool(pool, layers)
+    method = CompressionMethod(compressor or create(name), budget, PlainSlots(page_size))
+    return CompressedKVCache(
         methods=(method,), token_table=table, rows=4, buffers=kv, allocator=allocator, tree_cache=Tree(allocator), queries=windows
     )
 
 
 def test_the_copy_holds_the_kept_tokens_of_each_layer_and_the_draft_row_leads_to_them():
-    views = make_views()
-    assert views.compress(1, 100)
+    compressed_kv = make_views()
+    assert compressed_kv.compress(1, 100)
     kept = [0, 1, 2, 3, *range(79, 100)]
-    source, copy = views.token_table[1, kept].long(), views.token_table[5, :25].long()
+    source, copy = compressed_kv.token_table[1, kept].long(), compressed_kv.token_table[5, :25].long()
     for layer in range(LAYERS):
-        keys = views.buffers.keys[layer]
+        keys = compressed_kv.buffers.keys[layer]
         assert torch.equal(keys[copy], keys[source])
-    views.write_tail(1, 110)
-    assert torch.equal(views.token_table[5, 25:35], views.token_table[1, 100:110])
+    compressed_kv.write_tail(1, 110)
+    assert torch.equal(compressed_kv.token_table[5, 25:35], compressed_kv.token_table[1, 100:110])
 
 
 def test_the_copy_of_a_prompt_that_begins_with_a_document_keeps_what_its_scores_say():
@@ -95,76 +95,76 @@ def test_the_copy_of_a_prompt_that_begins_with_a_document_keeps_what_its_scores_
     wanted = torch.zeros(LAYERS, HEADS, 100).half()
     wanted[..., 30:55] = 1.0
     index = SimpleNamespace(match=lambda tokens: wanted if len(tokens) == 100 else None)
-    views = make_views(compressor=KVzip(create("sink-recent"), index))
-    views.prompt_of = {1: prompt, 2: []}.__getitem__
-    views.token_table[2, :100] = views.token_table[1, :100]
-    assert views.compress(1, 100) and views.compress(2, 100)
-    assert torch.equal(views.buffers.keys[0][views.get(1).own], views.buffers.keys[0][views.token_table[1, 30:55].long()])
-    assert [views.get(row).method for row in (1, 2)] == ["kvzip", "sink-recent"]
-    assert views.made == {"kvzip": 1, "sink-recent": 1}
+    compressed_kv = make_views(compressor=KVzip(create("sink-recent"), index))
+    compressed_kv.prompt_of = {1: prompt, 2: []}.__getitem__
+    compressed_kv.token_table[2, :100] = compressed_kv.token_table[1, :100]
+    assert compressed_kv.compress(1, 100) and compressed_kv.compress(2, 100)
+    assert torch.equal(compressed_kv.buffers.keys[0][compressed_kv.get(1).own], compressed_kv.buffers.keys[0][compressed_kv.token_table[1, 30:55].long()])
+    assert [compressed_kv.get(row).method for row in (1, 2)] == ["kvzip", "sink-recent"]
+    assert compressed_kv.made == {"kvzip": 1, "sink-recent": 1}
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.sampled_from(["write", "noted", "renew", "skip"])), max_size=15))
 @settings(max_examples=30, deadline=None)
 def test_the_draft_row_leads_to_the_copy_and_then_to_all_tokens_after_it(steps):
-    views, length = make_views(), 100
-    views.compress(1, length)
+    compressed_kv, length = make_views(), 100
+    compressed_kv.compress(1, length)
     for tokens, what in steps:
         length = min(199, length + tokens)
-        view = views.get(1)
+        view = compressed_kv.get(1)
         if what == "renew":
-            views.compress(1, length)
-            view = views.get(1)
+            compressed_kv.compress(1, length)
+            view = compressed_kv.get(1)
         elif what == "noted":
-            views.write_tail(1, length - tokens)
+            compressed_kv.write_tail(1, length - tokens)
             shift = view.kept - view.covered
-            views.token_table[5, length - tokens + shift : length + shift] = views.token_table[1, length - tokens : length]
-            views.tail_written(1, length)
+            compressed_kv.token_table[5, length - tokens + shift : length + shift] = compressed_kv.token_table[1, length - tokens : length]
+            compressed_kv.mark_tail_written(1, length)
         if what == "skip":
             continue
-        views.write_tail(1, length)
-        row = torch.cat([view.slots, views.token_table[1, view.covered : length].long()])
-        assert torch.equal(views.token_table[5, : len(row)].long(), row)
+        compressed_kv.write_tail(1, length)
+        row = torch.cat([view.slots, compressed_kv.token_table[1, view.covered : length].long()])
+        assert torch.equal(compressed_kv.token_table[5, : len(row)].long(), row)
 
 
 @given(st.lists(st.tuples(st.integers(10, 200), st.booleans()), max_size=12), st.sampled_from([1, 16]))
 @settings(max_examples=30, deadline=None)
 def test_slots_are_conserved_over_growing_renewing_and_releasing(steps, page_size):
-    views = make_views(page_size)
-    before = views.allocator.available_size()
+    compressed_kv = make_views(page_size)
+    before = compressed_kv.allocator.available_size()
     for tokens, release in steps:
-        views.compress(1, tokens)
-        held = views.get(1).kept if views.get(1) else 0
-        assert held % page_size == 0 and views.held_tokens == held
-        assert views.allocator.available_size() == before - held
+        compressed_kv.compress(1, tokens)
+        held = compressed_kv.get(1).kept if compressed_kv.get(1) else 0
+        assert held % page_size == 0 and compressed_kv.held_tokens == held
+        assert compressed_kv.allocator.available_size() == before - held
         if release:
-            views.release(1)
-    views.release(1)
-    assert views.allocator.available_size() == before and views.held_tokens == 0
+            compressed_kv.release(1)
+    compressed_kv.release(1)
+    assert compressed_kv.allocator.available_size() == before and compressed_kv.held_tokens == 0
 
 
 def test_a_full_pool_refuses_and_keeps_the_old_copy():
-    views = make_views()
-    views.compress(1, 40)
-    old = views.get(1)
-    assert not views.compress(1, 200, headroom=SLOTS)
-    assert views.get(1) is old
+    compressed_kv = make_views()
+    compressed_kv.compress(1, 40)
+    old = compressed_kv.get(1)
+    assert not compressed_kv.compress(1, 200, headroom=SLOTS)
+    assert compressed_kv.get(1) is old
 
 
 def test_held_bytes_count_keys_and_values_of_all_layers():
-    views = make_views()
-    views.compress(1, 100)
-    assert views.held_bytes() == 25 * HEADS * DIM * 4 * 2 * LAYERS
+    compressed_kv = make_views()
+    compressed_kv.compress(1, 100)
+    assert compressed_kv.held_bytes() == 25 * HEADS * DIM * 4 * 2 * LAYERS
 
 
 def test_copies_go_before_a_request_is_retracted(monkeypatch):
     monkeypatch.setattr("sglang_ext.hooks.rounds.get_alloc_reserve_per_decode", lambda: 0)
-    views = make_views()
-    views.compress(1, 100)
-    batch = SimpleNamespace(tree_cache=SimpleNamespace(copies=views, residency=None, early=None, codes=None), reqs=[])
-    assert give_back_when_full(lambda b, i: views.held_tokens == 0, batch)
-    assert views.get(1) is None
-    assert not give_back_when_full(lambda b, i: False, batch)
+    compressed_kv = make_views()
+    compressed_kv.compress(1, 100)
+    batch = SimpleNamespace(tree_cache=SimpleNamespace(copies=compressed_kv, residency=None, early=None, codes=None), reqs=[])
+    assert free_compressed_kv_when_full(lambda b, i: compressed_kv.held_tokens == 0, batch)
+    assert compressed_kv.get(1) is None
+    assert not free_compressed_kv_when_full(lambda b, i: False, batch)
 
 
 @pytest.mark.parametrize("offloads", [False, True])
@@ -172,7 +172,7 @@ def test_where_full_kv_leaves_the_device_the_scheduler_looks_for_room_in_each_it
     monkeypatch.setattr("sglang_ext.hooks.rounds.get_alloc_reserve_per_decode", lambda: 0)
     residency = SimpleNamespace(is_lost=lambda row: False) if offloads else None
     batch = SimpleNamespace(tree_cache=SimpleNamespace(copies=make_views(), residency=residency, early=None, codes=None), batch_is_full=True, reqs=[])
-    assert give_back_when_full(lambda b, i: True, batch)
+    assert free_compressed_kv_when_full(lambda b, i: True, batch)
     assert batch.batch_is_full == (not offloads)
 
 
@@ -189,7 +189,7 @@ def kept(windows, key, end):
 def test_windows_keep_the_newest_queries_of_each_request_across_chunks():
     windows = windows_of(3, (0,), spare=2)
     for start in (0, 2, 4):
-        rows = (Recorded(1, 0, 2, start), Recorded(2, 2, 3, start // 2))
+        rows = (RecordedRows(1, 0, 2, start), RecordedRows(2, 2, 3, start // 2))
         with windows.recording(rows):
             run_layer(torch.tensor([[start], [start + 1], [90 + start]], dtype=torch.float32))
     assert kept(windows, 1, 6) == ([3, 4, 5], [3, 4, 5])
@@ -206,7 +206,7 @@ def test_queries_of_rejected_drafts_are_never_seen(data):
         drafted = data.draw(st.integers(1, 4))
         kept_tokens = data.draw(st.integers(1, drafted))
         values = [length * 10 + i + data.draw(st.integers(0, 5)) for i in range(drafted)]
-        with windows.recording((Recorded(1, 0, drafted, length),)):
+        with windows.recording((RecordedRows(1, 0, drafted, length),)):
             run_layer(torch.tensor(values, dtype=torch.float32)[:, None])
         exact += values[:kept_tokens]
         length += kept_tokens
@@ -215,41 +215,41 @@ def test_queries_of_rejected_drafts_are_never_seen(data):
 
 def replay(windows, rows, queries):
     """What a captured graph of one layer does with a table that was set for ``rows``."""
-    windows.aim(rows)
+    windows.set_targets(rows)
     windows._capturing = True
-    with query_window.recording_to(windows):
+    with query_module.recording_to(windows):
         run_layer(queries)
     windows._capturing = False
 
 
 def test_nothing_is_kept_of_requests_that_are_not_named():
     windows = windows_of(3, (0,), spare=2)
-    with windows.recording((Recorded(1, 0, 2, 0),)):
+    with windows.recording((RecordedRows(1, 0, 2, 0),)):
         run_layer(torch.tensor([[1.0], [2.0], [3.0], [4.0]]))
     assert kept(windows, 1, 2) == ([1, 2], [0, 1]) and kept(windows, 2, 9) is None
     with windows.recording(()):
         run_layer(torch.tensor([[5.0], [6.0]]))
     with windows.capturing(4):
         run_layer(torch.tensor([[1.0], [2.0], [3.0], [4.0]]))
-    replay(windows, (Recorded(1, 2, 4, 2),), torch.tensor([[1.0], [2.0], [3.0], [4.0]]))
+    replay(windows, (RecordedRows(1, 2, 4, 2),), torch.tensor([[1.0], [2.0], [3.0], [4.0]]))
     assert kept(windows, 1, 4) == ([2, 3, 4], [1, 2, 3]) and windows.newest(2) is None
     assert windows.taken == 1 and windows.held_bytes == (1 + 4 * 5) * 4 + 4 * 8, "rings, and what tells graphs their places"
 
 
 def test_of_more_requests_than_rings_the_queries_of_some_are_not_kept_until_a_ring_is_given_back():
     windows = windows_of(2, (0,), spare=1, rings=2)
-    rows = tuple(Recorded(key, key - 1, key, 5) for key in (1, 2, 3))
+    rows = tuple(RecordedRows(key, key - 1, key, 5) for key in (1, 2, 3))
     for _ in range(2):
         with windows.recording(rows):
             run_layer(torch.tensor([[1.0], [2.0], [3.0]]))
     assert [kept(windows, key, 6) for key in (1, 2, 3)] == [([1], [5]), ([2], [5]), None]
-    assert windows.taken == 2 and windows.taken_bytes == 2 * 3 * 4
-    assert [windows.open_to(key) for key in (1, 2, 3)] == [True, True, False]
+    assert windows.taken == 2 and windows.used_bytes == 2 * 3 * 4
+    assert [windows.can_record(key) for key in (1, 2, 3)] == [True, True, False]
     windows.drop_rejected(3, 0)
     windows.forget(3)
     windows.forget(1)
     windows.forget(1)
-    assert windows.open_to(3)
+    assert windows.can_record(3)
     with windows.recording(rows[1:]):
         run_layer(torch.tensor([[1.0], [7.0], [8.0]]))
     assert [kept(windows, key, 6) for key in (1, 2, 3)] == [None, ([7], [5]), ([8], [5])]
@@ -267,7 +267,7 @@ def test_requests_never_share_a_place_and_no_ring_is_lost(steps):
             windows.forget(key)
             known.pop(key, None)
             continue
-        with windows.recording((Recorded(key, 0, 1, length[key]),)):
+        with windows.recording((RecordedRows(key, 0, 1, length[key]),)):
             run_layer(torch.tensor([[float(number)]]))
         if key in known or len(known) < 3:
             known.setdefault(key, []).append(number)
@@ -280,30 +280,30 @@ def test_requests_never_share_a_place_and_no_ring_is_lost(steps):
 def test_a_forward_that_replays_a_graph_draws_no_ring_and_leaves_the_queries_that_there_are():
     windows = windows_of(2, (0,), spare=1, rings=1)
     for key in (1, 1, 2):
-        with windows.recording((Recorded(key, 0, 1, 3),)):
+        with windows.recording((RecordedRows(key, 0, 1, 3),)):
             pass
     assert windows.taken == 0
-    with windows.recording((Recorded(1, 0, 2, 3),)):
+    with windows.recording((RecordedRows(1, 0, 2, 3),)):
         run_layer(torch.tensor([[1.0], [2.0]]))
-    with windows.recording((Recorded(1, 0, 1, 5),)):
+    with windows.recording((RecordedRows(1, 0, 1, 5),)):
         pass
     assert kept(windows, 1, 9) == ([1, 2], [3, 4])
-    assert [windows.enough(1, count) for count in (0, 2, 3)] == [True, True, False] and not windows.enough(2, 1)
+    assert [windows.has_enough(1, count) for count in (0, 2, 3)] == [True, True, False] and not windows.has_enough(2, 1)
 
 
 def test_without_room_nothing_is_kept_and_nothing_fails():
     for windows in (QueryWindows(3, (0,), 2), windows_of(3, (0,), 2, rings=0), windows_of(0, (0,), 2)):
-        with windows.capturing(4), windows.recording((Recorded(1, 0, 1, 0),)):
+        with windows.capturing(4), windows.recording((RecordedRows(1, 0, 1, 0),)):
             run_layer(torch.ones(1, 1))
-        windows.aim((Recorded(1, 0, 1, 0),))
+        windows.set_targets((RecordedRows(1, 0, 1, 0),))
         windows.warm_up()
-        assert windows.newest(1) is None and windows.held_bytes == 0 and not windows.open_to(1)
+        assert windows.newest(1) is None and windows.held_bytes == 0 and not windows.can_record(1)
 
 
 def test_a_window_reaches_over_a_gap():
     windows = windows_of(3, (0,), spare=2)
     for position in (0, 5):
-        with windows.recording((Recorded(1, 0, 2, position),)):
+        with windows.recording((RecordedRows(1, 0, 2, position),)):
             run_layer(torch.tensor([[position], [position + 1]], dtype=torch.float32))
     assert kept(windows, 1, 7) == ([1, 5, 6], [1, 5, 6])
     assert kept(windows, 1, 5) == ([0, 1], [0, 1])
@@ -312,7 +312,7 @@ def test_a_window_reaches_over_a_gap():
 
 def test_queries_of_rejected_drafts_do_not_outlive_plain_steps():
     windows = windows_of(3, (0,), spare=3)
-    with windows.recording((Recorded(1, 0, 4, 0),)):
+    with windows.recording((RecordedRows(1, 0, 4, 0),)):
         run_layer(torch.tensor([[0.0], [1.0], [2.0], [3.0]]))
     windows.drop_rejected(1, 2)
     windows.drop_rejected(2, 2)
@@ -324,9 +324,9 @@ def test_a_graph_leaves_the_queries_of_those_it_was_aimed_at_and_of_nobody_else(
     queries = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
     with windows.capturing(6):
         run_layer(queries)
-    replay(windows, (Recorded(1, 0, 2, 5), Recorded(2, 2, 4, 7)), queries)
+    replay(windows, (RecordedRows(1, 0, 2, 5), RecordedRows(2, 2, 4, 7)), queries)
     assert kept(windows, 1, 7) == ([1, 2], [5, 6]) and kept(windows, 2, 9) == ([3, 4], [7, 8])
-    replay(windows, (Recorded(2, 0, 2, 9),), queries * 10)
+    replay(windows, (RecordedRows(2, 0, 2, 9),), queries * 10)
     assert kept(windows, 1, 7) == ([1, 2], [5, 6]) and kept(windows, 2, 11) == ([10, 20], [9, 10])
     replay(windows, (), queries * 100)
     windows.warm_up()
@@ -334,40 +334,40 @@ def test_a_graph_leaves_the_queries_of_those_it_was_aimed_at_and_of_nobody_else(
 
 
 def test_a_copy_covers_no_more_than_what_queries_were_kept_for():
-    views = make_views(name="snapkv")
-    count = views.methods[0].compressor.window
-    assert views.reach(1, 100) == 100, "without any, the compressor says what it does"
+    compressed_kv = make_views(name="snapkv")
+    count = compressed_kv.methods[0].compressor.window
+    assert compressed_kv.reach(1, 100) == 100, "without any, the compressor says what it does"
     queries = torch.randn(count, HEADS * DIM)
-    with views.queries.recording((Recorded(1, 0, count, 80 - count),)):
+    with compressed_kv.queries.recording((RecordedRows(1, 0, count, 80 - count),)):
         for layer in range(LAYERS):
             run_layer(queries, layer, HEADS, DIM)
-    assert (views.reach(1, 70), views.reach(1, 100)) == (70, 80)
-    assert views.compress(1, 100)
-    view = views.get(1)
+    assert (compressed_kv.reach(1, 70), compressed_kv.reach(1, 100)) == (70, 80)
+    assert compressed_kv.compress(1, 100)
+    view = compressed_kv.get(1)
     assert (view.covered, view.kept, view.tail_end) == (80, 20, 80)
-    views.write_tail(1, 100)
-    assert torch.equal(views.token_table[5, 20:40], views.token_table[1, 80:100]), "the rest is exact"
+    compressed_kv.write_tail(1, 100)
+    assert torch.equal(compressed_kv.token_table[5, 20:40], compressed_kv.token_table[1, 80:100]), "the rest is exact"
 
 
 def test_a_ring_is_given_back_once_the_copy_is_made_and_what_is_left_of_it_when_the_request_ends():
-    views = make_views(name="snapkv")
-    count = views.methods[0].compressor.window
+    compressed_kv = make_views(name="snapkv")
+    count = compressed_kv.methods[0].compressor.window
 
     def keep(row, end):
-        with views.queries.recording((Recorded(row, 0, count, end - count),)):
+        with compressed_kv.queries.recording((RecordedRows(row, 0, count, end - count),)):
             for layer in range(LAYERS):
                 run_layer(torch.randn(count, HEADS * DIM), layer, HEADS, DIM)
 
-    assert not views.has_queries(1)
+    assert not compressed_kv.has_queries(1)
     keep(1, 100)
     keep(2, 60)
-    assert views.has_queries(1) and views.queries.taken == 2
-    assert views.compress(1, 100)
-    assert views.queries.taken == 1 and not views.has_queries(1)
-    assert not views.compress(2, 60, headroom=SLOTS) and views.has_queries(2), "for a later round"
-    views.release(2)
-    views.release(1)
-    assert views.queries.taken == 0
+    assert compressed_kv.has_queries(1) and compressed_kv.queries.taken == 2
+    assert compressed_kv.compress(1, 100)
+    assert compressed_kv.queries.taken == 1 and not compressed_kv.has_queries(1)
+    assert not compressed_kv.compress(2, 60, headroom=SLOTS) and compressed_kv.has_queries(2), "for a later round"
+    compressed_kv.release(2)
+    compressed_kv.release(1)
+    assert compressed_kv.queries.taken == 0
 
 
 def test_no_queries_are_kept_outside_a_recording():
@@ -378,7 +378,7 @@ def test_no_queries_are_kept_outside_a_recording():
 
 def test_windows_under_tensor_outputs_do_not_alias_the_forward():
     windows, queries = windows_of(4, (0,), spare=2), torch.ones(2, 1)
-    with windows.recording((Recorded(1, 0, 2, 0),)):
+    with windows.recording((RecordedRows(1, 0, 2, 0),)):
         run_layer(queries)
     queries.zero_()
     assert windows.get(1, 2, 4)[0].sum() == 2
@@ -386,5 +386,5 @@ def test_windows_under_tensor_outputs_do_not_alias_the_forward():
 
 @pytest.mark.parametrize(("reserve", "expected"), [(0, 99), (32, 68), (200, 0)])
 def test_a_prefix_hit_leaves_the_query_window_to_compute(monkeypatch, reserve, expected):
-    monkeypatch.setattr(query_window, "prefix_reserve", reserve)
+    monkeypatch.setattr(query_module, "prefix_reserve", reserve)
     assert cap_prefix_match(lambda req, length: length - 1, None, 100) == expected

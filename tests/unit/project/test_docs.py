@@ -38,7 +38,7 @@ def dead_links(path, text):
 
 
 def test_pages_that_follow_from_the_code_are_up_to_date():
-    late = [name(path) for path in manual.outdated(DOCS)]
+    late = [name(path) for path in manual.outdated_pages(DOCS)]
     assert not late, f"{late}: run python -m sglang_ext.manual"
 
 
@@ -54,7 +54,7 @@ def test_a_page_that_differs_or_is_missing_is_written_anew_and_keeps_what_is_wri
 
 def test_one_mark_without_the_other_is_refused():
     with pytest.raises(ValueError, match="stands between both"):
-        manual.hand_part(f"{manual.BEGIN}\ntext")
+        manual.handwritten_part(f"{manual.BEGIN}\ntext")
 
 
 def test_a_flag_without_a_group_is_refused(monkeypatch):

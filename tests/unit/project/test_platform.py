@@ -12,7 +12,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_ext.platforms import activate
 from sglang_ext.platforms.paged_allocator import TorchPagedAllocator
-from sglang_ext.platforms.plain_cpu import PlainCpuPlatform, without_pinning
+from sglang_ext.platforms.plain_cpu import PlainCpuPlatform, run_without_pinning
 
 POOL_PAGES = 12
 MAX_REQUEST_TOKENS = 40
@@ -88,7 +88,7 @@ def test_pinning_is_ignored_where_a_function_asks_for_it() -> None:
         made = [torch.zeros(count, pin_memory=True), torch.ones(count).pin_memory()]
         return [*made, torch.tensor([1], dtype=torch.int32, pin_memory=True, device="cpu")]
 
-    zeros, ones, one = without_pinning(pin, count=2)
+    zeros, ones, one = run_without_pinning(pin, count=2)
     assert zeros.tolist() == [0, 0] and ones.tolist() == [1, 1]
     assert one.dtype == torch.int32 and not one.is_pinned()
 

@@ -15,7 +15,9 @@ import torch
 from sglang_ext.config import transports
 from sglang_ext.doctor import __main__ as doctor, installation, serving
 from sglang_ext.doctor.installation import Check
-from sglang_ext.hooks import application as hooking, table as hooks, uses
+from sglang_ext.hooks import table as hooks
+from sglang_ext.hooks import private_names
+from sglang_ext.hooks import activation as hooking
 
 SMALL = {
     "hidden_size": 64,
@@ -127,7 +129,7 @@ def test_a_hook_that_does_not_fit_gets_a_line_of_its_own(
     table = (dataclasses.replace(hooks.HOOKS[0], **change), *hooks.HOOKS[1:])
     monkeypatch.setattr(hooks, "HOOKS", table)
     summary, line = serving.check_hooks()
-    total = len(table) + len(hooks.PLAIN_CPU_HOOKS) + len(uses.USES)
+    total = len(table) + len(hooks.PLAIN_CPU_HOOKS) + len(private_names.USES)
     assert summary.found == f"{total - 1} of {total} fit" and not summary.ok
     assert problem in line.found and table[0].target in line.found
     assert "sglang==0.5.17" in line.remedy

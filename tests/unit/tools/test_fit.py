@@ -7,14 +7,16 @@ from transformers import AutoModelForCausalLM
 
 from sglang_ext.core import OptionError
 from sglang_ext.fit import __main__ as fit_command
-from sglang_ext.fit import progress, samples, work
+from sglang_ext.tools.fit import job
+from sglang_ext.tools.fit import samples
+from sglang_ext.tools.fit import progress
 from sglang_ext.fit.__main__ import main
-from sglang_ext.fit.samples import of_layer
-from sglang_ext.fit.training import Training, held_out, train
+from sglang_ext.tools.fit.samples import load_layer
+from sglang_ext.tools.fit.training import TrainingConfig, evaluate, train
 from sglang_ext.mem_cache.scores.model_key import model_key
-from sglang_ext.mem_cache.scores.predictor import FILE, Fitted, Predictor
+from sglang_ext.mem_cache.scores.predictor import FILE, FitRecord, Predictor
 
-UNKNOWN = Fitted("m", "{}", 1, 1, (0.0,), (0.0,))
+UNKNOWN = FitRecord("m", "{}", 1, 1, (0.0,), (0.0,))
 
 
 @pytest.fixture
@@ -58,8 +60,8 @@ def test_an_mlp_learns_what_no_linear_map_gives():
     targets = (states[:, :2] - 5).abs() * 4 - 20
     quality = {}
     for network in ("linear", "mlp"):
-        found = {name: tensor[None] for name, tensor in train(states, targets, Training(network, 32, 150, batch=200), 0).items()}
-        quality[network] = held_out(Predictor(**found, fitted=UNKNOWN)(0, states), targets)[1]
+        found = {name: tensor[None] for name, tensor in train(states, targets, TrainingConfig(network, 32, 150, batch=200), 0).items()}
+        quality[network] = evaluate(Predictor(**found, fitted=UNKNOWN)(0, states), targets)[1]
     assert quality["mlp"] > 0.95 and quality["linear"] < 0.1
 
 
@@ -72,7 +74,7 @@ def test_samples_are_the_states_and_the_logarithms_of_the_scores_of_the_same_tok
     attention.register_forward_pre_hook(lambda *a: inputs.append(a[2]["hidden_states"][0]), with_kwargs=True)
     assert len(seen) > 3, "longer texts are cut"
     files = [path for path in (tmp_path / "out/work").iterdir() if not path.name.startswith("layer")]
-    states, targets = of_layer(files, 1)
+    states, targets = load_layer(files, 1)
     for tokens, scores in seen:
         with torch.inference_mode():
             model(torch.tensor([tokens]))
@@ -84,7 +86,7 @@ def test_samples_are_the_states_and_the_logarithms_of_the_scores_of_the_same_tok
 
 @pytest.mark.parametrize(("name", "call"), [("reconstruction_scores", 2), ("train", 2)])
 def test_an_interrupted_fit_goes_on_to_the_same_folder_as_one_that_was_not(tiny, texts, tmp_path, monkeypatch, name, call):
-    module = samples if name == "reconstruction_scores" else work
+    module = samples if name == "reconstruction_scores" else job
     original, calls = getattr(module, name), []
 
     def interrupted(*arguments):
@@ -163,7 +165,7 @@ def test_predictions_are_those_of_the_formula_in_float64(width):
     [((0.5, 0.0), "not layers 1 of held-out"), ((-0.5, float("nan")), "no layer of held-out"), ((0.5, 0.1), "")],
 )
 def test_a_fit_that_predicts_nothing_is_warned_of(capsys, r2, words):
-    fit_command._tell(Fitted("m", "{}", 3, 700, (1.0, 2.0), r2), Console(stderr=True, width=200))
+    fit_command._tell(FitRecord("m", "{}", 3, 700, (1.0, 2.0), r2), Console(stderr=True, width=200))
     told = " ".join(capsys.readouterr().err.split())
     assert ("warning" in told) == bool(words) and words in told
     assert not words or "700 tokens of 3" in told
@@ -182,7 +184,7 @@ def test_without_a_terminal_lines_tell_how_far_it_is(tiny, texts, tmp_path, caps
 def test_lines_come_now_and_then(capsys, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    with progress.telling(Console(stderr=True, width=200)) as begin:
+    with progress.show_progress(Console(stderr=True, width=200)) as begin:
         advance = begin("scores", 100, "tokens")
         for _ in range(100):
             now[0] += 1.0

@@ -8,11 +8,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sglang_ext.mem_cache.scores.index import ScoreIndex
 from sglang_ext.mem_cache.scores.model_key import model_key
-from sglang_ext.precompress import reconstruction, work
+from sglang_ext.tools.precompress import job
+from sglang_ext.tools.precompress import reconstruction
 from sglang_ext.precompress.__main__ import main
-from sglang_ext.precompress.attention_inputs import AttentionInputs
-from sglang_ext.precompress.documents import Beginning
-from sglang_ext.precompress.reconstruction import Reconstruction, reconstruction_scores
+from sglang_ext.tools.precompress.attention_inputs import AttentionInputs
+from sglang_ext.tools.precompress.documents import PromptPrefix
+from sglang_ext.tools.precompress.reconstruction import ReconstructionConfig, reconstruction_scores
 
 LAYERS = 2
 TEXT = "Counting words: " + " ".join(str(number) for number in range(150))
@@ -36,7 +37,7 @@ def stored(tiny, folder):
 def test_scores_are_the_largest_attention_that_eager_attention_gives_while_the_context_is_repeated(tiny, monkeypatch):
     monkeypatch.setattr(reconstruction, "QUERIES", 13)
     tokens = torch.randint(5, 900, (70,), generator=torch.Generator().manual_seed(0)).tolist()
-    how = Reconstruction(chunk=30, sinks=3, lead=2, whole_prompt="a", part_prompt="bc")
+    how = ReconstructionConfig(chunk=30, sinks=3, lead=2, whole_prompt="a", part_prompt="bc")
     words = {"a": [901], "bc": [902, 903]}
     scores = reconstruction_scores(AutoModelForCausalLM.from_pretrained(tiny), words.get, tokens, [904], how)
 
@@ -58,9 +59,9 @@ def test_scores_are_the_largest_attention_that_eager_attention_gives_while_the_c
 
 def test_kvzip_plus_divides_by_the_norm_of_what_the_query_read_and_multiplies_by_that_of_what_the_value_adds(tiny):
     tokens = torch.randint(5, 900, (40,), generator=torch.Generator().manual_seed(1)).tolist()
-    how, inputs = Reconstruction(whole_prompt="a"), AttentionInputs(LAYERS, torch.tensor([0, 7, 39]))
+    how, inputs = ReconstructionConfig(whole_prompt="a"), AttentionInputs(LAYERS, torch.tensor([0, 7, 39]))
     model = AutoModelForCausalLM.from_pretrained(tiny)
-    with inputs.watching(model):
+    with inputs.record_inputs(model):
         scores = reconstruction_scores(model, {"a": [901]}.get, tokens, [904], how, inputs=inputs)
 
     eager, seen = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float64, attn_implementation="eager"), []
@@ -88,7 +89,7 @@ def test_a_document_is_scored_once_and_found_by_a_prompt_that_begins_with_it(tin
     found = stored(tiny, out).match([*tokens, 1, 2, 3])
     assert found.shape == (LAYERS, 2, len(tokens) // 16 * 16) and found.isfinite().any()
 
-    monkeypatch.setattr(work, "reconstruction_scores", lambda *_: pytest.fail("it is there already"))
+    monkeypatch.setattr(job, "reconstruction_scores", lambda *_: pytest.fail("it is there already"))
     assert precompress(tiny, out, document) == 0
     assert "there already" in " ".join(capsys.readouterr().err.split())
 
@@ -96,7 +97,7 @@ def test_a_document_is_scored_once_and_found_by_a_prompt_that_begins_with_it(tin
 def test_an_interrupted_run_keeps_what_is_done_and_a_changed_file_is_made_again(tiny, document, tmp_path, monkeypatch):
     out, second = tmp_path / "scores", tmp_path / "second.txt"
     second.write_text(TEXT[::-1])
-    score, calls = work.reconstruction_scores, []
+    score, calls = job.reconstruction_scores, []
 
     def interrupted(*arguments):
         calls.append(1)
@@ -104,7 +105,7 @@ def test_an_interrupted_run_keeps_what_is_done_and_a_changed_file_is_made_again(
             raise KeyboardInterrupt
         return score(*arguments)
 
-    monkeypatch.setattr(work, "reconstruction_scores", interrupted)
+    monkeypatch.setattr(job, "reconstruction_scores", interrupted)
     assert precompress(tiny, out, document, second) == 130
     (first,) = out.iterdir()
     first.write_bytes(first.read_bytes()[:-1])
@@ -115,12 +116,12 @@ def test_an_interrupted_run_keeps_what_is_done_and_a_changed_file_is_made_again(
 @pytest.mark.parametrize("system", [None, "Answer in rhyme."])
 def test_in_the_chat_template_a_document_begins_the_users_message(tiny, system):
     tokenizer = AutoTokenizer.from_pretrained(tiny)
-    tokens = Beginning(chat=True, system=system).tokens(tokenizer, TEXT)
+    tokens = PromptPrefix(chat=True, system=system).tokens(tokenizer, TEXT)
     messages = [{"role": "user", "content": TEXT + "\nHow many words?"}]
     messages = ([] if system is None else [{"role": "system", "content": system}]) + messages
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert prompt[: len(tokens)] == tokens
-    assert tokenizer.decode(Beginning(chat=True).suffix(tokenizer)) == "<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(PromptPrefix(chat=True).suffix(tokenizer)) == "<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize(

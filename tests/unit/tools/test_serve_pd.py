@@ -138,7 +138,7 @@ STAND_INS = """
             if {dies}:
                 self.command = [sys.executable, "-c", {dying!r}, *self.command[1:]]
 
-    serve_pd.ServerProcess, serve_pd.Router, serve_pd.check = Quick, QuickRouter, serve_pd.flags_of
+    serve_pd.ServerProcess, serve_pd.Router, serve_pd.check = Quick, QuickRouter, serve_pd.role_flags
     serve_pd.leave_on_signals(serve_pd._leave)
     sys.exit(serve_pd.main(["--model", "m", "--port", {port!r}, "--logs", {logs!r}]))
 """
@@ -192,4 +192,4 @@ def test_a_server_that_ends_while_it_starts_is_named_by_its_role(port, tmp_path,
     monkeypatch.setattr(serve_pd, "ServerProcess", Ends)
     args = parsed(port, "--logs", str(tmp_path))
     with pytest.raises(BenchError, match="(?s)the prefill server: the server ended with code 2.*does not fit the model"):
-        serve_pd.serve(args, serve_pd.flags_of(args))
+        serve_pd.serve(args, serve_pd.role_flags(args))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.quality.suites.options import DEFAULT_ARMS, FULL
-from sglang_ext.config.method_options import Offer, budget_of
+from sglang_ext.config.method_options import OfferedMethod, resolve_budget
 from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.mem_cache.compressors.contracts.registry import COMPRESSORS
@@ -26,7 +26,7 @@ class SuiteArm:
     """
 
     name: str
-    offer: Offer | None
+    offer: OfferedMethod | None
     flags: tuple[str, ...] = ()
 
     @classmethod
@@ -47,7 +47,7 @@ class SuiteArm:
         except ValueError:
             raise BenchError(f"--arms {text!r}: {budget!r} is no number; pass METHOD:BUDGET, for example snapkv:0.25") from None
         try:
-            offer = Offer(method, compressor, budget_of(compressor, share, "--arms"))
+            offer = OfferedMethod(method, compressor, resolve_budget(compressor, share, "--arms"))
         except OptionError as error:
             raise BenchError(str(error)) from error
         if catalogue.needs_verifications(compressor):
@@ -57,12 +57,12 @@ class SuiteArm:
     @property
     def points(self) -> bool:
         """Whether its compressed KV points to the full KV. Such a method has a server of its own."""
-        return self.offer is not None and self.offer.drops is not None and COMPRESSORS[self.offer.drops].points
+        return self.offer is not None and self.offer.drop_method is not None and COMPRESSORS[self.offer.drop_method].points
 
     @property
     def packs(self) -> str | None:
         """Name of the quantizer; None if tokens are not quantized."""
-        return None if self.offer is None else self.offer.packs
+        return None if self.offer is None else self.offer.quant_method
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class SuiteServer:
         found = ["--kv-mode", "lossy", "--kv-compressor", offer.compressor, "--kv-budget", f"{offer.budget:g}", *first.flags]
         if more:
             found += ["--kv-more-compressors", ",".join(arm.offer.name for arm in more if arm.offer is not None)]
-        if on_gpus and offer.drops == Quest.name and "--page-size" not in first.flags:
+        if on_gpus and offer.drop_method == Quest.name and "--page-size" not in first.flags:
             found += ["--page-size", str(Quest.scoring.page)]
         return tuple(found)
 
@@ -142,7 +142,7 @@ def selector_share(arm: SuiteArm) -> float:
 
     Spade reads all keys, which are half of the full KV, at each selection. Quest reads two keys, the least and the largest, of each page.
     """
-    drops = None if arm.offer is None else arm.offer.drops
+    drops = None if arm.offer is None else arm.offer.drop_method
     if drops == Quest.name:
         read = 1 / Quest.scoring.page
     elif drops is not None and COMPRESSORS[drops].every:

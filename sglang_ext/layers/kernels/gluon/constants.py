@@ -7,7 +7,7 @@ from pathlib import Path
 from triton.experimental.gluon import language as gl
 
 from sglang_ext.layers.kernels.gluon import assembly
-from sglang_ext.layers.kernels.gluon.fragments import TOKENS, BlockFragments, copies, layout, spans
+from sglang_ext.layers.kernels.gluon.fragments import TOKENS, BlockFragments, parameter_copy_layout, linear_layout, powers_of_two
 
 # Triton keeps compiled kernels by their constants as text: what the constants' layouts and assembly come from is part of that.
 _FILES = ("constants.py", "fragments.py", "assembly.py")
@@ -15,7 +15,7 @@ SOURCES = sha256(b"".join((Path(__file__).parent / name).read_bytes() for name i
 
 
 @dataclass(frozen=True)
-class Fragments(BlockFragments):
+class PackedFragments(BlockFragments):
     """How blocks lie in cells, and the layouts of their parts.
 
     Attributes:
@@ -76,15 +76,15 @@ class Fragments(BlockFragments):
 
     def _values(self, neighbours: int) -> gl.DistributedLinearLayout:
         count = self.value_unit
-        inside = spans(1, count // 8)
+        inside = powers_of_two(1, count // 8)
         registers = inside[:neighbours] + [count * 4] + inside[neighbours:] + [count * token for token in (1, 2, 32)]
         lanes = [count * 8, count * 16, count // 8, count // 4, count // 2]
-        return layout([self.cells, self.cell_tokens, count // 4, 4], registers, lanes)
+        return linear_layout([self.cells, self.cell_tokens, count // 4, 4], registers, lanes)
 
     @property
     def value_layout(self) -> gl.DistributedLinearLayout:
         """Of a unit of each of a block's values as they lie, [cells, tokens of a cell, bytes of a unit]."""
-        return self._values(len(spans(1, self.value_unit // 8)))
+        return self._values(len(powers_of_two(1, self.value_unit // 8)))
 
     @property
     def paired_layout(self) -> gl.DistributedLinearLayout:
@@ -94,39 +94,39 @@ class Fragments(BlockFragments):
     @property
     def channel_layout(self) -> gl.DistributedLinearLayout:
         """Of a number for each byte of a token's keys, [1, bytes]: those that a lane multiplies."""
-        return layout([1, self.bytes], spans(1, self.bytes // 4), [self.bytes // 4, self.bytes // 2])
+        return linear_layout([1, self.bytes], powers_of_two(1, self.bytes // 4), [self.bytes // 4, self.bytes // 2])
 
     @property
     def score_layout(self) -> gl.DistributedLinearLayout:
         """Of a number for each token, [1, tokens]: those of a lane's scores."""
-        return layout([1, TOKENS], [1, 2, 32], [0, 0, 4, 8, 16])
+        return linear_layout([1, TOKENS], [1, 2, 32], [0, 0, 4, 8, 16])
 
     @property
     def weight_layout(self) -> gl.DistributedLinearLayout:
         """Of a number for each token and group as they are copied: those of a lane's weights."""
         groups = self.groups
         tokens = [groups * token for token in (1, 2, 4, 32)]
-        return layout([*self.value_shape], spans(1, groups) + tokens, [groups * 8, groups * 16])
+        return linear_layout([*self.value_shape], powers_of_two(1, groups) + tokens, [groups * 8, groups * 16])
 
     @property
     def zero_layout(self) -> gl.DistributedLinearLayout:
         """The same, with the groups as rows of A: a lane has one of them."""
         groups = self.groups
-        lanes = [groups * 8, groups * 16, *spans(1, groups)]
-        return layout([*self.value_shape], [groups * token for token in (1, 2, 4, 32)], lanes)
+        lanes = [groups * 8, groups * 16, *powers_of_two(1, groups)]
+        return linear_layout([*self.value_shape], [groups * token for token in (1, 2, 4, 32)], lanes)
 
     @property
     def row_layout(self) -> gl.DistributedLinearLayout:
         """Of A with 16 rows as [16 / groups, groups, tokens]."""
         lanes = [2, 4, *(TOKENS * row for row in (1, 2, 4))]
-        return layout([16 // self.groups, self.groups, TOKENS], [1, 8 * TOKENS, 8, 16, 32], lanes)
+        return linear_layout([16 // self.groups, self.groups, TOKENS], [1, 8 * TOKENS, 8, 16, 32], lanes)
 
     @property
     def key_copy(self) -> gl.DistributedLinearLayout:
         """Of the keys' scales, then zero points, as they are copied to shared memory."""
-        return copies(*self.key_shape)
+        return parameter_copy_layout(*self.key_shape)
 
     @property
     def value_copy(self) -> gl.DistributedLinearLayout:
         """The same of the values'."""
-        return copies(*self.value_shape)
+        return parameter_copy_layout(*self.value_shape)

@@ -19,12 +19,12 @@ SUM = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shap
 A, B = (gl.DotOperandLayout(operand, SUM, 2) for operand in range(2))
 
 
-def spans(first: int, end: int) -> list[int]:
+def powers_of_two(first: int, end: int) -> list[int]:
     """Powers of 2 from ``first``, below ``end``."""
     return [1 << bit for bit in range(first.bit_length() - 1, end.bit_length() - 1)]
 
 
-def layout(shape: list[int], registers: list[int], lanes: list[int]) -> gl.DistributedLinearLayout:
+def linear_layout(shape: list[int], registers: list[int], lanes: list[int]) -> gl.DistributedLinearLayout:
     """Which steps in a flat tensor of ``shape`` the bits of a register's and of a lane's number are; 0: the same number."""
 
     def place(span: int) -> list[int]:
@@ -34,16 +34,16 @@ def layout(shape: list[int], registers: list[int], lanes: list[int]) -> gl.Distr
     return gl.DistributedLinearLayout([place(s) for s in registers], [place(s) for s in lanes], [], [], shape)
 
 
-def rows_of(rows: int, columns: int) -> gl.DistributedLinearLayout:
+def row_copy_layout(rows: int, columns: int) -> gl.DistributedLinearLayout:
     """Of numbers of 16 bits, [rows, columns], as they are copied: up to 16 bytes a lane."""
-    every = spans(1, rows * columns)
+    every = powers_of_two(1, rows * columns)
     inside = min(3, len(every) - 5)
-    return layout([rows, columns], every[:inside] + every[inside + 5 :], every[inside : inside + 5])
+    return linear_layout([rows, columns], every[:inside] + every[inside + 5 :], every[inside : inside + 5])
 
 
-def copies(rows: int, columns: int) -> gl.DistributedLinearLayout:
+def parameter_copy_layout(rows: int, columns: int) -> gl.DistributedLinearLayout:
     """Of scales, then zero points, [rows, columns] each."""
-    return rows_of(2 * rows, columns)
+    return row_copy_layout(2 * rows, columns)
 
 
 @dataclass(frozen=True)
@@ -67,18 +67,18 @@ class ExactFragments:
     def exact_keys(self) -> gl.DistributedLinearLayout:
         """Of 32 exact keys as they lie, [tokens, channels]."""
         dim = self.dim
-        return layout([32, dim], [1, 2, 4, *spans(32, dim), 8 * dim, 16 * dim], [8, 16, dim, 2 * dim, 4 * dim])
+        return linear_layout([32, dim], [1, 2, 4, *powers_of_two(32, dim), 8 * dim, 16 * dim], [8, 16, dim, 2 * dim, 4 * dim])
 
     def _exact_values(self, neighbours: int) -> gl.DistributedLinearLayout:
         dim = self.dim
-        inside = spans(1, dim // 8)
+        inside = powers_of_two(1, dim // 8)
         registers = [*inside[:neighbours], dim, *inside[neighbours:], 8 * dim, 16 * dim]
-        return layout([32, dim], registers, [2 * dim, 4 * dim, dim // 8, dim // 4, dim // 2])
+        return linear_layout([32, dim], registers, [2 * dim, 4 * dim, dim // 8, dim // 4, dim // 2])
 
     @property
     def exact_values(self) -> gl.DistributedLinearLayout:
         """Of 32 exact values as they lie, [tokens, channels]."""
-        return self._exact_values(len(spans(1, self.dim // 8)))
+        return self._exact_values(len(powers_of_two(1, self.dim // 8)))
 
     @property
     def exact_paired(self) -> gl.DistributedLinearLayout:
@@ -119,4 +119,4 @@ class BlockFragments(ExactFragments):
         count = self.bytes
         tokens = [count * token for token in (1, 2, 32)]
         lanes = [count // 4, count // 2, *(count * token for token in (4, 8, 16))]
-        return layout([self.cells, self.cell_tokens, count // 4, 4], spans(1, count // 4) + tokens, lanes)
+        return linear_layout([self.cells, self.cell_tokens, count // 4, 4], powers_of_two(1, count // 4) + tokens, lanes)

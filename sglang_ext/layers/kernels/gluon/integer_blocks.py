@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from sglang_ext.layers.kernels.gluon import assembly
-from sglang_ext.layers.kernels.gluon.exact import exact_part
+from sglang_ext.layers.kernels.gluon.exact_tokens import exact_split
 from sglang_ext.layers.kernels.gluon.integer_products import (
     B8,
     BIAS,
@@ -29,7 +29,7 @@ from sglang_ext.layers.kernels.gluon.integer_products import (
     rounded_down,
     scores_of_products,
 )
-from sglang_ext.layers.kernels.gluon.packed import PARAMETERS
+from sglang_ext.layers.kernels.gluon.packed_blocks import PARAMETERS
 from sglang_ext.layers.kernels.gluon.tiles import LOG2E, QUERY, SUM, as_wide, finish, store_rows
 
 WIDE = gl.constexpr(assembly.wide_product())
@@ -37,7 +37,7 @@ WIDE = gl.constexpr(assembly.wide_product())
 
 @gluon.jit
 def _ranges(queries, scaling, F: gl.constexpr):
-    """Of each partition the scale and the least of queries, float32 [columns]: what integers.py's ``eight_bits`` has."""
+    """Of each partition the scale and the least of queries, float32 [columns]: what int8_codes.py's ``eight_bits`` has."""
     query = gl.arange(0, F.value.columns, QUERY) % F.value.span
     channel, found = gl.arange(0, F.value.partition, gl.SliceLayout(1, SUM))[:, None], ()
     for partition in gl.static_range(gl.constexpr(F.value.partitions)):
@@ -269,7 +269,7 @@ def integer_splits_gluon(
             splits, key_slot, value_slot, BLOCK_SLOTS, F,
         )  # fmt: skip
     else:
-        exact_part(
+        exact_split(
             queries + head0 * F.value.dim, keys + key_at, values + value_at, table, packed, length, split - packed_parts, scaling,
             partial, lse, place, splits, key_slot, value_slot, exact_parts, F,
         )  # fmt: skip

@@ -14,7 +14,7 @@ from pathlib import Path
 from triton.experimental.gluon import language as gl
 
 from sglang_ext.layers.kernels.gluon import assembly
-from sglang_ext.layers.kernels.gluon.fragments import SUM, TOKENS, BlockFragments, layout, rows_of, spans
+from sglang_ext.layers.kernels.gluon.fragments import SUM, TOKENS, BlockFragments, linear_layout, row_copy_layout, powers_of_two
 
 # Numbers that share a scale: channels of a token's keys, and tokens of a channel's values, which are a block's.
 PARTITIONS = (TOKENS, 2 * TOKENS)
@@ -122,15 +122,15 @@ class IntegerFragments(BlockFragments):
 
     def _values(self, neighbours: int) -> gl.DistributedLinearLayout:
         count = self.bytes
-        inside = spans(1, count // 8)
+        inside = powers_of_two(1, count // 8)
         registers = [*inside[:neighbours], count, count * 4, *inside[neighbours:], count * 2, count * 32]
         lanes = [count * 8, count * 16, count // 8, count // 4, count // 2]
-        return layout([self.cells, self.cell_tokens, count // 4, 4], registers, lanes)
+        return linear_layout([self.cells, self.cell_tokens, count // 4, 4], registers, lanes)
 
     @property
     def value_layout(self) -> gl.DistributedLinearLayout:
         """Of a block's values as they lie, [cells, tokens of a cell, bytes of a token]."""
-        return self._values(len(spans(1, self.bytes // 8)))
+        return self._values(len(powers_of_two(1, self.bytes // 8)))
 
     @property
     def quartet_layout(self) -> gl.DistributedLinearLayout:
@@ -142,19 +142,19 @@ class IntegerFragments(BlockFragments):
         """Of a number for each token and partition, [streams, tokens and partitions]: those of a lane's scores."""
         count = self.partitions
         lanes = [0, TOKENS * count * (self.streams - 1), *(count * token for token in (4, 8, 16))]
-        return layout([self.streams, TOKENS * count], spans(1, 4 * count) + [32 * count], lanes)
+        return linear_layout([self.streams, TOKENS * count], powers_of_two(1, 4 * count) + [32 * count], lanes)
 
     @property
     def value_numbers(self) -> gl.DistributedLinearLayout:
         """Of a number for each channel of a part, [streams, channels]: those of a lane's outputs."""
         count = self.bytes
         lanes = [0, count * (self.streams - 1), count // 8, count // 4, count // 2]
-        return layout([self.streams, count], spans(1, count // 8), lanes)
+        return linear_layout([self.streams, count], powers_of_two(1, count // 8), lanes)
 
     def _wide(self, rows: int) -> gl.DistributedLinearLayout:
         columns = self.columns
         lanes = [2, 4, columns, 2 * columns, 4 * columns]
-        return layout([rows, self.streams, self.span], [1, *spans(8 * columns, rows * columns)], lanes)
+        return linear_layout([rows, self.streams, self.span], [1, *powers_of_two(8 * columns, rows * columns)], lanes)
 
     @property
     def wide_tokens(self) -> gl.DistributedLinearLayout:
@@ -174,9 +174,9 @@ class IntegerFragments(BlockFragments):
     @property
     def scale_copy(self) -> gl.DistributedLinearLayout:
         """Of scales, then zero points, of all streams, as they are copied to shared memory."""
-        return rows_of(2 * self.streams, self.dim)
+        return row_copy_layout(2 * self.streams, self.dim)
 
     @property
     def sum_copy(self) -> gl.DistributedLinearLayout:
         """The same of sums of codes."""
-        return rows_of(self.streams, self.dim)
+        return row_copy_layout(self.streams, self.dim)

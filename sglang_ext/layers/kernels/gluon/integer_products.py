@@ -196,7 +196,7 @@ def scores_of_products(products, of_queries, of_keys, F: gl.constexpr):
 
 @gluon.jit
 def coded_weights(scores, best, there, mask, F: gl.constexpr):
-    """Weights in 8 bits, as integers.py's ``eight_bits`` makes them of two to the power of ``scores``.
+    """Weights in 8 bits, as int8_codes.py's ``eight_bits`` makes them of two to the power of ``scores``.
 
     Args:
         scores: float32 [tokens, columns].

@@ -251,7 +251,7 @@ def prefill_codes(keys, scales, terms, values, value_scales, zeros, left, out, r
 
     Args:
         keys, scales, terms, values, value_scales, zeros: descriptors of codes (hack/prompt_codes.py), a step of which is a box.
-        left: specialized_prefill.py's ``Left``.
+        left: specialized_prefill.py's ``PrefillQueryCodes``.
         out: [tokens, heads, channels of a value], of exact tokens; then of all.
         requests: what Prompts.numbers are, of ``count`` requests.
         blocks: of all requests.

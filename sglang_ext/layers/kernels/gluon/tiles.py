@@ -1,5 +1,5 @@
 """What products on tensor cores are made of, in Gluon: codes become numbers, and scores become weights, in registers; which channel is
-where in them; and what parts of rows end with, stored as ../flash_parts.py's ``store_part`` does, for its ``join_parts``.
+where in them; and what parts of rows end with, stored as ../flash_parts.py's ``store_split`` does, for its ``merge_splits``.
 
 No conversion of a layout moves anything, or it would not compile. Layouts are as fragments.py says.
 """

@@ -8,9 +8,9 @@ arXiv 2502.03589, equation 4). Scales, zero points and sums of a step lie in one
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.flash_parts import exact_part, head_and_rows, scaled_queries, softmax_step, store_part
-from sglang_ext.layers.kernels.hack.integers import eight_bits
-from sglang_ext.layers.kernels.packed.pack_blocks import drawn_codes
+from sglang_ext.layers.kernels.flash_decoding import exact_split, head_and_rows, scaled_queries, softmax_step, store_split
+from sglang_ext.layers.kernels.hack.int8_codes import quantize_8bit
+from sglang_ext.layers.kernels.packed.pack_blocks import quantize_stochastic
 
 
 @triton.jit
@@ -83,7 +83,7 @@ def _summed(p, p_scale, p_zero, p_rest, codes, scale, zero, sums):
 @triton.jit
 def _weights(p, AXIS: tl.constexpr, inside, TOKENS):
     """Of a step's weights, float32, codes, scales, zero points and what values' zero points are multiplied with (equation 4)."""
-    codes, scale, zero = eight_bits(p, AXIS)
+    codes, scale, zero = quantize_8bit(p, AXIS)
     codes = tl.where(inside, codes, 0)
     return codes.to(tl.int8), scale, zero, scale * tl.sum(codes, AXIS, keep_dims=True).to(tl.float32) + zero * TOKENS
 
@@ -99,7 +99,7 @@ def _integer_part(
     """Softmax over the blocks [first, last) of a request's row.
 
     Bytes, numbers and sums begin at the head's cells; ``key_slot`` and ``value_slot``: bytes from one slot to the next. Queries' ``codes``
-    and ``parameters`` (integers.py) begin at the KV head's first query, of ``heads`` queries in all.
+    and ``parameters`` (int8_codes.py) begin at the KV head's first query, of ``heads`` queries in all.
     """
     PARTS: tl.constexpr = 8 // BITS
     STEPS: tl.constexpr = BLOCK_TOKENS // PARTITION
@@ -155,11 +155,11 @@ def _integer_part(
             acc2 = acc2 * rescale[:, None] + added[2]
             acc3 = acc3 * rescale[:, None] + added[3]
     there = value_column < VALUE_PART
-    store_part(partial, lse, place, value_column, there, best, total, acc0, row, GROUP, VALUE_DIM)
-    store_part(partial, lse, place, VALUE_PART + value_column, there, best, total, acc1, row, GROUP, VALUE_DIM)
+    store_split(partial, lse, place, value_column, there, best, total, acc0, row, GROUP, VALUE_DIM)
+    store_split(partial, lse, place, VALUE_PART + value_column, there, best, total, acc1, row, GROUP, VALUE_DIM)
     if PARTS > 2:
-        store_part(partial, lse, place, 2 * VALUE_PART + value_column, there, best, total, acc2, row, GROUP, VALUE_DIM)
-        store_part(partial, lse, place, 3 * VALUE_PART + value_column, there, best, total, acc3, row, GROUP, VALUE_DIM)
+        store_split(partial, lse, place, 2 * VALUE_PART + value_column, there, best, total, acc2, row, GROUP, VALUE_DIM)
+        store_split(partial, lse, place, 3 * VALUE_PART + value_column, there, best, total, acc3, row, GROUP, VALUE_DIM)
 
 
 @triton.jit
@@ -168,7 +168,7 @@ def _requantized_part(
     GROUP: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     PADDED_VALUE_DIM: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr, LIKE: tl.constexpr,
 ):  # fmt: skip
-    """What ``exact_part`` does, of values that are quantized in partitions of N tokens at each step: for benchmarks."""
+    """What ``exact_split`` does, of values that are quantized in partitions of N tokens at each step: for benchmarks."""
     each = tl.cdiv(end - begin, PARTS)
     first = begin + each * part
     last = tl.minimum(first + each, end)
@@ -190,7 +190,7 @@ def _requantized_part(
         p, p_scale, p_zero, p_rest = _weights(tl.exp(qk - finite[:, None]), 1, inside[None, :], tl.minimum(last - start, N))
         v = tl.load(values + (slot * value_slot)[:, None] + value_dim[None, :], mask=(value_dim < VALUE_DIM)[None, :], other=0.0)
         groups = tl.reshape(v.to(tl.float32), (1, N, PADDED_VALUE_DIM, 1))
-        codes, scale, zero = drawn_codes(groups, tl.full((1, N, PADDED_VALUE_DIM, 1), 0.5, tl.float32), (1 << BITS) - 1)
+        codes, scale, zero = quantize_stochastic(groups, tl.full((1, N, PADDED_VALUE_DIM, 1), 0.5, tl.float32), (1 << BITS) - 1)
         codes = tl.where(inside[:, None], tl.reshape(codes, (N, PADDED_VALUE_DIM)), 0)
         scale, zero = tl.reshape(scale, (PADDED_VALUE_DIM,)), tl.reshape(zero, (PADDED_VALUE_DIM,))
         sums = tl.sum(codes, 0).to(tl.float32)
@@ -238,7 +238,7 @@ def integer_splits(
     else:
         head_queries, head_keys, head_values = queries + head0 * DIM, keys + kv_head * key_head, values + kv_head * value_head
         if EXACT_TAIL:
-            best, total, acc = exact_part(
+            best, total, acc = exact_split(
                 head_queries, head_keys, head_values, table, packed, length, split - PACKED, scaling, row, key_slot,
                 value_slot, EXACT, GROUP, M, DIM, VALUE_DIM, PADDED_DIM, PADDED_VALUE_DIM, N, LIKE,
             )  # fmt: skip
@@ -248,4 +248,4 @@ def integer_splits(
                 value_slot, EXACT, GROUP, M, DIM, VALUE_DIM, PADDED_DIM, PADDED_VALUE_DIM, PARTITION, BITS, LIKE,
             )  # fmt: skip
         channel = tl.arange(0, PADDED_VALUE_DIM)
-        store_part(partial, lse, place, channel, channel < VALUE_DIM, best, total, acc, row, GROUP, VALUE_DIM)
+        store_split(partial, lse, place, channel, channel < VALUE_DIM, best, total, acc, row, GROUP, VALUE_DIM)

@@ -1,7 +1,7 @@
 """Decode attention over rows whose first blocks are multiplied as integers, split over the context (HACK, arXiv 2502.03589).
 
 Programs of a request's first splits read its partitions, those of the others its exact tokens, among them those that fill no
-partition of values yet; :class:`~sglang_ext.layers.kernels.flash_parts.Parts` joins what they found.
+partition of values yet; :class:`~sglang_ext.layers.kernels.flash_decoding.Parts` joins what they found.
 """
 
 from math import gcd
@@ -9,13 +9,13 @@ from math import gcd
 import torch
 import triton
 
-from sglang_ext.layers.kernels.flash_tiles import Tile, tiles
+from sglang_ext.layers.kernels.decode_tile_sizes import DecodeTile, tile_choices
 from sglang_ext.layers.kernels.gluon.integer_blocks import integer_splits_gluon
 from sglang_ext.layers.kernels.gluon.integer_fragments import IntegerFragments
 from sglang_ext.layers.kernels.hack.integer_attention import integer_splits
-from sglang_ext.layers.kernels.hack.integers import query_codes
-from sglang_ext.layers.kernels.packed.packed_launches import EXACT, GLUON_OPTIONS, PACKED_ROWS, Call
-from sglang_ext.mem_cache.compressed.formats.packing import as_bytes
+from sglang_ext.layers.kernels.hack.int8_codes import query_codes
+from sglang_ext.layers.kernels.packed.launches import EXACT, GLUON_OPTIONS, PACKED_ROWS, PackedAttentionCall
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import as_bytes
 
 # Bytes that a product of int8 takes along its inner dimension at least, and channels along another one.
 INNER, OUTER = 32, 16
@@ -23,7 +23,7 @@ INNER, OUTER = 32, 16
 WARP_TOKENS, STAGES = 64, 3
 
 
-def launch_integers(call: Call, stored_sums: bool = True, exact_tail: bool = True) -> None:
+def launch_integers(call: PackedAttentionCall, stored_sums: bool = True, exact_tail: bool = True) -> None:
     """Let the parts of rows be read.
 
     Args:
@@ -38,7 +38,7 @@ def launch_integers(call: Call, stored_sums: bool = True, exact_tail: bool = Tru
     views = [(as_bytes(kind), kind.view(torch.float16), kind.view(torch.int16)) for kind in (keys, values)]
     codes, parameters = query_codes(call.queries, partition, call.scaling)
 
-    def with_tile(tile: Tile) -> None:
+    def with_tile(tile: DecodeTile) -> None:
         integer_splits[call.grid(tile.rows)](
             call.queries, codes, parameters, keys, values, *views[0], *views[1], *call.rows, *call.outcome,
             HEADS=keys.shape[1], GROUP=call.group, M=tile.rows, DIM=dim, PADDED_DIM=triton.next_power_of_2(dim), PARTITION=partition,
@@ -50,11 +50,11 @@ def launch_integers(call: Call, stored_sums: bool = True, exact_tail: bool = Tru
         )  # fmt: skip
 
     # A step is a partition of values.
-    choices = [tile for tile in tiles(call.group, PACKED_ROWS, partition, STAGES, fewest_rows=8) if tile.tokens == partition]
+    choices = [tile for tile in tile_choices(call.group, PACKED_ROWS, partition, STAGES, fewest_rows=8) if tile.tokens == partition]
     call.launch("integers", choices, with_tile)
 
 
-def launch_gluon_integers(call: Call, constants: IntegerFragments) -> None:
+def launch_gluon_integers(call: PackedAttentionCall, constants: IntegerFragments) -> None:
     """Let the parts of rows be read by gluon/integer_blocks.py's kernel, whose sizes are the same for all GPUs."""
     keys, values = call.keys, call.values
     words, numbers = ([part.view(dtype) for part in (keys, values)] for dtype in (torch.int32, torch.float16))

@@ -12,12 +12,12 @@ import torch
 import triton
 
 from sglang_ext.core import OptionError
-from sglang_ext.layers.kernels.fitting import launch_fitting, shape_name
+from sglang_ext.layers.kernels.gpu_launch import launch_first_fitting, shape_name
 from sglang_ext.layers.kernels.hack import specialized_prefill
 from sglang_ext.layers.kernels.hack.prefill_attention import prefill_tiles
-from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes, Prompts, prompt_codes
+from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes, PromptBatch, prompt_codes
 from sglang_ext.layers.kernels.packed.packed_decode import check_readable
-from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 
 # What the kernels take.
 DIMS, DTYPES = (64, 128), (torch.bfloat16, torch.float16, torch.float32)
@@ -28,7 +28,7 @@ SINK_STEP = 64
 
 
 @dataclass(frozen=True)
-class Tile:
+class PrefillTile:
     """Sizes of a program's work.
 
     Attributes:
@@ -44,9 +44,9 @@ class Tile:
 
 # Those preferred first. All scores of a step are in the registers of a warp group. Two programs of 64 rows fit on a processor, and wait
 # for their products at different times; one of 128 reads half as much. On an H100 16k tokens take 7.0 and 8.8 ms in partitions of 64.
-TILES = (Tile(64, 4, 3), Tile(64, 4, 2), Tile(64, 4, 1), Tile(32, 4, 1), Tile(16, 4, 1))
+TILES = (PrefillTile(64, 4, 3), PrefillTile(64, 4, 2), PrefillTile(64, 4, 1), PrefillTile(32, 4, 1), PrefillTile(16, 4, 1))
 # Of partitions of 128, whose steps are as long: 6.1 ms instead of 7.3.
-LONG_TILES = (Tile(128, 8, 2), *TILES)
+LONG_TILES = (PrefillTile(128, 8, 2), *TILES)
 
 
 def check_prefill(packing: Packing, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -73,7 +73,7 @@ def check_prefill(packing: Packing, keys: torch.Tensor, values: torch.Tensor) ->
 
 
 def integer_prefill(
-    prompts: Prompts, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int, first_head: int, scaling: float
+    prompts: PromptBatch, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int, first_head: int, scaling: float
 ) -> torch.Tensor:
     """Causal attention of prompts' newest tokens; does not wait for the device.
 
@@ -95,7 +95,7 @@ def integer_prefill(
 
 
 def attend(
-    prompts: Prompts, codes: PromptCodes, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float,
+    prompts: PromptBatch, codes: PromptCodes, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float,
     stored_sums: bool = True, kernel: Kernel | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """:func:`integer_prefill` after its first kernel; for benchmarks also as asked.
@@ -111,14 +111,14 @@ def attend(
     queries = queries.contiguous()
     out = queries.new_empty(*queries.shape[:2], values.shape[2])
     given = prompts, codes, queries, out, keys, values, scaling, stored_sums
-    taken = stored_sums and specialized_prefill.takes(prompts, queries, keys)
+    taken = stored_sums and specialized_prefill.is_supported(prompts, queries, keys)
     if kernel == "specialized" and not taken:
         raise ValueError(
             f"kernel is 'specialized', stored_sums {stored_sums}, with {queries.shape[1] // keys.shape[1]} query heads a KV head on "
             f"{keys.device}, which specialized_prefill.py does not take: pass 'tiles'"
         )
     if taken and kernel != "tiles":
-        left = specialized_prefill.Left.empty(queries, codes)
+        left = specialized_prefill.PrefillQueryCodes.empty(queries, codes)
         _launch_tiles(*given, left)
         specialized_prefill.attend_to_codes(prompts, codes, left, out)
     else:
@@ -127,14 +127,14 @@ def attend(
 
 
 def _launch_tiles(
-    prompts: Prompts, codes: PromptCodes, queries: torch.Tensor, out: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
-    scaling: float, stored_sums: bool, left: specialized_prefill.Left | None,
+    prompts: PromptBatch, codes: PromptCodes, queries: torch.Tensor, out: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
+    scaling: float, stored_sums: bool, left: specialized_prefill.PrefillQueryCodes | None,
 ) -> None:  # fmt: skip
     """Attend to all tokens, or to exact ones, and leave the rest to another kernel."""
     packing, kv_heads = prompts.packing, keys.shape[1]
     group, block, sinks = queries.shape[1] // kv_heads, packing.block_tokens, packing.sinks
 
-    def with_tile(tile: Tile) -> None:
+    def with_tile(tile: PrefillTile) -> None:
         prefill_tiles[(prompts.most_blocks * triton.cdiv(block * group, tile.rows), kv_heads, len(prompts.rows))](
             queries, out, keys, values, *codes.parts, prompts.table, prompts.table.stride(0), prompts.numbers, len(prompts.rows),
             prompts.total, scaling * log2(e), *keys.stride()[:2], *values.stride()[:2], left and left.parts, HEADS=kv_heads, GROUP=group,
@@ -149,4 +149,4 @@ def _launch_tiles(
 
     key = ("prefill", packing.keys, packing.values, group, keys.dtype, keys.device, stored_sums, left is None)
     tiles = LONG_TILES if packing.keys.grid.channels == 128 and left is None else TILES
-    launch_fitting(tiles, with_tile, key, what, "pass --kv-prefill exact")
+    launch_first_fitting(tiles, with_tile, key, what, "pass --kv-prefill exact")

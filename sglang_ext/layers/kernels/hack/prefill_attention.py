@@ -14,7 +14,7 @@ from math import log2
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.hack.integers import LAST_CODE, eight_bits
+from sglang_ext.layers.kernels.hack.int8_codes import LAST_CODE, quantize_8bit
 from sglang_ext.layers.kernels.hack.prompt_codes import MEANS, SHIFT, SUM_ROW, TERMS, high_and_low
 
 # What rounds a float32 from 0 to 255 that is added to it: the bits of the sum are ROUNDED and the rounded number, the lowest byte is its
@@ -60,7 +60,7 @@ def _query_parts(
     terms = tl.zeros((row_at.shape[0], COLUMNS), tl.float16)
     for group in tl.static_range(DIM // PARTITION):
         at = queries + row_at[:, None] + (group * PARTITION + channel)[None, :]
-        found, scale, zero = eight_bits(tl.load(at, mask=mine[:, None], other=0.0).to(tl.float32) * scaling, 1)
+        found, scale, zero = quantize_8bit(tl.load(at, mask=mine[:, None], other=0.0).to(tl.float32) * scaling, 1)
         rest = scale * tl.sum(found, 1, keep_dims=True).to(tl.float32) + zero * PARTITION
         high, low = high_and_low(rest)
         first = group * TERMS

@@ -40,7 +40,7 @@ class Partitioned(NamedTuple):
         return self.codes.float() * scale + zero
 
 
-def in_partitions(rows: torch.Tensor, partition: int, from_zero: bool = False) -> Partitioned:
+def quantize_partitions(rows: torch.Tensor, partition: int, from_zero: bool = False) -> Partitioned:
     """Rows in 8 bits, rounded to the nearest code: queries, or softmax weights.
 
     Args:

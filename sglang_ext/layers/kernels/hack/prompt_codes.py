@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 
 from sglang_ext.device import to_device
-from sglang_ext.layers.kernels.packed.pack_blocks import drawn_codes, token_noise
-from sglang_ext.mem_cache.compressed.formats import rounding
-from sglang_ext.mem_cache.compressed.formats.packed_layout import Quantized
-from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.layers.kernels.packed.pack_blocks import quantize_stochastic, token_noise
+from sglang_ext.mem_cache.compressed.layouts import rounding
+from sglang_ext.mem_cache.compressed.layouts.block_layout import Quantized
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 
 # Terms of a partition of channels: twice its zero point, twice the higher part of what the sum of its codes means, and the lower part.
 TERMS = tl.constexpr(5)
@@ -35,7 +35,7 @@ WARPS = {64: 4, 128: 8}
 
 
 @dataclass(frozen=True)
-class Prompts:
+class PromptBatch:
     """Requests whose newest tokens are computed in one forward.
 
     Attributes:
@@ -44,7 +44,7 @@ class Prompts:
         rows: of it, one for each request.
         known: tokens of each request before those that are computed.
         lengths: tokens of each request, with those.
-        seeds: int32 [tokens] by row, of a request's tokens (formats/rounding.py); None rounds to the nearest code.
+        seeds: int32 [tokens] by row, of a request's tokens (layouts/rounding.py); None rounds to the nearest code.
         stored: by row, int64 slots of a request's first blocks that lie in the pool, which are not made of full KV.
     """
 
@@ -89,7 +89,7 @@ class Prompts:
         return to_device(flat, self.table.device, torch.int32).view(7, len(self.rows))
 
     @cached_property
-    def drawn(self) -> torch.Tensor | None:
+    def flat_seeds(self) -> torch.Tensor | None:
         """int32 [tokens of all requests]: their seeds, one request after another."""
         if self.seeds is None:
             return None
@@ -204,7 +204,7 @@ def quantize_prompts(
         noise = token_noise(seeds, key_lane + 2 * tl.program_id(1), DIM)
     numbers = tl.load(keys + head * key_head + (slot * key_slot)[:, None] + channel[None, :]).to(tl.float32)
     groups = tl.reshape(numbers, (BLOCK, 1, COUNT, PARTITION))
-    found, scale, zero = drawn_codes(groups, tl.reshape(noise, (BLOCK, 1, COUNT, PARTITION)), (1 << BITS) - 1)
+    found, scale, zero = quantize_stochastic(groups, tl.reshape(noise, (BLOCK, 1, COUNT, PARTITION)), (1 << BITS) - 1)
     at = (head * COUNT + channel // PARTITION)[None, :] * tokens + (first + token)[:, None]
     tl.store(codes + at * PARTITION + (channel % PARTITION)[None, :], tl.reshape(found, (BLOCK, DIM)).to(tl.int8))
     scale, zero = tl.reshape(scale, (BLOCK, COUNT)), tl.reshape(zero, (BLOCK, COUNT))
@@ -229,7 +229,7 @@ def quantize_prompts(
         noise = token_noise(seeds, value_lane + 2 * tl.program_id(1), VALUE_DIM)
     numbers = tl.load(values + head * value_head + (slot * value_slot)[:, None] + column[None, :]).to(tl.float32)
     groups = tl.reshape(numbers, (PARTS, PARTITION, VALUE_DIM, 1))
-    found, scale, zero = drawn_codes(groups, tl.reshape(noise, (PARTS, PARTITION, VALUE_DIM, 1)), (1 << BITS) - 1)
+    found, scale, zero = quantize_stochastic(groups, tl.reshape(noise, (PARTS, PARTITION, VALUE_DIM, 1)), (1 << BITS) - 1)
     sums = tl.reshape(tl.sum(found, 1), (PARTS, VALUE_DIM)).to(tl.float32)
     at = (head * (tokens // PARTITION) + (first + token) // PARTITION)[None, :] * VALUE_DIM + column[:, None]
     # In registers they come in the order in which they are stored, or a thread would store them byte by byte.
@@ -250,7 +250,7 @@ def quantize_prompts(
         tl.store(at + row * VALUE_DIM, tl.zeros_like(zero))
 
 
-def prompt_codes(prompts: Prompts, keys: torch.Tensor, values: torch.Tensor, layer: int, first_head: int) -> PromptCodes:
+def prompt_codes(prompts: PromptBatch, keys: torch.Tensor, values: torch.Tensor, layer: int, first_head: int) -> PromptCodes:
     """Quantize what the whole blocks of prompts hold in one layer; does not wait for the device.
 
     Args:
@@ -264,7 +264,7 @@ def prompt_codes(prompts: Prompts, keys: torch.Tensor, values: torch.Tensor, lay
         return made
     lanes = [rounding.lane(layer, first_head, is_value) for is_value in (False, True)]
     quantize_prompts[(max(prompts.blocks), keys.shape[1], len(prompts.rows))](
-        keys, values, prompts.table, prompts.table.stride(0), prompts.numbers, len(prompts.rows), prompts.drawn, *lanes, *made.parts,
+        keys, values, prompts.table, prompts.table.stride(0), prompts.numbers, len(prompts.rows), prompts.flat_seeds, *lanes, *made.parts,
         prompts.total, *keys.stride()[:2], *values.stride()[:2], DIM=packing.keys.dim, VALUE_DIM=packing.values.dim,
         PARTITION=packing.keys.grid.channels, BLOCK=packing.block_tokens, SINKS=packing.sinks, BITS=packing.keys.bits,
         COLUMNS=made.key_terms.shape[2], num_warps=WARPS[packing.block_tokens], enable_fp_fusion=False,

@@ -12,7 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sglang_ext.layers.kernels.gluon.prefill_codes import prefill_codes
 from sglang_ext.layers.kernels.gluon.prefill_steps import PARTITIONS, PROGRAM_ROWS, PrefillSteps
-from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes, Prompts, padded_terms
+from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes, PromptBatch, padded_terms
 from sglang_ext.layers.kernels.packed import packed_decode
 
 # Steps that shared memory holds, by partition: 185 and 164 KiB.
@@ -23,7 +23,7 @@ NUMBERS = {torch.int8: gl.int8, torch.float16: gl.float16, torch.float32: gl.flo
 
 
 @dataclass(frozen=True)
-class Left:
+class PrefillQueryCodes:
     """What the first kernel leaves of each query, [tokens, heads] and more.
 
     Attributes:
@@ -39,7 +39,7 @@ class Left:
     sums: torch.Tensor
 
     @classmethod
-    def empty(cls, queries: torch.Tensor, codes: PromptCodes) -> "Left":
+    def empty(cls, queries: torch.Tensor, codes: PromptCodes) -> "PrefillQueryCodes":
         """Room for those of ``queries``, [tokens, heads, dim]."""
         heads = queries.shape[:2]
         return cls(
@@ -61,7 +61,7 @@ class Left:
         return self.codes, self.scales, self.terms, self.sums
 
 
-def fits(capability: tuple[int, int] | None, partition: int, block: int, group: int) -> bool:
+def is_supported_shape(capability: tuple[int, int] | None, partition: int, block: int, group: int) -> bool:
     """Whether the kernels take prompts: on Hopper, in partitions of 64 or 128, if a block's rows fill programs.
 
     Args:
@@ -73,7 +73,7 @@ def fits(capability: tuple[int, int] | None, partition: int, block: int, group: 
     return capability is not None and capability[0] == HOPPER and partition in PARTITIONS and block * group % PROGRAM_ROWS == 0
 
 
-def takes(prompts: Prompts, queries: torch.Tensor, keys: torch.Tensor) -> bool:
+def is_supported(prompts: PromptBatch, queries: torch.Tensor, keys: torch.Tensor) -> bool:
     """Whether they :func:`fit <fits>` such prompts where they lie.
 
     Args:
@@ -82,10 +82,10 @@ def takes(prompts: Prompts, queries: torch.Tensor, keys: torch.Tensor) -> bool:
         keys: the layer's buffer, [slots, kv_heads, dim].
     """
     packing, group = prompts.packing, queries.shape[1] // keys.shape[1]
-    return fits(packed_decode.capability(keys), packing.keys.grid.channels, packing.block_tokens, group)
+    return is_supported_shape(packed_decode.capability(keys), packing.keys.grid.channels, packing.block_tokens, group)
 
 
-def attend_to_codes(prompts: Prompts, codes: PromptCodes, left: Left, out: torch.Tensor) -> None:
+def attend_to_codes(prompts: PromptBatch, codes: PromptCodes, left: PrefillQueryCodes, out: torch.Tensor) -> None:
     """Add to means of exact tokens' values those of codes, where there are some; does not wait for the device.
 
     Args:

@@ -12,8 +12,8 @@ What is computed, in PyTorch, by which kernels are checked:
 Who calls:
 
     codec.py         pages as two streams, by kernels or by plain.py
-    parts.py         tensors whose pages are coded together
-    kernels.py       launches
+    page_tensors.py         tensors whose pages are coded together
+    triton_codec.py       launches
 
 Kernels in Triton:
 
@@ -23,5 +23,5 @@ Kernels in Triton:
     encode_tiles.py  write anchors, and residuals of 8 bits
     decode_tiles.py  read these into a pool
     exact_tiles.py   write and read exact residuals
-    anchored.py      pages in host memory (mem_cache/host_tier/residuals.py)
+    residual_pages.py      pages in host memory (mem_cache/host_tier/residuals.py)
 """

@@ -7,9 +7,9 @@ number, which both sides know from code and scales; an index takes as many bits 
 
 import torch
 
-from sglang_ext.layers.kernels.lynx.layout import BLOCK, CHUNK, UNIT, Layout
+from sglang_ext.layers.kernels.lynx.layout import BLOCK, CHUNK, UNIT, PageLayout
 from sglang_ext.layers.kernels.lynx.levels import bounds
-from sglang_ext.layers.kernels.lynx.scales import Scales, as_bytes
+from sglang_ext.layers.kernels.lynx.scales import ChunkScales, as_bytes
 
 # Same-sized integers, and those that turn negative patterns around.
 PATTERNS = {2: (torch.int16, 0x7FFF), 4: (torch.int32, 0x7FFFFFFF)}
@@ -22,7 +22,7 @@ def ordinals(numbers: torch.Tensor) -> torch.Tensor:
     return torch.where(patterns < 0, patterns ^ turn, patterns)
 
 
-def of_ordinals(ranks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def from_ordinals(ranks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The floats."""
     kind, turn = PATTERNS[dtype.itemsize]
     return torch.where(ranks < 0, ranks ^ turn, ranks).to(kind).view(dtype)
@@ -36,7 +36,7 @@ def first_reaching(bound: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(less, ranks + 1, torch.where(nearest == 0, -1, ranks))
 
 
-def bins(codes: torch.Tensor, scales: Scales, bits: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def bins(codes: torch.Tensor, scales: ChunkScales, bits: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """First ordinal and last index of each code's bin, int64 [rows, 32, channels].
 
     Args:
@@ -59,7 +59,7 @@ def widths(last: torch.Tensor) -> torch.Tensor:
     return (power.long() - 126).clamp(min=0)
 
 
-def positions(width: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+def positions(width: torch.Tensor, layout: PageLayout) -> tuple[torch.Tensor, torch.Tensor]:
     """First bits of the indices, int64 [rows, 32, channels], and where blocks begin, int64 [rows * blocks + 1] in units."""
     rows, blocks, channels = layout.rows, layout.blocks, layout.channels
     filled = torch.nn.functional.pad(width, (0, blocks * BLOCK - channels))
@@ -71,7 +71,7 @@ def positions(width: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.
     return found.view(rows, blocks, CHUNK, BLOCK).transpose(1, 2).reshape(rows, CHUNK, -1)[..., :channels], starts
 
 
-def written(index: torch.Tensor, last: torch.Tensor, coded: torch.Tensor, layout: Layout) -> torch.Tensor:
+def encode_indices(index: torch.Tensor, last: torch.Tensor, coded: torch.Tensor, layout: PageLayout) -> torch.Tensor:
     """The exact residual stream, uint8 [bytes].
 
     Args:
@@ -90,8 +90,8 @@ def written(index: torch.Tensor, last: torch.Tensor, coded: torch.Tensor, layout
     return as_bytes(torch.cat([heads, words[:-1]]).to(torch.int32))
 
 
-def read(residual: torch.Tensor, last: torch.Tensor, coded: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Indices, int64 [rows, 32, channels], of what :func:`written` gave.
+def decode_indices(residual: torch.Tensor, last: torch.Tensor, coded: torch.Tensor, layout: PageLayout) -> torch.Tensor:
+    """Indices, int64 [rows, 32, channels], of what :func:`encode_indices` gave.
 
     Raises:
         ValueError: the stream does not have the size that codes and scales give.

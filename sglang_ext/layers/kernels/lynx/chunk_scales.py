@@ -5,7 +5,7 @@ import struct
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.lynx.quads import extremes, filled, load_quads
+from sglang_ext.layers.kernels.lynx.quads import extremes, padded_tokens, load_quads
 from sglang_ext.layers.kernels.lynx.tiles import (
     BIAS,
     CHUNK,
@@ -18,7 +18,7 @@ from sglang_ext.layers.kernels.lynx.tiles import (
     STEPS,
     at_address,
     covers,
-    of_pattern,
+    from_pattern,
     rounded_to_integer,
     rounded_up,
     slots_of,
@@ -39,7 +39,7 @@ def page_gamma(
     low0 = tl.full((QUADS,), LARGEST, tl.float32)
     low1, low2, low3, high0, high1, high2, high3 = low0, low0, low0, -low0, -low0, -low0, -low0
     for row in range(0, tl.cdiv(tokens, CHUNK)):
-        slot = slots_of(slots, filled(row, tl.arange(0, CHUNK), tokens, sinks), PTX)
+        slot = slots_of(slots, padded_tokens(row, tl.arange(0, CHUNK), tokens, sinks), PTX)
         low, high = extremes(load_quads(x, slot, quad, there[:, None], STRIDE, PTX), LIKE, PTX)
         low0, low1, low2, low3 = tl.minimum(low0, low[0]), tl.minimum(low1, low[1]), tl.minimum(low2, low[2]), tl.minimum(low3, low[3])
         high0, high1 = tl.maximum(high0, high[0]), tl.maximum(high1, high[1])
@@ -98,8 +98,8 @@ def find_scales(x, low, high, row, channel, there, anchor, channels, gamma_at, m
         half = means.to(tl.float16)
         mu = half.to(tl.float32)
         pattern = rounded_up(tl.maximum(high - mu, mu - low))
-        pattern += tl.where(covers(mu, of_pattern(pattern), low, high), 0, 1)
-        sigma = of_pattern(pattern)
+        pattern += tl.where(covers(mu, from_pattern(pattern), low, high), 0, 1)
+        sigma = from_pattern(pattern)
         tl.store((anchor + mu_at).to(tl.pointer_type(tl.float16)) + place, half, mask=there)
         tl.store((anchor + sigma_at).to(tl.pointer_type(tl.int16)) + place, pattern.to(tl.int16), mask=there)
     return mu, sigma, (sound & (sigma <= LARGEST) & covers(mu, sigma, low, high)) | ~there

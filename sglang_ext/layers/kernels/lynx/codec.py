@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_ext.layers.kernels.lynx import plain
-from sglang_ext.layers.kernels.lynx.layout import RAW, Layout
-from sglang_ext.layers.kernels.lynx.parts import Parts, Placed
+from sglang_ext.layers.kernels.lynx import pytorch_codec
+from sglang_ext.layers.kernels.lynx.layout import RAW, PageLayout
+from sglang_ext.layers.kernels.lynx.page_tensors import PageTensors, StreamBatch
 
 
 class Streams(NamedTuple):
@@ -21,12 +21,12 @@ class Streams(NamedTuple):
     residual: torch.Tensor
 
 
-def encode(x: torch.Tensor, layout: Layout, slots: torch.Tensor | None = None) -> Streams:
-    """Streams of one tensor's page, as of :func:`encode_parts`."""
-    return encode_parts([x], layout, slots)[0]
+def encode(x: torch.Tensor, layout: PageLayout, slots: torch.Tensor | None = None) -> Streams:
+    """Streams of one tensor's page, as of :func:`encode_page`."""
+    return encode_page([x], layout, slots)[0]
 
 
-def encode_parts(parts: Sequence[torch.Tensor] | Parts, layout: Layout, slots: torch.Tensor | None = None) -> list[Streams]:
+def encode_page(parts: Sequence[torch.Tensor] | PageTensors, layout: PageLayout, slots: torch.Tensor | None = None) -> list[Streams]:
     """Streams of a page of several tensors, such as the keys and values of all layers; waits for the device once.
 
     Args:
@@ -39,7 +39,7 @@ def encode_parts(parts: Sequence[torch.Tensor] | Parts, layout: Layout, slots: t
     Raises:
         ValueError: tensors that do not fit the layout.
     """
-    parts = Parts.of(parts)
+    parts = PageTensors.from_tensors(parts)
     parts.check(layout, slots)
     tensors = parts.tensors
     empty = torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
@@ -52,23 +52,23 @@ def encode_parts(parts: Sequence[torch.Tensor] | Parts, layout: Layout, slots: t
         if layout.reference == "int8":
             residuals = residuals.unbind()
         else:
-            those = parts if len(coded) == len(tensors) else Parts(tuple(tensors[part] for part in coded))
+            those = parts if len(coded) == len(tensors) else PageTensors(tuple(tensors[part] for part in coded))
             exact = backend.exact_residuals(those, [anchors[part] for part in coded], layout, slots) if coded else []
             residuals = dict(zip(coded, exact, strict=True))
         for part in coded:
             found[part] = Streams(anchors[part], residuals[part])
     return [
-        streams or Streams(plain.raw(part if slots is None else part[slots]), empty) for streams, part in zip(found, tensors, strict=True)
+        streams or Streams(pytorch_codec.raw(part if slots is None else part[slots]), empty) for streams, part in zip(found, tensors, strict=True)
     ]
 
 
-def encode_placed(parts: Parts, layout: Layout, slots: torch.Tensor, anchors: Placed, residuals: Placed | None = None) -> None:
+def encode_page_into(parts: PageTensors, layout: PageLayout, slots: torch.Tensor, anchors: StreamBatch, residuals: StreamBatch | None = None) -> None:
     """Write streams of several tensors where they belong, as if no page were raw; does not wait for the device.
 
-    A stream that begins with ``RAW`` afterwards, and its residual, mean nothing: that page is for :func:`encode_parts`.
+    A stream that begins with ``RAW`` afterwards, and its residual, mean nothing: that page is for :func:`encode_page`.
 
     Args:
-        parts, slots: as of :func:`encode_parts`.
+        parts, slots: as of :func:`encode_page`.
         layout: not ``always_raw``.
         anchors: zeros, ``coded_bytes`` each.
         residuals: ``int8_bytes`` each; None where they are not wanted.
@@ -80,12 +80,12 @@ def encode_placed(parts: Parts, layout: Layout, slots: torch.Tensor, anchors: Pl
     _backend(parts.tensors[0]).write_streams(parts, layout, slots, anchors, residuals)
 
 
-def decode_placed(anchors: Placed, residuals: Placed | None, layout: Layout, outs: Parts, slots: torch.Tensor) -> None:
+def decode_page_from(anchors: StreamBatch, residuals: StreamBatch | None, layout: PageLayout, outs: PageTensors, slots: torch.Tensor) -> None:
     """Write a page of several tensors of which none is raw; does not wait for the device.
 
     Args:
         anchors, residuals: ``coded_bytes`` and ``int8_bytes`` each; None: numbers of the anchors alone.
-        outs, slots: as of :func:`decode_parts`.
+        outs, slots: as of :func:`decode_page`.
 
     Raises:
         ValueError: tensors that do not fit the layout.
@@ -97,22 +97,22 @@ def decode_placed(anchors: Placed, residuals: Placed | None, layout: Layout, out
 def decode(
     anchor: torch.Tensor,
     residual: torch.Tensor | None,
-    layout: Layout,
+    layout: PageLayout,
     out: torch.Tensor | None = None,
     slots: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The page of one tensor's streams, into ``out`` (a new [tokens, channels] without), as of :func:`decode_parts`."""
+    """The page of one tensor's streams, into ``out`` (a new [tokens, channels] without), as of :func:`decode_page`."""
     if out is None:
         out = torch.empty(layout.tokens, layout.channels, dtype=layout.dtype, device=anchor.device)
-    decode_parts([anchor], None if residual is None else [residual], layout, [out], slots)
+    decode_page([anchor], None if residual is None else [residual], layout, [out], slots)
     return out
 
 
-def decode_parts(
+def decode_page(
     anchors: Sequence[torch.Tensor],
     residuals: Sequence[torch.Tensor] | None,
-    layout: Layout,
-    outs: Sequence[torch.Tensor] | Parts,
+    layout: PageLayout,
+    outs: Sequence[torch.Tensor] | PageTensors,
     slots: torch.Tensor | None = None,
 ) -> None:
     """Write a page of several tensors; does not wait for the device.
@@ -120,13 +120,13 @@ def decode_parts(
     Args:
         anchors: uint8 [bytes] each.
         residuals: uint8 [bytes] each, of the layout's reference; None: numbers of the anchors alone.
-        outs: [tokens, channels], or with ``slots`` pools [slots, channels]; as for :func:`encode_parts`.
+        outs: [tokens, channels], or with ``slots`` pools [slots, channels]; as for :func:`encode_page`.
         slots: int64 [tokens], where the page's tokens go.
 
     Raises:
         ValueError: streams whose size is not the layout's, or tensors that do not fit it.
     """
-    outs = Parts.of(outs)
+    outs = PageTensors.from_tensors(outs)
     outs.check(layout, slots)
     raw = [layout.is_raw(len(anchor)) for anchor in anchors]
     where = slice(None) if slots is None else slots
@@ -140,14 +140,14 @@ def decode_parts(
             raise ValueError(f"a residual of {wrong[0]} bytes: {layout} has {layout.int8_bytes}; pass the layout it was encoded with")
     if coded:
         rest = None if residuals is None else [residuals[part] for part in coded]
-        those = outs if len(coded) == len(raw) else Parts(tuple(outs.tensors[part] for part in coded))
+        those = outs if len(coded) == len(raw) else PageTensors(tuple(outs.tensors[part] for part in coded))
         _backend(outs.tensors[0]).decode([anchors[part] for part in coded], rest, layout, those, slots)
 
 
 def _backend(tensor: torch.Tensor):
     """What encodes and decodes where a tensor lies."""
     if not tensor.is_cuda:
-        return plain
-    from sglang_ext.layers.kernels.lynx import kernels
+        return pytorch_codec
+    from sglang_ext.layers.kernels.lynx import triton_codec
 
-    return kernels
+    return triton_codec

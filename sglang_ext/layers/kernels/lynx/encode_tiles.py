@@ -15,13 +15,13 @@ import struct
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.lynx import plain
+from sglang_ext.layers.kernels.lynx import pytorch_codec
 from sglang_ext.layers.kernels.lynx.chunk_scales import find_scales
-from sglang_ext.layers.kernels.lynx.levels import fine_bounds, greatest, step
-from sglang_ext.layers.kernels.lynx.quads import extremes, filled, float32_of, load_quads, numbers_of, quarters
+from sglang_ext.layers.kernels.lynx.levels import fine_bounds, max_level, level_step
+from sglang_ext.layers.kernels.lynx.quads import extremes, padded_tokens, float32_of, load_quads, numbers_of, quarters
 from sglang_ext.layers.kernels.lynx.tiles import CHUNK, at_address, slots_of, store_plane
 
-CLEAR = tl.constexpr(plain.CLEAR)
+CLEAR = tl.constexpr(pytorch_codec.CLEAR)
 # Of I and its sign as one number n from -F to F; one of n is ZERO.
 COUNT, ZERO = 256, tl.constexpr(128)
 # No number of a chunk is so many sigmas from its mean.
@@ -34,7 +34,7 @@ DOWN = tl.constexpr(1.5 * 2**21 + CELLS.value // 2)
 
 def edges(bits: int) -> tuple[float, ...]:
     """Least numbers of n + 1 in sigmas from mu, by n + ZERO: a bin begins where the next of less size ends."""
-    most, of = greatest(bits), fine_bounds(bits)
+    most, of = max_level(bits), fine_bounds(bits)
     positive = of[1:] + (BEYOND,) * (COUNT - ZERO.value - most)
     negative = [-of[i] for i in range(most, 0, -1)]
     return (*(-BEYOND,) * (ZERO.value - most), *negative, *positive)
@@ -42,7 +42,7 @@ def edges(bits: int) -> tuple[float, ...]:
 
 def cells(bits: int) -> tuple[float, ...]:
     """Of each cell the bound next to it, in sigmas from mu; in its lowest 8 bits, which are 0 in bounds, the byte where it is reached."""
-    most, of, half = greatest(bits), fine_bounds(bits), step(bits) // 2
+    most, of, half = max_level(bits), fine_bounds(bits), level_step(bits) // 2
 
     def cell(place: int) -> float:
         middle = abs(place + 0.5) / REACH.value
@@ -264,7 +264,7 @@ def encode_tiles(
         a, b, c, d = load_quads(source, slots_of(slots, row * CHUNK + tl.arange(0, CHUNK), PTX), quad, own, STRIDE, PTX)
     else:
         _store_sinks(source, slots, row, quad, there, tokens, sinks, anchor + sinks_at, STRIDE, CHANNELS, PTX)
-        a, b, c, d = load_quads(source, slots_of(slots, filled(row, tl.arange(0, CHUNK), tokens, sinks), PTX), quad, own, STRIDE, PTX)
+        a, b, c, d = load_quads(source, slots_of(slots, padded_tokens(row, tl.arange(0, CHUNK), tokens, sinks), PTX), quad, own, STRIDE, PTX)
     words = a, b, c, d
     mu, sigma, clear = _scales_of(words, row, quad, there, anchor, gamma_at, mu_at, sigma_at, CHANNELS, LIKE, SHORT, PTX)
     if whole & clear:

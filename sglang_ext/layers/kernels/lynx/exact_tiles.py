@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.addresses import buffer_of
+from sglang_ext.layers.kernels.addresses import buffer_pointer
 from sglang_ext.layers.kernels.lynx import layout
 from sglang_ext.layers.kernels.lynx.tiles import CHUNK, load_codes, load_scales, stream
 
@@ -37,7 +37,7 @@ def _load_page(x, slots, slot_stride, token, channel, tokens, channels):
 
 
 @triton.jit
-def _turned(patterns):
+def _flipped(patterns):
     """Patterns, sign-extended to int32, as ordinals; and ordinals as patterns. Those of 16 bits have their lowest 15 turned."""
     return tl.where(patterns < 0, patterns ^ 0x7FFFFFFF, patterns)
 
@@ -45,7 +45,7 @@ def _turned(patterns):
 @triton.jit
 def _first_reaching(bound, LIKE: tl.constexpr):
     """The ordinal of the least number of LIKE that is not less than a float32, int32; of 0, that of -0."""
-    ranks = _turned(bound.to(tl.int32, bitcast=True))
+    ranks = _flipped(bound.to(tl.int32, bitcast=True))
     if LIKE == tl.bfloat16:
         # Those of float32 have 16 more bits, after positive numbers 0, after negative ones 1.
         ranks = tl.where(ranks < 0, ranks >> 16, (ranks + 0xFFFF) >> 16)
@@ -87,20 +87,20 @@ def _bins(
 
 
 @triton.jit
-def ranks_of(numbers):
+def to_ordinals(numbers):
     """Ordinals, int32."""
     if numbers.dtype == tl.float32:
-        return _turned(numbers.to(tl.int32, bitcast=True))
+        return _flipped(numbers.to(tl.int32, bitcast=True))
     else:
         pattern = numbers.to(tl.int16, bitcast=True).to(tl.int32)
         return tl.where(pattern < 0, pattern ^ 0x7FFF, pattern)
 
 
 @triton.jit
-def of_ranks(ranks, LIKE: tl.constexpr):
+def from_ordinals(ranks, LIKE: tl.constexpr):
     """Numbers of LIKE."""
     if LIKE == tl.float32:
-        return _turned(ranks).to(tl.float32, bitcast=True)
+        return _flipped(ranks).to(tl.float32, bitcast=True)
     else:
         return tl.where(ranks < 0, ranks ^ 0x7FFF, ranks).to(tl.int16).to(LIKE, bitcast=True)
 
@@ -168,8 +168,8 @@ def write_exact(
         stream(anchors, part), bounds, row, block * BLOCK, token, tokens, channels, sinks, gamma_at, mu_at, sigma_at, codes_at, LIKE,
         BITS, SHORT,
     )  # fmt: skip
-    numbers = _load_page(buffer_of(sources, part, LIKE), slots, slot_stride, token, channel, tokens, channels)
-    ranks = ranks_of(numbers)
+    numbers = _load_page(buffer_pointer(sources, part, LIKE), slots, slot_stride, token, channel, tokens, channels)
+    ranks = to_ordinals(numbers)
     index = tl.where(width > 0, ranks - first, 0).to(tl.uint32, bitcast=True)
     residual = stream(residuals, part)
     begin = tl.load(residual.to(tl.pointer_type(tl.int32)) + row * tl.num_programs(1) + block).to(tl.int64)
@@ -190,7 +190,7 @@ def read_exact(
     )
     begin = tl.load(residual.to(tl.pointer_type(tl.int32)) + row * tl.num_programs(1) + block).to(tl.int64)
     index = read_bits((residual + bits_at).to(tl.pointer_type(tl.uint32)), begin, index_places(width), width, 1 << 62)
-    page = of_ranks(first + index, LIKE)
+    page = from_ordinals(first + index, LIKE)
     inside = (token < tokens)[:, None] & (channel < channels)[None, :]
     page = _with_sinks(page, anchor, row, token, channel, inside, channels, sinks, sinks_at)
-    tl.store(buffer_of(outs, part, LIKE) + _targets(slots, slot_stride, token, channel, tokens), page, mask=inside)
+    tl.store(buffer_pointer(outs, part, LIKE) + _targets(slots, slot_stride, token, channel, tokens), page, mask=inside)

@@ -47,7 +47,7 @@ PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2)}
 
 
 @dataclass(frozen=True)
-class Layout:
+class PageLayout:
     """Of a page's streams; all sizes and offsets in bytes.
 
     Attributes:

@@ -22,19 +22,19 @@ CURVE = 2.0
 SIGNIFICANT = 13
 
 
-def step(bits: int) -> int:
+def level_step(bits: int) -> int:
     """How many values of I share a V, for an anchor of ``bits``."""
     return 2 ** (BITS - bits)
 
 
-def greatest(bits: int) -> int:
+def max_level(bits: int) -> int:
     """F: the I of the extremes, 112 for an anchor of 4 bits."""
-    return step(bits) * (2 ** (bits - 1) - 1)
+    return level_step(bits) * (2 ** (bits - 1) - 1)
 
 
-def expanded(companded: float, bits: int) -> float:
+def expand_level(companded: float, bits: int) -> float:
     """The number in [0, 1] that an I stands for, to 13 significant bits."""
-    size = math.expm1(companded / greatest(bits) * math.log1p(CURVE)) / CURVE
+    size = math.expm1(companded / max_level(bits) * math.log1p(CURVE)) / CURVE
     mantissa, exponent = math.frexp(size)
     return math.ldexp(round(mantissa * 2**SIGNIFICANT), exponent - SIGNIFICANT)
 
@@ -42,26 +42,26 @@ def expanded(companded: float, bits: int) -> float:
 @lru_cache(maxsize=None)
 def fine_levels(bits: int) -> tuple[float, ...]:
     """What I means, from 0 to F."""
-    return tuple(expanded(i, bits) for i in range(greatest(bits) + 1))
+    return tuple(expand_level(i, bits) for i in range(max_level(bits) + 1))
 
 
 @lru_cache(maxsize=None)
 def fine_bounds(bits: int) -> tuple[float, ...]:
     """The least numbers of I, from 0 to F; that of 0 is 0."""
-    return (0.0, *(expanded(i - 0.5, bits) for i in range(1, greatest(bits) + 1)))
+    return (0.0, *(expand_level(i - 0.5, bits) for i in range(1, max_level(bits) + 1)))
 
 
 @lru_cache(maxsize=None)
 def levels(bits: int) -> tuple[float, ...]:
     """What an anchor's codes 0 to ``2 ** bits - 1`` mean, ascending; code ``2 ** (bits - 1)`` is the least positive one."""
-    size = step(bits)
-    steps = [expanded(size / 4, bits), *(expanded(size * v, bits) for v in range(1, 2 ** (bits - 1)))]
+    size = level_step(bits)
+    steps = [expand_level(size / 4, bits), *(expand_level(size * v, bits) for v in range(1, 2 ** (bits - 1)))]
     return (*(-each for each in reversed(steps)), *steps)
 
 
 @lru_cache(maxsize=None)
 def bounds(bits: int) -> tuple[float, ...]:
     """Where an anchor's codes begin, and where the last ends: ``2 ** bits + 1`` numbers from -1 to 1."""
-    size = step(bits)
+    size = level_step(bits)
     ends = [*(fine_bounds(bits)[size * v - size // 2 + 1] for v in range(1, 2 ** (bits - 1))), 1.0]
     return (*(-each for each in reversed(ends)), 0.0, *ends)

@@ -5,7 +5,7 @@ import torch
 from sglang_ext.layers.kernels.lynx.layout import PLANES
 
 
-def packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
+def pack_planes(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """The planes, uint8 [tokens * channels * bits / 8], of uint8 [tokens, channels] codes."""
     tokens, left, planes = len(codes), bits, []
     for width in PLANES[bits]:
@@ -19,8 +19,8 @@ def packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.cat(planes)
 
 
-def unpacked(planes: torch.Tensor, bits: int, tokens: int) -> torch.Tensor:
-    """The codes, uint8 [tokens, channels], of what :func:`packed` gave."""
+def unpack_planes(planes: torch.Tensor, bits: int, tokens: int) -> torch.Tensor:
+    """The codes, uint8 [tokens, channels], of what :func:`pack_planes` gave."""
     channels = len(planes) * 8 // (bits * tokens)
     codes = torch.zeros(tokens, channels, dtype=torch.uint8, device=planes.device)
     left, begin = bits, 0

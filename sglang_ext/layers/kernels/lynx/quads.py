@@ -10,7 +10,7 @@ from sglang_ext.layers.kernels.lynx.tiles import CHUNK
 
 
 @triton.jit
-def filled(row, place, tokens, sinks):
+def padded_tokens(row, place, tokens, sinks):
     """Tokens of a row of chunks: in the places of sinks, and of what is beyond the page, others (plain.py)."""
     token = row * CHUNK + place
     first, last = tl.maximum(row * CHUNK, sinks), tl.minimum(row * CHUNK + CHUNK, tokens)

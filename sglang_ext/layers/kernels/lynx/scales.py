@@ -20,17 +20,17 @@ INTEGER, SHARE = 18, 5
 STEPS = 254
 
 
-class Scales(NamedTuple):
+class ChunkScales(NamedTuple):
     """Of chunks, float32 [rows, channels]; sigma is a float16. A number of the chunk lies from mu - sigma to mu + sigma."""
 
     mu: torch.Tensor
     sigma: torch.Tensor
 
 
-class Found(NamedTuple):
+class EncodedScales(NamedTuple):
     """Scales, how the anchor stream holds them (bytes), and which channels they cover, bool [channels]."""
 
-    scales: Scales
+    scales: ChunkScales
     stored: dict[str, torch.Tensor]
     covered: torch.Tensor
 
@@ -70,7 +70,7 @@ def covers(mu: torch.Tensor, sigma: torch.Tensor, low: torch.Tensor, high: torch
     return (mu + sigma >= high) & (mu - sigma <= low)
 
 
-def find(x: torch.Tensor, short: bool) -> Found:
+def compute_scales(x: torch.Tensor, short: bool) -> EncodedScales:
     """Scales of a page's chunks.
 
     Args:
@@ -91,7 +91,7 @@ def find(x: torch.Tensor, short: bool) -> Found:
         stored["sigma"] = sigma
     sigma = sigma.float()
     sound &= (sigma <= LARGEST) & covers(mu, sigma, low, high)
-    return Found(Scales(mu, sigma), {name: as_bytes(each) for name, each in stored.items()}, sound.all(0))
+    return EncodedScales(ChunkScales(mu, sigma), {name: as_bytes(each) for name, each in stored.items()}, sound.all(0))
 
 
 def _short(mean: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> tuple:
@@ -113,10 +113,10 @@ def _short(mean: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> tuple:
     return mu, sigma, {"gamma": torch.stack([origin, step]), **bytes_of}
 
 
-def read(stored: dict[str, torch.Tensor], rows: int, short: bool) -> Scales:
-    """Scales of what :func:`find` stored, by part of the anchor stream, uint8 [bytes]."""
+def read(stored: dict[str, torch.Tensor], rows: int, short: bool) -> ChunkScales:
+    """Scales of what :func:`compute_scales` stored, by part of the anchor stream, uint8 [bytes]."""
     if not short:
-        return Scales(*(stored[name].view(torch.float16).view(rows, -1).float() for name in ("mu", "sigma")))
+        return ChunkScales(*(stored[name].view(torch.float16).view(rows, -1).float() for name in ("mu", "sigma")))
     origin, step = stored["gamma"].view(torch.float16).view(2, -1).float()
     means, reaches = (stored[name].view(rows, -1).float() for name in ("mu", "sigma"))
-    return Scales(origin + step * means, (step * reaches).half().float())
+    return ChunkScales(origin + step * means, (step * reaches).half().float())

@@ -7,7 +7,7 @@ are exact. Nothing here depends on the order in which a reduction goes through i
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.addresses import buffer_of
+from sglang_ext.layers.kernels.addresses import buffer_pointer
 from sglang_ext.layers.kernels.lynx import scales
 
 CHUNK = tl.constexpr(32)
@@ -25,7 +25,7 @@ def at_address(table, part, LIKE: tl.constexpr):
 @triton.jit
 def stream(table, part):
     """The beginning of a stream, 16-byte aligned, uint8."""
-    return buffer_of(table, part, tl.uint8)
+    return buffer_pointer(table, part, tl.uint8)
 
 
 @triton.jit
@@ -160,7 +160,7 @@ def rounded_up(numbers):
 
 
 @triton.jit
-def of_pattern(pattern):
+def from_pattern(pattern):
     """The float16 of a pattern, float32."""
     return pattern.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 

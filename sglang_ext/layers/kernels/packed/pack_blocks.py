@@ -1,4 +1,4 @@
-"""Pack what each KV head keeps into the blocks of a compressed copy (packed_layout.py): a launch for keys, one for values.
+"""Pack what each KV head keeps into the blocks of a compressed copy (block_layout.py): a launch for keys, one for values.
 
 A program packs blocks of one head of one layer. Codes, scales and zero points are those that PyTorch finds
 (compressors/contracts/quantizer.py, turboquant.py, lynx.py), within rounding: a number halfway between two codes may get the other one.
@@ -9,11 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.addresses import buffer_of
-from sglang_ext.layers.kernels.fitting import dtype_name, launch_fitting
-from sglang_ext.mem_cache.compressed.formats import rounding
-from sglang_ext.mem_cache.compressed.formats.packed_layout import Layout
-from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.layers.kernels.addresses import buffer_pointer
+from sglang_ext.layers.kernels.gpu_launch import dtype_name, launch_first_fitting
+from sglang_ext.mem_cache.compressed.layouts import rounding
+from sglang_ext.mem_cache.compressed.layouts.block_layout import BlockLayout
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
 # What kernels pack: channels of a head, tokens of a block that is drawn and of others, dtypes of a pool.
@@ -30,7 +30,7 @@ SMALLEST = tl.constexpr(2.0**-24)
 # The greatest float16, and what rounds a small float32 that is added to it to an integer, ties to even: the lowest bits of the
 # sum hold it.
 LARGEST, ROUNDING = tl.constexpr(65504.0), tl.constexpr(1.5 * 2**23)
-# Of noise (mem_cache/compressed/formats/rounding.py).
+# Of noise (mem_cache/compressed/layouts/rounding.py).
 LANE_STEP, CHANNEL_STEP = tl.constexpr(rounding.LANE_STEP), tl.constexpr(rounding.CHANNEL_STEP)
 SHIFT_0, SHIFT_1, SHIFT_2 = map(tl.constexpr, rounding.SHIFTS)
 FACTOR_0, FACTOR_1 = map(tl.constexpr, rounding.FACTORS)
@@ -65,7 +65,7 @@ def _store_parameters(parameters, head_bytes, slots, slot_bytes, FIRST: tl.const
 
 
 @triton.jit
-def _evenly(groups, LAST: tl.constexpr):
+def _quantize_evenly(groups, LAST: tl.constexpr):
     """Codes of ``groups``, float32 of four axes, which share scales along the second and the fourth; scales; zero points."""
     zero = _rounded(tl.min(tl.min(groups, 3, keep_dims=True), 1, keep_dims=True))
     most = tl.max(tl.max(groups, 3, keep_dims=True), 1, keep_dims=True)
@@ -77,7 +77,7 @@ def _evenly(groups, LAST: tl.constexpr):
 
 
 @triton.jit
-def _by_levels(groups, bounds, LAST: tl.constexpr):
+def _quantize_by_levels(groups, bounds, LAST: tl.constexpr):
     """The same where codes mean levels, between which lie the ``bounds`` for a vector of length 1: scales are lengths."""
     norm = tl.sqrt_rn(tl.sum(tl.sum(groups * groups, 3, keep_dims=True), 1, keep_dims=True))
     length = tl.maximum(norm, 1e-30)
@@ -89,7 +89,7 @@ def _by_levels(groups, bounds, LAST: tl.constexpr):
 
 
 @triton.jit
-def _centred(groups, bounds, LAST: tl.constexpr):
+def _quantize_centred(groups, bounds, LAST: tl.constexpr):
     """The same where codes count the ``bounds`` that distances from a group's mean reach, over the greatest of them."""
     zero = _rounded(tl.sum(tl.sum(groups, 3, keep_dims=True), 1, keep_dims=True) / (groups.shape[1] * groups.shape[3]))
     low = tl.min(tl.min(groups, 3, keep_dims=True), 1, keep_dims=True)
@@ -104,7 +104,7 @@ def _centred(groups, bounds, LAST: tl.constexpr):
 
 
 @triton.jit
-def _spread(numbers):
+def _hash(numbers):
     """A hash of uint32, as rounding.py has it."""
     numbers = (numbers ^ (numbers >> SHIFT_0)) * FACTOR_0
     numbers = (numbers ^ (numbers >> SHIFT_1)) * FACTOR_1
@@ -114,9 +114,9 @@ def _spread(numbers):
 @triton.jit
 def token_noise(seeds, lane, DIM: tl.constexpr):
     """What numbers of tokens with these ``seeds``, int32, in a ``lane`` are rounded by: float32 [tokens, dim], as rounding.py's."""
-    of_tokens = _spread(seeds.to(tl.uint32, bitcast=True) + (lane + 1).to(tl.uint32) * LANE_STEP)
+    of_tokens = _hash(seeds.to(tl.uint32, bitcast=True) + (lane + 1).to(tl.uint32) * LANE_STEP)
     channels = tl.arange(0, DIM).to(tl.uint32) * CHANNEL_STEP
-    return (_spread(of_tokens[:, None] + channels[None, :]) >> NOISE_SHIFT).to(tl.float32) * NOISE_UNIT
+    return (_hash(of_tokens[:, None] + channels[None, :]) >> NOISE_SHIFT).to(tl.float32) * NOISE_UNIT
 
 
 @triton.jit
@@ -146,7 +146,7 @@ def _below(numbers):
 
 
 @triton.jit
-def drawn_codes(groups, noise, LAST: tl.constexpr):
+def quantize_stochastic(groups, noise, LAST: tl.constexpr):
     """The same where ``noise``, of the shape of ``groups``, decides between the codes on both sides of a number."""
     zero = _below(tl.min(tl.min(groups, 3, keep_dims=True), 1, keep_dims=True))
     span = tl.max(tl.max(groups, 3, keep_dims=True), 1, keep_dims=True) - zero
@@ -156,7 +156,7 @@ def drawn_codes(groups, noise, LAST: tl.constexpr):
 
 
 @triton.jit
-def _turning(rotation, DIM: tl.constexpr, LIKE: tl.constexpr):
+def _split_rotation(rotation, DIM: tl.constexpr, LIKE: tl.constexpr):
     """The rotation, float32 [dim, dim], as a sum of two of LIKE, off by less than 2 ** -17 (float16 scales: by 2 ** -11)."""
     channel = tl.arange(0, DIM)
     whole = tl.load(rotation + channel[:, None] * DIM + channel[None, :])
@@ -165,8 +165,8 @@ def _turning(rotation, DIM: tl.constexpr, LIKE: tl.constexpr):
 
 
 @triton.jit
-def _turned(numbers, first, second):
-    """``numbers``, of the pool's dtype, times what :func:`_turning` gave: float32."""
+def _rotated(numbers, first, second):
+    """``numbers``, of the pool's dtype, times what :func:`_split_rotation` gave: float32."""
     if numbers.dtype == tl.float32:
         return tl.dot(numbers, first, input_precision="tf32x3")
     else:
@@ -174,7 +174,7 @@ def _turned(numbers, first, second):
 
 
 @triton.jit
-def _turned_by_parts(buffer, source, slot_stride, rotation, DIM: tl.constexpr, PART: tl.constexpr):
+def _rotated_by_parts(buffer, source, slot_stride, rotation, DIM: tl.constexpr, PART: tl.constexpr):
     """Numbers of the tokens in ``source`` times the rotation, PART channels after another: float32 [tokens, dim]."""
     channel, part = tl.arange(0, DIM), tl.arange(0, PART)
     found = tl.zeros((source.shape[0], DIM), tl.float32)
@@ -205,31 +205,31 @@ def pack_tiles(
     first = tl.program_id(0) // HEADS * BLOCKS
     token, channel = tl.arange(0, TOKENS), tl.arange(0, DIM)
     # Without the hint nothing is known of loaded addresses, and numbers would be read one by one.
-    buffer = buffer_of(table, layer, like.dtype.element_ty) + head * head_stride
+    buffer = buffer_pointer(table, layer, like.dtype.element_ty) + head * head_stride
     if rotation is not None and PART == DIM:
-        turning = _turning(rotation, DIM, like.dtype.element_ty)
+        turning = _split_rotation(rotation, DIM, like.dtype.element_ty)
     for block in tl.range(first, tl.minimum(first + BLOCKS, blocks)):
         place = ((layer * HEADS + head) * blocks + block) * TOKENS + token
         chosen = tl.load(kept + place)
         source = tl.load(sources + chosen)
         if rotation is not None and PART < DIM:
-            numbers = _turned_by_parts(buffer, source, slot_stride, rotation, DIM, PART)
+            numbers = _rotated_by_parts(buffer, source, slot_stride, rotation, DIM, PART)
         else:
             numbers = tl.load(buffer + source[:, None] * slot_stride + channel[None, :])
             if rotation is not None:
-                numbers = _turned(numbers, turning[0], turning[1])
+                numbers = _rotated(numbers, turning[0], turning[1])
         groups = tl.reshape(numbers.to(tl.float32), (TOKENS // SHARING, SHARING, DIM // CHANNELS, CHANNELS))
         if FINDING == "evenly":
-            codes, scale, zero = _evenly(groups, (1 << BITS) - 1)
+            codes, scale, zero = _quantize_evenly(groups, (1 << BITS) - 1)
         elif FINDING == "levels":
-            codes, scale, zero = _by_levels(groups, bounds, (1 << BITS) - 1)
+            codes, scale, zero = _quantize_by_levels(groups, bounds, (1 << BITS) - 1)
         elif FINDING == "centred":
-            codes, scale, zero = _centred(groups, bounds, (1 << BITS) - 1)
+            codes, scale, zero = _quantize_centred(groups, bounds, (1 << BITS) - 1)
         else:
             noise = tl.full((TOKENS, DIM), 0.5, tl.float32)
             if seeds is not None:
                 noise = token_noise(tl.load(seeds + chosen), (tl.load(layers + layer) << 13) + lane + 2 * head, DIM)
-            codes, scale, zero = drawn_codes(groups, tl.reshape(noise, groups.shape), (1 << BITS) - 1)
+            codes, scale, zero = quantize_stochastic(groups, tl.reshape(noise, groups.shape), (1 << BITS) - 1)
         cells, slots = buffer.to(tl.pointer_type(tl.uint8)), targets + block * SLOTS
         _store_codes(tl.reshape(codes, (TOKENS, DIM)), cells, slots, slot_stride * SIZE, BITS, CELL)
         _store_parameters(tl.reshape(scale, (COUNT,)).to(tl.float16), cells, slots, slot_stride * SIZE, CODES, CELL)
@@ -239,7 +239,7 @@ def pack_tiles(
             _store_parameters(sums, cells, slots, slot_stride * SIZE, CODES + 4 * COUNT, CELL)
 
 
-def takes(packing: Packing, buffers: KVBuffers) -> bool:
+def can_pack(packing: Packing, buffers: KVBuffers) -> bool:
     """Whether kernels pack so, into such buffers; PyTorch packs everything."""
     layouts, pools = (packing.keys, packing.values), (buffers.keys[0], buffers.values[0])
     finding = packing.quantizer.finding
@@ -256,7 +256,7 @@ def pack_blocks(
     targets: torch.Tensor,
     seeds: torch.Tensor | None = None,
 ) -> None:
-    """What :meth:`Packing.write` does, where :func:`takes` holds; does not wait for the device.
+    """What :meth:`Packing.write` does, where :func:`can_pack` holds; does not wait for the device.
 
     Bytes of cells that a layout leaves over stay as they are, where PyTorch writes zeros.
 
@@ -278,7 +278,7 @@ def pack_blocks(
 def _launch(
     table: torch.Tensor,
     like: torch.Tensor,
-    layout: Layout,
+    layout: BlockLayout,
     packing: Packing,
     places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     rotation: torch.Tensor | None,
@@ -306,4 +306,4 @@ def _launch(
         return f"packing KV of {layout.dim} channels a head in {dtype_name(like.dtype)}"
 
     key = ("pack", layout, rotation is None, finding, like.dtype, like.device)
-    launch_fitting(parts, launch, key, what, "pass --kv-compressor kivi")
+    launch_first_fitting(parts, launch, key, what, "pass --kv-compressor kivi")

@@ -6,8 +6,8 @@ Codes become numbers in registers (packed_codes.py).
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.flash_parts import exact_part, head_and_rows, softmax_step, store_part
-from sglang_ext.layers.kernels.packed.packed_codes import dequantized, parameters
+from sglang_ext.layers.kernels.flash_decoding import exact_split, head_and_rows, softmax_step, store_split
+from sglang_ext.layers.kernels.packed.packed_codes import dequantize, parameters
 
 
 @triton.jit
@@ -133,7 +133,7 @@ def _packed_part(
         slot = tl.load(slots + token // CELL_TOKENS).to(tl.int64) * value_slot
         slot = slot[:, None, None] if VALUES_BY_TOKEN else slot[:, :, None]
         value_raw = tl.load(value_bytes + slot + value_at)
-        k0, k1, k2, k3 = dequantized(
+        k0, k1, k2, k3 = dequantize(
             raw, k_s0, k_z0, k_s1, k_z1, k_s2, k_z2, k_s3, k_z3, key_levels, 1, BITS, TABLE, FAST, LIKE
         )  # fmt: skip
         qk = tl.dot(tl.reshape(k0, (STEP, COLUMNS)), q0)
@@ -143,7 +143,7 @@ def _packed_part(
             qk = tl.dot(tl.reshape(k3, (STEP, COLUMNS)), q3, tl.dot(tl.reshape(k2, (STEP, COLUMNS)), q2, qk))
         best, rescale, p, total = softmax_step(qk, best, total, 0)
         p = tl.trans(p).to(LIKE)
-        v0, v1, v2, v3 = dequantized(
+        v0, v1, v2, v3 = dequantize(
             value_raw, v_s0, v_z0, v_s1, v_z1, v_s2, v_z2, v_s3, v_z3, value_levels, VALUE_AXIS, BITS, TABLE, FAST, LIKE
         )  # fmt: skip
         acc0 = tl.dot(p, tl.reshape(v0, (STEP, VALUE_COLUMNS)), acc0 * rescale[:, None])
@@ -156,12 +156,12 @@ def _packed_part(
         v_s0, v_z0, v_s1, v_z1, v_s2, v_z2, v_s3, v_z3 = w_s0, w_z0, w_s1, w_z1, w_s2, w_z2, w_s3, w_z3
     channel = tl.arange(0, VALUE_COLUMNS)
     there = channel < VALUE_PART
-    store_part(partial, lse, place, channel, there, best, total, acc0, row, GROUP, VALUE_DIM)
+    store_split(partial, lse, place, channel, there, best, total, acc0, row, GROUP, VALUE_DIM)
     if PARTS > 1:
-        store_part(partial, lse, place, VALUE_PART + channel, there, best, total, acc1, row, GROUP, VALUE_DIM)
+        store_split(partial, lse, place, VALUE_PART + channel, there, best, total, acc1, row, GROUP, VALUE_DIM)
     if PARTS > 2:
-        store_part(partial, lse, place, 2 * VALUE_PART + channel, there, best, total, acc2, row, GROUP, VALUE_DIM)
-        store_part(partial, lse, place, 3 * VALUE_PART + channel, there, best, total, acc3, row, GROUP, VALUE_DIM)
+        store_split(partial, lse, place, 2 * VALUE_PART + channel, there, best, total, acc2, row, GROUP, VALUE_DIM)
+        store_split(partial, lse, place, 3 * VALUE_PART + channel, there, best, total, acc3, row, GROUP, VALUE_DIM)
 
 
 @triton.jit
@@ -200,10 +200,10 @@ def packed_splits(
             tl.float16 if FAST else LIKE,
         )  # fmt: skip
     else:
-        best, total, acc = exact_part(
+        best, total, acc = exact_split(
             queries + head0 * DIM, keys + kv_head * key_head, values + kv_head * value_head, table, packed, length,
             split - PACKED, scaling, row, key_slot, value_slot, EXACT, GROUP, M, DIM, VALUE_DIM, PADDED_DIM,
             PADDED_VALUE_DIM, N, LIKE,
         )  # fmt: skip
         channel = tl.arange(0, PADDED_VALUE_DIM)
-        store_part(partial, lse, place, channel, channel < VALUE_DIM, best, total, acc, row, GROUP, VALUE_DIM)
+        store_split(partial, lse, place, channel, channel < VALUE_DIM, best, total, acc, row, GROUP, VALUE_DIM)

@@ -1,6 +1,6 @@
 """From bytes to the numbers that they stand for, inside Triton kernels: code times scale plus zero point.
 
-A byte holds the codes of ``8 / bits`` channels, each of another part of the head (mem_cache/compressed/formats/packed_layout.py): a tile of bytes
+A byte holds the codes of ``8 / bits`` channels, each of another part of the head (mem_cache/compressed/layouts/block_layout.py): a tile of bytes
 gives as many tiles of numbers.
 
 On a GPU codes of 2 and 4 bits become float16 without a conversion, two numbers an instruction: as the highest bits of the
@@ -93,7 +93,7 @@ def _broad(scale, zero, AXIS: tl.constexpr, BITS: tl.constexpr, FAST: tl.constex
 
 
 @triton.jit
-def dequantized(
+def dequantize(
     raw, s0, z0, s1, z1, s2, z2, s3, z3, levels, AXIS: tl.constexpr, BITS: tl.constexpr, TABLE: tl.constexpr,
     FAST: tl.constexpr, LIKE: tl.constexpr,
 ):  # fmt: skip

@@ -2,7 +2,7 @@
 
 Programs of a request's first splits read its packed blocks, those of the others its exact tokens; a second kernel joins what
 they found by log-sum-exp. What comes of packed and of exact tokens is summed apart where the former has to be rotated
-back. The splits' kernel is gluon/packed.py's where that takes blocks (:func:`fragments`), else packed_attention.py's; of blocks that
+back. The splits' kernel is gluon/packed_blocks.py's where that takes blocks (:func:`fragments`), else packed_attention.py's; of blocks that
 hold sums gluon/integer_blocks.py's (:func:`integer_fragments`), else hack/integer_attention.py's. Blocks that hold more than codes,
 scales, zero points and sums have none (:func:`check_readable`), nor have others whose scales are shared by tokens and channels.
 """
@@ -10,15 +10,15 @@ scales, zero points and sums have none (:func:`check_readable`), nor have others
 import torch
 
 from sglang_ext.core import OptionError
-from sglang_ext.layers.kernels.fitting import capability, gpu_name, speaks_ptx
-from sglang_ext.layers.kernels.flash_parts import Parts
-from sglang_ext.layers.kernels.gluon import waves
-from sglang_ext.layers.kernels.gluon.constants import Fragments
+from sglang_ext.layers.kernels.gpu_launch import capability, gpu_name, has_ptx
+from sglang_ext.layers.kernels.flash_decoding import SplitOutputs
+from sglang_ext.layers.kernels.gluon import occupancy
+from sglang_ext.layers.kernels.gluon.constants import PackedFragments
 from sglang_ext.layers.kernels.gluon.fragments import TOKENS
 from sglang_ext.layers.kernels.gluon.integer_fragments import PARTITIONS, IntegerFragments
 from sglang_ext.layers.kernels.hack.integer_decode import launch_gluon_integers, launch_integers
-from sglang_ext.layers.kernels.packed.packed_launches import BY_CHANNEL, Call, launch_gluon, launch_triton
-from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.layers.kernels.packed.launches import BY_CHANNEL, PackedAttentionCall, launch_gluon, launch_triton
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 
 # Tokens that share a channel's scale, sizes of a head, and most queries that share a KV head, in the Gluon kernel.
 SHARED_TOKENS, DIMS, MOST_QUERIES = 32, (64, 128), 16
@@ -29,7 +29,7 @@ AMPERE = (8, 0)
 
 
 def has_tensor_cores(keys: torch.Tensor) -> bool:
-    """Whether ``keys`` lie on an NVIDIA GPU with the instructions of gluon/packed.py."""
+    """Whether ``keys`` lie on an NVIDIA GPU with the instructions of gluon/packed_blocks.py."""
     found = capability(keys)
     return found is not None and found >= AMPERE
 
@@ -40,7 +40,7 @@ def multiplies_integers(keys: torch.Tensor) -> bool:
     return found is None or found >= AMPERE
 
 
-def fragments(packing: Packing, keys: torch.Tensor, values: torch.Tensor, group: int) -> Fragments | None:
+def fragments(packing: Packing, keys: torch.Tensor, values: torch.Tensor, group: int) -> PackedFragments | None:
     """The constants of the Gluon kernel; None where it does not take such blocks, or there is no GPU for it.
 
     It takes codes of all bits in pools of 16 bits, with heads of 64 or 128 channels, unless codes mean levels of a table, or tokens
@@ -59,7 +59,7 @@ def fragments(packing: Packing, keys: torch.Tensor, values: torch.Tensor, group:
         return None
     if group > MOST_QUERIES or key.grid not in ((SHARED_TOKENS, 1), (1, key.dim)) or value.grid.tokens > 1:
         return None
-    made = Fragments(key.dim, group, key.bits, key.code_cells, value.grid.channels, by_channel=key.grid.channels == 1)
+    made = PackedFragments(key.dim, group, key.bits, key.code_cells, value.grid.channels, by_channel=key.grid.channels == 1)
     whole_units = value.grid.channels == key.dim or made.bytes % value.grid.channels == 0
     return made if whole_units and made.value_unit >= 32 and made.groups <= 4 else None
 
@@ -83,11 +83,11 @@ def integer_fragments(packing: Packing, keys: torch.Tensor, values: torch.Tensor
     return IntegerFragments(key.dim, group, key.bits, key.code_cells * TOKENS // partition, partition)
 
 
-def warps_at_once(packing: Packing, keys: torch.Tensor, values: torch.Tensor, group: int) -> int | None:
+def max_resident_programs(packing: Packing, keys: torch.Tensor, values: torch.Tensor, group: int) -> int | None:
     """Programs of a Gluon kernel that run side by side; None where neither takes the blocks."""
     if fragments(packing, keys, values, group) is None and integer_fragments(packing, keys, values, group) is None:
         return None
-    return torch.cuda.get_device_properties(keys.device).multi_processor_count * waves.RESIDENT
+    return torch.cuda.get_device_properties(keys.device).multi_processor_count * occupancy.RESIDENT
 
 
 def check_readable(packing: Packing, keys: torch.Tensor) -> None:
@@ -159,8 +159,8 @@ def packed_decode(
     queries = queries.contiguous()
     rotated = queries if to_keys is None else queries.float() @ to_keys
     table = token_table, token_table.stride(0), rows, lengths, packed_slots
-    parts = Parts(queries, values.shape[2], splits)
-    call = Call(packing, queries, rotated, keys, values, table, scaling, parts)
+    parts = SplitOutputs(queries, values.shape[2], splits)
+    call = PackedAttentionCall(packing, queries, rotated, keys, values, table, scaling, parts)
     constants = fragments(packing, keys, values, call.group)
     integers = integer_fragments(packing, keys, values, call.group)
     if integers is not None:
@@ -170,8 +170,8 @@ def packed_decode(
     elif constants is not None:
         launch_gluon(call, constants)
     else:
-        launch_triton(call, fast=speaks_ptx(keys) and keys.element_size() == 2)
+        launch_triton(call, fast=has_ptx(keys) and keys.element_size() == 2)
     if to_values is None:
-        return parts.joined()
-    far, near = parts.apart()
+        return parts.merged_output()
+    far, near = parts.separate_outputs()
     return (far @ to_values.t() + near).to(queries.dtype)

@@ -2,7 +2,7 @@
 
 A compressor looks at one layer's KV of a context and says how much each KV head needs each token. Heads keep
 the same number of tokens, at positions of their own: slot ``j`` of the compressed copy holds, for each head, that
-head's own ``j``-th kept token. Or they share one budget, and keep different numbers (head_cells.py). Rotary embedding
+head's own ``j``-th kept token. Or they share one budget, and keep different numbers (ragged_heads.py). Rotary embedding
 was applied before caching, so a kept token needs no position again (VeriCache, section 6).
 
 Adding a method is one file: subclass :class:`Compressor`, register it (registry.py).
@@ -18,7 +18,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from sglang_ext.mem_cache.compressed.formats.head_cells import KeptCells
+from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedSelection
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 
@@ -39,7 +39,7 @@ class Always(NamedTuple):
         return max(0, min(end, sinks) - start) + max(0, end - max(start, window))
 
 
-class Folder(NamedTuple):
+class RequiredFolder(NamedTuple):
     """What is to be said where it lacks, or where nobody reads it.
 
     Attributes:
@@ -53,7 +53,7 @@ class Folder(NamedTuple):
     maker: str
 
 
-def best_of_all(scores: torch.Tensor, count: int) -> torch.Tensor:
+def top_overall(scores: torch.Tensor, count: int) -> torch.Tensor:
     """The highest scores wherever they are, as KVzip does (arXiv 2505.23416): int64 [layers * kv_heads * count], places in
     ``scores.flatten()``, in any order.
 
@@ -70,8 +70,8 @@ def best_of_all(scores: torch.Tensor, count: int) -> torch.Tensor:
     return ranked.topk(scores[..., 0].numel() * count, sorted=False).indices
 
 
-def best_of_each(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """The ``count`` highest scores of each head; arguments and result as :func:`best_of_all`'s."""
+def top_per_head(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """The ``count`` highest scores of each head; arguments and result as :func:`top_overall`'s."""
     layers, heads, tokens = scores.shape
     firsts = torch.arange(layers * heads, device=scores.device).view(layers, heads, 1) * tokens
     return (scores.topk(count, dim=-1).indices + firsts).flatten()
@@ -112,7 +112,7 @@ class ContextKV:
         query_positions: int64 [window], as in :class:`LayerKV`.
         rotary: as in :class:`LayerKV`.
         prompt: token ids of the request's prompt, which may be longer than the context, or shorter.
-        seeds: int32 [tokens], by which a method draws its codes (formats/rounding.py); None where none does.
+        seeds: int32 [tokens], by which a method draws its codes (layouts/rounding.py); None where none does.
     """
 
     buffers: KVBuffers
@@ -159,7 +159,7 @@ class Compressor(ABC):
         synchronous: whether it chooses in each layer by the step's own query, for which attention waits; :attr:`every` counts the steps.
         most: tokens that each head keeps, whatever the budget's share; shorter contexts have no copy. 0: the share says how many.
         always_kept: tokens that a method that chooses for steps keeps whatever the queries, of those that each head keeps.
-        points: whether copies lead to what it keeps in full KV, instead of holding it (slot_pointers.py).
+        points: whether copies lead to what it keeps in full KV, instead of holding it (pointers.py).
         reads: the folder without which it knows nothing; None for methods that look at KV and queries as they are made.
         better_uneven: whether more drafts are accepted where heads keep different numbers of tokens (docs/benchmarks.md).
     """
@@ -175,7 +175,7 @@ class Compressor(ABC):
     most: int = 0
     always_kept: int = 0
     points: ClassVar[bool] = False
-    reads: ClassVar[Folder | None] = None
+    reads: ClassVar[RequiredFolder | None] = None
     better_uneven: ClassVar[bool] = False
     held_bytes: int = 0
 
@@ -234,7 +234,7 @@ class Compressor(ABC):
             for part in parts
         ]
 
-    def select_cells(self, context: ContextKV, part: Part) -> KeptCells:
+    def select_ragged(self, context: ContextKV, part: Part) -> RaggedSelection:
         """What heads keep of a part that may keep different numbers, on the average its count; does not wait for the device.
 
         Raises:
@@ -243,11 +243,11 @@ class Compressor(ABC):
         scores = self.checked_scores(context)
         tokens, chosen = scores.shape[-1], []
         for cut in self.cuts(context, part):
-            choose = best_of_all if self.comparable else best_of_each
+            choose = top_overall if self.comparable else top_per_head
             places = choose(scores[..., cut.start : cut.end], cut.count)
             head, token = places // (cut.end - cut.start), places % (cut.end - cut.start)
             chosen.append(head * tokens + token + cut.start)
-        return KeptCells.of(torch.cat(chosen), scores[..., 0].numel(), tokens)
+        return RaggedSelection.of(torch.cat(chosen), scores[..., 0].numel(), tokens)
 
 
 def best(scores: torch.Tensor, count: int) -> torch.Tensor:
@@ -302,7 +302,7 @@ def check_scores(compressor: str, scores: object, shape: tuple[int, ...], device
 
 
 @contextmanager
-def reported(compressor: str) -> Iterator[None]:
+def as_scores_error(compressor: str) -> Iterator[None]:
     """Let what a user's own method raises cost its copies, not the server.
 
     Raises:

@@ -1,6 +1,6 @@
 """The interface of methods that keep tokens in few bits: what shares a scale, and which codes numbers get.
 
-Where the bytes lie and how attention reads them is the same for all (packed_layout.py, packing.py). A quantizer says
+Where the bytes lie and how attention reads them is the same for all (block_layout.py, quantized_blocks.py). A quantizer says
 what a code means: ``level[code] * scale + zero``, of vectors that it may rotate first. Attention then rotates queries
 alike, and the outputs back, so that products stay what they were. It may also keep some numbers beside their codes, and take
 the keys as they were before rotary embedding: then attention makes whole vectors of the codes (:func:`whole`).
@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from sglang_ext.mem_cache.compressed.formats.packed_layout import PARAMETER, Grid, Quantized
+from sglang_ext.mem_cache.compressed.layouts.block_layout import PARAMETER, Grid, Quantized
 
 # Bounds of float16: scales and zero points stay finite.
 LARGEST = torch.finfo(PARAMETER).max
@@ -38,7 +38,7 @@ class Quantizer(ABC):
             class with a :meth:`quantize` of its own has None unless it says otherwise.
         has_kernels: whether kernels read its blocks; on a GPU it is refused without.
         sums: whether blocks hold those of each group's codes, and attention multiplies codes as integers, which needs them.
-        stochastic: whether :meth:`quantize` takes ``noise``, which codes are drawn by (formats/rounding.py).
+        stochastic: whether :meth:`quantize` takes ``noise``, which codes are drawn by (layouts/rounding.py).
     """
 
     bits: int

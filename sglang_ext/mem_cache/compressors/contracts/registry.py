@@ -8,18 +8,18 @@ from sglang_ext.mem_cache.compressors.contracts.compressor import Compressor
 from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer
 
 
-class Packer(NamedTuple):
+class QuantizerEntry(NamedTuple):
     """A quantizer, the bits that its codes may have, and the sizes of its partitions, the default first; none where it has no choice."""
 
-    made_by: type[Quantizer]
+    quantizer_class: type[Quantizer]
     bits: tuple[int, ...]
     partitions: tuple[int, ...] = ()
 
 
 COMPRESSORS: dict[str, type[Compressor]] = {}
-QUANTIZERS: dict[str, Packer] = {}
-OWN: set[str] = set()
-"""Of these names, those of users' own methods (own_methods.py)."""
+QUANTIZERS: dict[str, QuantizerEntry] = {}
+USER_METHODS: set[str] = set()
+"""Of these names, those of users' own methods (user_methods.py)."""
 NAME = re.compile(r"[\w-]+")
 
 
@@ -54,7 +54,7 @@ def register_quantizer(
 
     def decorate(cls: type[Quantizer]) -> type[Quantizer]:
         _check_name(name)
-        QUANTIZERS[name] = Packer(cls, bits, partitions)
+        QUANTIZERS[name] = QuantizerEntry(cls, bits, partitions)
         return cls
 
     return decorate

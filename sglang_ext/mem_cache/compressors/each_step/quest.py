@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sglang_ext.mem_cache.compressors.contracts.registry import register
-from sglang_ext.mem_cache.compressors.each_step.step_choice import StepChoice
+from sglang_ext.mem_cache.compressors.each_step.step_selector import StepSelector
 from sglang_ext.mem_cache.selection import baselines
 
 
 @register("quest")
 @dataclass(frozen=True)
-class Quest(StepChoice):
+class Quest(StepSelector):
     """Least and largest keys of each page of 16 tokens, by channel, bound its products with the query: the mean bound over the query
     heads of a KV head is that of all tokens of the page.
 
@@ -22,10 +22,10 @@ class Quest(StepChoice):
 
     Attributes:
         in_attention: whether attention itself chooses, by extremes that lie beside the pool, as on a GPU
-            (compressed/formats/chosen_pages.py): no queries are kept then.
+            (compressed/layouts/pages.py): no queries are kept then.
     """
 
-    scoring: ClassVar[baselines.Quest] = baselines.Quest()
+    scoring: ClassVar[baselines.QuestScoring] = baselines.QuestScoring()
     synchronous: ClassVar[bool] = True
     in_attention: bool = False
 

@@ -4,17 +4,17 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sglang_ext.mem_cache.compressors.contracts.registry import register
-from sglang_ext.mem_cache.compressors.each_step.step_choice import StepChoice
+from sglang_ext.mem_cache.compressors.each_step.step_selector import StepSelector
 from sglang_ext.mem_cache.selection import baselines
 
 
 @register("true-query")
 @dataclass(frozen=True)
-class OwnQuery(StepChoice):
+class TrueQuerySelector(StepSelector):
     """The mean attention over the query heads of a KV head, computed in each layer before the step's attention, which waits for it.
 
     It reads all keys in each step, as full attention does; what it saves are values.
     """
 
-    scoring: ClassVar[baselines.TrueQuery] = baselines.TrueQuery()
+    scoring: ClassVar[baselines.TrueQueryScoring] = baselines.TrueQueryScoring()
     synchronous: ClassVar[bool] = True

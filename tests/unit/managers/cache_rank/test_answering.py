@@ -8,18 +8,18 @@ from device_rank_helpers import rank_here
 from rank_helpers import attach
 
 from sglang_ext.managers.cache_rank import protocol
-from sglang_ext.managers.cache_rank.on_gpu import answering
-from sglang_ext.managers.cache_rank.on_gpu.answering import MOST_GRAPHS, RECORDED_AFTER, UNUSED, Answering
-from sglang_ext.managers.cache_rank.on_gpu.arena import DONE, Arena, Asked
-from sglang_ext.managers.cache_rank.protocol import Ask
+from sglang_ext.managers.cache_rank.on_gpu import selection_runner
+from sglang_ext.managers.cache_rank.on_gpu.selection_runner import MOST_GRAPHS, RECORDED_AFTER, UNUSED, SelectionRunner
+from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import DONE, ExchangeBuffer, QueryUpload
+from sglang_ext.managers.cache_rank.protocol import SelectionRequest
 
 
-class Recording(Answering):
+class Recording(SelectionRunner):
     """Notes for what it would record, and launches nothing."""
 
     def __init__(self):
         memory, store = SimpleNamespace(shape=SimpleNamespace(most=64)), SimpleNamespace(slots=lambda lane, tokens: torch.arange(tokens))
-        rotary = SimpleNamespace(kept_turns=lambda: ())
+        rotary = SimpleNamespace(cached_rotations=lambda: ())
         super().__init__(memory, None, store, None, rotary, torch.device("cpu"), True)
         self.recorded: list[int] = []
 
@@ -29,7 +29,7 @@ class Recording(Answering):
 
     def ask(self, count):
         """So many questions at once, which will be asked again; whether a graph answers them."""
-        asks = [Ask(lane, 0, 1, 1, 100, 8, (99,)) for lane in range(count)]
+        asks = [SelectionRequest(lane, 0, 1, 1, 100, 8, (99,)) for lane in range(count)]
         self.prepare(asks, [1] * count, again=True)
         return count in self.recorded
 
@@ -37,8 +37,8 @@ class Recording(Answering):
 @pytest.fixture
 def made(monkeypatch):
     """Forms whose inputs were made."""
-    found, of = [], answering.Inputs.of
-    monkeypatch.setattr(answering.Inputs, "of", lambda form, device: found.append(form.count) or of(form, device))
+    found, of = [], selection_runner.BatchInputs.build
+    monkeypatch.setattr(selection_runner.BatchInputs, "build", lambda form, device: found.append(form.count) or of(form, device))
     return found
 
 
@@ -71,18 +71,18 @@ def refuse(*given):
 
 
 def test_a_rank_gives_up_what_it_recorded_where_other_questions_have_no_room_beside_it(monkeypatch):
-    arena = Arena(attach().shape, torch.device("cpu"), "cpu")
+    arena = ExchangeBuffer(attach().shape, torch.device("cpu"), "cpu")
     rank, socket = rank_here(arena, apart=True)
     graphs, launched, refused = rank._answering, rank._answering._answer, []
     rank._take(protocol.Lease(0, 0, (0, 1, 2, 3)))
 
     def ask(sequence, covered):
-        rank._take(protocol.Ask(0, 0, 5, sequence, covered, 8, (63,), number=arena.next_number()))
-        arena.publish(torch.randn(5, 8, 6, 8), [Asked([3], 0, arena.word(sequence))])
+        rank._take(protocol.SelectionRequest(0, 0, 5, sequence, covered, 8, (63,), number=arena.reserve_number()))
+        arena.publish(torch.randn(5, 8, 6, 8), [QueryUpload([3], 0, arena.word(sequence))])
         rank._answer_next()
         return socket.messages[-1].chosen
 
-    prepared = [protocol.Ask(0, 0, 5, 9, 64, 8, (63,))], [arena.word(9)]
+    prepared = [protocol.SelectionRequest(0, 0, 5, 9, 64, 8, (63,))], [arena.word(9)]
     for _ in range(RECORDED_AFTER + 1):
         graphs.prepare(*prepared, again=True)
     assert any(known.replay and known.read for known in graphs._known.values())
@@ -105,8 +105,8 @@ def test_a_rank_gives_up_what_it_recorded_where_other_questions_have_no_room_bes
 
 
 def test_where_tokens_lie_is_looked_up_anew_once_blocks_of_their_lane_are_others():
-    rank, _ = rank_here(Arena(attach().shape, torch.device("cpu"), "cpu"), apart=True)
-    asks, table = [[protocol.Ask(0, 0, 5, 1, 64, 8, (63,), ahead=ahead)] for ahead in (1, 2)], torch.arange(64)
+    rank, _ = rank_here(ExchangeBuffer(attach().shape, torch.device("cpu"), "cpu"), apart=True)
+    asks, table = [[protocol.SelectionRequest(0, 0, 5, 1, 64, 8, (63,), ahead=ahead)] for ahead in (1, 2)], torch.arange(64)
     for block in (3, 5):
         rank._take(protocol.Lease(0, 0, (block,)))
         # Of all forms that are known, and of others.

@@ -4,24 +4,24 @@ import pytest
 import torch
 from rank_helpers import attach, pool
 
-from sglang_ext.managers.cache_rank.keys import KeyStore
-from sglang_ext.managers.cache_rank.on_gpu.arena import Arena
-from sglang_ext.managers.cache_rank.on_gpu.device_keys import DeviceKeys, in_turns
-from sglang_ext.managers.cache_rank.on_gpu.mapped_arena import MappedArena
-from sglang_ext.managers.cache_rank.protocol import Piece, Placed
+from sglang_ext.managers.cache_rank.key_store import KeyStore
+from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import ExchangeBuffer
+from sglang_ext.managers.cache_rank.on_gpu.gpu_keys import GpuKeys, split_by_block
+from sglang_ext.managers.cache_rank.on_gpu.mapped_exchange_buffer import MappedExchangeBuffer
+from sglang_ext.managers.cache_rank.protocol import KeyPiece, StagedTokens
 
 CPU = torch.device("cpu")
 # Two to one block, the second of which counts; the last ends with the last block.
-PIECES = Piece(2, 0, 64, 0), Piece(3, 5, 9, 1), Piece(2, 0, 64, 2), Piece(31, 60, 4, 3)
+PIECES = KeyPiece(2, 0, 64, 0), KeyPiece(3, 5, 9, 1), KeyPiece(2, 0, 64, 2), KeyPiece(31, 60, 4, 3)
 
 
 def keys_of(bits, rows):
     """An arena in which the pieces lie, and what takes them out of it."""
     told = attach(bits=bits, rows=rows, fresh=8 * rows)
-    arena = Arena(told.shape, CPU, "cpu")
-    arena.put_keys([Placed(0, 64, 0), Placed(1, 9, 64), Placed(2, 64, 73), Placed(3, 4, 137)], pool(0, 200), torch.arange(141))
+    arena = ExchangeBuffer(told.shape, CPU, "cpu")
+    arena.put_keys([StagedTokens(0, 64, 0), StagedTokens(1, 9, 64), StagedTokens(2, 64, 73), StagedTokens(3, 4, 137)], pool(0, 200), torch.arange(141))
     store = KeyStore(told.shape, told.blocks, told.scaling, bits, CPU)
-    return arena, store, DeviceKeys(store, told.scaling, CPU), MappedArena(told.shape, CPU, b"", arena.begin(1))
+    return arena, store, GpuKeys(store, told.scaling, CPU), MappedExchangeBuffer(told.shape, CPU, b"", arena.begin(1))
 
 
 @pytest.mark.parametrize("rows", [False, True], ids=["positions", "rows"])
@@ -29,11 +29,11 @@ def keys_of(bits, rows):
 def test_many_blocks_at_once_are_what_they_are_one_by_one(bits, rows):
     arena, store, keys, memory = keys_of(bits, rows)
     other = keys_of(bits, rows)[1]
-    keys.pull(memory, [Placed(piece.place, piece.tokens, store.start(piece)) for piece in PIECES])
+    keys.pull(memory, [StagedTokens(piece.place, piece.tokens, store.first_slot(piece)) for piece in PIECES])
     for piece in PIECES:
         other.append(piece, arena.keys[piece.place], arena.values[piece.place] if rows else None)
     for piece in PIECES:
-        tokens = torch.arange(piece.tokens) + store.start(piece)
+        tokens = torch.arange(piece.tokens) + store.first_slot(piece)
         for layer in range(arena.shape.layers):
             assert torch.equal(store.held.read(layer, tokens), other.held.read(layer, tokens))
             if rows:
@@ -42,12 +42,12 @@ def test_many_blocks_at_once_are_what_they_are_one_by_one(bits, rows):
 
 
 def test_what_goes_to_one_block_is_taken_in_the_order_in_which_it_was_sent_and_all_else_at_once():
-    pulls = [Placed(*each) for each in ((0, 64, 0), (1, 10, 64), (2, 5, 74), (3, 64, 128), (4, 64, 0), (5, 1, 300))]
-    assert [*in_turns(pulls)] == [pulls[:2], pulls[2:]] and [*in_turns([])] == []
-    alike = [Placed(place, 1, 7) for place in range(3)]
-    assert [*in_turns(alike)] == [[each] for each in alike]
+    pulls = [StagedTokens(*each) for each in ((0, 64, 0), (1, 10, 64), (2, 5, 74), (3, 64, 128), (4, 64, 0), (5, 1, 300))]
+    assert [*split_by_block(pulls)] == [pulls[:2], pulls[2:]] and [*split_by_block([])] == []
+    alike = [StagedTokens(place, 1, 7) for place in range(3)]
+    assert [*split_by_block(alike)] == [[each] for each in alike]
     arena, store, keys, memory = keys_of(8, True)
     taken, pull = [], memory.pull
     memory.pull = lambda some, *given, **named: (taken.append([each.place for each in some]), pull(some, *given, **named))
-    keys.pull(memory, [Placed(piece.place, piece.tokens, store.start(piece)) for piece in PIECES])
+    keys.pull(memory, [StagedTokens(piece.place, piece.tokens, store.first_slot(piece)) for piece in PIECES])
     assert taken == [[0, 1], [0, 1], [2, 3], [2, 3]], "keys and values"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sglang_ext.managers.cache_rank import protocol
-from sglang_ext.managers.cache_rank.leases import KeyLeases, MemoryFull, token_names
+from sglang_ext.managers.cache_rank.leases import KeyLeases, MemoryFull, block_hashes
 from sglang_ext.managers.cache_rank.protocol import BLOCK
 
 LANES, SLOTS = 5, 4000
@@ -33,7 +33,7 @@ class ModelRank:
         self._number += 1
         return self._number
 
-    def say(self, message):
+    def send_message(self, message):
         if isinstance(message, protocol.Append):
             assert message.number == self._number
             self._coming += message.pieces
@@ -94,7 +94,7 @@ class Requests:
         self.begun += 1
         new = [1000 * self.begun + each for each in range(count - first)]
         tokens, slots = tokens + new, slots + self.written(new)
-        names = token_names("", tokens[: self.chance.choice((count, count // 2))])
+        names = block_hashes("", tokens[: self.chance.choice((count, count // 2))])
         lease, covered = self.leases.open(), self.chance.randrange(1, count + 1)
         self.running.append(SimpleNamespace(lease=lease, tokens=tokens, slots=slots, covered=covered, names=names))
 

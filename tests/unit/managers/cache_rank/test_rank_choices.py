@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rank_helpers import DIM, GROUP, HEADS, LAYERS, ScriptedRank, attach, newest_of, queries, scripted
 
-from sglang_ext.managers.cache_rank import choices as choosing
+from sglang_ext.managers.cache_rank import cpu_client as choosing
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.protocol import BLOCK
 from sglang_ext.managers.cache_rank.timeline import PackTimeline, read
-from sglang_ext.mem_cache.compressed.chosen_elsewhere import Stepping, carried, trailing_run
+from sglang_ext.mem_cache.compressed.remote_selector import StepRequest, extend_selection, count_trailing_run
 
 SLOTS, KEEP = torch.arange(100, 400), 64
 NEWEST = torch.tensor([299])
@@ -39,7 +39,7 @@ def test_ranks_tell_how_many_run_and_were_started():
     choices, rank = handed_over()
     assert choices.processes == (1, 1)
     rank.ended = -9
-    choices.tend()
+    choices.poll()
     assert choices.processes == (0, 1)
 
 
@@ -51,7 +51,7 @@ class Steps:
 
     def begin(self, asks=True):
         self.end += 1
-        told = Stepping(1, self.covered, self.keep, self.end, asks)
+        told = StepRequest(1, self.covered, self.keep, self.end, asks)
         return self.choices.step([told], lambda row, end, layers: (queries(1, end)[layers], torch.tensor([end - 1])), self.write)
 
     def write(self, row, layers, kept):
@@ -62,8 +62,8 @@ class Steps:
         watch = self.begin(asks)
         for layer in range(LAYERS):
             between()
-            watch.reached(layer)
-            watch.recorded(layer)
+            watch.on_layer_start(layer)
+            watch.on_queries_recorded(layer)
         return self
 
 
@@ -78,7 +78,7 @@ def test_a_request_is_read_whole_until_something_was_chosen_for_it():
     choices, rank = scripted(pack=2)
     assert not prepare(choices)
     told = rank.hear()
-    assert [type(message).__name__ for message in told[-4:]] == ["Append"] + ["Ask"] * 3
+    assert [type(message).__name__ for message in told[-4:]] == ["Append"] + ["SelectionRequest"] * 3
     assert [(ask.first, ask.count, ask.covered, ask.keep) for ask in rank.asks()] == [(0, 1, 300, 64), (1, 2, 300, 64), (3, 2, 300, 64)]
     assert not prepare(choices) and choices.missed == {"hand-over": 2}
     for ask in rank.asks()[:3]:
@@ -169,7 +169,7 @@ def test_an_answer_of_another_epoch_is_none():
     steps = Steps(choices).run()
     assert steps.written == [] and choices.missed["late"] == 1
     # Told under this epoch, written under another.
-    rank.say(protocol.Answer(rank.epoch, 0, 0, LAYERS, rank.asks()[1].sequence, True, 0.0))
+    rank.say(protocol.SelectionReply(rank.epoch, 0, 0, LAYERS, rank.asks()[1].sequence, True, 0.0))
     steps.run()
     assert steps.written == [] and choices.missed["wrong"] == 1
 
@@ -234,7 +234,7 @@ def test_where_memory_is_full_a_request_is_read_whole_and_nothing_is_sent():
 def test_keys_wait_for_places_over_rounds():
     choices, rank = scripted(attach(places=2))
     told = [prepare(choices) for _ in range(2)]
-    assert told == [False, False] and not [message for message in rank.told if isinstance(message, protocol.Ask)]
+    assert told == [False, False] and not [message for message in rank.told if isinstance(message, protocol.SelectionRequest)]
     for _ in range(3):
         rank.hear()
         prepare(choices)
@@ -248,13 +248,13 @@ def test_what_is_carried_has_the_newest_tokens_and_most_of_what_was_chosen(befor
     keep = min(keep, before)
     kept = last_chosen(seed, before, keep) if keep > 32 else torch.arange(before - keep, before).expand(LAYERS, HEADS, -1)
     wanted, covered = keep + min(more, new), before + new
-    found = carried(kept, before, covered, wanted)
+    found = extend_selection(kept, before, covered, wanted)
     assert found.shape == (LAYERS, HEADS, wanted)
     assert (found.diff(dim=-1) > 0).all() and 0 <= found.min() and found.max() < covered
     newest = torch.arange(covered - min(new, wanted), covered).expand(LAYERS, HEADS, -1)
     assert torch.equal(found[..., wanted - newest.shape[-1] :], newest)
     if new <= 32:
-        scored = keep - trailing_run(kept)
+        scored = keep - count_trailing_run(kept)
         assert torch.equal(found[..., :scored], kept[..., :scored]), "what was chosen by scores stays"
 
 
@@ -263,7 +263,7 @@ def test_nothing_waits_for_a_rank_that_is_gone(monkeypatch):
     choices, rank = handed_over()
     choices.kept(1, 300, KEEP)
     rank.ended = -9
-    choices.links[0].tend()
+    choices.links[0].poll()
     steps = Steps(choices).run()
     assert choices.waited < 2.0 and steps.written == [] and choices.missed["ended"] == 1
     assert not prepare(choices) and choices.missed["ended"] == 2, "read whole from the next round on"
@@ -274,12 +274,12 @@ def test_nothing_waits_for_a_rank_that_is_gone(monkeypatch):
 
 @pytest.mark.parametrize("count", [1, GROUP])
 def test_a_rank_that_ended_is_started_again_and_has_the_keys_anew(count, monkeypatch):
-    monkeypatch.setattr("sglang_ext.managers.cache_rank.link.RESTART_SECONDS", 0.0)
+    monkeypatch.setattr("sglang_ext.managers.cache_rank.rank_link.RESTART_SECONDS", 0.0)
     choices, rank = handed_over()
     rank.ended = -9
     for _ in range(20):
         # As an idle scheduler does, and one that serves short requests.
-        choices.tend()
+        choices.poll()
         if ScriptedRank.made[-1] is not rank:
             ScriptedRank.made[-1].hear()
     another = ScriptedRank.made[-1]

@@ -15,13 +15,13 @@ from device_rank_helpers import RankWorld
 from rank_helpers import ROTARY, attach, pool
 
 from sglang_ext.core import OptionError
-from sglang_ext.managers.cache_rank.on_gpu.arena import ArenaLayout
-from sglang_ext.managers.cache_rank.on_gpu.device_start import LEAST_FRESH, check_room, check_values, fitting, room_on
-from sglang_ext.managers.cache_rank.start import attach_of
-from sglang_ext.managers.metrics import _of_ranks
-from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
-from sglang_ext.mem_cache.compressed.formats.kv_format import Unpacked
-from sglang_ext.mem_cache.compressed.held_rows import absent, highest
+from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import ExchangeLayout
+from sglang_ext.managers.cache_rank.on_gpu.gpu_launch import LEAST_FRESH, check_capacity, check_value_layout, fit_shape, rank_capacity_bytes
+from sglang_ext.managers.cache_rank.launch import build_attach
+from sglang_ext.managers.metrics import _rank_values
+from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
+from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots
+from sglang_ext.mem_cache.compressed.row_exchange import missing_mask, top_mask
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors.spade import Spade
 
@@ -57,9 +57,9 @@ def test_each_step_holds_the_rows_that_the_queries_of_the_one_before_the_last_ch
         world.step()
         for row, length in ((1, 300), (2, 150)):
             assert torch.equal(world.led(row), world.chosen(row, world.ends[row] - 1, length))
-    world.steps.tend()
-    assert world.views.made["spade"] >= 10 and not +world.steps.missed
-    told = {name: value for name, value, *_ in _of_ranks(world.steps, None)}
+    world.steps.poll()
+    assert world.compressed_kv.made["spade"] >= 10 and not +world.steps.missed
+    told = {name: value for name, value, *_ in _rank_values(world.steps, None)}
     assert told["selection_rows"] == world.steps.rows > rows
     assert world.steps.holds(1) == 300 and world.steps.has_request(2) and not world.steps.has_request(3)
     assert world.steps.free_blocks().blocks == [32 - 5 - 3] and world.steps.free_blocks().requests == [2]
@@ -74,14 +74,14 @@ def test_of_more_rows_than_an_answer_has_room_for_those_of_the_highest_scores_co
         world.step()
         scores = world.scores(1, world.ends[1] - 1, 300)
         wanted = scores.topk(64).indices.sort(-1).values
-        coming = highest(absent(wanted, before), scores.gather(-1, wanted).view(torch.int32), 5)
+        coming = top_mask(missing_mask(wanted, before), scores.gather(-1, wanted).view(torch.int32), 5)
         assert coming.sum(-1).max() == 5
         now = world.positions(1)
-        assert torch.equal(absent(now, before).sum(-1), coming.sum(-1))
+        assert torch.equal(missing_mask(now, before).sum(-1), coming.sum(-1))
         for layer, head in ((0, 0), (4, 1), (2, 1)):
             came, held = {*wanted[layer, head][coming[layer, head]].tolist()}, {*now[layer, head].tolist()}
             assert came <= held <= came | {*before[layer, head].tolist()}
-    world.steps.tend()
+    world.steps.poll()
     assert world.steps.rows <= 6 * 5 * 10
     world.steps.end()
 
@@ -101,7 +101,7 @@ def test_full_kv_goes_and_the_copy_goes_on_to_hold_what_is_chosen_among_all_toke
     assert world.steps._leases[world.links[0]].sent == sent + 90 and world.steps.holds(1) == 290
     newest = torch.arange(290 - 32, 290)
     assert torch.equal(after[..., -32:], newest.expand(5, 2, -1)), "the newest tokens are among what it holds"
-    assert (absent(before, after).sum(-1) == 32 - 12).all(), "they take the places of those that were the newest, and those that came"
+    assert (missing_mask(before, after).sum(-1) == 32 - 12).all(), "they take the places of those that were the newest, and those that came"
     world.give_back(1)
     world.step()
     assert torch.equal(world.positions(1), after), "what was asked before is of another context"
@@ -185,7 +185,7 @@ def test_a_rank_that_was_late_goes_on_from_what_the_copy_holds():
         world.step()
         world.positions(1)
         time.sleep(pause)
-    world.steps.tend()
+    world.steps.poll()
     assert world.steps.missed["late"] > 3
     world.steps._patience = 20.0
     for _ in range(3):
@@ -194,8 +194,8 @@ def test_a_rank_that_was_late_goes_on_from_what_the_copy_holds():
     world.step()
     scores = world.scores(1, world.ends[1] - 1, 200)
     wanted = scores.topk(48).indices.sort(-1).values
-    coming = highest(absent(wanted, before), scores.gather(-1, wanted).view(torch.int32), 9)
-    assert torch.equal(absent(world.positions(1), before).sum(-1), coming.sum(-1))
+    coming = top_mask(missing_mask(wanted, before), scores.gather(-1, wanted).view(torch.int32), 9)
+    assert torch.equal(missing_mask(world.positions(1), before).sum(-1), coming.sum(-1))
     world.steps.end()
 
 
@@ -238,35 +238,35 @@ def test_what_ranks_on_gpus_have_no_room_for_or_cannot_send_is_refused_with_a_re
     properties = SimpleNamespace(total_memory=80 << 30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: properties)
     monkeypatch.setattr(torch.cuda, "device_memory_used", lambda gpu: (1 + 39 * gpu) << 30)
-    assert room_on(0, 1) == int(0.9 * (79 << 30)) - (2 << 30) and room_on(1, 1) == (20 << 30) - (2 << 30)
-    check_room(SimpleNamespace(kv_sparse_from=256), 320, [1])
+    assert rank_capacity_bytes(0, 1) == int(0.9 * (79 << 30)) - (2 << 30) and rank_capacity_bytes(1, 1) == (20 << 30) - (2 << 30)
+    check_capacity(SimpleNamespace(kv_sparse_from=256), 320, [1])
     with pytest.raises(OptionError, match="on GPU 1, 2 have room for full KV of 319 tokens, .* has 320 .*, pass --kv-cache-rank-gb, or"):
-        check_room(SimpleNamespace(kv_sparse_from=256), 319, [1, 2])
+        check_capacity(SimpleNamespace(kv_sparse_from=256), 319, [1, 2])
     keys, values = (torch.zeros(4, 2, dim) for dim in (8, 4))
-    check_values(KVBuffers((0,), (1.0,), (keys,), (keys,)))
+    check_value_layout(KVBuffers((0,), (1.0,), (keys,), (keys,)))
     with pytest.raises(OptionError, match=r"keys are \(2, 8\) of torch.float32 and its values \(2, 4\) .*: pass --kv-cache-ranks 0, or"):
-        check_values(KVBuffers((0,), (1.0,), (keys,), (values,)))
+        check_value_layout(KVBuffers((0,), (1.0,), (keys,), (values,)))
 
 
 def test_ranks_on_gpus_hold_what_the_pool_has_copies_of_but_no_more_than_they_have_room_for():
     args = arguments(kv_compressor="spade", kv_mode="lossy", kv_cache_ranks=2, device="cuda")
     args.get_model_config = lambda: SimpleNamespace(context_len=600)
-    method, given = CopyMethod(Spade(), 0.25, Unpacked(1)), (pool(), 6, ROTARY, 10)
-    found = attach_of(args, method, *given, room=1 << 30)
+    method, given = CompressionMethod(Spade(), 0.25, PlainSlots(1)), (pool(), 6, ROTARY, 10)
+    found = build_attach(args, method, *given, room=1 << 30)
     # 1,024 slots are 6 copies of 150 tokens, and of 600 tokens in 10 blocks; half of it at each of two ranks.
     assert found.shape.rows and found.shape.most == 150 and found.blocks == 6 * 10 // 2 + 10
     # Keys and values, and keys once more by which is chosen: codes of 8 bits with a scale and a zero point.
     for bits, scored in ((None, 8 + 2 * 2), (16, 0)):
         args.kv_score_bits, token = bits, 5 * 2 * (8 * 4 * 2 + scored)
-        assert attach_of(args, method, *given, room=12 * 64 * token + 5).blocks == 12
-    assert attach_of(args, method, *given, room=-1).blocks == 1, "which is refused then"
+        assert build_attach(args, method, *given, room=12 * 64 * token + 5).blocks == 12
+    assert build_attach(args, method, *given, room=-1).blocks == 1, "which is refused then"
 
 
 def test_an_arena_has_lanes_for_all_and_of_rows_as_many_as_they_leave_room_for():
     shape = attach(lanes=64, rows=True, fresh=1).shape
-    whole = fitting(shape, 1 << 30)
-    assert (whole.lanes, whole.fresh) == (64, MOST) and ArenaLayout.of(whole).size <= 1 << 30
-    some = fitting(shape, 12 << 20)
-    assert some.lanes == 64 and MOST // LEAST_FRESH < some.fresh < MOST and ArenaLayout.of(some).size <= 12 << 20
-    few = fitting(shape, 3 << 20)
+    whole = fit_shape(shape, 1 << 30)
+    assert (whole.lanes, whole.fresh) == (64, MOST) and ExchangeLayout.from_shape(whole).size <= 1 << 30
+    some = fit_shape(shape, 12 << 20)
+    assert some.lanes == 64 and MOST // LEAST_FRESH < some.fresh < MOST and ExchangeLayout.from_shape(some).size <= 12 << 20
+    few = fit_shape(shape, 3 << 20)
     assert 1 <= few.lanes < 64 and few.fresh == MOST // LEAST_FRESH

@@ -11,8 +11,8 @@ from device_rank_helpers import RankWorld, rank_here
 from rank_helpers import attach, pool, signalled
 
 from sglang_ext.managers.cache_rank import protocol
-from sglang_ext.managers.cache_rank.on_gpu import rank_steps
-from sglang_ext.managers.cache_rank.on_gpu.arena import Arena, Asked
+from sglang_ext.managers.cache_rank.on_gpu import gpu_client
+from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import ExchangeBuffer, QueryUpload
 
 
 def test_keys_go_in_as_many_steps_as_there_are_places_for_them_and_blocks():
@@ -24,8 +24,8 @@ def test_keys_go_in_as_many_steps_as_there_are_places_for_them_and_blocks():
         # Places come back as the rank takes their keys.
         world.until(lambda: len(world.links[0]._free_places) == 2)
         world.step()
-    world.steps.tend()
-    assert 1 <= world.steps.missed["hand-over"] < 6 and world.views.made["spade"] > 5
+    world.steps.poll()
+    assert 1 <= world.steps.missed["hand-over"] < 6 and world.compressed_kv.made["spade"] > 5
     assert torch.equal(world.led(1), world.chosen(1, world.ends[1] - 1, 300))
     world.begin(2, 150, 40)
     world.step()
@@ -36,8 +36,8 @@ def test_keys_go_in_as_many_steps_as_there_are_places_for_them_and_blocks():
 def test_keys_go_to_a_rank_after_any_step_and_after_questions_of_those_whose_keys_it_has():
     world, said = RankWorld(places=2, every=3).ready(), []
     (link,) = world.links
-    say = link.say
-    link.say = lambda message: (said[-1].append(message), say(message))
+    send_message = link.send_message
+    link.send_message = lambda message: (said[-1].append(message), send_message(message))
 
     def step():
         said.append([])
@@ -48,7 +48,7 @@ def test_keys_go_to_a_rank_after_any_step_and_after_questions_of_those_whose_key
     world.begin(1, 128, 32)
     while not world.steps.taken:
         step()
-        world.steps.tend()
+        world.steps.poll()
     assert (world.ends[1] - 128) % 3 == 0
     world.begin(2, 450, 48)
     said.clear()
@@ -56,31 +56,31 @@ def test_keys_go_to_a_rank_after_any_step_and_after_questions_of_those_whose_key
         step()
     told = [[type(message).__name__ for message in each if not isinstance(message, protocol.Lease)] for each in said]
     # Eight blocks through two places, from the turn of both on.
-    assert told == [[], [], ["Ask", "Append"], ["Append"], ["Append"], ["Ask", "Append", "Ask"]]
+    assert told == [[], [], ["SelectionRequest", "Append"], ["Append"], ["Append"], ["SelectionRequest", "Append", "SelectionRequest"]]
     assert world.steps._requests[2].lease.held == 450 and world.steps.missed["hand-over"] == 1
     world.steps.end()
 
 
 def test_a_question_that_was_put_before_keys_is_answered_before_they_are_taken():
-    arena = Arena(attach().shape, torch.device("cpu"), "cpu")
+    arena = ExchangeBuffer(attach().shape, torch.device("cpu"), "cpu")
     rank, socket = rank_here(arena)
     keys, queries = pool(), torch.randn(5, 8, 6, 8)
 
     def put(lane, *blocks):
         rank._take(protocol.Lease(lane, 0, blocks))
-        placed = [protocol.Placed(block, 64, 0) for block in blocks]
-        rank._take(protocol.Append(tuple(protocol.Piece(block, 0, 64, block) for block in blocks), arena.put_keys(placed, keys, torch.arange(64))))
+        placed = [protocol.StagedTokens(block, 64, 0) for block in blocks]
+        rank._take(protocol.Append(tuple(protocol.KeyPiece(block, 0, 64, block) for block in blocks), arena.put_keys(placed, keys, torch.arange(64))))
 
     def ask(lane):
-        rank._take(protocol.Ask(lane, 0, 5, 1, 64, 8, (63,), number=arena.next_number()))
-        arena.publish(queries, [Asked([3], lane, arena.word(1))])
+        rank._take(protocol.SelectionRequest(lane, 0, 5, 1, 64, 8, (63,), number=arena.reserve_number()))
+        arena.publish(queries, [QueryUpload([3], lane, arena.word(1))])
 
     put(0, 0), ask(0), put(1, 1, 2), ask(1)
     said = len(socket.messages)
     for _ in range(3):
         rank._answer_next()
-    assert [type(each).__name__ for each in socket.messages[said:]] == ["Taken", "Answer", "Taken", "Answer"]
-    assert all(each.chosen for each in socket.messages if isinstance(each, protocol.Answer))
+    assert [type(each).__name__ for each in socket.messages[said:]] == ["PlacesFreed", "SelectionReply", "PlacesFreed", "SelectionReply"]
+    assert all(each.chosen for each in socket.messages if isinstance(each, protocol.SelectionReply))
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["while keys go", "as one is asked"])
@@ -100,7 +100,7 @@ def test_a_rank_that_ends_while_keys_go_to_it_costs_choices_alone(first):
     while link._process.socket.poll(0, zmq.POLLOUT):
         time.sleep(0.01)
     world.step()
-    assert not link.ready and not link.has_place
+    assert not link.ready and not link.has_free_place
     world.step(), world.step()
     assert world.steps.missed["ended"] >= 2
     world.until(lambda: world.steps.ready == 1)
@@ -118,7 +118,7 @@ def test_keys_for_which_a_rank_has_no_room_are_told_when_their_turn_comes():
     for _ in range(4):
         world.step()
     # A copy that stands for more than there are blocks for.
-    world.steps.settle(1)
+    world.steps.flush(1)
     world.table[1, 200:280] = torch.arange(700, 780)
     world.copies[1].covered, world.ends[1] = 280, 280
     world.step(), world.step()
@@ -218,7 +218,7 @@ def test_tokens_name_no_blocks_where_embeddings_take_their_place():
 
 def test_prompts_are_not_named_before_a_rank_has_a_lane(monkeypatch):
     named = []
-    monkeypatch.setattr(rank_steps, "token_names", lambda namespace, tokens: named.append(len(tokens)) or [])
+    monkeypatch.setattr(gpu_client, "block_hashes", lambda namespace, tokens: named.append(len(tokens)) or [])
     world = RankWorld(places=16, lanes=1).ready()
     world.begin(1, 100, 40), world.begin(2, 200, 40)
     for _ in range(4):
@@ -229,8 +229,8 @@ def test_prompts_are_not_named_before_a_rank_has_a_lane(monkeypatch):
 
 def test_ranks_are_asked_as_rarely_as_those_requests_want_whose_keys_they_have(monkeypatch):
     world = RankWorld(places=2, most=8).ready()
-    told, stepped = [], world.steps.pace.stepped
-    monkeypatch.setattr(world.steps.pace, "stepped", lambda requests: told.append(requests) or stepped(requests))
+    told, stepped = [], world.steps.pace.record_step
+    monkeypatch.setattr(world.steps.pace, "record_step", lambda requests: told.append(requests) or stepped(requests))
     world.begin(1, 100, 40), world.begin(2, 480, 64)
 
     def handed_over():

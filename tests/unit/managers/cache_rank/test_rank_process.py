@@ -11,9 +11,9 @@ import pytest
 import torch
 from rank_helpers import DIM, HEADS, LAYERS, TOKENS, Ranks, attach, chosen_here, queries, signalled, state_of
 
-from sglang_ext.managers.cache_rank import link as links
+from sglang_ext.managers.cache_rank import rank_link as links
 from sglang_ext.managers.cache_rank.protocol import BLOCK
-from sglang_ext.mem_cache.selection.held_keys import KeySizes, held_keys
+from sglang_ext.mem_cache.selection.scoring_keys import KeySpec, scoring_keys
 from sglang_ext.mem_cache.selection.top_tokens import overlap
 
 SLOTS = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(0))
@@ -63,7 +63,7 @@ def test_a_rank_chooses_bit_for_bit_what_the_method_does_between_steps(ranks, pr
 @pytest.mark.parametrize(("bits", "least"), [(8, 0.95), (4, 0.6)])
 def test_a_rank_that_holds_codes_chooses_by_what_they_mean(ranks, bits, least):
     made, asked = ranks(told=attach(bits=bits)), queries(1, 5)
-    held = held_keys(KeySizes(LAYERS, HEADS, DIM, torch.float32, bits), 300)
+    held = scoring_keys(KeySpec(LAYERS, HEADS, DIM, torch.float32, bits), 300)
     held.write(0, torch.stack(made.buffers.keys)[:, SLOTS[:300]])
     meant = tuple(held.read(layer, torch.arange(300)) for layer in range(LAYERS))
     found = made.prepared(1, SLOTS[:300], 70, asked, NEWEST)
@@ -153,33 +153,33 @@ class Broken:
         self.socket.close(0)
 
 
-@pytest.mark.parametrize(("seconds", "given_up"), [(links.SETTLED_SECONDS, False), (links.SETTLED_SECONDS - 5, True)])
-def test_processes_that_were_ready_for_a_while_are_not_counted_though_nobody_asked_them(seconds, given_up):
+@pytest.mark.parametrize(("seconds", "has_given_up"), [(links.SETTLED_SECONDS, False), (links.SETTLED_SECONDS - 5, True)])
+def test_processes_that_were_ready_for_a_while_are_not_counted_though_nobody_asked_them(seconds, has_given_up):
     link = links.RankLink(links.RankSettings(attach()), Broken)
-    for _ in range(4 * links.MOST_STARTS):
+    for _ in range(4 * links.MAX_STARTS):
         link._due = 0.0
-        link.packs, link._ready_since = links.packs_of(4, 2), time.monotonic() - seconds
-        link.tend()
-    assert link.given_up == given_up and (link.starts == links.MOST_STARTS) == given_up
+        link.packs, link._ready_since = links.split_into_packs(4, 2), time.monotonic() - seconds
+        link.poll()
+    assert link.has_given_up == has_given_up and (link.starts == links.MAX_STARTS) == has_given_up
 
 
 def test_after_processes_that_never_answer_no_more_are_started(caplog):
     link = links.RankLink(links.RankSettings(attach()), Broken)
-    for _ in range(3 * links.MOST_STARTS):
+    for _ in range(3 * links.MAX_STARTS):
         link._due = 0.0
-        link.tend()
-    assert link.starts == links.MOST_STARTS and link.given_up and link.why == "ended"
-    assert f"{links.MOST_STARTS} processes ended before they answered; no more are started" in caplog.text
+        link.poll()
+    assert link.starts == links.MAX_STARTS and link.has_given_up and link.down_reason == "ended"
+    assert f"{links.MAX_STARTS} processes ended before they answered; no more are started" in caplog.text
     assert "requests go without it until the server is restarted" in caplog.text
 
 
 @pytest.mark.parametrize(("layers", "count", "sizes"), [(30, 6, [6] * 5), (30, 7, [6] * 5), (5, 2, [1, 2, 2]), (4, 12, [4])])
 def test_packs_are_even_and_hold_all_layers(layers, count, sizes):
-    packs = links.packs_of(layers, count)
+    packs = links.split_into_packs(layers, count)
     assert [pack.count for pack in packs] == sizes and sum(pack.count for pack in packs) == layers
     assert [pack.first for pack in packs] == [sum(sizes[:i]) for i in range(len(sizes))]
 
 
 @pytest.mark.parametrize(("message", "layer", "count"), [(1e-4, 1e-3, 4), (8e-4, 1e-3, 8), (1.0, 1e-3, 12), (1e-4, 0.0, 12)])
 def test_a_pack_is_as_large_as_messages_and_choosing_ask_for(message, layer, count):
-    assert links.measured_pack(message, layer) == count
+    assert links.choose_pack_size(message, layer) == count

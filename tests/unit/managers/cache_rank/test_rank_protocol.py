@@ -12,17 +12,17 @@ from sglang_ext.managers.cache_rank.protocol import ProtocolError
 TO_RANK = (
     attach(),
     protocol.Lease(1, 0, (3, 4)),
-    protocol.Append((protocol.Piece(3, 60, 4, 7), protocol.Piece(4, 0, 64, 1)), 5),
-    protocol.Ask(0, 4, 2, 9, 300, 64, (298, 299)),
+    protocol.Append((protocol.KeyPiece(3, 60, 4, 7), protocol.KeyPiece(4, 0, 64, 1)), 5),
+    protocol.SelectionRequest(0, 4, 2, 9, 300, 64, (298, 299)),
     protocol.Free(1),
-    protocol.Ping(1),
+    protocol.RankPing(1),
 )
 FROM_RANK = (
     protocol.Attached(2, 0.001),
-    protocol.Refused(2, "of another version"),
-    protocol.Answer(2, 0, 4, 2, 9, True, 0.5),
-    protocol.Taken(2, (7,)),
-    protocol.Beat(2),
+    protocol.AttachRefused(2, "of another version"),
+    protocol.SelectionReply(2, 0, 4, 2, 9, True, 0.5),
+    protocol.PlacesFreed(2, (7,)),
+    protocol.Heartbeat(2),
 )
 
 
@@ -43,14 +43,14 @@ def test_what_a_rank_says_arrives(message):
 @pytest.mark.parametrize(
     "message",
     [
-        protocol.Lease(protocol.MOST_LANES, 0, ()),
+        protocol.Lease(protocol.MAX_LANES, 0, ()),
         protocol.Lease(0, 0, (protocol.MOST_BLOCKS,)),
-        protocol.Append((protocol.Piece(0, 64, 1, 0),)),
-        protocol.Append((protocol.Piece(0, 0, 1, 0), protocol.Piece(0, 0, 65, 0))),
+        protocol.Append((protocol.KeyPiece(0, 64, 1, 0),)),
+        protocol.Append((protocol.KeyPiece(0, 0, 1, 0), protocol.KeyPiece(0, 0, 65, 0))),
         protocol.Append(()),
-        protocol.Ask(0, 0, 1, 0, 10, 1, (9,)),
-        protocol.Ask(0, 0, 1, 1, 10, 1, ()),
-        protocol.Ask(0, 0, 1, 1, 10, 1, tuple(range(protocol.MOST_WINDOW + 1))),
+        protocol.SelectionRequest(0, 0, 1, 0, 10, 1, (9,)),
+        protocol.SelectionRequest(0, 0, 1, 1, 10, 1, ()),
+        protocol.SelectionRequest(0, 0, 1, 1, 10, 1, tuple(range(protocol.MOST_WINDOW + 1))),
         msgspec.structs.replace(attach(), shape=msgspec.structs.replace(attach().shape, dtype="object")),
     ],
     ids=str,
@@ -61,8 +61,8 @@ def test_numbers_beyond_their_bounds_are_no_message(message):
 
 
 def test_a_message_longer_than_any_is_refused_before_it_is_read():
-    with pytest.raises(ProtocolError, match=f"{protocol.MOST_MESSAGE + 1} bytes, of {protocol.MOST_MESSAGE} at most"):
-        protocol.decode_to_rank(bytes(protocol.MOST_MESSAGE + 1))
+    with pytest.raises(ProtocolError, match=f"{protocol.MAX_MESSAGE_BYTES + 1} bytes, of {protocol.MAX_MESSAGE_BYTES} at most"):
+        protocol.decode_to_rank(bytes(protocol.MAX_MESSAGE_BYTES + 1))
 
 
 @given(st.binary(max_size=200))

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_helpers import DIM, HEADS, LAYERS, Ranks, attach, chosen_here, pool, queries, row_of, scripted
 
-from sglang_ext.managers.cache_rank import choices as choosing
+from sglang_ext.managers.cache_rank import cpu_client as choosing
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.protocol import BLOCK
-from sglang_ext.mem_cache.compressed.chosen_elsewhere import Stepping
+from sglang_ext.mem_cache.compressed.remote_selector import StepRequest
 
 SLOTS, RECENT = torch.arange(100, 700), 32
 ROUNDS = ("goes on", "renews", "finds no slots")
@@ -54,12 +54,12 @@ class Copied:
 
     def step(self, between=lambda: None, asks=True):
         self.end += 1
-        told = Stepping(1, self.covered, self.keep, self.end, asks)
+        told = StepRequest(1, self.covered, self.keep, self.end, asks)
         watch = self.choices.step([told], lambda row, end, layers: (queries(1, end)[layers], torch.tensor([end - 1])), self.write)
         for layer in range(LAYERS):
             between()
-            watch.reached(layer)
-            watch.recorded(layer)
+            watch.on_layer_start(layer)
+            watch.on_queries_recorded(layer)
 
     @property
     def held(self):
@@ -187,7 +187,7 @@ def test_a_request_whose_only_kv_went_with_its_rank_is_lost_and_not_handed_over_
     copied.choices.leave_slots(1, alone=True)
     assert not copied.choices.is_lost(1)
     rank.ended = -9
-    copied.choices.links[0].tend()
+    copied.choices.links[0].poll()
     assert copied.choices.is_lost(1) and copied.choices.holds(1) == 0
     assert not copied.prepare() and copied.choices.is_lost(1)
     copied.step()
@@ -201,9 +201,9 @@ def test_an_answer_that_was_heard_goes_with_its_process_before_it_is_taken():
     copied.choices.leave_slots(1, alone=True)
     for ask in rank.asks()[3:]:
         rank.answer(ask, of_seed(1, ask))
-    copied.choices.tend()
+    copied.choices.poll()
     rank.ended, held = -9, copied.held
-    copied.choices.links[0].tend()
+    copied.choices.links[0].poll()
     copied.step()
     copied.check()
     assert torch.equal(copied.held, held)

@@ -8,7 +8,7 @@ import torch
 from rank_helpers import LAYERS, TOKENS, Ranks, attach, queries
 
 from sglang_ext.managers.cache_rank.protocol import BLOCK
-from sglang_ext.mem_cache.compressed.chosen_elsewhere import Stepping
+from sglang_ext.mem_cache.compressed.remote_selector import StepRequest
 
 REQUESTS, SECONDS = 100, 6.0
 
@@ -46,11 +46,11 @@ def traffic(made, seconds, draw):
         keep = tokens // 2
         if choices.prepare(row, own, keep, queries(1, row), torch.tensor([tokens - 1])):
             choices.kept(row, tokens, keep)
-            told = Stepping(row, tokens, keep, tokens + 1, True)
+            told = StepRequest(row, tokens, keep, tokens + 1, True)
             watch = choices.step([told], lambda *asked: (queries(1, row)[asked[2]], torch.tensor([tokens])), lambda *written: None)
             for layer in range(LAYERS):
-                watch.reached(layer)
-                watch.recorded(layer)
+                watch.on_layer_start(layer)
+                watch.on_queries_recorded(layer)
             steps += 1
     for row in list(running):
         choices.forget(row)

@@ -11,9 +11,13 @@ import pytest
 from rank_helpers import Ranks, ScriptedRank, attach
 from waiting import until
 
-from sglang_ext.managers.cache_rank import link as links, protocol, rank
-from sglang_ext.managers.cache_rank.link import RankLink, RankSettings
-from sglang_ext.managers.cache_rank.rank import CacheRank
+from sglang_ext.managers.cache_rank import protocol
+
+from sglang_ext.managers.cache_rank import selection_server
+
+from sglang_ext.managers.cache_rank import rank_link as links
+from sglang_ext.managers.cache_rank.rank_link import RankLink, RankSettings
+from sglang_ext.managers.cache_rank.selection_server import SelectionServer
 from sglang_ext.managers.cache_rank.shared_memory import allocate
 
 LAYERS = attach().shape.layers
@@ -26,7 +30,7 @@ def test_messages_are_measured_as_fast_as_they_are_answered_however_seldom_the_h
     end = time.monotonic() + 60
     while not link.ready and time.monotonic() < end:
         # As a scheduler that idles.
-        link.tend()
+        link.poll()
         time.sleep(0.5)
     made.choices.end()
     told = re.search(r"a message and back ([\d.]+) ms", caplog.text)
@@ -37,29 +41,29 @@ def test_messages_are_measured_as_fast_as_they_are_answered_however_seldom_the_h
 def test_one_that_attaches_for_long_is_borne_as_long_as_it_beats(monkeypatch, beats):
     monkeypatch.setattr(links, "ATTACH_SECONDS", 0.5)
     link = RankLink(RankSettings(attach(), LAYERS, silence=0.1), ScriptedRank)
-    link.tend(), link.tend()
+    link.poll(), link.poll()
     process, end = ScriptedRank.made[-1], time.monotonic() + 1.5
     while time.monotonic() < end and not process.ended:
         if beats:
-            process.say(protocol.Beat(link.epoch))
-        link.tend()
+            process.say(protocol.Heartbeat(link.epoch))
+        link.poll()
         time.sleep(0.02)
-    assert link.why == ("starting" if beats else "silent") and not link.ready
+    assert link.down_reason == ("starting" if beats else "silent") and not link.ready
     link.end()
 
 
 def test_it_beats_while_it_attaches(monkeypatch):
-    monkeypatch.setattr(rank, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(selection_server, "BEAT_SECONDS", 0.02)
     said = []
     socket = SimpleNamespace(send=lambda frame, flags=0: said.append(protocol.decode_from_rank(frame)))
     told = attach()
-    made = CacheRank(socket, os.dup(allocate(told.shape)), told.epoch)
+    made = SelectionServer(socket, os.dup(allocate(told.shape)), told.epoch)
     monkeypatch.setattr(made, "_probe", lambda: until(lambda: len(said) > 3) or 1e-3)
     made._take(told)
     *beats, attached = said
-    assert isinstance(attached, protocol.Attached) and len(beats) > 3 and {type(each) for each in beats} == {protocol.Beat}
+    assert isinstance(attached, protocol.Attached) and len(beats) > 3 and {type(each) for each in beats} == {protocol.Heartbeat}
     time.sleep(0.1)
     assert said[-1] is attached, "nobody else beats any more"
     with pytest.raises(protocol.ProtocolError, match="version and epoch"):
         made._take(msgspec.structs.replace(told, version=0))
-    assert isinstance(said[-1], protocol.Refused)
+    assert isinstance(said[-1], protocol.AttachRefused)

@@ -14,13 +14,15 @@ from rank_helpers import attach, pool
 
 from sglang_ext.core import OptionError
 from sglang_ext.managers.cache_rank import protocol
-from sglang_ext.managers.cache_rank.on_gpu import device_rank, pace, rank_steps
-from sglang_ext.managers.cache_rank.on_gpu.arena import CHOSEN, DONE, Arena, ArenaError, ArenaLayout, Asked, check_peers
-from sglang_ext.managers.cache_rank.on_gpu.device_rank import DeviceRank
-from sglang_ext.managers.cache_rank.on_gpu.device_start import fitting, warn_of_lanes
-from sglang_ext.managers.cache_rank.on_gpu.mapped_arena import words_of
-from sglang_ext.managers.metrics import _of_ranks
-from sglang_ext.mem_cache.selection.predictors import Current, Regressed
+from sglang_ext.managers.cache_rank.on_gpu import gpu_client
+from sglang_ext.managers.cache_rank.on_gpu import interval_tuner
+from sglang_ext.managers.cache_rank.on_gpu import gpu_selection_server
+from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import CHOSEN, DONE, ExchangeBuffer, ExchangeBufferError, ExchangeLayout, QueryUpload, check_peer_access
+from sglang_ext.managers.cache_rank.on_gpu.gpu_selection_server import GpuSelectionServer
+from sglang_ext.managers.cache_rank.on_gpu.gpu_launch import fit_shape, warn_if_few_lanes
+from sglang_ext.managers.cache_rank.on_gpu.mapped_exchange_buffer import int32_words
+from sglang_ext.managers.metrics import _rank_values
+from sglang_ext.mem_cache.selection.predictors import CurrentQuery, RegressedQuery
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["", "apart"])
@@ -33,16 +35,16 @@ def shared(request):
 
 def test_a_rank_that_steps_outrun_is_asked_as_often_as_it_keeps_up_and_what_it_chose_is_read(monkeypatch):
     # It says that it takes a second for each request.
-    told = pace.Pace.answered
-    monkeypatch.setattr(pace.Pace, "answered", lambda self, seconds, together: told(self, 1.0, 1))
+    told = interval_tuner.IntervalTuner.answered
+    monkeypatch.setattr(interval_tuner.IntervalTuner, "answered", lambda self, seconds, together: told(self, 1.0, 1))
     world = RankWorld(places=16, most=8).ready()
     world.begin(1, 300, 64), world.begin(2, 150, 48)
     for _ in range(60):
         world.step()
-        world.steps.tend()
-    made = world.views.made["spade"]
+        world.steps.poll()
+    made = world.compressed_kv.made["spade"]
     assert (world.steps.pace.every, +world.steps.missed) == (8, {}) and 8 <= made < 60, made
-    assert [value for name, value, *_ in _of_ranks(world.steps, None) if name == "selection_steps"] == [8]
+    assert [value for name, value, *_ in _rank_values(world.steps, None) if name == "selection_steps"] == [8]
     while (world.ends[1] - 300) % 8:
         world.step()
     for _ in range(16):
@@ -54,7 +56,7 @@ def test_a_rank_that_steps_outrun_is_asked_as_often_as_it_keeps_up_and_what_it_c
 
 def test_copies_of_contexts_of_all_lengths_are_compiled_for_before_any_request(world, monkeypatch):
     told = []
-    monkeypatch.setattr(rank_steps, "compile_lengths", lambda method, table, buffers, heads: told.append((method, table, heads)))
+    monkeypatch.setattr(gpu_client, "compile_lengths", lambda method, table, buffers, heads: told.append((method, table, heads)))
     world.steps.compile_kernels()
     assert told == [(world.method, world.table, world.queries.pool.shape[2])]
 
@@ -64,12 +66,12 @@ def test_questions_that_are_answered_together_cost_once_however_many_they_are(wo
     monkeypatch.setattr(world.steps.pace, "answered", lambda *cost: costs.append(cost))
 
     def answered(count, seconds, chosen=True):
-        return [protocol.Answer(1, lane, 0, 5, 9, chosen, seconds, 0.0, count) for lane in range(count)]
+        return [protocol.SelectionReply(1, lane, 0, 5, 9, chosen, seconds, 0.0, count) for lane in range(count)]
 
     world.until(lambda: not link.answers)
     costs.clear()
     link.answers += [*answered(4, 20.0), *answered(4, 0.5), *answered(2, 0.0, chosen=False), *answered(1, 0.25)]
-    world.steps.tend()
+    world.steps.poll()
     assert costs == [(20.0, 4), (0.5, 4), (0.25, 1)]
 
 
@@ -130,9 +132,9 @@ def test_each_step_reads_what_the_queries_of_the_one_before_the_last_choose(worl
         world.step()
         for row, length in ((1, 300), (2, 150)):
             assert torch.equal(world.led(row), world.chosen(row, world.ends[row] - 1, length))
-    world.steps.tend()
-    assert world.views.made["spade"] == world.steps.taken >= 12 and not +world.steps.missed
-    told = {name: value for name, value, *_ in _of_ranks(world.steps, None)}
+    world.steps.poll()
+    assert world.compressed_kv.made["spade"] == world.steps.taken >= 12 and not +world.steps.missed
+    told = {name: value for name, value, *_ in _rank_values(world.steps, None)}
     assert told["cache_ranks_ready"] == told["cache_rank_starts"] == 1 and told["cache_rank_tokens"] == 8 * 64
     assert told["choosing_seconds"] > 0 and told["selection_wait_seconds"] > 0 and told["selection_rows"] == 0
     assert world.steps.held_tokens == 5 * 64 + 3 * 64
@@ -142,7 +144,7 @@ def test_a_copy_that_stands_for_more_tokens_has_their_keys_sent_and_drops_what_w
     world.begin(1, 200, 48)
     world.step(), world.step()
     sent, before = world.steps._leases[world.links[0]].sent, world.led(1)
-    world.steps.settle(1)
+    world.steps.flush(1)
     view = world.copies[1]
     world.table[1, 200:280] = torch.arange(700, 780)
     view.covered, world.ends[1] = 280, 280
@@ -191,7 +193,7 @@ def test_rounds_of_any_length_ask_from_their_first_step_on_and_as_rarely_as_rank
             world.ends[1] -= length > 1
             world.queries.drop_rejected(1, world.ends[1])
     assert turns == list(range(0, 24, every))
-    world.steps.tend()
+    world.steps.poll()
     assert not +world.steps.missed
     world.steps.end()
 
@@ -232,25 +234,25 @@ def test_an_arena_to_which_more_was_written_than_32_bits_count_goes_on():
     for _ in range(6):
         world.step()
         assert torch.equal(world.led(1), world.chosen(1, world.ends[1] - 1, 200))
-    world.steps.tend()
+    world.steps.poll()
     assert world.arenas[0].number > 1 << 32 and not +world.steps.missed and world.steps.starts == 1
     world.steps.end()
 
 
 def test_a_question_whose_place_is_taken_is_not_put_and_costs_no_wait():
-    arena = Arena(attach().shape, torch.device("cpu"), "cpu")
+    arena = ExchangeBuffer(attach().shape, torch.device("cpu"), "cpu")
     arena.begin(1)
     queries = torch.randn(5, 8, 6, 8)
     for number, opened in ((1, True), (2, True), (3, False)):
-        arena.publish(queries, [Asked([number], 0, arena.word(number))])
+        arena.publish(queries, [QueryUpload([number], 0, arena.word(number))])
         assert (int(arena.heads[0, number % 2]) == arena.word(number)) is opened
     assert torch.equal(arena.queries[0, 1, :, 0], queries[:, 1])
     arena.heads[0, DONE] = arena.word(1)
-    arena.publish(queries, [Asked([3], 0, arena.word(3))])
+    arena.publish(queries, [QueryUpload([3], 0, arena.word(3))])
     assert torch.equal(arena.queries[0, 1, :, 0], queries[:, 3])
 
 
-@pytest.mark.parametrize(("predictor", "every"), [(Regressed(), 1), (Current(), 3)], ids=["regressed", "every third"])
+@pytest.mark.parametrize(("predictor", "every"), [(RegressedQuery(), 1), (CurrentQuery(), 3)], ids=["regressed", "every third"])
 def test_other_methods(predictor, every):
     world = RankWorld(predictor=predictor, every=every, places=16).ready()
     world.begin(1, 200, 48)
@@ -259,7 +261,7 @@ def test_other_methods(predictor, every):
         if number >= 2 * every:
             turn = number // every * every - every
             assert world.overlap(1, 200 + turn, 200) == 1.0, number
-    world.steps.tend()
+    world.steps.poll()
     assert not +world.steps.missed
     end(world)
 
@@ -280,7 +282,7 @@ def test_a_rank_that_holds_few_bits_chooses_by_what_they_mean(bits):
 
 
 def test_keys_that_come_with_a_question_are_part_of_what_it_takes(monkeypatch):
-    arena = Arena(attach().shape, torch.device("cpu"), "cpu")
+    arena = ExchangeBuffer(attach().shape, torch.device("cpu"), "cpu")
     rank, socket = rank_here(arena)
     pull = rank._keys.pull
     monkeypatch.setattr(rank._keys, "pull", lambda *given: (time.sleep(1.0), pull(*given)))
@@ -288,22 +290,22 @@ def test_keys_that_come_with_a_question_are_part_of_what_it_takes(monkeypatch):
     for sequence, (keys_come, least, most) in enumerate(((True, 1.0, 10), (False, 0, 1.0)), 1):
         if keys_come:
             rank._take(protocol.Lease(0, 0, (0,)))
-            rank._take(protocol.Append((protocol.Piece(0, 0, 64, 0),), arena.put_keys([protocol.Placed(0, 64, 0)], keys, torch.arange(64))))
-        rank._take(protocol.Ask(0, 0, 5, sequence, 64, 8, (63,), number=arena.next_number()))
-        arena.publish(torch.randn(5, 8, 6, 8), [Asked([3], 0, arena.word(sequence))])
+            rank._take(protocol.Append((protocol.KeyPiece(0, 0, 64, 0),), arena.put_keys([protocol.StagedTokens(0, 64, 0)], keys, torch.arange(64))))
+        rank._take(protocol.SelectionRequest(0, 0, 5, sequence, 64, 8, (63,), number=arena.reserve_number()))
+        arena.publish(torch.randn(5, 8, 6, 8), [QueryUpload([3], 0, arena.word(sequence))])
         rank._answer_next()
         assert socket.messages[-1].chosen and least <= socket.messages[-1].seconds < most
 
 
 def test_a_choice_that_was_launched_ahead_costs_what_it_takes_from_when_the_question_is_put(monkeypatch):
-    monkeypatch.setattr(device_rank, "AHEAD_SECONDS", 20.0)
-    arena = Arena(attach().shape, torch.device("cpu"), "cpu")
+    monkeypatch.setattr(gpu_selection_server, "AHEAD_SECONDS", 20.0)
+    arena = ExchangeBuffer(attach().shape, torch.device("cpu"), "cpu")
     rank, socket = rank_here(arena, apart=True)
     choose = rank._answering._chosen
     monkeypatch.setattr(rank._answering, "_chosen", lambda *given: time.sleep(0.2) or choose(*given))
     rank._take(protocol.Lease(0, 0, (0,)))
-    rank._take(protocol.Ask(0, 0, 5, 1, 64, 8, (63,), number=arena.next_number()))
-    put = threading.Timer(2.0, arena.publish, (torch.randn(5, 8, 6, 8), [Asked([3], 0, arena.word(1))]))
+    rank._take(protocol.SelectionRequest(0, 0, 5, 1, 64, 8, (63,), number=arena.reserve_number()))
+    put = threading.Timer(2.0, arena.publish, (torch.randn(5, 8, 6, 8), [QueryUpload([3], 0, arena.word(1))]))
     put.start()
     rank._answer_next()
     put.join()
@@ -321,7 +323,7 @@ def test_a_rank_that_is_killed_costs_choices_and_another_takes_its_place():
     for _ in range(5):
         world.step()
     assert torch.equal(world.led(1), kept)
-    world.steps.tend()
+    world.steps.poll()
     assert world.steps.waited < 1.5, "a wait for each place"
     world.step()
     assert world.steps.missed["ended"] >= 1 and world.steps.missed.total() >= 4 and world.steps.ready == 0
@@ -341,10 +343,10 @@ def test_a_rank_that_is_stopped_is_waited_for_twice_and_ended_after_its_silence(
     kept = world.led(1)
     for _ in range(8):
         world.step()
-    world.steps.tend()
+    world.steps.poll()
     assert 0.25 < world.steps.waited < 1.5, "one wait for each place, and none for what found no place"
     assert world.steps.missed["late"] >= 6
-    assert torch.equal(world.led(1), kept) or world.views.made["spade"]
+    assert torch.equal(world.led(1), kept) or world.compressed_kv.made["spade"]
     world.until(lambda: world.steps.ready == 0, 10)
     world.step()
     assert world.steps.missed["silent"] == 1
@@ -383,10 +385,10 @@ def test_two_ranks_share_requests():
 
 def test_a_rank_ends_where_it_is_asked_for_what_cannot_be():
     shape = attach().shape
-    rank, _ = rank_here(Arena(shape, torch.device("cpu"), "cpu"))
+    rank, _ = rank_here(ExchangeBuffer(shape, torch.device("cpu"), "cpu"))
     for wrong in (
-        protocol.Ask(0, 0, 3, 1, 64, 8, (63,)), protocol.Ask(4, 0, 5, 1, 64, 8, (63,)), protocol.Ask(0, 0, 5, 1, 4, 8, (63,)),
-        protocol.Append((protocol.Piece(0, 0, 64, 0), protocol.Piece(0, 0, 64, 8))),
+        protocol.SelectionRequest(0, 0, 3, 1, 64, 8, (63,)), protocol.SelectionRequest(4, 0, 5, 1, 64, 8, (63,)), protocol.SelectionRequest(0, 0, 5, 1, 4, 8, (63,)),
+        protocol.Append((protocol.KeyPiece(0, 0, 64, 0), protocol.KeyPiece(0, 0, 64, 8))),
     ):  # fmt: skip
         with pytest.raises(protocol.ProtocolError, match="goes beyond|place 8 was named, of 8"):
             rank._take(wrong)
@@ -397,49 +399,49 @@ NO_ROOM = "its GPU has no room for keys of 2048 tokens: pass --kv-cache-rank-gb 
 
 @pytest.mark.parametrize(
     ("error", "said"),
-    [(ArenaError("no peer access"), "no peer access"), (torch.OutOfMemoryError("none left"), f"{NO_ROOM} another (none left)")],
+    [(ExchangeBufferError("no peer access"), "no peer access"), (torch.OutOfMemoryError("none left"), f"{NO_ROOM} another (none left)")],
     ids=["mapped", "held"],
 )
 def test_a_rank_that_cannot_map_the_arena_or_hold_the_keys_says_why(monkeypatch, error, said):
     def refuse(*given, **named):
         raise error
 
-    monkeypatch.setattr(device_rank, "MappedArena", refuse)
+    monkeypatch.setattr(gpu_selection_server, "MappedExchangeBuffer", refuse)
     socket = Told()
     with pytest.raises(protocol.ProtocolError):
-        DeviceRank(socket, None, 1, torch.device("cpu"))._take(attach())
-    assert isinstance(socket.messages[-1], protocol.Refused) and socket.messages[-1].reason == said
+        GpuSelectionServer(socket, None, 1, torch.device("cpu"))._take(attach())
+    assert isinstance(socket.messages[-1], protocol.AttachRefused) and socket.messages[-1].reason == said
 
 
 def test_a_rank_whose_gpu_has_no_kernels_that_choose_says_why(monkeypatch):
     def refuse(*given, **named):
         raise OptionError("no products of integers: pass --kv-score-bits 16")
 
-    monkeypatch.setattr(device_rank, "MappedArena", lambda shape, *given: SimpleNamespace(shape=shape))
-    monkeypatch.setattr(DeviceRank, "_meet_lengths", refuse)
+    monkeypatch.setattr(gpu_selection_server, "MappedExchangeBuffer", lambda shape, *given: SimpleNamespace(shape=shape))
+    monkeypatch.setattr(GpuSelectionServer, "_meet_lengths", refuse)
     socket = Told()
     with pytest.raises(protocol.ProtocolError):
-        DeviceRank(socket, None, 1, torch.device("cpu"))._take(attach(bits=8))
+        GpuSelectionServer(socket, None, 1, torch.device("cpu"))._take(attach(bits=8))
     assert socket.messages[-1].reason == "its GPU does not choose: no products of integers: pass --kv-score-bits 16"
 
 
 def test_gpus_without_peer_access_are_refused_with_a_remedy(monkeypatch):
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: (one, other) == (1, 0))
-    check_peers(torch.device("cuda:0"), torch.device("cuda:0"))
-    check_peers(torch.device("cuda:0"), torch.device("cuda:1"))
-    with pytest.raises(ArenaError, match="GPU 2 cannot read the memory of GPU 0, .*, or pass --kv-cache-ranks 0"):
-        check_peers(torch.device("cuda:0"), torch.device("cuda:2"))
+    check_peer_access(torch.device("cuda:0"), torch.device("cuda:0"))
+    check_peer_access(torch.device("cuda:0"), torch.device("cuda:1"))
+    with pytest.raises(ExchangeBufferError, match="GPU 2 cannot read the memory of GPU 0, .*, or pass --kv-cache-ranks 0"):
+        check_peer_access(torch.device("cuda:0"), torch.device("cuda:2"))
 
 
 def test_an_arena_has_as_many_lanes_as_its_bytes_hold():
     shape = attach().shape
-    small = ArenaLayout.of(shape).size
-    assert fitting(shape, small) == shape
-    many = fitting(type(shape)(*[getattr(shape, name) if name != "lanes" else 4096 for name in shape.__struct_fields__]), 64 << 20)
-    assert 1 < many.lanes < 4096 and ArenaLayout.of(many).size <= 64 << 20
-    assert fitting(shape, 1).lanes == 1
+    small = ExchangeLayout.from_shape(shape).size
+    assert fit_shape(shape, small) == shape
+    many = fit_shape(type(shape)(*[getattr(shape, name) if name != "lanes" else 4096 for name in shape.__struct_fields__]), 64 << 20)
+    assert 1 < many.lanes < 4096 and ExchangeLayout.from_shape(many).size <= 64 << 20
+    assert fit_shape(shape, 1).lanes == 1
     with pytest.raises(ValueError, match="a row of 6 bytes"):
-        words_of(6)
+        int32_words(6)
 
 
 def test_requests_come_grow_and_go_at_random_and_each_is_led_by_its_own_questions(world):
@@ -472,9 +474,9 @@ def test_requests_come_grow_and_go_at_random_and_each_is_led_by_its_own_question
 
 
 def test_fewer_lanes_than_requests_are_told_with_a_remedy(caplog):
-    warn_of_lanes(4, 4)
+    warn_if_few_lanes(4, 4)
     assert not caplog.records
-    warn_of_lanes(2 * 2, 5)
+    warn_if_few_lanes(2 * 2, 5)
     (said,) = caplog.records
     assert said.levelname == "WARNING" and "for 4 requests, of 5 that run at once" in said.message
     assert "pass --max-running-requests 4, or for more a lower --kv-select" in said.message

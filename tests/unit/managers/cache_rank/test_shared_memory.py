@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rank_helpers import DIM, GROUP, HEADS, LAYERS, attach, queries
 
-from sglang_ext.managers.cache_rank.shared_memory import StaleAnswer, allocate, map_memory, size_of
+from sglang_ext.managers.cache_rank.shared_memory import StaleSelection, allocate, map_memory, shared_memory_bytes
 
 SHAPE = attach(window=3, most=16).shape
 
@@ -31,11 +31,11 @@ def chosen(covered, keep, seed):
 
 def test_memory_has_no_name_and_takes_what_is_written():
     descriptor = allocate(SHAPE)
-    assert os.fstat(descriptor).st_size == size_of(SHAPE) and os.fstat(descriptor).st_nlink == 0
+    assert os.fstat(descriptor).st_size == shared_memory_bytes(SHAPE) and os.fstat(descriptor).st_nlink == 0
     assert os.fstat(descriptor).st_blocks == 0
     assert not os.get_inheritable(descriptor)
     larger = msgspec.structs.replace(SHAPE, lanes=SHAPE.lanes + 1)
-    with pytest.raises(ValueError, match=f"{size_of(SHAPE)} bytes, and this shape {size_of(larger)}: both sides must be of one version"):
+    with pytest.raises(ValueError, match=f"{shared_memory_bytes(SHAPE)} bytes, and this shape {shared_memory_bytes(larger)}: both sides must be of one version"):
         map_memory(larger, descriptor)
     os.close(descriptor)
 
@@ -44,7 +44,7 @@ def test_where_rows_travel_what_a_copy_holds_goes_one_way_and_what_it_lacks_the_
     descriptor = allocate(rows := attach(window=3, most=16, rows=True).shape)
     here, there = map_memory(rows, descriptor), map_memory(rows, descriptor)
     os.close(descriptor)
-    assert size_of(rows) > size_of(SHAPE) and both()[0].values.numel() == 0
+    assert shared_memory_bytes(rows) > shared_memory_bytes(SHAPE) and both()[0].values.numel() == 0
     held, layers = chosen(100, 12, 1), slice(1, 3)
     here.put_held(2, 5, 1, held[layers])
     here.put_held(2, 6, 1, chosen(100, 12, 2)[layers])
@@ -83,33 +83,33 @@ def test_an_answer_is_read_for_its_own_question_alone_in_any_order_of_writing(wr
     for sequence, epoch, longer in written:
         covered, keep = (40, 16) if longer else (30, 8)
         kept = chosen(covered, keep, seed=sequence)
-        there.put_chosen(epoch, 2, sequence, 0, covered, kept)
+        there.put_selection(epoch, 2, sequence, 0, covered, kept)
         last[sequence % 2] = (sequence, epoch, covered, keep, kept)
     for sequence in range(1, 7):
         for epoch in range(1, 4):
             for covered, keep in ((40, 16), (30, 8)):
                 found = last.get(sequence % 2)
                 if found is not None and found[:4] == (sequence, epoch, covered, keep):
-                    assert torch.equal(here.get_chosen(epoch, 2, sequence, slice(0, LAYERS), covered, keep), found[4])
+                    assert torch.equal(here.get_selection(epoch, 2, sequence, slice(0, LAYERS), covered, keep), found[4])
                 else:
-                    with pytest.raises(StaleAnswer, match="were asked for"):
-                        here.get_chosen(epoch, 2, sequence, slice(0, LAYERS), covered, keep)
-    with pytest.raises(StaleAnswer):
-        here.get_chosen(written[-1][1], 1, written[-1][0], slice(0, LAYERS), 30, 8)
+                    with pytest.raises(StaleSelection, match="were asked for"):
+                        here.get_selection(epoch, 2, sequence, slice(0, LAYERS), covered, keep)
+    with pytest.raises(StaleSelection):
+        here.get_selection(written[-1][1], 1, written[-1][0], slice(0, LAYERS), 30, 8)
 
 
 def test_a_pack_of_another_step_is_stale_although_others_have_come():
     here, there = both()
     kept = chosen(30, 8, 1)
-    there.put_chosen(1, 0, 2, 0, 30, kept[:2])
-    assert torch.equal(here.get_chosen(1, 0, 2, slice(0, 2), 30, 8), kept[:2])
-    with pytest.raises(StaleAnswer):
-        here.get_chosen(1, 0, 2, slice(0, LAYERS), 30, 8)
+    there.put_selection(1, 0, 2, 0, 30, kept[:2])
+    assert torch.equal(here.get_selection(1, 0, 2, slice(0, 2), 30, 8), kept[:2])
+    with pytest.raises(StaleSelection):
+        here.get_selection(1, 0, 2, slice(0, LAYERS), 30, 8)
 
 
 @pytest.mark.parametrize("wrong", [[0, 1, 30], [-1, 2, 3], [3, 3, 4], [5, 4, 6]])
 def test_positions_that_are_none_of_the_context_never_lead_a_copy(wrong):
     here, there = both()
-    there.put_chosen(1, 0, 1, 0, 30, torch.tensor(wrong).expand(LAYERS, HEADS, 3))
-    with pytest.raises(StaleAnswer, match="not ascending from 0 to below 30"):
-        here.get_chosen(1, 0, 1, slice(0, LAYERS), 30, 3)
+    there.put_selection(1, 0, 1, 0, 30, torch.tensor(wrong).expand(LAYERS, HEADS, 3))
+    with pytest.raises(StaleSelection, match="not ascending from 0 to below 30"):
+        here.get_selection(1, 0, 1, slice(0, LAYERS), 30, 3)

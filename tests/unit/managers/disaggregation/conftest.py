@@ -3,9 +3,9 @@
 import pytest
 from link_helpers import QUICK, SETTINGS, RawSender
 
-from sglang_ext.managers.disaggregation.link import Link
-from sglang_ext.managers.disaggregation.pacing import Interface
-from sglang_ext.managers.disaggregation.link_server import LinkServer
+from sglang_ext.managers.kv_transfer.link import Link
+from sglang_ext.managers.kv_transfer.pacing import NetworkInterface
+from sglang_ext.managers.kv_transfer.link_server import LinkServer
 
 
 class Ends:
@@ -19,7 +19,7 @@ class Ends:
         return made
 
     def link(self, endpoint, limits=QUICK, gbps=None, keys=None, settings=SETTINGS, **others):
-        others.setdefault("interface", Interface(gbps))
+        others.setdefault("interface", NetworkInterface(gbps))
         self.made.append(made := Link(endpoint, settings, limits, keys=keys, **others))
         return made
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.managers.disaggregation.arriving import Arriving
-from sglang_ext.ranks import Ranks
+from sglang_ext.managers.kv_transfer.arriving_full_kv import ArrivingFullKV
+from sglang_ext.tp_ranks import TPRanks
 
 
 @dataclass
@@ -20,7 +20,7 @@ class Rest:
         self.cancelled += 1
 
 
-class Two(Ranks):
+class Two(TPRanks):
     """This rank, and another one that sees something else."""
 
     def __init__(self, others):
@@ -31,39 +31,39 @@ class Two(Ranks):
 
 
 def test_a_request_is_early_until_its_drafts_are_verified():
-    turns, rest = Arriving(), Rest()
-    assert not turns.is_early(3)
-    turns.expect(3, rest)
-    turns.begin({}, None)
-    assert turns.is_early(3) and not turns.is_here(3)
+    full_kv, rest = ArrivingFullKV(), Rest()
+    assert not full_kv.is_early(3)
+    full_kv.expect(3, rest)
+    full_kv.on_round_start({}, None)
+    assert full_kv.is_early(3) and not full_kv.has_arrived(3)
     rest.complete = True
-    assert not turns.is_here(3), "a round sees one state from its beginning to its end"
-    turns.begin({}, None)
-    assert turns.is_early(3) and turns.is_here(3) and not turns.is_lost(3)
-    turns.settle(3)
-    assert not turns.is_early(3) and turns.arrival(3) is None
+    assert not full_kv.has_arrived(3), "a round sees one state from its beginning to its end"
+    full_kv.on_round_start({}, None)
+    assert full_kv.is_early(3) and full_kv.has_arrived(3) and not full_kv.is_lost(3)
+    full_kv.end_early_decoding(3)
+    assert not full_kv.is_early(3) and full_kv.arrival(3) is None
 
 
-@pytest.mark.parametrize("end", ["forget", "settle"])
+@pytest.mark.parametrize("end", ["forget", "end_early_decoding"])
 def test_who_is_gone_is_written_to_no_more(end):
-    turns, rest = Arriving(), Rest(complete=end == "settle")
-    turns.expect(3, rest)
-    turns.begin({}, None)
-    getattr(turns, end)(3)
+    full_kv, rest = ArrivingFullKV(), Rest(complete=end == "end_early_decoding")
+    full_kv.expect(3, rest)
+    full_kv.on_round_start({}, None)
+    getattr(full_kv, end)(3)
     assert rest.cancelled == 1
-    turns.forget(3)
+    full_kv.forget(3)
     assert rest.cancelled == 1
 
 
 def test_a_row_that_is_used_again_begins_anew():
-    turns = Arriving()
-    turns.expect(3, Rest(failure="cut"))
-    turns.begin({}, None)
-    assert turns.is_lost(3)
-    turns.forget(3)
-    turns.expect(3, Rest())
-    turns.begin({}, None)
-    assert turns.is_early(3) and not turns.is_lost(3) and not turns.is_here(3)
+    full_kv = ArrivingFullKV()
+    full_kv.expect(3, Rest(failure="cut"))
+    full_kv.on_round_start({}, None)
+    assert full_kv.is_lost(3)
+    full_kv.forget(3)
+    full_kv.expect(3, Rest())
+    full_kv.on_round_start({}, None)
+    assert full_kv.is_early(3) and not full_kv.is_lost(3) and not full_kv.has_arrived(3)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans(), st.booleans()), min_size=1, max_size=5))
@@ -71,10 +71,10 @@ def test_ranks_decide_alike(seen):
     """Here is what came at all ranks; lost what failed at one."""
     mine = [Rest(complete=c, failure="cut" if f else None) for c, f, _, _ in seen]
     theirs = [(c, f) for _, _, c, f in seen]
-    turns = Arriving(Two(lambda value: theirs))
+    full_kv = ArrivingFullKV(Two(lambda value: theirs))
     for row, rest in enumerate(mine):
-        turns.expect(row, rest)
-    turns.begin({}, None)
+        full_kv.expect(row, rest)
+    full_kv.on_round_start({}, None)
     for row, (c, f, other_c, other_f) in enumerate(seen):
-        assert turns.is_lost(row) == (f or other_f)
-        assert turns.is_here(row) == (c and other_c and not (f or other_f))
+        assert full_kv.is_lost(row) == (f or other_f)
+        assert full_kv.has_arrived(row) == (c and other_c and not (f or other_f))

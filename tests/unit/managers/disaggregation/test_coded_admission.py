@@ -11,17 +11,17 @@ from sglang.srt.managers.schedule_batch import ReqKvInfo
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from tiered_helpers import TokenTable, World, release
 
-from sglang_ext.hooks import coded_prompts as hooks
-from sglang_ext.managers.disaggregation.coded.decode_side import CodedPrompts
-from sglang_ext.managers.disaggregation.progressive.sender import ProgressiveSender
+from sglang_ext.hooks import quantized_prompts as hooks
+from sglang_ext.managers.kv_transfer.quantized.decode_side import QuantizedPromptAllocator
+from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
 from sglang_ext.managers.worker import KVWorker
-from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
-from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
-from sglang_ext.mem_cache.compressed.formats.packing import PackedRows, Packing
+from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
+from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import QuantizedLayout, Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.query_window import QueryWindows
+from sglang_ext.mem_cache.compressed.queries import QueryWindows
 from sglang_ext.mem_cache.compressors.catalogue import method
-from sglang_ext.mem_cache.prefix_cache.codes_alone import CodesAlone
+from sglang_ext.mem_cache.prefix_cache.quantized_only import QuantizedOnlyKV
 from sglang_ext.mem_cache.prefix_cache.recompute import retract_lost
 from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
 from sglang_ext.platforms.paged_allocator import TorchPagedAllocator
@@ -39,16 +39,16 @@ class Decode:
         self.cache = TieredRadixCache(CacheInitParams(True, self.table, self.allocator, page))
         buffers = KVBuffers((0,), (1.0,), *((torch.zeros(SLOTS + page, 2, 64),) for _ in "kv"))
         made = method(name)
-        packing = Packing.of(made.quantizer, buffers, page)
-        self.method = CopyMethod(made.compressor, 1.0, packing, name, name)
-        self.views = CompressedViews(
+        packing = Packing.for_pool(made.quantizer, buffers, page)
+        self.method = CompressionMethod(made.compressor, 1.0, packing, name, name)
+        self.compressed_kv = CompressedKVCache(
             methods=(self.method,), token_table=self.table.req_to_token, rows=ROWS, buffers=buffers, allocator=self.allocator,
-            tree_cache=self.cache, queries=QueryWindows(0, (0,), 0), form=PackedRows.of_table(packing, self.table.req_to_token),
+            tree_cache=self.cache, queries=QueryWindows(0, (0,), 0), layout=QuantizedLayout.for_table(packing, self.table.req_to_token),
         )  # fmt: skip
-        self.codes = CodesAlone(self.cache, self.views, packing, lambda req: self.method, recomputes=False)
-        self.cache.serve(self.views, keeps_answers=False, codes=self.codes)
+        self.codes = QuantizedOnlyKV(self.cache, self.compressed_kv, packing, lambda req: self.method, recomputes=False)
+        self.cache.serve(self.compressed_kv, keeps_answers=False, codes=self.codes)
         admitted = SimpleNamespace(method_of=lambda req: 0, admit=lambda req, matched: None)
-        self.prompts = CodedPrompts(self.views, self.codes, admitted)
+        self.prompts = QuantizedPromptAllocator(self.compressed_kv, self.codes, admitted)
         worker = KVWorker.__new__(KVWorker)
         worker.coded_prompts = lambda tree: self.prompts
         self.queue = SimpleNamespace(scheduler=SimpleNamespace(draft_worker=worker), tree_cache=self.cache)
@@ -64,7 +64,7 @@ class Decode:
 
     def stocks(self, queue, req, prefix_indices=None, prefix_len=None, total_prefix_len=None):
         """As SGLang's ``_pre_alloc``: a row, and slots of all tokens after a prefix."""
-        begin, tokens = prefix_len or 0, hooks.tokens_charged(lambda req: len(req.origin_input_ids), req)
+        begin, tokens = prefix_len or 0, hooks.count_prompt_slots(lambda req: len(req.origin_input_ids), req)
         req.req_pool_idx = self.rows.pop()
         slots = self.allocator.alloc(-(-(tokens - begin) // self.page) * self.page)[: tokens - begin]
         if begin:
@@ -77,7 +77,7 @@ class Decode:
         planned = self.prompts.plan(req, len(req.origin_input_ids))
         if planned is not None:
             setattr(req, hooks.PLANNED, planned)
-        charged, free = hooks.tokens_charged(lambda req: len(req.origin_input_ids), req), self.allocator.available_size()
+        charged, free = hooks.count_prompt_slots(lambda req: len(req.origin_input_ids), req), self.allocator.available_size()
         slots = hooks.pre_alloc(self.stocks, self.queue, req)
         return planned, charged, free - self.allocator.available_size(), slots
 
@@ -103,8 +103,8 @@ def test_a_prompt_takes_what_it_is_charged_and_gives_all_of_it_back(page, length
         if planned is None:
             assert charged == tokens and taken == -(-tokens // page) * page
             continue
-        view, row = decode.views.get(req.req_pool_idx), decode.table.req_to_token
-        assert taken == charged == planned.slots and view.holds_all
+        view, row = decode.compressed_kv.get(req.req_pool_idx), decode.table.req_to_token
+        assert taken == charged == planned.slots and view.has_all_tokens
         assert view.covered == planned.covered == decode.method.covered(tokens - decode.method.recent)
         # To SGLang's padding page, then to the tokens that are not packed.
         assert (row[req.req_pool_idx, : view.covered] < page).all()
@@ -113,10 +113,10 @@ def test_a_prompt_takes_what_it_is_charged_and_gives_all_of_it_back(page, length
         where = decode.prompts.slots(req, planned)
         assert len(where.sinks) == where.begin == view.sinks and torch.equal(where.tail, slots)
         assert torch.equal(where.blocks, view.own[view.sinks :][: view.own_packed])
-    decode.codes.update({row: (decode.cache.root_node, view.covered) for row, view in decode.views.copies()})
+    decode.codes.update({row: (decode.cache.root_node, view.covered) for row, view in decode.compressed_kv.copies()})
     for req, tokens in running:
         decode.end(req, tokens)
-    assert decode.allocator.available_size() == SLOTS and decode.codes.own_tokens == 0 and not decode.views.copies()
+    assert decode.allocator.available_size() == SLOTS and decode.codes.own_tokens == 0 and not decode.compressed_kv.copies()
 
 
 @pytest.mark.parametrize(
@@ -164,13 +164,13 @@ def test_codes_of_a_request_that_nobody_could_send_again_do_not_take_its_full_kv
     req = decode.request(500, lora_id="adapter")
     decode.admit(req)
     row = req.req_pool_idx
-    assert decode.views.compress(row, 500)
-    running = {row: (decode.cache.root_node, decode.views.get(row).covered)}
+    assert decode.compressed_kv.compress(row, 500)
+    running = {row: (decode.cache.root_node, decode.compressed_kv.get(row).covered)}
     decode.codes.update(running)
-    assert decode.codes.own_tokens == 0 and not decode.codes.serves(row)
-    decode.prompts.can_recompute(decode.request(500, req_pool_idx=row), None)
+    assert decode.codes.own_tokens == 0 and not decode.codes.can_lack_full_kv(row)
+    decode.prompts.enable_recompute(decode.request(500, req_pool_idx=row), None)
     decode.codes.update(running)
-    assert decode.codes.own_tokens == decode.views.get(row).covered and decode.codes.serves(row)
+    assert decode.codes.own_tokens == decode.compressed_kv.get(row).covered and decode.codes.can_lack_full_kv(row)
 
 
 class Sender(ProgressiveSender):
@@ -180,10 +180,10 @@ class Sender(ProgressiveSender):
         self.takes, self.packed = takes, []
 
     @property
-    def waits_packed(self):
+    def is_waiting_packed(self):
         return bool(self.packed)
 
-    def wait_packed(self, begin, end, slots):
+    def pack_early(self, begin, end, slots):
         self.packed += [(begin, end, slots.tolist())] if self.takes else []
         return self.takes
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from sglang_ext.managers.disaggregation.endpoints import LinkKeys, check_endpoint
-from sglang_ext.managers.disaggregation.settings import LinkError
+from sglang_ext.managers.kv_transfer.endpoints import LinkKeys, check_endpoint
+from sglang_ext.managers.kv_transfer.link_settings import LinkError
 
-KEYS = LinkKeys.new()
+KEYS = LinkKeys.generate()
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:0", "tcp://127.0.0.1:30123", "tcp://[::1]:30123"])
@@ -56,7 +56,7 @@ def test_keys_are_written_once_and_read_by_their_owner(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"a b", KEYS.public, KEYS.public + b" " + LinkKeys.new().secret, b"\xff" * 40 + b" " + b"\x00" * 40],
+    "content", [b"", b"a b", KEYS.public, KEYS.public + b" " + LinkKeys.generate().secret, b"\xff" * 40 + b" " + b"\x00" * 40],
     ids=["nothing", "too short", "one", "of two pairs", "no text"],
 )
 def test_a_file_without_a_pair_is_refused(tmp_path, content):

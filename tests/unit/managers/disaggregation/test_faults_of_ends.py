@@ -16,10 +16,10 @@ import pytest
 from link_helpers import QUICK, SETTINGS, Listener, Proxy, Sink, expected, part, shape
 from waiting import until
 
-from sglang_ext.managers.disaggregation.link import Link
-from sglang_ext.managers.disaggregation.link_server import LinkServer
-from sglang_ext.managers.disaggregation.pacing import Interface
-from sglang_ext.managers.disaggregation.wire import Stream
+from sglang_ext.managers.kv_transfer.link import Link
+from sglang_ext.managers.kv_transfer.link_server import LinkServer
+from sglang_ext.managers.kv_transfer.pacing import NetworkInterface
+from sglang_ext.managers.kv_transfer.wire import Stream
 
 LIMITS = dataclasses.replace(QUICK, silence_seconds=0.5, resume_seconds=1.0)
 # Gbit/s at which a room's anchors take a second, and its residuals another.
@@ -57,7 +57,7 @@ def receive(pipe):
 
 
 def send(pipe, endpoint):
-    link = Link(endpoint, SETTINGS, LIMITS, Interface(SLOW))
+    link = Link(endpoint, SETTINGS, LIMITS, NetworkInterface(SLOW))
     link.open(1, shape(PAGES), Listener())
     offer(link, 1)
     time.sleep(60)

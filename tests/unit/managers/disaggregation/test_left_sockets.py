@@ -11,10 +11,10 @@ import pytest
 from link_helpers import QUICK, SETTINGS, Listener, Sink, expected, part, shape
 from waiting import until
 
-from sglang_ext.managers.disaggregation import endpoints
-from sglang_ext.managers.disaggregation.link_server import LinkServer
-from sglang_ext.managers.disaggregation.settings import LinkError
-from sglang_ext.managers.disaggregation.wire import Stream
+from sglang_ext.managers.kv_transfer import endpoints
+from sglang_ext.managers.kv_transfer.link_server import LinkServer
+from sglang_ext.managers.kv_transfer.link_settings import LinkError
+from sglang_ext.managers.kv_transfer.wire import Stream
 
 OF = shape(1, residual=False, aux=False)
 
@@ -89,7 +89,7 @@ def test_what_is_no_dead_socket_of_ours_stays(ends, folder):
 
 def test_a_server_that_has_bound_and_does_not_listen_yet_is_waited_for(ends, folder):
     with ThreadPoolExecutor(1) as pool:
-        with endpoints.alone_in_folder(endpoint(folder, 1)):
+        with endpoints.lock_socket_folder(endpoint(folder, 1)):
             starting = bound(folder / "kv-link-1-0")
             next_one = pool.submit(ends.server, endpoint(folder, 2))
             with pytest.raises(TimeoutError):
@@ -112,7 +112,7 @@ def test_servers_that_start_at_once_all_answer(ends, folder):
 
 def test_a_folder_that_stays_locked_is_named(folder, monkeypatch):
     monkeypatch.setattr(endpoints, "LOCKED_SECONDS", 0.1)
-    with endpoints.alone_in_folder(endpoint(folder, 1)), pytest.raises(LinkError, match="binding.lock is locked for 0.1 s by a server"):
+    with endpoints.lock_socket_folder(endpoint(folder, 1)), pytest.raises(LinkError, match="binding.lock is locked for 0.1 s by a server"):
         LinkServer(endpoint(folder, 2), SETTINGS)
     assert sockets(folder) == []
 

@@ -10,14 +10,14 @@ import pytest
 from link_helpers import QUICK, SETTINGS, Listener, Sink, expected, part, shape
 from waiting import tries, until
 
-from sglang_ext.managers.disaggregation import link_server
-from sglang_ext.managers.disaggregation.assembly import Whole
-from sglang_ext.managers.disaggregation.connection import Connection
-from sglang_ext.managers.disaggregation.limits import LinkLimits
-from sglang_ext.managers.disaggregation.link_server import LinkServer
-from sglang_ext.managers.disaggregation.pacing import Interface, TokenBucket
-from sglang_ext.managers.disaggregation.settings import LinkError
-from sglang_ext.managers.disaggregation.wire import FRAME_OVERHEAD, Stream
+from sglang_ext.managers.kv_transfer import link_server
+from sglang_ext.managers.kv_transfer.part_assembly import ReceivedPart
+from sglang_ext.managers.kv_transfer.connection import Connection
+from sglang_ext.managers.kv_transfer.limits import LinkLimits
+from sglang_ext.managers.kv_transfer.link_server import LinkServer
+from sglang_ext.managers.kv_transfer.pacing import NetworkInterface, TokenBucket
+from sglang_ext.managers.kv_transfer.link_settings import LinkError
+from sglang_ext.managers.kv_transfer.wire import FRAME_OVERHEAD, Stream
 
 
 def fill(link, room, pages, size, streams=tuple(Stream), seed=0):
@@ -100,7 +100,7 @@ def test_anchors_that_come_late_overtake_residuals_of_other_rooms(ends):
 
 def test_links_of_one_interface_share_its_rate_and_an_anchor_of_one_overtakes_residuals_of_another(ends):
     """At 0.05 Gbit/s, 6.8 MB take 1.1 s, whichever of two servers they are for."""
-    servers, interface, sinks, listener = [ends.server(), ends.server()], Interface(0.05), [Sink(), Sink()], Listener()
+    servers, interface, sinks, listener = [ends.server(), ends.server()], NetworkInterface(0.05), [Sink(), Sink()], Listener()
     links = [ends.link(server.endpoint, interface=interface) for server in servers]
     until(lambda: all(link.connected for link in links))
     begin = time.monotonic()
@@ -124,7 +124,7 @@ def test_links_of_one_interface_share_its_rate_and_an_anchor_of_one_overtakes_re
 
 
 def test_a_link_whose_receiver_takes_no_more_anchors_leaves_the_interface_to_others(ends):
-    stuck, free, interface = ends.server(limits=QUICK), ends.server(), Interface()
+    stuck, free, interface = ends.server(limits=QUICK), ends.server(), NetworkInterface()
     first, second = (ends.link(each.endpoint, interface=interface) for each in (stuck, free))
     listener, slow, sink = Listener(), Sink(delay=1.0), Sink()
     stuck.register(1, expected(shape(12, residual=False, aux=False)), slow)
@@ -235,14 +235,14 @@ def test_what_waits_for_a_sink_is_bounded_and_comes_in_order(ends):
 
 def test_a_thread_that_writes_fails_a_room_and_goes_on(ends, caplog, monkeypatch):
     server, listener, sinks = ends.server(), Listener(), [Sink(), Sink()]
-    link, of, usual = ends.link(server.endpoint), shape(1, residual=False, aux=False), Whole.right
+    link, of, usual = ends.link(server.endpoint), shape(1, residual=False, aux=False), ReceivedPart.has_valid_checksum
 
     def broken(whole):
         if whole.header.room == 0:
             raise OSError("no such thing")
         return usual(whole)
 
-    monkeypatch.setattr(Whole, "right", broken)
+    monkeypatch.setattr(ReceivedPart, "has_valid_checksum", broken)
     for room, sink in enumerate(sinks):
         server.register(room, expected(of), sink)
         link.open(room, of, listener)

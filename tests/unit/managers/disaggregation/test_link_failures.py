@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from link_helpers import QUICK, SETTINGS, Listener, Proxy, RawSender, Sink, expected, header, part, shape
 from waiting import until
 
-from sglang_ext.managers.disaggregation import wire
-from sglang_ext.managers.disaggregation.link_server import LinkServer
-from sglang_ext.managers.disaggregation.settings import LinkError
-from sglang_ext.managers.disaggregation.wire import Stream
+from sglang_ext.managers.kv_transfer import wire
+from sglang_ext.managers.kv_transfer.link_server import LinkServer
+from sglang_ext.managers.kv_transfer.link_settings import LinkError
+from sglang_ext.managers.kv_transfer.wire import Stream
 
 ANCHORS = {"residual": False, "aux": False}
 
@@ -137,7 +137,7 @@ def test_a_changed_part_is_asked_for_again_and_the_room_fails_after_two_repeats(
     whole = header(1, Stream.ANCHOR, b"whole", 1)
     for _ in range(2):
         sender.say(wire.Frame(whole, 0), b"wHole")
-        assert sender.hear_of(wire.Again) == wire.Again(1, Stream.ANCHOR, 1)
+        assert sender.hear_of(wire.Retransmit) == wire.Retransmit(1, Stream.ANCHOR, 1)
     sender.say(wire.Frame(whole, 0), b"whole")
     until(lambda: sink.parts)
     other = header(1, Stream.ANCHOR, b"other", 0)
@@ -189,7 +189,7 @@ def test_a_sender_repeats_what_it_is_asked_for_and_gives_up_in_the_end(ends):
     for _ in range(3):
         frame, payload = receiver.hear_of(wire.Frame)
         assert payload == b"bytes" and frame.header == header(1, Stream.ANCHOR, b"bytes")
-        receiver.say(wire.Again(1, Stream.ANCHOR, 0))
+        receiver.say(wire.Retransmit(1, Stream.ANCHOR, 0))
     assert "wrong checksum 3 times" in receiver.hear_of(wire.Cancel)[0].reason
     until(lambda: listener.reasons)
     assert "wrong checksum 3 times" in listener.reasons[1]

@@ -8,9 +8,9 @@ import pytest
 from link_helpers import QUICK, Listener, Sink, expected, part, shape
 from waiting import until
 
-from sglang_ext.managers.disaggregation.connection import Connection
-from sglang_ext.managers.disaggregation.endpoints import LinkKeys
-from sglang_ext.managers.disaggregation.wire import MOST_FRAME, Stream
+from sglang_ext.managers.kv_transfer.connection import Connection
+from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
+from sglang_ext.managers.kv_transfer.wire import MAX_FRAME_BYTES, Stream
 
 ANCHORS = {"residual": False, "aux": False}
 
@@ -19,12 +19,12 @@ ANCHORS = {"residual": False, "aux": False}
 def test_only_who_has_the_keys_connects(ends, tmp_path, caplog, monkeypatch, pause):
     made = Connection.__init__
     monkeypatch.setattr(Connection, "__init__", lambda *given: (made(*given), time.sleep(pause))[0])
-    LinkKeys.new().write(tmp_path / "keys")
+    LinkKeys.generate().write(tmp_path / "keys")
     keys, listener, sink = LinkKeys.read(tmp_path / "keys"), Listener(), Sink()
     server = ends.server(keys=keys)
     server.register(1, expected(shape(1, **ANCHORS)), sink)
     limits = dataclasses.replace(QUICK, resume_seconds=0.5)
-    other = LinkKeys.new()
+    other = LinkKeys.generate()
     # The receiver's public key is known to it, and its own pair is not the deployment's.
     impostor = dataclasses.replace(keys, secret=other.secret)
     with caplog.at_level(logging.ERROR):
@@ -43,9 +43,9 @@ def test_only_who_has_the_keys_connects(ends, tmp_path, caplog, monkeypatch, pau
     until(lambda: listener.reasons == {1: None} and sink.reasons == [None])
 
 
-@pytest.mark.parametrize("size", [MOST_FRAME - 1, MOST_FRAME, 3 * MOST_FRAME + 1])
+@pytest.mark.parametrize("size", [MAX_FRAME_BYTES - 1, MAX_FRAME_BYTES, 3 * MAX_FRAME_BYTES + 1])
 def test_frames_of_the_largest_size_pass_encrypted(ends, size):
-    keys, listener, sink = LinkKeys.new(), Listener(), Sink()
+    keys, listener, sink = LinkKeys.generate(), Listener(), Sink()
     server = ends.server(keys=keys)
     server.register(1, expected(shape(1, **ANCHORS)), sink)
     link = ends.link(server.endpoint, keys=keys)

@@ -9,10 +9,10 @@ from link_helpers import LAYERS, Listener, Proxy, Sink, expected, header, part, 
 from prometheus_client import CollectorRegistry
 from waiting import until
 
-from sglang_ext.managers.disaggregation import link as sender_end, wire
-from sglang_ext.managers.disaggregation.limits import LinkLimits
-from sglang_ext.managers.disaggregation.link_metrics import COUNTERS, GAUGES, RECONNECTS, LinkMetrics
-from sglang_ext.managers.disaggregation.wire import Stream
+from sglang_ext.managers.kv_transfer import link as sender_end, wire
+from sglang_ext.managers.kv_transfer.limits import LinkLimits
+from sglang_ext.managers.kv_transfer.link_metrics import COUNTERS, GAUGES, RECONNECTS, LinkMetrics
+from sglang_ext.managers.kv_transfer.wire import Stream
 
 ROOT = Path(__file__).parents[4]
 ARGS = SimpleNamespace(served_model_name="m", model_path="p", enable_metrics=True)
@@ -141,7 +141,7 @@ def test_changed_bytes_unexpected_parts_and_nonsense_are_refused_by_reason(ends,
     sender = refusing(ends, receiving, shape(2, **ANCHORS))
     whole = header(1, Stream.ANCHOR, b"whole")
     sender.say(wire.Frame(whole, 0), b"wHole")
-    sender.hear_of(wire.Again)
+    sender.hear_of(wire.Retransmit)
     sender.say(wire.Frame(header(1, Stream.ANCHOR, b"whole", 2), 0), b"whole")
     assert "expected is" in sender.hear_of(wire.Ended).reason
     sender.socket.send(b"nonsense")

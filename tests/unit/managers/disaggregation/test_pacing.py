@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.managers.disaggregation.pacing import LEAST_FRAME, PAUSE, Interface, Polls, TokenBucket
-from sglang_ext.managers.disaggregation.settings import LinkError
+from sglang_ext.managers.kv_transfer.pacing import LEAST_FRAME, PAUSE, NetworkInterface, PollThrottle, TokenBucket
+from sglang_ext.managers.kv_transfer.link_settings import LinkError
 
 RATES = st.floats(1e3, 1e9)
 SIZES = st.lists(st.integers(1, 1 << 20), min_size=1, max_size=30)
@@ -50,21 +50,21 @@ def test_lateness_is_made_up_for_within_the_burst():
 
 
 def test_without_a_limit_nobody_waits():
-    bucket = TokenBucket.of_gbps(None)
+    bucket = TokenBucket.from_gbps(None)
     bucket.take(1 << 40, 0.0)
     assert bucket.wait(0.0) == 0 and bucket.frame_bytes(1 << 18) == 1 << 18
 
 
 def test_slow_links_have_short_frames():
-    assert TokenBucket.of_gbps(0.01).frame_bytes(1 << 18) == LEAST_FRAME
-    assert TokenBucket.of_gbps(0.1).frame_bytes(1 << 18) == 25000
-    assert TokenBucket.of_gbps(10).frame_bytes(1 << 18) == 1 << 18
+    assert TokenBucket.from_gbps(0.01).frame_bytes(1 << 18) == LEAST_FRAME
+    assert TokenBucket.from_gbps(0.1).frame_bytes(1 << 18) == 25000
+    assert TokenBucket.from_gbps(10).frame_bytes(1 << 18) == 1 << 18
 
 
 @pytest.mark.parametrize("gbps", [0, 0.009, -1, float("inf"), float("nan")])
 def test_rates_out_of_bounds_are_refused(gbps):
     with pytest.raises(LinkError, match="pass 0.01 or more"):
-        TokenBucket.of_gbps(gbps)
+        TokenBucket.from_gbps(gbps)
 
 
 def test_a_loop_without_work_pauses_once_however_many_rooms_it_asks_for():
@@ -74,7 +74,7 @@ def test_a_loop_without_work_pauses_once_however_many_rooms_it_asks_for():
         pauses.append(seconds)
         clock[0] += seconds
 
-    polls = Polls(lambda: clock[0], pause)
+    polls = PollThrottle(lambda: clock[0], pause)
     for _ in range(4):
         for room in (7, 8, 9):
             polls.asked(room)
@@ -90,9 +90,9 @@ def test_a_loop_without_work_pauses_once_however_many_rooms_it_asks_for():
 
 
 def test_ranks_of_a_host_share_its_rate_equally():
-    ranks = [Interface(0.03, 3) for _ in range(3)]
+    ranks = [NetworkInterface(0.03, 3) for _ in range(3)]
     for each in ranks:
         each.take(12_500, 0.0)
     # A third of 0.03 Gbit/s are 1.25 MB/s.
     assert [each.wait(0.0) for each in ranks] == pytest.approx([0.01] * 3, rel=0.01)
-    assert Interface(None, 3).wait(0.0) == 0.0
+    assert NetworkInterface(None, 3).wait(0.0) == 0.0

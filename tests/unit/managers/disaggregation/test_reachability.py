@@ -4,9 +4,9 @@ import pytest
 import zmq
 from link_helpers import header
 
-from sglang_ext.managers.disaggregation.connection import Connection, Reachability
-from sglang_ext.managers.disaggregation.limits import LinkLimits
-from sglang_ext.managers.disaggregation.wire import FRAME_OVERHEAD, Frame, Stream
+from sglang_ext.managers.kv_transfer.connection import Connection, Reachability
+from sglang_ext.managers.kv_transfer.limits import LinkLimits
+from sglang_ext.managers.kv_transfer.wire import FRAME_OVERHEAD, Frame, Stream
 
 LIMITS = LinkLimits(reconnects=2, resume_seconds=10.0, stall_seconds=5.0)
 
@@ -30,21 +30,21 @@ def reachability(told=None):
 def clock(monkeypatch):
     """The time, which the test says."""
     now = [100.0]
-    monkeypatch.setattr("sglang_ext.managers.disaggregation.connection.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("sglang_ext.managers.kv_transfer.connection.time.monotonic", lambda: now[0])
     return now
 
 
 def test_a_receiver_is_unreached_from_when_it_left_on(clock):
     told = Told()
     made = reachability(told)
-    assert made.unreached(110.0) is None and "not reached for 10 s: it does not answer" in made.unreached(111.0)
+    assert made.unreachable_reason(110.0) is None and "not reached for 10 s: it does not answer" in made.unreachable_reason(111.0)
     made.welcome()
-    assert told.links == 1 and told.again == 0 and made.unreached(200.0) is None
+    assert told.links == 1 and told.again == 0 and made.unreachable_reason(200.0) is None
     clock[0] = 200.0
-    assert made.broke(True, "it was lost") is None
+    assert made.count_break(True, "it was lost") is None
     for _ in range(2):
-        made.leave()
-    assert told.links == 0 and made.unreached(210.0) is None and "it was lost" in made.unreached(210.1)
+        made.disconnect()
+    assert told.links == 0 and made.unreachable_reason(210.0) is None and "it was lost" in made.unreachable_reason(210.1)
     made.welcome()
     assert told.links == 1 and told.again == 1
 
@@ -53,20 +53,20 @@ def test_connections_that_break_fail_rooms_unless_parts_are_taken_between_them(c
     made = reachability()
     for acknowledged in (True, True, False):
         made.welcome()
-        made.progress(acknowledged)
-        reason = made.broke(True, "it was lost")
+        made.record_progress(acknowledged)
+        reason = made.count_break(True, "it was lost")
         assert reason is None
-    assert "nothing was acknowledged between them; the last: it was lost" in made.broke(True, "it was lost")
-    assert made.broke(False, "no handshake") is None, "they are counted anew"
+    assert "nothing was acknowledged between them; the last: it was lost" in made.count_break(True, "it was lost")
+    assert made.count_break(False, "no handshake") is None, "they are counted anew"
 
 
 def test_who_waits_for_a_receiver_that_takes_nothing_fails_and_who_waits_for_nothing_does_not(clock):
     made = reachability()
-    assert made.stalled(104.0, True) is None and made.stalled(109.0, False) is None
-    assert made.stalled(113.0, True) is None and "acknowledged nothing for 5 s" in made.stalled(114.5, True)
+    assert made.stall_reason(104.0, True) is None and made.stall_reason(109.0, False) is None
+    assert made.stall_reason(113.0, True) is None and "acknowledged nothing for 5 s" in made.stall_reason(114.5, True)
     clock[0] = 114.0
-    made.progress()
-    assert made.stalled(114.5, True) is None
+    made.record_progress()
+    assert made.stall_reason(114.5, True) is None
 
 
 def test_time_without_bytes_under_way_makes_no_receiver_slow(clock, tmp_path):

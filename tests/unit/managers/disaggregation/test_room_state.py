@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from link_helpers import MOST, Sink, expected, header, shape
 from waiting import until
 
-from sglang_ext.managers.disaggregation.assembly import Assembly
-from sglang_ext.managers.disaggregation.link_metrics import LinkMetrics
-from sglang_ext.managers.disaggregation.room_state import Expected, IncomingRoom, IncomingRooms
-from sglang_ext.managers.disaggregation.settings import LinkError
-from sglang_ext.managers.disaggregation.wire import Frame, LayerRange, Stream
+from sglang_ext.managers.kv_transfer.part_assembly import Assembly
+from sglang_ext.managers.kv_transfer.link_metrics import LinkMetrics
+from sglang_ext.managers.kv_transfer.incoming_rooms import ExpectedRoom, IncomingRoom, IncomingRooms
+from sglang_ext.managers.kv_transfer.link_settings import LinkError
+from sglang_ext.managers.kv_transfer.wire import Frame, LayerRange, Stream
 
 
 def room(of=None, sink=None, **others):
@@ -67,9 +67,9 @@ def test_what_is_not_expected_is_named(of, why):
 
 def test_expectations_that_do_not_fit_are_refused():
     with pytest.raises(LinkError, match="most_bytes of residual is 0"):
-        Expected(shape(1), {Stream.ANCHOR: 1, Stream.AUX: 1})
+        ExpectedRoom(shape(1), {Stream.ANCHOR: 1, Stream.AUX: 1})
     with pytest.raises(LinkError, match="1 prefix hashes of 2 pages"):
-        Expected(shape(2), MOST, (bytes(32),))
+        ExpectedRoom(shape(2), MOST, (bytes(32),))
 
 
 def test_a_sink_that_raises_is_named():
@@ -157,7 +157,7 @@ def test_parts_of_streams_interleave_and_come_out_whole(parts, frame_bytes, rand
         stream = random.choice([stream for stream in Stream if frames[stream]])
         frame, payload = frames[stream].pop(0)
         if (whole := assembly.add(frame, memoryview(payload))) is not None:
-            assert whole.right() and frame.header.page not in out
+            assert whole.has_valid_checksum() and frame.header.page not in out
             out[frame.header.page] = stream, bytes(whole.content)
     assert out == dict(enumerate(parts))
 
@@ -170,7 +170,7 @@ def test_a_changed_byte_is_found(payload, data):
     assembly = Assembly()
     assert assembly.add(Frame(of, 0), memoryview(changed[:1])) is None
     whole = assembly.add(Frame(of, 1), memoryview(changed[1:]))
-    assert not whole.right() and bytes(whole.content) == changed
+    assert not whole.has_valid_checksum() and bytes(whole.content) == changed
 
 
 def test_frames_that_do_not_follow_are_refused():

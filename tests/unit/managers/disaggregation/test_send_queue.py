@@ -5,16 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from link_helpers import LAYERS, Listener, part, shape
 
-from sglang_ext.managers.disaggregation.send_queue import SendQueue
-from sglang_ext.managers.disaggregation.settings import LinkError
-from sglang_ext.managers.disaggregation.wire import Have, LayerRange, Stream
+from sglang_ext.managers.kv_transfer.outgoing_queue import OutgoingQueue
+from sglang_ext.managers.kv_transfer.link_settings import LinkError
+from sglang_ext.managers.kv_transfer.wire import Have, LayerRange, Stream
 
 FRAME = 10
 NOTHING = {"anchors": b"", "residuals": b"", "aux": False}
 
 
 def queue_of(*rooms, pages=2, **of):
-    queue = SendQueue("lynx", 0)
+    queue = OutgoingQueue("lynx", 0)
     for room in rooms:
         queue.open(room, shape(pages, **of), Listener())
         queue.confirm(Have(room, **NOTHING))
@@ -88,15 +88,15 @@ def test_residuals_whose_anchors_went_may_be_hurried_where_other_anchors_are_sti
     for stream in (Stream.RESIDUAL, Stream.ANCHOR):
         for page in range(2):
             offer(queue, 1, part(stream, bytes(2 * FRAME), page))
-    assert queue.hurry_residual() is None
+    assert queue.next_early_residual() is None
     assert [sent[1:3] for sent in send_all(queue)] == 2 * [("anchor", 0)] + 2 * [("anchor", 1)]
-    assert queue.hurry_residual() is queue.next() and send(queue)[1:] == ("residual", 0, 0)
+    assert queue.next_early_residual() is queue.next() and send(queue)[1:] == ("residual", 0, 0)
     offer(queue, 1, part(Stream.ANCHOR, b"late", 2))
     offer(queue, 1, part(Stream.AUX, b"x"))
     first = [("anchor", 2, 0), ("aux", 0, 0)]
     assert [sent[1:] for sent in send_all(queue)] == [*first, ("residual", 0, FRAME), ("residual", 1, 0), ("residual", 1, FRAME)]
     offer(queue, 1, part(Stream.RESIDUAL, b"r", 2))
-    assert [sent[1:3] for sent in send_all(queue)] == [("residual", 2)] and queue.hurry_residual() is None
+    assert [sent[1:3] for sent in send_all(queue)] == [("residual", 2)] and queue.next_early_residual() is None
 
 
 def test_a_residual_that_the_receiver_has_is_not_hurried_after_a_break():
@@ -105,16 +105,16 @@ def test_a_residual_that_the_receiver_has_is_not_hurried_after_a_break():
     for page in range(2):
         offer(queue, 1, part(Stream.RESIDUAL, b"r", page))
     offer(queue, 1, part(Stream.ANCHOR, b"a", 0))
-    assert [send(queue)[1:3], queue.hurry_residual().number, send(queue)[1:3]] == [("anchor", 0), 0, ("residual", 0)]
+    assert [send(queue)[1:3], queue.next_early_residual().number, send(queue)[1:3]] == [("anchor", 0), 0, ("residual", 0)]
     queue.pause()
     queue.confirm(Have(1, b"\x01", b"\x01", False))
-    assert queue.hurry_residual() is None and queue.next() is None
+    assert queue.next_early_residual() is None and queue.next() is None
     offer(queue, 1, part(Stream.ANCHOR, b"a", 1))
-    assert send(queue)[1:3] == ("anchor", 1) and queue.hurry_residual().number == 1
+    assert send(queue)[1:3] == ("anchor", 1) and queue.next_early_residual().number == 1
 
 
 def test_nothing_goes_before_the_receiver_said_what_it_has():
-    queue = SendQueue("lynx", 0)
+    queue = OutgoingQueue("lynx", 0)
     queue.open(1, shape(2, aux=False), Listener())
     for page in range(2):
         offer(queue, 1, part(Stream.ANCHOR, b"a", page))
@@ -129,7 +129,7 @@ def test_nothing_goes_before_the_receiver_said_what_it_has():
 def test_after_any_breaks_all_arrives_once_in_order(data):
     """A model of both ends: parts are offered, sent, lost with the connection, acknowledged late, asked for again."""
     rooms = {room: shape(data.draw(st.integers(0, 3)), data.draw(st.booleans()), data.draw(st.booleans())) for room in (1, 2, 3)}
-    queue = SendQueue("lynx", 0)
+    queue = OutgoingQueue("lynx", 0)
     offers = []
     for room, of in rooms.items():
         queue.open(room, of, Listener())
@@ -154,7 +154,7 @@ def test_after_any_breaks_all_arrives_once_in_order(data):
         if action == "offer" and offers:
             room, stream, page = offers.pop()
             offer(queue, room, part(stream, bytes(data.draw(st.sampled_from([0, 1, FRAME, 25]))), page))
-        elif action == "send" and (sending := queue.next() or queue.hurry_residual()):
+        elif action == "send" and (sending := queue.next() or queue.next_early_residual()):
             room, stream, page, _ = send(queue)
             gone = {each: have[room][each] | sent_whole.get((room, each), set()) for each in Stream}
             if stream is Stream.RESIDUAL:
@@ -174,7 +174,7 @@ def test_after_any_breaks_all_arrives_once_in_order(data):
             repeats += 1
             room, stream, page = unacked.pop(0)
             sent_whole[room, stream].discard(page)
-            queue.again(room, stream, page, most=5)
+            queue.retransmit(room, stream, page, most=5)
             # What was released after the part goes before it comes again; the receiver has both streams apart.
             sent_whole[room, stream].add(page)
         elif action == "break" and data.draw(st.booleans()):
@@ -188,17 +188,17 @@ def test_a_part_comes_again_before_others_but_not_between_the_frames_of_one():
     for page in range(3):
         offer(queue, 1, part(Stream.ANCHOR, bytes(2 * FRAME), page))
     assert [send(queue)[2:] for _ in range(3)] == [(0, 0), (0, FRAME), (1, 0)]
-    queue.again(1, Stream.ANCHOR, 0, most=1)
+    queue.retransmit(1, Stream.ANCHOR, 0, most=1)
     assert [sent[2:] for sent in send_all(queue)] == [(1, FRAME), (0, 0), (0, FRAME), (2, 0), (2, FRAME)]
     with pytest.raises(LinkError, match="wrong checksum 2 times"):
-        queue.again(1, Stream.ANCHOR, 0, most=1)
+        queue.retransmit(1, Stream.ANCHOR, 0, most=1)
 
 
 def test_a_part_that_is_not_under_way_is_not_sent_again():
     queue = queue_of(1)
     with pytest.raises(LinkError, match="not under way"):
-        queue.again(1, Stream.ANCHOR, 1, most=2)
-    queue.again(2, Stream.ANCHOR, 1, most=2)
+        queue.retransmit(1, Stream.ANCHOR, 1, most=2)
+    queue.retransmit(2, Stream.ANCHOR, 1, most=2)
 
 
 def test_a_room_that_ended_leaves_nothing_behind():
@@ -228,7 +228,7 @@ def test_what_a_room_has_not_or_had_before_is_refused():
 
 
 def test_a_receiver_that_has_more_than_there_is_is_not_believed():
-    queue = SendQueue("lynx", 0)
+    queue = OutgoingQueue("lynx", 0)
     queue.open(1, shape(2, residual=False, aux=False), Listener())
     for wrong in (Have(1, b"\x04", b"", False), Have(1, b"", b"\x01", False), Have(1, b"", b"", True)):
         with pytest.raises(LinkError, match="says it has part"):
@@ -236,7 +236,7 @@ def test_a_receiver_that_has_more_than_there_is_is_not_believed():
 
 
 def test_ranges_of_layers_are_parts_of_their_own_and_headers_say_which():
-    queue = SendQueue("lynx", 3)
+    queue = OutgoingQueue("lynx", 3)
     ranges = LayerRange(0, 10), LayerRange(10, 20)
     queue.open(9, shape(1, aux=False).__class__(1, ranges, residual=False, aux=False), Listener())
     queue.confirm(Have(9, **NOTHING))

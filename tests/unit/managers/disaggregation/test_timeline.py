@@ -4,25 +4,25 @@ import time
 from threading import Thread
 
 from sglang_ext.device import Mark
-from sglang_ext.managers.disaggregation import timeline
-from sglang_ext.managers.disaggregation.timeline import Event, Timeline
+from sglang_ext.managers.kv_transfer import timeline
+from sglang_ext.managers.kv_transfer.timeline import TransferEvent, TransferTimeline
 
 
 def test_events_of_several_writers_are_read_in_the_order_of_their_times(tmp_path):
     file = tmp_path / "times"
-    first, second = Timeline(file), Timeline(file)
-    second.note(7, "anchor", at=3.0, number=100)
-    first.note(7, "computed", at=1.0)
-    first.note(8, "verified", at=2.0, number=3, of=5, early=True)
+    first, second = TransferTimeline(file), TransferTimeline(file)
+    second.add_event(7, "anchor", at=3.0, number=100)
+    first.add_event(7, "computed", at=1.0)
+    first.add_event(8, "verified", at=2.0, number=3, of=5, early=True)
     assert timeline.read(file) == [
-        Event(7, "computed", 1.0), Event(8, "verified", 2.0, 3, 5, True), Event(7, "anchor", 3.0, 100),
+        TransferEvent(7, "computed", 1.0), TransferEvent(8, "verified", 2.0, 3, 5, True), TransferEvent(7, "anchor", 3.0, 100),
     ]  # fmt: skip
 
 
 def test_threads_do_not_mix_lines_and_a_line_under_way_is_left_out(tmp_path):
     file = tmp_path / "times"
-    made = Timeline(file)
-    threads = [Thread(target=lambda room=room: [made.note(room, "drafted", number=n) for n in range(200)]) for room in range(4)]
+    made = TransferTimeline(file)
+    threads = [Thread(target=lambda room=room: [made.add_event(room, "drafted", number=n) for n in range(200)]) for room in range(4)]
     for each in threads:
         each.start()
     for each in threads:
@@ -34,11 +34,11 @@ def test_threads_do_not_mix_lines_and_a_line_under_way_is_left_out(tmp_path):
 
 
 def test_marks_and_events_of_now_have_one_clock(tmp_path):
-    made = Timeline(tmp_path / "times")
+    made = TransferTimeline(tmp_path / "times")
     before = time.monotonic()
     mark = Mark.now(timeline.torch.device("cpu"))
     assert before - 0.01 <= made.at(mark) <= time.monotonic() + 0.01
 
 
 def test_without_a_file_there_is_none_and_a_file_that_is_missing_has_no_events(tmp_path):
-    assert Timeline.of(None) is None and timeline.read(tmp_path / "none") == []
+    assert TransferTimeline.of(None) is None and timeline.read(tmp_path / "none") == []

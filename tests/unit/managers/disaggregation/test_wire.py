@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from link_helpers import LAYERS, SETTINGS, header, shape
 
-from sglang_ext.managers.disaggregation import wire
-from sglang_ext.managers.disaggregation.wire import LayerRange, RoomShape, Stream, WireError
+from sglang_ext.managers.kv_transfer import wire
+from sglang_ext.managers.kv_transfer.wire import LayerRange, RoomShape, Stream, WireError
 
 GOLDEN = Path(__file__).parent / "golden" / f"v{wire.VERSION}"
 LINK = bytes(range(16))
@@ -27,7 +27,7 @@ ANSWERED = {
     "hello-first": wire.HelloFirst("restarted"),
     "have": wire.Have(7, b"\x05", b"\x00", True),
     "received": wire.Received(1 << 20, (wire.Acked(7, Stream.ANCHOR, 0), wire.Acked(7, Stream.AUX, 0))),
-    "again": wire.Again(7, Stream.RESIDUAL, 5),
+    "again": wire.Retransmit(7, Stream.RESIDUAL, 5),
     "ended": wire.Ended(7, "unknown room"),
     "pong": wire.Pong(),
 }
@@ -122,8 +122,8 @@ def test_what_is_out_of_bounds_is_refused(fields):
 
 
 def test_a_long_message_is_not_read():
-    with pytest.raises(WireError, match=f"at most {wire.MOST_MESSAGE}"):
-        wire.decode_from_sender(bytes(wire.MOST_MESSAGE + 1))
+    with pytest.raises(WireError, match=f"at most {wire.MAX_MESSAGE_BYTES}"):
+        wire.decode_from_sender(bytes(wire.MAX_MESSAGE_BYTES + 1))
 
 
 @given(st.integers(0, 5), st.integers(1, 4), st.booleans(), st.booleans())

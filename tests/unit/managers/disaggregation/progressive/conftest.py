@@ -7,8 +7,8 @@ from link_helpers import QUICK
 from sglang.srt.disaggregation.common import conn
 from transfer_helpers import ADDRESS, ROW, DecodeManager, PrefillManager, make_pool
 
-from sglang_ext.managers.disaggregation.progressive.receiver import ProgressiveReceiver
-from sglang_ext.managers.disaggregation.progressive.sender import ProgressiveSender
+from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
+from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
 
 class Servers:
     """A prefill and a decode server of one rank each, of which only the transfer is there."""
@@ -28,23 +28,23 @@ class Servers:
 
     def sender(self, room, prompt):
         made = ProgressiveSender(self.prefill, ADDRESS, room, [0], 0)
-        made.take_prompt(prompt)
+        made.set_prompt(prompt)
         if self.read is not None:
-            made.bring_queries(self.read)
+            made.set_query_reader(self.read)
         if self.packs is not None:
-            made.pack_by(*self.packs)
+            made.set_packing(*self.packs)
         return made
 
     def receiver(self, room, prompt, refused=None):
         made = ProgressiveReceiver(self.decode, ADDRESS, room)
-        made.take_prompt(prompt, refused)
+        made.set_prompt(prompt, refused)
         if self.traveling is not None:
             made.expect_queries(self.traveling, lambda: ROW)
         if self.coded is not None:
             coded = self.coded
-            made.expect_codes(lambda: coded)
+            made.expect_quantized(lambda: coded)
         if self.begin is not None:
-            made.begin_early(self.begin, lambda req: None)
+            made.enable_early_decoding(self.begin, lambda req: None)
         made.init(0)
         return made
 

@@ -5,11 +5,11 @@ import torch
 from transfer_helpers import LAYERS, SLOTS, make_pool, rows
 
 from sglang_ext.config.benchmark_options import CODECS
-from sglang_ext.managers.disaggregation import settings as link_settings
-from sglang_ext.managers.disaggregation.progressive.codecs import QUANTIZERS, make_codec
-from sglang_ext.managers.disaggregation.progressive.page_codec import PlacedPage
-from sglang_ext.managers.disaggregation.settings import LinkError, LinkSettings
-from sglang_ext.managers.disaggregation.wire import LayerRange, Stream
+from sglang_ext.managers.kv_transfer import link_settings as link_settings
+from sglang_ext.managers.kv_transfer.progressive.codecs import QUANTIZERS, make_codec
+from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage
+from sglang_ext.managers.kv_transfer.link_settings import LinkError, LinkSettings
+from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALL = LayerRange(0, LAYERS)
@@ -126,9 +126,9 @@ def test_a_peer_with_another_codec_is_refused_by_name():
         return LinkSettings("any", "float32", LAYERS, 2, 16, 8, codec.page_size, *named, 0, 1)
 
     for one, other in (("int8", "int8-tensor"), ("int4", None), ("lynx-int8", "lynx-int4")):
-        said = link_settings.refusal(end(one), end(other))
+        said = link_settings.settings_mismatch(end(one), end(other))
         assert f"codec is '{one}' at the receiver and '{other or 'lynx'}'" in said and "--kv-bench-codec" in said
-    assert link_settings.refusal(end("cachegen"), end("cachegen")) is None
+    assert link_settings.settings_mismatch(end("cachegen"), end("cachegen")) is None
 
 
 def test_a_pool_of_8_bits_is_refused():

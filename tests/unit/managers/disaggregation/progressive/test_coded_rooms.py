@@ -14,17 +14,17 @@ from sglang.srt.disaggregation.common.conn import KVTransferError
 from transfer_helpers import make_pool, rows, settled
 from waiting import until
 
-from sglang_ext.config.disaggregation_options import traveling_codes
-from sglang_ext.managers.disaggregation.coded.decode_side import CodedPrompt, CodedSlots
-from sglang_ext.managers.disaggregation.progressive import control
-from sglang_ext.managers.disaggregation.progressive.page_codec import PlacedPage
-from sglang_ext.managers.disaggregation.progressive.pool_buffers import PoolBuffers
-from sglang_ext.managers.disaggregation.coded.room_codec import CodedRoom
-from sglang_ext.managers.disaggregation.settings import LinkError, refusal
-from sglang_ext.managers.disaggregation.wire import LayerRange, Stream
-from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
-from sglang_ext.mem_cache.compressed.formats.packing import Packing
-from sglang_ext.mem_cache.compressed.formats.rounding import token_seeds
+from sglang_ext.config.disaggregation_options import quantized_transfer_settings
+from sglang_ext.managers.kv_transfer.quantized.decode_side import QuantizedPrompt, QuantizedPromptSlots
+from sglang_ext.managers.kv_transfer.progressive import control
+from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage
+from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
+from sglang_ext.managers.kv_transfer.quantized.prompt_codec import QuantizedPromptCodec
+from sglang_ext.managers.kv_transfer.link_settings import LinkError, settings_mismatch
+from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
+from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
+from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors.catalogue import method
 
@@ -40,7 +40,7 @@ def pool_of(seed, dtype=torch.float32):
 
 
 def packing_of(buffers, name="hack", bits=4, partition=None, page_size=1):
-    return Packing.of(method(name, bits, partition).quantizer, buffers, page_size)
+    return Packing.for_pool(method(name, bits, partition).quantizer, buffers, page_size)
 
 
 def some(count, seed, taken=()):
@@ -64,11 +64,11 @@ def test_blocks_are_those_of_a_copy_on_one_server_and_other_tokens_are_exact(nam
     packing, prompt = packing_of(here, *named), list(range(400))
     begin, end = packing.sinks, packing.sinks + 256
     slots, seeds = some(400, 3), token_seeds(prompt, 400, torch.device("cpu")) if packing.stochastic else None
-    sent = CodedRoom(source, packing, here, begin, end, 64, seeds)
-    received = CodedRoom(target, packing, there, begin, end, 64)
+    sent = QuantizedPromptCodec(source, packing, here, begin, end, 64, seeds)
+    received = QuantizedPromptCodec(target, packing, there, begin, end, 64)
     blocks, exact = some(packing.packed_slots(end - begin), 4), some(400, 5)
     exact = exact[~torch.isin(exact, blocks)]
-    where = CodedSlots(packing, there, begin, end, exact[:begin], blocks, exact[begin : begin + 400 - end])
+    where = QuantizedPromptSlots(packing, there, begin, end, exact[:begin], blocks, exact[begin : begin + 400 - end])
     ends, sizes = sent.ends(400), []
     for start, stop in zip([0, *ends], ends):
         part = sent.encode_anchor(PlacedPage(start, slots[start:stop]), ALL)
@@ -93,7 +93,7 @@ def test_blocks_are_those_of_a_copy_on_one_server_and_other_tokens_are_exact(nam
 def test_pages_tile_the_prompt_and_none_reaches_over_a_bound_of_the_codes(tokens, blocks, begin, size, partition):
     pool, buffers = pool_of(0)
     packing = packing_of(buffers, partition=partition)
-    codec = CodedRoom(pool, packing, buffers, begin, begin + blocks * packing.block_tokens, size)
+    codec = QuantizedPromptCodec(pool, packing, buffers, begin, begin + blocks * packing.block_tokens, size)
     if tokens < codec.end:
         with pytest.raises(LinkError, match=f"up to {codec.end} shall travel as codes, of a prompt of {tokens}"):
             codec.ends(tokens)
@@ -110,13 +110,13 @@ def test_pages_tile_the_prompt_and_none_reaches_over_a_bound_of_the_codes(tokens
 def test_tokens_that_are_no_whole_blocks_are_refused(begin, end):
     pool, buffers = pool_of(0)
     with pytest.raises(LinkError, match=f"tokens {begin} to {end} of a prompt shall travel as codes; blocks hold 64 tokens each"):
-        CodedRoom(pool, packing_of(buffers), buffers, begin, end)
+        QuantizedPromptCodec(pool, packing_of(buffers), buffers, begin, end)
 
 
 def test_a_page_of_another_length_and_a_residual_are_refused():
     pool, buffers = pool_of(0)
     packing = packing_of(buffers)
-    codec = CodedRoom(pool, packing, buffers, 4, 68)
+    codec = QuantizedPromptCodec(pool, packing, buffers, 4, 68)
     with pytest.raises(LinkError, match="a page of 1 blocks of 64 tokens has 3 bytes; expected are "):
         codec.write_anchor(PlacedPage(4, some(packing.block_slots, 1)), ALL, memoryview(b"abc"))
     with pytest.raises(LinkError, match="no residuals"):
@@ -126,8 +126,8 @@ def test_a_page_of_another_length_and_a_residual_are_refused():
 def test_a_prompts_slots_are_those_of_its_copy_and_of_the_tokens_after_it_in_whole_pages():
     _, buffers = pool_of(0)
     packing = packing_of(buffers, page_size=16)
-    made = CopyMethod(method("hack").compressor, 1.0, packing, "hack", "hack")
-    prompt = CodedPrompt(made, 500, made.covered(500))
+    made = CompressionMethod(method("hack").compressor, 1.0, packing, "hack", "hack")
+    prompt = QuantizedPrompt(made, 500, made.covered(500))
     assert prompt.covered == 16 + 7 * 64 and packing.packed_slots(448) == 7 * packing.block_slots
     # Tokens after what is covered: 36, in 3 pages.
     assert prompt.held == 16 + packing.held_slots(448) and prompt.slots == prompt.held + 48
@@ -143,7 +143,7 @@ class Coded:
         self.prompt, begin, end = list(range(tokens)), packing.sinks, packing.sinks + blocks * packing.block_tokens
         taken = some(tokens + packing.packed_slots(end - begin), 6)
         where = taken.split([begin, packing.packed_slots(end - begin), len(taken) - begin - packing.packed_slots(end - begin)])
-        self.where = CodedSlots(packing, there, begin, end, *where)
+        self.where = QuantizedPromptSlots(packing, there, begin, end, *where)
         self.both = servers("raw", pools=(source, target))
         self.both.packs, self.both.coded = (packing, self.here), self.where
 
@@ -192,7 +192,7 @@ def test_a_prompt_arrives_as_codes_in_any_chunks(servers, tokens, chunks):
 
 def test_slots_for_codes_are_there_before_the_prefill_server_is_asked(servers, monkeypatch):
     made, waits = Coded(servers, 300), []
-    monkeypatch.setattr(PoolBuffers, "written", lambda self: waits.append((self, len(made.both.decode.said))))
+    monkeypatch.setattr(PoolBuffers, "synchronize", lambda self: waits.append((self, len(made.both.decode.said))))
     made.receiver()
     assert waits == [(made.both.decode.pool, 0)] and made.both.decode.said, "threads of links read them on another stream"
 
@@ -211,7 +211,7 @@ def test_a_prompt_that_was_packed_before_its_decode_side_had_room_arrives_though
     made = Coded(servers, 300)
     source, waiting = made.both.prefill.pool, made.both.prefill.waiting
     sender = made.both.sender(7, made.prompt)
-    assert sender.wait_packed(made.where.begin, made.where.end, made.slots) and sender.waits_packed and waiting.held > 0
+    assert sender.pack_early(made.where.begin, made.where.end, made.slots) and sender.is_waiting_packed and waiting.held > 0
     tail, seeds = rows(source, made.slots[made.where.end :]), token_seeds(made.prompt, 300, torch.device("cpu"))
     blocks = rows(source, copied(made.packing, made.here, made.slots, made.where.begin, made.where.end, seeds))
     for each in source.tensors(0, 2):
@@ -221,13 +221,13 @@ def test_a_prompt_that_was_packed_before_its_decode_side_had_room_arrives_though
     assert (sender.poll(), receiver.poll()) == (KVPoll.Success, KVPoll.Success)
     target = made.both.decode.pool
     assert torch.equal(rows(target, made.where.blocks), blocks) and torch.equal(rows(target, made.where.tail[: len(tail)]), tail)
-    assert waiting.held == 0 and not sender.waits_packed
+    assert waiting.held == 0 and not sender.is_waiting_packed
 
 
 def test_a_prompt_that_was_packed_otherwise_than_asked_for_fails_by_name_and_waits_no_more(servers):
     made = Coded(servers, 300)
     sender = made.both.sender(7, made.prompt)
-    assert sender.wait_packed(made.where.begin, made.where.end - 64, made.slots)
+    assert sender.pack_early(made.where.begin, made.where.end - 64, made.slots)
     sender, receiver = made.begin(sender=sender)
     until(lambda: settled(sender) and settled(receiver))
     with pytest.raises(KVTransferError, match="waited with tokens 4 to 196 as codes, and the decode server asks for 4 to 260: give both"):
@@ -238,19 +238,19 @@ def test_a_prompt_that_was_packed_otherwise_than_asked_for_fails_by_name_and_wai
 def test_no_more_is_packed_ahead_than_may_wait_and_an_abort_gives_it_back(servers):
     made = Coded(servers, 300)
     sender, other = (made.both.sender(room, made.prompt) for room in (7, 8))
-    assert sender.wait_packed(made.where.begin, made.where.end, made.slots)
+    assert sender.pack_early(made.where.begin, made.where.end, made.slots)
     waiting = made.both.prefill.waiting
     waiting.most = waiting.held
-    assert not other.wait_packed(made.where.begin, made.where.end, made.slots) and not other.waits_packed
+    assert not other.pack_early(made.where.begin, made.where.end, made.slots) and not other.is_waiting_packed
     sender.abort()
     # SGLang looks at aborted requests once more.
-    assert not sender.wait_packed(made.where.begin, made.where.end, made.slots)
-    assert waiting.held == 0 and other.wait_packed(made.where.begin, made.where.end, made.slots)
+    assert not sender.pack_early(made.where.begin, made.where.end, made.slots)
+    assert waiting.held == 0 and other.pack_early(made.where.begin, made.where.end, made.slots)
 
 
 def test_codes_beyond_the_prompt_are_refused_by_the_prefill_server(servers):
     made = Coded(servers, 300)
-    wrong = control.Metadata(control.VERSION, 7, "h", 4, "ipc:///x", b"", (), 0, 300, 1, (4, 4 + 64 * 9))
+    wrong = control.RoomMetadata(control.VERSION, 7, "h", 4, "ipc:///x", b"", (), 0, 300, 1, (4, 4 + 64 * 9))
     sender = made.both.sender(7, made.prompt)
     with pytest.raises(LinkError, match="up to 580 shall travel as codes, of a prompt of 300"):
         sender._room(wrong)
@@ -275,17 +275,17 @@ def flags(**changed):
     ids=str,
 )  # fmt: skip
 def test_a_peer_that_packs_otherwise_is_refused_by_name(changed, named):
-    ours, theirs = (msgspec.structs.replace(SETTINGS, codec_options=traveling_codes(each)) for each in (flags(), flags(**changed)))
-    told = refusal(ours, theirs)
+    ours, theirs = (msgspec.structs.replace(SETTINGS, codec_options=quantized_transfer_settings(each)) for each in (flags(), flags(**changed)))
+    told = settings_mismatch(ours, theirs)
     first = named.rstrip(": ").split(", ")[0]
-    assert f"'{first}': {traveling_codes(flags())[first]!r}" in told and named in told and "--kv-partition" in told
-    assert refusal(ours, ours) is None
+    assert f"'{first}': {quantized_transfer_settings(flags())[first]!r}" in told and named in told and "--kv-partition" in told
+    assert settings_mismatch(ours, ours) is None
 
 
 def test_an_unknown_partition_is_refused_by_name():
-    ours = msgspec.structs.replace(SETTINGS, codec_options=traveling_codes(flags()))
+    ours = msgspec.structs.replace(SETTINGS, codec_options=quantized_transfer_settings(flags()))
     theirs = msgspec.structs.replace(ours, codec_options=ours.codec_options | {"codes.partition": 48})
-    assert "'codes.partition': 48" in refusal(ours, theirs) and "; codes.partition: give both servers" in refusal(ours, theirs)
+    assert "'codes.partition': 48" in settings_mismatch(ours, theirs) and "; codes.partition: give both servers" in settings_mismatch(ours, theirs)
 
 
 @pytest.mark.parametrize(
@@ -298,4 +298,4 @@ def test_an_unknown_partition_is_refused_by_name():
     ids=str,
 )  # fmt: skip
 def test_other_servers_prompts_travel_as_they_are(changed):
-    assert traveling_codes(flags()) and not traveling_codes(flags(**changed))
+    assert quantized_transfer_settings(flags()) and not quantized_transfer_settings(flags(**changed))

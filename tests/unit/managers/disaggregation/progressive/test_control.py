@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from link_helpers import SETTINGS
 
-from sglang_ext.managers.disaggregation import wire
-from sglang_ext.managers.disaggregation.progressive import agreement, control, handshakes
-from sglang_ext.managers.disaggregation.progressive.control import Abort, Failed, Metadata
-from sglang_ext.managers.disaggregation.progressive.handshakes import Handshakes
-from sglang_ext.managers.disaggregation.wire import WireError
+from sglang_ext.managers.kv_transfer import wire
+from sglang_ext.managers.kv_transfer.progressive import control, handshakes
+from sglang_ext.managers.kv_transfer.progressive import compatibility
+from sglang_ext.managers.kv_transfer.progressive.control import Abort, Failed, RoomMetadata
+from sglang_ext.managers.kv_transfer.progressive.handshakes import Handshakes
+from sglang_ext.managers.kv_transfer.wire import WireError
 
 SIZES = (64, 12)
 
@@ -21,14 +22,14 @@ def metadata(
 ):
     """Of an attempt at a room; without a number it has the room's."""
     attempt = room if attempt is None else attempt
-    return Metadata(version, room, "127.0.0.1", 4, endpoint, wire.encode(settings), sizes, 16, tokens, attempt)
+    return RoomMetadata(version, room, "127.0.0.1", 4, endpoint, wire.encode(settings), sizes, 16, tokens, attempt)
 
 
 class Sender:
     def __init__(self, room, tokens=100):
         self.room, self.tokens, self.heard = room, tokens, []
 
-    def meet(self, message):
+    def on_metadata(self, message):
         self.heard.append(message)
 
     def fail(self, reason):
@@ -58,7 +59,7 @@ def test_other_bytes_are_no_message(data):
 
 def test_a_message_that_is_too_long_is_not_read():
     with pytest.raises(WireError, match="65537 bytes; at most 65536"):
-        control.decode(bytes(control.MOST_MESSAGE + 1))
+        control.decode(bytes(control.MAX_MESSAGE_BYTES + 1))
 
 
 def test_metadata_and_sender_meet_in_either_order(rooms, refused):
@@ -153,11 +154,11 @@ def test_what_waits_is_bounded_and_the_oldest_is_refused(rooms, refused, monkeyp
     ids=["version", "record", "machine", "keys of prefill", "keys of decode"],
 )
 def test_a_decode_side_that_does_not_fit_is_refused_by_name(message, keys, why):
-    found = agreement.metadata_refusal(message, SETTINGS, SIZES, keys)
+    found = compatibility.metadata_mismatch(message, SETTINGS, SIZES, keys)
     assert found is not None and re.search(why, found)
-    assert agreement.metadata_refusal(metadata(), SETTINGS, SIZES, True) is None
+    assert compatibility.metadata_mismatch(metadata(), SETTINGS, SIZES, True) is None
 
 
 def test_settings_that_are_none_are_refused():
-    broken = Metadata(control.VERSION, 7, "h", 4, "tcp://127.0.0.1:5", b"\x00", (*SIZES, 0), 0, 1)
-    assert "settings are none of this version" in agreement.metadata_refusal(broken, SETTINGS, SIZES, False)
+    broken = RoomMetadata(control.VERSION, 7, "h", 4, "tcp://127.0.0.1:5", b"\x00", (*SIZES, 0), 0, 1)
+    assert "settings are none of this version" in compatibility.metadata_mismatch(broken, SETTINGS, SIZES, False)

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import until
 
-from sglang_ext.managers.disaggregation.progressive import host_blocks, manager
-from sglang_ext.managers.disaggregation.progressive.host_blocks import HostBlocks
-from sglang_ext.mem_cache.host_tier.host_memory import HostMemory
+from sglang_ext.managers.kv_transfer.progressive import host_blocks, manager
+from sglang_ext.managers.kv_transfer.progressive.host_blocks import HostBlocks
+from sglang_ext.mem_cache.host_tier.host_memory import AvailableMemory
 
 
 @pytest.fixture
@@ -96,5 +96,5 @@ def test_pieces_that_are_used_are_nobody_elses(wanted):
 
 
 def test_what_is_pinned_from_the_beginning_is_a_share_of_what_a_container_leaves(monkeypatch):
-    monkeypatch.setattr(HostMemory, "find", lambda: HostMemory(8 << 30, "a group's limit"))
+    monkeypatch.setattr(AvailableMemory, "find", lambda: AvailableMemory(8 << 30, "a group's limit"))
     assert manager.pinned_bytes(2) == 1 << 30

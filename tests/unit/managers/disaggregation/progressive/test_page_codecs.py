@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from transfer_helpers import KEY_DIM, LAYERS, SLOTS, make_pool, rows
 
 from sglang_ext.config.benchmark_options import CODECS
-from sglang_ext.layers.kernels.lynx.codec import encode_parts
-from sglang_ext.layers.kernels.lynx.layout import Layout
-from sglang_ext.managers.disaggregation.progressive.codecs import compile_kernels, make_codec
-from sglang_ext.managers.disaggregation.progressive.host_blocks import HostBlocks
-from sglang_ext.managers.disaggregation.progressive.lynx_codec import ALIGNED, packed, unpacked
-from sglang_ext.managers.disaggregation.progressive.page_codec import UNIT, PlacedPage, page_tokens
-from sglang_ext.managers.disaggregation.settings import LinkError
-from sglang_ext.managers.disaggregation.wire import LayerRange, Stream
+from sglang_ext.layers.kernels.lynx.codec import encode_page
+from sglang_ext.layers.kernels.lynx.layout import PageLayout
+from sglang_ext.managers.kv_transfer.progressive.codecs import compile_kernels, make_codec
+from sglang_ext.managers.kv_transfer.progressive.host_blocks import HostBlocks
+from sglang_ext.managers.kv_transfer.progressive.lynx_codec import ALIGNED, pack_streams, unpack_streams
+from sglang_ext.managers.kv_transfer.progressive.page_codec import UNIT, PlacedPage, page_tokens
+from sglang_ext.managers.kv_transfer.link_settings import LinkError
+from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALL = LayerRange(0, LAYERS)
@@ -95,9 +95,9 @@ def streams_apart(pool, page, layers, reference):
     """Both streams of a page, put together tensor by tensor."""
     found, sinks = [], min(len(page.slots), max(0, 4 - page.start))
     for tensor in pool.tensors(layers.first, layers.count):
-        layout = Layout(len(page.slots), tensor.shape[1], pool.dtype, sinks=sinks, reference=reference)
-        found += encode_parts([tensor], layout, page.slots)
-    return [bytes(packed(streams, pool.blocks)) for streams in zip(*found, strict=True)]
+        layout = PageLayout(len(page.slots), tensor.shape[1], pool.dtype, sinks=sinks, reference=reference)
+        found += encode_page([tensor], layout, page.slots)
+    return [bytes(pack_streams(streams, pool.blocks)) for streams in zip(*found, strict=True)]
 
 
 @settings(max_examples=30, deadline=None)
@@ -167,10 +167,10 @@ def test_streams_are_packed_alike_wherever_they_lie(sizes, before):
     for place, stream in enumerate(streams):
         stream += place + 1
     blocks = HostBlocks(torch.device("cpu"))
-    there = packed(streams, blocks)
-    assert bytes(there) == bytes(packed([stream.clone() for stream in streams], blocks))
-    assert bytes(packed(streams[::-1], blocks)) == bytes(packed([stream.clone() for stream in streams[::-1]], blocks))
-    assert all(torch.equal(a, b) for a, b in zip(unpacked(there, len(sizes), blocks), streams, strict=True))
+    there = pack_streams(streams, blocks)
+    assert bytes(there) == bytes(pack_streams([stream.clone() for stream in streams], blocks))
+    assert bytes(pack_streams(streams[::-1], blocks)) == bytes(pack_streams([stream.clone() for stream in streams[::-1]], blocks))
+    assert all(torch.equal(a, b) for a, b in zip(unpack_streams(there, len(sizes), blocks), streams, strict=True))
 
 
 def test_pages_of_a_pool_are_whole_units_of_some_megabytes():

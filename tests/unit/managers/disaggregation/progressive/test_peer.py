@@ -10,10 +10,10 @@ import pytest
 import torch
 from waiting import until
 
-from sglang_ext.managers.disaggregation.progressive.page_codec import EncodedPage
-from sglang_ext.managers.disaggregation.progressive.peer import AHEAD, DEPTH, Peer, Peers
-from sglang_ext.managers.disaggregation.progressive.sent_room import SentRoom
-from sglang_ext.managers.disaggregation.wire import LayerRange, Stream
+from sglang_ext.managers.kv_transfer.progressive.page_codec import EncodedPage
+from sglang_ext.managers.kv_transfer.progressive.decode_peers import AHEAD, DEPTH, DecodePeer, DecodePeers
+from sglang_ext.managers.kv_transfer.progressive.room_encoder import RoomEncoder
+from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
 
 PAGES, SIZE = 12, 100
 
@@ -21,7 +21,7 @@ PAGES, SIZE = 12, 100
 class Codec:
     """Says what it is asked for."""
 
-    has_residual, pool = True, SimpleNamespace(current=nullcontext)
+    has_residual, pool = True, SimpleNamespace(use_stream=nullcontext)
 
     def __init__(self, held=None, broken=None):
         self.asked, self.finished, self.held, self.broken = [], [], held, broken
@@ -73,8 +73,8 @@ def sent(quick):
     """What was asked of the codec, and offered to the link, for a room of :data:`PAGES`."""
     link, codec, done = FakeLink(quick), Codec(), Event()
     told = SimpleNamespace(succeed=done.set, fail=pytest.fail)
-    room = SentRoom(1, codec, LayerRange(0, 1), range(PAGES), [bytes(32)] * PAGES, told)
-    peer = Peer(link)
+    room = RoomEncoder(1, codec, LayerRange(0, 1), range(PAGES), [bytes(32)] * PAGES, told)
+    peer = DecodePeer(link)
     peer.open(room)
     peer.send(room, tuple(torch.tensor([page]) for page in range(PAGES)), bytes(16))
     assert done.wait(10)
@@ -100,8 +100,8 @@ def test_slots_are_kept_until_their_page_is_encoded_and_no_longer():
             return lambda: held.wait(10) and alive.append(slots[0]() is not None) or EncodedPage(memoryview(bytes(SIZE)), None)
 
     codec, told = Reading(), SimpleNamespace(succeed=pytest.fail, fail=pytest.fail)
-    rooms = [SentRoom(number, codec, LayerRange(0, 1), [0], [bytes(32)], told) for number in range(2)]
-    peer = Peer(FakeLink(quick=True))
+    rooms = [RoomEncoder(number, codec, LayerRange(0, 1), [0], [bytes(32)], told) for number in range(2)]
+    peer = DecodePeer(FakeLink(quick=True))
     peer.send(rooms[0], (torch.tensor([0]),), None)
     until(lambda: codec.asked)
     # The thread that begins goes on with another room.
@@ -127,9 +127,9 @@ def test_a_link_with_enough_to_do_has_residuals_encoded_with_their_anchors():
 def test_where_too_much_waits_residuals_are_put_off_all_the_same():
     link, codec, recorded = FakeLink(quick=False), Codec(), Event()
     told = SimpleNamespace(succeed=pytest.fail, fail=pytest.fail)
-    room = SentRoom(1, codec, LayerRange(0, 1), range(PAGES), [bytes(32)] * PAGES, told)
+    room = RoomEncoder(1, codec, LayerRange(0, 1), range(PAGES), [bytes(32)] * PAGES, told)
     room.send_record = lambda link, record: recorded.set()
-    peer = Peer(link, most_before_residuals=(AHEAD + 2) * SIZE)
+    peer = DecodePeer(link, most_before_residuals=(AHEAD + 2) * SIZE)
     peer.send(room, tuple(torch.tensor([page]) for page in range(PAGES)), bytes(16))
     assert recorded.wait(10)
     peer.close()
@@ -139,8 +139,8 @@ def test_where_too_much_waits_residuals_are_put_off_all_the_same():
 def test_a_few_pages_are_begun_while_the_first_is_waited_for():
     link, held = FakeLink(quick=True), Event()
     codec, told = Codec(held), SimpleNamespace(succeed=Event(), fail=pytest.fail)
-    room = SentRoom(1, codec, LayerRange(0, 1), range(PAGES), [bytes(32)] * PAGES, SimpleNamespace(succeed=told.succeed.set, fail=pytest.fail))
-    peer = Peer(link)
+    room = RoomEncoder(1, codec, LayerRange(0, 1), range(PAGES), [bytes(32)] * PAGES, SimpleNamespace(succeed=told.succeed.set, fail=pytest.fail))
+    peer = DecodePeer(link)
     peer.send(room, tuple(torch.tensor([page]) for page in range(PAGES)), bytes(16))
     until(lambda: len(codec.asked) == DEPTH and codec.finished == [0])
     time.sleep(0.1)
@@ -154,12 +154,12 @@ def test_a_few_pages_are_begun_while_the_first_is_waited_for():
 def test_a_page_that_breaks_fails_its_room_and_others_go_on(caplog):
     link, reasons, done = FakeLink(quick=True), [], Event()
     link.cancel = lambda room, reason: reasons.append((room, reason))
-    peer = Peer(link)
+    peer = DecodePeer(link)
     for number, broken, told in (
         (1, 3, SimpleNamespace(succeed=pytest.fail, fail=reasons.append)),
         (2, None, SimpleNamespace(succeed=done.set, fail=pytest.fail)),
     ):
-        room = SentRoom(number, Codec(broken=broken), LayerRange(0, 1), range(PAGES), [bytes(32)] * PAGES, told)
+        room = RoomEncoder(number, Codec(broken=broken), LayerRange(0, 1), range(PAGES), [bytes(32)] * PAGES, told)
         peer.send(room, tuple(torch.tensor([page]) for page in range(PAGES)), bytes(16))
     assert done.wait(10)
     peer.close()
@@ -174,12 +174,12 @@ def test_all_peers_together_hold_no_more_than_their_limit_and_each_gets_a_part()
             return super().start(page, layers, anchor, residual=False)
 
     limit, links = 10 * SIZE, {}
-    peers = Peers(lambda endpoint: links.setdefault(endpoint, FakeLink(quick=False)), most_in_all=limit)
+    peers = DecodePeers(lambda endpoint: links.setdefault(endpoint, FakeLink(quick=False)), most_in_all=limit)
     told = SimpleNamespace(succeed=lambda: None, fail=pytest.fail)
     opened = []
 
     def send(endpoint):
-        room = SentRoom(len(links), Whole(), LayerRange(0, 1), range(PAGES), [bytes(32)] * PAGES, told)
+        room = RoomEncoder(len(links), Whole(), LayerRange(0, 1), range(PAGES), [bytes(32)] * PAGES, told)
         opened.append(peers.open(endpoint, room))
         opened[-1].send(room, tuple(torch.tensor([page]) for page in range(PAGES)), None)
 

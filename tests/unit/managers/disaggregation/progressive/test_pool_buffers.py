@@ -6,9 +6,9 @@ import pytest
 import torch
 from transfer_helpers import make_pool
 
-from sglang_ext.managers.disaggregation.progressive.pool_buffers import AuxRecords, PoolBuffers
-from sglang_ext.managers.disaggregation.settings import LinkError
-from sglang_ext.managers.disaggregation.wire import LayerRange
+from sglang_ext.managers.kv_transfer.progressive.pool_buffers import AuxRecords, PoolBuffers
+from sglang_ext.managers.kv_transfer.link_settings import LinkError
+from sglang_ext.managers.kv_transfer.wire import LayerRange
 
 
 def test_tensors_are_the_pools_own_memory():
@@ -21,7 +21,7 @@ def test_tensors_are_the_pools_own_memory():
 def test_addresses_of_tensors_are_there_before_another_stream_may_read_them(monkeypatch):
     pool, seen, layers = make_pool(torch.bfloat16), [], LayerRange(0, 2)
     monkeypatch.setattr(PoolBuffers, "_by_kernel", lambda self, like: True)
-    monkeypatch.setattr(PoolBuffers, "written", lambda self: seen.append(dict(self._parts)))
+    monkeypatch.setattr(PoolBuffers, "synchronize", lambda self: seen.append(dict(self._parts)))
     parts = pool.parts(layers, slice(0, 2))
     assert seen == [{}] and "table" in vars(parts)
     assert pool.parts(layers, slice(0, 2)) is parts and len(seen) == 1

@@ -15,8 +15,8 @@ from waiting import until
 
 from sglang_ext.bench.client import free_port
 from sglang_ext.hooks import transfer
-from sglang_ext.managers.disaggregation.progressive.prefill_directory import PrefillDirectory
-from sglang_ext.managers.disaggregation.progressive.receiver import ProgressiveReceiver
+from sglang_ext.managers.kv_transfer.progressive.prefill_servers import PrefillDirectory
+from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
 
 # Seconds that one turn of a scheduler may take here; an attempt at a server that does not answer takes 5.
 TURN = 1.0

@@ -12,15 +12,15 @@ from sglang.srt.disaggregation.common.conn import KVTransferError
 from transfer_helpers import ADDRESS, SLOTS, prefill_info, rows, settled
 from waiting import until
 
-from sglang_ext.managers.disaggregation import timeline
-from sglang_ext.managers.disaggregation.endpoints import LinkKeys
-from sglang_ext.managers.disaggregation.link import Link
-from sglang_ext.managers.disaggregation.progressive import peer as peers
-from sglang_ext.managers.disaggregation.progressive.page_codec import UNIT, PlacedPage
-from sglang_ext.managers.disaggregation.progressive.pool_buffers import PoolBuffers
-from sglang_ext.managers.disaggregation.progressive.receiver import ProgressiveReceiver
-from sglang_ext.managers.disaggregation.timeline import Timeline
-from sglang_ext.managers.disaggregation.wire import Again, Frame, PageHeader, Stream
+from sglang_ext.managers.kv_transfer import timeline
+from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
+from sglang_ext.managers.kv_transfer.link import Link
+from sglang_ext.managers.kv_transfer.progressive import decode_peers as peers
+from sglang_ext.managers.kv_transfer.progressive.page_codec import UNIT, PlacedPage
+from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
+from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
+from sglang_ext.managers.kv_transfer.timeline import TransferTimeline
+from sglang_ext.managers.kv_transfer.wire import Retransmit, Frame, PageHeader, Stream
 
 PAGE = 16
 
@@ -96,7 +96,7 @@ def test_the_prefill_side_may_free_kv_while_its_bytes_travel(servers, monkeypatc
 
 
 def test_kv_is_held_while_residuals_wait_for_space_and_anchors_go_on(servers, monkeypatch):
-    monkeypatch.setattr(peers.Peer.__init__, "__defaults__", (1, 1 << 30))
+    monkeypatch.setattr(peers.DecodePeer.__init__, "__defaults__", (1, 1 << 30))
     both = servers("exact", gbps=0.01)
     sender, receiver, here, there = transfer(both, 7, list(range(640)))
     until(lambda: receiver.anchor_ready)
@@ -107,7 +107,7 @@ def test_kv_is_held_while_residuals_wait_for_space_and_anchors_go_on(servers, mo
 
 
 def test_pages_without_residual_have_none_to_wait_with(servers, monkeypatch):
-    monkeypatch.setattr(peers.Peer.__init__, "__defaults__", (1 << 15, 1 << 30))
+    monkeypatch.setattr(peers.DecodePeer.__init__, "__defaults__", (1 << 15, 1 << 30))
     both = servers("raw", gbps=0.01)
     sender, receiver, here, there = transfer(both, 7, list(range(640)))
     until(lambda: settled(sender) and settled(receiver))
@@ -229,7 +229,7 @@ def test_what_links_wrote_of_a_room_that_ends_early_is_there_before_its_slots_ar
     both, waits = servers("exact", gbps=None if whole else 0.02), []
     sender, receiver, _, _ = transfer(both, 7, list(range(640)))
     until(lambda: receiver.complete if whole else receiver.anchor_ready)
-    monkeypatch.setattr(PoolBuffers, "wait_for_links", lambda self: waits.append((self, both.decode.links.rooms)))
+    monkeypatch.setattr(PoolBuffers, "synchronize_links", lambda self: waits.append((self, both.decode.links.rooms)))
     if whole:
         until(lambda: settled(receiver))
         receiver.clear()
@@ -292,13 +292,13 @@ def test_a_request_that_sglang_refused_ends_on_both_sides_with_its_reason_whiche
     def prefill():
         sender = both.sender(7, list(range(200)))
         if refused != "decode":
-            sender.take_prompt([0], "no such grammar")
+            sender.set_prompt([0], "no such grammar")
         return sender
 
     def decode():
         receiver = both.receiver(7, list(range(200)))
         if refused != "prefill":
-            receiver.take_prompt([0], "no such grammar")
+            receiver.set_prompt([0], "no such grammar")
         receiver.send_metadata(pages_of(200, 1)[0], 5, decode_prefix_len=0)
         return receiver
 
@@ -322,7 +322,7 @@ def test_a_request_that_was_refused_before_it_has_slots_ends_on_both_sides_witho
 def test_a_request_that_sglang_refused_at_the_prefill_server_tells_its_decode_side_also_when_it_is_gone(servers):
     both = servers("raw")
     sender = both.sender(7, list(range(200)))
-    sender.take_prompt([0], "no such grammar")
+    sender.set_prompt([0], "no such grammar")
     with pytest.raises(KVTransferError, match="no such grammar"):
         sender.failure_exception()
     receiver = both.receiver(7, list(range(200)))
@@ -396,7 +396,7 @@ def test_a_room_can_be_sent_again_under_its_number(servers):
 @pytest.mark.parametrize("reference", ["raw", "exact"])
 def test_the_timeline_says_when_kv_was_computed_sent_and_received(servers, reference, tmp_path):
     both = servers(reference)
-    both.prefill.timeline = both.decode.timeline = Timeline(tmp_path / "times")
+    both.prefill.timeline = both.decode.timeline = TransferTimeline(tmp_path / "times")
     sender, receiver, _, _ = transfer(both, 7, list(range(200)), chunks=(5,))
     until(lambda: settled(sender) and settled(receiver))
     events = {event.kind: event for event in timeline.read(tmp_path / "times") if event.room == 7}
@@ -409,7 +409,7 @@ def test_the_timeline_says_when_kv_was_computed_sent_and_received(servers, refer
 
 def test_residuals_that_come_between_chunks_are_none_of_the_anchors_bytes(servers, tmp_path):
     both = servers("exact")
-    both.decode.timeline = Timeline(tmp_path / "times")
+    both.decode.timeline = TransferTimeline(tmp_path / "times")
     (source, here), (target, there) = pages_of(200, 7), pages_of(200, 8)
     receiver, sender = both.receiver(7, list(range(200))), both.sender(7, list(range(200)))
     receiver.send_metadata(target, 5, decode_prefix_len=0)
@@ -489,7 +489,7 @@ def test_an_anchor_that_was_changed_on_the_way_is_waited_for_by_its_residual_and
     for stream in (Stream.ANCHOR, Stream.AUX, Stream.RESIDUAL):
         for header, content in found[stream]:
             sender.say(Frame(header, 0), bytes(len(content)) if header == late else bytes(content))
-    assert sender.hear_of(Again) == Again(room, Stream.ANCHOR, 2)
+    assert sender.hear_of(Retransmit) == Retransmit(room, Stream.ANCHOR, 2)
     until(lambda: len(receiver._received._residuals) == 1 and not receiver._received._anchors)
     assert not receiver.anchor_ready and receiver.poll() == KVPoll.WaitingForInput
     sender.say(Frame(late, 0), bytes(payload))
@@ -501,7 +501,7 @@ def test_the_decode_side_hears_of_a_link_that_cannot_be_made(servers):
     both = servers("exact")
     made = both.prefill.made
     # Nobody whom such keys let in listens there.
-    both.prefill.peers = peers.Peers(lambda at: made.append(Link(at, both.prefill.settings, QUICK, keys=LinkKeys.new())) or made[-1])
+    both.prefill.peers = peers.DecodePeers(lambda at: made.append(Link(at, both.prefill.settings, QUICK, keys=LinkKeys.generate())) or made[-1])
     sender, receiver, *_ = transfer(both, 7, list(range(40)))
     until(lambda: settled(sender) and settled(receiver))
     with pytest.raises(KVTransferError, match="the prefill side ended it: the receiver at .* is not reached for"):

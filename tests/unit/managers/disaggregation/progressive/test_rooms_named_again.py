@@ -8,8 +8,8 @@ from test_rooms_between_servers import begun_early, pages_of, send, settled, tra
 from transfer_helpers import rows
 from waiting import until
 
-from sglang_ext.managers.disaggregation.progressive import peer as peers
-from sglang_ext.managers.disaggregation.progressive.manager import ProgressiveManager
+from sglang_ext.managers.kv_transfer.progressive import decode_peers as peers
+from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
 
 PROMPT = list(range(640))
 
@@ -41,7 +41,7 @@ def test_a_second_request_with_a_room_does_not_hide_that_the_first_failed(server
 def test_a_request_that_is_prefilled_again_is_served_whatever_is_left_of_the_first_time(servers, monkeypatch, residuals_wait, asked):
     if residuals_wait:
         # In the pool: the sender is not through when the decode side gives its slots back.
-        monkeypatch.setattr(peers.Peer.__init__, "__defaults__", (1, 1 << 30))
+        monkeypatch.setattr(peers.DecodePeer.__init__, "__defaults__", (1, 1 << 30))
     both = servers("exact", gbps=0.01)
     first, receiver, source, here, there = given_back(both)
     again = both.sender(7, PROMPT) if asked == "while the first is sent" else None

@@ -9,9 +9,9 @@ from test_rooms_between_servers import transfer
 from transfer_helpers import ROW, settled
 from waiting import until
 
-from sglang_ext.managers.disaggregation.queries import TravelingQueries
-from sglang_ext.managers.disaggregation.settings import LinkError
-from sglang_ext.mem_cache.compressed.query_window import QueryWindows, Recorded
+from sglang_ext.managers.kv_transfer.prompt_queries import PromptQueries
+from sglang_ext.managers.kv_transfer.link_settings import LinkError
+from sglang_ext.mem_cache.compressed.queries import QueryWindows, RecordedRows
 
 LAYERS, HEADS, DIM = (4, 9), 2, 8
 
@@ -19,14 +19,14 @@ LAYERS, HEADS, DIM = (4, 9), 2, 8
 def traveling(window=6, dtype=torch.float32, heads=HEADS, rings=2):
     windows = QueryWindows(window, LAYERS, spare=3)
     windows.allocate(rings, heads, DIM, torch.empty(0, dtype=dtype))
-    return TravelingQueries(windows, (len(LAYERS), heads, DIM), dtype)
+    return PromptQueries(windows, (len(LAYERS), heads, DIM), dtype)
 
 
 def prefilled(made, tokens, row=1, seed=0):
     """What a prefill of so many tokens leaves in a row's ring; the queries, [layers, tokens, heads, dim]."""
     pool_dtype = made.dtype
     queries = torch.randn(len(LAYERS), tokens, made.shape[1], DIM, generator=torch.Generator().manual_seed(seed)).to(pool_dtype)
-    with made.windows.recording((Recorded(row, 0, tokens, 0),)):
+    with made.windows.recording((RecordedRows(row, 0, tokens, 0),)):
         for layer, values in zip(LAYERS, queries):
             made.windows.record(layer, values)
     return queries

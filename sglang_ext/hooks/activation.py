@@ -1,0 +1,153 @@
+"""Checks and applies what touches private SGLang names: the tables in table.py and private_names.py.
+
+:func:`check` resolves all of them when a mode is switched on; a target that moved or changed its signature stops the start
+with a message that names it.
+"""
+
+import dataclasses
+import importlib.util
+import inspect
+import logging
+import pkgutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from sglang_ext.core import HookError
+from sglang_ext.hooks import table as hooks
+from sglang_ext.hooks import private_names
+from sglang_ext.hooks.table import Hook
+from sglang_ext.hooks.private_names import PrivateName
+
+logger = logging.getLogger(__name__)
+
+# SGLang's registry, which logs each hook that it applies.
+REGISTRY = "sglang.srt.plugins.hook_registry"
+
+
+def entries() -> tuple[Hook | PrivateName, ...]:
+    """Everything that must fit the installed SGLang before a mode starts."""
+    return hooks.HOOKS + hooks.PLAIN_CPU_HOOKS + private_names.USES
+
+
+def check(mode: str, processes: tuple[str, ...] = ("frontend", "scheduler")) -> None:
+    """Check every hook of these processes and every use against the installed SGLang.
+
+    Raises:
+        HookError: a target is missing or has other parameters or fields than expected.
+    """
+    chosen = (entry for entry in entries() if isinstance(entry, PrivateName) or entry.process in processes)
+    _check(chosen, f"--kv-mode {mode}", "--kv-mode full")
+
+
+def check_transfer() -> None:
+    """Check what the transfer backend ``progressive`` needs against the installed SGLang.
+
+    Raises:
+        HookError: a target is missing or has other parameters than expected.
+    """
+    flag = "--disaggregation-transfer-backend"
+    _check(hooks.TRANSFER_HOOKS + private_names.TRANSFER_USES, f"{flag} progressive", f"{flag} mooncake")
+
+
+def _check(chosen: Iterable[Hook | PrivateName], asked: str, remedy: str) -> None:
+    for entry in chosen:
+        problem = find_problem(entry)
+        if problem is not None:
+            raise HookError(
+                f"{asked} cannot start: {entry.target} does not fit ({problem}). It is needed because {entry.why}. "
+                f"Install sglang==0.5.17, or use {remedy}."
+            )
+
+
+def find_problem(entry: Hook | PrivateName) -> str | None:
+    """What keeps a hook or a use from fitting the installed SGLang; None when it fits."""
+    try:
+        target = pkgutil.resolve_name(entry.target)
+    except (ImportError, AttributeError) as error:
+        return f"no such name: {error}"
+    if isinstance(entry, PrivateName) and entry.mentions:
+        source = inspect.getsource(target)
+        missing = [name for name in entry.mentions if name not in source]
+        return f"its source does not name {', '.join(missing)}" if missing else None
+    if dataclasses.is_dataclass(target):
+        missing = set(entry.expects) - {field.name for field in dataclasses.fields(target)}
+        return f"no field is called {', '.join(sorted(missing))}" if missing else None
+    found = tuple(inspect.signature(inspect.unwrap(target)).parameters)
+    if found != entry.expects:
+        return f"parameters are {', '.join(found)}; expected {', '.join(entry.expects)}"
+    return None
+
+
+def apply(chosen: tuple[Hook, ...]) -> None:
+    """Register hooks with SGLang's registry and apply them now.
+
+    Applying is idempotent. SGLang's registry logs a failure and goes on; this raises.
+
+    Raises:
+        HookError: a hook did not take effect.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    for hook in chosen:
+        _register(hook)
+    with _warnings_alone(REGISTRY):
+        HookRegistry.apply_hooks()
+    for hook in chosen:
+        if hook.target not in HookRegistry._patched:
+            raise HookError(f"the hook on {hook.target} was not applied; see the log for the reason")
+
+
+@contextmanager
+def _warnings_alone(name: str) -> Iterator[None]:
+    """Keep a logger from telling less than warnings meanwhile."""
+    teller = logging.getLogger(name)
+    level = teller.level
+    teller.setLevel(max(level, logging.WARNING))
+    try:
+        yield
+    finally:
+        teller.setLevel(level)
+
+
+def _register(hook: Hook) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if hook.target not in HookRegistry._hooks:
+        HookRegistry.register(hook.target, pkgutil.resolve_name(hook.hook), HookType(hook.kind))
+
+
+def is_patched_fork() -> bool:
+    """Whether this SGLang is a fork with the series of ``patches/``, which calls the hooks itself."""
+    return importlib.util.find_spec("sglang.srt.kv_seams") is not None
+
+
+def activate_frontend() -> None:
+    """Apply the hooks of the tokenizer and HTTP process, and tell of those of all processes, in one line."""
+    if not is_patched_fork():
+        from sglang.srt.plugins.hook_registry import HookRegistry
+
+        count = len(hooks.HOOKS) + sum(hook.target in HookRegistry._patched for hook in hooks.PLAIN_CPU_HOOKS)
+        logger.info("sglang-ext: %d functions of SGLang are hooked, as sglang_ext/hooks/table.py says", count)
+        apply(tuple(hook for hook in hooks.HOOKS if hook.process == "frontend"))
+
+
+def activate_scheduler() -> None:
+    """Apply the hooks of the scheduler process."""
+    if not is_patched_fork():
+        apply(tuple(hook for hook in hooks.HOOKS if hook.process == "scheduler"))
+
+
+def register_transfer() -> None:
+    """Register the hook that leads to the classes of the transfer backend ``progressive``; the others follow when it is asked for."""
+    _register(hooks.TRANSFER_HOOKS[0])
+
+
+def activate_transfer() -> None:
+    """Apply the hooks of the transfer backend ``progressive``, in a scheduler process that has it."""
+    if not is_patched_fork():
+        apply(hooks.TRANSFER_HOOKS)
+
+
+def activate_plain_cpu() -> None:
+    """Apply what the plain CPU platform replaces, in any mode."""
+    apply(hooks.PLAIN_CPU_HOOKS)

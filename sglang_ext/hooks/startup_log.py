@@ -1,0 +1,113 @@
+"""What a server says of itself when it is ready: mode, method, and its address with a request to paste."""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from sglang_ext.command_line import sample_request
+from sglang_ext.config.method_options import OfferedMethod, offered_methods
+from sglang_ext.config.options import BACKEND
+from sglang_ext.config.prefill_options import QUANTIZED
+from sglang_ext.config.selection_options import selection_interval, ranks, score_bits, max_selected_tokens, has_selector
+from sglang_ext.mem_cache.compressors import catalogue
+from sglang_ext.mem_cache.compressors.spade import Spade
+from sglang_ext.mem_cache.selection.scoring_keys import EXACT
+from sglang_ext.mem_cache.selection.predictors import CurrentQuery
+
+if TYPE_CHECKING:
+    from sglang_ext.arguments import KVServerArgs
+
+logger = logging.getLogger(__name__)
+
+MODES = {
+    "verified": "drafts on compressed KV, verified on full KV: answers are stock's",
+    "lossy": "all is decoded on compressed KV: answers are approximate",
+}
+IN_8_BITS = "drafts on compressed KV, verified on full KV that came in 8 bits (--kv-reference int8): answers are those of such KV"
+# Of servers apart: which part is whose, and how a request reaches both.
+ROLES = {
+    "prefill": "prefill server: it computes prompts, and decode servers the answers",
+    "decode": "decode server: prompts' KV comes from prefill servers",
+}
+ASK_ROUTER = "ask SGLang's router, which sends each request to a prefill and a decode server"
+ON_CPU = "; on a CPU drafting shows correctness, not speed: an answer takes about twice stock's time or more"
+CHOOSING_ON_CPU = "; on a CPU choosing tokens shows what it does, not speed: an answer may take longer than stock's"
+
+
+def log_when_ready(
+    wait: Callable[..., None],
+    server_args: "KVServerArgs",
+    launch_callback: Callable[[], None] | None = None,
+    *rest: object,
+    **named: object,
+) -> None:
+    """Hook around SGLang's wait for the server to be ready: three lines follow its own.
+
+    Args:
+        wait: SGLang's function.
+        server_args: the server's.
+        launch_callback: of the caller; called after the lines.
+        rest: what SGLang gives beside these, unchanged.
+        named: the same.
+    """
+
+    def ready() -> None:
+        try:
+            for line in status_lines(server_args):
+                logger.info("sglang-ext: %s", line)
+        finally:
+            if launch_callback is not None:
+                launch_callback()
+
+    wait(server_args, ready, *rest, **named)
+
+
+def status_lines(args: "KVServerArgs") -> tuple[str, str, str]:
+    """Mode, method and address of a server, one line each."""
+    role = args.disaggregation_mode
+    means = MODES[args.kv_mode]
+    if args.kv_mode == "verified" and role != "null" and args.disaggregation_transfer_backend == BACKEND and args.kv_reference == "int8":
+        means = IN_8_BITS
+    slow = ""
+    if args.device == "cpu" and (args.kv_mode == "verified" or has_selector(args)):
+        slow = ON_CPU if args.kv_mode == "verified" else CHOOSING_ON_CPU
+    methods = ", ".join(f"{offer.name} ({_describe_budget(args, offer)})" for offer in offered_methods(args))
+    drafts = f", draft length {args.kv_draft_length}" if args.kv_mode == "verified" else ""
+    prompts = ", prompts on codes" if args.kv_prefill == QUANTIZED else ""
+    return (
+        f"mode {args.kv_mode}: {means}{slow}",
+        f"compressor {methods}{drafts}{prompts}" + (f"; {ROLES[role]}" if role in ROLES else ""),
+        f"listening on {args.url()}; " + (ASK_ROUTER if role in ROLES else f"try: {_request(args)}"),
+    )
+
+
+def _describe_budget(args: "KVServerArgs", offer: OfferedMethod) -> str:
+    """How much of a context a method's copies keep, in how many bits, and how tokens are chosen where flags say so."""
+    most = max_selected_tokens(args)
+    found = [f"{most} tokens" if most else f"budget {offer.budget:g}"]
+    if offer.quant_method:
+        found.append(f"{catalogue.code_bits(offer.quant_method, args.kv_bits)} bits")
+        partition = catalogue.partition_size(offer.quant_method, args.kv_partition)
+        found += [] if partition is None else [f"partitions of {partition}"]
+    return ", ".join([*found, *_describe_selector(args, offer)])
+
+
+def _describe_selector(args: "KVServerArgs", offer: OfferedMethod) -> Iterator[str]:
+    """What is not the default of a method that chooses tokens for each step; nothing of a server that only prefills, which takes none."""
+    if offer.drop_method not in catalogue.per_step_methods() or args.disaggregation_mode == "prefill":
+        return
+    if selection_interval(args) > 1:
+        yield f"every {selection_interval(args)} steps"
+    if offer.drop_method != Spade.name:
+        return
+    if args.kv_select_by != CurrentQuery.name:
+        yield f"by {args.kv_select_by} queries"
+    if (bits := score_bits(args)) != EXACT:
+        yield f"keys in {bits} bits"
+    if count := ranks(args):
+        yield f"{count} cache rank{'s' * (count > 1)}"
+
+
+def _request(args: "KVServerArgs") -> str:
+    """A shell command that asks the server for a few tokens."""
+    return sample_request(args.url(), takes_text=not args.skip_tokenizer_init, has_key=bool(args.api_key))

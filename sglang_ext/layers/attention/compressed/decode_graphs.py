@@ -1,0 +1,60 @@
+"""CUDA graphs of steps over copies (decode_backend.py): one token a request, beside SGLang's own, which read tokens as they are."""
+
+import logging
+from typing import TYPE_CHECKING
+
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+
+from sglang_ext.layers import forward
+from sglang_ext.layers.attention.compressed.layout_readers import LAYOUT_READERS
+from sglang_ext.layers.attention.verify_graphs import dummy_batch
+from sglang_ext.mem_cache.compressed.layouts.base import KVLayout
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, PPProxyTensors
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+class CompressedDecodeGraphs(DecodeCudaGraphRunner):
+    """SGLang's graph runner, for one token a request over rows that may begin with a copy that its own attention cannot read."""
+
+    def execute(self, forward_batch: "ForwardBatch", pp_proxy_tensors: "PPProxyTensors | None" = None) -> LogitsProcessorOutput:
+        """Replay. SGLang's mark of the last read of the token table is taken back: these graphs read it as they run."""
+        output = super().execute(forward_batch, pp_proxy_tensors)
+        self.model_runner.war_fastpath_read_done_event = None
+        return output
+
+    def warm_up(self) -> None:
+        """Replay each once, as :meth:`VerifyGraphRunner.warm_up`."""
+        for requests in self.capture_bs:
+            self.execute(forward.decode_batch(*dummy_batch(requests, 1, self.model_runner.device)))
+
+
+def create_attention(model_runner: "ModelRunner", layout: KVLayout) -> forward.AttentionOverride | None:
+    """What reads copies on a GPU; with graphs for SGLang's list of batch sizes, where it captured its own.
+
+    Args:
+        model_runner: the target's, while it is one that decodes one token a request (verify_graphs.py).
+        layout: of the server's copies.
+
+    Returns:
+        None where copies hold plain tokens, which the model's own attention reads.
+
+    Raises:
+        OptionError: the kernel does not take the model's heads.
+    """
+    if type(layout) not in LAYOUT_READERS:
+        return None
+    backend = LAYOUT_READERS[type(layout)].decode(model_runner, layout)
+    if model_runner.decode_cuda_graph_runner is None:
+        backend.compile_kernels()
+        return forward.AttentionOverride(backend)
+    logger.info("sglang-ext: capturing steps over %s", backend.copies)
+    model_runner.graph_shared_output = GraphSharedOutput.create_for_model_runner(model_runner)
+    graphs = CompressedDecodeGraphs(model_runner, attn_backend=backend)
+    graphs.warm_up()
+    return forward.AttentionOverride(backend, graphs)

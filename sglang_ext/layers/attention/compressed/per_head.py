@@ -1,0 +1,225 @@
+"""Attention over rows that begin with a copy whose heads keep tokens of their own: in cells, different numbers of them (ragged_heads.py), or
+where pointers lead in full KV (pointers.py), be it where attention chooses (pages.py), or as many in rows of their own. In
+PyTorch, and on a GPU the backends of steps (decode_backend.py).
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from sglang_ext.layers.attention.compressed.decode_backend import EXACT_PARTS, CompressedDecode, split_counts
+from sglang_ext.layers.kernels.selection.quest_pages import point_at_best_pages
+from sglang_ext.layers.kernels.pointer_decode import pointer_decode
+from sglang_ext.layers.kernels.ragged_decode import ragged_decode
+from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
+from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
+from sglang_ext.mem_cache.compressed.layouts.base import ExchangedRowLayout
+from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, Pointers, as_pointers
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+def attend_kept_and_tail(
+    queries: torch.Tensor,
+    kept: tuple[torch.Tensor, torch.Tensor],
+    own: torch.Tensor,
+    tail: tuple[torch.Tensor, torch.Tensor],
+    scaling: float | None,
+) -> torch.Tensor:
+    """Attention of a request's newest tokens over what each head keeps of a context, and over all tokens after it.
+
+    Causal in the tail: the last of the queries is its last token's.
+
+    Args:
+        queries: [count, heads, head_dim], of the last ``count`` tokens.
+        kept: keys and values, [kv_heads, longest, head_dim].
+        own: bool [kv_heads, longest], which of them a head keeps; the others pad it to the longest.
+        tail: keys and values, [tokens, kv_heads, head_dim].
+        scaling: factor on query-key products; None for ``head_dim ** -0.5``.
+
+    Returns:
+        [count, heads, head_dim], in the dtype of ``queries``.
+    """
+    (count, heads), (kv_heads, length) = queries.shape[:2], (len(own), len(tail[0]))
+    joined = (torch.cat([far, near.transpose(0, 1)], dim=1)[None].to(queries.dtype) for far, near in zip(kept, tail))
+    newest = torch.arange(length - count, length, device=queries.device)
+    before = torch.arange(length, device=queries.device) <= newest[:, None]
+    seen = torch.cat([own[:, None].expand(-1, count, -1), before.expand(kv_heads, -1, -1)], dim=-1)
+    result = scaled_dot_product_attention(
+        queries.transpose(0, 1)[None],
+        *joined,
+        attn_mask=seen.repeat_interleave(heads // kv_heads, dim=0)[None],
+        scale=scaling,
+        enable_gqa=heads != kv_heads,
+    )
+    return result[0].transpose(0, 1)
+
+
+def uneven_attention(
+    cells: RaggedHeadLayout,
+    row: int,
+    copied: int,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Causal attention of a request's newest tokens over its row: what each head keeps, and all tokens after the copy.
+
+    Args:
+        cells: what copies hold.
+        row: of the token table.
+        copied: slots of the copy, at the beginning of the row.
+        queries: [count, heads, head_dim], of the last ``count`` tokens, which come after the copy.
+        keys, values: a layer's buffers, [slots, kv_heads, head_dim].
+        slots: int64, the row.
+        scaling: factor on query-key products; None for ``head_dim ** -0.5``.
+
+    Returns:
+        [count, heads, head_dim], in the dtype of ``queries``.
+    """
+    bounds, copy, tail = cells.of_layer(row, keys), slots[:copied], slots[copied:]
+    places, kept = _places(bounds, slots.device)
+    # On a CPU several times as fast as indexing with brackets.
+    far = (
+        cells.read(kind, copy, bounds[0], bounds[-1]).index_select(0, places.flatten()).unflatten(0, places.shape)
+        for kind in (cells.buffers.keys, cells.buffers.values)
+    )
+    near = (buffer.index_select(0, tail) for buffer in (keys, values))
+    return attend_kept_and_tail(queries, tuple(far), kept, tuple(near), scaling)
+
+
+def _places(bounds: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the cells of each of a layer's heads lie among all of the layer's, padded to the longest head.
+
+    Returns:
+        int64 [kv_heads, longest], and bool [kv_heads, longest]: which are the head's own.
+    """
+    firsts, ends = (torch.tensor(part, device=device)[:, None] - bounds[0] for part in (bounds[:-1], bounds[1:]))
+    places = firsts + torch.arange(int((ends - firsts).max()), device=device)
+    return places.clamp(max=bounds[-1] - bounds[0] - 1), places < ends
+
+
+class RaggedHeadsDecode(CompressedDecode):
+    """Attends to the cells of each head, as its format says which are whose, and to the tokens after the copy."""
+
+    copies = "copies of --kv-head-budgets adaptive"
+    remedy = "pass --kv-head-budgets equal"
+    # Found on an H200: the heads that keep most are cut so small that the others need not wait for them.
+    busy = 4096
+
+    layout: RaggedHeadLayout
+
+    def __init__(self, model_runner: "ModelRunner", layout: RaggedHeadLayout):
+        super().__init__(model_runner, layout)
+        self.layers = {layer_id: index for index, layer_id in enumerate(layout.buffers.layer_ids)}
+
+    def attend(
+        self, layer_id: int, queries: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, scaling: float, splits: tuple[int, int]
+    ) -> torch.Tensor:
+        """As :meth:`CompressedDecode.attend`."""
+        table = self.req_to_token_pool.req_to_token
+        return ragged_decode(self.layout, self.layers[layer_id], queries, table, rows, lengths, scaling, splits)
+
+
+def pointer_attention(
+    rows: PointerLayout,
+    row: int,
+    pointed: int,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Causal attention of a request's newest tokens over its row: what each head's pointers lead to, and all tokens after them.
+
+    Arguments as :func:`uneven_attention`'s: ``rows`` says how pointers lie in slots, ``pointed`` to how many tokens each head's lead.
+    """
+    pointers = rows.layout
+    held, kv_heads = pointers.packed_slots(pointed), keys.shape[1]
+    kept = pointers.read(keys, slots, pointed)
+    # A cell of each head, counted over all slots: on a CPU one index is several times as fast as two.
+    cells = (kept * kv_heads + torch.arange(kv_heads, device=kept.device)[:, None]).flatten()
+    far = (part.flatten(0, 1).index_select(0, cells).unflatten(0, kept.shape) for part in (keys, values))
+    near = (part.index_select(0, slots[held:]) for part in (keys, values))
+    return attend_kept_and_tail(queries, tuple(far), torch.ones_like(kept, dtype=torch.bool), tuple(near), scaling)
+
+
+def pointer_split_counts(rows: int, busy: int = CompressedDecode.busy) -> tuple[int, int]:
+    """As :func:`~sglang_ext.layers.attention.compressed.decode_backend.split_counts`; of few rows more parts read what pointers lead to.
+
+    Found on an H100, 2,048 pointers of each head, 36 tokens after them: of 64 rows 7 and 1 take .89 of the time of 4 and 4, of 128 rows 1.10;
+    on an H200 .79 and .97.
+    """
+    parts = sum(split_counts(rows, busy))
+    exact = min(EXACT_PARTS, parts // 8) if rows * parts <= busy else EXACT_PARTS
+    return parts - exact, exact
+
+
+class PointerDecode(CompressedDecode):
+    """Attends to the tokens of full KV to which each head's pointers lead, and to those after them."""
+
+    copies = "copies of --kv-compressor verify-guided or spade"
+    remedy = "pass --kv-compressor snapkv"
+    # As pointer_decode's, where the kernel before it chooses.
+    arrived: torch.Tensor | None = None
+
+    layout: PointerLayout
+
+    def splits(self, requests: int) -> tuple[int, int]:
+        """As :meth:`CompressedDecode.splits`."""
+        return pointer_split_counts(requests * self.kv_heads, self.busy)
+
+    def attend(
+        self, layer_id: int, queries: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, scaling: float, splits: tuple[int, int]
+    ) -> torch.Tensor:
+        """As :meth:`CompressedDecode.attend`."""
+        keys, values = self.token_to_kv_pool.get_key_buffer(layer_id), self.token_to_kv_pool.get_value_buffer(layer_id)
+        table = self.req_to_token_pool.req_to_token
+        return pointer_decode(self.layout, queries, keys, values, table, rows, lengths, scaling, splits, self.arrived)
+
+
+class PagesDecode(PointerDecode):
+    """Lets each head's pointers lead to the pages that bound its query's products best, then attends as over any pointers."""
+
+    copies = "copies of --kv-compressor quest"
+
+    layout: PagePointerLayout
+
+    def __init__(self, model_runner: "ModelRunner", layout: PagePointerLayout):
+        super().__init__(model_runner, layout)
+        self.layers = {layer_id: index for index, layer_id in enumerate(layout.extremes.layer_ids)}
+        self.arrived = layout.arrived
+
+    def attend(
+        self, layer_id: int, queries: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, scaling: float, splits: tuple[int, int]
+    ) -> torch.Tensor:
+        """As :meth:`CompressedDecode.attend`."""
+        layer, cells = self.layers[layer_id], as_pointers(self.token_to_kv_pool.get_key_buffer(layer_id))
+        # Once for both: attention begins while pages of the last heads are chosen, and bounds are kept until it is launched.
+        queries = queries.contiguous()
+        bounds = point_at_best_pages(self.layout, layer, queries, cells, self.req_to_token_pool.req_to_token, rows, lengths)
+        result = super().attend(layer_id, queries, rows, lengths, scaling, splits)
+        del bounds
+        return result
+
+
+class SentRowsDecode(PointerDecode):
+    """Attends to rows that begin with a copy's K and V, as to any tokens: its graphs leave queries, as those over pointers do. To the
+    kernel they are rows that begin with no pointers."""
+
+    copies = "copies of --kv-compressor spade whose rows cache ranks send"
+    remedy = "pass --kv-cache-ranks 0"
+
+    def __init__(self, model_runner: "ModelRunner", layout: ExchangedRowLayout):
+        super().__init__(model_runner, layout)
+        pool, table = model_runner.token_to_kv_pool, model_runner.req_to_token_pool.req_to_token
+        self.layout = PointerLayout.for_table(Pointers(as_pointers(pool.get_key_buffer(0)).shape[-1], 1), table)
+
+    def splits(self, requests: int) -> tuple[int, int]:
+        """As :meth:`CompressedDecode.splits`, but for one all are parts of tokens as they are."""
+        return 1, sum(super().splits(requests)) - 1

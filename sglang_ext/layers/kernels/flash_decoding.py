@@ -1,0 +1,177 @@
+"""What decode kernels over rows of two kinds share: online softmax, the exact tokens of a row, and how parts are joined.
+
+A row is split over programs (flash decoding). Those of its first parts read what a copy holds, those of the others its exact
+tokens; :func:`merge_splits` joins them by log-sum-exp, and can keep both kinds apart, as one may have to be rotated back.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from sglang_ext.layers.kernels.gpu_launch import pdl_options
+
+# Numbers of parts that a warp joins, and most warps that do.
+JOINED, MOST_WARPS = 2048, 4
+
+
+@triton.jit
+def softmax_step(qk, best, total, AXIS: tl.constexpr):
+    """New maximum, what older sums shrink by, and the weights of a step of online softmax over ``AXIS``, of two."""
+    new_best = tl.maximum(tl.max(qk, AXIS), best)
+    # What has seen nothing yet has no maximum.
+    finite = tl.where(new_best == float("-inf"), 0.0, new_best)
+    rescale, p = tl.exp(best - finite), tl.exp(qk - tl.expand_dims(finite, AXIS))
+    return new_best, rescale, p, total * rescale + tl.sum(p, AXIS)
+
+
+@triton.jit
+def head_and_rows(GROUP: tl.constexpr, M: tl.constexpr):
+    """A program's KV head and rows, of the queries that share it; programs of more rows than M are neighbours."""
+    BLOCKS: tl.constexpr = (GROUP + M - 1) // M
+    return tl.program_id(1) // BLOCKS, tl.program_id(1) % BLOCKS * M + tl.arange(0, M)
+
+
+@triton.jit
+def scaled_queries(queries, row, dim, scaling, GROUP: tl.constexpr, DIM: tl.constexpr, LIKE: tl.constexpr):
+    """The queries that share a KV head, and 0 for what pads them: LIKE [rows, channels]."""
+    q = tl.load(queries + row[:, None] * DIM + dim[None, :], mask=(row < GROUP)[:, None] & (dim < DIM)[None, :], other=0.0)
+    return (q.to(tl.float32) * scaling).to(LIKE)
+
+
+@triton.jit
+def token_step(
+    q, keys, values, slot, inside, dim, value_dim, best, total, acc, key_slot, value_slot, DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, LIKE: tl.constexpr,
+):  # fmt: skip
+    """A step of online softmax over the tokens in ``slot`` that are ``inside``; keys and values begin at the head's cells."""
+    seen = inside[:, None] & (dim < DIM)[None, :]
+    k = tl.load(keys + (slot * key_slot)[:, None] + dim[None, :], mask=seen, other=0.0)
+    qk = tl.where(inside[None, :], tl.dot(q, tl.trans(k)), float("-inf"))
+    best, rescale, p, total = softmax_step(qk, best, total, 1)
+    seen = inside[:, None] & (value_dim < VALUE_DIM)[None, :]
+    v = tl.load(values + (slot * value_slot)[:, None] + value_dim[None, :], mask=seen, other=0.0)
+    return best, total, acc * rescale[:, None] + tl.dot(p.to(LIKE), v)
+
+
+@triton.jit
+def exact_split(
+    queries, keys, values, table, begin, end, part, scaling, row, key_slot, value_slot, PARTS: tl.constexpr,
+    GROUP: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr, N: tl.constexpr, LIKE: tl.constexpr,
+):  # fmt: skip
+    """Softmax over one of PARTS of the tokens [begin, end) of a request's row; keys and values begin at the head's cells."""
+    each = tl.cdiv(end - begin, PARTS)
+    first = begin + each * part
+    last = tl.minimum(first + each, end)
+    dim, value_dim = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE_DIM)
+    q = scaled_queries(queries, row, dim, scaling, GROUP, DIM, LIKE)
+    best = tl.zeros([M], dtype=tl.float32) - float("inf")
+    total = tl.zeros([M], dtype=tl.float32)
+    acc = tl.zeros([M, PADDED_VALUE_DIM], dtype=tl.float32)
+    for start in tl.range(first, last, N):
+        place = start + tl.arange(0, N)
+        inside = place < last
+        slot = tl.load(table + place, mask=inside, other=0).to(tl.int64)
+        best, total, acc = token_step(
+            q, keys, values, slot, inside, dim, value_dim, best, total, acc, key_slot, value_slot, DIM, VALUE_DIM, LIKE
+        )  # fmt: skip
+    return best, total, acc
+
+
+@triton.jit
+def store_split(partial, lse, place, channel, there, best, total, acc, row, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr):
+    """What a part of a row gave: the mean of its values, and the logarithm of its weights' sum."""
+    mine = row < GROUP
+    some = tl.where(total > 0, total, 1.0)
+    mask = (mine & (total > 0))[:, None] & there[None, :]
+    tl.store(partial + place[:, None] * VALUE_DIM + channel[None, :], acc / some[:, None], mask=mask)
+    tl.store(lse + place, best + tl.log(some), mask=mine)
+
+
+@triton.jit
+def merge_splits(
+    partial, lse, far, near, VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, PACKED: tl.constexpr,
+    SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr, APART: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One request's head: what its splits found; those over its copy and the others ``APART``, or all in ``far``. Where it is launched
+    ``EARLY`` it waits until they have ended, and what comes after may begin before that, if it waits for all of this by itself."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    head = tl.program_id(0).to(tl.int64)
+    split, dim = tl.arange(0, PADDED_SPLITS), tl.arange(0, PADDED_VALUE_DIM)
+    sums = tl.load(lse + head * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
+    # A row without tokens has no maximum; what it gives is 0.
+    best = tl.max(sums, 0)
+    weights = tl.exp(sums - tl.where(best == float("-inf"), 0.0, best))
+    total = tl.sum(weights, 0)
+    weights /= tl.where(total > 0, total, 1.0)
+    there = (weights > 0)[:, None] & (dim < VALUE_DIM)[None, :]
+    found = tl.load(partial + (head * SPLITS + split[:, None]) * VALUE_DIM + dim[None, :], mask=there, other=0.0)
+    found *= weights[:, None]
+    inside = dim < VALUE_DIM
+    if APART:
+        tl.store(far + head * VALUE_DIM + dim, tl.sum(tl.where((split < PACKED)[:, None], found, 0.0), 0), mask=inside)
+        tl.store(near + head * VALUE_DIM + dim, tl.sum(tl.where((split >= PACKED)[:, None], found, 0.0), 0), mask=inside)
+    else:
+        tl.store(far + head * VALUE_DIM + dim, tl.sum(found, 0), mask=inside)
+
+
+@dataclass(frozen=True)
+class SplitOutputs:
+    """What the parts of a batch's rows give, and how they are joined.
+
+    Attributes:
+        queries: [requests, heads, dim].
+        value_dim: of a head's outputs.
+        splits: parts of a row's copy, and of its exact tokens.
+    """
+
+    queries: torch.Tensor
+    value_dim: int
+    splits: tuple[int, int]
+
+    @property
+    def num_splits(self) -> int:
+        """Parts of a row."""
+        return sum(self.splits)
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Constants of kernels that store parts."""
+        return {"VALUE_DIM": self.value_dim, "PADDED_VALUE_DIM": triton.next_power_of_2(self.value_dim), "PACKED": self.splits[0]}
+
+    @cached_property
+    def partial(self) -> torch.Tensor:
+        """Means of values: float32 [requests * heads * parts, value_dim]."""
+        requests, heads, _ = self.queries.shape
+        return torch.empty(requests * heads * self.num_splits, self.value_dim, device=self.queries.device)
+
+    @cached_property
+    def lse(self) -> torch.Tensor:
+        """Logarithms of weights' sums: float32 [requests * heads, parts]."""
+        requests, heads, _ = self.queries.shape
+        return torch.empty(requests * heads, self.num_splits, device=self.queries.device)
+
+    def separate_outputs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the copies add to the outputs, and what the exact tokens do: float32 [requests, heads, value_dim]."""
+        far, near = torch.empty(2, *self.queries.shape[:2], self.value_dim, device=self.queries.device)
+        self._join(far, near, apart=True)
+        return far, near
+
+    def merged_output(self) -> torch.Tensor:
+        """The outputs, in the dtype of the queries: [requests, heads, value_dim]."""
+        outputs = self.queries.new_empty(*self.queries.shape[:2], self.value_dim)
+        self._join(outputs, outputs, apart=False)
+        return outputs
+
+    def _join(self, far: torch.Tensor, near: torch.Tensor, apart: bool) -> None:
+        requests, heads, _ = self.queries.shape
+        splits = triton.next_power_of_2(self.num_splits)
+        numbers = {"SPLITS": self.num_splits, "PADDED_SPLITS": splits, "APART": apart} | self.shape
+        warps = min(MOST_WARPS, max(1, splits * self.shape["PADDED_VALUE_DIM"] // JOINED))
+        merge_splits[(requests * heads,)](self.partial, self.lse, far, near, **numbers, num_warps=warps, **pdl_options(far))

@@ -1,0 +1,209 @@
+"""Streams of a page in PyTorch, the same bytes that the kernels write."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from sglang_ext.layers.kernels.lynx import bins, planes
+from sglang_ext.layers.kernels.lynx.layout import CHUNK, HEADER, RAW, PageLayout
+from sglang_ext.layers.kernels.lynx.levels import CURVE, fine_bounds, fine_levels, max_level, levels
+from sglang_ext.layers.kernels.lynx.page_tensors import PageTensors, StreamBatch
+from sglang_ext.layers.kernels.lynx.scales import ChunkScales, as_bytes, compute_scales, read
+
+# Above this share of mu float32 tells one bound from the next, and an estimate of I is off by one at most.
+CLEAR = 2.0**-11
+
+
+def _coded(layout: PageLayout, device: torch.device) -> torch.Tensor:
+    """Tokens with codes that mean something, bool [rows, 32, 1]."""
+    token = torch.arange(layout.rows * CHUNK, device=device)
+    return ((token >= layout.sinks) & (token < layout.tokens)).view(layout.rows, CHUNK, 1)
+
+
+def _filled(x: torch.Tensor, layout: PageLayout) -> torch.Tensor:
+    """A page's chunks, float32 [rows, 32, channels].
+
+    The place of a sink, or of a token beyond the page, is taken by another token of its row, each in turn, or by the page's first
+    that is no sink where a row has none: mean and extremes need no mask.
+    """
+    coded = _coded(layout, x.device)
+    count = coded.sum(1)
+    if coded.all():
+        return x.float().view(layout.rows, CHUNK, -1)
+    place = torch.arange(CHUNK, device=x.device)[None, :, None]
+    begin = torch.arange(layout.rows, device=x.device)[:, None, None] * CHUNK
+    first = begin.clamp(min=layout.sinks)
+    other = (first + place % count[:, None].clamp(min=1)).clamp(max=layout.tokens - 1)
+    return x[torch.where(coded, begin + place, other).flatten()].float().view(layout.rows, CHUNK, -1)
+
+
+def _chunks(x: torch.Tensor, layout: PageLayout) -> torch.Tensor:
+    """[tokens, ...] as [rows, 32, ...], filled up with zeros."""
+    missing = layout.rows * CHUNK - layout.tokens
+    x = torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
+    return x.view(layout.rows, CHUNK, -1)
+
+
+def magnitudes(x: torch.Tensor, scales: ChunkScales, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """I, int32 [rows, 32, channels], and whether its sign is positive, bool: how many bounds a number reaches on its side of mu."""
+    mu, sigma = scales.mu[:, None], scales.sigma[:, None]
+    most, table = max_level(bits), torch.tensor(fine_bounds(bits), device=x.device)
+    above = x >= mu
+    estimate = (x - mu).abs_().mul_(torch.where(sigma > 0, CURVE / sigma, 0.0)).add_(1).log2_().mul_(most / math.log2(1 + CURVE))
+    found = estimate.nan_to_num_(0).clamp_(0, most - 1).to(torch.int32)
+    found += _reached(x, mu, sigma, table, found + 1, above)
+    unclear = (scales.sigma <= scales.mu.abs() * CLEAR).nonzero(as_tuple=True)
+    if len(unclear[0]):
+        row, channel = unclear
+        x, mu, sigma, above_there = x[row, :, channel], scales.mu[row, channel, None], scales.sigma[row, channel, None], above[row, :, channel]
+        there = torch.zeros_like(x, dtype=torch.int32)
+        for power in reversed(range(most.bit_length())):
+            more = there + (1 << power)
+            there = torch.where((more <= most) & _reached(x, mu, sigma, table, more.clamp(max=most), above_there), more, there)
+        found[row, :, channel] = there
+    return found, above
+
+
+def _reached(
+    x: torch.Tensor, mu: torch.Tensor, sigma: torch.Tensor, table: torch.Tensor, i: torch.Tensor, above: torch.Tensor
+) -> torch.Tensor:
+    """Whether numbers reach the bound of ``i`` on their side, bool."""
+    bound = table[i] * torch.where(above, sigma, -sigma)
+    return (x >= mu + bound) == above
+
+
+def encode_anchors(x: torch.Tensor, layout: PageLayout, parts: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Anchor streams of pages side by side, and the residual streams of the 8-bit reference.
+
+    Scales are of channels, so that pages of several tensors are one of all their channels: as many operations take that as one page.
+
+    Args:
+        x: [tokens, parts * channels] of the layout's dtype.
+        layout: of one page.
+
+    Returns:
+        uint8 [parts, coded_bytes]; where the header says raw, scales and codes mean nothing. uint8 [parts, int8_bytes].
+    """
+    half = 2 ** (layout.bits - 1)
+    numbers = _filled(x, layout)
+    found = compute_scales(numbers, layout.short_scales)
+    i, above = magnitudes(numbers, found.scales, layout.bits)
+    residual_bits = layout.residual_bits
+    v = i + (2 ** (residual_bits - 1) - 1) >> residual_bits
+    codes, rest = (
+        each.to(torch.uint8).view(-1, x.shape[1])[: layout.tokens]
+        for each in (torch.where(above, half + v, half - 1 - v), (v << residual_bits) - i + 2 ** (residual_bits - 1))
+    )
+    anchor = torch.zeros(parts, layout.coded_bytes, dtype=torch.uint8, device=x.device)
+    anchor[:, 0] = torch.where(found.covered.view(parts, -1).all(1), 0, RAW)
+    rows = {"gamma": 2, "mu": layout.rows, "sigma": layout.rows, "sinks": layout.sinks}
+    stored = found.stored | {"sinks": as_bytes(x[: layout.sinks])}
+    stored = {name: _apart(each, rows[name], parts) for name, each in stored.items() if len(each)}
+    stored["codes"] = _planes(codes, layout.bits, parts)
+    for name, (offset, size) in layout.parts.items():
+        if size:
+            anchor[:, offset : offset + size] = stored[name]
+    return anchor, _planes(rest, residual_bits, parts)
+
+
+def _planes(codes: torch.Tensor, bits: int, parts: int) -> torch.Tensor:
+    """The planes of each part, uint8 [parts, bytes], of uint8 [tokens, parts * channels] codes."""
+    together, begin, found = planes.pack_planes(codes, bits), 0, []
+    for width in planes.PLANES[bits]:
+        end = begin + codes.numel() * width // 8
+        found.append(_apart(together[begin:end], len(codes), parts))
+        begin = end
+    return torch.cat(found, 1)
+
+
+def _apart(content: torch.Tensor, rows: int, parts: int) -> torch.Tensor:
+    """The bytes of each part, uint8 [parts, bytes], of those of rows in which the parts lie side by side."""
+    return content.view(rows, parts, -1).transpose(0, 1).reshape(parts, -1)
+
+
+def _read_anchor(anchor: torch.Tensor, layout: PageLayout) -> tuple[torch.Tensor, ChunkScales, torch.Tensor]:
+    """Codes, uint8 [tokens, channels]; scales; sinks, [sinks, channels]."""
+    parts = {name: anchor[offset : offset + size].clone() for name, (offset, size) in layout.parts.items()}
+    codes = planes.unpack_planes(parts["codes"], layout.bits, layout.tokens)
+    sinks = parts["sinks"].view(layout.dtype).view(layout.sinks, layout.channels)
+    return codes, read(parts, layout.rows, layout.short_scales), sinks
+
+
+def encode_exact(x: torch.Tensor, anchor: torch.Tensor, layout: PageLayout) -> torch.Tensor:
+    """The exact residual stream, uint8 [bytes], of a page and its coded anchor."""
+    codes, scales, _ = _read_anchor(anchor, layout)
+    first, last = bins.bins(_chunks(codes, layout).long(), scales, layout.bits, layout.dtype)
+    index = bins.ordinals(_chunks(x, layout).contiguous()) - first
+    return bins.encode_indices(index, last, _coded(layout, x.device), layout)
+
+
+def decode_coded(anchor: torch.Tensor, residual: torch.Tensor | None, layout: PageLayout) -> torch.Tensor:
+    """The page, [tokens, channels] of the layout's dtype, of a coded anchor, and of its residual where there is one."""
+    codes, scales, sinks = _read_anchor(anchor, layout)
+    coded, chunks = _coded(layout, anchor.device), _chunks(codes, layout).long()
+    if residual is not None and layout.reference == "exact":
+        first, last = bins.bins(chunks, scales, layout.bits, layout.dtype)
+        page = bins.from_ordinals(first + bins.decode_indices(residual, last, coded, layout), layout.dtype)
+    else:
+        if residual is None:
+            meant = torch.tensor(levels(layout.bits), device=anchor.device)[chunks]
+        else:
+            half, residual_bits = 2 ** (layout.bits - 1), layout.residual_bits
+            rest = _chunks(planes.unpack_planes(residual, residual_bits, layout.tokens), layout).long()
+            above = chunks >= half
+            v = torch.where(above, chunks - half, half - 1 - chunks)
+            i = ((v << residual_bits) + 2 ** (residual_bits - 1) - rest).clamp(0, max_level(layout.bits))
+            meant = torch.tensor(fine_levels(layout.bits), device=anchor.device)[i]
+            meant = torch.where(above, meant, -meant)
+        page = (scales.mu[:, None] + scales.sigma[:, None] * meant).to(layout.dtype)
+    page = page.view(-1, layout.channels)[: layout.tokens]
+    page[: layout.sinks] = sinks
+    return page
+
+
+def anchors(parts: PageTensors, layout: PageLayout, slots: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Anchor streams, uint8 [parts, coded_bytes], and residuals of 8 bits, uint8 [parts, int8_bytes], if that is the reference."""
+    pages = [part if slots is None else part[slots] for part in parts.tensors]
+    found, rest = encode_anchors(torch.cat(pages, 1), layout, len(pages))
+    return found, rest if layout.reference == "int8" else None
+
+
+def write_streams(parts: PageTensors, layout: PageLayout, slots: torch.Tensor | None, anchors_at: StreamBatch, rest_at: StreamBatch | None) -> None:
+    """What :func:`anchors` gives, into its place; ``rest_at``: residuals of 8 bits, or None where they are not wanted."""
+    pages = [part if slots is None else part[slots] for part in parts.tensors]
+    found, rest = encode_anchors(torch.cat(pages, 1), layout, len(pages))
+    anchors_at.rows.copy_(found)
+    if rest_at is not None:
+        rest_at.rows.copy_(rest)
+
+
+def read_streams(anchors_at: StreamBatch, rest_at: StreamBatch | None, layout: PageLayout, outs: PageTensors, slots: torch.Tensor | None) -> None:
+    """As :func:`decode`."""
+    decode(anchors_at.rows, None if rest_at is None else rest_at.rows, layout, outs, slots)
+
+
+def exact_residuals(parts: PageTensors, found: Sequence[torch.Tensor], layout: PageLayout, slots: torch.Tensor | None) -> list[torch.Tensor]:
+    """Exact residual streams, uint8 [bytes] each, of parts and their coded anchors."""
+    pages = (part if slots is None else part[slots] for part in parts.tensors)
+    return [encode_exact(page, anchor, layout) for page, anchor in zip(pages, found, strict=True)]
+
+
+def decode(
+    found: Sequence[torch.Tensor],
+    residuals: Sequence[torch.Tensor] | None,
+    layout: PageLayout,
+    outs: PageTensors,
+    slots: torch.Tensor | None,
+) -> None:
+    """Write pages of coded anchors into ``outs``."""
+    for part, out in enumerate(outs.tensors):
+        page = decode_coded(found[part], None if residuals is None else residuals[part], layout)
+        out[slice(None) if slots is None else slots] = page
+
+
+def raw(x: torch.Tensor) -> torch.Tensor:
+    """The anchor stream of a page as it is, uint8 [raw_bytes]."""
+    header = torch.zeros(HEADER, dtype=torch.uint8, device=x.device)
+    header[0] = RAW
+    return torch.cat([header, as_bytes(x)])

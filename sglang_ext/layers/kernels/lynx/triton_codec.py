@@ -1,0 +1,172 @@
+"""Launches of the kernels that encode and decode pages, all parts of a page at a time: what plain.py does, and the same bytes."""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_ext.layers.kernels.lynx.chunk_scales import page_gamma
+from sglang_ext.layers.kernels.lynx.decode_tiles import decode_tiles
+from sglang_ext.layers.kernels.lynx.encode_tiles import cells, edges, encode_tiles
+from sglang_ext.layers.kernels.lynx.exact_tiles import count_units, read_exact, write_exact
+from sglang_ext.layers.kernels.lynx.layout import BLOCK, HEADER, UNIT, PageLayout
+from sglang_ext.layers.kernels.lynx.levels import BITS, bounds, fine_levels, max_level, levels, level_step
+from sglang_ext.layers.kernels.lynx.page_tensors import ALIGNMENT, PageTensors, StreamBatch, addresses
+
+LIKE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+# Quads of channels of a program that encodes, a thread each, and registers that a thread has for bfloat16: more hold fewer programs.
+QUADS, REGISTERS = 64, 144
+# Pairs of channels of a program that decodes, two a thread, and tokens of a chunk at once: the fewer, the less registers.
+PAIRS, FEW = 128, 8
+# Whether kernels have instructions of NVIDIA's.
+PTX = torch.version.hip is None and not triton.knobs.runtime.interpret
+
+
+def anchors(parts: PageTensors, layout: PageLayout, slots: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As of plain.py."""
+    count, device = len(parts.tensors), parts.tensors[0].device
+    found = _rows(count, layout.coded_bytes, device)
+    found[:, :HEADER] = 0
+    rest = _rows(count, layout.int8_bytes, device) if layout.reference == "int8" else None
+    _encode(parts, layout, slots, _addresses_of_rows(found), None if rest is None else _addresses_of_rows(rest))
+    return found, rest
+
+
+def write_streams(parts: PageTensors, layout: PageLayout, slots: torch.Tensor | None, anchors_at: StreamBatch, rest_at: StreamBatch | None) -> None:
+    """As of plain.py, of anchors into zeros."""
+    _encode(parts, layout, slots, anchors_at.addresses, None if rest_at is None else rest_at.addresses)
+
+
+def _encode(parts: PageTensors, layout: PageLayout, slots: torch.Tensor | None, targets: torch.Tensor, rest: torch.Tensor | None) -> None:
+    """Anchors, of which the first byte is 0, and residuals of 8 bits to addresses, int64 [parts] each."""
+    count, device, offsets = len(parts.tensors), parts.tensors[0].device, _offsets(layout)
+    stride, like, warps = _slot_stride(parts), LIKE[layout.dtype], QUADS // 32
+    if layout.short_scales:
+        page_gamma[(triton.cdiv(layout.channels, 4 * QUADS), count)](
+            parts.table, targets, slots, layout.tokens, layout.channels, layout.sinks, offsets[0], STRIDE=stride, LIKE=like, QUADS=QUADS,
+            PTX=PTX, num_warps=warps,
+        )  # fmt: skip
+    encode_tiles[_grid(layout, count, 4 * QUADS)](
+        parts.table, targets, rest, slots, device_table(edges, layout.bits, device), device_table(cells, layout.bits, device), layout.tokens, layout.sinks, *offsets, CHANNELS=layout.channels, STRIDE=stride,
+        LIKE=like, BITS=layout.bits, GREATEST=max_level(layout.bits), SHORT=layout.short_scales, QUADS=QUADS, PTX=PTX,
+        num_warps=warps, maxnreg=REGISTERS if layout.dtype == torch.bfloat16 else None,
+    )  # fmt: skip
+
+
+def exact_residuals(parts: PageTensors, found: Sequence[torch.Tensor], layout: PageLayout, slots: torch.Tensor | None) -> list[torch.Tensor]:
+    """As of plain.py; waits for the device, which counts the bits."""
+    count, device, streams = len(parts.tensors), parts.tensors[0].device, addresses(found)
+    grid = _grid(layout, count, BLOCK)
+    page, (*scales, _, codes_at) = (layout.tokens, layout.channels, layout.sinks), _offsets(layout)
+    ends_of_bins, kinds = device_table(bounds, layout.bits, device), {"LIKE": LIKE[layout.dtype], "BITS": layout.bits, "SHORT": layout.short_scales}
+    units = torch.zeros(count, layout.rows * layout.blocks, dtype=torch.int32, device=device)
+    count_units[grid](streams, ends_of_bins, units, *page, *scales, codes_at, **kinds)
+    ends = units.cumsum(1)
+    sizes = [layout.index_bytes + UNIT * units for units in ends[:, -1].tolist()]
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + triton.cdiv(size, ALIGNMENT) * ALIGNMENT)
+    memory = torch.zeros(starts[-1], dtype=torch.uint8, device=device)
+    residuals = [memory[start : start + size] for start, size in zip(starts[:-1], sizes, strict=True)]
+    heads = torch.tensor(starts[:-1], device=device)[:, None] // 4 + torch.arange(units.shape[1], device=device)
+    memory.view(torch.int32)[heads] = (ends - units).int()
+    write_exact[grid](
+        parts.table, streams, addresses(residuals), slots, ends_of_bins, parts.tensors[0].stride(0), *page, *scales, codes_at, layout.index_bytes,
+        **kinds, TOGETHER=8 // layout.dtype.itemsize,
+    )  # fmt: skip
+    return residuals
+
+
+def decode(
+    found: Sequence[torch.Tensor],
+    residuals: Sequence[torch.Tensor] | None,
+    layout: PageLayout,
+    outs: PageTensors,
+    slots: torch.Tensor | None,
+) -> None:
+    """As of plain.py."""
+    found, residuals = _aligned(found), None if residuals is None else _aligned(residuals)
+    _decode(addresses(found), None if residuals is None else addresses(residuals), layout, outs, slots)
+
+
+def read_streams(anchors_at: StreamBatch, rest_at: StreamBatch | None, layout: PageLayout, outs: PageTensors, slots: torch.Tensor | None) -> None:
+    """As of plain.py."""
+    _decode(anchors_at.addresses, None if rest_at is None else rest_at.addresses, layout, outs, slots)
+
+
+def _decode(streams: torch.Tensor, rest: torch.Tensor | None, layout: PageLayout, outs: PageTensors, slots: torch.Tensor | None) -> None:
+    """Of streams at addresses, int64 [parts] each."""
+    offsets = _offsets(layout)
+    page, device, count = (layout.tokens, layout.channels, layout.sinks), outs.tensors[0].device, len(outs.tensors)
+    stride = outs.tensors[0].stride(0)
+    kinds = {"LIKE": LIKE[layout.dtype], "BITS": layout.bits, "SHORT": layout.short_scales}
+    if rest is not None and layout.reference == "exact":
+        read_exact[_grid(layout, count, BLOCK)](
+            streams, rest, outs.table, slots, device_table(bounds, layout.bits, device), stride, *page, *offsets,
+            layout.index_bytes, **kinds,
+        )  # fmt: skip
+        return
+    meanings = device_table(levels if rest is None else _both_levels, layout.bits, device)
+    decode_tiles[_grid(layout, count, 2 * PAIRS)](
+        streams, rest, outs.table, slots, meanings, layout.tokens, layout.sinks, *offsets, CHANNELS=layout.channels,
+        STRIDE=_slot_stride(outs), **kinds, PAIRS=PAIRS, FEW=FEW, PTX=PTX, num_warps=PAIRS // 64,
+    )  # fmt: skip
+
+
+def _both_levels(bits: int) -> tuple[float, ...]:
+    """What a code and its residual of 8 bits mean, by the code's bits and after them the residual's."""
+    half, size, found = 2 ** (bits - 1), level_step(bits), fine_levels(bits)
+
+    def level(code: int, rest: int) -> float:
+        v = code - half if code >= half else half - 1 - code
+        meant = found[min(max(v * size + size // 2 - rest, 0), max_level(bits))]
+        return meant if code >= half else -meant
+
+    return tuple(level(*divmod(both, size)) for both in range(2**BITS))
+
+
+@lru_cache(maxsize=None)
+def device_table(numbers: Callable[[int], tuple[float, ...]], bits: int, device: torch.device) -> torch.Tensor:
+    """Levels or bounds on a device, float32."""
+    return torch.tensor(numbers(bits), device=device)
+
+
+def _aligned(streams: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Streams as they are, or copies where kernels could not read them."""
+    return [stream.clone() if stream.data_ptr() % ALIGNMENT else stream for stream in streams]
+
+
+def _slot_stride(parts: PageTensors) -> int:
+    """Elements from one token to the next.
+
+    Raises:
+        ValueError: quads of channels are no words.
+    """
+    stride = parts.tensors[0].stride(0)
+    if stride % 4:
+        raise ValueError(f"tokens {stride} elements apart: kernels read four channels at once; pass a contiguous copy")
+    return stride
+
+
+def _rows(parts: int, size: int, device: torch.device) -> torch.Tensor:
+    """Room for streams, uint8 [parts, size], each aligned, with zeros between them."""
+    width = triton.cdiv(size, ALIGNMENT) * ALIGNMENT
+    rows = torch.empty(parts, width, dtype=torch.uint8, device=device)
+    rows[:, size:] = 0
+    return rows[:, :size]
+
+
+def _addresses_of_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Of each, int64 [parts]."""
+    return torch.arange(len(rows), device=rows.device) * rows.stride(0) + rows.data_ptr()
+
+
+def _grid(layout: PageLayout, parts: int, columns: int) -> tuple[int, int, int]:
+    return layout.rows, triton.cdiv(layout.channels, columns), parts
+
+
+def _offsets(layout: PageLayout) -> tuple[int, ...]:
+    """Where gamma, mu, sigma, sinks and codes begin."""
+    return tuple(layout.parts[name][0] for name in ("gamma", "mu", "sigma", "sinks", "codes"))

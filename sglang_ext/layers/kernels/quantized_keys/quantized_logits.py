@@ -1,0 +1,179 @@
+"""Logits of queries with keys of 8 or 4 bits, for choosing tokens (select_tokens.py): products of integers.
+
+In each group of channels a key is ``scale * code + zero``, so that its product with a query is ``scale * sum(q code) + zero * sum(q)``.
+Queries become integers of 15 bits, nearer to them than bfloat16 is, and each the sum of two parts of 8 bits, which are multiplied with
+the codes as they lie in memory. A product's rows are the query heads once for each group of channels, 0 in all others: tensor cores take
+more rows than query heads share a KV head, so that groups cost nothing more, and scales are multiplied with sums, not with numbers.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_ext.core import OptionError
+from sglang_ext.layers.kernels.selection.exact_logits import (
+    CHUNK, LEAST, PITCH, TO_POWERS, VARYING, LogitsRequest, update_normalizers, layer_major, store_chunk_normalizers, load_pair,
+)  # fmt: skip
+from sglang_ext.layers.kernels.quantized_keys.quantize_keys import MIDDLE, ROUNDING
+from sglang_ext.layers.kernels.gpu_launch import gpu_name, launch_first_fitting, shape_name
+from sglang_ext.layers.kernels.packed import packed_decode
+
+# Keys that are multiplied at once, those preferred first. Two of the stages are that of where tokens lie and that of products: three of
+# five hold keys. Few threads share a tile, so that many programs fit on a processor and hardly wait for each other.
+BLOCKS = (
+    {"BLOCK": 64, "STAGES": 5, "num_warps": 2}, {"BLOCK": 64, "STAGES": 3, "num_warps": 2}, {"BLOCK": 32, "STAGES": 3},
+    {"BLOCK": 16, "STAGES": 1},
+)  # fmt: skip
+# Rows of a product at least, as tensor cores take them, and at most, as registers do; bytes of a key in one at least.
+LEAST_ROWS, MOST_ROWS, LEAST_BYTES = 16, 32, 32
+# Integers of a query are up to so many, and parts of one its multiple of 128, to the nearest, and the rest.
+MOST, PART_BITS, HALF_PART = tl.constexpr(127 * 128), tl.constexpr(7), tl.constexpr(64)
+# The least unit of these integers: of zeros alone all are 0.
+SMALLEST_UNIT = tl.constexpr(1e-30)
+REMEDY = "pass --kv-score-bits 16"
+
+
+@triton.jit
+def _parts(channels, mine, unit):
+    """Of float32 at ``channels``, rows of a product, both parts of integers in the rows' ``unit``: int8; 0 where they are not ``mine``."""
+    steps = tl.load(channels, mask=mine, other=0.0) * (1.0 / unit)[:, None] + ROUNDING
+    integers = (steps.to(tl.int32, bitcast=True) & 0x7FFFFF) - (1 << 22)
+    high = (integers + HALF_PART) >> PART_BITS
+    return high.to(tl.int8), (integers - (high << PART_BITS)).to(tl.int8)
+
+
+@triton.jit
+def _halves(packed, PTX: tl.constexpr):
+    """Of bytes their lower and their upper 4 bits, int8; in PTX four bytes at once, of which Triton takes each apart."""
+    if PTX:
+        lower = tl.inline_asm_elementwise("and.b32 $0, $1, 0x0F0F0F0F;", "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4)
+        upper = tl.inline_asm_elementwise(
+            "shr.u32 $0, $1, 4; and.b32 $0, $0, 0x0F0F0F0F;", "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4
+        )
+    else:
+        lower, upper = packed & 15, (packed >> 4) & 15
+    return lower, upper
+
+
+@triton.jit(do_not_specialize=(*VARYING, "held"))
+def _compute_quantized_logits(
+    queries, codes, words, scalings, token_table, numbers, logits, tops, masses, first_layer, first_request, requests, pitches, chunks,
+    table_row, held, HEADS: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, PADDED_GROUPS: tl.constexpr, PADDED_GROUP: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr,
+    PADDED_BYTES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """As ``_compute_exact_logits``, of ROWS of the SHARED query heads of a KV head, with keys as QuantizedKeys holds them."""
+    SPLITS: tl.constexpr = (SHARED + ROWS - 1) // ROWS
+    PART: tl.constexpr = GROUP * BITS // 8
+    head, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
+    chunk, pair = tl.program_id(1), tl.program_id(2)
+    layer, _, at, length = load_pair(numbers, pair, first_layer, first_request, requests)
+    begin = chunk * CHUNK
+    if begin < length:
+        row, byte, column = tl.arange(0, PADDED_GROUPS * ROWS), tl.arange(0, PADDED_BYTES), tl.arange(0, BLOCK)
+        group, of_group = row // ROWS, tl.arange(0, PADDED_GROUP)
+        there = (split * ROWS + row % ROWS < SHARED) & (group < GROUPS)
+        of_head = pair * HEADS + head
+        mine = queries + (of_head * SHARED + split * ROWS + row % ROWS) * DIM + group * GROUP
+        inside = there[:, None] & (of_group < GROUP)[None, :]
+        channels = tl.load(mine[:, None] + of_group[None, :], mask=inside, other=0.0)
+        # Of a query head one for all groups, with which their sum is multiplied.
+        largest = tl.max(tl.reshape(tl.max(tl.abs(channels), 1), (PADDED_GROUPS, ROWS)), 0)
+        unit = tl.maximum(largest * (1.0 / MOST), SMALLEST_UNIT)
+        of_row = tl.reshape(tl.broadcast_to(unit[None, :], (PADDED_GROUPS, ROWS)), (PADDED_GROUPS * ROWS,))
+        rest = tl.reshape(tl.sum(channels, 1) / of_row, (PADDED_GROUPS, ROWS, 1))
+        factor = (unit * (tl.load(scalings + layer) * TO_POWERS))[:, None]
+        here = there[:, None] & (byte // PART == group[:, None]) & (byte < BYTES)[None, :]
+        channel = mine[:, None] + (byte % PART)[None, :]
+        high, low = _parts(channel, here, of_row)
+        if BITS == 4:
+            high_of_second, low_of_second = _parts(channel + PART, here, of_row)
+        # Of all heads of all slots of the layers before.
+        before, table = layer.to(tl.int64) * held, token_table + at * table_row
+        out_row = split * ROWS + tl.arange(0, ROWS)
+        kept = out_row < SHARED
+        out = logits + (of_head.to(tl.int64) * SHARED + out_row)[:, None] * (pitches.to(tl.int64) * PITCH)
+        group_of_word = tl.arange(0, PADDED_GROUPS)
+        # Of each column its own, which are joined at the end: meanwhile no thread waits for another.
+        top = tl.full((ROWS, BLOCK), LEAST, tl.float32)
+        mass = tl.zeros((ROWS, BLOCK), tl.float32)
+        # Named here, stages are those of all loads, of words among them; else of those alone that products wait for.
+        for first in tl.range(begin, tl.minimum(begin + CHUNK, length), BLOCK, num_stages=STAGES):
+            # Beyond the end the last one again: loads of nobody's are not told apart from others, which costs more than they do.
+            key = (before + tl.load(table + tl.minimum(first + column, length - 1))) * HEADS + head
+            code_places, word_places = codes + key[:, None] * BYTES + byte[None, :], words + key[None, :] * GROUPS + group_of_word[:, None]
+            if BYTES == PADDED_BYTES:
+                packed = tl.load(code_places)
+            else:
+                packed = tl.load(code_places, mask=(byte < BYTES)[None, :], other=0)
+            if GROUPS == PADDED_GROUPS:
+                word = tl.load(word_places)
+            else:
+                word = tl.load(word_places, mask=(group_of_word < GROUPS)[:, None], other=0)
+            if BITS == 4:
+                lower, upper = _halves(packed, PTX)
+                sums = tl.dot(high, tl.trans(lower), out_dtype=tl.int32)
+                sums = tl.dot(high_of_second, tl.trans(upper), sums, out_dtype=tl.int32) << PART_BITS
+                sums = tl.dot(low, tl.trans(lower), sums, out_dtype=tl.int32)
+                sums = tl.dot(low_of_second, tl.trans(upper), sums, out_dtype=tl.int32)
+            else:
+                sums = tl.dot(high, tl.trans(packed), out_dtype=tl.int32) << PART_BITS
+                sums = tl.dot(low, tl.trans(packed), sums, out_dtype=tl.int32)
+            scale = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            zero = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            if BITS == 8:
+                zero += MIDDLE * scale
+            sums = tl.reshape(sums.to(tl.float32), (PADDED_GROUPS, ROWS, BLOCK))
+            found = tl.sum(sums * scale[:, None, :] + rest * zero[:, None, :], 0) * factor
+            found = tl.where((first + column < length)[None, :], found, float("-inf"))
+            # Whole blocks, which are stored by vectors.
+            tl.store(out + tl.multiple_of(first, BLOCK) + column[None, :], found.to(logits.dtype.element_ty), mask=kept[:, None])
+            top, mass = update_normalizers(found, top, mass)
+        store_chunk_normalizers(tops, masses, (of_head * SHARED + out_row) * chunks + chunk, kept, top, mass)
+
+
+@dataclass(frozen=True)
+class QuantizedKeyTensors:
+    """Keys of 8 or 4 bits in all layers, as ``QuantizedKeys`` (mem_cache/selection/scoring_keys.py) holds them.
+
+    Attributes:
+        codes, words: int8 and int32 [layers, slots, kv_heads, ...].
+        group: channels that share a scale.
+    """
+
+    codes: torch.Tensor
+    words: torch.Tensor
+    group: int
+
+    def compute_logits(self, queries: torch.Tensor, asked: LogitsRequest) -> None:
+        """Leave logits, and what normalizes them, as keys that are numbers do.
+
+        Args:
+            queries: float32 [requests, layers, query_heads, head_dim].
+            asked: for which of all requests and layers, and where they are left.
+
+        Raises:
+            OptionError: the GPU multiplies no integers, or has no room for tiles of such heads.
+        """
+        _, held, heads, size = self.codes.shape
+        groups, dim = self.words.shape[3], queries.shape[3]
+        if not packed_decode.multiplies_integers(self.codes):
+            raise OptionError(f"products of integers, by which keys of few bits are scored, are not compiled for {gpu_name()}: {REMEDY}")
+        shared, padded_groups, queries = queries.shape[2] // heads, triton.next_power_of_2(groups), layer_major(queries)
+        rows = min(max(triton.next_power_of_2(shared), LEAST_ROWS // padded_groups), MOST_ROWS // padded_groups)
+
+        def launch(block: dict[str, int]) -> None:
+            _compute_quantized_logits[(heads * triton.cdiv(shared, rows), asked.chunks, asked.pairs)](
+                queries, self.codes, self.words, *asked.tensors, *asked.where, asked.chunks, asked.table_row, held, HEADS=heads,
+                SHARED=shared, ROWS=rows, DIM=dim, GROUP=self.group, GROUPS=groups, PADDED_GROUPS=padded_groups,
+                PADDED_GROUP=triton.next_power_of_2(self.group), BITS=8 * size // dim, BYTES=size,
+                PADDED_BYTES=max(LEAST_BYTES, triton.next_power_of_2(size)), CHUNK=CHUNK,
+                PTX=packed_decode.has_ptx(self.codes), **block,
+            )  # fmt: skip
+
+        def what() -> str:
+            return f"choosing tokens by keys of {8 * size // dim} bits with {shape_name(dim, shared, queries.dtype)}"
+
+        launch_first_fitting(BLOCKS, launch, ("coded choice", shared, dim, size, self.codes.device), what, REMEDY)

@@ -1,0 +1,210 @@
+"""Which rows a copy lacks of what was chosen for it, and the way of these into the memory of its GPU."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_ext.layers.kernels.addresses import buffer_pointer, pointer_at
+from sglang_ext.layers.kernels.select_tokens import MarkedTokens
+from sglang_ext.layers.kernels.selection.exact_logits import CHUNK, PITCH, VARYING, load_pair
+from sglang_ext.layers.kernels.selection.token_marks import BEYOND, UNFUSED, WORD, score_bit_patterns, popcount, load_normalizers
+from sglang_ext.layers.kernels.exchange_kernels import QUESTION_STRIDE
+
+# Places, and words of marks, that a program looks at, rows that one copies, and counts of heads that it looks at, at once.
+LOOKED_AT, WORDS, COPIED, COUNTED = 2048, 1024, 64, 1024
+# Programs that copy rows: as many as a link between GPUs wants, on few of the processors for what chooses beside them. Warps of all.
+COPYING, WARPS = 33, 8
+
+
+@triton.jit(do_not_specialize=(*VARYING, "fresh", "held_row"))
+def _exchange(
+    marks, logits, tops, masses, held, token_table, numbers, coming, bits, going, counts, moves, slots, first_layer, first_request,
+    requests, pitches, chunks, table_row, most, fresh, held_row, SINKS: tl.constexpr, NEWEST: tl.constexpr, HEADS: tl.constexpr,
+    GROUP: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Of a KV head of a context what comes, where it lies, and the places that it takes; marks of what stays are taken away. ``coming``,
+    ``bits`` and ``going`` are worked in: tokens that might come, bits of their scores where not all do, and places that go."""
+    head, pair = tl.program_id(0), tl.program_id(1)
+    layer, mine, at, length = load_pair(numbers, pair, first_layer, first_request, requests)
+    keep, of_head, pitch = tl.load(mine + 2).to(tl.int32), (pair * HEADS + head).to(tl.int64), pitches.to(tl.int64) * PITCH
+    marks, coming, bits, going = marks + of_head * (pitch // WORD), coming + of_head * most, bits + of_head * most, going + of_head * most
+    held += (first_request + pair % requests) * held_row.to(tl.int64) + (layer * HEADS + head) * keep
+    gone, many = 0, 0
+    for first in tl.range(0, keep, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        inside = place < keep
+        token = tl.load(held + place, mask=inside, other=-1)
+        known = inside & (token >= 0) & (token < length)
+        bit, word = 1 << (token & (WORD - 1)), marks + token // WORD
+        stays = known & ((tl.load(word, mask=known, other=0) & bit) != 0)
+        # What stays is marked no more: marks that are left are of what comes.
+        tl.atomic_and(word, ~bit, mask=stays, sem="relaxed")
+        goes = (inside & (stays == 0)).to(tl.int32)
+        tl.store(going + gone + tl.cumsum(goes, 0) - 1, place, mask=goes > 0)
+        gone += tl.sum(goes)
+    tl.debug_barrier()
+    for first in tl.range(0, tl.cdiv(length, WORD), WORDS):
+        at_word = first + tl.arange(0, WORDS)
+        left = tl.load(marks + at_word, mask=at_word * WORD < length, other=0)
+        of_word = popcount(left)
+        place = many + tl.cumsum(of_word, 0) - of_word
+        many += tl.sum(of_word)
+        # Of each word one token after the other: few come.
+        for _ in tl.range(0, tl.max(of_word)):
+            tl.store(coming + place, at_word * WORD + popcount((left & -left) - 1), mask=left != 0)
+            left, place = left & (left - 1), place + 1
+    tl.debug_barrier()
+    # Places are as many as tokens, but for a record that is written meanwhile, of which the answer is not taken.
+    limit = tl.minimum(fresh, gone)
+    last, need = -1, 0
+    if many > limit:
+        normalizers = load_normalizers(tops, masses, of_head, chunks, tl.cdiv(length, CHUNK), GROUP, G)
+        for first in tl.range(0, many, BLOCK):
+            index = first + tl.arange(0, BLOCK)
+            token = tl.load(coming + index, mask=index < many, other=0)
+            score = score_bit_patterns(logits, normalizers, of_head, pitch, token, length, length, SINKS, NEWEST, GROUP, G, BLOCK)
+            tl.store(bits + index, score, mask=index < many)
+        tl.debug_barrier()
+        low, high, above = 0, BEYOND, 0
+        while high - low > 1:
+            middle, best = low + (high - low) // 2, 0
+            for first in tl.range(0, many, BLOCK):
+                index = first + tl.arange(0, BLOCK)
+                best += tl.sum((tl.load(bits + index, mask=index < many, other=-1) >= middle).to(tl.int32))
+            enough = best >= limit
+            low, high, above = tl.where(enough, middle, low), tl.where(enough, high, middle), tl.where(enough, above, best)
+        last, need = low, limit - above
+    written, equals = 0, 0
+    for first in tl.range(0, many, BLOCK):
+        index = first + tl.arange(0, BLOCK)
+        # Where all come nobody asks for their scores.
+        score = tl.load(bits + index, mask=(index < many) & (last >= 0), other=BEYOND)
+        equal = ((index < many) & (score == last)).to(tl.int32)
+        # Of equal scores those of earlier tokens.
+        comes = (index < many) & ((score > last) | ((equal > 0) & (equals + tl.cumsum(equal, 0) <= need)))
+        rank = written + tl.cumsum(comes.to(tl.int32), 0) - 1
+        move, token = moves + (of_head * fresh + rank) * 2, tl.load(coming + index, mask=comes, other=0)
+        tl.store(move, tl.load(going + rank, mask=comes, other=0), mask=comes)
+        tl.store(move + 1, token, mask=comes)
+        slot = tl.load(token_table + at * table_row + token, mask=comes, other=0)
+        tl.store(slots + of_head * fresh + rank, slot, mask=comes)
+        written, equals = written + tl.sum(comes.to(tl.int32)), equals + tl.sum(equal)
+    tl.store(counts + of_head, written)
+
+
+@triton.jit
+def _next_rows(counts, slots, there, part, parts, all_heads, of_request, requests, fresh, ROWS: tl.constexpr):
+    """Of a part how many rows come for its head in all, where its own lie, and whether the question is there; nothing beyond the last."""
+    of_head, index, inside = part % all_heads, part // all_heads * ROWS + tl.arange(0, ROWS), part < parts
+    slot = tl.load(slots + of_head.to(tl.int64) * fresh + index, mask=inside & (index < fresh), other=0)
+    return tl.load(counts + of_head, mask=inside, other=0), slot, tl.load(there + of_head // of_request % requests, mask=inside, other=0)
+
+
+@triton.jit(
+    do_not_specialize=(
+        "requests", "all_heads", "first_layer", "first_request", "pairs", "fresh", "to_counts", "to_moves", "to_keys", "to_values",
+    ),
+)  # fmt: skip
+def _push_rows(
+    key_table, value_table, like, counts, moves, slots, asked, there, to_counts, to_moves, to_keys, to_values, requests, all_heads,
+    first_layer, first_request, pairs, fresh, slot_stride, head_stride, HEADS: tl.constexpr, DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr, ROWS: tl.constexpr, COUNTED: tl.constexpr,
+):  # fmt: skip
+    """Moves of heads of requests whose questions are there, and their rows, to their lanes: some at once."""
+    KIND: tl.constexpr = like.dtype.element_ty
+    asked, there, dim = asked + QUESTION_STRIDE * first_request, there + first_request, tl.arange(0, PADDED_DIM)
+    most = tl.zeros((COUNTED,), tl.int32)
+    for first in tl.range(0, all_heads, COUNTED):
+        place = first + tl.arange(0, COUNTED)
+        most = tl.maximum(most, tl.load(counts + place, mask=place < all_heads, other=0))
+    # First rows of all heads, then the next ones: where few come all programs have as many of them.
+    parts = all_heads * tl.maximum(tl.cdiv(tl.max(most), ROWS), 1)
+    many, slot, put = _next_rows(counts, slots, there, tl.program_id(0), parts, all_heads, HEADS, requests, fresh, ROWS)
+    for part in tl.range(tl.program_id(0), parts, tl.num_programs(0)):
+        # Looked up while rows are on their way.
+        next_part = part + tl.num_programs(0)
+        later, later_slot, later_put = _next_rows(counts, slots, there, next_part, parts, all_heads, HEADS, requests, fresh, ROWS)
+        of_head, first = (part % all_heads).to(tl.int64), part // all_heads * ROWS
+        layer, request, head = first_layer + of_head // HEADS // requests, of_head // HEADS % requests, of_head % HEADS
+        count, to_pair = many * put, tl.load(asked + QUESTION_STRIDE * request) * pairs + layer * HEADS + head
+        if (first == 0) & (put != 0):
+            tl.store(to_counts.to(tl.pointer_type(tl.int32)) + to_pair, count)
+        if first < count:
+            index = first + tl.arange(0, ROWS)
+            inside = index < count
+            read = (slot.to(tl.int64) * slot_stride + head * head_stride)[:, None] + dim[None, :]
+            write, seen = ((to_pair * fresh + index) * DIM)[:, None] + dim[None, :], inside[:, None] & (dim < DIM)[None, :]
+            keys, values = buffer_pointer(key_table, layer, KIND), buffer_pointer(value_table, layer, KIND)
+            key, value = tl.load(keys + read, mask=seen), tl.load(values + read, mask=seen)
+            move, to_move = moves + (of_head * fresh + index) * 2, to_moves.to(tl.pointer_type(tl.int32)) + (to_pair * fresh + index) * 2
+            place, token = tl.load(move, mask=inside, other=0), tl.load(move + 1, mask=inside, other=0)
+            tl.store(to_move, place, mask=inside)
+            tl.store(to_move + 1, token, mask=inside)
+            tl.store(pointer_at(to_keys, KIND) + write, key, mask=seen)
+            tl.store(pointer_at(to_values, KIND) + write, value, mask=seen)
+        many, slot, put = later, later_slot, later_put
+
+
+class GpuRowExchange(NamedTuple):
+    """What comes for some requests in some layers, and which places of their copies it takes, as row_exchange.py:exchange says.
+
+    Attributes:
+        counts: int32 [layers, requests, kv_heads], how many tokens come for each.
+        moves: int32 [layers, requests, kv_heads, fresh, 2], places and positions, ascending by position.
+        slots: int32 [layers, requests, kv_heads, fresh], where these tokens lie.
+    """
+
+    counts: torch.Tensor
+    moves: torch.Tensor
+    slots: torch.Tensor
+
+
+def exchange(marked: MarkedTokens, held: torch.Tensor, most: int, fresh: int) -> GpuRowExchange:
+    """What comes of what is marked, whose marks are used up.
+
+    Args:
+        marked: tokens of some requests in some layers.
+        held: int32 [all requests, numbers], as MappedExchangeBuffer.records has them: of a request the first [all layers, kv_heads, keep] are the
+            positions that its copy holds, where heads keep so many. What is none of the context's is a place that goes.
+        most: tokens that a head keeps at most.
+        fresh: tokens that come for a head at most: of more those of the highest scores.
+    """
+    contexts, heads, (_, _, requests, pitches), device = marked.contexts, marked.tables[1].shape[1], marked.where, held.device
+    sizes, chunks = (marked.pairs // requests, requests, heads), triton.cdiv(marked.longest, CHUNK)
+    coming, bits, going = (torch.empty(*sizes, most, dtype=torch.int32, device=device) for _ in range(3))
+    counts = torch.empty(sizes, dtype=torch.int32, device=device)
+    moves = torch.empty(*sizes, fresh, 2, dtype=torch.int32, device=device)
+    slots = torch.empty(*sizes, fresh, dtype=torch.int32, device=device)
+    _exchange[(heads, marked.pairs)](
+        marked.marks, *marked.logit_buffers, held, contexts.token_table, contexts.numbers, coming, bits, going, counts, moves, slots,
+        *marked.where, chunks, contexts.token_table.stride(0), most, fresh, held.stride(0), SINKS=contexts.always[0],
+        NEWEST=contexts.always[1], HEADS=heads, GROUP=marked.group, G=triton.next_power_of_2(marked.group), BLOCK=LOOKED_AT,
+        WORDS=WORDS, CHUNK=CHUNK, num_warps=WARPS, **UNFUSED,
+    )  # fmt: skip
+    return GpuRowExchange(counts, moves, slots)
+
+
+def push_rows(
+    tables: tuple[torch.Tensor, torch.Tensor], like: torch.Tensor, comes: GpuRowExchange, asked: torch.Tensor, there: torch.Tensor,
+    targets: tuple[int, int, int, int], first_layer: int = 0, first_request: int = 0,
+) -> None:  # fmt: skip
+    """Write moves of some requests in some layers, and K and V of their tokens, to an arena.
+
+    Args:
+        tables: int64 [all layers] each, addresses of the layers' key and value buffers.
+        like: a key buffer, [slots, kv_heads, dim]; all have its shape, strides and dtype.
+        comes: what :func:`exchange` found.
+        asked: int64 [all requests, :data:`~sglang_ext.layers.kernels.exchange_kernels.QUESTION_NUMBERS`].
+        there: int32 [all requests], 1 for each whose question is there; of others nothing is written.
+        targets: addresses of the arena's counts, moves, keys and values, of its first lane.
+        first_layer, first_request: of those that are meant.
+    """
+    layers, requests, heads, fresh = comes.slots.shape
+    all_heads, dim = layers * requests * heads, like.shape[2]
+    _push_rows[(min(COPYING, all_heads * triton.cdiv(fresh, COPIED)),)](
+        *tables, like, *comes, asked, there, *targets, requests, all_heads, first_layer, first_request, len(tables[0]) * heads, fresh,
+        like.stride(0), like.stride(1), HEADS=heads, DIM=dim, PADDED_DIM=triton.next_power_of_2(dim), ROWS=COPIED, COUNTED=COUNTED,
+        num_warps=WARPS,
+    )  # fmt: skip

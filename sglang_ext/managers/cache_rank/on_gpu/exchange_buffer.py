@@ -1,0 +1,378 @@
+"""Memory of an inference rank's GPU that a cache rank on another GPU maps: questions and keys go one way, chosen tokens the other.
+
+It is allocated apart from PyTorch's, and its CUDA IPC handle is sent to the cache rank. Both sides count words in it
+(layers/kernels/exchange_kernels.py), which name the epoch, so that it outlives the processes of the rank: what one of them wrote too late is
+nobody's answer.
+
+Where ranks have full KV, values travel, too, and rows of K and V travel back (layers/kernels/row_exchange/): of what was chosen those that
+the copy lacks. *Which these are* a question says itself: the record of the copy, the positions that it holds, lies in the arena as it is
+when the question is put. A record changes as an answer is taken, and as its request's copy is made anew; after each, answers to older
+questions are taken no more, as the host expects that of the newest alone, and puts the next question after it on the device. So the rank
+need not know which of its answers were taken, late and missed ones cost nothing but their rows, and a process that is started anew begins
+with what copies hold. For the same reason a lane has one place for a record and one for rows, not two: they are written for one question,
+and those that are looked at are that question's. A rank that is late reads a record in which parts are newer, for an answer that nobody
+takes. Of more rows than have room those of the highest scores travel: a copy holds what its record says at any time, and is only older.
+
+On a CPU, for tests, it is shared memory, and what kernels do is done in PyTorch.
+"""
+
+import math
+import mmap
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+
+from sglang_ext.core import OptionError
+from sglang_ext.device import to_device
+from sglang_ext.managers.cache_rank.protocol import BLOCK, NUMBER_BITS, StagedTokens, BufferShape
+from sglang_ext.managers.cache_rank.shared_memory import copy_tokens
+from sglang_ext.mem_cache.compressed.layouts.pointers import as_pointers
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+
+# As layers/kernels/exchange_kernels.py has them, which a CPU does not import.
+LANE_WORDS, DONE, CHOSEN, QUESTION_NUMBERS = 8, 2, 4, 3
+COUNTERS = ("taken", "late", "unasked", "waited", "rows")
+# CUDA hands out memory in such parts: an IPC handle is one of nothing else.
+GRAIN = 2 << 20
+# Bytes of a CUDA IPC handle.
+HANDLE_BYTES = 64
+
+
+class ExchangeBufferError(OptionError):
+    """The GPUs cannot share the arena: says which, and the remedy."""
+
+
+def epoch_word(epoch: int, number: int) -> int:
+    """How a number of a process's epoch is written."""
+    return (epoch << NUMBER_BITS) + number
+
+
+class BufferRegion(NamedTuple):
+    """Of an arena: where it begins, and what it is."""
+
+    begin: int
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class ExchangeLayout:
+    """Where what lies in an arena, which both sides know by the shape.
+
+    Attributes:
+        heads: int64 [lanes, LANE_WORDS], words of each lane.
+        written: int64 [8], of which the first says how much the inference rank wrote.
+        queries: [lanes, 2, layers, window, query_heads, dim].
+        keys: [places, layers, block, kv_heads, dim].
+        chosen: int32 [lanes, 2, numbers]; an answer is [layers, kv_heads, keep] at the beginning. Empty where rows travel.
+        values: as ``keys``. This and the following are empty where none travel.
+        records: int32 [lanes, numbers]; positions that a copy holds, [layers, kv_heads, keep], are at the beginning.
+        counts: int32 [lanes, pairs], rows of an answer for each layer and KV head.
+        moves: int32 [lanes, pairs, fresh, 2], of each row the place of the copy that it takes, and its token's position.
+        row_keys, row_values: [lanes, pairs, fresh, dim].
+        size: bytes in all.
+    """
+
+    heads: BufferRegion
+    written: BufferRegion
+    queries: BufferRegion
+    keys: BufferRegion
+    chosen: BufferRegion
+    values: BufferRegion
+    records: BufferRegion
+    counts: BufferRegion
+    moves: BufferRegion
+    row_keys: BufferRegion
+    row_values: BufferRegion
+    size: int
+
+    @classmethod
+    def from_shape(cls, shape: BufferShape) -> "ExchangeLayout":
+        """For ranks of this shape."""
+        dtype, by_lane, begin, parts = getattr(torch, shape.dtype), (shape.lanes, 2), 0, []
+        pairs, (chosen, places, lanes) = shape.layers * shape.kv_heads, (0, shape.places, shape.lanes)
+        if not shape.rows:
+            chosen, places, lanes = pairs * shape.most, 0, 0
+        for sizes, kind in (
+            ((shape.lanes, LANE_WORDS), torch.int64),
+            ((8,), torch.int64),
+            ((*by_lane, shape.layers, shape.window, shape.query_heads, shape.dim), dtype),
+            ((shape.places, shape.layers, BLOCK, shape.kv_heads, shape.dim), dtype),
+            ((*by_lane, chosen), torch.int32),
+            ((places, shape.layers, BLOCK, shape.kv_heads, shape.dim), dtype),
+            ((lanes, pairs * shape.most), torch.int32),
+            ((lanes, pairs), torch.int32),
+            ((lanes, pairs, shape.fresh, 2), torch.int32),
+            ((lanes, pairs, shape.fresh, shape.dim), dtype),
+            ((lanes, pairs, shape.fresh, shape.dim), dtype),
+        ):
+            parts.append(BufferRegion(begin, sizes, kind))
+            begin += -(-math.prod(sizes) * kind.itemsize // 256) * 256
+        return cls(*parts, -(-begin // GRAIN) * GRAIN)
+
+    @property
+    def parts(self) -> tuple[BufferRegion, ...]:
+        """All, in their order."""
+        rows = self.values, self.records, self.counts, self.moves, self.row_keys, self.row_values
+        return self.heads, self.written, self.queries, self.keys, self.chosen, *rows
+
+    def views(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Of memory, uint8 [size], each part."""
+        found = []
+        for part in self.parts:
+            size = math.prod(part.sizes) * part.dtype.itemsize
+            found.append(memory[part.begin : part.begin + size].view(part.dtype).view(part.sizes))
+        return tuple(found)
+
+
+class SharedGpuMemory:
+    """Memory of the current GPU, apart from PyTorch's, which no process frees while another maps it.
+
+    Attributes:
+        memory: uint8 [size], zeros.
+        handle: its CUDA IPC handle.
+    """
+
+    def __init__(self, size: int, device: torch.device):
+        from sglang.srt.distributed.device_communicators.cuda_wrapper import CudaRTLibrary
+
+        with torch.cuda.device(device):
+            torch.cuda.current_stream().synchronize()  # there is a context
+            library = CudaRTLibrary()
+            address = library.cudaMalloc(size)
+            library.cudaMemset(address, 0, size)
+            library.cudaDeviceSynchronize()  # or other streams would not come after it
+            self.handle = bytes(library.cudaIpcGetMemHandle(address))[:HANDLE_BYTES]
+        shown = {"shape": (size,), "typestr": "|u1", "data": (address.value, False), "version": 3}
+        self.memory = torch.as_tensor(type("Allocated", (), {"__cuda_array_interface__": shown})(), device=device)
+        assert self.memory.data_ptr() == address.value, "a view, no copy"
+        self.descriptor = None
+
+
+class SharedHostMemory:
+    """Shared memory without a name, in the place of a GPU's; ``descriptor``: of it, to be inherited."""
+
+    handle = b""
+
+    def __init__(self, size: int):
+        self.descriptor = os.memfd_create("kv-arena", os.MFD_CLOEXEC)
+        os.ftruncate(self.descriptor, size)
+        self.memory = torch.frombuffer(mmap.mmap(self.descriptor, size), dtype=torch.uint8)
+
+
+class QueryUpload(NamedTuple):
+    """A question: where its queries lie in their pool, oldest first; its lane and word; where rows travel, the record of the copy."""
+
+    places: list[int]
+    lane: int
+    word: int
+    record: torch.Tensor | None = None
+
+
+class SelectionTarget(NamedTuple):
+    """A copy that shall lead to what a question chose: lane, word and row, tokens covered and kept of each head, its slots; where rows
+    travel, its record, int32 [layers, kv_heads, keep]."""
+
+    lane: int
+    word: int
+    row: int
+    covered: int
+    keep: int
+    slots: torch.Tensor
+    record: torch.Tensor | None = None
+
+
+class ExchangeBuffer:
+    """An arena as the inference rank sees it, in whose memory it lies; all that it does follows the current stream.
+
+    Args:
+        shape: of the rank.
+        device: of the inference rank.
+        rank_device: of the cache rank, as PyTorch names it.
+
+    Attributes:
+        handle: CUDA IPC handle; empty on a CPU.
+        number: how much was put in this epoch, or will be once the question is put that has the number.
+        counters: int64 [5], of :data:`COUNTERS`, on the device.
+
+    Raises:
+        ExchangeBufferError: the cache rank's GPU cannot read this one's memory.
+    """
+
+    def __init__(self, shape: BufferShape, device: torch.device, rank_device: str):
+        self.shape, self.rank_device, self.device = shape, rank_device, device
+        self._layout, self._epoch, self.number, self._said = ExchangeLayout.from_shape(shape), 0, 0, 0
+        if device.type == "cuda":
+            check_peer_access(device, torch.device(rank_device))
+        self._held = SharedGpuMemory(self._layout.size, device) if device.type == "cuda" else SharedHostMemory(self._layout.size)
+        self.handle = self._held.handle
+        self.heads, self.written, self.queries, self.keys, self.chosen, *rows = self._layout.views(self._held.memory)
+        self.values, self.records, *self.arrived = rows
+        self.counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device=device)
+        self._by_kernels = device.type == "cuda"
+
+    def begin(self, epoch: int) -> int | None:
+        """A process of this epoch is about to start: nothing was asked of it yet. A descriptor that it inherits, its starter's to close."""
+        self._epoch, self.number, self._said = epoch, 0, 0
+        self.heads.fill_(epoch_word(epoch, 0))
+        self.written.fill_(epoch_word(epoch, 0))
+        if self.device.type == "cuda":
+            # Whatever streams are used from here on.
+            torch.cuda.current_stream().synchronize()
+        return None if self._held.descriptor is None else os.dup(self._held.descriptor)
+
+    def word(self, number: int) -> int:
+        """As it is written of the process that runs."""
+        return epoch_word(self._epoch, number)
+
+    def put_keys(self, puts: Sequence[StagedTokens], buffers: KVBuffers, slots: torch.Tensor) -> int:
+        """Put the keys of tokens in ``slots``, int64 [tokens], and their values where these travel, to places, each from its first of
+        ``slots`` on. The number of them all."""
+        self.number += 1
+        both = (self.keys, buffers.keys, "key_table"), (self.values, buffers.values, "value_table")
+        told = to_device(list(puts), self.device) if self._by_kernels else None
+        for travels, of_layers, table in both[: 1 + self.shape.rows]:
+            if self._by_kernels:
+                from sglang_ext.layers.kernels.exchange_kernels import put_keys
+
+                put_keys(travels, told, getattr(buffers, table), of_layers[0], slots)
+            else:
+                copy_tokens(puts, of_layers, slots, travels)
+        return self.number
+
+    def reserve_number(self) -> int:
+        """Of a question that :meth:`publish` will put."""
+        self.number += 1
+        return self.number
+
+    @property
+    def has_unannounced(self) -> bool:
+        """Whether something was put, or shall be, that the rank was not told of."""
+        return self.number != self._said
+
+    def publish(self, pool: torch.Tensor, questions: Sequence[QueryUpload]) -> None:
+        """Put queries of questions, as far as their places are free, and say so, and of all that was put before.
+
+        Args:
+            pool: [layers, places, query_heads, dim], of queries.
+            questions: of other lanes each.
+        """
+        recorded = [each for each in questions if each.record is not None]
+        if recorded:
+            places = [self.records[each.lane, : each.record.numel()] for each in recorded]
+            torch._foreach_copy_(places, [each.record.flatten() for each in recorded])
+        groups = [list(group) for _, group in groupby(sorted(questions, key=_count), key=_count)]
+        for group in groups or [[]]:
+            # Not before the last is there.
+            self._said = self.number if not groups or group is groups[-1] else self._said
+            self._publish(pool, group, self.word(self._said))
+
+    def _publish(self, pool: torch.Tensor, questions: Sequence[QueryUpload], written: int) -> None:
+        """Those with as many queries each."""
+        device = self.heads.device
+        if self._by_kernels:
+            from sglang_ext.layers.kernels.exchange_kernels import put_queries, signal_written
+
+            numbers = to_device([[each.lane, each.word] for each in questions], device)
+            if questions:
+                opened = put_queries(self.heads, self.queries, pool, to_device([each.places for each in questions], device), numbers)
+            else:
+                opened = torch.empty(0, dtype=torch.int32, device=device)
+            signal_written(self.heads, self.written, numbers, opened, written)
+            return
+        for places, lane, word, _ in questions:
+            if int(self.heads[lane, DONE]) >= word - 2:
+                self.queries[lane, word % 2, :, : len(places)] = pool[:, places]
+                self.heads[lane, word % 2] = word
+        self.written[0] = written
+
+    def apply_selections(self, copies: Sequence[SelectionTarget], token_table: torch.Tensor, buffers: KVBuffers, seconds: float) -> None:
+        """Let copies lead to what was chosen for them, or hold what came, where that is there in time: ``seconds`` over all of them."""
+        device, first, numbers = self.heads.device, 0, []
+        for copy in copies:
+            numbers.append([*copy[:5], first])
+            first += len(copy.slots)
+        if self._by_kernels:
+            from sglang_ext.layers.kernels.exchange_kernels import write_selected_pointers, wait_for_selections
+
+            there = to_device(numbers, device)
+            hits, most = wait_for_selections(self.heads, there, self.counters, seconds), max(copy.keep for copy in copies)
+            targets = torch.cat([copy.slots for copy in copies])
+            if self.shape.rows:
+                self._commit_rows_by_kernel(copies, hits, there, buffers, targets)
+                return
+            write_selected_pointers(self.chosen, hits, there, most, buffers.key_table, buffers.keys[0], token_table, targets)
+            return
+        begun = time.monotonic_ns()
+        for copy in copies:
+            if not self._await(copy, begun + int(seconds * 1e9)):
+                continue
+            if self.shape.rows:
+                self._commit_rows(copy, buffers)
+            else:
+                self._commit(copy, token_table, buffers)
+        self.counters[COUNTERS.index("waited")] += time.monotonic_ns() - begun
+
+    def _await(self, copy: SelectionTarget, until: int) -> bool:
+        head, parity = self.heads[copy.lane], copy.word % 2
+        asked = int(head[parity]) == copy.word
+        while asked and int(head[DONE]) < copy.word and time.monotonic_ns() < until:
+            time.sleep(1e-4)
+        hit = asked and int(head[CHOSEN + parity]) == copy.word
+        self.counters[COUNTERS.index("taken" if hit else "late" if asked else "unasked")] += 1
+        return hit
+
+    def _commit(self, copy: SelectionTarget, token_table: torch.Tensor, buffers: KVBuffers) -> None:
+        layers, heads = len(buffers.keys), buffers.keys[0].shape[1]
+        kept = self.chosen[copy.lane, copy.word % 2, : layers * heads * copy.keep].view(layers, heads, copy.keep).long()
+        place = torch.arange(copy.keep)
+        for keys, of_layer in zip(buffers.keys, token_table[copy.row].long()[kept]):
+            cells = as_pointers(keys)
+            per_slot = cells.shape[2]
+            cells[copy.slots[place // per_slot][:, None], torch.arange(heads), (place % per_slot)[:, None]] = of_layer.t().int()
+
+    def _commit_rows_by_kernel(
+        self, copies: Sequence[SelectionTarget], hits: torch.Tensor, numbers: torch.Tensor, buffers: KVBuffers, targets: torch.Tensor
+    ) -> None:
+        from sglang_ext.layers.kernels.row_exchange.receive_rows import commit_rows
+
+        records = to_device([copy.record.data_ptr() for copy in copies], self.heads.device)
+        tables = buffers.key_table, buffers.value_table
+        commit_rows(tuple(self.arrived), hits, numbers, records, self.counters, tables, buffers.keys[0], targets)
+
+    def _commit_rows(self, copy: SelectionTarget, buffers: KVBuffers) -> None:
+        counts, moves, *rows = (part[copy.lane] for part in self.arrived)
+        place, token = moves.long().unbind(-1)
+        inside = torch.arange(self.shape.fresh) < counts[:, None]
+        inside &= (place >= 0) & (place < copy.keep) & (token >= 0) & (token < copy.covered)
+        pair, index = inside.nonzero(as_tuple=True)
+        place, heads = place[pair, index], self.shape.kv_heads
+        copy.record.view(-1, copy.keep)[pair, place] = token[pair, index].int()
+        for layer in range(len(buffers.keys)):
+            here = pair // heads == layer
+            slots, head = copy.slots[place[here]], pair[here] % heads
+            for part, arrived in zip((buffers.keys[layer], buffers.values[layer]), rows):
+                part[slots, head] = arrived[pair[here], index[here]]
+        self.counters[COUNTERS.index("rows")] += len(pair)
+
+
+def _count(asked: QueryUpload) -> int:
+    return len(asked.places)
+
+
+def check_peer_access(device: torch.device, other: torch.device) -> None:
+    """Refuse GPUs of which one cannot read the other's memory.
+
+    Raises:
+        ExchangeBufferError: names them.
+    """
+    if device != other and not torch.cuda.can_device_access_peer(other.index, device.index):
+        raise ExchangeBufferError(
+            f"GPU {other.index} cannot read the memory of GPU {device.index}, as --kv-cache-ranks needs it: let --base-gpu-id lead to GPUs "
+            "with peer access (see `nvidia-smi topo -p2p r`), or pass --kv-cache-ranks 0"
+        )

@@ -1,0 +1,233 @@
+"""A cache rank: takes keys, and chooses tokens for the next step of each request, by the server's own method (compressors/spade.py).
+Where it has values, too, it sends K and V of those that the request's copy lacks.
+
+It waits for messages, copies keys as they come, and looks at one question after another; of two of one request and pack it looks at the
+newer alone. It ends when it is told to (SIGTERM), and when the process that began it is gone.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import torch
+import zmq
+
+from sglang_ext.periodic import run_periodically
+from sglang_ext.managers.cache_rank import protocol
+from sglang_ext.managers.cache_rank.key_store import KeyStore
+from sglang_ext.managers.cache_rank.protocol import BLOCK, MAX_REASON_CHARS, VERSION, ProtocolError
+from sglang_ext.managers.cache_rank.shared_memory import SharedMemory, map_memory
+from sglang_ext.mem_cache.compressed.row_exchange import missing_mask
+from sglang_ext.mem_cache.compressed.rotary import Rotary
+from sglang_ext.mem_cache.compressors.contracts.compressor import ContextKV, Part
+from sglang_ext.mem_cache.compressors.spade import Spade
+from sglang_ext.mem_cache.selection.predictors import query_predictor
+
+BEAT_SECONDS = 0.2
+# Tokens among which is chosen at start, to know how long that takes.
+PROBED = 1024
+
+
+@dataclass
+class SelectionQueue:
+    """Questions that wait, oldest first: of each request and pack the newest."""
+
+    waiting: dict[tuple[int, int], protocol.SelectionRequest] = field(default_factory=dict)
+
+    def add(self, ask: protocol.SelectionRequest) -> protocol.SelectionRequest | None:
+        """Take a question; what it replaces."""
+        # At its end: who was asked first is answered first.
+        older = self.waiting.pop((ask.lane, ask.first), None)
+        self.waiting[ask.lane, ask.first] = ask
+        return older
+
+    def drop(self, lane: int) -> list[protocol.SelectionRequest]:
+        """Those of a lane, which are of no use any more."""
+        return [self.waiting.pop(key) for key in [key for key in self.waiting if key[0] == lane]]
+
+    def all(self) -> list[protocol.SelectionRequest]:
+        """Take all that wait, oldest first."""
+        taken, self.waiting = [*self.waiting.values()], {}
+        return taken
+
+    def next(self) -> protocol.SelectionRequest | None:
+        """Take the oldest; None where none waits."""
+        return self.waiting.pop(next(iter(self.waiting))) if self.waiting else None
+
+
+class SelectionServer:
+    """Serves one inference rank over one socket.
+
+    Args:
+        socket: connected to it.
+        descriptor: of the memory that both map.
+        epoch: of this process.
+        device: on which is chosen.
+    """
+
+    def __init__(self, socket: zmq.Socket, descriptor: int | None, epoch: int, device: torch.device = torch.device("cpu")):
+        self._socket = socket
+        self._device = device
+        self._descriptor = descriptor
+        self._epoch = epoch
+        self._questions = SelectionQueue()
+        self._memory: SharedMemory | None = None
+        self._taken: list[int] = []
+        # Of the socket, while another thread beats.
+        self._sending, self._beaten = threading.Lock(), 0.0
+
+    def serve(self, goes_on: Callable[[], bool]) -> None:
+        """Until ``goes_on`` says no, which is asked several times a second.
+
+        Raises:
+            ProtocolError: the inference rank says what cannot be.
+        """
+        self._say(protocol.Heartbeat(self._epoch))
+        while goes_on():
+            self._hear(0 if self._busy else int(BEAT_SECONDS * 1000))
+            self._answer_next()
+            if time.monotonic() - self._beaten > BEAT_SECONDS:
+                self._beat()
+
+    @property
+    def _busy(self) -> bool:
+        """Whether there is something to do before the next message."""
+        return bool(self._questions.waiting)
+
+    def _beat(self) -> None:
+        """A sign of life; none where an inference rank that idles has left enough of them unread."""
+        self._beaten = time.monotonic()
+        with suppress(zmq.Again), self._sending:
+            self._socket.send(protocol.encode(protocol.Heartbeat(self._epoch)), zmq.NOBLOCK)
+
+    def _say(self, message: protocol.FromRank) -> None:
+        with self._sending:
+            self._socket.send(protocol.encode(message))
+        self._beaten = time.monotonic()
+
+    def _hear(self, milliseconds: int) -> None:
+        """Take all messages that are there; waits for the first."""
+        if not self._socket.poll(milliseconds):
+            return
+        while True:
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            self._take(protocol.decode_to_rank(frame))
+        if self._taken:
+            self._say(protocol.PlacesFreed(self._epoch, tuple(self._taken)))
+            self._taken = []
+
+    def _take(self, message: protocol.ToRank) -> None:
+        match message:
+            case protocol.Attach():
+                self._attach(message)
+            case protocol.RankPing():
+                self._say(protocol.Heartbeat(self._epoch, message.number))
+            case _ if self._memory is None:
+                raise ProtocolError(f"the first message is {type(message).__name__}, and must be Attach")
+            case protocol.SelectionRequest():
+                self._asked(message)
+            case protocol.Append():
+                self._append(message)
+            case protocol.Lease():
+                self._lease(message)
+            case protocol.Free():
+                for ask in self._drop(message.lane):
+                    self._skip(ask)
+                self._store.free(message.lane)
+
+    def _asked(self, ask: protocol.SelectionRequest) -> None:
+        self._skip(self._questions.add(ask))
+
+    def _append(self, told: protocol.Append) -> None:
+        memory = self._memory
+        for piece in told.pieces:
+            self._store.append(piece, memory.keys[piece.place], memory.values[piece.place] if memory.shape.rows else None)
+            self._taken.append(piece.place)
+
+    def _lease(self, told: protocol.Lease) -> None:
+        self._store.lease(told)
+
+    def _drop(self, lane: int) -> list[protocol.SelectionRequest]:
+        """Questions of a lane that are of no use any more."""
+        return self._questions.drop(lane)
+
+    def _attach(self, told: protocol.Attach) -> None:
+        if told.version != VERSION or told.epoch != self._epoch:
+            self._refuse(f"version and epoch are {told.version}, {told.epoch} at the inference rank and {VERSION}, {self._epoch} here")
+        self._method = Spade(query_predictor(told.predictor), sinks=told.sinks, recent=told.recent)
+        self._rotary = Rotary(torch.tensor(told.turning.frequencies, dtype=torch.float32, device=self._device), told.turning.interleaved)
+        # Memory is taken, and on a GPU kernels are compiled: no message is heard meanwhile.
+        with run_periodically(self._beat, BEAT_SECONDS):
+            self._open(told)
+            seconds = self._probe()
+        self._say(protocol.Attached(self._epoch, seconds))
+
+    def _refuse(self, reason: str) -> NoReturn:
+        self._say(protocol.AttachRefused(self._epoch, reason[:MAX_REASON_CHARS]))
+        raise ProtocolError(reason)
+
+    def _open(self, told: protocol.Attach) -> None:
+        """Make room for keys, and map the memory in common."""
+        self._store = KeyStore(told.shape, told.blocks, told.scaling, told.bits)
+        self._memory = map_memory(told.shape, self._descriptor)
+        os.close(self._descriptor)
+
+    def _probe(self) -> float:
+        """Seconds that choosing takes a layer; of the second time, as the first is slower."""
+        tokens, shape = min(PROBED, self._store.blocks * BLOCK), self._memory.shape
+        self._store.held.write(0, torch.zeros(shape.layers, tokens, shape.kv_heads, shape.dim))
+        queries = self._memory.get_queries(0, 1, slice(0, 1), 1)
+        for _ in range(2):
+            begun = time.perf_counter()
+            self._choose(torch.arange(tokens), slice(0, 1), queries, (tokens,), max(1, tokens // 8))
+        return time.perf_counter() - begun
+
+    def _answer_next(self) -> None:
+        ask = self._questions.next()
+        if ask is None:
+            return
+        begun, memory, layers = time.perf_counter(), self._memory, slice(ask.first, ask.first + ask.count)
+        shape = memory.shape
+        if layers.stop > shape.layers or not ask.keep <= min(ask.covered, shape.most) or ask.lane >= shape.lanes:
+            raise ProtocolError(f"{ask} goes beyond {shape}")
+        queries = memory.get_queries(ask.lane, ask.sequence, layers, len(ask.positions))
+        slots = self._store.slots(ask.lane, ask.covered)
+        kept = self._choose(slots, layers, queries, ask.positions, ask.keep)
+        if self._store.rows is not None:
+            self._put_rows(ask, slots, kept)
+        memory.put_selection(self._epoch, ask.lane, ask.sequence, ask.first, ask.covered, kept)
+        self._say(self._about(ask, True, time.perf_counter() - begun))
+
+    def _put_rows(self, ask: protocol.SelectionRequest, slots: torch.Tensor, kept: torch.Tensor) -> None:
+        """Write K and V of what was chosen, int64 [pack layers, kv_heads, keep], and the copy does not hold."""
+        memory, layers = self._memory, slice(ask.first, ask.first + ask.count)
+        fresh = missing_mask(kept, memory.get_held(ask.lane, ask.sequence, layers, ask.keep))
+        row_keys, row_values = memory.rows(ask.lane, ask.sequence)
+        for layer, (these, positions) in enumerate(zip(fresh, kept), ask.first):
+            heads, index = these.nonzero(as_tuple=True)
+            keys, values = self._store.rows.read(layer, slots[positions[heads, index]], heads)
+            row_keys[layer, heads, index], row_values[layer, heads, index] = keys, values
+        memory.put_fresh(ask.lane, ask.sequence, ask.first, fresh)
+
+    def _choose(
+        self, slots: torch.Tensor, layers: slice, queries: torch.Tensor, positions: tuple[int, ...], keep: int
+    ) -> torch.Tensor:
+        """Positions that the heads of a pack of layers read, int64 [layers, kv_heads, keep], ascending."""
+        # Gathered once, whatever scores by them.
+        buffers, places = self._store.gather_keys(layers, slots), torch.arange(len(slots))
+        context = ContextKV(buffers, places, queries, torch.tensor(positions), self._rotary)
+        return self._method.select(context, [Part(0, len(slots), keep)])[0]
+
+    def _skip(self, ask: protocol.SelectionRequest | None) -> None:
+        if ask is not None:
+            self._say(self._about(ask, False, 0.0))
+
+    def _about(self, ask: protocol.SelectionRequest, chosen: bool, seconds: float, together: int = 1) -> protocol.SelectionReply:
+        return protocol.SelectionReply(self._epoch, ask.lane, ask.first, ask.count, ask.sequence, chosen, seconds, time.monotonic(), together)

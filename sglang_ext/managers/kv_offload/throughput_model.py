@@ -1,0 +1,157 @@
+"""How many requests keep their full KV on the device, how many load it to verify, and after how many drafts.
+
+The cost model of VeriCache (section 4.2, equations (3) and (5)-(11)), in rounds as this engine runs them: in a round
+all B requests draft ``y`` tokens each, then those that are due verify. Requests with their full KV on the device verify
+every ``x_g`` drafts, those that load it every ``x_c``; both are multiples of ``y``. Where the paper leaves a choice:
+
+- A verification shares its round with drafts, so a request verifies every ``x / y`` rounds, and (9) reads
+  ``B_c * l <= x_c / y``, with ``l`` the rounds that a load takes. Where the link is slower, rounds last as long as their
+  loads (10): the drafts that are made meanwhile gain nothing.
+- A draft and a verification are forwards of their own: each reads the weights.
+- A copy has slots of its own, beside the full KV on the device: such a request holds both.
+- A load holds room for its full KV in all S rounds that it spans, and while it is verified. Room is counted in whole
+  contexts, since half of one is of no use. (Paper: correction of (5).)
+"""
+
+from functools import lru_cache
+from itertools import product
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from sglang_ext.managers.kv_offload.costs import MAX_DRAFTS, CostError, Costs, round_seconds
+from sglang_ext.managers.spec_decode.draft_length import expected_tokens
+
+Tier = Literal["auto", "device", "host"]
+
+# Requests, or multiples of y, of which each is tried at once; of wider ranges so many, then those around the best.
+POINTS = 25
+ROUNDING = 1e-9
+
+
+class OffloadPlan(NamedTuple):
+    """Where full KV lies, and how many drafts precede a verification.
+
+    Attributes:
+        resident: requests with full KV on the device (B_g).
+        offloaded: requests that load it (B_c).
+        drafts_resident: of each of the former (x_g); 0 for plain decoding.
+        drafts_offloaded: of each of the latter (x_c); 0 where there are none.
+        tokens_per_second: of all.
+    """
+
+    resident: int
+    offloaded: int
+    drafts_resident: int
+    drafts_offloaded: int
+    tokens_per_second: float
+
+
+def throughput(costs: Costs, p: float, resident: int, offloaded: int, drafts_resident: int, drafts_offloaded: int) -> float:
+    """Tokens per second in the steady state (11); 0 where memory does not suffice.
+
+    Args:
+        p: probability per token that a draft is accepted when those before it were.
+        drafts_resident: until a verification (x_g); 0 for plain decoding, where nothing is offloaded.
+        drafts_offloaded: until a verification (x_c).
+
+    Raises:
+        CostError: drafts are no multiple of those of a round.
+    """
+    if not offloaded and not drafts_resident:
+        return stock_throughput(costs, resident) if resident * costs.context <= costs.memory else 0.0
+    for requests, drafts in ((resident, drafts_resident), (offloaded, drafts_offloaded)):
+        if requests and (drafts < costs.drafts or drafts % costs.drafts):
+            raise CostError(f"{drafts} drafts of {requests} requests: pass a multiple of {costs.drafts}, those of a round")
+    rounds = (max(1, drafts // costs.drafts) for drafts in (drafts_resident, drafts_offloaded))
+    return float(_throughput(costs, p, resident, offloaded, *rounds))
+
+
+def stock_throughput(costs: Costs, requests: int) -> float:
+    """Tokens per second of plain decoding, with at most as many requests at once as fit."""
+    return plain_decoding_plan(costs, requests).tokens_per_second
+
+
+def plain_decoding_plan(costs: Costs, requests: int) -> OffloadPlan:
+    """Plain decoding of up to so many requests, as many as fit."""
+    running = _most(costs, requests, costs.context)
+    rate = running * costs.bandwidth / (costs.weights + running * costs.context) if running else 0.0
+    return OffloadPlan(running, 0, 0, 0, rate)
+
+
+@lru_cache(maxsize=1024)
+def best_plan(costs: Costs, p: float, requests: int, tier: Tier = "auto", longest: int = MAX_DRAFTS) -> OffloadPlan:
+    """The placement of up to so many requests that gains most tokens per second.
+
+    All are tried where a range has up to :data:`POINTS` values. Plain decoding is among them, unless all full KV shall
+    leave the device; of equal ones the one with fewer loads is taken. Nothing placed: not a single request fits.
+
+    Args:
+        tier: where full KV may lie; ``auto`` for both.
+        longest: drafts at most until a verification.
+
+    Raises:
+        CostError: a round has more drafts than that.
+    """
+    if longest < costs.drafts:
+        raise CostError(f"at most {longest} drafts: pass at least {costs.drafts}, those of a round")
+    most = [_most(costs, requests, size) for size in (costs.copy, costs.resident)]
+    ranges = [
+        (0, 0 if tier == "device" else most[0]),
+        (0, 0 if tier == "host" else most[1]),
+        *[(1, longest // costs.drafts)] * 2,
+    ]
+    found = _search(costs, p, requests, ranges) if any(high for _, high in ranges[:2]) else OffloadPlan(0, 0, 0, 0, 0.0)
+    undrafted = plain_decoding_plan(costs, requests)
+    return undrafted if tier != "host" and undrafted.tokens_per_second >= found.tokens_per_second else found
+
+
+def _most(costs: Costs, requests: int, size: float) -> int:
+    """Requests that fit when each holds ``size`` bytes."""
+    return int(min(requests, costs.memory / size + ROUNDING)) if size else requests
+
+
+def _search(costs: Costs, p: float, requests: int, ranges: list[tuple[int, int]]) -> OffloadPlan:
+    """The best of ranges of (offloaded, resident, rounds of offloaded, rounds of resident)."""
+    around = ranges
+    while True:
+        axes = [_points(*each) for each in around]
+        pairs = np.array([pair for pair in product(*axes[:2]) if 0 < sum(pair) <= requests])
+        offloaded, resident = pairs[:, 0, None, None], pairs[:, 1, None, None]
+        rates = _throughput(costs, p, resident, offloaded, axes[3][:, None], axes[2])
+        i, g, c = np.unravel_index(rates.argmax(), rates.shape)
+        chosen = (int(pairs[i, 0]), int(pairs[i, 1]), int(axes[2][c]), int(axes[3][g]))
+        if all(len(axis) == high - low + 1 for axis, (low, high) in zip(axes, around)):
+            break
+        steps = [int(np.diff(axis).max(initial=1)) for axis in axes]
+        around = [(max(low, at - step), min(high, at + step)) for at, step, (low, high) in zip(chosen, steps, ranges)]
+    rate = float(rates[i, g, c])
+    offloaded, resident, rounds_c, rounds_g = chosen if rate else (0, 0, 0, 0)
+    y = costs.drafts
+    return OffloadPlan(resident, offloaded, y * rounds_g if resident else 0, y * rounds_c if offloaded else 0, rate)
+
+
+def _points(low: int, high: int) -> np.ndarray:
+    """Whole numbers of a range, both ends among them; :data:`POINTS` at most."""
+    return np.unique(np.linspace(low, high, min(POINTS, high - low + 1)).round().astype(int))
+
+
+def _throughput(
+    costs: Costs,
+    p: float,
+    resident: np.ndarray | int,
+    offloaded: np.ndarray | int,
+    rounds_resident: np.ndarray | int,
+    rounds_offloaded: np.ndarray | int,
+) -> np.ndarray:
+    """:func:`throughput` of arrays that broadcast, by rounds from one verification to the next."""
+    due_g, due_c = resident / rounds_resident, offloaded / rounds_offloaded
+    drafts_g, drafts_c = costs.drafts * np.asarray(rounds_resident), costs.drafts * np.asarray(rounds_offloaded)
+    tokens = due_g * expected_tokens(p, drafts_g) + due_c * expected_tokens(p, drafts_c)
+    verified = due_g * (drafts_g + 1) + due_c * (drafts_c + 1)
+    computing = round_seconds(costs, resident + offloaded, due_g, due_c, verified)
+    seconds = np.maximum(computing, due_c * costs.load_seconds)
+    spans = np.maximum(1, np.ceil(costs.load_seconds / seconds - ROUNDING))
+    buffers = np.ceil(due_c * (spans + 1) - ROUNDING)
+    memory = resident * costs.resident + offloaded * costs.copy + buffers * costs.loaded
+    return np.where(memory <= costs.memory * (1 + ROUNDING), tokens / seconds, 0.0)

@@ -1,0 +1,205 @@
+"""Where links may listen, what is left of servers that were killed there, and the keys of links between machines."""
+
+import ipaddress
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from socket import AF_UNIX
+from socket import socket as Socket
+
+import zmq
+from filelock import FileLock, Timeout
+from zmq.utils import z85
+
+from sglang_ext.managers.kv_transfer import wire
+from sglang_ext.managers.kv_transfer.link_settings import LinkError
+
+# Of libzmq's authentication protocol (ZeroMQ RFC 27).
+ZAP_ENDPOINT, ZAP_VERSION, ZAP_DOMAIN = "inproc://zeromq.zap.01", b"1.0", b"kv-link"
+# What files of our sockets begin with, the lock of their folder, and seconds that nobody should hold it.
+SOCKETS, LOCK, LOCKED_SECONDS = "kv-link-", "binding.lock", 30.0
+# Messages that wait in libzmq for one peer, or from one.
+MOST_WAITING = 4096
+
+
+@dataclass(frozen=True)
+class LinkKeys:
+    """A CURVE key pair that all ends of a deployment's links hold: who has it may connect, and is who was meant.
+
+    Attributes:
+        public, secret: 40 characters each, in Z85.
+    """
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+    @classmethod
+    def generate(cls) -> "LinkKeys":
+        """A fresh pair."""
+        return cls(*zmq.curve_keypair())
+
+    def write(self, file: Path) -> None:
+        """Into a new file that only its owner reads.
+
+        Raises:
+            FileExistsError: there is such a file.
+        """
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as opened:
+            opened.write(self.public + b"\n" + self.secret + b"\n")
+
+    @classmethod
+    def read(cls, file: Path) -> "LinkKeys":
+        """From a file that ``write`` made.
+
+        Raises:
+            LinkError: others may read it, or it holds no pair that fits together.
+        """
+        remedy = "write one with python -m sglang_ext.link_keys FILE, and copy it to the other machines"
+        try:
+            mode, words = file.stat().st_mode, file.read_bytes().split()
+        except OSError as error:
+            raise LinkError(f"no keys of links in {file}: {error}; {remedy}") from error
+        if mode & 0o077:
+            raise LinkError(f"{file} holds the secret key of links and has mode {stat.S_IMODE(mode):o}; give it mode 600")
+        try:
+            fits = len(words) == 2 and zmq.curve_public(words[1]) == words[0]
+        except (ValueError, zmq.ZMQError):
+            fits = False
+        if not fits:
+            raise LinkError(f"{file} holds no pair of a public and a secret key; {remedy}")
+        return cls(*words)
+
+    def serve(self, socket: zmq.Socket) -> None:
+        """Make a socket, before it is bound, one that only who has these keys can talk to; ``answer_zap`` must run."""
+        socket.curve_server, socket.zap_domain = True, ZAP_DOMAIN
+        socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
+
+    def connect(self, socket: zmq.Socket) -> None:
+        """Make a socket, before it is connected, one that talks only to who has these keys."""
+        socket.curve_publickey, socket.curve_secretkey, socket.curve_serverkey = self.public, self.secret, self.public
+
+    def answer_zap(self, socket: zmq.Socket) -> str | None:
+        """Answer one request of libzmq's, on a REP socket bound to ``ZAP_ENDPOINT``; the address of a peer that was refused."""
+        _, request, domain, address, _, mechanism, *credentials = socket.recv_multipart()
+        known = domain == ZAP_DOMAIN and mechanism == b"CURVE" and [z85.encode(key) for key in credentials] == [self.public]
+        status, text = (b"200", b"OK") if known else (b"400", b"unknown key")
+        socket.send_multipart([ZAP_VERSION, request, status, text, b"kv-link", b""])
+        return None if known else address.decode(errors="replace")
+
+
+def check_endpoint(endpoint: str, keys: LinkKeys | None) -> None:
+    """Refuse what is open to others.
+
+    ``ipc://`` names a file in a folder that only this user enters; ``tcp://`` an address and a port, and beyond this machine
+    only with keys.
+
+    Raises:
+        LinkError: says which, and what to pass.
+    """
+    transport, _, place = endpoint.partition("://")
+    if transport == "ipc" and place.startswith("/"):
+        _check_folder(Path(place).parent)
+        return
+    host, _, port = place.rpartition(":")
+    if transport != "tcp" or not port.isdigit() or int(port) > 65535:
+        raise LinkError(f"{endpoint!r} is no endpoint of a link: pass ipc:///FOLDER/FILE or tcp://ADDRESS:PORT (port 0: any free one)")
+    try:
+        address = ipaddress.ip_address(host.strip("[]"))
+    except ValueError as error:
+        raise LinkError(f"{endpoint!r}: pass the address of one interface, such as 127.0.0.1, not a name or *") from error
+    if address.is_unspecified:
+        raise LinkError(f"{endpoint!r} listens on all interfaces; pass the address of one")
+    if keys is None and not address.is_loopback:
+        raise LinkError(f"{endpoint!r} leaves this machine without keys; give both servers the same file of keys, or stay on loopback")
+
+
+def listen(context: zmq.Context, endpoint: str, keys: LinkKeys | None) -> tuple[zmq.Socket, zmq.Socket | None]:
+    """A socket that is bound, for messages from and to senders, and with keys the one at which libzmq asks who may connect.
+
+    Args:
+        context: of both; it is destroyed where they cannot listen.
+        endpoint: as :func:`check_endpoint` lets pass; port 0 takes a free one.
+        keys: of both ends, or None.
+
+    Raises:
+        LinkError: the endpoint is in use.
+    """
+    zap = None
+    socket = context.socket(zmq.ROUTER)
+    # No message is begun that cannot be ended; peers that do not read are dropped.
+    socket.router_mandatory = True
+    socket.set_hwm(MOST_WAITING)
+    socket.linger, socket.maxmsgsize = 0, wire.MAX_MESSAGE_BYTES
+    socket.ipv6 = "[" in endpoint
+    try:
+        if keys is not None:
+            zap = context.socket(zmq.REP)
+            zap.linger = 0
+            zap.bind(ZAP_ENDPOINT)
+            keys.serve(socket)
+        with lock_socket_folder(endpoint):
+            # Of the host nothing is left open: port 0 alone is libzmq's *.
+            socket.bind(f"{endpoint[:-2]}:*" if endpoint.startswith("tcp") and endpoint.endswith(":0") else endpoint)
+    except zmq.ZMQError as error:
+        context.destroy(0)
+        raise LinkError(f"no link can listen on {endpoint}: {error}; name another port or file") from error
+    return socket, zap
+
+
+@contextmanager
+def lock_socket_folder(endpoint: str) -> Iterator[None]:
+    """While a server binds its socket no other does in that folder. First the files there go at which nobody listens any more.
+
+    A killed server leaves its file. Between its bind and its listen a living one looks the same: so all take turns.
+
+    Raises:
+        LinkError: another holds the folder's lock for too long.
+    """
+    transport, _, place = endpoint.partition("://")
+    if transport != "ipc":
+        yield
+        return
+    lock = FileLock(Path(place).parent / LOCK, timeout=LOCKED_SECONDS)
+    try:
+        with lock:
+            for file in _left_sockets(Path(place).parent):
+                file.unlink(missing_ok=True)
+            yield
+    except Timeout as error:
+        why = f"{lock.lock_file} is locked for {LOCKED_SECONDS:g} s by a server that starts"
+        raise LinkError(f"{why}: end that one, and start again") from error
+
+
+def _check_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        state = folder.lstat()
+    except OSError as error:
+        raise LinkError(f"no folder {folder} for sockets: {error}; name one that can be made") from error
+    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid() or state.st_mode & 0o077:
+        raise LinkError(
+            f"{folder} has mode {stat.S_IMODE(state.st_mode):o} and owner {state.st_uid}; sockets lie in a folder of user "
+            f"{os.getuid()} with mode 700: chmod 700 it, or set TMPDIR to another folder"
+        )
+
+
+def _left_sockets(folder: Path) -> list[Path]:
+    """Sockets of links at which nobody listens."""
+    return [file for file in folder.glob(f"{SOCKETS}*") if file.is_socket() and _refuses(file)]
+
+
+def _refuses(file: Path) -> bool:
+    # Not by the process id in its name: in another container that shares the folder it is another process's.
+    with Socket(AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(file))
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            # Its listener is busy, or it has gone meanwhile.
+            return False
+    return False

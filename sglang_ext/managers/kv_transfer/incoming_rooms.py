@@ -1,0 +1,272 @@
+"""The receiver's rooms: of one what is expected, what has come, and that nothing is written once it was aborted; and all of them, from
+registration to end.
+"""
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from sglang_ext.managers.kv_transfer.link_metrics import LinkMetrics
+from sglang_ext.managers.kv_transfer.link_settings import LinkError
+from sglang_ext.managers.kv_transfer.wire import MAX_PART_BYTES, Ended, Have, PageHeader, RoomShape, Stream
+
+logger = logging.getLogger(__name__)
+
+
+class RoomSink(Protocol):
+    """Where a room's parts go. A thread of the server's calls it: it must be quick, since all rooms of a server wait for it.
+
+    Calls of one room come one at a time. None begins, and none is under way, once ``LinkServer.abort(room)`` returned.
+    """
+
+    def write(self, header: PageHeader, payload: memoryview) -> None:
+        """A part whose checksum is right, each one once; ``payload`` may be kept. What it raises fails the room."""
+
+    def arrived(self, stream: Stream) -> None:
+        """All parts of a stream were written."""
+
+    def ended(self, reason: str | None) -> None:
+        """All is there (None), or the room failed; the last call. It is not made for rooms that this side aborted."""
+
+
+@dataclass(frozen=True)
+class ExpectedRoom:
+    """What a room will bring.
+
+    Attributes:
+        shape: its parts; the sender must announce the same.
+        most_bytes: of one part of each stream that the shape has.
+        prefix_hashes: of each page (page_hashes.py), which anchors and residuals must carry; empty where they are not compared.
+    """
+
+    shape: RoomShape
+    most_bytes: Mapping[Stream, int]
+    prefix_hashes: tuple[bytes, ...] = ()
+
+    def __post_init__(self) -> None:
+        for stream in Stream:
+            most = self.most_bytes.get(stream, 0)
+            if not 0 <= most <= MAX_PART_BYTES or (self.shape.parts(stream) and most < 1):
+                raise LinkError(f"most_bytes of {stream} is {most}; pass 1 to {MAX_PART_BYTES} for each stream that the room has")
+        if self.prefix_hashes and len(self.prefix_hashes) != self.shape.pages:
+            raise LinkError(f"{len(self.prefix_hashes)} prefix hashes of {self.shape.pages} pages; pass one a page, or none")
+
+
+@dataclass(eq=False)
+class IncomingRoom:
+    """A room between its registration and its end.
+
+    Attributes:
+        number: of the room.
+        link: of the sender that opened it; None until then. ``IncomingRooms`` sets it.
+        ended: whether it takes no more.
+        complete: whether all of it is there.
+    """
+
+    number: int
+    expected: ExpectedRoom
+    sink: RoomSink
+    link: bytes | None = None
+    ended: bool = field(default=False, init=False)
+    complete: bool = field(default=False, init=False)
+    _bitmaps: dict[Stream, bytearray] = field(init=False)
+    _counts: dict[Stream, int] = field(init=False)
+    _repeats: dict[tuple[Stream, int], int] = field(default_factory=dict, init=False)
+    # Held while the sink works; the sink itself may abort.
+    _lock: threading.RLock = field(default_factory=threading.RLock, init=False)
+
+    def __post_init__(self) -> None:
+        self._bitmaps = {stream: bytearray(-(-self.expected.shape.parts(stream) // 8)) for stream in Stream}
+        self._counts = dict.fromkeys(Stream, 0)
+
+    def part(self, header: PageHeader) -> int:
+        """A part's number.
+
+        Raises:
+            LinkError: it is not what was expected; the message says what.
+        """
+        number = self.expected.shape.part(header.stream, header.page, header.layers)
+        if number is None:
+            raise LinkError(f"{header.stream} of page {header.page} and {header.layers} came; expected is {self.expected.shape}")
+        most = self.expected.most_bytes[header.stream]
+        if header.size > most:
+            raise LinkError(f"{header.stream} of page {header.page} has {header.size} bytes; at most {most} are expected")
+        if self.expected.prefix_hashes and header.stream is not Stream.AUX:
+            hashed = self.expected.prefix_hashes[header.page]
+            if header.prefix_hash != hashed:
+                raise LinkError(f"page {header.page} has prefix hash {header.prefix_hash.hex()!r}; that of the prompt is {hashed.hex()!r}")
+        return number
+
+    def write(self, number: int, header: PageHeader, payload: memoryview) -> bool:
+        """Give a part to the sink, unless it was given before; False where the room has ended without it.
+
+        Raises:
+            LinkError: the sink raised.
+        """
+        stream = header.stream
+        with self._lock:
+            if self.ended:
+                return self.complete
+            if self._bitmaps[stream][number // 8] >> number % 8 & 1:
+                return True
+            self._call(self.sink.write, header, payload)
+            self._bitmaps[stream][number // 8] |= 1 << number % 8
+            self._counts[stream] += 1
+            if self._counts[stream] == self.expected.shape.parts(stream) and not self.ended:
+                self._call(self.sink.arrived, stream)
+            return True
+
+    def finish(self) -> bool:
+        """End the room if all is there; whether it is."""
+        with self._lock:
+            complete = not self.ended and all(self._counts[stream] == self.expected.shape.parts(stream) for stream in Stream)
+            if complete:
+                self.ended = self.complete = True
+                self._call(self.sink.ended, None)
+            return complete
+
+    def fail(self, reason: str) -> None:
+        """End the room and tell the sink why; nothing where it has ended."""
+        with self._lock:
+            if not self.ended:
+                self.ended = True
+                self._call(self.sink.ended, reason)
+
+    def abort(self) -> None:
+        """End the room; once this returns, the sink is not called any more, and no call is under way elsewhere."""
+        with self._lock:
+            self.ended = True
+
+    def can_retry(self, stream: Stream, number: int, most: int) -> bool:
+        """Count a wrong checksum of a part; whether it may be asked for again."""
+        seen = self._repeats[stream, number] = self._repeats.get((stream, number), 0) + 1
+        return seen <= most
+
+    def have(self) -> Have:
+        """What is there."""
+        with self._lock:
+            anchors, residuals = bytes(self._bitmaps[Stream.ANCHOR]), bytes(self._bitmaps[Stream.RESIDUAL])
+            return Have(self.number, anchors, residuals, bool(self._counts[Stream.AUX]))
+
+    def _call(self, function, *arguments) -> None:
+        try:
+            function(*arguments)
+        except Exception as error:  # A sink is the caller's: its error ends the room, not the thread of all links.
+            raise LinkError(f"the sink's {function.__name__} raised {error!r}") from error
+
+
+class IncomingRooms:
+    """All rooms of one receiver. Any thread; no sink is called under the lock.
+
+    Args:
+        endpoint: the receiver's, which errors name.
+        finished: rooms that are remembered, for senders that missed the last acknowledgement.
+        tell: says to the sender of a link that a room has ended; from any thread, so it must not wait.
+        metrics: told how many there are.
+    """
+
+    def __init__(self, endpoint: str, finished: int, tell: Callable[[bytes, Ended], None], metrics: LinkMetrics) -> None:
+        self._endpoint, self._most_finished, self._tell, self._metrics = endpoint, finished, tell, metrics
+        self._lock = threading.Lock()
+        self._rooms: dict[int, IncomingRoom] = {}
+        # Those that fail, until their sink was told: a write may be under way.
+        self._failing: dict[int, IncomingRoom] = {}
+        self._finished: OrderedDict[tuple[bytes, int], RoomShape] = OrderedDict()
+        self._closed = False
+
+    def __len__(self) -> int:
+        """Those that have not ended."""
+        return len(self._rooms)
+
+    def get(self, number: int) -> IncomingRoom | None:
+        """One that has not ended."""
+        return self._rooms.get(number)
+
+    def register(self, number: int, expected: ExpectedRoom, sink: RoomSink) -> None:
+        """Take a room from whichever sender opens it first.
+
+        Raises:
+            LinkError: it is registered, or the receiver is closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise LinkError(f"{self._endpoint} takes no rooms: it is closed")
+            if number in self._rooms:
+                raise LinkError(f"room {number} is registered; abort it before it is received anew")
+            self._rooms[number] = IncomingRoom(number, expected, sink)
+            self._metrics.add_rooms(1)
+
+    def open(self, number: int, link: bytes) -> tuple[IncomingRoom | None, bool]:
+        """The sender of a link asks for a room, and has it where it is the first: the room, if it has not ended, and whether all of it
+        was there when it ended for this sender."""
+        with self._lock:
+            room = self._rooms.get(number)
+            if room is not None and room.link is None:
+                room.link = link
+            return room, (link, number) in self._finished
+
+    def finished(self, number: int, link: bytes) -> RoomShape | None:
+        """Of a room that ended for this sender when all of it was there, as long as it is remembered."""
+        with self._lock:
+            return self._finished.get((link, number))
+
+    def abort(self, number: int) -> None:
+        """Take no more of a room; once this returns its sink is not called. It waits for a call that is under way."""
+        with self._lock:
+            room, failing = self._rooms.get(number), self._failing.get(number)
+            if room is not None:
+                self._drop(room)
+        for each in filter(None, (failing, room)):
+            each.abort()
+        if room is not None and room.link is not None:
+            self._tell(room.link, Ended(number, "the receiver aborted it"))
+
+    def finish(self, room: IncomingRoom) -> None:
+        """End a room if all of it is there."""
+        try:
+            finished = room.finish()
+        except LinkError:
+            logger.exception("room %d is complete, and its sink could not be told", room.number)
+            finished = True
+        if finished:
+            with self._lock:
+                self._drop(room)
+                self._finished[room.link, room.number] = room.expected.shape
+                while len(self._finished) > self._most_finished:
+                    self._finished.popitem(last=False)
+
+    def fail(self, room: IncomingRoom, reason: str, tell: bool = True) -> None:
+        """End a room, and with ``tell`` say so to its sender."""
+        with self._lock:
+            self._drop(room)
+            self._failing[room.number] = room
+        if tell and room.link is not None:
+            self._tell(room.link, Ended(room.number, reason[:2048]))
+        try:
+            room.fail(reason)
+        except LinkError:
+            logger.exception("room %d failed (%s), and its sink could not be told", room.number, reason)
+        finally:
+            with self._lock:
+                if self._failing.get(room.number) is room:
+                    del self._failing[room.number]
+
+    def opened_by(self, links: Collection[bytes]) -> list[IncomingRoom]:
+        """Those that senders of these links opened."""
+        with self._lock:
+            return [room for room in self._rooms.values() if room.link in links]
+
+    def close(self) -> list[IncomingRoom]:
+        """Take no more; those that are left."""
+        with self._lock:
+            self._closed = True
+            return list(self._rooms.values())
+
+    def _drop(self, room: IncomingRoom) -> None:
+        """Under the lock; another room of that number may have been registered since."""
+        if self._rooms.get(room.number) is room:
+            del self._rooms[room.number]
+            self._metrics.add_rooms(-1)

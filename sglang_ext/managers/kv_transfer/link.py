@@ -1,0 +1,401 @@
+"""The sender's end of a link: a thread with one socket to one receiver.
+
+A connection begins with Hello and Welcome; then each room is opened, and the receiver says what it has of it, which for a new
+room is nothing. When a connection breaks, the next one does the same, and what is missing is sent again. Bytes under way are
+bounded by what the receiver grants, and paced by a token bucket, so that an anchor waits for little that was sent before it. All links of a
+prefill rank share the bucket, and none sends a residual while another one has an anchor to send (pacing.py:NetworkInterface).
+"""
+
+import logging
+import math
+import os
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+
+import zmq
+
+from sglang_ext.managers.kv_transfer import wire
+from sglang_ext.managers.kv_transfer.connection import BrokenConnection, Connection, Reachability
+from sglang_ext.managers.kv_transfer.endpoints import LinkKeys, check_endpoint
+from sglang_ext.managers.kv_transfer.limits import LinkLimits
+from sglang_ext.managers.kv_transfer.link_metrics import LinkMetrics, WaitTimer, stream_label
+from sglang_ext.managers.kv_transfer.pacing import NetworkInterface
+from sglang_ext.managers.kv_transfer.outgoing_queue import SOON, ListenerNotifier, OutgoingRoom, OutgoingPart, SendListener, OutgoingQueue
+from sglang_ext.managers.kv_transfer.link_settings import LinkError, LinkSettings
+from sglang_ext.managers.kv_transfer.wire import FRAME_OVERHEAD, RoomShape, Stream
+
+logger = logging.getLogger(__name__)
+
+# Frames sent, and messages read, before the thread looks at the other.
+TURN = 32
+# Cancelled rooms that a receiver out of reach is told of later.
+MAX_CANCELS = 4096
+# Seconds: between looks at the clock, before a connection is tried again, and for the last words of a link that closes.
+LOOK, PAUSE, CLOSE_SECONDS = 0.05, 0.1, 0.2
+# Seconds without an anchor, after which residuals go before those that are still to come of their room.
+QUIET = 0.02
+
+
+class Link:
+    """Rooms of one sender on their way to one receiver. All methods may be called from any thread, and none waits for the network.
+
+    Args:
+        endpoint: that a ``LinkServer`` is bound to (endpoints.py).
+        settings: which must equal the receiver's.
+        limits: sizes and times.
+        interface: Rate limit and priority that it shares with other links; None: no limit, shared with no other link.
+        keys: of both ends; None without encryption, on this machine.
+        metrics: told of what happens.
+
+    Raises:
+        LinkError: the endpoint is refused.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        settings: LinkSettings,
+        limits: LinkLimits = LinkLimits(),
+        interface: NetworkInterface | None = None,
+        keys: LinkKeys | None = None,
+        metrics: LinkMetrics = LinkMetrics(),
+    ) -> None:
+        check_endpoint(endpoint, keys)
+        self._metrics, self._waits = metrics, WaitTimer(metrics)
+        self.endpoint, self._settings, self._limits, self._keys = endpoint, settings, limits, keys
+        self._interface = interface or NetworkInterface()
+        self._frame_bytes = self._interface.frame_bytes(limits.frame_bytes)
+        self._link = os.urandom(16)
+        self._context = zmq.Context()
+        self._wake: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # The lock guards the queue, the rooms and the requests of other threads; no listener is called under it.
+        self._lock = threading.Lock()
+        self._queue = OutgoingQueue(settings.codec, settings.tp_rank)
+        self._unopened: list[int] = []
+        self._cancels: deque[tuple[int, str]] = deque(maxlen=MAX_CANCELS)
+        self._listeners = ListenerNotifier(endpoint)
+        self._refusal: str | None = None
+        self._closing = False
+        # Of the thread alone.
+        self._outstanding, self._quiet_from = 0, 0.0
+        self._receiver = Reachability(endpoint, limits, metrics)
+        self._thread = threading.Thread(target=self._run, name=f"kv-link {endpoint}", daemon=True)
+        self._thread.start()
+
+    @property
+    def queued_bytes(self) -> int:
+        """Of parts that have not arrived."""
+        return self._queue.queued
+
+    def unsent(self, stream: Stream) -> int:
+        """Parts of a stream that did not go whole."""
+        with self._lock:
+            return self._queue.unsent(stream)
+
+    @property
+    def outstanding_bytes(self) -> int:
+        """That were sent and that the receiver has not granted again; at most its window."""
+        return self._outstanding
+
+    @property
+    def connected(self) -> bool:
+        """Whether the receiver answers."""
+        return self._receiver.connected
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the receiver serves this link no more; None while it does."""
+        return self._refusal
+
+    def open(self, room: int, shape: RoomShape, listener: SendListener) -> None:
+        """A room whose parts will be offered; the earlier, the sooner the receiver has said what it has.
+
+        Raises:
+            LinkError: the room is open, or the link is closed or was refused.
+        """
+        with self._lock:
+            if self._refusal or self._closing:
+                raise LinkError(f"the link to {self.endpoint} takes no rooms: {self._refusal or 'it is closed'}")
+            self._queue.open(room, shape, listener)
+            self._unopened.append(room)
+            self._metrics.add_rooms(1)
+            self._notify()
+
+    def offer(self, room: int, part: OutgoingPart) -> bool:
+        """Queue a part; its bytes must stay as they are until it has arrived or the room has ended. False where it has.
+
+        Raises:
+            LinkError: the room has no such part or was offered it before, or too many bytes are queued.
+        """
+        # The link's own thread has enough to do.
+        header = self._queue.header(room, part)
+        with self._lock:
+            if self._queue.queued + len(part.payload) > self._limits.queued_bytes and room in self._queue.rooms:
+                raise LinkError(
+                    f"{self._queue.queued} bytes are queued for {self.endpoint}, and {len(part.payload)} more pass queued_bytes, "
+                    f"{self._limits.queued_bytes}; wait until some have arrived, or raise it"
+                )
+            live = self._queue.offer(part, header)
+            self._notify()
+        return live
+
+    def cancel(self, room: int, reason: str = "cancelled") -> None:
+        """Send no more of a room; its listener's ``ended`` follows, unless it was called. Nothing where the room is not open."""
+        with self._lock:
+            self._end(room, f"the sender ended it: {reason}")
+            self._cancels.append((room, reason))
+            self._notify()
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Cancel all rooms and end the thread, waiting for it at most ``timeout`` seconds."""
+        with self._lock:
+            self._closing = True
+            self._notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+
+    def _notify(self) -> None:
+        """Under the lock: wake the thread, if it has not ended."""
+        if self._wake is not None:
+            os.eventfd_write(self._wake, 1)
+
+    def _end(self, room: int, reason: str | None) -> None:
+        """Under the lock: a room takes no more; the thread tells its listener when its bytes are not read any more."""
+        ended = self._queue.end(room)
+        if ended is not None:
+            self._listeners.end(ended, reason)
+            self._metrics.add_rooms(-1)
+
+    def _run(self) -> None:
+        try:
+            while not self._closing and not self._refusal:
+                self._connect_once()
+        except Exception:
+            logger.exception("the link to %s ended; rooms on it fail", self.endpoint)
+            self._refusal = "an internal error ended the link; the log has it"
+        with self._lock:
+            self._closing = True
+            for room in list(self._queue.rooms):
+                self._end(room, self._refusal or "this side closed the link")
+        # Sockets are closed: what libzmq still reads it reads for a moment.
+        self._context.destroy(0)
+        self._listeners.notify_ended(CLOSE_SECONDS)
+        with self._lock:
+            os.close(self._wake)
+            self._wake = None
+
+    def _connect_once(self) -> None:
+        connection = Connection(self._context, self.endpoint, self._keys, self._limits.silence_seconds)
+        last_words = 0.0
+        try:
+            self._say(connection, wire.Hello(wire.VERSION, self._link, wire.encode(self._settings)))
+            self._serve(connection)
+            last_words = CLOSE_SECONDS
+        except BrokenConnection as broken:
+            reason = self._receiver.count_break(connection.is_welcomed, str(broken))
+            if reason is not None:
+                self._fail_all(reason)
+        finally:
+            with self._lock:
+                rooms = list(self._queue.rooms)
+                self._queue.pause()
+            if last_words and connection.is_welcomed and not self._refusal:
+                with suppress(BrokenConnection):
+                    for room in rooms:
+                        self._say(connection, wire.Cancel(room, "its side closed the link"))
+            connection.close(last_words)
+            self._outstanding = 0
+            self._interface.set_urgent(id(self), False)
+            self._waits.set_wait_reason(None)
+            self._receiver.disconnect()
+        if not self._closing and not self._refusal:
+            self._look(None, time.monotonic())
+            self._listeners.notify_ended()
+            time.sleep(PAUSE)
+
+    def _serve(self, connection: Connection) -> None:
+        """Send and read until the link is closed or refused.
+
+        Raises:
+            BrokenConnection: the connection is of no more use.
+        """
+        poller = zmq.Poller()
+        for source in (connection.socket, connection.monitor, self._wake):
+            poller.register(source, zmq.POLLIN)
+        looked = 0.0
+        while not self._closing and not self._refusal:
+            now = time.monotonic()
+            if now - looked >= LOOK:
+                self._look(connection, now)
+                looked = now
+            wait = self._send_turn(connection)
+            ready = dict(poller.poll(math.ceil(1000 * min(wait, SOON if self._listeners.waiting else LOOK))))
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+            if connection.socket in ready:
+                self._read_turn(connection)
+            if connection.monitor in ready:
+                connection.read_event()
+            self._listeners.notify_ended()
+
+    def _send_turn(self, connection: Connection) -> float:
+        """Send what may be sent; seconds until more may."""
+        if not connection.is_welcomed:
+            return LOOK
+        with self._lock:
+            cancels = [self._cancels.popleft() for _ in range(len(self._cancels))]
+            opened, self._unopened = self._unopened, []
+            shapes = [(room, self._queue.rooms[room].shape) for room in opened if room in self._queue.rooms]
+        for room, reason in cancels:
+            self._say(connection, wire.Cancel(room, reason))
+        for room, shape in shapes:
+            self._say(connection, wire.Open(room, shape))
+        for _ in range(TURN):
+            wait = self._send_frame(connection)
+            if wait:
+                return wait
+        return 0.0
+
+    def _send_frame(self, connection: Connection) -> float:
+        now = time.monotonic()
+        quiet = now >= self._quiet_from
+        with self._lock:
+            sending = self._queue.next() or (self._queue.next_early_residual() if quiet else None)
+            room = self._queue.rooms.get(sending.room) if sending is not None else None
+        if room is None:
+            self._waits.set_wait_reason(None)
+            self._interface.set_urgent(id(self), False)
+            return LOOK if quiet else QUIET
+        begin = sending.offset
+        payload = sending.part.payload[begin : begin + self._frame_bytes]
+        is_residual = sending.part.stream is Stream.RESIDUAL
+        late = is_residual and connection.outstanding >= self._limits.max_residual_bytes(connection.rate)
+        takes = len(payload) + FRAME_OVERHEAD <= connection.credit and not late
+        self._interface.set_urgent(id(self), takes and not is_residual)
+        if not takes:
+            self._waits.set_wait_reason("credit")
+            return LOOK
+        if is_residual and self._interface.is_another_urgent(id(self)):
+            self._waits.set_wait_reason("priority")
+            return SOON
+        wait = self._interface.wait(now)
+        if wait:
+            self._waits.set_wait_reason("rate")
+            return wait
+        self._waits.set_wait_reason(None)
+        size, tracker = connection.send_frame(wire.Frame(sending.header, begin), payload)
+        self._outstanding = connection.outstanding
+        self._interface.take(size, now := time.monotonic())
+        if not is_residual:
+            self._quiet_from = now + QUIET
+        self._metrics.count_sent(len(payload), stream_label(sending.part.stream, room.shape))
+        room.is_idle()
+        room.reading.append(tracker)
+        with self._lock:
+            self._queue.advance(sending, len(payload))
+        return 0.0
+
+    def _say(self, connection: Connection, message: wire.FromSender) -> None:
+        self._interface.take(connection.send_message(message), time.monotonic())
+
+    def _read_turn(self, connection: Connection) -> None:
+        for _ in range(TURN):
+            message = connection.read()
+            if message is None:
+                return
+            self._take(connection, message)
+
+    def _take(self, connection: Connection, message: wire.FromReceiver) -> None:
+        match message:
+            case wire.Refused(reason):
+                logger.error("the receiver at %s refuses this sender: %s", self.endpoint, reason)
+                self._refusal = f"refused by {self.endpoint}: {reason}"
+            case wire.HelloFirst(reason):
+                raise BrokenConnection(f"the receiver could not follow: {reason}")
+            case wire.Welcome(window):
+                self._welcome(connection, window)
+            case wire.Have():
+                self._confirm(message)
+            case wire.Received(granted, acked):
+                self._acknowledge(connection, granted, acked)
+            case wire.Retransmit(room, stream, part):
+                try:
+                    with self._lock:
+                        self._queue.retransmit(room, stream, part, self._limits.repeats)
+                except LinkError as error:
+                    self.cancel(room, str(error))
+            case wire.Ended(room, reason):
+                with self._lock:
+                    self._end(room, f"the receiver ended it: {reason}")
+
+    def _welcome(self, connection: Connection, window: int) -> None:
+        most = min(connection.welcome(window), self._limits.frame_bytes)
+        self._frame_bytes = self._interface.frame_bytes(most)
+        self._receiver.welcome()
+        with self._lock:
+            self._unopened = list(self._queue.rooms)
+
+    def _confirm(self, have: wire.Have) -> None:
+        with self._lock:
+            state = self._queue.rooms.get(have.room)
+            if state is None or state.confirmed:
+                return
+            try:
+                complete = self._queue.confirm(have)
+            except LinkError as error:
+                self._end(have.room, str(error))
+                self._cancels.append((have.room, str(error)))
+                return
+        self._receiver.record_progress()
+        self._tell_arrived(state, complete)
+
+    def _acknowledge(self, connection: Connection, granted: int, acked: tuple[wire.Acked, ...]) -> None:
+        connection.grant(granted)
+        self._outstanding = connection.outstanding
+        self._receiver.record_progress(acknowledged=bool(acked))
+        for part in acked:
+            with self._lock:
+                complete, room = self._queue.arrived(part.room, part.stream, part.part), self._queue.rooms.get(part.room)
+            if complete:
+                self._tell_arrived(room, complete)
+
+    def _tell_arrived(self, room: OutgoingRoom, streams: list[Stream]) -> None:
+        self._listeners.notify_arrived(room, streams)
+        with self._lock:
+            # It may have ended meanwhile, and another of its number been opened.
+            if self._queue.rooms.get(room.number) is room and room.complete:
+                self._end(room.number, None)
+
+    def _fail_all(self, reason: str, opened_before: float = float("inf")) -> None:
+        with self._lock:
+            failing = [number for number, room in self._queue.rooms.items() if room.opened < opened_before]
+            for room in failing:
+                self._end(room, reason)
+                self._cancels.append((room, reason))
+
+    def _look(self, connection: Connection | None, now: float) -> None:
+        """Fail what took too long.
+
+        Raises:
+            BrokenConnection: the receiver is silent.
+        """
+        limits = self._limits
+        reason = self._receiver.unreachable_reason(now)
+        if reason is not None:
+            self._fail_all(reason, opened_before=now - limits.resume_seconds)
+        if connection is None:
+            return
+        if now - connection.heard > limits.silence_seconds:
+            raise BrokenConnection(f"it is silent for {limits.silence_seconds:g} s")
+        if not connection.is_welcomed:
+            return
+        if now - connection.pinged > limits.ping_seconds:
+            connection.pinged = now
+            self._say(connection, wire.Ping())
+        with self._lock:
+            busy = connection.outstanding or self._queue.next() or not all(room.confirmed for room in self._queue.rooms.values())
+        reason = self._receiver.stall_reason(now, bool(busy))
+        if reason is not None:
+            self._fail_all(reason)

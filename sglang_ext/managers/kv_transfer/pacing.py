@@ -1,0 +1,137 @@
+"""What keeps within a time: how many bytes a link sends, and how often a scheduler asks for rooms."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from sglang_ext.managers.kv_transfer.link_settings import LinkError
+
+LEAST_GBPS = 0.01
+# A frame takes at most this long, unless it has the least size: what becomes urgent waits for the frame under way.
+FRAME_SECONDS, LEAST_FRAME = 0.002, 1 << 14
+# A thread that wakes up late makes up for so much.
+BURST_SECONDS = 0.05
+# Seconds: who asks again so soon has nothing to run, and pauses so long.
+IDLE, PAUSE = 1e-3, 2e-3
+
+
+@dataclass
+class TokenBucket:
+    """Bytes per second, exact over time, with bounded bursts. Times are seconds of one clock that never goes back.
+
+    The bucket may be overdrawn by one message, so that messages larger than the burst pass; the next then waits for longer.
+    In any interval of t seconds at most burst + rate * t + one message are sent.
+
+    Attributes:
+        rate: bytes per second; None without a limit.
+        burst: bytes that may be sent at once after a pause.
+    """
+
+    rate: float | None
+    burst: float = 0.0
+    _tokens: float = field(default=0.0, init=False)
+    _last: float | None = field(default=None, init=False)
+
+    @classmethod
+    def from_gbps(cls, gbps: float | None) -> "TokenBucket":
+        """Of a rate in Gbit/s (10^9 bits); None without a limit.
+
+        Raises:
+            LinkError: the rate is below the least.
+        """
+        if gbps is None:
+            return cls(None)
+        if not LEAST_GBPS <= gbps < float("inf"):
+            raise LinkError(f"a link's rate of {gbps!r} Gbit/s: pass {LEAST_GBPS} or more, or leave it out for no limit")
+        return cls(gbps * 1e9 / 8, gbps * 1e9 / 8 * BURST_SECONDS)
+
+    def frame_bytes(self, most: int) -> int:
+        """Bytes of a frame that does not hold up others for long, at most ``most``."""
+        return most if self.rate is None else min(most, max(LEAST_FRAME, int(self.rate * FRAME_SECONDS)))
+
+    def wait(self, now: float) -> float:
+        """Seconds until a message may be sent; 0 when one may now."""
+        if self.rate is None:
+            return 0.0
+        self._fill(now)
+        # Less than a byte is owed on: to wait for it would be shorter than what clocks resolve.
+        return -self._tokens / self.rate if self._tokens <= -1 else 0.0
+
+    def take(self, size: int, now: float) -> None:
+        """A message of ``size`` bytes is sent now."""
+        if self.rate is not None:
+            self._fill(now)
+            self._tokens -= size
+
+    def _fill(self, now: float) -> None:
+        if self._last is not None:
+            self._tokens = min(self.burst, self._tokens + (now - self._last) * self.rate)
+        self._last = now
+
+
+class NetworkInterface:
+    """What all links of one prefill rank share: one rate, and one order of anchors before residuals.
+
+    While a link has an anchor or an auxiliary record that its receiver would take, the other links send no residuals. Methods may be called
+    from any thread. The bucket may be overdrawn by one message per link.
+
+    Args:
+        gbps: Gbit/s (10^9 bits) that all prefill ranks of this host send at most, 0.01 or more; None for no limit.
+        ranks: Prefill ranks of this host. They send equally much, so each has an equal part of the rate.
+
+    Raises:
+        LinkError: The rate is refused.
+    """
+
+    def __init__(self, gbps: float | None = None, ranks: int = 1) -> None:
+        whole = TokenBucket.from_gbps(gbps)
+        self._bucket = whole if whole.rate is None else TokenBucket(whole.rate / ranks, whole.burst / ranks)
+        self._lock = threading.Lock()
+        self._urgent: set[int] = set()
+
+    def frame_bytes(self, most: int) -> int:
+        """Return the bytes of a frame that does not hold up others for long, at most ``most``."""
+        return self._bucket.frame_bytes(most)
+
+    def set_urgent(self, link: int, urgent: bool) -> None:
+        """Set whether a link has an anchor or an auxiliary record that its receiver would take. ``link`` identifies it."""
+        with self._lock:
+            (self._urgent.add if urgent else self._urgent.discard)(link)
+
+    def is_another_urgent(self, link: int) -> bool:
+        """Return whether another link is urgent."""
+        with self._lock:
+            return bool(self._urgent - {link})
+
+    def wait(self, now: float) -> float:
+        """Return the seconds until a message may be sent; 0 if one may be sent now."""
+        with self._lock:
+            return self._bucket.wait(now)
+
+    def take(self, size: int, now: float) -> None:
+        """Record that a message of ``size`` bytes is sent now."""
+        with self._lock:
+            self._bucket.take(size, now)
+
+
+class PollThrottle:
+    """Slows a scheduler's loop that has nothing to do but to ask: it would keep Python from the threads that bring the KV.
+
+    A loop asks for all its rooms; it pauses at one of them.
+
+    Args:
+        now, pause: the clock, and what waits so many seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic, pause: Callable[[float], None] = time.sleep) -> None:
+        self._now, self._pause = now, pause
+        self._room, self._asked = -1, 0.0
+
+    def asked(self, room: int) -> None:
+        """The scheduler asked for a room that is not over."""
+        since = self._now() - self._asked
+        if room == self._room and since < IDLE:
+            self._pause(PAUSE)
+        if room == self._room or since >= IDLE:
+            self._room, self._asked = room, self._now()

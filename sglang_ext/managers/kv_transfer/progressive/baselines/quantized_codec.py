@@ -1,0 +1,90 @@
+"""Pages of quantized numbers in one stream: keys of all layers, then values of all layers, as a quantizer writes them."""
+
+from dataclasses import dataclass
+
+from sglang_ext.managers.kv_transfer.progressive.baselines.quantizers import PageQuantizer
+from sglang_ext.managers.kv_transfer.progressive.lynx_codec import pack_streams, packed_size, unpack_streams
+from sglang_ext.managers.kv_transfer.progressive.page_codec import SingleStreamCodec, PlacedPage
+from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
+from sglang_ext.managers.kv_transfer.link_settings import LOSSY, LinkError, OptionValue
+from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
+
+
+@dataclass(frozen=True)
+class QuantizedCodec(SingleStreamCodec):
+    """What a quantizer writes, all of it in the anchor stream.
+
+    Attributes:
+        pool: of this rank: bfloat16, float16 or float32.
+        quantizer: of its numbers.
+        page_size: tokens of a page.
+
+    Raises:
+        LinkError: the pool is of another dtype.
+    """
+
+    pool: PoolBuffers
+    quantizer: PageQuantizer
+    page_size: int = 64
+    version = 1
+    reference = LOSSY
+
+    def __post_init__(self) -> None:
+        if self.pool.dtype.itemsize < 2:
+            raise LinkError(f"codec {self.name} takes pools of bfloat16, float16 or float32, not {self.pool.dtype}")
+
+    @property
+    def name(self) -> str:
+        """The quantizer's."""
+        return self.quantizer.name
+
+    @property
+    def options(self) -> dict[str, OptionValue]:
+        """What changes the bytes."""
+        return dict(self.quantizer.options)
+
+    def most_bytes(self, stream: Stream, layers: LayerRange) -> int:
+        """Of a full page."""
+        if stream is not Stream.ANCHOR:
+            return 0
+        return packed_size([self.quantizer.most_bytes(layers.count, self.page_size, self.pool.heads, dim) for dim in self._dims])
+
+    def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
+        """Quantize what the pool holds.
+
+        Raises:
+            LinkError: a number is not finite, or beyond what scales of float16 reach.
+        """
+        streams = []
+        for half, dim in zip(self.pool.gather(layers, page.slots), self._dims, strict=True):
+            x = half.view(layers.count, -1, self.pool.heads, dim).float()
+            if not x.isfinite().all():
+                raise LinkError(f"KV of the page at {page.start} is not finite: codec {self.name} has no codes for it; use --kv-reference exact")
+            try:
+                streams.append(self.quantizer.encode(x, self.pool.layers))
+            except ValueError as error:
+                raise LinkError(f"KV of the page at {page.start}: {error}; use --kv-reference exact") from error
+        stream = pack_streams(streams, self.pool.blocks)
+        self.pool.synchronize()
+        return stream
+
+    def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
+        """Fill the page's slots with the quantized numbers.
+
+        Raises:
+            LinkError: it is no stream of such a page.
+        """
+        found = []
+        for stream, dim in zip(unpack_streams(anchor, 2, self.pool.blocks), self._dims, strict=True):
+            shape = layers.count, len(page.slots), self.pool.heads, dim
+            try:
+                x = self.quantizer.decode(stream, shape, self.pool.layers)
+            except ValueError as error:
+                raise LinkError(f"no stream of a page of {len(page.slots)} tokens: {error}") from error
+            found.append(x.to(self.pool.dtype).flatten(2))
+        self.pool.scatter(layers, page.slots, found)
+
+    @property
+    def _dims(self) -> tuple[int, int]:
+        """Of a head's keys and values."""
+        return self.pool.key_dim, self.pool.value_dim

@@ -1,0 +1,77 @@
+"""Pages of Lynx codes in one stream: what splitting them gains is measured against these."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sglang_ext.managers.kv_transfer.progressive.host_blocks import HostBlocks
+from sglang_ext.managers.kv_transfer.progressive.lynx_codec import LynxCodec, pack_streams, packed_size, unpack_streams
+from sglang_ext.managers.kv_transfer.progressive.page_codec import SingleStreamCodec, PlacedPage
+from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
+from sglang_ext.managers.kv_transfer.link_settings import LOSSY, OptionValue
+from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
+
+
+# What lies in host memory stays there.
+ON_HOST = HostBlocks(torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class UnsplitCodec(SingleStreamCodec):
+    """Anchor and residual of 8 bits in one stream, or the anchor alone.
+
+    Attributes:
+        split: the codec whose streams these are, of reference ``int8``.
+        whole: 8 bits; else 4.
+    """
+
+    split: LynxCodec
+    whole: bool
+    version = 1
+    reference = LOSSY
+
+    @property
+    def pool(self) -> PoolBuffers:
+        """Of this rank."""
+        return self.split.pool
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self.split.page_size
+
+    @property
+    def name(self) -> str:
+        """Of the flag."""
+        return "lynx-int8" if self.whole else "lynx-int4"
+
+    @property
+    def options(self) -> dict[str, OptionValue]:
+        """What changes the bytes."""
+        return self.split.options
+
+    def most_bytes(self, stream: Stream, layers: LayerRange) -> int:
+        """Of a full page."""
+        if stream is not Stream.ANCHOR:
+            return 0
+        anchor = self.split.most_bytes(Stream.ANCHOR, layers)
+        return packed_size([anchor, self.split.most_bytes(Stream.RESIDUAL, layers)]) if self.whole else anchor
+
+    def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
+        """All that travels."""
+        if not self.whole:
+            return self.split.encode_anchor(page, layers)
+        return pack_streams([torch.from_numpy(np.asarray(stream)) for stream in self.split.encode(page, layers)], self.pool.blocks)
+
+    def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
+        """Numbers of 8 or of 4 bits.
+
+        Raises:
+            LinkError: it is no stream of such a page.
+        """
+        if not self.whole:
+            self.split.write_anchor(page, layers, anchor)
+            return
+        both = (memoryview(stream.numpy()) for stream in unpack_streams(anchor, 2, ON_HOST))
+        self.split.write_residual(page, layers, *both)

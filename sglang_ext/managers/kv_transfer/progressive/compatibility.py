@@ -1,0 +1,125 @@
+"""What a rank's end of a link says of itself, where it listens, and why two servers' ends do not fit."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.disaggregation.base.conn import KVArgs
+from sglang.srt.disaggregation.common.conn import PrefillServerInfo
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.network import NetworkAddress
+
+from sglang_ext.config.disaggregation_options import quantized_transfer_settings
+from sglang_ext.managers.kv_transfer import link_settings as link_settings
+from sglang_ext.managers.kv_transfer import wire
+from sglang_ext.managers.kv_transfer.endpoints import SOCKETS, LinkKeys
+from sglang_ext.managers.kv_transfer.progressive.control import VERSION, RoomMetadata
+from sglang_ext.managers.kv_transfer.progressive.page_codec import PageCodec
+from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
+from sglang_ext.managers.kv_transfer.link_settings import LinkError, LinkSettings
+from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
+
+# What --kv-cache-dtype resolves to, of pools without scales beside them.
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+
+
+def describe_pool(args: KVArgs, config: ModelConfig, tp_size: int) -> PoolBuffers:
+    """The pool of this rank.
+
+    Raises:
+        LinkError: it is none that this backend moves.
+    """
+    if args.state_types:
+        raise LinkError(f"the model keeps {args.state_types} beside keys and values; use --disaggregation-transfer-backend mooncake for it")
+    name = args.kv_cache_dtype_str
+    if name != "auto" and name not in DTYPES:
+        raise LinkError(f"--kv-cache-dtype is {name}; backend progressive moves pools of auto, {', '.join(DTYPES)}: pass one of these")
+    device = torch.device("cuda", args.gpu_id) if torch.cuda.is_available() else torch.device("cpu")
+    dtype = config.dtype if name == "auto" else DTYPES[name]
+    return PoolBuffers(args, dtype, config.get_num_kv_heads(tp_size), config.head_dim, config.v_head_dim, device)
+
+
+def make_settings(args: ServerArgs, pool: PoolBuffers, codec: PageCodec, tp_rank: int, tp_size: int) -> LinkSettings:
+    """Of this rank's end of links."""
+    return LinkSettings(
+        model_key=model_key(model_folder(args.model_path, args.revision)),
+        pool_dtype=str(pool.dtype).removeprefix("torch."),
+        layers=pool.layers,
+        kv_heads=pool.heads,
+        key_dim=pool.key_dim,
+        value_dim=pool.value_dim,
+        page_size=codec.page_size,
+        codec=codec.name,
+        codec_version=codec.version,
+        codec_options=codec.options | quantized_transfer_settings(args),
+        reference=codec.reference,
+        tp_rank=tp_rank,
+        tp_size=tp_size,
+    )
+
+
+def receiving_endpoint(host: str, rank: int, keys: LinkKeys | None) -> str:
+    """Where a decode rank's link server listens: for other machines with keys, else in a folder of this user on this one."""
+    if keys is not None:
+        return NetworkAddress(host, 0).to_tcp()
+    folder = Path(tempfile.gettempdir()) / f"sglang-ext-{os.getuid()}"
+    return f"ipc://{folder}/{SOCKETS}{os.getpid()}-{rank}"
+
+
+def rank_mismatch(prefill: PrefillServerInfo, tp_size: int, page_size: int, kv_cache_dtype: str) -> str | None:
+    """Return why a decode rank cannot receive KV from a prefill server with this topology; None if it can.
+
+    Args:
+        prefill: Topology of the prefill server.
+        tp_size, page_size, kv_cache_dtype: Of the decode server; ``page_size`` is SGLang's, in tokens.
+    """
+    for flag, theirs, ours in (
+        ("--tp-size", prefill.attn_tp_size, tp_size),
+        ("--dp-size", prefill.dp_size, 1),
+        ("--pp-size", prefill.pp_size, 1),
+        ("--attn-cp-size", prefill.attn_cp_size, 1),
+    ):
+        if theirs != ours:
+            return (
+                f"{flag} is {theirs} at the prefill server and {ours} at the decode server; backend progressive needs equal ranks: "
+                "start both alike, or use --disaggregation-transfer-backend mooncake"
+            )
+    for flag, theirs, ours in (("--page-size", prefill.page_size, page_size), ("--kv-cache-dtype", prefill.kv_cache_dtype, kv_cache_dtype)):
+        if theirs not in (None, ours):
+            return f"{flag} is {theirs} at the prefill server and {ours} at the decode server: start both with the same {flag}"
+    return None
+
+
+def metadata_mismatch(metadata: RoomMetadata, settings: LinkSettings, aux_sizes: tuple[int, ...], has_keys: bool) -> str | None:
+    """Why the prefill side, with keys of links or without, sends nothing where this metadata says; None where it does."""
+    differs = link_settings.version_mismatch(metadata.version, VERSION)
+    if differs is not None:
+        return differs
+    try:
+        differs = link_settings.settings_mismatch(wire.decode_settings(metadata.settings), settings)
+    except wire.WireError as error:
+        return f"the decode server's settings are none of this version: {error}"
+    if differs is not None:
+        return differs
+    if metadata.aux_sizes[:-1] != aux_sizes:
+        return (
+            f"auxiliary records have rows of {metadata.aux_sizes[:-1]} bytes at the receiver and {aux_sizes} at the sender; start both "
+            "servers with the same SGLang and the same SGLANG_DISAGGREGATION_SAMPLING_MASK_MAX_TOKENS"
+        )
+    file = metadata.endpoint.removeprefix("ipc://")
+    if (file == metadata.endpoint) != has_keys:
+        without, alone = ("decode", "prefill") if has_keys else ("prefill", "decode")
+        return f"the {alone} server has --kv-link-keys and the {without} server has none: give both servers the same file"
+    if file != metadata.endpoint and not Path(file).exists():
+        return (
+            f"the decode server at {metadata.host} listens at {metadata.endpoint}, for its own machine alone, and there is no such file "
+            "here: give both servers the same --kv-link-keys"
+        )
+    return None

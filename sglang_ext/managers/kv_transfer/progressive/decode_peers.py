@@ -1,0 +1,266 @@
+"""A decode rank, as the prefill side sends to it: a link, a thread that begins to encode one page after the other, and one that waits for
+each, computes its checksum and offers it.
+"""
+
+import logging
+import math
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from sglang_ext.managers.kv_transfer.link import Link
+from sglang_ext.managers.kv_transfer.progressive.room_encoder import RoomEncoder, PageEncoding
+from sglang_ext.managers.kv_transfer.wire import Stream
+
+logger = logging.getLogger(__name__)
+
+# Limits on the encoded bytes for one decode rank that have not arrived there. Above the first limit no residual is encoded, above the
+# second nothing. So anchors do not wait for residuals. Pages that are not encoded wait in the pool.
+MAX_BYTES_BEFORE_RESIDUALS, MAX_ENCODED_BYTES = 1 << 29, 1 << 30
+# Limit on the encoded bytes for all decode ranks of a prefill rank together. They are in host memory, pinned on a GPU.
+MAX_TOTAL_BYTES = 1 << 31
+# Anchors that the link has yet to send: with fewer, the next is encoded without its residual, whose turn comes after all anchors.
+AHEAD = 4
+# Pages that are being encoded: a GPU has work while one is looked at and the next is launched.
+DEPTH = 3
+# Seconds between looks at whether there is space.
+SOON = 0.005
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Pages of a room, and after the last its auxiliary record.
+
+    Attributes:
+        pages: slots of each, int64 [tokens], or its bytes where it was encoded before.
+        record: None where more pages follow.
+        ready: a CUDA event after which their KV is there; None where it is.
+    """
+
+    room: RoomEncoder
+    pages: tuple[torch.Tensor | memoryview, ...]
+    record: bytes | None
+    ready: "torch.cuda.Event | None"
+
+
+@dataclass(frozen=True)
+class _Record:
+    """A room's auxiliary record, which takes its turn after pages."""
+
+    room: RoomEncoder
+    record: bytes
+    sizes = MappingProxyType({})
+
+
+class DecodePeer:
+    """Rooms of this rank on their way to one decode rank. All methods may be called from any thread, and none waits.
+
+    Args:
+        link: to it; the peer closes it.
+        most_before_residuals, most_encoded: bytes held for it at which residuals, and then all, wait.
+        free_bytes: Returns how many more bytes all peers of the process may hold. A peer holds at most as much as is still free. So each of
+            n busy peers holds at most 1/(n + 1) of the limit, and another peer finds as much.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        most_before_residuals: int = MAX_BYTES_BEFORE_RESIDUALS,
+        most_encoded: int = MAX_ENCODED_BYTES,
+        *,
+        free_bytes: Callable[[], float] = lambda: math.inf,
+    ) -> None:
+        self._free_bytes = free_bytes
+        self._link, self._most_before_residuals, self._most_encoded = link, most_before_residuals, most_encoded
+        self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        # Of the thread: pages that were sent without their residual.
+        self._put_off: deque[tuple[RoomEncoder, int, torch.Tensor]] = deque()
+        # Pages that are being encoded, and records, in the order in which they are offered; changes are told.
+        self._started: deque[PageEncoding | _Record] = deque()
+        self._changed = threading.Condition()
+        self._closing = self._ended = False
+        self._gone_since: float | None = None
+        for run, name in ((self._run, "kv-encoder"), (self._offer_all, "kv-offers")):
+            threading.Thread(target=run, name=f"{name} of {link.endpoint}", daemon=True).start()
+
+    @property
+    def refused(self) -> bool:
+        """Whether the decode rank serves this link no more."""
+        return self._link.refusal is not None
+
+    def open(self, room: RoomEncoder) -> None:
+        """Announce a room.
+
+        Raises:
+            LinkError: the link takes none.
+        """
+        self._link.open(room.number, room.shape, room)
+
+    def send(
+        self,
+        room: RoomEncoder,
+        pages: tuple[torch.Tensor | memoryview, ...],
+        record: bytes | None,
+        ready: "torch.cuda.Event | None" = None,
+    ) -> None:
+        """Send the next pages of an open room, and with a record its end; their KV must stay until the room succeeded or ended."""
+        self._work.put(_Work(room, pages, record, ready))
+
+    def cancel(self, room: RoomEncoder, reason: str) -> None:
+        """Send no more of a room."""
+        room.cancel(self._link, reason)
+
+    def unreachable_seconds(self, now: float) -> float:
+        """Seconds since the decode rank was first seen not to answer; 0 while it does, or while bytes wait for it."""
+        if self._link.connected or self._link.queued_bytes:
+            self._gone_since = None
+            return 0.0
+        self._gone_since = now if self._gone_since is None else self._gone_since
+        return now - self._gone_since
+
+    def close(self) -> None:
+        """Cancel all rooms and end all threads."""
+        self._closing = True
+        self._work.put(None)
+        self._link.close(0)
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        while not self._closing:
+            try:
+                work = self._work.get(timeout=SOON if self._put_off else None)
+            except queue.Empty:
+                self._start_put_off()
+                continue
+            if work is not None:
+                self._guard(work.room, lambda work=work: self._start_all(work))
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def _start_all(self, work: _Work) -> None:
+        if work.ready is not None:
+            work.ready.synchronize()
+        for slots in work.pages:
+            self._wait_for_space(work.room)
+            if work.room.over or self._closing:
+                return
+            now = self._has_time(work.room) and self._has_space(work.room, Stream.RESIDUAL, self._most_before_residuals)
+            self._begin(started := work.room.start_page(slots, now))
+            if not now:
+                self._put_off.append((work.room, started.page, slots))
+        if work.record is not None and not work.room.over:
+            self._begin(_Record(work.room, work.record))
+
+    def _start_put_off(self) -> None:
+        """Residuals, oldest first, as long as there is space and no anchor to encode."""
+        while self._put_off and self._work.empty() and not self._closing:
+            room, page, slots = self._put_off[0]
+            if not room.over and not self._has_space(room, Stream.RESIDUAL, self._most_before_residuals):
+                return
+            self._put_off.popleft()
+            if not room.over:
+                self._guard(room, lambda room=room, page=page, slots=slots: self._begin(room.start_residual(page, slots)))
+
+    def _begin(self, started: "PageEncoding | _Record") -> None:
+        """What was begun is offered in its turn; wait while much was."""
+        with self._changed:
+            self._started.append(started)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: len(self._started) < DEPTH)
+
+    @torch.no_grad()
+    def _offer_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._started or self._ended)
+                if not self._started:
+                    return
+                first = self._started[0]
+            # Of a room that is over, too: a GPU may still write to the page's memory, which is given to others once nobody has it.
+            self._guard(first.room, lambda first=first: self._offer(first))
+            del first
+            with self._changed:
+                self._started.popleft()
+                self._changed.notify_all()
+
+    def _offer(self, first: "PageEncoding | _Record") -> None:
+        if isinstance(first, PageEncoding):
+            first.room.offer(self._link, first)
+        elif not first.room.over:
+            first.room.send_record(self._link, first.record)
+
+    def _guard(self, room: RoomEncoder, send: Callable[[], None]) -> None:
+        try:
+            send()
+        except Exception as error:  # The thread serves other rooms, too: this one fails.
+            logger.exception("room %d cannot be sent", room.number)
+            room.fail(f"it cannot be sent: {error}")
+            self._link.cancel(room.number, str(error))
+
+    def _has_time(self, room: RoomEncoder) -> bool:
+        """Whether a residual may be encoded with its anchor: the link does not wait for the next anchor, or the room has no residuals."""
+        if not room.shape.parts(Stream.RESIDUAL):
+            return True
+        with self._changed:
+            begun = sum(Stream.ANCHOR in started.sizes for started in self._started)
+        return begun + self._link.unsent(Stream.ANCHOR) >= AHEAD
+
+    @property
+    def held_bytes(self) -> int:
+        """Encoded bytes that have not arrived at the decode rank."""
+        with self._changed:
+            begun = sum(sum(started.sizes.values()) for started in self._started)
+        return begun + self._link.queued_bytes
+
+    def _has_space(self, room: RoomEncoder, stream: Stream, most: int) -> bool:
+        """Whether a stream of a page may be encoded: this peer then holds at most ``most`` bytes, and all peers at most their limit.
+
+        A peer that holds nothing may always encode one page. A stream that the room does not have needs no space.
+        """
+        held, size = self.held_bytes, room.most_bytes(stream)
+        # Residuals may use only their share (most / most_encoded) of the free bytes.
+        return not held or not size or held + size <= min(most, self._free_bytes() * most / self._most_encoded)
+
+    def _wait_for_space(self, room: RoomEncoder) -> None:
+        while not (room.over or self._closing or self._has_space(room, Stream.ANCHOR, self._most_encoded)):
+            time.sleep(SOON)
+
+
+class DecodePeers:
+    """The decode ranks that a prefill rank sends to, by endpoint.
+
+    Args:
+        connect: makes a link to an endpoint.
+        forget_seconds: after which one that does not answer and has no rooms is forgotten: restarted, it has another endpoint.
+        most_in_all: Limit on the encoded bytes of all peers together.
+    """
+
+    def __init__(self, connect: Callable[[str], Link], forget_seconds: float = 60.0, most_in_all: int = MAX_TOTAL_BYTES) -> None:
+        self._connect, self._forget_seconds, self._most_in_all = connect, forget_seconds, most_in_all
+        self._peers: dict[str, DecodePeer] = {}
+
+    def open(self, endpoint: str, room: RoomEncoder) -> DecodePeer:
+        """The peer on which a room is announced; of the scheduler's thread.
+
+        Raises:
+            LinkError: it takes no rooms.
+        """
+        now = time.monotonic()
+        for other, peer in list(self._peers.items()):
+            if peer.refused or peer.unreachable_seconds(now) > self._forget_seconds:
+                self._peers.pop(other).close()
+        if endpoint not in self._peers:
+            self._peers[endpoint] = DecodePeer(self._connect(endpoint), free_bytes=self.free_bytes)
+        self._peers[endpoint].open(room)
+        return self._peers[endpoint]
+
+    def free_bytes(self) -> int:
+        """Bytes that the peers may still encode. Called from any thread."""
+        return self._most_in_all - sum(peer.held_bytes for peer in list(self._peers.values()))

@@ -1,0 +1,312 @@
+"""Pages as anchor and residual (layers/kernels/lynx): most significant bits first, then what restores 8 bits or all of them.
+
+A stream of a page holds those of its tensors, keys of all layers before values of all layers: uint32 sizes, then the streams, each
+begun at a multiple of 16 bytes.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from sglang_ext.layers.kernels.lynx.codec import decode_page, decode_page_from, encode_page, encode_page_into
+from sglang_ext.layers.kernels.lynx.layout import RAW, UNIT, PageLayout
+from sglang_ext.layers.kernels.lynx.page_tensors import StreamBatch
+from sglang_ext.managers.kv_transfer.progressive.host_blocks import HostBlocks
+from sglang_ext.managers.kv_transfer.progressive.page_codec import EncodedPage, PlacedPage
+from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
+from sglang_ext.managers.kv_transfer.link_settings import LinkError, OptionValue
+from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
+
+ALIGNED = 16
+
+
+def pack_streams(streams: Sequence[torch.Tensor], blocks: HostBlocks, lane: int = 0) -> memoryview:
+    """Streams of tensors as one, in host memory of a lane of ``blocks``; from a GPU the current stream brings them, which is not waited
+    for."""
+    sizes = np.array([len(stream) for stream in streams], "<u4")
+    begins = _places(sizes).tolist()
+    content = blocks.take(begins[-1], lane)
+    content[: begins[0]] = 0
+    content[: sizes.nbytes] = sizes.view(np.uint8)
+    together = _together(streams, begins)
+    if together is None:
+        together = torch.zeros(begins[-1] - begins[0], dtype=torch.uint8, device=streams[0].device)
+        for stream, begin in zip(streams, begins, strict=False):
+            together[begin - begins[0] :][: len(stream)] = stream
+    torch.from_numpy(content)[begins[0] :].copy_(together, non_blocking=True)
+    return memoryview(content)
+
+
+def _together(streams: Sequence[torch.Tensor], begins: Sequence[int]) -> torch.Tensor | None:
+    """The memory from the first to the last, if they lie in it as they do in the packed stream; what is between them is 0 then."""
+    first, memory = streams[0], streams[0].untyped_storage()
+    beyond = first.data_ptr() - memory.data_ptr() + begins[-1] - begins[0]
+    if beyond > memory.nbytes() or any(stream.data_ptr() - first.data_ptr() != begin - begins[0] for stream, begin in zip(streams, begins)):
+        return None
+    return first.as_strided((begins[-1] - begins[0],), (1,))
+
+
+def packed_size(sizes: Sequence[int]) -> int:
+    """Of streams of such sizes as one."""
+    return int(_places(np.array(sizes, np.int64))[-1])
+
+
+def unpack_streams(content: memoryview, count: int, blocks: HostBlocks) -> list[torch.Tensor]:
+    """The ``count`` streams of one, uint8 [bytes] each, on the device of ``blocks``.
+
+    Raises:
+        LinkError: it is no such stream.
+    """
+    if len(content) < 4 * count:
+        raise LinkError(f"a stream of {len(content)} bytes for {count} tensors; it has a size of 4 bytes for each")
+    sizes = np.frombuffer(content, "<u4", count)
+    place = _places(sizes)
+    if len(content) != place[-1]:
+        raise LinkError(f"a stream of {len(content)} bytes says that it has {place[-1]}")
+    whole = blocks.to_device(content)
+    return [whole[begin : begin + size] for begin, size in zip(place.tolist(), sizes.tolist(), strict=False)]
+
+
+def _places(sizes: np.ndarray) -> np.ndarray:
+    """Where each stream begins, and where all end."""
+    filled = -(-np.concatenate([[4 * len(sizes)], sizes.astype(np.int64)]) // ALIGNED) * ALIGNED
+    return filled.cumsum()
+
+
+class _Fixed:
+    """Streams of sizes that are known beforehand, as :func:`pack_streams` has them.
+
+    Args:
+        groups: how many streams of one size follow each other, and their size.
+        device: of memory that they are written to, or read from.
+    """
+
+    def __init__(self, groups: Sequence[tuple[int, int]], device: torch.device) -> None:
+        sizes = np.array([size for count, size in groups for _ in range(count)], "<u4")
+        place = _places(sizes)
+        self.bytes, self._begin, self._device = int(place[-1]), int(place[0]), device
+        self._head = np.zeros(self._begin, np.uint8)
+        self._head[: sizes.nbytes] = sizes.view(np.uint8)
+        self._sizes = sizes.tobytes()
+        self._begins, self._groups, end = torch.from_numpy(place[:-1]).to(device), [], 0
+        for count, size in groups:
+            begin, end = end, end + count
+            self._groups.append((self._begins[begin:end], int(place[begin]), -(-size // ALIGNED) * ALIGNED, size))
+
+    def holds(self, content: memoryview) -> bool:
+        """Whether a stream has these sizes."""
+        return len(content) == self.bytes and content[: len(self._sizes)] == self._sizes
+
+    def placed(self, memory: torch.Tensor, group: int) -> StreamBatch:
+        """Streams of a group in memory of all, uint8 [bytes]."""
+        return StreamBatch(memory, *self._groups[group])
+
+    def room(self, content: np.ndarray | None) -> torch.Tensor:
+        """Zeros on the device, uint8 [bytes]: on a CPU those of ``content``, if it is given."""
+        if content is None or self._device.type == "cuda":
+            return torch.zeros(self.bytes, dtype=torch.uint8, device=self._device)
+        return torch.from_numpy(content).zero_()
+
+    def copy_to_host(self, room: torch.Tensor, content: np.ndarray) -> None:
+        """Streams into host memory, uint8 [bytes]; from a GPU the current stream brings them, which is not waited for."""
+        if self._device.type == "cuda":
+            torch.from_numpy(content)[self._begin :].copy_(room[self._begin :], non_blocking=True)
+        content[: self._begin] = self._head
+
+    def bring_kinds(self, room: torch.Tensor, blocks: HostBlocks) -> np.ndarray:
+        """The first byte of each stream likewise, uint8 [streams]."""
+        kinds = blocks.take(len(self._begins))
+        torch.from_numpy(kinds).copy_(room.index_select(0, self._begins), non_blocking=True)
+        return kinds
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What does not change from one page to the next of as many layers, tokens and sinks.
+
+    Attributes:
+        alike: which tensors are encoded and decoded together, all, or keys and then values, and how.
+        anchors, residuals: streams of a page of which no tensor is raw, if there is any such; residuals of 8 bits alone.
+    """
+
+    alike: tuple[tuple[slice, PageLayout], ...]
+    anchors: _Fixed | None
+    residuals: _Fixed | None
+
+    @classmethod
+    def build(cls, layouts: tuple[PageLayout, PageLayout], layers: int, device: torch.device) -> "_Plan":
+        """Of layouts of keys and of values."""
+        keys, values = layouts
+        both = (slice(0, layers), keys), (slice(layers, 2 * layers), values)
+        alike = both if keys != values else ((slice(0, 2 * layers), keys),)
+        if keys.always_raw or values.always_raw:
+            return cls(alike, None, None)
+        counted = [(those.stop - those.start, layout) for those, layout in alike]
+        anchors = _Fixed([(count, layout.coded_bytes) for count, layout in counted], device)
+        if keys.reference != "int8":
+            return cls(alike, anchors, None)
+        return cls(alike, anchors, _Fixed([(count, layout.int8_bytes) for count, layout in counted], device))
+
+
+@dataclass(frozen=True)
+class LynxCodec:
+    """Anchors of 4 bits, and residuals.
+
+    Attributes:
+        pool: of this rank: bfloat16, float16 or float32.
+        reference: ``int8`` or ``exact``.
+        page_size: tokens of a page, whole chunks of 32.
+        bits: of an anchor's codes.
+        sinks: the prompt's first tokens, which an anchor holds exactly.
+
+    Raises:
+        LinkError: the pool is none of these.
+    """
+
+    pool: PoolBuffers
+    reference: str
+    page_size: int = 64
+    bits: int = 4
+    sinks: int = 4
+    _plans: dict[tuple[int, int, int], _Plan] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _most: dict[tuple[Stream, int], int] = field(default_factory=dict, init=False, repr=False, compare=False)
+    name = "lynx"
+    version = 1
+    has_residual = True
+
+    def __post_init__(self) -> None:
+        try:
+            self._layouts(self.page_size, 0)
+        except ValueError as error:
+            raise LinkError(f"codec lynx does not take this pool: {error}; or pass --kv-reference raw") from error
+
+    @property
+    def options(self) -> dict[str, OptionValue]:
+        """What changes the bytes."""
+        return {"bits": self.bits, "sinks": self.sinks}
+
+    def most_bytes(self, stream: Stream, layers: LayerRange) -> int:
+        """Of a full page of which no tensor is shorter than the pool's own bytes."""
+        key = stream, layers.count
+        if key not in self._most:
+            most = {Stream.ANCHOR: _most_anchor, Stream.RESIDUAL: _most_residual}[stream]
+            self._most[key] = packed_size([most(layout) for layout in self._layouts(self.page_size, 0) for _ in range(layers.count)])
+        return self._most[key]
+
+    def encode(self, page: PlacedPage, layers: LayerRange) -> EncodedPage:
+        """Both streams."""
+        return self.start(page, layers)()
+
+    def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
+        """The first stream; the exact residual, which takes longer, is left out."""
+        return self.start(page, layers, residual=False)().anchor
+
+    def encode_residual(self, page: PlacedPage, layers: LayerRange) -> memoryview:
+        """The second stream."""
+        return self.start(page, layers, anchor=False)().residual
+
+    def start(self, page: PlacedPage, layers: LayerRange, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
+        """Begin to encode a page; what waits for it, and encodes it again where a tensor of it turns out to be raw.
+
+        Exact residuals have sizes that only the device knows: those are waited for here.
+        """
+        plan = self._plan(page, layers)
+        if plan.anchors is None or residual and plan.residuals is None:
+            found = self._encoded_apart(page, layers, anchor, residual)
+            return lambda: found
+        # A residual waits for all anchors of its room.
+        first, rest = (
+            self.pool.blocks.take(streams.bytes, lane) if wanted else None
+            for lane, (streams, wanted) in enumerate(((plan.anchors, anchor), (plan.residuals, residual)))
+        )
+        anchors, residuals = plan.anchors.room(first), plan.residuals.room(rest) if residual else None
+        for group, (those, layout) in enumerate(plan.alike):
+            beside = plan.residuals.placed(residuals, group) if residual else None
+            encode_page_into(self.pool.parts(layers, those), layout, page.slots, plan.anchors.placed(anchors, group), beside)
+        kinds = plan.anchors.bring_kinds(anchors, self.pool.blocks)
+        if anchor:
+            plan.anchors.copy_to_host(anchors, first)
+        if residual:
+            plan.residuals.copy_to_host(residuals, rest)
+        reached = self.pool.reached()
+
+        def finish() -> EncodedPage:
+            reached()
+            if (kinds == RAW).any():
+                return self._encoded_apart(page, layers, anchor, residual)
+            return EncodedPage(*(None if content is None else memoryview(content) for content in (first, rest)))
+
+        return finish
+
+    def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
+        """Numbers of 4 bits.
+
+        Raises:
+            LinkError: it is no anchor of such a page.
+        """
+        self._decode(page, layers, anchor, None)
+
+    def write_residual(self, page: PlacedPage, layers: LayerRange, anchor: memoryview, residual: memoryview) -> None:
+        """Numbers of 8 bits, or the bits that the pool of the sender has.
+
+        Raises:
+            LinkError: these are no streams of such a page.
+        """
+        self._decode(page, layers, anchor, residual)
+
+    def _layouts(self, tokens: int, start: int) -> tuple[PageLayout, PageLayout]:
+        """Of keys and of values."""
+        sinks = min(tokens, max(0, self.sinks - start))
+        return tuple(
+            PageLayout(tokens, self.pool.heads * dim, self.pool.dtype, self.bits, sinks, reference=self.reference)
+            for dim in (self.pool.key_dim, self.pool.value_dim)
+        )
+
+    def _plan(self, page: PlacedPage, layers: LayerRange) -> _Plan:
+        tokens = len(page.slots)
+        key = tokens, min(tokens, max(0, self.sinks - page.start)), layers.count
+        if key not in self._plans:
+            self._plans[key] = _Plan.build(self._layouts(tokens, page.start), layers.count, self.pool.device)
+        return self._plans[key]
+
+    def _encoded_apart(self, page: PlacedPage, layers: LayerRange, anchor: bool, residual: bool) -> EncodedPage:
+        """Streams of any size, tensor by tensor; it waits for them."""
+        found = []
+        for those, layout in self._plan(page, layers).alike:
+            # Exact residuals, which take longer, are left out where none are wanted.
+            layout = layout if residual else replace(layout, reference="int8")
+            found += encode_page(self.pool.parts(layers, those), layout, page.slots)
+        streams = [streams if wanted else None for streams, wanted in zip(zip(*found, strict=True), (anchor, residual))]
+        page = EncodedPage(*(None if each is None else pack_streams(each, self.pool.blocks, lane) for lane, each in enumerate(streams)))
+        self.pool.synchronize()
+        return page
+
+    def _decode(self, page: PlacedPage, layers: LayerRange, anchor: memoryview, residual: memoryview | None) -> None:
+        plan, streams = self._plan(page, layers), (anchor,) if residual is None else (anchor, residual)
+        fixed = (plan.anchors, plan.residuals)[: len(streams)]
+        try:
+            if all(each is not None and each.holds(content) for each, content in zip(fixed, streams)):
+                memory = [self.pool.blocks.to_device(content) for content in streams]
+                for group, (those, layout) in enumerate(plan.alike):
+                    first, *rest = (each.placed(room, group) for each, room in zip(fixed, memory, strict=True))
+                    decode_page_from(first, rest[0] if rest else None, layout, self.pool.parts(layers, those), page.slots)
+                return
+            found = [unpack_streams(content, 2 * layers.count, self.pool.blocks) for content in streams]
+            for those, layout in plan.alike:
+                rest = None if residual is None else found[1][those]
+                decode_page(found[0][those], rest, layout, self.pool.parts(layers, those), page.slots)
+        except (ValueError, IndexError, RuntimeError) as error:
+            raise LinkError(f"no streams of a page of {len(page.slots)} tokens from {page.start}: {error}") from error
+
+
+def _most_anchor(layout: PageLayout) -> int:
+    return max(layout.raw_bytes, layout.coded_bytes)
+
+
+def _most_residual(layout: PageLayout) -> int:
+    if layout.reference == "int8":
+        return layout.int8_bytes
+    # No index takes more bits than a number; blocks are filled up.
+    return layout.index_bytes + layout.tokens * layout.channels * layout.dtype.itemsize + layout.rows * layout.blocks * UNIT

@@ -1,0 +1,231 @@
+"""One rank's manager: what its senders or receivers share, and the thread that hears the other server."""
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any, NoReturn
+from uuid import uuid4
+
+import zmq
+from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
+from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver, KVTransferError, PrefillServerInfo
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.network import NetworkAddress
+
+from sglang_ext.command_line import exit_on_refusal
+from sglang_ext.core import OptionError
+from sglang_ext.managers.kv_transfer.quantized.packed_prompts import PackedPromptStore
+from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
+from sglang_ext.managers.kv_transfer.limits import LinkLimits
+from sglang_ext.managers.kv_transfer.link import Link
+from sglang_ext.managers.kv_transfer.link_metrics import LinkMetrics
+from sglang_ext.managers.kv_transfer.link_server import LinkServer
+from sglang_ext.managers.kv_transfer.pacing import NetworkInterface, PollThrottle
+from sglang_ext.managers.kv_transfer.progressive import control
+from sglang_ext.managers.kv_transfer.progressive import compatibility
+from sglang_ext.managers.kv_transfer.progressive.codecs import compile_kernels, make_codec
+from sglang_ext.managers.kv_transfer.progressive.control import Control, Failed, RoomMetadata
+from sglang_ext.managers.kv_transfer.progressive.handshakes import Handshakes
+from sglang_ext.managers.kv_transfer.progressive.decode_peers import MAX_TOTAL_BYTES, DecodePeers
+from sglang_ext.managers.kv_transfer.progressive.pool_buffers import AuxRecords
+from sglang_ext.managers.kv_transfer.progressive.prefill_servers import (
+    PrefillDirectory,
+    PrefillServerRecord,
+    RankPosition,
+    fetch_prefill_server,
+)
+from sglang_ext.managers.kv_transfer.link_settings import LinkError
+from sglang_ext.managers.kv_transfer.timeline import TransferEventKind, TransferTimeline
+from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream, WireError
+from sglang_ext.mem_cache.host_tier.host_memory import AvailableMemory
+
+logger = logging.getLogger(__name__)
+
+# Of free host memory, pinned from the beginning for anchors of all ranks of a decode server, each up to host_blocks.py's limit.
+PINNED_SHARE = 0.25
+
+
+def pinned_bytes(ranks: int) -> int:
+    """Of host memory that this process may still take, what each of a server's ranks pins from the beginning."""
+    return int(AvailableMemory.find().available * PINNED_SHARE) // ranks
+
+
+class ProgressiveManager(CommonKVManager):
+    """Of a prefill rank or of a decode rank.
+
+    Attributes:
+        pool: the rank's KV.
+        aux: its auxiliary records.
+        codec: of pages.
+        settings: of this end of links.
+        has_keys: whether links are encrypted.
+        layers: that travel in one part: all.
+        polls: how the scheduler asks for rooms.
+        handshakes, peers, waiting: on the prefill side.
+        links: on the decode side.
+        directory: On the decode side, fetches prefill servers.
+        prefill_ranks: On the decode side, control addresses of the ranks of each known prefill server, by bootstrap address.
+        timeline: of rank 0, where one is asked for.
+
+    Raises:
+        OptionError: the model's pool cannot be moved, or links cannot be made as the flags say.
+    """
+
+    @exit_on_refusal
+    def __init__(self, args: KVArgs, disaggregation_mode: DisaggregationMode, server_args: ServerArgs, is_mla_backend: bool = False):
+        super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+        try:
+            self.pool = compatibility.describe_pool(args, server_args.get_model_config(), self.attn_tp_size)
+            self.layers = LayerRange(0, self.pool.layers)
+            self.codec = make_codec(server_args.kv_reference, self.pool, server_args.kv_bench_codec)
+            self.settings = compatibility.make_settings(server_args, self.pool, self.codec, self.attn_tp_rank, self.attn_tp_size)
+            keys = None if server_args.kv_link_keys is None else LinkKeys.read(Path(server_args.kv_link_keys))
+            self.has_keys = keys is not None
+            self.timeline = TransferTimeline.of(server_args.kv_bench_timeline if self.attn_tp_rank == 0 else None)
+            self._begin(keys, server_args.kv_link_gbps, LinkMetrics.create(server_args, disaggregation_mode.value))
+        except LinkError as error:
+            raise OptionError(f"--disaggregation-transfer-backend progressive: {error}") from error
+        self.aux = AuxRecords(args)
+        self.polls = PollThrottle()
+        threading.Thread(target=self._listen, name="kv-control", daemon=True).start()
+
+    def _begin(self, keys: LinkKeys | None, gbps: float | None, metrics: LinkMetrics) -> None:
+        # Here, and not with the first page: pinning and compiling take long.
+        blocks = self.pool.blocks
+        limits = LinkLimits().with_part_bytes(self.codec.most_bytes(Stream.ANCHOR, self.layers))
+        if self.pool.device.type == "cuda":
+            compile_kernels(self.codec, self.layers, self.disaggregation_mode == DisaggregationMode.DECODE)
+        if self.disaggregation_mode == DisaggregationMode.PREFILL:
+            self.handshakes, self.waiting = Handshakes(self.refuse), PackedPromptStore()
+            logger.info(
+                "sglang-ext: encoded pages that wait for decode servers take at most %.1f GiB of host memory in this rank, for all of them",
+                MAX_TOTAL_BYTES / (1 << 30),
+            )
+            # Each host of a server has equally many of its ranks.
+            interface = NetworkInterface(gbps, max(1, self.attn_tp_size // self.server_args.nnodes))
+            self.peers = DecodePeers(lambda endpoint: Link(endpoint, self.settings, limits, interface, keys, metrics))
+        else:
+            endpoint = compatibility.receiving_endpoint(self.local_ip, self.kv_args.engine_rank, keys)
+            self.links = LinkServer(endpoint, self.settings, limits, keys, blocks.take_unshared, metrics)
+            if self.codec.has_residual:
+                # Anchors stay in host memory until their residuals come.
+                blocks.expect(pinned_bytes(self.attn_tp_size))
+            self.directory = PrefillDirectory(lambda address: fetch_prefill_server(address, self._resolve_ranks))
+            self.prefill_ranks: dict[str, dict[RankPosition, dict[str, Any]]] = {}
+            self._start_heartbeat_checker_thread()
+
+    def refuse(self, metadata: RoomMetadata, reason: str) -> None:
+        """Tell a decode rank that a room will not be sent."""
+        self.send_message(NetworkAddress(metadata.host, metadata.port), Failed(metadata.room, reason[:2048], metadata.link_room))
+
+    def send_message(self, address: NetworkAddress, message: Control) -> bool:
+        """Send a message to another manager, without waiting for it; False where too many wait already."""
+        # Not the manager's own sockets, which stop the scheduler for 30 s where a peer is gone.
+        socket, lock = CommonKVReceiver._connect(address.to_tcp(), is_ipv6=address.is_ipv6)
+        try:
+            with lock:
+                socket.send(control.encode(message), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            logger.warning("%s cannot be reached for %s: %s", address.to_tcp(), type(message).__name__, error)
+            return False
+        return True
+
+    def update_status(self, bootstrap_room: int, status: KVPoll) -> None:
+        """Advance a request. A failed request stays failed. Called from any thread.
+
+        Args:
+            bootstrap_room: The key in SGLang's tables of requests: a sender's number, or a receiver's ``link_room``. Rooms are no keys,
+                since several requests may have the same room.
+            status: The new status.
+        """
+        with self.failure_lock:
+            # SGLang's own method replaces the status "failed", because it is the smallest.
+            if self.request_status.get(bootstrap_room) != KVPoll.Failed:
+                CommonKVManager.update_status(self, bootstrap_room, status)
+
+    def conclude(self, number: int, reason: str | None) -> None:
+        """Mark a request as successful or failed, unless it has ended already. Called from any thread.
+
+        Args:
+            number: A sender's number, or a receiver's ``link_room``.
+            reason: Why it failed; None if it succeeded.
+        """
+        if self.request_status.get(number) in (None, KVPoll.Failed, KVPoll.Success):
+            return
+        if reason is None:
+            self.update_status(number, KVPoll.Success)
+        else:
+            self.record_failure(number, reason)
+            self.update_status(number, KVPoll.Failed)
+
+    def submit_prefill_recompute(self, kv_receiver: CommonKVReceiver, payload: dict) -> None:
+        """On the decode side: let the prefill server compute a request once more, under an id of its own.
+
+        By that of the request it may be answering the first time still, and refuses a second. SGLang takes one that begins like an id that
+        is aborted for the same request.
+        """
+        super().submit_prefill_recompute(kv_receiver, payload | {"rid": f"again-{uuid4().hex}-{payload['rid']}"})
+
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """Return whether a prefill server is known. Starts to fetch an unknown one. Does not block; SGLang polls it."""
+        if bootstrap_addr in self.prefill_info_table:
+            return True
+        found: PrefillServerRecord | None = self.directory.poll(bootstrap_addr)
+        if found is None:
+            return False
+        with self.connection_lock:
+            self.prefill_ranks[bootstrap_addr] = found.ranks
+            self.prefill_info_table[bootstrap_addr] = found.info
+        return True
+
+    def rank_mismatch(self, prefill: PrefillServerInfo) -> str | None:
+        """Return why this decode rank cannot receive KV from a prefill server; None if it can."""
+        return compatibility.rank_mismatch(prefill, self.attn_tp_size, self.kv_args.page_size, self.kv_cache_dtype_str)
+
+    def _resolve_ranks(self, prefill: PrefillServerInfo) -> list[RankPosition]:
+        if self.rank_mismatch(prefill) is not None:
+            # The receivers of its requests report the reason.
+            return []
+        self._resolve_rank_mapping(prefill)
+        return [(0, cp, tp, pp) for cp in prefill.target_cp_ranks for tp in prefill.target_tp_ranks for pp in prefill.target_pp_ranks]
+
+    def add_event(self, room: int, kind: TransferEventKind, number: int = 0) -> None:
+        """Tell the timeline what becomes of a room now, where there is one."""
+        if self.timeline is not None:
+            self.timeline.add_event(room, kind, number=number)
+
+    def raise_failure(self, number: int, room: int) -> NoReturn:
+        """Raise the reason why a request failed.
+
+        Args:
+            number: A sender's number, or a receiver's ``link_room``.
+            room: The request's room, for the message.
+
+        Raises:
+            KVTransferError: always.
+        """
+        with self.failure_lock:
+            reason = self.failure_records.pop(number, None)
+        raise KVTransferError(room, reason or "it failed at another rank", is_from_another_rank=reason is None)
+
+    def _on_heartbeat_success(self, bootstrap_addr: str) -> None:
+        rooms = self.addr_to_rooms_tracker[bootstrap_addr]
+        rooms.difference_update([room for room in rooms.copy() if room not in self.request_status])
+
+    def _listen(self) -> None:
+        while True:
+            frames = self.server_socket.recv_multipart()
+            try:
+                self._hear(control.decode(frames[0] if len(frames) == 1 else b""))
+            except WireError as error:
+                logger.warning("a message of the control plane is left aside: %s", error)
+            except Exception:
+                logger.exception("a message of the control plane could not be followed")
+
+    def _hear(self, message: Control) -> None:
+        if isinstance(message, Failed):
+            if self.disaggregation_mode == DisaggregationMode.DECODE:
+                self.conclude(message.link_room, f"the prefill side ended it: {message.reason}")
+        elif self.disaggregation_mode == DisaggregationMode.PREFILL:
+            self.handshakes.take(message)

@@ -1,0 +1,112 @@
+"""Pages as they are: keys and values of each layer, one after the other, in one stream."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+import numpy as np
+import torch
+
+from sglang_ext.managers.kv_transfer.progressive.page_codec import EncodedPage, SingleStreamCodec, PlacedPage
+from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
+from sglang_ext.managers.kv_transfer.link_settings import LinkError, OptionValue
+from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
+
+@dataclass(frozen=True)
+class RawCodec(SingleStreamCodec):
+    """The pool's bytes, all of them in the anchor stream.
+
+    Attributes:
+        pool: of this rank.
+        page_size: tokens of a page.
+    """
+
+    pool: PoolBuffers
+    page_size: int = 64
+    name = "raw"
+    version = 1
+    reference = "raw"
+
+    @property
+    def options(self) -> dict[str, OptionValue]:
+        """None change the bytes."""
+        return {}
+
+    def most_bytes(self, stream: Stream, layers: LayerRange) -> int:
+        """Of a full page."""
+        return self._bytes(self.page_size, layers) if stream is Stream.ANCHOR else 0
+
+    def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
+        """Copy the pool's bytes."""
+        return self.start(page, layers)().anchor
+
+    def start(self, page: PlacedPage, layers: LayerRange, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
+        """Begin to copy; there is no residual.
+
+        Raises:
+            LinkError: a residual alone is asked for.
+        """
+        if not anchor:
+            self.encode_residual(page, layers)
+        tokens, size = len(page.slots), self._bytes(len(page.slots), layers)
+        if self.pool.device.type == "cpu":
+            content, where = self.pool.blocks.take(size), _place(page.slots)
+            for rows, part in zip(self._rows(layers), self._parts(content, tokens, layers), strict=True):
+                part[:] = rows[where]
+            return lambda: EncodedPage(memoryview(content), None)
+        brought = self.pool.copy_to_host(self.pool.gather(layers, page.slots), size)
+        return lambda: EncodedPage(brought(), None)
+
+    def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
+        """Copy them back.
+
+        Raises:
+            LinkError: the page has another size.
+        """
+        tokens, expected = len(page.slots), self._bytes(len(page.slots), layers)
+        if len(anchor) != expected:
+            raise LinkError(f"a page of {tokens} tokens has {len(anchor)} bytes; expected are {expected}")
+        if self.pool.device.type == "cpu":
+            where = _place(page.slots)
+            for rows, part in zip(self._rows(layers), self._parts(np.frombuffer(anchor, np.uint8), tokens, layers), strict=True):
+                rows[where] = part
+            return
+        content, split = self.pool.blocks.to_device(anchor).view(self.pool.dtype), tokens * layers.count * self.pool.heads * self.pool.key_dim
+        halves = (half.view(layers.count, tokens, -1) for half in (content[:split], content[split:]))
+        self.pool.scatter(layers, page.slots, tuple(halves))
+
+    @cached_property
+    def _widths(self) -> tuple[int, ...]:
+        """Bytes of a token, of keys, then of values, of each layer."""
+        return tuple(tensor.shape[1] * tensor.itemsize for tensor in self.pool.tensors(0, self.pool.layers))
+
+    @cached_property
+    def _bytes_of_pool(self) -> tuple[np.ndarray, ...]:
+        """Keys, then values, of each layer of a pool in host memory, uint8 [slots, bytes of a token]."""
+        return tuple(tensor.view(torch.uint8).numpy() for tensor in self.pool.tensors(0, self.pool.layers))
+
+    def _of_layers(self, of_pool: tuple, layers: LayerRange) -> tuple:
+        """Of those of all layers, those of keys, then of values, of some."""
+        keys = slice(layers.first, layers.first + layers.count)
+        values = slice(self.pool.layers + layers.first, self.pool.layers + layers.first + layers.count)
+        return of_pool[keys] + of_pool[values]
+
+    def _rows(self, layers: LayerRange) -> tuple[np.ndarray, ...]:
+        return self._of_layers(self._bytes_of_pool, layers)
+
+    def _bytes(self, tokens: int, layers: LayerRange) -> int:
+        return tokens * sum(self._of_layers(self._widths, layers))
+
+    def _parts(self, content: np.ndarray, tokens: int, layers: LayerRange) -> Iterator[np.ndarray]:
+        """A page's bytes by keys and values of layers, uint8 [tokens, bytes of a token] each."""
+        begin = 0
+        for width in self._of_layers(self._widths, layers):
+            yield content[begin : begin + tokens * width].reshape(tokens, width)
+            begin += tokens * width
+
+
+def _place(slots: torch.Tensor) -> np.ndarray | slice:
+    """Slots in host memory as an index: where they follow each other a slice, which is copied faster."""
+    places = slots.numpy()
+    if len(places) == 0 or (np.diff(places) != 1).any():
+        return places
+    return slice(int(places[0]), int(places[0]) + len(places))

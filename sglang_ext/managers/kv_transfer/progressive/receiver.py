@@ -1,0 +1,271 @@
+"""SGLang's side of a room that is received: from slots at the decode server to the KV in them."""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+from sglang.srt.utils.network import NetworkAddress
+
+from sglang_ext.managers.kv_transfer import wire
+from sglang_ext.managers.kv_transfer.quantized.decode_side import QuantizedPromptSlots
+from sglang_ext.managers.kv_transfer.quantized.prompt_codec import QuantizedPromptCodec
+from sglang_ext.managers.kv_transfer.page_hashes import page_hashes_at, page_hashes
+from sglang_ext.managers.kv_transfer.progressive.control import VERSION, Abort, RoomMetadata
+from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
+from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage
+from sglang_ext.managers.kv_transfer.progressive.room_writer import EarlyRoom, RoomWriter
+from sglang_ext.managers.kv_transfer.prompt_queries import PromptQueries
+from sglang_ext.managers.kv_transfer.link_settings import LinkError
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+
+class ProgressiveReceiver(CommonKVReceiver):
+    """One request. SGLang's scheduler calls it; ``anchor_arrived``, ``succeed`` and ``fail`` come from the thread of links.
+
+    Success is reported once all of the KV is there, or of a request that begins early its anchor: the rest is then handed on as an
+    :class:`EarlyRoom`, and written to the request's slots while it decodes.
+    """
+
+    kv_mgr: ProgressiveManager
+    bootstrap_room: int
+    """The ``link_room`` of this attempt to receive the room. SGLang's class keeps the room here; :attr:`room` has it instead."""
+
+    def __init__(self, mgr: ProgressiveManager, bootstrap_addr: str, bootstrap_room: int) -> None:
+        self.room = bootstrap_room
+        # SGLang's tables are keyed by this number.
+        super().__init__(mgr, bootstrap_addr, random.getrandbits(62))
+        self._prompt: Sequence[int] = ()
+        self._refused: str | None = None
+        self._received: RoomWriter | None = None
+        self._queries: PromptQueries | None = None
+        self._row: Callable[[], int] | None = None
+        self._coded: Callable[[], QuantizedPromptSlots] | None = None
+        self._begin: Callable[[EarlyRoom], None] | None = None
+        self._prefill_again: "Callable[[Req], None] | None" = None
+        self.bootstrap_infos = None
+        self._created = time.monotonic()
+
+    @property
+    def anchor_ready(self) -> bool:
+        """Whether anchors and auxiliary record are written."""
+        return self._received is not None and self._received.anchor_ready
+
+    @property
+    def complete(self) -> bool:
+        """Whether the reference is written."""
+        return self._received is not None and self._received.complete
+
+    def set_prompt(self, tokens: Sequence[int], refused: str | None = None) -> None:
+        """The request's tokens, from which its pages have their names; before ``send_metadata``.
+
+        Args:
+            tokens: of the prompt.
+            refused: why the request has ended already; None where it has not.
+        """
+        self._prompt, self._refused = tokens, refused
+
+    def expect_queries(self, queries: PromptQueries, row: Callable[[], int]) -> None:
+        """The newest queries of the prompt may come with the auxiliary record; before ``send_metadata``.
+
+        Args:
+            queries: where they are kept.
+            row: of the request in the token table, once it has one.
+        """
+        self._queries, self._row = queries, row
+
+    def expect_quantized(self, coded: Callable[[], QuantizedPromptSlots]) -> None:
+        """The prompt shall travel as codes; before ``send_metadata``.
+
+        Args:
+            coded: where they go, once they have slots.
+        """
+        self._coded = coded
+
+    def enable_early_decoding(self, begin: Callable[[EarlyRoom], None], prefill_again: "Callable[[Req], None]") -> None:
+        """The request may decode on the anchor of its KV; before ``send_metadata``.
+
+        Args:
+            begin: told of the rest, as it does.
+            prefill_again: of the :class:`EarlyRoom`.
+        """
+        self._begin, self._prefill_again = begin, prefill_again
+
+    def anchor_arrived(self) -> None:
+        """Anchors and auxiliary record are written."""
+        self.kv_mgr.add_event(self.room, "anchor", self._received.anchor_size)
+        if self._begin is not None:
+            self.kv_mgr.conclude(self.bootstrap_room, None)
+
+    def succeed(self) -> None:
+        """All is written."""
+        self.kv_mgr.add_event(self.room, "complete", self._received.size)
+        self.kv_mgr.conclude(self.bootstrap_room, None)
+
+    def fail(self, reason: str) -> None:
+        """The rest will not come."""
+        self.kv_mgr.conclude(self.bootstrap_room, reason)
+
+    def init(self, prefill_dp_rank: int) -> None:
+        """The prefill server is known: refuse one of other ranks, else ask where this rank's like listens."""
+        prefill = self.kv_mgr.prefill_info_table.get(self.bootstrap_addr)
+        differs = None if prefill is None else self.kv_mgr.rank_mismatch(prefill)
+        if differs is None:
+            super().init(prefill_dp_rank)
+        else:
+            self._give_up(differs)
+        if self.bootstrap_infos is not None and self.conclude_state is None:
+            # Not only when it has slots: it may be refused for want of these.
+            self._ends_refused()
+
+    def send_metadata(
+        self,
+        kv_indices: np.ndarray,
+        aux_index: int | None = None,
+        state_indices: list | None = None,
+        decode_prefix_len: int | None = None,
+    ) -> None:
+        """There are slots: expect the room, then tell the prefill side.
+
+        Args:
+            kv_indices: pages of SGLang's for the tokens that shall travel, int [pages].
+            aux_index: row for the auxiliary record.
+            state_indices: none; such models are refused.
+            decode_prefix_len: tokens of the prompt that are here already.
+        """
+        if self.bootstrap_infos is None:
+            self._give_up(f"no prefill rank is known at {self.bootstrap_addr}")
+            return
+        if self._ends_refused():
+            return
+        prefix, coded = decode_prefix_len or 0, None if self._coded is None else self._coded()
+        try:
+            if coded is None:
+                self._received = self._expect(kv_indices, aux_index, prefix)
+            else:
+                self._received = self._expect_codes(coded, aux_index)
+            self.kv_mgr.links.register(self.bootstrap_room, self._received.expected, self._received)
+        except LinkError as error:
+            self._give_up(str(error))
+            return
+        self.kv_mgr.add_event(self.room, "expected")
+        settings = wire.encode(self.kv_mgr.settings)
+        sizes = (*self.kv_mgr.aux.sizes, self._queries.most_bytes if self._queries is not None else 0)
+        here = self.kv_mgr.local_ip, self.kv_mgr.rank_port, self.kv_mgr.links.endpoint, settings, sizes
+        places = (0, 0) if coded is None else (coded.begin, coded.end)
+        metadata = RoomMetadata(VERSION, self.room, *here, prefix, len(self._prompt), self.bootstrap_room, places)
+        if not all(self.kv_mgr.send_message(address, metadata) for address in self._prefill_ranks()):
+            self._give_up(f"the prefill rank at {self.bootstrap_infos} cannot be reached")
+            return
+        self.init_time = time.time()
+
+    def poll(self) -> int:
+        """How far it is (``KVPoll``)."""
+        if self.conclude_state is not None:
+            return self.conclude_state
+        status = self.kv_mgr.check_status(self.bootstrap_room)
+        if status in (KVPoll.Success, KVPoll.Failed):
+            self.conclude_state = status
+        elif status == KVPoll.WaitingForInput and self._check_waiting_timeout() is not None:
+            return KVPoll.Failed
+        elif status == KVPoll.Bootstrapping and time.monotonic() - self._created > self.kv_mgr.directory.patience:
+            waited = f"it was waited for {self.kv_mgr.directory.patience:g} s ({self.kv_mgr.directory.problem(self.bootstrap_addr)})"
+            self._give_up(f"{self._no_prefill_server()}; {waited}")
+            return KVPoll.Failed
+        else:
+            self.kv_mgr.polls.asked(self.bootstrap_room)
+        return status
+
+    def failure_exception(self) -> None:
+        """Say why it failed. Once this raised, nothing is written to its slots.
+
+        Raises:
+            KVTransferError: always.
+        """
+        if self.conclude_state is None:
+            self.conclude_state = KVPoll.Failed
+        self.clear()
+        self.kv_mgr.raise_failure(self.bootstrap_room, self.room)
+
+    def clear(self) -> None:
+        """SGLang is through with it; once this returned, nothing is written to its slots, but of a request that begins early."""
+        if self._queries is not None and self.conclude_state == KVPoll.Success:
+            self._queries.write(self._row(), self._received.queries)
+        # Of several ranks some may have all of it: they agree on what is there when the request runs (arriving_full_kv.py), as long as all wait.
+        early = self.kv_mgr.attn_tp_size > 1 or not self.complete
+        if self._begin is not None and self.conclude_state == KVPoll.Success and early:
+            self._begin(EarlyRoom(self.bootstrap_room, self._received, self.kv_mgr.links, self.kv_mgr.pool, self._prefill_again))
+        else:
+            self.kv_mgr.links.abort(self.bootstrap_room)
+            if self._received is not None and not self.complete:
+                # What was written before may wait on the device.
+                self.kv_mgr.pool.synchronize_links()
+        self._begin = None
+        super().clear()
+
+    def abort(self) -> None:
+        """The request is aborted here, by SGLang also where it has looked for the prefill server in vain."""
+        super().abort()
+        if self.bootstrap_infos is None and self.bootstrap_addr not in self.kv_mgr.prefill_info_table:
+            self.kv_mgr.record_failure(self.bootstrap_room, f"{self._no_prefill_server()}; it was aborted")
+
+    def _expect(self, kv_indices: np.ndarray, aux_index: int, prefix: int) -> RoomWriter:
+        codec, page = self.kv_mgr.codec, self.kv_mgr.kv_args.page_size
+        tokens = self._prompt[prefix:]
+        slots = (np.asarray(kv_indices, np.int64)[:, None] * page + np.arange(page)).ravel()[: len(tokens)]
+        if len(slots) != len(tokens):
+            raise LinkError(f"{len(slots)} slots for {len(tokens)} tokens of room {self.room}")
+        hashes = page_hashes(self._prompt[:prefix], codec.page_size)
+        hashes = page_hashes(tokens, codec.page_size, hashes[-1] if hashes else b"")
+        pages = [
+            PlacedPage(prefix + begin, torch.from_numpy(slots[begin : begin + codec.page_size]).to(self.kv_mgr.pool.device))
+            for begin in range(0, len(slots), codec.page_size)
+        ]
+        buffers = self.kv_mgr.pool, self.kv_mgr.aux, aux_index
+        return RoomWriter(codec, *buffers, self.kv_mgr.layers, pages, hashes, self, self._queries)
+
+    def _expect_codes(self, coded: QuantizedPromptSlots, aux_index: int) -> RoomWriter:
+        """Blocks into slots of a copy, and what is not packed beside them."""
+        pool, tokens = self.kv_mgr.pool, len(self._prompt)
+        codec = QuantizedPromptCodec(pool, coded.packing, coded.buffers, coded.begin, coded.end, self.kv_mgr.codec.page_size)
+        ends = codec.ends(tokens)
+        starts = [0, *ends][: len(ends)]
+        pages = [PlacedPage(start, coded.slots(start, end).to(pool.device)) for start, end in zip(starts, ends)]
+        # Threads of links read these slots on another stream than they are found on.
+        pool.synchronize()
+        buffers = pool, self.kv_mgr.aux, aux_index
+        return RoomWriter(codec, *buffers, self.kv_mgr.layers, pages, page_hashes_at(self._prompt, ends), self, self._queries)
+
+    def _ends_refused(self) -> bool:
+        """Whether the request has ended before its KV is expected: then both sides' rooms end."""
+        if self._refused is None:
+            return False
+        self._give_up(self._refused)
+        self._send_abort_notification()
+        return True
+
+    def _no_prefill_server(self) -> str:
+        return f"no prefill server answers at {self.bootstrap_addr}, which the request's bootstrap_host and bootstrap_port name"
+
+    def _get_bootstrap_info_from_server(self, *position: int) -> dict[str, Any] | None:
+        """Return the address of a prefill rank that the directory has fetched; None if unknown. SGLang's class reads it over HTTP."""
+        return self.kv_mgr.prefill_ranks.get(self.bootstrap_addr, {}).get(position)
+
+    def _give_up(self, reason: str) -> None:
+        self.fail(reason)
+        self.conclude_state = KVPoll.Failed
+
+    def _prefill_ranks(self) -> list[NetworkAddress]:
+        return [NetworkAddress(info["rank_ip"], int(info["rank_port"])) for info in self.bootstrap_infos]
+
+    def _send_abort_notification(self) -> None:
+        """Of SGLang's class, where this side ends the room."""
+        reason = self.kv_mgr.failure_records.get(self.bootstrap_room, "aborted")
+        for address in self._prefill_ranks():
+            self.kv_mgr.send_message(address, Abort(self.room, reason[:2048], self.bootstrap_room))

@@ -1,0 +1,320 @@
+"""SGLang's side of a room that is sent: from a request at the prefill server to its KV in the link's buffers."""
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Sequence
+from enum import Enum, auto
+
+import numpy as np
+import torch
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import CommonKVSender, KVTransferError
+
+from sglang_ext.managers.kv_transfer.quantized.prompt_codec import QuantizedPromptCodec
+from sglang_ext.managers.kv_transfer.page_hashes import page_hashes_at, page_ends, page_hashes
+from sglang_ext.managers.kv_transfer.progressive import compatibility
+from sglang_ext.managers.kv_transfer.progressive.control import RoomMetadata
+from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
+from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage
+from sglang_ext.managers.kv_transfer.progressive.decode_peers import DecodePeer
+from sglang_ext.managers.kv_transfer.progressive.room_encoder import RoomEncoder
+from sglang_ext.managers.kv_transfer.prompt_queries import QueryReader
+from sglang_ext.managers.kv_transfer.link_settings import LinkError
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
+from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+
+# As SGLang's class says it.
+ABORTED = "Aborted by AbortReq."
+
+
+class Stage(Enum):
+    """How far SGLang is with a request; of the scheduler's thread."""
+
+    OPEN = auto()
+    """Nothing of its KV is sent yet."""
+    SENDING = auto()
+    """The first of its KV went to be encoded."""
+    CLEARED = auto()
+    """SGLang is through with it; what succeeded goes on travelling."""
+    ABORTED = auto()
+    """Cleared, because it was aborted on this side."""
+
+
+# Stages after which SGLang polls a sender no more.
+ENDED_STAGES = (Stage.CLEARED, Stage.ABORTED)
+
+# Numbers of senders in SGLang's tables.
+_numbers = itertools.count(1)
+
+
+class ProgressiveSender(CommonKVSender):
+    """One request. SGLang's scheduler calls it; ``on_metadata``, ``succeed`` and ``fail`` come from other threads.
+
+    Success is reported once all of the room is encoded: its KV may then be freed, while its bytes still travel. What goes wrong
+    later is for the decode side to tell.
+    """
+
+    kv_mgr: ProgressiveManager
+    bootstrap_room: int
+    """Number of this sender: several requests may have the same room. SGLang's class has the room here, this one in :attr:`room`."""
+
+    def __init__(self, mgr: ProgressiveManager, bootstrap_addr: str, bootstrap_room: int, *args, **kwargs) -> None:
+        self.room, self._stage = bootstrap_room, Stage.OPEN
+        super().__init__(mgr, bootstrap_addr, next(_numbers), *args, **kwargs)
+        self.init_time = time.time()
+        self._prompt: Sequence[int] = ()
+        self._queries: QueryReader | None = None
+        self._packs: tuple[Packing, KVBuffers] | None = None
+        self._metadata: RoomMetadata | None = None
+        self._peer: DecodePeer | None = None
+        self._sent: RoomEncoder | None = None
+        # Slots of tokens that do not fill a page yet; lengths of the pages that were not sent.
+        self._slots = np.empty(0, np.int64)
+        self._lengths: deque[int] = deque()
+        # SGLang sets it where a cached prefix is sent before the forward that may still write it (maybe_send_cached_prefix_chunk).
+        self._early_send_wait_event: torch.cuda.Event | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self._prompt)
+
+    def set_prompt(self, tokens: Sequence[int], refused: str | None = None) -> None:
+        """Set the request's tokens, whose hashes name its pages, and wait for the decode side; before ``init``.
+
+        Args:
+            tokens: Of the prompt.
+            refused: Why SGLang has ended the request already; the sender then fails. None if it has not.
+        """
+        self._prompt = tokens
+        self.kv_mgr.handshakes.join(self)
+        if refused is not None:
+            self._give_up(refused)
+
+    def set_query_reader(self, read: QueryReader) -> None:
+        """The newest queries of the prompt go with the auxiliary record; before ``init``."""
+        self._queries = read
+
+    def set_packing(self, packing: Packing, buffers: KVBuffers) -> None:
+        """The prompt may travel as codes that are packed so, of a pool with these buffers; before ``init``."""
+        self._packs = packing, buffers
+
+    @property
+    def is_sending_prefix(self) -> bool:
+        """Whether what SGLang sends next was in its cache, and is sent before the forward of the rest."""
+        return self._early_send_wait_event is not None
+
+    def defer_prefix(self) -> None:
+        """It is not sent now, but with what follows."""
+        self._early_send_wait_event = None
+
+    @property
+    def is_waiting_packed(self) -> bool:
+        """Whether the prompt is packed, and waits for room at the decode side."""
+        return self in self.kv_mgr.waiting
+
+    def pack_early(self, begin: int, end: int, slots: torch.Tensor) -> bool:
+        """Pack the prompt before the decode side has room: its full KV is needed no more.
+
+        Args:
+            begin, end: its tokens that will travel as codes.
+            slots: int64 [tokens], of its full KV.
+
+        Returns:
+            False where that cannot be, or too much waits, or the request was given up here, of which nobody would take the pages; nothing
+            changes then.
+        """
+        waiting = self.kv_mgr.waiting
+        if self._peer is not None or self._packs is None or self._stage in ENDED_STAGES or not waiting.has_room:
+            return False
+        codec = self._codec(begin, end)
+        ends = codec.ends(len(self._prompt))
+        parts = (codec.encode_anchor(PlacedPage(start, slots[start:stop]), self.kv_mgr.layers) for start, stop in zip([0, *ends], ends))
+        # Copied, or blocks for links would be kept.
+        waiting.put(self, (begin, end), tuple(memoryview(bytes(part)) for part in parts))
+        self.kv_mgr.add_event(self.room, "computed")
+        return True
+
+    def on_metadata(self, metadata: RoomMetadata) -> None:
+        """Record the metadata of the decode side, which has slots for this request."""
+        differs = compatibility.metadata_mismatch(metadata, self.kv_mgr.settings, self.kv_mgr.aux.sizes, self.kv_mgr.has_keys)
+        if differs is not None:
+            self.kv_mgr.refuse(metadata, differs)
+            self.fail(differs)
+            return
+        status = self.kv_mgr.request_status.get(self.bootstrap_room)
+        if status in (None, KVPoll.Failed):
+            reason = self.kv_mgr.failure_records.get(self.bootstrap_room, "the request has ended at the prefill server")
+            self.kv_mgr.refuse(metadata, reason)
+        if status == KVPoll.Bootstrapping:
+            self.kv_mgr.req_to_decode_prefix_len[self.bootstrap_room] = metadata.prefix
+            self._metadata = metadata
+            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.WaitingForInput)
+
+    def succeed(self) -> None:
+        """The link has all of it."""
+        self.kv_mgr.add_event(self.room, "encoded")
+        if self._stage not in ENDED_STAGES:
+            self.kv_mgr.conclude(self.bootstrap_room, None)
+
+    def fail(self, reason: str) -> None:
+        """Record that the rest of the KV will not arrive. SGLang is notified unless it has cleared the request."""
+        if self._metadata is not None:
+            # The link may be what failed, and the decode side wait for it.
+            self.kv_mgr.refuse(self._metadata, reason)
+        if self._stage not in ENDED_STAGES:
+            self.kv_mgr.conclude(self.bootstrap_room, reason)
+
+    def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
+        """The room is opened: the decode side is ready, and pages will come.
+
+        Args:
+            num_kv_indices: pages of SGLang's that will be sent.
+            aux_index: row of the auxiliary record.
+        """
+        super().init(num_kv_indices, aux_index)
+        metadata = self._metadata
+        if metadata is None:
+            return
+        if metadata.tokens != len(self._prompt):
+            self._give_up(
+                f"the prompt of bootstrap_room {self.room} has {len(self._prompt)} tokens at the prefill server and {metadata.tokens} at the "
+                "decode server: send both servers the same prompt, and each request with a bootstrap_room of its own"
+            )
+            return
+        try:
+            self._sent = self._room(metadata)
+            self._peer = self.kv_mgr.peers.open(metadata.endpoint, self._sent)
+        except LinkError as error:
+            self._give_up(str(error))
+
+    def _room(self, metadata: RoomMetadata) -> RoomEncoder:
+        """Its pages, as the decode side asks for them.
+
+        Raises:
+            LinkError: the prompt cannot travel as codes, or not these tokens of it.
+        """
+        prefix, (begin, end), packed = metadata.prefix, metadata.coded, self.kv_mgr.waiting.coded(self)
+        if packed not in (None, metadata.coded):
+            raise LinkError(
+                f"the prompt waited with tokens {packed[0]} to {packed[1]} as codes, and the decode server asks for {begin} to {end}: give "
+                "both servers the same --page-size and --kv-sparse-from"
+            )
+        if begin == end:
+            codec = self.kv_mgr.codec
+            ends = page_ends(codec.page_size, len(self._prompt), prefix)
+            before = page_hashes(self._prompt[:prefix], codec.page_size)
+        elif self._packs is None or prefix:
+            raise LinkError(f"tokens {begin} to {end} shall travel as codes, which this server does not make: start both servers alike")
+        else:
+            codec = self._codec(begin, end)
+            ends, before = codec.ends(len(self._prompt)), []
+        hashes = page_hashes_at(self._prompt[prefix:], [each - prefix for each in ends], before[-1] if before else b"")
+        starts = [prefix, *ends][: len(ends)]
+        self._lengths.extend(stop - start for start, stop in zip(starts, ends))
+        return RoomEncoder(metadata.link_room, codec, self.kv_mgr.layers, starts, hashes, self)
+
+    def _codec(self, begin: int, end: int) -> QuantizedPromptCodec:
+        packing, buffers = self._packs
+        seeds = token_seeds(self._prompt, len(self._prompt), self.kv_mgr.pool.device) if packing.stochastic else None
+        return QuantizedPromptCodec(self.kv_mgr.pool, packing, buffers, begin, end, self.kv_mgr.codec.page_size, seeds)
+
+    def send(self, kv_indices: np.ndarray, state_indices: list | None = None, num_kv_tokens: int | None = None) -> None:
+        """Send what a forward computed.
+
+        Args:
+            kv_indices: pages of SGLang's, int [pages].
+            state_indices: none; such models are refused.
+            num_kv_tokens: in these pages; None where all are full.
+        """
+        kv_indices, _, last, _ = self._prepare_send_indices(kv_indices, state_indices)
+        self._record_transfer_indices(kv_indices, state_indices)
+        ready, self._early_send_wait_event = self._early_send_wait_event, None
+        if self._peer is None or self.poll() == KVPoll.Failed:
+            return
+        if last:
+            self.kv_mgr.add_event(self.room, "computed")
+        if self._stage is Stage.OPEN:
+            self._stage = Stage.SENDING
+            self.kv_mgr.add_event(self.room, "sending")
+        page = self.kv_mgr.kv_args.page_size
+        slots = (np.asarray(kv_indices, np.int64)[:, None] * page + np.arange(page)).ravel()[:num_kv_tokens]
+        self._slots = np.concatenate([self._slots, slots])
+        # What waited packed is all of it; its slots may be others' now.
+        pages: list[torch.Tensor | memoryview] = [*self.kv_mgr.waiting.take(self)]
+        if pages:
+            self._lengths.clear()
+        while self._lengths and self._lengths[0] <= len(self._slots):
+            size = self._lengths.popleft()
+            pages.append(self._on_device(self._slots[:size]))
+            self._slots = self._slots[size:]
+        if pages or last:
+            self._peer.send(self._sent, tuple(pages), self._record() if last else None, ready)
+
+    def poll(self) -> int:
+        """How far it is (``KVPoll``)."""
+        if self.conclude_state is not None:
+            return self.conclude_state
+        status = self.kv_mgr.check_status(self.bootstrap_room)
+        if status in (KVPoll.Success, KVPoll.Failed):
+            self.conclude_state = status
+        elif status == KVPoll.Bootstrapping and self._check_bootstrap_timeout() is not None:
+            return KVPoll.Failed
+        else:
+            self.kv_mgr.polls.asked(self.bootstrap_room)
+        return status
+
+    def failure_exception(self) -> None:
+        """Say why it failed.
+
+        Raises:
+            KVTransferError: always.
+        """
+        if self._stage is Stage.ABORTED:
+            raise KVTransferError(self.room, ABORTED)
+        if self.conclude_state is None:
+            self.conclude_state = KVPoll.Failed
+        self.clear()
+        self.kv_mgr.raise_failure(self.bootstrap_room, self.room)
+
+    def clear(self) -> None:
+        """SGLang is through with it; what succeeded goes on travelling."""
+        if self._stage in ENDED_STAGES:
+            return
+        self._stage = Stage.CLEARED
+        self.kv_mgr.waiting.take(self)
+        if self.conclude_state != KVPoll.Success:
+            with self.kv_mgr.failure_lock:
+                reason = self.kv_mgr.failure_records.get(self.bootstrap_room, "it failed at another rank")
+            self._cancel(reason)
+        self.kv_mgr.handshakes.leave(self, "the request has ended at the prefill server")
+        super().clear()
+
+    def abort(self) -> None:
+        """Abort the request on this side, and remove all its state: SGLang does not poll every aborted sender again."""
+        super().abort()
+        self.clear()
+        self._stage = Stage.ABORTED
+        with self.kv_mgr.failure_lock:
+            self.kv_mgr.failure_records.pop(self.bootstrap_room, None)
+
+    def _record(self) -> bytes:
+        most = self._metadata.aux_sizes[-1]
+        return self.kv_mgr.aux.read(self.aux_index) + (self._queries(most) if self._queries is not None and most else b"")
+
+    def _on_device(self, slots: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(slots).to(self.kv_mgr.pool.device)
+
+    def _give_up(self, reason: str) -> None:
+        self.fail(reason)
+        self._cancel(reason)
+
+    def _cancel(self, reason: str) -> None:
+        """Send no more, and see to it that the decode side does not wait."""
+        if self._peer is not None:
+            self._peer.cancel(self._sent, reason)
+        elif self._metadata is not None:
+            self.kv_mgr.refuse(self._metadata, reason)
+        self.kv_mgr.handshakes.leave(self, reason)

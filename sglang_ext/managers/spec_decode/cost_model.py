@@ -1,0 +1,290 @@
+"""Cost model of decode rounds: predicts the time of plain steps, draft steps and verifications at any load, from measured rounds.
+
+*Base model.* A forward takes a fixed time plus a time per byte that it reads. It reads the weights once, and the KV of all tokens that its
+requests attend to. The base model is fitted to plain steps, or to draft steps until a plain step was measured.
+
+*Corrections.* Each kind of work takes more or less time than the base model predicts. The ratio is measured at some loads. Near these loads
+it corrects the prediction; far from them the base model alone counts. So the model has a prediction for a load that was never measured.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import log2
+from statistics import median_low
+from typing import NamedTuple
+
+import numpy as np
+
+# Number of newest times whose median counts. The median leaves out a single stall, such as a kernel's compilation.
+RECENT_TIMES = 5
+# Times are kept by cells of a grid over the logarithms of a load, with this number of cells per doubling.
+CELLS_PER_DOUBLING = 2
+# Doublings over which a measured correction fades. Weight of "no correction"; a time at the same load has weight 1.
+REACH, NO_CORRECTION = 0.4, 0.02
+# A doubling of a verification's width counts as this share of a doubling of the load.
+WIDTH_DISTANCE = 0.5
+# A doubling of the selection interval counts as this number of doublings of the load: times at one interval predict little at another.
+INTERVAL_DISTANCE = 2.0
+# A cell with a single time is ignored if the time is more than STALL times that of the base model: the round stalled.
+STALL = 4.0
+# Weight of a fixed time of 0 in the fit of the base model; a measured time has weight 1.
+NO_FIXED_TIME = 0.01
+
+
+class BatchLoad(NamedTuple):
+    """The size of a batch, on which the time of a forward depends.
+
+    Attributes:
+        requests: number of requests.
+        tokens: context tokens of all requests.
+        uncompressed: context tokens of the requests that have no compressed KV yet.
+        every: selection interval, in steps; 1 for methods that do not select in steps.
+    """
+
+    requests: int
+    tokens: int
+    uncompressed: int = 0
+    every: int = 1
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], uncompressed: int = 0) -> "BatchLoad":
+        """The load of requests with these context lengths, in tokens."""
+        return cls(len(lengths), sum(lengths), uncompressed)
+
+    @property
+    def place(self) -> tuple[float, float]:
+        """Coordinates of the load: log2 of the number of requests, log2 of their mean context. A distance of 1 is a doubling."""
+        return log2(self.requests), log2(max(1.0, self.tokens / self.requests))
+
+
+class RoundTimes(NamedTuple):
+    """The steps of a round, and its measured seconds.
+
+    Attributes:
+        drafts: number of draft steps; 0 in plain decoding.
+        steps: number of plain steps; 0 in a round with drafts.
+        compressing: seconds from the beginning of the round to its first step, in which compressed KV is created and refreshed.
+        drafting: seconds of all draft steps.
+        whole: seconds from the first step to the next round.
+    """
+
+    drafts: int
+    steps: int
+    compressing: float
+    drafting: float
+    whole: float
+
+
+@dataclass
+class RecentTimes:
+    """The newest times of one kind of work.
+
+    Attributes:
+        newest: seconds, the newest last.
+    """
+
+    newest: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_TIMES))
+
+    @property
+    def seconds(self) -> float:
+        """The median; of an even number the lower middle one; 0 if there is no time."""
+        return median_low(self.newest) if self.newest else 0.0
+
+
+class TimeSample(NamedTuple):
+    """A measured time.
+
+    Attributes:
+        place: coordinates of the load, in doublings.
+        size: bytes that the forward read.
+        seconds: its time.
+    """
+
+    place: tuple[float, ...]
+    size: float
+    seconds: float
+
+
+@dataclass
+class ForwardTimeModel:
+    """The base model: a forward takes ``fixed + per_byte * bytes`` seconds.
+
+    Attributes:
+        fixed: seconds of any forward.
+        per_byte: seconds for each byte that it reads.
+    """
+
+    fixed: float = 0.0
+    # Any value above 0 does before a time is measured: only ratios of predictions are used.
+    per_byte: float = 1.0
+
+    @classmethod
+    def fitted(cls, sizes: np.ndarray, seconds: np.ndarray) -> "ForwardTimeModel":
+        """The base model with the smallest squared relative errors, and no negative part.
+
+        If the sizes hardly differ, the fixed time is 0: the times are taken as proportional to the bytes.
+
+        Args:
+            sizes: bytes, above 0, [times].
+            seconds: above 0, [times].
+        """
+        from scipy.optimize import nnls
+
+        # Scale both columns to the order of the times: the solver would ignore a much smaller one.
+        scale = sizes.mean()
+        rows = np.stack([1 / seconds, sizes / scale / seconds], axis=1)
+        rows = np.vstack([rows, [np.sqrt(NO_FIXED_TIME * len(sizes)) / seconds.mean(), 0.0]])
+        found, _ = nnls(rows, np.append(np.ones(len(sizes)), 0.0))
+        return cls(float(found[0]), float(found[1]) / scale)
+
+    def seconds(self, size: float) -> float:
+        """Seconds of a forward that reads ``size`` bytes."""
+        return self.fixed + self.per_byte * size
+
+
+@dataclass
+class MeasuredTimes:
+    """The measured times of one kind of work.
+
+    Attributes:
+        cells: the newest samples of each cell of the grid.
+    """
+
+    cells: dict[tuple[int, ...], deque[TimeSample]] = field(default_factory=dict)
+    # The sample with the median time of each cell; of an even number the lower middle one.
+    _median: dict[tuple[int, ...], TimeSample] = field(default_factory=dict)
+
+    @cached_property
+    def _medians(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Median sample of each cell: places [cells, coordinates], bytes [cells], seconds [cells]; and number of samples [cells]."""
+        columns = (np.array(column, dtype=float) for column in zip(*self._median.values()))
+        return *columns, np.array([len(cell) for cell in self.cells.values()])
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Bytes of the median sample of each cell."""
+        return self._medians[1]
+
+    @property
+    def seconds(self) -> np.ndarray:
+        """Times of the median sample of each cell."""
+        return self._medians[2]
+
+    def observe(self, sample: TimeSample) -> None:
+        """Record a measured time."""
+        cell = tuple(round(CELLS_PER_DOUBLING * each) for each in sample.place)
+        samples = self.cells.setdefault(cell, deque(maxlen=RECENT_TIMES))
+        samples.append(sample)
+        self._median[cell] = sorted(samples, key=lambda each: each.seconds)[(len(samples) - 1) // 2]
+        self.__dict__.pop("_medians", None)
+
+    def is_near(self, place: tuple[float, ...], doublings: float) -> bool:
+        """Whether a time was measured at most ``doublings`` away from ``place``."""
+        return bool(self.cells) and bool(self._squares(place).min() <= doublings**2)
+
+    def is_confirmed(self, place: tuple[float, ...]) -> bool:
+        """Whether the measured cell nearest to ``place`` has at least two times."""
+        return bool(self.cells) and bool(self._medians[3][self._squares(place).argmin()] > 1)
+
+    def predict(self, place: tuple[float, ...], size: float, base: ForwardTimeModel) -> float:
+        """Seconds of a forward at ``place`` that reads ``size`` bytes."""
+        seconds = base.seconds(size)
+        if not self.cells:
+            return seconds
+        weights = np.exp(-self._squares(place) / (2 * REACH**2))
+        corrections = np.log(self.seconds / (base.fixed + base.per_byte * self.sizes))
+        weights[(self._medians[3] == 1) & (corrections > np.log(STALL))] = 0.0
+        return seconds * float(np.exp(weights @ corrections / (weights.sum() + NO_CORRECTION)))
+
+    def _squares(self, place: tuple[float, ...]) -> np.ndarray:
+        return ((self._medians[0] - np.array(place)) ** 2).sum(1)
+
+
+@dataclass
+class RoundCosts:
+    """Predicts the seconds of the parts of a round, at any load.
+
+    Attributes:
+        weights: bytes of the model's weights.
+        token_bytes: bytes of a token's full KV, in all layers.
+        share: approximate share of a context's bytes that a draft step reads.
+        widths: tokens per request of the captured verification graphs, ascending; empty without graphs.
+        step: times of plain steps.
+        draft: times of draft steps.
+        rest: times of rounds without their draft steps, up to the beginning of the next round.
+        compressing: seconds to create compressed KV, per context token.
+    """
+
+    weights: float = 1.0
+    token_bytes: float = 0.0
+    share: float = 1.0
+    widths: tuple[int, ...] = ()
+    step: MeasuredTimes = field(default_factory=MeasuredTimes)
+    draft: MeasuredTimes = field(default_factory=MeasuredTimes)
+    rest: MeasuredTimes = field(default_factory=MeasuredTimes)
+    compressing: RecentTimes = field(default_factory=RecentTimes)
+    _base: ForwardTimeModel = field(default_factory=ForwardTimeModel)
+
+    def observe(self, load: BatchLoad, spent: RoundTimes) -> None:
+        """Record the seconds of a round."""
+        if not spent.drafts:
+            if spent.whole > 0:
+                self.step.observe(TimeSample(load.place, self._bytes(load), spent.whole / spent.steps))
+                self._base = ForwardTimeModel.fitted(self.step.sizes, self.step.seconds)
+            return
+        if load.uncompressed:
+            self.compressing.newest.append(spent.compressing / load.uncompressed)
+        if spent.drafting > 0:
+            self.draft.observe(TimeSample(self._place_of_draft(load), self._bytes(load, self.share), spent.drafting / spent.drafts))
+            if not self.step.cells:
+                self._base = ForwardTimeModel.fitted(self.draft.sizes, self.draft.seconds)
+        if spent.whole > spent.drafting:
+            self.rest.observe(TimeSample(self._place_of_rest(load, spent.drafts), self._bytes(load), spent.whole - spent.drafting))
+
+    def step_seconds(self, load: BatchLoad) -> float:
+        """Seconds of a plain step.
+
+        A single measured step may have stalled. So until a second one is measured near the load, the time of a verification, which reads as
+        much, is the upper limit.
+        """
+        step = self.step.predict(load.place, self._bytes(load), self._base)
+        return min(step, self.rest_seconds(load, 1)) if self.rest.cells and not self.step.is_confirmed(load.place) else step
+
+    def draft_seconds(self, load: BatchLoad) -> float:
+        """Seconds of a draft step."""
+        return self.draft.predict(self._place_of_draft(load), self._bytes(load, self.share), self._base)
+
+    def rest_seconds(self, load: BatchLoad, drafts: int) -> float:
+        """Seconds of a round with ``drafts`` draft steps, without these steps."""
+        return self.rest.predict(self._place_of_rest(load, drafts), self._bytes(load), self._base)
+
+    def compressing_seconds(self, load: BatchLoad) -> float:
+        """Seconds to create compressed KV for the requests that have none. Before it is measured: the time to read their full KV once."""
+        return load.uncompressed * (self.compressing.seconds if self.compressing.newest else self._base.per_byte * self.token_bytes)
+
+    def round_seconds(self, load: BatchLoad, drafts: Sequence[int]) -> np.ndarray:
+        """Seconds of rounds with these numbers of draft steps, float64 [rounds]; 0 means a plain step."""
+        draft, rests = self.draft_seconds(load), {}
+        for count in drafts:
+            width = self._width(count)
+            if count and width not in rests:
+                rests[width] = self.rest_seconds(load, count)
+        return np.array([count * draft + rests[self._width(count)] if count else self.step_seconds(load) for count in drafts])
+
+    def _bytes(self, load: BatchLoad, share: float = 1.0) -> float:
+        return self.weights + share * self.token_bytes * load.tokens
+
+    def _width(self, drafts: int) -> int:
+        """Tokens per request in the verification of ``drafts`` draft tokens."""
+        if not self.widths:
+            return drafts + 1
+        return next((width for width in self.widths if width > drafts), self.widths[-1])
+
+    @staticmethod
+    def _place_of_draft(load: BatchLoad) -> tuple[float, ...]:
+        return *load.place, INTERVAL_DISTANCE * log2(load.every)
+
+    def _place_of_rest(self, load: BatchLoad, drafts: int) -> tuple[float, ...]:
+        return *load.place, WIDTH_DISTANCE * log2(self._width(drafts))

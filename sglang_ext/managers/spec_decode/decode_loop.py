@@ -1,0 +1,317 @@
+"""The one loop of verified and lossy decoding: steps of all requests, then the verifications of those whose turn it is.
+
+A round is one call of SGLang's scheduler. Its steps replay the target model's graphs of one token a request, its verifications
+graphs of their own (verify_graphs.py). Nothing in a round waits for the device, but for drafts under a grammar and for
+log-probabilities, so SGLang's scheduler stays overlapped: it prepares the next round while one runs. Drafts that are not verified
+in their round gather on the device; where full KV is in host memory, verifications are spread over the rounds, so that the link is
+never congested (VeriCache, section 5: cross-resource staggering).
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+
+from sglang_ext.config import options, selection_options
+from sglang_ext.core import RequestState
+from sglang_ext.device import to_device
+from sglang_ext.layers.forward import KVDraftInput, select_requests
+from sglang_ext.managers import integrity
+from sglang_ext.managers.kv_transfer.timeline import TransferTimeline
+from sglang_ext.managers.kv_offload.policy import OffloadPolicy
+from sglang_ext.managers.spec_decode.draft_length import DraftLength, FixedDraftLength
+from sglang_ext.managers.spec_decode.draft_report import DraftReport
+from sglang_ext.managers.spec_decode.round_timer import RoundTimer
+from sglang_ext.managers.spec_decode.penalties import Penalties, RoundPenalties
+from sglang_ext.managers.spec_decode.request_states import output_end, write_counters
+from sglang_ext.managers.spec_decode.round_result import OutputTokens, PendingDrafts, PartialOutput, RoundResult, merge_outputs
+from sglang_ext.managers.spec_decode.planner import RoundPlan, RoundPlanner
+from sglang_ext.managers.spec_decode.cost_model import RoundCosts
+from sglang_ext.managers.spec_decode.sampling import SampledTokens, pick_requests
+from sglang_ext.managers.spec_decode.selection_interval import SelectionInterval
+from sglang_ext.managers.spec_decode.draft import StepRunner, Verifier
+from sglang_ext.managers.spec_decode.full_kv import ResidentFullKV
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    from sglang_ext.managers.kv_offload.offloaded_full_kv import OffloadedFullKV
+    from sglang_ext.managers.worker import KVWorker
+
+PublishLengths = Callable[[torch.Tensor], None]
+DecodeBatch = Callable[["ScheduleBatch", PublishLengths | None], RoundResult]
+
+# Rounds after which the optimum of what leaves the device is looked for again: times, acceptance and the link change slowly.
+PLACEMENT_INTERVAL = 8
+
+
+class DecodeLoop:
+    """Runs the rounds of a worker's running batches.
+
+    Attributes:
+        worker: whose states, views and queries these are.
+        round_timer: chooses draft lengths, and keeps the times of rounds.
+        steps: forwards of one token a request.
+        verifier: the verifications.
+        planner: who does what.
+        full_kv: whose full KV is there for a verification.
+        policy: how much full KV may leave the device, and how long drafts gather; None where none may.
+        timeline: where a benchmark asks for one.
+        gathered: the drafts of each row since its last verification.
+        penalties: what requests have counted of their outputs.
+    """
+
+    def __init__(
+        self,
+        worker: "KVWorker",
+        round_timer: RoundTimer,
+        steps: StepRunner,
+        verifier: Verifier,
+        planner: RoundPlanner,
+        policy: OffloadPolicy | None = None,
+        timeline: TransferTimeline | None = None,
+    ):
+        self.worker = worker
+        self.round_timer = round_timer
+        self.steps = steps
+        self.verifier = verifier
+        self.planner = planner
+        self.full_kv: "ResidentFullKV | OffloadedFullKV" = planner.full_kv
+        self.policy = policy
+        self.timeline = timeline
+        if policy is not None:
+            round_timer.on_round_timed = policy.observe
+        self.gathered = PendingDrafts(worker.compressed_kv.rows, planner.max_pending, steps.table.device)
+        self.penalties = Penalties(steps.table.device)
+        self._rounds = 0
+
+    def interrupt(self) -> None:
+        """A prefill ran: what passes from now on is not the time of a round."""
+        self.round_timer.interrupt()
+
+    def forget(self, row: int) -> None:
+        """The request in ``row`` is gone."""
+        self.full_kv.forget(row)
+        self.penalties.forget(row)
+
+    def decode(self, batch: "ScheduleBatch", on_publish: PublishLengths | None = None) -> RoundResult:
+        """One round of the requests of ``batch`` that still run; loads of full KV are launched while it runs."""
+        with self.full_kv.deferring_loads():
+            return decode_unfinished(self._decode, batch, on_publish)
+
+    def _decode(self, batch: "ScheduleBatch", on_publish: PublishLengths | None) -> RoundResult:
+        states = self.worker.requests.of(batch)
+        plan = self._plan(batch, states)
+        lengths = self._known_lengths(batch, plan)
+        if lengths is not None and on_publish is not None:
+            # Before the forwards: the scheduler shall prepare the next round while they run.
+            on_publish(lengths)
+        penalized = self.penalties.for_round(batch, plan)
+        steps, tokens = self._step(batch, plan, penalized)
+        self.round_timer.on_drafted()
+        parts = [self.verifier.verify(batch, plan, part, tokens, self.gathered, penalized) for part in plan.verify_batches]
+        if plan.full_kv_reqs:
+            counts = [plan.num_output_tokens(i) for i in plan.full_kv_reqs]
+            parts.append(PartialOutput(plan.full_kv_reqs, OutputTokens.from_steps(steps, tokens, plan.full_kv_reqs, counts)))
+        answers = merge_outputs(parts, batch.seq_lens, batch.return_logprob)
+        penalized.count_output(batch.spec_info.bonus_tokens, answers)
+        if lengths is None:
+            lengths = batch.seq_lens + answers.accepted
+            # The event marks an earlier read of the token table than the round's last one.
+            self.worker.model_runner.war_fastpath_read_done_event = None
+            if on_publish is not None:
+                on_publish(lengths)
+        result = RoundResult.from_outputs(self.worker.model_runner, batch, plan, answers, lengths, steps[-1][0], self.round_timer.running)
+        self.full_kv.on_round_launched()
+        answered = {*plan.verify_reqs, *plan.full_kv_reqs}
+        for i, state in enumerate(states):
+            state.num_pending = 0 if i in answered else plan.num_draft_tokens(i)
+        self.round_timer.on_launched()
+        return result
+
+    def _plan(self, batch: "ScheduleBatch", states: list[RequestState]) -> RoundPlan:
+        worker, lengths = self.worker, batch.seq_lens_cpu.tolist()
+        for state, length in zip(states, lengths):
+            # Graphs of steps, which may follow, would not overwrite the queries of drafts that were rejected.
+            worker.queries.drop_rejected(state.row, length)
+        wanted = self.round_timer.start_round(lengths, states)
+        self._update_placement()
+        seconds = worker.ranks.agree(self.round_timer.rounds.seconds or None) if self.policy is not None else None
+        plan = self.planner.plan(batch, states, lengths, wanted, seconds, self.round_timer.every)
+        self.round_timer.on_planned(plan)
+        if worker.strict:
+            alike = (plan.num_steps, plan.rows, plan.row_lens, plan.num_pending, plan.fallbacks, plan.full_kv_reqs, plan.verify_batches)
+            worker.ranks.check_equal("a round", alike)
+            self._check(batch, plan)
+        return plan
+
+    def _update_placement(self) -> None:
+        """Choose anew how much full KV may leave the device, now and then."""
+        self._rounds += 1
+        if self.policy is None or self._rounds % PLACEMENT_INTERVAL:
+            return
+        worker, residency = self.worker, self.full_kv.residency
+        found = self.policy.choose(worker.requests.overall_acceptance.probability, residency.tree.reloads.link.restored, worker.compressed_kv.share)
+        residency.most, self.full_kv.drafts_per_load = worker.ranks.agree(found)
+
+    def _check(self, batch: "ScheduleBatch", plan: RoundPlan) -> None:
+        """Strict mode: no slot has two owners."""
+        table, verify_reqs = self.steps.table, set(plan.verify_reqs)
+        written, exact = [], {}
+        for i, (req, state, start) in enumerate(zip(batch.reqs, plan.states, plan.starts)):
+            # What lies beyond the answer's end is written to SGLang's padding page.
+            length, end = plan.lengths[i], min(start + plan.num_steps + (i in verify_reqs), output_end(req))
+            written.append(table[state.row, length if i in verify_reqs else start : end].long())
+            exact[state.row] = range(self.full_kv.full_kv_start(state.row, req.cache_protected_len), length)
+        integrity.check(exact, torch.cat(written), self.worker.compressed_kv)
+
+    def _known_lengths(self, batch: "ScheduleBatch", plan: RoundPlan) -> torch.Tensor | None:
+        """Tokens of each request after the round, int64 [requests]; None where a verification decides."""
+        if plan.verify_batches:
+            return None
+        full_kv_reqs = set(plan.full_kv_reqs)
+        answers = [plan.num_output_tokens(i) * (i in full_kv_reqs) for i in range(len(plan.states))]
+        return batch.seq_lens + to_device(answers, batch.seq_lens.device)
+
+    def _step(
+        self, batch: "ScheduleBatch", plan: RoundPlan, penalized: RoundPenalties
+    ) -> tuple[list[tuple[LogitsProcessorOutput, SampledTokens]], torch.Tensor]:
+        """The round's steps, and their tokens, int64 [requests, steps]; drafts that gather are kept behind those of earlier rounds."""
+        own, newest, starts, before = batch.req_pool_indices, batch.spec_info.bonus_tokens, batch.seq_lens, None
+        penalized.begin_steps(newest, self.gathered, own)
+        if any(plan.num_pending):
+            before = to_device(plan.num_pending, own.device)
+            newest, starts = self.gathered.newest(own, before, newest), starts + before
+        steps = self.steps.run(batch, plan, newest, self.steps.slots(batch, plan.width, starts), starts, penalized)
+        tokens = torch.stack([sampled.tokens for _, sampled in steps], dim=1)
+        if before is not None or len(plan.verify_reqs) + len(plan.full_kv_reqs) < len(plan.states):
+            self.gathered.put(own, torch.zeros_like(own) if before is None else before, tokens)
+        return steps, tokens
+
+    def account(self, batch: "ScheduleBatch", result: RoundResult) -> None:
+        """Count a round's outcome, once it is on the host."""
+        metrics, plan, report, tokens = self.worker.metrics, result.round, self.round_timer.report, 0
+        verify_reqs, full_kv_reqs = set(plan.verify_reqs), set(plan.full_kv_reqs)
+        for i, (req, state, answers) in enumerate(zip(batch.reqs, plan.states, result.accept_lens.tolist())):
+            if req.finished() or req.is_retracted:
+                continue  # the scheduler drops what came after
+            tokens += answers
+            if plan.fallbacks[i]:
+                metrics.count_fallback(plan.fallbacks[i], answers)
+                if report is not None:
+                    report.count_fallback(plan.fallbacks[i], answers)
+            elif plan.can_be_rejected(i) and i not in full_kv_reqs:
+                metrics.count_drafts(plan.num_steps)
+                if i in verify_reqs:
+                    # A draft after the end of the output was not wrong.
+                    offered = answers - 1 if i in result.ended else min(plan.num_draft_tokens(i), plan.remaining[i] - 1)
+                    self.worker.requests.count_verify(state, offered, answers - 1)
+                    self.round_timer.interval.observe(plan.selection_interval, offered, answers - 1)
+                    metrics.count_verify(answers)
+                    if report is not None:
+                        report.count_verify(offered, answers - 1)
+            state.fallback = plan.fallbacks[i]
+            write_counters(req, state)
+            if self.timeline is not None:
+                self._record_timeline(req.bootstrap_room, result, i, answers)
+        if report is not None and tokens:
+            report.on_round_end(plan, tokens)
+        self.observe_pool()
+
+    def _record_timeline(self, room: int, result: RoundResult, i: int, answers: int) -> None:
+        """Tell the timeline what a round gave a request."""
+        plan, timeline = result.round, self.timeline
+        drafted, ended = (timeline.at(mark) for mark in (result.timed.drafted, result.timed.ended))
+        if i in plan.full_kv_reqs:
+            timeline.add_event(room, "answered", drafted, answers)
+            return
+        timeline.add_event(room, "drafted", drafted, plan.num_draft_tokens(i), plan.num_steps, early=i in plan.early_reqs)
+        if i in plan.verify_reqs:
+            timeline.add_event(room, "verified", ended, answers - 1, plan.num_draft_tokens(i), early=i in plan.early_reqs)
+
+    def observe_pool(self) -> None:
+        """Report what the pool holds, and where full KV lies."""
+        self.worker.metrics.observe_pool(self.worker.compressed_kv, None if self.policy is None else self.full_kv)
+
+
+def decode_unfinished(decode: DecodeBatch, batch: "ScheduleBatch", on_publish: PublishLengths | None) -> RoundResult:
+    """What ``decode`` gives for the requests of ``batch`` that did not finish; the result says which they are.
+
+    Under the overlapped loop SGLang builds a batch before it has the result of the last one. Where a request has a grammar that
+    cannot be walked (grammar.py) it then processes that result before it launches the batch: who finishes in it is in the batch
+    still, but its row and its slots are free. A round of the others is run, and what SGLang relays from round to round is made as long
+    as the batch again.
+
+    Args:
+        decode: runs a round of all requests of a batch.
+        batch: SGLang's, in decode mode.
+        on_publish: as of the worker's ``forward_batch_generation``.
+    """
+    running = [i for i, req in enumerate(batch.reqs) if not req.finished()]
+    if len(running) == len(batch.reqs):
+        return decode(batch, on_publish)
+    where = to_device(running, batch.seq_lens.device)
+
+    def publish(lengths: torch.Tensor) -> None:
+        on_publish(batch.seq_lens.index_copy(0, where, lengths))
+
+    if not running:
+        result = RoundResult.empty(batch.seq_lens)
+        if on_publish is not None:
+            on_publish(batch.seq_lens)
+    else:
+        result = decode(select_batch(batch, running, where), publish if on_publish is not None else None)
+    newest = result.next_draft_input.bonus_tokens
+    result.next_draft_input = KVDraftInput(newest.new_zeros(len(batch.reqs)).index_copy(0, where, newest))
+    result.requests = running
+    return result
+
+
+def select_batch(batch: "ScheduleBatch", requests: list[int], where: torch.Tensor) -> "ScheduleBatch":
+    """A batch of some requests of another one: what rounds read of it. The other stays as it is.
+
+    Args:
+        requests: their places.
+        where: the same, int64 on the device.
+    """
+    part = select_requests(batch, requests, where)
+    part.seq_lens_cpu = batch.seq_lens_cpu[requests]
+    part.spec_info = KVDraftInput(batch.spec_info.bonus_tokens[where])
+    part.sampling_info = pick_requests(batch.sampling_info, requests, where.device)
+    part.return_logprob = any(req.return_logprob for req in part.reqs)
+    if part.return_logprob:
+        part.top_logprobs_nums = [batch.top_logprobs_nums[i] for i in requests]
+        part.token_ids_logprobs = [batch.token_ids_logprobs[i] for i in requests]
+    part.return_hidden_states = any(req.return_hidden_states for req in part.reqs)
+    return part
+
+
+def decode_loop(worker: "KVWorker", full_kv: "ResidentFullKV | OffloadedFullKV", policy: OffloadPolicy | None) -> DecodeLoop:
+    """That of a worker whose views are built.
+
+    Args:
+        full_kv: whose turn it is to verify.
+        policy: how much full KV leaves the device, where some does.
+    """
+    args, steps = worker.server_args, StepRunner(worker)
+    longest = options.max_draft_length(args)
+    # Steps over such copies have an attention of their own, for all that they read.
+    separates_full_kv = bool(args.enable_deterministic_inference) and worker.attentions.compressed is not None
+    planner = RoundPlanner(worker.compressed_kv, full_kv, worker.stride - 1, longest, worker.lossy, worker.queries.can_record, separates_full_kv)
+    lengths = DraftLength(longest) if args.kv_draft_length == "auto" else FixedDraftLength(longest)
+    costs = RoundCosts(
+        weights=sum(each.nbytes for each in worker.model_runner.model.parameters()),
+        token_bytes=worker.compressed_kv.buffers.bytes_per_slot,
+        share=worker.compressed_kv.methods[0].share,
+        widths=() if worker.graphs is None else options.verify_widths(args),
+    )
+    compresses_each_round = any(method.compressor.each_round for method in worker.compressed_kv.methods)
+    device = torch.device(worker.model_runner.device)
+    interval = SelectionInterval(selection_options.selection_intervals(args))
+    chooses_interval = len(interval.intervals) > 1
+    report = None if worker.lossy else DraftReport(lengths, costs, worker.metrics, worker.ranks.first, chooses_interval)
+    round_timer = RoundTimer(lengths, device, worker.metrics, worker.ranks, costs, compresses_each_round, interval=interval, report=report)
+    verifier = Verifier(worker, steps, worker.graphs, worker.simulation)
+    asked = args.kv_bench_timeline if options.has_progressive_transfer(args) and worker.ranks.first else None
+    return DecodeLoop(worker, round_timer, steps, verifier, planner, policy, TransferTimeline.of(asked, device))

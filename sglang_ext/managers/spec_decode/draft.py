@@ -1,0 +1,385 @@
+"""The forwards of a worker: steps of one token a request, verifications, each one forward over full KV, and prefills; how they are sampled.
+
+A verification replays the narrowest captured graph that holds the drafts (verify_graphs.py), where there is one. What answers leaves
+its queries to compressors that score by them.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.utils import GenerationBatchResult
+
+from sglang_ext.core import RequestState
+from sglang_ext.device import to_device
+from sglang_ext.layers import forward
+from sglang_ext.layers.forward import KVDraftInput
+from sglang_ext.managers.simulated_acceptance import SimulatedAcceptance
+from sglang_ext.managers.spec_decode.grammar import MAX_WALKED_DRAFTS, GrammarWalk
+from sglang_ext.managers.spec_decode.penalties import RoundPenalties
+from sglang_ext.managers.spec_decode.round_result import OutputTokens, PendingDrafts, PartialOutput
+from sglang_ext.managers.spec_decode.planner import RoundPlan
+from sglang_ext.managers.spec_decode.sampling import LogitRow, SampledTokens, RowSampler, SamplerCache, sampling_batch
+from sglang_ext.mem_cache.compressed.remote_selector import observe_step
+from sglang_ext.mem_cache.compressed.policy import select_useful_rows
+from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds
+from sglang_ext.mem_cache.compressed.queries import RecordedRows
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet
+    from sglang_ext.managers.worker import KVWorker
+
+
+class StepRunner:
+    """Runs forwards for a worker's rounds.
+
+    Attributes:
+        worker: whose states, views and queries these are.
+        table: int32, SGLang's token table with the draft rows.
+    """
+
+    def __init__(self, worker: "KVWorker"):
+        self.worker = worker
+        self.table = worker.compressed_kv.token_table
+        self._samplings = SamplerCache(worker.model_runner)
+
+    def slots(self, batch: "ScheduleBatch", width: int, starts: torch.Tensor) -> torch.Tensor:
+        """Where the KV of ``width`` tokens of each request lies, from positions ``starts``, int64 [requests], on."""
+        places = starts[:, None] + torch.arange(width, device=self.table.device)
+        return self.table[batch.req_pool_indices[:, None], places].long()
+
+    def extend_rows(self, batch: "ScheduleBatch", plan: RoundPlan, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Let the rows that a round reads lead to ``slots``, int64 [requests, width]; the rows, and tokens before."""
+        if plan.on_full_kv and not any(plan.num_pending):
+            return batch.req_pool_indices, batch.seq_lens
+        compressed_kv, width = self.worker.compressed_kv, slots.shape[1]
+        rows, row_lens = (to_device(values, slots.device) for values in (plan.rows, plan.row_lens))
+        places = row_lens[:, None] + torch.arange(width, device=slots.device)
+        self.table[rows[:, None], places] = slots.to(self.table.dtype)
+        for state, row, start in zip(plan.states, plan.rows, plan.starts):
+            if row != state.row:
+                compressed_kv.mark_tail_written(state.row, start + width)
+        return rows, row_lens
+
+    def forward(self, batch: "ScheduleBatch", inputs: forward.ForwardInputs, on_full_kv: bool = True) -> LogitsProcessorOutput:
+        """One forward, over rows of which none is a compressed copy's, or some are; see forward.py."""
+        return forward.run(self.worker.model_runner, batch, inputs, self.worker.attentions.select(inputs.counts, on_full_kv))
+
+    def verify_sampler(self, batch: "ScheduleBatch", plan: RoundPlan, requests: list[int], width: int, walks: dict[int, GrammarWalk]) -> RowSampler:
+        """How ``width`` rows of each of some requests, by their places, are sampled: as the answers after their drafts.
+
+        ``walks``: the grammars of those that have one, along their drafts.
+        """
+
+        def rows() -> list[LogitRow]:
+            pairs = ((i, j) for i in requests for j in range(width))
+            return [LogitRow.from_state(i, plan.states[i], walks[i].row(j) if i in walks else None) for i, j in pairs]
+
+        return self._samplings.get(batch, plan.states, tuple(requests), width, batch.return_logprob, rows)
+
+    def _step_sampler(self, batch: "ScheduleBatch", plan: RoundPlan) -> RowSampler:
+        """How the steps of a round are sampled: grammars mask answers, not drafts."""
+        full_kv_reqs = set(plan.full_kv_reqs)
+
+        def rows() -> list[LogitRow]:
+            walks = self.walks(batch, plan, plan.full_kv_reqs)
+            return [
+                LogitRow.for_output(i, state, walks.get(i)) if i in full_kv_reqs else LogitRow.from_state(i, state)
+                for i, state in enumerate(plan.states)
+            ]
+
+        logprobs = bool(full_kv_reqs) and batch.return_logprob
+        return self._samplings.get(batch, plan.states, tuple(range(len(plan.states))), 1, logprobs, rows)
+
+    def walks(
+        self, batch: "ScheduleBatch", plan: RoundPlan, requests: list[int], drafts: torch.Tensor | None = None
+    ) -> dict[int, GrammarWalk]:
+        """The grammars of those of ``requests`` that have one, by place in the batch; waits for what they are to be walked along.
+
+        Args:
+            drafts: int64 [requests, drafts], that each grammar is walked along; None for none.
+        """
+        rows = [k for k, i in enumerate(requests) if batch.reqs[i].grammar is not None]
+        if not rows:
+            return {}
+        known = [[]] * len(rows) if drafts is None else drafts[to_device(rows, drafts.device), :MAX_WALKED_DRAFTS].tolist()
+        walks = {}
+        for k, tokens in zip(rows, known):
+            i = requests[k]
+            req = batch.reqs[i]
+            before = self.worker.new_tokens.before(req, plan.lengths[i])
+            walks[i] = GrammarWalk(req.grammar, tokens[: plan.num_draft_tokens(i)], before)
+        return walks
+
+    def run(
+        self,
+        batch: "ScheduleBatch",
+        plan: RoundPlan,
+        tokens: torch.Tensor,
+        slots: torch.Tensor,
+        starts: torch.Tensor,
+        penalized: RoundPenalties,
+    ) -> list[tuple[LogitsProcessorOutput, SampledTokens]]:
+        """The steps of a round, one after another, over its rows.
+
+        Args:
+            batch: whose requests these are.
+            plan: what they do.
+            tokens: int64 [requests], the newest token of each.
+            slots: int64 [requests, at least steps], where their KV is written, and that of what follows, which rows lead to as well.
+            starts: int64 [requests], positions of ``tokens``.
+            penalized: requests with penalties.
+        """
+        if self.worker.compressed_kv.async_selector is not None:
+            self.worker.compressed_kv.async_selector.on_round_start(plan.num_steps + len(plan.verify_batches), plan.selection_interval)
+        rows, row_lens = self.extend_rows(batch, plan, slots)
+        # Made for all steps at once: between the graphs of two steps each operation costs the device time.
+        ahead = torch.arange(plan.num_steps, device=slots.device)[:, None]
+        positions, lengths = starts + ahead, row_lens + ahead + 1
+        slots, viewed_cpu = slots[:, : plan.num_steps].T.contiguous(), torch.tensor(plan.row_lens)
+        sampling, done, choosing = self._step_sampler(batch, plan), [], self._selecting_reqs(plan)
+        for index in range(plan.num_steps):
+            inputs = forward.ForwardInputs(
+                tokens=tokens,
+                positions=positions[index],
+                slots=slots[index],
+                rows=rows,
+                lengths=lengths[index],
+                lengths_cpu=viewed_cpu + index + 1,
+                counts=[1] * len(plan.rows),
+            )
+            ends = {plan.states[i].row: plan.starts[i] + index + 1 for i in choosing}
+            watch = observe_step(self.worker.compressed_kv, ends, index + 1 < plan.num_steps)
+            recorded = self._recorded_queries(plan, index, choosing)
+            on_full_kv = plan.on_full_kv and not self._needs_queries(recorded)
+            if not on_full_kv:
+                self.worker.queries.set_step_targets(recorded)
+            with self.worker.queries.recording(recorded, watch):
+                output = self.forward(batch, inputs, on_full_kv)
+            self._select_tokens(ends, plan.num_steps - index - 1, plan.selection_interval)
+            penalized.penalize_step(index, tokens, output.next_token_logits)
+            sampled = sampling.draw(output.next_token_logits, inputs.positions)
+            tokens = sampled.tokens
+            done.append((output, sampled))
+        return done
+
+    def _needs_queries(self, recorded: tuple[RecordedRows, ...]) -> bool:
+        """Whether a step over full KV must leave queries: where nothing is verified, nothing else does before a first copy."""
+        queries = self.worker.queries
+        return queries.has_step_queries and self.worker.lossy and any(queries.can_record(row.key) for row in recorded)
+
+    def _select_tokens(self, ends: dict[int, int], following: int, every: int) -> None:
+        """Let tokens be chosen for coming steps by the queries of one that was launched; ``following`` are left of its round.
+
+        Args:
+            ends: position after the step's token, by row, of those whose tokens are chosen.
+            following: steps of the round that follow this one.
+            every: selection interval, in steps.
+        """
+        compressed_kv = self.worker.compressed_kv
+        if compressed_kv.async_selector is not None:
+            compressed_kv.async_selector.on_step_end(compressed_kv, ends, None if self.worker.lossy else following)
+        elif following:
+            # By the queries of the last step the next round chooses.
+            for row, end in ends.items():
+                compressed_kv.reselect(row, end, every)
+
+    def _selecting_reqs(self, plan: RoundPlan) -> list[int]:
+        """Requests whose copies may be chosen anew between the round's steps."""
+        method_of = self.worker.compressed_kv.method
+        return [i for i, state in enumerate(plan.states) if plan.reads_compressed(i) and method_of(state.row).compressor.every]
+
+    def _recorded_queries(self, plan: RoundPlan, index: int, choosing: list[int]) -> tuple[RecordedRows, ...]:
+        """The queries of a step: of those who answer, and of those by which the next step is chosen."""
+        wanted = sorted({*plan.full_kv_reqs, *choosing})
+        states = [plan.states[i] for i in wanted]
+        rows = (RecordedRows(state.row, i, i + 1, plan.starts[i] + index) for i, state in zip(wanted, states))
+        return select_useful_rows(self.worker.compressed_kv, states, rows)
+
+
+class Verifier:
+    """Verifies drafts for a worker's rounds.
+
+    Attributes:
+        worker: whose queries these are.
+        steps: the forwards without a graph, and how they are sampled.
+        graphs: captured verifications, None where CUDA graphs are off.
+        simulation: forced acceptance, None outside benchmarks.
+    """
+
+    def __init__(self, worker: "KVWorker", steps: StepRunner, graphs: "VerifyGraphSet | None", simulation: SimulatedAcceptance | None):
+        self.worker = worker
+        self.steps = steps
+        self.graphs = graphs
+        self.simulation = simulation
+
+    def verify(
+        self,
+        batch: "ScheduleBatch",
+        plan: RoundPlan,
+        requests: list[int],
+        newest: torch.Tensor,
+        gathered: PendingDrafts,
+        penalized: RoundPenalties,
+    ) -> PartialOutput:
+        """Of some requests the drafts that full KV would have given, and the next token.
+
+        Args:
+            batch: of all requests.
+            plan: what they did.
+            requests: by their places in the batch.
+            newest: int64 [all requests, steps], what the round's steps gave.
+            gathered: the drafts of those that have some of earlier rounds, this round's among them.
+            penalized: requests with penalties.
+        """
+        offered = [plan.num_draft_tokens(i) for i in requests]
+        whole = len(requests) == len(batch.reqs)
+        where = slice(None) if whole else to_device(requests, newest.device)
+        part = batch if whole else forward.select_requests(batch, requests, where)
+        # Of each, those count that it has.
+        with_earlier = any(plan.num_pending[i] for i in requests)
+        drafts = gathered.of(part.req_pool_indices, max(offered)) if with_earlier else newest[where]
+        tokens = torch.cat([batch.spec_info.bonus_tokens[where, None], drafts], 1)
+        lengths = [plan.lengths[i] for i in requests]
+        # The host waits for the drafts here, where a request has a grammar.
+        walks = self.steps.walks(batch, plan, requests, drafts)
+        output, positions = self._forward(part, [plan.states[i] for i in requests], lengths, tokens)
+        penalized.penalize_verify(requests, tokens, output.next_token_logits)
+        width = len(positions) // len(requests)
+        sampled = self.steps.verify_sampler(batch, plan, requests, width, walks).draw(output.next_token_logits, positions)
+        answers = sampled.tokens.view(len(requests), width)
+        # After a draft that a grammar refuses, or that ends it, rows are not masked; after the output's last token KV has no slots.
+        most = [min(count, walks[i].answers - 1) if i in walks else count for i, count in zip(requests, offered)]
+        most = [min(count, max(0, plan.remaining[i] - 1)) for i, count in zip(requests, most)]
+        accepted = self._accepted_counts(part, answers, drafts, most) + 1
+        return PartialOutput(requests, OutputTokens(answers, accepted, sampled))
+
+    def _forward(
+        self, batch: "ScheduleBatch", states: list[RequestState], lengths: list[int], tokens: torch.Tensor
+    ) -> tuple[LogitsProcessorOutput, torch.Tensor]:
+        """Forward ``tokens``, int64 [requests, width], after what each request has, over full KV.
+
+        Returns:
+            What the model gives, and the position of each token, int64 [requests * at least width].
+        """
+        width, count = tokens.shape[1], len(tokens)
+        graphs = None if self.graphs is None else self.graphs.fit(count, width)
+        if graphs is not None and width < graphs.width:
+            # Graphs have few widths: what is beyond the drafts is computed and not looked at.
+            tokens = torch.cat([tokens, tokens.new_zeros(count, graphs.width - width)], 1)
+            width = graphs.width
+        inputs = forward.ForwardInputs(
+            tokens=tokens.flatten(),
+            positions=(batch.seq_lens[:, None] + torch.arange(width, device=tokens.device)).flatten(),
+            slots=self.steps.slots(batch, width, batch.seq_lens).flatten(),
+            rows=batch.req_pool_indices,
+            lengths=batch.seq_lens + width,
+            lengths_cpu=torch.tensor(lengths) + width,
+            counts=[width] * count,
+        )
+        rows = (RecordedRows(state.row, k * width, (k + 1) * width, length) for k, (state, length) in enumerate(zip(states, lengths)))
+        recorded = select_useful_rows(self.worker.compressed_kv, states, rows)
+        if graphs is not None:
+            self.worker.queries.set_targets(recorded)
+            return graphs.verify(batch, inputs), inputs.positions
+        with self.worker.queries.recording(recorded):
+            return self.steps.forward(batch, inputs), inputs.positions
+
+    def _accepted_counts(self, batch: "ScheduleBatch", answers: torch.Tensor, drafts: torch.Tensor, most: list[int]) -> torch.Tensor:
+        """Drafts of each request that are the answers at their places, up to the first that is not: int64 [requests].
+
+        Of each, its first ``most`` count.
+        """
+        width, device = drafts.shape[1], drafts.device
+        if self.simulation is None:
+            same = answers[:, :width] == drafts
+        else:
+            same = self.simulation.draw(drafts, to_device(self.simulation.probabilities(batch.reqs), device, torch.float32))
+        if min(most) < width:
+            same &= torch.arange(width, device=device) < to_device(most, device)[:, None]
+        agreed = same.long().cumprod(1)
+        if self.simulation is not None:
+            # So that the output and the KV agree.
+            answers[:, :width] = torch.where(agreed.bool(), drafts, answers[:, :width])
+        return agreed.sum(1)
+
+
+def prefill(worker: "KVWorker", batch: "ScheduleBatch", on_publish=None) -> GenerationBatchResult:
+    """Admit a batch's requests, compute their prompts' KV, and sample the token after each.
+
+    Args:
+        worker: whose requests these become.
+        batch: SGLang's, in extend mode.
+        on_publish: tells SGLang's scheduler the new lengths, int64 [requests]; None where it does not wait for them.
+    """
+    # First, as queries are kept by the method that a request asks for.
+    states = [worker.requests.admit(req, matched) for req, matched in zip(batch.reqs, batch.prefix_lens)]
+    if on_publish is not None:
+        # The lengths are known before the forward: the scheduler shall prepare the next round while it runs.
+        on_publish(batch.seq_lens)
+    if worker.quantized is not None and batch.tree_cache.codes is not None:
+        begun = zip(batch.reqs, [state.cached_prompt_len for state in states], batch.prefix_lens)
+        batch.tree_cache.codes.begin_prompts(begun)
+    with worker.queries.recording(select_useful_rows(worker.compressed_kv, states, _recorded_queries(batch))), _on_quantized_kv(worker, batch, states):
+        result = worker.target_worker.forward_batch_generation(batch, is_verify=True)
+    result.next_token_ids = _first_tokens(worker, batch, states, result)
+    worker.loop.interrupt()
+    result.next_draft_input = KVDraftInput(result.next_token_ids)
+    result.new_seq_lens = batch.seq_lens
+    return result
+
+
+def _on_quantized_kv(worker: "KVWorker", batch: "ScheduleBatch", states: list[RequestState]) -> AbstractContextManager[None]:
+    """Let prompts attend to codes, where the server does so."""
+    if worker.quantized is None:
+        return nullcontext()
+    lengths = [prefix + length for prefix, length in zip(batch.prefix_lens, batch.extend_lens)]
+    device = batch.seq_lens.device
+    seeds = {state.row: token_seeds(state.prompt, length, device) for state, length in zip(states, lengths)}
+    codes = batch.tree_cache.codes
+    found = {} if codes is None else {row: codes.stored(row) for row in seeds}
+    return worker.quantized.computing_prompts(seeds, {row: slots for row, slots in found.items() if slots is not None and len(slots)})
+
+
+def _recorded_queries(batch: "ScheduleBatch") -> Iterator[RecordedRows]:
+    """The queries of all its tokens."""
+    ends = accumulate(batch.extend_lens)
+    parts = zip(batch.reqs, batch.prefix_lens, batch.extend_lens, ends)
+    return (RecordedRows(req.req_pool_idx, end - length, end, prefix) for req, prefix, length, end in parts)
+
+
+def _first_tokens(
+    worker: "KVWorker", batch: "ScheduleBatch", states: list[RequestState], result: GenerationBatchResult
+) -> torch.Tensor:
+    """Sample the token after each prompt.
+
+    Writes the log-probabilities that requests ask for into ``result``. A batch of requests for 0 tokens gets token 0 instead of a
+    sample, as in SGLang. A request with a grammar needs a sample. In the overlapped loop the next round starts before SGLang finishes
+    the request, and walks the grammar along this token.
+
+    Returns:
+        int64 [requests].
+    """
+    # Outputs hold all that came before: SGLang prefills no request of whom a result is out.
+    walks = [GrammarWalk(req.grammar) if req.grammar else None for req in batch.reqs]
+    rows = [LogitRow.for_output(i, state, walk) for i, (state, walk) in enumerate(zip(states, walks))]
+    output = result.logits_output
+    if output.next_token_logits is not None:
+        worker.loop.penalties.penalize_prefill(batch, output.next_token_logits)
+    if all(req.sampling_params.max_new_tokens == 0 and req.grammar is None for req in batch.reqs):
+        # As SGLang without speculation: nothing is drawn, and what was asked for is told whatever the temperature.
+        if batch.return_logprob and output.next_token_logits is not None:
+            asked = sampling_batch(batch, rows, batch.seq_lens.device, logprobs=True)
+            worker.model_runner.compute_logprobs_only(output, asked)
+        return batch.seq_lens.new_zeros(len(states), dtype=torch.int64)
+    sampled = RowSampler.from_rows(worker.model_runner, batch, rows, batch.return_logprob).draw(
+        output.next_token_logits, batch.seq_lens - 1
+    )
+    if batch.return_logprob:
+        sampled.fill_logprobs(output, list(range(len(states))))
+    return sampled.tokens

@@ -1,0 +1,216 @@
+"""The requests that run: what is known of each from its prefill until it finishes, is aborted or retracted, and what is told of it.
+
+Which of them can be drafted and verified exactly, and why others read full KV for good, says :func:`fallback_reason`.
+:data:`SAMPLING_FIELDS` names every field of SGLang's ``SamplingParams`` and what becomes of it, so that
+a field that a later SGLang adds is noticed (tests/unit/managers/test_eligibility.py).
+
+SGLang carries a few counters of speculative decoding from the scheduler to the frontend. They are filled with ours (:func:`write_counters`) and
+read back under their own names (:func:`meta_info_fields`).
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from sglang_ext.config.method_options import OfferedMethod, method_index
+from sglang_ext.core import FALLBACK_REASONS, SLOW_DECAY, AcceptanceTracker, RequestState
+from sglang_ext.managers.spec_decode.grammar import can_roll_back
+from sglang_ext.mem_cache.compressors import catalogue
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+    from sglang_ext.arguments import KVServerArgs
+
+# SGLang's seed, under --enable-deterministic-inference, for requests that bring none.
+STOCK_DEFAULT_SEED = 42
+# Of what :func:`write_counters` writes, numbers before the histograms.
+NUM_COUNTERS = 7
+VERIFIED = "verified"
+# What a field does to a request: "verified" (drafted, and exact by verification), or the reason for
+# which a request that uses it is served with full KV.
+SAMPLING_FIELDS: dict[str, str] = {
+    **dict.fromkeys(("max_new_tokens", "stop", "stop_token_ids", "stop_regex", "temperature", "top_p", "top_k", "n"), VERIFIED),
+    # Full KV ("grammar") only where the grammar's backend cannot take drafts back.
+    **dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag"), VERIFIED),
+    **dict.fromkeys(("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "stream_interval"), VERIFIED),
+    # The first is read by custom logit processors only.
+    **dict.fromkeys(("custom_params", "logit_bias", "sampling_seed"), VERIFIED),
+    **dict.fromkeys(("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"), VERIFIED),
+    # Counted along drafts (penalties.py).
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens"), VERIFIED),
+    "min_p": "min-p",
+}
+
+
+def fallback_reason(req: "Req") -> int:
+    """Why a request must be served with full KV, as an index into ``FALLBACK_REASONS``; 0 if not.
+
+    Custom logit processors depend on state of their own, some grammar backends cannot take drafts back, SGLang's seeded sampler has
+    no ``min_p``, and hidden states of drafts are of no use.
+    """
+    params = req.sampling_params
+    if req.grammar is not None and not can_roll_back(req.grammar):
+        return FALLBACK_REASONS.index("grammar")
+    if params.min_p > 0:
+        return FALLBACK_REASONS.index("min-p")
+    if req.custom_logit_processor is not None:
+        return FALLBACK_REASONS.index("custom-logit-processor")
+    if req.return_hidden_states:
+        return FALLBACK_REASONS.index("hidden-states")
+    return 0
+
+
+def namespace(req: "Req") -> str | None:
+    """What the KV of a request depends on beside tokens, as SGLang's prefix tree has it; None where tokens do not tell, as embeddings
+    take the place of some."""
+    return None if req.input_embeds is not None or req.positional_embed_overrides is not None else req.extra_key or ""
+
+
+def is_token_only(req: "Req") -> bool:
+    """Whether a request's KV follows from its tokens alone: another server can compute it by these."""
+    return req.lora_id is None and req.multimodal_inputs is None and namespace(req) is not None
+
+
+def output_end(req: "Req") -> int:
+    """Tokens whose KV a request has when its output is as long as it asked for: that of the last one is never computed."""
+    return len(req.origin_input_ids) + req.sampling_params.max_new_tokens - 1
+
+
+class RequestStates:
+    """Draft states of the running requests, by their rows in the token table.
+
+    Attributes:
+        args: the server's.
+        offered_methods: what requests may ask for.
+        overall_acceptance: acceptance of all requests.
+    """
+
+    def __init__(self, args: "KVServerArgs", offered_methods: Sequence[OfferedMethod]):
+        self.args = args
+        self.offered_methods = offered_methods
+        self.overall_acceptance = AcceptanceTracker(decay=SLOW_DECAY)
+        # Acceptance of the requests of each method, which a new request begins with.
+        self._by_method = [AcceptanceTracker(decay=SLOW_DECAY) for _ in offered_methods] or [self.overall_acceptance]
+        self._states: dict[int, RequestState] = {}
+        self._admitted = 0
+
+    def of(self, batch: "ScheduleBatch") -> list[RequestState]:
+        """Those of a batch. Requests that another server prefilled are admitted in their first round."""
+        return [self._states.get(req.req_pool_idx) or self.admit(req, 0) for req in batch.reqs]
+
+    def admit(self, req: "Req", matched: int) -> RequestState:
+        """That of a request whose prompt (or a chunk of it) is to be computed, after ``matched`` tokens."""
+        row = req.req_pool_idx
+        old = self._states.get(row)
+        if old is not None:
+            # An earlier chunk of the same prompt.
+            return old
+        self._admitted += 1
+        method = self.method_of(req)
+        state = self._states[row] = RequestState(
+            rid=req.rid,
+            row=row,
+            seed=noise_seed(req, self.args, self._admitted),
+            cached_prompt_len=matched,
+            prompt=req.origin_input_ids,
+            namespace=namespace(req),
+            method=method,
+            fallback=fallback_reason(req),
+            acceptance=AcceptanceTracker.from_probability(self._by_method[method].probability),
+        )
+        restore_counters(req, state)
+        return state
+
+    def count_verify(self, state: RequestState, offered: int, accepted: int) -> None:
+        """Count a verification of the request with this state."""
+        state.count_verify(offered, accepted)
+        self.overall_acceptance.observe(offered, accepted)
+        self._by_method[state.method].observe(offered, accepted)
+
+    def method_of(self, req: "Req") -> int:
+        """Place among the methods of what a request asks for."""
+        # The frontend refuses names that are none.
+        return method_index(self.offered_methods, req.sampling_params.custom_params) or 0
+
+    def method_index_of(self, row: int) -> int:
+        """Place among the methods of what the request in ``row`` asked for."""
+        return self._states[row].method
+
+    def prompt_of(self, row: int) -> Sequence[int]:
+        """Token ids of the prompt of the request in ``row``."""
+        return self._states[row].prompt
+
+    def namespace_of(self, row: int) -> str | None:
+        """What the KV of the request in ``row`` depends on beside tokens, as :attr:`RequestState.namespace` has it."""
+        return self._states[row].namespace
+
+    def get(self, row: int) -> RequestState | None:
+        """That of the request in ``row``; None for a row that is nobody's, or nobody's any more."""
+        return self._states.get(row)
+
+    def forget(self, row: int) -> None:
+        """The request in ``row`` is gone; no-op where there is none."""
+        self._states.pop(row, None)
+
+    def clear(self) -> None:
+        """All requests are gone."""
+        self._states.clear()
+
+
+def noise_seed(req: "Req", args: "KVServerArgs", admitted: int) -> int:
+    """The request's sampling seed where SGLang honours it, in deterministic mode; else one of its own.
+
+    What is its own is equal on all ranks and different each time: samples of one request (``n``) have the same ``sampling_seed``.
+    """
+    if args.enable_deterministic_inference:
+        asked = req.sampling_params.sampling_seed
+        return STOCK_DEFAULT_SEED if asked is None else asked
+    name = f"{args.random_seed}/{admitted}/{req.rid}".encode()
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
+
+
+def write_counters(req: "Req", state: RequestState) -> None:
+    """Put a request's totals into one of SGLang's per-request lists of integers.
+
+    Layout: verifies, offered, accepted, fallback, compressor (its number in the catalogue; 0 for none), method asked for,
+    length of the accept histogram, the accept histogram, the offer histogram.
+    """
+    req.spec_cap_lens_histogram = [
+        state.verifies,
+        state.offered,
+        state.accepted,
+        state.fallback,
+        state.compressor,
+        state.method,
+        len(state.accept_histogram),
+        *state.accept_histogram,
+        *state.offer_histogram,
+    ]
+
+
+def restore_counters(req: "Req", state: RequestState) -> None:
+    """Take up the totals of a retracted request where :func:`write_counters` left them."""
+    record = req.spec_cap_lens_histogram
+    if record:
+        state.verifies, state.offered, state.accepted = record[:3]
+        end = NUM_COUNTERS + record[NUM_COUNTERS - 1]
+        state.accept_histogram, state.offer_histogram = record[NUM_COUNTERS:end], record[end:]
+
+
+def meta_info_fields(record: list[int], suffixes: Sequence[str] = ("",)) -> dict[str, Any]:
+    """The fields that users see, from what :func:`write_counters` wrote; empty for a request of one token.
+
+    ``suffixes`` are those of the server's methods.
+    """
+    verifies, offered, accepted, fallback, compressor, method, split = record[:NUM_COUNTERS] or (0,) * NUM_COUNTERS
+    return {
+        "kv_verifies": verifies,
+        "kv_drafts": offered,
+        "kv_accepted": accepted,
+        "kv_accept_length": (accepted + verifies) / verifies if verifies else 0.0,
+        "kv_accept_histogram": list(record[NUM_COUNTERS : NUM_COUNTERS + split]),
+        "kv_offer_histogram": list(record[NUM_COUNTERS + split :]),
+        "kv_fallback": FALLBACK_REASONS[fallback] if fallback else None,
+        "kv_compressor": catalogue.method_name(compressor) + suffixes[method] if compressor else None,
+    }

@@ -1,0 +1,217 @@
+"""What a round gives: answers of requests, put together for a batch; SGLang's result of them; and the drafts that wait for their
+verification.
+"""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.utils import GenerationBatchResult
+
+from sglang_ext.device import to_device
+from sglang_ext.layers.forward import KVDraftInput
+from sglang_ext.managers.spec_decode.round_timer import RoundMarks
+from sglang_ext.managers.spec_decode.planner import RoundPlan
+from sglang_ext.managers.spec_decode.sampling import SampledTokens
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+@dataclass(frozen=True)
+class OutputTokens:
+    """Tokens of requests that answer together.
+
+    Attributes:
+        tokens: int64 [requests, width].
+        accepted: int64 [requests], how many of the tokens count, from the first on.
+        sampled: what the tokens were taken from, ``width`` rows a request.
+    """
+
+    tokens: torch.Tensor
+    accepted: torch.Tensor
+    sampled: SampledTokens
+
+    @classmethod
+    def from_steps(
+        cls,
+        steps: list[tuple[LogitsProcessorOutput, SampledTokens]],
+        tokens: torch.Tensor,
+        requests: list[int],
+        counts: list[int],
+    ) -> "OutputTokens":
+        """What steps gave some ``requests``, by their places in order.
+
+        Args:
+            steps: of all requests.
+            tokens: int64 [all requests, steps], theirs.
+            requests: those that answer.
+            counts: how many tokens each of these still lacks, of those of the steps.
+        """
+        found = [sampled for _, sampled in steps]
+        where = slice(None) if len(requests) == len(tokens) else to_device(requests, tokens.device)
+        tokens = tokens[where]
+        sampled = SampledTokens(tokens.flatten(), None, [], [])
+        if found[0].logprobs is not None:
+            sampled.logprobs = torch.stack([each.logprobs for each in found], dim=1)[where].flatten()
+            sampled.top = [each.top[i] for i in requests for each in found]
+            sampled.chosen = [each.chosen[i] for i in requests for each in found]
+        whole = min(counts) == len(steps)
+        accepted = tokens.new_full((len(requests),), len(steps)) if whole else to_device(counts, tokens.device)
+        return cls(tokens, accepted, sampled)
+
+    @property
+    def width(self) -> int:
+        """Tokens of each request, whether they count or not."""
+        return self.tokens.shape[1]
+
+
+@dataclass(frozen=True)
+class PartialOutput:
+    """Some requests of a batch, and their answers.
+
+    Attributes:
+        requests: their places in the batch.
+        output_tokens: of these requests, in this order.
+    """
+
+    requests: list[int]
+    output_tokens: OutputTokens
+
+
+def merge_outputs(parts: list[PartialOutput], lengths: torch.Tensor, logprobs: bool) -> OutputTokens:
+    """The answers of a whole batch; requests that are in no part have none.
+
+    Args:
+        parts: no request is in two.
+        lengths: int64 [requests], of the whole batch; the answers lie on its device.
+        logprobs: whether what was sampled holds log-probabilities, which are kept then.
+    """
+    if len(parts) == 1 and parts[0].requests == list(range(len(lengths))):
+        return parts[0].output_tokens
+    count, width = len(lengths), max([1, *(part.output_tokens.width for part in parts)])
+    tokens, accepted = lengths.new_zeros(count, width), lengths.new_zeros(count)
+    for part in parts:
+        where = to_device(part.requests, tokens.device)
+        tokens[where, : part.output_tokens.width] = part.output_tokens.tokens
+        accepted[where] = part.output_tokens.accepted
+    sampled = SampledTokens(tokens.flatten(), None, [], [])
+    if logprobs:
+        _put_logprobs(sampled, parts, width)
+    return OutputTokens(tokens, accepted, sampled)
+
+
+def _put_logprobs(sampled: SampledTokens, parts: list[PartialOutput], width: int) -> None:
+    """Give ``sampled`` the log-probabilities of all parts; those of requests without an answer are not read."""
+    rows = len(sampled.tokens)
+    sampled.logprobs = torch.zeros(rows)
+    sampled.top, sampled.chosen = ([(torch.empty(0), [])] * rows for _ in range(2))
+    for part in parts:
+        theirs, each = part.output_tokens.sampled, part.output_tokens.width
+        sampled.logprobs = sampled.logprobs.to(theirs.logprobs.device)
+        for k, i in enumerate(part.requests):
+            mine, there = slice(i * width, i * width + each), slice(k * each, (k + 1) * each)
+            sampled.logprobs[mine] = theirs.logprobs[there]
+            sampled.top[mine] = theirs.top[there]
+            sampled.chosen[mine] = theirs.chosen[there]
+
+
+@dataclass
+class RoundResult(GenerationBatchResult):
+    """SGLang's result, with the round that it is of.
+
+    Attributes:
+        round: what the requests did.
+        timed: when its parts ended.
+        requests: places in SGLang's batch of the requests that it is of; None where these are all (decode_loop.py).
+        ended: places, among those that it is of, of requests whose output ended before their last token; SGLang's results are
+            processed with these tokens left out (hooks/rounds.py).
+    """
+
+    round: RoundPlan | None = None
+    timed: RoundMarks | None = None
+    requests: list[int] | None = None
+    ended: set[int] = field(default_factory=set)
+
+    @classmethod
+    def empty(cls, like: torch.Tensor) -> "RoundResult":
+        """The result of a round without requests, on the device of ``like``."""
+        nothing = like.new_empty(0, dtype=torch.int64)
+        return cls(
+            logits_output=LogitsProcessorOutput(next_token_logits=None),
+            next_token_ids=nothing,
+            accept_lens=nothing,
+            new_seq_lens=nothing,
+            next_draft_input=KVDraftInput(nothing),
+            speculative_num_draft_tokens=1,
+            can_run_cuda_graph=False,
+            round=RoundPlan.empty(),
+        )
+
+    @classmethod
+    def from_outputs(
+        cls,
+        model_runner: "ModelRunner",
+        batch: "ScheduleBatch",
+        plan: RoundPlan,
+        output_tokens: OutputTokens,
+        lengths: torch.Tensor,
+        output: LogitsProcessorOutput,
+        timed: RoundMarks | None = None,
+    ) -> "RoundResult":
+        """The result of a round that gave ``output_tokens``; those that only drafted go on from the token that they began with.
+
+        Args:
+            model_runner: that ran it.
+            batch: whose requests these are.
+            plan: what they did.
+            output_tokens: of all of them.
+            lengths: int64 [requests], of each after the round.
+            output: of the last step; its hidden states are those of who answers one token on its full KV, as nobody else asks for any.
+            timed: when its parts ended.
+        """
+        accepted, shown = output_tokens.accepted, LogitsProcessorOutput(next_token_logits=None)
+        if batch.return_logprob:
+            output_tokens.sampled.fill_logprobs(shown, list(range(output_tokens.tokens.numel())), stride=output_tokens.width)
+        if output.hidden_states is not None:
+            shown.hidden_states = output.hidden_states.repeat_interleave(output_tokens.width, 0)
+        last = output_tokens.tokens.gather(1, (accepted - 1).clamp(min=0)[:, None])[:, 0]
+        newest = torch.where(accepted > 0, last, batch.spec_info.bonus_tokens)
+        return cls(
+            logits_output=shown,
+            next_token_ids=output_tokens.tokens.flatten(),
+            accept_lens=accepted,
+            new_seq_lens=lengths,
+            next_draft_input=KVDraftInput(newest),
+            speculative_num_draft_tokens=output_tokens.width,
+            can_run_cuda_graph=model_runner.decode_cuda_graph_runner is not None,
+            round=plan,
+            timed=timed,
+        )
+
+
+class PendingDrafts:
+    """The drafts of each row since its last verification.
+
+    Attributes:
+        tokens: int64 [rows, longest]; who drafts knows how many of a row's count (``RequestState.gathered``).
+    """
+
+    def __init__(self, rows: int, longest: int, device: torch.device):
+        self.tokens = torch.zeros(rows, longest, dtype=torch.int64, device=device)
+
+    def newest(self, rows: torch.Tensor, counts: torch.Tensor, bonus: torch.Tensor) -> torch.Tensor:
+        """The last draft of each of ``rows``, or where it has none, its ``bonus``; all int64 [requests]."""
+        last = self.tokens[rows, (counts - 1).clamp(min=0)]
+        return torch.where(counts > 0, last, bonus)
+
+    def put(self, rows: torch.Tensor, counts: torch.Tensor, drafts: torch.Tensor) -> None:
+        """Keep ``drafts``, int64 [requests, drafts], behind the ``counts`` that each of ``rows`` has."""
+        places = counts[:, None] + torch.arange(drafts.shape[1], device=counts.device)
+        self.tokens[rows[:, None], places] = drafts
+
+    def of(self, rows: torch.Tensor, count: int) -> torch.Tensor:
+        """The first ``count`` drafts of each of ``rows``: int64 [requests, count]."""
+        return self.tokens[rows, :count]

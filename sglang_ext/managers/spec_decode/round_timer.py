@@ -1,0 +1,186 @@
+"""Measures the times of rounds, and chooses the draft length and the selection interval of the next round."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang_ext.core import RETRYABLE, NO_QUERIES, NO_SELECTION, RequestState
+from sglang_ext.device import Mark
+from sglang_ext.managers.metrics import KVMetrics
+from sglang_ext.managers.spec_decode.draft_length import DraftLength, FixedDraftLength
+from sglang_ext.managers.spec_decode.cost_model import BatchLoad, RecentTimes, RoundCosts, RoundTimes
+from sglang_ext.managers.spec_decode.selection_interval import SelectionInterval
+from sglang_ext.tp_ranks import TPRanks
+
+if TYPE_CHECKING:
+    from sglang_ext.managers.spec_decode.draft_report import DraftReport
+    from sglang_ext.managers.spec_decode.planner import RoundPlan
+
+# Fallback reasons that end after a few rounds. The time of a round with such a request does not predict later rounds.
+TRANSIENT_FALLBACKS = (NO_QUERIES, NO_SELECTION)
+
+
+@dataclass
+class RoundMarks:
+    """The marks of a round on the device. The host sets each one when it launches the work.
+
+    Attributes:
+        round: what its requests did.
+        load: its batch's.
+        start: the round begins; compressed KV is created and refreshed.
+        planned: compressed KV is complete; drafting begins.
+        drafted: the last draft step is done.
+        ended: the round is done.
+        next: the next round of the same requests begins; :attr:`ended` if other work came between.
+    """
+
+    round: "RoundPlan"
+    load: BatchLoad
+    start: Mark
+    planned: Mark
+    drafted: Mark | None = None
+    ended: Mark | None = None
+    next: Mark | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the device passed all marks."""
+        return self.next is not None and self.next.reached
+
+
+@dataclass
+class RoundTimer:
+    """Measures rounds, and chooses the draft length and the selection interval of the next one.
+
+    Attributes:
+        lengths: chooses the draft length.
+        device: whose work is timed.
+        metrics: receives the times of each round.
+        ranks: ranks that must all use rank 0's choice.
+        costs: predicts the times of rounds from measured ones.
+        compresses_each_round: whether each round refreshes compressed KV; the time for it then counts as the round's.
+        on_round_timed: called with each round and its seconds.
+        interval: chooses the selection interval.
+        report: receives the seconds of each round; None if nothing is reported.
+        rounds: seconds of the newest rounds.
+    """
+
+    lengths: DraftLength | FixedDraftLength
+    device: torch.device
+    metrics: KVMetrics
+    ranks: TPRanks = TPRanks()
+    costs: RoundCosts = field(default_factory=RoundCosts)
+    compresses_each_round: bool = False
+    on_round_timed: "Callable[[RoundPlan, RoundTimes], None] | None" = None
+    interval: SelectionInterval = field(default_factory=lambda: SelectionInterval((1,)))
+    report: "DraftReport | None" = None
+    rounds: RecentTimes = field(default_factory=RecentTimes)
+    _begun: Mark | None = None
+    _load: BatchLoad = BatchLoad(0, 0)
+    _drafts: int = 1
+    _running: RoundMarks | None = None
+    _pending: list[RoundMarks] = field(default_factory=list)
+    _gathering: RoundTimes | None = None
+
+    def start_round(self, lengths: list[int], states: list[RequestState]) -> int:
+        """Begin a round, and choose its draft length.
+
+        Args:
+            lengths: tokens of each request whose full KV is known.
+            states: draft states of the requests, in the same order.
+
+        Returns:
+            The draft length; 0 for plain decoding.
+        """
+        before = [] if self._running is None else self._running.round.states
+        same = len(before) == len(states) and all(a is b for a, b in zip(before, states))
+        self._begun = Mark.now(self.device)
+        self._close(self._begun if same else None)
+        self._learn()
+        # Requests that never draft do not count: no draft length changes their speed.
+        able = [state.acceptance.probability for state in states if state.fallback in RETRYABLE]
+        uncompressed = sum(length for length, state in zip(lengths, states) if not state.compressor and state.fallback in RETRYABLE)
+        load = BatchLoad.of(lengths, uncompressed)
+        load = load._replace(every=self.interval.choose(self.costs, load, self._drafts))
+        drafts, every = self.ranks.agree((self.lengths.choose(self.costs, load, able or [0.0]), load.every))
+        self._load, self._drafts = load._replace(every=every), drafts or self._drafts
+        return drafts
+
+    @property
+    def every(self) -> int:
+        """Selection interval of the newest round, in steps."""
+        return self._load.every
+
+    @property
+    def running(self) -> RoundMarks | None:
+        """The newest planned round. Its marks are set while it runs."""
+        return self._running
+
+    def on_planned(self, plan: "RoundPlan") -> None:
+        """Record that drafting begins. The round may have fewer draft steps than were chosen."""
+        self._running = RoundMarks(plan, self._load, self._begun, Mark.now(self.device))
+
+    def on_drafted(self) -> None:
+        """Record that the last draft step was launched."""
+        self._running.drafted = Mark.now(self.device)
+
+    def on_launched(self) -> None:
+        """Record that all work of the round was launched."""
+        self._running.ended = Mark.now(self.device)
+
+    def interrupt(self) -> None:
+        """Record that other work begins: the time from now on is not the running round's."""
+        self._close(None)
+
+    def _close(self, following: Mark | None) -> None:
+        """End the running round at ``following``, the beginning of the next one; None: at its own end."""
+        running, self._running = self._running, None
+        if running is not None and running.ended is not None:
+            running.next = following or running.ended
+            self._pending.append(running)
+
+    def _learn(self) -> None:
+        done = [timed for timed in self._pending if timed.is_complete]
+        self._pending = [timed for timed in self._pending if not timed.is_complete]
+        for timed in done:
+            plan = timed.round
+            compressing = timed.start.until(timed.planned)
+            drafting = timed.planned.until(timed.drafted)
+            whole = timed.planned.until(timed.next)
+            spent = RoundTimes(plan.num_draft_steps, plan.num_plain_steps, compressing, drafting, whole)
+            if self._is_typical(plan) and (learned := self._merge_short_rounds(plan, spent)) is not None:
+                if self.compresses_each_round and learned.drafts:
+                    learned = learned._replace(compressing=0.0, whole=learned.whole + learned.compressing)
+                self.lengths.observe(learned)
+                self.costs.observe(timed.load, learned)
+            self.rounds.newest.append(compressing + whole)
+            if self.on_round_timed is not None:
+                self.on_round_timed(plan, spent)
+            if self.report is not None:
+                self.report.add_seconds(plan, compressing + whole)
+            self.metrics.observe_round(plan.num_draft_steps, plan.num_steps, drafting, whole)
+
+    @staticmethod
+    def _is_typical(plan: "RoundPlan") -> bool:
+        """Whether the times of a round predict later rounds: no request waits for its compressed KV or for its full KV."""
+        if not plan.num_draft_steps:
+            return True
+        return not (plan.early_reqs or plan.on_full_kv or any(reason in TRANSIENT_FALLBACKS for reason in plan.fallbacks))
+
+    def _merge_short_rounds(self, plan: "RoundPlan", spent: RoundTimes) -> RoundTimes | None:
+        """The seconds to learn from; None if there are none yet.
+
+        Short rounds with pending drafts are added up until the drafts are verified. A round of full length without a verification is left
+        out, because the time of its verification is missing.
+        """
+        if not plan.is_shortened:
+            self._gathering = None
+            return spent if plan.verify_reqs or not plan.num_draft_steps else None
+        if not plan.num_draft_steps:
+            return spent
+        before = self._gathering or RoundTimes(0, 0, 0.0, 0.0, 0.0)
+        whole = RoundTimes(*(a + b for a, b in zip(before, spent)))
+        self._gathering = None if plan.verify_reqs else whole
+        return whole if plan.verify_reqs else None

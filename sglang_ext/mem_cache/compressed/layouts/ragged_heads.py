@@ -1,0 +1,152 @@
+"""Copies whose heads keep different numbers of tokens, in SGLang's KV pool.
+
+A slot of the pool has a *cell* for each layer and KV head: a key and a value. In a copy of S slots a cell holds what any head
+of any layer keeps, so that none is left empty however uneven heads are. Cells are counted buffer by buffer: with H heads cell
+``c`` lies in the buffer of layer ``c // (S * H)``, there in the copy's slot ``c % (S * H) // H``, in the column of head
+``c % H``. The heads' tokens follow one another, layer by layer and head by head.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import torch
+
+from sglang_ext.core import CompressedKV, IntegrityError
+from sglang_ext.mem_cache.compressed.layouts.base import KVLayout, SlotLayout
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+
+if TYPE_CHECKING:
+    from sglang_ext.mem_cache.compressors.contracts.compressor import Compressor, ContextKV, Part
+
+
+class RaggedSelection(NamedTuple):
+    """What all heads keep of a context. Head ``i`` is counted over all layers: ``layer * kv_heads + head``.
+
+    Attributes:
+        tokens: int64 [cells], positions in the context, ascending within a head.
+        bounds: int32 [layers * kv_heads + 1]; cells ``[bounds[i], bounds[i + 1])`` are those of head ``i``.
+    """
+
+    tokens: torch.Tensor
+    bounds: torch.Tensor
+
+    @classmethod
+    def of(cls, chosen: torch.Tensor, heads: int, tokens: int) -> "RaggedSelection":
+        """Of ``chosen``, int64 [cells]: places ``i * tokens + position``, in any order, over so many heads in all layers."""
+        chosen = chosen.sort().values
+        firsts = torch.arange(heads + 1, device=chosen.device) * tokens
+        return cls(chosen % tokens, torch.searchsorted(chosen, firsts, out_int32=True))
+
+
+@dataclass(frozen=True)
+class RaggedHeadLayout(KVLayout):
+    """Which rows of the token table begin with such a copy, and what its cells hold.
+
+    How much each head keeps of a beginning depends on what follows it, so that no two requests share one.
+
+    Attributes:
+        buffers: the pool's; all layers have the same number of heads.
+        bounds: int32 [rows, layers * kv_heads + 1], as in :class:`RaggedSelection`; zeros for rows that begin with no such copy.
+            Its address never changes.
+    """
+
+    buffers: KVBuffers
+    bounds: torch.Tensor
+    shareable: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, buffers: KVBuffers, rows: int) -> "RaggedHeadLayout":
+        """For a token table of so many rows."""
+        keys = buffers.keys[0]
+        bounds = torch.zeros(rows, len(buffers.keys) * keys.shape[1] + 1, dtype=torch.int32, device=keys.device)
+        return cls(buffers, bounds)
+
+    @property
+    def kv_heads(self) -> int:
+        """Of a layer."""
+        return self.buffers.keys[0].shape[1]
+
+    def on_host(self, rows: torch.Tensor) -> list[int]:
+        """Slots of the copy at the beginning of each of ``rows``, int64 [batch]; 0 without one."""
+        return (self.bounds[rows, -1] // (self.bounds.shape[1] - 1)).tolist()
+
+    @cached_property
+    def _layers(self) -> dict[int, int]:
+        return {buffer.data_ptr(): index for index, buffer in enumerate(self.buffers.keys)}
+
+    def of_layer(self, row: int, keys: torch.Tensor) -> list[int]:
+        """Bounds of the heads of the layer whose key buffer is ``keys``: kv_heads + 1 numbers, on the host."""
+        first = self._layers[keys.data_ptr()] * self.kv_heads
+        return self.bounds[row, first : first + self.kv_heads + 1].tolist()
+
+    def fill(
+        self,
+        row: int | None,
+        slot_layout: SlotLayout,
+        chooser: "Compressor",
+        context: "ContextKV",
+        targets: "dict[Part, torch.Tensor]",
+    ) -> None:
+        """As :meth:`KVLayout.fill`; there is one part. What the heads' cells are is known here, and noted."""
+        ((part, slots),) = targets.items()
+        kept = chooser.select_ragged(context, part)
+        if row is None:
+            self.copy(kept, context.slots, slots)
+        else:
+            self.write(row, kept, context.slots, slots)
+
+    def write(self, row: int, kept: RaggedSelection, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy what each head keeps, and let ``row``, of the token table, begin with it; other arguments as :meth:`copy`'s."""
+        self.copy(kept, sources, targets)
+        self.bounds[row] = kept.bounds
+
+    def check(self, row: int, view: CompressedKV, covered: torch.Tensor, buffers: KVBuffers) -> None:
+        """Check that heads partition the cells of the copy."""
+        bounds = self.bounds[row]
+        cells = len(view.own) * (len(bounds) - 1)
+        if not (bounds[0] == 0 and bool((bounds.diff() >= 0).all()) and bounds[-1] == cells):
+            raise IntegrityError(
+                f"heads of the draft row {row} begin and end at cells {bounds.tolist()[:8]}..., which do not partition the {cells} cells "
+                f"of its {len(view.own)} slots"
+            )
+
+    def copy(self, kept: RaggedSelection, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy what each head keeps; on a GPU without waiting for it.
+
+        Args:
+            kept: fills all cells of ``targets``.
+            sources: int64 [tokens], slots of the context.
+            targets: int64, the copy's slots; none of them is a source.
+        """
+        if self.buffers.on_gpu:
+            from sglang_ext.layers.kernels.compressed.scatter_cells import scatter_cells
+
+            tables, layer = (self.buffers.key_table, self.buffers.value_table), (self.buffers.keys[0], self.buffers.values[0])
+            scatter_cells(*tables, *layer, kept.tokens, kept.bounds, sources, targets)
+            return
+        layers, heads = len(self.buffers.keys), self.kv_heads
+        columns = torch.arange(layers * heads, device=sources.device).repeat_interleave(kept.bounds.diff()) % heads
+        read, ends = sources[kept.tokens], kept.bounds[::heads].tolist()
+        for kind in (self.buffers.keys, self.buffers.values):
+            # All are read before any is written: a renewed copy is not among its sources.
+            found = torch.cat([of[read[a:b], columns[a:b]] for of, (a, b) in zip(kind, pairwise(ends))])
+            for buffer, whole in zip(kind, found.view(layers, len(targets), heads, -1)):
+                buffer[targets] = whole
+
+    def read(self, kind: tuple[torch.Tensor, ...], slots: torch.Tensor, first: int, last: int) -> torch.Tensor:
+        """What lies in the cells ``[first, last)`` of a copy: [cells, head_dim].
+
+        Args:
+            kind: the key buffers, or the value buffers.
+            slots: int64, the copy's.
+            first, last: cells.
+        """
+        heads, each = self.kv_heads, len(slots) * self.kv_heads
+        found = [kind[0].new_empty(0, kind[0].shape[-1])]
+        for index in range(first // each, -(-last // each)):
+            begin, end = max(first - index * each, 0), min(last - index * each, each)
+            whole = kind[index].index_select(0, slots[begin // heads : -(-end // heads)]).flatten(0, 1)
+            found.append(whole[begin % heads : begin % heads + end - begin])
+        return torch.cat(found)

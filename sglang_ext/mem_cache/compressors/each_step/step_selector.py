@@ -1,0 +1,55 @@
+"""Methods of the literature that choose tokens for each step, in one frame: pointers by layer and KV head, as spade.py's."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from sglang_ext.mem_cache.compressors.contracts.compressor import Always, Compressor, ContextKV, LayerKV
+from sglang_ext.mem_cache.selection.scoring import Scoring, ScoringInputs
+from sglang_ext.mem_cache.selection.top_tokens import mark_always
+
+
+@dataclass(frozen=True)
+class StepSelector(Compressor):
+    """Score each key of full KV for one step as :attr:`scoring` says. First and newest tokens are always kept.
+
+    Attributes:
+        scoring: says how much each KV head needs each token.
+        every: as :attr:`Compressor.every`.
+        each_round: as :attr:`Compressor.each_round`.
+        sinks: first tokens kept.
+        recent: newest tokens kept.
+        most: as :attr:`Compressor.most`.
+    """
+
+    scoring: ClassVar[Scoring]
+    window: ClassVar[int] = 1
+    points: ClassVar[bool] = True
+    every: int = 1
+    each_round: bool = True
+    sinks: int = 4
+    recent: int = 32
+    most: int = 0
+
+    @property
+    def always_kept(self) -> int:
+        """As :attr:`Compressor.always_kept`: the first and the newest."""
+        return self.sinks + self.recent
+
+    def always(self, context: ContextKV) -> Always:
+        """The first and the newest tokens."""
+        return Always(self.sinks, self.recent)
+
+    def scores(self, layer: LayerKV) -> torch.Tensor:
+        """As :attr:`scoring` has them, by the newest query: float32 [kv_heads, tokens], infinite for the first and the newest tokens.
+
+        Without any query, newer tokens are more important.
+        """
+        tokens, kv_heads, _ = layer.keys.shape
+        if not len(layer.queries):
+            newer = torch.arange(tokens, dtype=torch.float32, device=layer.keys.device)
+            return mark_always(newer.expand(kv_heads, -1), self.sinks, self.recent)
+        queries, keys = layer.queries.transpose(0, 1)[None, None], layer.keys.transpose(0, 1)[None, None]
+        found = self.scoring.scores(ScoringInputs(queries, layer.query_positions[None], keys, layer.scaling))[0, 0]
+        return mark_always(found, self.sinks, self.recent)

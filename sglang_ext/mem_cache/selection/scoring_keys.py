@@ -1,0 +1,250 @@
+"""Keys that are held for scoring: as they are, or in 8 or 4 bits, of which scoring makes numbers again; and K and V that are sent back."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang_ext.mem_cache.compressed.layouts.block_layout import PARAMETER, Grid, Quantized, pack_codes, unpack_codes
+from sglang_ext.mem_cache.compressors.contracts.quantizer import whole
+from sglang_ext.mem_cache.compressors.plain_int import PlainInt
+
+if TYPE_CHECKING:
+    from sglang_ext.layers.kernels.quantized_keys.quantized_logits import QuantizedKeyTensors
+
+EXACT = 16
+SCORE_BITS = (EXACT, 8, 4)
+"""Of ``--kv-score-bits``: as they are, or so many."""
+# Channels of a token and head that share a scale and a zero point, where they divide the head.
+GROUP = 32
+# Numbers of keys that are coded together, on a CPU.
+CODED_AT_ONCE = 1 << 22
+
+
+@dataclass(frozen=True)
+class KeySpec:
+    """Of keys.
+
+    Attributes:
+        layers, kv_heads, dim: of the model's attention.
+        dtype: of exact keys.
+        bits: of :data:`SCORE_BITS`.
+        rows: whether exact keys and values are held, too.
+    """
+
+    layers: int
+    kv_heads: int
+    dim: int
+    dtype: torch.dtype
+    bits: int = EXACT
+    rows: bool = False
+
+    @property
+    def group(self) -> int:
+        """Channels that share a scale."""
+        return GROUP if self.dim % GROUP == 0 else self.dim
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a token over all layers, scales and zero points among them."""
+        heads, exact = self.layers * self.kv_heads, self.dim * self.dtype.itemsize
+        if self.bits == EXACT:
+            return heads * (2 if self.rows else 1) * exact
+        scored = self.dim * self.bits // 8 + 2 * PARAMETER.itemsize * self.dim // self.group
+        return heads * (scored + (2 * exact if self.rows else 0))
+
+
+class ScoringKeys(ABC):
+    """So many tokens' keys in all layers; memory is taken as they are written."""
+
+    @abstractmethod
+    def write(self, start: int, keys: torch.Tensor) -> None:
+        """Hold keys of tokens from place ``start`` on: [layers, tokens, kv_heads, dim]."""
+
+    @abstractmethod
+    def read(self, layer: int, places: torch.Tensor) -> torch.Tensor:
+        """What is held of a layer in places, int64 [tokens]: [tokens, kv_heads, dim]."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes, once all are written."""
+
+
+class ExactKeys(ScoringKeys):
+    """As they are.
+
+    Args:
+        sizes: of keys.
+        tokens: how many.
+        device: where they lie; on a GPU all memory is taken at once.
+    """
+
+    def __init__(self, sizes: KeySpec, tokens: int, device: torch.device = torch.device("cpu")):
+        self._keys = torch.empty(sizes.layers, tokens, sizes.kv_heads, sizes.dim, dtype=sizes.dtype, device=device)
+
+    def of_layers(self) -> tuple[torch.Tensor, ...]:
+        """All that is held, of each layer: [tokens, kv_heads, dim]."""
+        return self._keys.unbind()
+
+    @property
+    def whole(self) -> torch.Tensor:
+        """All: [layers, tokens, kv_heads, dim]."""
+        return self._keys
+
+    def clear(self, tokens: int) -> None:
+        """Let the first places hold zeros."""
+        self._keys[:, :tokens].zero_()
+
+    def write(self, start: int, keys: torch.Tensor) -> None:
+        """As :meth:`ScoringKeys.write`."""
+        self._keys[:, start : start + keys.shape[1]] = keys
+
+    def read(self, layer: int, places: torch.Tensor) -> torch.Tensor:
+        """As :meth:`ScoringKeys.read`."""
+        return self._keys[layer].index_select(0, places)
+
+    def rows(self, layer: int, places: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+        """What is held of a layer in places and heads, int64 [rows] each: [rows, dim]."""
+        return self._keys[layer, places, heads]
+
+    @property
+    def nbytes(self) -> int:
+        """As :attr:`ScoringKeys.nbytes`."""
+        return self._keys.nbytes
+
+
+class QuantizedKeys(ScoringKeys):
+    """As asymmetric integers by token, head and group of channels (compressors/plain_int.py), as layers/kernels/quantized_keys/ has them.
+
+    A token's codes of a head lie group after group: of 8 bits a byte each, of 4 bits a byte for the channel at its place in the first half
+    of the group, in the lowest bits, and that in the second half.
+
+    Args:
+        sizes: of keys.
+        tokens: how many.
+        device: where they lie; on a GPU all memory is taken at once.
+
+    Attributes:
+        sizes: of keys.
+        codes: int8 [layers, tokens, kv_heads, bytes]; of 8 bits they count from -128.
+        words: int32 [layers, tokens, kv_heads, groups], in their lower half a group's scale, in the other its zero point, both float16.
+    """
+
+    def __init__(self, sizes: KeySpec, tokens: int, device: torch.device = torch.device("cpu")):
+        self.sizes = sizes
+        of_all = sizes.layers, tokens, sizes.kv_heads
+        self.codes = torch.empty(*of_all, sizes.dim * sizes.bits // 8, dtype=torch.int8, device=device)
+        self.words = torch.empty(*of_all, sizes.dim // sizes.group, dtype=torch.int32, device=device)
+
+    def write(self, start: int, keys: torch.Tensor) -> None:
+        """As :meth:`ScoringKeys.write`."""
+        places = slice(start, start + keys.shape[1])
+        self.codes[:, places], self.words[:, places] = self._coded(keys)
+
+    def clear(self, tokens: int) -> None:
+        """Let the first places hold zeros."""
+        self.codes[:, :tokens].zero_()
+        self.words[:, :tokens].zero_()
+
+    def put(self, places: torch.Tensor, keys: torch.Tensor) -> None:
+        """Hold keys, [layers, tokens, kv_heads, dim], in places, int64 [tokens]."""
+        codes, words = self._coded(keys)
+        self.codes.index_copy_(1, places, codes)
+        self.words.index_copy_(1, places, words)
+
+    @property
+    def of_kernels(self) -> "QuantizedKeyTensors":
+        """As kernels that choose take them."""
+        from sglang_ext.layers.kernels.quantized_keys.quantized_logits import QuantizedKeyTensors
+
+        return QuantizedKeyTensors(self.codes, self.words, self.sizes.group)
+
+    def read(self, layer: int, places: torch.Tensor) -> torch.Tensor:
+        """As :meth:`ScoringKeys.read`; float32."""
+        bits, group = self.sizes.bits, self.sizes.group
+        bytes_, words = (part[layer].index_select(0, places) for part in (self.codes, self.words))
+        packed = (bytes_.view(torch.uint8) ^ _first(bits)).unflatten(-1, (-1, group * bits // 8))
+        scale, zero = words.view(PARAMETER).float().unflatten(-1, (-1, 2)).unbind(-1)
+        return whole(Quantized(unpack_codes(packed, bits).flatten(-2)[None], scale[None], zero[None]), Grid(1, group), None)[0]
+
+    def _coded(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of keys, [layers, tokens, kv_heads, dim], what :attr:`codes` and :attr:`words` hold."""
+        bits, group = self.sizes.bits, self.sizes.group
+        # Of a quantizer heads, blocks and tokens; all are alike here.
+        found = PlainInt(bits=bits).quantize(keys.float(), Grid(1, group))
+        packed = pack_codes(found.codes.unflatten(-1, (-1, group)), bits).flatten(-2) ^ _first(bits)
+        words = torch.stack([found.scale, found.zero], -1).to(PARAMETER).view(torch.int32)
+        return packed.view(torch.int8), words.squeeze(-1)
+
+    @property
+    def nbytes(self) -> int:
+        """As :attr:`ScoringKeys.nbytes`."""
+        return self.codes.nbytes + self.words.nbytes
+
+
+def _first(bits: int) -> int:
+    """Bits in which a byte of codes differs from the one that is held."""
+    return 128 if bits == 8 else 0
+
+
+class KeyQuantizer:
+    """Codes keys that lie in buffers of layers.
+
+    Args:
+        keys: of each layer, [slots, kv_heads, dim]; all alike, and where they are as long as this is used.
+        held: where the codes go.
+    """
+
+    def __init__(self, keys: Sequence[torch.Tensor], held: QuantizedKeys):
+        self._keys, self._held = tuple(keys), held
+        self._table = torch.tensor([each.data_ptr() for each in keys], device=keys[0].device)
+
+    def code(self, slots: torch.Tensor, ahead: int = 0) -> None:
+        """Hold codes of the keys in ``slots``, int64 [tokens], of all layers, so many places ahead; without waiting for the device."""
+        if not len(slots):
+            return
+        if slots.is_cuda:
+            from sglang_ext.layers.kernels.quantized_keys.quantize_keys import quantize_keys
+
+            quantize_keys(self._table, self._keys[0], slots, self._held.codes, self._held.words, self._held.sizes.group, ahead)
+            return
+        # Of all layers together: threads meet after each operation.
+        for some in slots.split(max(1, CODED_AT_ONCE // (len(self._keys) * self._keys[0][0].numel()))):
+            self._held.put(some + ahead, torch.stack([each.index_select(0, some) for each in self._keys]))
+
+
+def scoring_keys(sizes: KeySpec, tokens: int, device: torch.device = torch.device("cpu")) -> ScoringKeys:
+    """Room for so many tokens."""
+    return ExactKeys(sizes, tokens, device) if sizes.bits == EXACT else QuantizedKeys(sizes, tokens, device)
+
+
+class ExactKVRows:
+    """Exact keys and values of so many tokens in all layers; memory is taken as they are written.
+
+    Args:
+        sizes: of keys; of values the same.
+        tokens: how many.
+        keys: those that are scored, where they are exact; else there are others beside them.
+        device: where they lie.
+
+    Attributes:
+        keys, values: of all.
+    """
+
+    def __init__(self, sizes: KeySpec, tokens: int, keys: ScoringKeys, device: torch.device = torch.device("cpu")):
+        self.keys = keys if isinstance(keys, ExactKeys) else ExactKeys(sizes, tokens, device)
+        self.values = ExactKeys(sizes, tokens, device)
+        self._scored = keys
+
+    def write(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Hold those of tokens from place ``start`` on, [layers, tokens, kv_heads, dim] each; scored keys were written."""
+        if self.keys is not self._scored:
+            self.keys.write(start, keys)
+        self.values.write(start, values)
+
+    def read(self, layer: int, places: torch.Tensor, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a layer in places and heads, int64 [rows] each: [rows, dim] each."""
+        return self.keys.rows(layer, places, heads), self.values.rows(layer, places, heads)

@@ -1,0 +1,87 @@
+"""Where a command writes, looked at before it works for minutes, not when it is done; and how one ends that is run again for the rest."""
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+
+from sglang_ext.core import OptionError
+
+
+def check_outputs(args: argparse.Namespace) -> None:
+    """Refuse ``--json``, ``--plot``, ``--logs`` and ``--out`` that cannot be written; those that a command lacks are left out.
+
+    Raises:
+        OptionError: names the flag, its value and the remedy.
+    """
+    given = {name: path for name, path in vars(args).items() if path is not None}
+    if "json" in given:
+        check_file("--json", given["json"])
+    if "plot" in given:
+        check_plot("--plot", given["plot"])
+    for name in {"logs", "out"} & set(given):
+        check_folder(f"--{name}", given[name])
+
+
+def check_file(flag: str, path: Path) -> None:
+    """Make the file's folder, and refuse a file that cannot be written; one that is there stays as it is.
+
+    Raises:
+        OptionError: names the flag, its value and the remedy.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        was_there = path.exists()
+        with path.open("a"):
+            pass
+        if not was_there:
+            path.unlink()
+    except OSError as error:
+        raise OptionError(
+            f"{flag} is {str(path)!r}, which cannot be written ({error.strerror}): pass a file in a folder that you may write to"
+        ) from error
+
+
+def check_plot(flag: str, path: Path) -> None:
+    """Like :func:`check_file`, for a picture, whose name says its format.
+
+    Raises:
+        OptionError: names the flag, its value and the remedy.
+    """
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in formats:
+        raise OptionError(f"{flag} is {str(path)!r}; a plot is one of {', '.join(sorted(formats))}: pass a name that ends in .png")
+    check_file(flag, path)
+
+
+def check_folder(flag: str, path: Path) -> None:
+    """Make the folder, and refuse one that no file can be written to.
+
+    Raises:
+        OptionError: names the flag, its value and the remedy.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise OptionError(
+            f"{flag} is {str(path)!r}, to which nothing can be written ({error.strerror}): pass a folder that you may write to"
+        ) from error
+
+
+def exit_code(name: str, work: Callable[[], None], refused: tuple[type[Exception], ...], console: Console) -> int:
+    """Do ``work``: 0 when it is done, 2 for one of ``refused``, which is shown, 130 when it was interrupted."""
+    try:
+        work()
+    except refused as error:
+        console.print(f"{name}: {error}", style="red", markup=False, soft_wrap=True)
+        return 2
+    except KeyboardInterrupt:
+        console.print(f"{name}: interrupted; run it again for the rest")
+        return 130
+    return 0

@@ -1,0 +1,1 @@
+"""Fits the predictor of KVzap to a model: ``python -m sglang_ext.fit``."""

@@ -1,0 +1,51 @@
+"""How far a fit is: bars on a terminal, and a line now and then elsewhere, as in a log."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+# Seconds between two lines of one task.
+EVERY = 15.0
+
+
+@contextmanager
+def show_progress(console: Console) -> Iterator[Callable[[str, int, str], Callable[[int], None]]]:
+    """Begin a task by its name, total and unit; what comes back is told how much more of it is done."""
+    if not console.is_terminal:
+        yield lambda name, total, unit: ProgressLines(console, name, total, unit).advance
+        return
+    unit = TextColumn("{task.fields[unit]}")
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), unit, TimeRemainingColumn()
+    with Progress(*columns, console=console) as progress:
+
+        def begin(name: str, total: int, unit: str) -> Callable[[int], None]:
+            task = progress.add_task(name, total=total, unit=unit)
+            return lambda count: progress.advance(task, count)
+
+        yield begin
+
+
+class ProgressLines:
+    """A task as lines: at its begin, every :data:`EVERY` seconds, at its end."""
+
+    def __init__(self, console: Console, name: str, total: int, unit: str) -> None:
+        self.console, self.name, self.total, self.unit = console, name, total, unit
+        self.done, self.begun = 0, time.monotonic()
+        self.told = self.begun
+        self._tell()
+
+    def advance(self, count: int) -> None:
+        """``count`` more are done."""
+        self.done += count
+        if self.done >= self.total or time.monotonic() - self.told >= EVERY:
+            self._tell()
+
+    def _tell(self) -> None:
+        self.told = time.monotonic()
+        seconds = self.told - self.begun
+        left = f", about {seconds * (self.total - self.done) / self.done:.0f} s left" if 0 < self.done < self.total else ""
+        line = f"{self.name}: {self.done} of {self.total} {self.unit}, {seconds:.0f} s{left}"
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)

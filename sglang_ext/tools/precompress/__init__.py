@@ -1,0 +1,1 @@
+"""Scores the tokens of documents ahead: ``python -m sglang_ext.precompress``."""

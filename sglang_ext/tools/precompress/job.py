@@ -1,0 +1,78 @@
+"""Which documents of a run are scored already, and the scoring of one."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from sglang_ext.mem_cache.scores.score_files import ScoredDocument, ScoreFile, ScoreFileError, write
+from sglang_ext.mem_cache.scores.index import MIN_MATCH
+from sglang_ext.precompress import PrecompressError
+from sglang_ext.tools.precompress.documents import PromptPrefix, read_text
+from sglang_ext.tools.precompress.reconstruction import ReconstructionConfig, reconstruction_scores
+
+METHOD = "kvzip"
+
+
+@dataclass(frozen=True)
+class ScoringJob:
+    """What scores depend on, beside a document's text, and where they go.
+
+    Attributes:
+        tokenizer: the model's.
+        beginning: what stands before documents.
+        how: settings of the method.
+        model: the model's key.
+        out: the folder.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    beginning: PromptPrefix
+    how: ReconstructionConfig
+    model: str
+    out: Path
+
+    def document(self, tokens: list[int]) -> ScoredDocument:
+        """What names the scores of ``tokens``."""
+        return ScoredDocument.from_tokens(tokens, self.model, METHOD, asdict(self.how))
+
+    def is_scored(self, tokens: list[int]) -> bool:
+        """Whether the folder holds their scores, whole."""
+        path = self.out / self.document(tokens).file_name
+        try:
+            return path.exists() and ScoreFile.read(path).scores() is not None
+        except ScoreFileError:
+            return False
+
+    def missing(self, files: Iterable[Path], say: Callable[[str], None]) -> dict[Path, list[int]]:
+        """Token ids of the documents whose scores are not there yet; ``say`` is told which are, and which are too short.
+
+        Raises:
+            PrecompressError: a document cannot be read or tokenized, or all are too short.
+        """
+        found: dict[Path, list[int]] = {}
+        files, short = list(files), 0
+        for file in files:
+            tokens = self.beginning.tokens(self.tokenizer, read_text(file))
+            if len(tokens) < MIN_MATCH:
+                short += 1
+                say(f"{file}: left out: {len(tokens)} tokens, servers look for {MIN_MATCH} or more")
+            elif self.is_scored(tokens):
+                say(f"{file}: there already, {len(tokens)} tokens")
+            else:
+                found[file] = tokens
+        if short == len(files):
+            raise PrecompressError(
+                f"no document has {MIN_MATCH} tokens with what stands before it, so that nothing was written: pass longer ones"
+            )
+        return found
+
+    def score(self, model: PreTrainedModel, tokens: list[int], progress: Callable[[int], None]) -> Path:
+        """Score a document and store the scores; ``progress`` is told of tokens that were computed or repeated."""
+        suffix = self.beginning.suffix(self.tokenizer)
+        scores = reconstruction_scores(model, self._encode, tokens, suffix, self.how, progress)
+        return write(self.out, self.document(tokens), scores)
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
