@@ -5,9 +5,10 @@ from servers import CORES, STRICT, VERIFIED, greedy
 
 pytestmark = pytest.mark.server
 
-# The demo model's nine query and three KV heads divide by three. Full KV of the two prompts needs more than 1,000 slots.
+# The demo model's nine query and three KV heads divide by three. Full KV of the two prompts needs more than 1,000 slots. With `auto` the
+# number of loads would depend on measured times.
 RANKS = (
-    *("--tp-size", "3", "--kv-draft-length", "auto", "--kv-max-burst", "9", "--kv-full-tier", "host", "--kv-host-gb", "0.2"),
+    *("--tp-size", "3", "--kv-draft-length", "8", "--kv-max-burst", "9", "--kv-full-tier", "host", "--kv-host-gb", "0.2"),
     *("--kv-offload-draft-length", "8", "--max-total-tokens", "1300", "--kv-bench-corrupt-loads", "4"),
 )
 
@@ -17,13 +18,10 @@ def test_three_ranks_decide_alike_and_recompute_alike_what_one_of_them_lost_with
     ranks = launch(*VERIFIED, *RANKS, env={**STRICT, **CORES})
     alone = ranks.ask(input_ids=prompts[0], **greedy(16))
     assert alone["output_ids"] == expected[0][:16]
-    # Each rank loses a page in another load. How many loads there are depends on the draft length, and that on measured times.
-    for _ in range(4):
-        found = ranks.ask_all(prompts[1:3], 2, **greedy(16))
-        assert [r["output_ids"] for r in found] == [ids[:16] for ids in expected[1:3]]
-        if lost := ranks.metric("sglang_ext:host_failed_pages_total") > 1:
-            break
-    assert lost
+    # Each rank loses a page in another load.
+    found = ranks.ask_all(prompts[1:3], 2, **greedy(16))
+    assert [r["output_ids"] for r in found] == [ids[:16] for ids in expected[1:3]]
+    assert ranks.metric("sglang_ext:host_failed_pages_total") > 1
     assert ranks.metric("sglang_ext:host_loaded_bytes_total") > 0
     drafts, verifies = (sum(r["meta_info"][name] for r in (alone, *found)) for name in ("kv_drafts", "kv_verifies"))
     # Drafts that were lost with a page are those of no answer.
