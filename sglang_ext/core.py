@@ -1,4 +1,4 @@
-"""Types and constants that cross modules. Each field says who sets it.
+"""Types and constants that cross modules. The description of a field names the code that sets it.
 
 Nothing here loads PyTorch: command lines import this module to show their help.
 """
@@ -154,7 +154,7 @@ class CompressedKV:
 
     @property
     def packed(self) -> int:
-        """Of these, the slots with packed blocks: all but the sinks, or none."""
+        """Slots among them with packed blocks: all but the sinks, or none."""
         return sum(segment.packed for segment in self.segments) + self.own_packed
 
 
@@ -198,8 +198,8 @@ class RequestState:
         seed: Seed of the noise that draft and verification share, in [0, 2**63).
         cached_prompt_len: Tokens of the prompt that the prefix tree had when the request arrived.
         prompt: Token ids of the prompt.
-        namespace: What its KV depends on besides these, as in SGLang's prefix tree (``extra_key``: an adapter, a salt). None if the token
-            ids do not determine the KV, because embeddings replace some of them.
+        namespace: Adapter or salt on which its KV also depends, as ``extra_key`` in SGLang's prefix tree. None if token ids and namespace do not
+            determine the KV, because embeddings replace some tokens.
         method: Index, among the server's methods, of the requested one (method_options.py).
         compressor: Catalogue number of the method that created or refreshed its compressed KV last; 0 before that.
         fallback: Index into :data:`FALLBACK_REASONS`; 0 while the request drafts.

@@ -47,7 +47,7 @@ def capture_verify_graphs(
 
 
 def max_captured_tokens(args: "KVServerArgs", model_runner: "ModelRunner") -> int:
-    """Tokens of the largest forward that is captured besides SGLang's own: a verification, or a step if nothing is verified."""
+    """Tokens of the largest forward that is captured in addition to SGLang's own: a verification, or a step if nothing is verified."""
     # SGLang rounds the number of requests up if ranks share a batch.
     width = 1 if args.kv_mode == "lossy" else options.verify_widths(args)[-1]
     most = max(get_batch_sizes_to_capture(model_runner, width)[0]) * width

@@ -72,7 +72,7 @@ def check_draft_rows(compressed_kv: CompressedKVCache) -> None:
 
 
 def check_compressed(compressed_kv: CompressedKVCache) -> None:
-    """Check that compressed KV reads only segments of its own method, and that its row says correctly what it holds.
+    """Check that compressed KV reads only segments of its own method, and that its table entry agrees with its slots.
 
     Raises:
         IntegrityError: With the row of the wrong compressed KV.

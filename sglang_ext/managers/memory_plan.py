@@ -1,4 +1,4 @@
-"""Plans the device memory that this plugin needs besides SGLang's KV pool, and takes it off the pool (:class:`ReservedMemory`).
+"""Plans the device memory that this plugin needs in addition to SGLang's KV pool, and takes it off the pool (:class:`ReservedMemory`).
 
 Code that allocates such memory takes its size from this module, or this module takes it from there. Not planned: intermediate results
 of steps and of captured verifications, such as partial sums of attention. Like those of SGLang's own graphs, they use the memory that
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 RINGS_SHARE, LEAST_RINGS = 1 / 64, 16
 # Factor on that share if cache ranks hold full KV: more requests run at once, and each records queries in every step.
 RINGS_OF_ROWS = 4
-# Bytes of each FlashInfer wrapper on the device, for its plan; and wrappers of a backend besides those of its graphs.
+# Bytes of each FlashInfer wrapper on the device, for its plan; and wrappers of a backend outside its graphs.
 PLAN_BYTES, OTHER_WRAPPERS = 8 << 20, 4
 # Page tables of SGLang's fa3 backend for graphs of verifications.
 PAGE_TABLES = 3
@@ -96,13 +96,13 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes on the device besides SGLang's KV pool, by purpose; 0 for what a server does not need.
+    """Bytes on the device outside SGLang's KV pool, by purpose; 0 for what a server does not need.
 
     Attributes:
         rings: Requests whose newest queries are kept at once.
         query_rings: These queries, for methods that score keys by them.
         draft_rows: A second row of the token table for each request, and wider rows.
-        compressed_tables: Tables of what draft rows begin with, if not with tokens.
+        compressed_tables: Tables about the beginnings of draft rows, if these do not hold tokens.
         pending_drafts: Drafts that are not verified yet.
         scores: Predicted scores of all slots, and the network that predicts them.
         key_codes: Keys of all slots in few bits, by which tokens are selected.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
     from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
 
-# Help text of each metric, and its label besides the model's name.
+# Help text of each metric, and its label next to the model's name.
 GAUGES = {
     "compressed_bytes": ("Bytes of KV in compressed slots.",),
     "codes_alone_tokens": ("Tokens of quantized-only KV: their full KV was freed.",),

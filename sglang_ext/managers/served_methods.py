@@ -1,4 +1,4 @@
-"""The compression methods that this process serves, from the flags, with what they need from the model and from files."""
+"""The compression methods that this process serves, from the flags, with their data from the model and from files."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -3,7 +3,7 @@
 Throughput depends on the acceptance rate, and a model with random weights accepts no drafts. With ``--kv-bench-acceptance 0.99`` each
 draft is accepted with that probability if the ones before it were. A request may ask for another probability with
 ``"custom_params": {"kv_acceptance": 0.95}``. Drafting, the verification over full KV and the roll-back of rejected drafts stay real.
-The output is useless, and its ``meta_info`` says so (hooks/frontend.py).
+The output is useless, and its ``meta_info`` marks it (hooks/frontend.py).
 """
 
 from collections.abc import Sequence

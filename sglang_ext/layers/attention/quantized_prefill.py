@@ -111,7 +111,7 @@ class QuantizedPrefill:
         self, queries: torch.Tensor, begin: int, of_keys: Partitioned, of_values: Partitioned, keys: torch.Tensor, values: torch.Tensor,
         scaling: float,
     ) -> torch.Tensor:  # fmt: skip
-        """Attention of a block's last tokens over ``begin`` codes, the sinks and the block: ``keys``, ``values`` [tokens, kv_heads, dim]."""
+        """Attention of a block's last tokens over ``begin`` codes, the sinks and the block; keys, values [tokens, kv_heads, dim]."""
         channels, tokens = self.packing.keys.grid.channels, self.packing.values.grid.tokens
         rows = group_by_kv_head(queries, keys.shape[1], scaling)
         before = Partitioned(*(part[:, :begin] for part in of_keys))

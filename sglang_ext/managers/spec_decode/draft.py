@@ -99,7 +99,7 @@ class StepRunner:
     def walks(
         self, batch: "ScheduleBatch", plan: RoundPlan, requests: list[int], drafts: torch.Tensor | None = None
     ) -> dict[int, GrammarWalk]:
-        """The grammars of those of ``requests`` that have one, by position in the batch. Waits for the tokens that they are walked along.
+        """The grammars of ``requests`` that have one, by position in the batch. Waits for the tokens that they are walked along.
 
         Args:
             drafts: int64 [requests, drafts], tokens that each grammar is walked along; None for none.

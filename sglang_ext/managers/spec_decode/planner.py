@@ -148,7 +148,7 @@ class PlannedRequest:
         state: Its draft state.
         length: Tokens whose full KV is known.
         remaining: Tokens left to generate.
-        plan: What it does in the round.
+        plan: Its plan for the round.
         num_pending: Draft tokens of earlier rounds that it continues from.
     """
 
@@ -210,7 +210,7 @@ class RoundPlanner:
             for req, state, length in zip(batch.reqs, states, lengths)
         ]
         most = min(PLAIN_STEPS if self.lossy else wanted or PLAIN_STEPS, self.max_pending)
-        # Slots on top of those that SGLang reserves ahead for each request.
+        # Slots in addition to SGLang's own reserve for each request.
         headroom = 2 * (most + 1) * count
         copies = self.lossy or wanted > 0
         if self.separates_full_kv and any(state.fallback not in RETRYABLE for state in states):

@@ -1,6 +1,7 @@
 """The running requests: the draft state of each, from its prefill until it finishes, is aborted or retracted, and its counters.
 
 Some requests cannot be drafted and verified exactly; they always read the full KV, and :func:`fallback_reason` returns why.
+
 :data:`SAMPLING_FIELDS` lists every field of SGLang's ``SamplingParams`` and how it is served. A test notices a field that a later SGLang
 adds (tests/unit/managers/test_eligibility.py).
 
@@ -62,7 +63,7 @@ def fallback_reason(req: "Req") -> int:
 
 
 def namespace(req: "Req") -> str | None:
-    """What the KV of a request depends on besides tokens, as in SGLang's prefix tree; None if embeddings replace some of the tokens."""
+    """Adapter or salt on which a request's KV also depends (``extra_key`` in SGLang's tree); None if embeddings replace some tokens."""
     return None if req.input_embeds is not None or req.positional_embed_overrides is not None else req.extra_key or ""
 
 
@@ -141,7 +142,7 @@ class RequestStates:
         return self._states[row].prompt
 
     def namespace_of(self, row: int) -> str | None:
-        """What the KV of the request in ``row`` depends on besides tokens, as :attr:`RequestState.namespace`."""
+        """Namespace of the request in ``row``, as :attr:`RequestState.namespace`."""
         return self._states[row].namespace
 
     def get(self, row: int) -> RequestState | None:

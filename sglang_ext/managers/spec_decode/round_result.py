@@ -124,7 +124,7 @@ class RoundResult(GenerationBatchResult):
         round: Plan of the round.
         timed: When the parts of the round ended.
         requests: Positions, in SGLang's batch, of the requests that ran; None for all (decode_loop.py).
-        ended: Positions, among the requests that ran, of those whose output ended before their last token. SGLang processes the result
+        ended: Positions, among the requests that ran, of requests whose output ended before their last token. SGLang processes the result
             without the tokens after the end (hooks/rounds.py).
     """
 
@@ -194,7 +194,7 @@ class PendingDrafts:
     """Pending drafts of each row: those since its last verification.
 
     Attributes:
-        tokens: int64 [rows, longest]. ``RequestState.num_pending`` says how many of a row's tokens count.
+        tokens: int64 [rows, longest]. ``RequestState.num_pending`` is the number of a row's tokens that count.
     """
 
     def __init__(self, rows: int, longest: int, device: torch.device):

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Head dimensions that fit the kernels' tiles.
 SMALLEST_HEAD, LARGEST_HEAD = 16, 256
-# Limits of the parts into which a row is split. EXACT_PARTS parts read exact tokens: those after the compressed KV, or of a new context.
+# Limits of the parts into which a row is split. EXACT_PARTS of them read its exact tokens: the most recent tokens that compression left
+# out, and the tokens since then.
 FEWEST_PARTS, MOST_PARTS = 8, 64
 EXACT_PARTS = 4
 

@@ -22,8 +22,8 @@ class LayoutReader(NamedTuple):
 
     Attributes:
         attend: Causal attention of a request's newest tokens over its row, in PyTorch. Returns [count, heads, value_dim]. None if rows are
-            read as plain tokens. Its arguments are the layout, the row, the length of the compressed part, and queries [count, heads, dim];
-            then a layer's key and value buffers [slots, kv_heads, dim], the row's slots int64, and the factor on query-key products.
+            read as plain tokens. Its arguments are the layout, the row, the length of the compressed part, and queries [count, heads, dim].
+            Then come a layer's key and value buffers [slots, kv_heads, dim], the row's slots int64, and the factor on query-key products.
         decode: The backend for one token per request.
     """
 
