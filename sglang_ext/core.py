@@ -198,8 +198,8 @@ class RequestState:
         seed: Seed of the noise that draft and verification share, in [0, 2**63).
         cached_prompt_len: Tokens of the prompt that the prefix tree had when the request arrived.
         prompt: Token ids of the prompt.
-        namespace: Adapter or salt on which its KV also depends, as ``extra_key`` in SGLang's prefix tree. None if token ids and namespace do not
-            determine the KV, because embeddings replace some tokens.
+        namespace: Adapter or salt on which its KV also depends, as ``extra_key`` in SGLang's prefix tree. None if embeddings replace some
+            tokens, so that token ids and namespace do not determine the KV.
         method: Index, among the server's methods, of the requested one (method_options.py).
         compressor: Catalogue number of the method that created or refreshed its compressed KV last; 0 before that.
         fallback: Index into :data:`FALLBACK_REASONS`; 0 while the request drafts.

@@ -28,23 +28,23 @@ def check(exact_tokens: dict[int, range], written: torch.Tensor, compressed_kv: 
         IntegrityError: With the two owners and the slots.
     """
     exact = torch.cat([compressed_kv.token_table[row, at.start : at.stop] for row, at in exact_tokens.items()]).long()
-    copies = compressed_kv.all_slots()
+    compressed_slots = compressed_kv.all_slots()
     page = compressed_kv.allocator.page_size
     free, cached = compressed_kv.free_slots(), compressed_kv.tree_cache.cached_slots()
     _require(written >= page, written, "a forward writes", "SGLang's padding page")
     _unique(written, "a forward writes", "two tokens of it")
-    _unique(copies, "compressed KV holds", "the compressed KV of another request")
+    _unique(compressed_slots, "compressed KV holds", "the compressed KV of another request")
     _unique(cached, "the prefix tree holds", "another node of it")
     _unique(exact[~torch.isin(exact, cached)], "the full KV of a request is stored in", "another request")
     _disjoint(written, exact, "a forward writes", "full KV")
-    _disjoint(written, copies, "a forward writes", "compressed KV")
-    _disjoint(copies, exact, "compressed KV holds", "full KV")
+    _disjoint(written, compressed_slots, "a forward writes", "compressed KV")
+    _disjoint(compressed_slots, exact, "compressed KV holds", "full KV")
     _disjoint(written, cached, "a forward writes", "the prefix tree")
-    _disjoint(copies, cached, "compressed KV holds", "the prefix tree")
+    _disjoint(compressed_slots, cached, "compressed KV holds", "the prefix tree")
     for slots, what in (
         (written, "a forward writes"),
         (exact, "full KV is stored in"),
-        (copies, "compressed KV holds"),
+        (compressed_slots, "compressed KV holds"),
         (cached, "the prefix tree holds"),
     ):
         _disjoint(slots, free, what, "the free list")
@@ -60,13 +60,13 @@ def check_draft_rows(compressed_kv: CompressedKVCache) -> None:
         IntegrityError: With the draft row and the first position that differs.
     """
     table = compressed_kv.token_table
-    for row, view in compressed_kv.copies():
-        after = view.tail_end - view.covered
-        own, draft = table[row, view.covered : view.tail_end], table[compressed_kv.draft_row(row), view.kept : view.kept + after]
+    for row, kv in compressed_kv.copies():
+        after = kv.tail_end - kv.covered
+        own, draft = table[row, kv.covered : kv.tail_end], table[compressed_kv.draft_row(row), kv.kept : kv.kept + after]
         if not torch.equal(own, draft):
             first = int((own != draft).nonzero()[0])
             raise IntegrityError(
-                f"the draft row {compressed_kv.draft_row(row)} points to slot {int(draft[first])} for position {view.covered + first}, "
+                f"the draft row {compressed_kv.draft_row(row)} points to slot {int(draft[first])} for position {kv.covered + first}, "
                 f"whose KV the request in row {row} has in slot {int(own[first])}"
             )
 
@@ -77,12 +77,13 @@ def check_compressed(compressed_kv: CompressedKVCache) -> None:
     Raises:
         IntegrityError: With the row of the wrong compressed KV.
     """
-    for row, view in compressed_kv.copies():
+    for row, kv in compressed_kv.copies():
         own = compressed_kv.method(row).name
-        others = sorted({segment.method for segment in view.segments} - {own})
+        others = sorted({segment.method for segment in kv.segments} - {own})
         if others:
             raise IntegrityError(f"the compressed KV of row {row} was made by {own}; it reads segments of {', '.join(others)}")
-        compressed_kv.layout.check(compressed_kv.draft_row(row), view, compressed_kv.token_table[row, : view.covered].long(), compressed_kv.buffers)
+        full = compressed_kv.token_table[row, : kv.covered].long()
+        compressed_kv.layout.check(compressed_kv.draft_row(row), kv, full, compressed_kv.buffers)
 
 
 def _unique(slots: torch.Tensor, what: str, owner: str) -> None:

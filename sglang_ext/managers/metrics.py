@@ -215,17 +215,17 @@ def _host_values(tree: "TieredRadixCache", verifications: "OffloadedFullKV | Non
     yield "slack_rounds", verifications.slack
 
 
-def _rank_values(choices: CpuRankClient | GpuRankClient, held: FreedFullKV | None) -> Iterator[tuple]:
-    yield "cache_ranks_ready", choices.ready
-    yield "cache_rank_tokens", choices.held_tokens
-    yield "choosing_seconds", choices.slowest
-    if isinstance(choices, GpuRankClient):
-        yield "selection_steps", choices.pace.every
-    yield "cache_rank_starts", choices.starts
-    yield "selections", choices.taken
-    yield "selection_wait_seconds", choices.waited
-    yield "selection_rows", choices.rows
-    if isinstance(held, RemoteOnlyKV):
-        yield "rank_alone_tokens", held.tokens
-    for reason, count in choices.missed.items():
+def _rank_values(client: CpuRankClient | GpuRankClient, freed: FreedFullKV | None) -> Iterator[tuple]:
+    yield "cache_ranks_ready", client.ready
+    yield "cache_rank_tokens", client.held_tokens
+    yield "choosing_seconds", client.slowest
+    if isinstance(client, GpuRankClient):
+        yield "selection_steps", client.pace.every
+    yield "cache_rank_starts", client.starts
+    yield "selections", client.taken
+    yield "selection_wait_seconds", client.waited
+    yield "selection_rows", client.rows
+    if isinstance(freed, RemoteOnlyKV):
+        yield "rank_alone_tokens", freed.tokens
+    for reason, count in client.missed.items():
         yield "missed_selections", count, reason

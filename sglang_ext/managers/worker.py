@@ -154,9 +154,9 @@ class KVWorker(BaseSpecWorker):
         self.attentions = AttentionOverrides(None if verifier is None else AttentionOverride(verifier), copies)
         self.graphs = capture_verify_graphs(self.server_args, self.model_runner, self.queries, verifier)
         if self.server_args.kv_prefill == QUANTIZED:
-            self.quantized = self._attend_to_codes(QuantizedPrefill(self.layout.layout, self.buffers.first_head))
+            self.quantized = self._use_quantized_prefill(QuantizedPrefill(self.layout.layout, self.buffers.first_head))
 
-    def _attend_to_codes(self, prefill: QuantizedPrefill) -> QuantizedPrefill:
+    def _use_quantized_prefill(self, prefill: QuantizedPrefill) -> QuantizedPrefill:
         """Let the attention of prompts read quantized KV."""
         if self.buffers.on_gpu:
             QuantizedExtend(self.model_runner, prefill).install()
@@ -210,15 +210,15 @@ class KVWorker(BaseSpecWorker):
         if kept is None and not packing:
             kept = "they leave tokens out"
         if kept is None:
-            told = ", ".join(f"{method.share:.2f} of it with {method.name}" for method in packing)
-            logger.info("sglang-ext: full KV is freed once it is compressed, which takes of the pool's slots about %s", told)
-            on_codes = self._on_codes(tree_cache) if here else None
-            return QuantizedOnlyKV(tree_cache, self.compressed_kv, self.layout.layout, self._method_of, recomputes=here, prompts=on_codes)
+            shares = ", ".join(f"{method.share:.2f} of it with {method.name}" for method in packing)
+            logger.info("sglang-ext: full KV is freed once it is compressed, which takes of the pool's slots about %s", shares)
+            prompts = self._quantized_prompts(tree_cache) if here else None
+            return QuantizedOnlyKV(tree_cache, self.compressed_kv, self.layout.layout, self._method_of, recomputes=here, prompts=prompts)
         if self.lossy:
             logger.info("sglang-ext: full KV stays beside the compressed KV: %s", kept)
         return None
 
-    def _on_codes(self, tree_cache) -> QuantizedPrompts | None:
+    def _quantized_prompts(self, tree_cache) -> QuantizedPrompts | None:
         """Prompts that attend to quantized KV; None if they attend to full KV."""
         if self.quantized is None:
             return None
@@ -265,15 +265,17 @@ class KVWorker(BaseSpecWorker):
         args, layout, served, allocator = self.server_args, self.layout, self.methods, self.token_to_kv_pool_allocator
         table = self.req_to_token_pool.req_to_token
         methods = served_methods.copy_methods(args, served.methods, allocator.page_size, layout)
-        elsewhere, query_heads = None, self.memory.model.query_heads
+        remote_selector, query_heads = None, self.memory.model.query_heads
         requests = min(self._rows - 1, args.max_running_requests or self._rows)
         if selection_options.has_gpu_ranks(args):
-            chosen_beside = start_gpu_cache_ranks(args, methods[0], table, self.buffers, self.queries, query_heads, served.rotary, requests)
+            async_selector = start_gpu_cache_ranks(
+                args, methods[0], table, self.buffers, self.queries, query_heads, served.rotary, requests
+            )
         elif selection_options.ranks(args):
-            elsewhere, chosen_beside = start_cache_ranks(args, methods[0], self.buffers, query_heads, served.rotary, requests), None
+            remote_selector, async_selector = start_cache_ranks(args, methods[0], self.buffers, query_heads, served.rotary, requests), None
         else:
             intervals = selection_options.selection_intervals(args)
-            chosen_beside = create_stream_selector(methods[0], table, self.buffers, query_heads, self.queries, served.rotary, intervals)
+            async_selector = create_stream_selector(methods[0], table, self.buffers, query_heads, self.queries, served.rotary, intervals)
         return CompressedKVCache(
             methods=methods,
             token_table=table,
@@ -287,8 +289,8 @@ class KVWorker(BaseSpecWorker):
             prompt_of=self.requests.prompt_of,
             namespace_of=self.requests.namespace_of,
             layout=layout,
-            remote_selector=elsewhere,
-            async_selector=chosen_beside,
+            remote_selector=remote_selector,
+            async_selector=async_selector,
             # Also between requests: nothing else updates the metrics then.
             on_processes_changed=lambda: self.loop.observe_pool(),
             frees_full_kv=options.why_full_kv_stays(args) is None,

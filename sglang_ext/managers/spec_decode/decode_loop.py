@@ -115,19 +115,19 @@ class DecodeLoop:
         if plan.full_kv_reqs:
             counts = [plan.num_output_tokens(i) for i in plan.full_kv_reqs]
             parts.append(PartialOutput(plan.full_kv_reqs, OutputTokens.from_steps(steps, tokens, plan.full_kv_reqs, counts)))
-        answers = merge_outputs(parts, batch.seq_lens, batch.return_logprob)
-        penalized.count_output(batch.spec_info.bonus_tokens, answers)
+        output = merge_outputs(parts, batch.seq_lens, batch.return_logprob)
+        penalized.count_output(batch.spec_info.bonus_tokens, output)
         if lengths is None:
-            lengths = batch.seq_lens + answers.accepted
+            lengths = batch.seq_lens + output.accepted
             # SGLang's event marks an earlier read of the token table than the last one of this round.
             self.worker.model_runner.war_fastpath_read_done_event = None
             if on_publish is not None:
                 on_publish(lengths)
-        result = RoundResult.from_outputs(self.worker.model_runner, batch, plan, answers, lengths, steps[-1][0], self.round_timer.running)
+        result = RoundResult.from_outputs(self.worker.model_runner, batch, plan, output, lengths, steps[-1][0], self.round_timer.running)
         self.full_kv.on_round_launched()
-        answered = {*plan.verify_reqs, *plan.full_kv_reqs}
+        emitting = {*plan.verify_reqs, *plan.full_kv_reqs}
         for i, state in enumerate(states):
-            state.num_pending = 0 if i in answered else plan.num_draft_tokens(i)
+            state.num_pending = 0 if i in emitting else plan.num_draft_tokens(i)
         self.round_timer.on_launched()
         return result
 
@@ -172,8 +172,8 @@ class DecodeLoop:
         if plan.verify_batches:
             return None
         full_kv_reqs = set(plan.full_kv_reqs)
-        answers = [plan.num_output_tokens(i) * (i in full_kv_reqs) for i in range(len(plan.states))]
-        return batch.seq_lens + to_device(answers, batch.seq_lens.device)
+        counts = [plan.num_output_tokens(i) * (i in full_kv_reqs) for i in range(len(plan.states))]
+        return batch.seq_lens + to_device(counts, batch.seq_lens.device)
 
     def _step(
         self, batch: "ScheduleBatch", plan: RoundPlan, penalized: RoundPenalties
@@ -197,42 +197,42 @@ class DecodeLoop:
         """Count the outcome of a round, once it is on the host."""
         metrics, plan, report, tokens = self.worker.metrics, result.round, self.round_timer.report, 0
         verify_reqs, full_kv_reqs = set(plan.verify_reqs), set(plan.full_kv_reqs)
-        for i, (req, state, answers) in enumerate(zip(batch.reqs, plan.states, result.accept_lens.tolist())):
+        for i, (req, state, num_tokens) in enumerate(zip(batch.reqs, plan.states, result.accept_lens.tolist())):
             if req.finished() or req.is_retracted:
                 continue  # the scheduler drops tokens after the end
-            tokens += answers
+            tokens += num_tokens
             if plan.fallbacks[i]:
-                metrics.count_fallback(plan.fallbacks[i], answers)
+                metrics.count_fallback(plan.fallbacks[i], num_tokens)
                 if report is not None:
-                    report.count_fallback(plan.fallbacks[i], answers)
+                    report.count_fallback(plan.fallbacks[i], num_tokens)
             elif plan.can_be_rejected(i) and i not in full_kv_reqs:
                 metrics.count_drafts(plan.num_steps)
                 if i in verify_reqs:
                     # Drafts after the end of the output were not rejected.
-                    offered = answers - 1 if i in result.ended else min(plan.num_draft_tokens(i), plan.remaining[i] - 1)
-                    self.worker.requests.count_verify(state, offered, answers - 1)
-                    self.round_timer.interval.observe(plan.selection_interval, offered, answers - 1)
-                    metrics.count_verify(answers)
+                    offered = num_tokens - 1 if i in result.ended else min(plan.num_draft_tokens(i), plan.remaining[i] - 1)
+                    self.worker.requests.count_verify(state, offered, num_tokens - 1)
+                    self.round_timer.interval.observe(plan.selection_interval, offered, num_tokens - 1)
+                    metrics.count_verify(num_tokens)
                     if report is not None:
-                        report.count_verify(offered, answers - 1)
+                        report.count_verify(offered, num_tokens - 1)
             state.fallback = plan.fallbacks[i]
             write_counters(req, state)
             if self.timeline is not None:
-                self._record_timeline(req.bootstrap_room, result, i, answers)
+                self._record_timeline(req.bootstrap_room, result, i, num_tokens)
         if report is not None and tokens:
             report.on_round_end(plan, tokens)
         self.observe_pool()
 
-    def _record_timeline(self, room: int, result: RoundResult, i: int, answers: int) -> None:
+    def _record_timeline(self, room: int, result: RoundResult, i: int, num_tokens: int) -> None:
         """Record the events of one request's round in the timeline."""
         plan, timeline = result.round, self.timeline
         drafted, ended = (timeline.at(mark) for mark in (result.timed.drafted, result.timed.ended))
         if i in plan.full_kv_reqs:
-            timeline.add_event(room, "answered", drafted, answers)
+            timeline.add_event(room, "answered", drafted, num_tokens)
             return
         timeline.add_event(room, "drafted", drafted, plan.num_draft_tokens(i), plan.num_steps, early=i in plan.early_reqs)
         if i in plan.verify_reqs:
-            timeline.add_event(room, "verified", ended, answers - 1, plan.num_draft_tokens(i), early=i in plan.early_reqs)
+            timeline.add_event(room, "verified", ended, num_tokens - 1, plan.num_draft_tokens(i), early=i in plan.early_reqs)
 
     def observe_pool(self) -> None:
         """Report the contents of the pool, and where full KV is stored."""

@@ -142,7 +142,7 @@ class StepRunner:
         ahead = torch.arange(plan.num_steps, device=slots.device)[:, None]
         positions, lengths = starts + ahead, row_lens + ahead + 1
         slots, viewed_cpu = slots[:, : plan.num_steps].T.contiguous(), torch.tensor(plan.row_lens)
-        sampling, done, choosing = self._step_sampler(batch, plan), [], self._selecting_reqs(plan)
+        sampling, done, selecting = self._step_sampler(batch, plan), [], self._selecting_reqs(plan)
         for index in range(plan.num_steps):
             inputs = forward.ForwardInputs(
                 tokens=tokens,
@@ -153,9 +153,9 @@ class StepRunner:
                 lengths_cpu=viewed_cpu + index + 1,
                 counts=[1] * len(plan.rows),
             )
-            ends = {plan.states[i].row: plan.starts[i] + index + 1 for i in choosing}
+            ends = {plan.states[i].row: plan.starts[i] + index + 1 for i in selecting}
             watch = observe_step(self.worker.compressed_kv, ends, index + 1 < plan.num_steps)
-            recorded = self._recorded_queries(plan, index, choosing)
+            recorded = self._recorded_queries(plan, index, selecting)
             on_full_kv = plan.on_full_kv and not self._needs_queries(recorded)
             if not on_full_kv:
                 self.worker.queries.set_step_targets(recorded)
@@ -194,9 +194,9 @@ class StepRunner:
         method_of = self.worker.compressed_kv.method
         return [i for i, state in enumerate(plan.states) if plan.reads_compressed(i) and method_of(state.row).compressor.every]
 
-    def _recorded_queries(self, plan: RoundPlan, index: int, choosing: list[int]) -> tuple[RecordedRows, ...]:
+    def _recorded_queries(self, plan: RoundPlan, index: int, selecting: list[int]) -> tuple[RecordedRows, ...]:
         """The queries that a step records: of requests on the full KV, and of requests whose next selection uses them."""
-        wanted = sorted({*plan.full_kv_reqs, *choosing})
+        wanted = sorted({*plan.full_kv_reqs, *selecting})
         states = [plan.states[i] for i in wanted]
         rows = (RecordedRows(state.row, i, i + 1, plan.starts[i] + index) for i, state in zip(wanted, states))
         return select_useful_rows(self.worker.compressed_kv, states, rows)
@@ -252,12 +252,12 @@ class Verifier:
         penalized.penalize_verify(requests, tokens, output.next_token_logits)
         width = len(positions) // len(requests)
         sampled = self.steps.verify_sampler(batch, plan, requests, width, walks).draw(output.next_token_logits, positions)
-        answers = sampled.tokens.view(len(requests), width)
+        target_tokens = sampled.tokens.view(len(requests), width)
         # Rows after a draft that the grammar refuses, or that ends it, are not masked. KV after the output's last token has no slots.
-        most = [min(count, walks[i].answers - 1) if i in walks else count for i, count in zip(requests, offered)]
-        most = [min(count, max(0, plan.remaining[i] - 1)) for i, count in zip(requests, most)]
-        accepted = self._accepted_counts(part, answers, drafts, most) + 1
-        return PartialOutput(requests, OutputTokens(answers, accepted, sampled))
+        max_accepted = [min(count, walks[i].answers - 1) if i in walks else count for i, count in zip(requests, offered)]
+        max_accepted = [min(count, max(0, plan.remaining[i] - 1)) for i, count in zip(requests, max_accepted)]
+        accepted = self._accepted_counts(part, target_tokens, drafts, max_accepted) + 1
+        return PartialOutput(requests, OutputTokens(target_tokens, accepted, sampled))
 
     def _forward(
         self, batch: "ScheduleBatch", states: list[RequestState], lengths: list[int], tokens: torch.Tensor
@@ -290,22 +290,24 @@ class Verifier:
         with self.worker.queries.recording(recorded):
             return self.steps.forward(batch, inputs), inputs.positions
 
-    def _accepted_counts(self, batch: "ScheduleBatch", answers: torch.Tensor, drafts: torch.Tensor, most: list[int]) -> torch.Tensor:
+    def _accepted_counts(
+        self, batch: "ScheduleBatch", target_tokens: torch.Tensor, drafts: torch.Tensor, max_accepted: list[int]
+    ) -> torch.Tensor:
         """Accepted draft tokens of each request, int64 [requests]: drafts that equal the verified tokens, up to the first that does not.
 
-        At most ``most`` drafts of each request count.
+        At most ``max_accepted`` drafts of each request count.
         """
         width, device = drafts.shape[1], drafts.device
         if self.simulation is None:
-            same = answers[:, :width] == drafts
+            same = target_tokens[:, :width] == drafts
         else:
             same = self.simulation.draw(drafts, to_device(self.simulation.probabilities(batch.reqs), device, torch.float32))
-        if min(most) < width:
-            same &= torch.arange(width, device=device) < to_device(most, device)[:, None]
+        if min(max_accepted) < width:
+            same &= torch.arange(width, device=device) < to_device(max_accepted, device)[:, None]
         agreed = same.long().cumprod(1)
         if self.simulation is not None:
             # The output must agree with the KV.
-            answers[:, :width] = torch.where(agreed.bool(), drafts, answers[:, :width])
+            target_tokens[:, :width] = torch.where(agreed.bool(), drafts, target_tokens[:, :width])
         return agreed.sum(1)
 
 

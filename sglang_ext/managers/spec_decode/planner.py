@@ -212,12 +212,12 @@ class RoundPlanner:
         most = min(PLAIN_STEPS if self.lossy else wanted or PLAIN_STEPS, self.max_pending)
         # Slots in addition to SGLang's own reserve for each request.
         headroom = 2 * (most + 1) * count
-        copies = self.lossy or wanted > 0
+        may_compress = self.lossy or wanted > 0
         if self.separates_full_kv and any(state.fallback not in RETRYABLE for state in states):
             # Requests that cannot be drafted need a round in which no request reads compressed KV.
-            copies = False
+            may_compress = False
         for each in requests:
-            each.plan = self._plan_request(each, headroom, copies, wanted)
+            each.plan = self._plan_request(each, headroom, may_compress, wanted)
         early = [i for i, each in enumerate(requests) if each.plan.is_early]
         if len(early) == len(requests):
             # At the limit of pending drafts, a step only repeats the newest draft.
@@ -261,10 +261,10 @@ class RoundPlanner:
     def _compressed_prefixes(self, reqs: list["Req"], states: list[RequestState]) -> dict[int, tuple]:
         """By row of each drafting request with compressed KV: the last node of its path in the prefix tree, and the covered tokens."""
         pairs = ((req, state, self.compressed_kv.get(state.row)) for req, state in zip(reqs, states) if state.fallback in RETRYABLE)
-        return {state.row: (req.last_node, view.covered) for req, state, view in pairs if view is not None}
+        return {state.row: (req.last_node, compressed.covered) for req, state, compressed in pairs if compressed is not None}
 
-    def _plan_request(self, request: PlannedRequest, headroom: int, copies: bool, wanted: int) -> RequestPlan:
-        """What a request does. Creates or refreshes its compressed KV if ``copies`` allows reading it."""
+    def _plan_request(self, request: PlannedRequest, headroom: int, may_compress: bool, wanted: int) -> RequestPlan:
+        """What a request does. Creates or refreshes its compressed KV if ``may_compress``."""
         state, remaining = request.state, request.remaining
         if state.fallback not in RETRYABLE:
             return RequestPlan(False, False, state.fallback)
@@ -278,7 +278,7 @@ class RoundPlanner:
         if remaining <= 1 and not self.lossy:
             # The last token of an output needs no draft, and its fallback says nothing about the tokens before it.
             reason = state.fallback if wanted else self._full_kv_reason(request)
-        elif not copies:
+        elif not may_compress:
             reason = self._full_kv_reason(request)
         else:
             reason = self._ensure_compressed(request, headroom)
@@ -288,8 +288,8 @@ class RoundPlanner:
         self.full_kv.pin_for_round(state.row)
         # A request that must be checked token by token drafts on the full KV while others draft; its verification checks the tokens.
         # So does a request without enough queries: verifications record queries, captured steps do not.
-        lacks = reason == NO_QUERIES and self.can_get_queries(state.row)
-        gains = remaining > 1 and (lacks or _is_checked_token_by_token(request))
+        needs_queries = reason == NO_QUERIES and self.can_get_queries(state.row)
+        gains = remaining > 1 and (needs_queries or _is_checked_token_by_token(request))
         return RequestPlan(not self.lossy and wanted > 0 and (gains or self.separates_full_kv), False, reason)
 
     def _full_kv_reason(self, request: PlannedRequest) -> int:
@@ -340,8 +340,8 @@ class RoundPlanner:
         if not request.plan.reads_compressed:
             return row, length + request.num_pending
         self.compressed_kv.write_tail(row, length + request.num_pending)
-        view = self.compressed_kv.get(row)
-        return self.compressed_kv.draft_row(row), view.kept + length + request.num_pending - view.covered
+        compressed = self.compressed_kv.get(row)
+        return self.compressed_kv.draft_row(row), compressed.kept + length + request.num_pending - compressed.covered
 
 
 def _is_checked_token_by_token(request: PlannedRequest) -> bool:
