@@ -100,8 +100,8 @@ def run(
 def use_attention(model_runner: "ModelRunner", attention: AttentionOverride | None) -> Iterator[None]:
     """Let the model use ``attention`` and its graphs inside this context; None for the model's own."""
     own = AttentionOverride(model_runner.attn_backend, model_runner.decode_cuda_graph_runner)
-    chosen = attention or own
-    model_runner.attn_backend, model_runner.decode_cuda_graph_runner = chosen.backend, chosen.graphs
+    used = attention or own
+    model_runner.attn_backend, model_runner.decode_cuda_graph_runner = used.backend, used.graphs
     try:
         yield
     finally:

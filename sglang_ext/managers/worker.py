@@ -150,8 +150,8 @@ class KVWorker(BaseSpecWorker):
     @exit_on_refusal
     def init_cuda_graphs(self) -> None:
         """Capture graphs of verifications, and of steps over compressed KV if it needs its own. SGLang captured those of plain decoding."""
-        copies, verifier = self._compressed_attention(), create_verify_attention(self.server_args, self.model_runner)
-        self.attentions = AttentionOverrides(None if verifier is None else AttentionOverride(verifier), copies)
+        compressed, verifier = self._compressed_attention(), create_verify_attention(self.server_args, self.model_runner)
+        self.attentions = AttentionOverrides(None if verifier is None else AttentionOverride(verifier), compressed)
         self.graphs = capture_verify_graphs(self.server_args, self.model_runner, self.queries, verifier)
         if self.server_args.kv_prefill == QUANTIZED:
             self.quantized = self._use_quantized_prefill(QuantizedPrefill(self.layout.layout, self.buffers.first_head))
