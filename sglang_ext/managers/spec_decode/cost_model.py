@@ -128,7 +128,7 @@ class ForwardTimeModel:
 
         Args:
             sizes: Bytes, above 0, [times].
-            seconds: Above 0, [times].
+            seconds: Measured times, above 0, [times].
         """
         from scipy.optimize import nnls
 

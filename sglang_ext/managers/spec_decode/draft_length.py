@@ -34,7 +34,7 @@ def expected_tokens(probability: np.ndarray | float, drafts: np.ndarray | int) -
     """Mean tokens of a round, with the bonus token.
 
     Args:
-        probability: That a draft token is accepted.
+        probability: Probability that a draft token is accepted.
         drafts: Draft steps of the round.
     """
     # At probability 1 the formula divides by 0.
@@ -86,8 +86,8 @@ class DraftLength:
 
         Args:
             costs: Predicts times.
-            load: The batch's.
-            probabilities: For each request, that a draft token is accepted if the ones before it were.
+            load: Load of the batch.
+            probabilities: For each request, the probability that a draft token is accepted if the ones before it were.
         """
         drafts = np.arange(self.longest + 1)
         tokens = expected_tokens(np.asarray(probabilities)[:, None], drafts).sum(0)

@@ -47,7 +47,7 @@ class DraftTotals:
     Attributes:
         rounds: Rounds with draft steps.
         steps: Draft steps of all rounds.
-        selection_interval: Of the last round with draft steps, in steps; 0 if the server does not choose it.
+        selection_interval: Selection interval of the last round with draft steps, in steps; 0 if the server does not choose it.
         verifies: Verifications, counted for each request.
         offered, accepted: Draft tokens that were verified, and accepted.
         seconds: Measured time of the rounds with draft steps at loads near a measured plain step.
@@ -97,7 +97,7 @@ class DraftReport:
         first: Whether this process writes the log line for all ranks.
         chooses_interval: Whether the server chooses the selection interval; only then it is reported.
         clock: Returns seconds.
-        totals: Of the rounds since the last log line.
+        totals: Sums over the rounds since the last log line.
     """
 
     lengths: "DraftLength | FixedDraftLength"

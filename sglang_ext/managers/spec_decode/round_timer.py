@@ -27,8 +27,8 @@ class RoundMarks:
     """The marks of a round on the device. The host sets each one when it launches the work.
 
     Attributes:
-        round: What its requests did.
-        load: Its batch's.
+        round: Plan of the round.
+        load: Load of its batch.
         start: The round begins; compressed KV is created and refreshed.
         planned: Compressed KV is complete; drafting begins.
         drafted: The last draft step is done.
@@ -56,7 +56,7 @@ class RoundTimer:
 
     Attributes:
         lengths: Chooses the draft length.
-        device: Whose work is timed.
+        device: The device whose work is timed.
         metrics: Receives the times of each round.
         ranks: Ranks that must all use rank 0's choice.
         costs: Predicts the times of rounds from measured ones.

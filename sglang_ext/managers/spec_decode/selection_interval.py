@@ -41,7 +41,7 @@ class SelectionInterval:
 
         Args:
             costs: Predicts times.
-            load: The batch's.
+            load: Load of the batch.
             drafts: Draft steps of the round; 0 for plain decoding, which selects nothing.
         """
         longest = self.intervals[0]
