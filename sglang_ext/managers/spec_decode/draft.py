@@ -246,7 +246,7 @@ class Verifier:
         drafts = gathered.of(part.req_pool_indices, max(offered)) if with_earlier else newest[where]
         tokens = torch.cat([batch.spec_info.bonus_tokens[where, None], drafts], 1)
         lengths = [plan.lengths[i] for i in requests]
-        # The host waits for the drafts here, where a request has a grammar.
+        # The host waits for the drafts here if a request has a grammar.
         walks = self.steps.walks(batch, plan, requests, drafts)
         output, positions = self._forward(part, [plan.states[i] for i in requests], lengths, tokens)
         penalized.penalize_verify(requests, tokens, output.next_token_logits)
