@@ -1,7 +1,7 @@
-"""The tensor-parallel ranks of a model: each holds some of the heads, all must decide alike.
+"""The tensor-parallel ranks of a model. Each holds some of the heads, and all must make the same decisions.
 
-Copies, rounds and accepted tokens follow from token ids and lengths, which all ranks have. What follows from
-measured times does not: rank 0 decides that for all.
+Compressed KV, rounds and accepted tokens depend on token ids and lengths, which all ranks have. Decisions that depend on measured times
+could differ, so rank 0 makes them for all ranks.
 """
 
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 
 class RankError(RuntimeError):
-    """Ranks decided differently: their collectives would mix up requests."""
+    """Ranks made different decisions, so their collectives would mix up requests."""
 
 
 @dataclass(frozen=True)
 class TPRanks:
-    """One process's place among the ranks.
+    """The position of this process among the tensor-parallel ranks.
 
     Attributes:
-        group: SGLang's group of the ranks; None for a single one.
+        group: SGLang's group of the ranks; None for a single rank.
     """
 
     group: "GroupCoordinator | None" = None
@@ -32,27 +32,27 @@ class TPRanks:
 
     @property
     def first(self) -> bool:
-        """Whether this is rank 0, which counts for all."""
+        """Whether this is rank 0, which reports counts for all ranks."""
         return self.rank == 0
 
     @property
     def rank(self) -> int:
-        """This process's number among the ranks."""
+        """Index of this process among the ranks."""
         return 0 if self.group is None else self.group.rank_in_group
 
     def agree(self, value: Any) -> Any:
-        """Rank 0's value, on all ranks; waits for them on the host."""
+        """Rank 0's value, on all ranks. Waits for them on the host."""
         return value if self.group is None else self.group.broadcast_object(value, src=0)
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, in their order; waits for them on the host."""
+        """The values of all ranks, in rank order. Waits for them on the host."""
         return [value] if self.group is None else self.group.all_gather_object(value)
 
     def check_equal(self, what: str, value: Any) -> None:
         """Check that all ranks have this value.
 
         Raises:
-            RankError: names what differs, and the values by rank.
+            RankError: With the name of the value, and the values by rank.
         """
         values = self.gather(value)
         if any(other != value for other in values):

@@ -1,8 +1,7 @@
-"""Forwards of the target model over views: the input tokens, where they lie, what they attend to, what backends are told of it, and what
-a batch carries from one round to the next.
+"""Forwards of the target model over rows of the token table: their inputs, their attention, and the batch state between rounds.
 
-SGLang's forward mode for several tokens a request is ``TARGET_VERIFY``: attention reads the token table, every token's logits are
-kept. Its speculative input tells backends the true lengths.
+SGLang's forward mode for several tokens per request is ``TARGET_VERIFY``: attention reads the token table, and the logits of every
+token are kept. A speculative input gives the attention backends the true lengths.
 """
 
 import copy
@@ -29,11 +28,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AttentionOverride:
-    """What a forward attends with in the place of the model's own.
+    """Attention that replaces the model's own in a forward.
 
     Attributes:
-        backend: computes it.
-        graphs: forwards of one token a request that were captured with it; None to run without.
+        backend: The attention backend.
+        graphs: Captured forwards of one token per request with this backend; None to run without graphs.
     """
 
     backend: AttentionBackend
@@ -42,18 +41,18 @@ class AttentionOverride:
 
 @dataclass(frozen=True)
 class AttentionOverrides:
-    """Which attention a forward takes; None stands for the model's own.
+    """Selects the attention of a forward; None means the model's own.
 
     Attributes:
-        verifier: of several tokens a request.
-        compressed: of one token a request, over rows of which some may begin with packed blocks, or with cells of uneven heads.
+        verifier: Attention of several tokens per request.
+        compressed: Attention of one token per request, over rows that may begin with packed blocks, ragged heads or pointers.
     """
 
     verifier: AttentionOverride | None = None
     compressed: AttentionOverride | None = None
 
     def select(self, counts: list[int], on_full_kv: bool) -> AttentionOverride | None:
-        """That of a forward of so many tokens of each request; ``on_full_kv``: no request reads a compressed copy."""
+        """The attention of a forward with these token counts per request. ``on_full_kv``: no request reads compressed KV."""
         if max(counts) > 1:
             return self.verifier
         return None if on_full_kv else self.compressed
@@ -61,16 +60,16 @@ class AttentionOverrides:
 
 @dataclass(frozen=True)
 class ForwardInputs:
-    """One forward's inputs, request by request, on the device where not said otherwise.
+    """Inputs of one forward, request by request, on the device if not stated otherwise.
 
     Attributes:
         tokens: int64 [total], input tokens.
         positions: int64 [total], absolute positions.
-        slots: int64 [total], where their KV is written.
+        slots: int64 [total], slots for their KV.
         rows: int64 [batch], rows of the token table that attention reads.
         lengths: int64 [batch], tokens that each request's last query attends to.
-        lengths_cpu: the same on the host.
-        counts: tokens of each request.
+        lengths_cpu: The same on the host.
+        counts: Input tokens of each request.
     """
 
     tokens: torch.Tensor
@@ -85,13 +84,13 @@ class ForwardInputs:
 def run(
     model_runner: "ModelRunner", batch: "ScheduleBatch", inputs: ForwardInputs, attention: AttentionOverride | None = None
 ) -> LogitsProcessorOutput:
-    """Forward the inputs; logits for each token: float [total, vocabulary].
+    """Run a forward. Returns the logits of each token: float [total, vocabulary].
 
     Args:
-        model_runner: the target's.
-        batch: whose requests these are.
-        inputs: what to forward.
-        attention: what the model attends with; None for its own.
+        model_runner: The target's.
+        batch: The requests.
+        inputs: The inputs.
+        attention: Attention of the model; None for its own.
     """
     with use_attention(model_runner, attention):
         return model_runner.forward(build_forward_batch(model_runner, batch, inputs)).logits_output
@@ -99,10 +98,10 @@ def run(
 
 @contextmanager
 def use_attention(model_runner: "ModelRunner", attention: AttentionOverride | None) -> Iterator[None]:
-    """Let the model attend with ``attention``, and replay what was captured with it; with its own for None."""
+    """Let the model use ``attention`` and its graphs inside this context; None for the model's own."""
     own = AttentionOverride(model_runner.attn_backend, model_runner.decode_cuda_graph_runner)
-    chosen = attention or own
-    model_runner.attn_backend, model_runner.decode_cuda_graph_runner = chosen.backend, chosen.graphs
+    used = attention or own
+    model_runner.attn_backend, model_runner.decode_cuda_graph_runner = used.backend, used.graphs
     try:
         yield
     finally:
@@ -110,7 +109,7 @@ def use_attention(model_runner: "ModelRunner", attention: AttentionOverride | No
 
 
 def build_forward_batch(model_runner: "ModelRunner", batch: "ScheduleBatch", inputs: ForwardInputs) -> ForwardBatch:
-    """SGLang's forward batch: a plain decode when each request has one token, else a ragged verify."""
+    """SGLang's forward batch: a plain decode if each request has one token, otherwise a ragged verification."""
     forward = decode_batch(batch, inputs)
     counts = inputs.counts
     if max(counts) > 1:
@@ -130,7 +129,7 @@ def build_forward_batch(model_runner: "ModelRunner", batch: "ScheduleBatch", inp
 
 
 def decode_batch(batch: "ScheduleBatch", inputs: ForwardInputs) -> ForwardBatch:
-    """A decode of the inputs, as if each token were a request's."""
+    """A decode batch of the inputs, with one token per request."""
     return ForwardBatch(
         forward_mode=ForwardMode.DECODE,
         batch_size=len(inputs.counts),
@@ -152,11 +151,11 @@ def decode_batch(batch: "ScheduleBatch", inputs: ForwardInputs) -> ForwardBatch:
 
 
 def select_requests(batch: "ScheduleBatch", requests: list[int], where: torch.Tensor) -> "ScheduleBatch":
-    """What a forward reads of a batch, of some of its requests; the batch itself stays as it is.
+    """A batch of some requests of another batch, with the fields that a forward reads. The other batch does not change.
 
     Args:
-        requests: their places.
-        where: the same, int64 on the device.
+        requests: Positions of the requests in the batch.
+        where: The same, int64 on the device.
     """
     part = copy.copy(batch)
     part.reqs = [batch.reqs[i] for i in requests]
@@ -165,14 +164,14 @@ def select_requests(batch: "ScheduleBatch", requests: list[int], where: torch.Te
 
 
 def prepare_lora(model_runner: "ModelRunner", forward: ForwardBatch, counts: list[int]) -> None:
-    """Fetch the batch's adapters and tell SGLang's LoRA layers the adapter of each token.
+    """Fetch the batch's adapters, and set the adapter of each token in SGLang's LoRA layers.
 
-    SGLang's LoRA backends take a verification for one of equal lengths. They see a decode instead, in
-    which each token is a request: any lengths fit, and no logits are pruned.
+    SGLang's LoRA backends assume that a verification has equal lengths. They get a decode batch instead, in which each token is a
+    request: it allows any lengths, and keeps all logits.
 
     Args:
-        forward: the batch, with the adapter of each request in ``lora_ids``.
-        counts: tokens of each request.
+        forward: The batch, with the adapter of each request in ``lora_ids``.
+        counts: Tokens of each request.
     """
     manager = model_runner.lora_manager
     if not model_runner.server_args.enable_lora_overlap_loading:
@@ -187,14 +186,13 @@ def prepare_lora(model_runner: "ModelRunner", forward: ForwardBatch, counts: lis
 
 @dataclass(frozen=True)
 class NewTokenLayout:
-    """How the new tokens of a forward are laid out.
+    """Layout of the new tokens of a forward.
 
     Attributes:
         prefixes: int64 [batch], tokens before each request's new ones.
-        starts: int64 [batch + 1], first of each request's new tokens among all.
-        counts: new tokens of each request, on the host.
-        lengths: int64 [tokens], tokens of its row that each new token attends to; a draft row is shorter than the
-            positions in it.
+        starts: int64 [batch + 1], index of each request's first new token among all new tokens.
+        counts: New tokens of each request, on the host.
+        lengths: int64 [tokens], tokens of its row that each new token attends to. A draft row has fewer tokens than the positions in it.
     """
 
     prefixes: torch.Tensor
@@ -204,12 +202,12 @@ class NewTokenLayout:
 
 
 class RaggedVerifyInput(SpecInput):
-    """Lengths of a forward in which some requests bring one token, others a whole verification.
+    """Lengths of a forward in which some requests have one new token and others a whole verification.
 
     Attributes:
         lengths: int64 [batch], tokens that each request's last query attends to.
         query_lengths: int64 [batch], new tokens of each request.
-        counts: the same on the host.
+        counts: The same on the host.
     """
 
     def __init__(self, lengths: torch.Tensor, query_lengths: torch.Tensor, counts: list[int]):
@@ -217,15 +215,15 @@ class RaggedVerifyInput(SpecInput):
         self.lengths = lengths
         self.query_lengths = query_lengths
         self.counts = counts
-        # Captured graphs are as wide as one token; SGLang runs what is wider without them.
+        # Captured graphs have one token per request; SGLang runs wider forwards without graphs.
         self.num_tokens_per_req = max(counts)
         self.capture_hidden_mode = CaptureHiddenMode.NULL
 
     def new_tokens(self, forward_batch: ForwardBatch) -> NewTokenLayout:
-        """For verify_attention.py."""
+        """Layout of the new tokens, for verify_attention.py."""
         prefixes, total = self.lengths - self.query_lengths, sum(self.counts)
         starts = torch.nn.functional.pad(self.query_lengths.cumsum(0), (1, 0))
-        # What lies before a request's tokens in its row, less what lies before them in the forward.
+        # Tokens before a request's new tokens in its row, minus tokens before them in the forward.
         before = torch.repeat_interleave(prefixes - starts[:-1], self.query_lengths, output_size=total)
         lengths = before + torch.arange(1, total + 1, device=before.device)
         return NewTokenLayout(prefixes, starts, self.counts, lengths)
@@ -240,8 +238,7 @@ class RaggedVerifyInput(SpecInput):
         """Index pointers for FlashInfer's paged prefill: ragged queries, causal, no mask.
 
         Returns:
-            kv_indices int32 [sum of lengths], kv_indptr int32 [batch + 1], qo_indptr int32
-            [batch + 1], no custom mask.
+            kv_indices int32 [sum of lengths], kv_indptr int32 [batch + 1], qo_indptr int32 [batch + 1], and None for the custom mask.
         """
         columns = torch.arange(int(self.lengths.max()), device=req_to_token.device)
         table = req_to_token[req_pool_indices.long()[:, None], columns[None, :]]
@@ -250,15 +247,15 @@ class RaggedVerifyInput(SpecInput):
 
 
 class EvenVerifyInput(SpecInput):
-    """Lengths of a verification in which each request brings ``width`` tokens; CUDA graphs take it.
+    """Lengths of a verification with ``width`` tokens per request, which CUDA graphs accept.
 
     As in SGLang's own verifications, the batch's ``seq_lens`` do not count the new tokens.
 
     Attributes:
-        width: new tokens of each request.
+        width: New tokens of each request.
     """
 
-    # Read by SGLang's backends: a chain of drafts, causal, without a mask.
+    # SGLang's backends read these: a chain of drafts, causal, without a mask.
     custom_mask = None
     topk = 1
 
@@ -268,7 +265,7 @@ class EvenVerifyInput(SpecInput):
         self.capture_hidden_mode = CaptureHiddenMode.NULL
 
     def new_tokens(self, forward_batch: ForwardBatch) -> NewTokenLayout:
-        """For verify_attention.py; reads nothing but ``seq_lens`` on the device."""
+        """Layout of the new tokens, for verify_attention.py. Reads only ``seq_lens``, on the device."""
         prefixes, batch = forward_batch.seq_lens, forward_batch.batch_size
         starts = torch.arange(batch + 1, device=prefixes.device) * self.width
         lengths = prefixes[:, None] + torch.arange(1, self.width + 1, device=prefixes.device)
@@ -286,7 +283,7 @@ class EvenVerifyInput(SpecInput):
         Args:
             req_pool_indices: int64 [batch], rows of the token table.
             paged_kernel_lens: [batch], tokens before the new ones.
-            paged_kernel_lens_sum: their sum.
+            paged_kernel_lens_sum: Their sum.
             req_to_token: int32, the token table.
         """
         from sglang.kernels.ops.kvcache.kv_indices import create_flashinfer_kv_indices_triton
@@ -313,13 +310,12 @@ def index_pointers(lengths: torch.Tensor) -> torch.Tensor:
 class KVDraftInput:
     """A batch's draft input between iterations.
 
-    SGLang's overlapped scheduler relays ``bonus_tokens`` from one iteration to the next on the device, by
-    row of the token table (``future_indices``). The other fields are those that it reads of any draft
-    input; all further state is kept by request in the worker.
+    SGLang's overlapped scheduler relays ``bonus_tokens`` on the device from one iteration to the next, by row of the token table
+    (``future_indices``). The scheduler reads the other fields of any draft input. The worker keeps all further state by request.
 
     Attributes:
         bonus_tokens: int64 [batch], newest token of each output; its KV is not computed yet.
-        future_indices: int64 [batch], rows under which the scheduler relays; it sets them.
+        future_indices: int64 [batch], rows under which the scheduler relays the tokens; the scheduler sets them.
     """
 
     bonus_tokens: torch.Tensor

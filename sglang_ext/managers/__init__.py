@@ -1,1 +1,1 @@
-"""What runs in SGLang's scheduler: planning, drafting, verifying, emitting."""
+"""The parts that run in SGLang's scheduler process: they plan rounds, draft, verify and return output tokens."""

@@ -1,4 +1,4 @@
-"""What is captured or compiled when the server starts: graphs of verifications, what attends in those without, SGLang's kernel of slots."""
+"""Captures and compiles at server start: verification graphs, attention for verifications without a graph, SGLang's slot kernel."""
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
@@ -26,13 +26,13 @@ logger = logging.getLogger(__name__)
 def capture_verify_graphs(
     args: "KVServerArgs", model_runner: "ModelRunner", queries: QueryWindows, verifier: AttentionBackend | None
 ) -> VerifyGraphSet | None:
-    """Captured verifications of a server that verifies, where SGLang captured graphs of one token a request; else None.
+    """Capture verification graphs, if the server verifies and SGLang captured graphs of one token per request; otherwise None.
 
     Args:
-        args: the server's.
-        model_runner: the target's.
-        queries: take the graphs' queries.
-        verifier: what attends in verifications that no graph holds; None for the model's own attention.
+        args: The server's.
+        model_runner: The target's.
+        queries: Records the queries of the graphs.
+        verifier: Attention of verifications without a graph; None for the model's own.
     """
     if args.kv_mode == "lossy" or model_runner.decode_cuda_graph_runner is None:
         return None
@@ -47,8 +47,8 @@ def capture_verify_graphs(
 
 
 def max_captured_tokens(args: "KVServerArgs", model_runner: "ModelRunner") -> int:
-    """Tokens of the largest forward that is captured beside SGLang's own: a verification, or a step where nothing is verified."""
-    # SGLang rounds the most requests up, where ranks share a batch.
+    """Tokens of the largest forward that is captured in addition to SGLang's own: a verification, or a step if nothing is verified."""
+    # SGLang rounds the number of requests up if ranks share a batch.
     width = 1 if args.kv_mode == "lossy" else options.verify_widths(args)[-1]
     most = max(get_batch_sizes_to_capture(model_runner, width)[0]) * width
     return most if width == 1 else max(most, options.max_captured_tokens(args, model_runner.req_to_token_pool.size))
@@ -57,17 +57,17 @@ def max_captured_tokens(args: "KVServerArgs", model_runner: "ModelRunner") -> in
 def record_step_queries(
     args: "KVServerArgs", model_runner: "ModelRunner", queries: QueryWindows, every: int
 ) -> AbstractContextManager[None]:
-    """Lets graphs of steps over copies, captured inside it, leave their queries, where tokens are chosen by them each ``every`` steps."""
+    """A context in which captured graphs of steps record queries, if tokens are selected by them every ``every`` steps."""
     if not every or model_runner.decode_cuda_graph_runner is None:
         return nullcontext()
     return queries.capturing(max_captured_tokens(args, model_runner), steps=True)
 
 
 def create_verify_attention(args: "KVServerArgs", model_runner: "ModelRunner") -> VerifyAttention | None:
-    """What attends in verifications where no graph is replayed; None for the model's own attention."""
+    """Attention of verifications without a graph; None for the model's own."""
     if args.kv_mode == "lossy":
         return None
-    # fa3 takes equal numbers of tokens only.
+    # fa3 accepts only equal numbers of tokens per request.
     in_place = model_runner.decode_attention_backend_str in ("triton", "fa3")
     return VerifyAttention(model_runner) if in_place else None
 
@@ -81,14 +81,14 @@ def unpin_plans(model_runner: "ModelRunner", graphs: VerifyGraphSet | None) -> N
 
 
 def compile_slot_kernel(token_table: torch.Tensor, requests: int) -> None:
-    """Run once, in each of its forms, SGLang's kernel that writes slots of coming tokens to the token table, with nothing to write.
+    """Compile SGLang's kernel that writes the slots of new tokens to the token table, by running each variant with nothing to write.
 
-    Triton compiles it anew for each power of 2 of requests, and for slots that begin at a multiple of 16 bytes or elsewhere, which
-    what the allocator hands out does now and then: some 40 ms each, in the middle of a batch's first rounds.
+    Triton compiles it again for each power of 2 of requests. It also does so if the slots do not begin at a multiple of 16 bytes, as the
+    allocator's slots sometimes do. Each compilation takes about 40 ms, in the middle of a batch's first rounds.
 
     Args:
         token_table: int32 [rows, width], SGLang's.
-        requests: that run at once at most.
+        requests: Upper limit of running requests.
     """
     slots = torch.zeros(4, dtype=torch.int64, device=token_table.device)
     for exponent in range((requests - 1).bit_length() + 1):

@@ -1,6 +1,6 @@
-"""Checks of who may read and write which slot, before each forward.
+"""Checks, before each forward, which request may read and write which slot.
 
-They cost a pass over all live slots, so they run only where SGLang's own invariant checks are strict
+The checks read all slots in use. So they run only if SGLang's own invariant checks are strict
 (``SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY``): in soak runs and tests.
 """
 
@@ -17,34 +17,34 @@ def is_strict() -> bool:
 
 
 def check(exact_tokens: dict[int, range], written: torch.Tensor, compressed_kv: CompressedKVCache) -> None:
-    """Check that a forward writes only slots of its own, that nothing live is free, and the prefix tree.
+    """Check that a forward writes only its own slots, that no slot in use is free, and that the prefix tree is consistent.
 
     Args:
-        exact_tokens: by the request's row in the token table, positions whose full KV is in the pool.
-        written: int64 [tokens], slots that it writes.
-        compressed_kv: the compressed copies.
+        exact_tokens: By the request's row in the token table, positions whose full KV is in the pool.
+        written: int64 [tokens], slots that the forward writes.
+        compressed_kv: The compressed KV of all requests.
 
     Raises:
-        IntegrityError: names the two owners and the slots.
+        IntegrityError: With the two owners and the slots.
     """
     exact = torch.cat([compressed_kv.token_table[row, at.start : at.stop] for row, at in exact_tokens.items()]).long()
-    copies = compressed_kv.all_slots()
+    compressed_slots = compressed_kv.all_slots()
     page = compressed_kv.allocator.page_size
     free, cached = compressed_kv.free_slots(), compressed_kv.tree_cache.cached_slots()
     _require(written >= page, written, "a forward writes", "SGLang's padding page")
     _unique(written, "a forward writes", "two tokens of it")
-    _unique(copies, "a compressed copy holds", "another copy")
+    _unique(compressed_slots, "compressed KV holds", "the compressed KV of another request")
     _unique(cached, "the prefix tree holds", "another node of it")
-    _unique(exact[~torch.isin(exact, cached)], "a request's own KV lies in", "another request")
-    _disjoint(written, exact, "a forward writes", "exact KV")
-    _disjoint(written, copies, "a forward writes", "a compressed copy")
-    _disjoint(copies, exact, "a compressed copy holds", "exact KV")
+    _unique(exact[~torch.isin(exact, cached)], "the full KV of a request is stored in", "another request")
+    _disjoint(written, exact, "a forward writes", "full KV")
+    _disjoint(written, compressed_slots, "a forward writes", "compressed KV")
+    _disjoint(compressed_slots, exact, "compressed KV holds", "full KV")
     _disjoint(written, cached, "a forward writes", "the prefix tree")
-    _disjoint(copies, cached, "a compressed copy holds", "the prefix tree")
+    _disjoint(compressed_slots, cached, "compressed KV holds", "the prefix tree")
     for slots, what in (
         (written, "a forward writes"),
-        (exact, "exact KV lies in"),
-        (copies, "a copy holds"),
+        (exact, "full KV is stored in"),
+        (compressed_slots, "compressed KV holds"),
         (cached, "the prefix tree holds"),
     ):
         _disjoint(slots, free, what, "the free list")
@@ -54,35 +54,36 @@ def check(exact_tokens: dict[int, range], written: torch.Tensor, compressed_kv: 
 
 
 def check_draft_rows(compressed_kv: CompressedKVCache) -> None:
-    """Check that after each copy its draft row leads where the request's own row does.
+    """Check that each draft row points to the same slots as the request's own row, after the compressed KV.
 
     Raises:
-        IntegrityError: names a draft row that leads elsewhere, and from which position on.
+        IntegrityError: With the draft row and the first position that differs.
     """
     table = compressed_kv.token_table
-    for row, view in compressed_kv.copies():
-        after = view.tail_end - view.covered
-        own, draft = table[row, view.covered : view.tail_end], table[compressed_kv.draft_row(row), view.kept : view.kept + after]
+    for row, kv in compressed_kv.copies():
+        after = kv.tail_end - kv.covered
+        own, draft = table[row, kv.covered : kv.tail_end], table[compressed_kv.draft_row(row), kv.kept : kv.kept + after]
         if not torch.equal(own, draft):
             first = int((own != draft).nonzero()[0])
             raise IntegrityError(
-                f"the draft row {compressed_kv.draft_row(row)} leads to slot {int(draft[first])} for position {view.covered + first}, "
+                f"the draft row {compressed_kv.draft_row(row)} points to slot {int(draft[first])} for position {kv.covered + first}, "
                 f"whose KV the request in row {row} has in slot {int(own[first])}"
             )
 
 
 def check_compressed(compressed_kv: CompressedKVCache) -> None:
-    """Check that each copy reads only what its own method made, and that its row says what it holds.
+    """Check that compressed KV reads only segments of its own method, and that its table entry agrees with its slots.
 
     Raises:
-        IntegrityError: names a copy of which that is not so.
+        IntegrityError: With the row of the wrong compressed KV.
     """
-    for row, view in compressed_kv.copies():
+    for row, kv in compressed_kv.copies():
         own = compressed_kv.method(row).name
-        others = sorted({segment.method for segment in view.segments} - {own})
+        others = sorted({segment.method for segment in kv.segments} - {own})
         if others:
-            raise IntegrityError(f"the copy of row {row} is one of {own}; it reads segments of {', '.join(others)}")
-        compressed_kv.layout.check(compressed_kv.draft_row(row), view, compressed_kv.token_table[row, : view.covered].long(), compressed_kv.buffers)
+            raise IntegrityError(f"the compressed KV of row {row} was made by {own}; it reads segments of {', '.join(others)}")
+        full = compressed_kv.token_table[row, : kv.covered].long()
+        compressed_kv.layout.check(compressed_kv.draft_row(row), kv, full, compressed_kv.buffers)
 
 
 def _unique(slots: torch.Tensor, what: str, owner: str) -> None:

@@ -1,7 +1,8 @@
-"""What this plugin takes on the device beside SGLang's KV pool: counted here, and taken off the pool (:class:`ReservedMemory`).
+"""Plans the device memory that this plugin needs in addition to SGLang's KV pool, and takes it off the pool (:class:`ReservedMemory`).
 
-Whoever takes such memory has its size from here, or the plan from there. Not counted are the intermediate results of steps and captured
-verifications, partial sums of attention among them, which lie, as those of SGLang's own graphs, in what ``--mem-fraction-static`` leaves.
+Code that allocates such memory takes its size from this module, or this module takes it from there. Not planned: intermediate results
+of steps and of captured verifications, such as partial sums of attention. Like those of SGLang's own graphs, they use the memory that
+``--mem-fraction-static`` leaves.
 """
 
 import logging
@@ -27,7 +28,7 @@ from sglang_ext.mem_cache.compressors.each_step.quest import Quest
 from sglang_ext.mem_cache.compressors.spade import Spade
 from sglang_ext.mem_cache.host_tier.tier import staging_bytes
 from sglang_ext.mem_cache.selection.scoring_keys import KeySpec
-from sglang_ext.mem_cache.selection.on_gpu import planned_bytes as choice_bytes
+from sglang_ext.mem_cache.selection.on_gpu import planned_bytes as selection_bytes
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -35,27 +36,27 @@ if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
 
 
-# Of the memory for KV, what rings of queries take at most, and rings that there are in any case, where as many requests run.
+# Upper limit of query rings, as a share of the memory for KV; and rings that exist in any case, if that many requests run.
 RINGS_SHARE, LEAST_RINGS = 1 / 64, 16
-# As many times as much where cache ranks have full KV: more requests run at once, and each leaves queries in every step.
+# Factor on that share if cache ranks hold full KV: more requests run at once, and each records queries in every step.
 RINGS_OF_ROWS = 4
-# Of each of FlashInfer's wrappers on the device, for its plan; and wrappers of a backend beside those of its graphs.
+# Bytes of each FlashInfer wrapper on the device, for its plan; and wrappers of a backend outside its graphs.
 PLAN_BYTES, OTHER_WRAPPERS = 8 << 20, 4
-# Page tables that SGLang's fa3 backend has for graphs of verifications.
+# Page tables of SGLang's fa3 backend for graphs of verifications.
 PAGE_TABLES = 3
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """A model as one rank holds it.
+    """Sizes of a model, as one rank holds it.
 
     Attributes:
-        layers: that attend.
-        query_heads, kv_heads: of a layer, on this rank.
-        head_dim, value_dim: of a query or key, and of a value.
-        number_bytes: of a number in queries, keys and values.
-        vocabulary: tokens.
-        context: tokens of the longest.
+        layers: Attention layers.
+        query_heads, kv_heads: Heads of a layer on this rank.
+        head_dim, value_dim: Channels of a query or key, and of a value.
+        number_bytes: Bytes of a number in queries, keys and values.
+        vocabulary: Tokens in the vocabulary.
+        context: Longest context in tokens.
     """
 
     layers: int
@@ -69,7 +70,7 @@ class ModelSizes:
 
     @classmethod
     def of(cls, model_runner: "ModelRunner") -> "ModelSizes":
-        """Those of a loaded model."""
+        """The sizes of a loaded model."""
         attention, config = first_attention_layer(model_runner.model), model_runner.model_config
         return cls(
             layers=len(attention_scaling(model_runner.model)),
@@ -95,43 +96,44 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes on the device beside SGLang's KV pool, by what they are for; what a server does not need is 0.
+    """Bytes on the device outside SGLang's KV pool, by purpose; 0 for what a server does not need.
 
     Attributes:
-        rings: requests whose newest queries are kept at once.
-        query_rings: those queries, for methods that score keys by them.
-        draft_rows: a second row of the token table for each request, and wider rows.
-        compressed_tables: what draft rows begin with, where that is not tokens.
-        pending_drafts: drafts that wait for full KV.
-        scores: predicted scores of all slots, and the network that gives them.
-        key_codes: keys of all slots in few bits, by which tokens are chosen.
-        extremes: least and largest numbers of all pages, by which pages are chosen.
-        staging: buffers through which full KV goes to host memory and back.
-        workspaces: what attention of verifications works in.
-        selection_workspaces: what choices of tokens, or of pages, by queries of steps work in.
-        exchange_buffers: through which cache ranks on other GPUs get keys and queries, at most; where these send rows, records of copies, too.
-        prompt_codes: codes of a layer's keys and values, of the longest prompt, and what one kernel leaves another of its queries.
-        logits: of the largest captured verification.
+        rings: Requests whose newest queries are kept at once.
+        query_rings: These queries, for methods that score keys by them.
+        draft_rows: A second row of the token table for each request, and wider rows.
+        compressed_tables: Tables about the beginnings of draft rows, if these do not hold tokens.
+        pending_drafts: Drafts that are not verified yet.
+        scores: Predicted scores of all slots, and the network that predicts them.
+        key_codes: Keys of all slots in few bits, by which tokens are selected.
+        extremes: Smallest and largest numbers of all pages, by which pages are selected.
+        staging: Staging buffers for full KV on its way to and from host memory.
+        workspaces: Workspaces for the attention of verifications.
+        selection_workspaces: Workspaces for selections of tokens or pages by the queries of steps.
+        exchange_buffers: Upper limit of the buffers through which cache ranks on other GPUs get keys and queries. If the ranks send rows,
+            also the records of compressed KV.
+        prompt_codes: Quantized keys and values of the longest prompt in one layer, and the queries that one kernel passes to another.
+        logits: Logits of the largest captured verification.
     """
 
     rings: int = 0
     query_rings: int = field(default=0, metadata={"name": "query rings"})
     draft_rows: int = field(default=0, metadata={"name": "draft rows of the token table"})
-    compressed_tables: int = field(default=0, metadata={"name": "tables of copies"})
-    pending_drafts: int = field(default=0, metadata={"name": "gathered drafts"})
+    compressed_tables: int = field(default=0, metadata={"name": "tables of compressed KV"})
+    pending_drafts: int = field(default=0, metadata={"name": "pending drafts"})
     scores: int = field(default=0, metadata={"name": "predicted scores"})
     key_codes: int = field(default=0, metadata={"name": "keys in few bits"})
     extremes: int = field(default=0, metadata={"name": "extremes of pages"})
     staging: int = field(default=0, metadata={"name": "buffers to and from host memory"})
     workspaces: int = field(default=0, metadata={"name": "workspaces of verifications"})
-    selection_workspaces: int = field(default=0, metadata={"name": "choices of tokens"})
-    exchange_buffers: int = field(default=0, metadata={"name": "arenas of cache ranks"})
+    selection_workspaces: int = field(default=0, metadata={"name": "selection of tokens"})
+    exchange_buffers: int = field(default=0, metadata={"name": "exchange buffers of cache ranks"})
     prompt_codes: int = field(default=0, metadata={"name": "codes of prompts"})
     logits: int = field(default=0, metadata={"name": "logits of verifications"})
 
     @property
     def total(self) -> int:
-        """Bytes of all."""
+        """Sum of all parts, in bytes."""
         return sum(size for _, size in self._parts())
 
     def __str__(self) -> str:
@@ -147,15 +149,15 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class MemoryPlanner:
-    """Plans for a server's flags, by how much its pool will hold.
+    """Plans memory for a server's flags, by the size of its pool.
 
     Attributes:
-        args: the server's, as SGLang resolved them.
-        model: on this rank.
-        served: the methods that requests may ask for.
-        backend: attention backend of decoding; verifications follow it.
-        on_gpu: whether there are kernels and graphs.
-        capability: compute capability of the NVIDIA GPU, where it is one.
+        args: The server's, as SGLang resolved them.
+        model: Sizes of the model on this rank.
+        served: The methods that requests may ask for.
+        backend: Attention backend of decoding; verifications follow it.
+        on_gpu: Whether there are kernels and graphs.
+        capability: Compute capability of an NVIDIA GPU; otherwise None.
     """
 
     args: "KVServerArgs"
@@ -167,12 +169,12 @@ class MemoryPlanner:
 
     @property
     def stride(self) -> int:
-        """Tokens of a request in a verification at most."""
+        """Upper limit of a request's tokens in a verification."""
         return self.args.speculative_num_draft_tokens
 
     @classmethod
     def of(cls, args: "KVServerArgs", model_runner: "ModelRunner", served: ServedMethods) -> "MemoryPlanner":
-        """For a loaded model."""
+        """The planner for a loaded model."""
         _, backend = args.get_attention_backends()
         there = torch.empty(0, device=model_runner.device)
         return cls(args, ModelSizes.of(model_runner), served, backend, there.is_cuda, packed_decode.capability(there))
@@ -184,32 +186,32 @@ class MemoryPlanner:
 
     @property
     def code_bytes(self) -> int:
-        """Bytes of a token's keys in few bits; 0 where there are none."""
+        """Bytes of a token's keys in few bits; 0 if there are none."""
         bits, model = selection_options.slot_code_bits(self.args), self.model
-        # Numbers are of no account where codes are alone.
+        # The dtype has no effect on the size of keys in few bits.
         return KeySpec(model.layers, model.kv_heads, model.head_dim, torch.float16, bits).token_bytes if bits else 0
 
     @property
     def _paging(self) -> Quest | None:
-        """The method whose choices are made in attention; None for none."""
+        """The method that selects within attention; None if there is none."""
         compressors = (method.compressor for method in self.served.methods)
         return next((each for each in compressors if isinstance(each, Quest) and each.in_attention), None)
 
     def _extremes(self, slots: int) -> int:
-        """Bytes of the extremes of pages of so many slots, as page_extremes.py has them; 0 where there are none."""
+        """Bytes of the page extremes of this number of slots, as in page_extremes.py; 0 if there are none."""
         model, paging = self.model, self._paging
         page = 0 if paging is None else slots // paging.scoring.page
         return page * model.layers * model.kv_heads * 2 * model.head_dim * model.number_bytes
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token in the pool, and beside it of all that follows its keys."""
+        """Bytes of a token in the pool, and of the data beside the pool that follows its keys."""
         page = Quest.scoring.page
         return self.model.slot_bytes + self.code_bytes + -(-self._extremes(page) // page)
 
     @property
     def ahead(self) -> int:
-        """Tokens by which rows of the token table are widened: what SGLang reserves ahead must not reach the next row."""
+        """Tokens by which rows of the token table are widened, so that SGLang's slots reserved ahead do not reach the next row."""
         return get_alloc_reserve_per_decode(self.args) + self.args.page_size
 
     @property
@@ -218,7 +220,7 @@ class MemoryPlanner:
         return self.model.context + get_req_to_token_extra_context_len(self.args)
 
     def rings(self, requests: int, tokens: int) -> int:
-        """Requests whose queries are kept at once, of so many that run at most, with a pool of so many tokens."""
+        """Requests whose queries are kept at once, for ``requests`` running requests at most, and a pool of ``tokens`` tokens."""
         window = self.served.window
         if not window:
             return 0
@@ -227,7 +229,7 @@ class MemoryPlanner:
         return min(requests, max(LEAST_RINGS, share))
 
     def plan(self, requests: int, tokens: int, rings: int) -> MemoryPlan:
-        """For so many requests at once, a pool of so many tokens, and so many rings."""
+        """Plan for ``requests`` running requests, a pool of ``tokens`` tokens, and ``rings`` query rings."""
         args, model, rows = self.args, self.model, requests + 1
         width = self._width + self.ahead
         scores, slots = self.served.scores, tokens + args.page_size
@@ -235,15 +237,15 @@ class MemoryPlanner:
             rings=rings,
             query_rings=(1 + rings * self.ring_span) * model.query_bytes if rings else 0,
             draft_rows=4 * rows * (2 * width - self._width),
-            compressed_tables=self._copy_tables(2 * rows),
+            compressed_tables=self._compressed_tables(2 * rows),
             pending_drafts=8 * rows * (self.stride - 1),
             scores=0 if scores is None else scores.planned_bytes(slots),
             key_codes=slots * self.code_bytes,
             extremes=self._extremes(slots),
             staging=2 * staging_bytes(slots * model.slot_bytes, args.page_size * model.slot_bytes) if args.kv_host_gb else 0,
             workspaces=self._workspaces(requests),
-            selection_workspaces=self._choices(rings, width) + self._page_choices(requests, width),
-            exchange_buffers=self._arenas(tokens) if self.on_gpu else 0,
+            selection_workspaces=self._selection_bytes(rings, width) + self._page_selection_bytes(requests, width),
+            exchange_buffers=self._exchange_buffers(tokens) if self.on_gpu else 0,
             prompt_codes=self._prompt_codes(width),
             logits=4 * model.vocabulary * options.max_captured_tokens(args, requests) if self._captures else 0,
         )
@@ -254,7 +256,7 @@ class MemoryPlanner:
         graphs = self.on_gpu and args.cuda_graph_config.decode.backend != Backend.DISABLED
         return graphs and args.kv_mode != "lossy"
 
-    def _copy_tables(self, rows: int) -> int:
+    def _compressed_tables(self, rows: int) -> int:
         methods = self.served.methods
         counts = any(method.quantizer is not None for method in methods) + any(method.compressor.points for method in methods)
         bounds = self.model.layers * self.model.kv_heads + 1 if self.args.kv_head_budgets == "adaptive" else 0
@@ -262,19 +264,25 @@ class MemoryPlanner:
         pages = 0 if paging is None else PagePointerLayout.table_numbers(self.model.layers, self.model.kv_heads, paging.every)
         return 4 * rows * (counts + bounds + pages)
 
-    def _choices(self, rings: int, tokens: int) -> int:
-        """As on_gpu.py makes them, of contexts of so many tokens at most: one beside steps, of all that have rings, but where cache
-        ranks make that, and one while a copy is made."""
-        model, choosing = self.model, [m.compressor for m in self.served.methods if isinstance(m.compressor, Spade)]
-        if not self.on_gpu or not choosing:
-            return 0
-        sizes = tokens, model.query_heads, model.kv_heads, model.head_dim, model.number_bytes, choosing[0].predictor
-        at_once = [1] if self.args.kv_cache_ranks else [1, rings]
-        return sum(choice_bytes(model.layers * count, *sizes) for count in at_once)
+    def _selection_bytes(self, rings: int, tokens: int) -> int:
+        """Bytes of selections of tokens, as in on_gpu.py, for contexts of at most ``tokens`` tokens.
 
-    def _page_choices(self, requests: int, tokens: int) -> int:
-        """As quest_pages.py makes them, in rows of so many tokens: of a layer of a step, as the next one works where that did; once in what
-        SGLang's graphs of steps share, where there are any, and once outside, where they are captured from and larger batches step."""
+        Two may run at once: one on a second stream for all requests with rings, unless cache ranks select; and one when a request is
+        compressed.
+        """
+        model, selecting = self.model, [m.compressor for m in self.served.methods if isinstance(m.compressor, Spade)]
+        if not self.on_gpu or not selecting:
+            return 0
+        sizes = tokens, model.query_heads, model.kv_heads, model.head_dim, model.number_bytes, selecting[0].predictor
+        at_once = [1] if self.args.kv_cache_ranks else [1, rings]
+        return sum(selection_bytes(model.layers * count, *sizes) for count in at_once)
+
+    def _page_selection_bytes(self, requests: int, tokens: int) -> int:
+        """Bytes of selections of pages, as in quest_pages.py, in rows of ``tokens`` tokens; the layers of a step share them.
+
+        SGLang's graphs of steps share one workspace, if there are any. Another one is outside the graphs, which are captured from it and in
+        which larger batches run.
+        """
         paging = self._paging
         if not self.on_gpu or paging is None:
             return 0
@@ -284,13 +292,13 @@ class MemoryPlanner:
         at_once = [requests] if decode.backend == Backend.DISABLED else [requests, min(requests, max(decode.bs))]
         return sum(scratch_bytes(count, self.model.kv_heads, tokens, paging.scoring.page) for count in at_once)
 
-    def _arenas(self, tokens: int) -> int:
-        """Where rows are sent with records of as many tokens as the pool holds, a number for each layer and KV head."""
+    def _exchange_buffers(self, tokens: int) -> int:
+        """Bytes of the exchange buffers. If ranks send rows, also of records: a number per token of the pool, layer and KV head."""
         records = 4 * tokens * self.model.layers * self.model.kv_heads if selection_options.has_remote_values(self.args) else 0
         return selection_options.exchange_buffer_bytes(self.args) * selection_options.ranks(self.args) + records
 
     def _prompt_codes(self, tokens: int) -> int:
-        """As quantized_extend.py makes them, of so many tokens at most."""
+        """Bytes of a prompt of at most ``tokens`` tokens in quantized_extend.py."""
         if not self.on_gpu or self.args.kv_prefill != QUANTIZED:
             return 0
         model, quantizer = self.model, next(m.quantizer for m in self.served.methods if m.quantizer is not None)
@@ -301,7 +309,7 @@ class MemoryPlanner:
         return tokens * token
 
     def _workspaces(self, requests: int) -> int:
-        """As verify_attention.py, verify_flashinfer.py and verify_fa3.py make them."""
+        """Bytes of the workspaces in verify_attention.py, verify_flashinfer.py and verify_fa3.py."""
         args, model = self.args, self.model
         if not self.on_gpu or args.kv_mode == "lossy":
             return 0
@@ -317,7 +325,7 @@ class MemoryPlanner:
         wide = [options.MAX_WIDE_REQUESTS, options.MAX_WIDE_REQUESTS]
         for graphs, most in [narrow] * len(options.verify_widths(args)) + [wide] * len(options.wide_verify_widths(args)):
             if self.backend == "flashinfer":
-                # Slot numbers of 4 bytes and a mask of 1, for two contexts of each request.
+                # 4-byte slot numbers and a 1-byte mask, for two contexts of each request.
                 size += 2 * most * model.context * 5 + (graphs + OTHER_WRAPPERS) * PLAN_BYTES
             else:
                 size += PAGE_TABLES * 4 * most * -(-model.context // args.page_size)
@@ -330,27 +338,27 @@ class MemoryPlanner:
 
 
 def gb(size: int) -> str:
-    """Bytes as a user reads them."""
+    """Bytes in a readable form."""
     return f"{size / 1e9:.2f} GB"
 
 
 logger = logging.getLogger(__name__)
 
-# What a device rounds two allocations up by, at most.
+# Upper limit of the bytes by which a device rounds two allocations up.
 ALLOCATION_GRAIN = 4 << 20
 
 
 class ReservedMemory:
-    """Memory of the device that the pool shall not get; made when the weights are loaded, before the pool is.
+    """Device memory that is kept from the KV pool. It is allocated after the weights are loaded and before the pool is created.
 
-    With ``--max-total-tokens`` the pool stays as large as that, where that fits without the plan.
+    With ``--max-total-tokens`` the pool keeps that size, if it fits without the plan.
 
     Args:
-        planner: plans for the server's flags.
-        model_runner: the target's.
+        planner: Plans for the server's flags.
+        model_runner: The target's.
 
     Raises:
-        OptionError: the weights leave less than the plan.
+        OptionError: The weights leave less memory than the plan needs.
     """
 
     def __init__(self, planner: MemoryPlanner, model_runner: "ModelRunner") -> None:
@@ -359,10 +367,10 @@ class ReservedMemory:
         configurator = model_runner.kv_cache_configurator
         available = configurator._profile_available_bytes(model_runner.pre_model_load_memory)
         asked = planner.args.max_total_tokens
-        # Codes of keys are a large part of what a token takes.
+        # Keys in few bits are a large part of a token's bytes.
         tokens = min(available // planner.token_bytes, asked or available)
         requests = configurator.resolve_max_num_reqs(tokens)
-        # For a pool as large as it would be beside these alone: what else depends on that is a little less in the end.
+        # Plan for the pool size without the plan itself. The plan makes the pool smaller, so parts that depend on its size shrink a little.
         plan = planner.plan(requests, tokens, planner.rings(requests, tokens))
         if plan.total >= available:
             raise OptionError(
@@ -370,33 +378,33 @@ class ReservedMemory:
                 f"or --cuda-graph-max-bs, or raise --mem-fraction-static (now {planner.args.mem_fraction_static})"
             )
         self._rings = plan.rings
-        # Host memory counts as taken once it is written.
-        size = self._beside(plan.total, available, (asked or 0) * planner.model.slot_bytes)
+        # Host memory counts as used once it is written.
+        size = self._held_bytes(plan.total, available, (asked or 0) * planner.model.slot_bytes)
         self._held: torch.Tensor | None = torch.empty(size, dtype=torch.uint8, device=model_runner.device).zero_()
 
-    def _beside(self, planned: int, available: int, pool: int) -> int:
-        """Bytes to hold of those that are planned, beside a pool of so many that is asked for, 0 for none."""
+    def _held_bytes(self, planned: int, available: int, pool: int) -> int:
+        """Bytes to hold back for a plan of ``planned`` bytes, with a requested pool of ``pool`` bytes, 0 for none."""
         spare = available - pool
         if not pool or spare < 0:
-            return planned  # SGLang says itself that such a pool does not fit
+            return planned  # SGLang itself reports that such a pool does not fit
         if spare >= planned:
             return 0
         args = self._planner.args
         logger.warning(
-            "sglang-ext: a pool of --max-total-tokens %s leaves %s of the %s that lie beside it; the rest comes out of what "
-            "--mem-fraction-static %s leaves for all else: lower one of both where memory runs out",
+            "sglang-ext: a pool of --max-total-tokens %s leaves %s of the %s that are needed beside it; the rest comes out of the "
+            "memory that --mem-fraction-static %s leaves for all else: lower one of both if memory runs out",
             args.max_total_tokens, gb(spare), gb(planned), args.mem_fraction_static,
         )  # fmt: skip
         return max(0, spare - ALLOCATION_GRAIN)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that are held."""
+        """Bytes that are held back."""
         return 0 if self._held is None else self._held.nbytes
 
     @property
     def model(self) -> ModelSizes:
-        """Sizes of the model, on this rank."""
+        """Sizes of the model on this rank."""
         return self._planner.model
 
     @property
@@ -405,12 +413,11 @@ class ReservedMemory:
         return self._planner.ahead
 
     def release(self, requests: int, tokens: int) -> MemoryPlan:
-        """Give back what was held, as the pool is there, for so many requests and tokens; what is taken for them, told in
-        the log."""
+        """Free the memory that was held back, once the pool exists with this size. Logs and returns the plan for it."""
         on_gpu = self._held is not None and self._held.is_cuda
         self._held = None
         if on_gpu:
-            # Graphs, which have memory of their own, find it too.
+            # Graphs, which have a memory pool of their own, can use the freed memory, too.
             torch.cuda.empty_cache()
         plan = self._planner.plan(requests, tokens, min(requests, self._rings))
         logger.info("sglang-ext: %s", plan)

@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
     from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
 
-# Each with its help, and the label that it has beside the model's name.
+# Help text of each metric, and its label next to the model's name.
 GAUGES = {
     "compressed_bytes": ("Bytes of KV in compressed slots.",),
-    "codes_alone_tokens": ("Tokens that are held as codes alone: their full KV was given back.",),
+    "codes_alone_tokens": ("Tokens of quantized-only KV: their full KV was freed.",),
     "query_bytes": ("Bytes of queries kept for compressors, outside the KV pool.",),
     "score_bytes": ("Bytes of predicted scores and of the network that gives them, outside the KV pool.",),
-    "key_code_bytes": ("Bytes of keys in few bits by which tokens are chosen, outside the KV pool.",),
-    "page_extreme_bytes": ("Bytes of least and largest numbers of pages of keys by which pages are chosen, outside the KV pool.",),
+    "key_code_bytes": ("Bytes of keys in few bits by which tokens are selected, outside the KV pool.",),
+    "page_extreme_bytes": ("Bytes of smallest and largest numbers of pages of keys, by which pages are selected; outside the KV pool.",),
     "round_seconds": ("Seconds on the device in the last round: one draft, the rest with the verification, or a plain step.", "part"),
-    "draft_length": ("Mean draft steps of a round, since the last log line of drafting; 0 where none drafted.",),
+    "draft_length": ("Mean draft steps of a round, since the last log line of drafting; 0 if no round drafted.",),
     "draft_acceptance_rate": ("Accepted tokens over verified draft tokens, since the last log line of drafting.",),
     "draft_accept_length": ("Mean tokens of a verification, since the last log line of drafting.",),
-    "draft_gain": ("Measured speed of rounds with drafts over that of plain steps, since the last log line of drafting; 0 where not known.",),
-    "selection_interval": ("With --kv-select-every auto and spade: steps between two selections; 0 where none is chosen.",),
+    "draft_gain": ("Measured speed of rounds with drafts over that of plain steps, since the last log line of drafting; 0 if not known.",),
+    "selection_interval": ("With --kv-select-every auto and spade: steps between two selections; 0 if the server does not choose it.",),
     "draft_predicted_gain": ("With --kv-draft-length auto: predicted speed of the best draft length over that of plain steps.",),
 }
 COUNTERS = {
@@ -42,55 +42,55 @@ COUNTERS = {
     "verifies": ("Verifications over full KV.",),
     "accepted_drafts": ("Drafts accepted.",),
     "fallback_tokens": ("Tokens served with full KV, by reason.", "reason"),
-    "copies": ("Compressed copies made or renewed, by compressor.", "compressor"),
-    "recomputed_requests": ("Running requests whose full KV was lost, or given back without a copy, and that were computed again.",),
+    "copies": ("Creations and refreshes of compressed KV, by compressor.", "compressor"),
+    "recomputed_requests": ("Running requests that were computed again, because full KV was lost, or freed without being compressed.",),
 }
-# Of full KV in host memory.
+# Metrics of full KV in host memory.
 HOST_GAUGES = {
     "host_bytes": ("Bytes of full KV in host memory.",),
     "host_staging_bytes": ("Bytes on the device through which full KV goes to host memory and back.",),
     "offloaded_bytes": ("Bytes of full KV of running requests that are not on the device.",),
     "host_load_bytes_per_second": ("Bandwidth of loads from host memory, newer ones counting more.",),
     "link_reserved": ("Share of a round's time in which the link to host memory is reserved for loads.",),
-    "reload_room_reserved": ("Share of the room for loads on the device that is reserved in this round.",),
+    "reload_room_reserved": ("Share of the device memory for loads that is reserved in this round.",),
 }
 HOST_COUNTERS = {
     "host_stored_bytes": ("Bytes of full KV stored to host memory.",),
-    "host_loaded_bytes": ("Bytes that came from host memory for full KV.",),
-    "host_restored_bytes": ("Bytes of full KV that these gave: more where host memory holds residuals.",),
+    "host_loaded_bytes": ("Bytes loaded from host memory for full KV.",),
+    "host_restored_bytes": ("Bytes of full KV restored from these loads: more than were loaded if host memory holds residuals.",),
     "host_loads": ("Loads of full KV from host memory that ended.",),
-    "host_load_seconds": ("Seconds that these loads took; their growth is the share of time in which the link is in use.",),
-    "host_failed_pages": ("Pages of full KV that came back changed, and are computed again.",),
-    "reservations": ("Verifications for which link time and room were reserved.",),
-    "waits": ("Rounds in which a request found no time or no room for its next verification.",),
-    "late_verifications": ("Rounds by which verifications were put off as their full KV was not there.",),
-    "slack_rounds": ("Rounds by which full KV was there before its verification.",),
+    "host_load_seconds": ("Seconds of these loads. Their rate is the share of time in which the link is in use.",),
+    "host_failed_pages": ("Pages of full KV that were corrupt when loaded, and are computed again.",),
+    "reservations": ("Verifications for which link time and memory were reserved.",),
+    "waits": ("Rounds in which a request found no link time or no memory for its next verification.",),
+    "late_verifications": ("Rounds by which verifications were postponed because their full KV was not loaded yet.",),
+    "slack_rounds": ("Rounds between the end of a load of full KV and its verification.",),
 }
-# Of tokens that cache ranks choose.
+# Metrics of selections by cache ranks.
 RANK_GAUGES = {
-    "cache_ranks_ready": ("Cache ranks that can be asked.",),
-    "cache_rank_tokens": ("Tokens for whose keys blocks are taken at cache ranks.",),
-    "rank_alone_tokens": ("Tokens of running requests whose full KV lies at cache ranks alone.",),
-    "selection_steps": ("Steps between two choices of a request: more than asked for where cache ranks on GPUs do not keep up.",),
-    "choosing_seconds": ("Seconds in which a cache rank chose the tokens of the last pack of layers; of the slowest rank.",),
+    "cache_ranks_ready": ("Cache ranks that accept requests.",),
+    "cache_rank_tokens": ("Tokens whose keys are stored in blocks at cache ranks.",),
+    "rank_alone_tokens": ("Tokens of running requests with remote-only KV: only cache ranks hold their full KV.",),
+    "selection_steps": ("Steps between two selections of a request: more than requested if cache ranks on GPUs cannot keep up.",),
+    "choosing_seconds": ("Seconds that a cache rank took to select the tokens of the last pack of layers; of the slowest rank.",),
 }
 RANK_COUNTERS = {
     "cache_rank_starts": ("Processes of cache ranks that were started.",),
-    "missed_selections": ("Steps, and rounds on full KV, for which no tokens were chosen in time, by reason.", "reason"),
-    "selections": ("Choices of cache ranks that copies were led to, of a request in all layers.",),
-    "selection_wait_seconds": ("Seconds that steps waited for chosen tokens.",),
-    "selection_rows": ("Rows of K and V, of a token, layer and KV head each, that came from cache ranks and were taken.",),
+    "missed_selections": ("Steps, and rounds on full KV, without a selection in time, by reason.", "reason"),
+    "selections": ("Selections of cache ranks that were applied to compressed KV, each of a request in all layers.",),
+    "selection_wait_seconds": ("Seconds that steps waited for selected tokens.",),
+    "selection_rows": ("Rows of K and V received from cache ranks, each of a token, layer and KV head.",),
 }
 
 
 @dataclass
 class KVMetrics:
-    """The metrics of one scheduler process; totals are told as they are, and counted by how much they grew.
+    """The metrics of one scheduler process. Totals are passed as they are; counters are increased by their growth.
 
     Attributes:
-        model_name: their label.
-        host: whether there is full KV in host memory to tell of.
-        ranks: whether there are cache ranks.
+        model_name: Label of all metrics.
+        host: Whether to report full KV in host memory.
+        ranks: Whether to report cache ranks.
     """
 
     model_name: str
@@ -103,7 +103,7 @@ class KVMetrics:
 
     @classmethod
     def create(cls, server_args: "KVServerArgs", counts: bool = True) -> "KVMetrics":
-        """Define the metrics when ``--enable-metrics`` asks for them and this process ``counts``; without, all calls do nothing.
+        """Define the metrics, if ``--enable-metrics`` is set and this process ``counts``. Otherwise all calls do nothing.
 
         prometheus_client must be imported after SGLang prepared its multi-process folder.
         """
@@ -113,7 +113,7 @@ class KVMetrics:
         return made
 
     def _define(self, args: "KVServerArgs") -> None:
-        """Begin the series of all labels that are known at 0, too: what asks for a rate needs a first value."""
+        """Define all metrics. The series of all known labels start at 0, because a rate needs a first value."""
         from prometheus_client import Counter, Gauge, Histogram
 
         self.host, self.ranks = bool(args.kv_host_gb), bool(args.kv_cache_ranks)
@@ -135,7 +135,7 @@ class KVMetrics:
             self._counters[name].labels(self.model_name, *label).inc(amount)
 
     def _set_total(self, name: str, value: float, *label: str) -> None:
-        """Report what something is, or what it has become in all."""
+        """Set a gauge to ``value``, or increase a counter to the total ``value``."""
         before = self._last_totals.get((name, *label), 0)
         if name in self._gauges:
             self._gauges[name].labels(self.model_name, *label).set(value)
@@ -144,22 +144,22 @@ class KVMetrics:
         self._last_totals[name, *label] = value
 
     def count_drafts(self, drafts: int) -> None:
-        """Count a request's tokens drafted on a compressed view."""
+        """Count a request's draft tokens on compressed KV."""
         self._count("drafts", drafts)
 
     def count_verify(self, answers: int) -> None:
-        """Count a verification that gave ``answers`` tokens, its own among them."""
+        """Count a verification that gave ``answers`` output tokens, with the bonus token."""
         self._count("verifies", 1)
         self._count("accepted_drafts", answers - 1)
         if self._accept_length is not None:
             self._accept_length.labels(self.model_name).observe(answers)
 
     def count_fallback(self, reason: int, answers: int) -> None:
-        """Count tokens served with full KV; ``reason`` is an index into ``FALLBACK_REASONS``."""
+        """Count output tokens served with full KV; ``reason`` is an index into ``FALLBACK_REASONS``."""
         self._count("fallback_tokens", answers, FALLBACK_REASONS[reason])
 
     def observe_round(self, drafts: int, steps: int, drafting: float, whole: float) -> None:
-        """Report a round's seconds: of all its drafts, and of all of it, ``steps`` of plain decoding without any."""
+        """Report the seconds of a round: of all its draft steps, and of the whole round. Without drafts it has ``steps`` plain steps."""
         if not self._gauges:
             return
         parts = {"draft": drafting / drafts, "rest": whole - drafting} if drafts else {"step": whole / steps}
@@ -172,7 +172,7 @@ class KVMetrics:
             self._set_total(name, value or 0.0)
 
     def observe_pool(self, compressed_kv: "CompressedKVCache", verifications: "OffloadedFullKV | None" = None) -> None:
-        """Report the bytes in compressed slots, of queries, and what became of full KV in host memory."""
+        """Report the bytes of compressed KV and of queries, the state of full KV in host memory, and cache ranks."""
         if not self._gauges:
             return
         self._set_total("compressed_bytes", compressed_kv.held_bytes())
@@ -215,17 +215,17 @@ def _host_values(tree: "TieredRadixCache", verifications: "OffloadedFullKV | Non
     yield "slack_rounds", verifications.slack
 
 
-def _rank_values(choices: CpuRankClient | GpuRankClient, held: FreedFullKV | None) -> Iterator[tuple]:
-    yield "cache_ranks_ready", choices.ready
-    yield "cache_rank_tokens", choices.held_tokens
-    yield "choosing_seconds", choices.slowest
-    if isinstance(choices, GpuRankClient):
-        yield "selection_steps", choices.pace.every
-    yield "cache_rank_starts", choices.starts
-    yield "selections", choices.taken
-    yield "selection_wait_seconds", choices.waited
-    yield "selection_rows", choices.rows
-    if isinstance(held, RemoteOnlyKV):
-        yield "rank_alone_tokens", held.tokens
-    for reason, count in choices.missed.items():
+def _rank_values(client: CpuRankClient | GpuRankClient, freed: FreedFullKV | None) -> Iterator[tuple]:
+    yield "cache_ranks_ready", client.ready
+    yield "cache_rank_tokens", client.held_tokens
+    yield "choosing_seconds", client.slowest
+    if isinstance(client, GpuRankClient):
+        yield "selection_steps", client.pace.every
+    yield "cache_rank_starts", client.starts
+    yield "selections", client.taken
+    yield "selection_wait_seconds", client.waited
+    yield "selection_rows", client.rows
+    if isinstance(freed, RemoteOnlyKV):
+        yield "rank_alone_tokens", freed.tokens
+    for reason, count in client.missed.items():
         yield "missed_selections", count, reason

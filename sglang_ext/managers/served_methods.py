@@ -1,4 +1,4 @@
-"""The methods that this process serves: as the flags name them, with what they read of the model and of files."""
+"""The compression methods that this process serves, from the flags, with their data from the model and from files."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServedMethods:
-    """The methods that requests may ask for, the one of those that ask for none first.
+    """The methods that requests may ask for. The first one serves requests that ask for none.
 
     Attributes:
-        offered_methods: as requests name them.
-        methods: what each does, in the same order.
-        scores: predicted, by slot; None where no method reads them.
-        rotary: the model's rotary embedding; None where no method needs it.
-        first_head: of the model's KV heads, the first that this rank holds.
+        offered_methods: The methods as requests name them.
+        methods: Specification of each method, in the same order.
+        scores: Predicted scores by slot; None if no method reads them.
+        rotary: The model's rotary embedding; None if no method needs it.
+        first_head: Index, among the model's KV heads, of the first that this rank holds.
     """
 
     offered_methods: tuple[OfferedMethod, ...]
@@ -57,15 +57,15 @@ class ServedMethods:
 
     @classmethod
     def of(cls, args: "KVServerArgs", model_runner: "ModelRunner", layers: Sequence[int]) -> "ServedMethods":
-        """Those that the flags ask for.
+        """Create the methods that the flags ask for.
 
         Args:
-            args: the server's.
-            model_runner: the target's.
-            layers: indices of its attention layers.
+            args: The server's.
+            model_runner: The target's.
+            layers: Indices of its attention layers.
 
         Raises:
-            OptionError: a method lacks what it reads, or it is of another model.
+            OptionError: A file that a method needs is missing or belongs to another model.
         """
         kv_heads, rank = first_attention_layer(model_runner.model).tp_k_head_num, model_runner.ps.tp_rank
         scores = load_slot_scores(args, layers, kv_heads, rank)
@@ -78,28 +78,28 @@ class ServedMethods:
 
     @property
     def window(self) -> int:
-        """Of the newest queries, how many a method scores keys by at most."""
+        """Upper limit of the newest queries by which a method scores keys."""
         return max(method.compressor.window for method in self.methods)
 
     @property
     def every(self) -> int:
-        """Steps between two choices by the queries of steps, at most; 0 where no method chooses so."""
+        """Upper limit of the selection interval in steps; 0 if no method selects by the queries of steps."""
         return max(method.compressor.every for method in self.methods)
 
     def layout(self, adaptive: bool, buffers: KVBuffers, page_size: int, token_table: torch.Tensor, rows: bool = False) -> KVLayout:
-        """The format of their copies; at most one packs tokens, or leads into full KV and is alone.
+        """The layout of the compressed KV. At most one method packs tokens, or points to full KV; that one is served alone.
 
-        Captured graphs read what rows begin with, so that this comes before any is captured.
+        Captured graphs read the layout's table of rows, so the layout must exist before any graph is captured.
 
         Args:
-            adaptive: whether heads keep different numbers of tokens.
-            buffers: the pool's.
-            page_size: slots that the pool hands out together.
+            adaptive: Whether heads keep different numbers of tokens.
+            buffers: The pool's.
+            page_size: Slots that the pool allocates together.
             token_table: int32 [rows, width], with the draft rows.
-            rows: whether cache ranks send the rows of chosen tokens, in the place of pointers.
+            rows: Whether cache ranks send the rows of selected tokens, instead of pointers to them.
 
         Raises:
-            ValueError: heads of this size cannot be packed so.
+            ValueError: Heads of this size cannot be packed.
         """
         quantizer = next((method.quantizer for method in self.methods if method.quantizer is not None), None)
         if quantizer is not None:
@@ -117,16 +117,16 @@ class ServedMethods:
 
 
 def check_files(args: "KVServerArgs") -> None:
-    """Look at stored scores and at the predictor before the model is loaded.
+    """Check the stored scores and the predictor before the model is loaded.
 
     Raises:
-        OptionError: no scores are of the model; the predictor is missing, has changed, or is of another model.
+        OptionError: There are no scores of the model; or the predictor is missing, has changed, or belongs to another model.
     """
     if any(offer.drop_method == KVzip.name for offer in offered_methods(args)):
         config = args.get_model_config()
         if _score_index(args, config.num_hidden_layers).empty:
             raise OptionError(
-                f"--kv-scores is {args.kv_scores!r}, in which no scores are of the model {args.model_path}: write them with "
+                f"--kv-scores is {args.kv_scores!r}, which has no scores of the model {args.model_path}: write them with "
                 f"python -m sglang_ext.precompress --model {args.model_path} --out {args.kv_scores} DOCUMENTS, or pass "
                 f"--kv-compressor {args.kv_online_compressor} and leave --kv-scores out"
             )
@@ -143,16 +143,16 @@ def check_files(args: "KVServerArgs") -> None:
 
 
 def load_slot_scores(args: "KVServerArgs", layers: Sequence[int], kv_heads: int, rank: int) -> SlotScores | None:
-    """Predicted scores of a rank's KV heads; None where no compressor reads them.
+    """Load the predicted scores of a rank's KV heads; None if no compressor reads them.
 
     Args:
-        args: the server's.
-        layers: indices of the model's attention layers.
-        kv_heads: of this rank.
-        rank: of ``--tp-size``; where there are more ranks than heads, neighbours have the same.
+        args: The server's.
+        layers: Indices of the model's attention layers.
+        kv_heads: KV heads of this rank.
+        rank: Index in ``--tp-size``. If there are more ranks than heads, neighbouring ranks have the same heads.
 
     Raises:
-        OptionError: the predictor is missing, has changed, or is of another model.
+        OptionError: The predictor is missing, has changed, or belongs to another model.
     """
     if not _predicts(args):
         return None
@@ -169,26 +169,26 @@ def _predictor(args: "KVServerArgs") -> Predictor:
 
 
 def methods_of(args: "KVServerArgs", layers: int, kv_heads: int, rank: int, scores: SlotScores | None) -> tuple[MethodSpec, ...]:
-    """The methods that a server offers, in the order of :func:`offered_methods`, with stored or predicted scores where they read them.
+    """Specifications of the offered methods, in the order of :func:`offered_methods`, with the stored or predicted scores that they read.
 
     Args:
-        args: the server's.
-        layers: of the model.
-        kv_heads, rank: as for :func:`load_slot_scores`.
-        scores: by slot.
+        args: The server's.
+        layers: Layers of the model.
+        kv_heads, rank: As for :func:`load_slot_scores`.
+        scores: Predicted scores by slot.
 
     Raises:
-        OptionError: scores are asked for, and the model has no files to tell whose they are.
+        OptionError: A method needs scores, but the model has no files to identify it by.
     """
     found: list[MethodSpec] = []
-    # Methods that differ in budget or packing read the same scores.
+    # Methods that differ only in budget or packing read the same scores.
     compressors: dict[str, Compressor] = {}
     for each in methods(args):
         name = each.compressor.name
         if name not in compressors:
             compressors[name] = each.compressor
             if name == KVzap.name:
-                # Without host memory no score is ever unknown.
+                # Without host memory all scores are known, so no other compressor is needed.
                 compressors[name] = KVzap(scores, create(args.kv_online_compressor) if args.kv_host_gb else None)
             elif name == Spade.name:
                 compressors[name] = selection_options.spade(args)
@@ -201,7 +201,7 @@ def methods_of(args: "KVServerArgs", layers: int, kv_heads: int, rank: int, scor
 
 
 def copy_methods(args: "KVServerArgs", methods: tuple[MethodSpec, ...], page_size: int, layout: KVLayout) -> tuple[CompressionMethod, ...]:
-    """How ``methods``, those of :func:`methods_of`, make copies of this format in a pool with such pages."""
+    """Compression methods that create compressed KV of this layout in a pool with this page size, from ``methods`` (:func:`methods_of`)."""
     plain, made = PlainSlots(page_size), []
     for offer, each in zip(offered_methods(args), methods, strict=True):
         packing = layout.slot_layout(each, plain)
@@ -215,7 +215,7 @@ def _kvzip(args: "KVServerArgs", layers: int, kv_heads: int, rank: int) -> KVzip
 
 
 def first_kv_head(args: "KVServerArgs", rank: int) -> int:
-    """Of the model's KV heads, the first that a rank of ``--tp-size`` holds."""
+    """Index, among the model's KV heads, of the first that a rank of ``--tp-size`` holds."""
     return rank * args.get_model_config().get_total_num_kv_heads() // args.tp_size
 
 

@@ -1,10 +1,9 @@
-"""Acceptance that a benchmark asks for, in place of what verification finds.
+"""Simulated acceptance for benchmarks: draft tokens are accepted at random instead of by comparison with the full KV.
 
-Throughput depends on how many drafts are accepted, and weights without training accept none. With
-``--kv-bench-acceptance 0.99`` each draft is accepted with that probability, as long as those before
-it were; a request may ask for another one with ``"custom_params": {"kv_acceptance": 0.95}``. Drafting, the
-verification over full KV, and the roll-back of what is rejected stay real; the output is of no use, and its ``meta_info``
-says so (hooks/frontend.py).
+Throughput depends on the acceptance rate, and a model with random weights accepts no drafts. With ``--kv-bench-acceptance 0.99`` each
+draft is accepted with that probability if the ones before it were. A request may ask for another probability with
+``"custom_params": {"kv_acceptance": 0.95}``. Drafting, the verification over full KV and the roll-back of rejected drafts stay real.
+The output is useless, and its ``meta_info`` marks it (hooks/frontend.py).
 """
 
 from collections.abc import Sequence
@@ -21,11 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SimulatedAcceptance:
-    """Forced acceptance.
+    """Decides at random which drafts are accepted.
 
     Attributes:
-        probability: that a draft is accepted when all before it were, from 0 to 1, of requests that do not say.
-        noise: where its randomness comes from; equal on all ranks.
+        probability: Probability, from 0 to 1, that a draft is accepted if the ones before it were, for requests that ask for no other.
+        noise: Source of the randomness; equal on all ranks.
     """
 
     probability: float
@@ -33,18 +32,18 @@ class SimulatedAcceptance:
 
     @classmethod
     def of(cls, probability: float | None, device: torch.device) -> "SimulatedAcceptance | None":
-        """What ``--kv-bench-acceptance`` asks for, decided on ``device``; None where verification decides."""
+        """What ``--kv-bench-acceptance`` asks for, on ``device``; None if drafts are really verified."""
         return None if probability is None else cls(probability, torch.Generator(device).manual_seed(0))
 
     def probabilities(self, reqs: Sequence["Req"]) -> list[float]:
-        """What each request asks for; :attr:`probability` where that is nothing."""
-        # The frontend refuses what is no probability.
+        """The probability that each request asks for; :attr:`probability` if it asks for none."""
+        # The frontend refuses values that are no probability.
         return [request_acceptance(self.probability, req.sampling_params.custom_params) for req in reqs]
 
     def draw(self, drafts: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
-        """Whether each of ``drafts``, [requests, drafts], is accepted if those before it are: bool.
+        """Whether each of ``drafts``, [requests, drafts], is accepted if the ones before it are: bool of the same shape.
 
-        ``probabilities``: float [requests], of each request's drafts.
+        ``probabilities``: float [requests].
         """
         noise = torch.rand(drafts.shape, generator=self.noise, device=drafts.device)
         return noise < probabilities[:, None]

@@ -1,7 +1,7 @@
 """The worker that SGLang's scheduler calls: drafts on compressed KV, verifies on full KV.
 
-It is built in steps: with the model, with the pool, with SGLang's graphs, and with the prefix tree. What running requests
-do in an iteration is up to the loop (spec_decode/decode_loop.py). See docs/architecture.md.
+It is built in steps: with the model, with the KV pool, with SGLang's CUDA graphs, and with the prefix tree. The decode loop
+(spec_decode/decode_loop.py) runs the rounds of running requests. See docs/architecture.md.
 """
 
 import logging
@@ -67,7 +67,7 @@ logger = logging.getLogger(__name__)
 class KVWorker(BaseSpecWorker):
     """Verified and lossy decoding inside SGLang's scheduler.
 
-    Built by SGLang with the arguments of any speculative worker; has no draft model.
+    SGLang creates it with the arguments of any speculative worker. It has no draft model.
     """
 
     @exit_on_refusal
@@ -93,14 +93,14 @@ class KVWorker(BaseSpecWorker):
         self.loop: DecodeLoop | None = None
         self.new_tokens = UnprocessedTokens()
         self.traveling: PromptQueries | None = None
-        # What lies beside the pool and follows its keys.
+        # Data beside the KV pool that follows its keys.
         self.key_sidecar: KeySidecar | None = None
-        # Attention of prompts, where that is not exact.
+        # Attention of prompts, if it is not exact.
         self.quantized: QuantizedPrefill | None = None
         verify_graphs.use_plain_decoding(self.model_runner)
         torch_native.register()
         reserve_queries(window)
-        # Last, as SGLang sizes its pool next, by what is free.
+        # Last, because SGLang sizes its pool next, by the free memory.
         self.memory = ReservedMemory(MemoryPlanner.of(server_args, self.model_runner, self.methods), self.model_runner)
 
     @property
@@ -110,15 +110,15 @@ class KVWorker(BaseSpecWorker):
 
     @property
     def spec_v2_attn_backends(self) -> tuple:
-        """Asks SGLang for the lengths on the host: copies are made and rounds are planned by them."""
+        """Ask SGLang for the lengths on the host: rounds and compressed KV are planned by them."""
         return (*super().spec_v2_attn_backends, self)
 
-    # Read by SGLang, of the above.
+    # SGLang reads this of each backend above.
     needs_cpu_seq_lens = True
 
     @exit_on_refusal
     def alloc_memory_pool(self, **kwargs) -> None:
-        """Double the token table for draft rows, before attention backends are built on it; make room for queries and scores."""
+        """Double the token table for draft rows before attention backends are built on it. Allocate memory for queries and scores."""
         super().alloc_memory_pool(**kwargs)
         args, pool = self.server_args, self.req_to_token_pool
         plan = self.memory.release(pool.size, self.token_to_kv_pool_allocator.size)
@@ -140,7 +140,7 @@ class KVWorker(BaseSpecWorker):
         if isinstance(self.layout, PagePointerLayout):
             self.key_sidecar = self.layout.extremes
         if self.key_sidecar is not None:
-            # Before any graph is captured: graphs tell what they write, too.
+            # Before any graph is captured: graphs call it for the keys that they write, too.
             set_key_write_callback(self.key_sidecar.written)
         if served.scores is not None:
             # Before any graph is captured: graphs write scores, too.
@@ -149,15 +149,15 @@ class KVWorker(BaseSpecWorker):
 
     @exit_on_refusal
     def init_cuda_graphs(self) -> None:
-        """Capture steps over copies, where they need it, and verifications; SGLang captured graphs of one token a request."""
-        copies, verifier = self._compressed_attention(), create_verify_attention(self.server_args, self.model_runner)
-        self.attentions = AttentionOverrides(None if verifier is None else AttentionOverride(verifier), copies)
+        """Capture graphs of verifications, and of steps over compressed KV if it needs its own. SGLang captured those of plain decoding."""
+        compressed, verifier = self._compressed_attention(), create_verify_attention(self.server_args, self.model_runner)
+        self.attentions = AttentionOverrides(None if verifier is None else AttentionOverride(verifier), compressed)
         self.graphs = capture_verify_graphs(self.server_args, self.model_runner, self.queries, verifier)
         if self.server_args.kv_prefill == QUANTIZED:
-            self.quantized = self._attend_to_codes(QuantizedPrefill(self.layout.layout, self.buffers.first_head))
+            self.quantized = self._use_quantized_prefill(QuantizedPrefill(self.layout.layout, self.buffers.first_head))
 
-    def _attend_to_codes(self, prefill: QuantizedPrefill) -> QuantizedPrefill:
-        """Let attention of prompts read codes."""
+    def _use_quantized_prefill(self, prefill: QuantizedPrefill) -> QuantizedPrefill:
+        """Let the attention of prompts read quantized KV."""
         if self.buffers.on_gpu:
             QuantizedExtend(self.model_runner, prefill).install()
         else:
@@ -165,7 +165,7 @@ class KVWorker(BaseSpecWorker):
         return prefill
 
     def _compressed_attention(self) -> AttentionOverride | None:
-        """Let attention read copies that hold no plain tokens; what does so in place of the model's own, None where that can."""
+        """Attention over compressed KV that does not consist of plain tokens; None if the model's own attention reads it."""
         if self.buffers.on_gpu:
             with record_step_queries(self.server_args, self.model_runner, self.queries, self.methods.every):
                 return decode_graphs.create_attention(self.model_runner, self.layout)
@@ -173,7 +173,7 @@ class KVWorker(BaseSpecWorker):
         return None
 
     def bind_tree_cache(self, tree_cache) -> None:
-        """Build the compressed views and the decode loop once the prefix tree exists."""
+        """Create the compressed KV cache and the decode loop, once the prefix tree exists."""
         args = self.server_args
         self.compressed_kv = self._create_compressed_kv(tree_cache)
         if self.buffers.on_gpu:
@@ -190,50 +190,50 @@ class KVWorker(BaseSpecWorker):
         self.loop = decode_loop(self, full_kv, policy)
 
     def _full_kv_provider(self, codes: FreedFullKV | None) -> ResidentFullKV:
-        """Whose full KV is there, where none is in host memory or on its way."""
+        """The full-KV provider of a server without full KV in host memory or arriving from another server."""
         if isinstance(codes, RemoteOnlyKV):
             return RemoteOnlyFullKV(codes)
         return ResidentFullKV() if codes is None else QuantizedOnlyFullKV(codes)
 
     def _full_kv_release(self, tree_cache) -> FreedFullKV | None:
-        """What gives full KV back that copies hold, or cache ranks, in mode lossy; None where it stays, for a reason that is logged."""
+        """Frees full KV that compressed KV or cache ranks hold, in lossy mode; None if full KV stays, for a reason that is logged."""
         kept, row_sender = options.why_full_kv_stays(self.server_args), self.compressed_kv.row_sender
         here = self.server_args.disaggregation_mode == "null"
         if kept is None and here and row_sender is not None:
             method = self.compressed_kv.methods[0]
             most = selection_options.max_selected_tokens(self.server_args)
             takes = f"slots of {most} tokens" if most else f"about {method.share:.2f} of its slots"
-            logger.info("sglang-ext: full KV is given back once a cache rank has it; a copy takes %s, and of the newest tokens", takes)
+            logger.info("sglang-ext: full KV is freed once a cache rank has it; a compressed KV takes %s, and of the newest tokens", takes)
             tail = max_tail(method, self.token_to_kv_pool_allocator.page_size, self.memory.model.context, self.compressed_kv.async_selector is not None)
             return RemoteOnlyKV(tree_cache, self.compressed_kv, row_sender, self._method_of, tail)
         packing = [method for method in self.compressed_kv.methods if method.packs_all]
         if kept is None and not packing:
             kept = "they leave tokens out"
         if kept is None:
-            told = ", ".join(f"{method.share:.2f} of it with {method.name}" for method in packing)
-            logger.info("sglang-ext: full KV is given back once a copy holds it, which takes of the pool's slots about %s", told)
-            on_codes = self._on_codes(tree_cache) if here else None
-            return QuantizedOnlyKV(tree_cache, self.compressed_kv, self.layout.layout, self._method_of, recomputes=here, prompts=on_codes)
+            shares = ", ".join(f"{method.share:.2f} of it with {method.name}" for method in packing)
+            logger.info("sglang-ext: full KV is freed once it is compressed, which takes of the pool's slots about %s", shares)
+            prompts = self._quantized_prompts(tree_cache) if here else None
+            return QuantizedOnlyKV(tree_cache, self.compressed_kv, self.layout.layout, self._method_of, recomputes=here, prompts=prompts)
         if self.lossy:
-            logger.info("sglang-ext: full KV stays beside its copies: %s", kept)
+            logger.info("sglang-ext: full KV stays beside the compressed KV: %s", kept)
         return None
 
-    def _on_codes(self, tree_cache) -> QuantizedPrompts | None:
-        """Prompts that attend to codes; None where they attend to full KV."""
+    def _quantized_prompts(self, tree_cache) -> QuantizedPrompts | None:
+        """Prompts that attend to quantized KV; None if they attend to full KV."""
         if self.quantized is None:
             return None
         chunk = self.server_args.chunked_prefill_size
         return QuantizedPrompts(tree_cache, self.compressed_kv, self._method_of, chunk if chunk and chunk > 0 else None)
 
     def _method_of(self, req: "Req") -> CompressionMethod | None:
-        """What will make the copies of a request that waits; None for one that is served with full KV."""
+        """The compression method of a waiting request; None if it is served with full KV."""
         return None if fallback_reason(req) else self.compressed_kv.methods[self.requests.method_of(req)]
 
     def arriving_full_kv(self, req: "Req", tree_cache) -> ArrivingFullKV | None:
-        """Where a request of another server's prefill is expected that begins on the anchor of its KV; None where all must be there.
+        """Where to receive the KV of a request that another server prefills and that may decode early; None if all KV must arrive first.
 
-        Who cannot be drafted, or has no token left to draft, has no use of anchors. Who begins early may have to be prefilled again, and
-        what SGLang then asks the prefill server names tokens alone: no adapter, image or embedding.
+        A request that cannot be drafted, or has no token left to draft, does not need an anchor. A request that decodes early may have to
+        be prefilled again. SGLang's second request to the prefill server names tokens only: no adapter, image or embedding.
         """
         if not options.has_early_decoding(self.server_args) or fallback_reason(req) or req.sampling_params.max_new_tokens <= 1:
             return None
@@ -244,17 +244,17 @@ class KVWorker(BaseSpecWorker):
         return self.loop.full_kv
 
     def packs_prompts(self) -> tuple[Packing, KVBuffers] | None:
-        """How this prefill server packs prompts that travel as codes; None where they travel as they are."""
+        """How this prefill server packs prompts that are transferred quantized; None if they are transferred as full KV."""
         return (self.layout.layout, self.buffers) if quantized_transfer_settings(self.server_args) else None
 
     def packed_ahead(self, req: "Req") -> QuantizedPrompt | None:
-        """How a computed prompt will travel whose decode side has no room yet; None as it is, or where that is not known."""
+        """How a computed prompt will be transferred while its decode side has no memory yet; None for full KV, or if it is not known."""
         if self.compressed_kv is None or not quantized_transfer_settings(self.server_args):
             return None
         return plan_quantized_prompt(req, len(req.origin_input_ids), self.compressed_kv.methods[self.requests.method_of(req)])
 
     def coded_prompts(self, tree_cache) -> QuantizedPromptAllocator | None:
-        """What takes another server's prompts as codes; None where their full KV comes."""
+        """Receives another server's prompts as quantized KV; None if they arrive as full KV."""
         if not quantized_transfer_settings(self.server_args):
             return None
         if self.loop is None:
@@ -265,15 +265,17 @@ class KVWorker(BaseSpecWorker):
         args, layout, served, allocator = self.server_args, self.layout, self.methods, self.token_to_kv_pool_allocator
         table = self.req_to_token_pool.req_to_token
         methods = served_methods.copy_methods(args, served.methods, allocator.page_size, layout)
-        elsewhere, query_heads = None, self.memory.model.query_heads
+        remote_selector, query_heads = None, self.memory.model.query_heads
         requests = min(self._rows - 1, args.max_running_requests or self._rows)
         if selection_options.has_gpu_ranks(args):
-            chosen_beside = start_gpu_cache_ranks(args, methods[0], table, self.buffers, self.queries, query_heads, served.rotary, requests)
+            async_selector = start_gpu_cache_ranks(
+                args, methods[0], table, self.buffers, self.queries, query_heads, served.rotary, requests
+            )
         elif selection_options.ranks(args):
-            elsewhere, chosen_beside = start_cache_ranks(args, methods[0], self.buffers, query_heads, served.rotary, requests), None
+            remote_selector, async_selector = start_cache_ranks(args, methods[0], self.buffers, query_heads, served.rotary, requests), None
         else:
             intervals = selection_options.selection_intervals(args)
-            chosen_beside = create_stream_selector(methods[0], table, self.buffers, query_heads, self.queries, served.rotary, intervals)
+            async_selector = create_stream_selector(methods[0], table, self.buffers, query_heads, self.queries, served.rotary, intervals)
         return CompressedKVCache(
             methods=methods,
             token_table=table,
@@ -287,15 +289,15 @@ class KVWorker(BaseSpecWorker):
             prompt_of=self.requests.prompt_of,
             namespace_of=self.requests.namespace_of,
             layout=layout,
-            remote_selector=elsewhere,
-            async_selector=chosen_beside,
-            # Between requests, too: nothing else tells metrics then.
+            remote_selector=remote_selector,
+            async_selector=async_selector,
+            # Also between requests: nothing else updates the metrics then.
             on_processes_changed=lambda: self.loop.observe_pool(),
             frees_full_kv=options.why_full_kv_stays(args) is None,
         )
 
     def _warm_up(self) -> None:
-        """Run once what else the first requests would wait for."""
+        """Run everything once that the first requests would wait for."""
         self.compressed_kv.compile_kernels(first_attention_layer(self.model_runner.model).tp_q_head_num)
         compile_slot_kernel(self.compressed_kv.token_table, self.compressed_kv.rows - 1)
         if self.graphs is not None:
@@ -309,23 +311,23 @@ class KVWorker(BaseSpecWorker):
         self.loop.observe_pool()
 
     def clear_cache_pool(self) -> None:
-        """Forget all requests: the scheduler cleared the pool."""
+        """Drop all requests: the scheduler cleared the pool."""
         self.requests.clear()
         if self.loop is not None:
             self.loop.observe_pool()
 
     def update_weights_from_disk(self, recv_req) -> tuple[bool, str]:
-        """Nothing of its own to update; the target's weights are the drafter's."""
+        """Do nothing: the target's weights are the drafter's."""
         return True, "Succeeded to update model weights."
 
     update_weights_from_ipc = update_weights_from_disk
 
     def update_weights_from_tensor(self, recv_req) -> tuple[bool, str]:
-        """Update the target: the scheduler asks the draft worker where there is one."""
+        """Update the target: SGLang asks the draft worker, if there is one."""
         return self.target_worker.update_weights_from_tensor(recv_req)
 
     def forward_batch_generation(self, batch: "ScheduleBatch", on_publish=None) -> GenerationBatchResult:
-        """One iteration of SGLang's scheduler: a prefill as it is, a decode drafted and verified."""
+        """Run one iteration of SGLang's scheduler: a prefill as in SGLang, or a decode round."""
         if self.loop is None:
             self.bind_tree_cache(batch.tree_cache)
         self.compressed_kv.poll()
@@ -347,6 +349,6 @@ class KVWorker(BaseSpecWorker):
         return self.loop.decode(batch, on_publish)
 
     def account(self, batch: "ScheduleBatch", result: GenerationBatchResult) -> None:
-        """Count an iteration's outcome, once it is on the host."""
+        """Count the outcome of an iteration, once it is on the host."""
         if isinstance(result, RoundResult):
             self.loop.account(batch, result)

@@ -1,1 +1,1 @@
-"""One file for each attention backend that reads views."""
+"""Attention backends for verifications, prompts, and draft steps over compressed KV."""

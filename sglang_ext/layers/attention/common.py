@@ -1,4 +1,4 @@
-"""What attention backends of our own do alike: write the new tokens' KV, and refuse what no model served here asks for."""
+"""Common parts of our attention backends: writing the KV of new tokens, and refusing layers with unsupported options."""
 
 from typing import TYPE_CHECKING
 
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 
 
 def check_supported(layer: "RadixAttention", options: dict[str, object], where: str, remedy: str) -> None:
-    """Let pass a layer that wants of attention no more than a scale, or a cap.
+    """Check that a layer asks for no attention option except a scale or a cap.
 
     Args:
-        layer: of the model.
-        options: what it asks for by name; None for what it does not.
-        where: names the attention, for the message.
-        remedy: what to do instead.
+        layer: A layer of the model.
+        options: Options by name; None for an option that the layer does not ask for.
+        where: Name of the attention, for the message.
+        remedy: What the user can do instead.
 
     Raises:
-        ValueError: it wants more.
+        ValueError: The layer asks for another option.
     """
     wanted = [name for name, value in options.items() if value is not None]
     if wanted or layer.xai_temperature_len > 0:
@@ -33,6 +33,6 @@ def check_supported(layer: "RadixAttention", options: dict[str, object], where: 
 def write_kv(
     pool: "KVCache", layer: "RadixAttention", forward_batch: "ForwardBatch", keys: torch.Tensor, values: torch.Tensor
 ) -> None:
-    """Put the new tokens' KV, [tokens, kv_heads, dim], to their slots of SGLang's pool."""
+    """Write the KV of the new tokens, [tokens, kv_heads, dim], to their slots in SGLang's pool."""
     where = KVWriteLoc(forward_batch.out_cache_loc, None)
     pool.set_kv_buffer(layer, where, keys, values, layer.k_scale, layer.v_scale)

@@ -1,4 +1,4 @@
-"""Which modules of an SGLang model attend."""
+"""Finds the attention layers of an SGLang model."""
 
 import torch
 
@@ -11,10 +11,10 @@ def is_attention(module: torch.nn.Module) -> bool:
 
 
 def first_attention_layer(model: torch.nn.Module) -> torch.nn.Module:
-    """Any of the model's attention layers: all have the same heads."""
+    """The first of the model's attention layers. All have the same heads."""
     return next(module for module in model.modules() if is_attention(module))
 
 
 def attention_scaling(model: torch.nn.Module) -> dict[int, float]:
-    """Scaling of query-key products by layer index, from the model's attention layers."""
+    """Factor on query-key products by layer index, from the model's attention layers."""
     return {module.layer_id: module.scaling for module in model.modules() if is_attention(module)}

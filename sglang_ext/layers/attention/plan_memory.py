@@ -1,10 +1,11 @@
-"""Memory of FlashInfer's plans that the host may write again at once.
+"""Moves FlashInfer's plans to unpinned memory, so that the host may overwrite a plan at once.
 
-FlashInfer plans a forward on the host: which blocks of a kernel read which part of whose KV. It writes the plan to
-pinned memory, from where the device takes it when it gets to that forward. A host that is a forward further by then has
-written the next plan over it, and the kernels read parts of KV that do not exist: they run for half a minute and end in
-an illegal memory access. SGLang's scheduler is one forward ahead of the device, a round (managers/spec_decode/decode_loop.py) many.
-CUDA copies from memory that is not pinned before the call returns (CUDA Runtime API, "API synchronization behavior").
+FlashInfer plans a forward on the host: which blocks of a kernel read which part of the KV of which request. It writes the plan to pinned
+memory. The device copies it from there when it reaches that forward. If the host is a forward ahead by then, it has overwritten the
+plan, and the kernels read parts of KV that do not exist. They run for half a minute and fail with an illegal memory access. SGLang's
+scheduler is one forward ahead of the device; a decode round (managers/spec_decode/decode_loop.py) is many forwards ahead.
+
+From unpinned memory, CUDA copies before the call returns (CUDA Runtime API, "API synchronization behavior").
 """
 
 from collections.abc import Iterator
@@ -12,14 +13,14 @@ from collections.abc import Iterator
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-# FlashInfer's name for it, in all of its wrappers.
+# FlashInfer's name of the plan's memory, in all of its wrappers.
 PLAN = "_pin_memory_int_workspace_buffer"
 
 
 def unpin(backend: AttentionBackend) -> int:
-    """Let FlashInfer write the plans of ``backend`` to memory that is not pinned; of how many wrappers.
+    """Let FlashInfer write the plans of ``backend`` to unpinned memory. Returns the number of changed wrappers.
 
-    To be called once its graphs are captured: each graph has a wrapper of its own.
+    Call this after the graphs of the backend are captured: each graph has a wrapper of its own.
     """
     wrappers = list(_planned(backend, set()))
     for wrapper in wrappers:
@@ -28,7 +29,7 @@ def unpin(backend: AttentionBackend) -> int:
 
 
 def _planned(value: object, seen: set[int]) -> Iterator[object]:
-    """FlashInfer's wrappers in a backend, in those that it is made of, in its lists and dictionaries."""
+    """FlashInfer's wrappers in a backend, in its nested backends, and in its lists and dictionaries."""
     if id(value) in seen:
         return
     seen.add(id(value))

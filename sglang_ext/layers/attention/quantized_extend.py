@@ -1,6 +1,6 @@
-"""Prefill on quantized KV on a GPU: SGLang's attention backend, whatever it is, gives way to a kernel while prompts are computed.
+"""Prefill on quantized KV on a GPU: a kernel replaces SGLang's attention backend while prompts are computed.
 
-What the kernel gives is what QuantizedPrefill.attend gives for one prompt after another (quantized_prefill.py).
+The kernel computes the same as QuantizedPrefill.attend for one prompt after another (quantized_prefill.py).
 """
 
 from collections.abc import Iterator
@@ -23,14 +23,14 @@ REMEDY = "pass --kv-prefill exact"
 
 
 class QuantizedExtend:
-    """The ``forward_extend`` of an attention backend.
+    """Replaces the ``forward_extend`` of an attention backend.
 
     Attributes:
-        backend: SGLang's, whose own is called where no prompts are computed: of verifications, and as graphs are captured.
-        prefill: says whose prompts are computed, and how they are packed.
+        backend: SGLang's backend. Its own method still runs verifications, and runs while graphs are captured.
+        prefill: Knows which prompts are computed, and how they are packed.
 
     Raises:
-        OptionError: the kernels do not take heads or numbers like the pool's.
+        OptionError: The kernels do not support the head dimensions or the dtype of the pool.
     """
 
     def __init__(self, model_runner: "ModelRunner", prefill: QuantizedPrefill) -> None:
@@ -43,7 +43,7 @@ class QuantizedExtend:
         check_prefill(prefill.packing, self._pool.get_key_buffer(0), self._pool.get_value_buffer(0))
 
     def install(self) -> None:
-        """Take the place of the backend's own, and compile the kernels, in row 0, which is no request's."""
+        """Replace the backend's own method, and compile the kernels in row 0, which no request has."""
         self.backend.forward_extend = self
         keys, tokens = self._pool.get_key_buffer(0), min(self._table.req_to_token.shape[1], self.prefill.longest)
         seeds = torch.zeros(tokens, dtype=torch.int32, device=keys.device)
@@ -55,10 +55,10 @@ class QuantizedExtend:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: "RadixAttention", forward_batch: "ForwardBatch",
         save_kv_cache: bool = True, **kwargs,
     ) -> torch.Tensor:  # fmt: skip
-        """Write the new tokens' KV, then attend: [tokens, query_heads * value_dim].
+        """Write the KV of the new tokens, then attend: [tokens, query_heads * value_dim].
 
         Raises:
-            ValueError: the layer wants more of attention than a scale.
+            ValueError: The layer asks for an attention option other than a scale.
         """
         if not self.prefill.rows:
             return self._exact(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
@@ -69,7 +69,7 @@ class QuantizedExtend:
             write_kv(self._pool, layer, forward_batch, k, v)
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         buffers = self._pool.get_key_buffer(layer.layer_id), self._pool.get_value_buffer(layer.layer_id)
-        # Whoever fills up a batch gets zeros.
+        # Padding requests of a batch get zeros.
         found, start = queries.new_zeros(len(queries), layer.tp_q_head_num, layer.v_head_dim), 0
         for prompts in self._prompts(forward_batch):
             end = start + prompts.computed
@@ -80,11 +80,11 @@ class QuantizedExtend:
         return found.view(len(q), -1)
 
     def _prompts(self, forward_batch: "ForwardBatch") -> list[PromptBatch]:
-        """The forward's, made in its first layer."""
+        """The prompts of a forward, made in its first layer."""
         return self.prefill.prompts(lambda: list(self._grouped(forward_batch)))
 
     def _grouped(self, forward_batch: "ForwardBatch") -> Iterator[PromptBatch]:
-        """In groups whose codes take the memory that there is for them at most: that of the longest context."""
+        """Split the prompts into groups whose quantized KV fits the memory for it, which is that of the longest context."""
         known, rows = list(forward_batch.extend_prefix_lens_cpu), list(self.prefill.rows)
         lengths = [prefix + count for prefix, count in zip(known, forward_batch.extend_seq_lens_cpu)]
         most, table = self._table.req_to_token.shape[1], self._table.req_to_token

@@ -1,11 +1,14 @@
-"""Prefill on quantized KV: in PyTorch, and for quantized_extend.py whose prompts they are. Each token attends to what decoding would find at
-its place (HACK, arXiv 2502.03589).
+"""Prefill on quantized KV (HACK, arXiv 2502.03589): in PyTorch, and the state of prompts for quantized_extend.py.
 
-Keys and values of the whole blocks before a token's own are codes, the same that a copy of the prompt holds, and are multiplied as
-integers by queries and weights in 8 bits (equation 4). Its own block is not full yet, and is read as it is (requantization
-elimination), as are the prompt's first tokens, the sinks. So what a token attends to depends on the tokens before it alone: neither on
-chunks, nor on how much of the prompt is cached. Codes that lie in the pool already are read there; the others are made of full KV, for
-one forward.
+Each token of a prompt attends to the same KV that decoding would read at its position:
+
+- Keys and values of whole blocks before the token's own block are codes, the same as in the compressed KV of the prompt. They are
+  multiplied as integers, with queries and weights in 8 bits (equation 4).
+- The token's own block is not full yet, and is read unquantized (requantization elimination). So are the prompt's first tokens, the
+  sinks.
+
+So the result for a token depends only on the tokens before it, not on chunks, nor on how much of the prompt is cached. Codes that are
+stored in the pool are read there. The other codes are made from full KV, for one forward.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,11 +24,11 @@ from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 
 
 class QuantizedPrefill:
-    """Attention of the prompts that are computed.
+    """Attention of the prompts that are computed in a forward.
 
     Attributes:
-        packing: gives the codes; its quantizer stores their sums.
-        first_head: the first of this rank's KV heads, of all of the model's.
+        packing: Makes the codes; its quantizer stores their sums.
+        first_head: Index, among the model's KV heads, of the first that this rank holds.
     """
 
     def __init__(self, packing: Packing, first_head: int) -> None:
@@ -37,26 +40,26 @@ class QuantizedPrefill:
 
     @property
     def rows(self) -> Mapping[int, torch.Tensor]:
-        """Of the token table, those whose prompts are computed now, in the batch's order; seeds of each."""
+        """Rows of the token table whose prompts are computed now, in the batch's order, with the seeds of each."""
         return self._seeds
 
     @property
     def longest(self) -> int:
-        """Tokens of a prompt of which each kind is attended to: sinks, a block, and a token after it."""
+        """Tokens of a prompt that attends to each kind of token: sinks, a block, and a token after it."""
         return self.packing.sinks + self.packing.block_tokens + 1
 
     @property
     def stored(self) -> Mapping[int, torch.Tensor]:
-        """By row, int64 slots of blocks from the sinks on that lie in the pool; of none where nothing is said."""
+        """By row, int64 slots of the blocks from the sinks on that are stored in the pool; none for rows without an entry."""
         return self._stored
 
     @contextmanager
     def computing_prompts(self, seeds: Mapping[int, torch.Tensor], stored: Mapping[int, torch.Tensor] | None = None) -> Iterator[None]:
-        """Meanwhile prompts are computed.
+        """A context in which prompts are computed.
 
         Args:
-            seeds: int32 [tokens] of each, of its tokens (layouts/rounding.py), by its row of the token table.
-            stored: as :attr:`stored`: there rows need not lead to full KV. They end before the first token that is computed.
+            seeds: By row of the token table, int32 [tokens], seed of each token of the prompt (layouts/rounding.py).
+            stored: As :attr:`stored`. There, rows need not point to full KV. The blocks end before the first token that is computed.
         """
         self._seeds, self._stored = seeds, stored or {}
         try:
@@ -65,13 +68,13 @@ class QuantizedPrefill:
             self._seeds, self._stored, self._prompts = {}, {}, None
 
     def prompts(self, make: Callable[[], list[PromptBatch]]) -> list[PromptBatch]:
-        """What ``make`` gives, once for all layers of a forward."""
+        """Return the prompts that ``make`` creates; they are created once for all layers of a forward."""
         if self._prompts is None:
             self._prompts = make()
         return self._prompts
 
     def is_computing(self, row: int) -> bool:
-        """Whether a row's prompt is computed now."""
+        """Whether the prompt of a row is computed now."""
         return row in self._seeds
 
     def attend(
@@ -80,19 +83,19 @@ class QuantizedPrefill:
         """Causal attention of a prompt's newest tokens.
 
         Args:
-            layer: its number in the model.
-            row: of the token table.
-            queries: [count, heads, dim], of the last ``count`` tokens.
-            keys, values: the layer's buffers, [slots, kv_heads, dim].
-            slots: int64 [tokens], of all tokens until the last.
-            scaling: factor on query-key products.
+            layer: Index of the layer in the model.
+            row: Row of the token table.
+            queries: [count, heads, dim], queries of the last ``count`` tokens.
+            keys, values: The layer's buffers, [slots, kv_heads, dim].
+            slots: int64 [tokens], slots of all tokens up to the last.
+            scaling: Factor on query-key products.
 
         Returns:
-            float32 [count, heads, dim of a value].
+            float32 [count, heads, value_dim].
         """
         sinks, block, tokens, count = self.packing.sinks, self.packing.block_tokens, len(slots), len(queries)
         known = tokens - count
-        # Where the blocks of the first and of the last token begin; the first block is read with the sinks.
+        # Beginnings of the blocks of the first and of the last token. The first block is read together with the sinks.
         first, last = (max(0, place - sinks) // block * block for place in (known, tokens - 1))
         before = slots[sinks : sinks + last]
         of_keys, of_values = (self._codes(layer, row, kind, before, bool(is_value)) for is_value, kind in enumerate((keys, values)))
@@ -108,7 +111,7 @@ class QuantizedPrefill:
         self, queries: torch.Tensor, begin: int, of_keys: Partitioned, of_values: Partitioned, keys: torch.Tensor, values: torch.Tensor,
         scaling: float,
     ) -> torch.Tensor:  # fmt: skip
-        """That of a block's last tokens, over the sinks and the block, ``keys`` and ``values`` [tokens, kv_heads, dim], and ``begin`` codes."""
+        """Attention of a block's last tokens over ``begin`` codes, the sinks and the block; keys, values [tokens, kv_heads, dim]."""
         channels, tokens = self.packing.keys.grid.channels, self.packing.values.grid.tokens
         rows = group_by_kv_head(queries, keys.shape[1], scaling)
         before = Partitioned(*(part[:, :begin] for part in of_keys))
@@ -123,8 +126,10 @@ class QuantizedPrefill:
         return ungroup_heads(attend_packed_and_exact(rows, far, far_sums, keys, values, len(queries)), len(queries))
 
     def _codes(self, layer: int, row: int, buffer: torch.Tensor, slots: torch.Tensor, is_value: bool) -> Partitioned:
-        """Of whole blocks after the sinks, in ``slots``, int64 [tokens], of a layer's buffer but for what is stored: keys as rows of
-        tokens, values as rows of channels."""
+        """Codes of whole blocks after the sinks, in ``slots``, int64 [tokens], of a layer's buffer; stored blocks are read.
+
+        Keys are rows of tokens, values are rows of channels.
+        """
         packing, heads, stored = self.packing, buffer.shape[1], self._stored.get(row, slots[:0])
         layout, first = packing.values if is_value else packing.keys, len(stored) // packing.block_slots * packing.block_tokens
         positions = torch.arange(packing.sinks + first, packing.sinks + len(slots), device=slots.device)
@@ -135,7 +140,7 @@ class QuantizedPrefill:
 
 
 def concat_blocks(first: Quantized, rest: Quantized) -> Quantized:
-    """Blocks one after another, without outliers and positions."""
+    """Concatenate blocks without outliers and positions."""
     parts = (torch.cat([getattr(part, name) for part in (first, rest)], 1) for name in ("codes", "scale", "zero", "sums"))
     codes, scale, zero, sums = parts
     return Quantized(codes, scale, zero, sums=sums)

@@ -1,8 +1,7 @@
-"""``torch_native`` attention for views: each query attends once, whatever the prefix.
+"""The ``torch_native`` attention backend with an extend path that computes only the new rows.
 
-SGLang's own extend path pads the queries to the length of the whole context, which makes verifying a
-few tokens as dear as a prefill. This computes the new rows alone. Rows of the token table may begin with copies
-that are no plain tokens (copies/).
+SGLang's own extend path pads the queries to the length of the whole context, so that verifying a few tokens costs as much as a prefill.
+Here, rows of the token table may also begin with compressed KV that does not consist of plain tokens (compressed/).
 """
 
 from typing import TYPE_CHECKING
@@ -20,18 +19,18 @@ if TYPE_CHECKING:
 
 
 class RaggedTorchNativeBackend(TorchNativeAttnBackend):
-    """SGLang's ``torch_native`` backend with an extend path linear in the context.
+    """SGLang's ``torch_native`` backend, with an extend path that is linear in the context.
 
     Attributes:
-        layout: what rows may begin with besides plain tokens; the worker sets it.
-        prefill: attention of prompts on quantized KV; None where it is exact. The worker sets it, too.
+        layout: Layout of the compressed KV at the beginning of rows; the worker sets it.
+        prefill: Attention of prompts on quantized KV; None if it is exact. The worker sets it.
     """
 
     layout: KVLayout = PlainLayout()
     prefill: QuantizedPrefill | None = None
 
     def forward_extend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: "RadixAttention", *given, **named) -> torch.Tensor:
-        """As SGLang's, which does not tell :meth:`_run_sdpa_forward_extend` the layer."""
+        """As SGLang's, which does not pass the layer to :meth:`_run_sdpa_forward_extend`."""
         self._layer = layer.layer_id
         return super().forward_extend(q, k, v, layer, *given, **named)
 
@@ -85,7 +84,7 @@ class RaggedTorchNativeBackend(TorchNativeAttnBackend):
         encoder_lens: torch.Tensor | None = None,
         **options,
     ) -> torch.Tensor:
-        """SGLang's own where rows lead to tokens as they are; else as an extend of one token each."""
+        """As SGLang's if all rows hold plain tokens; otherwise as an extend of one token per request."""
         shared = query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens
         if not any(self.layout.on_host(req_pool_indices)):
             return super()._run_sdpa_forward_decode(*shared, encoder_lens, **options)
@@ -96,7 +95,7 @@ class RaggedTorchNativeBackend(TorchNativeAttnBackend):
 def _dense_attention(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, causal: bool, scaling: float | None, enable_gqa: bool
 ) -> torch.Tensor:
-    """Attention of the newest tokens, [count, heads, dim], over all: ``keys`` and ``values`` [length, kv_heads, dim]."""
+    """Attention of the newest tokens, [count, heads, dim], over all tokens: ``keys`` and ``values`` [length, kv_heads, dim]."""
     count, length = len(queries), len(keys)
     result = scaled_dot_product_attention(
         queries.transpose(0, 1).unsqueeze(0),
@@ -117,7 +116,7 @@ def _causal(count: int, length: int, device: torch.device) -> torch.Tensor:
 
 
 def register() -> None:
-    """Take the place of ``torch_native`` in SGLang's attention registry."""
+    """Replace ``torch_native`` in SGLang's attention registry."""
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
     register_attention_backend("torch_native")(RaggedTorchNativeBackend)

@@ -1,8 +1,8 @@
-"""Attention backend of verifications with the ``triton`` attention backend.
+"""Attention backend of verifications, for the ``triton`` attention backend.
 
-SGLang's Triton kernel for several new tokens reads the whole context once for each query head; this one reads it once
-for all that share a KV head, and plans nothing on the host. With ``--enable-deterministic-inference`` each token's
-attention is, bit for bit, that of SGLang's Triton decode.
+SGLang's Triton kernel for several new tokens reads the whole context once per query head. This one reads it once for all query heads
+that share a KV head, and plans nothing on the host. With ``--enable-deterministic-inference``, the attention of each token equals that
+of SGLang's Triton decode bit for bit.
 """
 
 from dataclasses import dataclass
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-# Bytes of partial results; more where one request needs more.
+# Bytes of partial results; more if one request needs more.
 WORKSPACE_BYTES = 256 << 20
-# Parts of all contexts together, KV heads counted, that keep a GPU busy; found on an H200.
+# Parts of all contexts together, KV heads counted, that keep a GPU busy; measured on an H200.
 BUSY = 512
 FEWEST_PARTS, MOST_PARTS = 4, 64
 
 
 @dataclass
 class VerifyMetadata:
-    """What all layers of a forward share."""
+    """The metadata that all layers of a forward share."""
 
     tokens: VerifyTokens
     splits: ContextSplits
@@ -47,7 +47,7 @@ class VerifyMetadata:
 
 
 def context_splits(requests: int, kv_heads: int, longest: int, exact_tile: int) -> ContextSplits:
-    """Parts of each context in a batch of so many requests, the longest context having so many tokens."""
+    """Parts of each context in a batch of ``requests`` requests; the longest context has ``longest`` tokens."""
     if exact_tile:
         return ContextSplits(-(-longest // exact_tile), exact_tile)
     wanted = BUSY // (requests * kv_heads)
@@ -55,17 +55,17 @@ def context_splits(requests: int, kv_heads: int, longest: int, exact_tile: int) 
 
 
 def workspace_size(query_heads: int, value_dim: int, tokens: int, splits: ContextSplits) -> int:
-    """float32 numbers of a workspace that holds ``tokens``, those of a request, at least."""
+    """Size of a workspace in float32 numbers. It holds at least ``tokens`` tokens of a request."""
     return max(tokens * partial_numbers(query_heads, value_dim, splits), WORKSPACE_BYTES // 4)
 
 
 def exact_tile() -> int:
-    """Tokens of a part of SGLang's Triton decode with ``--enable-deterministic-inference``."""
+    """Tokens in a part of SGLang's Triton decode, with ``--enable-deterministic-inference``."""
     return get_int_env_var("SGLANG_TRITON_DECODE_SPLIT_TILE_SIZE", 256)
 
 
 class VerifyAttention(AttentionBackend):
-    """New tokens of each request over its row of the token table, causal; for ``TARGET_VERIFY`` only."""
+    """Causal attention of the new tokens of each request over its row of the token table; for ``TARGET_VERIFY`` only."""
 
     needs_cpu_seq_lens = False
 
@@ -79,24 +79,24 @@ class VerifyAttention(AttentionBackend):
         self.query_heads = config.num_attention_heads // model_runner.server_args.tp_size
         self.longest = model_runner.req_to_token_pool.req_to_token.shape[1]
         exact = model_runner.server_args.enable_deterministic_inference
-        # With different backends for prefill and decode, SGLang's is one of both.
+        # If prefill and decode have different backends, SGLang's backend holds both.
         decode = getattr(model_runner.attn_backend, "decode_backend", model_runner.attn_backend)
         self.exact_tile: int = decode.split_tile_size if exact else 0
         self.metadata: VerifyMetadata | None = None
-        # One for all graphs, which keep its address.
+        # One workspace for all graphs, which keep its address.
         widest = model_runner.server_args.speculative_num_draft_tokens
         numbers = workspace_size(self.query_heads, self.value_dim, widest, self.splits(requests=1))
         self._workspace = torch.empty(numbers, dtype=torch.float32, device=self.device)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Nothing: graphs read the batch's own tensors and the workspace."""
+        """Do nothing: graphs read the batch's own tensors and the workspace."""
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """Tokens before the new ones of a request that pads a batch."""
+        """Tokens before the new ones, of a padding request in a batch."""
         return 1
 
     def init_forward_metadata_in_graph(self, forward_batch: "ForwardBatch") -> None:
-        """Whose tokens these are, and how contexts are split; from the batch's tensors on the device alone."""
+        """Prepare the metadata: the new tokens of each request, and the parts of contexts. Reads only the batch's tensors on the device."""
         new = forward_batch.spec_info.new_tokens(forward_batch)
         splits = self.splits(len(new.counts))
         tokens = VerifyTokens(
@@ -113,7 +113,7 @@ class VerifyAttention(AttentionBackend):
         self.metadata = VerifyMetadata(tokens, splits, blocks, buffers)
 
     def splits(self, requests: int) -> ContextSplits:
-        """Parts of each context in a batch of so many requests."""
+        """Parts of each context in a batch of ``requests`` requests."""
         return context_splits(requests, self.kv_heads, self.longest, self.exact_tile)
 
     def forward_extend(
@@ -126,10 +126,10 @@ class VerifyAttention(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs,
     ) -> torch.Tensor:
-        """Write the new tokens' KV, then attend: [tokens, query_heads * value_dim].
+        """Write the KV of the new tokens, then attend: [tokens, query_heads * value_dim].
 
         Raises:
-            ValueError: the layer wants more of attention than a scale and a cap.
+            ValueError: The layer asks for an attention option other than a scale and a cap.
         """
         where = "verifications with --attention-backend triton"
         check_supported(layer, kwargs, where, "use --attention-backend flashinfer, or --kv-mode full")

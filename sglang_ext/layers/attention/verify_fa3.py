@@ -1,6 +1,6 @@
-"""FlashAttention-3's attention of captured verifications: SGLang's ``fa3`` backend at another width.
+"""FlashAttention-3's attention of captured verifications: SGLang's ``fa3`` backend with another width.
 
-It plans on the device, so that nothing of a round is told the host's lengths.
+It plans on the device, so a round does not need the lengths on the host.
 """
 
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ class VerifyFlashAttention(FlashAttentionBackend):
 
     def __init__(self, model_runner: "ModelRunner", width: int):
         super().__init__(model_runner, fa_impl_ver=3)
-        # SGLang has one number of draft tokens; graphs here have several widths.
+        # SGLang has a single number of draft tokens; the graphs here have several widths.
         self.speculative_num_draft_tokens = width
-        # A verification at a context's end reaches beyond it; the token table has room.
+        # A verification at the end of a context goes beyond it; the token table has room for that.
         self.max_context_len += width

@@ -1,7 +1,7 @@
 """FlashInfer's plan of a captured verification, from lengths on the host.
 
-FlashInfer's own plan reads them back from the device, and so waits until all that was launched is done. SGLang has a
-plan without that for its draft models; lengths of a verification, where the new tokens count, are given to it here.
+FlashInfer's own plan reads the lengths from the device, and so waits for all launched work. SGLang has a plan without this wait for its
+draft models. This module passes the lengths of a verification to it, in which the new tokens count.
 """
 
 from functools import partial
@@ -20,14 +20,18 @@ class VerifyFlashInfer(FlashInferAttnBackend):
     _width: int
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, kv_indices_buf: torch.Tensor | None = None) -> None:
-        """Room for what graphs of ``max_bs`` requests read. SGLang takes a context for each token: two hold a request's, with
-        its new tokens, unless these are more than the context."""
+        """Allocate buffers for graphs of ``max_bs`` requests.
+
+        SGLang allocates one context per token. Two contexts hold a request with its new tokens, unless these are longer than a context.
+        """
         contexts = 1 + -(-max_num_tokens // max_bs // self.max_context_len)
         super().init_cuda_graph_state(max_bs, contexts * max_bs, kv_indices_buf)
 
     def has_room(self, requests: int, width: int) -> bool:
-        """Whether FlashInfer's workspace holds what a graph of ``requests`` of ``width`` tokens keeps of its parts; of many it is more
-        than SGLang's default, and the plan would fail."""
+        """Whether FlashInfer's workspace fits the partial results of a graph of ``requests`` requests with ``width`` tokens each.
+
+        With many requests they exceed SGLang's default size, and the plan would fail.
+        """
         of = self.indices_updater_prefill
         needed = self._full_cg_prefill_workspace_bytes(
             requests, requests * width, num_qo_heads=of.num_qo_heads, num_kv_heads=of.num_kv_heads, head_dim=of.head_dim,
@@ -36,7 +40,7 @@ class VerifyFlashInfer(FlashInferAttnBackend):
         return needed <= self.workspace_buffer.numel()
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
-        """Plan; SGLang's buffers of a batch are wrappers that are planned anew before each replay."""
+        """Plan. SGLang's buffers of a batch are wrappers, which are planned again before each replay."""
         batch = forward_batch.batch_size
         self._width = forward_batch.spec_info.width
         if not in_capture:
@@ -44,12 +48,12 @@ class VerifyFlashInfer(FlashInferAttnBackend):
             self._lengths = (forward_batch.seq_lens_cpu[:batch] + self._width).to(torch.int32)
         super().init_forward_metadata_out_graph(forward_batch, in_capture)
         if in_capture and self.prefill_backend == "fa2" and self.dispatch_reason is None:
-            # The first plan, which is FlashInfer's own, has made what the fast one needs.
+            # FlashInfer's own first plan has created the state that the fast plan needs.
             for wrapper in self.prefill_cuda_graph_metadata[batch]:
                 wrapper.begin_forward = partial(self._plan, wrapper)
 
     def _plan(self, wrapper, *args, **kwargs) -> None:
-        """SGLang's plan without a look at the device, with the lengths of this verification."""
+        """SGLang's plan without reads from the device, with the lengths of this verification."""
         count = len(self._lengths)
         fast_prefill_plan(
             wrapper,

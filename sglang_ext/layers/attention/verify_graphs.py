@@ -1,6 +1,6 @@
-"""CUDA graphs of verifications: all requests bring the same number of tokens over their full KV.
+"""CUDA graphs of verifications: all requests have the same number of new tokens, over their full KV.
 
-SGLang's own graphs of the target model, for one token a request, serve drafts and plain decoding.
+SGLang's own graphs of the target model, with one token per request, serve draft steps and plain decoding.
 """
 
 import logging
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class VerifyGraphRunner(DecodeCudaGraphRunner):
-    """SGLang's graph runner, for verifications of ``width`` tokens a request."""
+    """SGLang's graph runner, for verifications of ``width`` tokens per request."""
 
     def get_spec_info(self, num_tokens: int) -> EvenVerifyInput:
         """The speculative input of a captured batch."""
@@ -42,16 +42,16 @@ class VerifyGraphRunner(DecodeCudaGraphRunner):
         return self.captured_req_width
 
     def fits(self, requests: int) -> bool:
-        """Whether a batch of so many requests was captured, or pads to one that was."""
+        """Whether a batch of ``requests`` requests was captured, or can be padded to a captured one."""
         return requests <= self.max_bs
 
     def warm_up(self) -> None:
-        """Replay each over slot 0, which no request owns."""
+        """Replay each graph over slot 0, which no request owns."""
         for requests in self.capture_bs:
             self.verify(*dummy_batch(requests, self.width, self.model_runner.device))
 
     def verify(self, batch: "ScheduleBatch", inputs: forward.ForwardInputs) -> LogitsProcessorOutput:
-        """Replay over ``inputs``, of :attr:`width` tokens a request."""
+        """Replay over ``inputs``, with :attr:`width` tokens per request."""
         batch_input = forward.decode_batch(batch, inputs)
         batch_input.forward_mode = ForwardMode.TARGET_VERIFY
         batch_input.spec_info = EvenVerifyInput(self.width)
@@ -65,24 +65,24 @@ class VerifyGraphSet:
     """Captured verifications of several widths: fewer tokens read the same KV in less time.
 
     Attributes:
-        graphs: by width, narrow ones first.
+        graphs: Runners by width, narrow ones first.
     """
 
     def __init__(self, graphs: Sequence[VerifyGraphRunner]):
         self.graphs = sorted(graphs, key=lambda graph: graph.width)
 
     def fit(self, requests: int, width: int) -> VerifyGraphRunner | None:
-        """The narrowest for ``requests`` of ``width`` tokens each; None where they must run without a graph."""
+        """The narrowest runner for ``requests`` requests of ``width`` tokens each; None if they must run without a graph."""
         return next((g for g in self.graphs if g.width >= width and g.fits(requests)), None)
 
     def warm_up(self) -> None:
-        """Replay all once: a first replay takes many times as long as those after."""
+        """Replay all graphs once: a first replay takes many times as long as later ones."""
         for graph in self.graphs:
             graph.warm_up()
 
 
 def dummy_batch(requests: int, width: int, device: torch.device | str) -> tuple[SimpleNamespace, forward.ForwardInputs]:
-    """A batch of ``width`` tokens a request in slot 0, and what to forward: to have forwards run before requests come."""
+    """A batch with ``width`` tokens per request in slot 0, and its inputs, to run forwards before requests arrive."""
     nobody = [SimpleNamespace(lora_id=None, rid="")] * requests
     batch = SimpleNamespace(reqs=nobody, spec_algorithm=None, sampling_info=None, return_hidden_states=False)
     zeros = torch.zeros(requests * width, dtype=torch.int64, device=device)
@@ -100,13 +100,13 @@ def dummy_batch(requests: int, width: int, device: torch.device | str) -> tuple[
 
 
 def capture(model_runner: "ModelRunner", width: int, verifier: AttentionBackend | None, most: int | None = None) -> VerifyGraphRunner:
-    """Capture forwards of ``width`` tokens a request for SGLang's list of batch sizes.
+    """Capture forwards of ``width`` tokens per request, for SGLang's list of batch sizes.
 
     Args:
-        model_runner: the target's, which captured its own graphs.
-        width: tokens of each request.
-        verifier: their attention; None for that of the target's own backend.
-        most: capture all batch sizes up to this one instead.
+        model_runner: The target's, which captured its own graphs.
+        width: Tokens of each request.
+        verifier: Attention of the forwards; None for that of the target's own backend.
+        most: Capture all batch sizes up to this one instead.
     """
     name = "triton" if verifier else model_runner.decode_attention_backend_str
     attention = verifier or _of_backend(model_runner, name, width)
@@ -119,9 +119,10 @@ def capture(model_runner: "ModelRunner", width: int, verifier: AttentionBackend 
 
 
 def make_room_for_logits(model_runner: "ModelRunner", tokens: int) -> None:
-    """Let graphs that are captured from now on find a buffer for the logits of so many tokens.
+    """Let graphs that are captured later use a buffer for the logits of ``tokens`` tokens.
 
-    SGLang's has room for the most drafts of each request, of which few at once have as many (options.py:MAX_WIDE_REQUESTS).
+    SGLang's buffer fits the longest drafts for all requests, but only few requests at once have drafts that long
+    (options.py:MAX_WIDE_REQUESTS).
     """
     room = model_runner.graph_shared_output
     if room is None or room.max_rows < tokens:
@@ -129,14 +130,14 @@ def make_room_for_logits(model_runner: "ModelRunner", tokens: int) -> None:
 
 
 def capturable_sizes(attention: AttentionBackend, sizes: list[int], width: int) -> list[int]:
-    """The batch sizes of which graphs can be captured, ``sizes`` but for those that are too large for what attends.
+    """The batch sizes that can be captured: ``sizes`` without those that are too large for the attention's workspace.
 
-    Batches of more requests are verified without a graph.
+    Larger batches are verified without a graph.
 
     Args:
-        attention: of the graphs.
-        sizes: requests, ascending.
-        width: tokens of each request.
+        attention: Attention of the graphs.
+        sizes: Numbers of requests, ascending.
+        width: Tokens of each request.
     """
     has_room = getattr(attention, "has_room", None)
     found = sizes if has_room is None else [size for size in sizes if has_room(size, width)] or sizes[:1]
@@ -151,7 +152,7 @@ def capturable_sizes(attention: AttentionBackend, sizes: list[int], width: int) 
 
 @contextmanager
 def _batch_sizes(model_runner: "ModelRunner", sizes: list[int]) -> Iterator[None]:
-    """Let SGLang capture these batch sizes instead of those of its options."""
+    """Inside this context, let SGLang capture these batch sizes instead of the ones in its options."""
     config = model_runner.server_args.cuda_graph_config.decode
     asked, config.bs = config.bs, sizes
     try:
@@ -172,7 +173,7 @@ def _of_backend(model_runner: "ModelRunner", name: str, width: int) -> Attention
 
 @contextmanager
 def speculative(model_runner: "ModelRunner") -> Iterator[None]:
-    """Let SGLang take the target's runner for one of a speculative algorithm, as it captures."""
+    """Let SGLang treat the target's runner as one of a speculative algorithm, while it captures graphs inside this context."""
     model_runner.spec_algorithm = SpeculativeAlgorithm.from_string(SPECULATIVE_ALGORITHM)
     try:
         yield
@@ -181,5 +182,5 @@ def speculative(model_runner: "ModelRunner") -> Iterator[None]:
 
 
 def use_plain_decoding(model_runner: "ModelRunner") -> None:
-    """Let SGLang take the target's runner for one that decodes one token a request."""
+    """Let SGLang treat the target's runner as one of plain decoding, with one token per request."""
     model_runner.spec_algorithm = SpeculativeAlgorithm.NONE

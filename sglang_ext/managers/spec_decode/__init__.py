@@ -1,1 +1,1 @@
-"""One round of verified decoding: who drafts, who answers, who is verified; the forwards, and what SGLang is told."""
+"""One round of speculative decoding on compressed KV: plan, draft, verify, and return SGLang's result."""

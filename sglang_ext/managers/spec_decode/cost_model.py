@@ -37,10 +37,10 @@ class BatchLoad(NamedTuple):
     """The size of a batch, on which the time of a forward depends.
 
     Attributes:
-        requests: number of requests.
-        tokens: context tokens of all requests.
-        uncompressed: context tokens of the requests that have no compressed KV yet.
-        every: selection interval, in steps; 1 for methods that do not select in steps.
+        requests: Number of requests.
+        tokens: Context tokens of all requests.
+        uncompressed: Context tokens of the requests that have no compressed KV yet.
+        every: Selection interval, in steps; 1 for methods that do not select in steps.
     """
 
     requests: int
@@ -63,11 +63,11 @@ class RoundTimes(NamedTuple):
     """The steps of a round, and its measured seconds.
 
     Attributes:
-        drafts: number of draft steps; 0 in plain decoding.
-        steps: number of plain steps; 0 in a round with drafts.
-        compressing: seconds from the beginning of the round to its first step, in which compressed KV is created and refreshed.
-        drafting: seconds of all draft steps.
-        whole: seconds from the first step to the next round.
+        drafts: Number of draft steps; 0 in plain decoding.
+        steps: Number of plain steps; 0 in a round with drafts.
+        compressing: Seconds from the beginning of the round to its first step, in which compressed KV is created and refreshed.
+        drafting: Seconds of all draft steps.
+        whole: Seconds from the first step to the next round.
     """
 
     drafts: int
@@ -82,7 +82,7 @@ class RecentTimes:
     """The newest times of one kind of work.
 
     Attributes:
-        newest: seconds, the newest last.
+        newest: Seconds, the newest last.
     """
 
     newest: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_TIMES))
@@ -97,9 +97,9 @@ class TimeSample(NamedTuple):
     """A measured time.
 
     Attributes:
-        place: coordinates of the load, in doublings.
-        size: bytes that the forward read.
-        seconds: its time.
+        place: Coordinates of the load, in doublings.
+        size: Bytes that the forward read.
+        seconds: Its time.
     """
 
     place: tuple[float, ...]
@@ -112,8 +112,8 @@ class ForwardTimeModel:
     """The base model: a forward takes ``fixed + per_byte * bytes`` seconds.
 
     Attributes:
-        fixed: seconds of any forward.
-        per_byte: seconds for each byte that it reads.
+        fixed: Seconds of any forward.
+        per_byte: Seconds for each byte that it reads.
     """
 
     fixed: float = 0.0
@@ -127,8 +127,8 @@ class ForwardTimeModel:
         If the sizes hardly differ, the fixed time is 0: the times are taken as proportional to the bytes.
 
         Args:
-            sizes: bytes, above 0, [times].
-            seconds: above 0, [times].
+            sizes: Bytes, above 0, [times].
+            seconds: Measured times, above 0, [times].
         """
         from scipy.optimize import nnls
 
@@ -149,7 +149,7 @@ class MeasuredTimes:
     """The measured times of one kind of work.
 
     Attributes:
-        cells: the newest samples of each cell of the grid.
+        cells: The newest samples of each cell of the grid.
     """
 
     cells: dict[tuple[int, ...], deque[TimeSample]] = field(default_factory=dict)
@@ -207,14 +207,14 @@ class RoundCosts:
     """Predicts the seconds of the parts of a round, at any load.
 
     Attributes:
-        weights: bytes of the model's weights.
-        token_bytes: bytes of a token's full KV, in all layers.
-        share: approximate share of a context's bytes that a draft step reads.
-        widths: tokens per request of the captured verification graphs, ascending; empty without graphs.
-        step: times of plain steps.
-        draft: times of draft steps.
-        rest: times of rounds without their draft steps, up to the beginning of the next round.
-        compressing: seconds to create compressed KV, per context token.
+        weights: Bytes of the model's weights.
+        token_bytes: Bytes of a token's full KV, in all layers.
+        share: Approximate share of a context's bytes that a draft step reads.
+        widths: Tokens per request of the captured verification graphs, ascending; empty without graphs.
+        step: Times of plain steps.
+        draft: Times of draft steps.
+        rest: Times of rounds without their draft steps, up to the beginning of the next round.
+        compressing: Seconds to create compressed KV, per context token.
     """
 
     weights: float = 1.0

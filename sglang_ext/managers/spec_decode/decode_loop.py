@@ -1,10 +1,11 @@
-"""The one loop of verified and lossy decoding: steps of all requests, then the verifications of those whose turn it is.
+"""The decode loop: runs the steps of all requests in a round, then the verifications that are scheduled.
 
-A round is one call of SGLang's scheduler. Its steps replay the target model's graphs of one token a request, its verifications
-graphs of their own (verify_graphs.py). Nothing in a round waits for the device, but for drafts under a grammar and for
-log-probabilities, so SGLang's scheduler stays overlapped: it prepares the next round while one runs. Drafts that are not verified
-in their round gather on the device; where full KV is in host memory, verifications are spread over the rounds, so that the link is
-never congested (VeriCache, section 5: cross-resource staggering).
+A round is one call by SGLang's scheduler. Steps replay the target model's CUDA graphs of one token per request. Verifications replay
+graphs of their own (verify_graphs.py). The host does not wait for the device in a round, except for drafts under a grammar and for
+log-probabilities. So SGLang's overlapped scheduler prepares the next round while one runs.
+
+Drafts that are not verified in their round stay pending on the device. If the full KV is in host memory, verifications are spread over
+the rounds, so that the link is never congested (VeriCache, section 5: cross-resource staggering).
 """
 
 from collections.abc import Callable
@@ -42,24 +43,24 @@ if TYPE_CHECKING:
 PublishLengths = Callable[[torch.Tensor], None]
 DecodeBatch = Callable[["ScheduleBatch", PublishLengths | None], RoundResult]
 
-# Rounds after which the optimum of what leaves the device is looked for again: times, acceptance and the link change slowly.
+# Rounds between two updates of the share of full KV that leaves the device: times, acceptance and the link change slowly.
 PLACEMENT_INTERVAL = 8
 
 
 class DecodeLoop:
-    """Runs the rounds of a worker's running batches.
+    """Runs the decode rounds of a worker's batches.
 
     Attributes:
-        worker: whose states, views and queries these are.
-        round_timer: chooses draft lengths, and keeps the times of rounds.
-        steps: forwards of one token a request.
-        verifier: the verifications.
-        planner: who does what.
-        full_kv: whose full KV is there for a verification.
-        policy: how much full KV may leave the device, and how long drafts gather; None where none may.
-        timeline: where a benchmark asks for one.
-        gathered: the drafts of each row since its last verification.
-        penalties: what requests have counted of their outputs.
+        worker: Owns the draft states, the compressed KV and the recorded queries.
+        round_timer: Chooses draft lengths, and measures rounds.
+        steps: Runs forwards of one token per request.
+        verifier: Runs verifications.
+        planner: Plans rounds.
+        full_kv: Says when the full KV of a request is ready for a verification.
+        policy: Chooses how much full KV may leave the device, and how many drafts are pending per load; None if none may leave.
+        timeline: Records events for a benchmark; None otherwise.
+        gathered: Pending drafts of each row.
+        penalties: Token counts of the outputs that have penalties.
     """
 
     def __init__(
@@ -87,16 +88,16 @@ class DecodeLoop:
         self._rounds = 0
 
     def interrupt(self) -> None:
-        """A prefill ran: what passes from now on is not the time of a round."""
+        """End the timing of the running round, because a prefill ran."""
         self.round_timer.interrupt()
 
     def forget(self, row: int) -> None:
-        """The request in ``row`` is gone."""
+        """Drop all state of the request in ``row``."""
         self.full_kv.forget(row)
         self.penalties.forget(row)
 
     def decode(self, batch: "ScheduleBatch", on_publish: PublishLengths | None = None) -> RoundResult:
-        """One round of the requests of ``batch`` that still run; loads of full KV are launched while it runs."""
+        """Run one round of the unfinished requests of ``batch``. Loads of full KV are launched while it runs."""
         with self.full_kv.deferring_loads():
             return decode_unfinished(self._decode, batch, on_publish)
 
@@ -105,7 +106,7 @@ class DecodeLoop:
         plan = self._plan(batch, states)
         lengths = self._known_lengths(batch, plan)
         if lengths is not None and on_publish is not None:
-            # Before the forwards: the scheduler shall prepare the next round while they run.
+            # Publish before the forwards: the scheduler prepares the next round while they run.
             on_publish(lengths)
         penalized = self.penalties.for_round(batch, plan)
         steps, tokens = self._step(batch, plan, penalized)
@@ -114,26 +115,26 @@ class DecodeLoop:
         if plan.full_kv_reqs:
             counts = [plan.num_output_tokens(i) for i in plan.full_kv_reqs]
             parts.append(PartialOutput(plan.full_kv_reqs, OutputTokens.from_steps(steps, tokens, plan.full_kv_reqs, counts)))
-        answers = merge_outputs(parts, batch.seq_lens, batch.return_logprob)
-        penalized.count_output(batch.spec_info.bonus_tokens, answers)
+        output = merge_outputs(parts, batch.seq_lens, batch.return_logprob)
+        penalized.count_output(batch.spec_info.bonus_tokens, output)
         if lengths is None:
-            lengths = batch.seq_lens + answers.accepted
-            # The event marks an earlier read of the token table than the round's last one.
+            lengths = batch.seq_lens + output.accepted
+            # SGLang's event marks an earlier read of the token table than the last one of this round.
             self.worker.model_runner.war_fastpath_read_done_event = None
             if on_publish is not None:
                 on_publish(lengths)
-        result = RoundResult.from_outputs(self.worker.model_runner, batch, plan, answers, lengths, steps[-1][0], self.round_timer.running)
+        result = RoundResult.from_outputs(self.worker.model_runner, batch, plan, output, lengths, steps[-1][0], self.round_timer.running)
         self.full_kv.on_round_launched()
-        answered = {*plan.verify_reqs, *plan.full_kv_reqs}
+        emitting = {*plan.verify_reqs, *plan.full_kv_reqs}
         for i, state in enumerate(states):
-            state.num_pending = 0 if i in answered else plan.num_draft_tokens(i)
+            state.num_pending = 0 if i in emitting else plan.num_draft_tokens(i)
         self.round_timer.on_launched()
         return result
 
     def _plan(self, batch: "ScheduleBatch", states: list[RequestState]) -> RoundPlan:
         worker, lengths = self.worker, batch.seq_lens_cpu.tolist()
         for state, length in zip(states, lengths):
-            # Graphs of steps, which may follow, would not overwrite the queries of drafts that were rejected.
+            # Drop the queries of rejected drafts here: graphs of steps, which may follow, would not overwrite them.
             worker.queries.drop_rejected(state.row, length)
         wanted = self.round_timer.start_round(lengths, states)
         self._update_placement()
@@ -147,7 +148,7 @@ class DecodeLoop:
         return plan
 
     def _update_placement(self) -> None:
-        """Choose anew how much full KV may leave the device, now and then."""
+        """Update how much full KV may leave the device, every PLACEMENT_INTERVAL rounds."""
         self._rounds += 1
         if self.policy is None or self._rounds % PLACEMENT_INTERVAL:
             return
@@ -156,28 +157,31 @@ class DecodeLoop:
         residency.most, self.full_kv.drafts_per_load = worker.ranks.agree(found)
 
     def _check(self, batch: "ScheduleBatch", plan: RoundPlan) -> None:
-        """Strict mode: no slot has two owners."""
+        """Check in strict mode that no slot has two owners."""
         table, verify_reqs = self.steps.table, set(plan.verify_reqs)
         written, exact = [], {}
         for i, (req, state, start) in enumerate(zip(batch.reqs, plan.states, plan.starts)):
-            # What lies beyond the answer's end is written to SGLang's padding page.
+            # KV after the end of the output is written to SGLang's padding page.
             length, end = plan.lengths[i], min(start + plan.num_steps + (i in verify_reqs), output_end(req))
             written.append(table[state.row, length if i in verify_reqs else start : end].long())
             exact[state.row] = range(self.full_kv.full_kv_start(state.row, req.cache_protected_len), length)
         integrity.check(exact, torch.cat(written), self.worker.compressed_kv)
 
     def _known_lengths(self, batch: "ScheduleBatch", plan: RoundPlan) -> torch.Tensor | None:
-        """Tokens of each request after the round, int64 [requests]; None where a verification decides."""
+        """Tokens of each request after the round, int64 [requests]; None if they depend on a verification."""
         if plan.verify_batches:
             return None
         full_kv_reqs = set(plan.full_kv_reqs)
-        answers = [plan.num_output_tokens(i) * (i in full_kv_reqs) for i in range(len(plan.states))]
-        return batch.seq_lens + to_device(answers, batch.seq_lens.device)
+        counts = [plan.num_output_tokens(i) * (i in full_kv_reqs) for i in range(len(plan.states))]
+        return batch.seq_lens + to_device(counts, batch.seq_lens.device)
 
     def _step(
         self, batch: "ScheduleBatch", plan: RoundPlan, penalized: RoundPenalties
     ) -> tuple[list[tuple[LogitsProcessorOutput, SampledTokens]], torch.Tensor]:
-        """The round's steps, and their tokens, int64 [requests, steps]; drafts that gather are kept behind those of earlier rounds."""
+        """Run the steps of a round. Returns them and their tokens, int64 [requests, steps].
+
+        Drafts that stay pending are stored after those of earlier rounds.
+        """
         own, newest, starts, before = batch.req_pool_indices, batch.spec_info.bonus_tokens, batch.seq_lens, None
         penalized.begin_steps(newest, self.gathered, own)
         if any(plan.num_pending):
@@ -190,63 +194,63 @@ class DecodeLoop:
         return steps, tokens
 
     def account(self, batch: "ScheduleBatch", result: RoundResult) -> None:
-        """Count a round's outcome, once it is on the host."""
+        """Count the outcome of a round, once it is on the host."""
         metrics, plan, report, tokens = self.worker.metrics, result.round, self.round_timer.report, 0
         verify_reqs, full_kv_reqs = set(plan.verify_reqs), set(plan.full_kv_reqs)
-        for i, (req, state, answers) in enumerate(zip(batch.reqs, plan.states, result.accept_lens.tolist())):
+        for i, (req, state, num_tokens) in enumerate(zip(batch.reqs, plan.states, result.accept_lens.tolist())):
             if req.finished() or req.is_retracted:
-                continue  # the scheduler drops what came after
-            tokens += answers
+                continue  # the scheduler drops tokens after the end
+            tokens += num_tokens
             if plan.fallbacks[i]:
-                metrics.count_fallback(plan.fallbacks[i], answers)
+                metrics.count_fallback(plan.fallbacks[i], num_tokens)
                 if report is not None:
-                    report.count_fallback(plan.fallbacks[i], answers)
+                    report.count_fallback(plan.fallbacks[i], num_tokens)
             elif plan.can_be_rejected(i) and i not in full_kv_reqs:
                 metrics.count_drafts(plan.num_steps)
                 if i in verify_reqs:
-                    # A draft after the end of the output was not wrong.
-                    offered = answers - 1 if i in result.ended else min(plan.num_draft_tokens(i), plan.remaining[i] - 1)
-                    self.worker.requests.count_verify(state, offered, answers - 1)
-                    self.round_timer.interval.observe(plan.selection_interval, offered, answers - 1)
-                    metrics.count_verify(answers)
+                    # Drafts after the end of the output were not rejected.
+                    offered = num_tokens - 1 if i in result.ended else min(plan.num_draft_tokens(i), plan.remaining[i] - 1)
+                    self.worker.requests.count_verify(state, offered, num_tokens - 1)
+                    self.round_timer.interval.observe(plan.selection_interval, offered, num_tokens - 1)
+                    metrics.count_verify(num_tokens)
                     if report is not None:
-                        report.count_verify(offered, answers - 1)
+                        report.count_verify(offered, num_tokens - 1)
             state.fallback = plan.fallbacks[i]
             write_counters(req, state)
             if self.timeline is not None:
-                self._record_timeline(req.bootstrap_room, result, i, answers)
+                self._record_timeline(req.bootstrap_room, result, i, num_tokens)
         if report is not None and tokens:
             report.on_round_end(plan, tokens)
         self.observe_pool()
 
-    def _record_timeline(self, room: int, result: RoundResult, i: int, answers: int) -> None:
-        """Tell the timeline what a round gave a request."""
+    def _record_timeline(self, room: int, result: RoundResult, i: int, num_tokens: int) -> None:
+        """Record the events of one request's round in the timeline."""
         plan, timeline = result.round, self.timeline
         drafted, ended = (timeline.at(mark) for mark in (result.timed.drafted, result.timed.ended))
         if i in plan.full_kv_reqs:
-            timeline.add_event(room, "answered", drafted, answers)
+            timeline.add_event(room, "answered", drafted, num_tokens)
             return
         timeline.add_event(room, "drafted", drafted, plan.num_draft_tokens(i), plan.num_steps, early=i in plan.early_reqs)
         if i in plan.verify_reqs:
-            timeline.add_event(room, "verified", ended, answers - 1, plan.num_draft_tokens(i), early=i in plan.early_reqs)
+            timeline.add_event(room, "verified", ended, num_tokens - 1, plan.num_draft_tokens(i), early=i in plan.early_reqs)
 
     def observe_pool(self) -> None:
-        """Report what the pool holds, and where full KV lies."""
+        """Report the contents of the pool, and where full KV is stored."""
         self.worker.metrics.observe_pool(self.worker.compressed_kv, None if self.policy is None else self.full_kv)
 
 
 def decode_unfinished(decode: DecodeBatch, batch: "ScheduleBatch", on_publish: PublishLengths | None) -> RoundResult:
-    """What ``decode`` gives for the requests of ``batch`` that did not finish; the result says which they are.
+    """Run ``decode`` on the unfinished requests of ``batch``. The result names their positions.
 
-    Under the overlapped loop SGLang builds a batch before it has the result of the last one. Where a request has a grammar that
-    cannot be walked (grammar.py) it then processes that result before it launches the batch: who finishes in it is in the batch
-    still, but its row and its slots are free. A round of the others is run, and what SGLang relays from round to round is made as long
-    as the batch again.
+    Under the overlapped loop, SGLang builds a batch before it has the result of the last one. If a request has a grammar that cannot be
+    walked (grammar.py), SGLang processes that result before it launches the batch. A request that finishes in it is still in the batch,
+    but its row and its slots are free. So only the other requests run. The tensors that SGLang relays from round to round are padded to
+    the length of the batch.
 
     Args:
-        decode: runs a round of all requests of a batch.
-        batch: SGLang's, in decode mode.
-        on_publish: as of the worker's ``forward_batch_generation``.
+        decode: Runs a round of all requests of a batch.
+        batch: SGLang's batch, in decode mode.
+        on_publish: As in the worker's ``forward_batch_generation``.
     """
     running = [i for i, req in enumerate(batch.reqs) if not req.finished()]
     if len(running) == len(batch.reqs):
@@ -269,11 +273,11 @@ def decode_unfinished(decode: DecodeBatch, batch: "ScheduleBatch", on_publish: P
 
 
 def select_batch(batch: "ScheduleBatch", requests: list[int], where: torch.Tensor) -> "ScheduleBatch":
-    """A batch of some requests of another one: what rounds read of it. The other stays as it is.
+    """A batch of some requests of another batch, with the fields that rounds read. The other batch does not change.
 
     Args:
-        requests: their places.
-        where: the same, int64 on the device.
+        requests: Positions of the requests in the batch.
+        where: The same, int64 on the device.
     """
     part = select_requests(batch, requests, where)
     part.seq_lens_cpu = batch.seq_lens_cpu[requests]
@@ -288,15 +292,15 @@ def select_batch(batch: "ScheduleBatch", requests: list[int], where: torch.Tenso
 
 
 def decode_loop(worker: "KVWorker", full_kv: "ResidentFullKV | OffloadedFullKV", policy: OffloadPolicy | None) -> DecodeLoop:
-    """That of a worker whose views are built.
+    """Create the decode loop of a worker whose compressed KV cache exists.
 
     Args:
-        full_kv: whose turn it is to verify.
-        policy: how much full KV leaves the device, where some does.
+        full_kv: Says when the full KV of a request is ready for a verification.
+        policy: Chooses how much full KV leaves the device; None if none may.
     """
     args, steps = worker.server_args, StepRunner(worker)
     longest = options.max_draft_length(args)
-    # Steps over such copies have an attention of their own, for all that they read.
+    # If compressed KV has an attention kernel of its own, its steps use that kernel for full KV, too.
     separates_full_kv = bool(args.enable_deterministic_inference) and worker.attentions.compressed is not None
     planner = RoundPlanner(worker.compressed_kv, full_kv, worker.stride - 1, longest, worker.lossy, worker.queries.can_record, separates_full_kv)
     lengths = DraftLength(longest) if args.kv_draft_length == "auto" else FixedDraftLength(longest)

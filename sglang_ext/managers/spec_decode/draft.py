@@ -1,7 +1,7 @@
-"""The forwards of a worker: steps of one token a request, verifications, each one forward over full KV, and prefills; how they are sampled.
+"""Runs and samples a worker's forwards: draft steps of one token per request, verifications over the full KV, and prefills.
 
-A verification replays the narrowest captured graph that holds the drafts (verify_graphs.py), where there is one. What answers leaves
-its queries to compressors that score by them.
+A verification replays the narrowest captured graph that holds the drafts (verify_graphs.py), if there is one. Forwards over the full KV
+record queries for compressors that score keys by them.
 """
 
 from collections.abc import Iterator
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 
 class StepRunner:
-    """Runs forwards for a worker's rounds.
+    """Runs the steps of a worker's rounds.
 
     Attributes:
-        worker: whose states, views and queries these are.
+        worker: Owns the draft states, the compressed KV and the recorded queries.
         table: int32, SGLang's token table with the draft rows.
     """
 
@@ -49,12 +49,12 @@ class StepRunner:
         self._samplings = SamplerCache(worker.model_runner)
 
     def slots(self, batch: "ScheduleBatch", width: int, starts: torch.Tensor) -> torch.Tensor:
-        """Where the KV of ``width`` tokens of each request lies, from positions ``starts``, int64 [requests], on."""
+        """Slots of the KV of ``width`` tokens per request, from positions ``starts``, int64 [requests], on."""
         places = starts[:, None] + torch.arange(width, device=self.table.device)
         return self.table[batch.req_pool_indices[:, None], places].long()
 
     def extend_rows(self, batch: "ScheduleBatch", plan: RoundPlan, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Let the rows that a round reads lead to ``slots``, int64 [requests, width]; the rows, and tokens before."""
+        """Write ``slots``, int64 [requests, width], to the rows that a round reads. Returns the rows, and the tokens in them before."""
         if plan.on_full_kv and not any(plan.num_pending):
             return batch.req_pool_indices, batch.seq_lens
         compressed_kv, width = self.worker.compressed_kv, slots.shape[1]
@@ -67,13 +67,13 @@ class StepRunner:
         return rows, row_lens
 
     def forward(self, batch: "ScheduleBatch", inputs: forward.ForwardInputs, on_full_kv: bool = True) -> LogitsProcessorOutput:
-        """One forward, over rows of which none is a compressed copy's, or some are; see forward.py."""
+        """Run one forward. ``on_full_kv``: no row begins with compressed KV; see forward.py."""
         return forward.run(self.worker.model_runner, batch, inputs, self.worker.attentions.select(inputs.counts, on_full_kv))
 
     def verify_sampler(self, batch: "ScheduleBatch", plan: RoundPlan, requests: list[int], width: int, walks: dict[int, GrammarWalk]) -> RowSampler:
-        """How ``width`` rows of each of some requests, by their places, are sampled: as the answers after their drafts.
+        """The sampler of ``width`` rows of each of some requests, at their positions in the batch. Rows are sampled as output tokens.
 
-        ``walks``: the grammars of those that have one, along their drafts.
+        ``walks``: Grammars of the requests that have one, along their drafts.
         """
 
         def rows() -> list[LogitRow]:
@@ -83,7 +83,7 @@ class StepRunner:
         return self._samplings.get(batch, plan.states, tuple(requests), width, batch.return_logprob, rows)
 
     def _step_sampler(self, batch: "ScheduleBatch", plan: RoundPlan) -> RowSampler:
-        """How the steps of a round are sampled: grammars mask answers, not drafts."""
+        """The sampler of a round's steps. Grammars mask output tokens, not drafts."""
         full_kv_reqs = set(plan.full_kv_reqs)
 
         def rows() -> list[LogitRow]:
@@ -99,10 +99,10 @@ class StepRunner:
     def walks(
         self, batch: "ScheduleBatch", plan: RoundPlan, requests: list[int], drafts: torch.Tensor | None = None
     ) -> dict[int, GrammarWalk]:
-        """The grammars of those of ``requests`` that have one, by place in the batch; waits for what they are to be walked along.
+        """The grammars of ``requests`` that have one, by position in the batch. Waits for the tokens that they are walked along.
 
         Args:
-            drafts: int64 [requests, drafts], that each grammar is walked along; None for none.
+            drafts: int64 [requests, drafts], tokens that each grammar is walked along; None for none.
         """
         rows = [k for k, i in enumerate(requests) if batch.reqs[i].grammar is not None]
         if not rows:
@@ -125,24 +125,24 @@ class StepRunner:
         starts: torch.Tensor,
         penalized: RoundPenalties,
     ) -> list[tuple[LogitsProcessorOutput, SampledTokens]]:
-        """The steps of a round, one after another, over its rows.
+        """Run the steps of a round, one after another.
 
         Args:
-            batch: whose requests these are.
-            plan: what they do.
+            batch: The requests.
+            plan: The plan of the round.
             tokens: int64 [requests], the newest token of each.
-            slots: int64 [requests, at least steps], where their KV is written, and that of what follows, which rows lead to as well.
+            slots: int64 [requests, at least steps], slots for the KV of the steps and of later tokens. All are written to the rows.
             starts: int64 [requests], positions of ``tokens``.
-            penalized: requests with penalties.
+            penalized: Applies penalties to the logits.
         """
         if self.worker.compressed_kv.async_selector is not None:
             self.worker.compressed_kv.async_selector.on_round_start(plan.num_steps + len(plan.verify_batches), plan.selection_interval)
         rows, row_lens = self.extend_rows(batch, plan, slots)
-        # Made for all steps at once: between the graphs of two steps each operation costs the device time.
+        # Compute these for all steps at once: each operation between the graphs of two steps costs device time.
         ahead = torch.arange(plan.num_steps, device=slots.device)[:, None]
         positions, lengths = starts + ahead, row_lens + ahead + 1
         slots, viewed_cpu = slots[:, : plan.num_steps].T.contiguous(), torch.tensor(plan.row_lens)
-        sampling, done, choosing = self._step_sampler(batch, plan), [], self._selecting_reqs(plan)
+        sampling, done, selecting = self._step_sampler(batch, plan), [], self._selecting_reqs(plan)
         for index in range(plan.num_steps):
             inputs = forward.ForwardInputs(
                 tokens=tokens,
@@ -153,9 +153,9 @@ class StepRunner:
                 lengths_cpu=viewed_cpu + index + 1,
                 counts=[1] * len(plan.rows),
             )
-            ends = {plan.states[i].row: plan.starts[i] + index + 1 for i in choosing}
+            ends = {plan.states[i].row: plan.starts[i] + index + 1 for i in selecting}
             watch = observe_step(self.worker.compressed_kv, ends, index + 1 < plan.num_steps)
-            recorded = self._recorded_queries(plan, index, choosing)
+            recorded = self._recorded_queries(plan, index, selecting)
             on_full_kv = plan.on_full_kv and not self._needs_queries(recorded)
             if not on_full_kv:
                 self.worker.queries.set_step_targets(recorded)
@@ -169,47 +169,47 @@ class StepRunner:
         return done
 
     def _needs_queries(self, recorded: tuple[RecordedRows, ...]) -> bool:
-        """Whether a step over full KV must leave queries: where nothing is verified, nothing else does before a first copy."""
+        """Whether a step over the full KV must record queries: in lossy mode nothing else does before the first compression."""
         queries = self.worker.queries
         return queries.has_step_queries and self.worker.lossy and any(queries.can_record(row.key) for row in recorded)
 
     def _select_tokens(self, ends: dict[int, int], following: int, every: int) -> None:
-        """Let tokens be chosen for coming steps by the queries of one that was launched; ``following`` are left of its round.
+        """Select tokens for the next steps by the queries of the step that was launched.
 
         Args:
-            ends: position after the step's token, by row, of those whose tokens are chosen.
-            following: steps of the round that follow this one.
-            every: selection interval, in steps.
+            ends: By row, the position after the step's token, of the requests whose tokens are selected.
+            following: Steps of the round after this one.
+            every: Selection interval, in steps.
         """
         compressed_kv = self.worker.compressed_kv
         if compressed_kv.async_selector is not None:
             compressed_kv.async_selector.on_step_end(compressed_kv, ends, None if self.worker.lossy else following)
         elif following:
-            # By the queries of the last step the next round chooses.
+            # After the last step, the next round selects by its queries.
             for row, end in ends.items():
                 compressed_kv.reselect(row, end, every)
 
     def _selecting_reqs(self, plan: RoundPlan) -> list[int]:
-        """Requests whose copies may be chosen anew between the round's steps."""
+        """Requests whose selection may be refreshed between the steps of the round."""
         method_of = self.worker.compressed_kv.method
         return [i for i, state in enumerate(plan.states) if plan.reads_compressed(i) and method_of(state.row).compressor.every]
 
-    def _recorded_queries(self, plan: RoundPlan, index: int, choosing: list[int]) -> tuple[RecordedRows, ...]:
-        """The queries of a step: of those who answer, and of those by which the next step is chosen."""
-        wanted = sorted({*plan.full_kv_reqs, *choosing})
+    def _recorded_queries(self, plan: RoundPlan, index: int, selecting: list[int]) -> tuple[RecordedRows, ...]:
+        """The queries that a step records: of requests on the full KV, and of requests whose next selection uses them."""
+        wanted = sorted({*plan.full_kv_reqs, *selecting})
         states = [plan.states[i] for i in wanted]
         rows = (RecordedRows(state.row, i, i + 1, plan.starts[i] + index) for i, state in zip(wanted, states))
         return select_useful_rows(self.worker.compressed_kv, states, rows)
 
 
 class Verifier:
-    """Verifies drafts for a worker's rounds.
+    """Verifies the drafts of a worker's rounds.
 
     Attributes:
-        worker: whose queries these are.
-        steps: the forwards without a graph, and how they are sampled.
-        graphs: captured verifications, None where CUDA graphs are off.
-        simulation: forced acceptance, None outside benchmarks.
+        worker: Owns the recorded queries.
+        steps: Runs forwards without a graph, and makes samplers.
+        graphs: Captured verifications; None if CUDA graphs are off.
+        simulation: Simulated acceptance; None outside benchmarks.
     """
 
     def __init__(self, worker: "KVWorker", steps: StepRunner, graphs: "VerifyGraphSet | None", simulation: SimulatedAcceptance | None):
@@ -227,50 +227,50 @@ class Verifier:
         gathered: PendingDrafts,
         penalized: RoundPenalties,
     ) -> PartialOutput:
-        """Of some requests the drafts that full KV would have given, and the next token.
+        """Verify the drafts of some requests with the full KV. Returns the accepted tokens and the bonus token of each.
 
         Args:
-            batch: of all requests.
-            plan: what they did.
-            requests: by their places in the batch.
-            newest: int64 [all requests, steps], what the round's steps gave.
-            gathered: the drafts of those that have some of earlier rounds, this round's among them.
-            penalized: requests with penalties.
+            batch: All requests.
+            plan: The plan of the round.
+            requests: Positions of the requests in the batch.
+            newest: int64 [all requests, steps], tokens of the round's steps.
+            gathered: Pending drafts, including those of this round, of requests that have some from earlier rounds.
+            penalized: Applies penalties to the logits.
         """
         offered = [plan.num_draft_tokens(i) for i in requests]
         whole = len(requests) == len(batch.reqs)
         where = slice(None) if whole else to_device(requests, newest.device)
         part = batch if whole else forward.select_requests(batch, requests, where)
-        # Of each, those count that it has.
+        # Each request's own number of drafts counts; the rest is padding.
         with_earlier = any(plan.num_pending[i] for i in requests)
         drafts = gathered.of(part.req_pool_indices, max(offered)) if with_earlier else newest[where]
         tokens = torch.cat([batch.spec_info.bonus_tokens[where, None], drafts], 1)
         lengths = [plan.lengths[i] for i in requests]
-        # The host waits for the drafts here, where a request has a grammar.
+        # The host waits for the drafts here if a request has a grammar.
         walks = self.steps.walks(batch, plan, requests, drafts)
         output, positions = self._forward(part, [plan.states[i] for i in requests], lengths, tokens)
         penalized.penalize_verify(requests, tokens, output.next_token_logits)
         width = len(positions) // len(requests)
         sampled = self.steps.verify_sampler(batch, plan, requests, width, walks).draw(output.next_token_logits, positions)
-        answers = sampled.tokens.view(len(requests), width)
-        # After a draft that a grammar refuses, or that ends it, rows are not masked; after the output's last token KV has no slots.
-        most = [min(count, walks[i].answers - 1) if i in walks else count for i, count in zip(requests, offered)]
-        most = [min(count, max(0, plan.remaining[i] - 1)) for i, count in zip(requests, most)]
-        accepted = self._accepted_counts(part, answers, drafts, most) + 1
-        return PartialOutput(requests, OutputTokens(answers, accepted, sampled))
+        target_tokens = sampled.tokens.view(len(requests), width)
+        # Rows after a draft that the grammar refuses, or that ends it, are not masked. KV after the output's last token has no slots.
+        max_accepted = [min(count, walks[i].answers - 1) if i in walks else count for i, count in zip(requests, offered)]
+        max_accepted = [min(count, max(0, plan.remaining[i] - 1)) for i, count in zip(requests, max_accepted)]
+        accepted = self._accepted_counts(part, target_tokens, drafts, max_accepted) + 1
+        return PartialOutput(requests, OutputTokens(target_tokens, accepted, sampled))
 
     def _forward(
         self, batch: "ScheduleBatch", states: list[RequestState], lengths: list[int], tokens: torch.Tensor
     ) -> tuple[LogitsProcessorOutput, torch.Tensor]:
-        """Forward ``tokens``, int64 [requests, width], after what each request has, over full KV.
+        """Forward ``tokens``, int64 [requests, width], over the full KV, after the known tokens of each request.
 
         Returns:
-            What the model gives, and the position of each token, int64 [requests * at least width].
+            The model's output, and the position of each token, int64 [requests * at least width].
         """
         width, count = tokens.shape[1], len(tokens)
         graphs = None if self.graphs is None else self.graphs.fit(count, width)
         if graphs is not None and width < graphs.width:
-            # Graphs have few widths: what is beyond the drafts is computed and not looked at.
+            # Graphs have few widths. Pad to the graph's width; the results of the padding are ignored.
             tokens = torch.cat([tokens, tokens.new_zeros(count, graphs.width - width)], 1)
             width = graphs.width
         inputs = forward.ForwardInputs(
@@ -290,37 +290,39 @@ class Verifier:
         with self.worker.queries.recording(recorded):
             return self.steps.forward(batch, inputs), inputs.positions
 
-    def _accepted_counts(self, batch: "ScheduleBatch", answers: torch.Tensor, drafts: torch.Tensor, most: list[int]) -> torch.Tensor:
-        """Drafts of each request that are the answers at their places, up to the first that is not: int64 [requests].
+    def _accepted_counts(
+        self, batch: "ScheduleBatch", target_tokens: torch.Tensor, drafts: torch.Tensor, max_accepted: list[int]
+    ) -> torch.Tensor:
+        """Accepted draft tokens of each request, int64 [requests]: drafts that equal the verified tokens, up to the first that does not.
 
-        Of each, its first ``most`` count.
+        At most ``max_accepted`` drafts of each request count.
         """
         width, device = drafts.shape[1], drafts.device
         if self.simulation is None:
-            same = answers[:, :width] == drafts
+            same = target_tokens[:, :width] == drafts
         else:
             same = self.simulation.draw(drafts, to_device(self.simulation.probabilities(batch.reqs), device, torch.float32))
-        if min(most) < width:
-            same &= torch.arange(width, device=device) < to_device(most, device)[:, None]
+        if min(max_accepted) < width:
+            same &= torch.arange(width, device=device) < to_device(max_accepted, device)[:, None]
         agreed = same.long().cumprod(1)
         if self.simulation is not None:
-            # So that the output and the KV agree.
-            answers[:, :width] = torch.where(agreed.bool(), drafts, answers[:, :width])
+            # The output must agree with the KV.
+            target_tokens[:, :width] = torch.where(agreed.bool(), drafts, target_tokens[:, :width])
         return agreed.sum(1)
 
 
 def prefill(worker: "KVWorker", batch: "ScheduleBatch", on_publish=None) -> GenerationBatchResult:
-    """Admit a batch's requests, compute their prompts' KV, and sample the token after each.
+    """Admit a batch's requests, compute the KV of their prompts, and sample the token after each prompt.
 
     Args:
-        worker: whose requests these become.
-        batch: SGLang's, in extend mode.
-        on_publish: tells SGLang's scheduler the new lengths, int64 [requests]; None where it does not wait for them.
+        worker: Owns the requests' draft states.
+        batch: SGLang's batch, in extend mode.
+        on_publish: Gives SGLang's scheduler the new lengths, int64 [requests]; None if it does not wait for them.
     """
-    # First, as queries are kept by the method that a request asks for.
+    # Admit first: which queries are recorded depends on the method that a request asks for.
     states = [worker.requests.admit(req, matched) for req, matched in zip(batch.reqs, batch.prefix_lens)]
     if on_publish is not None:
-        # The lengths are known before the forward: the scheduler shall prepare the next round while it runs.
+        # The lengths are known before the forward, so the scheduler can prepare the next round while it runs.
         on_publish(batch.seq_lens)
     if worker.quantized is not None and batch.tree_cache.codes is not None:
         begun = zip(batch.reqs, [state.cached_prompt_len for state in states], batch.prefix_lens)
@@ -335,7 +337,7 @@ def prefill(worker: "KVWorker", batch: "ScheduleBatch", on_publish=None) -> Gene
 
 
 def _on_quantized_kv(worker: "KVWorker", batch: "ScheduleBatch", states: list[RequestState]) -> AbstractContextManager[None]:
-    """Let prompts attend to codes, where the server does so."""
+    """A context in which prompts attend to quantized KV, if the server does so."""
     if worker.quantized is None:
         return nullcontext()
     lengths = [prefix + length for prefix, length in zip(batch.prefix_lens, batch.extend_lens)]
@@ -347,7 +349,7 @@ def _on_quantized_kv(worker: "KVWorker", batch: "ScheduleBatch", states: list[Re
 
 
 def _recorded_queries(batch: "ScheduleBatch") -> Iterator[RecordedRows]:
-    """The queries of all its tokens."""
+    """The queries of all tokens of the batch."""
     ends = accumulate(batch.extend_lens)
     parts = zip(batch.reqs, batch.prefix_lens, batch.extend_lens, ends)
     return (RecordedRows(req.req_pool_idx, end - length, end, prefix) for req, prefix, length, end in parts)
@@ -365,14 +367,14 @@ def _first_tokens(
     Returns:
         int64 [requests].
     """
-    # Outputs hold all that came before: SGLang prefills no request of whom a result is out.
+    # The outputs are complete here: SGLang does not prefill a request while a result of it is unprocessed.
     walks = [GrammarWalk(req.grammar) if req.grammar else None for req in batch.reqs]
     rows = [LogitRow.for_output(i, state, walk) for i, (state, walk) in enumerate(zip(states, walks))]
     output = result.logits_output
     if output.next_token_logits is not None:
         worker.loop.penalties.penalize_prefill(batch, output.next_token_logits)
     if all(req.sampling_params.max_new_tokens == 0 and req.grammar is None for req in batch.reqs):
-        # As SGLang without speculation: nothing is drawn, and what was asked for is told whatever the temperature.
+        # As SGLang without speculation: sample nothing, and return the requested log-probabilities whatever the temperature.
         if batch.return_logprob and output.next_token_logits is not None:
             asked = sampling_batch(batch, rows, batch.seq_lens.device, logprobs=True)
             worker.model_runner.compute_logprobs_only(output, asked)

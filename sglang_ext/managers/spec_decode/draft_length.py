@@ -22,7 +22,7 @@ from sglang_ext.managers.spec_decode.cost_model import BatchLoad, RoundCosts, Ro
 HYSTERESIS, MIN_GAIN = 1.02, 1.03
 # Fewest and most draft steps of a probe: enough to measure a draft step, and few that may be lost.
 PROBE_DRAFTS = 2, 4
-# Share of the time that probes may lose, for copies and for rounds that gain less than plain steps.
+# Share of the time that probes may lose, for compression and for rounds that gain less than plain steps.
 PROBE_SHARE = 0.01
 # While drafting pays, a plain step is measured after this number of draft steps.
 PLAIN_AFTER = 1024
@@ -34,7 +34,7 @@ def expected_tokens(probability: np.ndarray | float, drafts: np.ndarray | int) -
     """Mean tokens of a round, with the bonus token.
 
     Args:
-        probability: That a draft token is accepted.
+        probability: Probability that a draft token is accepted.
         drafts: Draft steps of the round.
     """
     # At probability 1 the formula divides by 0.
@@ -47,7 +47,7 @@ class FixedDraftLength:
     """The draft length of ``--kv-draft-length N``.
 
     Attributes:
-        drafts: draft steps of each round.
+        drafts: Draft steps of each round.
     """
 
     drafts: int
@@ -66,9 +66,9 @@ class DraftLength:
     """Chooses the draft length of each round.
 
     Attributes:
-        longest: the longest length.
-        chosen: the last choice; probes and measurements of plain steps do not change it.
-        predicted_gain: predicted speed of the best length over that of plain decoding, at the last choice; None before the first.
+        longest: The longest length.
+        chosen: The last choice; probes and measurements of plain steps do not change it.
+        predicted_gain: Predicted speed of the best length over that of plain decoding, at the last choice; None before the first.
     """
 
     longest: int
@@ -85,9 +85,9 @@ class DraftLength:
         """Return the draft length of the next round; 0 for plain decoding.
 
         Args:
-            costs: predicts times.
-            load: the batch's.
-            probabilities: for each request, that a draft token is accepted if the ones before it were.
+            costs: Predicts times.
+            load: Load of the batch.
+            probabilities: For each request, the probability that a draft token is accepted if the ones before it were.
         """
         drafts = np.arange(self.longest + 1)
         tokens = expected_tokens(np.asarray(probabilities)[:, None], drafts).sum(0)

@@ -45,14 +45,14 @@ class DraftTotals:
     """Sums over some rounds.
 
     Attributes:
-        rounds: rounds with draft steps.
-        steps: draft steps of all rounds.
-        selection_interval: of the last round with draft steps, in steps; 0 if the server does not choose it.
-        verifies: verifications, counted for each request.
-        offered, accepted: draft tokens that were verified, and accepted.
-        seconds: measured time of the rounds with draft steps at loads near a measured plain step.
-        plain_seconds: predicted time of plain steps for the tokens of the same rounds.
-        plain: tokens without drafts, by index into ``FALLBACK_REASONS``.
+        rounds: Rounds with draft steps.
+        steps: Draft steps of all rounds.
+        selection_interval: Selection interval of the last round with draft steps, in steps; 0 if the server does not choose it.
+        verifies: Verifications, counted for each request.
+        offered, accepted: Draft tokens that were verified, and accepted.
+        seconds: Measured time of the rounds with draft steps at loads near a measured plain step.
+        plain_seconds: Predicted time of plain steps for the tokens of the same rounds.
+        plain: Tokens without drafts, by index into ``FALLBACK_REASONS``.
     """
 
     rounds: int = 0
@@ -91,13 +91,13 @@ class DraftReport:
     """Counts rounds, logs a line a minute, and sets the metrics.
 
     Attributes:
-        lengths: chooses the draft length, and predicts its gain.
-        costs: predicts the time of plain steps.
-        metrics: receives the figures.
-        first: whether this process writes the log line for all ranks.
-        chooses_interval: whether the server chooses the selection interval; only then it is reported.
-        clock: returns seconds.
-        totals: of the rounds since the last log line.
+        lengths: Chooses the draft length, and predicts its gain.
+        costs: Predicts the time of plain steps.
+        metrics: Receives the figures.
+        first: Whether this process writes the log line for all ranks.
+        chooses_interval: Whether the server chooses the selection interval; only then it is reported.
+        clock: Returns seconds.
+        totals: Sums over the rounds since the last log line.
     """
 
     lengths: "DraftLength | FixedDraftLength"

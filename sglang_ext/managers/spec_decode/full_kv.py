@@ -1,7 +1,7 @@
-"""Whose full KV is there for a verification: what the plan of a round asks, and the answers where none ever leaves the device.
+"""Full-KV providers: they say where the full KV of a request is, and when it can be verified.
 
-``managers/kv_offload/`` has those where it comes from host memory or is given back, ``managers/kv_transfer/arriving_full_kv.py`` those where it
-is on its way from a prefill server.
+This file has the provider of a server on which full KV never leaves the device. ``managers/kv_offload/`` has those for full KV in host
+memory and for freed full KV. ``managers/kv_transfer/arriving_full_kv.py`` has the one for full KV that a prefill server sends.
 """
 
 from collections.abc import Sequence
@@ -13,71 +13,71 @@ if TYPE_CHECKING:
 
 
 class FullKVProvider:
-    """Turns of requests that begin when all of their full KV is there."""
+    """Base of the providers. Here, requests do not begin before all of their full KV has arrived, and nothing is freed."""
 
     def is_early(self, row: int) -> bool:
         """Whether a request drafts on the anchor of its full KV (managers/kv_transfer/arriving_full_kv.py)."""
         return False
 
     def has_arrived(self, row: int) -> bool:
-        """Whether the rest of an early request's full KV has come."""
+        """Whether the residual of an early request has arrived."""
         return True
 
     def end_early_decoding(self, row: int) -> None:
-        """Nothing that an early request drafted is left unverified at the end of this round."""
+        """End early decoding: the request has no unverified draft at the end of this round."""
 
     def free_full_kv(self, requests: "Sequence[Req]") -> None:
-        """A round of these begins: give back full KV that nobody needs any more (mem_cache/prefix_cache/remote_only.py)."""
+        """Free full KV that is no longer needed, at the start of a round (mem_cache/prefix_cache/remote_only.py)."""
 
 
 class ResidentFullKV(FullKVProvider):
-    """Whose full KV is there for a verification, where none ever leaves the device: a request is verified as soon as it has enough drafts.
+    """Provider of full KV that never leaves the device: a request is verified as soon as it has enough drafts.
 
-    ``managers/kv_offload/offloaded_full_kv.py`` has the same methods for full KV that comes from host memory.
+    ``managers/kv_offload/offloaded_full_kv.py`` has the same methods for full KV in host memory.
 
     Attributes:
-        drafts_per_load: that a request gathers while its full KV is loaded; none is.
-        residency: of requests whose full KV may leave; None.
+        drafts_per_load: Drafts that a request collects while its full KV is loaded; 0, since nothing is loaded.
+        residency: Requests whose full KV may leave the device; None.
     """
 
     drafts_per_load = 0
     residency = None
 
     def deferring_loads(self) -> AbstractContextManager[None]:
-        """While a round is planned and launched, in which loads may be put off to its end."""
+        """A context for planning and launching a round, in which loads may be deferred to its end."""
         return nullcontext()
 
     def on_round_start(self, drafting: dict[int, tuple], iteration_seconds: float | None) -> None:
-        """A round begins, of which these requests draft on copies, by row of the token table."""
+        """Record that a round begins. ``drafting``: requests that draft on compressed KV, by row of the token table."""
 
     def is_offloaded(self, row: int) -> bool:
-        """Whether a request's row must not be read: full KV is missing, or lies elsewhere."""
+        """Whether a request's row must not be read, because full KV is missing or stored elsewhere."""
         return False
 
     def full_kv_start(self, row: int, protected: int) -> int:
-        """The first position from which on a request's row leads to full KV; the prefix tree has ``protected`` tokens of it."""
+        """First position from which a request's row points to full KV. The prefix tree holds ``protected`` of its tokens."""
         return 0
 
     def is_lost(self, row: int) -> bool:
-        """Whether some of a request's full KV is in no tier."""
+        """Whether a part of the request's full KV is in no tier."""
         return False
 
     def pin_while_reading(self, row: int) -> AbstractContextManager[None]:
-        """Keep what is on the device of a request's full KV."""
+        """A context that keeps the part of a request's full KV that is on the device."""
         return nullcontext()
 
     def pin_for_round(self, row: int) -> None:
-        """The request in ``row`` reads its full KV in this round."""
+        """Keep the full KV of the request in ``row`` on the device, because it reads it in this round."""
 
     def schedule_verifications(self, rounds: dict[int, int], ripe: set[int]) -> set[int]:
-        """Rows that are verified in this round: those that have enough drafts."""
+        """Select the rows to verify in this round: those with enough drafts."""
         return ripe
 
     def restore(self, row: int) -> None:
-        """Let a request's row lead to its full KV."""
+        """Point a request's row to its full KV."""
 
     def on_round_launched(self) -> None:
-        """The round was launched."""
+        """Record that the round was launched."""
 
     def forget(self, row: int) -> None:
-        """The request in ``row`` is gone."""
+        """Drop all state of the request in ``row``."""

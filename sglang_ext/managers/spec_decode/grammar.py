@@ -1,9 +1,11 @@
-"""Grammars over drafts: what may come after tokens that are not part of the output yet.
+"""Masks of grammars along draft tokens, which are not part of the output yet.
 
-SGLang advances a request's grammar over its output alone. Drafts are made without it; their verification walks it along them to
-mask each row of logits, and back at once, so that between forwards it always stands at the output, whatever becomes of the
-request (abort, retraction). Under the overlapped loop SGLang launches a round before it has put the tokens of the last one into
-outputs: a walk begins with these.
+SGLang advances a request's grammar over its output only. Drafts are made without the grammar. Their verification walks the grammar
+along the drafts to mask each row of logits, and rolls it back at once. So between forwards the grammar is always at the end of the
+output, also if the request is aborted or retracted.
+
+Under the overlapped loop, SGLang launches a round before it has appended the tokens of the last one to the outputs. A walk begins with
+these tokens.
 """
 
 from collections.abc import Sequence
@@ -18,34 +20,34 @@ from sglang.srt.managers.utils import GenerationBatchResult
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
-# Drafts that a grammar is walked along. As many and one more may be new answers before them; xgrammar takes back 200 tokens.
+# Upper limit of drafts in a walk. Unprocessed output tokens come first, at most as many plus one; xgrammar can roll back 200 tokens.
 MAX_WALKED_DRAFTS = 96
 BITS = 32
-"""Tokens in a number of a mask, int32 [rows, vocabulary / 32], in xgrammar and llguidance."""
+"""Tokens per int32 number of a mask, [rows, vocabulary / 32], in xgrammar and llguidance."""
 
 
 def can_roll_back(grammar: BaseGrammarObject) -> bool:
-    """Whether drafts can be taken back from this grammar.
+    """Whether draft tokens can be rolled back in this grammar.
 
-    Outlines cannot; SGLang's wrapper for reasoning models keeps a state of its own that it restores
-    for whole verifications only.
+    Outlines cannot roll back. SGLang's wrapper for reasoning models keeps a state of its own, which it restores for whole verifications
+    only.
     """
     wrapped = getattr(grammar, "grammar", None) is not None
     return not wrapped and type(grammar).rollback is not BaseGrammarObject.rollback
 
 
 def can_walk(grammar: BaseGrammarObject | None) -> bool:
-    """Whether a request's grammar may lag behind its tokens: there is none, or it can be walked along them and back."""
+    """Whether a request's grammar may lag behind its tokens: there is none, or it can be walked along them and rolled back."""
     return grammar is None or can_roll_back(grammar)
 
 
 @dataclass(frozen=True)
 class UnprocessedTokens:
-    """The tokens of the newest forward, which SGLang has not put into outputs yet when it launches the next one.
+    """Tokens of the newest forward that SGLang has not appended to the outputs when it launches the next forward.
 
     Attributes:
-        reqs: the requests that the forward was of; none where no grammar has to know.
-        result: of the forward: a prefill's one token, or a round's answers, of each.
+        reqs: Requests of the forward; empty if none of them has a grammar.
+        result: Result of the forward, for each request: one token after a prefill, or the output tokens of a round.
     """
 
     reqs: Sequence["Req"] = ()
@@ -53,18 +55,18 @@ class UnprocessedTokens:
 
     @classmethod
     def from_result(cls, batch: "ScheduleBatch", result: GenerationBatchResult) -> "UnprocessedTokens":
-        """Those of a forward of ``batch``."""
+        """The unprocessed tokens of a forward of ``batch``."""
         if all(req.grammar is None for req in batch.reqs):
             return cls()
         places = getattr(result, "requests", None)
         return cls(list(batch.reqs) if places is None else [batch.reqs[i] for i in places], result)
 
     def before(self, req: "Req", length: int) -> list[int]:
-        """Tokens of a request that are not in its output yet; waits for the forward that gave them.
+        """Tokens of a request that are not in its output yet. Waits for the forward that produces them.
 
         Args:
-            req: whose output may lack them.
-            length: tokens whose KV it has; one more is known.
+            req: The request.
+            length: Tokens whose KV it has; one more token is known.
         """
         count = length + 1 - len(req.origin_input_ids) - len(req.output_ids)
         if count <= 0:
@@ -77,14 +79,14 @@ class UnprocessedTokens:
 
 @dataclass
 class GrammarWalk:
-    """A request's grammar along its drafts.
+    """Walks a request's grammar along its drafts.
 
     Attributes:
-        grammar: at the request's output, before and after each call.
-        drafts: the newest tokens, of which the first :data:`MAX_WALKED_DRAFTS` count.
-        before: tokens between the output and the drafts.
-        answers: rows that are masked, from the first on, so that their tokens may be answers; set by :meth:`fill_mask`. The last follows
-            a draft that the grammar refuses, or is the one that ends the grammar.
+        grammar: The grammar, which is at the end of the request's output before and after each call.
+        drafts: Draft tokens, of which the first :data:`MAX_WALKED_DRAFTS` count.
+        before: Tokens between the output and the drafts.
+        answers: Number of masked rows, from the first on, whose tokens may become output tokens; :meth:`fill_mask` sets it. The last row
+            follows a draft that the grammar refuses, or is the one that ends the grammar.
     """
 
     grammar: BaseGrammarObject
@@ -93,20 +95,20 @@ class GrammarWalk:
     answers: int = field(default=1, init=False)
 
     def row(self, index: int) -> "DraftGrammar | None":
-        """Masks the row after ``index`` drafts; None for one that never is an answer."""
+        """The mask of the row after ``index`` drafts; None if its token never becomes an output token."""
         return DraftGrammar(self, index) if index <= min(len(self.drafts), MAX_WALKED_DRAFTS) else None
 
     def fill_mask(self, vocab_mask: torch.Tensor, rows: dict[int, int]) -> None:
-        """Mask the rows of ``vocab_mask`` that may be answers. The other rows stay open.
+        """Mask the rows of ``vocab_mask`` that may give output tokens. The other rows allow all tokens.
 
-        SGLang aborts a request whose grammar refuses an output token, but not before it processes this token: until then its rows stay
-        open. The sampler gives such a token where the grammar and ``min_new_tokens`` together allow none.
+        If a grammar refuses an output token, SGLang aborts the request, but only when it processes this token. Until then the request's
+        rows allow all tokens. The sampler gives such a token if the grammar and ``min_new_tokens`` together allow none.
 
         Args:
             vocab_mask: int32 [rows, vocabulary / 32].
-            rows: row of the mask by the number of drafts before it, from 0 on.
+            rows: Row of the mask by the number of drafts before it, from 0 on.
         """
-        # xgrammar ignores a refused token. llguidance raises from then on, in a rollback, too.
+        # xgrammar ignores a refused token. llguidance raises from then on, also in a rollback.
         with suppress(ValueError):
             self._fill(vocab_mask, rows)
 
@@ -117,7 +119,7 @@ class GrammarWalk:
                 grammar.accept_token(token)
                 taken += 1
                 if grammar.finished:
-                    # llguidance's mark of an end, which its matcher does not count; SGLang takes it back where the output goes on.
+                    # llguidance's end marker, which its matcher does not count. SGLang takes it back if the output continues.
                     grammar.finished = False
                     taken -= 1
                 elif grammar.is_terminated():
@@ -137,19 +139,19 @@ class GrammarWalk:
 
 
 def _allows(mask: torch.Tensor, token: int) -> bool:
-    """Whether a row of a mask, int32 [vocabulary / 32], has the bit of a token."""
+    """Whether a row of a mask, int32 [vocabulary / 32], allows a token."""
     return bool(int(mask[token // BITS]) >> token % BITS & 1)
 
 
 @dataclass(frozen=True)
 class DraftGrammar:
-    """A grammar as it is after some drafts; masks one row of logits.
+    """A grammar after some drafts, which masks one row of logits.
 
-    Stands in for SGLang's grammar object in ``SamplingBatchInfo.grammars``.
+    Replaces SGLang's grammar object in ``SamplingBatchInfo.grammars``.
 
     Attributes:
-        walk: the grammar and all drafts.
-        index: drafts before the row.
+        walk: The grammar and all drafts.
+        index: Number of drafts before the row.
     """
 
     walk: GrammarWalk
@@ -157,19 +159,19 @@ class DraftGrammar:
 
     @property
     def finished(self) -> bool:
-        """Whether the output itself has finished the grammar."""
+        """Whether the grammar is finished at the end of the output."""
         return self.walk.grammar.finished
 
     def is_terminated(self) -> bool:
-        """Whether the output itself has ended the grammar."""
+        """Whether the grammar is terminated at the end of the output."""
         return self.walk.grammar.is_terminated()
 
     def allocate_vocab_mask(self, vocab_size: int, batch_size: int, device) -> torch.Tensor:
-        """The backend's mask that allows everything."""
+        """The backend's mask that allows all tokens."""
         return self.walk.grammar.allocate_vocab_mask(vocab_size, batch_size, device)
 
     def fill_vocab_mask_batched(self, entries: list[GrammarRow], vocab_mask: torch.Tensor) -> None:
-        """Mask each entry's row by its own grammar after its own drafts."""
+        """Mask each entry's row by its own grammar, after its own drafts."""
         walks: dict[int, tuple[GrammarWalk, dict[int, int]]] = {}
         for entry in entries:
             after: DraftGrammar = entry.grammar
@@ -178,9 +180,9 @@ class DraftGrammar:
             walk.fill_mask(vocab_mask, rows)
 
     def move_vocab_mask(self, vocab_mask: torch.Tensor, device) -> torch.Tensor:
-        """The mask on ``device``."""
+        """Move the mask to ``device``."""
         return self.walk.grammar.move_vocab_mask(vocab_mask, device)
 
     def apply_vocab_mask(self, logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
-        """Set the logits of what is not allowed to minus infinity, in place."""
+        """Set the logits of tokens that are not allowed to minus infinity, in place."""
         self.walk.grammar.apply_vocab_mask(logits, vocab_mask)

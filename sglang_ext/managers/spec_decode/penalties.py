@@ -1,9 +1,11 @@
-"""Penalties along drafts: what each request has counted of its output, and of tokens that are not part of it yet.
+"""Penalties along drafts: counts of each request's output tokens, and of tokens that are not part of the output yet.
 
-SGLang counts one token of each request a step, and under its overlapped loop what was processed when a step is prepared, which a
-prefill that joins changes. Here counts lie on the device, one row a request. A row of logits is penalized by what stock SGLang has
-counted there where the request is alone: under the overlapped loop the last token of the prompt and all of the output but its newest
-token, else all of the output. So drafts are verified as any others are, and neither company nor a retraction changes an answer.
+SGLang counts one token per request and step. Under its overlapped loop it counts the tokens that are processed when a step is prepared,
+which depends on prefills of other requests. Here, counts are stored on the device, one row per request.
+
+A row of logits is penalized by the tokens that stock SGLang has counted there if the request is alone. Under the overlapped loop these
+are the last token of the prompt and all of the output except its newest token; otherwise all of the output. So penalized drafts are
+verified like any others, and neither other requests nor a retraction changes an output token.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,18 +23,18 @@ if TYPE_CHECKING:
     from sglang_ext.managers.spec_decode.round_result import OutputTokens, PendingDrafts
     from sglang_ext.managers.spec_decode.planner import RoundPlan
 
-# Rows of logits that are penalized at once: beside them lie their counts, and what is computed of both.
+# Rows of logits that are penalized at once. Their counts and the intermediate results take memory, too.
 ROWS = 64
 
 
 @dataclass(frozen=True)
 class Penalty:
-    """What a request asks for, as SGLang's ``SamplingParams`` say it.
+    """Penalties of a request, as in SGLang's ``SamplingParams``.
 
     Attributes:
-        weights: of frequency, presence and repetition; the last multiplies.
-        min_new_tokens: tokens of the output before any of ``stop_token_ids`` may come.
-        stop_token_ids: token ids that would end the output.
+        weights: Frequency, presence and repetition penalty; the last one multiplies.
+        min_new_tokens: Tokens of the output before any of ``stop_token_ids`` is allowed.
+        stop_token_ids: Token ids that would end the output.
     """
 
     weights: tuple[float, float, float]
@@ -41,7 +43,7 @@ class Penalty:
 
     @classmethod
     def of(cls, req: "Req") -> "Penalty | None":
-        """That of a request; None where it asks for none."""
+        """The penalties of a request; None if it asks for none."""
         params = req.sampling_params
         weights = params.frequency_penalty, params.presence_penalty, params.repetition_penalty
         if weights == (0.0, 0.0, 1.0) and not params.min_new_tokens:
@@ -54,13 +56,13 @@ class Penalty:
 
 @dataclass(frozen=True)
 class PenaltyBatch:
-    """The penalties of some requests.
+    """Penalties of some requests, on the device.
 
     Attributes:
-        penalties: of each.
-        weights: float32 [requests, 5], theirs; then what a token adds to :attr:`Penalties.counts`, and 1 where that is for its
-            frequency, else 0.
-        stops: int64, of each that has a least length, else None.
+        penalties: Penalties of each request.
+        weights: float32 [requests, 5]: the three weights; the addend of a token in :attr:`Penalties.counts`; and 1 if that addend is the
+            frequency penalty, else 0.
+        stops: For each request, int64 stop token ids; None if it has no ``min_new_tokens``.
     """
 
     penalties: list[Penalty]
@@ -69,7 +71,7 @@ class PenaltyBatch:
 
     @classmethod
     def of(cls, penalties: list[Penalty], device: torch.device, vocabulary: int) -> "PenaltyBatch":
-        """On the device; no stop of a tokenizer's is beyond the model's ``vocabulary``."""
+        """Move penalties to the device. Stop token ids of a tokenizer beyond the model's ``vocabulary`` are left out."""
         weights = [(*penalty.weights, penalty.weights[0] or 1.0, float(penalty.weights[0] != 0)) for penalty in penalties]
         stops = [
             to_device([token for token in penalty.stop_token_ids if token < vocabulary], device) if penalty.min_new_tokens else None
@@ -79,27 +81,27 @@ class PenaltyBatch:
 
     @property
     def addends(self) -> torch.Tensor:
-        """What each time a token is counted adds: float32 [requests, 1]."""
+        """Addend of each counted token: float32 [requests, 1]."""
         return self.weights[:, 3:4]
 
     def part(self, places: list[int], where: torch.Tensor) -> "PenaltyBatch":
-        """Those at some places; ``where``: the same, int64 on the device."""
+        """The penalties at some positions. ``where``: the same positions, int64 on the device."""
         penalties, stops = ([values[place] for place in places] for values in (self.penalties, self.stops))
         return PenaltyBatch(penalties, self.weights[where], stops)
 
     def apply(self, rows: torch.Tensor, counts: torch.Tensor, begun: list[int]) -> None:
-        """Penalize logits in place, :data:`ROWS` at once; what adds comes before what multiplies, as in SGLang's overlapped loop.
+        """Penalize logits in place, :data:`ROWS` at once. Additive penalties come before the factor, as in SGLang's overlapped loop.
 
         Args:
-            rows: float [requests, rows, vocabulary], one after another of each request's output.
+            rows: float [requests, rows, vocabulary]; the rows of a request follow one another in its output.
             counts: float32, of the same shape, as :attr:`Penalties.counts`.
-            begun: tokens of each request's output before its first row's.
+            begun: Output tokens of each request before its first row.
         """
         for part in _at_once(len(rows), rows.shape[1]):
             self._apply(rows[part], counts[part], self.weights[part, :, None, None], self.penalties[part])
         for row, penalty, stops, count in zip(rows, self.penalties, self.stops, begun):
             if count < penalty.min_new_tokens:
-                # Whatever it is multiplied by, it stays so.
+                # Minus infinity stays so under any later factor.
                 row[: penalty.min_new_tokens - count].index_fill_(1, stops, float("-inf"))
 
     @staticmethod
@@ -117,55 +119,55 @@ class PenaltyBatch:
 
 
 class RoundPenalties:
-    """What is done to a round's logits for its requests that have penalties: nothing, where none has."""
+    """Applies penalties to the logits of a round. This base class does nothing, for rounds without penalties."""
 
     def begin_steps(self, newest: torch.Tensor, gathered: "PendingDrafts", rows: torch.Tensor) -> None:
-        """Steps begin, behind the drafts of earlier rounds.
+        """Begin the steps of a round, after the pending drafts of earlier rounds.
 
         Args:
-            newest: int64 [batch], of each request's output.
-            gathered: the drafts.
-            rows: int64 [batch], whose they are.
+            newest: int64 [batch], newest output token of each request.
+            gathered: The pending drafts.
+            rows: int64 [batch], row of each request.
         """
 
     def penalize_step(self, index: int, tokens: torch.Tensor, logits: torch.Tensor) -> None:
-        """Penalize the logits of a step in place.
+        """Penalize the logits of a step in place. Called once for each step, in order.
 
         Args:
-            index: of the step, each in turn.
-            tokens: int64 [batch], its input.
+            index: Index of the step.
+            tokens: int64 [batch], input tokens of the step.
             logits: float [batch, vocabulary].
         """
 
     def penalize_verify(self, requests: list[int], tokens: torch.Tensor, logits: torch.Tensor) -> None:
-        """Penalize in place the logits of a verification, those of each row by the drafts before it.
+        """Penalize the logits of a verification in place, those of each row by the drafts before it.
 
         Args:
-            requests: that are verified, by their places in the batch.
-            tokens: int64 [requests, width], the newest of each, and its drafts.
-            logits: float [requests * at least width, vocabulary]; what is beyond the width nobody looks at.
+            requests: Positions of the verified requests in the batch.
+            tokens: int64 [requests, width], the newest output token of each, and its drafts.
+            logits: float [requests * at least width, vocabulary]; rows beyond the width are ignored.
         """
 
     def count_output(self, newest: torch.Tensor, answers: "OutputTokens") -> None:
-        """Count what became part of outputs: all before each one's newest token.
+        """Count the tokens that became part of the outputs, except the newest token of each.
 
         Args:
-            newest: int64 [batch], of each request's output before the round.
-            answers: of the whole batch.
+            newest: int64 [batch], newest output token of each request before the round.
+            answers: Output tokens of the whole batch.
         """
 
 
 class PenalizedRound(RoundPenalties):
-    """The requests of a round that have penalties.
+    """Penalties of a round in which some requests have penalties.
 
     Attributes:
-        counts: float32 [places, vocabulary], of all requests; :meth:`count_output` changes it.
-        places: int64 [requests], theirs in it.
-        requests: their places in the batch.
-        asked: what they ask for.
-        overlapped: whether counts lag behind outputs by a token.
-        given: of each, tokens of its output when the round begins.
-        gathered: of each, drafts of earlier rounds.
+        counts: float32 [places, vocabulary], counts of all requests; :meth:`count_output` changes them.
+        places: int64 [requests], rows of ``counts`` of the penalized requests.
+        requests: Positions of the penalized requests in the batch.
+        asked: Their penalties.
+        overlapped: Whether counts lag behind the outputs by one token.
+        given: Output tokens of each when the round begins.
+        gathered: Pending drafts of each from earlier rounds.
     """
 
     def __init__(self, counts: torch.Tensor, places: torch.Tensor, asked: dict[int, Penalty], batch: "ScheduleBatch", plan: "RoundPlan"):
@@ -182,7 +184,7 @@ class PenalizedRound(RoundPenalties):
     def begin_steps(self, newest: torch.Tensor, gathered: "PendingDrafts", rows: torch.Tensor) -> None:
         self._along = self.counts[self.places]
         if any(self.gathered):
-            # The last of them is the first step's input, and counted there.
+            # The last of them is the input of the first step, and is counted there.
             before = torch.cat([newest[self._where, None], gathered.of(rows[self._where], max(self.gathered))], 1)
             valid = _mask_of_first(before, to_device(self.gathered, before.device))
             self._along.scatter_add_(1, before, valid * self.asked.addends)
@@ -206,12 +208,12 @@ class PenalizedRound(RoundPenalties):
             self._verification(*map(list, zip(*some[part])), tokens, by_request)
 
     def _verification(self, verified: list[int], places: list[int], tokens: torch.Tensor, by_request: torch.Tensor) -> None:
-        """Of some requests, by their places among those that are verified, and among the penalized."""
+        """Penalize some requests. ``verified``: their positions among the verified requests; ``places``: among the penalized ones."""
         where, own = (to_device(each, tokens.device) for each in (verified, places))
         tokens, rows = tokens[where], by_request[where]
         width = tokens.shape[1]
         counts = self.counts[self.places[own], None].repeat(1, width, 1)
-        # A row has counted the tokens before its own input, and that, too, where nothing lags.
+        # A row counts the tokens before its own input. It also counts its input, if counts do not lag.
         before = torch.ones(width, width, dtype=counts.dtype, device=tokens.device).tril(-1 if self.overlapped else 0)
         asked = self.asked.part(places, own)
         counts.scatter_add_(2, tokens[:, None].expand(-1, width, -1), before * asked.addends[:, None])
@@ -221,28 +223,28 @@ class PenalizedRound(RoundPenalties):
     def count_output(self, newest: torch.Tensor, answers: "OutputTokens") -> None:
         tokens = torch.cat([newest[:, None], answers.tokens[:, :-1]], 1)[self._where]
         accepted = _mask_of_first(tokens, answers.accepted[self._where])
-        # One after the other, as stock adds them: sums of several at once round otherwise.
+        # Add one token after another, as stock SGLang does: a sum of several would round differently.
         where = self.places[:, None] * self.counts.shape[1] + tokens
         self.counts.view(-1).scatter_add_(0, where.flatten(), (accepted * self.asked.addends).flatten())
 
 
 def _at_once(requests: int, width: int) -> Iterator[slice]:
-    """So many requests with ``width`` rows each, in parts of :data:`ROWS` rows, or of one request."""
+    """Split ``requests`` with ``width`` rows each into slices of :data:`ROWS` rows, or of one request."""
     step = max(1, ROWS // width)
     return (slice(at, at + step) for at in range(0, requests, step))
 
 
 def _mask_of_first(tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """1 for the first ``counts``, int64 [requests], of each request's ``tokens``, else 0: float32, of the shape of these."""
+    """1 for the first ``counts``, int64 [requests], of each request's ``tokens``, else 0: float32, of the shape of ``tokens``."""
     return (torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]).float()
 
 
 class Penalties:
-    """Counts of the running requests that have penalties.
+    """Token counts of the running requests with penalties.
 
     Attributes:
-        counts: float32 [places, vocabulary], of each token the frequency penalty, or where there is none 1, added as often as it was
-            counted of the output before its newest token; there for as many requests as have penalties at once.
+        counts: float32 [places, vocabulary]. Each time a token of the output before its newest token is counted, the frequency penalty is
+            added, or 1 if there is none. It has as many rows as requests with penalties ran at once.
     """
 
     def __init__(self, device: torch.device):
@@ -250,12 +252,12 @@ class Penalties:
         self._places: dict[int, tuple[RequestState, int]] = {}
 
     def forget(self, row: int) -> None:
-        """The request in ``row`` is gone; no-op where it has no penalty."""
+        """Drop the counts of the request in ``row``; no-op if it has no penalty."""
         if self._places.pop(row, None) is not None and not self._places:
             self.counts = self._none
 
     def penalize_prefill(self, batch: "ScheduleBatch", logits: torch.Tensor) -> None:
-        """Penalize in place the logits after prompts, float [requests, vocabulary]; of who was retracted, after its output so far."""
+        """Penalize the logits after prompts in place, float [requests, vocabulary]; of a retracted request, after its output so far."""
         for i, req in enumerate(batch.reqs):
             penalty = Penalty.of(req)
             if penalty is None:
@@ -267,7 +269,7 @@ class Penalties:
             asked.apply(logits[i : i + 1, None], counts[None, None], [len(output)])
 
     def for_round(self, batch: "ScheduleBatch", plan: "RoundPlan") -> RoundPenalties:
-        """What is done to a round's logits for those of its requests that have penalties."""
+        """The penalties of a round, for the requests that have any."""
         asked = {i: penalty for i, penalty in enumerate(map(Penalty.of, batch.reqs)) if penalty is not None}
         if not asked:
             return RoundPenalties()
@@ -285,7 +287,7 @@ class Penalties:
         if place >= len(self.counts):
             more = self.counts.new_zeros(max(1, len(self.counts)), batch.sampling_info.vocab_size)
             self.counts = torch.cat([self.counts, more]) if len(self.counts) else more
-        # Its first round: what came before its newest token is in its output since SGLang prefilled it.
+        # First round of the request: the tokens before its newest one are in its output, because SGLang prefilled it.
         before = self._counted(req, plan.lengths[i] - len(req.origin_input_ids), batch.enable_overlap)
         self._add(self.counts[place].zero_(), before, PenaltyBatch.of([penalty], self.counts.device, self.counts.shape[1]))
         self._places[state.row] = state, place
@@ -293,11 +295,11 @@ class Penalties:
 
     @staticmethod
     def _counted(req: "Req", outputs: int, overlapped: bool) -> list[int]:
-        """The first ``outputs`` tokens of an output; under the overlapped loop the prompt's last one, too."""
+        """The first ``outputs`` tokens of an output. Under the overlapped loop, the last token of the prompt comes first."""
         return [*req.origin_input_ids[-1:], *req.output_ids[:outputs]] if overlapped else list(req.output_ids[:outputs])
 
     @staticmethod
     def _add(counts: torch.Tensor, tokens: Sequence[int], asked: PenaltyBatch) -> torch.Tensor:
-        """Count ``tokens`` of the one request that ``asked`` in ``counts``, float32 [vocabulary], in place."""
+        """Count ``tokens`` in ``counts``, float32 [vocabulary], in place. ``asked``: penalties of one request."""
         where = to_device(list(tokens), counts.device)
         return counts.scatter_add_(0, where, asked.addends[0].expand(len(where)))

@@ -1,8 +1,9 @@
-"""What the requests of a batch do in one round: who drafts, who answers, and who is verified at its end.
+"""Plans one decode round: which requests draft, which decode on the full KV, and which are verified at its end.
 
-A round has y steps, forwards of one token a request. A request is verified once x drafts are gathered: y = x is the plain case, y < x
-the one where full KV has to arrive first, and y = 1 a batch in which a request's tokens must be looked at one by one. Who cannot
-be drafted answers in the steps in which others draft.
+A round has y draft steps, forwards of one token per request. A request is verified when it has x draft tokens. In the plain case y = x.
+If the full KV has to be loaded first, y < x. If a request of the batch must be checked token by token, y = 1.
+
+Requests that cannot be drafted decode on the full KV in the same steps. Their tokens are output tokens.
 """
 
 from collections.abc import Callable
@@ -30,22 +31,24 @@ MIN_P = FALLBACK_REASONS.index("min-p")
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """What the requests of a batch do in one iteration of SGLang's scheduler.
+    """The plan of one decode round, which is one iteration of SGLang's scheduler.
+
+    A round runs `num_steps` steps and then verifies `verify_batches`. Lists are indexed by the request's position in the batch.
 
     Attributes:
-        states: draft states of the requests.
-        num_steps: forwards of one token of each.
-        lengths: tokens of each request whose full KV is known, on the device or not.
-        num_pending: drafts that each has from earlier rounds.
-        rows: row of the token table that each request's steps read.
-        row_lens: tokens in that row before the round.
-        fallbacks: why each request reads its full KV in this round; 0 where it does not, or needs no draft.
-        full_kv_reqs: requests whose steps give answers; the others draft.
-        remaining: tokens that each request's output lacks; none of one that ended in the round before, which SGLang does not know yet.
-        verify_batches: requests that are verified at its end, by the forwards that do so.
-        early_reqs: requests that draft on the anchor of their full KV.
-        is_shortened: whether the round has one step, because a request must be checked token by token.
-        selection_interval: selection interval, in steps.
+        states: Draft states of the requests.
+        num_steps: Forwards of one token per request.
+        lengths: Tokens of each request whose full KV is known, on the device or not.
+        num_pending: Draft tokens from earlier rounds that are not verified yet.
+        rows: Row of the token table that the steps of each request read.
+        row_lens: Tokens in that row before the round.
+        fallbacks: Why each request reads its full KV, as an index into ``FALLBACK_REASONS``; 0 if it does not, or needs no draft.
+        full_kv_reqs: Requests that decode on the full KV. Their step tokens are output tokens, not drafts.
+        remaining: Tokens left to generate. 0 if the request finished in the previous round, which SGLang has not processed yet.
+        verify_batches: Requests that are verified at the end of the round; one list per forward.
+        early_reqs: Requests that draft on the anchor because the residual has not arrived.
+        is_shortened: The round has one step, because a request must be checked token by token.
+        selection_interval: Steps between two selections.
     """
 
     states: list[RequestState]
@@ -64,27 +67,27 @@ class RoundPlan:
 
     @classmethod
     def empty(cls) -> "RoundPlan":
-        """Without requests."""
+        """A plan without requests."""
         return cls([], 0, [], [], [], [], [], [], [])
 
     @cached_property
     def verify_reqs(self) -> list[int]:
-        """Requests that are verified at its end."""
+        """Requests that are verified at the end of the round, in ascending order."""
         return sorted(i for part in self.verify_batches for i in part)
 
     @property
     def num_draft_steps(self) -> int:
-        """Tokens that those who draft do; 0 where nobody drafts."""
+        """Draft steps of the round; 0 if no request drafts."""
         return self.num_steps if len(self.full_kv_reqs) < len(self.states) else 0
 
     @property
     def num_plain_steps(self) -> int:
-        """Its steps where nobody drafts, else 0."""
+        """Plain steps of the round; 0 if a request drafts."""
         return 0 if self.num_draft_steps else self.num_steps
 
     @property
     def width(self) -> int:
-        """Tokens of each request whose KV the round writes at most, after those that are gathered."""
+        """Upper limit of the tokens of each request whose KV the round writes, after the pending drafts."""
         return self.num_steps + bool(self.verify_batches)
 
     @cached_property
@@ -93,36 +96,36 @@ class RoundPlan:
         return [length + num_pending for length, num_pending in zip(self.lengths, self.num_pending)]
 
     def num_draft_tokens(self, i: int) -> int:
-        """Drafts that a request which drafts has at the round's end."""
+        """Draft tokens that a drafting request has at the end of the round."""
         return self.num_pending[i] + self.num_steps
 
     def reads_compressed(self, i: int) -> bool:
-        """Whether a request reads a compressed copy before the verification."""
+        """Whether a request's steps read its compressed KV."""
         return self.rows[i] != self.states[i].row
 
     def num_output_tokens(self, i: int) -> int:
-        """Tokens that the steps give a request that answers: no more than its output lacks."""
+        """Output tokens that the steps give a request on the full KV. Never more than its remaining tokens."""
         return min(self.num_steps, self.remaining[i])
 
     def can_be_rejected(self, i: int) -> bool:
-        """Whether what a request does tells of drafts: those on full KV are never wrong."""
+        """Whether the request's drafts can be rejected. Drafts on the full KV are always accepted."""
         return self.reads_compressed(i) or i in self.early_reqs
 
     @cached_property
     def on_full_kv(self) -> bool:
-        """Whether no request reads a compressed copy before the verification."""
+        """Whether no request reads compressed KV in the steps."""
         return not any(map(self.reads_compressed, range(len(self.states))))
 
 
 @dataclass(frozen=True)
 class RequestPlan:
-    """What a request does in a round.
+    """What one request does in a round.
 
     Attributes:
-        is_drafting: its steps are drafts; else answers.
-        reads_compressed: it reads its copy; else its full KV.
-        fallback: index into ``FALLBACK_REASONS``; why it reads its full KV.
-        is_early: of its full KV the anchor alone is there.
+        is_drafting: Its step tokens are drafts; otherwise output tokens.
+        reads_compressed: It reads its compressed KV; otherwise its full KV.
+        fallback: Why it reads its full KV, as an index into ``FALLBACK_REASONS``.
+        is_early: It drafts on the anchor, because the residual of its full KV has not arrived.
     """
 
     is_drafting: bool
@@ -132,7 +135,7 @@ class RequestPlan:
 
     @property
     def can_stay_pending(self) -> bool:
-        """Whether drafts may wait for full KV, and be wrong."""
+        """Whether the drafts may wait for the full KV, and may be rejected."""
         return self.is_drafting and (self.reads_compressed or self.is_early)
 
 
@@ -142,11 +145,11 @@ class PlannedRequest:
 
     Attributes:
         req: SGLang's request.
-        state: its draft state.
-        length: tokens whose full KV is known.
-        remaining: tokens that its output lacks.
-        plan: what it does.
-        num_pending: drafts of earlier rounds that it goes on from.
+        state: Its draft state.
+        length: Tokens whose full KV is known.
+        remaining: Tokens left to generate.
+        plan: Its plan for the round.
+        num_pending: Draft tokens of earlier rounds that it continues from.
     """
 
     req: "Req"
@@ -159,16 +162,17 @@ class PlannedRequest:
 
 @dataclass(frozen=True)
 class RoundPlanner:
-    """Plans rounds; makes and renews copies for them.
+    """Plans rounds. Creates and refreshes the compressed KV that they need.
 
     Attributes:
-        compressed_kv: the compressed copies.
-        full_kv: whose full KV is there for a verification.
-        max_pending: drafts that a request gathers at most.
-        narrow: drafts of the verifications that any number of requests share; wider ones come in small parts.
-        lossy: serve from the compressed copies without verifying.
-        can_get_queries: whether the queries of the request in a row would be kept, so that it can have a copy later.
-        separates_full_kv: whether answers must not come of steps in which others read copies, where they would round otherwise.
+        compressed_kv: The compressed KV of all requests.
+        full_kv: Says when the full KV of a request is ready for a verification.
+        max_pending: Upper limit of a request's pending drafts.
+        narrow: Draft tokens up to which any number of requests are verified in one forward. Wider verifications run in small batches.
+        lossy: Decode on compressed KV without verifying.
+        can_get_queries: Whether the queries of the request in a row would be recorded, so that it can be compressed later.
+        separates_full_kv: Requests on the full KV must not share steps with requests on compressed KV, because the steps over compressed KV
+            use another attention kernel, which rounds differently.
     """
 
     compressed_kv: CompressedKVCache
@@ -188,15 +192,15 @@ class RoundPlanner:
         iteration_seconds: float | None = None,
         every: int = 1,
     ) -> RoundPlan:
-        """A round of ``wanted`` draft steps, or fewer; of plain steps where none are wanted.
+        """Plan a round of ``wanted`` draft steps or fewer; a round of plain steps if ``wanted`` is 0.
 
         Args:
-            batch: the running requests.
-            states: their draft states, same order.
-            lengths: tokens of each request whose full KV is known.
-            wanted: draft length; 0 for plain decoding.
-            iteration_seconds: measured seconds of a round; None before the first measurement.
-            every: selection interval, in steps.
+            batch: The running requests.
+            states: Their draft states, in the same order.
+            lengths: Tokens of each request whose full KV is known.
+            wanted: Draft length; 0 for plain decoding.
+            iteration_seconds: Measured seconds of a round; None before the first measurement.
+            every: Selection interval, in steps.
         """
         count = len(states)
         self.full_kv.on_round_start(self._compressed_prefixes(batch.reqs, states), iteration_seconds)
@@ -206,33 +210,34 @@ class RoundPlanner:
             for req, state, length in zip(batch.reqs, states, lengths)
         ]
         most = min(PLAIN_STEPS if self.lossy else wanted or PLAIN_STEPS, self.max_pending)
-        # Beside the slots that SGLang keeps ahead of each request.
+        # Slots in addition to SGLang's own reserve for each request.
         headroom = 2 * (most + 1) * count
-        copies = self.lossy or wanted > 0
+        may_compress = self.lossy or wanted > 0
         if self.separates_full_kv and any(state.fallback not in RETRYABLE for state in states):
-            # Requests that cannot be drafted need a round without copies.
-            copies = False
+            # Requests that cannot be drafted need a round in which no request reads compressed KV.
+            may_compress = False
         for each in requests:
-            each.plan = self._plan_request(each, headroom, copies, wanted)
+            each.plan = self._plan_request(each, headroom, may_compress, wanted)
         early = [i for i, each in enumerate(requests) if each.plan.is_early]
         if len(early) == len(requests):
-            # At the limit of pending drafts a step only repeats the newest draft.
+            # At the limit of pending drafts, a step only repeats the newest draft.
             full = all(each.state.num_pending >= self.max_pending for each in requests)
             most = min(most, 1 if full else SHORT_ROUND)
         if not any(each.plan.is_drafting and (each.plan.reads_compressed or each.plan.fallback == NO_QUERIES) for each in requests):
-            # Drafts on full KV alone would gain nothing.
+            # Drafts that are all made on the full KV gain nothing.
             for each in requests:
                 each.plan = replace(each.plan, is_drafting=each.plan.is_early)
             if any(each.plan.fallback == NO_SELECTION for each in requests):
-                # Soon there is one.
+                # The first selection arrives soon.
                 most = min(most, SHORT_ROUND)
         one_by_one = any(not each.plan.is_drafting and _is_checked_token_by_token(each) for each in requests)
         ahead = [each.remaining - (each.state.num_pending + 1) * each.plan.is_drafting for each in requests]
-        ends = [tokens_until_refresh(self.compressed_kv, each.state, each.length) for each in requests if self.lossy]  # or company would decide when
+        # In lossy mode the round ends at the next refresh of any request. Otherwise the batch would decide when a request is refreshed.
+        ends = [tokens_until_refresh(self.compressed_kv, each.state, each.length) for each in requests if self.lossy]
         steps = 1 if one_by_one else max(1, min([most, max(ahead), *filter(None, ends)]))
         for each in requests:
             if each.plan.can_stay_pending:
-                # Where they would not fit any more, the newest drafts are drafted again.
+                # Drop the newest pending drafts that do not fit; they are drafted again.
                 each.num_pending = min(each.state.num_pending, self.max_pending - steps)
         verify_reqs = self._choose_verify_reqs(requests, steps, wanted, headroom)
         rows, row_lens = zip(*map(self._row_and_len, requests))
@@ -254,12 +259,12 @@ class RoundPlanner:
         )
 
     def _compressed_prefixes(self, reqs: list["Req"], states: list[RequestState]) -> dict[int, tuple]:
-        """Of those that have a copy and draft, by row: the end of their path in the prefix tree, and tokens that the copy covers."""
+        """By row of each drafting request with compressed KV: the last node of its path in the prefix tree, and the covered tokens."""
         pairs = ((req, state, self.compressed_kv.get(state.row)) for req, state in zip(reqs, states) if state.fallback in RETRYABLE)
-        return {state.row: (req.last_node, view.covered) for req, state, view in pairs if view is not None}
+        return {state.row: (req.last_node, compressed.covered) for req, state, compressed in pairs if compressed is not None}
 
-    def _plan_request(self, request: PlannedRequest, headroom: int, copies: bool, wanted: int) -> RequestPlan:
-        """What a request does. Makes its copy, or renews it, where ``copies`` may be read."""
+    def _plan_request(self, request: PlannedRequest, headroom: int, may_compress: bool, wanted: int) -> RequestPlan:
+        """What a request does. Creates or refreshes its compressed KV if ``may_compress``."""
         state, remaining = request.state, request.remaining
         if state.fallback not in RETRYABLE:
             return RequestPlan(False, False, state.fallback)
@@ -268,27 +273,27 @@ class RoundPlanner:
                 return RequestPlan(True, False, is_early=True)
             self.full_kv.end_early_decoding(state.row)
         if self.full_kv.is_offloaded(state.row) or (state.num_pending and self.compressed_kv.get(state.row) is not None):
-            # Its copy is renewed when it is verified. Where the copy was taken away, another may be made.
+            # Its compressed KV is refreshed when it is verified. If it was evicted, it may be created again.
             return RequestPlan(True, True)
         if remaining <= 1 and not self.lossy:
-            # The last token of an output needs no draft, and says nothing of those before.
+            # The last token of an output needs no draft, and its fallback says nothing about the tokens before it.
             reason = state.fallback if wanted else self._full_kv_reason(request)
-        elif not copies:
+        elif not may_compress:
             reason = self._full_kv_reason(request)
         else:
             reason = self._ensure_compressed(request, headroom)
             if not reason:
                 return RequestPlan(not self.lossy, True)
-        # Before others are given room.
+        # Pin before other requests are given memory.
         self.full_kv.pin_for_round(state.row)
-        # Who must be looked at token by token drafts on full KV where others draft: its verification looks. So does who lacks
-        # queries: verifications leave them, captured steps do not.
-        lacks = reason == NO_QUERIES and self.can_get_queries(state.row)
-        gains = remaining > 1 and (lacks or _is_checked_token_by_token(request))
+        # A request that must be checked token by token drafts on the full KV while others draft; its verification checks the tokens.
+        # So does a request without enough queries: verifications record queries, captured steps do not.
+        needs_queries = reason == NO_QUERIES and self.can_get_queries(state.row)
+        gains = remaining > 1 and (needs_queries or _is_checked_token_by_token(request))
         return RequestPlan(not self.lossy and wanted > 0 and (gains or self.separates_full_kv), False, reason)
 
     def _full_kv_reason(self, request: PlannedRequest) -> int:
-        """Why full KV serves a request for which no copy is wanted: too few tokens are told first, as for them none would be made."""
+        """Why a request reads the full KV if no compressed KV is wanted. A short context is reported first: it is never compressed."""
         return SHORT_CONTEXT if is_short(self.compressed_kv, request.state.row, request.length) else SLOWER
 
     def _ensure_compressed(self, request: PlannedRequest, headroom: int) -> int:
@@ -296,7 +301,10 @@ class RoundPlanner:
             return ensure_compressed_kv(self.compressed_kv, request.req, request.state, request.length, headroom)
 
     def _choose_verify_reqs(self, requests: list[PlannedRequest], steps: int, wanted: int, headroom: int) -> list[int]:
-        """Who is verified at the round's end; loads for later rounds begin. A role whose copy cannot be renewed changes."""
+        """Select the requests to verify at the end of the round, and begin loads for later rounds.
+
+        A request whose compressed KV cannot be refreshed gets another plan.
+        """
         rounds, ripe, arrived = {}, set(), set()
         for each in requests:
             row = each.state.row
@@ -315,30 +323,30 @@ class RoundPlanner:
                 self.full_kv.restore(each.state.row)
                 reason = self._ensure_compressed(each, headroom)
                 if reason:
-                    # What has gathered was drafted on a copy that is gone: it begins anew, on the full KV that is there now.
+                    # The pending drafts were made on compressed KV that is gone. Draft again, on the full KV that is ready now.
                     each.plan, each.num_pending = RequestPlan(True, False, reason), 0
         return [i for i, each in enumerate(requests) if each.plan.is_drafting and (not each.plan.can_stay_pending or each.state.row in full_kv)]
 
     def _split_verify_reqs(self, verify_reqs: list[int], offered: list[int]) -> list[list[int]]:
-        """Those with the drafts of a round in one forward; few wide ones in each other one."""
+        """Split into verification batches: all narrow requests in one forward, the wide ones in batches of ``MAX_WIDE_REQUESTS``."""
         narrow = [i for i in verify_reqs if offered[i] <= self.narrow]
         wide = [i for i in verify_reqs if offered[i] > self.narrow]
         verify_batches = [wide[at : at + MAX_WIDE_REQUESTS] for at in range(0, len(wide), MAX_WIDE_REQUESTS)]
         return [narrow, *verify_batches] if narrow else verify_batches
 
     def _row_and_len(self, request: PlannedRequest) -> tuple[int, int]:
-        """The row that a request reads, and the tokens in it before the round: of its draft row what it has gathered, too."""
+        """The row that a request reads, and its tokens before the round. In a draft row, pending drafts count too."""
         row, length = request.state.row, request.length
         if not request.plan.reads_compressed:
             return row, length + request.num_pending
         self.compressed_kv.write_tail(row, length + request.num_pending)
-        view = self.compressed_kv.get(row)
-        return self.compressed_kv.draft_row(row), view.kept + length + request.num_pending - view.covered
+        compressed = self.compressed_kv.get(row)
+        return self.compressed_kv.draft_row(row), compressed.kept + length + request.num_pending - compressed.covered
 
 
 def _is_checked_token_by_token(request: PlannedRequest) -> bool:
-    """Whether SGLang keeps something of a request from answer to answer: a grammar, a processor, hidden states."""
-    # A reason names the first of several: min-p says nothing of the others.
+    """Whether SGLang keeps state of a request from token to token: a grammar, a logit processor, or hidden states."""
+    # A fallback names the first of several reasons. min-p does not exclude the others.
     req = request.req
     asks = req.grammar is not None or req.custom_logit_processor is not None or bool(req.return_hidden_states)
     return asks or request.state.fallback not in (*RETRYABLE, MIN_P)

@@ -1,11 +1,12 @@
-"""The requests that run: what is known of each from its prefill until it finishes, is aborted or retracted, and what is told of it.
+"""The running requests: the draft state of each, from its prefill until it finishes, is aborted or retracted, and its counters.
 
-Which of them can be drafted and verified exactly, and why others read full KV for good, says :func:`fallback_reason`.
-:data:`SAMPLING_FIELDS` names every field of SGLang's ``SamplingParams`` and what becomes of it, so that
-a field that a later SGLang adds is noticed (tests/unit/managers/test_eligibility.py).
+Some requests cannot be drafted and verified exactly; they always read the full KV, and :func:`fallback_reason` returns why.
 
-SGLang carries a few counters of speculative decoding from the scheduler to the frontend. They are filled with ours (:func:`write_counters`) and
-read back under their own names (:func:`meta_info_fields`).
+:data:`SAMPLING_FIELDS` lists every field of SGLang's ``SamplingParams`` and how it is served. A test notices a field that a later SGLang
+adds (tests/unit/managers/test_eligibility.py).
+
+SGLang carries a few counters of speculative decoding from the scheduler to the frontend. :func:`write_counters` fills them with ours,
+and :func:`meta_info_fields` reads them back under their own names.
 """
 
 import hashlib
@@ -22,32 +23,32 @@ if TYPE_CHECKING:
 
     from sglang_ext.arguments import KVServerArgs
 
-# SGLang's seed, under --enable-deterministic-inference, for requests that bring none.
+# SGLang's seed, under --enable-deterministic-inference, for requests without one.
 STOCK_DEFAULT_SEED = 42
-# Of what :func:`write_counters` writes, numbers before the histograms.
+# Numbers before the histograms in the list that :func:`write_counters` writes.
 NUM_COUNTERS = 7
 VERIFIED = "verified"
-# What a field does to a request: "verified" (drafted, and exact by verification), or the reason for
-# which a request that uses it is served with full KV.
+# How a field is served: "verified" (the request is drafted, and verification makes it exact), or the reason why a request that uses the
+# field is served with full KV.
 SAMPLING_FIELDS: dict[str, str] = {
     **dict.fromkeys(("max_new_tokens", "stop", "stop_token_ids", "stop_regex", "temperature", "top_p", "top_k", "n"), VERIFIED),
-    # Full KV ("grammar") only where the grammar's backend cannot take drafts back.
+    # Full KV ("grammar") only if the grammar backend cannot take drafts back.
     **dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag"), VERIFIED),
     **dict.fromkeys(("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "stream_interval"), VERIFIED),
-    # The first is read by custom logit processors only.
+    # Only custom logit processors read the first one.
     **dict.fromkeys(("custom_params", "logit_bias", "sampling_seed"), VERIFIED),
     **dict.fromkeys(("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"), VERIFIED),
-    # Counted along drafts (penalties.py).
+    # Counted along the drafts (penalties.py).
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens"), VERIFIED),
     "min_p": "min-p",
 }
 
 
 def fallback_reason(req: "Req") -> int:
-    """Why a request must be served with full KV, as an index into ``FALLBACK_REASONS``; 0 if not.
+    """Why a request must be served with full KV, as an index into ``FALLBACK_REASONS``; 0 if it can be drafted.
 
-    Custom logit processors depend on state of their own, some grammar backends cannot take drafts back, SGLang's seeded sampler has
-    no ``min_p``, and hidden states of drafts are of no use.
+    Custom logit processors depend on state of their own. Some grammar backends cannot take drafts back. SGLang's seeded sampler has
+    no ``min_p``. Hidden states of drafts are of no use.
     """
     params = req.sampling_params
     if req.grammar is not None and not can_roll_back(req.grammar):
@@ -62,18 +63,17 @@ def fallback_reason(req: "Req") -> int:
 
 
 def namespace(req: "Req") -> str | None:
-    """What the KV of a request depends on beside tokens, as SGLang's prefix tree has it; None where tokens do not tell, as embeddings
-    take the place of some."""
+    """Adapter or salt on which a request's KV also depends (``extra_key`` in SGLang's tree); None if embeddings replace some tokens."""
     return None if req.input_embeds is not None or req.positional_embed_overrides is not None else req.extra_key or ""
 
 
 def is_token_only(req: "Req") -> bool:
-    """Whether a request's KV follows from its tokens alone: another server can compute it by these."""
+    """Whether tokens alone determine a request's KV, so that another server can compute it from them."""
     return req.lora_id is None and req.multimodal_inputs is None and namespace(req) is not None
 
 
 def output_end(req: "Req") -> int:
-    """Tokens whose KV a request has when its output is as long as it asked for: that of the last one is never computed."""
+    """Tokens with KV when the output is as long as requested. The KV of the last output token is never computed."""
     return len(req.origin_input_ids) + req.sampling_params.max_new_tokens - 1
 
 
@@ -81,26 +81,26 @@ class RequestStates:
     """Draft states of the running requests, by their rows in the token table.
 
     Attributes:
-        args: the server's.
-        offered_methods: what requests may ask for.
-        overall_acceptance: acceptance of all requests.
+        args: The server's.
+        offered_methods: Methods that requests may ask for.
+        overall_acceptance: Acceptance of all requests.
     """
 
     def __init__(self, args: "KVServerArgs", offered_methods: Sequence[OfferedMethod]):
         self.args = args
         self.offered_methods = offered_methods
         self.overall_acceptance = AcceptanceTracker(decay=SLOW_DECAY)
-        # Acceptance of the requests of each method, which a new request begins with.
+        # Acceptance of the requests of each method. A new request starts with it.
         self._by_method = [AcceptanceTracker(decay=SLOW_DECAY) for _ in offered_methods] or [self.overall_acceptance]
         self._states: dict[int, RequestState] = {}
         self._admitted = 0
 
     def of(self, batch: "ScheduleBatch") -> list[RequestState]:
-        """Those of a batch. Requests that another server prefilled are admitted in their first round."""
+        """States of the requests in a batch. Requests that another server prefilled are admitted in their first round."""
         return [self._states.get(req.req_pool_idx) or self.admit(req, 0) for req in batch.reqs]
 
     def admit(self, req: "Req", matched: int) -> RequestState:
-        """That of a request whose prompt (or a chunk of it) is to be computed, after ``matched`` tokens."""
+        """Admit a request whose prompt, or a chunk of it, will be computed after ``matched`` cached tokens. Returns its state."""
         row = req.req_pool_idx
         old = self._states.get(row)
         if old is not None:
@@ -129,12 +129,12 @@ class RequestStates:
         self._by_method[state.method].observe(offered, accepted)
 
     def method_of(self, req: "Req") -> int:
-        """Place among the methods of what a request asks for."""
-        # The frontend refuses names that are none.
+        """Index of the method that a request asks for."""
+        # The frontend refuses unknown names.
         return method_index(self.offered_methods, req.sampling_params.custom_params) or 0
 
     def method_index_of(self, row: int) -> int:
-        """Place among the methods of what the request in ``row`` asked for."""
+        """Index of the method that the request in ``row`` asked for."""
         return self._states[row].method
 
     def prompt_of(self, row: int) -> Sequence[int]:
@@ -142,26 +142,26 @@ class RequestStates:
         return self._states[row].prompt
 
     def namespace_of(self, row: int) -> str | None:
-        """What the KV of the request in ``row`` depends on beside tokens, as :attr:`RequestState.namespace` has it."""
+        """Namespace of the request in ``row``, as :attr:`RequestState.namespace`."""
         return self._states[row].namespace
 
     def get(self, row: int) -> RequestState | None:
-        """That of the request in ``row``; None for a row that is nobody's, or nobody's any more."""
+        """State of the request in ``row``; None if the row has no running request."""
         return self._states.get(row)
 
     def forget(self, row: int) -> None:
-        """The request in ``row`` is gone; no-op where there is none."""
+        """Drop the state of the request in ``row``; no-op if there is none."""
         self._states.pop(row, None)
 
     def clear(self) -> None:
-        """All requests are gone."""
+        """Drop the states of all requests."""
         self._states.clear()
 
 
 def noise_seed(req: "Req", args: "KVServerArgs", admitted: int) -> int:
-    """The request's sampling seed where SGLang honours it, in deterministic mode; else one of its own.
+    """The request's sampling seed if SGLang honours it, in deterministic mode; otherwise a generated one.
 
-    What is its own is equal on all ranks and different each time: samples of one request (``n``) have the same ``sampling_seed``.
+    A generated seed is equal on all ranks and different for each request: samples of one request (``n``) have the same ``sampling_seed``.
     """
     if args.enable_deterministic_inference:
         asked = req.sampling_params.sampling_seed
@@ -171,10 +171,10 @@ def noise_seed(req: "Req", args: "KVServerArgs", admitted: int) -> int:
 
 
 def write_counters(req: "Req", state: RequestState) -> None:
-    """Put a request's totals into one of SGLang's per-request lists of integers.
+    """Write a request's totals to one of SGLang's per-request lists of integers.
 
-    Layout: verifies, offered, accepted, fallback, compressor (its number in the catalogue; 0 for none), method asked for,
-    length of the accept histogram, the accept histogram, the offer histogram.
+    Layout: verifies, offered, accepted, fallback, compressor (its catalogue number; 0 for none), requested method, length of the accept
+    histogram, the accept histogram, the offer histogram.
     """
     req.spec_cap_lens_histogram = [
         state.verifies,
@@ -190,7 +190,7 @@ def write_counters(req: "Req", state: RequestState) -> None:
 
 
 def restore_counters(req: "Req", state: RequestState) -> None:
-    """Take up the totals of a retracted request where :func:`write_counters` left them."""
+    """Restore the totals of a retracted request from the list that :func:`write_counters` wrote."""
     record = req.spec_cap_lens_histogram
     if record:
         state.verifies, state.offered, state.accepted = record[:3]
@@ -199,7 +199,7 @@ def restore_counters(req: "Req", state: RequestState) -> None:
 
 
 def meta_info_fields(record: list[int], suffixes: Sequence[str] = ("",)) -> dict[str, Any]:
-    """The fields that users see, from what :func:`write_counters` wrote; empty for a request of one token.
+    """The ``meta_info`` fields, from the list that :func:`write_counters` wrote; zeros and None for a request of one token.
 
     ``suffixes`` are those of the server's methods.
     """

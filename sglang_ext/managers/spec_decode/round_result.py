@@ -1,6 +1,4 @@
-"""What a round gives: answers of requests, put together for a batch; SGLang's result of them; and the drafts that wait for their
-verification.
-"""
+"""Results of a round: output tokens, merged for a batch, as SGLang's result; and the pending drafts of each row."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -22,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OutputTokens:
-    """Tokens of requests that answer together.
+    """Output tokens of some requests.
 
     Attributes:
         tokens: int64 [requests, width].
         accepted: int64 [requests], how many of the tokens count, from the first on.
-        sampled: what the tokens were taken from, ``width`` rows a request.
+        sampled: The sampled rows that the tokens come from, ``width`` rows per request.
     """
 
     tokens: torch.Tensor
@@ -42,13 +40,13 @@ class OutputTokens:
         requests: list[int],
         counts: list[int],
     ) -> "OutputTokens":
-        """What steps gave some ``requests``, by their places in order.
+        """Output tokens of the ``requests`` that decode on the full KV, from the steps of a round.
 
         Args:
-            steps: of all requests.
-            tokens: int64 [all requests, steps], theirs.
-            requests: those that answer.
-            counts: how many tokens each of these still lacks, of those of the steps.
+            steps: Steps of all requests.
+            tokens: int64 [all requests, steps], their tokens.
+            requests: Positions of the requests in the batch, ascending.
+            counts: How many of its step tokens count, for each of ``requests``.
         """
         found = [sampled for _, sampled in steps]
         where = slice(None) if len(requests) == len(tokens) else to_device(requests, tokens.device)
@@ -70,11 +68,11 @@ class OutputTokens:
 
 @dataclass(frozen=True)
 class PartialOutput:
-    """Some requests of a batch, and their answers.
+    """Output tokens of some requests of a batch.
 
     Attributes:
-        requests: their places in the batch.
-        output_tokens: of these requests, in this order.
+        requests: Positions of the requests in the batch.
+        output_tokens: Their output tokens, in the same order.
     """
 
     requests: list[int]
@@ -82,12 +80,12 @@ class PartialOutput:
 
 
 def merge_outputs(parts: list[PartialOutput], lengths: torch.Tensor, logprobs: bool) -> OutputTokens:
-    """The answers of a whole batch; requests that are in no part have none.
+    """Merge the output tokens of a whole batch. Requests in no part have none.
 
     Args:
-        parts: no request is in two.
-        lengths: int64 [requests], of the whole batch; the answers lie on its device.
-        logprobs: whether what was sampled holds log-probabilities, which are kept then.
+        parts: Parts without a common request.
+        lengths: int64 [requests], lengths of the whole batch; the result is on the same device.
+        logprobs: Whether the parts have log-probabilities to merge.
     """
     if len(parts) == 1 and parts[0].requests == list(range(len(lengths))):
         return parts[0].output_tokens
@@ -104,7 +102,7 @@ def merge_outputs(parts: list[PartialOutput], lengths: torch.Tensor, logprobs: b
 
 
 def _put_logprobs(sampled: SampledTokens, parts: list[PartialOutput], width: int) -> None:
-    """Give ``sampled`` the log-probabilities of all parts; those of requests without an answer are not read."""
+    """Copy the log-probabilities of all parts to ``sampled``. Those of requests without an output token are not read."""
     rows = len(sampled.tokens)
     sampled.logprobs = torch.zeros(rows)
     sampled.top, sampled.chosen = ([(torch.empty(0), [])] * rows for _ in range(2))
@@ -120,14 +118,14 @@ def _put_logprobs(sampled: SampledTokens, parts: list[PartialOutput], width: int
 
 @dataclass
 class RoundResult(GenerationBatchResult):
-    """SGLang's result, with the round that it is of.
+    """SGLang's result, with the plan of its round.
 
     Attributes:
-        round: what the requests did.
-        timed: when its parts ended.
-        requests: places in SGLang's batch of the requests that it is of; None where these are all (decode_loop.py).
-        ended: places, among those that it is of, of requests whose output ended before their last token; SGLang's results are
-            processed with these tokens left out (hooks/rounds.py).
+        round: Plan of the round.
+        timed: When the parts of the round ended.
+        requests: Positions, in SGLang's batch, of the requests that ran; None for all (decode_loop.py).
+        ended: Positions, among the requests that ran, of requests whose output ended before their last token. SGLang processes the result
+            without the tokens after the end (hooks/rounds.py).
     """
 
     round: RoundPlan | None = None
@@ -161,16 +159,16 @@ class RoundResult(GenerationBatchResult):
         output: LogitsProcessorOutput,
         timed: RoundMarks | None = None,
     ) -> "RoundResult":
-        """The result of a round that gave ``output_tokens``; those that only drafted go on from the token that they began with.
+        """The result of a round that gave ``output_tokens``. Requests that only drafted keep their newest output token.
 
         Args:
-            model_runner: that ran it.
-            batch: whose requests these are.
-            plan: what they did.
-            output_tokens: of all of them.
-            lengths: int64 [requests], of each after the round.
-            output: of the last step; its hidden states are those of who answers one token on its full KV, as nobody else asks for any.
-            timed: when its parts ended.
+            model_runner: The target's.
+            batch: The requests.
+            plan: Plan of the round.
+            output_tokens: Output tokens of all requests.
+            lengths: int64 [requests], tokens of each after the round.
+            output: Output of the last step. Only requests that decode one token on the full KV ask for its hidden states.
+            timed: When the parts of the round ended.
         """
         accepted, shown = output_tokens.accepted, LogitsProcessorOutput(next_token_logits=None)
         if batch.return_logprob:
@@ -193,22 +191,22 @@ class RoundResult(GenerationBatchResult):
 
 
 class PendingDrafts:
-    """The drafts of each row since its last verification.
+    """Pending drafts of each row: those since its last verification.
 
     Attributes:
-        tokens: int64 [rows, longest]; who drafts knows how many of a row's count (``RequestState.gathered``).
+        tokens: int64 [rows, longest]. ``RequestState.num_pending`` is the number of a row's tokens that count.
     """
 
     def __init__(self, rows: int, longest: int, device: torch.device):
         self.tokens = torch.zeros(rows, longest, dtype=torch.int64, device=device)
 
     def newest(self, rows: torch.Tensor, counts: torch.Tensor, bonus: torch.Tensor) -> torch.Tensor:
-        """The last draft of each of ``rows``, or where it has none, its ``bonus``; all int64 [requests]."""
+        """The last draft of each of ``rows``, or its ``bonus`` token if it has none; all int64 [requests]."""
         last = self.tokens[rows, (counts - 1).clamp(min=0)]
         return torch.where(counts > 0, last, bonus)
 
     def put(self, rows: torch.Tensor, counts: torch.Tensor, drafts: torch.Tensor) -> None:
-        """Keep ``drafts``, int64 [requests, drafts], behind the ``counts`` that each of ``rows`` has."""
+        """Store ``drafts``, int64 [requests, drafts], after the first ``counts`` drafts of each of ``rows``."""
         places = counts[:, None] + torch.arange(drafts.shape[1], device=counts.device)
         self.tokens[rows[:, None], places] = drafts
 

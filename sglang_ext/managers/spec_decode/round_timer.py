@@ -27,13 +27,13 @@ class RoundMarks:
     """The marks of a round on the device. The host sets each one when it launches the work.
 
     Attributes:
-        round: what its requests did.
-        load: its batch's.
-        start: the round begins; compressed KV is created and refreshed.
-        planned: compressed KV is complete; drafting begins.
-        drafted: the last draft step is done.
-        ended: the round is done.
-        next: the next round of the same requests begins; :attr:`ended` if other work came between.
+        round: Plan of the round.
+        load: Load of its batch.
+        start: The round begins; compressed KV is created and refreshed.
+        planned: Compressed KV is complete; drafting begins.
+        drafted: The last draft step is done.
+        ended: The round is done.
+        next: The next round of the same requests begins; :attr:`ended` if other work came between.
     """
 
     round: "RoundPlan"
@@ -55,16 +55,16 @@ class RoundTimer:
     """Measures rounds, and chooses the draft length and the selection interval of the next one.
 
     Attributes:
-        lengths: chooses the draft length.
-        device: whose work is timed.
-        metrics: receives the times of each round.
-        ranks: ranks that must all use rank 0's choice.
-        costs: predicts the times of rounds from measured ones.
-        compresses_each_round: whether each round refreshes compressed KV; the time for it then counts as the round's.
-        on_round_timed: called with each round and its seconds.
-        interval: chooses the selection interval.
-        report: receives the seconds of each round; None if nothing is reported.
-        rounds: seconds of the newest rounds.
+        lengths: Chooses the draft length.
+        device: The device whose work is timed.
+        metrics: Receives the times of each round.
+        ranks: Ranks that must all use rank 0's choice.
+        costs: Predicts the times of rounds from measured ones.
+        compresses_each_round: Whether each round refreshes compressed KV; the time for it then counts as the round's.
+        on_round_timed: Called with each round and its seconds.
+        interval: Chooses the selection interval.
+        report: Receives the seconds of each round; None if nothing is reported.
+        rounds: Seconds of the newest rounds.
     """
 
     lengths: DraftLength | FixedDraftLength
@@ -88,8 +88,8 @@ class RoundTimer:
         """Begin a round, and choose its draft length.
 
         Args:
-            lengths: tokens of each request whose full KV is known.
-            states: draft states of the requests, in the same order.
+            lengths: Tokens of each request whose full KV is known.
+            states: Draft states of the requests, in the same order.
 
         Returns:
             The draft length; 0 for plain decoding.

@@ -1,12 +1,11 @@
-"""Sample one token from each row of logits with SGLang's own sampler.
+"""Samples one token from each row of logits, with SGLang's own sampler.
 
-Draft and verify use the same noise: SGLang's seeded sampler at the same position. The sampled token of
-a verify row is therefore the answer, and a draft is right when it equals it: the output has the full
-KV's distribution, and is token-identical to stock decoding when the request carries a seed.
+Draft and verification use the same noise: SGLang's seeded sampler at the same position. So the token that a verification row samples is
+the output token, and a draft token is accepted if it equals that. The output has the distribution of the full KV. If the request has a
+seed, its tokens are identical to those of stock decoding.
 
-SGLang samples a whole batch by one route (all greedy, plain, or sorted for top-k and top-p), which
-consume noise differently. Here rows are grouped by the route their own request asks for, so that a
-request's output does not depend on its company.
+SGLang samples a whole batch by one route: all greedy, plain, or sorted for top-k and top-p. The routes consume noise differently. Here
+rows are grouped by the route of their own request, so that the output of a request does not depend on the other requests.
 """
 
 import dataclasses
@@ -38,9 +37,9 @@ class LogitRow:
     """One row of logits to sample from.
 
     Attributes:
-        request: index of its request in the batch.
-        seed: seed of the shared noise, None for SGLang's own choice (requests with full KV).
-        grammar: masks the row; None where nothing does: drafts are made without.
+        request: Position of its request in the batch.
+        seed: Seed of the shared noise; None for SGLang's own choice (requests with full KV).
+        grammar: Masks the row; None for no mask, as for draft steps.
     """
 
     request: int
@@ -49,17 +48,17 @@ class LogitRow:
 
     @classmethod
     def from_state(cls, request: int, state: RequestState, grammar: DraftGrammar | None = None) -> "LogitRow":
-        """Of a request with this draft state; those never drafted take SGLang's own noise."""
+        """A row of a request with this draft state. Requests that are never drafted use SGLang's own noise."""
         return cls(request, state.seed if state.fallback in RETRYABLE else None, grammar)
 
     @classmethod
     def for_output(cls, request: int, state: RequestState, walk: GrammarWalk | None) -> "LogitRow":
-        """The row after a request's newest token, without drafts; ``walk``: its grammar there, if it has one."""
+        """The row after a request's newest token, without drafts. ``walk``: its grammar there, if it has one."""
         return cls.from_state(request, state, None if walk is None else walk.row(0))
 
 
 def sampling_route(req: "Req") -> str:
-    """Which way through SGLang's sampler a request takes when it is alone."""
+    """The route through SGLang's sampler that a request takes if it is alone."""
     params = req.sampling_params
     if params.top_k <= 1:
         return "greedy"
@@ -69,7 +68,7 @@ def sampling_route(req: "Req") -> str:
 
 
 def sampling_batch(batch: "ScheduleBatch", rows: list[LogitRow], device: torch.device, logprobs: bool) -> SimpleNamespace:
-    """What ``ModelRunner.sample`` reads of a forward batch, but for the positions."""
+    """The fields of a forward batch that ``ModelRunner.sample`` reads, except for the positions."""
     index = [row.request for row in rows]
     return SimpleNamespace(
         sampling_info=select_rows(batch, rows, device),
@@ -86,7 +85,7 @@ def sampling_batch(batch: "ScheduleBatch", rows: list[LogitRow], device: torch.d
 def select_rows(batch: "ScheduleBatch", rows: list[LogitRow], device) -> "SamplingBatchInfo":
     """The batch's sampling parameters, repeated for each row.
 
-    The rows of one call take one route, and have all a seed or none.
+    All rows of one call take the same route, and either all or none have a seed.
     """
     reqs = [batch.reqs[row.request] for row in rows]
     kind = sampling_route(reqs[0])
@@ -106,13 +105,13 @@ def select_rows(batch: "ScheduleBatch", rows: list[LogitRow], device) -> "Sampli
 
 
 def pick_requests(info: "SamplingBatchInfo", requests: list[int], device: torch.device) -> "SamplingBatchInfo":
-    """What is sampled by, of the requests at these places of the batch; a request may come several times.
+    """The sampling parameters of the requests at these positions in the batch; a request may occur several times.
 
-    Grammars, and what says of all requests how they are sampled, stay those of the batch.
+    Grammars, and fields about all requests together, stay those of the batch.
     """
     index = to_device(requests, device)
     processors = {k: (p, mask[index]) for k, (p, mask) in (info.custom_logit_processor or {}).items()}
-    # As in SGLang, a processor is not called for no row; some cannot bear it.
+    # As in SGLang, a processor is not called without rows; some processors fail then.
     processors = {k: (p, mask) for k, (p, mask) in processors.items() if mask.any()}
     return dataclasses.replace(
         info,
@@ -120,7 +119,7 @@ def pick_requests(info: "SamplingBatchInfo", requests: list[int], device: torch.
         top_ps=info.top_ps[index],
         top_ks=info.top_ks[index],
         min_ps=info.min_ps[index],
-        # Logits are penalized before they are sampled (penalties.py).
+        # Penalties are applied before sampling (penalties.py).
         acc_additive_penalties=None,
         acc_scaling_penalties=None,
         logit_bias=_pick(info.logit_bias, index),
@@ -137,13 +136,13 @@ def _pick(values: torch.Tensor | None, index: torch.Tensor) -> torch.Tensor | No
 
 @dataclass
 class SampledTokens:
-    """What was sampled, row by row.
+    """Sampled tokens, row by row.
 
     Attributes:
-        tokens: int64 [rows], on the logits' device.
-        logprobs: float [rows], log-probability of each sampled token; None unless asked for.
-        top: per row, (values, token ids) of the most likely tokens.
-        chosen: per row, (values, token ids) of the token ids that the request asked for.
+        tokens: int64 [rows], on the device of the logits.
+        logprobs: float [rows], log-probability of each sampled token; None if not requested.
+        top: For each row, (values, token ids) of the most likely tokens.
+        chosen: For each row, (values, token ids) of the token ids that the request asked for.
     """
 
     tokens: torch.Tensor
@@ -152,9 +151,9 @@ class SampledTokens:
     chosen: list[tuple]
 
     def fill_logprobs(self, output: LogitsProcessorOutput, rows: list[int], stride: int | None = None) -> None:
-        """Write the log-probabilities of ``rows`` as SGLang expects them.
+        """Write the log-probabilities of ``rows`` to ``output`` as SGLang expects them.
 
-        ``next_token_logprobs`` gets [requests, stride] in a decode, [requests] in a prefill (None).
+        ``next_token_logprobs`` has shape [requests, stride] in a decode, and [requests] in a prefill (``stride`` None).
         """
         values = self.logprobs[rows]
         output.next_token_logprobs = values if stride is None else values.view(-1, stride)
@@ -166,12 +165,12 @@ class SampledTokens:
 
 @dataclass(frozen=True)
 class SamplingGroup:
-    """Rows that take one way through SGLang's sampler.
+    """Rows that take the same route through SGLang's sampler.
 
     Attributes:
-        rows: their indices among all rows.
-        places: the same, int64 on the device; None when the group has all rows, in order.
-        batch: what SGLang's sampler reads of a batch; positions are set for each draw.
+        rows: Their indices among all rows.
+        places: The same, int64 on the device; None if the group has all rows, in order.
+        batch: The batch for SGLang's sampler. The positions are set for each draw.
     """
 
     rows: list[int]
@@ -181,9 +180,9 @@ class SamplingGroup:
 
 @dataclass(frozen=True)
 class RowSampler:
-    """Rows of logits to sample from, made ready once and drawn from any number of times.
+    """Samples from rows of logits. It is prepared once, and can draw any number of times.
 
-    Nothing in a draw waits for the device, unless log-probabilities are asked for.
+    A draw does not wait for the device, unless log-probabilities are requested.
     """
 
     model_runner: "ModelRunner"
@@ -196,8 +195,8 @@ class RowSampler:
         """Group ``rows`` by the route of their request.
 
         Args:
-            rows: whose row each is, and which noise it takes.
-            logprobs: whether :meth:`draw` computes what the batch's requests ask for.
+            rows: Request and noise of each row.
+            logprobs: Whether :meth:`draw` computes the log-probabilities that the batch's requests ask for.
         """
         routes: dict[tuple, list[int]] = defaultdict(list)
         for index, row in enumerate(rows):
@@ -231,7 +230,7 @@ class RowSampler:
         return out
 
     def _draw(self, group: SamplingGroup, logits: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, LogitsProcessorOutput]:
-        """Tokens of a group's rows, int64, and what SGLang's sampler wrote beside them."""
+        """Tokens of a group's rows, int64, and the output of SGLang's sampler with their log-probabilities."""
         everything = group.places is None
         group.batch.positions = positions if everything else positions[group.places]
         output = LogitsProcessorOutput(next_token_logits=logits if everything else logits[group.places])
@@ -239,19 +238,19 @@ class RowSampler:
 
 
 def own_noise(original: Callable, logprobs: torch.Tensor, seed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Draw with Gumbel noise of a hash, as SGLang's ``multinomial_with_seed`` does, but never with infinite noise.
+    """Draw with Gumbel noise from a hash, as SGLang's ``multinomial_with_seed``, but never with infinite noise.
 
-    SGLang divides the hash by its largest value, which becomes 1: once in ``2**32 / vocabulary`` tokens infinite noise draws a
-    token whatever its probability, also 0. Seeds that a request gave (deterministic mode) draw what SGLang's draw; the others,
-    which are ours in a mode of sglang-ext alone, have SGLang's distribution without seeds, and so none of these tokens.
+    SGLang divides the hash by its largest value, so that the quotient can be 1. Once in ``2**32 / vocabulary`` tokens the noise is
+    infinite, and draws a token whatever its probability, even 0. Seeds that a request gave (deterministic mode) draw as in SGLang. The
+    other seeds are ours. They follow SGLang's distribution without seeds, and so draw none of these tokens.
 
     Args:
-        logprobs: float [rows, vocabulary], logarithms of probabilities.
+        logprobs: float [rows, vocabulary], log-probabilities.
         seed: int64 [rows].
         positions: int [rows].
 
     Returns:
-        int64 [rows, 1]
+        int64 [rows, 1].
     """
     if get_exec().deterministic.enable_deterministic_inference:
         return original(logprobs, seed, positions)
@@ -283,13 +282,13 @@ def _collect(out: SampledTokens, group: SamplingGroup, tokens: torch.Tensor, out
 
 
 class SamplerCache:
-    """Keeps a batch's samplings while the same requests run: making one takes a dozen operations on the device.
+    """Keeps the samplers of a batch while the same requests run: creating one takes a dozen operations on the device.
 
-    What is kept is a few numbers a row. Samplings that are as large as logits, and those that depend on the output, are made anew.
+    A kept sampler has a few numbers per row. Samplers as large as the logits, or that depend on the output, are created each time.
 
     Attributes:
-        model_runner: the target's.
-        most: samplings that are kept; those of some of the batch's requests are many.
+        model_runner: The target's.
+        most: Upper limit of kept samplers: one batch has many subsets of requests.
     """
 
     def __init__(self, model_runner: "ModelRunner", most: int = 64):
@@ -307,15 +306,15 @@ class SamplerCache:
         logprobs: bool,
         rows: Callable[[], list[LogitRow]],
     ) -> RowSampler:
-        """The sampling of ``width`` rows of each of some requests.
+        """The sampler of ``width`` rows of each of some requests.
 
         Args:
-            batch: all requests.
-            states: their draft states; with the requests they say whether a sampling can be used again.
-            requests: whose rows they are, by their places in the batch.
-            width: rows of each.
-            logprobs: as for :meth:`RowSampler.of`.
-            rows: makes the rows, where they are needed.
+            batch: All requests.
+            states: Their draft states; a sampler is reused only for the same requests and states.
+            requests: Positions of the requests in the batch.
+            width: Rows per request.
+            logprobs: As for :meth:`RowSampler.from_rows`.
+            rows: Makes the rows; called only if a sampler is created.
         """
         info = batch.sampling_info
         if info.has_custom_logit_processor or info.logit_bias is not None or any(req.grammar is not None for req in batch.reqs):

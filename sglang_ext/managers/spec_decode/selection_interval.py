@@ -24,10 +24,10 @@ class SelectionInterval:
     """Chooses the selection interval of each round.
 
     Attributes:
-        intervals: allowed intervals in steps, longest first. A single one is always chosen.
-        chosen: the last choice; tries do not change it.
-        acceptance: acceptance of draft tokens, by interval.
-        verifies: number of verifications, by interval.
+        intervals: Allowed intervals in steps, longest first. A single one is always chosen.
+        chosen: The last choice; tries do not change it.
+        acceptance: Acceptance of draft tokens, by interval.
+        verifies: Number of verifications, by interval.
     """
 
     intervals: Sequence[int]
@@ -40,9 +40,9 @@ class SelectionInterval:
         """Return the interval of the next round, in steps.
 
         Args:
-            costs: predicts times.
-            load: the batch's.
-            drafts: draft steps of the round; 0 for plain decoding, which selects nothing.
+            costs: Predicts times.
+            load: Load of the batch.
+            drafts: Draft steps of the round; 0 for plain decoding, which selects nothing.
         """
         longest = self.intervals[0]
         self.chosen = self.chosen or longest

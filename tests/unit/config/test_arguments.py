@@ -286,7 +286,7 @@ def test_scores_none_of_which_are_of_the_model_are_refused(folder, tmp_path):
     scores.mkdir()
     with pytest.raises(OptionError) as raised:
         build(folder(), kv_mode="verified", kv_compressor="kvzip", kv_scores=str(scores))
-    words = [f"--kv-scores is '{scores}'", "no scores are of the model", "sglang_ext.precompress --model", "--kv-compressor snapkv"]
+    words = [f"--kv-scores is '{scores}'", "no scores of the model", "sglang_ext.precompress --model", "--kv-compressor snapkv"]
     assert all(word in str(raised.value) for word in words)
 
 

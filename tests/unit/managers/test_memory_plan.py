@@ -268,7 +268,7 @@ def test_what_attention_chooses_pages_in_is_counted_in_graphs_and_outside_as_it_
         queries = torch.zeros(count, TINY.query_heads, TINY.head_dim)
         quest_pages.point_at_best_pages(begins, 0, queries, as_pointers(keys[0]), table, numbers, numbers)
         total += kernel.nbytes
-    assert found.selection_workspaces == total > 0 and "choices of tokens 0.00 GB" in str(found)
+    assert found.selection_workspaces == total > 0 and "selection of tokens 0.00 GB" in str(found)
 
 
 def test_while_the_pool_is_sized_as_many_bytes_are_held_as_will_be_taken(caplog):

@@ -1,1 +1,1 @@
-"""Attention over rows that begin with a copy: in PyTorch, and as SGLang backends with graphs of their own on a GPU."""
+"""Attention over rows that begin with compressed KV: in PyTorch, and on a GPU as SGLang backends with their own CUDA graphs."""

@@ -1,7 +1,7 @@
-"""What attention backends of steps over copies on a GPU do alike: one token a request, over rows that may begin with a copy.
+"""Base of the attention backends for draft steps on a GPU: one token per request, over rows that may begin with compressed KV.
 
-They plan nothing: a kernel finds in the token table, and in a table beside it, what the beginning of a row holds. So one
-captured graph serves all copies, and requests without one.
+The backends plan nothing on the host. A kernel reads from the token table, and from a table beside it, what the beginning of a row holds.
+So one captured graph serves requests with and without compressed KV.
 """
 
 from abc import abstractmethod
@@ -20,24 +20,25 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Sizes of a head that fit the kernels' tiles.
+# Head dimensions that fit the kernels' tiles.
 SMALLEST_HEAD, LARGEST_HEAD = 16, 256
-# Parts of a row; of these, those of its exact tokens: the newest of a context, and those since its copy was made.
+# Limits of the parts into which a row is split. EXACT_PARTS of them read its exact tokens: the most recent tokens that compression left
+# out, and the tokens since then.
 FEWEST_PARTS, MOST_PARTS = 8, 64
 EXACT_PARTS = 4
 
 
 class CompressedDecode(AttentionBackend):
-    """The newest token of each request over its row of the token table; for ``DECODE`` only.
+    """Attention of the newest token of each request over its row of the token table; for ``DECODE`` only.
 
     Attributes:
-        copies: names what it reads, for messages.
-        remedy: what to do where it cannot.
-        layout: what rows may begin with.
-        busy: parts of all rows together, KV heads counted, that keep a GPU busy.
+        copies: Name of the compressed KV, for messages.
+        remedy: What the user can do if it is not supported.
+        layout: Layout of the compressed KV.
+        busy: Parts of all rows together, KV heads counted, that keep a GPU busy.
 
     Raises:
-        OptionError: the kernel does not take heads or numbers like the pool's.
+        OptionError: The kernel does not support the head dimensions or the dtype of the pool.
     """
 
     copies: ClassVar[str]
@@ -59,19 +60,19 @@ class CompressedDecode(AttentionBackend):
     def attend(
         self, layer_id: int, queries: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, scaling: float, splits: tuple[int, int]
     ) -> torch.Tensor:
-        """Attention of one token of each request: [requests, query_heads, value_dim]. Reads nothing of the device on the host.
+        """Attention of one token per request: [requests, query_heads, value_dim]. The host reads nothing from the device.
 
         Args:
-            layer_id: of the model's.
+            layer_id: Index of the layer in the model.
             queries: [requests, query_heads, dim].
             rows: int64 [requests], rows of the token table.
             lengths: int64 [requests], slots of each row.
-            scaling: factor on query-key products.
-            splits: parts of a row's copy, and of the tokens after it.
+            scaling: Factor on query-key products.
+            splits: Parts of a row's compressed KV, and of the tokens after it.
         """
 
     def compile_kernels(self) -> None:
-        """Attend once with each number of parts, in row 0, which is no request's, so that no request waits for compilers."""
+        """Run once with each number of parts, in row 0, which no request has, so that no request waits for compilers."""
         keys = self.token_to_kv_pool.get_key_buffer(0)
         fewest = {self.splits(requests): requests for requests in range(self.busy, 0, -1)}
         for splits, requests in fewest.items():
@@ -80,14 +81,14 @@ class CompressedDecode(AttentionBackend):
             self.attend(0, queries, rows, rows + 1, 1.0, splits)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Nothing: graphs read the batch's own tensors, the token table and the table beside it."""
+        """Do nothing: graphs read the batch's own tensors, the token table and the table beside it."""
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """Tokens of a request that pads a batch."""
+        """Length of a padding request in a batch."""
         return 1
 
     def splits(self, requests: int) -> tuple[int, int]:
-        """Parts of each request's copy and exact tokens in a batch."""
+        """Parts of each request's compressed KV, and of its exact tokens, in a batch."""
         return split_counts(requests * self.kv_heads, self.busy)
 
     def forward_decode(
@@ -100,10 +101,10 @@ class CompressedDecode(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs,
     ) -> torch.Tensor:
-        """Write the new tokens' KV, then attend: [requests, query_heads * value_dim].
+        """Write the KV of the new tokens, then attend: [requests, query_heads * value_dim].
 
         Raises:
-            ValueError: the layer wants more of attention than a scale.
+            ValueError: The layer asks for an attention option other than a scale.
         """
         asked = {**kwargs, "a cap of logits": layer.logit_cap or None}
         check_supported(layer, asked, f"drafts on {self.copies}", self.remedy)
@@ -115,31 +116,31 @@ class CompressedDecode(AttentionBackend):
 
 
 def split_counts(rows: int, busy: int) -> tuple[int, int]:
-    """Parts of each row's copy and exact tokens; together a power of 2: each sum has its kernel.
+    """Parts of each row's compressed KV, and of its exact tokens. The sum is a power of 2, because each sum has its own kernel.
 
     Args:
-        rows: of a batch, KV heads counted.
-        busy: parts of all rows together that keep a GPU busy.
+        rows: Rows of a batch, KV heads counted.
+        busy: Parts of all rows together that keep a GPU busy.
     """
     wanted = max(FEWEST_PARTS, min(MOST_PARTS, busy // rows))
     return (1 << (wanted.bit_length() - 1)) - EXACT_PARTS, EXACT_PARTS
 
 
 def check_heads(keys: torch.Tensor, values: torch.Tensor, copies: str, remedy: str) -> None:
-    """Refuse a pool whose numbers or heads the kernels do not take.
+    """Refuse a pool whose dtype or head dimensions the kernels do not support.
 
     Args:
-        keys, values: a layer's buffers, [slots, kv_heads, dim].
-        copies: names what lies among them.
-        remedy: what to do instead.
+        keys, values: A layer's buffers, [slots, kv_heads, dim].
+        copies: Name of the compressed KV in the pool.
+        remedy: What the user can do instead.
 
     Raises:
-        OptionError: names what they are, and what is allowed.
+        OptionError: With the dtype or dimension, and the allowed ones.
     """
     for kind, buffer in (("keys", keys), ("values", values)):
         if buffer.dtype not in DTYPES:
             allowed = ", ".join(str(dtype) for dtype in DTYPES)
-            raise OptionError(f"the KV pool holds {kind} as {buffer.dtype}; {copies} lie among {allowed}: {remedy}")
+            raise OptionError(f"the KV pool holds {kind} as {buffer.dtype}; {copies} are stored in {allowed}: {remedy}")
         if not SMALLEST_HEAD <= buffer.shape[-1] <= LARGEST_HEAD:
             raise OptionError(
                 f"the model's {kind} have {buffer.shape[-1]} channels a head; {copies} are read with "

@@ -1,4 +1,4 @@
-"""CUDA graphs of steps over copies (decode_backend.py): one token a request, beside SGLang's own, which read tokens as they are."""
+"""CUDA graphs of steps over compressed KV (decode_backend.py): one token per request. SGLang's own graphs read plain tokens."""
 
 import logging
 from typing import TYPE_CHECKING
@@ -20,32 +20,32 @@ logger = logging.getLogger(__name__)
 
 
 class CompressedDecodeGraphs(DecodeCudaGraphRunner):
-    """SGLang's graph runner, for one token a request over rows that may begin with a copy that its own attention cannot read."""
+    """SGLang's graph runner, for one token per request over rows that may begin with compressed KV that SGLang's attention cannot read."""
 
     def execute(self, forward_batch: "ForwardBatch", pp_proxy_tensors: "PPProxyTensors | None" = None) -> LogitsProcessorOutput:
-        """Replay. SGLang's mark of the last read of the token table is taken back: these graphs read it as they run."""
+        """Replay. Resets SGLang's mark of the last read of the token table, because these graphs read the table while they run."""
         output = super().execute(forward_batch, pp_proxy_tensors)
         self.model_runner.war_fastpath_read_done_event = None
         return output
 
     def warm_up(self) -> None:
-        """Replay each once, as :meth:`VerifyGraphRunner.warm_up`."""
+        """Replay each graph once, as :meth:`VerifyGraphRunner.warm_up`."""
         for requests in self.capture_bs:
             self.execute(forward.decode_batch(*dummy_batch(requests, 1, self.model_runner.device)))
 
 
 def create_attention(model_runner: "ModelRunner", layout: KVLayout) -> forward.AttentionOverride | None:
-    """What reads copies on a GPU; with graphs for SGLang's list of batch sizes, where it captured its own.
+    """Create the attention over compressed KV on a GPU; with graphs for SGLang's list of batch sizes, if SGLang captured its own.
 
     Args:
-        model_runner: the target's, while it is one that decodes one token a request (verify_graphs.py).
-        layout: of the server's copies.
+        model_runner: The target's, while SGLang treats it as one of plain decoding (verify_graphs.py).
+        layout: Layout of the server's compressed KV.
 
     Returns:
-        None where copies hold plain tokens, which the model's own attention reads.
+        None if compressed KV consists of plain tokens, which the model's own attention reads.
 
     Raises:
-        OptionError: the kernel does not take the model's heads.
+        OptionError: The kernel does not support the model's heads.
     """
     if type(layout) not in LAYOUT_READERS:
         return None

@@ -1,4 +1,4 @@
-"""Who reads which format of copies: in PyTorch, for a few tokens of a request, and on a GPU, for one token of each."""
+"""Attention by layout of the compressed KV: in PyTorch for a few tokens of a request, and on a GPU for one token of each request."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -18,13 +18,13 @@ from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout
 
 
 class LayoutReader(NamedTuple):
-    """Attention over rows that begin with one format.
+    """Attention over rows that begin with compressed KV of one layout.
 
     Attributes:
-        attend: causal attention of a request's newest tokens over its row, in PyTorch: [count, heads, dim of a value]. Takes the format,
-            the row, how much of it the row begins with, queries [count, heads, dim], a layer's key and value buffers
-            [slots, kv_heads, dim], the row's slots int64, and the factor on query-key products. None where rows are read as any tokens.
-        decode: the backend of one token a request.
+        attend: Causal attention of a request's newest tokens over its row, in PyTorch. Returns [count, heads, value_dim]. None if rows are
+            read as plain tokens. Its arguments are the layout, the row, the length of the compressed part, and queries [count, heads, dim].
+            Then come a layer's key and value buffers [slots, kv_heads, dim], the row's slots int64, and the factor on query-key products.
+        decode: The backend for one token per request.
     """
 
     attend: Callable[[KVLayout, int, int, Tensor, Tensor, Tensor, Tensor, float | None], Tensor] | None
@@ -44,4 +44,4 @@ LAYOUT_READERS: dict[type[KVLayout], LayoutReader] = {
     PagePointerLayout: LayoutReader(pointer_attention, PagesDecode),
     ExchangedRowLayout: LayoutReader(None, SentRowsDecode),
 }
-"""Of all formats but plain tokens, which any attention reads."""
+"""All layouts except plain tokens, which any attention reads."""

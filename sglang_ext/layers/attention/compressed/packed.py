@@ -1,12 +1,13 @@
-"""Attention over rows that begin with packed blocks: in PyTorch, and on a GPU the backend of steps (decode_backend.py).
+"""Attention over rows that begin with packed blocks: in PyTorch, and on a GPU the backend of draft steps (decode_backend.py).
 
-In PyTorch it is products with codes, scales outside of them: with a scale for each channel of a group of tokens
-``q . (s * c + z) = (q * s) . c + q . z``; with one for each token ``s_t * (q . c_t) + z_t * sum(q)``, and likewise of the values,
-whose weights take the scales. What was rotated before it was quantized is met by rotated queries, and what comes of rotated values
-is rotated back. Other blocks are made whole: of those with outliers, with keys from before rotary embedding, or whose scales are
-shared by tokens and channels there are no such products, and of values that share scales along tokens there are as many as there
-are groups, which takes longer. Blocks with sums are multiplied as integers, by queries and weights in 8 bits
-(layers/kernels/hack/product.py).
+In PyTorch, queries are multiplied with the codes, and scales are applied outside of the products. With a scale for each channel of a
+group of tokens, ``q . (s * c + z) = (q * s) . c + q . z``. With a scale for each token, it is ``s_t * (q . c_t) + z_t * sum(q)``. Values
+are handled likewise: their weights take the scales. If numbers were rotated before they were quantized, the queries are rotated, too,
+and sums of rotated values are rotated back.
+
+Other blocks are dequantized. For blocks with outliers, with keys from before rotary embedding, or with scales that tokens and channels
+share, no such products exist. For values that share scales along tokens, there is one product per group, which takes longer. Blocks
+with sums are multiplied as integers, with queries and weights in 8 bits (layers/kernels/hack/product.py).
 """
 
 from collections.abc import Callable
@@ -38,15 +39,15 @@ def packed_attention(
     """Causal attention of a request's newest tokens over its row: one softmax over packed and exact tokens.
 
     Args:
-        packing: how the row's first slots are packed.
-        queries: [count, heads, dim], of the last ``count`` tokens, which are exact.
-        keys, values: a layer's buffers, [slots, kv_heads, dim].
-        slots: int64, the row: packed blocks, then a slot for each exact token.
-        packed: slots of blocks.
-        scaling: factor on query-key products.
+        packing: How the row's first slots are packed.
+        queries: [count, heads, dim], queries of the last ``count`` tokens, which are exact.
+        keys, values: A layer's buffers, [slots, kv_heads, dim].
+        slots: int64, slots of the row: packed blocks, then a slot for each exact token.
+        packed: Number of slots with blocks.
+        scaling: Factor on query-key products.
 
     Returns:
-        float32 [count, heads, dim of a value].
+        float32 [count, heads, value_dim].
     """
     count, heads, dim = queries.shape
     kv_heads, exact = keys.shape[1], slots[packed:]
@@ -69,7 +70,7 @@ def group_by_kv_head(queries: torch.Tensor, kv_heads: int, scaling: float) -> to
 
 
 def ungroup_heads(rows: torch.Tensor, count: int) -> torch.Tensor:
-    """What became of :func:`group_by_kv_head`'s rows, [kv_heads, rows, dim], as [count, heads, dim]."""
+    """The inverse of :func:`group_by_kv_head`: from [kv_heads, rows, dim] to [count, heads, dim]."""
     return rows.unflatten(1, (count, -1)).transpose(0, 1).flatten(1, 2)
 
 
@@ -81,17 +82,17 @@ def attend_packed_and_exact(
     values: torch.Tensor,
     count: int,
 ) -> torch.Tensor:
-    """Causal attention of the newest tokens: one softmax over packed tokens, and over the exact ones after them.
+    """Causal attention of the newest tokens: one softmax over packed tokens, and over the exact tokens after them.
 
     Args:
-        rows: float32 [kv_heads, rows, dim], of the last ``count`` exact tokens (:func:`group_by_kv_head`).
-        far: float32 [kv_heads, rows, packed tokens], the products with packed keys.
-        far_sums: gives the sums of packed values with their weights, of the shape of ``far``: float32 [kv_heads, rows, dim of a value].
-        keys, values: of the exact tokens, [tokens, kv_heads, dim].
-        count: tokens that ``rows`` are of.
+        rows: float32 [kv_heads, rows, dim], grouped queries of the last ``count`` exact tokens (:func:`group_by_kv_head`).
+        far: float32 [kv_heads, rows, packed tokens], products with packed keys.
+        far_sums: Takes weights of the shape of ``far``, and returns sums of packed values: float32 [kv_heads, rows, value_dim].
+        keys, values: Of the exact tokens, [tokens, kv_heads, dim].
+        count: Tokens that ``rows`` belong to.
 
     Returns:
-        float32 [kv_heads, rows, dim of a value].
+        float32 [kv_heads, rows, value_dim].
     """
     near = rows @ keys.float().permute(1, 2, 0)
     newest = torch.arange(count, device=keys.device).repeat_interleave(rows.shape[1] // count) + len(keys) - count
@@ -153,7 +154,7 @@ def partitions_of_values(block: Quantized) -> Partitioned:
 
 
 def _by_token(numbers: torch.Tensor, block: Quantized) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of blocks with scales by token: numbers [heads, groups, tokens, channels]; scales, zeros [heads, groups, 1, tokens]."""
+    """Split blocks with scales by token: numbers [heads, groups, tokens, channels]; scales and zeros [heads, groups, 1, tokens]."""
     heads, groups = len(numbers), block.scale.shape[-1]
     scale, zero = (part.reshape(heads, -1, groups).mT[:, :, None] for part in (block.scale, block.zero))
     return numbers.reshape(heads, -1, groups, numbers.shape[-1] // groups).transpose(1, 2), scale, zero
@@ -164,11 +165,11 @@ def _rotated(rows: torch.Tensor, rotation: torch.Tensor | None) -> torch.Tensor:
 
 
 class PackedDecode(CompressedDecode):
-    """Attends to packed blocks, as its format says which slots hold some, and to the tokens after them."""
+    """Attends to packed blocks, whose slots are counted in a table of the layout, and to the tokens after them."""
 
     copies = "packed copies"
     remedy = "use a --kv-compressor that only drops tokens, such as snapkv"
-    # Found on an H200: the kernels' programs are of one warp.
+    # Measured on an H200: the kernels' programs have one warp.
     busy = 4096
 
     layout: QuantizedLayout

@@ -1,6 +1,9 @@
-"""Attention over rows that begin with a copy whose heads keep tokens of their own: in cells, different numbers of them (ragged_heads.py), or
-where pointers lead in full KV (pointers.py), be it where attention chooses (pages.py), or as many in rows of their own. In
-PyTorch, and on a GPU the backends of steps (decode_backend.py).
+"""Attention over rows that begin with compressed KV in which each head keeps its own tokens: in PyTorch, and on a GPU as backends of
+draft steps (decode_backend.py).
+
+- Ragged heads: cells, a different number for each head (ragged_heads.py).
+- Pointers: each head's pointers to tokens of the full KV (pointers.py). Attention may select the tokens itself (pages.py).
+- Sent rows: rows of K and V from cache ranks, the same number for each head.
 """
 
 from typing import TYPE_CHECKING
@@ -28,16 +31,16 @@ def attend_kept_and_tail(
     tail: tuple[torch.Tensor, torch.Tensor],
     scaling: float | None,
 ) -> torch.Tensor:
-    """Attention of a request's newest tokens over what each head keeps of a context, and over all tokens after it.
+    """Attention of a request's newest tokens over the tokens that each head keeps of a context, and over all tokens after it.
 
-    Causal in the tail: the last of the queries is its last token's.
+    It is causal in the tail: the last query belongs to the last token.
 
     Args:
-        queries: [count, heads, head_dim], of the last ``count`` tokens.
-        kept: keys and values, [kv_heads, longest, head_dim].
-        own: bool [kv_heads, longest], which of them a head keeps; the others pad it to the longest.
-        tail: keys and values, [tokens, kv_heads, head_dim].
-        scaling: factor on query-key products; None for ``head_dim ** -0.5``.
+        queries: [count, heads, head_dim], queries of the last ``count`` tokens.
+        kept: Keys and values, [kv_heads, longest, head_dim].
+        own: bool [kv_heads, longest], which of them a head keeps. The others pad it to the longest head.
+        tail: Keys and values, [tokens, kv_heads, head_dim].
+        scaling: Factor on query-key products; None for ``head_dim ** -0.5``.
 
     Returns:
         [count, heads, head_dim], in the dtype of ``queries``.
@@ -67,23 +70,23 @@ def uneven_attention(
     slots: torch.Tensor,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Causal attention of a request's newest tokens over its row: what each head keeps, and all tokens after the copy.
+    """Causal attention of a request's newest tokens over its row: the tokens that each head keeps, and all tokens after them.
 
     Args:
-        cells: what copies hold.
-        row: of the token table.
-        copied: slots of the copy, at the beginning of the row.
-        queries: [count, heads, head_dim], of the last ``count`` tokens, which come after the copy.
-        keys, values: a layer's buffers, [slots, kv_heads, head_dim].
-        slots: int64, the row.
-        scaling: factor on query-key products; None for ``head_dim ** -0.5``.
+        cells: Layout of the compressed KV.
+        row: Row of the token table.
+        copied: Slots of the compressed KV, at the beginning of the row.
+        queries: [count, heads, head_dim], queries of the last ``count`` tokens, which come after the compressed KV.
+        keys, values: A layer's buffers, [slots, kv_heads, head_dim].
+        slots: int64, slots of the row.
+        scaling: Factor on query-key products; None for ``head_dim ** -0.5``.
 
     Returns:
         [count, heads, head_dim], in the dtype of ``queries``.
     """
     bounds, copy, tail = cells.of_layer(row, keys), slots[:copied], slots[copied:]
     places, kept = _places(bounds, slots.device)
-    # On a CPU several times as fast as indexing with brackets.
+    # On a CPU, index_select is several times as fast as indexing with brackets.
     far = (
         cells.read(kind, copy, bounds[0], bounds[-1]).index_select(0, places.flatten()).unflatten(0, places.shape)
         for kind in (cells.buffers.keys, cells.buffers.values)
@@ -93,10 +96,10 @@ def uneven_attention(
 
 
 def _places(bounds: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the cells of each of a layer's heads lie among all of the layer's, padded to the longest head.
+    """Indices of the cells of each head among all cells of a layer, padded to the longest head.
 
     Returns:
-        int64 [kv_heads, longest], and bool [kv_heads, longest]: which are the head's own.
+        int64 [kv_heads, longest], and bool [kv_heads, longest]: which cells are the head's own.
     """
     firsts, ends = (torch.tensor(part, device=device)[:, None] - bounds[0] for part in (bounds[:-1], bounds[1:]))
     places = firsts + torch.arange(int((ends - firsts).max()), device=device)
@@ -104,11 +107,11 @@ def _places(bounds: list[int], device: torch.device) -> tuple[torch.Tensor, torc
 
 
 class RaggedHeadsDecode(CompressedDecode):
-    """Attends to the cells of each head, as its format says which are whose, and to the tokens after the copy."""
+    """Attends to the cells of each head, which a table of the layout delimits, and to the tokens after the compressed KV."""
 
     copies = "copies of --kv-head-budgets adaptive"
     remedy = "pass --kv-head-budgets equal"
-    # Found on an H200: the heads that keep most are cut so small that the others need not wait for them.
+    # Measured on an H200: the heads that keep most tokens are split so finely that the other heads do not wait for them.
     busy = 4096
 
     layout: RaggedHeadLayout
@@ -135,14 +138,14 @@ def pointer_attention(
     slots: torch.Tensor,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Causal attention of a request's newest tokens over its row: what each head's pointers lead to, and all tokens after them.
+    """Causal attention of a request's newest tokens over its row: the tokens that each head's pointers point to, and all later tokens.
 
-    Arguments as :func:`uneven_attention`'s: ``rows`` says how pointers lie in slots, ``pointed`` to how many tokens each head's lead.
+    Arguments as for :func:`uneven_attention`. ``rows``: how pointers are stored in slots; ``pointed``: number of pointers of each head.
     """
     pointers = rows.layout
     held, kv_heads = pointers.packed_slots(pointed), keys.shape[1]
     kept = pointers.read(keys, slots, pointed)
-    # A cell of each head, counted over all slots: on a CPU one index is several times as fast as two.
+    # The index of a cell of a head, over all slots: on a CPU one index is several times as fast as two.
     cells = (kept * kv_heads + torch.arange(kv_heads, device=kept.device)[:, None]).flatten()
     far = (part.flatten(0, 1).index_select(0, cells).unflatten(0, kept.shape) for part in (keys, values))
     near = (part.index_select(0, slots[held:]) for part in (keys, values))
@@ -150,10 +153,10 @@ def pointer_attention(
 
 
 def pointer_split_counts(rows: int, busy: int = CompressedDecode.busy) -> tuple[int, int]:
-    """As :func:`~sglang_ext.layers.attention.compressed.decode_backend.split_counts`; of few rows more parts read what pointers lead to.
+    """Like :func:`~sglang_ext.layers.attention.compressed.decode_backend.split_counts`. For few rows, more parts read pointers.
 
-    Found on an H100, 2,048 pointers of each head, 36 tokens after them: of 64 rows 7 and 1 take .89 of the time of 4 and 4, of 128 rows 1.10;
-    on an H200 .79 and .97.
+    Measured with 2,048 pointers per head and 36 tokens after them: the time of 7 and 1 parts, over that of 4 and 4. On an H100 the ratio
+    is .89 for 64 rows and 1.10 for 128 rows; on an H200 it is .79 and .97.
     """
     parts = sum(split_counts(rows, busy))
     exact = min(EXACT_PARTS, parts // 8) if rows * parts <= busy else EXACT_PARTS
@@ -161,11 +164,11 @@ def pointer_split_counts(rows: int, busy: int = CompressedDecode.busy) -> tuple[
 
 
 class PointerDecode(CompressedDecode):
-    """Attends to the tokens of full KV to which each head's pointers lead, and to those after them."""
+    """Attends to the tokens of the full KV that each head's pointers point to, and to the tokens after them."""
 
     copies = "copies of --kv-compressor verify-guided or spade"
     remedy = "pass --kv-compressor snapkv"
-    # As pointer_decode's, where the kernel before it chooses.
+    # As in pointer_decode, if the kernel before it selects the tokens.
     arrived: torch.Tensor | None = None
 
     layout: PointerLayout
@@ -184,7 +187,7 @@ class PointerDecode(CompressedDecode):
 
 
 class PagesDecode(PointerDecode):
-    """Lets each head's pointers lead to the pages that bound its query's products best, then attends as over any pointers."""
+    """Points each head to the pages with the highest bounds on its query's products, then attends as over any pointers."""
 
     copies = "copies of --kv-compressor quest"
 
@@ -200,7 +203,7 @@ class PagesDecode(PointerDecode):
     ) -> torch.Tensor:
         """As :meth:`CompressedDecode.attend`."""
         layer, cells = self.layers[layer_id], as_pointers(self.token_to_kv_pool.get_key_buffer(layer_id))
-        # Once for both: attention begins while pages of the last heads are chosen, and bounds are kept until it is launched.
+        # Made once for both kernels: attention begins while pages of the last heads are selected. Keep ``bounds`` until it is launched.
         queries = queries.contiguous()
         bounds = point_at_best_pages(self.layout, layer, queries, cells, self.req_to_token_pool.req_to_token, rows, lengths)
         result = super().attend(layer_id, queries, rows, lengths, scaling, splits)
@@ -209,8 +212,10 @@ class PagesDecode(PointerDecode):
 
 
 class SentRowsDecode(PointerDecode):
-    """Attends to rows that begin with a copy's K and V, as to any tokens: its graphs leave queries, as those over pointers do. To the
-    kernel they are rows that begin with no pointers."""
+    """Attends to rows that begin with K and V of compressed KV, as to any tokens.
+
+    Its graphs record queries, as those over pointers do. To the kernel these are rows that begin with no pointers.
+    """
 
     copies = "copies of --kv-compressor spade whose rows cache ranks send"
     remedy = "pass --kv-cache-ranks 0"
@@ -221,5 +226,5 @@ class SentRowsDecode(PointerDecode):
         self.layout = PointerLayout.for_table(Pointers(as_pointers(pool.get_key_buffer(0)).shape[-1], 1), table)
 
     def splits(self, requests: int) -> tuple[int, int]:
-        """As :meth:`CompressedDecode.splits`, but for one all are parts of tokens as they are."""
+        """As :meth:`CompressedDecode.splits`, but all parts except one read plain tokens."""
         return 1, sum(super().splits(requests)) - 1
