@@ -283,7 +283,7 @@ def test_graphs_of_steps_and_of_verifications_share_a_table_and_only_steps_that_
     with windows.capturing(3):
         windows.record(0, queries[:3])
     assert windows._targets is table and windows.has_step_queries
-    with pytest.raises(ValueError, match="5 tokens are captured after others of at most 4.*pass the most of all at first"):
+    with pytest.raises(ValueError, match="5 tokens are captured after others of at most 4 tokens.*pass the largest number of tokens first"):
         with windows.capturing(5):
             pass
     windows.set_step_targets(row)
