@@ -29,8 +29,8 @@ class KVQuant(Quantizer):
     Implements the paper's sections 3.1 (keys before rotary embedding), 3.2 (levels) and 3.3 (dense and sparse), without calibration:
 
     - Ranges are computed from the compressed KV itself, over 64 tokens of a key channel or half a value. The paper uses calibration data.
-    - The paper's levels come from k-means weighted by Fisher information. Here they are the same for all models and layers: the nearly
-      even ones of :func:`levels_of`.
+    - The paper's levels come from k-means weighted by Fisher information. Here all models and layers have the same levels, which are
+      nearly even (:func:`levels_of`).
     - Outliers are 1/64 of the numbers of each block of 64 tokens and head. They are the numbers farthest from their group's mean, in the
       group's standard deviations. The range is computed without them. Their difference to the code's number is stored in float16.
     - The newest tokens stay exact, as in KIVI. The paper also keeps the first token; here it has no special slot.
