@@ -183,7 +183,7 @@ class CompressedKVCache:
 
     @property
     def share(self) -> float:
-        """Approximate slots of compressed KV, as a share of those of full KV. Without compressed KV, the first method's share."""
+        """Approximate slots of compressed KV, as a share of full KV's. Without compressed KV, the first method's share."""
         covered = sum(view.covered for view in self._views.values())
         if not covered:
             return self.methods[0].share

@@ -90,7 +90,7 @@ class CompressionMethod:
 
     @property
     def share(self) -> float:
-        """Approximate slots of compressed KV, as a share of those of full KV."""
+        """Approximate slots of compressed KV, as a share of full KV's."""
         return self.budget * self.packing.share
 
     @property

@@ -49,7 +49,7 @@ class NewestRows:
     """A context's newest tokens, equally many per head, that replace other rows.
 
     Attributes:
-        places: int64 [layers, kv_heads, count], where they are stored.
+        places: int64 [layers, kv_heads, count], places that store them.
         first: Position of the first of them. The others follow it.
     """
 
@@ -60,7 +60,7 @@ class NewestRows:
 def exchange(held: torch.Tensor, wanted: torch.Tensor, available: torch.Tensor | None = None) -> RowExchange:
     """Plan an exchange after which the places hold the wanted rows. Rows that are wanted and held stay in their place.
 
-    If a wanted row is neither held nor available, its place keeps the previous row, and ``RowExchange.held`` says so.
+    If a wanted row is neither held nor available, its place keeps the previous row. ``RowExchange.held`` then has that row's position.
 
     Args:
         held: int64 [layers, kv_heads, places], distinct positions; :data:`EMPTY` for an empty place.

@@ -21,7 +21,7 @@ class FitRecord:
         model: The key of its model (model_key.py).
         settings: Settings of targets and training, as JSON with sorted keys.
         texts: Number of texts that it was fitted on.
-        tokens: Number of sampled tokens of these texts.
+        tokens: Number of tokens sampled from the texts.
         loss: By layer, mean squared error of the logarithm of the score, on held-out texts.
         r2: By layer, explained share of that logarithm's variance on held-out texts, mean over KV heads.
     """

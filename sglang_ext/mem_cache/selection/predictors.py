@@ -95,8 +95,8 @@ class RegressedQuery(QueryPredictor):
     ridge: float = 1e-2
 
     @property
+    def window(self) -> int:
         """The newest query and its predecessors."""
-        """The newest and its predecessors."""
         return self.longest + 1
 
     def head_bytes(self, dim: int) -> int:

@@ -3,8 +3,8 @@
 :class:`SlotLayout` is the layout of one compression method. :class:`KVLayout` is the layout of all compressed KV of a server. This module
 also has the plain layouts, which store tokens unchanged.
 
-A draft row of the token table begins with the slots of the compressed KV. Only the layout knows what these slots contain. A table beside
-the token table says how much compressed KV each row begins with. layers/attention/copies/ has the attention over rows of each layout.
+A draft row of the token table begins with the slots of the compressed KV. Only the layout knows what these slots contain. A second table
+records how much compressed KV each row begins with. layers/attention/copies/ has the attention over rows of each layout.
 """
 
 from abc import ABC, abstractmethod
@@ -117,7 +117,7 @@ class KVLayout(ABC):
             row: A row that begins with such compressed KV. Call this once for each step over it.
             after: Tokens after the compressed KV, including the step's own.
         """
-        raise NotImplementedError(f"attention chooses nothing in {type(self).__name__}")
+        raise NotImplementedError(f"attention selects no tokens in {type(self).__name__}")
 
     def slot_layout(self, method: "MethodSpec", plain: PlainSlots) -> SlotLayout:
         """The slot layout for ``method``; ``plain`` if it stores tokens unchanged."""

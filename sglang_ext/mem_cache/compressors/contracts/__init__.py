@@ -1,1 +1,1 @@
-"""Interfaces of compression methods, the checks of what they return, and the registry."""
+"""Interfaces of compression methods, checks of their results, and the registry."""
