@@ -143,7 +143,7 @@ class StreamSelector(AsyncSelector):
         self._every = method.compressor.every
         self._intervals = intervals or (self._every,)
         # For each launched selection, the event after its pointers are written; None if they already are.
-        self._under_way: dict[int, torch.cuda.Event | None] = {}
+        self._in_progress: dict[int, torch.cuda.Event | None] = {}
 
     def compile_kernels(self) -> None:
         """Compile as :meth:`AsyncSelector.compile_kernels`, with row 0 of the table, which no request has."""
@@ -158,7 +158,7 @@ class StreamSelector(AsyncSelector):
         places, positions = torch.zeros(1, window, dtype=torch.int64, device=device), torch.arange(window, device=device)[None]
         for every in self._intervals:
             # Rotate as far ahead as steps do: the first rotation by a new distance makes the host wait for the device.
-            self._side.wait(self._launched(contexts, places, positions, every + 1))
+            self._side.wait(self._launch_on_side(contexts, places, positions, every + 1))
 
     def on_round_start(self, forwards: int, every: int) -> None:
         """Record the interval, as :meth:`AsyncSelector.on_round_start`."""
@@ -168,7 +168,7 @@ class StreamSelector(AsyncSelector):
         """Apply and start selections, as :meth:`AsyncSelector.on_step_end`. After a verification, compressed KV is refreshed anyway."""
         every = self._every
         due = {row: end for row, end in ends.items() if not (end - compressed_kv.get(row).covered) % every}
-        self._take(compressed_kv, [row for row in due if row in self._under_way])
+        self._apply(compressed_kv, [row for row in due if row in self._in_progress])
         if following is not None and following <= every:
             return  # no step would read it
         alike: dict[tuple[int, int], list[QueryWindow]] = {}
@@ -178,18 +178,18 @@ class StreamSelector(AsyncSelector):
                 # The first step that reads this selection has the token at position end + every.
                 alike.setdefault((len(places), end + every - positions[-1]), []).append(QueryWindow(row, places, positions))
         for (_, ahead), windows in alike.items():
-            self._launch(compressed_kv, windows, ahead)
+            self._launch_requests(compressed_kv, windows, ahead)
 
     def flush(self, row: int) -> None:
         """Wait as :meth:`AsyncSelector.flush`, since the selection writes to spare slots."""
-        self._side.wait(self._under_way.pop(row, None))
+        self._side.wait(self._in_progress.pop(row, None))
 
     def flush_all(self) -> None:
         """Flush all requests that have a selection in progress."""
-        for row in list(self._under_way):
+        for row in list(self._in_progress):
             self.flush(row)
 
-    def _take(self, compressed_kv: "CompressedKVCache", rows: Sequence[int]) -> None:
+    def _apply(self, compressed_kv: "CompressedKVCache", rows: Sequence[int]) -> None:
         """Point compressed KV to the finished selections."""
         if not rows:
             return
@@ -206,7 +206,7 @@ class StreamSelector(AsyncSelector):
         where = to_device(at, self._table.device)
         self._table[where[0], where[1]] = torch.cat(heads).to(self._table.dtype)
 
-    def _launch(self, compressed_kv: "CompressedKVCache", windows: Sequence[QueryWindow], ahead: int) -> None:
+    def _launch_requests(self, compressed_kv: "CompressedKVCache", windows: Sequence[QueryWindow], ahead: int) -> None:
         """Start one selection for requests with equally many queries, on the second stream, parallel to later work of the current one."""
         from sglang_ext.layers.kernels.select_tokens import SelectionContexts
 
@@ -219,11 +219,11 @@ class StreamSelector(AsyncSelector):
         lengths = tuple(view.covered for view in copies)
         contexts = SelectionContexts(self._table, to_device(numbers, targets.device), lengths, always, targets)
         places, positions = to_device([[each.places for each in windows], [each.positions for each in windows]], targets.device)
-        done = self._launched(contexts, places, positions, ahead)
+        done = self._launch_on_side(contexts, places, positions, ahead)
         for window in windows:
-            self._under_way[window.row] = done
+            self._in_progress[window.row] = done
 
-    def _launched(
+    def _launch_on_side(
         self, contexts: "SelectionContexts", places: torch.Tensor, positions: torch.Tensor, ahead: int
     ) -> torch.cuda.Event | None:
         """Select on the second stream. Returns the event after the pointers are written."""

@@ -79,7 +79,7 @@ class CompressedKVCache:
     frees_full_kv: bool = False
     made: Counter[str] = field(default_factory=Counter)
     refused: set[str] = field(default_factory=set)
-    _views: dict[int, CompressedKV] = field(default_factory=dict)
+    _by_row: dict[int, CompressedKV] = field(default_factory=dict)
 
     @cached_property
     def _writer(self) -> CompressedKVWriter:
@@ -130,7 +130,7 @@ class CompressedKVCache:
 
     def get(self, row: int) -> CompressedKV | None:
         """The compressed KV of the request in ``row``; None for none."""
-        return self._views.get(row)
+        return self._by_row.get(row)
 
     def can_lack_full_kv(self, row: int) -> bool:
         """Whether the full KV of the request in ``row`` may be missing here, so that the request needs its compressed KV."""
@@ -159,16 +159,16 @@ class CompressedKVCache:
 
     def copies(self) -> ItemsView[int, CompressedKV]:
         """All compressed KV, by request row."""
-        return self._views.items()
+        return self._by_row.items()
 
     @property
     def held_tokens(self) -> int:
         """Slots that compressed KV owns. Slots of shared segments belong to the prefix tree."""
-        return sum(len(view.own) + (0 if view.back_slots is None else len(view.back_slots)) for view in self._views.values())
+        return sum(len(view.own) + (0 if view.back_slots is None else len(view.back_slots)) for view in self._by_row.values())
 
     def all_slots(self) -> torch.Tensor:
         """Slots that compressed KV owns: int64 [held_tokens]."""
-        return torch.cat([self._no_slots(), *(view.owned_slots for view in self._views.values())])
+        return torch.cat([self._no_slots(), *(view.owned_slots for view in self._by_row.values())])
 
     def _no_slots(self) -> torch.Tensor:
         return self.token_table.new_empty(0, dtype=torch.int64)
@@ -184,10 +184,10 @@ class CompressedKVCache:
     @property
     def share(self) -> float:
         """Approximate slots of compressed KV, as a share of full KV's. Without compressed KV, the first method's share."""
-        covered = sum(view.covered for view in self._views.values())
+        covered = sum(view.covered for view in self._by_row.values())
         if not covered:
             return self.methods[0].share
-        return sum(self.method(row).share * view.covered for row, view in self._views.items()) / covered
+        return sum(self.method(row).share * view.covered for row, view in self._by_row.items()) / covered
 
     def compress(
         self, row: int, tokens: int, headroom: int = 0, prefix: SharedPrefix | None = None, is_prompt_unfinished: bool = False
@@ -215,9 +215,9 @@ class CompressedKVCache:
             return False
         due = method.due(reach) if self.frees_full_kv and method.packs_all else 0
         due = covered if is_prompt_unfinished else due
-        old = self._views.get(row)
+        old = self._by_row.get(row)
         if old is not None:
-            self._settle(row)
+            self._flush_selection(row)
             grown = CompressedKV(
                 old.own, covered, old.segments, sinks=old.sinks, own_tokens=old.own_tokens, back_slots=old.back_slots, refresh_after=due
             )
@@ -272,13 +272,13 @@ class CompressedKVCache:
             self._refuse(method, error)
             if made is not None:
                 view.segments.remove(made)
-            self._drop(slots, view.segments if self._views.pop(row, None) else [])
+            self._drop(slots, view.segments if self._by_row.pop(row, None) else [])
             return False
         self.made[view.method] += 1
         if made is not None:
             self.tree_cache.nodes.attach(prefix.node, made)
             self.tree_cache.segments.use(made)
-        self._views[row] = view
+        self._by_row[row] = view
         if not method.compressor.follows_queries:
             # Its queries are useless until the next refresh. Another request may need the ring.
             self.queries.forget(row)
@@ -289,7 +289,7 @@ class CompressedKVCache:
         view.method = self.method(row).called(self.method(row).compressor)
         self.token_table[self.draft_row(row), : view.kept] = view.slots.to(self.token_table.dtype)
         self.layout.begins(self.draft_row(row), view)
-        self._views[row] = view
+        self._by_row[row] = view
 
     def reselect(self, row: int, end: int, every: int) -> None:
         """Select tokens again for the request in ``row`` between two steps of a round, if its selection interval has ended.
@@ -302,7 +302,7 @@ class CompressedKVCache:
             end: Position after that of the newest query.
             every: Selection interval, in steps.
         """
-        method, view = self.method(row), self._views[row]
+        method, view = self.method(row), self._by_row[row]
         if self.remote_selector is not None or method.compressor.synchronous:
             return
         if (end - view.covered) % every or self.is_refused(row):
@@ -317,7 +317,7 @@ class CompressedKVCache:
     def write_selection(self, row: int, layers: slice, kept: torch.Tensor | ReceivedRows) -> None:
         """Replace the selection of some layers with one that another process made. Arguments as
         :meth:`CompressedKVWriter.write_selection`'s."""
-        view = self._views[row]
+        view = self._by_row[row]
         self._writer.write_selection(self.method(row), row, view, layers, kept)
         # Count once for all groups of layers.
         self.made[view.method] += layers.stop == len(self.buffers.keys)
@@ -339,7 +339,7 @@ class CompressedKVCache:
 
         A position keeps its slot unless :meth:`on_row_moved` is called, so only new positions are written.
         """
-        view = self._views[row]
+        view = self._by_row[row]
         start = view.tail_end
         if start >= end:
             return
@@ -355,30 +355,30 @@ class CompressedKVCache:
         tokens that the tree already has. A draft row, or pointers, would still point to the freed slots. Pointers are therefore dropped.
         They are selected again instead if dropping them would give the request compressed KV later than a prompt new to the tree.
         """
-        if self.layout.points_to_full_kv and not self._choose_again(row):
+        if self.layout.points_to_full_kv and not self._point_to_new_slots(row):
             self.release_compressed_kv(row)
             if self.remote_selector is not None:
                 self.remote_selector.forget(row)
             return
         if self.row_sender is not None:
             self.row_sender.leave_slots(row, alone=False)
-        if (view := self._views.get(row)) is not None:
+        if (view := self._by_row.get(row)) is not None:
             view.tail_end = max(view.covered, min(view.tail_end, start))
 
-    def _choose_again(self, row: int) -> bool:
+    def _point_to_new_slots(self, row: int) -> bool:
         """Point to the new slots of the same tokens. Returns whether that worked: False with a remote or an asynchronous selector."""
-        view, here = self._views.get(row), self.remote_selector is None and self.async_selector is None
+        view, here = self._by_row.get(row), self.remote_selector is None and self.async_selector is None
         return view is not None and here and self._writer.choose_again(self.method(row), row, self.draft_row(row), view)
 
     def on_segment_split(self, first: Segment, rest: Segment) -> None:
         """Handle that ``first`` took over the first blocks of ``rest``. Readers of ``rest`` now read both, in the same slots."""
-        for view in self._views.values():
+        for view in self._by_row.values():
             if rest in view.segments:
                 view.segments.insert(view.segments.index(rest), first)
 
     def mark_tail_written(self, row: int, end: int) -> None:
         """Record that the draft row points to all positions before ``end``."""
-        view = self._views[row]
+        view = self._by_row[row]
         view.tail_end = max(view.tail_end, end)
 
     def release(self, row: int) -> None:
@@ -391,13 +391,13 @@ class CompressedKVCache:
 
     def release_compressed_kv(self, row: int) -> None:
         """Free the compressed KV of the request in ``row``; no-op without one. Its recorded queries stay."""
-        view = self._views.pop(row, None)
+        view = self._by_row.pop(row, None)
         if view is None:
             return
-        self._settle(row)
+        self._flush_selection(row)
         self._drop(view.owned_slots, view.segments)
 
-    def _settle(self, row: int) -> None:
+    def _flush_selection(self, row: int) -> None:
         """Order later work after all launched writes to the slots of the request's compressed KV."""
         if self.async_selector is not None:
             self.async_selector.flush(row)
@@ -410,13 +410,13 @@ class CompressedKVCache:
     def largest(self) -> int | None:
         """Row of the request with the largest compressed KV that it does not need. Requests with offloaded or no full KV need theirs."""
         residency = self.tree_cache.residency
-        rows = [row for row in self._views if residency is None or not residency.is_offloaded(row)]
+        rows = [row for row in self._by_row if residency is None or not residency.is_offloaded(row)]
         rows = [row for row in rows if not self.can_lack_full_kv(row)]
-        return max(rows, key=lambda row: self._views[row].kept, default=None)
+        return max(rows, key=lambda row: self._by_row[row].kept, default=None)
 
     def forget_all(self) -> None:
         """Drop all records. The pool itself is being cleared."""
-        self._views.clear()
+        self._by_row.clear()
         self.queries.clear()
         for each in (self.remote_selector, self.async_selector):
             if each is not None:

@@ -47,7 +47,7 @@ def ensure_compressed_kv(compressed_kv: CompressedKVCache, req: "Req", state: Re
         if not compressed_kv.compress(state.row, length, headroom, prefix):
             return WRONG_SCORES if compressed_kv.is_refused(state.row) else NO_FREE_SLOTS
     elif compressed_kv.has_queries(state.row) and compressed_kv.reach(state.row, length) >= refresh_position(view, method.compressor):
-        if reason := _renew(compressed_kv, state.row, length, headroom):
+        if reason := _refresh(compressed_kv, state.row, length, headroom):
             return reason
     state.compressor = catalogue.number(compressed_kv.get(state.row).method.partition(":")[0])
     return 0
@@ -58,10 +58,10 @@ def is_short(compressed_kv: CompressedKVCache, row: int, length: int) -> bool:
     return compressed_kv.get(row) is None and length < compressed_kv.method(row).shortest
 
 
-def _renew(compressed_kv: CompressedKVCache, row: int, length: int, headroom: int) -> int:
+def _refresh(compressed_kv: CompressedKVCache, row: int, length: int, headroom: int) -> int:
     """Refresh the compressed KV of the request in ``row``. Returns the fallback reason, 0 if the request has (new or old) compressed KV."""
     is_usable_without_refresh = compressed_kv.is_usable_without_refresh(row)
-    if not _prepared(compressed_kv, row, length):
+    if not _is_refresh_ready(compressed_kv, row, length):
         if compressed_kv.is_usable_without_refresh(row):
             return 0
         compressed_kv.release_compressed_kv(row)
@@ -77,7 +77,7 @@ def _renew(compressed_kv: CompressedKVCache, row: int, length: int, headroom: in
     return 0
 
 
-def _prepared(compressed_kv: CompressedKVCache, row: int, length: int) -> bool:
+def _is_refresh_ready(compressed_kv: CompressedKVCache, row: int, length: int) -> bool:
     """Whether other processes have what a refresh needs from them."""
     if compressed_kv.remote_selector is not None:
         return prepare(compressed_kv, row, length)
@@ -127,7 +127,7 @@ def is_compression_near(compressed_kv: CompressedKVCache, state: RequestState, e
 def tokens_until_refresh(compressed_kv: CompressedKVCache, state: RequestState, length: int) -> int:
     """Tokens until a request of ``length`` tokens gets or refreshes compressed KV; 0 if that is due now, or never happens."""
     method, view = compressed_kv.method(state.row), compressed_kv.get(state.row)
-    if state.fallback not in RETRYABLE or (view is not None and _made_anew(view, method.compressor)):
+    if state.fallback not in RETRYABLE or (view is not None and _refreshes_with_queries(view, method.compressor)):
         # Methods that follow queries select again within rounds.
         return 0
     due = method.shortest if view is None else refresh_position(view, method.compressor) + method.recent
@@ -147,12 +147,12 @@ def refresh_position(view: CompressedKV, compressor: Compressor) -> int:
     A method that follows queries refreshes after each round that added tokens, or every selection interval. If it selects asynchronously
     (async_selector.py), it refreshes when many exact tokens follow the compressed KV.
     """
-    if _made_anew(view, compressor):
+    if _refreshes_with_queries(view, compressor):
         return view.covered + (1 if compressor.each_round else compressor.every)
     if view.refresh_after:
         return view.refresh_after
     return view.covered + max_exact_tail(view.kept)
 
 
-def _made_anew(view: CompressedKV, compressor: Compressor) -> bool:
+def _refreshes_with_queries(view: CompressedKV, compressor: Compressor) -> bool:
     return compressor.follows_queries and (compressor.each_round or view.back_slots is None)

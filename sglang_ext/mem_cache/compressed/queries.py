@@ -153,12 +153,12 @@ class QueryWindows:
     _free: list[int] = field(default_factory=list)
     _pool: torch.Tensor | None = None
     _running: tuple[RecordedRows, ...] = ()
-    _picked: tuple[torch.Tensor, torch.Tensor] | None = None
-    _watch: LayerObserver | None = None
+    _reserved: tuple[torch.Tensor, torch.Tensor] | None = None
+    _observer: LayerObserver | None = None
     _targets: torch.Tensor | None = None
     _capturing: bool = False
-    _aimed: bool = False
-    _of_steps: bool = False
+    _has_targets: bool = False
+    _has_step_graphs: bool = False
 
     @property
     def span(self) -> int:
@@ -195,12 +195,12 @@ class QueryWindows:
         if not rows:
             yield
             return
-        self._running, self._watch = rows, watch
+        self._running, self._observer = rows, watch
         try:
             with recording_to(self):
                 yield
         finally:
-            self._running, self._picked, self._watch = (), None, None
+            self._running, self._reserved, self._observer = (), None, None
 
     @contextmanager
     def capturing(self, tokens: int, steps: bool = False) -> Iterator[None]:
@@ -223,7 +223,7 @@ class QueryWindows:
                 f"graphs of {tokens} tokens are captured after others of at most {len(self._targets)} tokens, and they share one table: "
                 "pass the largest number of tokens first"
             )
-        self._capturing, self._of_steps = True, self._of_steps or steps
+        self._capturing, self._has_step_graphs = True, self._has_step_graphs or steps
         try:
             with recording_to(self):
                 yield
@@ -237,36 +237,36 @@ class QueryWindows:
         if self._capturing:
             pool.index_copy_(0, self._targets[: len(queries)], queries)
             return
-        if self._picked is None:
+        if self._reserved is None:
             # Reserved lazily: a forward that replays a graph does not call this method, and records no queries.
-            self._picked = self._reserve(self._running)
-        tokens, places = self._picked
-        if self._watch is not None:
-            self._watch.on_layer_start(layer)
+            self._reserved = self._reserve(self._running)
+        tokens, places = self._reserved
+        if self._observer is not None:
+            self._observer.on_layer_start(layer)
         if len(tokens):
             pool.index_copy_(0, places, queries.index_select(0, tokens))
-        if self._watch is not None:
-            self._watch.on_queries_recorded(layer)
+        if self._observer is not None:
+            self._observer.on_queries_recorded(layer)
 
     def set_targets(self, rows: tuple[RecordedRows, ...]) -> None:
         """Make the next replayed graph record the queries of exactly these ``rows`` in their rings."""
         if self._targets is None:
             return
-        if self._aimed:
+        if self._has_targets:
             self._targets.zero_()
         tokens, places = self._reserve(self._fitting(rows))
-        self._aimed = len(tokens) > 0
-        if self._aimed:
+        self._has_targets = len(tokens) > 0
+        if self._has_targets:
             self._targets.index_copy_(0, tokens, places)
 
     @property
     def has_step_queries(self) -> bool:
         """Whether graphs of draft steps record queries."""
-        return self._of_steps
+        return self._has_step_graphs
 
     def set_step_targets(self, rows: tuple[RecordedRows, ...]) -> None:
         """Call :meth:`set_targets` before a step on compressed KV; no-op if graphs of draft steps record no queries."""
-        if self._of_steps:
+        if self._has_step_graphs:
             self.set_targets(rows)
 
     def warm_up(self) -> None:

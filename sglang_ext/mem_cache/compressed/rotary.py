@@ -45,7 +45,7 @@ class Rotary:
             positions: int64 [tokens].
         """
         angles = self._angles(positions).view(len(positions), *(1,) * (vectors.dim() - 2), -1)
-        return self._turned(vectors, angles.cos(), -angles.sin())
+        return self._rotate_pairs(vectors, angles.cos(), -angles.sin())
 
     def rotated(self, vectors: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Apply rotary embedding at ``positions``. Negative positions take it back.
@@ -55,7 +55,7 @@ class Rotary:
             positions: int64 [..., tokens].
         """
         angles = self._angles(positions)
-        return self._turned(vectors, angles.cos(), angles.sin())
+        return self._rotate_pairs(vectors, angles.cos(), angles.sin())
 
     def advanced(self, vectors: torch.Tensor, count: int) -> torch.Tensor:
         """Rotate vectors by ``count`` further positions, whatever their position, in few operations: float32 [..., dim]."""
@@ -71,7 +71,7 @@ class Rotary:
         """Mean of the rotations at positions ``[begin, begin + count)``: float32 [dim, dim], for column vectors."""
         angles = torch.arange(begin, begin + count, device=self.frequencies.device)[:, None] * self.frequencies
         units = torch.eye(dim, device=self.frequencies.device)
-        return self._turned(units, angles.cos().mean(dim=0), angles.sin().mean(dim=0)).t()
+        return self._rotate_pairs(units, angles.cos().mean(dim=0), angles.sin().mean(dim=0)).t()
 
     def _turn(self, count: int, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Signed cosine and sine of each of ``dim`` entries for ``count`` positions, and the other entry of its pair: [dim] each.
@@ -104,7 +104,7 @@ class Rotary:
         """Angles of the pairs at ``positions``, int64 of any sign, within a turn: float32 [..., pairs]."""
         return (positions[..., None] * self.steps & (TURN - 1)).float() * (math.tau / TURN)
 
-    def _turned(self, vectors: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def _rotate_pairs(self, vectors: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Multiply each pair by the complex number ``cos + i sin``, both [..., pairs]."""
         pairs = len(self.frequencies)
         turning, rest = vectors[..., : 2 * pairs], vectors[..., 2 * pairs :]
@@ -140,7 +140,7 @@ def find_rotary(model: torch.nn.Module, is_attention: Callable[[torch.nn.Module]
     if not isinstance(table, torch.Tensor) or table.dim() != 2 or len(table) < 2 or style is None:
         raise _refused(compressor, f"{type(embedding).__name__} is of an unknown kind")
     rotary = Rotary(_frequencies(table), not style)
-    if not _explains(rotary, table):
+    if not _matches_table(rotary, table):
         raise _refused(compressor, f"frequencies of {type(embedding).__name__} depend on the position")
     return rotary
 
@@ -156,7 +156,7 @@ def _frequencies(table: torch.Tensor) -> torch.Tensor:
     return found.float()
 
 
-def _explains(rotary: Rotary, table: torch.Tensor) -> bool:
+def _matches_table(rotary: Rotary, table: torch.Tensor) -> bool:
     """Whether distant rows of a table follow from the frequencies, up to one factor."""
     # On the host: SGLang's deterministic mode replaces operators on a GPU, and they do not support float64.
     rows = torch.tensor([1, len(table) // 3, len(table) // 2, len(table) - 1])

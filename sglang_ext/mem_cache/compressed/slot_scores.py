@@ -28,7 +28,7 @@ class SlotScores:
         self.predictor = predictor
         self.layer_ids = tuple(layer_ids)
         self.table = torch.empty(len(self.layer_ids), predictor.kv_heads, 0, dtype=torch.float16)
-        self._forgot = False
+        self._has_unknown = False
 
     def allocate(self, slots: int, device: torch.device | str, dtype: torch.dtype) -> None:
         """Allocate scores for ``slots`` slots. The predictor computes in ``dtype``, the model's."""
@@ -61,12 +61,12 @@ class SlotScores:
 
     def forget(self, slots: torch.Tensor) -> None:
         """Mark the scores of ``slots``, int64 [tokens], as unknown, because their KV was not computed here."""
-        self._forgot = True
+        self._has_unknown = True
         self.table[..., slots] = torch.nan
 
     def has_scores(self, slots: torch.Tensor) -> bool:
         """Whether all of ``slots``, int64 [tokens], have a score. Waits for the device only after :meth:`forget` was called."""
-        return not self._forgot or not bool(self.table[0, 0, slots].isnan().any())
+        return not self._has_unknown or not bool(self.table[0, 0, slots].isnan().any())
 
     def watch(self, model: torch.nn.Module) -> None:
         """Register hooks so that the forwards of ``model`` write scores.

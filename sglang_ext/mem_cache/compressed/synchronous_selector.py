@@ -21,7 +21,7 @@ class SynchronousSelector:
     """
 
     def __init__(self, compressed_kv: "CompressedKVCache", ends: Mapping[int, int]):
-        self._views = compressed_kv
+        self._compressed_kv = compressed_kv
         self._ends = ends
 
     def on_layer_start(self, layer: int) -> None:
@@ -33,7 +33,7 @@ class SynchronousSelector:
             self._choose(row, end, slice(layer, layer + 1))
 
     def _choose(self, row: int, end: int, layers: slice) -> None:
-        compressed_kv, view, chooser = self._views, self._views.get(row), self._views.method(row).compressor
+        compressed_kv, view, chooser = self._compressed_kv, self._compressed_kv.get(row), self._compressed_kv.method(row).compressor
         found = compressed_kv.queries.get(row, end, chooser.window, layers)
         if found is None:
             return

@@ -49,7 +49,7 @@ class ScoreIndex:
         files = sorted(folder.glob(f"*{SUFFIX}"))
         for path in files:
             try:
-                index._add(_fitting(ScoreFile.read(path), method, model, layers, kv_heads))
+                index._add(_check_fits(ScoreFile.read(path), method, model, layers, kv_heads))
             except ScoreFileError as error:
                 logger.warning("sglang-ext: scores are not used: %s", error)
         used = len({file.path for file, _ in index._pages.values()})
@@ -80,11 +80,11 @@ class ScoreIndex:
             return None
         mapped, state = self._mapped.get(found.path), _state(found.path)
         if mapped is None or mapped.state != state:
-            mapped = self._mapped[found.path] = MappedScores(state, _checked(found))
+            mapped = self._mapped[found.path] = MappedScores(state, _checked_scores(found))
         return None if mapped.scores is None else mapped.scores[..., :common]
 
 
-def _fitting(file: ScoreFile, method: str, model: str, layers: int, kv_heads: int) -> ScoreFile:
+def _check_fits(file: ScoreFile, method: str, model: str, layers: int, kv_heads: int) -> ScoreFile:
     """Return ``file`` if it has this method, model and shape.
 
     Raises:
@@ -108,7 +108,7 @@ def _state(path: Path) -> tuple[int, ...] | None:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _checked(file: ScoreFile) -> torch.Tensor | None:
+def _checked_scores(file: ScoreFile) -> torch.Tensor | None:
     try:
         return file.scores()
     except ScoreFileError as error:

@@ -123,7 +123,7 @@ class GpuSelector:
             for of_layers, of_requests in shares(queries.shape[1], queries.shape[0], pairs, beside):
                 if len(held) == at_once:
                     held.popleft().drop()
-                where = _within(layers, of_layers), _within(requests, of_requests)
+                where = _subslice(layers, of_layers), _subslice(requests, of_requests)
                 marked = mark_tokens(queries[of_requests, of_layers], *tables, contexts, *where, coded)
                 held.append(MarkedPart(*where, marked, current_event(positions.device) if beside else None))
                 # Drop the local reference: only the part may hold the memory.
@@ -167,7 +167,7 @@ def shares(layers: int, requests: int, pairs: int, finer: bool = False) -> Itera
         layer = end
 
 
-def _within(outer: slice, inner: slice) -> slice:
+def _subslice(outer: slice, inner: slice) -> slice:
     """The slice ``inner`` of ``outer``, in the indices of ``outer``."""
     return slice(outer.start + inner.start, outer.start + inner.stop)
 

@@ -167,7 +167,7 @@ class QuantizedKeys(ScoringKeys):
         """Dequantize keys, as :meth:`ScoringKeys.read`: float32."""
         bits, group = self.sizes.bits, self.sizes.group
         bytes_, words = (part[layer].index_select(0, places) for part in (self.codes, self.words))
-        packed = (bytes_.view(torch.uint8) ^ _first(bits)).unflatten(-1, (-1, group * bits // 8))
+        packed = (bytes_.view(torch.uint8) ^ _stored_mask(bits)).unflatten(-1, (-1, group * bits // 8))
         scale, zero = words.view(PARAMETER).float().unflatten(-1, (-1, 2)).unbind(-1)
         return whole(Quantized(unpack_codes(packed, bits).flatten(-2)[None], scale[None], zero[None]), Grid(1, group), None)[0]
 
@@ -176,7 +176,7 @@ class QuantizedKeys(ScoringKeys):
         bits, group = self.sizes.bits, self.sizes.group
         # The quantizer expects heads, blocks and tokens. All dimensions are treated alike here.
         found = PlainInt(bits=bits).quantize(keys.float(), Grid(1, group))
-        packed = pack_codes(found.codes.unflatten(-1, (-1, group)), bits).flatten(-2) ^ _first(bits)
+        packed = pack_codes(found.codes.unflatten(-1, (-1, group)), bits).flatten(-2) ^ _stored_mask(bits)
         words = torch.stack([found.scale, found.zero], -1).to(PARAMETER).view(torch.int32)
         return packed.view(torch.int8), words.squeeze(-1)
 
@@ -186,7 +186,7 @@ class QuantizedKeys(ScoringKeys):
         return self.codes.nbytes + self.words.nbytes
 
 
-def _first(bits: int) -> int:
+def _stored_mask(bits: int) -> int:
     """XOR mask between a byte of codes and the stored byte."""
     return 128 if bits == 8 else 0
 

@@ -85,10 +85,10 @@ class PagePointerLayout(PointerLayout):
         among = int(self.pages[row])
         if among * self.page != len(covered):
             raise IntegrityError(f"attention selects among {among} pages for draft row {row}, which covers {len(covered)} tokens")
-        pages = self._whole(covered, f"draft row {row} covers") // self.page
+        pages = self._page_starts(covered, f"draft row {row} covers") // self.page
         for layer, keys, held in zip(buffers.layer_ids, buffers.keys, self.extremes.held):
             led = self.layout.read(keys, view.own, view.own_tokens)
-            self._whole(led.flatten(), f"pointers of draft row {row} in layer {layer} point to")
+            self._page_starts(led.flatten(), f"pointers of draft row {row} in layer {layer} point to")
             late = (held[pages] != compute_extremes(keys, self.page, pages)).flatten(1).any(1)
             if bool(late.any()):
                 raise IntegrityError(
@@ -96,7 +96,7 @@ class PagePointerLayout(PointerLayout):
                     "keys that are stored there"
                 )
 
-    def _whole(self, slots: torch.Tensor, what: str) -> torch.Tensor:
+    def _page_starts(self, slots: torch.Tensor, what: str) -> torch.Tensor:
         """First slots of the pages that consist of ``slots``, int64."""
         firsts = slots[:: self.page]
         whole = (firsts[:, None] + torch.arange(self.page, device=slots.device)).flatten()
