@@ -1,1 +1,1 @@
-"""Compressed copies in SGLang's pool: how they are made, shared and read, and the queries that choose what they keep."""
+"""Compressed KV in SGLang's pool: how it is made, shared and read, and the queries that select its tokens."""

@@ -1,9 +1,11 @@
-"""Tokens that are chosen on a second stream of the GPU while steps run, for copies of pointers: AsyncSpade on one device.
+"""Asynchronous selection on a second stream of the same GPU (AsyncSpade on one device), for compressed KV that consists of pointers.
 
-After a step in which a request's turn has come, its queries are there; what they choose is written to spare slots of its copy while the
-next steps run. When its turn comes again, as many steps later, the copy leads to those slots, and the others are spare. So each
-choice has all the time between two of them, and which step reads it depends on nothing but the request. The streams wait for each
-other on the device alone. Tokens that came after a choice follow the copy in the draft row, and are read exactly.
+1. When a draft step ends a request's selection interval, the queries of that step start a selection on the second stream.
+2. The selection is written to spare slots of the compressed KV while the next steps run.
+3. At the end of the next interval, the compressed KV points to the new selection, and the old slots become the spare ones.
+
+Each selection therefore has a whole interval to finish, and which step reads it depends on the request alone. The streams wait for each
+other on the device only. Tokens that are newer than a selection follow the compressed KV in the draft row and are read exactly.
 """
 
 from abc import ABC, abstractmethod
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class QueryWindow(NamedTuple):
-    """A request's newest queries: places in the pool of :class:`QueryWindows`, and positions, ascending."""
+    """A request's newest queries: indices in the pool of :class:`QueryWindows`, and positions, ascending."""
 
     row: int
     places: list[int]
@@ -36,73 +38,81 @@ class QueryWindow(NamedTuple):
 
 
 class AsyncSelector(RowSender, ABC):
-    """The contract of tokens that are chosen on a GPU beside steps, for copies of pointers: on a second stream of the same GPU, or by
-    cache ranks on others (managers/cache_rank/on_gpu/); for copies of rows, where these have full KV.
+    """Interface of selection on a GPU that runs while steps run.
+
+    It serves compressed KV of pointers, selected on a second stream of the same GPU or by cache ranks on other GPUs
+    (managers/cache_rank/on_gpu/). It serves compressed KV of rows where cache ranks have the full KV.
 
     Attributes:
-        in_place: whether what is chosen is written over what a copy led to, between two steps; else to spare slots of it.
+        in_place: Whether a selection overwrites the previous one between two steps. Otherwise it is written to spare slots.
     """
 
     in_place: ClassVar[bool] = False
 
     @abstractmethod
     def compile_kernels(self) -> None:
-        """Choose once for nobody, so that no request waits for compilers."""
+        """Run one selection for no request, so that no request waits for kernel compilation."""
 
     def on_round_start(self, forwards: int, every: int) -> None:
-        """A round begins.
+        """Handle the start of a round.
 
         Args:
-            forwards: its steps and verifications.
-            every: selection interval, in steps.
+            forwards: Draft steps and verifications of the round.
+            every: Selection interval, in steps.
         """
 
     @abstractmethod
     def on_step_end(self, compressed_kv: "CompressedKVCache", ends: dict[int, int], following: int | None) -> None:
-        """A step was launched: take what was chosen for the requests whose turn has come, and let more be chosen by its queries.
+        """Handle a launched step: apply selections of requests whose selection interval ends, and start new ones with the step's queries.
 
         Args:
-            compressed_kv: the copies.
-            ends: position after the step's token, by row, of requests that read their copies.
-            following: steps that follow before full KV verifies them; None where nothing is verified.
+            compressed_kv: The compressed KV cache.
+            ends: Position after the step's token, by row, of requests that read their compressed KV.
+            following: Steps until the full KV verifies them; None if nothing is verified.
         """
 
     @abstractmethod
     def flush(self, row: int) -> None:
-        """The copy of the request in ``row`` gets other slots, or none: what the current stream is given from now on comes after
-        all that was launched for it. No-op where nothing is."""
+        """Order later work of the current stream after all launched work for the request in ``row``.
+
+        Called before its compressed KV gets other slots or is freed. No-op if nothing was launched.
+        """
 
     @abstractmethod
     def flush_all(self) -> None:
-        """As :meth:`flush`, of all requests."""
+        """Call :meth:`flush` for all requests."""
 
     def poll(self) -> None:
-        """Look after those that choose in other processes. Waits for nothing."""
+        """Poll the selecting processes. Does not wait."""
 
     def extend(self, row: int, slots: torch.Tensor) -> bool:
-        """Before a copy of rows is renewed whose request has no full KV here: hand over what is new in ``slots``, int64 [tokens], of all
-        that it would stand for; whether all of it was. Waits for nothing."""
+        """Send the new ones of ``slots``, int64 [tokens], before a refresh of compressed KV of rows whose request lacks full KV here.
+
+        ``slots`` are those of all tokens to cover. Returns whether all of them were sent. Does not wait.
+        """
         raise NotImplementedError(f"{type(self).__name__} sends no rows")
 
     def made(self, row: int, covered: int, kept: torch.Tensor) -> None:
-        """A copy of rows is being made of full KV here: of which tokens among the first ``covered``, int64 [layers, kv_heads, keep]."""
+        """Record new compressed KV of rows from full KV: its tokens, int64 [layers, kv_heads, keep], of the first ``covered``."""
         raise NotImplementedError(f"{type(self).__name__} sends no rows")
 
     def renewed(self, row: int, covered: int, keep: int) -> NewestRows:
-        """Such a copy, of which :meth:`extend` said that it can be renewed, is to stand for ``covered`` tokens, and to hold ``keep`` for
-        each head: what it takes in."""
+        """The rows that a refresh copies, after :meth:`extend` has returned True for it.
+
+        The compressed KV is to cover ``covered`` tokens, and to keep ``keep`` per head.
+        """
         raise NotImplementedError(f"{type(self).__name__} sends no rows")
 
     def forget(self, row: int) -> None:
-        """The request in ``row`` is gone; its copy was settled."""
+        """Forget the request in ``row``, which has ended. Its compressed KV was flushed."""
 
     def forget_all(self) -> None:
-        """All requests are gone."""
+        """Forget all requests."""
         self.flush_all()
 
 
 def compile_lengths(method: CompressionMethod, token_table: torch.Tensor, buffers: KVBuffers, query_heads: int) -> None:
-    """Let no copy, and no choice beside steps, wait for compilers in a context of another length than those before; nothing on a CPU."""
+    """Compile kernels for all context lengths, so that no compression and no asynchronous selection waits for it. No-op on a CPU."""
     if token_table.is_cuda:
         from sglang_ext.layers.kernels.select_tokens import compile_ahead
 
@@ -110,28 +120,33 @@ def compile_lengths(method: CompressionMethod, token_table: torch.Tensor, buffer
 
 
 class StreamSelector(AsyncSelector):
-    """Choices of a worker's requests, those under way among them.
+    """Asynchronous selections of a worker's requests, including those in progress.
 
     Args:
-        method: of all copies; its compressor is :class:`~sglang_ext.mem_cache.compressors.spade.Spade`.
-        token_table: int32, SGLang's with the draft rows.
-        choice: chooses.
-        queries: the newest queries of each request, of which steps spare as many as lie between two choices.
-        intervals: selection intervals that rounds may have, in steps; those of ``method`` alone by default.
+        method: The only compression method. Its compressor is :class:`~sglang_ext.mem_cache.compressors.spade.Spade`.
+        token_table: int32, SGLang's token table with the draft rows.
+        choice: Runs the selection.
+        queries: The newest queries of each request. Its rings keep queries valid for the steps between two selections.
+        intervals: Selection intervals that rounds may have, in steps; by default only the one of ``method``.
     """
 
     def __init__(
-        self, method: CompressionMethod, token_table: torch.Tensor, choice: GpuSelector, queries: QueryWindows, intervals: Sequence[int] = ()
+        self,
+        method: CompressionMethod,
+        token_table: torch.Tensor,
+        choice: GpuSelector,
+        queries: QueryWindows,
+        intervals: Sequence[int] = (),
     ):
         self._method, self._table, self._choice, self._queries = method, token_table, choice, queries
         self._side = SideStream(token_table.device)
         self._every = method.compressor.every
         self._intervals = intervals or (self._every,)
-        # Of choices that were launched, what is reached when their pointers are written; None where they are.
-        self._under_way: dict[int, torch.cuda.Event | None] = {}
+        # For each launched selection, the event after its pointers are written; None if they already are.
+        self._in_progress: dict[int, torch.cuda.Event | None] = {}
 
     def compile_kernels(self) -> None:
-        """As :meth:`AsyncSelector.compile_kernels`: in row 0 of the table, which is no request's."""
+        """Compile as :meth:`AsyncSelector.compile_kernels`, with row 0 of the table, which no request has."""
         from sglang_ext.layers.kernels.select_tokens import SelectionContexts
 
         always = self._method.compressor.sinks, self._method.compressor.recent
@@ -142,40 +157,40 @@ class StreamSelector(AsyncSelector):
         contexts = SelectionContexts(self._table, to_device([[0, tokens, count, 0]], device), (tokens,), always, targets)
         places, positions = torch.zeros(1, window, dtype=torch.int64, device=device), torch.arange(window, device=device)[None]
         for every in self._intervals:
-            # As far ahead as steps ask: the host waits for the device where queries are first rotated so far.
-            self._side.wait(self._launched(contexts, places, positions, every + 1))
+            # Rotate as far ahead as steps do: the first rotation by a new distance makes the host wait for the device.
+            self._side.wait(self._launch_on_side(contexts, places, positions, every + 1))
 
     def on_round_start(self, forwards: int, every: int) -> None:
-        """As :meth:`AsyncSelector.on_round_start`."""
+        """Record the interval, as :meth:`AsyncSelector.on_round_start`."""
         self._every = every
 
     def on_step_end(self, compressed_kv: "CompressedKVCache", ends: dict[int, int], following: int | None) -> None:
-        """As :meth:`AsyncSelector.on_step_end`; where steps are verified, copies are made anew afterwards."""
+        """Apply and start selections, as :meth:`AsyncSelector.on_step_end`. After a verification, compressed KV is refreshed anyway."""
         every = self._every
         due = {row: end for row, end in ends.items() if not (end - compressed_kv.get(row).covered) % every}
-        self._take(compressed_kv, [row for row in due if row in self._under_way])
+        self._apply(compressed_kv, [row for row in due if row in self._in_progress])
         if following is not None and following <= every:
-            return  # nobody would read it
+            return  # no step would read it
         alike: dict[tuple[int, int], list[QueryWindow]] = {}
         for row, end in due.items():
             places, positions = self._queries.newest_places(row, end, self._method.compressor.window)
             if places:
-                # The first step that reads the choice has the token at position end + every.
+                # The first step that reads this selection has the token at position end + every.
                 alike.setdefault((len(places), end + every - positions[-1]), []).append(QueryWindow(row, places, positions))
         for (_, ahead), windows in alike.items():
-            self._launch(compressed_kv, windows, ahead)
+            self._launch_requests(compressed_kv, windows, ahead)
 
     def flush(self, row: int) -> None:
-        """As :meth:`AsyncSelector.flush`: spare slots are written to."""
-        self._side.wait(self._under_way.pop(row, None))
+        """Wait as :meth:`AsyncSelector.flush`, since the selection writes to spare slots."""
+        self._side.wait(self._in_progress.pop(row, None))
 
     def flush_all(self) -> None:
-        """As :meth:`AsyncSelector.flush_all`."""
-        for row in list(self._under_way):
+        """Flush all requests that have a selection in progress."""
+        for row in list(self._in_progress):
             self.flush(row)
 
-    def _take(self, compressed_kv: "CompressedKVCache", rows: Sequence[int]) -> None:
-        """Let copies lead to what was chosen for them, once it is."""
+    def _apply(self, compressed_kv: "CompressedKVCache", rows: Sequence[int]) -> None:
+        """Point compressed KV to the finished selections."""
         if not rows:
             return
         for row in rows:
@@ -191,8 +206,8 @@ class StreamSelector(AsyncSelector):
         where = to_device(at, self._table.device)
         self._table[where[0], where[1]] = torch.cat(heads).to(self._table.dtype)
 
-    def _launch(self, compressed_kv: "CompressedKVCache", windows: Sequence[QueryWindow], ahead: int) -> None:
-        """Choose for some requests, of which as many queries are there, beside what the current stream is given from now on."""
+    def _launch_requests(self, compressed_kv: "CompressedKVCache", windows: Sequence[QueryWindow], ahead: int) -> None:
+        """Start one selection for requests with equally many queries, on the second stream, parallel to later work of the current one."""
         from sglang_ext.layers.kernels.select_tokens import SelectionContexts
 
         copies, first, numbers = [compressed_kv.get(window.row) for window in windows], 0, []
@@ -204,12 +219,14 @@ class StreamSelector(AsyncSelector):
         lengths = tuple(view.covered for view in copies)
         contexts = SelectionContexts(self._table, to_device(numbers, targets.device), lengths, always, targets)
         places, positions = to_device([[each.places for each in windows], [each.positions for each in windows]], targets.device)
-        done = self._launched(contexts, places, positions, ahead)
+        done = self._launch_on_side(contexts, places, positions, ahead)
         for window in windows:
-            self._under_way[window.row] = done
+            self._in_progress[window.row] = done
 
-    def _launched(self, contexts: "SelectionContexts", places: torch.Tensor, positions: torch.Tensor, ahead: int) -> torch.cuda.Event | None:
-        """Choose on the second stream; what is reached when the pointers are written."""
+    def _launch_on_side(
+        self, contexts: "SelectionContexts", places: torch.Tensor, positions: torch.Tensor, ahead: int
+    ) -> torch.cuda.Event | None:
+        """Select on the second stream. Returns the event after the pointers are written."""
 
         def choose() -> None:
             self._choice.choose(contexts, lambda requests, layers: self._queries.at(places[requests], layers), positions, ahead)
@@ -226,7 +243,7 @@ def create_stream_selector(
     rotary: Rotary | None,
     intervals: Sequence[int] = (),
 ) -> StreamSelector | None:
-    """Who chooses for the copies of ``method`` beside steps, on a GPU; None where it does not choose by queries of steps, or on a CPU."""
+    """Create the asynchronous selector for ``method``; None on a CPU, or if the method does not select by queries of steps."""
     if not buffers.on_gpu or not isinstance(method.compressor, Spade):
         return None
     choice = GpuSelector(method.compressor.predictor, buffers, query_heads, rotary)

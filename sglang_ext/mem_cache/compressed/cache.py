@@ -1,9 +1,10 @@
-"""Compressed copies of requests' KV: how they are grown, shared, released and counted. When one is due says policy.py;
-compression_method.py writes them.
+"""Compressed KV of all requests: allocation, sharing, release and counters.
 
-The token table has a second row for each request (its index plus the number of ordinary rows): the
-slots of the compressed copy, then those of the tokens after it. Stock attention backends read it like
-any other row, so one forward serves both views.
+policy.py decides when compressed KV is created or refreshed. compression_method.py writes it.
+
+The token table has a second row for each request, its draft row: the request's row index plus the number of ordinary rows. A draft row
+has the slots of the compressed KV, then those of the tokens after it. Stock attention backends read it like any other row. One forward
+therefore serves requests on full KV and on compressed KV.
 """
 
 import logging
@@ -31,33 +32,33 @@ from sglang_ext.mem_cache.prefix_cache.segments import Segment, free_slots
 
 logger = logging.getLogger(__name__)
 
-# Tokens of a prefix from which on a copy of it that others may read is worth its keeping.
+# Smallest number of prefix tokens for which a shared segment is worth its memory.
 MIN_SHARED = 256
 
 
 @dataclass(kw_only=True)
 class CompressedKVCache:
-    """All compressed copies of one scheduler process: their slots, and who reads them.
+    """All compressed KV of one scheduler process: its slots and its readers.
 
     Attributes:
-        methods: that requests may ask for, the one of those that ask for none first.
+        methods: Methods that requests may ask for. The first is the default.
         token_table: int32 [2 * rows, width], ordinary rows first, draft rows after.
-        rows: number of ordinary rows.
-        buffers: the layers of SGLang's KV pool.
+        rows: Number of ordinary rows.
+        buffers: The layers of SGLang's KV pool.
         allocator: SGLang's slot allocator.
-        tree_cache: SGLang's radix cache, asked to evict when slots run out.
-        queries: the newest queries of each request.
-        rotary: the model's rotary embedding, for a compressor that needs it.
-        method_index_of: place in :attr:`methods` of what the request in a row asked for.
-        prompt_of: token ids of the prompt of the request in a row.
-        namespace_of: what its KV depends on beside tokens, as the prefix tree has it; None where tokens do not tell.
-        layout: in which copies lie in their slots.
-        remote_selector: who chooses tokens in another process; None where methods choose here.
-        async_selector: who chooses them on a GPU beside steps; None where methods choose between steps.
-        on_processes_changed: told where processes that choose have come or gone.
-        frees_full_kv: whether full KV goes where a copy holds all of it (quantized_only.py).
-        made: copies that were made or renewed, by what they are called.
-        refused: names of the compressors whose scores cannot be used, of which no copy is made any more.
+        tree_cache: SGLang's radix cache, which evicts when slots run out.
+        queries: The newest queries of each request.
+        rotary: The model's rotary embedding, for compressors that need it.
+        method_index_of: Index in :attr:`methods` of the method of the request in a row.
+        prompt_of: Prompt token ids of the request in a row.
+        namespace_of: The prefix tree's namespace for KV that depends on more than tokens; None where tokens do not identify the KV.
+        layout: How compressed KV is stored in slots.
+        remote_selector: Selects tokens in another process; None if methods select here.
+        async_selector: Selects tokens on a GPU asynchronously; None if methods select between steps.
+        on_processes_changed: Called when selecting processes started or ended.
+        frees_full_kv: Whether full KV is freed where compressed KV holds all of it (quantized_only.py).
+        made: Number of compressions and refreshes, by the name of the compressed KV.
+        refused: Names of compressors whose scores cannot be used. They create no compressed KV any more.
     """
 
     methods: tuple[CompressionMethod, ...]
@@ -78,14 +79,14 @@ class CompressedKVCache:
     frees_full_kv: bool = False
     made: Counter[str] = field(default_factory=Counter)
     refused: set[str] = field(default_factory=set)
-    _views: dict[int, CompressedKV] = field(default_factory=dict)
+    _by_row: dict[int, CompressedKV] = field(default_factory=dict)
 
     @cached_property
     def _writer(self) -> CompressedKVWriter:
         return CompressedKVWriter(self.token_table, self.buffers, self.queries, self.rotary, self.prompt_of, self.layout)
 
     def method(self, row: int) -> CompressionMethod:
-        """What makes the copies of the request in ``row``."""
+        """The compression method of the request in ``row``."""
         return self.methods[self.method_index_of(row)]
 
     def draft_row(self, row: int) -> int:
@@ -93,10 +94,10 @@ class CompressedKVCache:
         return row + self.rows
 
     def reach(self, row: int, tokens: int) -> int:
-        """Of a request's first ``tokens`` tokens, those that a copy made now would cover, before it counts in units.
+        """How many of a request's first ``tokens`` tokens new compressed KV would cover, before rounding to units.
 
-        What came after the newest queries that were kept, nobody attended to: where a method scores by queries it stays
-        exact instead, as recent tokens do.
+        Tokens after the newest recorded queries have no queries that attend to them. If the method scores by queries, these tokens stay
+        exact, as recent tokens do.
         """
         method = self.method(row)
         newest = self.queries.newest(row) if method.compressor.window else None
@@ -104,11 +105,11 @@ class CompressedKVCache:
         return oldest if newest is None else min(oldest, newest)
 
     def has_queries(self, row: int) -> bool:
-        """Whether as many queries are kept of the request in ``row`` as its method scores by."""
+        """Whether the request in ``row`` has as many recorded queries as its method needs."""
         return self.queries.has_enough(row, self.method(row).compressor.window)
 
     def compile_kernels(self, query_heads: int) -> None:
-        """Compress with each method what no request owns, so that no request waits for compilers."""
+        """Compress unowned slots with each method, so that no request waits for kernel compilation."""
         for method in self.methods:
             try:
                 self._writer.compile_kernels(method, query_heads)
@@ -118,36 +119,38 @@ class CompressedKVCache:
             self.async_selector.compile_kernels()
 
     def _refuse(self, method: CompressionMethod, error: ScoresError) -> None:
-        """Make no copies with ``method`` any more, and say why, once."""
+        """Stop compressing with ``method``, and log the reason once."""
         if method.compressor.name not in self.refused:
             self.refused.add(method.compressor.name)
             logger.error("sglang-ext: %s. Until then its requests are served with full KV.", error)
 
     def is_refused(self, row: int) -> bool:
-        """Whether no copy can be made of the request in ``row``, by its method's scores."""
+        """Whether the request in ``row`` cannot be compressed, because its method's scores cannot be used."""
         return self.method(row).compressor.name in self.refused
 
     def get(self, row: int) -> CompressedKV | None:
-        """The compressed copy of the request in ``row``."""
-        return self._views.get(row)
+        """The compressed KV of the request in ``row``; None for none."""
+        return self._by_row.get(row)
 
     def can_lack_full_kv(self, row: int) -> bool:
-        """Whether the request in ``row`` may lack full KV here, so that it cannot do without its copy."""
+        """Whether the full KV of the request in ``row`` may be missing here, so that the request needs its compressed KV."""
         codes = self.tree_cache.codes
         return codes is not None and codes.can_lack_full_kv(row)
 
     def is_usable_without_refresh(self, row: int) -> bool:
-        """Whether the copy of the request in ``row`` is of use where it cannot be renewed: it holds rows that others exchange, or they
-        are all that there is."""
+        """Whether the compressed KV of the request in ``row`` stays usable if it cannot be refreshed.
+
+        It does if another process exchanges its rows, or if it is the only KV of the request.
+        """
         return self.row_sender is not None and (self.row_sender.holds(row) > 0 or self.can_lack_full_kv(row))
 
     @property
     def row_sender(self) -> RowSender | None:
-        """Who may have the full KV of requests in the place of this process, and sends rows of it to their copies; None for nobody."""
+        """The selector whose process may hold the full KV of requests and sends rows of it; None if there is none."""
         return next((each for each in (self.remote_selector, self.async_selector) if each is not None and each.sends_rows), None)
 
     def poll(self) -> None:
-        """Look after the processes that choose, where others do: between forwards, and while nothing runs."""
+        """Poll the processes that select tokens, if any. Called between forwards, and while the scheduler is idle."""
         for each in filter(None, (self.remote_selector, self.async_selector)):
             before = each.processes
             each.poll()
@@ -155,55 +158,56 @@ class CompressedKVCache:
                 self.on_processes_changed()
 
     def copies(self) -> ItemsView[int, CompressedKV]:
-        """All copies, by their requests' rows."""
-        return self._views.items()
+        """All compressed KV, by request row."""
+        return self._by_row.items()
 
     @property
     def held_tokens(self) -> int:
-        """Slots that copies hold alone; those of segments are the prefix tree's."""
-        return sum(len(view.own) + (0 if view.back_slots is None else len(view.back_slots)) for view in self._views.values())
+        """Slots that compressed KV owns. Slots of shared segments belong to the prefix tree."""
+        return sum(len(view.own) + (0 if view.back_slots is None else len(view.back_slots)) for view in self._by_row.values())
 
     def all_slots(self) -> torch.Tensor:
-        """Slots that copies hold alone: int64 [held_tokens]."""
-        return torch.cat([self._no_slots(), *(view.owned_slots for view in self._views.values())])
+        """Slots that compressed KV owns: int64 [held_tokens]."""
+        return torch.cat([self._no_slots(), *(view.owned_slots for view in self._by_row.values())])
 
     def _no_slots(self) -> torch.Tensor:
         return self.token_table.new_empty(0, dtype=torch.int64)
 
     def free_slots(self) -> torch.Tensor:
-        """Slots that SGLang's allocator could hand out: int64 [free]."""
+        """Slots that SGLang's allocator could allocate: int64 [free]."""
         return free_slots(self.allocator)
 
     def held_bytes(self) -> int:
-        """Bytes of KV in all copies, over all layers; what several share counts once."""
+        """Bytes of all compressed KV, over all layers. Shared segments count once."""
         return self.buffers.bytes_per_slot * (self.held_tokens + self.tree_cache.segments.held_tokens)
 
     @property
     def share(self) -> float:
-        """Of the slots of full KV, those that copies take, about; without any, those that the first method's would take."""
-        covered = sum(view.covered for view in self._views.values())
+        """Approximate slots of compressed KV, as a share of full KV's. Without compressed KV, the first method's share."""
+        covered = sum(view.covered for view in self._by_row.values())
         if not covered:
             return self.methods[0].share
-        return sum(self.method(row).share * view.covered for row, view in self._views.items()) / covered
+        return sum(self.method(row).share * view.covered for row, view in self._by_row.items()) / covered
 
-    def compress(self, row: int, tokens: int, headroom: int = 0, prefix: SharedPrefix | None = None, is_prompt_unfinished: bool = False) -> bool:
-        """Make or renew the copy of the request in ``row`` over its first ``tokens`` tokens.
+    def compress(
+        self, row: int, tokens: int, headroom: int = 0, prefix: SharedPrefix | None = None, is_prompt_unfinished: bool = False
+    ) -> bool:
+        """Create or refresh the compressed KV of the request in ``row`` over its first ``tokens`` tokens.
 
-        Covers the sinks and whole units after them, up to where queries were kept (:meth:`reach`). A new copy reads the
-        segments of its method that the prefix tree has of ``prefix``, and leaves one there for the rest of it. Of an existing
-        copy what it shares stays; its own part is overwritten in place and grown. Copies of some formats share nothing
-        (:attr:`KVLayout.shareable`).
+        It covers the sinks and whole units after them, up to the newest recorded queries (:meth:`reach`). New compressed KV reads the
+        prefix tree's segments of its method for ``prefix``, and attaches a new segment for the rest of the prefix. A refresh keeps the
+        shared segments, and overwrites and grows the owned slots. Some layouts share nothing (:attr:`KVLayout.shareable`).
 
         Args:
-            row: the request's row in the token table.
-            tokens: tokens whose full KV is exact.
-            headroom: slots that must stay free or evictable for decoding.
-            prefix: what a new copy may share; None for nothing.
-            is_prompt_unfinished: whether its prompt does: its first round renews the copy then.
+            row: The request's row in the token table.
+            tokens: Tokens whose full KV is exact.
+            headroom: Slots that must stay free or evictable for decoding.
+            prefix: The prefix that new compressed KV may share; None for nothing.
+            is_prompt_unfinished: Whether the prompt is still being prefilled. Its first round then refreshes the compressed KV.
 
         Returns:
-            False when the pool lacks the slots; an existing copy then stays as it is, and nothing
-            was evicted for it. Also where the method's scores cannot be used (:meth:`is_refused`); there is no copy then.
+            False if the pool lacks the slots. Existing compressed KV then stays as it is, and nothing was evicted. Also False if the
+            method's scores cannot be used (:meth:`is_refused`). The request then has no compressed KV.
         """
         method, reach = self.method(row), self.reach(row, tokens)
         covered = method.covered(reach)
@@ -211,9 +215,9 @@ class CompressedKVCache:
             return False
         due = method.due(reach) if self.frees_full_kv and method.packs_all else 0
         due = covered if is_prompt_unfinished else due
-        old = self._views.get(row)
+        old = self._by_row.get(row)
         if old is not None:
-            self._settle(row)
+            self._flush_selection(row)
             grown = CompressedKV(
                 old.own, covered, old.segments, sinks=old.sinks, own_tokens=old.own_tokens, back_slots=old.back_slots, refresh_after=due
             )
@@ -224,7 +228,7 @@ class CompressedKVCache:
             length = min(prefix.tokens, covered)
             segments = self.tree_cache.nodes.segments_to(prefix.node, length, method.name, method.sinks)
         for segment in segments:
-            # Or they would be evicted for the rest.
+            # Otherwise the allocation for the rest could evict them.
             self.tree_cache.segments.use(segment)
         view = CompressedKV(self._no_slots(), covered, segments, sinks=method.sinks, refresh_after=due)
         made = self._resize(row, view, headroom, prefix, tokens)
@@ -234,7 +238,7 @@ class CompressedKVCache:
         return made
 
     def _resize(self, row: int, view: CompressedKV, headroom: int, prefix: SharedPrefix | None, tokens: int) -> bool:
-        """Give ``view`` the slots that it lacks, fill it, and let the request read it; False when the pool lacks them."""
+        """Allocate the missing slots of ``view``, fill it, and publish it to the draft row. Returns False if the pool lacks the slots."""
         method, end = self.method(row), view.shared_len
         packing = method.packing
         if prefix is not None:
@@ -249,11 +253,11 @@ class CompressedKVCache:
         if slots is None:
             return False
         renewed = len(view.own) > 0
-        # Copied, or Triton would compile its kernels again for a tensor that begins elsewhere than at 16 bytes.
+        # Cloned: Triton would compile its kernels again for a tensor that is not aligned to 16 bytes.
         view.own, made = slots[held:end_of_own].clone(), None
         in_steps = self.async_selector is not None or self.layout.chooses
         view.back_slots = slots[end_of_own:].clone() if in_steps else None
-        # Where all tokens are kept, those that are packed stay: full KV does not change.
+        # If all tokens are kept, packed tokens stay as they are: full KV does not change.
         done = min(view.own_tokens, own) if method.compressor.keeps_all else 0
         view.own_tokens, view.own_packed = own, packing.packed_slots(own)
         if shared:
@@ -268,37 +272,37 @@ class CompressedKVCache:
             self._refuse(method, error)
             if made is not None:
                 view.segments.remove(made)
-            self._drop(slots, view.segments if self._views.pop(row, None) else [])
+            self._drop(slots, view.segments if self._by_row.pop(row, None) else [])
             return False
         self.made[view.method] += 1
         if made is not None:
             self.tree_cache.nodes.attach(prefix.node, made)
             self.tree_cache.segments.use(made)
-        self._views[row] = view
+        self._by_row[row] = view
         if not method.compressor.follows_queries:
-            # Until the copy is to be renewed its queries are of no use; another request's may be.
+            # Its queries are useless until the next refresh. Another request may need the ring.
             self.queries.forget(row)
         return True
 
     def insert(self, row: int, view: CompressedKV) -> None:
-        """Let the request in ``row`` read a copy that another server packs, whose slots may not be filled yet."""
+        """Give the request in ``row`` compressed KV that another server packs. Its slots may not be filled yet."""
         view.method = self.method(row).called(self.method(row).compressor)
         self.token_table[self.draft_row(row), : view.kept] = view.slots.to(self.token_table.dtype)
         self.layout.begins(self.draft_row(row), view)
-        self._views[row] = view
+        self._by_row[row] = view
 
     def reselect(self, row: int, end: int, every: int) -> None:
-        """Between two steps of a round: choose anew what the copy of the request in ``row`` keeps, where its method's turn has come.
+        """Select tokens again for the request in ``row`` between two steps of a round, if its selection interval has ended.
 
-        The copy goes on to stand for the same tokens and keeps as many, in the same slots, so that what was planned of the round holds.
-        What came since follows it in the draft row.
+        The compressed KV covers the same tokens and keeps the same number in the same slots, so that the plan of the round stays valid.
+        Newer tokens follow it in the draft row.
 
         Args:
-            row: the request's row in the token table; its method has :attr:`~.contracts.compressor.Compressor.every`.
-            end: position after that of the newest query.
-            every: selection interval, in steps.
+            row: The request's row in the token table. Its method has :attr:`~.contracts.compressor.Compressor.every`.
+            end: Position after that of the newest query.
+            every: Selection interval, in steps.
         """
-        method, view = self.method(row), self._views[row]
+        method, view = self.method(row), self._by_row[row]
         if self.remote_selector is not None or method.compressor.synchronous:
             return
         if (end - view.covered) % every or self.is_refused(row):
@@ -311,15 +315,15 @@ class CompressedKVCache:
             self.made[view.method] += 1
 
     def write_selection(self, row: int, layers: slice, kept: torch.Tensor | ReceivedRows) -> None:
-        """Let a copy lead to what was chosen elsewhere for some layers, in the place of what it led to there; arguments as
+        """Replace the selection of some layers with one that another process made. Arguments as
         :meth:`CompressedKVWriter.write_selection`'s."""
-        view = self._views[row]
+        view = self._by_row[row]
         self._writer.write_selection(self.method(row), row, view, layers, kept)
-        # Once for all packs of layers.
+        # Count once for all groups of layers.
         self.made[view.method] += layers.stop == len(self.buffers.keys)
 
     def _slots_for(self, slots: torch.Tensor, count: int, headroom: int) -> torch.Tensor | None:
-        """``slots``, int64, grown or cut to ``count``; None when the pool lacks them."""
+        """Grow or shrink ``slots``, int64, to ``count``. Returns None if the pool lacks the slots."""
         missing = count - len(slots)
         if missing <= 0:
             self.allocator.free(slots[count:])
@@ -331,11 +335,11 @@ class CompressedKVCache:
         return None if new is None else torch.cat([slots, new])
 
     def write_tail(self, row: int, end: int) -> None:
-        """Let the draft row lead, after the copy, to the full row's tokens ``[covered, end)``.
+        """Point the draft row, after the compressed KV, to the slots of the full row's tokens ``[covered, end)``.
 
-        A position keeps its slot unless :meth:`on_row_moved` says otherwise, so only what is new is written.
+        A position keeps its slot unless :meth:`on_row_moved` is called, so only new positions are written.
         """
-        view = self._views[row]
+        view = self._by_row[row]
         start = view.tail_end
         if start >= end:
             return
@@ -345,40 +349,40 @@ class CompressedKVCache:
         view.tail_end = end
 
     def on_row_moved(self, row: int, start: int) -> None:
-        """Note that the row of a request leads to other slots from position ``start`` on: those of before are free.
+        """Handle that a request's row points to other slots from position ``start`` on. The old slots are free.
 
-        Under the overlapped loop a first round is launched before the prefix tree takes the prompt over, and with it exchanges
-        slots of which it has others. A draft row would go on to lead to what is free; so would pointers, which are dropped, or chosen again
-        where the next copy would come later than that of a prompt that the tree had not.
+        With the overlap scheduler, a first round is launched before the prefix tree inserts the prompt. The insertion replaces slots of
+        tokens that the tree already has. A draft row, or pointers, would still point to the freed slots. Pointers are therefore dropped.
+        They are selected again instead if dropping them would give the request compressed KV later than a prompt new to the tree.
         """
-        if self.layout.points_to_full_kv and not self._choose_again(row):
+        if self.layout.points_to_full_kv and not self._point_to_new_slots(row):
             self.release_compressed_kv(row)
             if self.remote_selector is not None:
                 self.remote_selector.forget(row)
             return
         if self.row_sender is not None:
             self.row_sender.leave_slots(row, alone=False)
-        if (view := self._views.get(row)) is not None:
+        if (view := self._by_row.get(row)) is not None:
             view.tail_end = max(view.covered, min(view.tail_end, start))
 
-    def _choose_again(self, row: int) -> bool:
-        """Let pointers lead to other slots of the same tokens; whether they do. Others who choose do so by what they were told."""
-        view, here = self._views.get(row), self.remote_selector is None and self.async_selector is None
+    def _point_to_new_slots(self, row: int) -> bool:
+        """Point to the new slots of the same tokens. Returns whether that worked: False with a remote or an asynchronous selector."""
+        view, here = self._by_row.get(row), self.remote_selector is None and self.async_selector is None
         return view is not None and here and self._writer.choose_again(self.method(row), row, self.draft_row(row), view)
 
     def on_segment_split(self, first: Segment, rest: Segment) -> None:
-        """Note that ``first`` took over the first blocks of ``rest``: copies that read that read both, in the same slots."""
-        for view in self._views.values():
+        """Handle that ``first`` took over the first blocks of ``rest``. Readers of ``rest`` now read both, in the same slots."""
+        for view in self._by_row.values():
             if rest in view.segments:
                 view.segments.insert(view.segments.index(rest), first)
 
     def mark_tail_written(self, row: int, end: int) -> None:
-        """Note that the draft row leads to all positions before ``end``."""
-        view = self._views[row]
+        """Record that the draft row points to all positions before ``end``."""
+        view = self._by_row[row]
         view.tail_end = max(view.tail_end, end)
 
     def release(self, row: int) -> None:
-        """Free the copy and the queries of the request in ``row``."""
+        """Free the compressed KV and the recorded queries of the request in ``row``."""
         self.release_compressed_kv(row)
         self.queries.forget(row)
         for each in (self.remote_selector, self.async_selector):
@@ -386,15 +390,15 @@ class CompressedKVCache:
                 each.forget(row)
 
     def release_compressed_kv(self, row: int) -> None:
-        """Free the copy of the request in ``row``; no-op without one. What is kept of its queries stays."""
-        view = self._views.pop(row, None)
+        """Free the compressed KV of the request in ``row``; no-op without one. Its recorded queries stay."""
+        view = self._by_row.pop(row, None)
         if view is None:
             return
-        self._settle(row)
+        self._flush_selection(row)
         self._drop(view.owned_slots, view.segments)
 
-    def _settle(self, row: int) -> None:
-        """Let nothing be written any more to the slots of the request's copy by what was launched before."""
+    def _flush_selection(self, row: int) -> None:
+        """Order later work after all launched writes to the slots of the request's compressed KV."""
         if self.async_selector is not None:
             self.async_selector.flush(row)
 
@@ -404,15 +408,15 @@ class CompressedKVCache:
             self.tree_cache.segments.release(segment)
 
     def largest(self) -> int | None:
-        """Row of the request with the largest copy that it can do without; others have their full KV on the host, or none."""
+        """Row of the request with the largest compressed KV that it does not need. Requests with offloaded or no full KV need theirs."""
         residency = self.tree_cache.residency
-        rows = [row for row in self._views if residency is None or not residency.is_offloaded(row)]
+        rows = [row for row in self._by_row if residency is None or not residency.is_offloaded(row)]
         rows = [row for row in rows if not self.can_lack_full_kv(row)]
-        return max(rows, key=lambda row: self._views[row].kept, default=None)
+        return max(rows, key=lambda row: self._by_row[row].kept, default=None)
 
     def forget_all(self) -> None:
-        """Drop all records; the pool itself is being cleared."""
-        self._views.clear()
+        """Drop all records. The pool itself is being cleared."""
+        self._by_row.clear()
         self.queries.clear()
         for each in (self.remote_selector, self.async_selector):
             if each is not None:

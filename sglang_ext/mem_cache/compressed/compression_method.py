@@ -1,6 +1,6 @@
-"""How copies are made: what a method keeps, how much of it, how that lies in slots, and the writing of it.
+"""How compressed KV is made: which tokens a method keeps, how many, in which layout, and the writes.
 
-A method chooses, what it chose is written to slots, and the draft row leads there.
+The method selects tokens, the writer stores them in slots, and the draft row points to these slots.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,23 +22,23 @@ from sglang_ext.mem_cache.compressors.contracts.compressor import ScoresError, a
 from sglang_ext.mem_cache.compressors.contracts.registry import COMPRESSORS, USER_METHODS
 from sglang_ext.mem_cache.prefix_cache.segments import Segment
 
-# Tokens that a copy that packs all of them takes up at once, where full KV goes then: two blocks at least. Those that are there stay as
-# they are, so that it costs little.
+# Smallest number of tokens that compressed KV packs at once if it packs all tokens and full KV is freed then: at least two blocks. Packed
+# tokens stay as they are, so that this costs little.
 PACK_AFTER = 128
 
 
 @dataclass(frozen=True)
 class CompressionMethod:
-    """One of the methods that requests of a server may ask for.
+    """One of the compression methods that requests of a server may ask for.
 
     Attributes:
-        compressor: chooses what a copy keeps.
-        budget: share of the covered tokens that a copy keeps.
-        packing: how a copy lies in slots.
-        name: as requests ask for it; no two methods of a server have one name.
-        packs: name of the method that packs copies; empty for none.
-        suffix: what tells it from others with its compressor, at the end of what copies are called.
-        sparse_from: tokens of a context, below which no copy is asked for.
+        compressor: Selects the tokens to keep.
+        budget: Share of the covered tokens to keep.
+        packing: Layout of the compressed KV in slots.
+        name: The name that requests use. It is unique in a server.
+        packs: Name of the quantizer that packs the compressed KV; empty for none.
+        suffix: Ending of the compressed KV's name that tells this method from others with the same compressor.
+        sparse_from: Smallest context, in tokens, that is compressed.
     """
 
     compressor: Compressor
@@ -51,92 +51,95 @@ class CompressionMethod:
 
     @property
     def recent(self) -> int:
-        """Newest tokens of a context that copies leave as they are."""
+        """Newest tokens of a context that stay exact."""
         return self.packing.recent
 
     @property
     def sinks(self) -> int:
-        """First tokens of a context that copies keep as they are, in slots of their own."""
+        """First tokens of a context that are stored unchanged, in separate slots."""
         return self.packing.sinks
 
     @property
     def unit(self) -> int:
-        """Tokens of which copies cover, share and keep whole multiples, after the sinks: those of a page, and of a block."""
+        """Tokens covered, shared and kept after the sinks are multiples of it: those of a page and of a block."""
         return self.packing.unit
 
     @property
     def packs_all(self) -> bool:
-        """Whether copies hold all that they cover, in blocks but for the sinks."""
+        """Whether compressed KV holds all covered tokens, all but the sinks in blocks."""
         return bool(self.packs) and self.compressor.keeps_all and self.budget == 1
 
     @property
     def pack_after(self) -> int:
-        """Tokens that a copy that packs all of them takes up at once, where full KV goes then: two units at least."""
+        """Tokens packed at once if all tokens are packed and full KV is freed then: at least two units."""
         return max(PACK_AFTER, 2 * self.unit)
 
     @property
     def max_exact_tail(self) -> int:
-        """Tokens after such a copy at most, before it takes up new ones."""
+        """Largest number of exact tokens after such compressed KV before it packs new ones."""
         return self.recent + self.pack_after + PLAIN_STEPS - 1
 
     def due(self, reach: int) -> int:
-        """Where such a copy, made over ``reach`` tokens, takes up new ones: as soon as :attr:`pack_after` of them are there, counted in
-        whole rounds of the request, so that no round of others is cut for it."""
+        """Context length at which such compressed KV, made over ``reach`` tokens, packs new tokens.
+
+        That is as soon as :attr:`pack_after` new tokens exist, rounded up to whole rounds of the request. No round of other requests
+        is shortened for it.
+        """
         missing = self.covered(reach) + self.pack_after - reach
         return reach + -(-missing // PLAIN_STEPS) * PLAIN_STEPS
 
     @property
     def share(self) -> float:
-        """Of the slots of full KV, those that a copy takes, about."""
+        """Approximate slots of compressed KV, as a share of full KV's."""
         return self.budget * self.packing.share
 
     @property
     def least(self) -> int:
-        """Tokens that a copy covers at least; of fewer than it may keep, it would leave none out."""
+        """Smallest number of tokens that compressed KV covers. With fewer than the tokens it may keep, it would drop none."""
         return max(self.sinks + self.unit, self.compressor.most + 1)
 
     @property
     def shortest(self) -> int:
-        """Tokens of the shortest context that a copy is made of."""
+        """Tokens of the shortest context that is compressed."""
         return max(self.sparse_from, max(MIN_CONTEXT, self.least) + self.recent)
 
     def covered(self, tokens: int) -> int:
-        """Of a context's first ``tokens`` tokens, those that a copy can stand for; 0 where they are too few."""
+        """How many of a context's first ``tokens`` tokens compressed KV can cover; 0 if they are too few."""
         return self.sinks + (tokens - self.sinks) // self.unit * self.unit if tokens >= self.least else 0
 
     def kept(self, tokens: int) -> int:
-        """Tokens that a copy keeps of ``tokens`` after the sinks, a multiple of :attr:`unit`."""
+        """Tokens kept of ``tokens`` tokens after the sinks, a multiple of :attr:`unit`."""
         count = kept_count(tokens, self.budget, self.unit) if tokens else 0
         most = -(-self.compressor.most // self.unit) * self.unit
         return min(count, most) if most else count
 
     def own(self, view: CompressedKV, end: int, shared: int) -> int:
-        """Tokens that ``view`` keeps of those from ``end`` on, where ``shared`` and its segments stand for those before.
+        """Tokens from ``end`` on that ``view`` keeps in owned slots. ``shared`` tokens and the segments' cover the positions before.
 
-        What is left of the budget, and the newest tokens in any case: they see what nobody has seen before.
+        This is the rest of the budget, and at least the newest tokens: their queries attend to tokens that no earlier query attended to.
         """
         before = shared + sum(segment.tokens for segment in view.segments)
         newest = -(-max(1, self.compressor.window) // self.unit) * self.unit if end > view.sinks else 0
         return min(view.covered - end, max(self.kept(view.covered - view.sinks) - before, newest))
 
     def called(self, chooser: Compressor) -> str:
-        """What a copy is called whose tokens ``chooser`` chose, the compressor or the one that it leaves this context to."""
-        # A helper that is in no catalogue chooses for its method.
+        """Name of the compressed KV. ``chooser`` selected its tokens: the method's compressor, or the one that it delegates to."""
+        # A helper that is in no catalogue selects on behalf of its method.
         name = chooser.name if chooser.name in COMPRESSORS else self.compressor.name
         return "+".join(part for part in (name, self.packs) if part) + self.suffix
 
 
 @dataclass(frozen=True)
 class CompressedKVWriter:
-    """Writes copies into the slots that they were given.
+    """Writes compressed KV to its allocated slots.
 
     Attributes:
-        token_table: int32, SGLang's with the draft rows.
-        buffers: the layers of SGLang's KV pool.
-        queries: the newest queries of each request.
-        rotary: the model's rotary embedding, for a compressor that needs it.
-        prompt_of: token ids of the prompt of the request in a row.
-        layout: in which copies lie in their slots.
+        token_table: int32, SGLang's token table with the draft rows.
+        buffers: The layers of SGLang's KV pool.
+        queries: The newest queries of each request.
+        rotary: The model's rotary embedding, for compressors that need it.
+        prompt_of: Prompt token ids of the request in a row.
+        layout: How compressed KV is stored in slots.
     """
 
     token_table: torch.Tensor
@@ -147,10 +150,10 @@ class CompressedKVWriter:
     layout: KVLayout
 
     def compile_kernels(self, method: CompressionMethod, query_heads: int) -> None:
-        """Compress with ``method`` what lies in slot 0, which no request owns.
+        """Compress slot 0, which no request owns, with ``method``, to compile its kernels.
 
         Raises:
-            ScoresError: nothing can be chosen by the method's scores.
+            ScoresError: The method's scores cannot be used for a selection.
         """
         keys, window = self.buffers.keys[0], method.compressor.window
         tokens = 4 * window + max(64, method.unit)
@@ -177,30 +180,30 @@ class CompressedKVWriter:
         renewed: bool,
         kept: torch.Tensor | RowExchange | NewestRows | None = None,
     ) -> None:
-        """Gather the chosen KV of each layer into a copy's own slots, after ``done`` tokens there, and into a segment's.
+        """Copy the selected KV of each layer to the owned slots, after the ``done`` tokens there, and to a new segment's slots.
 
-        Writes the draft row, and says what it begins with.
+        Also writes the draft row, and records how much compressed KV it begins with.
 
         Args:
-            method: makes the copy.
-            row, draft_row: the request's rows of the token table.
-            view: its copy, with all slots that it reads; it gets its name.
-            made: of these, the segment that holds nothing yet; None for none.
-            done: tokens that its own slots hold already.
-            tokens: of the request, whose full KV is exact; of a copy that keeps all tokens that of those may be gone which it holds.
-            renewed: whether its slots hold the first tokens already.
-            kept: int64 [layers, kv_heads, count], positions that were chosen before; or what its own slots take in, which hold the
-                rest already; None where the method chooses.
+            method: The compression method.
+            row, draft_row: The request's rows of the token table.
+            view: The compressed KV, with all slots that it reads. This method sets its name.
+            made: The one of its segments that is still empty; None for none.
+            done: Tokens that the owned slots already hold.
+            tokens: Tokens of the request whose full KV is exact. If all tokens are kept, the full KV of the tokens held may be freed.
+            renewed: Whether the owned slots already hold the sinks.
+            kept: int64 [layers, kv_heads, count], positions that were selected before; or the rows to copy into the owned slots, which
+                already hold the rest; None if the method selects.
 
         Raises:
-            ScoresError: nothing can be chosen by the method's scores; nothing was written.
+            ScoresError: The method's scores cannot be used for a selection. Nothing was written.
         """
         source = self.token_table[row, : view.covered].long()
         rest = Part(view.shared_len + done, view.covered, view.own_tokens - done)
         targets = {rest: view.own[view.sinks + method.packing.packed_slots(done) :]}
         if made is not None:
             targets[Part(made.start, made.end, made.tokens)] = made.slots
-        # The newest queries are of tokens that stay as they are, where blocks leave some out.
+        # If blocks leave tokens out, the newest queries belong to tokens that stay exact.
         context = self._context(row, method, source, tokens if view.packed else view.covered)
         with self._reported(method):
             chooser = method.compressor.for_context(context)
@@ -219,13 +222,17 @@ class CompressedKVWriter:
         view.method = method.called(chooser)
 
     def chosen(self, method: CompressionMethod, row: int, view: CompressedKV) -> torch.Tensor:
-        """What the method chooses for a copy, all its own, of the request in ``row``: int64 [layers, kv_heads, own tokens]."""
+        """The method's selection for compressed KV that shares nothing: int64 [layers, kv_heads, own tokens]."""
         context = self._context(row, method, self.token_table[row, : view.covered].long(), view.covered)
         return method.compressor.select(context, [Part(view.shared_len, view.covered, view.own_tokens)])[0]
 
-    def write_selection(self, method: CompressionMethod, row: int, view: CompressedKV, layers: slice, kept: torch.Tensor | ReceivedRows) -> None:
-        """Write over what ``view``, all its own, kept in some layers: as many tokens that others chose, int64 [layers, kv_heads, count]; or
-        rows that they sent in the place of others."""
+    def write_selection(
+        self, method: CompressionMethod, row: int, view: CompressedKV, layers: slice, kept: torch.Tensor | ReceivedRows
+    ) -> None:
+        """Overwrite the tokens that ``view``, which shares nothing, keeps in some layers.
+
+        ``kept`` has as many tokens that another process selected, int64 [layers, kv_heads, count], or rows that it sent.
+        """
         if isinstance(kept, ReceivedRows):
             self.buffers.of_layers(layers).put_rows(kept, view.own)
             return
@@ -233,11 +240,12 @@ class CompressedKVWriter:
         method.packing.write(self.buffers.of_layers(layers), kept, source, view.own[view.sinks :])
 
     def choose_again(self, method: CompressionMethod, row: int, draft_row: int, view: CompressedKV) -> bool:
-        """Write what ``view`` kept as it was made, by the same queries, once the row leads elsewhere; arguments as :meth:`write`'s. What
-        its layers choose themselves they choose again.
+        """Write the first selection of ``view`` again, by the same queries, after the row's slots have changed.
+
+        Arguments as :meth:`write`'s. Layers that select by themselves repeat their selection.
 
         Returns:
-            False where a round chooses anew in any case, the queries are gone, or the method's scores cannot be used any more.
+            False if a round selects again in any case, the queries are gone, or the method's scores cannot be used any more.
         """
         found = self.queries.newest_places(row, view.covered, method.compressor.window)[0]
         if method.compressor.each_round or len(found) < method.compressor.window:
@@ -250,16 +258,16 @@ class CompressedKVWriter:
         return True
 
     def reselect(self, method: CompressionMethod, row: int, draft_row: int, view: CompressedKV, end: int) -> None:
-        """Write what the method keeps now over what it kept: as many of the tokens that ``view``, all its own, stands for.
+        """Overwrite the previous selection of ``view``, which shares nothing, with a new one of the same size over the covered tokens.
 
         Args:
-            method: makes the copy.
-            row, draft_row: the request's rows of the token table.
-            view: its copy.
-            end: position before which queries count.
+            method: The compression method.
+            row, draft_row: The request's rows of the token table.
+            view: The compressed KV.
+            end: Only queries before this position are used.
 
         Raises:
-            ScoresError: nothing can be chosen by the method's scores; nothing was written.
+            ScoresError: The method's scores cannot be used for a selection. Nothing was written.
         """
         context = self._context(row, method, self.token_table[row, : view.covered].long(), end)
         with self._reported(method):
@@ -270,7 +278,7 @@ class CompressedKVWriter:
         return as_scores_error(method.compressor.name) if method.compressor.name in USER_METHODS else nullcontext()
 
     def _keep_sinks(self, source: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy the first tokens of the context in slots ``source``, int64, as they are, to ``targets``, int64 [sinks]."""
+        """Copy the context's first tokens, in slots ``source``, int64, unchanged to ``targets``, int64 [sinks]."""
         if not len(targets):
             return
         keys = self.buffers.keys
@@ -278,7 +286,7 @@ class CompressedKVWriter:
         self.buffers.copy_kept(first.repeat(len(keys), keys[0].shape[1], 1), source, targets)
 
     def _context(self, row: int, method: CompressionMethod, source: torch.Tensor, end: int) -> ContextKV:
-        """What a method sees of the tokens in slots ``source``, with its newest queries before position ``end``."""
+        """The KV of the tokens in slots ``source``, with the newest queries before position ``end``."""
         found = self.queries.get(row, end, method.compressor.window)
         if found is None:
             key = self.buffers.keys[0]

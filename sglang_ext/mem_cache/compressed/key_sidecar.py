@@ -1,4 +1,4 @@
-"""What lies beside the KV pool and follows its keys: codes of slots (slot_codes.py), extremes of pages (page_extremes.py)."""
+"""Data beside the KV pool that follows its keys: codes of slots (slot_codes.py), extremes of pages (page_extremes.py)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -7,10 +7,10 @@ import torch
 
 
 class KeySidecar(ABC):
-    """Brought up to date by each forward, once for all layers, when its last layer has attended.
+    """Data that each forward updates, once for all layers, after its last layer has attended.
 
     Args:
-        layer_ids: index of each layer in the model.
+        layer_ids: Index of each layer in the model.
     """
 
     def __init__(self, layer_ids: Sequence[int]):
@@ -18,14 +18,14 @@ class KeySidecar(ABC):
         self._last = max(layer_ids)
 
     def compile_kernels(self, device: torch.device) -> None:
-        """Before a request waits for it; slot 0 is nobody's."""
+        """Compile kernels before a request needs them. No request owns slot 0."""
         self.write(torch.zeros(1, dtype=torch.int64, device=device))
 
     def written(self, layer_id: int, slots: torch.Tensor) -> None:
-        """A layer's keys were written to ``slots``, int64 [tokens], as those of the layers before it in the same forward were."""
+        """Handle that a layer's keys were written to ``slots``, int64 [tokens], after those of all earlier layers of the forward."""
         if layer_id == self._last:
             self.write(slots)
 
     @abstractmethod
     def write(self, slots: torch.Tensor) -> None:
-        """Bring what belongs to ``slots``, int64 [tokens], up to date in all layers, without waiting for the device."""
+        """Update the data of ``slots``, int64 [tokens], in all layers, without waiting for the device."""

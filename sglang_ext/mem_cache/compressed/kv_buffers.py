@@ -18,11 +18,11 @@ class KVBuffers:
     """Key and value buffers of all attention layers, in the same order.
 
     Attributes:
-        layer_ids: index of each layer in the model.
-        scaling: factor on query-key products of each layer.
-        keys, values: of each layer, [slots, kv_heads, head_dim].
-        first_head: of the model's KV heads, the first that they hold.
-        codes: the same keys in few bits, by which tokens are chosen, of all layers and slots; None where they are by keys.
+        layer_ids: Index of each layer in the model.
+        scaling: Factor on query-key products of each layer.
+        keys, values: One tensor per layer, [slots, kv_heads, head_dim].
+        first_head: Index of the first KV head in the model that the buffers hold.
+        codes: Quantized keys of all layers and slots, for scoring; None if the keys themselves are scored.
     """
 
     layer_ids: tuple[int, ...]
@@ -34,7 +34,7 @@ class KVBuffers:
 
     @classmethod
     def from_pool(cls, pool, scaling: dict[int, float], first_head: int = 0) -> "KVBuffers":
-        """The buffers of SGLang's ``pool``; ``scaling`` by the index of the attention layer, ``first_head`` of this rank's."""
+        """The buffers of SGLang's ``pool``. ``scaling`` is by index of the attention layer, ``first_head`` is this rank's."""
         ids = tuple(scaling)
         return cls(
             layer_ids=ids,
@@ -45,12 +45,12 @@ class KVBuffers:
         )
 
     def of_layers(self, layers: slice) -> "KVBuffers":
-        """Those of some layers, by their places; without codes."""
+        """The buffers of some layers, by their index here; without codes."""
         return KVBuffers(self.layer_ids[layers], self.scaling[layers], self.keys[layers], self.values[layers], self.first_head)
 
     @property
     def on_gpu(self) -> bool:
-        """Whether kernels can take them."""
+        """Whether the buffers are on a GPU, where kernels can use them."""
         return self.keys[0].is_cuda
 
     @cached_property
@@ -79,16 +79,16 @@ class KVBuffers:
         return to_device(self.layer_ids, self.keys[0].device, torch.int32)
 
     def scored(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
-        """Keys by which tokens are chosen, of a layer in ``slots``, int64 [tokens]: [tokens, kv_heads, head_dim]; float32 of codes."""
+        """A layer's keys for scoring, in ``slots``, int64 [tokens]: [tokens, kv_heads, head_dim]; float32 if they are quantized."""
         return self.keys[layer].index_select(0, slots) if self.codes is None else self.codes.read(layer, slots)
 
     def copy_kept(self, kept: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Slot ``targets[j]`` gets, for each layer and head, that head's ``j``-th kept token.
+        """Copy each head's ``j``-th kept token to slot ``targets[j]``, in all layers.
 
         Args:
-            kept: int64 [layers, kv_heads, count], tokens counted in ``sources``.
+            kept: int64 [layers, kv_heads, count], indices into ``sources``.
             sources: int64 [tokens], slots of the context.
-            targets: int64 [count], slots of the copy.
+            targets: int64 [count], slots of the compressed KV.
         """
         if self.on_gpu:
             from sglang_ext.layers.kernels.compressed.gather_kept import gather_kept
@@ -102,7 +102,7 @@ class KVBuffers:
                 buffer[targets] = buffer[read, heads]
 
     def put_rows(self, arrived: ReceivedRows, targets: torch.Tensor) -> None:
-        """Put rows that another process sent into their places of a copy in slots ``targets``, int64 [places]."""
+        """Store rows that another process sent at their places in the compressed KV's slots ``targets``, int64 [places]."""
         found = arrived.exchange
         for layer in range(len(self.keys)):
             rows = found.of_layer(layer)
@@ -110,8 +110,13 @@ class KVBuffers:
             self.keys[layer][slots, heads], self.values[layer][slots, heads] = arrived.keys[rows], arrived.values[rows]
 
     def move_rows(self, exchange: RowExchange, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy rows of a context in slots ``sources``, int64 [tokens], of which those that move are exact, into their places of a copy in
-        slots ``targets``, int64 [places]."""
+        """Copy rows of a context to their places in compressed KV.
+
+        Args:
+            exchange: The rows and their places.
+            sources: int64 [tokens], slots of the context. The copied rows are exact there.
+            targets: int64 [places], slots of the compressed KV.
+        """
         for layer in range(len(self.keys)):
             rows = exchange.of_layer(layer)
             heads, read = exchange.heads[rows], sources[exchange.positions[rows]]
@@ -119,8 +124,8 @@ class KVBuffers:
                 buffer[targets[exchange.places[rows]], heads] = buffer[read, heads]
 
     def move_newest(self, coming: NewestRows, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy rows of the newest tokens of a context into their places of a copy; arguments as :meth:`move_rows`'s."""
-        # Copied, or Triton would compile its kernel again where these begin elsewhere than at 16 bytes.
+        """Copy rows of a context's newest tokens to their places in compressed KV. Arguments as :meth:`move_rows`'s."""
+        # Cloned: Triton would compile its kernel again for a tensor that is not aligned to 16 bytes.
         newest = sources[coming.first : coming.first + coming.places.shape[-1]].clone()
         if self.on_gpu:
             from sglang_ext.layers.kernels.row_exchange.receive_rows import move_newest

@@ -1,9 +1,9 @@
-"""Least and largest number of each channel of the keys in each page of the KV pool, by which Quest bounds pages: an eighth of their bytes.
+"""Smallest and largest key of each channel in each page of the KV pool: Quest's bounds of pages, an eighth of the keys' bytes.
 
-They follow the keys as codes do (slot_codes.py). Each forward, in a CUDA graph or not, brings the pages up to date whose slots it wrote,
-once for all layers, when its last layer has attended: all keys that are in a page then are read again. So what a draft left, or another
-request, is gone as soon as it is written over, and nobody has to remember how far a page is filled. A page that is not whole has
-extremes of whatever was in its other slots; nothing is chosen from it.
+They follow the keys as codes do (slot_codes.py). Each forward, in a CUDA graph or not, updates the pages whose slots it wrote, once for
+all layers, after its last layer has attended. An update reads all keys of a page again. Keys of rejected drafts, or of another request,
+therefore disappear when they are overwritten, and no record of filled slots is needed. An incomplete page also has extremes of its other
+slots. No selection uses such a page.
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ class PageExtremes(KeySidecar):
     """Extremes of all pages.
 
     Args:
-        keys: of all attention layers of the pool, [slots, kv_heads, head_dim] each; all alike, and where they are as long as this is used.
-        layer_ids: index of each layer in the model.
-        page: tokens of a page.
+        keys: Keys of the pool's attention layers, [slots, kv_heads, head_dim] each; equal shapes. They must not move in memory.
+        layer_ids: Index of each layer in the model.
+        page: Tokens of a page.
 
     Attributes:
-        held: [layers, pages, kv_heads, 2, head_dim], in the keys' dtype; the least number, then the largest.
-        layer_ids: of the layers.
-        page: tokens of a page.
+        held: [layers, pages, kv_heads, 2, head_dim], in the keys' dtype: the smallest number, then the largest.
+        layer_ids: Index of each layer in the model.
+        page: Tokens of a page.
     """
 
     def __init__(self, keys: Sequence[torch.Tensor], layer_ids: Sequence[int], page: int):
@@ -38,7 +38,7 @@ class PageExtremes(KeySidecar):
         self.compile_kernels(device)
 
     def write(self, slots: torch.Tensor) -> None:
-        """As :meth:`KeySidecar.write`: bound the pages of the slots."""
+        """Update the extremes of the slots' pages, as :meth:`KeySidecar.write`."""
         if not len(slots):
             return
         if slots.is_cuda:
@@ -52,17 +52,17 @@ class PageExtremes(KeySidecar):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all."""
+        """Bytes of all extremes."""
         return self.held.nbytes
 
 
 def compute_extremes(keys: torch.Tensor, page: int, pages: torch.Tensor | slice = slice(None)) -> torch.Tensor:
-    """The least and largest number of each channel in whole pages of a pool: [pages, kv_heads, 2, dim].
+    """Smallest and largest number of each channel in whole pages of a pool: [pages, kv_heads, 2, dim].
 
     Args:
         keys: [slots, kv_heads, dim].
-        page: tokens of a page.
-        pages: int64, some of them; all by default.
+        page: Tokens of a page.
+        pages: int64, selected pages; all by default.
     """
     paged = keys[: len(keys) // page * page].unflatten(0, (-1, page))[pages]
     return torch.stack([paged.amin(1), paged.amax(1)], dim=2)

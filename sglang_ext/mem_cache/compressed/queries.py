@@ -1,9 +1,8 @@
 """The newest queries of each request, for compressors that score keys by them.
 
-Queries exist only inside a forward pass. While one runs, a hook on SGLang's attention backends (:func:`record_queries`) passes
-each layer's queries to :class:`QueryWindows`, which keeps the newest of each request across prefill chunks and
-verifications. A CUDA graph runs no Python: graphs that are captured with the hook active write their queries to the places
-that a table on the device names, which is set before each replay.
+Queries exist only during a forward. A hook on SGLang's attention backends (:func:`record_queries`) passes each layer's queries to
+:class:`QueryWindows`, which keeps the newest ones of each request across prefill chunks and verifications. A CUDA graph runs no Python.
+Graphs captured with the hook active therefore write queries to the pool indices in a device table, which is set before each replay.
 """
 
 from bisect import bisect_left
@@ -17,16 +16,16 @@ import torch
 from sglang_ext.device import to_device
 from sglang_ext.mem_cache.compressed.remote_selector import LayerObserver
 
-# SGLang calls the hooks below without saying for whom: whose queries are wanted while a forward runs, who is told which keys it wrote, and
-# how many queries a prefix hit leaves.
+# SGLang calls the hooks below without a context argument, so the state is global: the recorder of the running forward, the callback for
+# written keys, and the number of tokens that prefix hits leave uncached.
 _active: "QueryWindows | None" = None
-_told: "Callable[[int, torch.Tensor], None] | None" = None
+_key_write_callback: "Callable[[int, torch.Tensor], None] | None" = None
 prefix_reserve = 0
 
 
 @contextmanager
 def recording_to(recorder: "QueryWindows") -> Iterator[None]:
-    """Hand ``recorder`` the queries of forwards that run inside this context."""
+    """Pass the queries of forwards inside this context to ``recorder``."""
     global _active
     _active = recorder
     try:
@@ -35,28 +34,30 @@ def recording_to(recorder: "QueryWindows") -> Iterator[None]:
         _active = None
 
 
-def set_key_write_callback(told: "Callable[[int, torch.Tensor], None] | None") -> None:
-    """Let ``told`` know of each layer of all forwards, graphs that are captured among them, and of the slots, int64 [tokens], to which its
-    keys were written; None for nobody."""
-    global _told
-    _told = told
+def set_key_write_callback(callback: "Callable[[int, torch.Tensor], None] | None") -> None:
+    """Set the callback for written keys; None for none.
+
+    It gets each layer id of each forward, also during graph capture, and the slots of the written keys, int64 [tokens].
+    """
+    global _key_write_callback
+    _key_write_callback = callback
 
 
 def record_queries(original: Callable, backend, q, k, v, layer, forward_batch, *args, **kwargs) -> torch.Tensor:
-    """Hook around ``AttentionBackend.forward``: hand the queries to whoever records them, and tell what was written.
+    """Hook around ``AttentionBackend.forward``: pass the queries to the recorder, and report written keys to the callback.
 
-    SGLang's graphs of prefills leave out the attention backend, so that this is called between their pieces.
+    SGLang's prefill graphs exclude the attention backend, so that this hook runs between their pieces.
     """
     if _active is not None:
         _active.record(layer.layer_id, q.view(-1, layer.tp_q_head_num, layer.qk_head_dim))
     found = original(backend, q, k, v, layer, forward_batch, *args, **kwargs)
-    if _told is not None and not forward_batch.forward_mode.is_idle():
-        _told(layer.layer_id, forward_batch.out_cache_loc)
+    if _key_write_callback is not None and not forward_batch.forward_mode.is_idle():
+        _key_write_callback(layer.layer_id, forward_batch.out_cache_loc)
     return found
 
 
 def reserve_queries(count: int) -> None:
-    """Let prefix hits leave at least ``count`` tokens of each prompt to compute."""
+    """Make prefix hits leave at least ``count`` tokens of each prompt uncached."""
     global prefix_reserve
     prefix_reserve = count
 
@@ -69,13 +70,13 @@ def cap_prefix_match(original: Callable, req, input_len: int) -> int:
 
 @dataclass(frozen=True)
 class RecordedRows:
-    """Rows of a forward whose queries shall be kept.
+    """Rows of a forward whose queries are recorded.
 
     Attributes:
-        key: the request's row in the token table.
-        start: first of the request's rows in the forward's token dimension.
-        end: one past its last row.
-        position: absolute position of the first row's token.
+        key: The request's row in the token table.
+        start: The request's first row in the forward's token dimension.
+        end: One past its last row.
+        position: Absolute position of the first row's token.
     """
 
     key: int
@@ -84,22 +85,22 @@ class RecordedRows:
     position: int
 
     def newest(self, count: int) -> "RecordedRows":
-        """The last ``count`` of the rows."""
+        """The last ``count`` rows."""
         skipped = max(0, self.end - self.start - count)
         return replace(self, start=self.start + skipped, position=self.position + skipped)
 
 
 @dataclass
 class QueryRing:
-    """Where one request's queries lie, in a ring: those of rejected drafts are overwritten.
+    """Pool indices of one request's queries, in a ring. New queries overwrite those of rejected drafts.
 
-    Positions may be missing between them: a CUDA graph of plain decoding leaves no queries.
+    Positions may have gaps: a CUDA graph of plain decoding records no queries.
 
     Attributes:
-        first: the ring's first place in the pool.
-        span: queries that the ring holds, in as many places.
-        positions: of the queries, ascending; the last belongs to the newest.
-        head: where the next query will lie, counted from :attr:`first` without modulo.
+        first: The ring's first index in the pool.
+        span: Queries that the ring holds, one per index.
+        positions: Positions of the queries, ascending. The last one is the newest.
+        head: Index of the next query, relative to :attr:`first`, without modulo.
     """
 
     first: int
@@ -108,13 +109,13 @@ class QueryRing:
     head: int = 0
 
     def drop(self, position: int) -> None:
-        """Forget the queries of ``position`` and later ones."""
+        """Drop the queries of ``position`` and later ones."""
         while self.positions and self.positions[-1] >= position:
             self.positions.pop()
             self.head -= 1
 
     def reserve(self, positions: range) -> list[int]:
-        """Places for queries of ``positions``, over those of the same positions and later ones."""
+        """Indices for queries of ``positions``. They replace those of the same and later positions."""
         self.drop(positions.start)
         places = [self._place(self.head + i) for i in range(len(positions))]
         self.positions = [*self.positions, *positions][-self.span :]
@@ -122,7 +123,7 @@ class QueryRing:
         return places
 
     def newest(self, count: int, end: int) -> tuple[list[int], list[int]]:
-        """Places and positions of the newest ``count`` queries before position ``end``, oldest first."""
+        """Indices and positions of the newest ``count`` queries before position ``end``, oldest first."""
         until = bisect_left(self.positions, end)
         since = max(0, until - count)
         begin = self.head - len(self.positions)
@@ -134,15 +135,15 @@ class QueryRing:
 
 @dataclass
 class QueryWindows:
-    """Per request and layer, the newest queries of tokens whose KV is exact, in one pool of a bounded number of rings.
+    """The newest queries of each request and layer, of tokens with exact KV, in one pool with a fixed number of rings.
 
-    A request draws a ring when its queries are first recorded, and gives it back with :meth:`forget`. Where no ring is left
-    its queries are not kept: whoever wants them asks :meth:`has_enough`, and waits.
+    A request takes a ring when its queries are first recorded, and :meth:`forget` frees the ring. If no ring is free, the request's
+    queries are not recorded. Callers check :meth:`has_enough` and wait.
 
     Attributes:
-        window: queries that compressors want at most; 0 keeps nothing and makes every call free.
-        layers: indices of the model's attention layers, in the order of the pool.
-        spare: tokens that may be recorded and then rejected, or while queries are read beside them.
+        window: Largest number of queries that compressors need; 0 keeps nothing and makes every call free of cost.
+        layers: Indices of the model's attention layers, in pool order.
+        spare: Extra queries per ring, for tokens that are recorded and rejected, or recorded while older queries are read.
     """
 
     window: int
@@ -152,12 +153,12 @@ class QueryWindows:
     _free: list[int] = field(default_factory=list)
     _pool: torch.Tensor | None = None
     _running: tuple[RecordedRows, ...] = ()
-    _picked: tuple[torch.Tensor, torch.Tensor] | None = None
-    _watch: LayerObserver | None = None
+    _reserved: tuple[torch.Tensor, torch.Tensor] | None = None
+    _observer: LayerObserver | None = None
     _targets: torch.Tensor | None = None
     _capturing: bool = False
-    _aimed: bool = False
-    _of_steps: bool = False
+    _has_targets: bool = False
+    _has_step_graphs: bool = False
 
     @property
     def span(self) -> int:
@@ -169,48 +170,48 @@ class QueryWindows:
         return {layer_id: index for index, layer_id in enumerate(self.layers)}
 
     def allocate(self, rings: int, heads: int, head_dim: int, like: torch.Tensor) -> None:
-        """Make room for the queries of ``rings`` requests; before any is recorded.
+        """Allocate memory for the queries of ``rings`` requests. Called before any query is recorded.
 
         Args:
-            rings: requests whose queries are kept at once.
-            heads: query heads of this rank.
-            head_dim: size of a query.
-            like: a tensor with the queries' dtype and device.
+            rings: Number of requests whose queries are kept at once.
+            heads: Query heads of this rank.
+            head_dim: Size of a query.
+            like: A tensor with the queries' dtype and device.
         """
         if self.window and rings:
-            # The first place is nobody's: what a graph computes for others than those recorded is left there.
+            # No request owns index 0. Graphs write queries there that are not recorded.
             self._pool = like.new_zeros(len(self.layers), 1 + rings * self.span, heads, head_dim)
             self._free = [1 + ring * self.span for ring in reversed(range(rings))]
 
     @property
     def pool(self) -> torch.Tensor:
-        """Where :meth:`newest_places` leads: [layers, places, heads, head_dim]; there is none where nothing is kept."""
+        """The memory that :meth:`newest_places` indexes: [layers, places, heads, head_dim]; None if nothing is kept."""
         return self._pool
 
     @contextmanager
     def recording(self, rows: tuple[RecordedRows, ...], watch: LayerObserver | None = None) -> Iterator[None]:
-        """Keep the queries of ``rows`` from the forward that runs inside this context; ``watch`` is told of its layers."""
+        """Record the queries of ``rows`` of the forward inside this context. ``watch`` observes its layers."""
         rows = self._fitting(rows)
         if not rows:
             yield
             return
-        self._running, self._watch = rows, watch
+        self._running, self._observer = rows, watch
         try:
             with recording_to(self):
                 yield
         finally:
-            self._running, self._picked, self._watch = (), None, None
+            self._running, self._reserved, self._observer = (), None, None
 
     @contextmanager
     def capturing(self, tokens: int, steps: bool = False) -> Iterator[None]:
-        """CUDA graphs captured inside this context leave queries where :meth:`set_targets` says.
+        """CUDA graphs captured inside this context write queries to the indices of :meth:`set_targets`.
 
         Args:
-            tokens: of the largest of all that are ever captured so.
-            steps: whether they are steps of one token a request.
+            tokens: Tokens of the largest such graph of all captures.
+            steps: Whether the graphs are draft steps of one token per request.
 
         Raises:
-            ValueError: earlier ones were said to be all smaller.
+            ValueError: An earlier call passed a smaller number of tokens.
         """
         if self._pool is None:
             yield
@@ -219,10 +220,10 @@ class QueryWindows:
             self._targets = torch.zeros(tokens, dtype=torch.int64, device=self._pool.device)
         elif tokens > len(self._targets):
             raise ValueError(
-                f"graphs of {tokens} tokens are captured after others of at most {len(self._targets)}, whose table they share: "
-                "pass the most of all at first"
+                f"graphs of {tokens} tokens are captured after others of at most {len(self._targets)} tokens, and they share one table: "
+                "pass the largest number of tokens first"
             )
-        self._capturing, self._of_steps = True, self._of_steps or steps
+        self._capturing, self._has_step_graphs = True, self._has_step_graphs or steps
         try:
             with recording_to(self):
                 yield
@@ -230,58 +231,60 @@ class QueryWindows:
             self._capturing = False
 
     def record(self, layer_id: int, queries: torch.Tensor) -> None:
-        """Take a layer's queries ([tokens, query_heads, head_dim]) of the running forward."""
+        """Record one layer's queries, [tokens, query_heads, head_dim], of the running forward."""
         layer = self._index[layer_id]
         pool = self._pool[layer]
         if self._capturing:
             pool.index_copy_(0, self._targets[: len(queries)], queries)
             return
-        if self._picked is None:
-            # Not before: a forward that replays a graph does not come here, and leaves no queries.
-            self._picked = self._reserve(self._running)
-        tokens, places = self._picked
-        if self._watch is not None:
-            self._watch.on_layer_start(layer)
+        if self._reserved is None:
+            # Reserved lazily: a forward that replays a graph does not call this method, and records no queries.
+            self._reserved = self._reserve(self._running)
+        tokens, places = self._reserved
+        if self._observer is not None:
+            self._observer.on_layer_start(layer)
         if len(tokens):
             pool.index_copy_(0, places, queries.index_select(0, tokens))
-        if self._watch is not None:
-            self._watch.on_queries_recorded(layer)
+        if self._observer is not None:
+            self._observer.on_queries_recorded(layer)
 
     def set_targets(self, rows: tuple[RecordedRows, ...]) -> None:
-        """Let the graph that is replayed next leave the queries of ``rows``, and of no others, in their rings."""
+        """Make the next replayed graph record the queries of exactly these ``rows`` in their rings."""
         if self._targets is None:
             return
-        if self._aimed:
+        if self._has_targets:
             self._targets.zero_()
         tokens, places = self._reserve(self._fitting(rows))
-        self._aimed = len(tokens) > 0
-        if self._aimed:
+        self._has_targets = len(tokens) > 0
+        if self._has_targets:
             self._targets.index_copy_(0, tokens, places)
 
     @property
     def has_step_queries(self) -> bool:
-        """Whether graphs of steps leave queries."""
-        return self._of_steps
+        """Whether graphs of draft steps record queries."""
+        return self._has_step_graphs
 
     def set_step_targets(self, rows: tuple[RecordedRows, ...]) -> None:
-        """As :meth:`set_targets`, before a step over copies; no-op where graphs of steps leave no queries."""
-        if self._of_steps:
+        """Call :meth:`set_targets` before a step on compressed KV; no-op if graphs of draft steps record no queries."""
+        if self._has_step_graphs:
             self.set_targets(rows)
 
     def warm_up(self) -> None:
-        """Do once what :meth:`set_targets` does, with row 0, which is no request's: a first time takes longer than those after."""
+        """Run the operations of :meth:`set_targets` once on index 0, which no request owns: the first run is slower than later ones."""
         if self._targets is not None:
             nobody = to_device([0], self._targets.device)
             self._targets.index_copy_(0, nobody, nobody)
             self._targets.zero_()
 
     def _fitting(self, rows: tuple[RecordedRows, ...]) -> tuple[RecordedRows, ...]:
-        """Of ``rows``, what rings have room for."""
+        """``rows``, shortened to what a ring holds."""
         return () if self._pool is None else tuple(row.newest(self.span) for row in rows)
 
     def _reserve(self, rows: tuple[RecordedRows, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens of a forward whose queries are kept, and their places in the pool, both int64 [kept]; ``rows`` as far as
-        there are rings."""
+        """Reserve ring entries for ``rows``, as far as rings are free.
+
+        Returns the forward's tokens whose queries are recorded, and their pool indices, both int64 [kept].
+        """
         tokens: list[int] = []
         places: list[int] = []
         for row in rows:
@@ -289,20 +292,22 @@ class QueryWindows:
             if ring is not None:
                 tokens += range(row.start, row.end)
                 places += ring.reserve(range(row.position, row.position + row.end - row.start))
-        # One copy to the device, whatever the requests.
+        # One transfer to the device for all requests.
         both = to_device(tokens + places, self._pool.device)
         return both[: len(tokens)], both[len(tokens) :]
 
     def _ring(self, key: int) -> QueryRing | None:
-        """The ring of a request; None where it has none, and none is left."""
+        """The ring of a request, allocated if needed; None if no ring is free."""
         if key not in self._rings and self._free:
             self._rings[key] = QueryRing(self._free.pop(), self.span)
         return self._rings.get(key)
 
     def insert(self, key: int, end: int, queries: torch.Tensor) -> None:
-        """Keep queries that another server computed, of the tokens before position ``end``, as far as there are rings; no others.
+        """Replace a request's queries with those that another server computed, if a ring is free.
 
         Args:
+            key: The request's row in the token table.
+            end: Position after the last query's token.
             queries: [layers, tokens, heads, head_dim], on any device.
         """
         self.forget(key)
@@ -317,8 +322,8 @@ class QueryWindows:
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The newest ``count`` queries, at most :attr:`window`, before position ``end``, oldest first, and their positions.
 
-        Of some layers, by their places, or of all. The queries are [layers, up to count, heads, head_dim], the positions int64; None
-        when there are none.
+        ``layers`` selects layers by their index in the pool. The queries are [layers, up to count, heads, head_dim], the positions
+        int64. None if there are no queries.
         """
         found = self.newest_places(key, end, count)
         if not found[1]:
@@ -327,57 +332,59 @@ class QueryWindows:
         return self._pool[layers, places], positions
 
     def newest_places(self, key: int, end: int, count: int) -> tuple[list[int], list[int]]:
-        """Of what :meth:`get` answers the places, which :meth:`at` reads as long as no more than :attr:`spare` tokens were recorded
-        since, and the positions; empty where there are none."""
+        """Pool indices and positions of the queries that :meth:`get` returns; empty if there are none.
+
+        :meth:`at` can read them until more than :attr:`spare` further tokens are recorded.
+        """
         ring = self._rings.get(key)
         return ([], []) if ring is None else ring.newest(count, end)
 
     def at(self, places: torch.Tensor, layers: slice) -> torch.Tensor:
-        """Queries at ``places``, int64 [requests, window], of some layers: [requests, layers, heads, window, head_dim]."""
+        """Queries at ``places``, int64 [requests, window], in some layers: [requests, layers, heads, window, head_dim]."""
         found = self._pool[layers].index_select(1, places.flatten()).unflatten(1, places.shape)
         return found.permute(1, 0, 3, 2, 4)
 
     def newest(self, key: int) -> int | None:
-        """The position after the newest query of a request; None when there are none."""
+        """Position after a request's newest query; None if there are no queries."""
         ring = self._rings.get(key)
         return ring.positions[-1] + 1 if ring is not None and ring.positions else None
 
     def has_enough(self, key: int, count: int) -> bool:
-        """Whether ``count`` queries of a request are kept."""
+        """Whether at least ``count`` queries of a request are recorded."""
         ring = self._rings.get(key)
         return count == 0 or (ring is not None and len(ring.positions) >= count)
 
     def can_record(self, key: int) -> bool:
-        """Whether queries of a request would be kept: it has a ring, or one is left."""
+        """Whether a request's queries would be recorded: it has a ring, or one is free."""
         return key in self._rings or bool(self._free)
 
     def drop_rejected(self, key: int, length: int) -> None:
-        """Forget the queries of a request's drafts that were rejected: it has ``length`` tokens."""
+        """Drop the queries of a request's rejected draft tokens. The request has ``length`` tokens."""
         if key in self._rings:
             self._rings[key].drop(length)
 
     def forget(self, key: int) -> None:
-        """Give back the ring of a request; no-op where it has none."""
+        """Free a request's ring; no-op without one."""
         ring = self._rings.pop(key, None)
         if ring is not None:
             self._free.append(ring.first)
 
     def clear(self) -> None:
-        """Give back all rings."""
+        """Free all rings."""
         for key in list(self._rings):
             self.forget(key)
 
     @property
     def taken(self) -> int:
-        """Rings that requests have."""
+        """Number of rings in use."""
         return len(self._rings)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of these."""
+        """Bytes of the rings in use."""
         return 0 if self._pool is None else self.taken * self.span * self._pool[:, 0].nbytes
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the pool, and of what tells graphs their places."""
+        """Bytes of the pool and of the table of graph targets."""
         return sum(0 if tensor is None else tensor.nbytes for tensor in (self._pool, self._targets))

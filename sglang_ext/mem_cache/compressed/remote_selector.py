@@ -1,5 +1,6 @@
-"""The contract of tokens that another process chooses, while this one computes (managers/cache_rank/): for copies of pointers, or of rows,
-where that process has the full KV and sends the rows that a copy lacks.
+"""Interface of selection in another process, while this one computes (managers/cache_rank/).
+
+It serves compressed KV of pointers. It also serves compressed KV of rows, if the other process has the full KV and sends missing rows.
 """
 
 from abc import ABC, abstractmethod
@@ -17,22 +18,22 @@ from sglang_ext.mem_cache.compressed.synchronous_selector import synchronous_sel
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 
-# Queries of a request before a position, of some layers, and their positions, as queries.py:QueryWindows.get has them.
+# Reads a request's queries before a position, of some layers, and their positions, as queries.py:QueryWindows.get does.
 ReadQueryWindow = Callable[[int, int, slice], tuple[torch.Tensor, torch.Tensor]]
-# Let the copy of a request lead to chosen tokens in some layers, int64 [layers, kv_heads, count]; or take rows.
+# Points a request's compressed KV to selected tokens in some layers, int64 [layers, kv_heads, count], or stores received rows.
 WriteSelection = Callable[[int, slice, torch.Tensor | ReceivedRows], None]
 
 
 @dataclass(frozen=True)
 class StepRequest:
-    """A request with a copy, in one step.
+    """A request with compressed KV in one step.
 
     Attributes:
-        row: the request's row in the token table.
-        covered: tokens that its copy stands for.
-        keep: of these, tokens that each KV head is led to.
-        end: position after the step's token.
-        asks: whether tokens are chosen anew by the step's queries.
+        row: The request's row in the token table.
+        covered: Tokens that its compressed KV covers.
+        keep: Selected tokens per KV head.
+        end: Position after the step's token.
+        asks: Whether the step's queries start a new selection.
     """
 
     row: int
@@ -44,12 +45,12 @@ class StepRequest:
 
 @dataclass
 class FreeBlocks:
-    """Room for requests that are to be handed over, where any of several takes them.
+    """Free memory for new requests at each of several cache ranks, any of which can take a request.
 
     Attributes:
-        blocks: that each of these has free.
-        size: tokens of a block.
-        requests: that each of these takes yet; None for any number.
+        blocks: Free blocks of each cache rank.
+        size: Tokens of a block.
+        requests: Number of further requests that each cache rank accepts; None for any number.
     """
 
     blocks: list[int]
@@ -57,7 +58,7 @@ class FreeBlocks:
     requests: list[int] | None = None
 
     def take(self, tokens: int) -> bool:
-        """Whether a request of so many tokens has room beside those that took theirs before: it goes where there is most."""
+        """Reserve memory for a request of ``tokens`` tokens at the rank with the most free blocks. Returns whether it fits."""
         needed, takes = -(-tokens // self.size), self.requests or [1] * len(self.blocks)
         most = max((i for i, more in enumerate(takes) if more), key=self.blocks.__getitem__, default=None)
         if most is None or needed > self.blocks[most]:
@@ -69,104 +70,103 @@ class FreeBlocks:
 
 
 class LayerObserver(Protocol):
-    """Is told how far a forward has come; layers are counted from 0."""
+    """Receives the progress of a forward. Layers are counted from 0."""
 
     def on_layer_start(self, layer: int) -> None:
-        """The layer's attention comes next."""
+        """Called before the layer's attention."""
 
     def on_queries_recorded(self, layer: int) -> None:
-        """The layer's queries are there."""
+        """Called when the layer's queries are recorded."""
 
 
 class RowSender:
-    """Who may have the full KV of requests, so that this process can do without: the contract of giving it back (remote_only.py).
+    """A selector that may hold the full KV of requests, so that this process can free it (remote_only.py).
 
     Attributes:
-        sends_rows: whether it has the full KV of its requests, and K and V of what is chosen come with it.
-        processes: that can be asked, and that were started, where others choose.
+        sends_rows: Whether it holds its requests' full KV, and sends K and V of the selected tokens.
+        processes: Numbers of running and of started processes, if other processes select.
     """
 
     sends_rows: bool = False
     processes: tuple[int, int] = (0, 0)
 
     def holds(self, row: int) -> int:
-        """First tokens of a request whose K and V it has, and sends rows of; 0 where it cannot, or the copy holds no rows yet."""
+        """Number of a request's first tokens whose K and V it holds and sends; 0 if it cannot, or the compressed KV has no rows yet."""
         return 0
 
     def leave_slots(self, row: int, alone: bool) -> None:
-        """Slots of a request's full KV are about to be free; ``alone``: it has no others, and cannot be handed over again."""
+        """Handle that slots of a request's full KV are about to be freed. With ``alone``, the request has no others to send again."""
 
     def is_lost(self, row: int) -> bool:
-        """Whether the only full KV of a request is gone with the process that had it."""
+        """Whether a request's only full KV was lost with its process."""
         return False
 
     def free_blocks(self) -> FreeBlocks:
-        """Room now for requests that were not handed over yet."""
+        """Free memory for requests that were not sent yet."""
         return FreeBlocks([])
 
     def has_request(self, row: int) -> bool:
-        """Whether a request was handed over, or is about to be: it needs no room any more."""
+        """Whether the request was sent or is being sent, so that it needs no more memory."""
         return False
 
 
 class RemoteSelector(RowSender, ABC):
-    """Who chooses tokens in the place of a compressor of this process.
+    """Selects tokens in place of a compressor of this process.
 
     Attributes:
-        missed: choices that were not there when they were needed, by reason.
+        missed: Number of selections that were late, by reason.
     """
 
     missed: Counter[str]
 
     @abstractmethod
     def prepare(self, row: int, slots: torch.Tensor, keep: int, queries: torch.Tensor, positions: torch.Tensor) -> bool:
-        """A copy of a request is to be made, or made anew: hand over what keys are new, and ask for its tokens. Waits for nothing.
+        """Send a request's new keys and ask for a selection, before its compressed KV is created or refreshed. Does not wait.
 
         Args:
-            row: the request's row in the token table.
-            slots: int64 [covered], of full KV of the tokens among which is chosen, whose keys are exact.
-            keep: tokens of each KV head.
-            queries: [layers, window, query_heads, dim], the newest, oldest first.
-            positions: int64 [window], of these.
+            row: The request's row in the token table.
+            slots: int64 [covered], slots of the full KV of the tokens to select from. Their keys are exact.
+            keep: Tokens per KV head.
+            queries: [layers, window, query_heads, dim], the newest queries, oldest first.
+            positions: int64 [window], positions of the queries.
 
         Returns:
-            Whether a copy can be made: something was chosen for the request, of late; where rows are sent, all that it would stand for
-            was handed over, too.
+            Whether compressed KV can be made: a recent selection exists and, if rows are sent, all tokens to cover were sent.
         """
 
     @abstractmethod
     def kept(self, row: int, covered: int, keep: int) -> torch.Tensor:
-        """What was chosen last for a request that is prepared, and the newest tokens: int64 [layers, kv_heads, keep], ascending."""
+        """The last selection for a prepared request, and the newest tokens: int64 [layers, kv_heads, keep], ascending."""
 
     def moved(self, row: int, covered: int, keep: int, renewed: bool) -> RowExchange:
-        """As :meth:`kept`, where rows are sent: which of them a copy takes from the request's own full KV, over all layers.
+        """The rows to copy from the request's own full KV, over all layers, where rows are sent; see :meth:`kept`.
 
         Args:
-            row: of a request that is prepared.
-            covered: tokens that the copy is to stand for.
-            keep: of these, tokens of each KV head.
-            renewed: whether it holds rows already.
+            row: Row of a prepared request.
+            covered: Tokens that the compressed KV will cover.
+            keep: Tokens per KV head.
+            renewed: Whether the compressed KV already has rows.
         """
         raise NotImplementedError(f"{type(self).__name__} sends no rows")
 
     def poll(self) -> None:
-        """Look whether the other processes run, take what they said, and start those that ended anew. Waits for nothing."""
+        """Poll the other processes, read their messages, and restart those that ended. Does not wait."""
 
     @abstractmethod
     def step(self, requests: Sequence[StepRequest], read: ReadQueryWindow, write: WriteSelection) -> LayerObserver:
-        """A step begins: what comes in time is written before a layer needs it, and questions are asked as queries are there."""
+        """Start a step. The observer writes arriving selections before a layer needs them, and sends queries once they are recorded."""
 
     @abstractmethod
     def forget(self, row: int) -> None:
-        """The request in ``row`` is gone, or its full KV lies elsewhere; no-op where it is not known."""
+        """Forget the request in ``row``: it ended, or its full KV moved to other slots. No-op if unknown."""
 
     @abstractmethod
     def forget_all(self) -> None:
-        """All requests are gone."""
+        """Forget all requests."""
 
 
 def prepare(compressed_kv: "CompressedKVCache", row: int, tokens: int) -> bool:
-    """Ask for what a copy over a request's first ``tokens`` tokens keeps; whether one can be made."""
+    """Ask for the selection for compressed KV over a request's first ``tokens`` tokens. Returns whether compressed KV can be made."""
     method = compressed_kv.method(row)
     covered, found = method.covered(compressed_kv.reach(row, tokens)), compressed_kv.queries.get(row, tokens, method.compressor.window)
     if not covered or found is None:
@@ -177,12 +177,14 @@ def prepare(compressed_kv: "CompressedKVCache", row: int, tokens: int) -> bool:
 
 
 def observe_step(compressed_kv: "CompressedKVCache", ends: dict[int, int], asks: bool) -> LayerObserver | None:
-    """Who is told of the layers of a step; None where nobody chooses elsewhere or by a step's own queries, or nobody's tokens are chosen.
+    """The observer of a step's layers; None if no selector needs it, or no request reads compressed KV.
+
+    Remote selectors need it, and methods that select by a step's own query.
 
     Args:
-        compressed_kv: the copies.
-        ends: position after the step's token, by row, of requests that read their copies.
-        asks: whether another step follows that reads the same copies.
+        compressed_kv: The compressed KV cache.
+        ends: Position after the step's token, by row, of requests that read their compressed KV.
+        asks: Whether a later step reads the same compressed KV.
     """
     if compressed_kv.remote_selector is None:
         return synchronous_selector(compressed_kv, ends)
@@ -200,15 +202,15 @@ def observe_step(compressed_kv: "CompressedKVCache", ends: dict[int, int], asks:
 
 
 def extend_selection(kept: torch.Tensor, before: int, covered: int, keep: int) -> torch.Tensor:
-    """What was chosen of a shorter context, and the tokens that are new: in number as many as a choice of the longer one.
+    """Extend the selection of a shorter context with the new tokens, to the size of a selection of the longer context.
 
-    The newest tokens take the places of those that were the newest.
+    The newest tokens replace the previously newest ones.
 
     Args:
-        kept: int64 [layers, kv_heads, count], positions below ``before``, ascending, of which the last are the newest tokens.
-        before: tokens of the context at that time.
-        covered: tokens of the context now, no fewer.
-        keep: positions of each head that are wanted; of more than ``count`` at most as many more as there are new tokens.
+        kept: int64 [layers, kv_heads, count], positions below ``before``, ascending. The last are the newest tokens.
+        before: Tokens of the shorter context.
+        covered: Tokens of the longer context, at least ``before``.
+        keep: Wanted positions per head. It exceeds ``count`` by at most the number of new tokens.
 
     Returns:
         int64 [layers, kv_heads, keep], positions below ``covered``, ascending.
@@ -218,7 +220,7 @@ def extend_selection(kept: torch.Tensor, before: int, covered: int, keep: int) -
     new = min(covered - before, keep)
     newest = torch.arange(covered - new, covered, device=kept.device).expand(*kept.shape[:-1], new)
     old, count = kept, kept.shape[-1]
-    # Room for the new ones: the oldest of those that stand at the end go, as they are the newest tokens of before.
+    # Make room for the new tokens: drop the oldest of the trailing run, which are the previously newest tokens.
     leaving = count + new - keep
     if leaving > 0:
         window = count_trailing_run(kept)
@@ -228,6 +230,6 @@ def extend_selection(kept: torch.Tensor, before: int, covered: int, keep: int) -
 
 
 def count_trailing_run(kept: torch.Tensor) -> int:
-    """Of the positions at the end of each head's, those that follow one another and that all heads have."""
+    """Length of the run of consecutive positions at the end of each head's positions that all heads share."""
     ends = kept[..., -1:] - torch.arange(kept.shape[-1] - 1, -1, -1, device=kept.device)
     return int((kept == ends).flip(-1).cumprod(-1).sum(-1).min())

@@ -1,4 +1,4 @@
-"""Who says what a copy keeps: its method, another process, or both."""
+"""Which component selects the tokens of compressed KV: its method, another process, or both."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -16,19 +16,24 @@ if TYPE_CHECKING:
 def resolve_selection(
     compressed_kv: "CompressedKVCache", row: int, view: CompressedKV, renewed: bool, choose: Callable[[], torch.Tensor]
 ) -> torch.Tensor | RowExchange | NewestRows | None:
-    """What the copy of a request keeps, int64 [layers, kv_heads, count], or takes in, where it holds the rest; None where its method
-    chooses as it is written.
+    """The tokens that a request's compressed KV keeps, int64 [layers, kv_heads, count], or the rows to add to existing ones.
+
+    None if the method selects while it writes.
 
     Args:
-        compressed_kv: the copies.
-        row: the request's row in the token table.
-        view: its copy, with all slots that it reads.
-        renewed: whether these hold the first tokens already.
-        choose: what the method chooses now, by full KV here.
+        compressed_kv: The compressed KV cache.
+        row: The request's row in the token table.
+        view: The compressed KV, with all slots that it reads.
+        renewed: Whether its slots already hold the first tokens.
+        choose: Returns the method's selection from the full KV here.
     """
     wanted = row, view.covered, view.own_tokens
     if compressed_kv.remote_selector is not None:
-        return compressed_kv.remote_selector.moved(*wanted, renewed) if compressed_kv.remote_selector.sends_rows else compressed_kv.remote_selector.kept(*wanted)
+        return (
+            compressed_kv.remote_selector.moved(*wanted, renewed)
+            if compressed_kv.remote_selector.sends_rows
+            else compressed_kv.remote_selector.kept(*wanted)
+        )
     if compressed_kv.row_sender is None:
         return initial_selection(compressed_kv.method(row).compressor, compressed_kv.buffers, *wanted[1:])
     if compressed_kv.can_lack_full_kv(row):

@@ -1,4 +1,4 @@
-"""The rotary embedding that a model applied: to vectors, taken back from them, and its mean over coming positions."""
+"""The rotary embedding of a model: applying it, taking it back, and its mean over future positions."""
 
 import math
 from collections.abc import Callable
@@ -9,24 +9,24 @@ import torch
 
 from sglang_ext.core import OptionError
 
-# Rows of a table of cosines and sines, from which frequencies are read one finer than the other: at each the coarser one
-# says how many whole turns were made, even where the table is in bfloat16.
+# Rows of a table of cosines and sines from which frequencies are read. Each row refines the estimate of the row before. The coarser
+# estimate gives the number of whole turns, even if the table is in bfloat16.
 STRIDES = (1, 32, 1024, 32768)
-# Largest difference between a model's table and one from the frequencies: far from the beginning angles are rounded.
+# Largest difference between a model's table and a table from the frequencies: at large positions angles are rounded.
 TABLE_ERROR = 0.05
-# Angles are counted in turns of so many steps: integers that overflow lose whole turns only, and nothing far from the beginning.
+# Steps per turn in which angles are counted. Integers that overflow lose whole turns only, so that large positions stay exact.
 TURN = 1 << 32
-# Numbers of positions whose turn is kept.
+# Number of position offsets whose rotation is cached.
 MAX_CACHED_ROTATIONS = 256
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotary embedding (Su et al. 2021, arXiv 2104.09864) of frequencies that do not depend on the position.
+    """Rotary embedding (Su et al. 2021, arXiv 2104.09864) with frequencies that do not depend on the position.
 
     Attributes:
-        frequencies: float32 [pairs], radians a token; the first ``2 * pairs`` entries of a query turn, the others stay.
-        interleaved: entries ``2 i`` and ``2 i + 1`` make pair ``i``; else entries ``i`` and ``i + pairs`` do (NeoX).
+        frequencies: float32 [pairs], radians per token. The first ``2 * pairs`` entries of a vector are rotated.
+        interleaved: Whether entries ``2 i`` and ``2 i + 1`` form pair ``i``; otherwise ``i`` and ``i + pairs`` do (NeoX).
     """
 
     frequencies: torch.Tensor
@@ -38,27 +38,27 @@ class Rotary:
         return (self.frequencies.double() * (TURN / math.tau)).round().long() % TURN
 
     def unrotated(self, vectors: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Vectors as they were before rotary embedding at ``positions``.
+        """Take back rotary embedding at ``positions``.
 
         Args:
             vectors: float [tokens, ..., dim].
             positions: int64 [tokens].
         """
         angles = self._angles(positions).view(len(positions), *(1,) * (vectors.dim() - 2), -1)
-        return self._turned(vectors, angles.cos(), -angles.sin())
+        return self._rotate_pairs(vectors, angles.cos(), -angles.sin())
 
     def rotated(self, vectors: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Vectors with rotary embedding at ``positions``; it is taken back at their negatives.
+        """Apply rotary embedding at ``positions``. Negative positions take it back.
 
         Args:
             vectors: float [..., tokens, dim].
             positions: int64 [..., tokens].
         """
         angles = self._angles(positions)
-        return self._turned(vectors, angles.cos(), angles.sin())
+        return self._rotate_pairs(vectors, angles.cos(), angles.sin())
 
     def advanced(self, vectors: torch.Tensor, count: int) -> torch.Tensor:
-        """Vectors as they would be ``count`` positions later, wherever they are, in few operations: float32, as ``vectors``, [..., dim]."""
+        """Rotate vectors by ``count`` further positions, whatever their position, in few operations: float32 [..., dim]."""
         cos, sin, other = self._turn(count, vectors.shape[-1])
         if vectors.is_cuda and vectors.dim() == 4 and vectors.stride()[2:] == (vectors.shape[-1], 1):
             from sglang_ext.layers.kernels.selection.rotate_queries import rotate_queries
@@ -68,15 +68,15 @@ class Rotary:
         return torch.addcmul(vectors * cos, vectors[..., other], sin)
 
     def mean_rotation(self, begin: int, count: int, dim: int) -> torch.Tensor:
-        """The mean of the rotations at positions ``[begin, begin + count)``: float32 [dim, dim], for column vectors."""
+        """Mean of the rotations at positions ``[begin, begin + count)``: float32 [dim, dim], for column vectors."""
         angles = torch.arange(begin, begin + count, device=self.frequencies.device)[:, None] * self.frequencies
         units = torch.eye(dim, device=self.frequencies.device)
-        return self._turned(units, angles.cos().mean(dim=0), angles.sin().mean(dim=0)).t()
+        return self._rotate_pairs(units, angles.cos().mean(dim=0), angles.sin().mean(dim=0)).t()
 
     def _turn(self, count: int, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of each of ``dim`` entries cosine and sine of so many positions, with its sign, and the other entry of its pair: [dim] each.
+        """Signed cosine and sine of each of ``dim`` entries for ``count`` positions, and the other entry of its pair: [dim] each.
 
-        Kept, and on the device before this returns: streams may take what another one had made.
+        The result is cached, and is on the device before this returns, so that one stream may use the result of another.
         """
         if (found := self._turns.get((count, dim))) is None:
             pairs = len(self.frequencies)
@@ -93,7 +93,7 @@ class Rotary:
         return found
 
     def cached_rotations(self) -> tuple[tuple[torch.Tensor, ...], ...]:
-        """What :meth:`advanced` reads, until others take its place: who launches that again, as a CUDA graph does, holds it."""
+        """The tensors that :meth:`advanced` reads. A caller that launches it again, as a CUDA graph does, must keep them alive."""
         return tuple(self._turns.values())
 
     @cached_property
@@ -101,11 +101,11 @@ class Rotary:
         return {}
 
     def _angles(self, positions: torch.Tensor) -> torch.Tensor:
-        """Of the pairs at ``positions``, int64 of any sign, within a turn: float32 [..., pairs]."""
+        """Angles of the pairs at ``positions``, int64 of any sign, within a turn: float32 [..., pairs]."""
         return (positions[..., None] * self.steps & (TURN - 1)).float() * (math.tau / TURN)
 
-    def _turned(self, vectors: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Each pair times the complex number ``cos + i sin``, both [..., pairs]."""
+    def _rotate_pairs(self, vectors: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Multiply each pair by the complex number ``cos + i sin``, both [..., pairs]."""
         pairs = len(self.frequencies)
         turning, rest = vectors[..., : 2 * pairs], vectors[..., 2 * pairs :]
         by_pair = turning.unflatten(-1, (pairs, 2)) if self.interleaved else turning.unflatten(-1, (2, pairs)).transpose(-1, -2)
@@ -118,15 +118,15 @@ class Rotary:
 def find_rotary(model: torch.nn.Module, is_attention: Callable[[torch.nn.Module], bool], compressor: str) -> Rotary:
     """The rotary embedding that all attention layers of an SGLang model share.
 
-    It is read off the table of cosines and sines, so that any scaling of the frequencies is in it.
+    It is derived from the table of cosines and sines, and therefore includes any scaling of the frequencies.
 
     Args:
-        model: the model; the module that holds an attention layer also holds its ``rotary_emb``.
-        is_attention: whether a module is an attention layer.
-        compressor: that needs it, as ``--kv-compressor`` names it.
+        model: The model. The module that holds an attention layer also holds its ``rotary_emb``.
+        is_attention: Whether a module is an attention layer.
+        compressor: Name of the compressor that needs it, as in ``--kv-compressor``.
 
     Raises:
-        OptionError: a layer has none, layers differ, or it is of a kind whose frequencies depend on the position.
+        OptionError: A layer has none, layers differ, or its frequencies depend on the position.
     """
     owners = [module for module in model.modules() if any(map(is_attention, module.children()))]
     embeddings = {id(found): found for found in (getattr(owner, "rotary_emb", None) for owner in owners)}
@@ -140,13 +140,13 @@ def find_rotary(model: torch.nn.Module, is_attention: Callable[[torch.nn.Module]
     if not isinstance(table, torch.Tensor) or table.dim() != 2 or len(table) < 2 or style is None:
         raise _refused(compressor, f"{type(embedding).__name__} is of an unknown kind")
     rotary = Rotary(_frequencies(table), not style)
-    if not _explains(rotary, table):
+    if not _matches_table(rotary, table):
         raise _refused(compressor, f"frequencies of {type(embedding).__name__} depend on the position")
     return rotary
 
 
 def _frequencies(table: torch.Tensor) -> torch.Tensor:
-    """Frequencies of a table [positions, 2 pairs] of cosines and sines, which may be scaled by one factor: float32 [pairs]."""
+    """Frequencies of a table [positions, 2 pairs] of cosines and sines, possibly scaled by one factor: float32 [pairs]."""
     cos, sin = table.double().chunk(2, dim=-1)
     found = torch.zeros_like(cos[0])
     for stride in (stride for stride in STRIDES if stride < len(table)):
@@ -156,9 +156,9 @@ def _frequencies(table: torch.Tensor) -> torch.Tensor:
     return found.float()
 
 
-def _explains(rotary: Rotary, table: torch.Tensor) -> bool:
-    """Whether rows of a table, far apart, follow from the frequencies up to one factor."""
-    # On the host: SGLang's deterministic mode has operators of its own on a GPU, which take no float64.
+def _matches_table(rotary: Rotary, table: torch.Tensor) -> bool:
+    """Whether distant rows of a table follow from the frequencies, up to one factor."""
+    # On the host: SGLang's deterministic mode replaces operators on a GPU, and they do not support float64.
     rows = torch.tensor([1, len(table) // 3, len(table) // 2, len(table) - 1])
     angles = rows[:, None].double() * rotary.frequencies.cpu().double()
     found = table[rows.to(table.device)].cpu().double()

@@ -1,26 +1,26 @@
-"""Which token's K and V each slot of a copy holds, by layer and KV head, where another process has the full KV: what goes, and what comes.
+"""Which rows compressed KV replaces when another process has the full KV. A row is a token's K and V in one layer and KV head.
 
-A copy of ``keep`` slots has in its slot i, for each layer and KV head, the row of one token that the head keeps. Attention asks for the set
-alone, as keys are rotated already, so that what stays keeps its place, and what is new takes the places of what goes.
+Compressed KV of ``keep`` slots stores in slot i, for each layer and KV head, the row of one token that the head keeps. Attention does not
+depend on their order, since keys are already rotated. Rows that stay therefore keep their place, and new rows replace leaving ones.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-# Of a place that holds nothing yet.
+# Marks an empty place.
 EMPTY = -1
 
 
 @dataclass(frozen=True)
 class RowExchange:
-    """Rows that come in the place of others; int64 [rows] each, ascending by layer and head.
+    """Rows that replace others. Each tensor is int64 [rows], ascending by layer and head, unless stated otherwise.
 
     Attributes:
-        held: int64 [layers, kv_heads, places], positions of what each place holds afterwards.
-        layers, heads, places: where they go.
-        positions: of their tokens.
-        wanted: their places among what was wanted of their head.
+        held: int64 [layers, kv_heads, places], position of the token in each place afterwards.
+        layers, heads, places: Where the rows are stored.
+        positions: Positions of their tokens.
+        wanted: Their indices in the wanted positions of their head.
     """
 
     held: torch.Tensor
@@ -31,13 +31,13 @@ class RowExchange:
     wanted: torch.Tensor
 
     def of_layer(self, layer: int) -> slice:
-        """Which of the rows are a layer's."""
+        """Slice of the rows of one layer."""
         return slice(*torch.searchsorted(self.layers, torch.tensor([layer, layer + 1])).tolist())
 
 
 @dataclass(frozen=True)
 class ReceivedRows:
-    """An exchange whose rows another process sent: ``keys`` and ``values`` are [rows, dim]."""
+    """An exchange with the rows that another process sent. ``keys`` and ``values`` are [rows, dim]."""
 
     exchange: RowExchange
     keys: torch.Tensor
@@ -46,11 +46,11 @@ class ReceivedRows:
 
 @dataclass(frozen=True)
 class NewestRows:
-    """The newest tokens of a context, as many for each head, that come in the place of others.
+    """A context's newest tokens, equally many per head, that replace other rows.
 
     Attributes:
-        places: int64 [layers, kv_heads, count], where they go.
-        first: position of the first of them, which the others follow.
+        places: int64 [layers, kv_heads, count], places that store them.
+        first: Position of the first of them. The others follow it.
     """
 
     places: torch.Tensor
@@ -58,19 +58,19 @@ class NewestRows:
 
 
 def exchange(held: torch.Tensor, wanted: torch.Tensor, available: torch.Tensor | None = None) -> RowExchange:
-    """Let places hold what is wanted: what is held already stays where it is.
+    """Plan an exchange after which the places hold the wanted rows. Rows that are wanted and held stay in their place.
 
-    What is neither held nor available leaves its place to what is there: an exchange never says that a place holds what it does not.
+    If a wanted row is neither held nor available, its place keeps the previous row. ``RowExchange.held`` then has that row's position.
 
     Args:
-        held: int64 [layers, kv_heads, places], positions, each once; :data:`EMPTY` where there is nothing.
-        wanted: int64 [layers, kv_heads, places], positions, each once.
-        available: bool, like ``wanted``: whose rows there are; None for all.
+        held: int64 [layers, kv_heads, places], distinct positions; :data:`EMPTY` for an empty place.
+        wanted: int64 [layers, kv_heads, places], distinct positions.
+        available: bool, like ``wanted``: whether the row can be copied; None for all.
     """
     coming, going = missing_mask(wanted, held), missing_mask(held, wanted)
     if available is not None:
         coming &= available
-    # Of as many as come, the first places that are free.
+    # Replace only as many rows as arrive, in the first places that are free.
     going &= going.cumsum(-1) <= coming.sum(-1, keepdim=True)
     layers, heads, index = coming.nonzero(as_tuple=True)
     places, positions = going.nonzero(as_tuple=True)[2], wanted[layers, heads, index]
@@ -80,7 +80,7 @@ def exchange(held: torch.Tensor, wanted: torch.Tensor, available: torch.Tensor |
 
 
 def missing_mask(these: torch.Tensor, those: torch.Tensor) -> torch.Tensor:
-    """Which of a head's positions are not among others of it: bool, like ``these``; empty places are.
+    """Mask of a head's positions in ``these`` that are not in ``those``: bool, like ``these``. Empty places count as missing.
 
     Args:
         these, those: int64 [layers, kv_heads, count], positions or :data:`EMPTY`.
@@ -93,23 +93,28 @@ def missing_mask(these: torch.Tensor, those: torch.Tensor) -> torch.Tensor:
 
 
 def top_mask(these: torch.Tensor, scores: torch.Tensor, most: int | torch.Tensor) -> torch.Tensor:
-    """Of a head's tokens, bool [..., count], as many as ``most`` of the highest ``scores``, which are like them and above -1; of equal ones
-    those that come first. ``most`` for all heads, or int64 [..., 1]."""
+    """Mask of the ``most`` highest ``scores`` among each head's tokens ``these``, bool [..., count]. Ties go to the first.
+
+    ``scores`` has the shape of ``these`` and is above -1. ``most`` is one number for all heads, or int64 [..., 1].
+    """
     rank = torch.where(these, scores, -1).argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
     return these & (rank < most)
 
 
 def renewed(held: torch.Tensor, before: int, covered: int, keep: int, recent: int) -> tuple[torch.Tensor, NewestRows]:
-    """Let a copy that stood for ``before`` tokens stand for ``covered``, without a look at what it holds: as many of the newest as a choice
-    has in any case take the places of those that were the newest, and those that are added to it.
+    """Extend compressed KV from ``before`` to ``covered`` tokens without reading its rows.
+
+    The newest tokens, as many as each selection contains in any case, replace the previously newest ones and fill the added places.
 
     Args:
-        held: int32 [layers, kv_heads, count], positions below ``before``, each once.
-        keep: places of the copy from now on, no fewer.
-        recent: tokens that a choice has in any case.
+        held: int32 [layers, kv_heads, count], positions below ``before``, distinct.
+        before: Tokens covered before.
+        covered: Tokens covered afterwards.
+        keep: Places afterwards, no fewer than before.
+        recent: Newest tokens that each selection contains.
 
     Returns:
-        As ``held`` afterwards, [layers, kv_heads, keep], and what comes.
+        ``held`` afterwards, [layers, kv_heads, keep], and the rows to copy.
     """
     count = held.shape[-1]
     new = max(keep - count, min(covered - before, recent, keep))
@@ -121,12 +126,12 @@ def renewed(held: torch.Tensor, before: int, covered: int, keep: int, recent: in
 
 
 def pad_places(held: torch.Tensor, places: int) -> torch.Tensor:
-    """So many places, of which those after what is held, [layers, kv_heads, fewer or as many], are empty."""
+    """Pad ``held``, [layers, kv_heads, at most places], with empty places to ``places``."""
     return torch.nn.functional.pad(held, (0, places - held.shape[-1]), value=EMPTY)
 
 
 def merge_exchanges(parts: list[RowExchange]) -> RowExchange:
-    """Those of packs of layers, one after another, as one of all layers."""
+    """Merge the exchanges of consecutive groups of layers into one of all layers."""
     first, layers = 0, []
     for part in parts:
         layers.append(part.layers + first)

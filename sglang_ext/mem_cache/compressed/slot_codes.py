@@ -1,11 +1,13 @@
-"""Keys of all slots of the KV pool in 8 or 4 bits, for scoring alone (``--kv-score-bits``).
+"""Keys of all slots of the KV pool in 8 or 4 bits, used for scoring only (``--kv-score-bits``).
 
-A slot's codes are those of the key that is in it. Each forward codes the keys that it wrote, in all layers at once, when its last layer
-has attended: in the same CUDA graph, on the stream of the model, to the same slots, whatever request computes them. So a prefix hit finds
-them, slots that are used again are coded again, a draft's exact key replaces the codes of the draft's, and nobody has to remember how far
-a request's keys are coded. A choice on a second stream waits for the forward before it, and reads slots of tokens that no forward
-writes. One launch a step, and a share of the keys' bytes where a prompt is computed. Keys that come back from host memory are coded as the
-prefix tree takes them in; those that come from another server would have no codes, and are refused (config/selection_options.py).
+Each forward quantizes the keys that it wrote, in all layers at once, after its last layer has attended. This happens in the same CUDA
+graph, on the model's stream, for the same slots, whichever request computes them. A prefix hit therefore finds the codes. A slot that is
+used again gets new codes. The codes of a draft token's exact key replace those of its draft key. No record is needed of how far a
+request's keys are quantized.
+
+A selection on a second stream waits for the forward before it, and reads slots of tokens that no forward writes. The cost is one launch
+per step, and a share of the keys' bytes in prefill. Keys loaded from host memory are quantized when the prefix tree inserts them. Keys
+from another server would have no codes, so the combination is refused (config/selection_options.py).
 """
 
 from collections.abc import Sequence
@@ -20,12 +22,12 @@ class SlotCodes(KeySidecar):
     """Codes of all slots.
 
     Args:
-        keys: of all attention layers of the pool, [slots, kv_heads, head_dim] each.
-        layer_ids: index of each layer in the model.
+        keys: Keys of the pool's attention layers, [slots, kv_heads, head_dim] each.
+        layer_ids: Index of each layer in the model.
         bits: 8 or 4.
 
     Attributes:
-        held: the codes; a place is a slot.
+        held: The codes, indexed by slot.
     """
 
     def __init__(self, keys: Sequence[torch.Tensor], layer_ids: Sequence[int], bits: int):
@@ -36,5 +38,5 @@ class SlotCodes(KeySidecar):
         self.compile_kernels(device)
 
     def write(self, slots: torch.Tensor) -> None:
-        """As :meth:`KeySidecar.write`: code the keys."""
+        """Quantize the keys of the slots, as :meth:`KeySidecar.write`."""
         self._coder.code(slots)

@@ -1,8 +1,8 @@
-"""Predicted scores of tokens, by the slot of the KV pool that holds their KV.
+"""Predicted scores of tokens, indexed by the KV pool slot of their KV.
 
-They are written in the forward that writes the KV, to the same slots, whatever request computes it: a prefix hit finds them,
-and slots of rejected drafts, or of tokens that are gone, are overwritten with their KV. Drafts and padding write scores, too,
-as they write KV; nobody reads those. All of it happens on the device, so that CUDA graphs capture it.
+The forward that writes KV also writes the scores, to the same slots, whichever request computes it. A prefix hit therefore finds them.
+Slots of rejected drafts, or of freed tokens, are overwritten together with their KV. Drafts and padding also write scores, as they
+write KV; nothing reads these. Everything happens on the device, so that CUDA graphs capture it.
 """
 
 import inspect
@@ -16,11 +16,11 @@ from sglang_ext.mem_cache.scores.predictor import Predictor
 
 
 class SlotScores:
-    """Scores of all slots, as one predictor gives them.
+    """Scores of all slots, computed by one predictor.
 
     Attributes:
-        predictor: for the KV heads of this rank.
-        layer_ids: of the model's attention layers, in the order of :attr:`table`.
+        predictor: The predictor, for the KV heads of this rank.
+        layer_ids: Indices of the model's attention layers, in the order of :attr:`table`.
         table: float16 [layers, kv_heads, slots]; NaN where the score is unknown. Empty before :meth:`allocate`.
     """
 
@@ -28,15 +28,15 @@ class SlotScores:
         self.predictor = predictor
         self.layer_ids = tuple(layer_ids)
         self.table = torch.empty(len(self.layer_ids), predictor.kv_heads, 0, dtype=torch.float16)
-        self._forgot = False
+        self._has_unknown = False
 
     def allocate(self, slots: int, device: torch.device | str, dtype: torch.dtype) -> None:
-        """Make room for so many slots; the predictor computes in ``dtype``, the model's."""
+        """Allocate scores for ``slots`` slots. The predictor computes in ``dtype``, the model's."""
         self.predictor = self.predictor.to(device, dtype)
         self.table = torch.full((*self.table.shape[:2], slots), torch.nan, dtype=torch.float16, device=device)
 
     def planned_bytes(self, slots: int) -> int:
-        """Bytes of :attr:`held_bytes` with room for so many slots, at most."""
+        """Upper bound of :attr:`held_bytes` with ``slots`` slots."""
         return len(self.layer_ids) * self.predictor.kv_heads * slots * self.table.element_size() + self.predictor.held_bytes
 
     @property
@@ -48,31 +48,31 @@ class SlotScores:
         """Score the tokens of a forward in one layer.
 
         Args:
-            index: of the layer, in the order of :attr:`table`.
-            slots: int64 [tokens], to which their KV is written.
-            states: [tokens, hidden_size], what enters attention.
+            index: Index of the layer in :attr:`table`.
+            slots: int64 [tokens], slots of their KV.
+            states: [tokens, hidden_size], input of the attention module.
         """
         found = self.predictor(self.layer_ids[index], states)
         self.table[index].index_copy_(1, slots, found.t().to(self.table.dtype))
 
     def read(self, slots: torch.Tensor) -> torch.Tensor:
-        """Scores at ``slots``, int64 [tokens]: float32 [layers, kv_heads, tokens]."""
+        """Scores of ``slots``, int64 [tokens]: float32 [layers, kv_heads, tokens]."""
         return self.table[..., slots].float()
 
     def forget(self, slots: torch.Tensor) -> None:
-        """The KV at ``slots``, int64 [tokens], comes from elsewhere: its scores are unknown."""
-        self._forgot = True
+        """Mark the scores of ``slots``, int64 [tokens], as unknown, because their KV was not computed here."""
+        self._has_unknown = True
         self.table[..., slots] = torch.nan
 
     def has_scores(self, slots: torch.Tensor) -> bool:
-        """Whether all of ``slots``, int64 [tokens], have a score; waits for the device only where some were forgotten."""
-        return not self._forgot or not bool(self.table[0, 0, slots].isnan().any())
+        """Whether all of ``slots``, int64 [tokens], have a score. Waits for the device only after :meth:`forget` was called."""
+        return not self._has_unknown or not bool(self.table[0, 0, slots].isnan().any())
 
     def watch(self, model: torch.nn.Module) -> None:
-        """Let the forwards of ``model`` write scores.
+        """Register hooks so that the forwards of ``model`` write scores.
 
         Raises:
-            OptionError: the model does not show what enters its attention.
+            OptionError: The model does not expose the input of its attention modules.
         """
         for index, owner in enumerate(attention_owners(model, self.layer_ids)):
             owner.register_forward_pre_hook(partial(self._record, index, inspect.signature(owner.forward)), with_kwargs=True)
@@ -83,10 +83,10 @@ class SlotScores:
 
 
 def attention_owners(model: torch.nn.Module, layer_ids: Sequence[int]) -> list[torch.nn.Module]:
-    """The modules that hold SGLang's attention layers, which get the hidden states, in the order of ``layer_ids``.
+    """The modules that hold SGLang's attention layers and get the hidden states, in the order of ``layer_ids``.
 
     Raises:
-        OptionError: a layer's owner is called with something else.
+        OptionError: The module of a layer has other parameters.
     """
     from sglang.srt.layers.radix_attention import RadixAttention
 

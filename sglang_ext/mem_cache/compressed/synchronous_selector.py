@@ -1,4 +1,4 @@
-"""Tokens that each layer of a step chooses by the step's own query, just before it attends to them: what predictions are compared with."""
+"""Synchronous selection: each layer of a step selects tokens by the step's own query, just before attention. A baseline for predictions."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -13,27 +13,27 @@ if TYPE_CHECKING:
 
 
 class SynchronousSelector:
-    """A :class:`~.chosen_elsewhere.LayerObserver` of one step.
+    """A :class:`~.remote_selector.LayerObserver` that selects tokens in each layer of one step.
 
     Args:
-        compressed_kv: the copies.
-        ends: position after the step's token, by row, of requests whose tokens are chosen in this step.
+        compressed_kv: The compressed KV cache.
+        ends: Position after the step's token, by row, of requests that select in this step.
     """
 
     def __init__(self, compressed_kv: "CompressedKVCache", ends: Mapping[int, int]):
-        self._views = compressed_kv
+        self._compressed_kv = compressed_kv
         self._ends = ends
 
     def on_layer_start(self, layer: int) -> None:
-        """Its queries are not there yet."""
+        """Do nothing: the layer's queries are not recorded yet."""
 
     def on_queries_recorded(self, layer: int) -> None:
-        """Choose what the layer reads."""
+        """Select the tokens that the layer reads."""
         for row, end in self._ends.items():
             self._choose(row, end, slice(layer, layer + 1))
 
     def _choose(self, row: int, end: int, layers: slice) -> None:
-        compressed_kv, view, chooser = self._views, self._views.get(row), self._views.method(row).compressor
+        compressed_kv, view, chooser = self._compressed_kv, self._compressed_kv.get(row), self._compressed_kv.method(row).compressor
         found = compressed_kv.queries.get(row, end, chooser.window, layers)
         if found is None:
             return
@@ -43,12 +43,13 @@ class SynchronousSelector:
 
 
 def synchronous_selector(compressed_kv: "CompressedKVCache", ends: Mapping[int, int]) -> SynchronousSelector | None:
-    """Who chooses in a step for those whose method waits for its query, and whose turn it is; None for nobody, or where attention itself
-    chooses, whose choices are counted here.
+    """Create the synchronous selector of a step, for requests whose method needs it and whose selection interval ends.
+
+    Returns None if there is no such request, or if attention itself selects. Those selections are counted here.
 
     Args:
-        compressed_kv: the copies.
-        ends: position after the step's token, by row, of requests that read their copies.
+        compressed_kv: The compressed KV cache.
+        ends: Position after the step's token, by row, of requests that read their compressed KV.
     """
     waiting = {row: end for row, end in ends.items() if compressed_kv.method(row).compressor.synchronous}
     if not waiting:
@@ -63,13 +64,13 @@ def synchronous_selector(compressed_kv: "CompressedKVCache", ends: Mapping[int, 
 
 
 def initial_selection(chooser: Compressor, buffers: KVBuffers, covered: int, keep: int) -> torch.Tensor | None:
-    """What a copy leads to until its layers choose: the newest tokens; None where something is to be chosen before, by a query that was kept.
+    """The selection until layers select themselves: the newest tokens. None if a recorded query must select before.
 
     Args:
-        chooser: the copy's compressor.
-        buffers: the pool's.
-        covered: tokens that the copy stands for.
-        keep: of these, tokens of each head.
+        chooser: The request's compressor.
+        buffers: The pool's buffers.
+        covered: Tokens that the compressed KV covers.
+        keep: Tokens per head.
     """
     if not chooser.synchronous or (chooser.every > 1 and chooser.window):
         return None

@@ -1,5 +1,8 @@
-"""KV cache compressors: one file a method, one catalogue of them (catalogue.py); contracts/ has an interface for those that drop
-tokens, and one for those that pack them in few bits. What a method of one's own needs is named here."""
+"""KV cache compressors: one file per method, and one catalogue of them (catalogue.py).
+
+contracts/ has the interfaces: one for methods that drop tokens, one for methods that quantize them. This module exports what a user's own
+method needs.
+"""
 
 from sglang_ext.mem_cache.compressors.contracts.compressor import Always, Compressor, ContextKV, LayerKV, Part, best, kept_count
 from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer

@@ -1,6 +1,6 @@
-"""The one catalogue of methods: what ``--kv-compressor`` may name. What is to be known of a method its class says.
+"""The catalogue of compression methods that ``--kv-compressor`` may name. Each method's class declares its properties.
 
-A method is one file of this folder, or of ``each_step/``, which is found there, or a user's own (user_methods.py).
+A method is one file of this folder or of ``each_step/``, found automatically, or a user's own file (user_methods.py).
 """
 
 import re
@@ -19,19 +19,19 @@ from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer
 from sglang_ext.mem_cache.compressors.contracts.registry import COMPRESSORS, USER_METHODS, QUANTIZERS
 
 DEFAULT = "snapkv"
-# NAME, or NAME:MORE, where NAME may have colons of its own, of users' files.
+# NAME or NAME:MORE. NAME may contain colons if it is a user's file.
 WITH_MORE = re.compile(r"(?P<name>(?:[^:]*?\.py:\w+)*[^:]*)(?::(?P<more>.*))?", re.DOTALL)
-# As benchmarks name methods with bits: hack:2, hack4.
+# Names with bits, as benchmarks write them: hack:2, hack4.
 WITH_BITS = re.compile(r"(?P<name>.+?):?(?P<bits>\d+)")
 
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """What becomes of full KV: selected first, then quantized.
+    """A compression method: tokens are selected first, then quantized.
 
     Attributes:
-        compressor: chooses what a copy keeps.
-        quantizer: packs it; None where it stays as it is.
+        compressor: Selects the tokens to keep.
+        quantizer: Quantizes them; None to store them unchanged.
     """
 
     compressor: Compressor
@@ -39,7 +39,7 @@ class MethodSpec:
 
     @property
     def needs_rotary(self) -> bool:
-        """Whether it reads the model's rotary embedding; models without a known one are refused then."""
+        """Whether it reads the model's rotary embedding. Models without a known one are then refused."""
         return self.compressor.needs_rotary or (self.quantizer is not None and self.quantizer.before_rotary)
 
 
@@ -51,64 +51,64 @@ def _load() -> None:
 
 
 def dropping() -> tuple[str, ...]:
-    """Names of all methods that drop tokens: the default, those that need nothing but a server, the others."""
+    """Names of all methods that drop tokens: the default, then those that need no files, then the others."""
     _load()
     return tuple(sorted(COMPRESSORS, key=lambda name: (name != DEFAULT, not is_online(name), COMPRESSORS[name].points, name)))
 
 
 def packing() -> tuple[str, ...]:
-    """Names of all methods that pack tokens in few bits, sorted."""
+    """Names of all methods that quantize tokens, sorted."""
     _load()
     return tuple(sorted(QUANTIZERS))
 
 
 def builtin_names(names: Iterable[str]) -> tuple[str, ...]:
-    """Of these, those that the catalogue has by itself: what messages name."""
+    """The built-in ones of ``names``, which messages list."""
     return tuple(name for name in names if name not in USER_METHODS)
 
 
 def is_online(name: str) -> bool:
-    """Whether a method that drops tokens looks at KV and queries as they are made, and makes copies of what it keeps."""
+    """Whether a method that drops tokens scores KV and queries during serving, and stores the kept KV."""
     return COMPRESSORS[name].reads is None and not COMPRESSORS[name].points
 
 
 def online() -> tuple[str, ...]:
-    """Names of those of the catalogue for which that is so."""
+    """Names of the built-in methods for which :func:`is_online` holds."""
     return tuple(name for name in builtin_names(dropping()) if is_online(name))
 
 
 def packable() -> tuple[str, ...]:
-    """Names of methods that drop tokens, and whose copies can be packed besides: they hold KV."""
+    """Names of methods that drop tokens and can be combined with a quantizer, because they store KV."""
     return tuple(name for name in dropping() if not COMPRESSORS[name].points)
 
 
 def comparable() -> tuple[str, ...]:
-    """Names of methods whose scores compare over heads and layers, and whose copies hold KV, which heads can share unevenly."""
+    """Names of methods whose heads can share a budget: scores compare over heads and layers, and compressed KV is stored."""
     return tuple(name for name in packable() if COMPRESSORS[name].comparable)
 
 
 def better_uneven() -> tuple[str, ...]:
-    """Names of those whose drafts are accepted more often where heads keep different numbers of tokens."""
+    """Names of methods whose acceptance rate is higher if heads keep different numbers of tokens."""
     return tuple(name for name in dropping() if COMPRESSORS[name].better_uneven)
 
 
 def on_gpu() -> tuple[str, ...]:
-    """Names of methods that pack tokens, and have kernels."""
+    """Names of quantizers that have kernels."""
     return tuple(name for name in packing() if QUANTIZERS[name].quantizer_class.has_kernels)
 
 
 def names() -> Iterator[str]:
-    """All values of ``--kv-compressor``, of users' own those that were named."""
+    """All values of ``--kv-compressor``; of users' own methods, those that were named before."""
     yield from (*dropping(), *packing(), *("+".join(pair) for pair in product(packable(), packing())))
 
 
 def number(name: str) -> int:
-    """Of a method, by which processes of one server tell it: from 1; 0 for none."""
+    """Number that identifies a method among the processes of one server, from 1; 0 for no method."""
     return _numbers(len(COMPRESSORS) + len(QUANTIZERS)).get(name, 0)
 
 
 def method_name(number: int) -> str:
-    """The method of that number."""
+    """Name of the method with this number."""
     return list(_numbers(len(COMPRESSORS) + len(QUANTIZERS)))[number - 1]
 
 
@@ -119,10 +119,10 @@ def _numbers(registered: int) -> dict[str, int]:
 
 @cache
 def parse(value: str, flag: str = "--kv-compressor") -> tuple[str | None, str | None]:
-    """Names of what drops tokens and of what packs them, of a value of ``--kv-compressor``; None for nobody. Messages name ``flag``.
+    """Parse a value of ``--kv-compressor`` into the names of a dropping method and a quantizer; None for none. Messages name ``flag``.
 
     Raises:
-        OptionError: names the value and what is allowed.
+        OptionError: The value is unknown. The message has the value and the allowed ones.
     """
     _load()
     first, second = (None if part is None else user_methods.name_of(part, flag) for part in parts(value))
@@ -130,19 +130,19 @@ def parse(value: str, flag: str = "--kv-compressor") -> tuple[str | None, str | 
     if (drops is not None and drops not in dropping()) or (packs is not None and packs not in packing()):
         raise OptionError(
             f"{flag} is {value!r}; allowed: one that drops tokens ({', '.join(builtin_names(dropping()))}), one that packs them in "
-            f"few bits ({', '.join(builtin_names(packing()))}), one of each, as in {DEFAULT}+kivi, or one of your own, as in ./my_method.py:KeyNorm. "
-            f"Pass {_apart_from_bits(value, flag) or 'one of these'}."
+            f"few bits ({', '.join(builtin_names(packing()))}), one of each, as in {DEFAULT}+kivi, or one of your own, as in "
+            f"./my_method.py:KeyNorm. Pass {_apart_from_bits(value, flag) or 'one of these'}."
         )
     if packs is not None and drops is not None and COMPRESSORS[drops].points:
         raise OptionError(
-            f"{flag} is {value!r}; {drops} leads into full KV and holds none that could be packed: pass {drops} alone, "
+            f"{flag} is {value!r}; {drops} points to full KV and stores none that could be packed: pass {drops} alone, "
             f"or one of {', '.join(builtin_names(packable()))} before +{packs}"
         )
     return drops, packs
 
 
 def _apart_from_bits(value: str, flag: str) -> str | None:
-    """Flags for what a name with bits in it seems to mean; None where it means nothing."""
+    """Flags that a name with bits in it probably means; None if it means nothing."""
     found = WITH_BITS.fullmatch(value)
     if found is None or found["name"].split("+")[-1] not in packing():
         return None
@@ -150,7 +150,7 @@ def _apart_from_bits(value: str, flag: str) -> str | None:
 
 
 def parts(value: str) -> tuple[str, str | None]:
-    """What drops tokens, and what packs them besides, as it was typed; paths may have a plus, too."""
+    """Split a value into the method that drops tokens and the quantizer, as typed. Paths may contain a plus, too."""
     for place in (place for place, letter in enumerate(value) if letter == "+"):
         if value[:place] in dropping() or user_methods.NAMED.fullmatch(value[:place]):
             return value[:place], value[place + 1 :]
@@ -158,24 +158,24 @@ def parts(value: str) -> tuple[str, str | None]:
 
 
 def split(text: str) -> tuple[str, str | None]:
-    """A value of ``--kv-compressor``, and what stands behind it after a colon (a budget, bits); None without a colon."""
+    """Split a value of ``--kv-compressor`` at its colon into name and rest (a budget, bits); the rest is None without a colon."""
     return WITH_MORE.fullmatch(text).group("name", "more")
 
 
 def points(value: str) -> bool:
-    """Whether copies of the method that ``value`` names lead into full KV; False where it names none."""
+    """Whether the method named ``value`` points to full KV; False if there is no such method."""
     dropping = _dropping_of(value)
     return dropping is not None and dropping.points
 
 
 def needs_verifications(value: str) -> bool:
-    """Whether verifications choose what copies of the method keep that ``value`` names; False where it names none."""
+    """Whether verifications select the tokens of the method named ``value``; False if there is no such method."""
     dropping = _dropping_of(value)
     return dropping is not None and dropping.each_round and not dropping.every
 
 
 def per_step_methods() -> tuple[str, ...]:
-    """Names of methods that choose tokens for each step, which the flags of selection are for."""
+    """Names of methods that select tokens per step. The selection flags apply to them."""
     return tuple(name for name in dropping() if COMPRESSORS[name].every)
 
 
@@ -188,10 +188,10 @@ def _dropping_of(value: str) -> type[Compressor] | None:
 
 
 def code_bits(packs: str, bits: int | None) -> int:
-    """Bits of the codes of a quantizer; ``bits`` as asked for, None for its default.
+    """Bits of a quantizer's codes. ``bits`` is the requested number, None for the default.
 
     Raises:
-        OptionError: names the value and what is allowed.
+        OptionError: The number is not allowed. The message has the value and the allowed ones.
     """
     allowed = allowed_bits(packs)
     if bits is not None and bits not in allowed:
@@ -203,18 +203,18 @@ def code_bits(packs: str, bits: int | None) -> int:
 
 
 def allowed_bits(packs: str) -> tuple[int, ...]:
-    """Bits that the codes of a quantizer may have, the default first."""
+    """Allowed bits of a quantizer's codes, the default first."""
     _load()
     return QUANTIZERS[packs].bits
 
 
 def partition_size(packs: str, partition: int | None) -> int | None:
-    """Numbers that share a scale in copies of a quantizer; ``partition`` as asked for, None for its default.
+    """Numbers that share a scale in a quantizer's blocks. ``partition`` is the requested size, None for the default.
 
-    None where it has no choice.
+    Returns None if the quantizer's partitions are fixed.
 
     Raises:
-        OptionError: names the value and what is allowed.
+        OptionError: The size is not allowed. The message has the value and the allowed ones.
     """
     allowed = allowed_partitions(packs)
     if partition is not None and partition not in allowed:
@@ -225,21 +225,21 @@ def partition_size(packs: str, partition: int | None) -> int | None:
 
 
 def allowed_partitions(packs: str) -> tuple[int, ...]:
-    """Sizes that the partitions of a quantizer may have, the default first; none where it has no choice."""
+    """Allowed sizes of a quantizer's partitions, the default first; empty if they are fixed."""
     _load()
     return QUANTIZERS[packs].partitions
 
 
 def partitioned() -> tuple[str, ...]:
-    """Names of methods that pack tokens in partitions whose size can be chosen."""
+    """Names of quantizers whose partition size can be chosen."""
     return tuple(name for name in packing() if QUANTIZERS[name].partitions)
 
 
 def create(name: str) -> Compressor:
-    """The compressor of that name with its defaults.
+    """Create the compressor of this name with its defaults.
 
     Raises:
-        ValueError: no compressor has that name.
+        ValueError: No compressor has this name.
     """
     if name not in dropping():
         raise ValueError(f"no compressor is called {name!r}; there are: {', '.join(dropping())}")
@@ -247,10 +247,10 @@ def create(name: str) -> Compressor:
 
 
 def quantizer(name: str, bits: int, partition: int | None = None) -> Quantizer:
-    """The quantizer of that name with codes of ``bits`` bits, and partitions of such a size; None for its own.
+    """Create the quantizer of this name, with codes of ``bits`` bits. ``partition`` is the partition size, None for the default.
 
     Raises:
-        ValueError: no quantizer has that name.
+        ValueError: No quantizer has this name.
     """
     if name not in packing():
         raise ValueError(f"no quantizer is called {name!r}; there are: {', '.join(packing())}")
@@ -259,10 +259,10 @@ def quantizer(name: str, bits: int, partition: int | None = None) -> Quantizer:
 
 
 def method(value: str, bits: int | None = None, partition: int | None = None) -> MethodSpec:
-    """The method of that name, as ``--kv-compressor``, ``--kv-bits`` and ``--kv-partition`` say.
+    """Create the method for values of ``--kv-compressor``, ``--kv-bits`` and ``--kv-partition``.
 
     Raises:
-        OptionError: no method has that name, or it has no codes of so many bits, or no such partitions.
+        OptionError: No method has this name, or its codes cannot have these bits, or its partitions this size.
     """
     drops, packs = parse(value)
     compressor = KeepAll() if drops is None else create(drops)

@@ -1,4 +1,4 @@
-"""Expected attention (Devoto et al. 2025, arXiv 2510.00636): keep what coming queries will attend to."""
+"""Expected attention (Devoto et al. 2025, arXiv 2510.00636): keep the tokens that future queries will attend to."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,21 +14,21 @@ from sglang_ext.mem_cache.compressors.contracts.registry import register
 @register("expected-attention")
 @dataclass(frozen=True)
 class ExpectedAttention(Compressor):
-    """Score each key by the attention expected of coming queries, times the norm of its value.
+    """Score each key by the expected attention of future queries, times the norm of its value.
 
-    Queries before rotary embedding are taken to be Gaussian, with mean ``m`` and covariance ``C`` of those seen last. The
-    mean ``R`` of the rotations of the coming positions makes of them ``R m`` and ``R C R^T``, so that the expected
-    exponential of a key's logit is ``exp(k R m / sqrt(d) + k R C R^T k / 2 d)``. That is normalized over the keys
-    (softmax), averaged over the query heads of a KV head, and multiplied by the value's norm.
+    Queries before rotary embedding are modelled as Gaussian, with mean ``m`` and covariance ``C`` of the newest queries. ``R`` is the
+    mean of the rotations of future positions. Rotated queries then have mean ``R m`` and covariance ``R C R^T``. The expected exponential
+    of a key's logit is ``exp(k R m / sqrt(d) + k R C R^T k / 2 d)``. It is normalized over the keys (softmax), averaged over the query
+    heads of a KV head, and multiplied by the value's norm.
 
     Attributes:
-        window: newest queries from which mean and covariance are taken.
-        coming: positions that follow, over which rotations are averaged.
-        sinks: first tokens, which are always kept and not looked at, neither their keys nor their queries.
-        covariance: whether the second term counts.
-        value_norm: whether norms of values count.
-        epsilon: added to the attention before the norm multiplies it.
-        block: keys that are looked at together; bounds the memory.
+        window: Newest queries from which mean and covariance are computed.
+        coming: Number of future positions over which rotations are averaged.
+        sinks: First tokens, always kept. Their keys and queries are excluded from the computation.
+        covariance: Whether the second term is included.
+        value_norm: Whether norms of values are included.
+        epsilon: Added to the attention before the multiplication with the norm.
+        block: Keys that are processed together. It bounds the memory.
     """
 
     window: int = 128
@@ -47,7 +47,7 @@ class ExpectedAttention(Compressor):
     def scores(self, layer: LayerKV) -> torch.Tensor:
         """Expected attention times norm of value: float32 [kv_heads, tokens], infinite for the first tokens.
 
-        Without any query, newer tokens are more important.
+        Without any query, newer tokens have higher scores.
         """
         tokens, kv_heads, _ = layer.keys.shape
         if len(layer.queries):
@@ -60,7 +60,7 @@ class ExpectedAttention(Compressor):
         return torch.nn.functional.pad(scores, (self.sinks, 0), value=float("inf"))
 
     def _attention_logits(self, layer: LayerKV) -> Iterator[torch.Tensor]:
-        """Logarithms of expected exponentials, block by block of the keys: float32 [kv_heads, group, keys of the block]."""
+        """Yield logarithms of the expected exponentials, by blocks of keys: float32 [kv_heads, group, keys of the block]."""
         tokens, kv_heads, dim = layer.keys.shape
         mean, covariance = self._coming_queries(layer)
         mean = mean.view(kv_heads, -1, dim) * layer.scaling
@@ -69,14 +69,14 @@ class ExpectedAttention(Compressor):
             keys = layer.keys[begin : begin + self.block].float().transpose(0, 1)
             logits = mean @ keys.transpose(1, 2)
             if self.covariance:
-                # Keys have no more bits; of the covariance, an estimate from few queries, these are enough.
+                # TF32 suffices: keys have no more bits, and the covariance is an estimate from few queries.
                 with tf32_matmuls(keys.device):
                     for member in range(covariance.shape[1]):
                         logits[:, member] += ((keys @ covariance[:, member]) * keys).sum(dim=-1)
             yield logits
 
     def _coming_queries(self, layer: LayerKV) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean, float32 [query_heads, dim], and covariance, [query_heads, dim, dim], of the queries of coming positions."""
+        """Mean, float32 [query_heads, dim], and covariance, [query_heads, dim, dim], of the queries at future positions."""
         queries = layer.rotary.unrotated(layer.queries.float(), layer.query_positions)
         weights = (layer.query_positions >= self.sinks).float()
         weights = weights / weights.sum()

@@ -1,4 +1,4 @@
-"""HACK (Zhang et al. 2025, arXiv 2502.03589): codes that are multiplied as integers, with the sums that products of them need."""
+"""HACK (Zhang et al. 2025, arXiv 2502.03589): codes that are multiplied as integers, with the sums that such products need."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -18,13 +18,13 @@ SMALLEST = 2.0**-24
 class Hack(Quantizer):
     """Asymmetric integers in partitions: of channels of one token's keys, and of tokens of one channel's values.
 
-    Both lie along the inner dimension of attention's products, so that a partition's product is one of integers, and scales, zero
-    points and sums of codes do the rest (equation 4; layers/kernels/hack/product.py). Tokens that fill no partition of values stay as
-    they are, until they do (requantization elimination).
+    Partitions are along the inner dimension of attention's products. A partition's product is therefore one of integers, which scales,
+    zero points and sums of codes complete (equation 4; layers/kernels/hack/product.py). Tokens that do not fill a partition of values
+    stay exact until they do (requantization elimination).
 
     Attributes:
-        partition: numbers that share a scale: 32, 64 or 128; a head is a multiple of it.
-        block: tokens that are packed together, whole partitions; follows from ``partition``.
+        partition: Numbers that share a scale: 32, 64 or 128. The head dimension is a multiple of it.
+        block: Tokens that are packed together, whole partitions. It follows from ``partition``.
     """
 
     partition: int = 64
@@ -44,21 +44,21 @@ class Hack(Quantizer):
         return Grid(self.partition, 1)
 
     def quantize(self, numbers: torch.Tensor, grid: Grid, noise: torch.Tensor | None = None) -> Quantized:
-        """Codes, scales, zero points and the sums of each partition's codes.
+        """Compute codes, scales, zero points and the sums of each partition's codes.
 
-        The least number of a partition is rounded down to float16, and its scale up, so that each number lies between two codes, and
-        the mean of what it may become is the number itself.
+        The smallest number of a partition is rounded down to float16, and its scale up. Each number is then between two codes, and the
+        expected value of its stochastic rounding is the number itself.
 
         Args:
             numbers: float32 [heads, blocks, tokens, dim].
-            grid: the partitions.
-            noise: as ``numbers``, even over [0, 1): what a step must reach with it to be taken. None rounds to the nearest code.
+            grid: The partitions.
+            noise: Shaped as ``numbers``, uniform over [0, 1), added to steps before truncation. None rounds to the nearest code.
         """
         groups, last = grouped(numbers, grid), 2**self.bits - 1
         zero = stored_below(groups.amin((3, 5), keepdim=True))
-        # Numbers below the least float16 are below the zero point.
+        # Numbers below the smallest float16 are below the zero point.
         scale = stored_above((groups.amax((3, 5), keepdim=True) - zero).clamp(min=0) * (1 / last))
-        # One division for a partition, as in kernels.
+        # One division per partition, as in kernels.
         steps = (groups - zero) * (1 / scale.clamp(min=SMALLEST))
         steps += 0.5 if noise is None else grouped(noise, grid)
         codes = steps.clamp_(0, last).to(torch.uint8)

@@ -1,4 +1,4 @@
-"""KIVI (Liu et al. 2024, arXiv 2402.02750): keys in few bits by channel, values by token."""
+"""KIVI (Liu et al. 2024, arXiv 2402.02750): quantize keys by channel, values by token."""
 
 from dataclasses import dataclass
 from math import gcd
@@ -11,11 +11,12 @@ from sglang_ext.mem_cache.compressors.contracts.registry import register_quantiz
 @register_quantizer("kivi", bits=(4, 2))
 @dataclass(frozen=True)
 class Kivi(Quantizer):
-    """Keys have channels of large numbers, so that neighbouring tokens share a scale for each channel; values have none,
-    so that neighbouring channels of one token do. The newest tokens stay as they are.
+    """Keys share a scale over neighbouring tokens of a channel, values over neighbouring channels of a token.
+
+    The reason is that keys have channels of large numbers, and values have none. The newest tokens stay exact.
 
     Attributes:
-        group: tokens of keys, and channels of values, that share a scale.
+        group: Tokens of keys, and channels of values, that share a scale.
     """
 
     recent: int = 128

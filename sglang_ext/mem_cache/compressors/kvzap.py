@@ -1,4 +1,4 @@
-"""KVzap (Jegou and Jeblick 2026, arXiv 2601.07891): keep what a small network predicts that KVzip would keep."""
+"""KVzap (Jegou and Jeblick 2026, arXiv 2601.07891): keep the tokens that KVzip would keep, as a small network predicts."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,14 +14,13 @@ from sglang_ext.mem_cache.compressors.snapkv import SnapKV
 @register("kvzap")
 @dataclass(frozen=True)
 class KVzap(Compressor):
-    """Scores were predicted when the KV was computed (``python -m sglang_ext.fit kvzap``), and lie by slot.
+    """Scores are predicted when the KV is computed (``python -m sglang_ext.fit kvzap``), and stored by slot.
 
     Attributes:
-        slots: the scores; None where there are none.
-        online: serves contexts with slots whose scores are unknown, as their KV came from host memory; None where no KV
-            comes from there.
-        sinks: first tokens, always kept; KVzip gives them no score.
-        recent: newest tokens, always kept. The paper keeps 128, of a whole cache; here what follows a copy is exact.
+        slots: The scores; None without a predictor.
+        online: Compressor for contexts with unknown scores, whose KV came from host memory; None if no KV comes from there.
+        sinks: First tokens, always kept. KVzip does not score them.
+        recent: Newest tokens, always kept. The paper keeps 128 of a whole cache; here the tokens after the compressed KV are exact.
     """
 
     slots: SlotScores | None = None
@@ -34,47 +33,47 @@ class KVzap(Compressor):
 
     @property
     def window(self) -> int:
-        """Queries that the online method wants."""
+        """Number of queries that the online method needs."""
         return 0 if self.online is None else self.online.window
 
     @property
     def needs_rotary(self) -> bool:
-        """Whether the online method does."""
+        """Whether the online method needs it."""
         return self.online is not None and self.online.needs_rotary
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of scores and predictor."""
+        """Bytes of the scores and the predictor."""
         return 0 if self.slots is None else self.slots.held_bytes
 
     def for_context(self, context: ContextKV) -> Compressor:
-        """The online method where a score is unknown."""
+        """The online method if a score is unknown."""
         return self if self.online is None or (self.slots is not None and self.slots.has_scores(context.slots)) else self.online
 
     def always(self, context: ContextKV) -> Always:
-        """The first tokens; the newest only score far above all others."""
+        """The first tokens. The newest ones are not infinite; they only score far above all others."""
         if self.slots is None and self.online is not None:
             return self.online.always(context)
         return Always(self.sinks)
 
     def scores(self, layer: LayerKV) -> torch.Tensor:
-        """The online method's: a layer's KV alone does not tell its slots.
+        """Scores of the online method, because a layer's KV alone does not identify its slots.
 
         Raises:
-            ValueError: there is none.
+            ValueError: There is no online method.
         """
         if self.online is None:
             raise ValueError("kvzap scores contexts by their slots: call scores_all, or give it an online method")
         return self.online.scores(layer)
 
     def scores_all(self, context: ContextKV) -> torch.Tensor:
-        """The predicted ones: float32 [layers, kv_heads, tokens], infinite for the first tokens, far above all for the newest."""
+        """Predicted scores: float32 [layers, kv_heads, tokens], infinite for the first tokens, far above all others for the newest."""
         if self.slots is None:
             return super().scores_all(context)
         scores = self.slots.read(context.slots)
         tokens = scores.shape[-1]
         recent = min(self.recent, tokens)
-        # The newer the better: a part of a copy may have no room for all of them.
+        # Newer tokens score higher, since a part's count may be too small for all of them.
         scores[..., tokens - recent :] = 1e6 + torch.arange(recent, device=scores.device)
         scores[..., : self.sinks] = float("inf")
         return scores

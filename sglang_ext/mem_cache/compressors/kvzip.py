@@ -18,9 +18,9 @@ class KVzip(Compressor):
     """Scores of documents come from files (``python -m sglang_ext.precompress``), all others from an online method.
 
     Attributes:
-        online: scores contexts that begin with no stored document, and what follows one.
-        index: the stored documents.
-        heads: of all KV heads, those of this tensor-parallel rank.
+        online: Scores contexts that begin with no stored document, and the tokens after a document.
+        index: The stored documents.
+        heads: The KV heads of this tensor-parallel rank, among all KV heads.
     """
 
     online: Compressor = SnapKV()
@@ -32,42 +32,42 @@ class KVzip(Compressor):
 
     @property
     def window(self) -> int:
-        """Queries that the online method wants."""
+        """Number of queries that the online method needs."""
         return self.online.window
 
     @property
     def needs_rotary(self) -> bool:
-        """Whether the online method does."""
+        """Whether the online method needs it."""
         return self.online.needs_rotary
 
     def for_context(self, context: ContextKV) -> Compressor:
-        """Stored scores where the context begins with a document, else the online method."""
+        """Stored scores if the context begins with a document, otherwise the online method."""
         found = self.index.match(context.prompt[: len(context.slots)])
         return self.online if found is None else StoredScores(found[:, self.heads], self.online)
 
     def always(self, context: ContextKV) -> Always:
-        """The online method's."""
+        """As the online method."""
         return self.online.always(context)
 
     def scores(self, layer: LayerKV) -> torch.Tensor:
-        """The online method's."""
+        """As the online method."""
         return self.online.scores(layer)
 
     def scores_all(self, context: ContextKV) -> torch.Tensor:
-        """The online method's."""
+        """As the online method."""
         return self.online.scores_all(context)
 
 
 @dataclass(frozen=True)
 class StoredScores(Compressor):
-    """A context that begins with a document: each method ranks its own tokens.
+    """A context that begins with a document: each of two methods ranks its own tokens.
 
-    Scores of two methods do not compare, so each gets a share of the budget: first what it keeps in any case (infinite
-    scores: first tokens, the observing window), then the rest in proportion to the tokens that are left.
+    Scores of the two methods do not compare, so each gets a share of the budget. It first gets its always-kept tokens (infinite scores:
+    first tokens, the observation window). The rest is shared in proportion to the remaining tokens.
 
     Attributes:
         stored: float16 [layers, kv_heads, tokens of the document], on the host.
-        online: scores the tokens after it.
+        online: Scores the tokens after the document.
     """
 
     stored: torch.Tensor
@@ -76,11 +76,11 @@ class StoredScores(Compressor):
     comparable: ClassVar[bool] = True
 
     def scores(self, layer: LayerKV) -> torch.Tensor:
-        """The document's, then the online method's: float32 [kv_heads, tokens]."""
+        """Stored scores of the document, then the online method's: float32 [kv_heads, tokens]."""
         return self._joined(self.stored[layer.layer_id], self.online.scores(layer))
 
     def scores_all(self, context: ContextKV) -> torch.Tensor:
-        """The document's, then the online method's: float32 [layers, kv_heads, tokens]."""
+        """Stored scores of the document, then the online method's: float32 [layers, kv_heads, tokens]."""
         if self.stored.shape[-1] == len(context.slots):
             return sent(self.stored, context.slots.device).float()
         return self._joined(self.stored, self.online.scores_all(context))
@@ -89,12 +89,12 @@ class StoredScores(Compressor):
         return torch.cat([sent(stored, online.device).float(), online[..., stored.shape[-1] :]], dim=-1)
 
     def cuts(self, context: ContextKV, part: Part) -> list[Part]:
-        """``part`` cut where the document ends."""
+        """Split ``part`` at the end of the document."""
         border = self.stored.shape[-1]
         if not part.start < border < part.end:
             return [part]
         sizes = border - part.start, part.end - border
-        # Of all heads alike, for they keep the same number.
+        # One number for all heads, because they keep equally many tokens.
         first = int(self.stored[..., part.start :].isinf().sum(dim=-1).max())
         second = self.online.always(context).among(border, part.end, len(context.slots))
         left = sizes[0] - first, sizes[1] - second

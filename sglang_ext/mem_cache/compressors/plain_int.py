@@ -1,4 +1,4 @@
-"""Plain integers: each token of each KV head has a scale and a zero point of its own."""
+"""Plain integers: each token of each KV head has its own scale and zero point."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from sglang_ext.mem_cache.compressors.contracts.registry import register_quantiz
 @register_quantizer("int8", bits=(8,))
 @dataclass(frozen=True)
 class PlainInt(Quantizer):
-    """Asymmetric integers per token and head, of keys and values alike."""
+    """Asymmetric integers per token and head, for keys and values alike."""
 
     def key_grid(self, dim: int) -> Grid:
         """One token, all channels."""

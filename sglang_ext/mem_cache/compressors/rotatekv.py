@@ -14,10 +14,10 @@ from sglang_ext.mem_cache.compressors.contracts.registry import register_quantiz
 class RotateKV(Quantizer):
     """Rotated keys and values, asymmetric integers per token and head.
 
-    Each head is rotated by itself, after rotary embedding, as that is what the cache holds; the paper rotates keys of several
-    heads together, before it. Its reordering of channels is the fixed one of :func:`reordering`: it matters where a head
-    takes several Hadamard blocks, as one block mixes all channels whatever their order. Attention sinks are not kept
-    apart: a token's scale is its own.
+    Each head is rotated separately, after rotary embedding, since the cache stores such keys. The paper rotates keys of several heads
+    together, before rotary embedding. The paper's reordering of channels is replaced by the fixed one of :func:`reordering`. It matters
+    only if a head has several Hadamard blocks, since one block mixes all channels in any order. Attention sinks are not stored
+    separately: each token has its own scale.
     """
 
     def key_grid(self, dim: int) -> Grid:
@@ -27,7 +27,7 @@ class RotateKV(Quantizer):
     value_grid = key_grid
 
     def rotation(self, dim: int) -> torch.Tensor:
-        """Channels reordered, then Hadamard blocks: float32 [dim, dim], orthogonal."""
+        """Reordering of channels, then Hadamard blocks: float32 [dim, dim], orthogonal."""
         size = dim & -dim
         blocks = torch.block_diag(*[hadamard(size)] * (dim // size))
         return torch.eye(dim)[:, reordering(dim, size)] @ blocks
@@ -42,9 +42,9 @@ def hadamard(size: int) -> torch.Tensor:
 
 
 def reordering(dim: int, size: int) -> torch.Tensor:
-    """Channels in an order in which neighbours fall to different blocks of ``size``: int64 [dim].
+    """An order of channels that puts neighbours into different blocks of ``size``: int64 [dim].
 
-    Keys have their outliers in channels of neighbouring frequencies.
+    The outliers of keys are in channels of neighbouring frequencies.
     """
     blocks = dim // size
     return torch.arange(dim).view(size, blocks).t().flatten()

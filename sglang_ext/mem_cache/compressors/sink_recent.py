@@ -11,10 +11,10 @@ from sglang_ext.mem_cache.compressors.contracts.registry import register
 @register("sink-recent")
 @dataclass(frozen=True)
 class SinkRecent(Compressor):
-    """Keep the first tokens, which soak up attention, and the newest ones.
+    """Keep the first tokens, which absorb attention, and the newest ones.
 
     Attributes:
-        sinks: tokens kept from the start of the context.
+        sinks: Tokens kept from the start of the context.
     """
 
     sinks: int = 4
@@ -24,7 +24,7 @@ class SinkRecent(Compressor):
         return Always(self.sinks)
 
     def scores(self, layer: LayerKV) -> torch.Tensor:
-        """The position, for all heads alike; infinite for the first tokens."""
+        """The position, equal for all heads; infinite for the first tokens."""
         tokens, heads = layer.keys.shape[:2]
         scores = torch.arange(tokens, dtype=torch.float32, device=layer.keys.device)
         scores[: self.sinks] = float("inf")

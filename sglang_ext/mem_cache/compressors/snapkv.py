@@ -1,4 +1,4 @@
-"""SnapKV (Li et al. 2024, arXiv 2404.14469): keep what the newest queries attend to."""
+"""SnapKV (Li et al. 2024, arXiv 2404.14469): keep the tokens that the newest queries attend to."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,15 +12,14 @@ from sglang_ext.mem_cache.compressors.contracts.registry import register
 @register("snapkv")
 @dataclass(frozen=True)
 class SnapKV(Compressor):
-    """Score each key by the attention of an observation window, pool, keep the best per KV head.
+    """Score each key by the attention of an observation window, pool the scores, and keep the highest per KV head.
 
-    Scores are the window's mean attention, average-pooled over neighbouring tokens so that kept
-    tokens bring their surroundings, then averaged over the query heads of a KV head. The window
-    itself, the newest tokens, is always kept.
+    Scores are the window's mean attention, average-pooled over neighbouring tokens so that kept tokens include their surroundings, then
+    averaged over the query heads of a KV head. The window itself, the newest tokens, is always kept.
 
     Attributes:
-        window: newest queries that observe.
-        kernel: width of the average pooling, odd, in tokens.
+        window: Newest queries, which form the observation window.
+        kernel: Width of the average pooling, odd, in tokens.
     """
 
     window: int = 32
@@ -32,33 +31,33 @@ class SnapKV(Compressor):
         return Always(newest=context.queries.shape[1])
 
     def scores_all(self, context: ContextKV) -> torch.Tensor:
-        """As :meth:`scores` in each layer; on a GPU by a kernel over all layers at once."""
+        """:meth:`scores` of each layer; on a GPU by one kernel over all layers."""
         attention = window_attention_all(context)
         return super().scores_all(context) if attention is None else self.pooled(attention, context.queries.shape[1])
 
     def scores(self, layer: LayerKV) -> torch.Tensor:
         """Importance of each token: float32 [kv_heads, tokens], infinite inside the window.
 
-        Without any query, newer tokens are more important.
+        Without any query, newer tokens have higher scores.
         """
         attention, window = window_attention(layer), len(layer.queries)
         return self.pooled(attention, window) if window else attention
 
     def pooled(self, attention: torch.Tensor, window: int) -> torch.Tensor:
-        """Scores from the mean attention, [..., tokens], of so many queries."""
+        """Scores from the mean attention, [..., tokens], of ``window`` queries."""
         tokens = attention.shape[-1]
         observed = torch.arange(tokens, device=attention.device) >= tokens - window
-        # What the window attends to in itself is no reason to keep what lies before it.
+        # The window's attention to itself is excluded: it must not raise the scores of tokens just before it.
         flat = attention.masked_fill(observed, 0.0).reshape(-1, 1, tokens)
         pooled = torch.nn.functional.avg_pool1d(flat, self.kernel, stride=1, padding=self.kernel // 2)
         return pooled.view_as(attention).masked_fill(observed, float("inf"))
 
 
 def window_attention(layer: LayerKV) -> torch.Tensor:
-    """Mean attention of a layer's newest queries to each token, over them and the query heads of a KV head.
+    """Mean attention of a layer's newest queries to each token, over the queries and the query heads of a KV head.
 
     Returns:
-        float32 [kv_heads, tokens]; without any query the tokens' positions.
+        float32 [kv_heads, tokens]; the tokens' positions if there is no query.
     """
     tokens, kv_heads, dim = layer.keys.shape
     window, query_heads = layer.queries.shape[:2]
@@ -72,7 +71,7 @@ def window_attention(layer: LayerKV) -> torch.Tensor:
 
 
 def window_attention_all(context: ContextKV) -> torch.Tensor | None:
-    """:func:`window_attention` of all layers at once, on a GPU: float32 [layers, kv_heads, tokens]; None where no kernel can."""
+    """:func:`window_attention` of all layers at once, on a GPU: float32 [layers, kv_heads, tokens]; None if no kernel supports it."""
     buffers = context.buffers
     if not buffers.on_gpu or context.queries.shape[1] == 0 or len(set(buffers.scaling)) > 1:
         return None

@@ -1,4 +1,4 @@
-"""AsyncSpade: before each step choose what the query predicted for it attends to in full KV, by layer and KV head."""
+"""AsyncSpade: before each step, select the tokens of full KV that the step's predicted query attends to, by layer and KV head."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,18 +18,18 @@ from sglang_ext.mem_cache.selection.top_tokens import mark_always
 @register("spade")
 @dataclass(frozen=True)
 class Spade(Compressor):
-    """Score each key by the attention of the next step's query, as those of the steps before it let expect (selection/predictors.py).
+    """Scores each key by the attention of the next step's query, as predicted from earlier queries (selection/predictors.py).
 
-    A choice is made from what is there before the step begins, drafted queries among it, so that no step waits for its own query. First
-    and newest tokens are always kept. On a GPU it is made beside the steps before (compressed/async_selector.py).
+    A selection uses what exists before the step begins, including queries of draft tokens, so that no step waits for its own query. The
+    first and newest tokens are always kept. On a GPU the selection runs asynchronously to earlier steps (compressed/async_selector.py).
 
     Attributes:
-        predictor: says what the next query will be.
-        every: as :attr:`Compressor.every`.
-        each_round: as :attr:`Compressor.each_round`: where drafts are verified, queries of full KV replace those of drafts.
-        sinks: first tokens kept.
-        recent: newest tokens kept.
-        most: as :attr:`Compressor.most`.
+        predictor: Predicts the next query.
+        every: As :attr:`Compressor.every`.
+        each_round: As :attr:`Compressor.each_round`. If drafts are verified, queries of full KV replace those of drafts.
+        sinks: First tokens kept.
+        recent: Newest tokens kept.
+        most: As :attr:`Compressor.most`.
     """
 
     predictor: QueryPredictor = CurrentQuery()
@@ -43,12 +43,12 @@ class Spade(Compressor):
 
     @property
     def window(self) -> int:
-        """Queries that the predictor reads."""
+        """Number of queries that the predictor reads."""
         return self.predictor.window
 
     @property
     def always_kept(self) -> int:
-        """As :attr:`Compressor.always_kept`: the first and the newest."""
+        """:attr:`Compressor.always_kept`: the first and the newest tokens."""
         return self.sinks + self.recent
 
     def always(self, context: ContextKV) -> Always:
@@ -56,14 +56,14 @@ class Spade(Compressor):
         return Always(self.sinks, self.recent)
 
     def select(self, context: ContextKV, parts: Sequence[Part]) -> list[torch.Tensor]:
-        """As :meth:`Compressor.select`; of whole contexts on a GPU by kernels that read the keys once."""
+        """:meth:`Compressor.select`; for whole contexts on a GPU with kernels that read the keys once."""
         whole = all((part.start, part.end) == (0, len(context.slots)) for part in parts)
         if not context.buffers.on_gpu or not len(context.query_positions) or not whole:
             return super().select(context, parts)
         return [self._select_whole(context, part.count) for part in parts]
 
     def _select_whole(self, context: ContextKV, count: int) -> torch.Tensor:
-        """Positions in a whole context, by at least one query: int64 [layers, kv_heads, count], ascending."""
+        """Positions in a whole context, with at least one query: int64 [layers, kv_heads, count], ascending."""
         from sglang_ext.layers.kernels.select_tokens import SelectionContexts
 
         tokens, queries = len(context.slots), context.queries.transpose(1, 2)
@@ -74,7 +74,7 @@ class Spade(Compressor):
         return found[:, 0].long()
 
     def scores_all(self, context: ContextKV) -> torch.Tensor:
-        """As :meth:`scores` in each layer, of which no values are read, and whose queries are predicted together."""
+        """:meth:`scores` of each layer. It reads no values, and predicts the queries of all layers together."""
         if not len(context.query_positions):
             return super().scores_all(context)
         queries = context.queries.transpose(1, 2)[None]
@@ -86,7 +86,7 @@ class Spade(Compressor):
     def scores(self, layer: LayerKV) -> torch.Tensor:
         """Attention of the predicted query, mean over the query heads of a KV head: float32 [kv_heads, tokens].
 
-        Infinite for the first and the newest tokens. Without any query, newer tokens are more important.
+        Infinite for the first and the newest tokens. Without any query, newer tokens have higher scores.
         """
         tokens, kv_heads, _ = layer.keys.shape
         if not len(layer.queries):
@@ -98,5 +98,5 @@ class Spade(Compressor):
 
 
 def attention(query: torch.Tensor, keys: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Of one query of each head, [1, query_heads, dim], to keys [tokens, kv_heads, dim] of a layer: float32 [kv_heads, tokens]."""
+    """Attention of one query per head, [1, query_heads, dim], to a layer's keys, [tokens, kv_heads, dim]: float32 [kv_heads, tokens]."""
     return group_attention(query[:, None], keys.transpose(0, 1)[None, None], scaling)[0, 0]

@@ -1,4 +1,4 @@
-"""TurboQuant (Zandieh et al. 2025, arXiv 2504.19874): a random rotation, then the best levels for what it makes of any vector."""
+"""TurboQuant (Zandieh et al. 2025, arXiv 2504.19874): a random rotation, then optimal levels for the rotated coordinates."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,9 +10,9 @@ from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid, Quantized
 from sglang_ext.mem_cache.compressors.contracts.quantizer import Finding, Quantizer, nearest, stored
 from sglang_ext.mem_cache.compressors.contracts.registry import register_quantizer
 
-# Of the rotation; all ranks and all copies have the same one.
+# Seed of the rotation, which is the same in all ranks and for all compressed KV.
 SEED = 2504
-# Points of the distribution's density, and rounds of Lloyd's algorithm over them.
+# Points at which the distribution's density is sampled, and rounds of Lloyd's algorithm over them.
 POINTS, ROUNDS = 1 << 15, 2000
 
 
@@ -30,7 +30,7 @@ class TurboQuant(Quantizer):
     value_grid = key_grid
 
     def rotation(self, dim: int) -> torch.Tensor:
-        """A random one: float32 [dim, dim], orthogonal."""
+        """A random rotation: float32 [dim, dim], orthogonal."""
         noise = torch.randn(dim, dim, generator=torch.Generator().manual_seed(SEED), dtype=torch.float64)
         rotation, upper = torch.linalg.qr(noise)
         return (rotation * upper.diagonal().sign()).float()
@@ -40,7 +40,7 @@ class TurboQuant(Quantizer):
         return lloyd_max(dim, 2**self.bits).float()
 
     def quantize(self, numbers: torch.Tensor, grid: Grid) -> Quantized:
-        """The norms as scales, and of each coordinate of the unit vectors the nearest level; zero points are 0."""
+        """Quantize with norms as scales, and the nearest level of each coordinate of the unit vectors. Zero points are 0."""
         norm = numbers.norm(dim=-1, keepdim=True)
         levels = self.levels_on(numbers.device, numbers.shape[-1])
         codes = nearest(numbers / norm.clamp(min=1e-30), levels)
@@ -57,7 +57,7 @@ def lloyd_max(dim: int, count: int) -> torch.Tensor:
     density = (1 - points**2) ** ((dim - 3) / 2)
     mass = torch.nn.functional.pad(density.cumsum(0), (1, 0))
     moment = torch.nn.functional.pad((density * points).cumsum(0), (1, 0))
-    # From the distribution's quantiles.
+    # Start from the distribution's quantiles.
     wanted = (torch.arange(count, dtype=torch.float64) + 0.5) / count * mass[-1]
     levels = points[torch.searchsorted(mass, wanted) - 1]
     for _ in range(ROUNDS):

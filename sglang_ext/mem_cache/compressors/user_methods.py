@@ -1,6 +1,6 @@
-"""A user's own method: a class in a Python file, named by both, as in ``--kv-compressor ./my_method.py:KeyNorm``.
+"""Users' own methods: a class in a Python file, named by file and class, as in ``--kv-compressor ./my_method.py:KeyNorm``.
 
-The file is run in each process of a server, once. A method is a subclass of :class:`Compressor`, which drops tokens, or of
+Each process of a server runs the file once. A method is a subclass of :class:`Compressor`, which drops tokens, or of
 :class:`Quantizer`, which packs them in few bits (docs/guides/adding-a-compressor.md).
 """
 
@@ -20,19 +20,20 @@ from sglang_ext.mem_cache.compressors.contracts.compressor import Compressor
 from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer
 
 NAMED = re.compile(r"(?P<file>.+\.py):(?P<name>\w+)")
-"""What names a method of one's own."""
+"""Matches the name of a user's own method."""
 GUIDE = "docs/guides/adding-a-compressor.md"
 BITS = (4, 2)
-"""Of a quantizer's codes, the default first, where it does not register itself with others."""
+"""Allowed bits of a user's quantizer that does not register itself with others, the default first."""
 
 
 def name_of(value: str, flag: str) -> str:
-    """The name under which the method that ``value`` names is registered; ``value`` itself where it names none of one's own.
+    """Load the user's method that ``value`` names, and return its registered name; ``value`` itself if it names none.
 
-    That is the name of its class, or the one that it registers itself with.
+    The name is that of its class, or the one that the class registers itself with.
 
     Raises:
-        OptionError: there is no such file or class, it cannot be run, or its class is no method; names ``flag`` and the remedy.
+        OptionError: The file or class does not exist, the file cannot be run, or its class is not a method. The message has ``flag`` and
+            the remedy.
     """
     named = NAMED.fullmatch(value)
     if named is None:
@@ -41,13 +42,13 @@ def name_of(value: str, flag: str) -> str:
 
 
 @cache
-def _registered(path: str, name: str, told: str) -> str:
-    # What raises is not cached, and leaves nothing registered; a file is run again then.
+def _registered(path: str, name: str, setting: str) -> str:
+    # A failure is not cached, and leaves nothing registered. The file is run again at the next call.
     is_new = _module_name(path) not in sys.modules
     before = [(known, dict(known)) for known in (registry.COMPRESSORS, registry.QUANTIZERS)]
     try:
-        method = _class(_run(path, told), name, told)
-        found = _register(method, name, told)
+        method = _class(_run(path, setting), name, setting)
+        found = _register(method, name, setting)
     except OptionError:
         if is_new:
             for known, those in before:
@@ -59,8 +60,8 @@ def _registered(path: str, name: str, told: str) -> str:
     return found
 
 
-def _register(method: type[Compressor] | type[Quantizer], name: str, told: str) -> str:
-    """The name that the class registered itself with, else its own, with which it is registered here."""
+def _register(method: type[Compressor] | type[Quantizer], name: str, setting: str) -> str:
+    """Register the class under its own name, unless it registered itself. Returns the name."""
     classes = registry.COMPRESSORS | {known: packer.quantizer_class for known, packer in registry.QUANTIZERS.items()}
     found = next((known for known, cls in classes.items() if cls is method), None)
     if found is None:
@@ -69,9 +70,9 @@ def _register(method: type[Compressor] | type[Quantizer], name: str, told: str) 
         try:
             register(method)
         except ValueError as error:
-            raise OptionError(f"{told}, but {error}") from error
+            raise OptionError(f"{setting}, but {error}") from error
     if issubclass(method, Compressor) and (called := method().name) != found:
-        raise OptionError(f"{told}, but what {name} makes is called {called!r}: let `name` be that of the class, {found!r}")
+        raise OptionError(f"{setting}, but {name} objects are called {called!r}: set `name` to that of the class, {found!r}")
     return found
 
 
@@ -79,16 +80,16 @@ def _module_name(path: str) -> str:
     return f"sglang_ext_own_methods.{Path(path).stem}_{crc32(path.encode()):x}"
 
 
-def _run(path: str, told: str) -> ModuleType:
+def _run(path: str, setting: str) -> ModuleType:
     module_name = _module_name(path)
     if module_name in sys.modules:
         return sys.modules[module_name]
     if not Path(path).is_file():
-        raise OptionError(f"{told}, but there is no file {path}: pass PATH.py:CLASS of a file that is there")
+        raise OptionError(f"{setting}, but there is no file {path}: pass PATH.py:CLASS of an existing file")
     spec = spec_from_file_location(module_name, path)
     assert isinstance(spec, ModuleSpec) and isinstance(spec.loader, SourceFileLoader)
     module = module_from_spec(spec)
-    # Dataclasses look their module up while it is run; what lies beside the file may be imported.
+    # Dataclasses look up their module while it runs. The file may import its neighbours.
     sys.modules[module_name] = module
     sys.path.insert(0, str(Path(path).parent))
     try:
@@ -96,33 +97,33 @@ def _run(path: str, told: str) -> ModuleType:
     except Exception as error:
         line = next((f.lineno for f in reversed(traceback.extract_tb(error.__traceback__)) if f.filename == path), None)
         where = f"{path}, line {line}" if line else path
-        raise OptionError(f"{told}, but {where} raised {type(error).__name__}: {error}: correct the file") from error
+        raise OptionError(f"{setting}, but {where} raised {type(error).__name__}: {error}: correct the file") from error
     finally:
         sys.path.remove(str(Path(path).parent))
     return module
 
 
-def _class(module: ModuleType, name: str, told: str) -> type[Compressor] | type[Quantizer]:
-    """The class of that name, which can be made and served."""
+def _class(module: ModuleType, name: str, setting: str) -> type[Compressor] | type[Quantizer]:
+    """The class of that name, checked: it can be instantiated and served."""
     method = getattr(module, name, None)
     if not (isinstance(method, type) and issubclass(method, Compressor | Quantizer)):
         there = [
             key for key, value in vars(module).items()
             if isinstance(value, type) and issubclass(value, Compressor | Quantizer) and value.__module__ == module.__name__
         ]  # fmt: skip
-        found = "is no method" if method is not None else "is not in it"
-        remedy = f"name one that is there: {', '.join(there)}" if there else "derive a class from Compressor or Quantizer"
-        raise OptionError(f"{told}, but {name} {found}: {remedy} ({GUIDE})")
+        found = "is not a method" if method is not None else "is not in the file"
+        remedy = f"name one that is: {', '.join(there)}" if there else "derive a class from Compressor or Quantizer"
+        raise OptionError(f"{setting}, but {name} {found}: {remedy} ({GUIDE})")
     lacking = sorted(getattr(method, "__abstractmethods__", ()))
     if lacking:
-        raise OptionError(f"{told}, but {name} has no {', '.join(lacking)}: add it ({GUIDE})")
+        raise OptionError(f"{setting}, but {name} has no {', '.join(lacking)}: add it ({GUIDE})")
     try:
         made = method() if issubclass(method, Compressor) else method(bits=BITS[0])
     except Exception as error:
         raise OptionError(
-            f"{told}, but {name} cannot be made: {type(error).__name__}: {error}: give what it takes defaults ({GUIDE})"
+            f"{setting}, but {name} cannot be created: {type(error).__name__}: {error}: give its parameters defaults ({GUIDE})"
         ) from error
     if isinstance(made, Compressor) and (made.reads is not None or made.keeps_all):
         which = "reads a folder" if made.reads is not None else "keeps all tokens"
-        raise OptionError(f"{told}, but {name} {which}, which methods of the catalogue alone do: leave that out ({GUIDE})")
+        raise OptionError(f"{setting}, but {name} {which}, which only built-in methods may do: leave that out ({GUIDE})")
     return method

@@ -1,1 +1,1 @@
-"""Scores of documents' tokens that were computed ahead: files, found by the tokens that a prompt begins with."""
+"""Precomputed scores of documents' tokens, stored in files and found by the tokens that a prompt begins with."""

@@ -1,6 +1,6 @@
-"""Safetensors files that appear whole, with a checksum over tensors and metadata.
+"""Safetensors files that are written atomically, with a checksum over tensors and metadata.
 
-All metadata lies under one name, as JSON with sorted keys: of several, safetensors writes them in any order.
+All metadata is stored under one name, as JSON with sorted keys, because safetensors writes several entries in any order.
 """
 
 import json
@@ -17,14 +17,14 @@ NAME = "sglang_ext"
 
 
 class CheckedFileError(ValueError):
-    """A file cannot be used: says which, and what is wrong with it."""
+    """A file cannot be used. The message has its path and the reason."""
 
 
 def write_checked(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Store ``tensors``, on the CPU; the file takes its name when it is whole.
+    """Store ``tensors``, on the CPU, in a file that appears only when it is complete.
 
     Raises:
-        OSError: the folder cannot be written.
+        OSError: The folder cannot be written.
     """
     stored = {name: tensor.contiguous() for name, tensor in tensors.items()}
     about = {**metadata, "checksum": _checksum(stored, metadata)}
@@ -32,10 +32,10 @@ def write_checked(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that takes its name when it is whole.
+    """Write a file that appears only when it is complete.
 
     Raises:
-        OSError: the folder cannot be written.
+        OSError: The folder cannot be written.
     """
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
@@ -46,10 +46,10 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def read_checked(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Tensors and metadata of a file; all of it is read, for the checksum.
+    """Read a file's tensors and metadata. The whole file is read for the checksum.
 
     Raises:
-        CheckedFileError: it is gone, cut or changed.
+        CheckedFileError: The file is missing, truncated or changed.
     """
     try:
         with safe_open(path, "pt") as opened:
@@ -63,7 +63,7 @@ def read_checked(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether there is such a file, unchanged."""
+    """Whether the file exists and is unchanged."""
     try:
         read_checked(path)
     except CheckedFileError:

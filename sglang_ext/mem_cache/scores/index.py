@@ -12,7 +12,7 @@ from sglang_ext.mem_cache.scores.score_files import PAGE, SUFFIX, ScoreFile, Sco
 
 logger = logging.getLogger(__name__)
 
-# Tokens in common from which on a prompt begins with a document: fewer may be a chat template alone.
+# Smallest number of common tokens for a match. Fewer may be a chat template alone.
 MIN_MATCH = 128
 
 
@@ -20,8 +20,8 @@ class MappedScores(NamedTuple):
     """A file's scores.
 
     Attributes:
-        state: of the file when it was mapped: inode, size, time of its last change; None where it was gone.
-        scores: float16 [layers, kv_heads, tokens], mapped from the file; None where its checksum differed.
+        state: The file's state when it was mapped: inode, size, modification time; None if it did not exist.
+        scores: float16 [layers, kv_heads, tokens], mapped from the file; None if its checksum differed.
     """
 
     state: tuple[int, ...] | None
@@ -30,26 +30,26 @@ class MappedScores(NamedTuple):
 
 @dataclass
 class ScoreIndex:
-    """The scores of a folder that fit a model: by the hash of each of their pages, file and tokens up to its end."""
+    """Scores of a folder that fit a model: a table from each page's hash to its file and the number of tokens up to the page's end."""
 
     _pages: dict[bytes, tuple[ScoreFile, int]] = field(default_factory=dict)
     _mapped: dict[Path, MappedScores] = field(default_factory=dict)
 
     @classmethod
     def open(cls, folder: Path, method: str, model: str, layers: int, kv_heads: int) -> "ScoreIndex":
-        """Read headers and hashes of all files; those that do not fit are named in the log and not used.
+        """Read headers and hashes of all files. Files that do not fit are logged and ignored.
 
         Args:
-            folder: where ``python -m sglang_ext.precompress`` put them.
-            method: name of the compressor.
-            model: the model's key.
-            layers, kv_heads: of the model.
+            folder: Output folder of ``python -m sglang_ext.precompress``.
+            method: Name of the compressor.
+            model: The model's key.
+            layers, kv_heads: The model's numbers of layers and KV heads.
         """
         index = cls()
         files = sorted(folder.glob(f"*{SUFFIX}"))
         for path in files:
             try:
-                index._add(_fitting(ScoreFile.read(path), method, model, layers, kv_heads))
+                index._add(_check_fits(ScoreFile.read(path), method, model, layers, kv_heads))
             except ScoreFileError as error:
                 logger.warning("sglang-ext: scores are not used: %s", error)
         used = len({file.path for file, _ in index._pages.values()})
@@ -66,10 +66,10 @@ class ScoreIndex:
             self._pages.setdefault(digest, (file, page * PAGE))
 
     def match(self, tokens: Sequence[int]) -> torch.Tensor | None:
-        """Scores, float16 [layers, kv_heads, common tokens], of the document that has most in common with ``tokens``.
+        """Scores, float16 [layers, kv_heads, common tokens], of the document with the longest common prefix with ``tokens``.
 
-        None where that is less than :data:`MIN_MATCH`, or its file has changed, which the log says once. A file is mapped and
-        its checksum compared when it is first needed, and again when it was touched: what a cut file maps must not be read.
+        None if it is shorter than :data:`MIN_MATCH`, or if the file has changed, which is logged once. A file is mapped and its checksum
+        compared on first use, and again after it was modified, because the mapping of a truncated file must not be read.
         """
         found, common = None, 0
         for digest in chain(tokens):
@@ -80,15 +80,15 @@ class ScoreIndex:
             return None
         mapped, state = self._mapped.get(found.path), _state(found.path)
         if mapped is None or mapped.state != state:
-            mapped = self._mapped[found.path] = MappedScores(state, _checked(found))
+            mapped = self._mapped[found.path] = MappedScores(state, _checked_scores(found))
         return None if mapped.scores is None else mapped.scores[..., :common]
 
 
-def _fitting(file: ScoreFile, method: str, model: str, layers: int, kv_heads: int) -> ScoreFile:
-    """``file``, where it is of this method, model and shape.
+def _check_fits(file: ScoreFile, method: str, model: str, layers: int, kv_heads: int) -> ScoreFile:
+    """Return ``file`` if it has this method, model and shape.
 
     Raises:
-        ScoreFileError: it is not.
+        ScoreFileError: It does not.
     """
     for what, found, wanted in (
         ("method", file.document.method, method),
@@ -108,7 +108,7 @@ def _state(path: Path) -> tuple[int, ...] | None:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _checked(file: ScoreFile) -> torch.Tensor | None:
+def _checked_scores(file: ScoreFile) -> torch.Tensor | None:
     try:
         return file.scores()
     except ScoreFileError as error:

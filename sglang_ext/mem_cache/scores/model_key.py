@@ -1,4 +1,4 @@
-"""A key of a model's weights, to tell which scores are its own, without reading all of them."""
+"""A key of a model's weights that identifies matching scores, computed without reading all weights."""
 
 import json
 from hashlib import blake2b
@@ -6,23 +6,23 @@ from pathlib import Path
 
 from sglang_ext.core import OptionError
 
-# The first kind that there is counts.
+# Patterns of weight files. Only the first one with matches is used.
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
-# What is downloaded of a model by name.
+# Files that are downloaded for a model name.
 NEEDED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
-# Of each file of weights: pieces that are read, evenly spread, and bytes of one. Training changes all weights.
+# Evenly spread pieces that are read of each weight file, and bytes of a piece. Training changes all weights.
 PIECES, PIECE_BYTES = 64, 4096
-# What a config says of how it was written, not of the model.
+# Config entries that describe how the config was written, not the model.
 VOLATILE = ("transformers_version", "torch_dtype", "dtype", "use_cache")
 
 
 def model_key(folder: Path) -> str:
-    """32 hexadecimal digits from the config in a model's folder, and from names, sizes and pieces of its files of weights."""
+    """32 hexadecimal digits from the config in a model's folder, and from names, sizes and pieces of its weight files."""
     digest = blake2b(digest_size=16)
     config = json.loads((folder / "config.json").read_text())
     kept = {name: value for name, value in config.items() if not name.startswith("_") and name not in VOLATILE}
     digest.update(json.dumps(kept, sort_keys=True).encode())
-    # Of several kinds one: what was downloaded of the others depends on who did it.
+    # Only one kind: which other kinds were downloaded may differ between users.
     kinds = (sorted(folder.glob(pattern)) for pattern in WEIGHTS)
     for file in next(filter(None, kinds), ()):
         digest.update(f"/{file.name}/{file.stat().st_size}/".encode())
@@ -34,12 +34,12 @@ def model_folder(model: str, revision: str | None = None, download: bool = False
     """The folder of a model's files.
 
     Args:
-        model: a Hugging Face folder or name.
-        revision: of a name; None for its default.
-        download: whether files of a name that are not here yet are fetched.
+        model: A Hugging Face folder or name.
+        revision: Revision of a name; None for the default.
+        download: Whether to download missing files of a name.
 
     Raises:
-        OptionError: there is no such folder, and no files of that name.
+        OptionError: There is no such folder, and no files for that name.
     """
     if (Path(model) / "config.json").exists():
         return Path(model)

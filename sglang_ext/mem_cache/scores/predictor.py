@@ -1,4 +1,4 @@
-"""A small network for each layer that predicts how much each KV head needs a token (KVzap, arXiv 2601.07891)."""
+"""A small network per layer that predicts how much each KV head needs a token (KVzap, arXiv 2601.07891)."""
 
 import json
 from dataclasses import asdict, dataclass, replace
@@ -15,15 +15,15 @@ FORMAT, FILE = "1", "predictor.safetensors"
 
 @dataclass(frozen=True)
 class FitRecord:
-    """How a predictor came about.
+    """How a predictor was fitted.
 
     Attributes:
-        model: the key of its model (model_key.py).
-        settings: of targets and training, as JSON with sorted keys.
-        texts: texts that it was fitted on.
-        tokens: sampled tokens of these.
-        loss: by layer, mean squared error of the logarithm of the score, on held-out texts.
-        r2: by layer, the share of that logarithm's variance that is explained there, mean over KV heads.
+        model: The key of its model (model_key.py).
+        settings: Settings of targets and training, as JSON with sorted keys.
+        texts: Number of texts that it was fitted on.
+        tokens: Number of tokens sampled from the texts.
+        loss: By layer, mean squared error of the logarithm of the score, on held-out texts.
+        r2: By layer, explained share of that logarithm's variance on held-out texts, mean over KV heads.
     """
 
     model: str
@@ -36,14 +36,14 @@ class FitRecord:
 
 @dataclass(frozen=True)
 class Predictor:
-    """Reads the hidden states that enter attention, predicts the logarithm of KVzip's score.
+    """Predicts the logarithm of KVzip's score from the hidden states that enter attention.
 
     Attributes:
         outer: [layers, kv_heads, width], or [layers, kv_heads, hidden_size] without an inner layer.
         outer_bias: [layers, kv_heads].
         inner: [layers, width, hidden_size], followed by GELU; None for a linear predictor.
         inner_bias: [layers, width].
-        fitted: how it came about.
+        fitted: How it was fitted.
     """
 
     outer: torch.Tensor
@@ -54,12 +54,12 @@ class Predictor:
 
     @property
     def layers(self) -> int:
-        """Attention layers of its model."""
+        """Number of attention layers of its model."""
         return self.outer.shape[0]
 
     @property
     def kv_heads(self) -> int:
-        """KV heads of a layer that it scores."""
+        """Number of KV heads per layer that it scores."""
         return self.outer.shape[1]
 
     @property
@@ -73,21 +73,21 @@ class Predictor:
         return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors().values())
 
     def __call__(self, layer: int, states: torch.Tensor) -> torch.Tensor:
-        """Scores of tokens by their states, [tokens, hidden_size]: float32 [tokens, kv_heads].
+        """Scores of tokens from their hidden states, [tokens, hidden_size]: float32 [tokens, kv_heads].
 
-        The outer layer is computed in float32: bfloat16 would tell only scores apart that differ by half a percent.
+        The outer layer is computed in float32: bfloat16 cannot distinguish scores that differ by less than half a percent.
         """
         if self.inner is not None:
             states = gelu(linear(states.to(self.inner.dtype), self.inner[layer], self.inner_bias[layer]))
         return linear(states.float(), self.outer[layer], self.outer_bias[layer])
 
     def of_heads(self, first: int, count: int) -> "Predictor":
-        """For so many KV heads from ``first`` on."""
+        """The predictor for ``count`` KV heads from ``first`` on."""
         heads = slice(first, first + count)
         return replace(self, outer=self.outer[:, heads].contiguous(), outer_bias=self.outer_bias[:, heads].contiguous())
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> "Predictor":
-        """On a device, with the inner layer in ``dtype``."""
+        """The predictor on a device, with the inner layer in ``dtype``."""
         inner = [tensor if tensor is None else tensor.to(device, dtype) for tensor in (self.inner, self.inner_bias)]
         return Predictor(self.outer.to(device), self.outer_bias.to(device), self.fitted, *inner)
 
@@ -96,10 +96,10 @@ class Predictor:
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def write(self, folder: Path) -> Path:
-        """Store it; the file appears when it is whole.
+        """Store the predictor. The file appears only when it is complete.
 
         Raises:
-            OSError: the folder cannot be written.
+            OSError: The folder cannot be written.
         """
         fitted = json.dumps(asdict(self.fitted), sort_keys=True)
         write_checked(folder / FILE, self._tensors(), {"format": FORMAT, "fitted": fitted})
@@ -107,10 +107,10 @@ class Predictor:
 
     @classmethod
     def read(cls, folder: Path, model: str) -> "Predictor":
-        """The predictor in ``folder`` for the model of that key.
+        """Read the predictor in ``folder`` for the model with this key.
 
         Raises:
-            OptionError: there is none, it has changed, or it is of another model or version.
+            OptionError: There is none, it has changed, or it belongs to another model or version.
         """
         try:
             tensors, metadata = read_checked(folder / FILE)
@@ -127,6 +127,6 @@ class Predictor:
 
 def _refused(folder: Path, reason: str) -> OptionError:
     return OptionError(
-        f"--kv-predictor is {str(folder)!r}, which holds no predictor for this model: {reason}; make it with "
+        f"--kv-predictor is {str(folder)!r}, which has no predictor for this model: {reason}; make it with "
         "python -m sglang_ext.fit kvzap --model MODEL --out FOLDER TEXTS"
     )

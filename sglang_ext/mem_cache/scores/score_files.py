@@ -1,7 +1,7 @@
-"""A document's scores in a file: a safetensors file that appears whole, with a checksum and a key of what they are for.
+"""Files of a document's scores: safetensors files that are written atomically, with a checksum and a key.
 
-It holds ``scores``, float16 [layers, kv_heads, tokens], ``chain``, uint8 [pages, 16], which names its tokens, and in its header
-the format's version, the model's key, the method, its settings and a checksum of all of it.
+A file has ``scores``, float16 [layers, kv_heads, tokens], and ``chain``, uint8 [pages, 16], which identifies its tokens. Its header has
+the format's version, the model's key, the method, the method's settings and a checksum of everything.
 """
 
 import json
@@ -18,14 +18,14 @@ from safetensors.torch import save
 
 from sglang_ext.mem_cache.scores.checked_file import write_whole
 
-# Tokens of a page; a document is known to its last whole page.
+# Tokens of a page. A document's scores end at its last whole page.
 PAGE = 16
 # Bytes of a hash.
 HASH_BYTES = 16
 
 
 def chain(tokens: Sequence[int]) -> Iterator[bytes]:
-    """Hashes of the whole pages of ``tokens``, the first page first, each of all tokens before its end; made when it is asked for."""
+    """Yield the hashes of the whole pages of ``tokens``, in order, lazily. Each hash covers all tokens before the page's end."""
     digest = b""
     for end in range(PAGE, len(tokens) + 1, PAGE):
         page = np.asarray(tokens[end - PAGE : end], dtype="<i8")
@@ -38,18 +38,18 @@ SUFFIX = ".safetensors"
 
 
 class ScoreFileError(ValueError):
-    """A file of scores cannot be used: says which, and what is wrong with it."""
+    """A file of scores cannot be used. The message has its path and the reason."""
 
 
 @dataclass(frozen=True)
 class ScoredDocument:
-    """What scores belong to: the tokens of a document, to its last whole page, and how they were scored.
+    """Identity of scores: the tokens of a document, up to its last whole page, and how they were scored.
 
     Attributes:
-        model: the model's key (model_key.py).
-        method: name of the compressor.
-        settings: of the method, as JSON with sorted keys.
-        chain: hashes of the pages of its tokens, one after another.
+        model: The model's key (model_key.py).
+        method: Name of the compressor.
+        settings: Settings of the method, as JSON with sorted keys.
+        chain: Concatenated hashes of the pages of its tokens.
     """
 
     model: str
@@ -59,7 +59,7 @@ class ScoredDocument:
 
     @classmethod
     def from_tokens(cls, tokens: list[int], model: str, method: str, settings: dict[str, object]) -> "ScoredDocument":
-        """The document of ``tokens``."""
+        """Create the identity for the document of ``tokens``."""
         return cls(model, method, json.dumps(settings, sort_keys=True), b"".join(chain(tokens)))
 
     @property
@@ -69,17 +69,17 @@ class ScoredDocument:
 
     @property
     def tokens(self) -> int:
-        """Tokens in whole pages."""
+        """Number of tokens in whole pages."""
         return len(self.hashes) * PAGE
 
     @cached_property
     def file_name(self) -> str:
-        """Where a folder holds its scores: named by all that they depend on."""
+        """Name of the file in a score folder, which depends on the whole identity."""
         key = json.dumps([FORMAT, self.model, self.method, self.settings, self.chain[-HASH_BYTES:].hex()])
         return blake2b(key.encode(), digest_size=16).hexdigest() + SUFFIX
 
     def checksum(self, scores: torch.Tensor) -> str:
-        """Of what a file says of it and of its scores, float16."""
+        """Checksum of this identity and of the scores, float16."""
         digest = blake2b(digest_size=16)
         for part in (FORMAT, self.model, self.method, self.settings):
             digest.update(f"{len(part)}/{part}".encode())
@@ -89,10 +89,10 @@ class ScoredDocument:
 
 
 def write(folder: Path, document: ScoredDocument, scores: torch.Tensor) -> Path:
-    """Store scores, [layers, kv_heads, tokens or more], of a document; the file appears when it is whole.
+    """Store scores, [layers, kv_heads, tokens or more], of a document. The file appears only when it is complete.
 
     Raises:
-        OSError: the folder cannot be written.
+        OSError: The folder cannot be written.
     """
     stored = scores[..., : document.tokens].half().cpu().contiguous()
     metadata = {"format": FORMAT, "model": document.model, "method": document.method, "settings": document.settings}
@@ -105,13 +105,13 @@ def write(folder: Path, document: ScoredDocument, scores: torch.Tensor) -> Path:
 
 @dataclass(frozen=True)
 class ScoreFile:
-    """A file of scores, of which the header and the hashes were read.
+    """A file of scores. Only its header and hashes were read.
 
     Attributes:
-        path: where it lies.
-        document: what it says it is for.
-        shape: layers, KV heads and tokens of its scores.
-        checksum: what it says its checksum is.
+        path: Path of the file.
+        document: The document in its header.
+        shape: Layers, KV heads and tokens of its scores.
+        checksum: The checksum in its header.
     """
 
     path: Path
@@ -121,10 +121,10 @@ class ScoreFile:
 
     @classmethod
     def read(cls, path: Path) -> "ScoreFile":
-        """Read header and hashes; the scores are not looked at.
+        """Read header and hashes, without the scores.
 
         Raises:
-            ScoreFileError: it is no such file, or of another version.
+            ScoreFileError: It is not a file of scores, or of another version.
         """
         try:
             with safe_open(path, "pt") as opened:
@@ -137,16 +137,16 @@ class ScoreFile:
             document = ScoredDocument(metadata["model"], metadata["method"], metadata["settings"], hashes)
             file = cls(path, document, shape, metadata["checksum"])
         except (SafetensorError, OSError, KeyError) as error:
-            raise ScoreFileError(f"{path} is no file of scores ({error}): make it again") from error
+            raise ScoreFileError(f"{path} is not a file of scores ({error}): make it again") from error
         if len(shape) != 3 or shape[2] != document.tokens:
             raise ScoreFileError(f"{path} has scores of shape {list(shape)} for {document.tokens} tokens: make it again")
         return file
 
     def scores(self) -> torch.Tensor:
-        """The scores, float16 [layers, kv_heads, tokens], mapped from the file; all of it is read once for the checksum.
+        """The scores, float16 [layers, kv_heads, tokens], mapped from the file. The whole file is read once for the checksum.
 
         Raises:
-            ScoreFileError: the file is gone, or has changed.
+            ScoreFileError: The file is missing or has changed.
         """
         try:
             with safe_open(self.path, "pt") as opened:

@@ -1,1 +1,1 @@
-"""Which tokens of a context each KV head reads in the next step: coming queries, scores by them, the best. Tensors in, tensors out."""
+"""Selection of the tokens that each KV head reads in the next step: predicted queries, scores, top tokens. Tensors in, tensors out."""

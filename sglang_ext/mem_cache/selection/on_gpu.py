@@ -1,4 +1,4 @@
-"""Tokens chosen by predicted queries on a GPU, of many requests and layers in few launches (layers/kernels/select_tokens.py)."""
+"""Selection by predicted queries on a GPU, for many requests and layers in few launches (layers/kernels/select_tokens.py)."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -15,23 +15,23 @@ from sglang_ext.mem_cache.selection.predictors import QueryPredictor
 if TYPE_CHECKING:
     from sglang_ext.layers.kernels.select_tokens import SelectionContexts, MarkedTokens
 
-# Bytes in which tokens are chosen, where a pair of a layer and a request takes no more, or half of them where two parts are there at once,
-# and share of them that predicting queries takes beside them: more of them need fewer launches.
+# SCRATCH: bytes in which tokens are selected, if a pair of a layer and a request needs no more, or half of that if two parts exist at once.
+# PREDICTING: share of SCRATCH that query prediction takes in addition. More bytes mean fewer launches.
 SCRATCH, PREDICTING = 256 << 20, 1 / 2
 
-# Queries of some requests in some layers: [requests, layers, query_heads, window, dim], oldest first, rotary embedding applied.
+# Reads queries of some requests in some layers: [requests, layers, query_heads, window, dim], oldest first, rotary embedding applied.
 ReadQueryBatch = Callable[[slice, slice], torch.Tensor]
 
 
 @dataclass
 class MarkedPart:
-    """Some layers of some requests, in which tokens are marked.
+    """Some layers of some requests whose selected tokens are marked.
 
     Attributes:
-        layers, requests: which.
-        marked: what, until the next part is asked for, or, where parts are read beside each other, the one after that.
-        there: when it is, on the device; None where the current stream reads it.
-        read: when it was read (:meth:`was_read`); None where the current stream did.
+        layers, requests: Slices of the layers and the requests.
+        marked: The marked tokens, valid until the next part is requested, or, with ``beside``, until the part after the next.
+        there: Event after which ``marked`` is ready on the device; None if the current stream reads it.
+        read: Event after which it was read (:meth:`was_read`); None if the current stream read it.
     """
 
     layers: slice
@@ -41,27 +41,26 @@ class MarkedPart:
     read: torch.cuda.Event | None = None
 
     def was_read(self, device: torch.device) -> None:
-        """The current stream has read it, once it has done what it was given so far: where that is another one than the one that marks, this
-        has to be said."""
+        """Record that the current stream has read the part after its work so far. Needed if another stream marked it."""
         if self.there is not None:
             self.read = current_event(device)
 
     def drop(self) -> None:
-        """Its memory is another one's from now on, on the device once it was read."""
+        """Release the part's memory for others, on the device after it was read."""
         SideStream.wait(self.read)
         self.marked = None
 
 
 @dataclass(frozen=True)
 class GpuSelector:
-    """Chooses tokens for predicted queries; nothing waits for the device.
+    """Selects tokens for predicted queries. Nothing waits for the device.
 
     Attributes:
-        predictor: says what the queries will be.
-        buffers: the layers of SGLang's KV pool.
-        query_heads: of a layer, on this rank.
-        rotary: the embedding that was applied to queries and keys; None where queries are joined as they are.
-        scratch: as :data:`SCRATCH`.
+        predictor: Predicts the queries.
+        buffers: The layers of SGLang's KV pool.
+        query_heads: Query heads of a layer, on this rank.
+        rotary: The rotary embedding that was applied to queries and keys; None if queries are joined without unrotating them.
+        scratch: As :data:`SCRATCH`.
     """
 
     predictor: QueryPredictor
@@ -73,36 +72,37 @@ class GpuSelector:
     def choose(
         self, contexts: "SelectionContexts", read: ReadQueryBatch, positions: torch.Tensor, ahead: int = 1, most: int = 0
     ) -> torch.Tensor | None:
-        """Choose in all layers for all requests.
+        """Select tokens in all layers for all requests.
 
         Args:
-            contexts: the requests.
-            read: their queries.
-            positions: int64 [requests, window], of the queries, ascending.
-            ahead: for which token after the newest of them is chosen, from 1.
-            most: tokens that are chosen at most, where positions are wanted.
+            contexts: The requests.
+            read: Reads their queries.
+            positions: int64 [requests, window], positions of the queries, ascending.
+            ahead: Which token after the newest query to select for, from 1.
+            most: Largest number of selected tokens, if positions are wanted.
 
         Returns:
-            Positions, int32 [layers, requests, kv_heads, most], ascending, of each request as many as it has; None where pointers were
+            Positions, int32 [layers, requests, kv_heads, most], ascending, as many per request as it selects; None if pointers were
             written.
         """
         layers, count, heads = len(self.buffers.keys), len(contexts.lengths), self.buffers.keys[0].shape[1]
         pointing, sizes = contexts.targets is not None, (layers, count, heads, most)
         out = None if pointing else torch.empty(sizes, dtype=torch.int32, device=positions.device)
         for part in self.marked(contexts, read, positions, ahead):
-            # Requests are cut where a part has one layer: what they have of it is of one piece.
+            # Requests are split only if a part has one layer, so that a part's slice of ``out`` is contiguous.
             part.marked.write(None if pointing else out[part.layers, part.requests])
         return out
 
     def marked(
         self, contexts: "SelectionContexts", read: ReadQueryBatch, positions: torch.Tensor, ahead: int = 1, beside: bool = False
     ) -> Iterator[MarkedPart]:
-        """As :meth:`choose`, by parts as these are marked: some layers of all requests, or of some of one layer.
+        """Select as :meth:`choose`, and yield parts as they are marked: some layers of all requests, or some requests of one layer.
 
         Args:
-            contexts, read, positions, ahead: as there.
-            beside: whether other streams read a part while the current one marks the next: each has half of the layers that are left at most
-                then, so that the last ones are small, and is told once the next one was launched, so that a CUDA graph goes on with that.
+            contexts, read, positions, ahead: As in :meth:`choose`.
+            beside: Whether other streams read a part while the current one marks the next. Each part then has at most half of the
+                remaining layers, so that the last parts are small. It is yielded after the launch of the next part, so that a CUDA graph
+                continues with that.
         """
         from sglang_ext.layers.kernels.select_tokens import mark_tokens, scratch_bytes
         from sglang_ext.layers.kernels.selection.exact_logits import layer_major
@@ -110,7 +110,7 @@ class GpuSelector:
         keys, codes = self.buffers.keys, self.buffers.codes
         coded = None if codes is None else codes.of_kernels
         tables = self.buffers.key_table, keys[0], self.buffers.scaling_table
-        # Many small launches predict queries, few large ones choose by them and take more memory for each pair: these alone are cut finer.
+        # Prediction has many small launches. Selection has few large ones and needs more memory per pair: only these are split further.
         _, kv_heads, dim = keys[0].shape
         predicted = _predicted_at_once(self.scratch, predicting_bytes(self.query_heads, dim, self.predictor))
         each = scratch_bytes(max(contexts.lengths), kv_heads, self.query_heads // kv_heads, keys[0].itemsize)
@@ -118,15 +118,15 @@ class GpuSelector:
         pairs, held = max(1, self.scratch // (at_once * each)), deque[MarkedPart]()
         for layers, requests in shares(len(keys), len(contexts.lengths), predicted):
             queries = self.predictor.predict(read(requests, layers), positions[requests], self.rotary, ahead)
-            # As kernels take them, of which each part is contiguous.
+            # Kernels need layer-major queries, so that each part is contiguous.
             queries = layer_major(queries if coded else queries.to(keys[0].dtype)).transpose(0, 1)
             for of_layers, of_requests in shares(queries.shape[1], queries.shape[0], pairs, beside):
                 if len(held) == at_once:
                     held.popleft().drop()
-                where = _within(layers, of_layers), _within(requests, of_requests)
+                where = _subslice(layers, of_layers), _subslice(requests, of_requests)
                 marked = mark_tokens(queries[of_requests, of_layers], *tables, contexts, *where, coded)
                 held.append(MarkedPart(*where, marked, current_event(positions.device) if beside else None))
-                # Held by nothing else.
+                # Drop the local reference: only the part may hold the memory.
                 del marked
                 if len(held) == at_once:
                     yield held[0]
@@ -135,16 +135,16 @@ class GpuSelector:
 
 
 def predicting_bytes(query_heads: int, dim: int, predictor: QueryPredictor) -> int:
-    """Bytes in which the queries of one request in one layer are predicted, themselves among them."""
+    """Bytes for predicting the queries of one request in one layer, including the queries."""
     return query_heads * predictor.head_bytes(dim)
 
 
 def planned_bytes(
     pairs: int, longest: int, query_heads: int, kv_heads: int, dim: int, number_bytes: int, predictor: QueryPredictor
 ) -> int:
-    """Bytes that choices for so many pairs of a layer and a request work in at most, of contexts of so many tokens.
+    """Largest memory, in bytes, of selections for ``pairs`` pairs of a layer and a request, with contexts of ``longest`` tokens.
 
-    PyTorch keeps what predictions took, in parts that are too small for what chooses: each has its own.
+    PyTorch caches the memory of predictions in blocks that are too small for selections, so each needs its own memory.
     """
     from sglang_ext.layers.kernels.select_tokens import scratch_bytes
 
@@ -154,8 +154,10 @@ def planned_bytes(
 
 
 def shares(layers: int, requests: int, pairs: int, finer: bool = False) -> Iterator[tuple[slice, slice]]:
-    """Layers and requests, in shares of at most so many pairs of one of each: all requests of some layers, or some of a layer; ``finer``:
-    of no more than half of the layers that are left."""
+    """Split layers and requests into parts of at most ``pairs`` pairs: all requests of some layers, or some requests of one layer.
+
+    With ``finer``, a part has at most half of the remaining layers.
+    """
     layer, each = 0, min(requests, pairs)
     while layer < layers:
         left = layers - layer
@@ -165,11 +167,11 @@ def shares(layers: int, requests: int, pairs: int, finer: bool = False) -> Itera
         layer = end
 
 
-def _within(outer: slice, inner: slice) -> slice:
-    """Of what ``outer`` has, the part that ``inner`` counts from its first on."""
+def _subslice(outer: slice, inner: slice) -> slice:
+    """The slice ``inner`` of ``outer``, in the indices of ``outer``."""
     return slice(outer.start + inner.start, outer.start + inner.stop)
 
 
 def _predicted_at_once(scratch: int, each: int) -> int:
-    """Pairs of a layer and a request whose queries are predicted in one go, where that of a pair takes ``each`` bytes."""
+    """Number of pairs of a layer and a request whose queries are predicted together, if each takes ``each`` bytes."""
     return max(1, int(PREDICTING * scratch) // each)

@@ -1,6 +1,6 @@
-"""The query of the next step, predicted from those before it (AsyncSpade, section 4.2 and Algorithm 1; shared specs/asyncspade.md).
+"""Predicts the query of the next step from earlier queries (AsyncSpade, section 4.2 and Algorithm 1; shared specs/asyncspade.md).
 
-Rotary embedding is taken out of queries first, and put back for the next position: that matters more than how they are joined.
+Rotary embedding is first removed from queries, and applied again for the next position. That matters more than how queries are joined.
 """
 
 from abc import ABC, abstractmethod
@@ -12,32 +12,32 @@ import torch
 from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 
-# Of zeros alone no system can be solved; far below the square of any query.
+# Lower bound of the ridge, since a system of zeros has no solution; far below the square of any query.
 LEAST = 1e-12
 
 
 class QueryPredictor(ABC):
-    """Says what the next query will be.
+    """Predicts the next query.
 
     Attributes:
-        name: as ``--kv-select-by`` names it.
-        window: newest queries that it reads at most; it takes fewer, from 1 on.
+        name: Name in ``--kv-select-by``.
+        window: Largest number of newest queries that it reads. It accepts fewer, from 1 on.
     """
 
     name: ClassVar[str]
     window: int
 
     def predict(self, queries: torch.Tensor, positions: torch.Tensor, rotary: Rotary | None, ahead: int = 1) -> torch.Tensor:
-        """The query of a position after the newest: float32 [requests, layers, query_heads, dim], rotary embedding applied.
+        """Predict the query of a position after the newest: float32 [requests, layers, query_heads, dim], rotary embedding applied.
 
         Args:
             queries: float [requests, layers, query_heads, window, dim], oldest first, rotary embedding applied.
-            positions: int64 [requests, window], absolute positions of the queries, ascending; some may be missing between.
-            rotary: the embedding that was applied; None to join queries as they are, each turned as at its own position.
-            ahead: which one after the newest, from 1.
+            positions: int64 [requests, window], absolute positions of the queries, ascending, possibly with gaps.
+            rotary: The rotary embedding that was applied; None to join queries as they are, each rotated to its own position.
+            ahead: Distance of the predicted query from the newest, from 1.
 
         Raises:
-            ValueError: there is no query.
+            ValueError: There is no query.
         """
         if queries.shape[-2] == 0:
             raise ValueError(
@@ -50,45 +50,44 @@ class QueryPredictor(ABC):
         return rotary.rotated(self.join(plain)[..., None, :], positions[:, None, None, -1:] + ahead).squeeze(-2)
 
     def head_bytes(self, dim: int) -> int:
-        """Bytes that :meth:`predict` works in for a query head with so many channels, about: float32 copies of its window."""
+        """Approximate bytes that :meth:`predict` needs per query head of ``dim`` channels: float32 copies of its window."""
         return 4 * 4 * self.window * dim
 
     @abstractmethod
     def join(self, queries: torch.Tensor) -> torch.Tensor:
-        """The next of ``queries``, float32 [..., 1 to window, dim], oldest first: [..., dim]."""
+        """Compute the next query from ``queries``, float32 [..., 1 to window, dim], oldest first: [..., dim]."""
 
 
 @dataclass(frozen=True)
 class CurrentQuery(QueryPredictor):
-    """The next query is the newest one."""
+    """Predicts that the next query equals the newest one."""
 
     name: ClassVar[str] = "current"
     window: int = 1
 
     def predict(self, queries: torch.Tensor, positions: torch.Tensor, rotary: Rotary | None, ahead: int = 1) -> torch.Tensor:
-        """Turned on from where it is: once, not back and forth."""
+        """Rotate the newest query directly to the new position, in one rotation instead of two."""
         if rotary is None or queries.shape[-2] == 0:
             return super().predict(queries, positions, rotary, ahead)
         return rotary.advanced(queries[..., -1, :], ahead)
 
     def join(self, queries: torch.Tensor) -> torch.Tensor:
-        """The last."""
+        """The last query."""
         return queries[..., -1, :]
 
 
 @dataclass(frozen=True)
 class RegressedQuery(QueryPredictor):
-    """Assembled regression: how the newest query follows from those before it tells how the next one follows from it.
+    """Assembled regression: predicts the next query from the newest one as the newest one follows from its predecessors.
 
-    For each ``k`` from 1 to :attr:`longest`, ridge regression of the newest query on its ``k`` predecessors (equation 2, with
-    normalization after it: ``softmax(+G^-1 b)``, where the printed algorithm has it twice, and of the negative). The weights are applied
-    to the window moved by one, which includes the newest query (equation 4; the printed slice leaves it out), and the results averaged over
-    ``k`` (equation 5).
+    For each ``k`` from 1 to :attr:`longest`, it fits a ridge regression of the newest query on its ``k`` predecessors (equation 2). The
+    weights are normalized afterwards: ``softmax(+G^-1 b)``. The printed algorithm normalizes twice, and the negative. The weights are
+    applied to the window moved by one, which includes the newest query (equation 4; the printed slice omits it). The results are averaged
+    over ``k`` (equation 5).
 
     Attributes:
-        longest: predecessors of the largest window, ``W``.
-        ridge: added to the diagonal of ``G``, as a share of the predecessors' mean square, so that what is predicted of larger queries
-            is as much larger.
+        longest: Predecessors in the largest window, ``W``.
+        ridge: Added to the diagonal of ``G``, as a share of the predecessors' mean square, so that the prediction scales with the queries.
     """
 
     name: ClassVar[str] = "regressed"
@@ -97,32 +96,32 @@ class RegressedQuery(QueryPredictor):
 
     @property
     def window(self) -> int:
-        """The newest and its predecessors."""
+        """The newest query and its predecessors."""
         return self.longest + 1
 
     def head_bytes(self, dim: int) -> int:
-        """With the system, its factor, and the solutions of all windows."""
+        """Bytes including the system, its factor, and the solutions of all windows."""
         return super().head_bytes(dim) + 4 * 6 * self.longest**2
 
     def join(self, queries: torch.Tensor) -> torch.Tensor:
-        """The newest one where it has no predecessor."""
+        """Weighted sum of the queries; the newest one if it has no predecessor."""
         if queries.shape[-2] == 1:
             return queries[..., 0, :]
         return (self.weights(queries)[..., None, :] @ queries[..., 1:, :]).squeeze(-2)
 
     def weights(self, queries: torch.Tensor) -> torch.Tensor:
-        """Of each but the oldest of ``queries``, float32 [..., count, dim], its weight in the next: [..., count - 1], sum 1.
+        """Weights of all ``queries``, float32 [..., count, dim], but the oldest, in the next query: [..., count - 1], sum 1.
 
-        Newest first, the system of a window is the first rows and columns of that of the next longer one, and so are their Cholesky
-        factors L and what L^-1 makes of the right side: what a window's solution has more than that of the window before is one row
-        of L^-1 times one number.
+        With the newest predecessor first, the system of each window is the leading block of the system of the next longer one. The same
+        holds for the Cholesky factor L and for L^-1 times the right side. A window's solution therefore equals the solution of the
+        previous window plus one row of L^-1 times one number.
         """
         before, newest = queries[..., :-1, :].flip(-2), queries[..., -1:, :]
         count = before.shape[-2]
         gram, product = before @ before.transpose(-1, -2), before @ newest.transpose(-1, -2)
         ridge = self.ridge * gram.diagonal(dim1=-2, dim2=-1).mean(dim=-1).clamp(min=LEAST)
         gram.diagonal(dim1=-2, dim2=-1).add_(ridge[..., None])
-        # The ridge keeps it solvable: whether it was is not asked, for which the host would wait.
+        # The ridge keeps the system solvable. The error code is not checked, since the host would wait for it.
         factor = torch.linalg.cholesky_ex(gram).L
         inverse = torch.linalg.solve_triangular(factor, torch.eye(count, device=queries.device).expand_as(gram), upper=False)
         solved = (inverse * (inverse @ product)).cumsum(dim=-2)
@@ -131,14 +130,14 @@ class RegressedQuery(QueryPredictor):
 
 
 PREDICTORS: dict[str, type[QueryPredictor]] = {each.name: each for each in (CurrentQuery, RegressedQuery)}
-"""By name, the default first."""
+"""Predictors by name, the default first."""
 
 
 def query_predictor(name: str, flag: str = "--kv-select-by") -> QueryPredictor:
-    """The predictor of that name; messages name ``flag``.
+    """Create the predictor of this name. Messages name ``flag``.
 
     Raises:
-        OptionError: names the value and what is allowed.
+        OptionError: The name is unknown. The message has the value and the allowed ones.
     """
     if name not in PREDICTORS:
         raise OptionError(f"{flag} is {name!r}; allowed: {', '.join(PREDICTORS)}. Pass one of these.")

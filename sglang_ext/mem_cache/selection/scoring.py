@@ -1,7 +1,7 @@
-"""How much each KV head needs each token in the next step: scores by its query, predicted or true.
+"""Scores of how much each KV head needs each token in the next step, by the step's predicted or true query.
 
-One batched product serves all kinds of heads (AsyncSpade, section 4.3 and Figure 8): the query heads of a KV head are the rows of a
-matrix, one where each head has its own keys (MHA), all where heads share them (MQA).
+One batched product serves all attention types (AsyncSpade, section 4.3 and Figure 8). The query heads of a KV head are the rows of a
+matrix. It has one row if each head has its own keys (MHA), and all rows if heads share keys (MQA).
 """
 
 from abc import ABC, abstractmethod
@@ -16,16 +16,16 @@ from sglang_ext.mem_cache.selection.predictors import QueryPredictor
 
 @dataclass(frozen=True)
 class ScoringInputs:
-    """What is known of some contexts when tokens are chosen for a step.
+    """Input of a selection for one step, for several contexts.
 
     Attributes:
-        queries: float [requests, layers, query_heads, window, dim], the newest, oldest first, rotary embedding applied. The last is that of
-            the step before; where scores are :attr:`Scoring.synchronous`, the step's own.
-        positions: int64 [requests, window], of the queries, ascending; some may be missing between.
+        queries: float [requests, layers, query_heads, window, dim], the newest, oldest first, rotary embedding applied. The last one is of
+            the previous step; with :attr:`Scoring.synchronous`, of the step itself.
+        positions: int64 [requests, window], positions of the queries, ascending, possibly with gaps.
         keys: float [requests, layers, kv_heads, tokens, dim], rotary embedding applied.
-        scaling: factor on query-key products before softmax.
-        rotary: the embedding that was applied; None where queries are joined as they are.
-        lengths: int64 [requests], tokens of each context; None where all fill ``keys``.
+        scaling: Factor on query-key products before softmax.
+        rotary: The rotary embedding that was applied; None if queries are joined as they are.
+        lengths: int64 [requests], tokens of each context; None if all contexts fill ``keys``.
     """
 
     queries: torch.Tensor
@@ -37,7 +37,7 @@ class ScoringInputs:
 
     @property
     def beyond(self) -> torch.Tensor | None:
-        """Which places of ``keys`` are no token's: bool [requests, 1, 1, tokens]; None for none."""
+        """Mask of the places of ``keys`` without a token: bool [requests, 1, 1, tokens]; None if all have one."""
         if self.lengths is None:
             return None
         return (torch.arange(self.keys.shape[-2], device=self.keys.device) >= self.lengths[:, None])[:, None, None]
@@ -47,9 +47,9 @@ class Scoring(ABC):
     """Scores tokens for a step.
 
     Attributes:
-        name: in tables.
-        synchronous: whether it waits for the step's own query.
-        permanent: whether what it does not choose is gone for all later steps.
+        name: Name in tables.
+        synchronous: Whether it waits for the step's own query.
+        permanent: Whether tokens that it does not select are lost for all later steps.
     """
 
     name: ClassVar[str]
@@ -58,22 +58,22 @@ class Scoring(ABC):
 
     @abstractmethod
     def scores(self, seen: ScoringInputs) -> torch.Tensor:
-        """float32 [requests, layers, kv_heads, tokens], more for what is read first; those of places that are no token's say nothing."""
+        """Scores, float32 [requests, layers, kv_heads, tokens]; higher ones are read first. Places without a token have any score."""
 
 
 @dataclass(frozen=True)
 class PredictedScoring(Scoring):
-    """By the attention of the predicted query: what AsyncSpade selects by."""
+    """Scores by the attention of the predicted query, as AsyncSpade does."""
 
     predictor: QueryPredictor
 
     @property
     def name(self) -> str:
-        """That of the predictor."""
+        """Name of the predictor."""
         return self.predictor.name
 
     def scores(self, seen: ScoringInputs) -> torch.Tensor:
-        """The mean over the query heads of a KV head."""
+        """Mean attention over the query heads of a KV head."""
         predicted = self.predictor.predict(seen.queries, seen.positions, seen.rotary)
         return group_attention(predicted, seen.keys, seen.scaling, seen.beyond)
 
@@ -81,14 +81,14 @@ class PredictedScoring(Scoring):
 def group_attention(
     queries: torch.Tensor, keys: torch.Tensor, scaling: float, beyond: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Attention of one query of each head to all tokens, mean over the query heads of a KV head.
+    """Attention of one query per head to all tokens, mean over the query heads of a KV head.
 
     Args:
         queries: float32 [requests, layers, query_heads, dim].
-        keys, scaling, beyond: as :class:`ScoringInputs`'s.
+        keys, scaling, beyond: As in :class:`ScoringInputs`.
 
     Returns:
-        float32 [requests, layers, kv_heads, tokens]; 0 where no token is.
+        float32 [requests, layers, kv_heads, tokens]; 0 for places without a token.
     """
     logits = grouped(queries, keys) @ keys.float().transpose(-1, -2) * scaling
     if beyond is not None:
@@ -97,13 +97,14 @@ def group_attention(
 
 
 def grouped(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Queries, float [..., query_heads, dim], by KV head: float32 [..., kv_heads, query heads of each, dim].
+    """Group queries, float [..., query_heads, dim], by KV head: float32 [..., kv_heads, query heads per KV head, dim].
 
     Args:
+        queries: The queries.
         keys: [..., kv_heads, tokens, dim].
 
     Raises:
-        ValueError: query heads cannot be shared out evenly.
+        ValueError: The number of query heads is not a multiple of the number of KV heads.
     """
     heads, kv_heads = queries.shape[-2], keys.shape[-3]
     if heads % kv_heads:

@@ -1,4 +1,4 @@
-"""Keys that are held for scoring: as they are, or in 8 or 4 bits, of which scoring makes numbers again; and K and V that are sent back."""
+"""Keys for scoring, exact or quantized to 8 or 4 bits, and exact K and V rows that are sent back."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
 EXACT = 16
 SCORE_BITS = (EXACT, 8, 4)
-"""Of ``--kv-score-bits``: as they are, or so many."""
-# Channels of a token and head that share a scale and a zero point, where they divide the head.
+"""Values of ``--kv-score-bits``: exact, or the number of bits."""
+# Channels of a token and head that share a scale and a zero point, if the number divides the head dimension.
 GROUP = 32
-# Numbers of keys that are coded together, on a CPU.
+# Numbers of keys that are quantized together, on a CPU.
 CODED_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
 class KeySpec:
-    """Of keys.
+    """Shape and format of keys.
 
     Attributes:
-        layers, kv_heads, dim: of the model's attention.
-        dtype: of exact keys.
-        bits: of :data:`SCORE_BITS`.
-        rows: whether exact keys and values are held, too.
+        layers, kv_heads, dim: Sizes of the model's attention.
+        dtype: dtype of exact keys.
+        bits: One of :data:`SCORE_BITS`.
+        rows: Whether exact keys and values are stored, too.
     """
 
     layers: int
@@ -48,7 +48,7 @@ class KeySpec:
 
     @property
     def token_bytes(self) -> int:
-        """Of a token over all layers, scales and zero points among them."""
+        """Bytes per token over all layers, including scales and zero points."""
         heads, exact = self.layers * self.kv_heads, self.dim * self.dtype.itemsize
         if self.bits == EXACT:
             return heads * (2 if self.rows else 1) * exact
@@ -57,57 +57,57 @@ class KeySpec:
 
 
 class ScoringKeys(ABC):
-    """So many tokens' keys in all layers; memory is taken as they are written."""
+    """Keys of a fixed number of tokens in all layers. On a CPU, memory is taken as they are written."""
 
     @abstractmethod
     def write(self, start: int, keys: torch.Tensor) -> None:
-        """Hold keys of tokens from place ``start`` on: [layers, tokens, kv_heads, dim]."""
+        """Store keys of tokens from place ``start`` on: [layers, tokens, kv_heads, dim]."""
 
     @abstractmethod
     def read(self, layer: int, places: torch.Tensor) -> torch.Tensor:
-        """What is held of a layer in places, int64 [tokens]: [tokens, kv_heads, dim]."""
+        """Read a layer's keys in ``places``, int64 [tokens]: [tokens, kv_heads, dim]."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes, once all are written."""
+        """Bytes once all keys are written."""
 
 
 class ExactKeys(ScoringKeys):
-    """As they are.
+    """Keys in their own dtype.
 
     Args:
-        sizes: of keys.
-        tokens: how many.
-        device: where they lie; on a GPU all memory is taken at once.
+        sizes: Shape and format of the keys.
+        tokens: Number of tokens.
+        device: Device of the keys. On a GPU all memory is taken at once.
     """
 
     def __init__(self, sizes: KeySpec, tokens: int, device: torch.device = torch.device("cpu")):
         self._keys = torch.empty(sizes.layers, tokens, sizes.kv_heads, sizes.dim, dtype=sizes.dtype, device=device)
 
     def of_layers(self) -> tuple[torch.Tensor, ...]:
-        """All that is held, of each layer: [tokens, kv_heads, dim]."""
+        """All keys by layer: [tokens, kv_heads, dim] each."""
         return self._keys.unbind()
 
     @property
     def whole(self) -> torch.Tensor:
-        """All: [layers, tokens, kv_heads, dim]."""
+        """All keys: [layers, tokens, kv_heads, dim]."""
         return self._keys
 
     def clear(self, tokens: int) -> None:
-        """Let the first places hold zeros."""
+        """Set the first ``tokens`` places to zero."""
         self._keys[:, :tokens].zero_()
 
     def write(self, start: int, keys: torch.Tensor) -> None:
-        """As :meth:`ScoringKeys.write`."""
+        """Store keys, as :meth:`ScoringKeys.write`."""
         self._keys[:, start : start + keys.shape[1]] = keys
 
     def read(self, layer: int, places: torch.Tensor) -> torch.Tensor:
-        """As :meth:`ScoringKeys.read`."""
+        """Read keys, as :meth:`ScoringKeys.read`."""
         return self._keys[layer].index_select(0, places)
 
     def rows(self, layer: int, places: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
-        """What is held of a layer in places and heads, int64 [rows] each: [rows, dim]."""
+        """Read a layer's keys in ``places`` and ``heads``, int64 [rows] each: [rows, dim]."""
         return self._keys[layer, places, heads]
 
     @property
@@ -117,20 +117,21 @@ class ExactKeys(ScoringKeys):
 
 
 class QuantizedKeys(ScoringKeys):
-    """As asymmetric integers by token, head and group of channels (compressors/plain_int.py), as layers/kernels/quantized_keys/ has them.
+    """Keys as asymmetric integers by token, head and group of channels (compressors/plain_int.py), for layers/kernels/quantized_keys/.
 
-    A token's codes of a head lie group after group: of 8 bits a byte each, of 4 bits a byte for the channel at its place in the first half
-    of the group, in the lowest bits, and that in the second half.
+    The codes of a token and head are stored group after group. An 8-bit code is one byte. With 4 bits, a byte has two channels of a
+    group: in the lower bits one of the first half, in the upper bits the one with the same index in the second half.
 
     Args:
-        sizes: of keys.
-        tokens: how many.
-        device: where they lie; on a GPU all memory is taken at once.
+        sizes: Shape and format of the keys.
+        tokens: Number of tokens.
+        device: Device of the keys. On a GPU all memory is taken at once.
 
     Attributes:
-        sizes: of keys.
-        codes: int8 [layers, tokens, kv_heads, bytes]; of 8 bits they count from -128.
-        words: int32 [layers, tokens, kv_heads, groups], in their lower half a group's scale, in the other its zero point, both float16.
+        sizes: Shape and format of the keys.
+        codes: int8 [layers, tokens, kv_heads, bytes]. 8-bit codes are shifted to begin at -128.
+        words: int32 [layers, tokens, kv_heads, groups]. The lower half of a word is the group's scale, the upper half its zero point, both
+            float16.
     """
 
     def __init__(self, sizes: KeySpec, tokens: int, device: torch.device = torch.device("cpu")):
@@ -140,42 +141,42 @@ class QuantizedKeys(ScoringKeys):
         self.words = torch.empty(*of_all, sizes.dim // sizes.group, dtype=torch.int32, device=device)
 
     def write(self, start: int, keys: torch.Tensor) -> None:
-        """As :meth:`ScoringKeys.write`."""
+        """Quantize and store keys, as :meth:`ScoringKeys.write`."""
         places = slice(start, start + keys.shape[1])
         self.codes[:, places], self.words[:, places] = self._coded(keys)
 
     def clear(self, tokens: int) -> None:
-        """Let the first places hold zeros."""
+        """Set the first ``tokens`` places to zero."""
         self.codes[:, :tokens].zero_()
         self.words[:, :tokens].zero_()
 
     def put(self, places: torch.Tensor, keys: torch.Tensor) -> None:
-        """Hold keys, [layers, tokens, kv_heads, dim], in places, int64 [tokens]."""
+        """Quantize keys, [layers, tokens, kv_heads, dim], and store them in ``places``, int64 [tokens]."""
         codes, words = self._coded(keys)
         self.codes.index_copy_(1, places, codes)
         self.words.index_copy_(1, places, words)
 
     @property
     def of_kernels(self) -> "QuantizedKeyTensors":
-        """As kernels that choose take them."""
+        """The tensors in the form that the selection kernels take."""
         from sglang_ext.layers.kernels.quantized_keys.quantized_logits import QuantizedKeyTensors
 
         return QuantizedKeyTensors(self.codes, self.words, self.sizes.group)
 
     def read(self, layer: int, places: torch.Tensor) -> torch.Tensor:
-        """As :meth:`ScoringKeys.read`; float32."""
+        """Dequantize keys, as :meth:`ScoringKeys.read`: float32."""
         bits, group = self.sizes.bits, self.sizes.group
         bytes_, words = (part[layer].index_select(0, places) for part in (self.codes, self.words))
-        packed = (bytes_.view(torch.uint8) ^ _first(bits)).unflatten(-1, (-1, group * bits // 8))
+        packed = (bytes_.view(torch.uint8) ^ _stored_mask(bits)).unflatten(-1, (-1, group * bits // 8))
         scale, zero = words.view(PARAMETER).float().unflatten(-1, (-1, 2)).unbind(-1)
         return whole(Quantized(unpack_codes(packed, bits).flatten(-2)[None], scale[None], zero[None]), Grid(1, group), None)[0]
 
     def _coded(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of keys, [layers, tokens, kv_heads, dim], what :attr:`codes` and :attr:`words` hold."""
+        """Quantize keys, [layers, tokens, kv_heads, dim], into :attr:`codes` and :attr:`words`."""
         bits, group = self.sizes.bits, self.sizes.group
-        # Of a quantizer heads, blocks and tokens; all are alike here.
+        # The quantizer expects heads, blocks and tokens. All dimensions are treated alike here.
         found = PlainInt(bits=bits).quantize(keys.float(), Grid(1, group))
-        packed = pack_codes(found.codes.unflatten(-1, (-1, group)), bits).flatten(-2) ^ _first(bits)
+        packed = pack_codes(found.codes.unflatten(-1, (-1, group)), bits).flatten(-2) ^ _stored_mask(bits)
         words = torch.stack([found.scale, found.zero], -1).to(PARAMETER).view(torch.int32)
         return packed.view(torch.int8), words.squeeze(-1)
 
@@ -185,17 +186,17 @@ class QuantizedKeys(ScoringKeys):
         return self.codes.nbytes + self.words.nbytes
 
 
-def _first(bits: int) -> int:
-    """Bits in which a byte of codes differs from the one that is held."""
+def _stored_mask(bits: int) -> int:
+    """XOR mask between a byte of codes and the stored byte."""
     return 128 if bits == 8 else 0
 
 
 class KeyQuantizer:
-    """Codes keys that lie in buffers of layers.
+    """Quantizes keys in buffers of layers.
 
     Args:
-        keys: of each layer, [slots, kv_heads, dim]; all alike, and where they are as long as this is used.
-        held: where the codes go.
+        keys: One tensor per layer, [slots, kv_heads, dim]; equal shapes. They must not move in memory.
+        held: Stores the codes.
     """
 
     def __init__(self, keys: Sequence[torch.Tensor], held: QuantizedKeys):
@@ -203,7 +204,7 @@ class KeyQuantizer:
         self._table = torch.tensor([each.data_ptr() for each in keys], device=keys[0].device)
 
     def code(self, slots: torch.Tensor, ahead: int = 0) -> None:
-        """Hold codes of the keys in ``slots``, int64 [tokens], of all layers, so many places ahead; without waiting for the device."""
+        """Quantize the keys in ``slots``, int64 [tokens], of all layers, into ``slots + ahead``. Does not wait for the device."""
         if not len(slots):
             return
         if slots.is_cuda:
@@ -211,27 +212,27 @@ class KeyQuantizer:
 
             quantize_keys(self._table, self._keys[0], slots, self._held.codes, self._held.words, self._held.sizes.group, ahead)
             return
-        # Of all layers together: threads meet after each operation.
+        # All layers together: threads synchronize after each operation.
         for some in slots.split(max(1, CODED_AT_ONCE // (len(self._keys) * self._keys[0][0].numel()))):
             self._held.put(some + ahead, torch.stack([each.index_select(0, some) for each in self._keys]))
 
 
 def scoring_keys(sizes: KeySpec, tokens: int, device: torch.device = torch.device("cpu")) -> ScoringKeys:
-    """Room for so many tokens."""
+    """Create storage for the keys of ``tokens`` tokens."""
     return ExactKeys(sizes, tokens, device) if sizes.bits == EXACT else QuantizedKeys(sizes, tokens, device)
 
 
 class ExactKVRows:
-    """Exact keys and values of so many tokens in all layers; memory is taken as they are written.
+    """Exact keys and values of a fixed number of tokens in all layers. On a CPU, memory is taken as they are written.
 
     Args:
-        sizes: of keys; of values the same.
-        tokens: how many.
-        keys: those that are scored, where they are exact; else there are others beside them.
-        device: where they lie.
+        sizes: Shape and format of the keys, and of the values.
+        tokens: Number of tokens.
+        keys: The keys that are scored. They are used here if they are exact; otherwise exact keys are stored in addition.
+        device: Device of keys and values.
 
     Attributes:
-        keys, values: of all.
+        keys, values: Exact keys and values of all tokens.
     """
 
     def __init__(self, sizes: KeySpec, tokens: int, keys: ScoringKeys, device: torch.device = torch.device("cpu")):
@@ -240,11 +241,11 @@ class ExactKVRows:
         self._scored = keys
 
     def write(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Hold those of tokens from place ``start`` on, [layers, tokens, kv_heads, dim] each; scored keys were written."""
+        """Store keys and values of tokens from place ``start`` on, [layers, tokens, kv_heads, dim] each, after the scored keys."""
         if self.keys is not self._scored:
             self.keys.write(start, keys)
         self.values.write(start, values)
 
     def read(self, layer: int, places: torch.Tensor, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a layer in places and heads, int64 [rows] each: [rows, dim] each."""
+        """Read K and V of a layer in ``places`` and ``heads``, int64 [rows] each: [rows, dim] each."""
         return self.keys.rows(layer, places, heads), self.values.rows(layer, places, heads)

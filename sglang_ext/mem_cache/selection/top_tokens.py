@@ -1,15 +1,15 @@
-"""The tokens that each KV head reads: those of the highest scores, the first and the newest in any case."""
+"""The tokens that each KV head reads: those with the highest scores, and always the first and the newest."""
 
 import torch
 
 
 def mark_always(scores: torch.Tensor, sinks: int, newest: int, lengths: torch.Tensor | None = None) -> torch.Tensor:
-    """Scores in which the first and the newest tokens of each context are infinite, and places that are no token's minus infinity.
+    """Set the scores of each context's first and newest tokens to infinity, and of places without a token to minus infinity.
 
     Args:
         scores: float32 [requests, ..., tokens].
-        sinks, newest: tokens at either end.
-        lengths: int64 [requests], tokens of each context; None where all have as many as there are scores.
+        sinks, newest: Number of first and of newest tokens.
+        lengths: int64 [requests], tokens of each context; None if all have as many as there are scores.
     """
     tokens = scores.shape[-1]
     places = torch.arange(tokens, device=scores.device)
@@ -25,12 +25,12 @@ def top_tokens(scores: torch.Tensor, count: int, sinks: int, newest: int, length
 
     Args:
         scores: float32 [requests, layers, kv_heads, tokens].
-        count: tokens that a head reads.
-        sinks, newest: tokens that all heads read, the first and the last, as far as ``count`` goes.
-        lengths: as :func:`mark_always`'s; reads nothing of them on the host, so that contexts shorter than ``count`` are the caller's.
+        count: Tokens that a head reads.
+        sinks, newest: First and newest tokens that all heads read, up to ``count``.
+        lengths: As in :func:`mark_always`. The host does not read it, so that callers must handle contexts shorter than ``count``.
 
     Raises:
-        ValueError: no token is to be read, or more than there are.
+        ValueError: ``count`` is below 1 or above the number of tokens.
     """
     tokens = scores.shape[-1]
     if not 1 <= count <= tokens:
@@ -41,11 +41,11 @@ def top_tokens(scores: torch.Tensor, count: int, sinks: int, newest: int, length
 
 
 def overlap(chosen: torch.Tensor, others: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Share of ``chosen`` that is among ``others``, by head (equation 1 of AsyncSpade): float32 [...].
+    """Share of ``chosen`` that is also in ``others``, by head (equation 1 of AsyncSpade): float32 [...].
 
     Args:
-        chosen, others: int64 [..., count], positions below ``tokens``, each once.
-        tokens: of the context.
+        chosen, others: int64 [..., count], distinct positions below ``tokens``.
+        tokens: Tokens of the context.
     """
     among = torch.zeros(*others.shape[:-1], tokens, dtype=torch.bool, device=others.device).scatter_(-1, others, True)
     return among.gather(-1, chosen).float().mean(dim=-1)

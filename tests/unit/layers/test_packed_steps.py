@@ -130,12 +130,12 @@ def test_extremes_of_pages_lie_beside_the_pool_where_attention_chooses_and_forwa
     try:
         worker.allocate()
         assert type(worker.layout) is (PagePointerLayout if name == "quest" else PointerLayout)
-        assert (worker.key_sidecar is not None) == (queries._told is not None) == (name == "quest")
+        assert (worker.key_sidecar is not None) == (queries._key_write_callback is not None) == (name == "quest")
         if name == "quest":
             keys = worker.model_runner.token_to_kv_pool.get_key_buffer(0)
             keys[20] = 7.0
             for layer_id in (0, 2):
-                queries._told(layer_id, torch.tensor([20]))
+                queries._key_write_callback(layer_id, torch.tensor([20]))
             assert worker.layout.extremes.held[0, 1, :, 1].unique().tolist() == [7.0] and LAYOUT_READERS[PagePointerLayout].decode is PagesDecode
     finally:
         set_key_write_callback(None)

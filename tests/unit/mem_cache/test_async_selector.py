@@ -207,13 +207,13 @@ def test_requests_whose_windows_differ_are_chosen_for_apart():
         for layer in range(LAYERS):
             compressed_kv.queries.record(layer, queries)
     assert ensure_compressed_kv(compressed_kv, SimpleNamespace(last_node=None), RequestState(rid="s", row=2, seed=0), 100, 0) != 0, "too few queries"
-    compressed_kv._views[2] = compressed_kv._views[1].__class__(compressed_kv._slots_for(torch.empty(0).long(), 10, 0), 100, own_tokens=20, own_packed=5)
+    compressed_kv._by_row[2] = compressed_kv._by_row[1].__class__(compressed_kv._slots_for(torch.empty(0).long(), 10, 0), 100, own_tokens=20, own_packed=5)
     compressed_kv.get(2).own, compressed_kv.get(2).back_slots = compressed_kv.get(2).own[:5], compressed_kv.get(2).own[5:]
     step(150)
     wanted, windows, launch = expected(151), [], compressed_kv.async_selector._side.launch
     compressed_kv.async_selector._side.launch = lambda work, read: windows.append(tuple(read[-1].shape)) or launch(work, read)
     compressed_kv.async_selector.on_step_end(compressed_kv, {1: 151, 2: 100}, None)
-    assert led_to(compressed_kv) == wanted and set(compressed_kv.async_selector._under_way) == {1, 2}
+    assert led_to(compressed_kv) == wanted and set(compressed_kv.async_selector._in_progress) == {1, 2}
     assert windows == [(1, 17), (1, 3)]
 
 
@@ -283,7 +283,7 @@ def test_graphs_of_steps_and_of_verifications_share_a_table_and_only_steps_that_
     with windows.capturing(3):
         windows.record(0, queries[:3])
     assert windows._targets is table and windows.has_step_queries
-    with pytest.raises(ValueError, match="5 tokens are captured after others of at most 4.*pass the most of all at first"):
+    with pytest.raises(ValueError, match="5 tokens are captured after others of at most 4 tokens.*pass the largest number of tokens first"):
         with windows.capturing(5):
             pass
     windows.set_step_targets(row)

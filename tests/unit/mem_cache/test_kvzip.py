@@ -110,7 +110,7 @@ def test_files_that_do_not_fit_the_model_are_named_and_not_used(tmp_path, caplog
     (tmp_path / "notes.safetensors").write_text("no tensors")
     found = index(tmp_path)
     assert found.match(TOKENS) is None and found.match(TOKENS[::-1]) is None
-    for reason in ("another model: other, not m", "another layers and KV heads: (3, 2), not (2, 2)", "no file of scores"):
+    for reason in ("another model: other, not m", "another layers and KV heads: (3, 2), not (2, 2)", "is not a file of scores"):
         assert reason in caplog.text
 
 

@@ -152,21 +152,21 @@ def test_what_is_no_whole_page_or_has_the_extremes_of_other_keys_is_named():
     row = compressed_kv.token_table[1]
     compressed_kv.buffers.keys[1][int(row[40])] += 9.0
     page = int(row[40]) // PAGE
-    with pytest.raises(IntegrityError, match=rf"extremes of pages \[{page}\] .* draft row 5 in layer 1 are not those of the keys"):
+    with pytest.raises(IntegrityError, match=rf"extremes of pages \[{page}\] .* draft row 5 in layer 1 do not match the keys"):
         check_compressed(compressed_kv)
     compressed_kv.layout.extremes.write(row[40:41].long())
     check_compressed(compressed_kv)
     cells, own = as_pointers(compressed_kv.buffers.keys[0]), compressed_kv.get(1).own
     cells[own[0], 1, :2] = cells[own[0], 1, :2].flip(0)
-    with pytest.raises(IntegrityError, match="pointers of the draft row 5 in layer 0 lead to slots that are no whole pages of 16"):
+    with pytest.raises(IntegrityError, match="pointers of draft row 5 in layer 0 point to slots that are not whole pages of 16"):
         check_compressed(compressed_kv)
     cells[own[0], 1, :2] = cells[own[0], 1, :2].flip(0)
     compressed_kv.layout.pages[5] = 9
-    with pytest.raises(IntegrityError, match="among 9 pages for the draft row 5, which stands for 176 tokens"):
+    with pytest.raises(IntegrityError, match="among 9 pages for draft row 5, which covers 176 tokens"):
         check_compressed(compressed_kv)
     compressed_kv.layout.pages[5] = 11
     row[16:18] = row[16:18].flip(0)
-    with pytest.raises(IntegrityError, match="the draft row 5 stands for slots that are no whole pages"):
+    with pytest.raises(IntegrityError, match="draft row 5 covers slots that are not whole pages"):
         check_compressed(compressed_kv)
 
 

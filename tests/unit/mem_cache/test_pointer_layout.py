@@ -134,7 +134,7 @@ def test_pointers_that_lead_to_anothers_token_are_named():
     assert compressed_kv.compress(1, 100)
     check_compressed(compressed_kv)
     as_pointers(compressed_kv.buffers.keys[1])[compressed_kv.get(1).own[0], 1, 2] = 399
-    with pytest.raises(IntegrityError, match=r"row 5 in layer 1 lead to slots \[399\]"):
+    with pytest.raises(IntegrityError, match=r"row 5 in layer 1 point to slots \[399\]"):
         check_compressed(compressed_kv)
 
 

@@ -127,7 +127,10 @@ def test_a_copy_of_two_methods_and_a_row_with_other_blocks_are_found(world, wron
         view.segments[0].method = "half"
     else:
         compressed_kv.layout.counts[compressed_kv.draft_row(row)] -= 1
-    found = {"segment": f"row {row} was made by int4; it reads segments of half", "packed": f"the copy of draft row {compressed_kv.draft_row(row)} has"}
+    found = {
+        "segment": f"row {row} was made by int4; it reads segments of half",
+        "packed": f"the compressed KV of draft row {compressed_kv.draft_row(row)} has",
+    }
     with pytest.raises(IntegrityError, match=found[wrong]):
         check_compressed(compressed_kv)
 

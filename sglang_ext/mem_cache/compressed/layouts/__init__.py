@@ -1,1 +1,1 @@
-"""What slots of a copy may hold besides plain tokens: packed blocks, cells of uneven heads, pointers."""
+"""How slots store compressed KV: plain tokens, quantized blocks, cells of uneven heads, pointers."""

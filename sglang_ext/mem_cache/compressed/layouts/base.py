@@ -1,8 +1,10 @@
-"""How copies lie in slots of SGLang's pool: the contract of a placement, one method's, and of a format, which all copies of a server
-have; both for tokens that stay as they are.
+"""Interfaces for how compressed KV is stored in slots of SGLang's pool.
 
-A row of the token table, a draft row, begins with a copy's slots; what those hold the format knows, and a table beside the token
-table says how much of it each row begins with. Attention over rows of each format is in layers/attention/copies/.
+:class:`SlotLayout` is the layout of one compression method. :class:`KVLayout` is the layout of all compressed KV of a server. This module
+also has the plain layouts, which store tokens unchanged.
+
+A draft row of the token table begins with the slots of the compressed KV. Only the layout knows what these slots contain. A second table
+records how much compressed KV each row begins with. layers/attention/copies/ has the attention over rows of each layout.
 """
 
 from abc import ABC, abstractmethod
@@ -20,14 +22,14 @@ if TYPE_CHECKING:
 
 
 class SlotLayout(Protocol):
-    """How the copies of one method lie in slots.
+    """How compressed KV of one method is stored in slots.
 
     Attributes:
-        recent: newest tokens of a context that copies leave as they are.
-        sinks: first tokens of a context that copies keep as they are, in slots of their own.
-        unit: tokens of which copies cover, share and keep whole multiples.
-        share: slots that they take, of those of the tokens that they keep, about.
-        stochastic: whether numbers are rounded by seeds of their tokens (rounding.py).
+        recent: Newest tokens of a context that stay exact.
+        sinks: First tokens of a context that are stored unchanged, in separate slots.
+        unit: Tokens covered, shared and kept are multiples of it.
+        share: Approximate slots used, as a share of the slots of the kept tokens.
+        stochastic: Whether numbers are rounded stochastically, with seeds from their tokens (rounding.py).
     """
 
     recent: int
@@ -37,10 +39,10 @@ class SlotLayout(Protocol):
     stochastic: bool
 
     def packed_slots(self, tokens: int) -> int:
-        """Slots that hold so many tokens otherwise than as they are."""
+        """Slots that store this many tokens in packed form."""
 
     def held_slots(self, tokens: int) -> int:
-        """Slots that so many tokens take, filled up to whole pages."""
+        """Slots that this many tokens take, rounded up to whole pages."""
 
     def write(
         self,
@@ -50,23 +52,23 @@ class SlotLayout(Protocol):
         targets: torch.Tensor,
         seeds: torch.Tensor | None = None,
     ) -> None:
-        """Put what each head keeps into slots; on a GPU without waiting for it.
+        """Store the kept tokens of each head in slots. On a GPU it does not wait for the device.
 
         Args:
-            buffers: the pool's.
-            kept: int64 [layers, kv_heads, count], tokens counted in ``sources``.
+            buffers: The pool's buffers.
+            kept: int64 [layers, kv_heads, count], indices into ``sources``.
             sources: int64 [tokens], slots of the context.
-            targets: int64, the copy's slots.
-            seeds: int32 [tokens], by which numbers are rounded where the placement is ``stochastic``; None for none.
+            targets: int64, slots of the compressed KV.
+            seeds: int32 [tokens], rounding seeds if the layout is ``stochastic``; None otherwise.
         """
 
 
 @dataclass(frozen=True)
 class PlainSlots:
-    """Copies that keep tokens as they are, a slot each: the :class:`SlotLayout` of methods that pack none.
+    """Stores tokens unchanged, one slot each: the :class:`SlotLayout` of methods that do not pack.
 
     Attributes:
-        unit: tokens of a page.
+        unit: Tokens of a page.
     """
 
     unit: int
@@ -76,11 +78,11 @@ class PlainSlots:
     stochastic: ClassVar[bool] = False
 
     def packed_slots(self, tokens: int) -> int:
-        """None hold blocks."""
+        """0: no slot stores packed tokens."""
         return 0
 
     def held_slots(self, tokens: int) -> int:
-        """One for each token."""
+        """One slot per token."""
         return tokens
 
     def write(
@@ -91,17 +93,17 @@ class PlainSlots:
         targets: torch.Tensor,
         seeds: torch.Tensor | None = None,
     ) -> None:
-        """Copy what each head keeps; arguments as :meth:`SlotLayout.write`'s."""
+        """Copy the kept tokens of each head. Arguments as :meth:`SlotLayout.write`'s."""
         buffers.copy_kept(kept, sources, targets)
 
 
 class KVLayout(ABC):
-    """One form of copies, and which rows begin with it; captured graphs read what rows begin with.
+    """One layout of compressed KV, and which draft rows begin with it. Captured CUDA graphs read that table.
 
     Attributes:
-        shareable: whether requests may read one copy of what they begin with.
-        points_to_full_kv: whether a copy is of no use once its request's full KV lies in other slots.
-        chooses: whether attention of steps chooses where a copy leads, without a look from the host.
+        shareable: Whether several requests may read the compressed KV of a shared prefix.
+        points_to_full_kv: Whether compressed KV becomes useless when its request's full KV moves to other slots.
+        chooses: Whether attention selects the tokens during a step, without the host.
     """
 
     shareable: ClassVar[bool] = True
@@ -109,16 +111,16 @@ class KVLayout(ABC):
     chooses: ClassVar[bool] = False
 
     def step_chooses(self, row: int, after: int) -> bool:
-        """Of a format that :attr:`chooses`: whether attention chooses for a row in the step that is launched next.
+        """Whether attention selects tokens for a row in the next launched step, if the layout :attr:`chooses`.
 
         Args:
-            row: it begins with such a copy; each step over it is told here once.
-            after: tokens after its copy, the step's own among them.
+            row: A row that begins with such compressed KV. Call this once for each step over it.
+            after: Tokens after the compressed KV, including the step's own.
         """
-        raise NotImplementedError(f"attention chooses nothing in {type(self).__name__}")
+        raise NotImplementedError(f"attention selects no tokens in {type(self).__name__}")
 
     def slot_layout(self, method: "MethodSpec", plain: PlainSlots) -> SlotLayout:
-        """How copies of ``method`` lie; ``plain`` where it keeps tokens as they are."""
+        """The slot layout for ``method``; ``plain`` if it stores tokens unchanged."""
         return plain
 
     def fill(
@@ -129,53 +131,53 @@ class KVLayout(ABC):
         context: "ContextKV",
         targets: "dict[Part, torch.Tensor]",
     ) -> None:
-        """Let ``chooser`` choose of each part, and write it to its slots.
+        """Let ``chooser`` select the tokens of each part, and store them in its slots.
 
         Args:
-            row: the draft row that is going to begin with them; None for none.
-            slot_layout: of the method.
-            chooser: says what heads keep.
-            context: what it chooses from.
+            row: The draft row that will begin with these slots; None for none.
+            slot_layout: The method's slot layout.
+            chooser: The compressor that selects the tokens of each head.
+            context: The full KV to select from.
             targets: int64 slots, by part.
 
         Raises:
-            ScoresError: nothing can be chosen by its scores; nothing was written.
+            ScoresError: The scores cannot be used for a selection. Nothing was written.
         """
         parts = [part for part in targets if part.count]
         for part, kept in zip(parts, chooser.select(context, parts)):
             slot_layout.write(context.buffers, kept, context.slots, targets[part], context.seeds)
 
     def begins(self, row: int, view: CompressedKV) -> None:
-        """Note what ``row`` of the token table, a draft row, begins with: its copy ``view``, which was filled."""
+        """Record that ``row``, a draft row of the token table, begins with the filled compressed KV ``view``."""
 
     @abstractmethod
     def on_host(self, rows: torch.Tensor) -> list[int]:
-        """How much of it each of ``rows``, int64 [batch], begins with, 0 for none; waits for the device."""
+        """How much compressed KV each of ``rows``, int64 [batch], begins with; 0 for none. Waits for the device."""
 
     def check(self, row: int, view: CompressedKV, covered: torch.Tensor, buffers: KVBuffers) -> None:
-        """Check what the draft ``row`` says of its copy.
+        """Check that a draft row agrees with its compressed KV.
 
         Args:
-            row: of the token table.
-            view: the copy.
-            covered: int64, slots of full KV of the tokens for which it stands.
-            buffers: the pool's.
+            row: Row of the token table.
+            view: The compressed KV.
+            covered: int64, slots of the full KV of the covered tokens.
+            buffers: The pool's buffers.
 
         Raises:
-            IntegrityError: names the row and what it says.
+            IntegrityError: They disagree. The message has the row and its values.
         """
 
 
 class PlainLayout(KVLayout):
-    """Copies hold tokens as they are, which any attention reads."""
+    """Stores tokens unchanged, so that any attention backend can read them."""
 
     def on_host(self, rows: torch.Tensor) -> list[int]:
-        """None begins with anything else."""
+        """0 for each row: no row begins with another layout."""
         return [0] * len(rows)
 
 
 class ExchangedRowLayout(PlainLayout):
-    """Copies hold in each slot, by layer and KV head, a token's K and V that another process exchanges for others (row_exchange.py)."""
+    """Each slot stores K and V of one token per layer and KV head. Another process replaces these rows with others (row_exchange.py)."""
 
     shareable = False
 
@@ -185,11 +187,11 @@ Form = TypeVar("Form")
 
 @dataclass(frozen=True)
 class RowCountLayout(KVLayout, Generic[Form]):
-    """Which rows begin with it, and with how much of it.
+    """A layout with a table of how much compressed KV each row begins with.
 
     Attributes:
-        layout: how it lies in slots.
-        counts: int32 [rows], how much of it each row begins with; 0 for none. Captured graphs read it.
+        layout: How compressed KV is stored in slots.
+        counts: int32 [rows], how much compressed KV each row begins with; 0 for none. Captured CUDA graphs read it.
     """
 
     layout: Form
@@ -197,9 +199,9 @@ class RowCountLayout(KVLayout, Generic[Form]):
 
     @classmethod
     def for_table(cls, layout: Form, token_table: torch.Tensor) -> Self:
-        """None yet, of the rows of a token table."""
+        """Create the table for the rows of a token table, all 0."""
         return cls(layout, torch.zeros(len(token_table), dtype=torch.int32, device=token_table.device))
 
     def on_host(self, rows: torch.Tensor) -> list[int]:
-        """Counts of ``rows``, int64 [batch], on the host; waits for the device."""
+        """:attr:`counts` of ``rows``, int64 [batch], on the host. Waits for the device."""
         return self.counts[rows].tolist()

@@ -1,12 +1,15 @@
-"""How quantized tokens lie in cells: pure functions between codes, their scales and zero points, and bytes.
+"""How quantized tokens are stored in cells: pure functions between codes with scales and zero points, and bytes.
 
-A *cell* is what one slot of the KV pool holds of one layer, KV head and kind (keys or values): ``head_dim`` numbers of the
-pool's dtype, here plain bytes. Tokens are packed in *blocks*. The first cells of a block hold its codes, token after token,
-as many tokens in a cell as fit; those after them hold its scales, then its zero points, in float16, group after group; then,
-where a method asks for them, the sums of each group's codes (int16), the positions of its tokens (int32), and its outliers: their
-places in the block (int16), token after token, and what each lacks (float16).
-A token's codes lie in parts, not in neighbours: of ``p`` codes in a byte, byte ``b`` holds channels ``b``, ``b + dim/p``, ...,
-from the lowest bits on, so that a kernel unpacks contiguous channels by shift and mask.
+A *cell* is the part of one slot of the KV pool that belongs to one layer, KV head and kind (keys or values). It has ``head_dim`` numbers
+of the pool's dtype, used here as plain bytes. Tokens are packed in *blocks*. The cells of a block contain, in this order:
+
+1. The codes, token after token, as many tokens per cell as fit.
+2. From the next cell on: the scales, then the zero points, float16, group after group.
+3. If the method needs them: the sum of each group's codes (int16), the tokens' positions (int32), and the outliers. Outliers are their
+   indices in the block (int16), token after token, and the differences to what the codes mean (float16).
+
+The codes in one byte are not of neighbouring channels. With ``p`` codes per byte, byte ``b`` has channels ``b``, ``b + dim/p``, ..., from
+the lowest bits on. A kernel therefore unpacks contiguous channels by shift and mask.
 """
 
 from dataclasses import dataclass
@@ -15,16 +18,16 @@ from typing import NamedTuple
 
 import torch
 
-# Of scales and zero points.
+# dtype of scales and zero points.
 PARAMETER = torch.float16
 
 
 class Grid(NamedTuple):
-    """Numbers of a block that share a scale and a zero point.
+    """A group of numbers in a block that share a scale and a zero point.
 
     Attributes:
-        tokens: neighbouring tokens; divides those of the block.
-        channels: neighbouring channels; divides ``head_dim``.
+        tokens: Neighbouring tokens of a group; divides the tokens of a block.
+        channels: Neighbouring channels of a group; divides ``head_dim``.
     """
 
     tokens: int
@@ -32,11 +35,11 @@ class Grid(NamedTuple):
 
 
 class Outliers(NamedTuple):
-    """Numbers of each block that are kept beside its codes.
+    """Numbers of each block that are stored in addition to their codes.
 
     Attributes:
         places: int64 [heads, blocks, count], ``token * dim + channel`` in the block.
-        excess: float32, as ``places``, what is added to what the codes mean there.
+        excess: float32, shaped as ``places``, the difference to add to the codes' numbers.
     """
 
     places: torch.Tensor
@@ -44,14 +47,14 @@ class Outliers(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """Blocks of codes and what they mean: a number is ``level[code] * scale + zero``, and an outlier's excess.
+    """Blocks of codes with their parameters. A number is ``level[code] * scale + zero``, plus the excess of an outlier.
 
     Attributes:
         codes: uint8 [heads, blocks, tokens, dim].
         scale, zero: [heads, blocks, tokens / grid.tokens, dim / grid.channels].
-        outliers: None where the layout has none.
-        positions: int64 [heads, blocks, tokens], of the tokens in their context; None where the layout has none.
-        sums: int64, as ``scale``: of each group's codes; None where the layout has none.
+        outliers: None if the layout has none.
+        positions: int64 [heads, blocks, tokens], of the tokens in their context; None if the layout has none.
+        sums: int64, shaped as ``scale``: the sum of each group's codes; None if the layout has none.
     """
 
     codes: torch.Tensor
@@ -64,20 +67,20 @@ class Quantized(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """How the blocks of one kind lie in cells.
+    """How blocks of keys, or of values, are stored in cells.
 
     Attributes:
-        bits: of a code: 2, 4 or 8.
-        tokens: of a block; whole cells of codes.
-        dim: channels of a token, whole bytes of each part.
-        cell_bytes: of a cell.
-        grid: what shares a scale.
-        outliers: numbers of a block that are kept beside its codes.
-        positions: whether its tokens' positions are kept.
-        sums: whether those of each group's codes are kept.
+        bits: Bits of a code: 2, 4 or 8.
+        tokens: Tokens of a block. Their codes fill whole cells.
+        dim: Channels of a token.
+        cell_bytes: Bytes of a cell.
+        grid: The groups that share a scale.
+        outliers: Outliers per block.
+        positions: Whether the tokens' positions are stored.
+        sums: Whether the sum of each group's codes is stored.
 
     Raises:
-        ValueError: a block's codes are not whole cells, the grid does not divide it, or sums or outliers' places do not fit.
+        ValueError: A block's codes do not fill whole cells, the grid does not divide it, or sums or outlier indices do not fit 16 bits.
     """
 
     bits: int
@@ -124,17 +127,17 @@ class BlockLayout:
 
     @property
     def groups(self) -> tuple[int, int]:
-        """Groups of a block along tokens and channels."""
+        """Groups of a block, along tokens and along channels."""
         return self.tokens // self.grid.tokens, self.dim // self.grid.channels
 
     @property
     def plain(self) -> bool:
-        """Whether codes, scales and zero points say all; sums follow from them."""
+        """Whether codes, scales and zero points are all the data; sums follow from the codes."""
         return not self.outliers and not self.positions
 
     @property
     def parameters(self) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
-        """What follows the codes of a block: dtype and shape of each."""
+        """dtype and shape of each part that follows a block's codes."""
         scales = ((PARAMETER, self.groups),) * 2
         sums = ((torch.int16, self.groups),) * self.sums
         positions = ((torch.int32, (self.tokens,)),) * self.positions
@@ -148,7 +151,7 @@ class BlockLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block, without what fills up its last cell."""
+        """Bytes of a block, without the padding of its last cell."""
         return self.tokens * self.token_bytes + self.parameter_bytes
 
     @property
@@ -157,7 +160,7 @@ class BlockLayout:
         return self.code_cells - (-self.parameter_bytes // self.cell_bytes)
 
     def pack(self, block: Quantized, cells: int) -> torch.Tensor:
-        """Bytes of whole blocks: uint8 [heads, blocks, ``cells``, cell_bytes]; ``cells`` is at least :attr:`cells`."""
+        """Pack whole blocks: uint8 [heads, blocks, ``cells``, cell_bytes]. ``cells`` is at least :attr:`cells`."""
         heads, blocks = block.codes.shape[:2]
         codes = pack_codes(block.codes, self.bits).reshape(heads, blocks, -1)
         given = (block.scale, block.zero, *(part for part in (block.sums, block.positions) if part is not None), *(block.outliers or ()))
@@ -167,7 +170,7 @@ class BlockLayout:
         return torch.nn.functional.pad(packed, (0, spare)).view(heads, blocks, cells, self.cell_bytes)
 
     def unpack(self, cells: torch.Tensor) -> Quantized:
-        """What :meth:`pack` was given, from uint8 [heads, blocks, cells, cell_bytes]; scales and zero points in float32."""
+        """Inverse of :meth:`pack`, from uint8 [heads, blocks, cells, cell_bytes]. Scales and zero points are float32."""
         heads, blocks = cells.shape[:2]
         flat = cells.reshape(heads, blocks, -1)
         end = self.tokens * self.token_bytes
@@ -184,7 +187,7 @@ class BlockLayout:
 
 
 def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes below ``2 ** bits``, uint8 [..., dim], as bytes: uint8 [..., dim * bits / 8]."""
+    """Pack codes below ``2 ** bits``, uint8 [..., dim], into bytes: uint8 [..., dim * bits / 8]."""
     packed = torch.zeros_like(codes[..., : codes.shape[-1] * bits // 8])
     for index, part in enumerate(codes.chunk(8 // bits, dim=-1)):
         packed |= part << (bits * index)
@@ -192,6 +195,6 @@ def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack_codes(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """The codes that :func:`pack_codes` was given: uint8 [..., bytes * 8 / bits]."""
+    """Inverse of :func:`pack_codes`: uint8 [..., bytes * 8 / bits]."""
     mask = (1 << bits) - 1
     return torch.cat([(packed >> (bits * index)) & mask for index in range(8 // bits)], dim=-1)

@@ -1,8 +1,8 @@
-"""Pointers that each step's attention lets lead to pages of its own choice, by the step's query: Quest on a GPU (each_step/quest.py).
+"""Pointers to pages that attention selects in each step by the step's query: Quest on a GPU (each_step/quest.py).
 
-A page of Quest is one of SGLang's pool, or a part of it: its tokens lie in slots next to each other, so that a context's pages are those
-of every sixteenth slot of its row. A copy covers whole pages, and keeps whole ones: all that is chosen fills pointers exactly. What else
-a choice reads lies on the device, by row of the token table, so that one graph serves all requests.
+A Quest page is a page of SGLang's pool or a part of it. Its tokens are in consecutive slots, so that every sixteenth slot of a row begins
+a page of the context. Compressed KV covers and keeps whole pages, and a selection fills the pointers exactly. The other inputs of a
+selection are stored on the device by row of the token table, so that one CUDA graph serves all requests.
 """
 
 from dataclasses import dataclass, field
@@ -19,16 +19,16 @@ from sglang_ext.mem_cache.compressors.each_step.quest import Quest
 
 @dataclass(frozen=True)
 class PagePointerLayout(PointerLayout):
-    """Rows that begin with pointers, and among how many pages attention chooses where these lead.
+    """Draft rows that begin with pointers, and the pages from which attention selects.
 
     Attributes:
-        pages: int32 [rows], of the context that a row's copy stands for; 0 for rows without a copy.
-        chosen_at: int32 [layers, rows, kv_heads], tokens after a copy when it was chosen last; without rows where each step chooses.
-        arrived: int32 [rows, kv_heads], zeros between launches: parts of a choice that are done.
-        extremes: by which pages are bounded.
-        every: steps between two choices.
-        first, newest: pages that are chosen in any case.
-        last_selections: what :attr:`chosen_at` holds of the rows whose turn has come since their copy was made, as the host knows it.
+        pages: int32 [rows], pages of the context that a row's compressed KV covers; 0 for rows without it.
+        chosen_at: int32 [layers, rows, kv_heads], tokens after the compressed KV at the last selection; no rows if each step selects.
+        arrived: int32 [rows, kv_heads], finished parts of a selection; zeros between launches.
+        extremes: The extremes that bound the scores of pages.
+        every: Selection interval, in steps.
+        first, newest: Numbers of first and newest pages that are always selected.
+        last_selections: The host's copy of :attr:`chosen_at`, for rows that selected since their compressed KV was made.
     """
 
     pages: torch.Tensor
@@ -44,7 +44,7 @@ class PagePointerLayout(PointerLayout):
 
     @classmethod
     def of_pool(cls, layout: Pointers, token_table: torch.Tensor, extremes: PageExtremes, method: Quest) -> Self:
-        """None yet, of the rows of a token table."""
+        """Create an empty layout for the rows of a token table."""
         layers, _, heads = extremes.held.shape[:3]
 
         def zeros(*shape: int) -> torch.Tensor:
@@ -62,17 +62,17 @@ class PagePointerLayout(PointerLayout):
         return self.extremes.page
 
     def begins(self, row: int, view: CompressedKV) -> None:
-        """With pointers to so many tokens, of so many pages; its next step chooses."""
+        """Record the numbers of pointers and pages. The row's next step selects."""
         super().begins(row, view)
         self.pages[row] = view.covered // self.page
-        # Nothing is left of a launch that ended early for another request.
+        # Clear counts that a launch left if it ended early for another request.
         self.arrived[row] = 0
         if self.every > 1:
             self.chosen_at[:, row] = -self.every
             self.last_selections.pop(row, None)
 
     def step_chooses(self, row: int, after: int) -> bool:
-        """As :meth:`KVLayout.step_chooses`: what its kernel finds out by itself."""
+        """Predict as :meth:`KVLayout.step_chooses` what the kernel decides by itself."""
         if self.every > 1:
             if after - self.last_selections.get(row, -self.every) < self.every:
                 return False
@@ -80,31 +80,31 @@ class PagePointerLayout(PointerLayout):
         return True
 
     def check(self, row: int, view: CompressedKV, covered: torch.Tensor, buffers: KVBuffers) -> None:
-        """Check that what a copy stands for, and what its pointers lead to, are whole pages, with the extremes of the keys in them."""
+        """Check that the covered tokens and the pointers' targets are whole pages, and that their extremes match the stored keys."""
         super().check(row, view, covered, buffers)
         among = int(self.pages[row])
         if among * self.page != len(covered):
-            raise IntegrityError(f"attention chooses among {among} pages for the draft row {row}, which stands for {len(covered)} tokens")
-        pages = self._whole(covered, f"the draft row {row} stands for") // self.page
+            raise IntegrityError(f"attention selects among {among} pages for draft row {row}, which covers {len(covered)} tokens")
+        pages = self._page_starts(covered, f"draft row {row} covers") // self.page
         for layer, keys, held in zip(buffers.layer_ids, buffers.keys, self.extremes.held):
             led = self.layout.read(keys, view.own, view.own_tokens)
-            self._whole(led.flatten(), f"pointers of the draft row {row} in layer {layer} lead to")
+            self._page_starts(led.flatten(), f"pointers of draft row {row} in layer {layer} point to")
             late = (held[pages] != compute_extremes(keys, self.page, pages)).flatten(1).any(1)
             if bool(late.any()):
                 raise IntegrityError(
-                    f"extremes of pages {pages[late].tolist()[:8]} of the request of the draft row {row} in layer {layer} are not those of "
-                    "the keys that are in them"
+                    f"extremes of pages {pages[late].tolist()[:8]} of the request of draft row {row} in layer {layer} do not match the "
+                    "keys that are stored there"
                 )
 
-    def _whole(self, slots: torch.Tensor, what: str) -> torch.Tensor:
-        """First slots of the pages that ``slots``, int64, are."""
+    def _page_starts(self, slots: torch.Tensor, what: str) -> torch.Tensor:
+        """First slots of the pages that consist of ``slots``, int64."""
         firsts = slots[:: self.page]
         whole = (firsts[:, None] + torch.arange(self.page, device=slots.device)).flatten()
         if len(slots) % self.page or not torch.equal(whole, slots) or bool((firsts % self.page).any()):
-            raise IntegrityError(f"{what} slots that are no whole pages of {self.page}: {slots.tolist()[:8]}")
+            raise IntegrityError(f"{what} slots that are not whole pages of {self.page}: {slots.tolist()[:8]}")
         return firsts
 
     @staticmethod
     def table_numbers(layers: int, kv_heads: int, every: int) -> int:
-        """Numbers for each row, beside :attr:`counts`."""
+        """Numbers that the layout's tables have per row, in addition to :attr:`counts`."""
         return 1 + kv_heads * (1 + (layers if every > 1 else 0))

@@ -1,8 +1,8 @@
-"""Copies that hold no KV: for each layer and KV head, the slots of full KV where the tokens lie that the head keeps.
+"""Compressed KV without KV data: for each layer and KV head, pointers to the full-KV slots of the kept tokens.
 
-A pointer is the int32 number of a slot. Those of a head lie one after the other in its key cells of the copy's own slots in
-SGLang's pool, in each layer; for heads of 128 numbers in 16 bits a slot holds 64 of each head. So they take next to nothing
-beside full KV, and the pool counts them. Full KV of a running request is locked: its slots stay where they are.
+A pointer is a slot number, int32. The pointers of a head are stored one after another in the head's key cells of the compressed KV's
+slots in SGLang's pool, in each layer. With heads of 128 numbers of 16 bits, a slot stores 64 pointers per head. Pointers thus take little
+memory next to full KV, and the pool accounts for them. Full KV of a running request is locked, so that its slots do not change.
 """
 
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pointers:
-    """How pointers lie in the slots of one pool; says of them what :class:`~.packing.Packing` says of packed blocks.
+    """How pointers are stored in slots of one pool. It is a :class:`~.base.SlotLayout`.
 
     Attributes:
-        per_slot: pointers of a layer and head in one slot.
-        page_size: slots that the pool hands out together.
+        per_slot: Pointers per layer and head in one slot.
+        page_size: Slots that the pool allocates together.
     """
 
     per_slot: int
@@ -35,25 +35,25 @@ class Pointers:
 
     @classmethod
     def for_pool(cls, buffers: KVBuffers, page_size: int) -> "Pointers":
-        """For a pool with these buffers."""
+        """Create the layout for a pool with these buffers."""
         return cls(as_pointers(buffers.keys[0]).shape[-1], page_size)
 
     @property
     def unit(self) -> int:
-        """Tokens of which copies cover and keep whole multiples."""
+        """Tokens covered and kept are multiples of it."""
         return self.page_size
 
     @property
     def share(self) -> float:
-        """Slots that they take, of those of the tokens that they lead to."""
+        """Slots of pointers, as a share of the slots of the tokens that they point to."""
         return 1 / self.per_slot
 
     def packed_slots(self, tokens: int) -> int:
-        """Slots that hold pointers to so many tokens."""
+        """Slots of the pointers to this many tokens."""
         return -(-tokens // self.per_slot)
 
     def held_slots(self, tokens: int) -> int:
-        """The same, filled up to whole pages."""
+        """:meth:`packed_slots`, rounded up to whole pages."""
         return -(-self.packed_slots(tokens) // self.page_size) * self.page_size
 
     def write(
@@ -64,14 +64,14 @@ class Pointers:
         targets: torch.Tensor,
         seeds: torch.Tensor | None = None,
     ) -> None:
-        """Let the copy lead to what each head keeps; on a GPU without waiting for it.
+        """Point the compressed KV to each head's kept tokens. On a GPU it does not wait for the device.
 
         Args:
-            buffers: the pool's.
-            kept: int64 [layers, kv_heads, count], tokens counted in ``sources``.
+            buffers: The pool's buffers.
+            kept: int64 [layers, kv_heads, count], indices into ``sources``.
             sources: int64 [tokens], slots of the context.
-            targets: int64, the copy's slots, at least :meth:`packed_slots` of ``count``.
-            seeds: of no use.
+            targets: int64, slots of the compressed KV, at least :meth:`packed_slots` of ``count``.
+            seeds: Unused.
         """
         if buffers.on_gpu:
             from sglang_ext.layers.kernels.compressed.write_pointers import write_pointers
@@ -84,44 +84,44 @@ class Pointers:
             as_pointers(buffer)[targets[:held]] = filled.unflatten(-1, (held, -1)).transpose(0, 1).int()
 
     def read(self, keys: torch.Tensor, slots: torch.Tensor, count: int) -> torch.Tensor:
-        """Where the tokens lie that the heads of a layer keep: int64 [kv_heads, count].
+        """Slots of the tokens that a layer's heads keep: int64 [kv_heads, count].
 
         Args:
-            keys: the layer's key buffer.
-            slots: int64, the copy's, in their order.
-            count: tokens that each head keeps.
+            keys: The layer's key buffer.
+            slots: int64, slots of the compressed KV, in order.
+            count: Tokens that each head keeps.
         """
         held = as_pointers(keys).index_select(0, slots[: self.packed_slots(count)])
         return held.transpose(0, 1).flatten(1)[:, :count].long()
 
 
 class PointerLayout(RowCountLayout[Pointers]):
-    """Rows that begin with pointers, and to how many tokens each head's lead; they are chosen anew in each round."""
+    """Draft rows that begin with pointers, and the number of pointers per head. They are selected again in each round."""
 
     shareable = False
     points_to_full_kv = True
 
     def slot_layout(self, method: "MethodSpec", plain: PlainSlots) -> Pointers:
-        """As pointers."""
+        """The pointer layout, for all methods."""
         return self.layout
 
     def begins(self, row: int, view: CompressedKV) -> None:
-        """With pointers to so many tokens."""
+        """Record the number of pointers per head."""
         self.counts[row] = view.own_tokens
 
     def check(self, row: int, view: CompressedKV, covered: torch.Tensor, buffers: KVBuffers) -> None:
-        """Check that all pointers lead to the request's own tokens."""
+        """Check that all pointers point to tokens of the request."""
         mine = torch.zeros(len(buffers.keys[0]), dtype=torch.bool, device=covered.device)
         mine[covered] = True
         for layer, keys in zip(buffers.layer_ids, buffers.keys):
             led = self.layout.read(keys, view.own, view.own_tokens).flatten()
             if not bool(mine[led].all()):
                 raise IntegrityError(
-                    f"pointers of the draft row {row} in layer {layer} lead to slots {led[~mine[led]].tolist()[:8]}, which belong to no "
+                    f"pointers of draft row {row} in layer {layer} point to slots {led[~mine[led]].tolist()[:8]}, which belong to no "
                     "token of its request"
                 )
 
 
 def as_pointers(keys: torch.Tensor) -> torch.Tensor:
-    """A layer's key buffer, [slots, kv_heads, head_dim], as int32 [slots, kv_heads, per_slot] over the same memory."""
+    """A layer's key buffer, [slots, kv_heads, head_dim], viewed as int32 [slots, kv_heads, per_slot]."""
     return keys.view(torch.int32)

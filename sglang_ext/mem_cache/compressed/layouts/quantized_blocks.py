@@ -1,7 +1,7 @@
-"""Packed copies in SGLang's KV pool: how many slots they take, how they are written, how they are read.
+"""Quantized compressed KV in SGLang's KV pool: the slots it takes, how it is written, and how it is read.
 
-A copy's blocks lie in ordinary slots, whose cells hold bytes instead of keys and values (block_layout.py). Each KV head's
-bytes stay in its own cells, so that ranks that hold different heads need nothing of each other.
+Blocks are stored in ordinary slots, whose cells contain bytes instead of keys and values (block_layout.py). Each KV head's bytes stay in
+the head's own cells, so that ranks with different heads need no data of each other.
 """
 
 from collections.abc import Callable
@@ -22,22 +22,22 @@ from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer, whol
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressors.catalogue import MethodSpec
 
-# Tokens that are packed at once: their numbers lie in float32 meanwhile, several times. Whole blocks.
+# Tokens packed at once. Several float32 tensors of their numbers exist while they are packed. A multiple of a block.
 WRITTEN_TOKENS = 1 << 14
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How one pool holds the copies of one quantizer.
+    """How one pool stores the compressed KV of one quantizer.
 
     Attributes:
-        quantizer: gives the codes.
-        keys, values: how a block lies in key cells, and in value cells.
-        page_size: slots that the pool hands out together.
-        rotary: the model's rotary embedding, for a quantizer that takes keys as they were before it.
+        quantizer: Computes the codes.
+        keys, values: Layout of a block in key cells, and in value cells.
+        page_size: Slots that the pool allocates together.
+        rotary: The model's rotary embedding, for a quantizer that reads keys from before it.
 
     Raises:
-        ValueError: the rotary embedding is missing.
+        ValueError: The rotary embedding is missing.
     """
 
     quantizer: Quantizer
@@ -48,14 +48,14 @@ class Packing:
 
     def __post_init__(self) -> None:
         if self.keys.positions and self.rotary is None:
-            raise ValueError("keys lie in blocks as before rotary embedding, and none is given: pass the model's")
+            raise ValueError("blocks store keys as before rotary embedding, but no rotary embedding is given: pass the model's")
 
     @classmethod
     def for_pool(cls, quantizer: Quantizer, buffers: KVBuffers, page_size: int, rotary: Rotary | None = None) -> "Packing":
-        """For a pool with these buffers, of a model with this rotary embedding.
+        """Create the packing for a pool with these buffers, and a model with this rotary embedding.
 
         Raises:
-            ValueError: heads of this size cannot be packed so.
+            ValueError: Heads of this size cannot be packed with this quantizer.
         """
 
         def layout(buffer: torch.Tensor, grid: Callable[[int], Grid], positions: bool) -> BlockLayout:
@@ -68,53 +68,53 @@ class Packing:
 
     @property
     def recent(self) -> int:
-        """Newest tokens of a context that copies leave as they are."""
+        """Newest tokens of a context that stay exact."""
         return self.quantizer.recent
 
     @property
     def sinks(self) -> int:
-        """First tokens of a context that copies keep as they are, in whole pages."""
+        """First tokens of a context that are stored unchanged, in whole pages."""
         return -(-self.quantizer.sinks // self.page_size) * self.page_size
 
     @property
     def stochastic(self) -> bool:
-        """Whether numbers are rounded by seeds of their tokens."""
+        """Whether numbers are rounded stochastically, with seeds of their tokens."""
         return self.quantizer.stochastic
 
     @property
     def share(self) -> float:
-        """Of the slots that the kept tokens have in full KV, those that their blocks take."""
+        """Slots of a block, as a share of the slots that its tokens take in full KV."""
         return self.block_slots / self.block_tokens
 
     @property
     def block_tokens(self) -> int:
-        """Tokens in a block."""
+        """Tokens of a block."""
         return self.keys.tokens
 
     @property
     def block_slots(self) -> int:
-        """Slots of a block: each has a key cell and a value cell."""
+        """Slots of a block. Each slot has a key cell and a value cell."""
         return max(self.keys.cells, self.values.cells)
 
     @property
     def unit(self) -> int:
-        """Tokens of which a copy covers, shares and keeps whole multiples."""
+        """Tokens covered, shared and kept are multiples of it."""
         return lcm(self.block_tokens, self.page_size)
 
     def packed_slots(self, tokens: int) -> int:
-        """Slots of ``tokens`` tokens' blocks; ``tokens`` is a multiple of :attr:`unit`."""
+        """Slots of the blocks of ``tokens`` tokens, a multiple of :attr:`unit`."""
         return tokens // self.block_tokens * self.block_slots
 
     def held_slots(self, tokens: int) -> int:
-        """The same in whole pages."""
+        """:meth:`packed_slots`, rounded up to whole pages."""
         return -(-self.packed_slots(tokens) // self.page_size) * self.page_size
 
     def rotations(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Of keys and of values, on ``device``, as :meth:`Quantizer.rotation` says; the same tensors each time."""
+        """:meth:`Quantizer.rotation` of keys and of values, on ``device``. Returns the same tensors each time."""
         return self.quantizer.rotation_on(device, self.keys.dim), self.quantizer.rotation_on(device, self.values.dim)
 
     def levels(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Of keys and of values, on ``device``, as :meth:`Quantizer.levels` says; the same tensors each time."""
+        """:meth:`Quantizer.levels` of keys and of values, on ``device``. Returns the same tensors each time."""
         return self.quantizer.levels_on(device, self.keys.dim), self.quantizer.levels_on(device, self.values.dim)
 
     def write(
@@ -125,14 +125,14 @@ class Packing:
         targets: torch.Tensor,
         seeds: torch.Tensor | None = None,
     ) -> None:
-        """Pack, for each layer and head, that head's kept tokens into ``targets``; does not wait for the device.
+        """Pack each head's kept tokens into ``targets``, in all layers. Does not wait for the device.
 
         Args:
-            buffers: the pool's.
-            kept: int64 [layers, kv_heads, tokens], counted in ``sources``; whole blocks.
-            sources: int64, slots of the context, from its beginning: what is kept is counted by position.
-            targets: int64 [held_slots(tokens)], on a GPU none of ``sources``; what fills up its last page stays as it is.
-            seeds: int32, of the tokens in ``sources``, for a stochastic quantizer (rounding.py); None lets it round to the nearest code.
+            buffers: The pool's buffers.
+            kept: int64 [layers, kv_heads, tokens], indices into ``sources``; whole blocks.
+            sources: int64, slots of the context from its first token on, so that the indices are positions.
+            targets: int64 [held_slots(tokens)], on a GPU disjoint from ``sources``. Slots that pad the last page stay unchanged.
+            seeds: int32, of the tokens in ``sources``, for a stochastic quantizer (rounding.py); None rounds to the nearest code.
         """
         if buffers.on_gpu:
             from sglang_ext.layers.kernels.packed.pack_blocks import pack_blocks, can_pack
@@ -155,14 +155,14 @@ class Packing:
     def codes(
         self, numbers: torch.Tensor, tokens: torch.Tensor, is_value: bool, layer: int, first_head: int, seeds: torch.Tensor | None
     ) -> Quantized:
-        """What a layer's keys or values become in blocks.
+        """Quantize a layer's keys or values into blocks.
 
         Args:
             numbers: float32 [heads, tokens, dim]; whole blocks.
             tokens: int64 [heads, tokens], positions.
-            is_value: whether they are values.
-            layer, first_head: which of the model's, by which noise is drawn.
-            seeds: int32 [heads, tokens], by which it is drawn, too; None rounds to the nearest code.
+            is_value: Whether the numbers are values.
+            layer, first_head: The layer and the first KV head in the model. The noise depends on them.
+            seeds: int32 [heads, tokens], seeds of the noise; None rounds to the nearest code.
         """
         layout, drawn = self.values if is_value else self.keys, None
         if seeds is not None:
@@ -178,9 +178,10 @@ class Packing:
         rotation: torch.Tensor | None,
         drawn: torch.Tensor | None = None,
     ) -> Quantized:
-        """Codes of float32 [heads, tokens, dim] at positions ``tokens``, int64 [heads, tokens]; rotated (back) first.
+        """Quantize float32 [heads, tokens, dim] at positions ``tokens``, int64 [heads, tokens].
 
-        Drawn by noise of the same shape as the numbers, where there is some.
+        It first takes back the rotary embedding, if the layout stores positions, and applies ``rotation``. ``drawn`` is the rounding noise,
+        shaped as the numbers; None rounds to the nearest code.
         """
         if layout.positions:
             numbers = self.rotary.rotated(numbers, -tokens)
@@ -193,7 +194,7 @@ class Packing:
     def whole(
         self, block: Quantized, layout: BlockLayout, levels: torch.Tensor | None, rotation: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """What blocks mean, keys with rotary embedding at their positions: float32 [heads, tokens, dim]; turned back with ``rotation``."""
+        """Dequantize blocks: float32 [heads, tokens, dim]. ``rotation`` is undone. Keys get rotary embedding at their positions."""
         numbers = whole(block, layout.grid, levels)
         if rotation is not None:
             numbers = numbers @ rotation.t()
@@ -202,13 +203,13 @@ class Packing:
         return numbers.flatten(1, 2)
 
     def restore(self, buffers: KVBuffers, blocks: torch.Tensor, first: int, targets: torch.Tensor) -> None:
-        """Make full KV of blocks: what they mean, in the pool's dtype; does not wait for the device.
+        """Write full KV from blocks: the dequantized numbers, in the pool's dtype. Does not wait for the device.
 
         Args:
-            buffers: the pool's.
+            buffers: The pool's buffers.
             blocks: int64, slots of packed blocks.
-            first: of their tokens the first that is wanted.
-            targets: int64 [tokens], slots for as many tokens from there on, none of ``blocks``.
+            first: Index of the first wanted token in the blocks.
+            targets: int64 [tokens], slots for the tokens from ``first`` on, disjoint from ``blocks``.
         """
         size = self.block_tokens
         for begin in range(0, len(targets), WRITTEN_TOKENS):
@@ -223,26 +224,28 @@ class Packing:
                     buffer[slots] = numbers[:, start % size :][:, : len(slots)].transpose(0, 1).to(buffer.dtype)
 
     def read(self, buffer: torch.Tensor, layout: BlockLayout, slots: torch.Tensor) -> Quantized:
-        """The blocks in ``slots``, int64 [packed], of a layer's key or value ``buffer``."""
+        """Read the blocks in ``slots``, int64 [packed], of a layer's key or value ``buffer``."""
         cells = as_bytes(buffer)[slots]
         return layout.unpack(cells.unflatten(0, (-1, self.block_slots)).permute(2, 0, 1, 3))
 
 
 class QuantizedLayout(RowCountLayout[Packing]):
-    """Rows that begin with packed blocks, and how many slots of each hold them."""
+    """Draft rows that begin with quantized blocks, and the number of slots with blocks in each row."""
 
     def slot_layout(self, method: "MethodSpec", plain: PlainSlots) -> Packing | PlainSlots:
-        """In blocks where a method packs, else as tokens."""
+        """Blocks if the method packs, plain slots otherwise."""
         return plain if method.quantizer is None else self.layout
 
     def begins(self, row: int, view: CompressedKV) -> None:
-        """With the blocks of its copy."""
+        """Record the number of packed slots."""
         self.counts[row] = view.packed
 
     def check(self, row: int, view: CompressedKV, covered: torch.Tensor, buffers: KVBuffers) -> None:
-        """Check that the row says how much of its copy is packed."""
+        """Check that the row's count agrees with its compressed KV."""
         if int(self.counts[row]) != view.packed:
-            raise IntegrityError(f"the copy of draft row {row} has {view.packed} packed slots, and the row says {int(self.counts[row])}")
+            raise IntegrityError(
+                f"the compressed KV of draft row {row} has {view.packed} packed slots, but the row's count is {int(self.counts[row])}"
+            )
 
 
 def as_bytes(buffer: torch.Tensor) -> torch.Tensor:

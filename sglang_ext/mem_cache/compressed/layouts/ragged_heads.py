@@ -1,9 +1,13 @@
-"""Copies whose heads keep different numbers of tokens, in SGLang's KV pool.
+"""Compressed KV whose heads keep different numbers of tokens, in SGLang's KV pool.
 
-A slot of the pool has a *cell* for each layer and KV head: a key and a value. In a copy of S slots a cell holds what any head
-of any layer keeps, so that none is left empty however uneven heads are. Cells are counted buffer by buffer: with H heads cell
-``c`` lies in the buffer of layer ``c // (S * H)``, there in the copy's slot ``c % (S * H) // H``, in the column of head
-``c % H``. The heads' tokens follow one another, layer by layer and head by head.
+A slot of the pool has one *cell*, a key and a value, per layer and KV head. In compressed KV of S slots, a cell may store a token of any
+head of any layer, so that no cell stays empty. Cells are numbered buffer by buffer. With H heads, cell ``c`` has this address:
+
+- the buffer of layer ``c // (S * H)``,
+- slot ``c % (S * H) // H`` of the compressed KV,
+- the column of head ``c % H``.
+
+The tokens of the heads follow one another, layer by layer and head by head.
 """
 
 from dataclasses import dataclass
@@ -22,11 +26,11 @@ if TYPE_CHECKING:
 
 
 class RaggedSelection(NamedTuple):
-    """What all heads keep of a context. Head ``i`` is counted over all layers: ``layer * kv_heads + head``.
+    """The tokens that all heads keep of a context. Index ``i`` of a head is ``layer * kv_heads + head``.
 
     Attributes:
         tokens: int64 [cells], positions in the context, ascending within a head.
-        bounds: int32 [layers * kv_heads + 1]; cells ``[bounds[i], bounds[i + 1])`` are those of head ``i``.
+        bounds: int32 [layers * kv_heads + 1]. Head ``i`` has cells ``[bounds[i], bounds[i + 1])``.
     """
 
     tokens: torch.Tensor
@@ -34,7 +38,7 @@ class RaggedSelection(NamedTuple):
 
     @classmethod
     def of(cls, chosen: torch.Tensor, heads: int, tokens: int) -> "RaggedSelection":
-        """Of ``chosen``, int64 [cells]: places ``i * tokens + position``, in any order, over so many heads in all layers."""
+        """Create it from ``chosen``, int64 [cells]: ``i * tokens + position``, in any order. ``heads`` counts those of all layers."""
         chosen = chosen.sort().values
         firsts = torch.arange(heads + 1, device=chosen.device) * tokens
         return cls(chosen % tokens, torch.searchsorted(chosen, firsts, out_int32=True))
@@ -42,14 +46,14 @@ class RaggedSelection(NamedTuple):
 
 @dataclass(frozen=True)
 class RaggedHeadLayout(KVLayout):
-    """Which rows of the token table begin with such a copy, and what its cells hold.
+    """The draft rows that begin with ragged compressed KV, and the cells of each head.
 
-    How much each head keeps of a beginning depends on what follows it, so that no two requests share one.
+    How many tokens a head keeps of a prefix depends on the tokens after it. Requests therefore cannot share it.
 
     Attributes:
-        buffers: the pool's; all layers have the same number of heads.
-        bounds: int32 [rows, layers * kv_heads + 1], as in :class:`RaggedSelection`; zeros for rows that begin with no such copy.
-            Its address never changes.
+        buffers: The pool's buffers. All layers have the same number of heads.
+        bounds: int32 [rows, layers * kv_heads + 1], as in :class:`RaggedSelection`; zeros for rows without ragged compressed KV. Its
+            address never changes.
     """
 
     buffers: KVBuffers
@@ -58,18 +62,18 @@ class RaggedHeadLayout(KVLayout):
 
     @classmethod
     def of(cls, buffers: KVBuffers, rows: int) -> "RaggedHeadLayout":
-        """For a token table of so many rows."""
+        """Create the layout for a token table of ``rows`` rows."""
         keys = buffers.keys[0]
         bounds = torch.zeros(rows, len(buffers.keys) * keys.shape[1] + 1, dtype=torch.int32, device=keys.device)
         return cls(buffers, bounds)
 
     @property
     def kv_heads(self) -> int:
-        """Of a layer."""
+        """KV heads of a layer."""
         return self.buffers.keys[0].shape[1]
 
     def on_host(self, rows: torch.Tensor) -> list[int]:
-        """Slots of the copy at the beginning of each of ``rows``, int64 [batch]; 0 without one."""
+        """Slots of the compressed KV at the beginning of each of ``rows``, int64 [batch]; 0 without it."""
         return (self.bounds[rows, -1] // (self.bounds.shape[1] - 1)).tolist()
 
     @cached_property
@@ -77,7 +81,7 @@ class RaggedHeadLayout(KVLayout):
         return {buffer.data_ptr(): index for index, buffer in enumerate(self.buffers.keys)}
 
     def of_layer(self, row: int, keys: torch.Tensor) -> list[int]:
-        """Bounds of the heads of the layer whose key buffer is ``keys``: kv_heads + 1 numbers, on the host."""
+        """Bounds of the heads of the layer with key buffer ``keys``: kv_heads + 1 numbers, on the host."""
         first = self._layers[keys.data_ptr()] * self.kv_heads
         return self.bounds[row, first : first + self.kv_heads + 1].tolist()
 
@@ -89,7 +93,7 @@ class RaggedHeadLayout(KVLayout):
         context: "ContextKV",
         targets: "dict[Part, torch.Tensor]",
     ) -> None:
-        """As :meth:`KVLayout.fill`; there is one part. What the heads' cells are is known here, and noted."""
+        """Fill as :meth:`KVLayout.fill`, with exactly one part. Also records the heads' cells."""
         ((part, slots),) = targets.items()
         kept = chooser.select_ragged(context, part)
         if row is None:
@@ -98,27 +102,27 @@ class RaggedHeadLayout(KVLayout):
             self.write(row, kept, context.slots, slots)
 
     def write(self, row: int, kept: RaggedSelection, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy what each head keeps, and let ``row``, of the token table, begin with it; other arguments as :meth:`copy`'s."""
+        """Copy each head's kept tokens, and record their cells for ``row`` of the token table. Other arguments as :meth:`copy`'s."""
         self.copy(kept, sources, targets)
         self.bounds[row] = kept.bounds
 
     def check(self, row: int, view: CompressedKV, covered: torch.Tensor, buffers: KVBuffers) -> None:
-        """Check that heads partition the cells of the copy."""
+        """Check that the heads partition the cells of the compressed KV."""
         bounds = self.bounds[row]
         cells = len(view.own) * (len(bounds) - 1)
         if not (bounds[0] == 0 and bool((bounds.diff() >= 0).all()) and bounds[-1] == cells):
             raise IntegrityError(
-                f"heads of the draft row {row} begin and end at cells {bounds.tolist()[:8]}..., which do not partition the {cells} cells "
+                f"heads of draft row {row} begin and end at cells {bounds.tolist()[:8]}..., which do not partition the {cells} cells "
                 f"of its {len(view.own)} slots"
             )
 
     def copy(self, kept: RaggedSelection, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy what each head keeps; on a GPU without waiting for it.
+        """Copy each head's kept tokens. On a GPU it does not wait for the device.
 
         Args:
-            kept: fills all cells of ``targets``.
+            kept: The tokens. They fill all cells of ``targets``.
             sources: int64 [tokens], slots of the context.
-            targets: int64, the copy's slots; none of them is a source.
+            targets: int64, slots of the compressed KV, disjoint from ``sources``.
         """
         if self.buffers.on_gpu:
             from sglang_ext.layers.kernels.compressed.scatter_cells import scatter_cells
@@ -130,18 +134,18 @@ class RaggedHeadLayout(KVLayout):
         columns = torch.arange(layers * heads, device=sources.device).repeat_interleave(kept.bounds.diff()) % heads
         read, ends = sources[kept.tokens], kept.bounds[::heads].tolist()
         for kind in (self.buffers.keys, self.buffers.values):
-            # All are read before any is written: a renewed copy is not among its sources.
+            # Read all before writing any. Refreshed compressed KV is not among its sources.
             found = torch.cat([of[read[a:b], columns[a:b]] for of, (a, b) in zip(kind, pairwise(ends))])
             for buffer, whole in zip(kind, found.view(layers, len(targets), heads, -1)):
                 buffer[targets] = whole
 
     def read(self, kind: tuple[torch.Tensor, ...], slots: torch.Tensor, first: int, last: int) -> torch.Tensor:
-        """What lies in the cells ``[first, last)`` of a copy: [cells, head_dim].
+        """Read the cells ``[first, last)`` of compressed KV: [cells, head_dim].
 
         Args:
-            kind: the key buffers, or the value buffers.
-            slots: int64, the copy's.
-            first, last: cells.
+            kind: The key buffers, or the value buffers.
+            slots: int64, slots of the compressed KV.
+            first, last: Cells.
         """
         heads, each = self.kv_heads, len(slots) * self.kv_heads
         found = [kind[0].new_empty(0, kind[0].shape[-1])]

@@ -1,1 +1,1 @@
-"""What a method is: the interfaces, what they check, and where methods register."""
+"""Interfaces of compression methods, checks of their results, and the registry."""

@@ -1,13 +1,13 @@
-"""The compressor interface: what a method sees of the full KV and what it answers.
+"""The compressor interface: what a method reads of the full KV and what it returns.
 
-A compressor looks at one layer's KV of a context and says how much each KV head needs each token. Heads keep
-the same number of tokens, at positions of their own: slot ``j`` of the compressed copy holds, for each head, that
-head's own ``j``-th kept token. Or they share one budget, and keep different numbers (ragged_heads.py). Rotary embedding
-was applied before caching, so a kept token needs no position again (VeriCache, section 6).
+A compressor reads one layer's KV of a context and scores how much each KV head needs each token. Heads keep the same number of tokens,
+at positions that differ by head: slot ``j`` of the compressed KV has the ``j``-th kept token of each head. Or heads share one budget and
+keep different numbers of tokens (ragged_heads.py). SGLang applies the rotary embedding before caching, so a kept token needs no new
+position (VeriCache, section 6).
 
-Adding a method is one file: subclass :class:`Compressor`, register it (registry.py).
+A new method is one file: subclass :class:`Compressor` and register the class (registry.py).
 
-Scores that are not as the contract says, and what a user's own method raises, cost its copies: :class:`ScoresError`.
+Scores that break the contract, and exceptions from a user's method, cost the method its compressed KV: :class:`ScoresError`.
 """
 
 from abc import ABC, abstractmethod
@@ -24,28 +24,28 @@ from sglang_ext.mem_cache.compressed.rotary import Rotary
 
 
 class ScoresError(Exception):
-    """Scores by which nothing can be chosen; says whose, what they are and what they must be."""
+    """Scores that cannot be used for a selection. The message has the compressor, the scores' type, and the expected one."""
 
 
 class Always(NamedTuple):
-    """So many of a context's first and newest tokens have infinite scores in all heads."""
+    """Numbers of a context's first and newest tokens that have infinite scores in all heads."""
 
     first: int = 0
     newest: int = 0
 
     def among(self, start: int, end: int, tokens: int) -> int:
-        """Of the positions ``[start, end)`` of ``tokens``, those that have them."""
+        """How many of the positions ``[start, end)`` of a context of ``tokens`` tokens have infinite scores."""
         sinks, window = min(self.first, tokens), max(self.first, tokens - self.newest)
         return max(0, min(end, sinks) - start) + max(0, end - max(start, window))
 
 
 class RequiredFolder(NamedTuple):
-    """What is to be said where it lacks, or where nobody reads it.
+    """A folder that a compressor reads, and the parts of the error message for a missing or unused one.
 
     Attributes:
-        flag: that names it.
-        why: the method needs it.
-        maker: the module that writes it, and its arguments.
+        flag: The flag that names the folder.
+        why: Why the method needs it.
+        maker: The module that writes it, with arguments.
     """
 
     flag: str
@@ -54,15 +54,17 @@ class RequiredFolder(NamedTuple):
 
 
 def top_overall(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """The highest scores wherever they are, as KVzip does (arXiv 2505.23416): int64 [layers * kv_heads * count], places in
-    ``scores.flatten()``, in any order.
+    """Select the highest scores over all layers and heads, as KVzip does (arXiv 2505.23416).
 
-    Infinite scores come first, but no head has more than ``count`` of them: what is kept in any case shall not leave others
-    without it where the budget is too small for all.
+    Infinite scores come first, but at most ``count`` of them per head. Otherwise heads could lack always-kept tokens when the budget is
+    too small for all of them.
 
     Args:
         scores: float32 [layers, kv_heads, tokens].
-        count: tokens that a head keeps on the average.
+        count: Tokens that a head keeps on average.
+
+    Returns:
+        int64 [layers * kv_heads * count], indices into ``scores.flatten()``, in any order.
     """
     always = scores == float("inf")
     too_many = always & (always.cumsum(dim=-1, dtype=torch.int32) > count)
@@ -71,7 +73,7 @@ def top_overall(scores: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def top_per_head(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """The ``count`` highest scores of each head; arguments and result as :func:`top_overall`'s."""
+    """Select the ``count`` highest scores of each head. Arguments and result as :func:`top_overall`'s."""
     layers, heads, tokens = scores.shape
     firsts = torch.arange(layers * heads, device=scores.device).view(layers, heads, 1) * tokens
     return (scores.topk(count, dim=-1).indices + firsts).flatten()
@@ -79,17 +81,17 @@ def top_per_head(scores: torch.Tensor, count: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class LayerKV:
-    """One layer's full KV of a context, and the newest queries over it.
+    """One layer's full KV of a context, and the newest queries.
 
     Attributes:
         keys: [tokens, kv_heads, head_dim], in the cache's dtype, rotary embedding applied.
         values: [tokens, kv_heads, head_dim].
-        queries: [window, query_heads, head_dim], the queries of the newest tokens, oldest first,
-            rotary embedding applied; window is at most :attr:`Compressor.window` and may be 0.
-        query_positions: int64 [window], absolute positions of the queries, ascending; some may be missing between.
-        scaling: factor on query-key products before softmax.
-        layer_id: index of the layer.
-        rotary: the rotary embedding that was applied; None where no compressor :attr:`~Compressor.needs_rotary`.
+        queries: [window, query_heads, head_dim], queries of the newest tokens, oldest first, rotary embedding applied. The window is
+            at most :attr:`Compressor.window` and may be 0.
+        query_positions: int64 [window], absolute positions of the queries, ascending, possibly with gaps.
+        scaling: Factor on query-key products before softmax.
+        layer_id: Index of the layer.
+        rotary: The rotary embedding that was applied; None if no compressor :attr:`~Compressor.needs_rotary`.
     """
 
     keys: torch.Tensor
@@ -103,16 +105,16 @@ class LayerKV:
 
 @dataclass(frozen=True)
 class ContextKV:
-    """The full KV of a context over all layers, where it lies in SGLang's pool.
+    """The full KV of a context over all layers, in SGLang's pool.
 
     Attributes:
-        buffers: the pool's layers (kv_buffers.py).
+        buffers: The pool's layers (kv_buffers.py).
         slots: int64 [tokens], slots of the context's tokens, in order.
         queries: [layers, window, query_heads, head_dim], as in :class:`LayerKV`.
         query_positions: int64 [window], as in :class:`LayerKV`.
-        rotary: as in :class:`LayerKV`.
-        prompt: token ids of the request's prompt, which may be longer than the context, or shorter.
-        seeds: int32 [tokens], by which a method draws its codes (layouts/rounding.py); None where none does.
+        rotary: As in :class:`LayerKV`.
+        prompt: Prompt token ids of the request. The prompt may be longer or shorter than the context.
+        seeds: int32 [tokens], rounding seeds of a stochastic method (layouts/rounding.py); None if no method needs them.
     """
 
     buffers: KVBuffers
@@ -124,7 +126,7 @@ class ContextKV:
     seeds: torch.Tensor | None = None
 
     def layer(self, index: int) -> LayerKV:
-        """One layer's KV, gathered."""
+        """One layer's KV, gathered from the pool."""
         return LayerKV(
             keys=self.buffers.keys[index][self.slots],
             values=self.buffers.values[index][self.slots],
@@ -137,7 +139,7 @@ class ContextKV:
 
 
 class Part(NamedTuple):
-    """Tokens ``[start, end)`` of a context, of which each KV head keeps ``count``, at least 1."""
+    """Tokens ``[start, end)`` of a context. Each KV head keeps ``count`` of them, at least 1."""
 
     start: int
     end: int
@@ -145,23 +147,30 @@ class Part(NamedTuple):
 
 
 class Compressor(ABC):
-    """Says how much each token of a context matters; the copy keeps those that matter most.
+    """Scores how much each token of a context matters. Compressed KV keeps the highest scores.
+
+    Example::
+
+        @register("key-norm")
+        class KeyNorm(Compressor):
+            def scores(self, layer):
+                return -layer.keys.float().norm(dim=-1).T
 
     Attributes:
-        name: as ``--kv-compressor`` and ``kv_compressor`` of ``meta_info`` name it.
-        window: how many of the newest queries :meth:`scores` wants, 0 for none.
-        held_bytes: bytes of device memory, outside the KV pool, that it holds.
-        needs_rotary: whether it reads :attr:`LayerKV.rotary`; models without a known one are refused then.
-        comparable: whether scores of one head compare with those of another, of any layer.
-        keeps_all: whether it drops nothing.
-        each_round: whether it chooses anew after each verification, by the queries of that.
-        every: steps after which it chooses anew, between two steps of a round as well, by the queries of steps; 0: never so soon.
-        synchronous: whether it chooses in each layer by the step's own query, for which attention waits; :attr:`every` counts the steps.
-        most: tokens that each head keeps, whatever the budget's share; shorter contexts have no copy. 0: the share says how many.
-        always_kept: tokens that a method that chooses for steps keeps whatever the queries, of those that each head keeps.
-        points: whether copies lead to what it keeps in full KV, instead of holding it (pointers.py).
-        reads: the folder without which it knows nothing; None for methods that look at KV and queries as they are made.
-        better_uneven: whether more drafts are accepted where heads keep different numbers of tokens (docs/benchmarks.md).
+        name: Name in ``--kv-compressor`` and in ``kv_compressor`` of ``meta_info``.
+        window: Number of newest queries that :meth:`scores` needs; 0 for none.
+        held_bytes: Bytes of device memory that it holds outside the KV pool.
+        needs_rotary: Whether it reads :attr:`LayerKV.rotary`. Models without a known one are then refused.
+        comparable: Whether scores of one head compare with those of other heads, in all layers.
+        keeps_all: Whether it drops nothing.
+        each_round: Whether it selects again after each verification, by the verification's queries.
+        every: Selection interval in steps: it also selects between steps of a round, by the steps' queries. 0 for none.
+        synchronous: Whether each layer selects by the step's own query, while attention waits. :attr:`every` counts the steps.
+        most: Tokens that each head keeps, whatever the budget. Shorter contexts are not compressed. 0: the budget decides.
+        always_kept: Of the tokens that each head keeps, those that a method with step queries keeps whatever the queries.
+        points: Whether compressed KV points to the kept tokens in full KV instead of storing them (pointers.py).
+        reads: The folder that it needs; None for methods that only read KV and queries.
+        better_uneven: Whether the acceptance rate is higher if heads keep different numbers of tokens (docs/benchmarks.md).
     """
 
     name: ClassVar[str] = ""
@@ -181,22 +190,22 @@ class Compressor(ABC):
 
     @property
     def follows_queries(self) -> bool:
-        """Whether it chooses anew before a copy has grown old, so that queries of all tokens are of use."""
+        """Whether it selects again while the compressed KV is in use, so that queries of all tokens are useful."""
         return self.each_round or self.every > 0
 
     def for_context(self, context: ContextKV) -> "Compressor":
-        """Who chooses what a copy of this context keeps: another, where a method knows some contexts only."""
+        """The compressor that selects for this context: another one if this method supports only some contexts."""
         return self
 
     @abstractmethod
     def scores(self, layer: LayerKV) -> torch.Tensor:
-        """How much each KV head needs each token: float32 [kv_heads, tokens], more for what is kept first.
+        """Scores of one layer: float32 [kv_heads, tokens]. Higher scores are kept first.
 
-        Infinity is allowed for what is kept whatever the others score, and :meth:`always` says so.
+        Infinity is allowed for tokens that are always kept. :meth:`always` must then declare them.
         """
 
     def scores_all(self, context: ContextKV) -> torch.Tensor:
-        """:meth:`scores` in all layers: float32 [layers, kv_heads, tokens]; overridden where one kernel for all is faster."""
+        """:meth:`scores` of all layers: float32 [layers, kv_heads, tokens]. Override it if one kernel for all layers is faster."""
         found = []
         for index, keys in enumerate(context.buffers.keys):
             found.append(self.scores(context.layer(index)))
@@ -204,10 +213,10 @@ class Compressor(ABC):
         return torch.stack(found)
 
     def checked_scores(self, context: ContextKV) -> torch.Tensor:
-        """:meth:`scores_all`, for what selects by them.
+        """:meth:`scores_all`, checked, for callers that select by the scores.
 
         Raises:
-            ScoresError: they are not as the interface says.
+            ScoresError: They break the interface's contract.
         """
         scores = self.scores_all(context)
         keys = context.buffers.keys
@@ -215,18 +224,18 @@ class Compressor(ABC):
         return scores
 
     def always(self, context: ContextKV) -> Always:
-        """Which tokens score infinity, known before any score is."""
+        """Tokens with infinite scores, known before the scores are computed."""
         return Always()
 
     def cuts(self, context: ContextKV, part: Part) -> list[Part]:
-        """``part`` in runs of tokens whose scores compare, each with its share of the count; does not wait for the device."""
+        """Split ``part`` into runs of tokens with comparable scores, each with its share of the count. Does not wait for the device."""
         return [part]
 
     def select(self, context: ContextKV, parts: Sequence[Part]) -> list[torch.Tensor]:
-        """Positions that the heads keep of each part: int64 [layers, kv_heads, its count], ascending.
+        """Positions that the heads keep of each part: int64 [layers, kv_heads, part.count], ascending.
 
         Raises:
-            ScoresError: as :meth:`checked_scores`.
+            ScoresError: As :meth:`checked_scores`.
         """
         scores = self.checked_scores(context)
         return [
@@ -235,10 +244,10 @@ class Compressor(ABC):
         ]
 
     def select_ragged(self, context: ContextKV, part: Part) -> RaggedSelection:
-        """What heads keep of a part that may keep different numbers, on the average its count; does not wait for the device.
+        """Tokens kept of a part by heads that may keep different numbers, on average its count. Does not wait for the device.
 
         Raises:
-            ScoresError: as :meth:`checked_scores`.
+            ScoresError: As :meth:`checked_scores`.
         """
         scores = self.checked_scores(context)
         tokens, chosen = scores.shape[-1], []
@@ -256,12 +265,12 @@ def best(scores: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def kept_count(tokens: int, budget: float, page_size: int) -> int:
-    """Tokens that a compressed copy keeps: the budget, rounded up to whole pages, at most all.
+    """Tokens that compressed KV keeps: the budget, rounded up to whole pages, at most all.
 
     Args:
-        tokens: tokens of the context, a multiple of ``page_size``.
-        budget: share to keep, in (0, 1].
-        page_size: tokens per page.
+        tokens: Tokens of the context, a multiple of ``page_size``.
+        budget: Share to keep, in (0, 1].
+        page_size: Tokens per page.
     """
     pages = -(-int(-(-tokens * budget // 1)) // page_size)
     return min(tokens, max(1, pages) * page_size)
@@ -269,27 +278,27 @@ def kept_count(tokens: int, budget: float, page_size: int) -> int:
 
 @dataclass(frozen=True)
 class KeepAll(Compressor):
-    """All tokens are alike: what a quantizer selects that is not told to drop any; with a budget of 1 none is dropped."""
+    """Scores all tokens alike. The default selection of a quantizer; with a budget of 1 it drops none."""
 
     keeps_all: bool = True
 
     def scores(self, layer: LayerKV) -> torch.Tensor:
-        """Zero for all."""
+        """0 for all tokens."""
         tokens, heads = layer.keys.shape[:2]
         return layer.keys.new_zeros(heads, tokens, dtype=torch.float32)
 
     def select(self, context: ContextKV, parts: Sequence[Part]) -> list[torch.Tensor]:
-        """The first of each part, without a look at the KV; with a budget of 1 a part's count is all of them."""
+        """The first tokens of each part, without reading the KV. With a budget of 1, a part's count is all its tokens."""
         keys = context.buffers.keys
         starts = torch.zeros(len(keys), keys[0].shape[1], 1, dtype=torch.int64, device=keys[0].device)
         return [starts + torch.arange(part.start, part.start + part.count, device=starts.device) for part in parts]
 
 
 def check_scores(compressor: str, scores: object, shape: tuple[int, ...], device: torch.device) -> None:
-    """Refuse what is no float32 tensor of this shape, which ends in [kv_heads, tokens], on this device.
+    """Check that ``scores`` is a float32 tensor of this shape, which ends in [kv_heads, tokens], on this device.
 
     Raises:
-        ScoresError: it is none.
+        ScoresError: It is not.
     """
     if isinstance(scores, torch.Tensor) and scores.dtype == torch.float32 and scores.shape == shape and scores.device == device:
         return
@@ -303,10 +312,10 @@ def check_scores(compressor: str, scores: object, shape: tuple[int, ...], device
 
 @contextmanager
 def as_scores_error(compressor: str) -> Iterator[None]:
-    """Let what a user's own method raises cost its copies, not the server.
+    """Turn exceptions from a user's method into ScoresError: they cost the method its compressed KV, not the server.
 
     Raises:
-        ScoresError: names the method and what it raised.
+        ScoresError: It names the method and its exception.
     """
     try:
         yield

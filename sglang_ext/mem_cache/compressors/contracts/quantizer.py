@@ -1,9 +1,9 @@
-"""The interface of methods that keep tokens in few bits: what shares a scale, and which codes numbers get.
+"""The interface of quantizers: which numbers share a scale, and which codes they get.
 
-Where the bytes lie and how attention reads them is the same for all (block_layout.py, quantized_blocks.py). A quantizer says
-what a code means: ``level[code] * scale + zero``, of vectors that it may rotate first. Attention then rotates queries
-alike, and the outputs back, so that products stay what they were. It may also keep some numbers beside their codes, and take
-the keys as they were before rotary embedding: then attention makes whole vectors of the codes (:func:`whole`).
+The storage of the bytes and the attention that reads them are the same for all quantizers (block_layout.py, quantized_blocks.py). A
+quantizer defines what a code means: ``level[code] * scale + zero``, of vectors that it may rotate first. Attention then rotates queries in
+the same way, and rotates outputs back, so that products do not change. A quantizer may also store outliers, and read keys from before
+rotary embedding. Attention then dequantizes whole vectors (:func:`whole`).
 """
 
 from abc import ABC, abstractmethod
@@ -15,11 +15,13 @@ import torch
 
 from sglang_ext.mem_cache.compressed.layouts.block_layout import PARAMETER, Grid, Quantized
 
-# Bounds of float16: scales and zero points stay finite.
+# Largest float16: scales and zero points are clamped to it, so that they stay finite.
 LARGEST = torch.finfo(PARAMETER).max
-# How codes are found where a kernel can, too: evenly over the range of a group, as Quantizer.quantize does; as the nearest of
-# the levels, for vectors over their lengths, which are the scales, as TurboQuant.quantize does; or by the bounds that numbers
-# reach, for distances from a group's mean over the greatest of them, as Lynx.quantize does; or drawn by seeds, as Hack.quantize does.
+# How codes are found, for a kernel that does the same:
+# - "evenly": evenly over the range of a group, as Quantizer.quantize does;
+# - "levels": the nearest level of vectors divided by their lengths, which are the scales, as TurboQuant.quantize does;
+# - "centred": by the bounds that distances from a group's mean reach, over the largest distance, as Lynx.quantize does;
+# - "stochastic": stochastically, with seeds, as Hack.quantize does.
 Finding = Literal["evenly", "levels", "centred", "stochastic"]
 
 
@@ -28,17 +30,16 @@ class Quantizer(ABC):
     """Turns keys and values into codes.
 
     Attributes:
-        bits: of a code.
-        block: tokens that are packed together.
-        recent: newest tokens of a context that are not quantized; the draft row leads to the full KV's own.
-        sinks: first tokens of a context that are not quantized: much attention goes to them, whatever is asked
-            (docs/benchmarks.md).
-        before_rotary: whether it takes keys as they were before rotary embedding; models without a known one are refused then.
-        finding: what :meth:`quantize` does, for a kernel that does the same on a GPU; None where PyTorch alone finds the codes. A
-            class with a :meth:`quantize` of its own has None unless it says otherwise.
-        has_kernels: whether kernels read its blocks; on a GPU it is refused without.
-        sums: whether blocks hold those of each group's codes, and attention multiplies codes as integers, which needs them.
-        stochastic: whether :meth:`quantize` takes ``noise``, which codes are drawn by (layouts/rounding.py).
+        bits: Bits of a code.
+        block: Tokens that are packed together.
+        recent: Newest tokens of a context that are not quantized. The draft row points to their full KV.
+        sinks: First tokens of a context that are not quantized. Much attention goes to them in any case (docs/benchmarks.md).
+        before_rotary: Whether it reads keys from before rotary embedding. Models without a known one are then refused.
+        finding: How :meth:`quantize` finds codes, for a kernel that does the same on a GPU; None if only PyTorch finds the codes. A class
+            that overrides :meth:`quantize` has None unless it sets this.
+        has_kernels: Whether kernels read its blocks. A GPU server refuses it otherwise.
+        sums: Whether blocks store the sum of each group's codes. Attention that multiplies codes as integers needs them.
+        stochastic: Whether :meth:`quantize` takes ``noise`` for stochastic rounding (layouts/rounding.py).
     """
 
     bits: int
@@ -59,31 +60,31 @@ class Quantizer(ABC):
 
     @abstractmethod
     def key_grid(self, dim: int) -> Grid:
-        """Numbers of keys with ``dim`` channels that share a scale. Kernels read those of one channel, or all of one token."""
+        """Group of keys with ``dim`` channels that share a scale. Kernels support groups of one channel, or all of one token."""
 
     @abstractmethod
     def value_grid(self, dim: int) -> Grid:
-        """Numbers of values with ``dim`` channels that share a scale. Kernels read those of one channel, or of one token."""
+        """Group of values with ``dim`` channels that share a scale. Kernels support groups of one channel, or of one token."""
 
     def rotation(self, dim: int) -> torch.Tensor | None:
-        """What vectors are multiplied with before they are quantized: float32 [dim, dim], orthogonal; None for nothing."""
+        """Matrix that vectors are multiplied with before quantization: float32 [dim, dim], orthogonal; None for none."""
         return None
 
     def levels(self, dim: int) -> torch.Tensor | None:
-        """Numbers that the codes mean: float32 [2 ** bits], ascending; None for the codes themselves."""
+        """Numbers that the codes mean: float32 [2 ** bits], ascending; None if a code means itself."""
         return None
 
     def bounds(self, dim: int) -> torch.Tensor | None:
-        """Between which numbers codes change, where they mean levels: float32 [2 ** bits - 1], ascending; midpoints of the levels."""
+        """Boundaries between codes that mean levels, the levels' midpoints: float32 [2 ** bits - 1], ascending; None without levels."""
         levels = self.levels(dim)
         return None if levels is None else (levels[1:] + levels[:-1]) / 2
 
     def outliers(self, dim: int) -> int:
-        """Numbers of a block of heads with ``dim`` channels that are kept beside its codes."""
+        """Number of outliers of a block, for heads with ``dim`` channels."""
         return 0
 
     def rotation_on(self, device: torch.device, dim: int) -> torch.Tensor | None:
-        """:meth:`rotation` on a device; copied there once, so that later calls neither wait for it nor move in memory."""
+        """:meth:`rotation` on a device. It is copied once: later calls do not wait, and the tensor keeps its address."""
         return _moved_once(self, "rotation", device, dim)
 
     def levels_on(self, device: torch.device, dim: int) -> torch.Tensor | None:
@@ -95,10 +96,10 @@ class Quantizer(ABC):
         return _moved_once(self, "bounds", device, dim)
 
     def quantize(self, numbers: torch.Tensor, grid: Grid) -> Quantized:
-        """Codes of ``numbers``, float32 [heads, blocks, tokens, dim], rotated already.
+        """Quantize ``numbers``, float32 [heads, blocks, tokens, dim], already rotated.
 
-        Asymmetric: the scale is the range of a group over ``2 ** bits - 1``, the zero point its least number. Codes are
-        those of the parameters as they are stored, so that their rounding costs nothing more.
+        Asymmetric: the scale is the range of a group over ``2 ** bits - 1``, the zero point is its smallest number. Codes are computed
+        from the stored parameters, so that rounding of the parameters adds no error.
         """
         groups = grouped(numbers, grid)
         least, most = groups.amin((3, 5), keepdim=True), groups.amax((3, 5), keepdim=True)
@@ -116,23 +117,23 @@ def _moved_once(packs: Quantizer, made_by: str, device: torch.device, dim: int) 
 
 
 def grouped(numbers: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """[heads, blocks, tokens, dim] with its groups apart: [heads, blocks, groups, grid.tokens, groups, grid.channels]."""
+    """Split [heads, blocks, tokens, dim] into groups: [heads, blocks, groups, grid.tokens, groups, grid.channels]."""
     heads, blocks, tokens, dim = numbers.shape
     return numbers.reshape(heads, blocks, tokens // grid.tokens, grid.tokens, dim // grid.channels, grid.channels)
 
 
 def squeezed(parameter: torch.Tensor) -> torch.Tensor:
-    """A number for each group of :func:`grouped`: [heads, blocks, groups along tokens, groups along channels]."""
+    """Reshape one number per group of :func:`grouped`: [heads, blocks, groups along tokens, groups along channels]."""
     return parameter.squeeze(5).squeeze(3)
 
 
 def meant(codes: torch.Tensor, levels: torch.Tensor | None) -> torch.Tensor:
-    """What codes mean before scale and zero point: float32; ``levels`` as :meth:`Quantizer.levels`."""
+    """Numbers of codes before scale and zero point: float32. ``levels`` as :meth:`Quantizer.levels`."""
     return codes.float() if levels is None else levels.take(codes.long())
 
 
 def whole(block: Quantized, grid: Grid, levels: torch.Tensor | None) -> torch.Tensor:
-    """What blocks mean, outliers included: float32 [heads, blocks, tokens, dim]; ``levels`` as :meth:`Quantizer.levels`."""
+    """Dequantize blocks, including outliers: float32 [heads, blocks, tokens, dim]. ``levels`` as :meth:`Quantizer.levels`."""
     codes = meant(block.codes, levels)
     scale, zero = (part[:, :, :, None, :, None] for part in (block.scale, block.zero))
     numbers = (grouped(codes, grid) * scale + zero).reshape(codes.shape)
@@ -142,36 +143,36 @@ def whole(block: Quantized, grid: Grid, levels: torch.Tensor | None) -> torch.Te
 
 
 def stored(parameter: torch.Tensor) -> torch.Tensor:
-    """Scales or zero points as they are read again: float32, rounded to float16, finite."""
+    """Scales or zero points as readers see them: float32, rounded to float16, finite."""
     return parameter.clamp(-LARGEST, LARGEST).to(PARAMETER).float()
 
 
 def stored_above(sizes: torch.Tensor) -> torch.Tensor:
-    """``sizes``, at least 0, as they are read again where they must not become less: float32, the next float16, finite."""
+    """``sizes``, at least 0, rounded up to float16, finite: float32. For numbers that must not become smaller when stored."""
     sizes = sizes.clamp(max=LARGEST)
     near = sizes.to(PARAMETER)
-    # The bits of the next float16 are those of an integer that is greater by one.
+    # The bits of the next larger float16 are those of the integer that is greater by one.
     return (near.view(torch.int16) + (near.float() < sizes)).view(PARAMETER).float()
 
 
 def stored_next(sizes: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
-    """Of :func:`stored_above`'s, the next float16 where asked, finite: float32."""
+    """Numbers of :func:`stored_above`, increased to the next float16 where ``where`` is true, finite: float32."""
     return (sizes.to(PARAMETER).view(torch.int16) + (where & (sizes < LARGEST))).view(PARAMETER).float()
 
 
 def stored_below(numbers: torch.Tensor) -> torch.Tensor:
-    """``numbers`` as they are read again where they must not become more: float32, the next float16, finite."""
+    """``numbers`` rounded down to float16, finite: float32. For numbers that must not become larger when stored."""
     numbers = numbers.clamp(-LARGEST, LARGEST)
     near = numbers.to(PARAMETER)
-    # Of negative numbers, and of what became -0, the bits of the lower float16 are those of the greater integer.
+    # For negative numbers and -0, the bits of the lower float16 are those of the greater integer.
     lower = torch.where(numbers < 0, 1, -1).to(torch.int16)
     return (near.view(torch.int16) + lower * (near.float() > numbers)).view(PARAMETER).float()
 
 
 def nearest(numbers: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
-    """Which of ``levels``, ascending, lies nearest to each number; of two as near the lower: uint8, as ``numbers``.
+    """Index of the nearest of ``levels``, ascending, for each number; the lower one in a tie: uint8, shaped as ``numbers``.
 
-    Counts the midpoints below: for some 16 levels that is three times as fast on a CPU as a search of each number.
+    It counts the midpoints below a number. For about 16 levels this is three times as fast on a CPU as a search per number.
     """
     codes = torch.zeros(numbers.shape, dtype=torch.uint8, device=numbers.device)
     for midpoint in (levels[1:] + levels[:-1]) / 2:

@@ -1,4 +1,4 @@
-"""Where methods register under the names that ``--kv-compressor`` takes; the catalogue reads it."""
+"""Registry of methods by the names that ``--kv-compressor`` takes. The catalogue reads it."""
 
 import re
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer
 
 
 class QuantizerEntry(NamedTuple):
-    """A quantizer, the bits that its codes may have, and the sizes of its partitions, the default first; none where it has no choice."""
+    """A quantizer class, the allowed bits of its codes, and the allowed sizes of its partitions, defaults first; no sizes if fixed."""
 
     quantizer_class: type[Quantizer]
     bits: tuple[int, ...]
@@ -19,7 +19,7 @@ class QuantizerEntry(NamedTuple):
 COMPRESSORS: dict[str, type[Compressor]] = {}
 QUANTIZERS: dict[str, QuantizerEntry] = {}
 USER_METHODS: set[str] = set()
-"""Of these names, those of users' own methods (user_methods.py)."""
+"""Names in the tables above that belong to users' own methods (user_methods.py)."""
 NAME = re.compile(r"[\w-]+")
 
 
@@ -27,7 +27,7 @@ def register(name: str) -> Callable[[type[Compressor]], type[Compressor]]:
     """Class decorator: make a compressor selectable as ``--kv-compressor NAME``.
 
     Raises:
-        ValueError: another method has that name, or it is none.
+        ValueError: The name is taken or malformed.
     """
 
     def decorate(cls: type[Compressor]) -> type[Compressor]:
@@ -41,15 +41,15 @@ def register(name: str) -> Callable[[type[Compressor]], type[Compressor]]:
 def register_quantizer(
     name: str, bits: tuple[int, ...], partitions: tuple[int, ...] = ()
 ) -> Callable[[type[Quantizer]], type[Quantizer]]:
-    """Class decorator: make a quantizer with codes of so many ``bits``, the default first, selectable as ``--kv-compressor NAME``.
+    """Class decorator: make a quantizer selectable as ``--kv-compressor NAME``.
 
     Args:
-        name: as flags have it.
-        bits: of a code.
-        partitions: values of its field ``partition`` that ``--kv-partition`` may choose, the default first.
+        name: The name in flags.
+        bits: Allowed bits of a code, the default first.
+        partitions: Values that ``--kv-partition`` may set its field ``partition`` to, the default first.
 
     Raises:
-        ValueError: another method has that name, or it is none.
+        ValueError: The name is taken or malformed.
     """
 
     def decorate(cls: type[Quantizer]) -> type[Quantizer]:

@@ -1,1 +1,1 @@
-"""Methods of the literature that choose tokens for each step, a file each; compared with spade.py."""
+"""Published methods that select tokens for each step, one per file. They are compared with spade.py."""

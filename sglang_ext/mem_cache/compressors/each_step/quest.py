@@ -1,4 +1,4 @@
-"""Quest: pages of tokens by the most that a key within their bounds could give the step's own query.
+"""Quest: select pages of tokens by an upper bound of the products of their keys with the step's own query.
 
 Tang et al. 2024, arXiv 2406.10774.
 """
@@ -14,15 +14,15 @@ from sglang_ext.mem_cache.selection import baselines
 @register("quest")
 @dataclass(frozen=True)
 class Quest(StepSelector):
-    """Least and largest keys of each page of 16 tokens, by channel, bound its products with the query: the mean bound over the query
-    heads of a KV head is that of all tokens of the page.
+    """Score pages of 16 tokens by the smallest and largest key of each channel, which bound the products with the query.
 
-    In each layer the step's own query chooses, so that attention waits for it. In the paper the first two layers read all; here they
-    choose, too. On a GPU first and newest tokens are kept by whole pages, one and two.
+    All tokens of a page have the same score: the mean bound over the query heads of a KV head. In each layer the step's own query
+    selects, and attention waits for it. In the paper the first two layers read all tokens; here they select, too. On a GPU the first and
+    newest tokens are kept as whole pages, one and two.
 
     Attributes:
-        in_attention: whether attention itself chooses, by extremes that lie beside the pool, as on a GPU
-            (compressed/layouts/pages.py): no queries are kept then.
+        in_attention: Whether attention itself selects, by extremes stored beside the pool, as on a GPU (compressed/layouts/pages.py). No
+            queries are recorded then.
     """
 
     scoring: ClassVar[baselines.QuestScoring] = baselines.QuestScoring()
@@ -31,11 +31,11 @@ class Quest(StepSelector):
 
     @property
     def always_kept(self) -> int:
-        """As :attr:`Compressor.always_kept`; in attention whole pages."""
+        """:attr:`Compressor.always_kept`, in whole pages if attention selects."""
         page = self.scoring.page
         return sum(-(-each // page) * page for each in (self.sinks, self.recent)) if self.in_attention else super().always_kept
 
     @property
     def window(self) -> int:
-        """Queries that are kept."""
+        """Number of queries that are recorded."""
         return 0 if self.in_attention else 1

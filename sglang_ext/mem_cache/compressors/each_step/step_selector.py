@@ -1,4 +1,4 @@
-"""Methods of the literature that choose tokens for each step, in one frame: pointers by layer and KV head, as spade.py's."""
+"""Common frame of published methods that select tokens for each step: pointers by layer and KV head, as spade.py's."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,15 +12,15 @@ from sglang_ext.mem_cache.selection.top_tokens import mark_always
 
 @dataclass(frozen=True)
 class StepSelector(Compressor):
-    """Score each key of full KV for one step as :attr:`scoring` says. First and newest tokens are always kept.
+    """Scores each key of full KV for one step with :attr:`scoring`. The first and newest tokens are always kept.
 
     Attributes:
-        scoring: says how much each KV head needs each token.
-        every: as :attr:`Compressor.every`.
-        each_round: as :attr:`Compressor.each_round`.
-        sinks: first tokens kept.
-        recent: newest tokens kept.
-        most: as :attr:`Compressor.most`.
+        scoring: Scores how much each KV head needs each token.
+        every: As :attr:`Compressor.every`.
+        each_round: As :attr:`Compressor.each_round`.
+        sinks: First tokens kept.
+        recent: Newest tokens kept.
+        most: As :attr:`Compressor.most`.
     """
 
     scoring: ClassVar[Scoring]
@@ -34,7 +34,7 @@ class StepSelector(Compressor):
 
     @property
     def always_kept(self) -> int:
-        """As :attr:`Compressor.always_kept`: the first and the newest."""
+        """:attr:`Compressor.always_kept`: the first and the newest tokens."""
         return self.sinks + self.recent
 
     def always(self, context: ContextKV) -> Always:
@@ -42,9 +42,9 @@ class StepSelector(Compressor):
         return Always(self.sinks, self.recent)
 
     def scores(self, layer: LayerKV) -> torch.Tensor:
-        """As :attr:`scoring` has them, by the newest query: float32 [kv_heads, tokens], infinite for the first and the newest tokens.
+        """Scores by the newest query: float32 [kv_heads, tokens], infinite for the first and the newest tokens.
 
-        Without any query, newer tokens are more important.
+        Without any query, newer tokens have higher scores.
         """
         tokens, kv_heads, _ = layer.keys.shape
         if not len(layer.queries):

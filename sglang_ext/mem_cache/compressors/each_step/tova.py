@@ -1,4 +1,4 @@
-"""TovaScoring: tokens by the attention of the newest query, alike in all heads of a layer. Oren et al. 2024, arXiv 2401.06104."""
+"""TOVA: select tokens by the attention of the newest query, equally in all heads of a layer. Oren et al. 2024, arXiv 2401.06104."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,9 +11,9 @@ from sglang_ext.mem_cache.selection import baselines
 @register("tova")
 @dataclass(frozen=True)
 class Tova(StepSelector):
-    """The weights of the step before, mean over the query heads of a layer; all its KV heads read the same tokens.
+    """Score tokens by the previous step's attention, averaged over a layer's query heads. All its KV heads read the same tokens.
 
-    In the paper what is not chosen is gone for all later steps. Here it stays in full KV, and comes back when it is attended to again.
+    In the paper a token that is not selected is lost for all later steps. Here it stays in full KV, and can be selected again.
     """
 
     scoring: ClassVar[baselines.TovaScoring] = baselines.TovaScoring()

@@ -1,4 +1,4 @@
-"""Tokens by the attention of the step's own query: the ceiling of what a prediction of it can choose (AsyncSpade, section 4.1)."""
+"""Select tokens by the attention of the step's own query: the upper limit for predictions of it (AsyncSpade, section 4.1)."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,9 +11,9 @@ from sglang_ext.mem_cache.selection import baselines
 @register("true-query")
 @dataclass(frozen=True)
 class TrueQuerySelector(StepSelector):
-    """The mean attention over the query heads of a KV head, computed in each layer before the step's attention, which waits for it.
+    """Score by the mean attention over the query heads of a KV head, computed in each layer before the step's attention, which waits.
 
-    It reads all keys in each step, as full attention does; what it saves are values.
+    It reads all keys in each step, as full attention does. It only saves reads of values.
     """
 
     scoring: ClassVar[baselines.TrueQueryScoring] = baselines.TrueQueryScoring()
