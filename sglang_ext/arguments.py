@@ -1,9 +1,8 @@
 """The flags of sglang-ext, as SGLang server arguments.
 
-:class:`KVServerArgs` replaces ``sglang.srt.server_args.ServerArgs`` (plugin.py), so the flags are
-parsed, logged, shown by ``/server_info``, accepted by ``sgl.Engine(...)`` and pickled to the
-scheduler process like SGLang's own. The scheduler unpickles the arguments before it loads plugins:
-this module must import without any hook in place.
+:class:`KVServerArgs` replaces ``sglang.srt.server_args.ServerArgs`` (plugin.py). So the flags are parsed, logged, shown by
+``/server_info``, accepted by ``sgl.Engine(...)`` and pickled to the scheduler process like SGLang's own. The scheduler unpickles the
+arguments before it loads plugins: this module must import without any hook in place.
 """
 
 import argparse
@@ -33,8 +32,8 @@ class KVServerArgs(ServerArgs):
     With ``kv_mode`` at its default, ``full``, nothing else of sglang-ext runs.
 
     Raises:
-        OptionError: a flag is out of range, unknown or cannot be combined, or the model
-            is not supported. The message names value, allowed set and remedy.
+        OptionError: A flag is out of range, unknown or cannot be combined, or the model is not supported. The message names the value, the
+            allowed values and the remedy.
     """
 
     kv_mode: A[
@@ -292,17 +291,17 @@ class KVServerArgs(ServerArgs):
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None:
-        """SGLang's flags and ours; an error that names one of ours is one line."""
-        # By this class: SGLang's registry puts it where this module's ServerArgs was, too.
+        """Add SGLang's flags and ours. An error that names one of ours is one line."""
+        # Called on this class by name, because SGLang's registry also puts it in the place of this module's ServerArgs.
         super(KVServerArgs, KVServerArgs).add_cli_args(parser)
         command_line.shorten_errors(parser)
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> "KVServerArgs":
-        """Of a command line, which a wrong flag, or a port that is taken, ends with one line and exit code 2.
+        """Create from a command line. A wrong flag or a taken port ends the process with one line and exit code 2.
 
         Raises:
-            SystemExit: a flag is refused.
+            SystemExit: A flag is refused.
         """
         try:
             made = super().from_cli_args(args)
@@ -323,7 +322,7 @@ class KVServerArgs(ServerArgs):
         try:
             super().__post_init__()
         except OSError as error:
-            # The operating system's have a number; those of Hugging Face's library, of a model that it does not find, have none.
+            # Errors of the operating system have a number. Those of Hugging Face's library, for a model that it does not find, have none.
             if error.errno is not None:
                 raise
             raise model_folder.unreadable_model(self.model_path, error) from error
@@ -335,7 +334,7 @@ class KVServerArgs(ServerArgs):
         hooking.activate_frontend()
 
     def check_lora_server_args(self) -> None:
-        """SGLang's check; of all speculative algorithms it lets LoRA pass with NGRAM alone."""
+        """SGLang's check. Of all speculative algorithms it allows LoRA with NGRAM only."""
         if self.speculative_algorithm != SPECULATIVE_ALGORITHM:
             super().check_lora_server_args()
             return
@@ -345,7 +344,7 @@ class KVServerArgs(ServerArgs):
         self.override("check_lora_server_args", speculative_algorithm=SPECULATIVE_ALGORITHM)
 
     def _prepare_speculation(self) -> None:
-        """Enter through SGLang's own registries: speculative algorithm and radix cache backend."""
+        """Set SGLang's options for its own registries: speculative algorithm and radix cache backend."""
         on_gpu = self.device in (None, "cuda") and torch.cuda.is_available()
         refused_options.check_combinations(self)
         if self.kv_full_tier == "auto" and (obstacle := options.offload_obstacle(self)) is not None:
@@ -357,9 +356,9 @@ class KVServerArgs(ServerArgs):
         self.speculative_num_draft_tokens = self.speculative_num_steps + 1
         self.radix_cache_backend = RADIX_CACHE_BACKEND
         if self.enable_lora or self.lora_paths:
-            # Adapters are prepared for each forward, of a step or of a verification.
+            # Adapters are prepared for each forward of a step or of a verification.
             self.disable_cuda_graph = True
         if self.attention_backend is None and on_gpu:
             self.attention_backend = "triton" if self.enable_deterministic_inference else "flashinfer"
-        # Shared noise between draft and verify needs a sampler that takes a seed.
+        # Draft and verification share noise, which needs a sampler with a seed.
         self.sampling_backend = self.sampling_backend or "pytorch"

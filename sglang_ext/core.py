@@ -1,6 +1,6 @@
-"""The nouns that cross modules; each field says who sets it.
+"""Data types and constants that several modules share. Each field says who sets it.
 
-Nothing here loads PyTorch: command lines import this module to show their help.
+This module does not import PyTorch: command lines import it to show their help.
 """
 
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 # Default of --kv-budget: the share of tokens that compressed KV keeps.
 DEFAULT_BUDGET = 0.25
-# What the flags choose of SGLang's registries.
+# Names of ours in SGLang's registries.
 SPECULATIVE_ALGORITHM = "KV_VERIFIED"
 RADIX_CACHE_BACKEND = "kv_views"
-# Tokens of a context from which on it is compressed, if that is not asked for later; below, a copy saves nothing worth drafting for.
+# Minimum context length for compression, in tokens, unless a flag raises it. Below, compression saves too little to draft.
 MIN_CONTEXT = 128
-# Steps of a round without drafts, as all are in mode lossy: more spare SGLang's scheduler work, and let requests end later.
+# Steps of a round without drafts, which all rounds in mode lossy are. More steps save SGLang's scheduler work, but end requests later.
 PLAIN_STEPS = 4
-# Why a request is served with full KV. Processes of one server tell each other places in it (managers/spec_decode/request_states.py).
+# Reasons why a request is served with full KV. Processes of one server exchange indices into it (managers/spec_decode/request_states.py).
 FALLBACK_REASONS: tuple[str, ...] = (
     "none",
     "short-context",
@@ -37,55 +37,55 @@ FALLBACK_REASONS: tuple[str, ...] = (
 )
 SHORT_CONTEXT = FALLBACK_REASONS.index("short-context")
 NO_FREE_SLOTS = FALLBACK_REASONS.index("no-free-slots")
-# Drafting would not be faster than full KV (managers/spec_decode/draft_length.py).
+# Drafting would be slower than decoding on full KV (managers/spec_decode/draft_length.py).
 SLOWER = FALLBACK_REASONS.index("slower")
-# The method of the request scores by the newest queries, of which too few are kept: all rings were taken
-# (mem_cache/compressed/queries.py), or what came so far left none (steps in graphs).
+# The request's method scores tokens by the newest queries, and too few are stored. Either all query rings were in use
+# (mem_cache/compressed/queries.py), or the steps so far stored none (steps in CUDA graphs).
 NO_QUERIES = FALLBACK_REASONS.index("no-queries")
 # The scores of the request's method cannot be used (mem_cache/compressors/contracts/compressor.py).
 WRONG_SCORES = FALLBACK_REASONS.index("wrong-scores")
-# Cache ranks choose its tokens, and none has chosen any yet, or none can (managers/cache_rank/).
+# Cache ranks select the request's tokens, and none has done so yet, or none can (managers/cache_rank/).
 NO_SELECTION = FALLBACK_REASONS.index("no-selection")
-# Fallbacks that end once the context is long enough, slots are free, drafting pays, a ring is left, tokens are chosen; and one that does
-# not, but whose requests can be verified too.
+# Fallbacks that may end: when the context is long enough, slots or a query ring are free, drafting pays, or tokens are selected.
+# WRONG_SCORES does not end, but its requests can be verified too.
 RETRYABLE = (0, SHORT_CONTEXT, NO_FREE_SLOTS, SLOWER, NO_QUERIES, WRONG_SCORES, NO_SELECTION)
-# Evidence that the first request begins with: drafts accepted and rejected, at a probability of 0.9.
+# Prior of the first request: accepted and rejected drafts, at a probability of 0.9.
 FIRST_PRIOR = (1.8, 0.2)
-# Weight of what is expected of a later one, at probability 0 and 1: where drafts were of no use, a few that are accepted
-# shall tell; where they were good, one rejection shall not.
+# Weight of the prior of later requests, at probability 0 and 1. If drafts were rejected before, a few accepted ones change the estimate. If
+# they were accepted, one rejection does not.
 LATER_PRIOR_WEIGHTS = (0.5, 4.0)
-# Weight of what was seen before, at each verification: of one request, and of all.
+# Weight of earlier observations at each verification, for one request and for all.
 DECAY, SLOW_DECAY = 0.9, 0.99
 
 
 class OptionError(ValueError):
-    """A flag that cannot be served: says the value, what is allowed, and the remedy."""
+    """A flag that cannot be served. The message says the value, the allowed values and the remedy."""
 
 
 class HookError(RuntimeError):
-    """This SGLang is not the one that the hooks were written for."""
+    """The installed SGLang is not the one that the hooks were written for."""
 
 
 class IntegrityError(RuntimeError):
-    """A slot has two owners: an answer could be wrong."""
+    """A slot has two owners. Output tokens could be wrong."""
 
 
 @dataclass
 class CompressedKV:
-    """A request's compressed copy: what attention reads instead of the first ``covered`` tokens.
+    """A request's compressed KV: attention reads it instead of the first ``covered`` tokens.
 
     Attributes:
-        own: int64 [own tokens], slots of what the request alone reads, in SGLang's KV pool, in whole pages.
-        covered: tokens of the full KV, from the start of the context, that the copy stands for; whole pages.
-        segments: what it shares with others, from the sinks on; ``own`` stands for the rest.
-        tail_end: first position after ``covered`` that the draft row does not lead to yet; its writers set it.
-        method: what it is called, after the compressor that chose what it keeps; set when it is filled.
-        sinks: slots at the beginning of ``own`` that hold the context's first tokens, before those that blocks stand for.
-        own_tokens: tokens that ``own`` keeps of the rest; the compressed views set it.
-        own_packed: slots of ``own``, after the sinks, that hold packed blocks (quantized_blocks.py); 0 where it holds tokens.
-        back_slots: int64, as many slots of its own, which the draft row does not lead to: what it shall keep next is written there; empty where
-            that is written over what it keeps, beside steps or in them, and None where it is chosen between them.
-        refresh_after: tokens before the newest that copies leave as they are at which it is made anew; 0 where that follows from its size.
+        own: int64 [own tokens], slots in SGLang's KV pool that only this request reads, whole pages.
+        covered: Tokens of the full KV that it covers, from the start of the context, in whole pages.
+        segments: The part shared with other requests, after the sinks. ``own`` covers the rest.
+        tail_end: First position after ``covered`` that the draft row does not point to yet. Set by the writers of the row.
+        method: Name of the compressor that selected its tokens. Set when it is filled.
+        sinks: Slots at the beginning of ``own`` that hold the context's first tokens, before the tokens in blocks.
+        own_tokens: Tokens that ``own`` keeps of the rest. Set by the compressed KV cache.
+        own_packed: Slots of ``own``, after the sinks, that hold packed blocks (quantized_blocks.py). 0 if it holds tokens.
+        back_slots: Back buffer for the next selection: int64, as many slots as ``own``. Empty if the next selection overwrites the
+            current one, asynchronously or in steps. None if tokens are selected between steps.
+        refresh_after: Length, without the newest tokens that stay exact, at which it is refreshed. 0 if that follows from its size.
     """
 
     own: "torch.Tensor"
@@ -104,7 +104,7 @@ class CompressedKV:
 
     @property
     def slots(self) -> "torch.Tensor":
-        """What the draft row leads to of the copy, blocks first: int64 [kept]. What fills up pages of blocks is left out."""
+        """Slots of compressed KV that the draft row points to, blocks first: int64 [kept]. Padding slots of blocks' pages are left out."""
         import torch
 
         sinks, own = self.own[: self.sinks], self.own[self.sinks :]
@@ -113,30 +113,31 @@ class CompressedKV:
 
     @property
     def owned_slots(self) -> "torch.Tensor":
-        """All slots that are its own, the spare ones last: int64."""
+        """All slots that the request owns, back slots last: int64."""
         import torch
 
         return self.own if self.back_slots is None else torch.cat([self.own, self.back_slots])
 
     def swap_back_slots(self) -> None:
-        """What was written to the spare slots is what it keeps; the others are spare from now on."""
+        """Use the back slots, to which the next selection was written, and keep the others as back slots."""
         self.own, self.back_slots = self.back_slots, self.own
 
     @property
     def shared_len(self) -> int:
-        """Tokens of the full KV that its sinks and its segments stand for."""
+        """Tokens of the full KV that the sinks and the segments cover."""
         return self.segments[-1].end if self.segments else self.sinks
 
     @property
     def has_all_tokens(self) -> bool:
-        """Whether it keeps all tokens that it covers, in blocks but for the sinks: full KV could be made of it."""
+        """Whether it keeps all covered tokens, in blocks except the sinks, so that full KV can be restored from it."""
         kept = self.sinks + sum(segment.tokens for segment in self.segments) + self.own_tokens
         return self.packed > 0 and kept == self.covered
 
     def detach_blocks(self, tokens: int, packed: int) -> "torch.Tensor":
-        """Its own slots that hold the blocks of its first ``tokens``, ``packed`` slots, which it reads as a segment's from now on.
+        """Remove and return its own slots with the blocks of its first ``tokens``, ``packed`` slots.
 
-        They are int64, and whole pages: those of all its tokens, or of as many blocks as fill pages.
+        Afterwards it reads them as a segment's. The slots are int64, whole pages: those of all its tokens, or of as many blocks as fill
+        pages.
         """
         import torch
 
@@ -147,23 +148,23 @@ class CompressedKV:
 
     @property
     def kept(self) -> int:
-        """Slots that the draft row leads to of the copy."""
+        """Number of slots of compressed KV that the draft row points to."""
         own = self.own_packed + self.sinks if self.own_packed else len(self.own)
         return sum(segment.packed or len(segment.slots) for segment in self.segments) + own
 
     @property
     def packed(self) -> int:
-        """Of these, those that hold packed blocks: all but the sinks, or none."""
+        """Number of these that hold packed blocks: all but the sinks, or none."""
         return sum(segment.packed for segment in self.segments) + self.own_packed
 
 
 @dataclass
 class AcceptanceTracker:
-    """How often a request's drafts are accepted when those before them were.
+    """Tracks how often a request's drafts are accepted if all previous drafts were.
 
     Attributes:
-        accepted, rejected: decayed counts, with the prior.
-        decay: weight of what was seen before, at each verification.
+        accepted, rejected: Decayed counts, including the prior.
+        decay: Weight of earlier observations at each verification.
     """
 
     accepted: float = FIRST_PRIOR[0]
@@ -172,40 +173,40 @@ class AcceptanceTracker:
 
     @classmethod
     def from_probability(cls, probability: float) -> "AcceptanceTracker":
-        """Of a request that is expected to be like those before it."""
+        """Create the tracker of a request that is expected to behave like earlier ones."""
         weight = LATER_PRIOR_WEIGHTS[0] + (LATER_PRIOR_WEIGHTS[1] - LATER_PRIOR_WEIGHTS[0]) * probability**2
         return cls(weight * probability, weight * (1 - probability))
 
     def observe(self, offered: int, accepted: int) -> None:
-        """Count a verification; drafts after the first that was rejected say nothing."""
+        """Count a verification. Drafts after the first rejected one do not count."""
         self.accepted = self.decay * self.accepted + accepted
         self.rejected = self.decay * self.rejected + (accepted < offered)
 
     @property
     def probability(self) -> float:
-        """That the next draft is accepted, in (0, 1)."""
+        """Probability that the next draft is accepted, in (0, 1)."""
         return self.accepted / (self.accepted + self.rejected)
 
 
 @dataclass
 class RequestState:
-    """Draft state of one running request; the worker creates and updates it.
+    """Draft state of one running request. The worker creates and updates it.
 
     Attributes:
         rid: SGLang's request id, for logs and traces.
-        row: the request's row in the token table.
-        seed: noise shared by draft and verify, in [0, 2**63).
-        cached_prompt_len: tokens of the prompt that the prefix tree had when the request came.
-        prompt: token ids of the prompt.
-        namespace: what its KV depends on beside these, as SGLang's prefix tree has it (``extra_key``: an adapter, a salt); None where
-            these do not tell, as embeddings take the place of some.
-        method: place among the server's methods of the one that it asked for (method_options.py).
-        compressor: number in the catalogue of the method that made or renewed its copy last; 0 before that.
-        fallback: index into :data:`FALLBACK_REASONS`; 0 while the request drafts.
-        num_pending: tokens drafted since the last verification; the loop sets it. They lie on the device.
-        verifies, offered, accepted: totals over the request's life.
-        accept_histogram, offer_histogram: element ``k`` counts the verifications that accepted, or were offered, ``k`` drafts.
-        acceptance: how often drafts are accepted, of late.
+        row: The request's row in the token table.
+        seed: Seed of the noise shared by draft and verification, in [0, 2**63).
+        cached_prompt_len: Prompt tokens that were in the prefix tree when the request arrived.
+        prompt: Token ids of the prompt.
+        namespace: What else its KV depends on, as in SGLang's prefix tree (``extra_key``: an adapter, a salt). None if token ids do not
+            determine the KV, because embeddings replace some of them.
+        method: Index, among the server's methods, of the requested one (method_options.py).
+        compressor: Number in the catalogue of the method that last created or refreshed its compressed KV. 0 before.
+        fallback: Index into :data:`FALLBACK_REASONS`. 0 while the request drafts.
+        num_pending: Tokens drafted since the last verification, stored on the device. The loop sets it.
+        verifies, offered, accepted: Totals over the request's life.
+        accept_histogram, offer_histogram: Element ``k`` counts the verifications that accepted, or were offered, ``k`` drafts.
+        acceptance: Recent acceptance of drafts.
     """
 
     rid: str

@@ -1,4 +1,4 @@
-"""Between host and device: what is sent without waiting, a second stream, and marks in time."""
+"""Host and device: copies without waiting, a second stream, and marks in time."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 
 import torch
 
-# Up to so many bytes CUDA takes from memory that is not pinned before the call returns, and sends them along with launches.
+# Up to this size, CUDA copies unpinned memory before the call returns, and sends it along with launches. Bytes.
 MAX_UNPINNED_BYTES = 64 << 10
 
 
 def to_device(values: list, device: torch.device | str, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """Values on the device, without waiting for it; see :func:`sent`."""
+    """Copy values to the device without waiting for it. See :func:`sent`."""
     return sent(torch.tensor(values, dtype=dtype), torch.device(device))
 
 
 def sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host on the device, without waiting for it; itself where that is the host.
+    """Copy a host tensor to the device without waiting for it. Return the tensor itself if the device is the host.
 
-    A copy from pinned memory is a copy engine's, which serves one after the other: beside a load of full KV from the host it would wait
-    for the end of that, and the stream with it (docs/benchmarks.md). So only what is large is pinned.
+    A copy engine copies pinned memory, one copy after another. Behind a load of full KV from the host, a copy would wait for the end of the
+    load, and so would its stream (docs/benchmarks.md). So only large tensors are pinned.
     """
     pinned = host.pin_memory() if device.type == "cuda" and host.nbytes > MAX_UNPINNED_BYTES else host
     return pinned.to(device, non_blocking=True)
@@ -28,7 +28,7 @@ def sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @contextmanager
 def tf32_matmuls(device: torch.device) -> Iterator[None]:
-    """On a GPU, products of float32 matrices inside this context take tensor cores: factors have 10 bits after the first (TF32)."""
+    """On a GPU, compute float32 matrix products in this context on tensor cores: factors have 10 mantissa bits (TF32)."""
     if device.type != "cuda":
         yield
         return
@@ -42,11 +42,11 @@ def tf32_matmuls(device: torch.device) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Mark:
-    """A moment: when the device got to where it was set, or on a CPU when it was set.
+    """A moment: on a GPU when the device reached the mark, on a CPU when it was set.
 
     Attributes:
-        event: recorded on the current stream; None on a CPU.
-        seconds: on a CPU, of a clock with an arbitrary zero.
+        event: Recorded on the current stream. None on a CPU.
+        seconds: On a CPU, time of a clock with an arbitrary zero.
     """
 
     event: torch.cuda.Event | None = None
@@ -54,7 +54,7 @@ class Mark:
 
     @classmethod
     def now(cls, device: torch.device) -> "Mark":
-        """Set a mark behind the work that was launched so far."""
+        """Set a mark after the work launched so far."""
         if device.type != "cuda":
             return cls(seconds=time.perf_counter())
         event = torch.cuda.Event(enable_timing=True)
@@ -63,29 +63,29 @@ class Mark:
 
     @property
     def reached(self) -> bool:
-        """Whether the device got there."""
+        """Whether the device has reached it."""
         return self.event is None or self.event.query()
 
     def until(self, later: "Mark") -> float:
-        """Seconds to a later mark; both must be reached."""
+        """Seconds to a later mark. Both must be reached."""
         if self.event is None:
             return later.seconds - self.seconds
         return self.event.elapsed_time(later.event) / 1000
 
 
 def current_event(device: torch.device) -> torch.cuda.Event | None:
-    """When the current stream has done what it was given so far; None on a CPU."""
+    """Record an event after the work of the current stream so far. None on a CPU."""
     return torch.cuda.current_stream().record_event() if device.type == "cuda" else None
 
 
 class SideStream:
-    """A second stream of a device, whose work runs beside that of the current one; on a CPU work is done at once.
+    """A second stream of a device, whose work runs in parallel with the current stream's. On a CPU, work is done at once.
 
-    Streams wait for each other on the device alone: the host launches and goes on.
+    Streams wait for each other on the device only. The host never waits.
 
     Args:
-        device: that it is of.
-        first: whether its work comes before that of others, where there is room for one of them.
+        device: Its device.
+        first: Whether its work has priority over that of other streams.
     """
 
     def __init__(self, device: torch.device, first: bool = False):
@@ -93,8 +93,10 @@ class SideStream:
 
     @contextmanager
     def after(self, reached: torch.cuda.Event | None) -> Iterator[None]:
-        """What is launched inside begins once ``reached`` is, beside what the current stream is given from now on; tensors of other streams
-        which it reads are the caller's to keep until then."""
+        """Context whose launches begin when ``reached`` is, in parallel with the current stream's later work.
+
+        The caller must keep tensors of other streams that the launches read until then.
+        """
         if self._stream is None:
             yield
             return
@@ -103,17 +105,17 @@ class SideStream:
             yield
 
     def join(self) -> None:
-        """Let the current stream wait for all that was launched so far."""
+        """Make the current stream wait for all work launched so far."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def launch(self, work: Callable[[], None], read: Sequence[torch.Tensor]) -> torch.cuda.Event | None:
-        """Begin ``work`` once what the current stream was given so far is done; what is reached when it is, None on a CPU.
+        """Start ``work`` after the current stream's work so far. Return an event after it. None on a CPU.
 
         Args:
-            work: launches on the current stream.
-            read: tensors of other streams that it reads or writes and that may be dropped before it is done: until then nothing
-                else gets their memory, whether somebody waits (:meth:`wait`) or not.
+            work: Launches kernels on the current stream.
+            read: Tensors of other streams that it reads or writes and that may be dropped before it is done. Their memory is not reused
+                until then, whether or not the caller waits (:meth:`wait`).
         """
         if self._stream is None:
             work()
@@ -127,6 +129,6 @@ class SideStream:
 
     @staticmethod
     def wait(done: torch.cuda.Event | None) -> None:
-        """Let what the current stream is given from now on begin when ``done`` is reached."""
+        """Make the current stream's later work wait for ``done``."""
         if done is not None:
             torch.cuda.current_stream().wait_event(done)

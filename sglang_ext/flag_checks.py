@@ -1,6 +1,6 @@
-"""All checks of flags and of what SGLang made of them, in their order: for the plugin, and for a fork with ``patches/``.
+"""All checks of flags and of the options that SGLang derives, in order. Used by the plugin, and by a fork with ``patches/``.
 
-What cannot be served is refused; a flag that does nothing beside the others is named in the log.
+Options that cannot be served are refused. A flag without effect is named in the log.
 """
 
 import logging
@@ -29,10 +29,10 @@ logger = logging.getLogger(__name__)
 
 
 def check_flags(args: "KVServerArgs") -> None:
-    """Before SGLang resolves its options: refuse wrong values, and set what was left open; where the mode is full, of links alone.
+    """Refuse wrong values and set open ones, before SGLang resolves its options. With mode full, only flags of transfers are checked.
 
     Raises:
-        OptionError: a flag is out of range, or flags cannot be combined.
+        OptionError: A flag is out of range, or flags cannot be combined.
     """
     _check_transfer(args)
     if args.kv_mode == "full":
@@ -54,12 +54,12 @@ def check_flags(args: "KVServerArgs") -> None:
 
 
 def check_resolved(args: "KVServerArgs") -> None:
-    """After SGLang resolved its options: refuse backends, models and versions of SGLang that cannot be served.
+    """Refuse backends, models and SGLang versions that cannot be served, after SGLang resolved its options.
 
     Raises:
-        OptionError: the attention backend or the model is not supported, a predictor is of another model, preferred
-            sampling parameters are wrong, or this host lacks the memory that is asked for.
-        hooking.HookError: a function that is hooked has other parameters than expected.
+        OptionError: The attention backend or the model is not supported, a predictor belongs to another model, preferred sampling
+            parameters are wrong, or this host has too little memory.
+        hooking.HookError: A hooked function has unexpected parameters.
     """
     from sglang_ext.hooks import activation as hooking
     from sglang_ext.hooks import frontend
@@ -78,13 +78,13 @@ def check_resolved(args: "KVServerArgs") -> None:
     _check_chunks(args)
     _warn_of_short_contexts(args)
     if args.kv_host_gb:
-        # Before weights are loaded: minutes later it would be found lacking all the same.
+        # Before weights are loaded: otherwise the same refusal would come minutes later.
         _check_least_host_memory(args)
         host_memory.check(int(args.kv_host_gb * 1e9), options.ranks_per_host(args))
 
 
 def _check_transfer(args: "KVServerArgs") -> None:
-    """Flags of the transfer backend ``progressive``, in any mode."""
+    """Check the flags of the transfer backend ``progressive``, in any mode."""
     from sglang_ext.hooks import activation as hooking
 
     if not options.has_progressive_transfer(args):
@@ -115,13 +115,13 @@ def _check_transfer(args: "KVServerArgs") -> None:
 
 
 def _warn_of_idle(args: "KVServerArgs", why: str, names: Iterable[str], remedy: str) -> None:
-    """Name in the log those flags, of fields ``names``, that were given and do nothing.
+    """Log which flags, of fields ``names``, were given and have no effect.
 
     Args:
-        args: before anything is resolved.
-        why: which flag has which value, and how these are related to it.
-        names: fields of the arguments.
-        remedy: what to pass for them to do something.
+        args: Arguments before anything is resolved.
+        why: The flag and value that make them ineffective, and the relation.
+        names: Fields of the arguments.
+        remedy: What to pass so that they have an effect.
     """
     named = [refusal.flag(name) for name in names if refusal.given(args, name)]
     if named:
@@ -132,7 +132,7 @@ def _warn_of_idle(args: "KVServerArgs", why: str, names: Iterable[str], remedy: 
 
 
 def _warn_of_idle_drafts(args: "KVServerArgs") -> None:
-    """Name flags of drafts that are never made, or never so long."""
+    """Log flags of drafts that are never made, or never that long."""
     if args.kv_mode == "lossy":
         names = ("kv_draft_length", "kv_max_burst", "kv_offload_draft_length")
         _warn_of_idle(args, "--kv-mode is lossy, without drafts, in which", names, "--kv-mode verified")
@@ -151,7 +151,7 @@ def _warn_of_idle_drafts(args: "KVServerArgs") -> None:
 
 
 def _warn_of_idle_compressor(args: "KVServerArgs") -> None:
-    """Name ``--kv-online-compressor`` where no method leaves a context to it, and flags of selection where none is made."""
+    """Log ``--kv-online-compressor`` if no method uses it, and flags of selection if nothing is selected."""
     if not selection_options.has_selector(args):
         why = f"--kv-compressor is {args.kv_compressor}, with which"
         _warn_of_idle(args, why, (*selection_options.SELECTION_FLAGS, *selection_options.SPADE_FLAGS), "--kv-compressor spade")
@@ -182,7 +182,7 @@ def _check_sparse_from(args: "KVServerArgs") -> None:
     """Refuse a length that no context reaches.
 
     Raises:
-        OptionError: names it, and the longest context.
+        OptionError: Names it, and the longest context.
     """
     begin, context = args.kv_sparse_from, args.get_model_config().context_len
     if options.MIN_CONTEXT < begin >= context:
@@ -193,10 +193,10 @@ def _check_sparse_from(args: "KVServerArgs") -> None:
 
 
 def _check_chunks(args: "KVServerArgs") -> None:
-    """Refuse pages that do not fill the chunks in which prompts are computed, of which SGLang says no number.
+    """Refuse pages that do not fill the chunks of prompts. SGLang's own message has no numbers.
 
     Raises:
-        OptionError: names both, and what fits.
+        OptionError: Names both, and matching values.
     """
     chunk, page = args.chunked_prefill_size, args.page_size
     if args.disaggregation_mode == "decode" or chunk <= 0 or chunk % page == 0:
@@ -208,9 +208,9 @@ def _check_chunks(args: "KVServerArgs") -> None:
 
 
 def _warn_of_short_contexts(args: "KVServerArgs") -> None:
-    """Say where no context that the server takes is long enough for a copy."""
+    """Log if no context that the server accepts is long enough for compression."""
     shortest = min(_shortest(args, each.quantizer) for each in method_options.methods(args))
-    # Contexts with no more tokens than --kv-select says are read whole.
+    # Contexts with at most --kv-select tokens are read whole.
     least = max(args.kv_sparse_from, shortest, selection_options.max_selected_tokens(args) + 1)
     for name in ("context_length", "max_total_tokens"):
         tokens = getattr(args, name)
@@ -222,7 +222,7 @@ def _warn_of_short_contexts(args: "KVServerArgs") -> None:
 
 
 def _shortest(args: "KVServerArgs", quantizer: Quantizer | None) -> int:
-    """Tokens of the shortest context that has a copy: copies hold whole pages, packed ones whole blocks of them besides."""
+    """Tokens of the shortest context that is compressed. Compressed KV has whole pages, and if packed, whole blocks of them."""
     page = args.page_size or 1
     if quantizer is None:
         return max(options.MIN_CONTEXT, page)
@@ -230,10 +230,10 @@ def _shortest(args: "KVServerArgs", quantizer: Quantizer | None) -> int:
 
 
 def _check_least_host_memory(args: "KVServerArgs") -> None:
-    """Refuse host memory that has no room for the shortest context that is compressed.
+    """Refuse host memory without space for the shortest compressed context.
 
     Raises:
-        OptionError: names the least that has.
+        OptionError: Names the minimum.
     """
     config = args.get_model_config()
     width = config.get_num_kv_heads(args.tp_size) * (config.head_dim + config.v_head_dim)
@@ -250,7 +250,7 @@ def _check_ranges(args: "KVServerArgs") -> None:
     """Refuse flag values out of range.
 
     Raises:
-        OptionError: names the flag, its value and the allowed values.
+        OptionError: Names the flag, its value and the allowed values.
     """
     check_allowed("--kv-mode", args.kv_mode, MODES)
     check_allowed("--kv-full-tier", args.kv_full_tier, FULL_TIERS)

@@ -1,4 +1,4 @@
-"""Where a command writes, looked at before it works for minutes, not when it is done; and how one ends that is run again for the rest."""
+"""Checks that a command can write its output before it works for minutes, and returns the exit codes of commands that can be resumed."""
 
 import argparse
 import tempfile
@@ -11,10 +11,10 @@ from sglang_ext.core import OptionError
 
 
 def check_outputs(args: argparse.Namespace) -> None:
-    """Refuse ``--json``, ``--plot``, ``--logs`` and ``--out`` that cannot be written; those that a command lacks are left out.
+    """Refuse ``--json``, ``--plot``, ``--logs`` and ``--out`` that cannot be written. Flags that a command lacks are skipped.
 
     Raises:
-        OptionError: names the flag, its value and the remedy.
+        OptionError: Names the flag, its value and the remedy.
     """
     given = {name: path for name, path in vars(args).items() if path is not None}
     if "json" in given:
@@ -26,10 +26,10 @@ def check_outputs(args: argparse.Namespace) -> None:
 
 
 def check_file(flag: str, path: Path) -> None:
-    """Make the file's folder, and refuse a file that cannot be written; one that is there stays as it is.
+    """Create the file's folder, and refuse a file that cannot be written. An existing file is not changed.
 
     Raises:
-        OptionError: names the flag, its value and the remedy.
+        OptionError: Names the flag, its value and the remedy.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,10 +45,10 @@ def check_file(flag: str, path: Path) -> None:
 
 
 def check_plot(flag: str, path: Path) -> None:
-    """Like :func:`check_file`, for a picture, whose name says its format.
+    """As :func:`check_file`, for a plot, whose suffix is its format.
 
     Raises:
-        OptionError: names the flag, its value and the remedy.
+        OptionError: Names the flag, its value and the remedy.
     """
     from matplotlib.backend_bases import FigureCanvasBase
 
@@ -59,10 +59,10 @@ def check_plot(flag: str, path: Path) -> None:
 
 
 def check_folder(flag: str, path: Path) -> None:
-    """Make the folder, and refuse one that no file can be written to.
+    """Create the folder, and refuse one that cannot be written to.
 
     Raises:
-        OptionError: names the flag, its value and the remedy.
+        OptionError: Names the flag, its value and the remedy.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def check_folder(flag: str, path: Path) -> None:
 
 
 def exit_code(name: str, work: Callable[[], None], refused: tuple[type[Exception], ...], console: Console) -> int:
-    """Do ``work``: 0 when it is done, 2 for one of ``refused``, which is shown, 130 when it was interrupted."""
+    """Run ``work``. Return 0 if it succeeds, 2 for an error in ``refused``, which is printed, and 130 if it was interrupted."""
     try:
         work()
     except refused as error:

@@ -1,4 +1,4 @@
-"""Looks at what goes on, again and again, in a thread of their own."""
+"""Runs a callback periodically in a background thread."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def run_periodically(look: Callable[[], None], seconds: float) -> Iterator[None]:
-    """While this is entered ``look`` is called every so many seconds, beginning after the first; the last call ends before it is left."""
+    """Call ``look`` every ``seconds`` seconds inside this context, after the first interval. The last call ends before the context does."""
     over = threading.Event()
 
     def repeat() -> None:

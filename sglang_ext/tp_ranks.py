@@ -1,7 +1,7 @@
-"""The tensor-parallel ranks of a model: each holds some of the heads, all must decide alike.
+"""The tensor-parallel ranks of a model. Each holds some of the heads. All must make the same decisions.
 
-Copies, rounds and accepted tokens follow from token ids and lengths, which all ranks have. What follows from
-measured times does not: rank 0 decides that for all.
+Compressed KV, rounds and accepted tokens depend on token ids and lengths, which are equal on all ranks. Decisions that depend on measured
+times are made by rank 0 for all.
 """
 
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ class RankError(RuntimeError):
 
 @dataclass(frozen=True)
 class TPRanks:
-    """One process's place among the ranks.
+    """This process and its tensor-parallel group.
 
     Attributes:
-        group: SGLang's group of the ranks; None for a single one.
+        group: SGLang's group of the ranks. None for a single rank.
     """
 
     group: "GroupCoordinator | None" = None
@@ -32,27 +32,27 @@ class TPRanks:
 
     @property
     def first(self) -> bool:
-        """Whether this is rank 0, which counts for all."""
+        """Whether this is rank 0, whose decisions apply to all."""
         return self.rank == 0
 
     @property
     def rank(self) -> int:
-        """This process's number among the ranks."""
+        """This process's rank in the group."""
         return 0 if self.group is None else self.group.rank_in_group
 
     def agree(self, value: Any) -> Any:
-        """Rank 0's value, on all ranks; waits for them on the host."""
+        """Return rank 0's value on all ranks. Waits for the other ranks on the host."""
         return value if self.group is None else self.group.broadcast_object(value, src=0)
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, in their order; waits for them on the host."""
+        """Return the values of all ranks, in rank order. Waits for the other ranks on the host."""
         return [value] if self.group is None else self.group.all_gather_object(value)
 
     def check_equal(self, what: str, value: Any) -> None:
         """Check that all ranks have this value.
 
         Raises:
-            RankError: names what differs, and the values by rank.
+            RankError: Names what differs, and the values by rank.
         """
         values = self.gather(value)
         if any(other != value for other in values):

@@ -1,8 +1,8 @@
-"""What the roles of prefill-decode disaggregation (``--disaggregation-mode``) and the transfer backend ``progressive`` cannot be
-combined with, each with reason and remedy, and that backend's own flags.
+"""Options that cannot be combined with prefill-decode disaggregation (``--disaggregation-mode``) or the transfer backend ``progressive``,
+with reason and remedy, and that backend's own flags.
 
-Both roles take the same methods: the prefill server computes a prompt's KV, SGLang's transfer backend moves it, and the decode
-server makes copies of it, drafts and verifies.
+Both roles accept the same methods. The prefill server computes a prompt's KV, SGLang's transfer backend transfers it, and the decode server
+compresses it, drafts and verifies.
 """
 
 from typing import TYPE_CHECKING
@@ -17,9 +17,9 @@ from sglang_ext.mem_cache.compressors.kvzap import KVzap
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
 
-# What the names of options of a link begin with that say how prompts are packed which travel as codes.
+# Prefix of link settings about prompts that are transferred quantized.
 CODES = "codes."
-# Flags that say something with this backend alone, in any mode.
+# Flags that only apply to this backend, in any mode.
 TRANSFER_FLAGS = ("kv_reference", "kv_link_gbps", "kv_link_keys", *benchmark_options.TRANSFER_EFFECTS)
 REFERENCES = ("exact", "int8", RAW)
 
@@ -33,7 +33,7 @@ def _prefills(args: "KVServerArgs") -> bool:
 
 
 def _packs_all(args: "KVServerArgs") -> str | None:
-    """The first method of the server that packs all tokens; None where none does."""
+    """The first method of the server that packs all tokens. None if there is none."""
     return next((offer.quant_method for offer in offered_methods(args) if offer.quant_method and offer.drop_method is None and offer.budget == 1), None)
 
 
@@ -98,9 +98,10 @@ PROGRESSIVE: tuple[Refusal, ...] = (
 
 
 def quantized_transfer_settings(args: "KVServerArgs") -> dict[str, bool | int | str]:
-    """What both ends of a link must have alike where prompts travel as codes, by names that begin with :data:`CODES`; {} where none does.
+    """Settings that both ends of a link must share if prompts are transferred quantized, with names that begin with :data:`CODES`.
 
-    They do in mode lossy with a method that packs all tokens: nobody there reads the full KV of what copies hold.
+    {} if none are. Prompts are transferred quantized in mode lossy with a method that packs all tokens: nothing there reads the full KV
+    that compressed KV replaces.
     """
     exact = args.enable_deterministic_inference and args.device != "cpu"
     if not has_progressive_transfer(args) or args.kv_mode != "lossy" or args.kv_bench_codec is not None or exact:
@@ -115,10 +116,10 @@ def quantized_transfer_settings(args: "KVServerArgs") -> dict[str, bool | int | 
 
 
 def check_transfer(args: "KVServerArgs") -> None:
-    """Refuse what cannot be combined with this backend, and a reference or a codec that there is not.
+    """Refuse options that cannot be combined with this backend, and unknown references or codecs.
 
     Raises:
-        OptionError: names the option, the reason and the remedy.
+        OptionError: Names the option, the reason and the remedy.
     """
     check_allowed("--kv-reference", args.kv_reference, REFERENCES)
     benchmark_options.check_transfer(args)

@@ -1,4 +1,4 @@
-"""The flag ``--kv-prefill``: whether prompts attend to exact keys and values, or to the codes that their copies will hold."""
+"""The flag ``--kv-prefill``: whether prompts attend to exact or to quantized keys and values."""
 
 from typing import TYPE_CHECKING
 
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
 
 EXACT, QUANTIZED = PREFILL_MODES = ("exact", "quantized")
-# Where prompts attend to codes.
+# Devices on which prompts can attend to quantized KV.
 DEVICES = ("cpu", "cuda")
 
 
 def resolve(args: "KVServerArgs") -> None:
-    """Refuse what prompts cannot attend to.
+    """Refuse combinations in which prompts cannot attend to quantized KV.
 
     Raises:
-        OptionError: names the flag, its value and the remedy.
+        OptionError: Names the flag, its value and the remedy.
     """
     check_allowed("--kv-prefill", args.kv_prefill, PREFILL_MODES)
     if args.kv_prefill == EXACT:
@@ -38,10 +38,10 @@ def resolve(args: "KVServerArgs") -> None:
 
 
 def check_resolved(args: "KVServerArgs") -> None:
-    """Refuse a device and a role without such attention, once SGLang has chosen the device.
+    """Refuse a device or a role that does not support it, after SGLang selected the device.
 
     Raises:
-        OptionError: names it, and the remedy.
+        OptionError: Names it, and the remedy.
     """
     if args.kv_prefill == EXACT:
         return

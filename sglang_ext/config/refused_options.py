@@ -1,4 +1,4 @@
-"""SGLang's options and this plugin's that cannot be combined with a compressed KV cache yet, each with the reason and the remedy."""
+"""Options of SGLang and of this plugin that cannot be combined with a compressed KV cache yet, each with reason and remedy."""
 
 from typing import TYPE_CHECKING
 
@@ -78,7 +78,7 @@ PARALLELISM: tuple[Refusal, ...] = (
 
 
 TOKENIZER = "requests would not pass the checks of its tokenizer process, nor get their fields of meta_info"
-# Of other speculation; what --kv-draft-length and its like say here.
+# Options of other speculative algorithms. Here --kv-draft-length and similar flags replace them.
 SPECULATION = (
     *("speculative_draft_model_path", "speculative_draft_model_revision", "speculative_draft_load_format"),
     *("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens", "speculative_dflash_block_size"),
@@ -147,10 +147,10 @@ REFUSALS: tuple[Refusal, ...] = (
 
 
 def check_combinations(args: "KVServerArgs") -> None:
-    """Refuse SGLang options that a compressed KV cache cannot be combined with yet.
+    """Refuse SGLang options that cannot be combined with a compressed KV cache yet.
 
     Raises:
-        OptionError: names the option, the reason and the remedy.
+        OptionError: Names the option, the reason and the remedy.
     """
     for refusal in REFUSALS:
         refusal.check(args)

@@ -37,7 +37,8 @@ class HostTier:
 
     All calls come from one thread. A transfer starts after the work enqueued on the current stream before the call, and after the last
     forward (:meth:`on_forward_launched`), which may run on another stream. Its device slots must not change until it is done: whatever
-    writes, reads or frees them later waits for it (:meth:`Transfer.wait`). Host pages need no such care: transfers of the same pages are ordered.
+    writes, reads or frees them later waits for it (:meth:`Transfer.wait`). Host pages need no such care:
+    transfers of the same pages are ordered.
 
     Args:
         buffers: The layers of the device's pool. Contiguous, of one shape and dtype.
