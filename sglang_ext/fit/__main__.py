@@ -2,8 +2,8 @@
 
     python -m sglang_ext.fit kvzap --model MODEL --out FOLDER TEXTS...
 
-A server started with ``--kv-compressor kvzap --kv-predictor FOLDER`` then predicts the score of each token as it computes
-its KV. An interrupted run goes on where it was. FOLDER/work holds samples and may be deleted afterwards.
+A server started with ``--kv-compressor kvzap --kv-predictor FOLDER`` then predicts the score of each token when it computes its KV. An
+interrupted run can be resumed. FOLDER/work contains samples and may be deleted afterwards.
 """
 
 import argparse
@@ -31,7 +31,7 @@ SMALLEST = {"tokens": 128, "samples": 1, "width": 0, "epochs": 1, "seed": 0}
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """The parser of the command line."""
     made = argparse.ArgumentParser(
         prog="python -m sglang_ext.fit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -55,11 +55,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace, console: Console) -> None:
-    """Fit what is not there yet.
+    """Take the missing samples, and fit the missing layers.
 
     Raises:
-        FitError, PrecompressError: an option or a text cannot be used.
-        OptionError: the model's files are not there, or --out cannot be written.
+        FitError, PrecompressError: An option or a text cannot be used.
+        OptionError: The model's files do not exist, or --out cannot be written.
     """
     for name, least in SMALLEST.items():
         if getattr(args, name) < least:
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
 
 
 def _take(sampler: Sampler, pieces: list[TextPiece], args: argparse.Namespace, folder: Path, begin: Callable) -> None:
-    """Take the samples that are not there yet."""
+    """Take the samples that do not exist yet."""
     missing = [piece for piece in pieces if not piece.is_sampled]
     if not missing:
         return
@@ -115,7 +115,7 @@ def _tell(fitted: FitRecord, console: Console) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run; 2 for what cannot be fitted, 130 when interrupted: what was done stays, and is not done again."""
+    """Run the command. Return 0, 2 for an error, or 130 if interrupted. A later run reuses the completed work."""
     args, console = parser().parse_args(argv), Console(stderr=True)
     return exit_code("fit", lambda: run(args, console), (FitError, PrecompressError, OptionError), console)
 

@@ -84,8 +84,8 @@ def pre_alloc(
 
 
 def pack_ahead(original: Callable, scheduler: "Scheduler", rids_to_check: list[str] | None = None) -> "list[Req]":
-    """Hook around ``process_disagg_prefill_inflight_queue``: packs prompts that were computed before a decode server has space for them
-    (``--optimistic-prefill-attempts``) in host memory, so that their full KV can be freed."""
+    """Hook around ``process_disagg_prefill_inflight_queue``: packs prompts in host memory that have no decode server yet
+    (``--optimistic-prefill-attempts``), so that their full KV can be freed."""
     from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
     from sglang_ext.managers.worker import KVWorker
 

@@ -2,8 +2,8 @@
 
     python -m sglang_ext.precompress --model MODEL --out FOLDER FILES...
 
-A server started with ``--kv-compressor kvzip --kv-scores FOLDER`` finds a document's scores when a prompt begins with
-its tokens, from the first token on: say with --prefix-text or --chat-template what stands before documents.
+A server started with ``--kv-compressor kvzip --kv-scores FOLDER`` finds a document's scores if a prompt begins with its tokens, from the
+first token on. Pass the text before documents with --prefix-text or --chat-template.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from sglang_ext.tools.precompress.job import ScoringJob
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """The parser of the command line."""
     made = argparse.ArgumentParser(
         prog="python -m sglang_ext.precompress", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -47,8 +47,8 @@ def run(args: argparse.Namespace, console: Console) -> None:
     """Score the documents that are not scored yet.
 
     Raises:
-        PrecompressError: an option or a document cannot be used.
-        OptionError: the model's files are not there, or --out cannot be written.
+        PrecompressError: An option or a document cannot be used.
+        OptionError: The model's files do not exist, or --out cannot be written.
     """
     if args.chunk < 1:
         raise PrecompressError(f"--chunk is {args.chunk}; pass how many tokens are repeated at once, from 1, for example 2048")
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run; 2 for what cannot be scored, 130 when interrupted: documents that were done stay, and are skipped next time."""
+    """Run the command. Return 0, 2 for an error, or 130 if interrupted. A later run skips the completed documents."""
     args, console = parser().parse_args(argv), Console(stderr=True)
     return exit_code("precompress", lambda: run(args, console), (PrecompressError, OptionError), console)
 

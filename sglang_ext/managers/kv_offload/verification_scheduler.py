@@ -3,9 +3,12 @@
 An iteration is a round: all requests draft, then the due requests verify. In each iteration the engine calls, in this order:
 
 1. :meth:`VerificationScheduler.advance`.
+
 2. :meth:`~VerificationScheduler.due`, and :meth:`~VerificationScheduler.late` for each due request whose load is not complete.
+
 3. :meth:`~VerificationScheduler.admit` for the requests that verify now (their next verification), for new requests, and for those
    that were refused before.
+
 4. :meth:`~VerificationScheduler.loads_to_start`. The engine starts these loads in the returned order.
 
 A load that is due in iteration d is only known to be complete at the beginning of d. So its link time is before d, and its memory is held
