@@ -89,7 +89,7 @@ def _check_transfer(args: "KVServerArgs") -> None:
 
     if not options.has_progressive_transfer(args):
         backend = disaggregation_options.BACKEND
-        why = f"KV does not travel by --disaggregation-transfer-backend {backend}, without which"
+        why = f"KV is not transferred with --disaggregation-transfer-backend {backend}, without which"
         lacking = [] if args.disaggregation_transfer_backend == backend else [f"--disaggregation-transfer-backend {backend}"]
         lacking += ["--disaggregation-mode prefill or decode"] if args.disaggregation_mode == "null" else []
         remedy = " ".join(lacking)
@@ -100,7 +100,7 @@ def _check_transfer(args: "KVServerArgs") -> None:
         return
     disaggregation_options.check_transfer(args)
     if args.disaggregation_mode == "decode":
-        _warn_of_idle(args, "--disaggregation-mode is decode, which receives, and so", ("kv_link_gbps",), "it to the prefill server")
+        _warn_of_idle(args, "--disaggregation-mode is decode, which only receives, so that", ("kv_link_gbps",), "it to the prefill server")
     benchmark_options.warn(args, benchmark_options.TRANSFER_EFFECTS)
     hooking.check_transfer()
     try:
@@ -146,7 +146,7 @@ def _warn_of_idle_drafts(args: "KVServerArgs") -> None:
     if options.has_early_decoding(args):
         longest = max(longest, options.MAX_EARLY_DRAFTS)
     if args.kv_max_burst is not None and args.kv_max_burst > longest + 1:
-        why = f"a verification gives {longest + 1} tokens at most, fewer than {args.kv_max_burst}, so that"
+        why = f"a verification gives at most {longest + 1} tokens, fewer than {args.kv_max_burst}, so that"
         _warn_of_idle(args, why, ("kv_max_burst",), f"at most {longest + 1}")
 
 
@@ -162,11 +162,11 @@ def _warn_of_idle_compressor(args: "KVServerArgs") -> None:
         _warn_of_idle(args, "--kv-cache-ranks is 0, with which", selection_options.RANK_FLAGS, "--kv-cache-ranks 1")
     if selection_options.has_selector(args) and args.kv_select == 1:
         logger.warning(
-            "sglang-ext: --kv-select is 1, the whole of each context, of which choices leave nothing out: pass a share below 1, for example "
+            "sglang-ext: --kv-select is 1, the whole context, so that selections leave nothing out: pass a share below 1, for example "
             "0.125, or a number from 2, for example 2048"
         )
     if selection_options.is_spade(args) and args.disaggregation_mode == "prefill":
-        why, names = "--disaggregation-mode is prefill, which takes no steps, and so", ("kv_cache_ranks", "kv_score_bits")
+        why, names = "--disaggregation-mode is prefill, which has no decode steps, so that", ("kv_cache_ranks", "kv_score_bits")
         _warn_of_idle(args, why, (*names, *(selection_options.RANK_FLAGS if args.kv_cache_ranks else ())), "that to the decode server")
     drops = {offer.drop_method for offer in method_options.offered_methods(args)}
     if KVzip.name in drops or (KVzap.name in drops and args.kv_host_gb):
@@ -187,8 +187,8 @@ def _check_sparse_from(args: "KVServerArgs") -> None:
     begin, context = args.kv_sparse_from, args.get_model_config().context_len
     if options.MIN_CONTEXT < begin >= context:
         raise OptionError(
-            f"--kv-sparse-from is {begin}, and the longest context that is served has {context} tokens, so that none would have a copy: pass "
-            f"a number below that, for example {max(options.MIN_CONTEXT, context // 4)}, a longer --context-length, or --kv-mode full"
+            f"--kv-sparse-from is {begin}, and the longest context that is served has {context} tokens, so that none would be compressed: "
+            f"pass a number below that, for example {max(options.MIN_CONTEXT, context // 4)}, a longer --context-length, or --kv-mode full"
         )
 
 
@@ -202,7 +202,7 @@ def _check_chunks(args: "KVServerArgs") -> None:
     if args.disaggregation_mode == "decode" or chunk <= 0 or chunk % page == 0:
         return
     raise OptionError(
-        f"--page-size is {page}, and prompts are computed in chunks of {chunk} tokens, which are whole pages: pass "
+        f"--page-size is {page}, and prompts are computed in chunks of {chunk} tokens, which must be whole pages: pass "
         f"--chunked-prefill-size {max(page, chunk // page * page)}, or --page-size {min(16, chunk & -chunk)}"
     )
 
@@ -242,7 +242,7 @@ def _check_least_host_memory(args: "KVServerArgs") -> None:
     if args.kv_host_gb < least:
         raise OptionError(
             f"--kv-host-gb is {args.kv_host_gb:g}, less than full KV of {tokens} tokens takes: pass at least "
-            f"{refusal.round_up(least)}, better room for many contexts, for example 16, or 0 for no host memory"
+            f"{refusal.round_up(least)}, or better enough for many contexts, for example 16, or 0 for no host memory"
         )
 
 
@@ -258,13 +258,13 @@ def _check_ranges(args: "KVServerArgs") -> None:
     burst = args.kv_max_burst
     if burst is not None and not (isinstance(burst, int) and burst >= 2):
         raise OptionError(
-            f"--kv-max-burst is {burst}; a round gives at least a draft and the verifier's token: pass a whole number "
+            f"--kv-max-burst is {burst}; a round gives at least a draft and the bonus token: pass a whole number "
             "from 2, or leave it out"
         )
     begin = args.kv_sparse_from
     if not (isinstance(begin, int) and begin >= options.MIN_CONTEXT):
         raise OptionError(
-            f"--kv-sparse-from is {begin}; from so many tokens of a context on a copy is read: pass a whole number from "
+            f"--kv-sparse-from is {begin}; it is the context length from which KV is compressed: pass a whole number from "
             f"{options.MIN_CONTEXT}, for example 4096"
         )
     length = args.kv_draft_length
@@ -290,4 +290,4 @@ def _check_offload(args: "KVServerArgs") -> None:
 def _check_host(args: "KVServerArgs") -> None:
     size = args.kv_host_gb
     if not isinstance(size, int | float) or not 0 <= size < float("inf"):
-        raise OptionError(f"--kv-host-gb is {size}; pass GB of host memory for full KV, from 0, for none, for example 16")
+        raise OptionError(f"--kv-host-gb is {size}; pass GB of host memory for full KV, for example 16, or 0 for none")

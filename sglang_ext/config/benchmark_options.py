@@ -22,7 +22,7 @@ PARAMETER = "kv_acceptance"
 # The effect of each flag, for the log.
 EFFECTS = {
     "kv_bench_acceptance": "drafts are accepted by chance, so answers are of no use",
-    "kv_bench_corrupt_loads": "host memory loses bits on purpose; answers stay right, and some are computed again",
+    "kv_bench_corrupt_loads": "host memory loses bits on purpose; outputs stay correct, and some are recomputed",
 }
 # The effect of flags that apply to transfers only, in any mode.
 TRANSFER_EFFECTS = {
@@ -51,7 +51,7 @@ def check_flags(args: "KVServerArgs") -> None:
         )
     if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
         raise OptionError(
-            f"--kv-bench-corrupt-loads is {every!r}; of so many loads one finds a changed page: pass a whole number from 1, for "
+            f"--kv-bench-corrupt-loads is {every!r}; it is the number of loads per corrupted page: pass a whole number from 1, for "
             "example 7, or leave it out for none"
         )
     for name, flag, value in _given(args):
@@ -101,7 +101,7 @@ def _lack(args: "KVServerArgs", name: str) -> str | None:
     if args.kv_mode != "verified":
         return f"--kv-mode is {args.kv_mode!r}, which verifies nothing: pass --kv-mode verified"
     if name == "kv_bench_corrupt_loads" and not args.kv_host_gb:
-        return "--kv-host-gb is 0, so that nothing is loaded: pass how many GB"
+        return "--kv-host-gb is 0, so that nothing is loaded: pass a number of GB"
     return None
 
 
@@ -118,7 +118,7 @@ def check_request(args: "KVServerArgs", value: object) -> None:
     forced = args.kv_bench_acceptance
     if forced is None:
         raise ValueError(
-            f"{PARAMETER} in custom_params is {value!r}, and on this server verification decides what is accepted: leave it out, "
+            f"{PARAMETER} in custom_params is {value!r}, and on this server verification decides which drafts are accepted: leave it out, "
             "or start a server for benchmarks with --kv-bench-acceptance"
         )
     if not is_probability(value):

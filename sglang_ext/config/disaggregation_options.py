@@ -41,13 +41,13 @@ ROLES: tuple[Refusal, ...] = (
     Refusal(
         "--disaggregation-mode decode --kv-host-gb",
         lambda args: _decodes(args) and bool(args.kv_host_gb),
-        "a server that only decodes keeps no prefixes, and full KV leaves the device by nodes of the prefix tree",
+        "a server that only decodes keeps no prefixes, and only nodes of the prefix tree can leave the device",
         "leave out --kv-host-gb there; the prefill server takes it",
     ),
     Refusal(
         "--disaggregation-mode decode --kv-compressor kvzap",
         lambda args: _decodes(args) and any(offer.drop_method == KVzap.name for offer in offered_methods(args)),
-        "it predicts scores where a prompt is computed, and they do not travel with its KV",
+        "it predicts scores when a prompt is computed, and they are not transferred with its KV",
         "use another method there, for example snapkv",
     ),
     Refusal(
@@ -59,7 +59,7 @@ ROLES: tuple[Refusal, ...] = (
     Refusal(
         "--kv-bench-codec",
         lambda args: has_progressive_transfer(args) and args.kv_bench_codec is not None and args.kv_mode == "lossy" and _packs_all(args) is not None,
-        "in mode lossy prompts travel as the codes of their copies, with a method that packs all tokens, and it would replace these",
+        "in mode lossy, prompts are transferred as quantized KV with a method that packs all tokens, which the codec would replace",
         "leave out --kv-bench-codec on both servers, or use --kv-mode verified there",
     ),
     Refusal(
@@ -71,12 +71,12 @@ ROLES: tuple[Refusal, ...] = (
     Refusal(
         "--disaggregation-decode-enable-offload-kvcache",
         when_set("disaggregation_decode_enable_offload_kvcache"),
-        "it stores pages by a prefix tree that does not know compressed slots",
+        "it stores pages of a prefix tree that does not account for compressed slots",
         "leave it out",
     ),
 )
 
-ALIKE = "each rank sends to its like"
+ALIKE = "each rank sends to the rank of the same number"
 PROGRESSIVE: tuple[Refusal, ...] = (
     Refusal("--dp-size", above("dp_size", 1), "data parallelism is untested with it", "use --tp-size on both sides"),
     Refusal("--pp-size", above("pp_size", 1), ALIKE, "use --tp-size on both sides"),
@@ -91,7 +91,7 @@ PROGRESSIVE: tuple[Refusal, ...] = (
     Refusal(
         "--speculative-algorithm",
         lambda args: args.kv_mode == "full" and args.speculative_algorithm not in (None, "NGRAM"),
-        "KV of a draft model does not travel",
+        "KV of a draft model is not transferred",
         "leave it out, or use --kv-mode verified",
     ),
 )

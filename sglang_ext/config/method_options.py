@@ -140,11 +140,11 @@ def _why_no_bits(offer: OfferedMethod, bits: int) -> str:
         wanted = bits if bits in SCORE_BITS else min(SCORE_BITS)
         allowed = f"{', '.join(map(str, SCORE_BITS[:-1]))} or {SCORE_BITS[-1]}"
         return (
-            f"{why}, and chooses by keys in {allowed} bits: pass --kv-score-bits {wanted} in its place, leave it out, or pass "
+            f"{why}, and selects with keys in {allowed} bits: pass --kv-score-bits {wanted} instead, leave it out, or pass "
             "--kv-compressor kivi"
         )
     # Compressed KV that points into full KV has no tokens of its own to pack.
-    remedy = "pass --kv-compressor kivi" if catalogue.points(named) else f"name what packs them too: --kv-compressor {named}+kivi"
+    remedy = "pass --kv-compressor kivi" if catalogue.points(named) else f"add a packing method: --kv-compressor {named}+kivi"
     return f"{why}: leave it out, or {remedy}"
 
 
@@ -170,8 +170,8 @@ def resolve_budget(compressor: str, budget: float | None, flag: str = FIRST, tol
         )
     if drops is None and budget < 1:
         raise OptionError(
-            f"{told.format(budget)}, but {flag} {packs} keeps all tokens, in few bits: leave it out, or name what drops the "
-            f"others too: {flag} {catalogue.DEFAULT}+{compressor}"
+            f"{told.format(budget)}, but {flag} {packs} keeps all tokens, in few bits: leave it out, or add a method that drops "
+            f"tokens: {flag} {catalogue.DEFAULT}+{compressor}"
         )
     return budget
 
@@ -185,7 +185,7 @@ def _parsed(item: str) -> OfferedMethod:
         raise OptionError(
             f"{MORE} has {item!r}, where {text!r} is no number: pass NAME or NAME:BUDGET, as in snapkv:0.125,kivi"
         ) from None
-    return OfferedMethod(item, compressor, resolve_budget(compressor, budget, MORE, f"{MORE} has {item!r}, the budget of which is {{}}"))
+    return OfferedMethod(item, compressor, resolve_budget(compressor, budget, MORE, f"{MORE} has {item!r}, with budget {{}}"))
 
 
 def _check_differs(offer: OfferedMethod, before: tuple[OfferedMethod, ...]) -> None:
@@ -200,9 +200,9 @@ def _check_differs(offer: OfferedMethod, before: tuple[OfferedMethod, ...]) -> N
     packs = shared_quant_method(before)
     if packs is not None and offer.quant_method not in (None, packs):
         raise OptionError(
-            f"{MORE} has {offer.name!r} beside {packs}: slots of blocks, kernels and CUDA graphs are made for one method that "
-            f"packs tokens. Leave {offer.quant_method} or {packs} out, or start a server for each; methods that only drop tokens, and "
-            "any budgets, serve beside it"
+            f"{MORE} has {offer.name!r} together with {packs}: slots of blocks, kernels and CUDA graphs are made for one method that "
+            f"packs tokens. Leave {offer.quant_method} or {packs} out, or start a server for each. Methods that only drop tokens, and "
+            "any budgets, may be combined with it"
         )
 
 
@@ -211,8 +211,8 @@ def _check_alone(found: tuple[OfferedMethod, ...]) -> None:
     pointing = [offer.name for offer in found if catalogue.points(offer.compressor)]
     if pointing and len(found) > 1:
         raise OptionError(
-            f"{MORE} makes {pointing[0]} one of {len(found)} methods; its copies hold no KV, but where the tokens lie, and others' "
-            f"are not read so. Let it serve alone, or pass {', '.join(catalogue.builtin_names(catalogue.packable()))}"
+            f"{MORE} makes {pointing[0]} one of {len(found)} methods; its compressed KV points into full KV, and that of other "
+            f"methods does not. Use it alone, or pass {', '.join(catalogue.builtin_names(catalogue.packable()))}"
         )
 
 
@@ -226,19 +226,19 @@ def check_resolved(args: "KVServerArgs") -> None:
     predicted = any(offer.drop_method == KVzap.name for offer in found)
     if predicted and args.cuda_graph_config.prefill.backend == "tc_piecewise":
         raise OptionError(
-            "--cuda-graph-backend-prefill is 'tc_piecewise'; --kv-compressor kvzap reads hidden states by hooks, which are "
+            "--cuda-graph-backend-prefill is 'tc_piecewise'; --kv-compressor kvzap reads hidden states with hooks, which are "
             "untested in compiled graphs. Pass breakable or disabled."
         )
     others = ', '.join(catalogue.builtin_names(catalogue.packable()))
     if catalogue.points(found[0].compressor):
-        model_options.check_compressed_kv_backends(args, f"the copies of {FIRST} {found[0].name}", f"one that copies tokens: {others}")
+        model_options.check_compressed_kv_backends(args, f"compressed KV of {FIRST} {found[0].name}", f"one that copies tokens: {others}")
     packed = next((offer for offer in found if offer.quant_method), None)
     if packed is None:
         return
     flag = FIRST if packed is found[0] else MORE
     _check_has_kernels(args, packed, flag)
     check_partitions(args, lambda: args.get_model_config().head_dim)
-    copies = f"the packed copies of {flag} {packed.name}"
+    copies = f"packed KV of {flag} {packed.name}"
     model_options.check_compressed_kv_backends(args, copies, f"a compressor that only drops tokens: {others}")
 
 
@@ -252,7 +252,7 @@ def _check_has_kernels(args: "KVServerArgs", packed: OfferedMethod, flag: str) -
     """Refuse a method without GPU kernels on a GPU. ``flag`` names it."""
     if packed.quant_method not in catalogue.on_gpu() and args.device != "cpu":
         raise OptionError(
-            f"--device is {args.device} with {flag} {packed.name}; {packed.quant_method} packs tokens on a CPU alone, elsewhere "
+            f"--device is {args.device} with {flag} {packed.name}; {packed.quant_method} packs tokens on a CPU only, on a GPU "
             f"{', '.join(catalogue.builtin_names(catalogue.on_gpu()))} do. Pass {flag} {_packed_by(packed, 'kivi')}, or --device cpu."
         )
 
@@ -282,7 +282,7 @@ def _check_partition(args: "KVServerArgs", packed: OfferedMethod, flag: str, hea
     remedy = f"--kv-partition {' or '.join(smaller)}" if smaller else f"{flag} {_packed_by(packed, 'kivi')}"
     raise OptionError(
         f"--kv-partition is {partition}, which does not divide the {dim} channels of the model's heads, along which {flag} {packed.name} "
-        f"cuts keys: pass {remedy}"
+        f"partitions keys: pass {remedy}"
     )
 
 
@@ -309,8 +309,8 @@ def resolve_head_budgets(args: "KVServerArgs") -> None:
         return
     if others:
         raise OptionError(
-            f"--kv-head-budgets is 'adaptive' with --kv-more-compressors {args.kv_more_compressors}: where heads keep different "
-            "numbers of tokens, all copies are made by one method. Pass equal, or leave --kv-more-compressors out"
+            f"--kv-head-budgets is 'adaptive' with --kv-more-compressors {args.kv_more_compressors}: if heads keep different "
+            "numbers of tokens, all requests must use one method. Pass equal, or leave --kv-more-compressors out"
         )
     if packs is not None:
         raise OptionError(
@@ -331,7 +331,7 @@ def check_head_budgets(args: "KVServerArgs") -> None:
         OptionError: Names SGLang's selection, and the remedy.
     """
     if args.kv_head_budgets == "adaptive":
-        model_options.check_compressed_kv_backends(args, "copies of --kv-head-budgets adaptive", "--kv-head-budgets equal")
+        model_options.check_compressed_kv_backends(args, "compressed KV of --kv-head-budgets adaptive", "--kv-head-budgets equal")
 
 
 def _are_read(args: "KVServerArgs") -> bool:

@@ -29,7 +29,7 @@ def check_resolved(args: "KVServerArgs") -> None:
         if args.enable_deterministic_inference and backend not in DETERMINISTIC_BACKENDS:
             raise OptionError(
                 f"--attention-backend is {backend!r}; with --enable-deterministic-inference --kv-mode {args.kv_mode} "
-                f"runs with {', '.join(DETERMINISTIC_BACKENDS)}: elsewhere a verification rounds differently from a "
+                f"runs with {', '.join(DETERMINISTIC_BACKENDS)}: with others a verification rounds differently from a "
                 "decode. Pass one of these."
             )
     config = args.get_model_config()
@@ -53,9 +53,9 @@ def _check_deterministic_heads(args: "KVServerArgs", config: object) -> None:
     if exact and query_heads == kv_heads:
         raise OptionError(
             f"--model-path {args.model_path}, --tp-size {args.tp_size}: a rank has {query_heads} query heads and as many KV "
-            "heads; with --enable-deterministic-inference and the triton backend --kv-mode verified needs two query heads a KV head or "
-            "more: SGLang decodes one by another kernel, which rounds otherwise. Leave --enable-deterministic-inference out, "
-            "pass a smaller --tp-size where that leaves more, or use --kv-mode full."
+            "heads; with --enable-deterministic-inference and the triton backend --kv-mode verified needs at least two query heads per "
+            "KV head: SGLang decodes one with another kernel, which rounds differently. Leave --enable-deterministic-inference out, "
+            "pass a smaller --tp-size if that leaves more, or use --kv-mode full."
         )
 
 
@@ -120,13 +120,13 @@ def check_compressed_kv_backends(args: "KVServerArgs", copies: str, remedy: str)
     found = attention_backends(args)
     if found - set(COMPRESSED_KV_BACKENDS.get(args.device, ())):
         raise OptionError(
-            f"--device is {args.device} and --attention-backend {', '.join(sorted(found))}; {copies} are read on {_readers()}. "
+            f"--device is {args.device} and --attention-backend {', '.join(sorted(found))}; {copies} can be read on {_readers()}. "
             f"Pass one of these, or {remedy}."
         )
     if args.device != "cpu" and args.enable_deterministic_inference and can_offload_full_kv(args):
         raise OptionError(
-            f"--kv-full-tier is {args.kv_full_tier!r} with --enable-deterministic-inference; of {copies} a GPU reads one token a "
-            "request at a time: requests without a copy answer there in the steps in which others draft, and round differently. "
+            f"--kv-full-tier is {args.kv_full_tier!r} with --enable-deterministic-inference; a GPU reads {copies} one token per "
+            "request at a time: requests that decode on full KV in the same steps would round differently. "
             f"Pass --kv-full-tier device, or {remedy}."
         )
 

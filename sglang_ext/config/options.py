@@ -85,9 +85,9 @@ def offload_obstacle(args: "KVServerArgs") -> str | None:
         (args.kv_mode != "verified", f"--kv-mode {args.kv_mode} verifies nothing: pass --kv-mode verified"),
         (
             catalogue.points(args.kv_compressor),
-            f"drafts of --kv-compressor {args.kv_compressor} read it on the device: pass --kv-compressor snapkv",
+            f"drafts of --kv-compressor {args.kv_compressor} read full KV on the device: pass --kv-compressor snapkv",
         ),
-        (args.disable_radix_cache, "full KV leaves the device by nodes of the prefix tree: leave out --disable-radix-cache"),
+        (args.disable_radix_cache, "only nodes of the prefix tree can leave the device: leave out --disable-radix-cache"),
     ):
         if refused:
             return why
@@ -105,12 +105,12 @@ def why_full_kv_stays(args: "KVServerArgs") -> str | None:
     sent = args.disaggregation_mode == "decode" and has_progressive_transfer(args)
     for kept, why in (
         (args.kv_mode != "lossy", "verifications read it"),
-        (args.kv_host_gb, "it goes to host memory when others need its slots"),
-        (args.disaggregation_mode != "null" and not sent, "it travels"),
-        (args.disable_radix_cache and not sent, "without a prefix tree nobody would find the codes"),
+        (args.kv_host_gb, "it moves to host memory when other requests need its slots"),
+        (args.disaggregation_mode != "null" and not sent, "it is transferred"),
+        (args.disable_radix_cache and not sent, "quantized-only KV needs a prefix tree"),
         (
             args.enable_deterministic_inference and args.device != "cpu",
-            "beside requests that need full KV nobody reads a copy in deterministic mode",
+            "in deterministic mode compressed KV cannot be read together with full KV",
         ),
     ):
         if kept:

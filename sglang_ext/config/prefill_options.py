@@ -27,12 +27,12 @@ def resolve(args: "KVServerArgs") -> None:
     drops, packs = catalogue.parse(args.kv_compressor)
     if drops is not None or packs not in catalogue.partitioned():
         raise OptionError(
-            f"--kv-prefill is {QUANTIZED} with --kv-compressor {args.kv_compressor}; prompts attend to all tokens, as codes that are "
+            f"--kv-prefill is {QUANTIZED} with --kv-compressor {args.kv_compressor}; prompts attend to all tokens, quantized and "
             f"multiplied as integers: pass --kv-compressor {' or '.join(catalogue.partitioned())}, or --kv-prefill {EXACT}"
         )
     if args.kv_mode != "lossy":
         raise OptionError(
-            f"--kv-prefill is {QUANTIZED} with --kv-mode {args.kv_mode}, whose answers are those of exact prompts: pass --kv-mode lossy, "
+            f"--kv-prefill is {QUANTIZED} with --kv-mode {args.kv_mode}, whose outputs are those of exact prompts: pass --kv-mode lossy, "
             f"or --kv-prefill {EXACT}"
         )
 
@@ -47,11 +47,11 @@ def check_resolved(args: "KVServerArgs") -> None:
         return
     if args.device not in DEVICES:
         raise OptionError(
-            f"--device is {args.device} with --kv-prefill {QUANTIZED}; prompts attend to codes on {' and '.join(DEVICES)}: "
+            f"--device is {args.device} with --kv-prefill {QUANTIZED}; prompts can attend to quantized KV on {' and '.join(DEVICES)}: "
             f"pass --kv-prefill {EXACT}, or --device cpu"
         )
     if args.disaggregation_mode != "null" and not quantized_transfer_settings(args):
         raise OptionError(
-            f"--disaggregation-mode is {args.disaggregation_mode} with --kv-prefill {QUANTIZED}; what travels does not say how it was "
+            f"--disaggregation-mode is {args.disaggregation_mode} with --kv-prefill {QUANTIZED}; transferred KV does not say how it was "
             f"computed: pass --kv-prefill {EXACT}, or --disaggregation-transfer-backend {BACKEND}"
         )

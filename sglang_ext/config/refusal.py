@@ -48,7 +48,7 @@ class Refusal:
         for name in self.parts:
             if given(args, name):
                 raise OptionError(
-                    f"{refused} {flag(name)} ({getattr(args, name)!r}): it is part of {self.option}, which is refused, as "
+                    f"{refused} {flag(name)} ({getattr(args, name)!r}): it is part of {self.option}, which is refused: "
                     f"{self.why}; leave it out, or use --kv-mode full."
                 )
 

@@ -134,7 +134,8 @@ def resolve(args: "KVServerArgs") -> None:
     every = args.kv_select_every
     if every != AUTO and not (isinstance(every, int) and every >= 1):
         raise OptionError(
-            f"--kv-select-every is {every}; tokens are chosen after so many steps: pass a whole number from 1, for example 4, or {AUTO}"
+            f"--kv-select-every is {every}; it is the number of steps between selections: pass a whole number from 1, for example 4, or "
+            f"{AUTO}"
         )
     query_predictor(args.kv_select_by)
     _check_ranks(args)
@@ -154,8 +155,8 @@ def _check_fewest(args: "KVServerArgs") -> None:
     always, most = _compressor(args).always_kept, max_selected_tokens(args)
     if 0 < most <= always:
         raise OptionError(
-            f"--kv-select is {most}; of these the first and the newest {always} are read in any case, so that queries would choose none: pass "
-            "a number above that, for example 2048, or a share, for example 0.125"
+            f"--kv-select is {most}; the first and the newest tokens, {always} in total, are always read, so that queries would select "
+            "none: pass a number above that, for example 2048, or a share, for example 0.125"
         )
 
 
@@ -167,14 +168,15 @@ def _check_share(args: "KVServerArgs", context: int) -> None:
     flag, enough = "--kv-budget" if args.kv_select is None else "--kv-select", math.floor(always / share) + 1
     if enough > context:
         raise OptionError(
-            f"{flag} is {share:g}, of the longest context {share * context:.0f} tokens; the first and the newest {always} are read in any "
-            f"case, so that queries would choose none: pass a larger share, for example 0.125, or a longer --context-length, now {context}"
+            f"{flag} is {share:g}, which is {share * context:.0f} tokens of the longest context. The first and the newest tokens, {always} "
+            f"in total, are always read, so that queries would select none: pass a larger share, for example 0.125, or a longer "
+            f"--context-length, now {context}"
         )
     # Contexts below this length are read completely soon, whatever is selected.
     if enough > max(args.kv_sparse_from, 2 * options.MIN_CONTEXT):
         logger.warning(
-            "sglang-ext: in contexts of fewer than %d tokens queries choose none of the share %s of %s, as the first and the newest %d are "
-            "read in any case: pass --kv-sparse-from %d to read these whole, or a larger share",
+            "sglang-ext: in contexts of fewer than %d tokens queries select none of the share %s of %s, because the first and the newest "
+            "tokens, %d in total, are always read: pass --kv-sparse-from %d to read these contexts whole, or a larger share",
             enough, f"{share:g}", flag, always, enough,
         )  # fmt: skip
 
@@ -191,8 +193,8 @@ def _check_ranks(args: "KVServerArgs") -> None:
         raise OptionError(f"--kv-pack-layers is {pack}; pass a whole number of layers from 1, for example 6, or auto")
     if size is not None and not (isinstance(size, int | float) and 0 < size < float("inf")):
         raise OptionError(
-            f"--kv-cache-rank-gb is {size}; pass GB of memory for keys, above 0, in mode lossy for values, too, for example 8, or leave it "
-            "out for what the pool asks for"
+            f"--kv-cache-rank-gb is {size}; pass GB of memory for keys, above 0, and in mode lossy for values, for example 8, or leave it "
+            "out for the size that the pool needs"
         )
     first = args.kv_cache_rank_gpu
     if first is not None and (isinstance(first, bool) or not isinstance(first, int) or first < 0):
@@ -202,14 +204,14 @@ def _check_ranks(args: "KVServerArgs") -> None:
         )
     if args.kv_score_bits not in (None, *SCORE_BITS):
         raise OptionError(
-            f"--kv-score-bits is {args.kv_score_bits!r}; tokens are chosen by keys as they are (16), or in 8 or 4 bits: pass one of "
-            f"{', '.join(map(str, SCORE_BITS))}"
+            f"--kv-score-bits is {args.kv_score_bits!r}; tokens are selected with unchanged keys (16), or with keys in 8 or 4 bits: pass "
+            f"one of {', '.join(map(str, SCORE_BITS))}"
         )
     benchmark_options.check_timeline(args)
     if ranks and is_spade(args) and args.tp_size > 1:
         raise OptionError(
-            f"--kv-cache-ranks is {ranks} with --tp-size {args.tp_size}; what comes in time could differ between ranks, which must decide "
-            "alike: pass --tp-size 1, or --kv-cache-ranks 0"
+            f"--kv-cache-ranks is {ranks} with --tp-size {args.tp_size}; the selections that arrive in time could differ between ranks, which "
+            "must make equal decisions: pass --tp-size 1, or --kv-cache-ranks 0"
         )
 
 
@@ -218,8 +220,8 @@ def _check_coded_slots(args: "KVServerArgs") -> None:
     bits = slot_code_bits(args)
     if bits and args.disaggregation_mode == "decode":
         raise OptionError(
-            f"--kv-score-bits is {bits} with --disaggregation-mode decode; keys that come from another server would have no codes, which "
-            f"forwards make: pass --kv-score-bits {EXACT}, or --kv-cache-ranks 1, which codes them"
+            f"--kv-score-bits is {bits} with --disaggregation-mode decode; keys from another server would not be quantized, because "
+            f"forwards do that: pass --kv-score-bits {EXACT}, or --kv-cache-ranks 1, which quantizes them"
         )
 
 
@@ -263,19 +265,19 @@ def check_device(args: "KVServerArgs") -> None:
         _check_pages(args)
     elif args.device != "cpu" and not is_spade(args):
         raise OptionError(
-            f"--device is {args.device} with --kv-compressor {args.kv_compressor}; so tokens are chosen on a CPU alone: "
+            f"--device is {args.device} with --kv-compressor {args.kv_compressor}; it selects tokens on a CPU alone: "
             "pass --kv-compressor spade, verify-guided or, on an NVIDIA GPU, quest, or --device cpu"
         )
     if has_gpu_ranks(args):
         _check_gpus(args)
     elif ranks(args) and args.kv_cache_rank_gpu is not None:
         raise OptionError(
-            f"--kv-cache-rank-gpu is {args.kv_cache_rank_gpu} with --device {args.device}; cache ranks are on GPUs beside a model on one: "
+            f"--kv-cache-rank-gpu is {args.kv_cache_rank_gpu} with --device {args.device}; cache ranks are on GPUs only if the model is: "
             "leave it out"
         )
     elif args.device != "cpu" and ranks(args):
         raise OptionError(
-            f"--kv-cache-ranks is {args.kv_cache_ranks} with --device {args.device}; processes beside this one choose for steps on a CPU "
+            f"--kv-cache-ranks is {args.kv_cache_ranks} with --device {args.device}; cache ranks work on a CPU "
             "or on NVIDIA GPUs: pass --kv-cache-ranks 0, or --device cpu"
         )
 
@@ -285,13 +287,13 @@ def _check_pages(args: "KVServerArgs") -> None:
     page, given = Quest.scoring.page, args.page_size or 1
     if given % page:
         raise OptionError(
-            f"--page-size is {given} with --kv-compressor {args.kv_compressor} on a GPU; pages of {page} tokens are chosen, which "
+            f"--page-size is {given} with --kv-compressor {args.kv_compressor} on a GPU; it selects pages of {page} tokens, which "
             f"must be pages of the pool: pass --page-size {page}"
         )
     if args.disaggregation_mode != "null":
         raise OptionError(
-            f"--disaggregation-mode is {args.disaggregation_mode} with --kv-compressor {args.kv_compressor} on a GPU; of keys that come from "
-            "another server nobody would know least and largest, which forwards tell: pass --kv-compressor spade"
+            f"--disaggregation-mode is {args.disaggregation_mode} with --kv-compressor {args.kv_compressor} on a GPU; for keys from "
+            "another server the extremes would be unknown, because forwards compute them: pass --kv-compressor spade"
         )
 
 
@@ -299,22 +301,22 @@ def _check_gpus(args: "KVServerArgs") -> None:
     """Refuse options that ranks on GPUs do not support, and more ranks than GPUs."""
     asked = f"--kv-cache-ranks is {args.kv_cache_ranks} on GPUs"
     if args.kv_pack_layers != "auto":
-        raise OptionError(f"{asked} with --kv-pack-layers {args.kv_pack_layers}; all layers of a step are asked for at once: pass auto")
+        raise OptionError(f"{asked} with --kv-pack-layers {args.kv_pack_layers}; all layers of a step are sent at once: pass auto")
     if args.kv_bench_timeline is not None:
-        raise OptionError(f"{asked} with --kv-bench-timeline {args.kv_bench_timeline}; of a device no such times are known: leave it out")
+        raise OptionError(f"{asked} with --kv-bench-timeline {args.kv_bench_timeline}; such times are not known for a device: leave it out")
     for name in ("dp_size", "pp_size"):
         if getattr(args, name) > 1:
-            raise OptionError(f"{asked} with {refusal.flag(name)} {getattr(args, name)}; they follow the GPU of one model: pass 1")
+            raise OptionError(f"{asked} with {refusal.flag(name)} {getattr(args, name)}; they belong to the GPU of one model: pass 1")
     gpus, found = cache_rank_gpus(args), torch.cuda.device_count()
     if gpus[-1] >= found:
         raise OptionError(
             f"{asked}, from GPU {gpus[0]} to GPU {gpus[-1]}, the model being on GPU {args.base_gpu_id}; there are {found} GPUs: pass fewer "
-            "ranks, a lower --kv-cache-rank-gpu, or --kv-cache-ranks 0, with which a second stream of the model's GPU chooses"
+            "ranks, a lower --kv-cache-rank-gpu, or --kv-cache-ranks 0, with which a second stream of the model's GPU selects"
         )
     if args.base_gpu_id in gpus:
         logger.warning(
-            "sglang-ext: a cache rank shares GPU %d with the model, which then wait for each other: pass --kv-cache-rank-gpu %d, or "
-            "--kv-cache-ranks 0, with which a second stream chooses",
+            "sglang-ext: a cache rank shares GPU %d with the model, so that they wait for each other: pass --kv-cache-rank-gpu %d, or "
+            "--kv-cache-ranks 0, with which a second stream selects",
             args.base_gpu_id, args.base_gpu_id + 1,
         )  # fmt: skip
 
@@ -333,7 +335,7 @@ def _check_against_model(args: "KVServerArgs") -> None:
     if size is not None and size < least:
         raise OptionError(
             f"--kv-cache-rank-gb is {size:g}, less than {what} of {args.kv_sparse_from} tokens (--kv-sparse-from) take: pass at least "
-            f"{refusal.round_up(least)}, better room for many requests, for example 8{fewer}"
+            f"{refusal.round_up(least)}, or better enough for many requests, for example 8{fewer}"
         )
     if size is not None and not has_gpu_ranks(args):
         # Otherwise the process could fail to allocate it, or be killed: the server would continue without selections.

@@ -205,7 +205,7 @@ class VerificationScheduler:
             VerificationScheduleError: The request is not due, or its next verification is already scheduled.
         """
         if key not in self._verifying or key in self._planned:
-            raise VerificationScheduleError(f"{key!r} cannot be late: only what due() lists, before it is admitted anew")
+            raise VerificationScheduleError(f"{key!r} cannot be late: only what due() lists, before it is admitted again")
         late = self._verifying.pop(key)
         # Loads that began earlier were held together with the late load until now. It fits without the loads that have not begun.
         displaced = []

@@ -47,7 +47,7 @@ class HostPages:
             HostPageError: ``count`` is below 1.
         """
         if count < 1:
-            raise HostPageError(f"{count} pages of host memory were asked for; ask for at least 1")
+            raise HostPageError(f"{count} pages of host memory were requested; request at least 1")
         if count > self._left:
             return None
         taken = []

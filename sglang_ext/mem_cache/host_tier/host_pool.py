@@ -57,7 +57,7 @@ class HostPool:
         if count < 1:
             raise OptionError(
                 f"--kv-host-gb gives {size / 1e9:.3f} GB of host memory; one page of {page_size} tokens takes "
-                f"{buffers.bytes_per_slot * page_size / 1e9:.3f} GB: pass at least that, better room for many requests"
+                f"{buffers.bytes_per_slot * page_size / 1e9:.3f} GB: pass at least that, or better enough for many requests"
             )
         used = count * page_size * buffers.bytes_per_slot
         # Checked again, because weights were loaded since. Other ranks may have their memory already.

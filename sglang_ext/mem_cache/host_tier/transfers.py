@@ -91,7 +91,7 @@ class Transfer:
             TransferError: It is not done.
         """
         if not self.done:
-            raise TransferError(f"a transfer of {self.size} bytes is still under way; ask once it is done")
+            raise TransferError(f"a transfer of {self.size} bytes is still in progress; ask once it is done")
         launched = self._launched.result()
         failed = [] if launched.wrong is None else self.pages[launched.wrong].tolist()
         return TransferOutcome(launched.start.until(launched.end), failed, launched.size)
@@ -186,5 +186,5 @@ class TransferTracker:
             TransferError: It is not known to be done.
         """
         if not self.done(transfer):
-            raise TransferError(f"a transfer of {transfer.size} bytes is still under way on some rank; ask once it is done")
+            raise TransferError(f"a transfer of {transfer.size} bytes is still in progress on some rank; ask once it is done")
         return self._known[transfer]

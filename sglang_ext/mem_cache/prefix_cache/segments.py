@@ -106,7 +106,7 @@ class Segments:
         owner = next((node for node in nodes if node.start < segment.end <= node.end), None)
         if owner is None:
             raise ValueError(
-                f"a segment of tokens [{segment.start}, {segment.end}) does not lie on a path of "
+                f"a segment of tokens [{segment.start}, {segment.end}) is not on a path of "
                 f"{max((node.end for node in nodes), default=0)} tokens; attach it where the tree holds its context"
             )
         segment.node = owner
@@ -222,7 +222,7 @@ class Segments:
         whole = all(count % self._page_size == 0 for count in (segment.start, segment.end, len(segment.slots)))
         if not whole or not 0 <= segment.start < segment.end or not len(segment.slots) or segment.users < 0:
             raise ValueError(
-                f"{_named(segment)} with {len(segment.slots)} slots and {segment.users} users; a segment stands for whole "
+                f"{_named(segment)} with {len(segment.slots)} slots and {segment.users} users; a segment covers whole "
                 f"pages of {self._page_size} tokens, in whole pages of slots"
             )
 

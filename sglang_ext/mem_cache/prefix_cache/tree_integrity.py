@@ -37,7 +37,7 @@ def check_when_idle(original: Callable, checker) -> None:
     except IntegrityError as error:
         if envs.SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE.get():
             raise
-        logger.error("sglang-ext: the prefix tree is not sound: %s", error)
+        logger.error("sglang-ext: the prefix tree is inconsistent: %s", error)
 
 
 def check(tree: "TieredRadixCache") -> None:
@@ -87,7 +87,7 @@ def _check_tiers(tree: "TieredRadixCache", node: TieredNode) -> None:
             begin = node.start + page * tree.page_size
             there = segment in tree.segments and segment.start <= begin and begin + tree.page_size <= segment.end
             _require(there and node in segment.anchored_nodes, node, f"the anchor of its page {page} is gone")
-    _require((node.store is None) == (node.host_value is None), node, "its host copy and the store of it are not both there")
+    _require((node.store is None) == (node.host_value is None), node, "it has host pages without a store, or the reverse")
 
 
 def _check_codes(tree: "TieredRadixCache", node: TieredNode) -> None:

@@ -63,9 +63,9 @@ def build(path, **flags):
         ({"kv_bits": 4}, ["--kv-bits is 4", "snapkv keeps tokens as they are", "--kv-compressor snapkv+kivi"]),
         (
             {"kv_bits": 4, "kv_compressor": "spade"},
-            ["--kv-bits is 4", "spade keeps tokens as they are, and chooses by keys in 16, 8 or 4 bits: pass --kv-score-bits 4 in its place"],
+            ["--kv-bits is 4", "spade keeps tokens as they are, and selects with keys in 16, 8 or 4 bits: pass --kv-score-bits 4 instead"],
         ),
-        ({"kv_bits": 2, "kv_compressor": "spade"}, ["--kv-bits is 2", "pass --kv-score-bits 4 in its place", "--kv-compressor kivi"]),
+        ({"kv_bits": 2, "kv_compressor": "spade"}, ["--kv-bits is 2", "pass --kv-score-bits 4 instead", "--kv-compressor kivi"]),
         ({"kv_bits": 4, "kv_compressor": "quest"}, ["quest keeps tokens as they are: leave it out, or pass --kv-compressor kivi"]),
         ({"kv_select": float("inf"), "kv_compressor": "spade"}, ["--kv-select is inf", "a whole number, for example 2048"]),
         ({"kv_compressor": "hack", "kv_partition": 48}, ["--kv-partition is 48", "partitions of 64 or 32 or 128 numbers"]),

@@ -43,7 +43,7 @@ def test_what_lossy_alone_serves_is_named_with_that_mode(caplog: pytest.LogCaptu
     ({"kv_offload_draft_length": 8, "kv_host_gb": 1.0},
      "--kv-full-tier is device and --kv-host-gb 1, with which --kv-offload-draft-length does nothing: pass --kv-full-tier auto"),
     ({"kv_draft_length": 8, "kv_max_burst": 10},
-     "a verification gives 9 tokens at most, fewer than 10, so that --kv-max-burst does nothing: pass at most 9, or leave it out"),
+     "a verification gives at most 9 tokens, fewer than 10, so that --kv-max-burst does nothing: pass at most 9, or leave it out"),
 ])  # fmt: skip
 def test_a_flag_that_does_nothing_beside_others_is_named_once(
     caplog: pytest.LogCaptureFixture, given: dict[str, object], words: str
