@@ -24,7 +24,7 @@ from sglang_ext.config.refused_options import CACHES, PARALLELISM, REFUSALS
 from sglang_ext.mem_cache.compressors import catalogue
 
 BEGIN, END = "<!-- by hand: begin -->", "<!-- by hand: end -->"
-GENERATED = "<!-- Written by `python -m sglang_ext.manual`, but for what stands between the marks. -->"
+GENERATED = "<!-- Written by `python -m sglang_ext.manual`, except the text between the marks. -->"
 WIDTH = 110
 VALUES = "|".join((*map(re.escape, catalogue.names()), *MODES, "auto", "null", r"\d+"))
 # Fields in the order of the page.
@@ -34,7 +34,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("kv_compressor", "kv_budget", "kv_sparse_from", "kv_bits", "kv_partition", "kv_prefill", "kv_head_budgets"),
         *("kv_more_compressors", "kv_scores", "kv_predictor", "kv_online_compressor"),
     ),
-    "Tokens chosen for each step": (
+    "Tokens selected for each step": (
         *("kv_select", "kv_select_every", "kv_select_by", "kv_cache_ranks", "kv_cache_rank_gpu", "kv_pack_layers", "kv_cache_rank_gb"),
         "kv_score_bits",
     ),
@@ -66,15 +66,15 @@ def flags_page(by_hand: str) -> str:
     """
     grouped = [name for names in GROUPS.values() for name in names]
     if sorted(grouped) != sorted(own_fields()):
-        raise ValueError(f"GROUPS has {sorted(grouped)}, the arguments are {sorted(own_fields())}: give each flag one group")
+        raise ValueError(f"GROUPS has {sorted(grouped)}, the arguments are {sorted(own_fields())}: put each flag into one group")
     parser = argparse.ArgumentParser()
     add_cli_args_from_dataclass(parser, KVServerArgs, fields=grouped)
     actions = {action.dest: action for action in parser._actions}
     lines = [
         "# Flags",
         GENERATED,
-        "With `--kv-mode full` none of the other flags does anything, but for those of transfers: a warning at start names those that\n"
-        "are given. In a program\n"
+        "With `--kv-mode full` the other flags have no effect, except those of transfers. A warning at start names those that are given.\n"
+        "In a program\n"
         '`sgl.Engine(model_path=..., kv_mode="verified", kv_budget=0.5)` takes them as keywords.',
     ]
     for group, names in GROUPS.items():
@@ -100,7 +100,7 @@ def handwritten_part(text: str) -> str:
         ValueError: There is one mark without the other.
     """
     if (BEGIN in text) != (END in text):
-        raise ValueError(f"the page has one of {BEGIN} and {END}; what is written by hand stands between both")
+        raise ValueError(f"the page has one of {BEGIN} and {END}; handwritten text must be between both")
     return text.partition(BEGIN)[2].partition(END)[0].strip()
 
 

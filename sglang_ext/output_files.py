@@ -70,7 +70,7 @@ def check_folder(flag: str, path: Path) -> None:
             pass
     except OSError as error:
         raise OptionError(
-            f"{flag} is {str(path)!r}, to which nothing can be written ({error.strerror}): pass a folder that you may write to"
+            f"{flag} is {str(path)!r}, which cannot be written to ({error.strerror}): pass a folder that you may write to"
         ) from error
 
 

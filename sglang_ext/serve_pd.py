@@ -80,10 +80,10 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser("python -m sglang_ext.serve_pd", description=__doc__, formatter_class=form)
     add = made.add_argument
     add("--model", required=True, help="Hugging Face folder or name")
-    add("--port", type=int, default=30000, help="of the router; the next three are taken as well (default: %(default)s)")
-    add("--arg", default="", metavar="FLAGS", help="SGLang's flags of both servers, in one text")
+    add("--port", type=int, default=30000, help="port of the router; the next three are used too (default: %(default)s)")
+    add("--arg", default="", metavar="FLAGS", help="SGLang's flags for both servers, as one string")
     for role in ROLES:
-        add(f"--{role}-arg", default="", metavar="FLAGS", help=f"flags of the {role} server; they win over --arg")
+        add(f"--{role}-arg", default="", metavar="FLAGS", help=f"flags for the {role} server; they override --arg")
     add("--logs", type=Path, default=Path(".cache/serve-pd"), help="folder for the logs (default: %(default)s)")
     add("--start-timeout", type=seconds, default=600.0, help="seconds until both servers must be ready (default: %(default)g)")
     return made
@@ -127,7 +127,7 @@ def check_ports(first: int) -> None:
         BenchError: Names the port, and for a taken one another first port that can be passed.
     """
     if not 1 <= first <= LAST_PORT - 3:
-        raise BenchError(f"--port {first}: the next three are taken as well: pass 1 to {LAST_PORT - 3}")
+        raise BenchError(f"--port {first}: the next three are used too: pass 1 to {LAST_PORT - 3}")
     taken = find_taken_port(first)
     if taken is None:
         return
@@ -201,7 +201,7 @@ def serve(args: argparse.Namespace, flags: dict[str, tuple[str, ...]]) -> None:
         while all(each.running for each in everything.values()):
             time.sleep(POLL_SECONDS)
         ended = next(name for name, each in everything.items() if not each.running)
-        raise BenchError(f"the {ended} ended, so all do\n{everything[ended].describe_log()}")
+        raise BenchError(f"the {ended} ended, so that all are stopped\n{everything[ended].describe_log()}")
 
 
 def main(argv: list[str] | None = None) -> int:

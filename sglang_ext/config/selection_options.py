@@ -210,8 +210,8 @@ def _check_ranks(args: "KVServerArgs") -> None:
     benchmark_options.check_timeline(args)
     if ranks and is_spade(args) and args.tp_size > 1:
         raise OptionError(
-            f"--kv-cache-ranks is {ranks} with --tp-size {args.tp_size}; the selections that arrive in time could differ between ranks, which "
-            "must make equal decisions: pass --tp-size 1, or --kv-cache-ranks 0"
+            f"--kv-cache-ranks is {ranks} with --tp-size {args.tp_size}; the selections that arrive in time could differ between ranks, "
+            "which must make equal decisions: pass --tp-size 1, or --kv-cache-ranks 0"
         )
 
 

@@ -16,8 +16,8 @@ from sglang_ext.managers.cache_rank.protocol import VERSION, Attach, BufferShape
 NAME = "cache ranks"
 SHARED_FOLDER = Path("/dev/shm")
 REMEDY = (
-    "let this user start processes, memory without a name (memfd_create) and sockets in TMPDIR be had; or serve without "
-    "--kv-cache-ranks: tokens are chosen between steps then"
+    "allow this user to start processes, to create anonymous memory (memfd_create) and sockets in TMPDIR; or serve without "
+    "--kv-cache-ranks: tokens are then selected between steps"
 )
 
 
@@ -39,7 +39,7 @@ def check_cache_ranks(seconds: float = START_SECONDS) -> Check:
         ready, started = False, f"no process was started: {one_line(error)}"
     finally:
         link.end()
-    return make_check(NAME, ready, f"{started}; up to {max_cache_ranks()}, one a core; {_memory()}; {_devices()}", REMEDY)
+    return make_check(NAME, ready, f"{started}; up to {max_cache_ranks()}, one per core; {_memory()}; {_devices()}", REMEDY)
 
 
 def _small() -> Attach:
@@ -61,9 +61,9 @@ def _devices() -> str:
     """GPUs, and which can read each other's memory."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
-        return "no GPU: ranks choose on cores"
+        return "no GPU: ranks select on CPU cores"
     if count == 1:
-        return "one GPU, on which a second stream chooses instead of ranks"
+        return "one GPU, on which a second stream selects instead of ranks"
     without = list(_apart(count))
     peers = f"no peer access between {', '.join(without)}" if without else "peer access between all"
     return f"{count} GPUs, {peers}"

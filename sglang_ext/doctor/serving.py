@@ -138,7 +138,7 @@ def read_model(path: str) -> ModelInfo | Check:
         )
     except Exception as error:  # what transformers and SGLang raise depends on what is wrong in the file
         logger.debug("sglang-ext: %s cannot be read", path, exc_info=True)
-        remedy = "pass a Hugging Face folder or name that SGLang serves; what is named here stands in its config.json"
+        remedy = "pass a Hugging Face folder or name that SGLang serves; the cause is in its config.json"
         return Check("model", False, f"{path}: {one_line(error)}", remedy)
 
 
@@ -172,7 +172,7 @@ def check_kernels(path: str) -> list[Check]:
     memory = f"{gpu.shared_memory_per_block_optin // 1024} KiB of shared memory"
     packed = packed_kernels(model.head_dim, group, model.dtype)
     methods = "; ".join(f"{', '.join(names)} {kernels}" for kernels, names in packed.items())
-    found = f"{gpu.name} (sm_{gpu.major}{gpu.minor}, {memory}); {shape}: Triton for scores and copies; in few bits: {methods}"
+    found = f"{gpu.name} (sm_{gpu.major}{gpu.minor}, {memory}); {shape}: Triton for scores and compressed KV; in few bits: {methods}"
     return [Check("kernels", True, found)]
 
 

@@ -37,17 +37,17 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("method", choices=("kvzap",))
     add = made.add_argument
-    add("texts", nargs="+", type=Path, metavar="TEXTS", help="files of text in UTF-8, like those that will be served")
+    add("texts", nargs="+", type=Path, metavar="TEXTS", help="text files in UTF-8, similar to the served texts")
     add("--model", required=True, help="Hugging Face folder or name; the one that is served")
     add("--revision", help="of a model's name")
-    add("--out", required=True, type=Path, metavar="FOLDER", help="takes the predictor, and its samples in FOLDER/work")
+    add("--out", required=True, type=Path, metavar="FOLDER", help="folder for the predictor, with samples in FOLDER/work")
     add("--target", default=SamplingConfig.target, choices=("kvzip+", "kvzip"), help="which scores (default: %(default)s, as published)")
-    add("--tokens", type=int, default=SamplingConfig.tokens, help="longer texts are cut into pieces of so many (default: %(default)s)")
-    add("--samples", type=int, default=SamplingConfig.samples, help="tokens of a piece that are learned from (default: %(default)s)")
+    add("--tokens", type=int, default=SamplingConfig.tokens, help="longer texts are split into pieces of this size (default: %(default)s)")
+    add("--samples", type=int, default=SamplingConfig.samples, help="sampled tokens per piece (default: %(default)s)")
     add("--network", default=TrainingConfig.network, choices=("mlp", "linear"), help="default: %(default)s")
-    add("--width", type=int, default=TrainingConfig.width, help="of the mlp's inner layer; 0: an eighth of the hidden size (default)")
-    add("--epochs", type=int, default=TrainingConfig.epochs, help="of the mlp (default: %(default)s)")
-    add("--held-out", type=float, default=0.1, metavar="SHARE", help="of the texts (default: %(default)s)")
+    add("--width", type=int, default=TrainingConfig.width, help="width of the mlp's inner layer; 0: an eighth of the hidden size (default)")
+    add("--epochs", type=int, default=TrainingConfig.epochs, help="epochs of the mlp (default: %(default)s)")
+    add("--held-out", type=float, default=0.1, metavar="SHARE", help="share of held-out texts (default: %(default)s)")
     add("--seed", type=int, default=0)
     add("--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"))
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: cuda where there is one, else cpu")
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
         if getattr(args, name) < least:
             raise FitError(f"--{name} is {getattr(args, name)}; pass a whole number from {least}")
     if not 0 < args.held_out < 1:
-        raise FitError(f"--held-out is {args.held_out}; pass the share of the texts that is not learned from, for example 0.1")
+        raise FitError(f"--held-out is {args.held_out}; pass the share of the texts to hold out, for example 0.1")
     samples = args.out / "work"
     check_folder("--out", args.out)
     check_folder("--out", samples)

@@ -78,8 +78,8 @@ def check_shape(original: Callable, obj: GenerateReqInput) -> None:
     original(obj)
     if obj.text is not None and obj.input_ids and isinstance(obj.input_ids[0], list) == obj.is_single:
         raise ValueError(
-            f"input_ids is {_short(obj.input_ids)} beside text; pass a list of token ids for one text, a list of such lists for a list of "
-            "texts, or leave either out"
+            f"input_ids is {_short(obj.input_ids)} together with text; pass a list of token ids for one text, a list of such lists "
+            "for a list of texts, or leave either out"
         )
     if obj.is_single:
         if not isinstance(obj.rid, str):
@@ -114,8 +114,8 @@ def check_request(
         return
     if obj.return_sampling_mask:
         raise ValueError(
-            "return_sampling_mask is true; this server draws several tokens at once and keeps no masks: leave it out, or start the server "
-            "with --kv-mode full"
+            "return_sampling_mask is true; this server samples several tokens at once and keeps no masks: leave it out, or start the "
+            "server with --kv-mode full"
         )
     params, vocabulary = sampling_params_of(manager, obj), manager.model_config.vocab_size
     read = _check_sampling_types(params)
@@ -147,7 +147,7 @@ def check_preferred(args: "KVServerArgs") -> None:
         params = json.loads(given) if given and isinstance(given, str) else given
     except json.JSONDecodeError as error:
         raise OptionError(
-            f"--preferred-sampling-params is {_short(given)}, which is no JSON ({error}): pass an object, as in "
+            f"--preferred-sampling-params is {_short(given)}, which is not JSON ({error}): pass an object, as in "
             """'{"temperature": 0}', or leave it out"""
         ) from None
     if not params:
@@ -233,7 +233,7 @@ def _check_sampling_types(params: dict[str, Any]) -> SamplingParams:
             _check_place(name)
         _check_known("sampling_params", name, name in decoders, _asked())
         if name not in _asked() and value:
-            raise ValueError(f"sampling_params.{name} is {_short(value)}; SGLang sets it by itself: leave it out")
+            raise ValueError(f"sampling_params.{name} is {_short(value)}; SGLang sets it itself: leave it out")
     temperature = params.get("temperature")
     if not isinstance(temperature, int | float | None):
         # SGLang would compare it before it checks the type.
@@ -291,7 +291,7 @@ def _check_room(args: "KVServerArgs", obj: GenerateReqInput, answers: int) -> No
 def _check_known(holder: str, name: str, is_known: bool, names: Iterable[str]) -> None:
     if not is_known:
         raise ValueError(
-            f"{holder} has {_short(name)}, which SGLang does not know: leave it out, or take one of {', '.join(names)}"
+            f"{holder} has {_short(name)}, which SGLang does not know: leave it out, or use one of {', '.join(names)}"
         )
 
 
@@ -372,8 +372,8 @@ def _check_patterns(patterns: str | list[str] | None) -> None:
             re.compile(pattern)
         except (re.error, ValueError, OverflowError, RecursionError) as error:
             raise ValueError(
-                f"sampling_params.stop_regex has {_short(pattern)}, which is no regular expression ({error}): pass one of Python's re, "
-                "or leave it out"
+                f"sampling_params.stop_regex has {_short(pattern)}, which is not a regular expression ({error}): pass one in the syntax "
+                "of Python's re, or leave it out"
             ) from None
 
 
@@ -383,8 +383,8 @@ def _check_bias(bias: dict[str, float] | None, vocabulary: int) -> None:
             int(token)
         except ValueError:
             raise ValueError(
-                f"sampling_params.logit_bias has {_short(token)}, which is no token id; pass token ids from 0 to {vocabulary - 1}, as in "
-                """{"5": -1.5}, or leave it out"""
+                f"sampling_params.logit_bias has {_short(token)}, which is not a token id; pass token ids from 0 to {vocabulary - 1}, as "
+                """in {"5": -1.5}, or leave it out"""
             ) from None
         if not (-LARGE <= value <= LARGE or value == -inf):
             raise ValueError(
@@ -396,7 +396,7 @@ def _check_bias(bias: dict[str, float] | None, vocabulary: int) -> None:
 def _check_embeds(embeds: list[list[float]] | None, width: int) -> None:
     wrong = next((len(row) for row in embeds or () if len(row) != width), None)
     if wrong is not None:
-        raise ValueError(f"input_embeds has a row of {wrong} numbers; this model's tokens have {width} each: pass so many, or leave it out")
+        raise ValueError(f"input_embeds has a row of {wrong} numbers; this model's tokens have {width} each: pass as many, or leave it out")
 
 
 def _check_processor(processor: str | None) -> None:
@@ -406,8 +406,8 @@ def _check_processor(processor: str | None) -> None:
         CustomLogitProcessor.from_str(processor)
     except Exception as error:  # whatever unpickling raises
         raise ValueError(
-            f"custom_logit_processor is {_short(processor)}, which is none ({type(error).__name__}): pass what its to_str() gives, or "
-            "leave it out"
+            f"custom_logit_processor is {_short(processor)}, which is not a processor ({type(error).__name__}): pass the result of "
+            "its to_str(), or leave it out"
         ) from None
 
 

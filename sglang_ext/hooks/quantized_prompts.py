@@ -101,7 +101,7 @@ def pack_ahead(original: Callable, scheduler: "Scheduler", rids_to_check: list[s
             slots = scheduler.req_to_token_pool.req_to_token[req.req_pool_idx, : planned.tokens].long()
             if sender.pack_early(planned.method.sinks, planned.covered, slots):
                 scheduler.tree_cache.unlock_path(req)
-                logger.info("sglang-ext: request %s waits for its decode server, its prompt packed in host memory", req.rid)
+                logger.info("sglang-ext: request %s waits for its decode server, with its prompt packed in host memory", req.rid)
     return original(scheduler, rids_to_check)
 
 

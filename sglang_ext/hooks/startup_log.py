@@ -21,17 +21,17 @@ logger = logging.getLogger(__name__)
 
 MODES = {
     "verified": "drafts on compressed KV, verified on full KV: answers are stock's",
-    "lossy": "all is decoded on compressed KV: answers are approximate",
+    "lossy": "decoding on compressed KV: answers are approximate",
 }
-IN_8_BITS = "drafts on compressed KV, verified on full KV that came in 8 bits (--kv-reference int8): answers are those of such KV"
+IN_8_BITS = "drafts on compressed KV, verified on full KV received in 8 bits (--kv-reference int8): answers are those of such KV"
 # For disaggregated servers: the server's part, and how to send requests.
 ROLES = {
-    "prefill": "prefill server: it computes prompts, and decode servers the answers",
+    "prefill": "prefill server: it computes prompts, and decode servers generate the answers",
     "decode": "decode server: prompts' KV comes from prefill servers",
 }
-ASK_ROUTER = "ask SGLang's router, which sends each request to a prefill and a decode server"
-ON_CPU = "; on a CPU drafting shows correctness, not speed: an answer takes about twice stock's time or more"
-CHOOSING_ON_CPU = "; on a CPU choosing tokens shows what it does, not speed: an answer may take longer than stock's"
+ASK_ROUTER = "send requests to SGLang's router, which forwards each to a prefill and a decode server"
+ON_CPU = "; on a CPU drafting demonstrates correctness, not speed: an answer takes about twice stock's time or more"
+CHOOSING_ON_CPU = "; on a CPU selecting tokens demonstrates the method, not speed: an answer may take longer than stock's"
 
 
 def log_when_ready(
@@ -73,7 +73,7 @@ def status_lines(args: "KVServerArgs") -> tuple[str, str, str]:
         slow = ON_CPU if args.kv_mode == "verified" else CHOOSING_ON_CPU
     methods = ", ".join(f"{offer.name} ({_describe_budget(args, offer)})" for offer in offered_methods(args))
     drafts = f", draft length {args.kv_draft_length}" if args.kv_mode == "verified" else ""
-    prompts = ", prompts on codes" if args.kv_prefill == QUANTIZED else ""
+    prompts = ", prompts on quantized KV" if args.kv_prefill == QUANTIZED else ""
     return (
         f"mode {args.kv_mode}: {means}{slow}",
         f"compressor {methods}{drafts}{prompts}" + (f"; {ROLES[role]}" if role in ROLES else ""),

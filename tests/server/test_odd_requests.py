@@ -54,7 +54,7 @@ PARAMETERS = [
     ("logit_bias", {"5": "a"}, "expected `float`, got `str`"),
     ("custom_params", "snapkv", "expected `object | null`, got `str`"),
     ("custom_params", {"kv_copmressor": "snapkv"}, "did you mean 'kv_compressor'"),
-    ("is_normalized", True, "SGLang sets it by itself"),
+    ("is_normalized", True, "SGLang sets it itself"),
     ("max_tokens", 5, "which SGLang does not know"),
 ]
 FIELDS = [

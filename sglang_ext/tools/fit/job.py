@@ -39,7 +39,7 @@ def split(texts: list[list[TextPiece]], share: float) -> TextSplit:
     named = sorted({tuple(sorted(piece.path for piece in pieces)) for pieces in texts if pieces})
     if len(named) < 2:
         raise FitError(
-            f"{len(named)} texts have {MIN_TOKENS} tokens or more; one is held out, to say what was learned: pass at least two"
+            f"{len(named)} texts have {MIN_TOKENS} tokens or more; one is held out for evaluation: pass at least two"
         )
     count = min(len(named) - 1, max(1, round(share * len(named))))
     held, learned = ({path for paths in some for path in paths} for some in (named[:count], named[count:]))

@@ -38,12 +38,15 @@ def test_spade_takes_a_share_or_a_number_of_tokens_in_both_modes(mode, select, b
 def test_numbers_of_tokens_of_which_queries_choose_none_are_refused(flags, always):
     for select in (2.0, float(always)):
         args = arguments(**{"kv_compressor": "spade", "kv_select": select} | flags)
-        with pytest.raises(OptionError, match=f"--kv-select is {select:g}.* the first and the newest tokens, {always} in total.* for example 0.125"):
+        with pytest.raises(OptionError, match=f"--kv-select is {select:g}.* the first and the newest tokens, {always} .* for example 0.125"):
             selection_options.resolve(args)
     selection_options.resolve(arguments(**{"kv_compressor": "spade", "kv_select": always + 1.0} | flags))
 
 
-@pytest.mark.parametrize(("share", "told"), [(0.01, "--kv-select is 0.01, which is 20 tokens of the longest context.* newest tokens, 36 .* now 2000"), (1e-9, "1e-09")])
+@pytest.mark.parametrize(
+    ("share", "told"),
+    [(0.01, "--kv-select is 0.01, which is 20 tokens of the longest context.* newest tokens, 36 .* now 2000"), (1e-9, "1e-09")],
+)
 def test_a_share_of_which_queries_choose_none_anywhere_is_refused(share, told):
     args = spade(kv_select=share, device="cpu")
     selection_options.resolve(args)

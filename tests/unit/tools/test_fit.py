@@ -72,7 +72,7 @@ def test_samples_are_the_states_and_the_logarithms_of_the_scores_of_the_same_tok
     model, inputs = AutoModelForCausalLM.from_pretrained(tiny), []
     attention = model.model.layers[1].self_attn
     attention.register_forward_pre_hook(lambda *a: inputs.append(a[2]["hidden_states"][0]), with_kwargs=True)
-    assert len(seen) > 3, "longer texts are cut"
+    assert len(seen) > 3, "longer texts are split"
     files = [path for path in (tmp_path / "out/work").iterdir() if not path.name.startswith("layer")]
     states, targets = load_layer(files, 1)
     for tokens, scores in seen:
