@@ -74,7 +74,7 @@ def check_address(host: str, port: int) -> None:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError:
-        return  # a name that only the server's own loop may know
+        return  # a name that only the server's own event loop may resolve
     with socket.socket(family, kind, protocol) as tried:
         # As the server does: waiting connections of a previous server do not count.
         tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

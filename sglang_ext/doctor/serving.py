@@ -136,7 +136,7 @@ def read_model(path: str) -> ModelInfo | Check:
             dtype=config.dtype,
             stored=getattr(config.hf_config, "dtype", None) or config.dtype,
         )
-    except Exception as error:  # what transformers and SGLang raise depends on what is wrong in the file
+    except Exception as error:  # transformers and SGLang raise many types of errors
         logger.debug("sglang-ext: %s cannot be read", path, exc_info=True)
         remedy = "pass a Hugging Face folder or name that SGLang serves; the cause is in its config.json"
         return Check("model", False, f"{path}: {one_line(error)}", remedy)

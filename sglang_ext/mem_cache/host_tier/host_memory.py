@@ -55,7 +55,7 @@ def check(size: int, ranks: int = 1, flag: str = "--kv-host-gb", what: str = "fu
     """
     found = AvailableMemory.find()
     if size * ranks > found.available:
-        most = math.floor(found.available / ranks / 1e8) / 10  # what is advised is there
+        most = math.floor(found.available / ranks / 1e8) / 10  # rounded down, so that the advised size is available
         each = f" for each of {ranks} ranks, {size * ranks / 1e9:.1f} GB together," if ranks > 1 else ""
         raise OptionError(
             f"{flag} asks for {size / 1e9:.1f} GB of host memory{each} for {what}; {found.available / 1e9:.1f} GB are "

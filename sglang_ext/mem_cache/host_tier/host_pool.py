@@ -127,7 +127,7 @@ def _pinned(size: int) -> torch.Tensor:
     """
     mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapped.madvise(mmap.MADV_DONTFORK)
-    with suppress(OSError):  # of kernels without them
+    with suppress(OSError):  # kernels without huge pages
         mapped.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(mapped, dtype=torch.uint8).zero_()
     cudart = torch.cuda.cudart()

@@ -187,7 +187,7 @@ class ResidualPages:
         first, last = self._bins(cells)
         try:
             ranks = first + bins.decode_indices(stream, last, self._coded, self.layout)
-        except ValueError:  # the checksum tells
+        except ValueError:  # the checksum detects it
             ranks = torch.zeros_like(first)
         key = self.buffers.keys[0]
         return bins.from_ordinals(ranks, key.dtype).view(len(self._all), self.page_size, *key.shape[1:])
