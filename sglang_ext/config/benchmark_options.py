@@ -55,7 +55,7 @@ def check_flags(args: "KVServerArgs") -> None:
             "example 7, or leave it out for none"
         )
     for name, flag, value in _given(args):
-        lack = _lack(args, name)
+        lack = _obstacle(args, name)
         if lack is not None:
             raise OptionError(f"{flag} is {value}, but {lack}, or leave {flag} out")
 
@@ -96,7 +96,7 @@ def _given(args: "KVServerArgs", effects: Mapping[str, str] = EFFECTS) -> list[t
     return [(name, refusal.flag(name), value) for name in effects if (value := getattr(args, name)) is not None]
 
 
-def _lack(args: "KVServerArgs", name: str) -> str | None:
+def _obstacle(args: "KVServerArgs", name: str) -> str | None:
     """Why the server cannot apply the flag of field ``name``, and the remedy. None if it can."""
     if args.kv_mode != "verified":
         return f"--kv-mode is {args.kv_mode!r}, which verifies nothing: pass --kv-mode verified"
@@ -129,10 +129,10 @@ def check_request(args: "KVServerArgs", value: object) -> None:
 
 def request_acceptance(forced: float, custom_params: dict[str, Any] | None) -> float:
     """Probability that a draft is accepted if all previous ones were: the request's own, or the server's ``forced``."""
-    value = _asked(custom_params)
+    value = _request_value(custom_params)
     return float(forced if value is None else value)
 
 
-def _asked(custom_params: dict[str, Any] | None) -> object:
+def _request_value(custom_params: dict[str, Any] | None) -> object:
     """The request's value. None if it has none."""
     return custom_params.get(PARAMETER) if isinstance(custom_params, dict) else None

@@ -81,7 +81,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
         advance = begin("networks", layers, "layers")
         predictor = FitJob(sampler, training, parts, layers, torch.device(args.device)).run(lambda: advance(1))
     predictor.write(args.out)
-    _tell(predictor.fitted, console)
+    _print_quality(predictor.fitted, console)
 
 
 def _take(sampler: Sampler, pieces: list[TextPiece], args: argparse.Namespace, folder: Path, begin: Callable) -> None:
@@ -96,7 +96,7 @@ def _take(sampler: Sampler, pieces: list[TextPiece], args: argparse.Namespace, f
         sampler.take(model, piece, advance)
 
 
-def _tell(fitted: FitRecord, console: Console) -> None:
+def _print_quality(fitted: FitRecord, console: Console) -> None:
     title = f"on held-out texts; fitted to {fitted.tokens} tokens of {fitted.texts} texts"
     table = Table("layer", "mean squared error", "R^2", title=title)
     for layer, (loss, r2) in enumerate(zip(fitted.loss, fitted.r2)):

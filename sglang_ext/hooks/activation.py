@@ -90,7 +90,7 @@ def apply(chosen: tuple[Hook, ...]) -> None:
 
     for hook in chosen:
         _register(hook)
-    with _warnings_alone(REGISTRY):
+    with _only_warnings(REGISTRY):
         HookRegistry.apply_hooks()
     for hook in chosen:
         if hook.target not in HookRegistry._patched:
@@ -98,7 +98,7 @@ def apply(chosen: tuple[Hook, ...]) -> None:
 
 
 @contextmanager
-def _warnings_alone(name: str) -> Iterator[None]:
+def _only_warnings(name: str) -> Iterator[None]:
     """Suppress a logger's messages below warnings inside the context."""
     teller = logging.getLogger(name)
     level = teller.level

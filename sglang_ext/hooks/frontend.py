@@ -231,14 +231,14 @@ def _check_sampling_types(params: dict[str, Any]) -> SamplingParams:
     for name, value in params.items():
         if name not in decoders:
             _check_place(name)
-        _check_known("sampling_params", name, name in decoders, _asked())
-        if name not in _asked() and value:
+        _check_known("sampling_params", name, name in decoders, _settable_params())
+        if name not in _settable_params() and value:
             raise ValueError(f"sampling_params.{name} is {_short(value)}; SGLang sets it itself: leave it out")
     temperature = params.get("temperature")
     if not isinstance(temperature, int | float | None):
         # SGLang would compare it before it checks the type.
         _check_type("sampling_params.temperature", temperature, decoders["temperature"])
-    asked = {name: value for name, value in params.items() if name in _asked() and name != "stop_token_ids"}
+    asked = {name: value for name, value in params.items() if name in _settable_params() and name != "stop_token_ids"}
     read = SamplingParams(**asked)
     for name in asked:
         _check_type(f"sampling_params.{name}", getattr(read, name), decoders[name])
@@ -246,7 +246,7 @@ def _check_sampling_types(params: dict[str, Any]) -> SamplingParams:
 
 
 @cache
-def _asked() -> tuple[str, ...]:
+def _settable_params() -> tuple[str, ...]:
     """Sampling parameters that a request may set. SGLang derives the others."""
     names = SamplingParams.__struct_fields__
     return names[: names.index("stop_strs")]
@@ -308,10 +308,10 @@ def _check_type(name: str, value: object, decoder: msgspec.msgpack.Decoder) -> N
     try:
         decoder.decode(msgspec.msgpack.encode(value, enc_hook=enc_hook))
     except (msgspec.ValidationError, OverflowError, TypeError, UnicodeEncodeError, RecursionError) as error:
-        raise ValueError(f"{name} is {_short(value)}: {_told(error)}. Pass a value of that kind, or leave it out") from None
+        raise ValueError(f"{name} is {_short(value)}: {_lowercase_start(error)}. Pass a value of that kind, or leave it out") from None
 
 
-def _told(error: Exception) -> str:
+def _lowercase_start(error: Exception) -> str:
     text = str(error)
     return text[:1].lower() + text[1:]
 

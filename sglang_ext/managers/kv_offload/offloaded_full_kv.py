@@ -62,7 +62,7 @@ class OffloadedFullKV(FullKVProvider):
         for row in self.admission.due():
             if self.residency.missing_tokens(row):
                 # The loaded KV had changed, or its device slots were freed: it needs another reservation.
-                self._give_up(row)
+                self._cancel(row)
             elif self.residency.ready(row):
                 self._reserved.discard(row)
                 self.verifying_rows.add(row)
@@ -145,7 +145,7 @@ class OffloadedFullKV(FullKVProvider):
         """Start the loads scheduled for this iteration."""
         for row in self.admission.loads_to_start():
             if not self.residency.load(row):
-                self._give_up(row)
+                self._cancel(row)
 
     def on_round_launched(self) -> None:
         """Allow full KV that this iteration reads to leave the device again, after the iteration was launched."""
@@ -155,10 +155,10 @@ class OffloadedFullKV(FullKVProvider):
 
     def forget(self, row: int) -> None:
         """Remove the request in ``row``, which has ended."""
-        self._give_up(row)
+        self._cancel(row)
         self.residency.forget(row)
 
-    def _give_up(self, row: int) -> None:
+    def _cancel(self, row: int) -> None:
         """Cancel the reservations of the request in ``row``. It must be scheduled again."""
         self._reserved.discard(row)
         self._refused.pop(row, None)

@@ -175,14 +175,14 @@ class OffloadPolicy:
             link: Bandwidth of loads, bytes of full KV per second.
             share: Share of full KV that compressed KV keeps.
         """
-        telling = self._telling()
+        telling = self._usable_rounds()
         if not any(seen.rest.requests for seen in telling):
             return self.unknown
         running = telling[-1].draft.requests
         try:
             costs = fit_costs(
                 DraftTiming(running, median_low(seen.draft.seconds for seen in telling)),
-                _quickest([seen.rest for seen in telling]),
+                _fastest_half([seen.rest for seen in telling]),
                 weights=self.weights,
                 context=telling[-1].context * self.bytes_per_token,
                 link=link,
@@ -205,14 +205,14 @@ class OffloadPolicy:
         host = best(running, "host")
         return OffloadDecision(self.unknown.requests, host.drafts_offloaded or self.longest)
 
-    def _telling(self) -> list[ObservedRound]:
+    def _usable_rounds(self) -> list[ObservedRound]:
         """Rounds with as many requests as the last one, if there are enough. Otherwise all rounds."""
         rounds = list(self._seen)
         alike = [seen for seen in rounds if seen.draft.requests == rounds[-1].draft.requests]
         return alike if sum(seen.rest.requests > 0 for seen in alike) >= ENOUGH_ROUNDS else rounds
 
 
-def _quickest(rests: list[VerifyTiming]) -> list[VerifyTiming]:
+def _fastest_half(rests: list[VerifyTiming]) -> list[VerifyTiming]:
     """The faster half of the rounds for each number of verifications. Waiting for the link or the host only makes rounds slower."""
     found = []
     for requests in {rest.requests for rest in rests}:

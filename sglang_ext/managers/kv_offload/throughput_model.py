@@ -76,7 +76,7 @@ def stock_throughput(costs: Costs, requests: int) -> float:
 
 def plain_decoding_plan(costs: Costs, requests: int) -> OffloadPlan:
     """Plan for plain decoding of up to ``requests`` requests, as many as fit."""
-    running = _most(costs, requests, costs.context)
+    running = _max_requests(costs, requests, costs.context)
     rate = running * costs.bandwidth / (costs.weights + running * costs.context) if running else 0.0
     return OffloadPlan(running, 0, 0, 0, rate)
 
@@ -97,7 +97,7 @@ def best_plan(costs: Costs, p: float, requests: int, tier: Tier = "auto", longes
     """
     if longest < costs.drafts:
         raise CostError(f"at most {longest} drafts: pass at least {costs.drafts}, those of a round")
-    most = [_most(costs, requests, size) for size in (costs.copy, costs.resident)]
+    most = [_max_requests(costs, requests, size) for size in (costs.copy, costs.resident)]
     ranges = [
         (0, 0 if tier == "device" else most[0]),
         (0, 0 if tier == "host" else most[1]),
@@ -108,7 +108,7 @@ def best_plan(costs: Costs, p: float, requests: int, tier: Tier = "auto", longes
     return undrafted if tier != "host" and undrafted.tokens_per_second >= found.tokens_per_second else found
 
 
-def _most(costs: Costs, requests: int, size: float) -> int:
+def _max_requests(costs: Costs, requests: int, size: float) -> int:
     """Number of requests that fit if each holds ``size`` bytes."""
     return int(min(requests, costs.memory / size + ROUNDING)) if size else requests
 

@@ -35,7 +35,7 @@ class Eviction:
         # Each segment gets its own number, below those of nodes.
         numbers = count(1)
         for segment in self._segments.unused:
-            if not self._waits(segment):
+            if not self._is_after_full_kv(segment):
                 heap.append(self._ranked(segment.node, segment.start if anchors else segment.node.end, -next(numbers), segment))
         heapq.heapify(heap)
         while evicted < wanted and heap:
@@ -43,7 +43,7 @@ class Eviction:
             if segment is not None:
                 evicted += self._free(segment)
             elif node in leaves:
-                evicted += self._leave(node, host)
+                evicted += self._evict_node(node, host)
                 for coded in node.codes:
                     if not coded.users:
                         heapq.heappush(heap, self._ranked(node, node.end, -next(numbers), coded))
@@ -51,7 +51,7 @@ class Eviction:
                 heapq.heappush(heap, self._ranked(node.parent, node.parent.end, node.parent.id))
         return evicted
 
-    def _waits(self, segment: Segment) -> bool:
+    def _is_after_full_kv(self, segment: Segment) -> bool:
         """Whether a segment must be evicted after the full KV that it replaces, which can be evicted."""
         node = segment.node
         return segment in node.codes and node.value is not None and node.lock_ref == 0
@@ -76,7 +76,7 @@ class Eviction:
         awaited = segment is not None and segment in node.codes and node.lock_ref > 0
         return awaited, self._priority(node), -depth, rank, node, segment
 
-    def _leave(self, node: TieredNode, host: HostStore | None) -> int:
+    def _evict_node(self, node: TieredNode, host: HostStore | None) -> int:
         if node.codes:
             return self._nodes.free_value(node)
         if host is not None:

@@ -65,7 +65,7 @@ class FreedFullKV(ABC):
         """The position where a row's own slots begin. Slots before it are the tree's, ``protected`` tokens, or were freed."""
         return self._own[row].stop if row in self._own else protected
 
-    def _give_back_own(self, row: int, protected: int, covered: int) -> None:
+    def _free_own_slots(self, row: int, protected: int, covered: int) -> None:
         """Free the slots of a request's own tokens, after the tree's ``protected`` ones, that its compressed KV covers."""
         begin = self.own_start(row, protected)
         if covered <= begin:

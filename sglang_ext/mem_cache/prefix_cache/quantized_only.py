@@ -76,13 +76,13 @@ class QuantizedOnlyKV(FreedFullKV):
     # Decoding requests at the start of the last round.
     _decoding: dict[int, tuple[TieredNode, int]] = field(default_factory=dict)
     _shared: dict[int, tuple[TieredNode, int]] = field(default_factory=dict)
-    _elsewhere: dict[int, RecomputeSource] = field(default_factory=dict)
+    _recompute_sources: dict[int, RecomputeSource] = field(default_factory=dict)
     _pending: list[PendingRestore] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.tree.segments.blocks = SegmentBlocks(self.packing.block_tokens, self.packing.block_slots, self._parted)
+        self.tree.segments.blocks = SegmentBlocks(self.packing.block_tokens, self.packing.block_slots, self._on_segment_split)
 
-    def _parted(self, first: Segment, rest: Segment) -> None:
+    def _on_segment_split(self, first: Segment, rest: Segment) -> None:
         self.copies.on_segment_split(first, rest)
         if self.prompts is not None:
             self.prompts.on_segment_split(first, rest)
@@ -101,7 +101,7 @@ class QuantizedOnlyKV(FreedFullKV):
         for row in running:
             if (holder := self.holders.get(row)) is not None:
                 # A request's generated tokens follow the tokens in the tree.
-                self._give_back_own(row, holder.node.end, holder.covered)
+                self._free_own_slots(row, holder.node.end, holder.covered)
 
     def admitted(self, req: "Req") -> None:
         """See :meth:`FreedFullKV.admitted`."""
@@ -134,12 +134,12 @@ class QuantizedOnlyKV(FreedFullKV):
         for row, where in whole.items():
             if not self.tree.disable and self._shared.get(row) != where:
                 self._shared[row] = where
-                self._share(row, *where)
+                self._share_blocks(row, *where)
         self.holders.update(whole)
         for node, holders in self.holders.by_node.items():
             # The last prompt tokens can share a block with the first generated ones. They are in no segment.
-            if node.value is not None and (node.codes or not node.children) and self._may_go(node, holders):
-                self._give_back(node, holders)
+            if node.value is not None and (node.codes or not node.children) and self._can_free(node, holders):
+                self._free_full_kv(node, holders)
 
     def begin(self, row: int, tokens: int) -> None:
         """Register a request whose compressed KV another server packs. Its first ``tokens`` tokens have no full KV here."""
@@ -147,35 +147,35 @@ class QuantizedOnlyKV(FreedFullKV):
 
     def set_recompute_source(self, row: int, sent: RecomputeSource) -> None:
         """Allow the request in ``row`` to lack full KV: ``sent`` lets another server recompute it."""
-        self._elsewhere[row] = sent
+        self._recompute_sources[row] = sent
 
     def arrival(self, row: int) -> RecomputeSource | None:
         """The source that recomputes a request without full KV. None if it has all full KV, or is recomputed here."""
-        return self._elsewhere.get(row) if row in self._own else None
+        return self._recompute_sources.get(row) if row in self._own else None
 
     def _recomputable(self, row: int) -> bool:
-        return self.recomputes or row in self._elsewhere
+        return self.recomputes or row in self._recompute_sources
 
-    def _share(self, row: int, node: TieredNode, covered: int) -> None:
+    def _share_blocks(self, row: int, node: TieredNode, covered: int) -> None:
         """Let the tree own the blocks of a request's compressed KV that cover its prompt, and split nodes at the ends of segments.
 
         No data is moved: the draft row points to the same slots.
         """
-        view, segments = self.copies.get(row), self.tree.segments
-        if view.own_packed:
-            start, own = view.shared_len, Segment(view.shared_len, covered, view.own[view.sinks :])
+        compressed, segments = self.copies.get(row), self.tree.segments
+        if compressed.own_packed:
+            start, own = compressed.shared_len, Segment(compressed.shared_len, covered, compressed.own[compressed.sinks :])
             tokens = segments.boundary(own, min(covered, node.end)) - start
             if tokens > 0:
                 packed = self.packing.packed_slots(tokens)
-                slots = view.detach_blocks(tokens, packed)
+                slots = compressed.detach_blocks(tokens, packed)
                 made = Segment(start, start + tokens, slots, tokens=tokens, packed=packed, method=self.copies.method(row).name)
-                view.segments.append(made)
+                compressed.segments.append(made)
                 self.tree.nodes.attach(node, made)
                 segments.use(made)
-        for segment in [segment for segment in view.segments if segment.node is not None]:
-            self._fit(segment, node)
+        for segment in [segment for segment in compressed.segments if segment.node is not None]:
+            self._align_nodes(segment, node)
 
-    def _fit(self, segment: Segment, last: TieredNode) -> None:
+    def _align_nodes(self, segment: Segment, last: TieredNode) -> None:
         """Split nodes on the path to ``last`` at the ends of ``segment``, and split ``segment`` at the ends of nodes that it can tile."""
         nodes, segments = self.tree.nodes, self.tree.segments
         for node in path(last):
@@ -192,11 +192,11 @@ class QuantizedOnlyKV(FreedFullKV):
                 if cut < node.end:
                     nodes.split(node, cut - node.start)
 
-    def _may_go(self, node: TieredNode, holders: list[CompressedRequest]) -> bool:
+    def _can_free(self, node: TieredNode, holders: list[CompressedRequest]) -> bool:
         """Whether a node's device slots are unused: all requests that lock it read compressed KV instead."""
         return node.lock_ref == len(holders) and all(node.end <= holder.covered for holder in holders)
 
-    def _give_back(self, node: TieredNode, holders: list[CompressedRequest]) -> None:
+    def _free_full_kv(self, node: TieredNode, holders: list[CompressedRequest]) -> None:
         self.tree.nodes.free_value(node)
         for holder in holders:
             # To SGLang's padding page.
@@ -214,7 +214,7 @@ class QuantizedOnlyKV(FreedFullKV):
             self.prompts.forget(row)
         self._decoding.pop(row, None)
         self._shared.pop(row, None)
-        self._elsewhere.pop(row, None)
+        self._recompute_sources.pop(row, None)
 
     def clear(self) -> None:
         """See :meth:`FreedFullKV.clear`."""
@@ -222,7 +222,7 @@ class QuantizedOnlyKV(FreedFullKV):
         self.holders.clear()
         if self.prompts is not None:
             self.prompts.clear()
-        for kept in (self._decoding, self._shared, self._elsewhere, self._pending):
+        for kept in (self._decoding, self._shared, self._recompute_sources, self._pending):
             kept.clear()
 
     @property
@@ -269,8 +269,8 @@ class QuantizedOnlyKV(FreedFullKV):
 
     def can_lack_full_kv(self, row: int) -> bool:
         """Whether the request in ``row`` may lack full KV, so that it depends on its compressed KV."""
-        view = self.copies.get(row)
-        return view is not None and view.has_all_tokens and self._recomputable(row)
+        compressed = self.copies.get(row)
+        return compressed is not None and compressed.has_all_tokens and self._recomputable(row)
 
     def whole(self, tokens: int) -> int:
         """Tokens, of a context's first ``tokens``, before the last position where segments can be split. ``tokens`` if there is none."""
@@ -290,39 +290,39 @@ class QuantizedOnlyKV(FreedFullKV):
             share: Expected share of ``more``.
         """
         method, tokens = self.method_of(req), len(req.origin_input_ids) + len(req.output_ids)
-        view = None if req.req_pool_idx is None else self.copies.get(req.req_pool_idx)
-        if method is None or (view is None and tokens < method.shortest):
+        compressed = None if req.req_pool_idx is None else self.copies.get(req.req_pool_idx)
+        if method is None or (compressed is None and tokens < method.shortest):
             return SlotDemand(growth=share * more)
         # While its prompt is computed, its compressed KV covers at most the beginning.
-        if view is None or (self.prompts is not None and req.req_pool_idx in self.prompts.computed):
-            return self._room_of_prompt(req, method, view, tokens, more, share * more)
-        left = view.refresh_after - (tokens - method.recent)
-        taken, growth = self._grows(method, tokens - view.covered, left, more, share * more)
+        if compressed is None or (self.prompts is not None and req.req_pool_idx in self.prompts.computed):
+            return self._prompt_demand(req, method, compressed, tokens, more, share * more)
+        left = compressed.refresh_after - (tokens - method.recent)
+        taken, growth = self._growth(method, tokens - compressed.covered, left, more, share * more)
         copy = taken if left <= NEAR else 0
-        leaves = self._leaves(req, method.sinks, view.covered) if self.can_lack_full_kv(req.req_pool_idx) else {}
+        leaves = self._freed_nodes(req, method.sinks, compressed.covered) if self.can_lack_full_kv(req.req_pool_idx) else {}
         return SlotDemand(copy, leaves=leaves, growth=growth - copy)
 
-    def _room_of_prompt(
-        self, req: "Req", method: "CompressionMethod", view: CompressedKV | None, tokens: int, more: int, expected: float
+    def _prompt_demand(
+        self, req: "Req", method: "CompressionMethod", compressed: CompressedKV | None, tokens: int, more: int, expected: float
     ) -> SlotDemand:
         """As :meth:`slot_demand`, for a request whose ``tokens`` are compressed once they are computed.
 
         Args:
-            view: Its compressed KV so far. None if it has none.
+            compressed: Its compressed KV so far. None if it has none.
         """
         sinks, reach = method.sinks, tokens - method.recent
         covered = method.covered(reach)
-        segments = self._known(req, method, covered) if view is None else []
-        known = segments[-1].end if segments else sinks if view is None else view.covered
-        copy = sinks * (view is None) + method.packing.held_slots(method.kept(covered - known))
+        segments = self._known_segments(req, method, covered) if compressed is None else []
+        known = segments[-1].end if segments else sinks if compressed is None else compressed.covered
+        copy = sinks * (compressed is None) + method.packing.held_slots(method.kept(covered - known))
         reads = tuple(segment for segment in segments if not segment.users)
-        _, growth = self._grows(method, tokens - covered, method.due(reach) - reach, more, expected)
+        _, growth = self._growth(method, tokens - covered, method.due(reach) - reach, more, expected)
         if not method.packs_all:
             return SlotDemand(copy, growth=growth, reads=reads)
         back = max(0, covered - max(sinks, req.cache_protected_len))
-        return SlotDemand(copy, back, self._leaves(req, sinks, covered), growth, reads)
+        return SlotDemand(copy, back, self._freed_nodes(req, sinks, covered), growth, reads)
 
-    def _grows(self, method: "CompressionMethod", exact: int, left: int, more: int, expected: float) -> tuple[int, float]:
+    def _growth(self, method: "CompressionMethod", exact: int, left: int, more: int, expected: float) -> tuple[int, float]:
         """Slots for the next refresh of compressed KV, while the full KV that it replaces still exists. And all slots that the remaining
         output needs, including those.
 
@@ -345,14 +345,14 @@ class QuantizedOnlyKV(FreedFullKV):
         """Whether a prompt attends to all quantized-only KV on the path to ``best`` directly, so that it needs no slots for it."""
         return self.prompts is not None and self.prompts.reads(req, best)
 
-    def _known(self, req: "Req", method: "CompressionMethod", covered: int) -> list[Segment]:
+    def _known_segments(self, req: "Req", method: "CompressionMethod", covered: int) -> list[Segment]:
         """Segments of the tree that the compressed KV of a waiting request will begin with."""
         matched = 0 if req.req_pool_idx is not None else len(req.prefix_indices) + req.host_hit_length
         if not matched:
             return []
         return self.tree.nodes.segments_to(req.best_match_node, min(matched, covered), method.name, method.sinks)
 
-    def _leaves(self, req: "Req", sinks: int, covered: int) -> dict[TieredNode, int]:
+    def _freed_nodes(self, req: "Req", sinks: int, covered: int) -> dict[TieredNode, int]:
         """Nodes on a request's path with full KV that its compressed KV over ``covered`` tokens replaces, with the slots freed of each."""
         found: dict[TieredNode, int] = {}
         for node in path(req.last_node):

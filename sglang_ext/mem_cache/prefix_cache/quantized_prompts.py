@@ -91,14 +91,14 @@ class QuantizedPrompts:
             if self.copies.compress(row, end, prefix=prefix, is_prompt_unfinished=True):
                 self._release(self._held.pop(row, ()))
                 break
-        if (view := self.copies.get(row)) is not None:
-            self.computed[row] = req.last_node, view.covered
+        if (compressed := self.copies.get(row)) is not None:
+            self.computed[row] = req.last_node, compressed.covered
 
     def codes(self, row: int) -> torch.Tensor:
         """Slots of the blocks after the sinks that the request in ``row`` has in the pool: int64, whole blocks."""
-        view = self.copies.get(row)
-        if view is not None:
-            return view.slots[: view.packed]
+        compressed = self.copies.get(row)
+        if compressed is not None:
+            return compressed.slots[: compressed.packed]
         held = [segment.slots[: segment.packed] for segment in self._held.get(row, ())]
         return torch.cat(held) if held else self.copies.token_table.new_empty(0, dtype=torch.int64)
 

@@ -187,7 +187,7 @@ class Reloads:
     def finish(self, load: Transfer) -> int:
         """Wait for a load, and process it as :meth:`collect_loads` does."""
         self.host.arrivals.wait(load)
-        return self._take_in(load)
+        return self._complete(load)
 
     def collect_loads(self, stores: Iterable[Transfer] = ()) -> int:
         """Process the completed loads. Their nodes are then on the device, except those whose KV came back changed.
@@ -200,7 +200,7 @@ class Reloads:
         """
         loads = list(dict.fromkeys(node.load for node in self._nodes.loading))
         self.host.arrivals.update([*loads, *stores])
-        return sum(self._take_in(load) for load in loads if self.host.arrivals.done(load))
+        return sum(self._complete(load) for load in loads if self.host.arrivals.done(load))
 
     def drop_failed(self, load: Transfer) -> int:
         """Drop host pages that ``load`` found changed, and the host's KV of nodes below them.
@@ -225,7 +225,7 @@ class Reloads:
             self.failed_pages += len(failed)
         return len(failed)
 
-    def _take_in(self, load: Transfer) -> int:
+    def _complete(self, load: Transfer) -> int:
         lost = self.drop_failed(load)
         outcome = self.host.arrivals.outcome(load)
         self.link.add(outcome.size, outcome.seconds, load.size)

@@ -39,17 +39,17 @@ class RemoteOnlyKV(FreedFullKV):
     def update(self, requests: "Sequence[Req]") -> None:
         """Free full KV at the start of a round of ``requests``. The prefix tree already owns the prompts of those with compressed KV."""
         for req in requests:
-            view = self.copies.get(req.req_pool_idx)
-            if view is None or not req.cache_protected_len <= view.covered <= self.ranks.holds(req.req_pool_idx):
+            compressed = self.copies.get(req.req_pool_idx)
+            if compressed is None or not req.cache_protected_len <= compressed.covered <= self.ranks.holds(req.req_pool_idx):
                 continue
-            if self.own_start(req.req_pool_idx, 0) >= view.covered:
+            if self.own_start(req.req_pool_idx, 0) >= compressed.covered:
                 continue
             self.ranks.leave_slots(req.req_pool_idx, alone=True)
             if req.req_pool_idx not in self._own:
-                self._let_go(req)
-            self._give_back_own(req.req_pool_idx, req.cache_protected_len, view.covered)
+                self._unlock_path(req)
+            self._free_own_slots(req.req_pool_idx, req.cache_protected_len, compressed.covered)
 
-    def _let_go(self, req: "Req") -> None:
+    def _unlock_path(self, req: "Req") -> None:
         """Unlock a request's path. Others may take its slots, so its row must no longer point to them."""
         row, protected = req.req_pool_idx, req.cache_protected_len
         if not self.tree.disable and req.last_node is not None:
@@ -81,20 +81,20 @@ class RemoteOnlyKV(FreedFullKV):
 
     def slot_demand(self, req: "Req", more: int, share: float = 1.0) -> SlotDemand:
         """See :meth:`FreedFullKV.slot_demand`. All free blocks of the ranks are available to the request."""
-        return self._room(req, more, share, self.ranks.free_blocks())
+        return self._demand(req, more, share, self.ranks.free_blocks())
 
     def slot_demands(self, requests: "Iterable[tuple[Req, int]]", share: float = 1.0) -> list[SlotDemand]:
         """See :meth:`FreedFullKV.slot_demands`. Requests are handed over in this order. If the ranks are full, full KV stays here."""
         free = self.ranks.free_blocks()
-        return [self._room(req, more, share, free) for req, more in requests]
+        return [self._demand(req, more, share, free) for req, more in requests]
 
-    def _room(self, req: "Req", more: int, share: float, free: "FreeBlocks") -> SlotDemand:
+    def _demand(self, req: "Req", more: int, share: float, free: "FreeBlocks") -> SlotDemand:
         method, row, tokens = self.method_of(req), req.req_pool_idx, len(req.origin_input_ids) + len(req.output_ids)
-        view = None if row is None else self.copies.get(row)
-        if method is None or (view is None and (tokens < method.shortest or not self._goes(row, tokens, free))):
+        compressed = None if row is None else self.copies.get(row)
+        if method is None or (compressed is None and (tokens < method.shortest or not self._is_handed_over(row, tokens, free))):
             return SlotDemand(growth=share * more)
         expected = int(share * more)
-        covered = method.covered(tokens) if view is None else view.covered
+        covered = method.covered(tokens) if compressed is None else compressed.covered
         kept = method.kept(covered)
         growth = method.kept(method.covered(tokens + expected)) - kept + min(more, self.tail)
         if self.can_lack_full_kv(row):
@@ -102,8 +102,8 @@ class RemoteOnlyKV(FreedFullKV):
         nodes = [] if req.last_node is None else path(req.last_node)
         # It unlocks its whole path: nodes that no other request locks may be evicted.
         leaves, back = {node: node.device_tokens for node in nodes}, max(0, covered - req.cache_protected_len)
-        return SlotDemand(method.packing.held_slots(kept) if view is None else 0, back, leaves, growth)
+        return SlotDemand(method.packing.held_slots(kept) if compressed is None else 0, back, leaves, growth)
 
-    def _goes(self, row: int | None, tokens: int, free: "FreeBlocks") -> bool:
+    def _is_handed_over(self, row: int | None, tokens: int, free: "FreeBlocks") -> bool:
         """Whether a request without compressed KV was handed over, or will be. In the second case it takes its blocks from ``free``."""
         return (row is not None and self.ranks.has_request(row)) or free.take(tokens)

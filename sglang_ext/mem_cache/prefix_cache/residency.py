@@ -131,12 +131,13 @@ class Residency:
         No data is moved: the draft row points to the same slots.
         """
         copies, node = self.tree.copies, holder.node
-        view = copies.get(holder.row)
-        if not view.own_packed or view.shared_len + view.own_tokens < view.covered or view.covered > node.end:
+        compressed = copies.get(holder.row)
+        if not compressed.own_packed or compressed.shared_len + compressed.own_tokens < compressed.covered or compressed.covered > node.end:
             return
-        method, tokens, packed = copies.method(holder.row).name, view.own_tokens, view.own_packed
-        made = Segment(view.shared_len, view.covered, view.detach_blocks(tokens, packed), tokens=tokens, packed=packed, method=method)
-        view.segments.append(made)
+        method, tokens, packed = copies.method(holder.row).name, compressed.own_tokens, compressed.own_packed
+        start, slots = compressed.shared_len, compressed.detach_blocks(tokens, packed)
+        made = Segment(start, compressed.covered, slots, tokens=tokens, packed=packed, method=method)
+        compressed.segments.append(made)
         self.tree.nodes.attach(node, made)
         self.tree.segments.use(made)
 
@@ -183,9 +184,9 @@ class Residency:
         return freed
 
     def _droppable(self) -> list[TieredNode]:
-        return [node for node, holders in self.holders.by_node.items() if self._may_go(node, holders)]
+        return [node for node, holders in self.holders.by_node.items() if self._can_drop(node, holders)]
 
-    def _may_go(self, node: TieredNode, holders: list[CompressedRequest]) -> bool:
+    def _can_drop(self, node: TieredNode, holders: list[CompressedRequest]) -> bool:
         """Whether nothing reads a node's device slots before they can be loaded again."""
         if not holders or node.lock_ref != len(holders):
             return False

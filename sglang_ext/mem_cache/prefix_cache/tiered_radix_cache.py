@@ -178,7 +178,7 @@ class TieredRadixCache(RadixCache):
             self.inc_lock_ref(best)
             as_codes = self.codes is not None and self.codes.reads(params.req, best)
             if not as_codes:
-                self._bring(nodes, params.mem_quota)
+                self._load(nodes, params.mem_quota)
             # Nodes were split at changed pages.
             nodes = [node for node in path(best) if node.start >= begin]
             nodes = list(takewhile(lambda node: node.on_device or (as_codes and node.is_quantized_only), nodes))
@@ -191,7 +191,7 @@ class TieredRadixCache(RadixCache):
         """Slots for a quantized-only node, in SGLang's padding page, in the order of a page: int64 [tokens of the node]."""
         return torch.arange(node.start, node.end, device=self._empty_match_result.device_indices.device) % self.page_size
 
-    def _bring(self, nodes: list[TieredNode], quota: int | None) -> None:
+    def _load(self, nodes: list[TieredNode], quota: int | None) -> None:
         nodes = list(takewhile(lambda node: not node.is_void, nodes))
         coded = [node for node in nodes if node.is_quantized_only]
         if coded and not self.codes.restore(coded, self._allocate):
@@ -214,7 +214,7 @@ class TieredRadixCache(RadixCache):
         key = key.page_aligned(self.page_size)
         slots = torch.tensor(key.raw_token_ids()) if params.value is None else params.value[: len(key)]
         prefix_len = max((node.end for node in self.nodes.walk(key) if node.on_device), default=0)
-        last, _ = self._grow(key, slots, prefix_len, params.priority or 0, params.chunked)
+        last, _ = self._insert(key, slots, prefix_len, params.priority or 0, params.chunked)
         return InsertResult(prefix_len=prefix_len, last_device_node=last)
 
     def cache_finished_req(self, req, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
@@ -253,7 +253,7 @@ class TieredRadixCache(RadixCache):
         end = max(own, len(key))
         if is_insert and own < len(key) and not self.disable_finished_insert:
             slots = row[: len(key)].to(torch.int64, copy=True)
-            _, unneeded = self._grow(key, slots, own, getattr(req, "priority", 0) or 0)
+            _, unneeded = self._insert(key, slots, own, getattr(req, "priority", 0) or 0)
         else:
             unneeded = [(own, end)]
         parts = [*unneeded, (end, allocated)]
@@ -277,7 +277,7 @@ class TieredRadixCache(RadixCache):
             # Tokens that fill no block stay the request's own until the block is full: a node that ends within a block would keep them.
             key = key[: max(req.cache_protected_len, self.codes.whole(len(key)))]
         slots, own = row[: len(key)].to(torch.int64, copy=True), req.cache_protected_len
-        last, unneeded = self._grow(key, slots, own, getattr(req, "priority", 0) or 0, chunked)
+        last, unneeded = self._insert(key, slots, own, getattr(req, "priority", 0) or 0, chunked)
         self._free_parts(row, unneeded)
         parts = [node.value if node.on_device else slots[node.start : node.end] for node in path(last)]
         indices = concat_slots(parts, self._empty_match_result.device_indices)
@@ -314,7 +314,7 @@ class TieredRadixCache(RadixCache):
     def _free_parts(self, row: torch.Tensor, parts: list[tuple[int, int]]) -> None:
         self.token_to_kv_pool_allocator.free_segments([(row[start:end], start) for start, end in parts])
 
-    def _grow(
+    def _insert(
         self, key: RadixKey, slots: torch.Tensor, own: int, priority: int, chunked: bool = False
     ) -> tuple[TieredNode, list[tuple[int, int]]]:
         """Make the tree hold the KV of ``key``, on the device from token ``own`` on.

@@ -35,15 +35,15 @@ class ProgressLines:
         self.console, self.name, self.total, self.unit = console, name, total, unit
         self.done, self.begun = 0, time.monotonic()
         self.told = self.begun
-        self._tell()
+        self._print()
 
     def advance(self, count: int) -> None:
         """Add ``count`` to the completed work."""
         self.done += count
         if self.done >= self.total or time.monotonic() - self.told >= EVERY:
-            self._tell()
+            self._print()
 
-    def _tell(self) -> None:
+    def _print(self) -> None:
         self.told = time.monotonic()
         seconds = self.told - self.begun
         left = f", about {seconds * (self.total - self.done) / self.done:.0f} s left" if 0 < self.done < self.total else ""

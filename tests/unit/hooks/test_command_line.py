@@ -141,7 +141,7 @@ def test_hooks_are_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     from sglang_ext.hooks import table as hooks
 
     registry = logging.getLogger(hooking.REGISTRY)
-    with caplog.at_level(logging.INFO), hooking._warnings_alone(hooking.REGISTRY):
+    with caplog.at_level(logging.INFO), hooking._only_warnings(hooking.REGISTRY):
         registry.info("Applied 1 hook(s) to a.target")
         registry.warning("Multiple hooks")
     assert caplog.messages == ["Multiple hooks"]
