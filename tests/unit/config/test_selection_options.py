@@ -164,7 +164,7 @@ def test_flags_of_cache_ranks_are_refused_with_what_is_allowed(monkeypatch):
         ({"kv_cache_ranks": 1, "kv_pack_layers": "six"}, "--kv-pack-layers is six; pass a whole number of layers from 1, .* or auto"),
         ({"kv_cache_ranks": 1, "kv_cache_rank_gb": -1}, "--kv-cache-rank-gb is -1; pass GB of memory for keys, above 0"),
         ({"kv_cache_ranks": 1, "kv_cache_rank_gpu": -1}, "--kv-cache-rank-gpu is -1; pass the number of the GPU .*, from 0, for example 1"),
-        ({"kv_cache_ranks": 1, "kv_score_bits": 2}, "--kv-score-bits is 2; .* or in 8 or 4 bits: pass one of 16, 8, 4"),
+        ({"kv_cache_ranks": 1, "kv_score_bits": 2}, "--kv-score-bits is 2; .* or with keys in 8 or 4 bits: pass one of 16, 8, 4"),
         ({"kv_score_bits": 4, "disaggregation_mode": "decode"}, "is 4 with --disaggregation-mode decode; .*: pass --kv-score-bits 16, or"),
         ({"kv_cache_ranks": 1, "tp_size": 2}, "--kv-cache-ranks is 1 with --tp-size 2; .*: pass --tp-size 1, or --kv-cache-ranks 0"),
     ):
@@ -186,7 +186,7 @@ def test_codes_lie_beside_the_pool_where_tokens_are_chosen_by_few_bits_and_not_b
     args = spade(kv_mode=mode, kv_score_bits=8, disaggregation_mode="prefill")
     flag_checks.check_flags(args)
     assert selection_options.slot_code_bits(args) == 0
-    assert "which takes no steps, and so --kv-score-bits does nothing: pass that to the decode server" in caplog.text
+    assert "which has no decode steps, so that --kv-score-bits does nothing: pass that to the decode server" in caplog.text
     args = arguments(kv_compressor="verify-guided", kv_score_bits=8)
     flag_checks.check_flags(args)
     assert selection_options.slot_code_bits(args) == 0
@@ -237,7 +237,7 @@ def test_flags_of_cache_ranks_are_named_where_there_are_none(caplog):
     assert "1, or --disaggregation-transfer-backend progressive --disaggregation-mode prefill or decode, or leave it out" in caplog.text
     args = spade(kv_cache_ranks=1, disaggregation_mode="prefill")
     flag_checks.check_flags(args)
-    assert "which takes no steps, and so --kv-cache-ranks does nothing: pass that to the decode server" in caplog.text
+    assert "which has no decode steps, so that --kv-cache-ranks does nothing: pass that to the decode server" in caplog.text
     assert selection_options.ranks(args) == 0
     args.disaggregation_mode = "decode"
     assert selection_options.ranks(args) == 1
