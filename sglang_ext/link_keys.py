@@ -7,9 +7,9 @@ from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
 
 
 def main() -> None:
-    """Write a new file that its owner alone reads, to be copied to each machine."""
+    """Write a new file that only its owner can read, to be copied to each machine."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", type=Path, help="that --kv-link-keys names; it must not exist")
+    parser.add_argument("file", type=Path, help="file for --kv-link-keys; it must not exist")
     file = parser.parse_args().file
     try:
         LinkKeys.generate().write(file)

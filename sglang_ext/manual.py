@@ -1,10 +1,10 @@
-"""Writes the pages of the manual that follow from the code: ``docs/flags.md`` and ``docs/compatibility.md``.
+"""Writes the pages of the manual that are generated from code: ``docs/flags.md`` and ``docs/compatibility.md``.
 
     python -m sglang_ext.manual            # writes both
-    python -m sglang_ext.manual --check    # exit code 1 where one is out of date
+    python -m sglang_ext.manual --check    # exit code 1 if one is out of date
 
-Flags come from the help of :class:`~sglang_ext.arguments.KVServerArgs`, refusals from the tables that the server checks. What
-stands between the marks :data:`BEGIN` and :data:`END` is written by hand, and kept.
+Flags come from the help of :class:`~sglang_ext.arguments.KVServerArgs`, refusals from the tables that the server checks. Text between the
+marks :data:`BEGIN` and :data:`END` is handwritten and kept.
 """
 
 import argparse
@@ -24,17 +24,17 @@ from sglang_ext.config.refused_options import CACHES, PARALLELISM, REFUSALS
 from sglang_ext.mem_cache.compressors import catalogue
 
 BEGIN, END = "<!-- by hand: begin -->", "<!-- by hand: end -->"
-GENERATED = "<!-- Written by `python -m sglang_ext.manual`, but for what stands between the marks. -->"
+GENERATED = "<!-- Written by `python -m sglang_ext.manual`, except the text between the marks. -->"
 WIDTH = 110
 VALUES = "|".join((*map(re.escape, catalogue.names()), *MODES, "auto", "null", r"\d+"))
-# Fields in the order in which the page has them.
+# Fields in the order of the page.
 GROUPS: dict[str, tuple[str, ...]] = {
     "Mode": ("kv_mode",),
     "What the compressed cache keeps": (
         *("kv_compressor", "kv_budget", "kv_sparse_from", "kv_bits", "kv_partition", "kv_prefill", "kv_head_budgets"),
         *("kv_more_compressors", "kv_scores", "kv_predictor", "kv_online_compressor"),
     ),
-    "Tokens chosen for each step": (
+    "Tokens selected for each step": (
         *("kv_select", "kv_select_every", "kv_select_by", "kv_cache_ranks", "kv_cache_rank_gpu", "kv_pack_layers", "kv_cache_rank_gb"),
         "kv_score_bits",
     ),
@@ -59,22 +59,22 @@ def own_fields() -> tuple[str, ...]:
 
 
 def flags_page(by_hand: str) -> str:
-    """``docs/flags.md``; ``by_hand`` is the part of it that is kept.
+    """Render ``docs/flags.md``. ``by_hand`` is its handwritten part.
 
     Raises:
-        ValueError: a flag stands in no group, or in two.
+        ValueError: A flag is in no group, or in two.
     """
     grouped = [name for names in GROUPS.values() for name in names]
     if sorted(grouped) != sorted(own_fields()):
-        raise ValueError(f"GROUPS has {sorted(grouped)}, the arguments are {sorted(own_fields())}: give each flag one group")
+        raise ValueError(f"GROUPS has {sorted(grouped)}, the arguments are {sorted(own_fields())}: put each flag into one group")
     parser = argparse.ArgumentParser()
     add_cli_args_from_dataclass(parser, KVServerArgs, fields=grouped)
     actions = {action.dest: action for action in parser._actions}
     lines = [
         "# Flags",
         GENERATED,
-        "With `--kv-mode full` none of the other flags does anything, but for those of transfers: a warning at start names those that\n"
-        "are given. In a program\n"
+        "With `--kv-mode full` the other flags have no effect, except those of transfers. A warning at start names those that are given.\n"
+        "In a program\n"
         '`sgl.Engine(model_path=..., kv_mode="verified", kv_budget=0.5)` takes them as keywords.',
     ]
     for group, names in GROUPS.items():
@@ -83,7 +83,7 @@ def flags_page(by_hand: str) -> str:
 
 
 def compatibility_page(by_hand: str) -> str:
-    """``docs/compatibility.md``; ``by_hand`` is the part of it that is kept."""
+    """Render ``docs/compatibility.md``. ``by_hand`` is its handwritten part."""
     lines = []
     for group, refusals in REFUSED.items():
         lines += [f"## Refused: {group[0].lower()}{group[1:]}", "\n".join(_refusals(refusals))]
@@ -94,18 +94,18 @@ PAGES = {"flags.md": flags_page, "compatibility.md": compatibility_page}
 
 
 def handwritten_part(text: str) -> str:
-    """What stands between the marks of a page; nothing where it has none.
+    """The text between the marks of a page. Empty if it has none.
 
     Raises:
-        ValueError: there is one mark without the other.
+        ValueError: There is one mark without the other.
     """
     if (BEGIN in text) != (END in text):
-        raise ValueError(f"the page has one of {BEGIN} and {END}; what is written by hand stands between both")
+        raise ValueError(f"the page has one of {BEGIN} and {END}; handwritten text must be between both")
     return text.partition(BEGIN)[2].partition(END)[0].strip()
 
 
 def render(folder: Path) -> dict[Path, str]:
-    """Each page of a ``docs`` folder, as it should be."""
+    """Render each page of a ``docs`` folder."""
     found = {}
     for name, page in PAGES.items():
         path = folder / name
@@ -114,7 +114,7 @@ def render(folder: Path) -> dict[Path, str]:
 
 
 def outdated_pages(folder: Path) -> list[Path]:
-    """Pages that are missing, or differ from what the code says."""
+    """Pages that are missing, or differ from the code."""
     return [path for path, text in render(folder).items() if not path.exists() or path.read_text() != text]
 
 
@@ -143,13 +143,13 @@ def _refusals(refusals: Iterable[Refusal]) -> Iterator[str]:
 
 
 def _wrapped(text: str, indent: str = "") -> str:
-    """In lines of :data:`WIDTH`; flags, with a value that is one of ours or a number, and variables as code."""
+    """Wrap a text to lines of :data:`WIDTH`. Mark flags, with known values or numbers, and variables as code."""
     marked = re.sub(rf"(?<![\w`-])(--[a-z][a-z0-9-]*(?: (?:{VALUES})(?![\w+-]))?|SGLANG_[A-Z_]+)", r"`\1`", text)
     return textwrap.fill(marked, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the pages, or with ``--check`` say which are out of date; the exit code."""
+    """Write the pages, or with ``--check`` report the outdated ones. Return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m sglang_ext.manual", description=__doc__.partition("\n")[0])
     parser.add_argument("--docs", type=Path, default=Path(__file__).parents[1] / "docs", help="folder (default: %(default)s)")
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where a page is out of date")

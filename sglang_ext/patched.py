@@ -1,7 +1,6 @@
-"""What a fork of SGLang with the series of ``patches/`` calls, in place of the plugin's entry point.
+"""Entry points for a fork of SGLang with the series of ``patches/``, in place of the plugin's.
 
-The fork's ``ServerArgs`` has the flags itself, so that :class:`sglang_ext.arguments.KVServerArgs` is
-not used there.
+The fork's ``ServerArgs`` has the flags itself, so that :class:`sglang_ext.arguments.KVServerArgs` is not used there.
 """
 
 import pkgutil
@@ -19,11 +18,11 @@ if TYPE_CHECKING:
 
 
 def prepare(args: "ServerArgs") -> None:
-    """Before SGLang resolves its options, where a mode or our transfer backend is asked for: check the flags, set SGLang's own.
+    """Check the flags and set SGLang's own, before SGLang resolves its options. Called if a mode or our transfer backend is requested.
 
     Raises:
-        OptionError: a flag is out of range, or an option cannot be combined with the mode or the backend.
-        hooking.HookError: a function that the backend needs is not marked in the fork, or has other parameters than expected.
+        OptionError: A flag is out of range, or an option cannot be combined with the mode or the backend.
+        hooking.HookError: A function that the backend needs is not marked in the fork, or has unexpected parameters.
     """
     flag_checks.check_flags(args)
     if options.has_progressive_transfer(args):
@@ -33,11 +32,11 @@ def prepare(args: "ServerArgs") -> None:
 
 
 def check(args: "ServerArgs") -> None:
-    """After SGLang resolved its options: check the backend, the model and the fork's seams.
+    """Check the backend, the model and the fork's hook marks, after SGLang resolved its options.
 
     Raises:
-        OptionError: the attention backend or the model is not supported, or a predictor is of another model.
-        hooking.HookError: a function is not marked in the fork, or has other parameters than expected.
+        OptionError: The attention backend or the model is not supported, or a predictor belongs to another model.
+        hooking.HookError: A function is not marked in the fork, or has unexpected parameters.
     """
     flag_checks.check_resolved(args)
     _check_marks(hooks.HOOKS, f"--kv-mode {args.kv_mode}")

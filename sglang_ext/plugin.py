@@ -1,7 +1,7 @@
 """The plugin's only entry point: SGLang calls :func:`register` in each process it starts.
 
-It offers what sglang-ext adds to SGLang's registries (arguments, speculative algorithm, radix cache
-backend, transfer backend). None of it runs before ``--kv-mode``, or ``--disaggregation-transfer-backend progressive``, asks for it.
+It adds sglang-ext to SGLang's registries (arguments, speculative algorithm, radix cache backend, transfer backend). None of it runs
+without ``--kv-mode`` or ``--disaggregation-transfer-backend progressive``.
 """
 
 import sys
@@ -12,7 +12,7 @@ ARGUMENTS = "sglang.srt.server_args.ServerArgs"
 def register() -> None:
     """Register the flags, the speculative algorithm, the radix cache backend and the transfer backend.
 
-    A fork that carries the series of ``patches/`` has all of it already.
+    Does nothing in a fork with the series of ``patches/``, which contains all of it.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

@@ -1,10 +1,10 @@
-"""SGLang's frontend language behind SGLang's router of prefill and decode servers.
+"""SGLang's frontend language for SGLang's router of prefill and decode servers.
 
     backend = sglang_ext.router_endpoint.RouterEndpoint("http://localhost:30000")
     state = program.run(backend=backend)
 
-Stock's ``sgl.RuntimeEndpoint`` asks for all choices of a ``select`` in one request, and the router refuses a list of texts with status
-422. One by one it answers them.
+Stock's ``sgl.RuntimeEndpoint`` sends all choices of a ``select`` in one request. The router refuses a list of texts with status 422, but
+accepts single requests.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -13,23 +13,23 @@ from typing import Any
 from sglang.lang.backend.runtime_endpoint import RuntimeEndpoint
 from sglang.lang.interpreter import StreamExecutor
 
-# Requests under way of one ``select``.
+# Concurrent requests of one ``select``.
 MAX_CONCURRENT_REQUESTS = 16
 
 
 class RouterEndpoint(RuntimeEndpoint):
-    """As ``sgl.RuntimeEndpoint``, but that each prompt goes in a request of its own; before a single server it does the same.
+    """As ``sgl.RuntimeEndpoint``, but with one request per prompt. It also works with a single server.
 
     Args:
-        base_url: of the router.
-        api_key, verify, chat_template_name: as of ``sgl.RuntimeEndpoint``.
+        base_url: URL of the router.
+        api_key, verify, chat_template_name: See ``sgl.RuntimeEndpoint``.
     """
 
     def _generate_http_request(self, s: StreamExecutor, data: dict[str, Any]) -> Any:
-        """The answer to a request to ``/generate``, or those to each prompt of a list, in its order.
+        """Return the response to a request to ``/generate``, or a list of responses, one for each prompt of a list.
 
         Raises:
-            RuntimeError: with what the router said of one that it did not answer.
+            RuntimeError: With the router's message for a request that failed.
         """
         ask = super()._generate_http_request
         prompts = "text" if "text" in data else "input_ids"

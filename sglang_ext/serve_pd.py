@@ -1,9 +1,10 @@
-"""Serves one model from a prefill and a decode server on this machine, behind SGLang's router.
+"""Serves one model with a prefill and a decode server on this machine, behind SGLang's router.
 
     python -m sglang_ext.serve_pd --model MODEL [--port 30000]
 
-Clients ask the router, on --port. The next three ports are the prefill server's, the decode server's and that by which the two find
-each other. KV travels by transfer backend progressive, and the decode server drafts and verifies, unless flags say otherwise.
+Clients send requests to the router, on --port. The prefill server, the decode server and SGLang's bootstrap server use the next three
+ports. The first two find each other with the third. By default KV is transferred with the transfer backend progressive, and the decode
+server drafts and verifies.
 """
 
 import argparse
@@ -27,30 +28,30 @@ ROUTER = "sglang_router"
 INSTALL_ROUTER = "pip install --no-deps -r requirements/pd.txt, or run make serve-pd"
 ASK_OF_US = "which this command gives to both servers from its own {0}: pass {0} ({1} of make serve-pd), and leave it out there"
 FIXED = "which this command sets itself: leave it out there, or start the servers by hand (docs/guides/prefill-and-decode-apart.md)"
-# Flags that this program gives itself, and what to do instead.
+# Flags that this program sets itself, and what to do instead.
 RESERVED_FLAGS = {
     **dict.fromkeys(("--model-path", "--model"), ASK_OF_US.format("--model", "MODEL")),
     **dict.fromkeys(("--port", "--disaggregation-bootstrap-port"), ASK_OF_US.format("--port", "PORT")),
     **dict.fromkeys(("--host", "--disaggregation-mode"), FIXED),
 }
 PORTS = 4
-"""Of the router, the prefill server, the decode server and SGLang's bootstrap server."""
-# All of it stays on the loopback interface.
+"""Ports of the router, the prefill server, the decode server and SGLang's bootstrap server."""
+# All traffic stays on the loopback interface.
 ENVIRONMENT = {"SGLANG_HOST_IP": HOST}
 # SGLang's loops of these roles do not end by themselves.
 STOP_GRACE = 2.0
-# Seconds between looks at whether all still run.
+# Seconds between checks that all processes run.
 POLL_SECONDS = 0.5
 
 
 class Router(ServerProcess):
-    """SGLang's router before the two servers.
+    """SGLang's router for the two servers.
 
     Args:
-        port: on which clients ask.
-        servers: ports of the prefill and of the decode server.
-        bootstrap: port of SGLang's bootstrap server.
-        log: file that takes its output.
+        port: Port for clients.
+        servers: Ports of the prefill and of the decode server.
+        bootstrap: Port of SGLang's bootstrap server.
+        log: File for its output.
     """
 
     def __init__(self, port: int, servers: Sequence[int], bootstrap: int, log: Path) -> None:
@@ -58,14 +59,14 @@ class Router(ServerProcess):
         prefill, decode = (f"http://{HOST}:{each}" for each in servers)
         self.command = (
             *(sys.executable, "-m", f"{ROUTER}.launch_router", "--pd-disaggregation"),
-            # Left out, its own metrics are on port 29000 of all interfaces, where a second router cannot start.
+            # Without these flags its metrics are on port 29000 of all interfaces, where a second router cannot start.
             *("--prometheus-host", HOST, "--prometheus-port", str(free_port())),
             *("--host", HOST, "--port", str(port)),
             *("--prefill", prefill, str(bootstrap), "--decode", decode),
         )
 
     def alive(self, timeout: float = HEALTH_SECONDS) -> bool:
-        """Whether it has found both servers; ``/health`` answers before."""
+        """Whether it has found both servers. ``/health`` succeeds before."""
         try:
             self.request("readiness", timeout=timeout)
         except OSError:
@@ -74,15 +75,15 @@ class Router(ServerProcess):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Options of the command line."""
+    """The parser of the command line."""
     form = argparse.RawDescriptionHelpFormatter
     made = argparse.ArgumentParser("python -m sglang_ext.serve_pd", description=__doc__, formatter_class=form)
     add = made.add_argument
     add("--model", required=True, help="Hugging Face folder or name")
-    add("--port", type=int, default=30000, help="of the router; the next three are taken as well (default: %(default)s)")
-    add("--arg", default="", metavar="FLAGS", help="SGLang's flags of both servers, in one text")
+    add("--port", type=int, default=30000, help="port of the router; the next three are used too (default: %(default)s)")
+    add("--arg", default="", metavar="FLAGS", help="SGLang's flags for both servers, as one string")
     for role in ROLES:
-        add(f"--{role}-arg", default="", metavar="FLAGS", help=f"flags of the {role} server; they win over --arg")
+        add(f"--{role}-arg", default="", metavar="FLAGS", help=f"flags for the {role} server; they override --arg")
     add("--logs", type=Path, default=Path(".cache/serve-pd"), help="folder for the logs (default: %(default)s)")
     add("--start-timeout", type=seconds, default=600.0, help="seconds until both servers must be ready (default: %(default)g)")
     return made
@@ -92,10 +93,10 @@ def role_flags(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
     """Flags of both servers, by role.
 
     Raises:
-        BenchError: one is given that this program sets, or a quote is left open.
+        BenchError: A flag is given that this program sets, or a quote is not closed.
     """
-    # Schedulers that poll while idle would take two cores from what is served. The prefill server keeps the queries by which methods of the
-    # decode server choose.
+    # Schedulers that poll while idle would take two cores from the servers. The prefill server stores the queries with which methods of the
+    # decode server select.
     shared = ("--kv-mode", "verified", "--sleep-on-idle", "--disaggregation-transfer-backend", "progressive", *parse_flags("--arg", args.arg))
     found = {}
     for role in ROLES:
@@ -106,10 +107,10 @@ def role_flags(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
 
 
 def parse_flags(option: str, text: str) -> list[str]:
-    """Flags in a text, split as a shell does.
+    """Split a text into flags as a shell does.
 
     Raises:
-        BenchError: one of them is this program's, or a quote is left open.
+        BenchError: A flag is given that this program sets, or a quote is not closed.
     """
     found = split(text, option)
     for word in found:
@@ -126,7 +127,7 @@ def check_ports(first: int) -> None:
         BenchError: Names the port, and for a taken one another first port that can be passed.
     """
     if not 1 <= first <= LAST_PORT - 3:
-        raise BenchError(f"--port {first}: the next three are taken as well: pass 1 to {LAST_PORT - 3}")
+        raise BenchError(f"--port {first}: the next three are used too: pass 1 to {LAST_PORT - 3}")
     taken = find_taken_port(first)
     if taken is None:
         return
@@ -137,7 +138,7 @@ def check_ports(first: int) -> None:
 
 
 def find_taken_port(first: int) -> int | None:
-    """Return the lowest of the four ports from ``first`` on where something listens; None if all are free."""
+    """Return the lowest of the four ports from ``first`` on that is in use. None if all are free."""
     for port in range(first, first + PORTS):
         with socket.socket() as probe:
             if probe.connect_ex((HOST, port)) == 0:
@@ -146,10 +147,10 @@ def find_taken_port(first: int) -> int | None:
 
 
 def check(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
-    """Flags of both servers, where all can start.
+    """Check that all three can start. Return the flags of both servers.
 
     Raises:
-        BenchError: says what cannot, and the remedy.
+        BenchError: Says what cannot start, and the remedy.
     """
     if importlib.util.find_spec(ROUTER) is None:
         raise BenchError(f"SGLang's router ({ROUTER}) is not installed: {INSTALL_ROUTER}")
@@ -163,7 +164,7 @@ def serve(args: argparse.Namespace, flags: dict[str, tuple[str, ...]]) -> None:
     """Start all three, and wait until one of them ends.
 
     Raises:
-        BenchError: one did; its log's end says why.
+        BenchError: One ended. The end of its log is in the message.
     """
     try:
         args.logs.mkdir(parents=True, exist_ok=True)
@@ -200,11 +201,11 @@ def serve(args: argparse.Namespace, flags: dict[str, tuple[str, ...]]) -> None:
         while all(each.running for each in everything.values()):
             time.sleep(POLL_SECONDS)
         ended = next(name for name, each in everything.items() if not each.running)
-        raise BenchError(f"the {ended} ended, so all do\n{everything[ended].describe_log()}")
+        raise BenchError(f"the {ended} ended, so that all are stopped\n{everything[ended].describe_log()}")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until a signal ends it; 2 where something cannot start, or has ended."""
+    """Serve until a signal arrives. Return 2 if something cannot start, or has ended."""
     args = parser().parse_args(argv)
     try:
         serve(args, check(args))
@@ -214,9 +215,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _leave(number: int, frame: object) -> None:
-    """Leave no server behind."""
-    with suppress(OSError):  # a terminal that is gone
-        # By no stream, in which this signal may have interrupted a print.
+    """End all servers on a signal."""
+    with suppress(OSError):  # the terminal is closed
+        # Not through a stream, because this signal may have interrupted a print.
         os.write(2, b"serve_pd: ending all three, which takes some seconds\n")
     stop_all()
     sys.exit(0 if number == signal.SIGINT else 128 + number)

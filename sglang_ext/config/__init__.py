@@ -1,1 +1,1 @@
-"""Flags: what they may be, what follows from them, what is refused and why."""
+"""Flags: allowed values, derived settings, and refusals with their reasons."""

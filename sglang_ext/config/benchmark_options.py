@@ -1,6 +1,6 @@
-"""Flags that only a benchmark or a test would type, ``--kv-bench-*``: what they may be, and what they need.
+"""Flags for benchmarks and tests, ``--kv-bench-*``: allowed values and requirements.
 
-They are flags, and no environment variables: a shell may have left one of those, and whoever asks the server would not be told.
+They are flags rather than environment variables. A shell may have left a variable set, without the server's users noticing.
 """
 
 import logging
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PARAMETER = "kv_acceptance"
-"""Of a request, in its custom_params: the probability that its drafts are accepted."""
-# What each does to a server, for its log.
+"""Key of a request's custom_params: the probability that its drafts are accepted."""
+# The effect of each flag, for the log.
 EFFECTS = {
     "kv_bench_acceptance": "drafts are accepted by chance, so answers are of no use",
-    "kv_bench_corrupt_loads": "host memory loses bits on purpose; answers stay right, and some are computed again",
+    "kv_bench_corrupt_loads": "host memory loses bits on purpose; outputs stay correct, and some are recomputed",
 }
-# Of those that say something with transfers alone, in any mode.
+# The effect of flags that apply to transfers only, in any mode.
 TRANSFER_EFFECTS = {
     "kv_bench_codec": "KV arrives as a lossy codec leaves it, so answers are of no use",
     "kv_bench_timeline": "the times of requests' KV and drafts are written to that file",
@@ -33,15 +33,15 @@ CODECS = ("bf16", "int8", "int8-tensor", "int4", "cachegen", "lynx-int8", "lynx-
 
 
 def is_probability(value: object) -> bool:
-    """Whether it is a number from 0 to 1; ``True`` is none."""
+    """Whether it is a number from 0 to 1. ``True`` is not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
 
 
 def check_flags(args: "KVServerArgs") -> None:
-    """Refuse values out of range, and flags without what they need.
+    """Refuse values out of range, and flags whose requirements are not met.
 
     Raises:
-        OptionError: names the flag, its value, what is allowed and the remedy.
+        OptionError: Names the flag, its value, the allowed values and the remedy.
     """
     probability, every = args.kv_bench_acceptance, args.kv_bench_corrupt_loads
     if probability is not None and not is_probability(probability):
@@ -51,20 +51,20 @@ def check_flags(args: "KVServerArgs") -> None:
         )
     if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
         raise OptionError(
-            f"--kv-bench-corrupt-loads is {every!r}; of so many loads one finds a changed page: pass a whole number from 1, for "
+            f"--kv-bench-corrupt-loads is {every!r}; it is the number of loads per corrupted page: pass a whole number from 1, for "
             "example 7, or leave it out for none"
         )
     for name, flag, value in _given(args):
-        lack = _lack(args, name)
+        lack = _obstacle(args, name)
         if lack is not None:
             raise OptionError(f"{flag} is {value}, but {lack}, or leave {flag} out")
 
 
 def check_transfer(args: "KVServerArgs") -> None:
-    """Refuse a codec that there is not, and a file that cannot be written, of a server whose KV travels over links of ours.
+    """Refuse an unknown codec, and a file that cannot be written, for a server that transfers KV with our backend.
 
     Raises:
-        OptionError: names the flag, its value, what is allowed and the remedy.
+        OptionError: Names the flag, its value, the allowed values and the remedy.
     """
     if args.kv_bench_codec is not None:
         check_allowed("--kv-bench-codec", args.kv_bench_codec, CODECS)
@@ -75,7 +75,7 @@ def check_timeline(args: "KVServerArgs") -> None:
     """Refuse a file that cannot be written.
 
     Raises:
-        OptionError: names the flag, its value and the remedy.
+        OptionError: Names the flag, its value and the remedy.
     """
     folder = None if args.kv_bench_timeline is None else Path(args.kv_bench_timeline).parent
     if folder is not None and not folder.is_dir():
@@ -85,28 +85,28 @@ def check_timeline(args: "KVServerArgs") -> None:
 
 
 def warn(args: "KVServerArgs", effects: Mapping[str, str] = EFFECTS) -> None:
-    """Say in the log what the flags that were given do to the server."""
+    """Log the effects of the given flags."""
     for name, flag, value in _given(args, effects):
         logger.warning("sglang-ext: %s is %s: %s", flag, value, effects[name])
 
 
 def _given(args: "KVServerArgs", effects: Mapping[str, str] = EFFECTS) -> list[tuple[str, str, object]]:
-    """Field, flag and value of each that was given."""
-    # A probability of 0 is given.
+    """Field, flag and value of each given flag."""
+    # A probability of 0 counts as given.
     return [(name, refusal.flag(name), value) for name in effects if (value := getattr(args, name)) is not None]
 
 
-def _lack(args: "KVServerArgs", name: str) -> str | None:
-    """Why the server cannot do what the flag of field ``name`` asks for, and the remedy; None when it can."""
+def _obstacle(args: "KVServerArgs", name: str) -> str | None:
+    """Why the server cannot apply the flag of field ``name``, and the remedy. None if it can."""
     if args.kv_mode != "verified":
         return f"--kv-mode is {args.kv_mode!r}, which verifies nothing: pass --kv-mode verified"
     if name == "kv_bench_corrupt_loads" and not args.kv_host_gb:
-        return "--kv-host-gb is 0, so that nothing is loaded: pass how many GB"
+        return "--kv-host-gb is 0, so that nothing is loaded: pass a number of GB"
     return None
 
 
 def check_request(args: "KVServerArgs", value: object) -> None:
-    """Refuse an acceptance on a server where verification decides, and one that is not a probability.
+    """Refuse an acceptance that is not a probability, or on a server where verification decides.
 
     Args:
         args: The server's arguments.
@@ -118,7 +118,7 @@ def check_request(args: "KVServerArgs", value: object) -> None:
     forced = args.kv_bench_acceptance
     if forced is None:
         raise ValueError(
-            f"{PARAMETER} in custom_params is {value!r}, and on this server verification decides what is accepted: leave it out, "
+            f"{PARAMETER} in custom_params is {value!r}, and on this server verification decides which drafts are accepted: leave it out, "
             "or start a server for benchmarks with --kv-bench-acceptance"
         )
     if not is_probability(value):
@@ -128,11 +128,11 @@ def check_request(args: "KVServerArgs", value: object) -> None:
 
 
 def request_acceptance(forced: float, custom_params: dict[str, Any] | None) -> float:
-    """That a request's draft is accepted when all before it were: what it asks for, else the server's ``forced``."""
-    value = _asked(custom_params)
+    """Probability that a draft is accepted if all previous ones were: the request's own, or the server's ``forced``."""
+    value = _request_value(custom_params)
     return float(forced if value is None else value)
 
 
-def _asked(custom_params: dict[str, Any] | None) -> object:
-    """None where the request does not say."""
+def _request_value(custom_params: dict[str, Any] | None) -> object:
+    """The request's value. None if it has none."""
     return custom_params.get(PARAMETER) if isinstance(custom_params, dict) else None

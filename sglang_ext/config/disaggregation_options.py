@@ -1,8 +1,8 @@
-"""What the roles of prefill-decode disaggregation (``--disaggregation-mode``) and the transfer backend ``progressive`` cannot be
-combined with, each with reason and remedy, and that backend's own flags.
+"""Options that cannot be combined with prefill-decode disaggregation (``--disaggregation-mode``) or the transfer backend ``progressive``,
+with reason and remedy, and that backend's own flags.
 
-Both roles take the same methods: the prefill server computes a prompt's KV, SGLang's transfer backend moves it, and the decode
-server makes copies of it, drafts and verifies.
+Both roles accept the same methods. The prefill server computes a prompt's KV, SGLang's transfer backend transfers it, and the decode server
+compresses it, drafts and verifies.
 """
 
 from typing import TYPE_CHECKING
@@ -17,9 +17,9 @@ from sglang_ext.mem_cache.compressors.kvzap import KVzap
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
 
-# What the names of options of a link begin with that say how prompts are packed which travel as codes.
+# Prefix of link settings about prompts that are transferred quantized.
 CODES = "codes."
-# Flags that say something with this backend alone, in any mode.
+# Flags that only apply to this backend, in any mode.
 TRANSFER_FLAGS = ("kv_reference", "kv_link_gbps", "kv_link_keys", *benchmark_options.TRANSFER_EFFECTS)
 REFERENCES = ("exact", "int8", RAW)
 
@@ -33,7 +33,7 @@ def _prefills(args: "KVServerArgs") -> bool:
 
 
 def _packs_all(args: "KVServerArgs") -> str | None:
-    """The first method of the server that packs all tokens; None where none does."""
+    """The first method of the server that packs all tokens. None if there is none."""
     return next((offer.quant_method for offer in offered_methods(args) if offer.quant_method and offer.drop_method is None and offer.budget == 1), None)
 
 
@@ -41,13 +41,13 @@ ROLES: tuple[Refusal, ...] = (
     Refusal(
         "--disaggregation-mode decode --kv-host-gb",
         lambda args: _decodes(args) and bool(args.kv_host_gb),
-        "a server that only decodes keeps no prefixes, and full KV leaves the device by nodes of the prefix tree",
+        "a server that only decodes keeps no prefixes, and only nodes of the prefix tree can leave the device",
         "leave out --kv-host-gb there; the prefill server takes it",
     ),
     Refusal(
         "--disaggregation-mode decode --kv-compressor kvzap",
         lambda args: _decodes(args) and any(offer.drop_method == KVzap.name for offer in offered_methods(args)),
-        "it predicts scores where a prompt is computed, and they do not travel with its KV",
+        "it predicts scores when a prompt is computed, and they are not transferred with its KV",
         "use another method there, for example snapkv",
     ),
     Refusal(
@@ -59,7 +59,7 @@ ROLES: tuple[Refusal, ...] = (
     Refusal(
         "--kv-bench-codec",
         lambda args: has_progressive_transfer(args) and args.kv_bench_codec is not None and args.kv_mode == "lossy" and _packs_all(args) is not None,
-        "in mode lossy prompts travel as the codes of their copies, with a method that packs all tokens, and it would replace these",
+        "in mode lossy, prompts are transferred as quantized KV with a method that packs all tokens, which the codec would replace",
         "leave out --kv-bench-codec on both servers, or use --kv-mode verified there",
     ),
     Refusal(
@@ -71,12 +71,12 @@ ROLES: tuple[Refusal, ...] = (
     Refusal(
         "--disaggregation-decode-enable-offload-kvcache",
         when_set("disaggregation_decode_enable_offload_kvcache"),
-        "it stores pages by a prefix tree that does not know compressed slots",
+        "it stores pages of a prefix tree that does not account for compressed slots",
         "leave it out",
     ),
 )
 
-ALIKE = "each rank sends to its like"
+ALIKE = "each rank sends to the rank of the same number"
 PROGRESSIVE: tuple[Refusal, ...] = (
     Refusal("--dp-size", above("dp_size", 1), "data parallelism is untested with it", "use --tp-size on both sides"),
     Refusal("--pp-size", above("pp_size", 1), ALIKE, "use --tp-size on both sides"),
@@ -91,16 +91,17 @@ PROGRESSIVE: tuple[Refusal, ...] = (
     Refusal(
         "--speculative-algorithm",
         lambda args: args.kv_mode == "full" and args.speculative_algorithm not in (None, "NGRAM"),
-        "KV of a draft model does not travel",
+        "KV of a draft model is not transferred",
         "leave it out, or use --kv-mode verified",
     ),
 )
 
 
 def quantized_transfer_settings(args: "KVServerArgs") -> dict[str, bool | int | str]:
-    """What both ends of a link must have alike where prompts travel as codes, by names that begin with :data:`CODES`; {} where none does.
+    """Settings that both ends of a link must share if prompts are transferred quantized, with names that begin with :data:`CODES`.
 
-    They do in mode lossy with a method that packs all tokens: nobody there reads the full KV of what copies hold.
+    {} if none are. Prompts are transferred quantized in mode lossy with a method that packs all tokens: nothing there reads the full KV
+    that compressed KV replaces.
     """
     exact = args.enable_deterministic_inference and args.device != "cpu"
     if not has_progressive_transfer(args) or args.kv_mode != "lossy" or args.kv_bench_codec is not None or exact:
@@ -115,10 +116,10 @@ def quantized_transfer_settings(args: "KVServerArgs") -> dict[str, bool | int | 
 
 
 def check_transfer(args: "KVServerArgs") -> None:
-    """Refuse what cannot be combined with this backend, and a reference or a codec that there is not.
+    """Refuse options that cannot be combined with this backend, and unknown references or codecs.
 
     Raises:
-        OptionError: names the option, the reason and the remedy.
+        OptionError: Names the option, the reason and the remedy.
     """
     check_allowed("--kv-reference", args.kv_reference, REFERENCES)
     benchmark_options.check_transfer(args)

@@ -1,5 +1,5 @@
-"""The methods that one server offers, of which a request chooses one by name: what they may be, alone and together, how heads share
-what their copies keep, and the folders that they read."""
+"""The compression methods that a server offers, of which a request selects one by name: allowed values and combinations, budgets by
+head, and the folders that methods read."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,9 +27,9 @@ class OfferedMethod:
     """A method that requests may ask for.
 
     Attributes:
-        name: as requests ask for it: NAME, or NAME:BUDGET.
-        compressor: a value of ``--kv-compressor``.
-        budget: share of the context's tokens that its copies keep.
+        name: Name in requests: NAME, or NAME:BUDGET.
+        compressor: A value of ``--kv-compressor``.
+        budget: Share of the context's tokens that its compressed KV keeps.
     """
 
     name: str
@@ -38,16 +38,16 @@ class OfferedMethod:
 
     @property
     def drop_method(self) -> str | None:
-        """What drops tokens; None where all are kept."""
+        """The method that drops tokens. None if all are kept."""
         return catalogue.parse(self.compressor)[0]
 
     @property
     def quant_method(self) -> str | None:
-        """What packs them in few bits; None where they stay as they are."""
+        """The method that packs tokens in few bits. None if they are not packed."""
         return catalogue.parse(self.compressor)[1]
 
     def is_named(self, asked: object) -> bool:
-        """Whether a request that asks for so named a method means this one, as the flag names it or as it is told; ``snapkv:.5`` is
+        """Whether a name in a request means this method. Both the flag's name and the public name do, and ``snapkv:.5`` is
         ``snapkv:0.50``."""
         if not isinstance(asked, str):
             return False
@@ -62,48 +62,48 @@ class OfferedMethod:
 
     @property
     def public_name(self) -> str:
-        """What ``meta_info`` and metrics call it: as ``name``, but that a class of a user's own goes by its name, without its file."""
+        """Name in ``meta_info`` and metrics: as ``name``, but a user's own class has its class name, without its file."""
         return "+".join(part for part in (self.drop_method, self.quant_method) if part) + self.suffix
 
     @property
     def suffix(self) -> str:
-        """What its name adds to that of its compressor."""
+        """The part of its name after the compressor's name."""
         return self.name.removeprefix(self.compressor)
 
 
 def offered_methods(args: "KVServerArgs") -> tuple[OfferedMethod, ...]:
-    """All methods of a server, the one of requests that ask for none first; for arguments that :func:`resolve` saw."""
+    """All methods of a server, the default of requests first. For arguments after :func:`resolve`."""
     return _offers(args.kv_compressor, args.kv_budget, args.kv_more_compressors or "")
 
 
 @cache
 def _offers(compressor: str, budget: float, more: str) -> tuple[OfferedMethod, ...]:
-    # Of one server, and asked for with each request and each chunk of its answer. Methods of users' own are known from here on.
+    # Cached, because it is called for each request and each chunk of its output. parse() registers users' own methods.
     catalogue.parse(compressor)
     return OfferedMethod(compressor, compressor, budget), *(_parsed(item.strip()) for item in more.split(",") if item.strip())
 
 
 def methods(args: "KVServerArgs") -> tuple[catalogue.MethodSpec, ...]:
-    """What each of :func:`offered_methods` does, with its defaults but for bits and partitions, in the same order.
+    """The specification of each of :func:`offered_methods`, in the same order, with the flags' bits and partitions.
 
     Raises:
-        OptionError: a method has no codes of so many bits, or no such partitions.
+        OptionError: A method does not support so many bits, or such partitions.
     """
     sizes = args.kv_bits, args.kv_partition
     return tuple(catalogue.method(offer.compressor, *(sizes if offer.quant_method else ())) for offer in offered_methods(args))
 
 
 def shared_quant_method(found: tuple[OfferedMethod, ...]) -> str | None:
-    """What packs the copies of those methods that have them packed; None where none has."""
+    """The packing method of those methods that pack. None if none does."""
     return next((offer.quant_method for offer in found if offer.quant_method), None)
 
 
 def resolve(args: "KVServerArgs") -> None:
-    """Refuse wrong values of ``--kv-compressor``, ``--kv-more-compressors``, ``--kv-budget``, ``--kv-bits`` and ``--kv-partition``; set
-    the budget where it was left open.
+    """Refuse wrong values of ``--kv-compressor``, ``--kv-more-compressors``, ``--kv-budget``, ``--kv-bits`` and ``--kv-partition``, and
+    set the default budget.
 
     Raises:
-        OptionError: names the flag, its value and the remedy.
+        OptionError: Names the flag, its value and the remedy.
     """
     more = args.kv_more_compressors
     if more is not None and not any(item.strip() for item in more.split(",")):
@@ -133,32 +133,32 @@ def resolve(args: "KVServerArgs") -> None:
 
 
 def _why_no_bits(offer: OfferedMethod, bits: int) -> str:
-    """Why ``--kv-bits`` is refused with a method that packs nothing, and what to pass instead."""
+    """Message that refuses ``--kv-bits`` with a method that packs nothing, with the remedy."""
     named = offer.compressor
     why = f"--kv-bits is {bits}, but --kv-compressor {named} keeps tokens as they are"
     if offer.drop_method == Spade.name:
         wanted = bits if bits in SCORE_BITS else min(SCORE_BITS)
         allowed = f"{', '.join(map(str, SCORE_BITS[:-1]))} or {SCORE_BITS[-1]}"
         return (
-            f"{why}, and chooses by keys in {allowed} bits: pass --kv-score-bits {wanted} in its place, leave it out, or pass "
+            f"{why}, and selects with keys in {allowed} bits: pass --kv-score-bits {wanted} instead, leave it out, or pass "
             "--kv-compressor kivi"
         )
-    # What leads into full KV has none to pack.
-    remedy = "pass --kv-compressor kivi" if catalogue.points(named) else f"name what packs them too: --kv-compressor {named}+kivi"
+    # Compressed KV that points into full KV has no tokens of its own to pack.
+    remedy = "pass --kv-compressor kivi" if catalogue.points(named) else f"add a packing method: --kv-compressor {named}+kivi"
     return f"{why}: leave it out, or {remedy}"
 
 
 def resolve_budget(compressor: str, budget: float | None, flag: str = FIRST, told: str = "--kv-budget is {}") -> float:
-    """The share of tokens that a method keeps; ``budget`` as asked for, None for its default.
+    """Return the share of tokens that a method keeps.
 
     Args:
-        compressor: NAME, NAME+NAME.
-        budget: asked for.
-        flag: that names the compressor, for messages.
-        told: how messages name the budget.
+        compressor: NAME or NAME+NAME.
+        budget: The requested share. None for the method's default.
+        flag: The flag that names the compressor, for messages.
+        told: Format of the budget in messages.
 
     Raises:
-        OptionError: names the flag, its value and the remedy.
+        OptionError: Names the flag, its value and the remedy.
     """
     drops, packs = catalogue.parse(compressor, flag)
     if budget is None:
@@ -170,14 +170,14 @@ def resolve_budget(compressor: str, budget: float | None, flag: str = FIRST, tol
         )
     if drops is None and budget < 1:
         raise OptionError(
-            f"{told.format(budget)}, but {flag} {packs} keeps all tokens, in few bits: leave it out, or name what drops the "
-            f"others too: {flag} {catalogue.DEFAULT}+{compressor}"
+            f"{told.format(budget)}, but {flag} {packs} keeps all tokens, in few bits: leave it out, or add a method that drops "
+            f"tokens: {flag} {catalogue.DEFAULT}+{compressor}"
         )
     return budget
 
 
 def _parsed(item: str) -> OfferedMethod:
-    """One item of ``--kv-more-compressors``."""
+    """Parse one item of ``--kv-more-compressors``."""
     compressor, text = catalogue.split(item)
     try:
         budget = None if text is None else float(text)
@@ -185,14 +185,14 @@ def _parsed(item: str) -> OfferedMethod:
         raise OptionError(
             f"{MORE} has {item!r}, where {text!r} is no number: pass NAME or NAME:BUDGET, as in snapkv:0.125,kivi"
         ) from None
-    return OfferedMethod(item, compressor, resolve_budget(compressor, budget, MORE, f"{MORE} has {item!r}, the budget of which is {{}}"))
+    return OfferedMethod(item, compressor, resolve_budget(compressor, budget, MORE, f"{MORE} has {item!r}, with budget {{}}"))
 
 
 def _check_differs(offer: OfferedMethod, before: tuple[OfferedMethod, ...]) -> None:
-    """Refuse a method that is there already, and a second one that packs tokens otherwise."""
+    """Refuse a method that is listed already, and a second packing method."""
     for other in before:
         if (other.drop_method, other.quant_method, other.budget) == (offer.drop_method, offer.quant_method, offer.budget):
-            # What only packs has no other budget.
+            # A method that only packs has no other budget.
             remedy = "" if offer.drop_method is None else f", or give it another one, as in {offer.compressor}:0.125"
             raise OptionError(
                 f"{MORE} has {offer.name!r}, which is {other.name!r} again, with a budget of {offer.budget:g}: leave it out{remedy}"
@@ -200,59 +200,59 @@ def _check_differs(offer: OfferedMethod, before: tuple[OfferedMethod, ...]) -> N
     packs = shared_quant_method(before)
     if packs is not None and offer.quant_method not in (None, packs):
         raise OptionError(
-            f"{MORE} has {offer.name!r} beside {packs}: slots of blocks, kernels and CUDA graphs are made for one method that "
-            f"packs tokens. Leave {offer.quant_method} or {packs} out, or start a server for each; methods that only drop tokens, and "
-            "any budgets, serve beside it"
+            f"{MORE} has {offer.name!r} together with {packs}: slots of blocks, kernels and CUDA graphs are made for one method that "
+            f"packs tokens. Leave {offer.quant_method} or {packs} out, or start a server for each. Methods that only drop tokens, and "
+            "any budgets, may be combined with it"
         )
 
 
 def _check_alone(found: tuple[OfferedMethod, ...]) -> None:
-    """Refuse others beside a method whose copies lead into full KV."""
+    """Refuse other methods together with one whose compressed KV points into full KV."""
     pointing = [offer.name for offer in found if catalogue.points(offer.compressor)]
     if pointing and len(found) > 1:
         raise OptionError(
-            f"{MORE} makes {pointing[0]} one of {len(found)} methods; its copies hold no KV, but where the tokens lie, and others' "
-            f"are not read so. Let it serve alone, or pass {', '.join(catalogue.builtin_names(catalogue.packable()))}"
+            f"{MORE} makes {pointing[0]} one of {len(found)} methods; its compressed KV points into full KV, and that of other "
+            f"methods does not. Use it alone, or pass {', '.join(catalogue.builtin_names(catalogue.packable()))}"
         )
 
 
 def check_resolved(args: "KVServerArgs") -> None:
-    """Refuse methods where hooks or attention cannot serve them, once SGLang has chosen graphs, device and backends.
+    """Refuse methods that hooks or attention cannot serve, after SGLang selected graphs, device and backends.
 
     Raises:
-        OptionError: names what it chose, and the remedy.
+        OptionError: Names SGLang's selection, and the remedy.
     """
     found = offered_methods(args)
     predicted = any(offer.drop_method == KVzap.name for offer in found)
     if predicted and args.cuda_graph_config.prefill.backend == "tc_piecewise":
         raise OptionError(
-            "--cuda-graph-backend-prefill is 'tc_piecewise'; --kv-compressor kvzap reads hidden states by hooks, which are "
+            "--cuda-graph-backend-prefill is 'tc_piecewise'; --kv-compressor kvzap reads hidden states with hooks, which are "
             "untested in compiled graphs. Pass breakable or disabled."
         )
     others = ', '.join(catalogue.builtin_names(catalogue.packable()))
     if catalogue.points(found[0].compressor):
-        model_options.check_compressed_kv_backends(args, f"the copies of {FIRST} {found[0].name}", f"one that copies tokens: {others}")
+        model_options.check_compressed_kv_backends(args, f"compressed KV of {FIRST} {found[0].name}", f"one that copies tokens: {others}")
     packed = next((offer for offer in found if offer.quant_method), None)
     if packed is None:
         return
     flag = FIRST if packed is found[0] else MORE
     _check_has_kernels(args, packed, flag)
     check_partitions(args, lambda: args.get_model_config().head_dim)
-    copies = f"the packed copies of {flag} {packed.name}"
+    copies = f"packed KV of {flag} {packed.name}"
     model_options.check_compressed_kv_backends(args, copies, f"a compressor that only drops tokens: {others}")
 
 
 def _packed_by(offer: OfferedMethod, packs: str) -> str:
-    """The method that drops the same tokens, as it was typed, and packs them so."""
+    """The method that drops the same tokens, as it was typed, and packs them with ``packs``."""
     first, second = catalogue.parts(offer.compressor)
     return (f"{first}+{packs}" if second is not None else packs) + offer.suffix
 
 
 def _check_has_kernels(args: "KVServerArgs", packed: OfferedMethod, flag: str) -> None:
-    """Refuse a method without kernels on a GPU; ``flag`` names it."""
+    """Refuse a method without GPU kernels on a GPU. ``flag`` names it."""
     if packed.quant_method not in catalogue.on_gpu() and args.device != "cpu":
         raise OptionError(
-            f"--device is {args.device} with {flag} {packed.name}; {packed.quant_method} packs tokens on a CPU alone, elsewhere "
+            f"--device is {args.device} with {flag} {packed.name}; {packed.quant_method} packs tokens on a CPU only, on a GPU "
             f"{', '.join(catalogue.builtin_names(catalogue.on_gpu()))} do. Pass {flag} {_packed_by(packed, 'kivi')}, or --device cpu."
         )
 
@@ -261,11 +261,11 @@ def check_partitions(args: "KVServerArgs", head_dim: Callable[[], int | None]) -
     """Refuse partitions of keys that do not divide the model's heads.
 
     Args:
-        args: the server's.
-        head_dim: channels of a head, asked for where keys are cut; None where they are not known yet.
+        args: The server's arguments.
+        head_dim: Returns the channels of a head. Called only if keys are partitioned. None if not known yet.
 
     Raises:
-        OptionError: names the partition, and what is allowed.
+        OptionError: Names the partition, and the allowed ones.
     """
     found = offered_methods(args)
     for offer in found:
@@ -274,7 +274,7 @@ def check_partitions(args: "KVServerArgs", head_dim: Callable[[], int | None]) -
 
 
 def _check_partition(args: "KVServerArgs", packed: OfferedMethod, flag: str, head_dim: Callable[[], int | None]) -> None:
-    """Refuse partitions of keys that do not divide the model's heads; ``flag`` names the method."""
+    """Refuse partitions of keys that do not divide the model's heads. ``flag`` names the method."""
     partition = catalogue.partition_size(packed.quant_method, args.kv_partition)
     if partition is None or (dim := head_dim()) is None or dim % partition == 0:
         return
@@ -282,7 +282,7 @@ def _check_partition(args: "KVServerArgs", packed: OfferedMethod, flag: str, hea
     remedy = f"--kv-partition {' or '.join(smaller)}" if smaller else f"{flag} {_packed_by(packed, 'kivi')}"
     raise OptionError(
         f"--kv-partition is {partition}, which does not divide the {dim} channels of the model's heads, along which {flag} {packed.name} "
-        f"cuts keys: pass {remedy}"
+        f"partitions keys: pass {remedy}"
     )
 
 
@@ -290,14 +290,14 @@ HEAD_BUDGETS = ("auto", "equal", "adaptive")
 
 
 def resolve_head_budgets(args: "KVServerArgs") -> None:
-    """Refuse what cannot be combined with ``adaptive``, and choose where ``auto`` leaves it open.
+    """Refuse options that cannot be combined with ``adaptive``, and resolve ``auto``.
 
-    ``auto`` follows from figures (docs/benchmarks.md, "Budgets that differ by head"). Where a method's scores say more over all heads
-    than within one, half as many tokens again come of a verification, and a draft takes a quarter longer on an H200: adaptive pays for
-    these methods, and for no other.
+    ``auto`` is based on measurements (docs/benchmarks.md, "Budgets that differ by head"). For methods whose scores are more informative
+    over all heads than within one, a verification gives half as many tokens again. A draft takes a quarter longer on an H200. So adaptive
+    pays for these methods, and for no other.
 
     Raises:
-        OptionError: names the flag, its value and the remedy.
+        OptionError: Names the flag, its value and the remedy.
     """
     check_allowed("--kv-head-budgets", args.kv_head_budgets, HEAD_BUDGETS)
     first, *others = offered_methods(args)
@@ -309,8 +309,8 @@ def resolve_head_budgets(args: "KVServerArgs") -> None:
         return
     if others:
         raise OptionError(
-            f"--kv-head-budgets is 'adaptive' with --kv-more-compressors {args.kv_more_compressors}: where heads keep different "
-            "numbers of tokens, all copies are made by one method. Pass equal, or leave --kv-more-compressors out"
+            f"--kv-head-budgets is 'adaptive' with --kv-more-compressors {args.kv_more_compressors}: if heads keep different "
+            "numbers of tokens, all requests must use one method. Pass equal, or leave --kv-more-compressors out"
         )
     if packs is not None:
         raise OptionError(
@@ -325,19 +325,19 @@ def resolve_head_budgets(args: "KVServerArgs") -> None:
 
 
 def check_head_budgets(args: "KVServerArgs") -> None:
-    """Refuse uneven heads where attention does not read them, once SGLang has chosen device and backends.
+    """Refuse uneven heads if attention cannot read them, after SGLang selected device and backends.
 
     Raises:
-        OptionError: names what it chose, and the remedy.
+        OptionError: Names SGLang's selection, and the remedy.
     """
     if args.kv_head_budgets == "adaptive":
-        model_options.check_compressed_kv_backends(args, "copies of --kv-head-budgets adaptive", "--kv-head-budgets equal")
+        model_options.check_compressed_kv_backends(args, "compressed KV of --kv-head-budgets adaptive", "--kv-head-budgets equal")
 
 
 def _are_read(args: "KVServerArgs") -> bool:
-    """Whether uneven heads are read with what was chosen so far, beside any request.
+    """Whether attention can read uneven heads with the current selection, in batches with any request.
 
-    In deterministic mode on a GPU nobody reads such a copy beside a request that cannot be drafted (planner.py).
+    In deterministic mode on a GPU it cannot, in a batch with a request that cannot be drafted (planner.py).
     """
     device = expected_device(args.device)
     read = device in model_options.COMPRESSED_KV_BACKENDS and attention_backends(args) <= set(model_options.COMPRESSED_KV_BACKENDS[device])
@@ -345,10 +345,10 @@ def _are_read(args: "KVServerArgs") -> bool:
 
 
 def _check_folders(args: "KVServerArgs", compressors: tuple[str, ...]) -> None:
-    """Refuse a folder that none of ``compressors``, values of ``--kv-compressor``, reads, and its absence where one does.
+    """Refuse a folder that none of ``compressors``, values of ``--kv-compressor``, reads, and a missing one.
 
     Raises:
-        OptionError: names the flag, its value and the remedy.
+        OptionError: Names the flag, its value and the remedy.
     """
     for name in catalogue.dropping():
         if (wanted := COMPRESSORS[name].reads) is None:
@@ -366,21 +366,18 @@ def _check_folders(args: "KVServerArgs", compressors: tuple[str, ...]) -> None:
                 f"{wanted.flag} is {folder!r} with --kv-compressor {', '.join(compressors)}, which reads none: pass "
                 f"--kv-compressor {name}, or leave it out"
             )
-        # An empty name would be the working folder.
+        # An empty name would mean the working folder.
         if folder is not None and not (folder and Path(folder).is_dir()):
             module = wanted.maker.split()[0]
             raise OptionError(f"{wanted.flag} is {folder!r}, which is no folder: pass one that python -m {module} wrote to")
 
 
 COMPRESSOR_PARAM = "kv_compressor"
-"""The parameter of a request, in its custom_params, that names a method."""
+"""Key of a request's custom_params that names a method."""
 
 
 def method_index(found: tuple[OfferedMethod, ...], custom_params: dict[str, Any] | None) -> int | None:
-    """Place among ``found`` of the method that a request asks for; 0, the first, where it asks for none.
-
-    None where there is no such method.
-    """
+    """Index in ``found`` of the method that a request asks for. 0, the first, if it asks for none. None if there is no such method."""
     asked = custom_params.get(COMPRESSOR_PARAM) if isinstance(custom_params, dict) else None
     if asked is None:
         return 0

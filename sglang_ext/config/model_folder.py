@@ -1,26 +1,26 @@
-"""Whether a model that is named by its path is there: libraries would look for such a path among the names of the Hub."""
+"""Checks that a model given by path exists. Libraries would otherwise look for the path among the names on the Hub."""
 
 from pathlib import Path
 
 from sglang_ext.core import OptionError
 
 CONFIGS = ("config.json", "params.json")
-"""The second is Mistral's own."""
+"""The second is Mistral's."""
 
 
 def is_path(model: str) -> bool:
-    """Whether it is meant as a path: it is written like one, or in a folder that exists."""
+    """Whether the name is a path: it is written like one, or is in an existing folder."""
     path = Path(model)
     return _is_written(path, model) or path.exists() or (path.parent != Path(".") and path.parent.is_dir())
 
 
 def _is_written(path: Path, model: str) -> bool:
-    """Whether it can be no name on the Hub: absolute, or relative to ``.``, ``..`` or ``~``."""
+    """Whether it cannot be a name on the Hub: absolute, or relative to ``.``, ``..`` or ``~``."""
     return path.is_absolute() or model.startswith(("./", "../", "~"))
 
 
 def find_problem(model: str) -> str | None:
-    """Why the path ``model`` holds no model, in one sentence; None where it holds one, and of a name on the Hub."""
+    """Why the path ``model`` contains no model, in one sentence. None if it contains one, or if ``model`` is a name on the Hub."""
     path = Path(model)
     if not is_path(model):
         return None
@@ -32,10 +32,10 @@ def find_problem(model: str) -> str | None:
 
 
 def check(model: str) -> None:
-    """Refuse a path that holds no model, before SGLang asks the Hub for it; a name on the Hub may have a folder's beginning.
+    """Refuse a path without a model, before SGLang queries the Hub for it. A name on the Hub may begin like a folder.
 
     Raises:
-        OptionError: names the path, and the remedy.
+        OptionError: Names the path, and the remedy.
     """
     path = Path(model)
     found = find_problem(model) if _is_written(path, model) or path.exists() else None
@@ -44,11 +44,11 @@ def check(model: str) -> None:
 
 
 def unreadable_model(model: str, error: OSError) -> OptionError:
-    """What to say of a model whose config SGLang could not read.
+    """Create the error for a model whose config SGLang could not read.
 
     Args:
-        model: as it was passed.
-        error: that Hugging Face's library raised.
+        model: The model as it was passed.
+        error: The error of Hugging Face's library.
     """
     why = str(error).strip().split("\n")[0].removesuffix(".")
     where = "" if Path(model).exists() else f"there is no such folder in {Path.cwd()}, and as a name on the Hub "

@@ -1,4 +1,4 @@
-"""Which models, attention backends and graphs a compressed KV cache is served with, once SGLang has chosen them, and which copies."""
+"""Models, attention backends and graphs that a compressed KV cache supports, checked after SGLang selected them."""
 
 from typing import TYPE_CHECKING
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 def check_resolved(args: "KVServerArgs") -> None:
-    """Refuse what shows only after SGLang resolved its defaults: attention backend, graphs and model.
+    """Refuse attention backends, graphs and models, after SGLang resolved its defaults.
 
     Raises:
-        OptionError: names what is not supported, and what is.
+        OptionError: Names the unsupported option, and the supported ones.
     """
     if args.cuda_graph_config.prefill.backend == "full":
         raise OptionError(
@@ -29,7 +29,7 @@ def check_resolved(args: "KVServerArgs") -> None:
         if args.enable_deterministic_inference and backend not in DETERMINISTIC_BACKENDS:
             raise OptionError(
                 f"--attention-backend is {backend!r}; with --enable-deterministic-inference --kv-mode {args.kv_mode} "
-                f"runs with {', '.join(DETERMINISTIC_BACKENDS)}: elsewhere a verification rounds differently from a "
+                f"runs with {', '.join(DETERMINISTIC_BACKENDS)}: with others a verification rounds differently from a "
                 "decode. Pass one of these."
             )
     config = args.get_model_config()
@@ -44,23 +44,23 @@ def check_resolved(args: "KVServerArgs") -> None:
 
 
 def _check_deterministic_heads(args: "KVServerArgs", config: object) -> None:
-    """Refuse bit-identical verifications of heads that SGLang decodes with products of vectors, not of matrices.
+    """Refuse bit-identical verification of heads that SGLang decodes with vector products instead of matrix products.
 
-    Its Triton decode has a kernel of its own where a KV head has one query head; ours has the arithmetic of the other.
+    SGLang's Triton decode has a separate kernel if a KV head has one query head. Our kernel has the arithmetic of the other one.
     """
     exact = args.kv_mode == "verified" and args.enable_deterministic_inference and "triton" in attention_backends(args)
     query_heads, kv_heads = config.get_num_attention_heads(args.tp_size), config.get_num_kv_heads(args.tp_size)
     if exact and query_heads == kv_heads:
         raise OptionError(
             f"--model-path {args.model_path}, --tp-size {args.tp_size}: a rank has {query_heads} query heads and as many KV "
-            "heads; with --enable-deterministic-inference and the triton backend --kv-mode verified needs two query heads a KV head or "
-            "more: SGLang decodes one by another kernel, which rounds otherwise. Leave --enable-deterministic-inference out, "
-            "pass a smaller --tp-size where that leaves more, or use --kv-mode full."
+            "heads; with --enable-deterministic-inference and the triton backend --kv-mode verified needs at least two query heads per "
+            "KV head: SGLang decodes one with another kernel, which rounds differently. Leave --enable-deterministic-inference out, "
+            "pass a smaller --tp-size if that leaves more, or use --kv-mode full."
         )
 
 
 def unsupported_model_reason(config: object) -> str | None:
-    """Why a model cannot be served from a compressed KV cache; None when it can.
+    """Why a model cannot be served from a compressed KV cache. None if it can.
 
     Args:
         config: SGLang's ``ModelConfig``.
@@ -79,7 +79,7 @@ def unsupported_model_reason(config: object) -> str | None:
     if not config.is_generation:
         return "it does not generate"
     if config.quantization is not None:
-        # Activations scaled over a whole batch would make an answer depend on the drafts beside it.
+        # Activations scaled over a whole batch would make the output depend on other requests' drafts.
         return f"its weights are quantized ({config.quantization}), which is untested"
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model"
@@ -101,32 +101,32 @@ def _uses_sliding_window(text: object) -> bool:
     return kinds is None or any("sliding" in kind for kind in kinds)
 
 
-# By device, the attention backends with which such copies are served. On a CPU the backend reads them; on a GPU steps over
-# them have a backend of their own, and these do the rest.
+# Attention backends that serve such compressed KV, by device. On a CPU the backend reads it. On a GPU draft steps use a backend of ours,
+# and these do the rest.
 COMPRESSED_KV_BACKENDS: dict[str, tuple[str, ...]] = {"cpu": ("torch_native",), "cuda": ("flashinfer", "triton", "fa3")}
 
 
 def check_compressed_kv_backends(args: "KVServerArgs", copies: str, remedy: str) -> None:
-    """Refuse devices, backends and schedules where copies that hold no plain tokens are not read, once SGLang has chosen them.
+    """Refuse devices, backends and schedules that cannot read compressed KV without plain tokens, after SGLang selected them.
 
     Args:
-        args: the server's.
-        copies: names the copies, for messages.
-        remedy: what to pass instead.
+        args: The server's arguments.
+        copies: Name of the compressed KV, for messages.
+        remedy: What to pass instead.
 
     Raises:
-        OptionError: names what it chose, and the remedy.
+        OptionError: Names SGLang's selection, and the remedy.
     """
     found = attention_backends(args)
     if found - set(COMPRESSED_KV_BACKENDS.get(args.device, ())):
         raise OptionError(
-            f"--device is {args.device} and --attention-backend {', '.join(sorted(found))}; {copies} are read on {_readers()}. "
+            f"--device is {args.device} and --attention-backend {', '.join(sorted(found))}; {copies} can be read on {_readers()}. "
             f"Pass one of these, or {remedy}."
         )
     if args.device != "cpu" and args.enable_deterministic_inference and can_offload_full_kv(args):
         raise OptionError(
-            f"--kv-full-tier is {args.kv_full_tier!r} with --enable-deterministic-inference; of {copies} a GPU reads one token a "
-            "request at a time: requests without a copy answer there in the steps in which others draft, and round differently. "
+            f"--kv-full-tier is {args.kv_full_tier!r} with --enable-deterministic-inference; a GPU reads {copies} one token per "
+            "request at a time: requests that decode on full KV in the same steps would round differently. "
             f"Pass --kv-full-tier device, or {remedy}."
         )
 

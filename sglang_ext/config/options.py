@@ -1,6 +1,6 @@
-"""What the flags may be, and what follows from what they are: how much is drafted, and how much is verified at once.
+"""Allowed values of the flags, and settings derived from them: draft lengths and verification widths.
 
-Stands here once, so that ``--help``, the checks at start, the doctor and the tests agree.
+Defined in one place, so that ``--help``, the checks at start, the doctor and the tests agree.
 """
 
 from typing import TYPE_CHECKING
@@ -16,62 +16,62 @@ if TYPE_CHECKING:
 MODES = ("full", "lossy", "verified")
 MAX_DRAFT_LENGTH = 64
 FULL_TIERS = ("auto", "device", "host")
-# Tokens drafted before a verification whose full KV has to be loaded from the host, at most.
+# Maximum drafts before a verification whose full KV is loaded from the host.
 MAX_OFFLOAD_DRAFT_LENGTH = 256
-# Tokens drafted on an anchor while the residual arrives, at most (Lynx, section 5).
+# Maximum drafts on an anchor while the residual arrives (Lynx, section 5).
 MAX_EARLY_DRAFTS = 64
-# The transfer backend whose KV comes as anchor and residual, and its reference that comes in one piece.
+# The transfer backend that sends KV as anchor and residual, and its reference that sends KV in one piece.
 BACKEND, RAW = "progressive", "raw"
-# Such verifications in one forward at most: they are wide, and come one by one, as their loads do.
+# Maximum verifications of offloaded or arriving full KV in one forward. They are wide, and become ready one by one, as their loads do.
 MAX_WIDE_REQUESTS = 2
-# They are captured for every so many tokens of a request: what is beyond the drafts is computed for nothing.
+# Their widths are captured in this step, in tokens per request. Tokens beyond the drafts are computed in vain.
 WIDE_STEP = 64
-# Drafts at most with --kv-draft-length auto: 16 tokens of 4 query heads fill a tile of verifications, 17 begin another.
+# Maximum drafts with --kv-draft-length auto: 16 tokens of 4 query heads fill a tile of verifications, a 17th begins another.
 AUTO_DRAFT_LENGTH = 15
-# Tokens of a narrow verification there: where acceptance is middling, short drafts are best, and wait for less.
+# Tokens of a narrow verification with auto: with moderate acceptance, short drafts are best, and need a shorter verification.
 NARROW_VERIFY = 5
 ATTENTION_BACKENDS = ("torch_native", "flashinfer", "triton", "fa3")
-# Of these, on which a verification's tokens are, bit for bit, those of decoding one by one.
+# Backends on which a verification's tokens are bit-identical to those of decoding one by one.
 DETERMINISTIC_BACKENDS = ("torch_native", "triton")
 
 
 def check_allowed(flag: str, value: object, allowed: tuple[str, ...]) -> None:
-    """Refuse a flag's value that is not among those allowed.
+    """Refuse a flag's value that is not allowed.
 
     Raises:
-        OptionError: names all three.
+        OptionError: Names the flag, its value and the allowed values.
     """
     if value not in allowed:
         raise OptionError(f"{flag} is {value!r}; allowed: {', '.join(allowed)}. Pass one of these.")
 
 
 def expected_device(device: str | None) -> str:
-    """What a server with this ``--device`` will run on, before SGLang has chosen: where none is named, what torch finds."""
+    """The device of a server with this ``--device``, before SGLang selects it. If None, the device that torch finds."""
     return (device or ("cuda" if torch.cuda.is_available() else "cpu")).split(":")[0]
 
 
 def attention_backends(args: "KVServerArgs") -> set[str]:
-    """Those that flags or SGLang chose so far."""
+    """The attention backends that flags or SGLang selected so far."""
     return {args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend} - {None}
 
 
 def ranks_per_host(args: "KVServerArgs") -> int:
-    """Tensor-parallel ranks that run on one host."""
+    """Number of tensor-parallel ranks on one host."""
     return -(-args.tp_size // args.nnodes)
 
 
 def parse_int_or_word(text: str) -> int | str:
-    """Parse a flag's value: a whole number, or else a word such as ``auto``, which is checked later."""
+    """Parse a flag's value: a whole number, or a word such as ``auto``, which is checked later."""
     return int(text) if text.lstrip("-").isdigit() else text
 
 
 def requested_draft_length(args: "KVServerArgs") -> int:
-    """Tokens that ``--kv-draft-length`` lets a round draft at most."""
+    """Maximum drafts of a round according to ``--kv-draft-length``."""
     return AUTO_DRAFT_LENGTH if args.kv_draft_length == "auto" else args.kv_draft_length
 
 
 def max_draft_length(args: "KVServerArgs") -> int:
-    """Tokens drafted before a verification at most; in mode lossy, which drafts nothing, steps of a round, whatever flags of drafts say."""
+    """Maximum drafts of a round. In mode lossy, which drafts nothing, the steps of a round, whatever the draft flags are."""
     if args.kv_mode == "lossy":
         return PLAIN_STEPS
     longest = requested_draft_length(args)
@@ -79,15 +79,15 @@ def max_draft_length(args: "KVServerArgs") -> int:
 
 
 def offload_obstacle(args: "KVServerArgs") -> str | None:
-    """Why full KV of running requests cannot leave the device, and the remedy; None when it can."""
+    """Why full KV of running requests cannot leave the device, and the remedy. None if it can."""
     for refused, why in (
         (not args.kv_host_gb, "there is no host memory for full KV: pass --kv-host-gb"),
         (args.kv_mode != "verified", f"--kv-mode {args.kv_mode} verifies nothing: pass --kv-mode verified"),
         (
             catalogue.points(args.kv_compressor),
-            f"drafts of --kv-compressor {args.kv_compressor} read it on the device: pass --kv-compressor snapkv",
+            f"drafts of --kv-compressor {args.kv_compressor} read full KV on the device: pass --kv-compressor snapkv",
         ),
-        (args.disable_radix_cache, "full KV leaves the device by nodes of the prefix tree: leave out --disable-radix-cache"),
+        (args.disable_radix_cache, "only nodes of the prefix tree can leave the device: leave out --disable-radix-cache"),
     ):
         if refused:
             return why
@@ -100,17 +100,17 @@ def can_offload_full_kv(args: "KVServerArgs") -> bool:
 
 
 def why_full_kv_stays(args: "KVServerArgs") -> str | None:
-    """Why mode lossy keeps full KV beside copies that hold all of it, in a few words; None where it gives that back."""
-    # What such a decode server has given back, it is sent again where it is needed; it computes no prompts.
+    """Why mode lossy keeps full KV in addition to compressed KV of all tokens, in a few words. None if it frees it."""
+    # Such a decode server computes no prompts. It is sent freed full KV again if it needs it.
     sent = args.disaggregation_mode == "decode" and has_progressive_transfer(args)
     for kept, why in (
         (args.kv_mode != "lossy", "verifications read it"),
-        (args.kv_host_gb, "it goes to host memory when others need its slots"),
-        (args.disaggregation_mode != "null" and not sent, "it travels"),
-        (args.disable_radix_cache and not sent, "without a prefix tree nobody would find the codes"),
+        (args.kv_host_gb, "it moves to host memory when other requests need its slots"),
+        (args.disaggregation_mode != "null" and not sent, "it is transferred"),
+        (args.disable_radix_cache and not sent, "quantized-only KV needs a prefix tree"),
         (
             args.enable_deterministic_inference and args.device != "cpu",
-            "beside requests that need full KV nobody reads a copy in deterministic mode",
+            "in deterministic mode compressed KV cannot be read together with full KV",
         ),
     ):
         if kept:
@@ -119,12 +119,12 @@ def why_full_kv_stays(args: "KVServerArgs") -> str | None:
 
 
 def has_progressive_transfer(args: "KVServerArgs") -> bool:
-    """Whether KV travels over links of ours."""
+    """Whether KV is transferred with our backend."""
     return args.disaggregation_mode != "null" and args.disaggregation_transfer_backend == BACKEND
 
 
 def has_early_decoding(args: "KVServerArgs") -> bool:
-    """Whether requests are drafted on the anchors of their KV while its residuals arrive from a prefill server."""
+    """Whether requests draft on the anchors of their KV while the residuals arrive from a prefill server."""
     return (
         args.kv_mode == "verified"
         and args.disaggregation_mode == "decode"
@@ -135,12 +135,12 @@ def has_early_decoding(args: "KVServerArgs") -> bool:
 
 
 def has_deferred_verification(args: "KVServerArgs") -> bool:
-    """Whether verifications wait for full KV, so that drafts gather over rounds: it comes from host memory, or over a link."""
+    """Whether verifications wait for full KV from host memory or a link, so that drafts are pending over several rounds."""
     return can_offload_full_kv(args) or has_early_decoding(args)
 
 
 def max_pending_drafts(args: "KVServerArgs") -> int:
-    """Drafts that a request gathers before a verification at most; where full KV may leave the device, whole rounds of them."""
+    """Maximum pending drafts of a request. If full KV may leave the device, a whole number of rounds."""
     longest = max_draft_length(args)
     if not has_deferred_verification(args):
         return longest
@@ -151,19 +151,19 @@ def max_pending_drafts(args: "KVServerArgs") -> int:
 
 
 def verify_widths(args: "KVServerArgs") -> tuple[int, ...]:
-    """Tokens of a request in the verifications of one round's drafts; several where the draft length is chosen."""
+    """Tokens per request in verifications of one round's drafts. Several widths if the draft length is selected automatically."""
     widest = max_draft_length(args) + 1
     return (NARROW_VERIFY, widest) if args.kv_draft_length == "auto" and widest > NARROW_VERIFY else (widest,)
 
 
 def max_captured_tokens(args: "KVServerArgs", requests: int) -> int:
-    """Tokens of the largest verification that is captured, where so many requests run at most."""
+    """Tokens of the largest captured verification with at most ``requests`` running requests."""
     narrow = min(max(args.cuda_graph_config.decode.bs), requests) * verify_widths(args)[-1]
     return max(narrow, MAX_WIDE_REQUESTS * args.speculative_num_draft_tokens) if has_deferred_verification(args) else narrow
 
 
 def wide_verify_widths(args: "KVServerArgs") -> tuple[int, ...]:
-    """Tokens of a request in verifications of drafts that gathered over several rounds, wide ones first."""
+    """Tokens per request in verifications of drafts from several rounds, widest first."""
     if not has_deferred_verification(args):
         return ()
     return tuple(range(max_pending_drafts(args) + 1, verify_widths(args)[-1], -WIDE_STEP))

@@ -1,4 +1,4 @@
-"""The flag ``--kv-prefill``: whether prompts attend to exact keys and values, or to the codes that their copies will hold."""
+"""The flag ``--kv-prefill``: whether prompts attend to exact or to quantized keys and values."""
 
 from typing import TYPE_CHECKING
 
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
 
 EXACT, QUANTIZED = PREFILL_MODES = ("exact", "quantized")
-# Where prompts attend to codes.
+# Devices on which prompts can attend to quantized KV.
 DEVICES = ("cpu", "cuda")
 
 
 def resolve(args: "KVServerArgs") -> None:
-    """Refuse what prompts cannot attend to.
+    """Refuse combinations in which prompts cannot attend to quantized KV.
 
     Raises:
-        OptionError: names the flag, its value and the remedy.
+        OptionError: Names the flag, its value and the remedy.
     """
     check_allowed("--kv-prefill", args.kv_prefill, PREFILL_MODES)
     if args.kv_prefill == EXACT:
@@ -27,31 +27,31 @@ def resolve(args: "KVServerArgs") -> None:
     drops, packs = catalogue.parse(args.kv_compressor)
     if drops is not None or packs not in catalogue.partitioned():
         raise OptionError(
-            f"--kv-prefill is {QUANTIZED} with --kv-compressor {args.kv_compressor}; prompts attend to all tokens, as codes that are "
+            f"--kv-prefill is {QUANTIZED} with --kv-compressor {args.kv_compressor}; prompts attend to all tokens, quantized and "
             f"multiplied as integers: pass --kv-compressor {' or '.join(catalogue.partitioned())}, or --kv-prefill {EXACT}"
         )
     if args.kv_mode != "lossy":
         raise OptionError(
-            f"--kv-prefill is {QUANTIZED} with --kv-mode {args.kv_mode}, whose answers are those of exact prompts: pass --kv-mode lossy, "
+            f"--kv-prefill is {QUANTIZED} with --kv-mode {args.kv_mode}, whose outputs are those of exact prompts: pass --kv-mode lossy, "
             f"or --kv-prefill {EXACT}"
         )
 
 
 def check_resolved(args: "KVServerArgs") -> None:
-    """Refuse a device and a role without such attention, once SGLang has chosen the device.
+    """Refuse a device or a role that does not support it, after SGLang selected the device.
 
     Raises:
-        OptionError: names it, and the remedy.
+        OptionError: Names it, and the remedy.
     """
     if args.kv_prefill == EXACT:
         return
     if args.device not in DEVICES:
         raise OptionError(
-            f"--device is {args.device} with --kv-prefill {QUANTIZED}; prompts attend to codes on {' and '.join(DEVICES)}: "
+            f"--device is {args.device} with --kv-prefill {QUANTIZED}; prompts can attend to quantized KV on {' and '.join(DEVICES)}: "
             f"pass --kv-prefill {EXACT}, or --device cpu"
         )
     if args.disaggregation_mode != "null" and not quantized_transfer_settings(args):
         raise OptionError(
-            f"--disaggregation-mode is {args.disaggregation_mode} with --kv-prefill {QUANTIZED}; what travels does not say how it was "
+            f"--disaggregation-mode is {args.disaggregation_mode} with --kv-prefill {QUANTIZED}; transferred KV does not say how it was "
             f"computed: pass --kv-prefill {EXACT}, or --disaggregation-transfer-backend {BACKEND}"
         )

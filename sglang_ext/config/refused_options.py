@@ -1,4 +1,4 @@
-"""SGLang's options and this plugin's that cannot be combined with a compressed KV cache yet, each with the reason and the remedy."""
+"""Options of SGLang and of this plugin that cannot be combined with a compressed KV cache yet, each with reason and remedy."""
 
 from typing import TYPE_CHECKING
 
@@ -15,26 +15,26 @@ HICACHE = (
     *("hicache_storage_backend", "hicache_storage_prefetch_policy", "hicache_storage_backend_extra_config"),
 )
 OF_HOST = "use --kv-host-gb for KV in host memory"
-LAYOUT = "copies are made in pools that hold each layer's tokens one after the other"
-IDLE = "its tree would stand idle beside the one that counts compressed slots"
-RANKS = "of all parallelism only --tp-size and experts over its ranks are tested"
+LAYOUT = "compressed KV needs a pool that stores each layer's tokens one after another"
+IDLE = "its tree would be unused beside the one that accounts for compressed slots"
+RANKS = "only --tp-size, and experts distributed over its ranks, are tested"
 
 CACHES: tuple[Refusal, ...] = (
     Refusal(
         "--radix-cache-backend", lambda args: args.radix_cache_backend not in (None, "kv_views"),
-        "the prefix tree must count compressed slots", "leave it out, or use --kv-mode full",
+        "the prefix tree must account for compressed slots", "leave it out, or use --kv-mode full",
     ),
-    refused("enable_hierarchical_cache", "its tree does not know compressed slots", f"leave it out, and {OF_HOST}", HICACHE),
+    refused("enable_hierarchical_cache", "its tree does not account for compressed slots", f"leave it out, and {OF_HOST}", HICACHE),
     refused("enable_lmcache", IDLE, f"leave it out, and {OF_HOST}", ("lmcache_config_file",)),
     refused("enable_flexkv", IDLE, f"leave it out, and {OF_HOST}", ("flexkv_config_file",)),
     variable("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", IDLE),
     variable("SGLANG_ENABLE_UNIFIED_RADIX_TREE", IDLE),
     Refusal(
         "--disable-radix-cache", lambda args: args.disable_radix_cache and bool(args.kv_host_gb),
-        "--kv-host-gb keeps prefixes of the tree, and there would be none", "leave out --disable-radix-cache, or --kv-host-gb",
+        "--kv-host-gb stores prefixes of the tree, and there would be none", "leave out --disable-radix-cache, or --kv-host-gb",
     ),
     Refusal(
-        "--kv-cache-dtype", lambda args: args.kv_cache_dtype not in (None, "auto"), "copies of a quantized cache are untested",
+        "--kv-cache-dtype", lambda args: args.kv_cache_dtype not in (None, "auto"), "compressing a quantized cache is untested",
         "use --kv-cache-dtype auto", ("quantization_param_path",),
     ),
     Refusal(
@@ -44,11 +44,11 @@ CACHES: tuple[Refusal, ...] = (
     refused("enable_page_major_kv_layout", LAYOUT),
     refused("enable_unified_memory", LAYOUT),
     variable("SGLANG_USE_HND_KVCACHE", LAYOUT),
-    variable("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "the pool would grow after what lies beside it was planned"),
+    variable("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "the pool would grow after the memory beside it was planned"),
     refused("enable_hisparse", "it drops tokens from KV that verifications read", parts=("hisparse_config",)),
     refused("prefill_only_disable_kv_cache", "there would be no KV to compress"),
     Refusal(
-        "--kv-canary", lambda args: args.kv_canary != "none", "it takes compressed copies for damage to the slots in which they lie",
+        "--kv-canary", lambda args: args.kv_canary != "none", "it would report compressed KV as damaged slots",
         "leave it out", ("kv_canary_real_data", "kv_canary_sweep_interval"),
     ),
     refused("enable_streaming_session", "a session keeps slots beyond a request"),
@@ -70,15 +70,15 @@ PARALLELISM: tuple[Refusal, ...] = (
     at_most_one("moe_dp_size", RANKS),
     at_most_one("dwdp_size", RANKS),
     refused(
-        "enable_pdmux", "its loop computes prompts past the worker that compresses them",
+        "enable_pdmux", "its loop computes prompts without the worker that compresses them",
         parts=("pdmux_config_path", "sm_group_num"),
     ),
     refused("use_ray", "its actors start schedulers without plugins"),
 )
 
 
-TOKENIZER = "requests would not pass the checks of its tokenizer process, nor get their fields of meta_info"
-# Of other speculation; what --kv-draft-length and its like say here.
+TOKENIZER = "requests would bypass the checks of the tokenizer process, and lack our fields of meta_info"
+# Options of other speculative algorithms. Here --kv-draft-length and similar flags replace them.
 SPECULATION = (
     *("speculative_draft_model_path", "speculative_draft_model_revision", "speculative_draft_load_format"),
     *("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens", "speculative_dflash_block_size"),
@@ -116,7 +116,7 @@ REFUSALS: tuple[Refusal, ...] = (
     refused("enable_two_batch_overlap", "its split assumes equal lengths"),
     Refusal(
         "--kv-compressor verify-guided", lambda args: args.kv_mode == "lossy" and catalogue.needs_verifications(args.kv_compressor),
-        "nothing is verified, and verifications choose what it keeps", "use --kv-mode verified, or --kv-compressor snapkv",
+        "nothing is verified, and verifications select the tokens that it keeps", "use --kv-mode verified, or --kv-compressor snapkv",
     ),
     refused("torchao_config", "quantized weights are untested"),
     refused("is_embedding", "embeddings are not decoded", "use --kv-mode full"),
@@ -126,7 +126,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--smg-grpc-mode", lambda args: args.smg_grpc_mode or args.grpc_mode, TOKENIZER,
-        "leave it out; --grpc-port serves gRPC beside HTTP", ("smg_http_sidecar_port",),
+        "leave it out; --grpc-port serves gRPC in addition to HTTP", ("smg_http_sidecar_port",),
     ),
     variable("SGLANG_RUST_SERVER", TOKENIZER),
     refused(
@@ -136,10 +136,10 @@ REFUSALS: tuple[Refusal, ...] = (
         "enable_torch_compile", "drafts and verifications are untested as compiled code",
         parts=("enable_torch_compile_debug_mode", "torch_compile_max_bs"),
     ),
-    refused("enable_mis", "items do not attend to one another, and copies hold what all attend to", "use --kv-mode full"),
+    refused("enable_mis", "items do not attend to one another, and compressed KV is shared by all", "use --kv-mode full"),
     Refusal(
         "--rl-on-policy-target", lambda args: args.rl_on_policy_target is not None,
-        "verifications sample otherwise than its trainer", "use --kv-mode full", ("rl_quant_profile",),
+        "verifications sample differently from its trainer", "use --kv-mode full", ("rl_quant_profile",),
     ),
     refused("enable_return_routed_experts", "experts of rejected drafts would be returned"),
     refused("enable_return_indexer_topk", "models with an indexer are not served"),
@@ -147,10 +147,10 @@ REFUSALS: tuple[Refusal, ...] = (
 
 
 def check_combinations(args: "KVServerArgs") -> None:
-    """Refuse SGLang options that a compressed KV cache cannot be combined with yet.
+    """Refuse SGLang options that cannot be combined with a compressed KV cache yet.
 
     Raises:
-        OptionError: names the option, the reason and the remedy.
+        OptionError: Names the option, the reason and the remedy.
     """
     for refusal in REFUSALS:
         refusal.check(args)

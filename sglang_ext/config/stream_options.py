@@ -1,4 +1,4 @@
-"""When the tokens of a round leave the server in a stream: ``--kv-stream-pacing``, and the same parameter of a request."""
+"""Pacing of a round's tokens in a stream: ``--kv-stream-pacing``, and the same parameter of a request."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -10,23 +10,23 @@ if TYPE_CHECKING:
 BURST, EVEN = "burst", "even"
 PACINGS = (BURST, EVEN)
 PARAMETER = "kv_stream_pacing"
-"""Key of a request's ``custom_params``. It wins over the flag."""
+"""Key of a request's ``custom_params``. It overrides the flag."""
 
 
 def check_flag(args: "KVServerArgs") -> None:
-    """Refuse a pacing that does not exist.
+    """Refuse an unknown pacing.
 
     Raises:
-        OptionError: names the flag, its value and the allowed values.
+        OptionError: Names the flag, its value and the allowed values.
     """
     check_allowed("--kv-stream-pacing", args.kv_stream_pacing, PACINGS)
 
 
 def check_request(args: "KVServerArgs", asked: object) -> None:
-    """Refuse a pacing that does not exist.
+    """Refuse an unknown pacing.
 
     Args:
-        args: The server's arguments; they do not matter here.
+        args: The server's arguments. Not used here.
         asked: The value of :data:`PARAMETER` in a request.
 
     Raises:
@@ -37,6 +37,6 @@ def check_request(args: "KVServerArgs", asked: object) -> None:
 
 
 def request_pacing(default: str, custom_params: dict[str, Any] | None) -> str:
-    """The pacing of a request: the one in its ``custom_params``, else the server's ``default``."""
+    """The pacing of a request: from its ``custom_params``, or the server's ``default``."""
     asked = custom_params.get(PARAMETER) if isinstance(custom_params, dict) else None
     return asked or default

@@ -1,6 +1,6 @@
-"""What keeps a transport of KV (``--disaggregation-transfer-backend``) from working on this machine.
+"""Checks whether a transfer backend (``--disaggregation-transfer-backend``) works on this machine.
 
-SGLang's parser knows names alone; what a transport is made of is imported by the scheduler, once the weights are loaded.
+SGLang's parser only knows the names. The scheduler imports a transport's modules after the weights are loaded.
 """
 
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from sglang_ext.config.options import BACKEND
 
 @dataclass(frozen=True)
 class Transport:
-    """What SGLang imports for a transport.
+    """The module that SGLang imports for a transport.
 
     Attributes:
-        module: that moves the bytes.
-        remedy: how to get it.
+        module: The module that transfers the bytes.
+        remedy: How to install it.
     """
 
     module: str
@@ -24,7 +24,7 @@ class Transport:
 
 
 MOONCAKE_TCP = "mooncake_tcp"
-# Of SGLang's own; others bring what they need, as ours does.
+# SGLang's transports. Other ones include what they need, as ours does.
 TRANSPORTS = {
     "mooncake": Transport("mooncake.engine", "pip install mooncake-transfer-engine"),
     MOONCAKE_TCP: Transport("mooncake.engine", "pip install mooncake-transfer-engine-non-cuda (or mooncake-transfer-engine)"),
@@ -32,14 +32,14 @@ TRANSPORTS = {
     "mori": Transport("mori.io", "use SGLang's image for AMD's GPUs, which has it"),
     "ascend": Transport("memfabric_hybrid", "use SGLang's image for Ascend's NPUs, which has it"),
 }
-# It moves nothing.
+# It transfers nothing.
 FAKE = "fake"
 
 
 def transport_obstacle(backend: str) -> str | None:
-    """Why a prefill and a decode server cannot move KV by this backend here, with the remedy, in a line; None where they can.
+    """Why a prefill and a decode server cannot transfer KV with this backend here, with the remedy, in one line. None if they can.
 
-    What the transport is made of is imported: it may need libraries of the system.
+    The transport's module is imported, because it may need system libraries.
     """
     if backend == FAKE:
         return f"it moves no KV, and SGLang's prefill servers refuse it: use {BACKEND}"

@@ -1,1 +1,1 @@
-"""Says whether this machine can serve with sglang-ext: ``python -m sglang_ext.doctor``."""
+"""Checks whether this machine can serve with sglang-ext: ``python -m sglang_ext.doctor``."""

@@ -1,7 +1,7 @@
-"""Says whether this machine can serve with sglang-ext, and what is switched on.
+"""Checks whether this machine can serve with sglang-ext, and what is enabled.
 
-``python -m sglang_ext.doctor [--model M]`` prints a table, one line a check; a failing line tells the
-remedy. The exit code is 1 when anything needed is missing or unsupported, else 0.
+``python -m sglang_ext.doctor [--model M]`` prints a table with one line per check. A failing line shows the remedy. The exit code is 1 if a
+requirement is missing or unsupported, else 0.
 """
 
 import argparse
@@ -46,15 +46,15 @@ logger = logging.getLogger(__name__)
 
 
 def check_modes(others: Iterable[Check]) -> Check:
-    """Which ``--kv-mode`` values can be asked for, given what the other checks found."""
-    # Without cache ranks each mode serves.
+    """Check which ``--kv-mode`` values can be used, given the other checks."""
+    # All modes work without cache ranks.
     failed = [check.name for check in others if not check.ok and check.name != CACHE_RANKS]
     found = ", ".join(options.MODES) if not failed else "full, if SGLang itself starts"
     return make_check("kv modes", not failed, found, f"see {', '.join(failed)}")
 
 
 def examine(model: str | None = None) -> list[Check]:
-    """All checks, in the order of the report; those that need SGLang only when it is installed."""
+    """Run all checks, in the order of the report. Checks that need SGLang run only if it is installed."""
     wanted: list[tuple[str, Callable[[], Check | Iterable[Check]]]] = [
         *(("Python", check_python), ("SGLang", check_sglang), ("torch", check_torch)),
         ("plugin", lambda: check_entry_point("plugin", PLUGIN_GROUP, PLUGIN)),
@@ -72,7 +72,7 @@ def examine(model: str | None = None) -> list[Check]:
 
 
 def _guarded(name: str, check: Callable[[], Check | Iterable[Check]]) -> list[Check]:
-    """The lines of a check; of one that fails itself, whatever by, a failing line, and the others still run.
+    """Run a check and return its lines. If the check itself fails, return a failing line, so that the others still run.
 
     A broken installation, such as an SGLang that does not load, raises errors of any kind.
     """
@@ -86,7 +86,7 @@ def _guarded(name: str, check: Callable[[], Check | Iterable[Check]]) -> list[Ch
 
 def render(checks: list[Check]) -> Table:
     """The report as a table."""
-    # Folded, not cut: a narrow terminal would show no end of a command that is a remedy.
+    # Folded, not cut: a narrow terminal would hide the end of a remedy's command.
     columns = ("", *(Column(name, overflow="fold") for name in ("check", "found", "remedy")))
     table = Table(*columns, title="sglang-ext doctor")
     for check in checks:
@@ -96,12 +96,12 @@ def render(checks: list[Check]) -> Table:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line; returns the exit code."""
+    """Run the command line. Return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m sglang_ext.doctor", description=__doc__.split("\n")[0])
     parser.add_argument("--model", help="a Hugging Face folder or name, as for --model-path")
     checks = examine(parser.parse_args(arguments).model)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A path may hold what the terminal's encoding has no characters for.
+        # A path may have characters that the terminal's encoding lacks.
         sys.stdout.reconfigure(errors="backslashreplace")
     Console().print(render(checks))
     return 0 if all(check.ok for check in checks) else 1

@@ -1,4 +1,4 @@
-"""Whether processes beside a server can choose tokens here (``--kv-cache-ranks``): one is started, as a server would start it."""
+"""Checks whether cache ranks (``--kv-cache-ranks``) work here, by starting one as a server does."""
 
 import shutil
 import time
@@ -16,16 +16,16 @@ from sglang_ext.managers.cache_rank.protocol import VERSION, Attach, BufferShape
 NAME = "cache ranks"
 SHARED_FOLDER = Path("/dev/shm")
 REMEDY = (
-    "let this user start processes, memory without a name (memfd_create) and sockets in TMPDIR be had; or serve without "
-    "--kv-cache-ranks: tokens are chosen between steps then"
+    "allow this user to start processes, to create anonymous memory (memfd_create) and sockets in TMPDIR; or serve without "
+    "--kv-cache-ranks: tokens are then selected between steps"
 )
 
 
 def check_cache_ranks(seconds: float = START_SECONDS) -> Check:
-    """Starts a process of a made-up model, waits until it can be asked, and ends it; tells how many, which memory and which devices.
+    """Start a cache rank for a made-up model, wait until it is ready, and end it. Report the maximum number, the memory and the devices.
 
     Args:
-        seconds: within which it has to be ready.
+        seconds: Time limit for the start.
     """
     begun, link = time.monotonic(), RankLink(RankSettings(_small(), pack=1))
     try:
@@ -39,7 +39,7 @@ def check_cache_ranks(seconds: float = START_SECONDS) -> Check:
         ready, started = False, f"no process was started: {one_line(error)}"
     finally:
         link.end()
-    return make_check(NAME, ready, f"{started}; up to {max_cache_ranks()}, one a core; {_memory()}; {_devices()}", REMEDY)
+    return make_check(NAME, ready, f"{started}; up to {max_cache_ranks()}, one per core; {_memory()}; {_devices()}", REMEDY)
 
 
 def _small() -> Attach:
@@ -49,7 +49,7 @@ def _small() -> Attach:
 
 
 def _memory() -> str:
-    """What ranks and servers can share. It has no name in any folder: the size of /dev/shm, by which other programs share, is no bound."""
+    """Memory that ranks and servers can share. It is anonymous, so the size of /dev/shm, which other programs use, is no limit."""
     free = f"{psutil.virtual_memory().available / 1e9:.1f} GB of memory free"
     if not SHARED_FOLDER.is_dir():
         return f"{free}, no {SHARED_FOLDER}, which ranks do not need"
@@ -61,16 +61,16 @@ def _devices() -> str:
     """GPUs, and which can read each other's memory."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
-        return "no GPU: ranks choose on cores"
+        return "no GPU: ranks select on CPU cores"
     if count == 1:
-        return "one GPU, on which a second stream chooses instead of ranks"
+        return "one GPU, on which a second stream selects instead of ranks"
     without = list(_apart(count))
     peers = f"no peer access between {', '.join(without)}" if without else "peer access between all"
     return f"{count} GPUs, {peers}"
 
 
 def _apart(count: int) -> Iterator[str]:
-    """Pairs of GPUs of which one cannot read the other's memory."""
+    """Pairs of GPUs that cannot both read the other's memory."""
     for first in range(count):
         for second in range(first + 1, count):
             if not all(torch.cuda.can_device_access_peer(*pair) for pair in ((first, second), (second, first))):

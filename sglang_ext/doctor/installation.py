@@ -1,4 +1,4 @@
-"""Checks of what is installed: Python, the packages, and the entry points by which SGLang finds this one; and what a check is."""
+"""Checks of the installation: Python, the packages, and the entry points with which SGLang finds this one. Defines :class:`Check`."""
 
 import os
 import sys
@@ -14,10 +14,10 @@ class Check:
     """One line of the report.
 
     Attributes:
-        name: what was looked at.
-        ok: whether sglang-ext can serve with what was found.
-        found: what was found.
-        remedy: what to do when not ``ok``; empty when it is.
+        name: What was checked.
+        ok: Whether sglang-ext can serve with what was found.
+        found: What was found.
+        remedy: What to do if not ``ok``. Empty if it is.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Check:
 
 
 def make_check(name: str, ok: bool, found: str, remedy: str) -> Check:
-    """A check whose remedy is told only when it fails."""
+    """Create a check that shows its remedy only if it fails."""
     return Check(name, ok, found, "" if ok else remedy)
 
 
@@ -42,14 +42,14 @@ PLATFORM_GROUP, PLATFORM = "sglang.srt.platforms", "sglang_ext.platforms:activat
 
 
 def check_python(running: tuple[int, int] = sys.version_info[:2]) -> Check:
-    """Whether this Python is one that SGLang's packages are pinned for."""
+    """Check that SGLang's packages are pinned for this Python."""
     supported = [".".join(map(str, version)) for version in PYTHON_VERSIONS]
     remedy = f"make the environment with Python {' or '.join(supported)}: `make install PYTHON=python3.11`"
     return make_check("Python", running in PYTHON_VERSIONS, ".".join(map(str, running)), remedy)
 
 
 def package_version(package: str) -> str | None:
-    """Version of an installed package, None when it is not installed."""
+    """Version of an installed package. None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -57,27 +57,27 @@ def package_version(package: str) -> str | None:
 
 
 def check_sglang() -> Check:
-    """Whether SGLang is there, in the version that the hooks were written for."""
+    """Check that SGLang is installed, in the version that the hooks were written for."""
     found = package_version("sglang")
     remedy = f"install sglang=={SGLANG_VERSION}: `make install`"
     return make_check("SGLang", found == SGLANG_VERSION, found or "not installed", remedy)
 
 
 def check_torch() -> Check:
-    """Whether torch is there; SGLang's requirements say which."""
+    """Check that torch is installed. SGLang's requirements determine its version."""
     found = package_version("torch")
     return make_check("torch", found is not None, found or "not installed", INSTALL)
 
 
 def check_entry_point(name: str, group: str, value: str) -> Check:
-    """Whether SGLang will find an entry point of ours."""
+    """Check that SGLang finds one of our entry points."""
     known = [point.name for point in entry_points(group=group) if point.value == value]
     found = f"{known[0]} in {group}" if known else f"not in {group}"
     return make_check(name, bool(known), found, INSTALL)
 
 
 def check_not_filtered() -> Check:
-    """Whether SGLang's environment variables let it load the plugin."""
+    """Check that SGLang's environment variables allow it to load the plugin."""
     ours = {point.name for point in entry_points(group=PLUGIN_GROUP) if point.value == PLUGIN}
     platforms = {point.name for point in entry_points(group=PLATFORM_GROUP) if point.value == PLATFORM}
     asked = {name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()}

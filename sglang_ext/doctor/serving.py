@@ -1,4 +1,4 @@
-"""Checks of what would serve: the device, its attention backends, the hooks into SGLang, the model, and the kernels for it."""
+"""Checks of the device, its attention backends, the hooks into SGLang, the model, and the kernels for it."""
 
 import logging
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_device() -> Check:
-    """What SGLang would run on: an NVIDIA GPU, or the plain CPU platform."""
+    """Check the device that SGLang would use: an NVIDIA GPU, or the plain CPU platform."""
     from sglang.srt.platforms import current_platform
 
     from sglang_ext.platforms.plain_cpu import PlainCpuPlatform
@@ -42,9 +42,9 @@ def check_device() -> Check:
 
 
 def check_attention_backends() -> Check:
-    """Which attention backends that read compressed views are installed."""
-    # torch_native and triton come with SGLang, flashinfer is a package of its own; fa3 is a part of SGLang's kernels
-    # that is compiled for some GPUs.
+    """Check which attention backends that read compressed KV are installed."""
+    # torch_native and triton are part of SGLang. flashinfer is a separate package. fa3 is a part of SGLang's kernels that is compiled for
+    # some GPUs.
     on_gpu = torch.cuda.is_available()
     missing = {"flashinfer": not find_spec("flashinfer"), "triton": not on_gpu, "fa3": not (on_gpu and has_fa3())}
     there = [name for name in options.ATTENTION_BACKENDS if not missing.get(name)]
@@ -54,7 +54,7 @@ def check_attention_backends() -> Check:
 
 
 def has_fa3() -> bool:
-    """Whether SGLang's kernels hold FlashAttention-3; they are not loaded for it."""
+    """Whether SGLang's kernels contain FlashAttention-3. They are not loaded for this check."""
     spec = find_spec("sgl_kernel")
     return spec is not None and any(
         any(Path(folder).glob("flash_ops*")) for folder in spec.submodule_search_locations
@@ -62,24 +62,24 @@ def has_fa3() -> bool:
 
 
 def check_transfer() -> Check:
-    """Over what KV can go from a prefill to a decode server (``--disaggregation-transfer-backend``), and whether links can be encrypted."""
+    """Check which transfer backends (``--disaggregation-transfer-backend``) work, and whether links can be encrypted."""
     keys = "encrypted with --kv-link-keys" if zmq.has("curve") else "not encrypted: this libzmq has no CURVE"
     obstacles = {name: transports.transport_obstacle(name) for name in transports.TRANSPORTS}
     found = [f"{BACKEND} (ZMQ {zmq.zmq_version()}, {keys})", *(name for name, why in obstacles.items() if why is None)]
-    # The one of SGLang's own that any machine could have.
+    # Of SGLang's own backends, the one that any machine could have.
     lacking = obstacles[transports.MOONCAKE_TCP]
     return Check("KV transfer", True, ", ".join(found) + (f"; not {transports.MOONCAKE_TCP}: {lacking}" if lacking else ""))
 
 
 def check_router() -> Check:
-    """Whether SGLang's router is there, which serve_pd starts before a prefill and a decode server; who serves from one needs none."""
-    # As serve_pd looks for it: its package has another name than what it installs.
+    """Check that SGLang's router is installed. serve_pd starts it for a prefill and a decode server. A single server needs none."""
+    # Looked up as in serve_pd, because the package and the module have different names.
     there = find_spec(serve_pd.ROUTER) is not None
     return Check("router", True, serve_pd.ROUTER if there else f"none, which serve_pd needs: {serve_pd.INSTALL_ROUTER}")
 
 
 def check_hooks() -> Iterator[Check]:
-    """One line for each hook or use that does not fit, or one that says that all do."""
+    """Yield one line for all hooks and private names, and one for each that does not match."""
     table = hooking.entries()
     problems = {entry.target: hooking.find_problem(entry) for entry in table}
     remedy = f"install sglang=={SGLANG_VERSION}, or serve with --kv-mode full"
@@ -93,15 +93,15 @@ def check_hooks() -> Iterator[Check]:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What the checks read of a model's ``config.json``.
+    """Properties that the checks read from a model's ``config.json``.
 
     Attributes:
-        architecture: the name of its class.
-        unsupported: why it cannot be compressed; None where it can.
-        head_dim: channels of a head.
-        query_heads, kv_heads: of a layer.
-        dtype: in which SGLang computes unless ``--dtype`` says another.
-        stored: dtype of its weights in the folder.
+        architecture: Name of its class.
+        unsupported: Why its KV cannot be compressed. None if it can.
+        head_dim: Channels per head.
+        query_heads, kv_heads: Heads per layer.
+        dtype: The dtype in which SGLang computes unless ``--dtype`` overrides it.
+        stored: Dtype of its weights in the folder.
     """
 
     architecture: str
@@ -115,10 +115,10 @@ class ModelInfo:
 
 @cache
 def read_model(path: str) -> ModelInfo | Check:
-    """A model as SGLang reads it, once for all checks; where it cannot, the failing line that says why.
+    """Read a model as SGLang does, once for all checks. If it cannot be read, return the failing line with the reason.
 
     Args:
-        path: a Hugging Face folder or name, as for ``--model-path``. Its code is not run.
+        path: A Hugging Face folder or name, as for ``--model-path``. Its code is not run.
     """
     from sglang.srt.configs.model_config import ModelConfig
 
@@ -136,14 +136,14 @@ def read_model(path: str) -> ModelInfo | Check:
             dtype=config.dtype,
             stored=getattr(config.hf_config, "dtype", None) or config.dtype,
         )
-    except Exception as error:  # what transformers and SGLang raise depends on what is wrong in the file
+    except Exception as error:  # transformers and SGLang raise many types of errors
         logger.debug("sglang-ext: %s cannot be read", path, exc_info=True)
-        remedy = "pass a Hugging Face folder or name that SGLang serves; what is named here stands in its config.json"
+        remedy = "pass a Hugging Face folder or name that SGLang serves; the cause is in its config.json"
         return Check("model", False, f"{path}: {one_line(error)}", remedy)
 
 
 def check_model(path: str) -> Check:
-    """Whether a model is of a family that can be compressed; ``path`` as for :func:`read_model`."""
+    """Check that a model's family can be compressed. ``path`` as for :func:`read_model`."""
     model = read_model(path)
     if isinstance(model, Check):
         return model
@@ -152,18 +152,18 @@ def check_model(path: str) -> Check:
 
 
 def check_kernels(path: str) -> list[Check]:
-    """A line that names the GPU, the model's shape of attention, and the kernels for it; none where SGLang cannot read the model.
+    """Return a line with the GPU, the shape of the model's attention, and the kernels for it. Empty if SGLang cannot read the model.
 
     Args:
-        path: as for :func:`read_model`.
+        path: As for :func:`read_model`.
     """
     model = read_model(path)
     if isinstance(model, Check):
-        # The check of the model says why.
+        # check_model reports the reason.
         return []
     group = model.query_heads // model.kv_heads
     dtype, stored = (str(each).removeprefix("torch.") for each in (model.dtype, model.stored))
-    # SGLang's --dtype auto takes float16 for float32.
+    # SGLang's --dtype auto uses float16 for float32.
     computed = dtype if dtype == stored else f"{dtype} unless --dtype says another (stored: {stored})"
     shape = f"{model.head_dim} channels a head, {group} query heads a KV head, {computed}"
     if not torch.cuda.is_available():
@@ -172,18 +172,18 @@ def check_kernels(path: str) -> list[Check]:
     memory = f"{gpu.shared_memory_per_block_optin // 1024} KiB of shared memory"
     packed = packed_kernels(model.head_dim, group, model.dtype)
     methods = "; ".join(f"{', '.join(names)} {kernels}" for kernels, names in packed.items())
-    found = f"{gpu.name} (sm_{gpu.major}{gpu.minor}, {memory}); {shape}: Triton for scores and copies; in few bits: {methods}"
+    found = f"{gpu.name} (sm_{gpu.major}{gpu.minor}, {memory}); {shape}: Triton for scores and compressed KV; in few bits: {methods}"
     return [Check("kernels", True, found)]
 
 
 def packed_kernels(dim: int, group: int, dtype: torch.dtype, device: str = "cuda") -> dict[str, list[str]]:
-    """Methods that pack tokens on a GPU, by what reads their copies and what writes them.
+    """Group the packing methods that work on a GPU by the kernels that read and write their compressed KV.
 
     Args:
-        dim: channels of a head.
-        group: query heads that share a KV head.
-        dtype: of the KV pool.
-        device: where the pool would lie.
+        dim: Channels per head.
+        group: Query heads per KV head.
+        dtype: Dtype of the KV pool.
+        device: Device of the KV pool.
     """
     from sglang_ext.layers.attention.compressed.decode_backend import LARGEST_HEAD, SMALLEST_HEAD
     from sglang_ext.layers.kernels.packed.pack_blocks import can_pack

@@ -1,5 +1,5 @@
-"""Networks that belong to a compressor, fitted to a model: ``python -m sglang_ext.fit``."""
+"""Fits the network of a compressor to a model: ``python -m sglang_ext.fit``."""
 
 
 class FitError(ValueError):
-    """Nothing can be fitted: says what was given, what is allowed, and the remedy."""
+    """Nothing can be fitted. The message says what was given, the allowed values, and the remedy."""

@@ -2,8 +2,8 @@
 
     python -m sglang_ext.fit kvzap --model MODEL --out FOLDER TEXTS...
 
-A server started with ``--kv-compressor kvzap --kv-predictor FOLDER`` then predicts the score of each token as it computes
-its KV. An interrupted run goes on where it was. FOLDER/work holds samples and may be deleted afterwards.
+A server started with ``--kv-compressor kvzap --kv-predictor FOLDER`` then predicts the score of each token when it computes its KV. An
+interrupted run can be resumed. FOLDER/work contains samples and may be deleted afterwards.
 """
 
 import argparse
@@ -31,23 +31,23 @@ SMALLEST = {"tokens": 128, "samples": 1, "width": 0, "epochs": 1, "seed": 0}
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """The parser of the command line."""
     made = argparse.ArgumentParser(
         prog="python -m sglang_ext.fit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("method", choices=("kvzap",))
     add = made.add_argument
-    add("texts", nargs="+", type=Path, metavar="TEXTS", help="files of text in UTF-8, like those that will be served")
+    add("texts", nargs="+", type=Path, metavar="TEXTS", help="text files in UTF-8, similar to the served texts")
     add("--model", required=True, help="Hugging Face folder or name; the one that is served")
     add("--revision", help="of a model's name")
-    add("--out", required=True, type=Path, metavar="FOLDER", help="takes the predictor, and its samples in FOLDER/work")
+    add("--out", required=True, type=Path, metavar="FOLDER", help="folder for the predictor, with samples in FOLDER/work")
     add("--target", default=SamplingConfig.target, choices=("kvzip+", "kvzip"), help="which scores (default: %(default)s, as published)")
-    add("--tokens", type=int, default=SamplingConfig.tokens, help="longer texts are cut into pieces of so many (default: %(default)s)")
-    add("--samples", type=int, default=SamplingConfig.samples, help="tokens of a piece that are learned from (default: %(default)s)")
+    add("--tokens", type=int, default=SamplingConfig.tokens, help="longer texts are split into pieces of this size (default: %(default)s)")
+    add("--samples", type=int, default=SamplingConfig.samples, help="sampled tokens per piece (default: %(default)s)")
     add("--network", default=TrainingConfig.network, choices=("mlp", "linear"), help="default: %(default)s")
-    add("--width", type=int, default=TrainingConfig.width, help="of the mlp's inner layer; 0: an eighth of the hidden size (default)")
-    add("--epochs", type=int, default=TrainingConfig.epochs, help="of the mlp (default: %(default)s)")
-    add("--held-out", type=float, default=0.1, metavar="SHARE", help="of the texts (default: %(default)s)")
+    add("--width", type=int, default=TrainingConfig.width, help="width of the mlp's inner layer; 0: an eighth of the hidden size (default)")
+    add("--epochs", type=int, default=TrainingConfig.epochs, help="epochs of the mlp (default: %(default)s)")
+    add("--held-out", type=float, default=0.1, metavar="SHARE", help="share of held-out texts (default: %(default)s)")
     add("--seed", type=int, default=0)
     add("--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"))
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: cuda where there is one, else cpu")
@@ -55,17 +55,17 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace, console: Console) -> None:
-    """Fit what is not there yet.
+    """Take the missing samples, and fit the missing layers.
 
     Raises:
-        FitError, PrecompressError: an option or a text cannot be used.
-        OptionError: the model's files are not there, or --out cannot be written.
+        FitError, PrecompressError: An option or a text cannot be used.
+        OptionError: The model's files do not exist, or --out cannot be written.
     """
     for name, least in SMALLEST.items():
         if getattr(args, name) < least:
             raise FitError(f"--{name} is {getattr(args, name)}; pass a whole number from {least}")
     if not 0 < args.held_out < 1:
-        raise FitError(f"--held-out is {args.held_out}; pass the share of the texts that is not learned from, for example 0.1")
+        raise FitError(f"--held-out is {args.held_out}; pass the share of the texts to hold out, for example 0.1")
     samples = args.out / "work"
     check_folder("--out", args.out)
     check_folder("--out", samples)
@@ -81,11 +81,11 @@ def run(args: argparse.Namespace, console: Console) -> None:
         advance = begin("networks", layers, "layers")
         predictor = FitJob(sampler, training, parts, layers, torch.device(args.device)).run(lambda: advance(1))
     predictor.write(args.out)
-    _tell(predictor.fitted, console)
+    _print_quality(predictor.fitted, console)
 
 
 def _take(sampler: Sampler, pieces: list[TextPiece], args: argparse.Namespace, folder: Path, begin: Callable) -> None:
-    """Take the samples that are not there yet."""
+    """Take the samples that do not exist yet."""
     missing = [piece for piece in pieces if not piece.is_sampled]
     if not missing:
         return
@@ -96,7 +96,7 @@ def _take(sampler: Sampler, pieces: list[TextPiece], args: argparse.Namespace, f
         sampler.take(model, piece, advance)
 
 
-def _tell(fitted: FitRecord, console: Console) -> None:
+def _print_quality(fitted: FitRecord, console: Console) -> None:
     title = f"on held-out texts; fitted to {fitted.tokens} tokens of {fitted.texts} texts"
     table = Table("layer", "mean squared error", "R^2", title=title)
     for layer, (loss, r2) in enumerate(zip(fitted.loss, fitted.r2)):
@@ -115,7 +115,7 @@ def _tell(fitted: FitRecord, console: Console) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run; 2 for what cannot be fitted, 130 when interrupted: what was done stays, and is not done again."""
+    """Run the command. Return 0, 2 for an error, or 130 if interrupted. A later run reuses the completed work."""
     args, console = parser().parse_args(argv), Console(stderr=True)
     return exit_code("fit", lambda: run(args, console), (FitError, PrecompressError, OptionError), console)
 

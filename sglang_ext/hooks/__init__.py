@@ -1,1 +1,1 @@
-"""Where this plugin enters SGLang: the table of hooks, their application, what forks need, and the bodies of those that stand alone."""
+"""The plugin's hooks in SGLang: the table of hooks, their application, the requirements of forks, and hooks without another module."""

@@ -1,7 +1,7 @@
-"""Checks and applies what touches private SGLang names: the tables in table.py and private_names.py.
+"""Checks and applies all uses of private SGLang names: the tables in table.py and private_names.py.
 
-:func:`check` resolves all of them when a mode is switched on; a target that moved or changed its signature stops the start
-with a message that names it.
+:func:`check` resolves all of them when a mode is enabled. A target that moved or changed its signature stops the start, with a message
+that names it.
 """
 
 import dataclasses
@@ -25,25 +25,25 @@ REGISTRY = "sglang.srt.plugins.hook_registry"
 
 
 def entries() -> tuple[Hook | PrivateName, ...]:
-    """Everything that must fit the installed SGLang before a mode starts."""
+    """All hooks and names that must match the installed SGLang before a mode starts."""
     return hooks.HOOKS + hooks.PLAIN_CPU_HOOKS + private_names.USES
 
 
 def check(mode: str, processes: tuple[str, ...] = ("frontend", "scheduler")) -> None:
-    """Check every hook of these processes and every use against the installed SGLang.
+    """Check all hooks of these processes and all private names against the installed SGLang.
 
     Raises:
-        HookError: a target is missing or has other parameters or fields than expected.
+        HookError: A target is missing, or has unexpected parameters or fields.
     """
     chosen = (entry for entry in entries() if isinstance(entry, PrivateName) or entry.process in processes)
     _check(chosen, f"--kv-mode {mode}", "--kv-mode full")
 
 
 def check_transfer() -> None:
-    """Check what the transfer backend ``progressive`` needs against the installed SGLang.
+    """Check the hooks and names of the transfer backend ``progressive`` against the installed SGLang.
 
     Raises:
-        HookError: a target is missing or has other parameters than expected.
+        HookError: A target is missing or has unexpected parameters.
     """
     flag = "--disaggregation-transfer-backend"
     _check(hooks.TRANSFER_HOOKS + private_names.TRANSFER_USES, f"{flag} progressive", f"{flag} mooncake")
@@ -60,7 +60,7 @@ def _check(chosen: Iterable[Hook | PrivateName], asked: str, remedy: str) -> Non
 
 
 def find_problem(entry: Hook | PrivateName) -> str | None:
-    """What keeps a hook or a use from fitting the installed SGLang; None when it fits."""
+    """Why a hook or a private name does not match the installed SGLang. None if it matches."""
     try:
         target = pkgutil.resolve_name(entry.target)
     except (ImportError, AttributeError) as error:
@@ -81,16 +81,16 @@ def find_problem(entry: Hook | PrivateName) -> str | None:
 def apply(chosen: tuple[Hook, ...]) -> None:
     """Register hooks with SGLang's registry and apply them now.
 
-    Applying is idempotent. SGLang's registry logs a failure and goes on; this raises.
+    Applying is idempotent. SGLang's registry only logs a failure. This function raises.
 
     Raises:
-        HookError: a hook did not take effect.
+        HookError: A hook did not take effect.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     for hook in chosen:
         _register(hook)
-    with _warnings_alone(REGISTRY):
+    with _only_warnings(REGISTRY):
         HookRegistry.apply_hooks()
     for hook in chosen:
         if hook.target not in HookRegistry._patched:
@@ -98,8 +98,8 @@ def apply(chosen: tuple[Hook, ...]) -> None:
 
 
 @contextmanager
-def _warnings_alone(name: str) -> Iterator[None]:
-    """Keep a logger from telling less than warnings meanwhile."""
+def _only_warnings(name: str) -> Iterator[None]:
+    """Suppress a logger's messages below warnings inside the context."""
     teller = logging.getLogger(name)
     level = teller.level
     teller.setLevel(max(level, logging.WARNING))
@@ -122,12 +122,12 @@ def is_patched_fork() -> bool:
 
 
 def activate_frontend() -> None:
-    """Apply the hooks of the tokenizer and HTTP process, and tell of those of all processes, in one line."""
+    """Apply the hooks of the tokenizer and HTTP process, and log the number of hooks of all processes in one line."""
     if not is_patched_fork():
         from sglang.srt.plugins.hook_registry import HookRegistry
 
         count = len(hooks.HOOKS) + sum(hook.target in HookRegistry._patched for hook in hooks.PLAIN_CPU_HOOKS)
-        logger.info("sglang-ext: %d functions of SGLang are hooked, as sglang_ext/hooks/table.py says", count)
+        logger.info("sglang-ext: %d functions of SGLang are hooked, see sglang_ext/hooks/table.py", count)
         apply(tuple(hook for hook in hooks.HOOKS if hook.process == "frontend"))
 
 
@@ -138,16 +138,16 @@ def activate_scheduler() -> None:
 
 
 def register_transfer() -> None:
-    """Register the hook that leads to the classes of the transfer backend ``progressive``; the others follow when it is asked for."""
+    """Register the hook that provides the classes of the transfer backend ``progressive``. The others are applied when it is used."""
     _register(hooks.TRANSFER_HOOKS[0])
 
 
 def activate_transfer() -> None:
-    """Apply the hooks of the transfer backend ``progressive``, in a scheduler process that has it."""
+    """Apply the hooks of the transfer backend ``progressive``, in a scheduler process that uses it."""
     if not is_patched_fork():
         apply(hooks.TRANSFER_HOOKS)
 
 
 def activate_plain_cpu() -> None:
-    """Apply what the plain CPU platform replaces, in any mode."""
+    """Apply the hooks of the plain CPU platform, in any mode."""
     apply(hooks.PLAIN_CPU_HOOKS)

@@ -1,4 +1,4 @@
-"""The speculative algorithm ``KV_VERIFIED``: SGLang's seam for draft and verify."""
+"""The speculative algorithm ``KV_VERIFIED``: SGLang's extension point for draft and verification."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
 
 
 class KVVerifiedAlgorithm(CustomSpecAlgo):
-    """Fills the gaps of SGLang's base class for registered algorithms."""
+    """Implements the methods that SGLang's base class for registered algorithms lacks."""
 
     def carries_draft_hidden_states(self) -> bool:
         """False: drafts come from the target model itself."""
         return False
 
     def need_topk(self) -> bool:
-        """False: a chain of drafts, no tree."""
+        """False: drafts form a chain, not a tree."""
         return False
 
     def has_draft_kv(self) -> bool:
-        """False: drafts write the slots that the verification overwrites."""
+        """False: drafts write slots that the verification overwrites."""
         return False
 
     def create_future_map(
         self, device, req_to_token_pool, needs_cpu_seq_lens: bool = True, needs_confidence_relay: bool = False
     ) -> "FutureMap":
-        """SGLang's own relay of values between iterations."""
+        """Create SGLang's own relay of values between iterations."""
         from sglang.srt.managers.overlap_utils import FutureMap
 
         return FutureMap(
@@ -44,14 +44,14 @@ class KVVerifiedAlgorithm(CustomSpecAlgo):
     def build_disagg_draft_input(
         self, batch: "ScheduleBatch", server_args: "ServerArgs", last_tokens_tensor: torch.Tensor, future_map: "FutureMap"
     ) -> KVDraftInput:
-        """What a round begins with whose requests were prefilled by another server: their first tokens, int64 [requests].
+        """Create the input of a round whose requests were prefilled by another server: their first tokens, int64 [requests].
 
-        The worker sees such requests for the first time in that round, and admits them there (request_states.py).
+        The worker admits such requests in that round, in which they first appear (request_states.py).
         """
         for req in batch.reqs:
             if req.grammar is not None:
-                # A retracted request comes here again, with a grammar that has seen this token. SGLang tells by this; llguidance's
-                # does not set it.
+                # A retracted request comes here again, with a grammar that has seen this token. SGLang recognizes it by this field,
+                # which llguidance's grammar does not set.
                 req.grammar.current_token = req.output_ids[-1]
         between = KVDraftInput(last_tokens_tensor)
         if batch.enable_overlap:
@@ -63,7 +63,7 @@ class KVVerifiedAlgorithm(CustomSpecAlgo):
 
 @exit_on_refusal
 def worker_class(server_args: "ServerArgs") -> type:
-    """The worker class, with the hooks it needs applied in this scheduler process."""
+    """Apply the worker's hooks in this scheduler process, and return the worker class."""
     from sglang_ext.hooks import activation as hooking
     from sglang_ext.managers.worker import KVWorker
 
@@ -73,7 +73,7 @@ def worker_class(server_args: "ServerArgs") -> type:
 
 
 def get_draft_kv_pool(original: Callable, *, draft_worker, spec_algorithm, server_args) -> object | None:
-    """Hook around ``get_draft_kv_pool``: drafts write the target's own slots, there is no other pool."""
+    """Hook around ``get_draft_kv_pool``: drafts use the target's slots, so there is no draft pool."""
     if isinstance(spec_algorithm, KVVerifiedAlgorithm):
         return None
     return original(

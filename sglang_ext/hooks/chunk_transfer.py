@@ -1,8 +1,8 @@
-"""Chunks of a prompt leave a prefill server while the next one is computed.
+"""Sends a chunk of a prompt from a prefill server while the next chunk is computed.
 
-SGLang's overlapped loop launches a forward, has what its scheduler then does on the device wait for it, and sends the chunk of the forward
-before: it reads in which slots that lies, behind the one that was just launched, by a copy that keeps every other thread of the process from
-the device. So a chunk would be sent one forward late, and while a forward runs none would be encoded.
+SGLang's overlapped loop launches a forward, makes later device work of the scheduler wait for it, and sends the previous forward's chunk.
+To send, it reads the chunk's slots with a copy that waits for the new forward, and that blocks the device for all other threads of the
+process. So a chunk would be sent one forward late, and no chunk would be encoded during a forward.
 """
 
 from collections.abc import Callable
@@ -14,24 +14,24 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
 
-# The attribute of SGLang's scheduler that holds an event of its stream: what it did on the device before the newest launch.
+# Attribute of SGLang's scheduler: an event of its stream, after its device work before the last launch.
 LAUNCH_EVENT_ATTRIBUTE = "kv_before_launch"
 
 
 def note_launch(original: Callable, scheduler: "Scheduler") -> None:
-    """Hook around ``Scheduler._apply_war_barrier``, which follows each launch: what the scheduler did before does not wait for it."""
+    """Hook around ``Scheduler._apply_war_barrier``, which follows each launch: records the scheduler's earlier work."""
     if torch.cuda.is_available():
         setattr(scheduler, LAUNCH_EVENT_ATTRIBUTE, torch.cuda.current_stream().record_event())
     original(scheduler)
 
 
 def send_kv_chunk(original: Callable, scheduler: "Scheduler", req: "Req", last_chunk: bool = False, end_idx: int | None = None) -> None:
-    """Hook around ``send_kv_chunk``: slots of a chunk that others follow are read beside the forward that was launched.
+    """Hook around ``send_kv_chunk``: reads the slots of a chunk on a second stream, in parallel with the launched forward.
 
-    Those of the last one are not, nor those of a prefix that was found in the cache: the scheduler has placed them since, behind that
-    forward. They are waited for before the copy. To SGLang a chunk whose forward may still run is such a prefix of the next one, which
-    would be launched only once that is over: it goes with its result, which follows the launch. Where no forward was launched after the one
-    whose results are looked at, there is nothing to wait for.
+    This does not apply to the last chunk, nor to a prefix from the cache: the scheduler has written their slots since, after that forward.
+    This function waits for them before the copy. SGLang treats a chunk whose forward may still run as a prefix of the next chunk, and would
+    launch the next one only after that forward. Such a chunk is sent with its result instead, after the launch. If no forward was launched
+    after the one whose results are processed, there is nothing to wait for.
     """
     from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
 

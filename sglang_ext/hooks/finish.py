@@ -1,8 +1,7 @@
-"""An output ends where it would if its tokens came one at a time.
+"""Ends an output where it would end if its tokens came one at a time.
 
-For tokens that come together, SGLang looks for the length first, then for stop strings in the order in
-which they were given, then for stop tokens: of two ends it may take the later one. So what follows the first end is cut off before it
-looks (rounds.py), and it looks at the last token alone.
+For several new tokens, SGLang checks the length first, then stop strings in their given order, then stop tokens. Of two ends it may use
+the later one. So rounds.py removes the tokens after the first end before SGLang's check, and the check sees the last token only.
 """
 
 from collections.abc import Callable
@@ -13,9 +12,10 @@ if TYPE_CHECKING:
 
 
 def check_finish_at_last_token(original: Callable, req: "Req", new_accepted_len: int = 1) -> None:
-    """Hook around ``update_finish_state``: of tokens that come together the last is looked at, as if it came alone.
+    """Hook around ``update_finish_state``: checks the last of several new tokens, as if it came alone.
 
-    None before it ends the output (:func:`count_tokens_to_finish`). An abort that came meanwhile ends what has no end of its own.
+    No token before it ends the output (:func:`count_tokens_to_finish`). An abort that arrived in between ends an output that has no other
+    end.
     """
     if new_accepted_len <= 1:
         original(req, new_accepted_len)
@@ -28,7 +28,7 @@ def check_finish_at_last_token(original: Callable, req: "Req", new_accepted_len:
 
 
 def count_tokens_to_finish(req: "Req", tokens: list[int]) -> int:
-    """Of ``tokens`` that come together, those up to the first that ends the output. The request stays as it is."""
+    """Count the tokens up to the first that ends the output, or all. The request is not changed."""
     before, abort, req.to_finish = len(req.output_ids), req.to_finish, None
     for token in tokens:
         req.output_ids.append(token)

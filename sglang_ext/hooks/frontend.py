@@ -1,15 +1,14 @@
-"""SGLang's frontend: what a request may ask for, checked where it enters, and what its answer's ``meta_info`` tells about drafting.
+"""Hooks in SGLang's frontend: checks of requests on arrival, and fields of ``meta_info`` about drafting.
 
-*Checks.* What would end the scheduler, or mean nothing, is a status 400. A request with several prompts, or with ``n`` answers, is
-checked twice: as it came, by :func:`check_shape`, and by :func:`check_request` once for each prompt. What
-``--preferred-sampling-params`` gives to requests that do not say is checked at start, alike.
+*Checks.* A request that would crash the scheduler, or that has no meaning, gets status 400. A request with several prompts, or with ``n``
+answers, is checked twice: as it arrived, by :func:`check_shape`, and for each prompt, by :func:`check_request`.
+``--preferred-sampling-params``, the defaults of requests, are checked at start in the same way.
 
-SGLang sends requests to its scheduler by msgpack, which decodes each field as the type it is declared with; a value of
-another type raises there, where nothing catches it. Here each is encoded and decoded beforehand. Other values pass that
-and raise in a forward pass. All of them end stock SGLang too, but for what :func:`sglang_ext.config.request_params.check`
-refuses.
+SGLang sends requests to its scheduler with msgpack, which decodes each field as its declared type. A value of another type raises
+there, where nothing catches the error. So each value is encoded and decoded here first. Other values pass that test and raise in a forward
+pass. All of them crash stock SGLang too, except those that :func:`sglang_ext.config.request_params.check` refuses.
 
-*Told.* SGLang carries counters of each request to the frontend (managers/spec_decode/request_states.py); :func:`add_kv_fields` names them.
+*Fields.* SGLang sends counters of each request to the frontend (managers/spec_decode/request_states.py). :func:`add_kv_fields` names them.
 """
 
 import json
@@ -40,30 +39,30 @@ if TYPE_CHECKING:
 
 INT32, INT64, MAX_PORT = (1 << 31) - 1, (1 << 63) - 1, (1 << 16) - 1
 LARGE = 1e30
-"""Divided by the least temperature, 1e-6, it is still finite in float32; probabilities that are not end the sampler."""
+"""Divided by the least temperature, 1e-6, it is still finite in float32. Infinite logits crash the sampler."""
 SHOWN = 60
-"""Characters of a value in a message."""
+"""Maximum characters of a value in a message."""
 TOKENS = msgspec.msgpack.Decoder(list[int])
 DERIVED_FIELDS = ("input_text", "input_ids", "input_embeds", "mm_inputs", "sampling_params", "session_params", "time_stats", "lora_id")
-"""Fields of a tokenized request that are no copies of the request's."""
+"""Fields of a tokenized request that are not copied from the request."""
 PER_PROMPT_FIELDS = (
     "input_ids", "image_data", "video_data", "audio_data", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num",
     "token_ids_logprob", "return_sampling_mask", "modalities", "lora_path", "lora_id", "custom_logit_processor",
     "positional_embed_overrides", "bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size",
     "multi_item_delimiter_indices",
 )  # fmt: skip
-"""Fields that may be lists with one item for each prompt, the lengths of which SGLang does not compare with the prompts'."""
+"""Fields that may be lists with one item for each prompt. SGLang does not compare their lengths with the number of prompts."""
 
 
 def check_shape(original: Callable, obj: GenerateReqInput) -> None:
-    """Hook around ``GenerateReqInput.normalize_batch_and_arguments``: refuse counts and lists that SGLang cannot take apart.
+    """Hook around ``GenerateReqInput.normalize_batch_and_arguments``: refuses counts and lists that SGLang cannot split.
 
     Args:
-        original: SGLang's own, which makes lists of what is given once for several prompts.
-        obj: the request as it came.
+        original: SGLang's method. It makes lists of single values for several prompts.
+        obj: The request as it arrived.
 
     Raises:
-        ValueError: names the field, its value, what is allowed and the remedy. SGLang answers with status 400.
+        ValueError: Names the field, its value, the allowed values and the remedy. SGLang answers with status 400.
     """
     add_custom_params(obj)
     for params in obj.sampling_params if isinstance(obj.sampling_params, list) else (obj.sampling_params or {},):
@@ -74,13 +73,13 @@ def check_shape(original: Callable, obj: GenerateReqInput) -> None:
     if obj.text is None and obj.input_ids is None and obj.input_embeds is not None and not (obj.input_embeds and obj.input_embeds[0]):
         raise ValueError(f"input_embeds is {_short(obj.input_embeds)}; pass a row of numbers for each token of the prompt, or text")
     lists = {name: value for name in PER_PROMPT_FIELDS if isinstance(value := getattr(obj, name), list)}
-    # SGLang's chat API sends an empty list where there are no images, which it does not look into.
+    # SGLang's chat API sends an empty list for modalities without images, and never reads it.
     given = {name: len(value) for name, value in lists.items() if value or name != "modalities"}
     original(obj)
     if obj.text is not None and obj.input_ids and isinstance(obj.input_ids[0], list) == obj.is_single:
         raise ValueError(
-            f"input_ids is {_short(obj.input_ids)} beside text; pass a list of token ids for one text, a list of such lists for a list of "
-            "texts, or leave either out"
+            f"input_ids is {_short(obj.input_ids)} together with text; pass a list of token ids for one text, a list of such lists "
+            "for a list of texts, or leave either out"
         )
     if obj.is_single:
         if not isinstance(obj.rid, str):
@@ -99,24 +98,24 @@ def check_shape(original: Callable, obj: GenerateReqInput) -> None:
 def check_request(
     original: Callable, manager: "TokenizerManager", obj: "GenerateReqInput | EmbeddingReqInput", input_ids: list[int] | None
 ) -> None:
-    """Hook around ``TokenizerManager._validate_one_request``: refuse what no scheduler can take.
+    """Hook around ``TokenizerManager._validate_one_request``: refuses requests that the scheduler cannot serve.
 
     Args:
-        original: SGLang's own checks, made after those of types.
-        manager: of the server.
-        obj: one request; a body with several, or with ``n`` above 1, was split.
-        input_ids: its prompt.
+        original: SGLang's checks, called after the checks of types.
+        manager: The server's tokenizer manager.
+        obj: One request. A body with several, or with ``n`` above 1, was split.
+        input_ids: Its prompt.
 
     Raises:
-        ValueError: names the field, its value, what is allowed and the remedy. SGLang answers with status 400.
+        ValueError: Names the field, its value, the allowed values and the remedy. SGLang answers with status 400.
     """
     if not isinstance(obj, GenerateReqInput):
         original(manager, obj, input_ids)
         return
     if obj.return_sampling_mask:
         raise ValueError(
-            "return_sampling_mask is true; this server draws several tokens at once and keeps no masks: leave it out, or start the server "
-            "with --kv-mode full"
+            "return_sampling_mask is true; this server samples several tokens at once and keeps no masks: leave it out, or start the "
+            "server with --kv-mode full"
         )
     params, vocabulary = sampling_params_of(manager, obj), manager.model_config.vocab_size
     read = _check_sampling_types(params)
@@ -125,30 +124,30 @@ def check_request(
     original(manager, obj, input_ids)
     if input_ids is not None:
         if not input_ids:
-            # SGLang looks for this in a request of one prompt.
+            # SGLang only checks this in a request with one prompt.
             raise ValueError("a prompt has no tokens; pass input_ids with at least one token id, or a text that is not empty")
         _check_tokens("input_ids", input_ids, vocabulary, "take token ids from the model's own tokenizer, or send text")
     _check_sampling_values(params, read, vocabulary, manager.server_args.enable_deterministic_inference)
     if obj.return_logprob:
         _check_limits(_logprob_limits(obj, vocabulary))
     _check_embeds(obj.input_embeds, manager.model_config.hidden_size)
-    # SGLang has refused it by now where the server does not serve any.
+    # If the server does not allow processors, SGLang has refused it already.
     _check_processor(obj.custom_logit_processor)
     request_params.check(manager.server_args, params.get("custom_params"), has_processor=bool(obj.custom_logit_processor))
 
 
 def check_preferred(args: "KVServerArgs") -> None:
-    """Refuse ``--preferred-sampling-params`` that would be refused in each request that does not say otherwise.
+    """Refuse ``--preferred-sampling-params`` that would be refused in each request that does not override them.
 
     Raises:
-        OptionError: names the flag, what is wrong with its value, and the remedy.
+        OptionError: Names the flag, the error in its value, and the remedy.
     """
     given = args.preferred_sampling_params
     try:
         params = json.loads(given) if given and isinstance(given, str) else given
     except json.JSONDecodeError as error:
         raise OptionError(
-            f"--preferred-sampling-params is {_short(given)}, which is no JSON ({error}): pass an object, as in "
+            f"--preferred-sampling-params is {_short(given)}, which is not JSON ({error}): pass an object, as in "
             """'{"temperature": 0}', or leave it out"""
         ) from None
     if not params:
@@ -157,9 +156,9 @@ def check_preferred(args: "KVServerArgs") -> None:
     try:
         _check_object(params)
         read = _check_sampling_types(params)
-        # Whether a seed or min_p is read depends on what else a request says.
+        # Whether a seed or min_p is used depends on the request's other parameters.
         _check_sampling_values(params, read, vocabulary, deterministic=False)
-        # A request that says how many tokens it wants may want more than SGLang's default.
+        # A request may set more tokens than SGLang's default.
         SamplingParams(**{"max_new_tokens": None, **params}).verify(vocabulary)
         request_params.check(args, params.get("custom_params"))
     except ValueError as error:
@@ -167,15 +166,23 @@ def check_preferred(args: "KVServerArgs") -> None:
 
 
 def add_kv_fields(original: Callable, manager, meta_info: dict[str, Any], recv_obj, i: int) -> None:
-    """Hook around ``_calculate_spec_decoding_metrics``: ``kv_*`` fields of a finished request.
+    """Hook around ``_calculate_spec_decoding_metrics``: adds the ``kv_*`` fields of a finished request.
 
-    ``kv_verifies`` verifications that checked drafts, ``kv_drafts`` tokens drafted for them,
-    ``kv_accepted`` of these accepted, ``kv_accept_length`` tokens gained per verification (accepted
-    drafts and the verifier's own), ``kv_accept_histogram`` and ``kv_offer_histogram`` (element k:
-    verifications that accepted, or were offered, exactly k drafts), ``kv_fallback`` why the request
-    was last served with full KV, None when it drafted, ``kv_compressor`` the method that made its
-    compressed copy, None without one. Where a benchmark forces acceptance, and there alone,
-    ``kv_simulated_acceptance``: the probability with which the request's drafts were accepted.
+    - ``kv_verifies``: verifications that checked drafts.
+
+    - ``kv_drafts``: tokens drafted for them.
+
+    - ``kv_accepted``: drafts that were accepted.
+
+    - ``kv_accept_length``: tokens gained per verification (accepted drafts and the bonus token).
+
+    - ``kv_accept_histogram``, ``kv_offer_histogram``: element k counts the verifications that accepted, or were offered, exactly k drafts.
+
+    - ``kv_fallback``: why the request was last served with full KV. None if it drafted.
+
+    - ``kv_compressor``: the method that created its compressed KV. None without compressed KV.
+
+    - ``kv_simulated_acceptance``: the probability with which its drafts were accepted. Only if a benchmark forces acceptance.
     """
     histograms = recv_obj.spec_cap_lens_histogram
     suffixes = [offer.suffix for offer in method_options.offered_methods(manager.server_args)]
@@ -187,10 +194,10 @@ def add_kv_fields(original: Callable, manager, meta_info: dict[str, Any], recv_o
 
 
 def sampling_params_of(manager: "TokenizerManager", obj: GenerateReqInput) -> dict[str, Any]:
-    """Those of a request over the server's preferred ones.
+    """The sampling parameters of a request, with the server's preferred ones as defaults.
 
     Raises:
-        ValueError: they are no object.
+        ValueError: They are not an object.
     """
     _check_object(obj.sampling_params)
     return {**(manager.preferred_sampling_params or {}), **obj.sampling_params}
@@ -204,34 +211,34 @@ def _check_object(params: object) -> None:
 
 
 def _check_samples(n: object) -> None:
-    """Refuse a number of answers by which lists of prompts cannot be multiplied."""
+    """Refuse a number of answers with which lists of prompts cannot be multiplied."""
     if n != 1 and not (isinstance(n, int) and n <= INT32):
         raise ValueError(f"sampling_params.n is {_short(n)}; pass a whole number from 1 to {INT32}, or leave it out")
 
 
 @cache
 def _types(struct: type[msgspec.Struct]) -> dict[str, msgspec.msgpack.Decoder]:
-    """Decoders of a struct's fields, as SGLang's own decodes them."""
+    """Decoders of a struct's fields, equal to those of SGLang."""
     return {field.name: msgspec.msgpack.Decoder(field.type, dec_hook=dec_hook) for field in msgspec.structs.fields(struct)}
 
 
 def _check_sampling_types(params: dict[str, Any]) -> SamplingParams:
-    """Refuse unknown names and wrong types; the parameters as SGLang reads them, but for ``stop_token_ids``.
+    """Refuse unknown names and wrong types. Return the parameters as SGLang reads them, without ``stop_token_ids``.
 
-    It takes the best token whatever ``top_k`` is where the temperature is 0, and an empty grammar for none.
+    With temperature 0 SGLang uses the best token whatever ``top_k`` is. It treats an empty grammar as none.
     """
     decoders = _types(SamplingParams)
     for name, value in params.items():
         if name not in decoders:
             _check_place(name)
-        _check_known("sampling_params", name, name in decoders, _asked())
-        if name not in _asked() and value:
-            raise ValueError(f"sampling_params.{name} is {_short(value)}; SGLang sets it by itself: leave it out")
+        _check_known("sampling_params", name, name in decoders, _settable_params())
+        if name not in _settable_params() and value:
+            raise ValueError(f"sampling_params.{name} is {_short(value)}; SGLang sets it itself: leave it out")
     temperature = params.get("temperature")
     if not isinstance(temperature, int | float | None):
-        # SGLang compares it first.
+        # SGLang would compare it before it checks the type.
         _check_type("sampling_params.temperature", temperature, decoders["temperature"])
-    asked = {name: value for name, value in params.items() if name in _asked() and name != "stop_token_ids"}
+    asked = {name: value for name, value in params.items() if name in _settable_params() and name != "stop_token_ids"}
     read = SamplingParams(**asked)
     for name in asked:
         _check_type(f"sampling_params.{name}", getattr(read, name), decoders[name])
@@ -239,8 +246,8 @@ def _check_sampling_types(params: dict[str, Any]) -> SamplingParams:
 
 
 @cache
-def _asked() -> tuple[str, ...]:
-    """Sampling parameters that a request may set: the others follow from them."""
+def _settable_params() -> tuple[str, ...]:
+    """Sampling parameters that a request may set. SGLang derives the others."""
     names = SamplingParams.__struct_fields__
     return names[: names.index("stop_strs")]
 
@@ -259,20 +266,20 @@ def _check_field_types(obj: GenerateReqInput) -> None:
 
 
 def _check_room(args: "KVServerArgs", obj: GenerateReqInput, answers: int) -> None:
-    """Refuse at a server that only prefills or decodes what has no part at the other; SGLang says where there is no number."""
+    """Refuse a room, or the lack of a bootstrap host, with which a prefill or decode server has no counterpart."""
     mode = args.disaggregation_mode
-    # SGLang's warm-ups have no other part.
+    # SGLang's warm-up requests have no counterpart.
     if mode == "null" or obj.bootstrap_room is None or obj.bootstrap_host == FAKE_BOOTSTRAP_HOST:
         return
     if not 1 <= obj.bootstrap_room <= INT64:
         raise ValueError(f"bootstrap_room is {obj.bootstrap_room}; pass a number from 1 to {INT64}, the same to both servers")
-    # SGLang sends all answers in one room, which its own backends take for one request.
+    # SGLang sends all answers in one room, and its own backends treat them as one request.
     if answers > 1 and not has_progressive_transfer(args):
         raise ValueError(
             f"sampling_params.n is {answers}, and --disaggregation-transfer-backend {args.disaggregation_transfer_backend} "
             f"gives one answer to each request; send the request as many times, or start both servers with {BACKEND}"
         )
-    # Without a port, it is that of the server's own flag.
+    # Without a port, the server's own flag applies.
     port = obj.bootstrap_port
     if mode == "decode" and not (obj.bootstrap_host and (port is None or 1 <= port <= MAX_PORT)):
         raise ValueError(
@@ -284,12 +291,12 @@ def _check_room(args: "KVServerArgs", obj: GenerateReqInput, answers: int) -> No
 def _check_known(holder: str, name: str, is_known: bool, names: Iterable[str]) -> None:
     if not is_known:
         raise ValueError(
-            f"{holder} has {_short(name)}, which SGLang does not know: leave it out, or take one of {', '.join(names)}"
+            f"{holder} has {_short(name)}, which SGLang does not know: leave it out, or use one of {', '.join(names)}"
         )
 
 
 def _check_place(name: str) -> None:
-    """Refuse a parameter of ours, or one that resembles it, beside SGLang's sampling parameters."""
+    """Refuse one of our parameters, or a similar key, among SGLang's sampling parameters."""
     request_params.check_key(name, "sampling_params")
     if name in request_params.REQUEST_PARAMS:
         raise ValueError(
@@ -301,16 +308,16 @@ def _check_type(name: str, value: object, decoder: msgspec.msgpack.Decoder) -> N
     try:
         decoder.decode(msgspec.msgpack.encode(value, enc_hook=enc_hook))
     except (msgspec.ValidationError, OverflowError, TypeError, UnicodeEncodeError, RecursionError) as error:
-        raise ValueError(f"{name} is {_short(value)}: {_told(error)}. Pass a value of that kind, or leave it out") from None
+        raise ValueError(f"{name} is {_short(value)}: {_lowercase_start(error)}. Pass a value of that kind, or leave it out") from None
 
 
-def _told(error: Exception) -> str:
+def _lowercase_start(error: Exception) -> str:
     text = str(error)
     return text[:1].lower() + text[1:]
 
 
 def _check_sampling_values(params: dict[str, Any], read: SamplingParams, vocabulary: int, deterministic: bool) -> None:
-    """Refuse values that their type admits and a forward pass, or the search for an output's end, does not."""
+    """Refuse values of the right type that crash a forward pass, or the check for an output's end."""
     _check_limits(_sampling_limits(read, deterministic))
     _check_stop_tokens(params, vocabulary)
     _check_patterns(read.stop_regex)
@@ -318,7 +325,7 @@ def _check_sampling_values(params: dict[str, Any], read: SamplingParams, vocabul
 
 
 def _check_limits(limits: Iterable[tuple[str, Any, float, float, str]]) -> None:
-    """Refuse numbers beyond limits: name, value, least, most, and what to say of them."""
+    """Refuse numbers out of range. Each item: name, value, least, most, and an addition to the message."""
     for name, value, least, most, why in limits:
         if value is not None and not least <= value <= most:
             raise ValueError(f"{name} is {_short(value)}; pass a number from {_plain(least)} to {_plain(most)}{why}, or leave it out")
@@ -334,9 +341,9 @@ def _sampling_limits(read: SamplingParams, deterministic: bool) -> Iterator[tupl
     yield "sampling_params.repetition_penalty", read.repetition_penalty, 1 / LARGE, 2, ""
     if deterministic:
         if read.min_p > 0 and read.top_k != 1:
-            # SGLang's seeded sampler asserts that there is none.
+            # SGLang's seeded sampler asserts that min_p is not used.
             yield "sampling_params.min_p", read.min_p, 0, 0, " under --enable-deterministic-inference"
-        # Without deterministic mode no seed is read.
+        # Without deterministic mode no seed is used.
         yield "sampling_params.sampling_seed", read.sampling_seed, -INT64 - 1, INT64, ""
 
 
@@ -355,7 +362,7 @@ def _check_stop_tokens(params: dict[str, Any], vocabulary: int) -> None:
         raise ValueError(f"{name} is {_short(tokens)}; pass a list of token ids, or leave it out") from None
     _check_type(name, found, TOKENS)
     if params.get("min_new_tokens"):
-        # Until then the logits of these are taken out; else they are compared with the output, and need not exist.
+        # Until then the logits of these tokens are masked. Otherwise they are only compared with the output, and need not exist.
         _check_tokens(name, found, vocabulary, "leave it out")
 
 
@@ -365,8 +372,8 @@ def _check_patterns(patterns: str | list[str] | None) -> None:
             re.compile(pattern)
         except (re.error, ValueError, OverflowError, RecursionError) as error:
             raise ValueError(
-                f"sampling_params.stop_regex has {_short(pattern)}, which is no regular expression ({error}): pass one of Python's re, "
-                "or leave it out"
+                f"sampling_params.stop_regex has {_short(pattern)}, which is not a regular expression ({error}): pass one in the syntax "
+                "of Python's re, or leave it out"
             ) from None
 
 
@@ -376,8 +383,8 @@ def _check_bias(bias: dict[str, float] | None, vocabulary: int) -> None:
             int(token)
         except ValueError:
             raise ValueError(
-                f"sampling_params.logit_bias has {_short(token)}, which is no token id; pass token ids from 0 to {vocabulary - 1}, as in "
-                """{"5": -1.5}, or leave it out"""
+                f"sampling_params.logit_bias has {_short(token)}, which is not a token id; pass token ids from 0 to {vocabulary - 1}, as "
+                """in {"5": -1.5}, or leave it out"""
             ) from None
         if not (-LARGE <= value <= LARGE or value == -inf):
             raise ValueError(
@@ -389,7 +396,7 @@ def _check_bias(bias: dict[str, float] | None, vocabulary: int) -> None:
 def _check_embeds(embeds: list[list[float]] | None, width: int) -> None:
     wrong = next((len(row) for row in embeds or () if len(row) != width), None)
     if wrong is not None:
-        raise ValueError(f"input_embeds has a row of {wrong} numbers; this model's tokens have {width} each: pass so many, or leave it out")
+        raise ValueError(f"input_embeds has a row of {wrong} numbers; this model's tokens have {width} each: pass as many, or leave it out")
 
 
 def _check_processor(processor: str | None) -> None:
@@ -399,8 +406,8 @@ def _check_processor(processor: str | None) -> None:
         CustomLogitProcessor.from_str(processor)
     except Exception as error:  # whatever unpickling raises
         raise ValueError(
-            f"custom_logit_processor is {_short(processor)}, which is none ({type(error).__name__}): pass what its to_str() gives, or "
-            "leave it out"
+            f"custom_logit_processor is {_short(processor)}, which is not a processor ({type(error).__name__}): pass the result of "
+            "its to_str(), or leave it out"
         ) from None
 
 
@@ -413,7 +420,7 @@ def _check_tokens(name: str, tokens: list[int], vocabulary: int, remedy: str) ->
 
 
 def _short(value: object) -> str:
-    """A value in a message, whatever its length."""
+    """Shorten a value for a message."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # integers of thousands of digits, deep lists

@@ -1,10 +1,10 @@
-"""How SGLang's scheduler admits prompts where full KV is given back as soon as copies hold it, or cache ranks (freed_full_kv.py).
+"""Admission of prompts when full KV is freed once compressed KV or cache ranks hold it (freed_full_kv.py).
 
-A prompt needs its full KV while it is computed and packed, and much less afterwards. So there are two bounds, of which SGLang's single
-one takes the place. *Now*: the prompts that begin have room for all of their full KV, beside it for their copies, and all requests for the
-round in which copies are made. Nothing is decoded meanwhile. *Later*: what stays has room, as answers grow. Full KV that is given back and
-growing answers never need the same slots. Prompts that attend to codes keep full KV of two chunks at once, and need none for a beginning
-that is codes alone (quantized_prompts.py).
+A prompt needs its full KV while it is computed and packed, and much less afterwards. So two bounds replace SGLang's single one. *Now*:
+there are slots for the full KV of all starting prompts, for their compressed KV, and for the next round of all requests, in which
+compressed KV is created. Nothing is decoded before that. *Later*: there are slots for what remains, as outputs grow. Full KV that
+will be freed and growing outputs never need the same slots. Prompts that attend to quantized KV hold full KV of two chunks at once, and
+need none for a quantized-only prefix (quantized_prompts.py).
 """
 
 from collections.abc import Callable
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
     from sglang_ext.mem_cache.prefix_cache.freed_full_kv import FreedFullKV, SlotDemand
 
-# Slots that stay free of each request where copies are made (planner.py), beside those that SGLang takes ahead of it.
+# Slots kept free per request in which compressed KV is created (planner.py), in addition to those that SGLang reserves.
 HEADROOM = 2 * (PLAIN_STEPS + 1)
 
 
 def admit_prompt(original: Callable, adder: "PrefillAdder", req: "Req", has_chunked_req: bool, truncation_align_size: int | None):
-    """Hook around ``PrefillAdder.add_one_req``: prompts are admitted as they fit while they begin, and as what stays of them fits.
+    """Hook around ``PrefillAdder.add_one_req``: admits prompts that fit both while they start and afterwards.
 
-    One that has the pool for itself is admitted as ever.
+    A prompt that has the pool for itself is admitted as in stock SGLang.
     """
     codes = getattr(adder.tree_cache, "codes", None)
     if codes is None or not (adder.can_run_list or _running_reqs(adder)):
@@ -43,14 +43,14 @@ def admit_prompt(original: Callable, adder: "PrefillAdder", req: "Req", has_chun
 
 
 def admit_chunk(original: Callable, adder: "PrefillAdder", req: "Req"):
-    """Hook around ``PrefillAdder.add_chunked_req``: a prompt that goes on has the room by which it was admitted."""
+    """Hook around ``PrefillAdder.add_chunked_req``: a prompt in progress keeps the slots with which it was admitted."""
     if getattr(adder.tree_cache, "codes", None) is None:
         return original(adder, req)
     return _with_offset(adder, min(adder.rem_total_token_offset, adder.cur_rem_token_offset), original, adder, req)
 
 
 def _with_offset(adder: "PrefillAdder", offset: float, original: Callable, *args):
-    """What ``original`` finds where ``offset`` of the free and evictable slots are taken; what it takes itself is added to SGLang's."""
+    """Call ``original`` with ``offset`` slots of the free and evictable ones taken. Add the slots that it takes to SGLang's own offset."""
     before = adder.rem_total_token_offset
     adder.rem_total_token_offset = offset
     found = original(*args)
@@ -59,7 +59,7 @@ def _with_offset(adder: "PrefillAdder", offset: float, original: Callable, *args
 
 
 def _occupied_slots(adder: "PrefillAdder", codes: "FreedFullKV", req: "Req") -> float:
-    """Slots that others leave to ``req`` not, of those that are free or evictable; less those that SGLang adds for its answer."""
+    """Free or evictable slots that ``req`` must leave to others, minus those that SGLang adds for its output."""
     running, begins = _running_reqs(adder), [*adder.can_run_list, req]
     kept_free = (adder.page_size + HEADROOM) * (len(running) + len(begins))
     rests = [len(each.full_untruncated_fill_ids) - each.extend_range.start for each in adder.can_run_list]
@@ -73,7 +73,7 @@ def _occupied_slots(adder: "PrefillAdder", codes: "FreedFullKV", req: "Req") -> 
 
 
 def _freed_prefix_slots(slot_demands: list["SlotDemand"], req: "Req") -> int:
-    """Slots of the prefix tree that go back as all who lock them leave them, of whom ``req`` does not yet."""
+    """Slots of the prefix tree that are freed when all requests that lock them no longer need them. ``req`` does not lock them yet."""
     begins = set() if req.last_node is None else set(path(req.last_node))
     leaving: dict[TieredNode, list[int]] = {}
     for slot_demand in slot_demands:
@@ -83,24 +83,24 @@ def _freed_prefix_slots(slot_demands: list["SlotDemand"], req: "Req") -> int:
 
 
 def _deferred_slots(codes: "FreedFullKV", req: "Req") -> int:
-    """Of the slots that SGLang adds for a waiting prompt's full KV, those that it does not take at once."""
+    """Slots that SGLang counts for a waiting prompt's full KV but that are not allocated at once."""
     rest = len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
     as_codes = req.host_hit_length if req.host_hit_length and codes.reads(req, req.best_match_node) else 0
     return rest - codes.peak_slots(req, rest - as_codes)
 
 
 def _running_reqs(adder: "PrefillAdder") -> list["Req"]:
-    """The requests that decode: those that are over have given back what they had."""
+    """The requests that decode. Finished ones have freed their slots."""
     batch = adder.running_batch
     return [] if batch is None else [req for req in batch.reqs if not req.finished() and req.req_pool_idx is not None]
 
 
 def _remaining_tokens(req: "Req") -> int:
-    """Tokens that the answer may have yet, as SGLang counts them."""
+    """Tokens that may still be generated, as SGLang counts them."""
     return min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS)
 
 
 def _reserved_slots(req: "Req") -> int:
-    """Slots that the next round takes ahead of a request that decodes."""
+    """Slots that the next round reserves for a decoding request."""
     reached = min(output_end(req), req.kv_committed_len + get_alloc_reserve_per_decode())
     return max(0, reached - req.kv.kv_allocated_len)

@@ -1,4 +1,4 @@
-"""Private names of SGLang that are called, set or subclassed, and not hooked: they have to fit, too (activation.py)."""
+"""Private names of SGLang that are called, set or subclassed without a hook. They must match too (activation.py)."""
 
 from dataclasses import dataclass
 
@@ -8,10 +8,10 @@ class PrivateName:
     """A private SGLang name that is called or set, not hooked.
 
     Attributes:
-        target: dotted name of the function, method or dataclass.
-        why: what it is needed for.
-        expects: a function's parameter names in order, or the fields needed of a dataclass.
-        mentions: attributes that a class sets on itself or on its instances, so that its source names them.
+        target: Dotted name of the function, method or dataclass.
+        why: Why it is needed.
+        expects: A function's parameter names in order, or the required fields of a dataclass.
+        mentions: Texts that the source of the target must contain, such as attributes that a class sets.
     """
 
     target: str
@@ -21,67 +21,67 @@ class PrivateName:
 
 
 CONNECTIONS = "sglang.srt.disaggregation.common.conn"
-# Of the transfer backend ``progressive``.
+# Names for the transfer backend ``progressive``.
 TRANSFER_USES: tuple[PrivateName, ...] = (
     PrivateName(
         f"{CONNECTIONS}.CommonKVManager._start_heartbeat_checker_thread",
-        "rooms of a prefill server that died shall fail", ("self",),
+        "rooms of a prefill server that died must fail", ("self",),
     ),
     PrivateName(
         f"{CONNECTIONS}.CommonKVManager._on_heartbeat_success",
-        "rooms that are over are forgotten with each heartbeat", ("self", "bootstrap_addr"),
+        "finished rooms are removed with each heartbeat", ("self", "bootstrap_addr"),
     ),
     PrivateName(
         f"{CONNECTIONS}.CommonKVManager.try_ensure_parallel_info",
-        "the override fetches prefill servers in a thread, where SGLang blocks its scheduler", ("self", "bootstrap_addr"),
+        "the override queries prefill servers in a thread, where SGLang blocks its scheduler", ("self", "bootstrap_addr"),
     ),
     PrivateName(f"{CONNECTIONS}.CommonKVManager._resolve_rank_mapping", "it maps prefill ranks to this decode rank", ("self", "info")),
     PrivateName(
         f"{CONNECTIONS}.CommonKVReceiver._get_bootstrap_info_from_server",
-        "the override returns the address of a rank that the thread has fetched",
+        "the override returns the address of a rank that the thread has queried",
         ("self", "prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank"),
     ),
     PrivateName(
         "sglang.srt.disaggregation.decode.DecodePreallocQueue._ensure_prefill_info",
-        "the queue polls that thread in every turn, and the receiver decides when to give up",
+        "the queue polls that thread in every iteration, and the receiver decides when to give up",
         mentions=("self._ensure_retry_interval", "self._max_ensure_retries", "self.kv_manager.try_ensure_parallel_info("),
     ),
     PrivateName(f"{CONNECTIONS}.CommonKVReceiver._connect", "messages go to other managers over SGLang's sockets", ("endpoint", "is_ipv6")),
-    PrivateName(f"{CONNECTIONS}.CommonKVSender._check_bootstrap_timeout", "a decode side that never comes is not waited for", ("self",)),
+    PrivateName(f"{CONNECTIONS}.CommonKVSender._check_bootstrap_timeout", "senders must not wait forever for decode", ("self",)),
     PrivateName(
         f"{CONNECTIONS}.CommonKVSender._prepare_send_indices",
-        "it tells the last chunk of a prompt", ("self", "kv_indices", "state_indices"),
+        "it identifies the last chunk of a prompt", ("self", "kv_indices", "state_indices"),
     ),
     PrivateName(
         f"{CONNECTIONS}.CommonKVSender._record_transfer_indices",
-        "SGLang's metrics count pages that were sent", ("self", "kv_indices", "state_indices"),
+        "SGLang's metrics count the sent pages", ("self", "kv_indices", "state_indices"),
     ),
     PrivateName(
         f"{CONNECTIONS}.KVTransferError",
-        "a client is told why its room failed, without what is for the log", mentions=("KVTransferError(bootstrap_room={self.bootstrap_room}): ",),
+        "a client gets the reason of a failure without details", mentions=("KVTransferError(bootstrap_room={self.bootstrap_room}): ",),
     ),
-    PrivateName(f"{CONNECTIONS}.CommonKVReceiver._check_waiting_timeout", "a prefill side that never sends is not waited for", ("self",)),
-    PrivateName(f"{CONNECTIONS}.CommonKVReceiver._send_abort_notification", "the prefill side is told in messages of ours", ("self",)),
+    PrivateName(f"{CONNECTIONS}.CommonKVReceiver._check_waiting_timeout", "receivers must not wait forever for prefill", ("self",)),
+    PrivateName(f"{CONNECTIONS}.CommonKVReceiver._send_abort_notification", "the prefill side gets our own messages", ("self",)),
     PrivateName(
         "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.maybe_send_cached_prefix_chunk",
         "a sender waits for the event after which a cached prefix is written", mentions=("disagg_kv_sender._early_send_wait_event",),
     ),
     PrivateName(
         "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.event_loop_overlap_disagg_prefill",
-        "while results are looked at, the queue of results tells whether a forward was launched after theirs",
+        "while a result is processed, the queue of results shows whether a later forward was launched",
         mentions=("self._apply_war_barrier()", "self.result_queue.append(", "tmp_batch, tmp_result = self.result_queue.popleft()"),
     ),
     PrivateName(
         "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.process_batch_result_disagg_prefill",
-        "a chunk goes with its result where the next one is launched before", mentions=("last_chunk=False, end_idx=req.tmp_end_idx",),
+        "a chunk is sent with its result if the next one is launched before", mentions=("last_chunk=False, end_idx=req.tmp_end_idx",),
     ),
     PrivateName(
         "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.process_prefill_chunk",
-        "where the chunk ends whose result is still to come", mentions=("req.tmp_end_idx = min(",),
+        "it is the end of the chunk whose result is pending", mentions=("req.tmp_end_idx = min(",),
     ),
     PrivateName(
         "sglang.srt.managers.scheduler.Scheduler.pause_generation",
-        "a request whose residual does not come is prefilled again as SGLang does it",
+        "a request whose residual does not arrive is prefilled again as SGLang does it",
         mentions=("req.pd_rebootstrap_forced_output_id = req.output_ids.pop()", "req.pd_rebootstrap_in_progress = True"),
     ),
     PrivateName(
@@ -90,18 +90,18 @@ TRANSFER_USES: tuple[PrivateName, ...] = (
     ),
     PrivateName(
         "sglang.srt.disaggregation.common.conn.CommonKVManager.submit_prefill_recompute",
-        "the prefill server is asked for such a request under an id of its own", ("self", "kv_receiver", "payload"),
+        "the prefill server receives such a request with an id of its own", ("self", "kv_receiver", "payload"),
     ),
     PrivateName(
         "sglang.srt.managers.schedule_batch.Req.load_kv_cache",
-        "what a request that is prefilled again had of KV is not restored", mentions=("del self.kv_cache_cpu",),
+        "the earlier KV of a request that is prefilled again is not restored", mentions=("del self.kv_cache_cpu",),
     ),
 )
 
 USES: tuple[PrivateName, ...] = (
     PrivateName(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager",
-        "what a stream's request has unfinished is found by its ids, and those of its answers",
+        "the unfinished parts of a streamed request are found by its ids and those of its answers",
         mentions=("self.rid_to_state: Dict[str, ReqState]", "self.logical_rid_to_child_rids: Dict[str, set[str]]"),
     ),
     PrivateName(
@@ -111,26 +111,26 @@ USES: tuple[PrivateName, ...] = (
     ),
     PrivateName(
         "sglang.srt.managers.schedule_batch.ScheduleBatch.release_req",
-        "a request whose full KV is lost gives back what it holds", ("self", "idx", "remaing_req_count", "server_args"),
+        "a request whose full KV is lost frees all its slots", ("self", "idx", "remaing_req_count", "server_args"),
     ),
     PrivateName(
         "sglang.srt.managers.scheduler_components.batch_result_processor."
         "SchedulerBatchResultProcessor._handle_finish_state_updated_req",
-        "an aborted request whose drafts gather finishes without a new token",
+        "an aborted request with pending drafts finishes without a new token",
         ("self", "req", "batch", "result", "i", "logits_output"),
     ),
     PrivateName(
         "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.update_spec_metrics",
-        "tokens of plain steps count as one forward each, not as drafts that were accepted", mentions=("self.spec_num_forward_ct += bs",),
+        "tokens of plain steps count as one forward each, not as accepted drafts", mentions=("self.spec_num_forward_ct += bs",),
     ),
     PrivateName(
         "sglang.srt.managers.utils.GenerationBatchResult",
-        "it carries accepted tokens, and that their grammars were advanced",
+        "it carries accepted tokens, and whether their grammars were advanced",
         ("accept_lens", "new_seq_lens", "grammar_advanced", "grammar_retained_tokens"),
     ),
     PrivateName(
         "sglang.srt.model_executor.forward_batch_info.ForwardBatch",
-        "predicted scores, and codes of keys, are kept at the slots to which a forward writes its KV", ("out_cache_loc",),
+        "predicted scores, and quantized keys, are stored at the slots to which a forward writes its KV", ("out_cache_loc",),
     ),
     PrivateName(
         "sglang.srt.lora.lora_manager.LoRAManager.fetch_new_loras",
@@ -139,32 +139,32 @@ USES: tuple[PrivateName, ...] = (
     ),
     PrivateName(
         "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.get_spec_info",
-        "its subclass tells attention backends the lengths of a captured verification", ("self", "num_tokens"),
+        "the subclass passes the lengths of a captured verification to attention backends", ("self", "num_tokens"),
     ),
     PrivateName(
         "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.execute",
-        "its subclass replays steps over copies, which read the token table to their end",
+        "the subclass replays steps over compressed KV, which read the token table to their end",
         ("self", "forward_batch", "pp_proxy_tensors"),
     ),
     PrivateName(
         "sglang.srt.model_executor.model_runner.ModelRunner.init_kv_cache_configurator",
-        "what lies beside the KV pool is planned by how much that will hold", ("self",),
+        "memory beside the KV pool is planned from the pool's capacity", ("self",),
     ),
     PrivateName(
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
-        "what lies beside the KV pool is taken off the memory that SGLang would give it", ("self", "pre_model_load_memory"),
+        "memory beside the KV pool is subtracted from the memory that SGLang would give the pool", ("self", "pre_model_load_memory"),
     ),
     PrivateName(
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator.resolve_max_num_reqs",
-        "draft rows are as many as requests that SGLang lets run", ("self", "token_capacity"),
+        "there is a draft row for each request that SGLang allows to run", ("self", "token_capacity"),
     ),
     PrivateName(
         "sglang.srt.model_executor.graph_shared_output.GraphSharedOutput",
-        "logits of captured verifications get room for as many tokens as these have", ("device", "max_rows"),
+        "logits of captured verifications need a buffer for all their tokens", ("device", "max_rows"),
     ),
     PrivateName(
         "sglang.srt.layers.attention.flashinfer_backend.FlashInferAttnBackend.init_cuda_graph_state",
-        "captured verifications get room for the contexts of their requests", ("self", "max_bs", "max_num_tokens", "kv_indices_buf"),
+        "captured verifications need a buffer for the contexts of their requests", ("self", "max_bs", "max_num_tokens", "kv_indices_buf"),
     ),
     PrivateName(
         "sglang.kernels.ops.attention.decode_attention._decode_softmax_reducev_fwd",
@@ -174,7 +174,7 @@ USES: tuple[PrivateName, ...] = (
     *(
         PrivateName(
             f"sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_{kind}",
-            "its subclass attends over copies, and in time linear in the context",
+            "the subclass attends to compressed KV, and in time linear in the context",
             (
                 *("self", "query", "output", "k_cache", "v_cache", "req_to_token", "req_pool_indices", "seq_lens"),
                 *more,
@@ -185,16 +185,16 @@ USES: tuple[PrivateName, ...] = (
     ),
     PrivateName(
         "sglang.srt.mem_cache.radix_cache.RadixCache",
-        "an empty match names the root, which nodes with tiers replace", mentions=("_empty_match_result",),
+        "an empty match contains the root, which is replaced by a node with tiers", mentions=("_empty_match_result",),
     ),
     PrivateName(
         "sglang.srt.model_executor.model_runner.ModelRunner",
-        "SGLang's scheduler shall not take an earlier read of the token table for a round's last",
+        "SGLang's scheduler must not mistake an earlier read of the token table for a round's last",
         mentions=("war_fastpath_read_done_event",),
     ),
     PrivateName(
         "sglang.srt.plugins.hook_registry.HookRegistry",
-        "it logs a hook that fails, and goes on: whether it took effect is looked at", mentions=("_hooks", "_patched"),
+        "it only logs a hook that fails, so that the plugin checks whether it took effect", mentions=("_hooks", "_patched"),
     ),
     PrivateName(
         "sglang.srt.layers.attention.flashinfer_backend.fast_prefill_plan",

@@ -1,7 +1,8 @@
-"""Requests whose prompts travel as codes. A decode server admits them as their copies need, and gives no slots to their full KV; a prefill
-server packs them ahead where no decode server has room.
+"""Hooks for requests whose prompts are transferred quantized.
 
-SGLang counts and takes slots for each token of a prompt. What is planned of one stands at its request until it has them.
+A decode server admits such requests by the slots of their compressed KV, and allocates no slots for their full KV. A prefill server packs
+them in advance if no decode server has space. SGLang counts and allocates slots for each token of a prompt. The plan of such a prompt is
+stored as an attribute of its request until it has slots.
 """
 
 import logging
@@ -20,20 +21,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The attribute of SGLang's request that holds its QuantizedPrompt, from when it is planned until it has slots.
+# Attribute of SGLang's request: its QuantizedPrompt, from planning until it has slots.
 PLANNED = "kv_coded_prompt"
 
 
 @dataclass(frozen=True)
 class RecomputeQueue:
-    """Computes prompts once more for one decode server's queue."""
+    """Lets the prefill server recompute prompts for one decode server's queue."""
 
     queue: "DecodePreallocQueue"
 
     def prefill_again(self, req: "Req") -> None:
-        """Let it compute a request that gave its slots back, as SGLang does with requests that it retracts to change weights.
+        """Let the prefill server recompute a request that freed its slots, as SGLang does with requests retracted for new weights.
 
-        The first token, which the client may have, is kept.
+        The first token is kept, because the client may have it.
         """
         req.pd_rebootstrap_forced_output_id = req.output_ids.pop()
         req.pd_rebootstrap_in_progress = True
@@ -42,7 +43,7 @@ class RecomputeQueue:
 
 
 def expect_quantized(queue: "DecodePreallocQueue", req: "Req", receiver: Any, is_rebootstrap: bool) -> None:
-    """Plan how a request's prompt comes, and let its receiver know where to."""
+    """Plan how a request's prompt arrives, and tell its receiver the slots."""
     from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
 
     prompts = _prompts(queue) if isinstance(receiver, ProgressiveReceiver) else None
@@ -55,8 +56,8 @@ def expect_quantized(queue: "DecodePreallocQueue", req: "Req", receiver: Any, is
 
 
 def count_prompt_slots(original: Callable, req: "Req") -> int:
-    """Hook around ``DecodePreallocQueue._pre_alloc_fill_len`` and ``_rebootstrap_prefill_len``, by which requests are admitted: the slots
-    that a prompt takes which comes as codes."""
+    """Hook around ``DecodePreallocQueue._pre_alloc_fill_len`` and ``_rebootstrap_prefill_len``, used for admission: the slots of a prompt
+    that arrives quantized."""
     planned = getattr(req, PLANNED, None)
     return original(req) if planned is None else planned.slots
 
@@ -69,12 +70,12 @@ def pre_alloc(
     prefix_len: int | None = None,
     total_prefix_len: int | None = None,
 ) -> torch.Tensor:
-    """Hook around ``DecodePreallocQueue._pre_alloc``: what a copy stands for is to SGLang a prefix that is there, in its padding page."""
+    """Hook around ``DecodePreallocQueue._pre_alloc``: presents tokens in compressed KV to SGLang as a prefix in its padding page."""
     prompts, planned = _prompts(queue), getattr(req, PLANNED, None)
     if planned is None:
         slots = original(queue, req, prefix_indices, prefix_len, total_prefix_len)
     else:
-        # From here on it has as many tokens as it says.
+        # From here on it counts all its tokens.
         delattr(req, PLANNED)
         slots = prompts.allocate(req, planned, lambda padding, covered: original(queue, req, padding, covered, covered))
     if prompts is not None:
@@ -83,15 +84,15 @@ def pre_alloc(
 
 
 def pack_ahead(original: Callable, scheduler: "Scheduler", rids_to_check: list[str] | None = None) -> "list[Req]":
-    """Hook around ``process_disagg_prefill_inflight_queue``: prompts that were computed before a decode server has room for them
-    (``--optimistic-prefill-attempts``) wait packed in host memory, and their full KV may go."""
+    """Hook around ``process_disagg_prefill_inflight_queue``: packs prompts in host memory that have no decode server yet
+    (``--optimistic-prefill-attempts``), so that their full KV can be freed."""
     from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
     from sglang_ext.managers.worker import KVWorker
 
     worker = scheduler.draft_worker
     packs = isinstance(worker, KVWorker) and not scheduler.tree_cache.disable
     for req in scheduler.disagg_prefill_inflight_queue if packs else ():
-        # Equal on all ranks, unlike what their senders have heard.
+        # These conditions are equal on all ranks. The state of their senders is not.
         sender = req.disagg_kv_sender
         if not req.pending_bootstrap or not isinstance(sender, ProgressiveSender) or sender.is_waiting_packed:
             continue
@@ -100,7 +101,7 @@ def pack_ahead(original: Callable, scheduler: "Scheduler", rids_to_check: list[s
             slots = scheduler.req_to_token_pool.req_to_token[req.req_pool_idx, : planned.tokens].long()
             if sender.pack_early(planned.method.sinks, planned.covered, slots):
                 scheduler.tree_cache.unlock_path(req)
-                logger.info("sglang-ext: request %s waits for its decode server, its prompt packed in host memory", req.rid)
+                logger.info("sglang-ext: request %s waits for its decode server, with its prompt packed in host memory", req.rid)
     return original(scheduler, rids_to_check)
 
 

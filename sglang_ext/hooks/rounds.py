@@ -1,11 +1,11 @@
-"""How SGLang's scheduler takes rounds: room for the next one before it, and its result after it.
+"""Hooks for the scheduler's view of rounds: slots for the next round, and the results of a round.
 
-*Room.* Slots that SGLang takes ahead of a request end where its answer does, and in a full pool copies go before requests do. SGLang
-takes two rounds' tokens ahead of each request whose tokens come together, so that a prompt which fits its pool by a few tokens would
-not: nothing is left to retract, and the request ends with an error.
+*Slots.* The slots that SGLang reserves for a request end at its output's end. In a full pool compressed KV is freed before requests are
+retracted. SGLang reserves two rounds' tokens for each request that can get several tokens at once. With these, a prompt that only just
+fits the pool would not fit: no request is left to retract, and the request ends with an error.
 
-*Results.* The scheduler sees the requests that answered, and those that were aborted meanwhile; where a grammar cannot be walked, it
-processes a result before it launches the next round.
+*Results.* The scheduler sees the requests with output tokens, and the requests that were aborted. If a grammar cannot be walked, the
+scheduler processes a result before it launches the next round.
 """
 
 import copy
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 
 def cap_slot_reservation(original: Callable, batch: "ScheduleBatch") -> None:
-    """Hook around ``eagle_prepare_for_decode``, which takes slots: no more than the answers need.
+    """Hook around ``eagle_prepare_for_decode``, which reserves slots: no more than the outputs need.
 
-    Rounds go on beyond the end of the shorter of their requests. Rows lead to SGLang's padding page there.
+    A round may continue after the end of its shorter requests. Their rows point to SGLang's padding page there.
     """
     with capped_committed_lens(batch.reqs) as near:
         original(batch)
@@ -47,7 +47,7 @@ def cap_slot_reservation(original: Callable, batch: "ScheduleBatch") -> None:
 
 
 def free_compressed_kv_when_full(original: Callable, batch: "ScheduleBatch", selected_indices: list[int] | None = None) -> bool:
-    """Hook around ``ScheduleBatch.check_decode_mem``: copies go before requests are retracted; those that are lost go at once."""
+    """Hook around ``ScheduleBatch.check_decode_mem``: frees compressed KV before it retracts requests. Lost ones are retracted at once."""
     if selected_indices is None and lost_requests(batch):
         return False
     with capped_committed_lens(batch.reqs):
@@ -57,17 +57,17 @@ def free_compressed_kv_when_full(original: Callable, batch: "ScheduleBatch", sel
             copies.release_compressed_kv(row)
             fits = original(batch, selected_indices)
     if batch.tree_cache.residency is not None or batch.tree_cache.codes is not None:
-        # SGLang looks for room again only when a request is done. Here it also comes as full KV leaves the device.
+        # SGLang looks for free slots again only when a request finishes. Here slots are also freed when full KV leaves the device.
         batch.batch_is_full = False
     return fits
 
 
 @contextmanager
 def capped_committed_lens(reqs: list["Req"]) -> Iterator[list["Req"]]:
-    """While it lasts, what SGLang reserves beyond the committed tokens of each request reaches to its answer's end at most.
+    """Limit SGLang's reservation beyond each request's committed tokens to the end of its output, inside the context.
 
     Yields:
-        The requests whose answer ends before.
+        The requests whose output ends before the full reservation.
     """
     reserve = get_alloc_reserve_per_decode()
     near = [req for req in reqs if req.kv_committed_len + reserve > output_end(req)]
@@ -82,14 +82,14 @@ def capped_committed_lens(reqs: list["Req"]) -> Iterator[list["Req"]]:
 
 
 def needs_grammar_sync(original: Callable, batch: "ScheduleBatch") -> bool:
-    """Hook around ``grammar_needs_sync``: rounds walk grammars along what is not processed yet, but those that cannot be taken back."""
+    """Hook around ``grammar_needs_sync``: only grammars that cannot be rolled back need it. Rounds walk the others."""
     return original(batch) and not all(can_walk(req.grammar) for req in batch.reqs)
 
 
 def process_output_tokens(original: Callable, processor, batch: "ScheduleBatch", result) -> None:
-    """Hook around ``process_batch_result_decode``: leave out requests that only drafted.
+    """Hook around ``process_batch_result_decode``: leaves out requests that only drafted.
 
-    They have no new token: nothing to append, to check for a stop, to stream or to count.
+    They have no new token to append, to check for a stop, to stream or to count.
     """
     if result.accept_lens is None:
         return original(processor, batch, result)
@@ -125,7 +125,7 @@ def count_full_kv_steps(reporter: "SchedulerMetricsReporter", done: "RoundPlan",
 
 
 def _truncate_at_finish(batch: "ScheduleBatch", result) -> None:
-    """Leave out what a round gave after the end of an output: nobody shall read, keep or count it."""
+    """Remove a round's tokens after the end of an output, so that they are neither read, kept nor counted."""
     stride = result.speculative_num_draft_tokens
     for i, (req, count) in enumerate(zip(batch.reqs, result.accept_lens.tolist())):
         if count <= 1 or req.finished() or req.is_retracted:
@@ -137,7 +137,7 @@ def _truncate_at_finish(batch: "ScheduleBatch", result) -> None:
 
 
 def _finish_aborted(processor, batch: "ScheduleBatch", result) -> None:
-    """Finish requests that were aborted while their drafts gather: their next answer may be long in coming."""
+    """Finish aborted requests with pending drafts. Their next output token may take long."""
     ended = []
     for i, (req, count) in enumerate(zip(batch.reqs, result.accept_lens.tolist())):
         if count == 0 and req.to_finish and not req.finished() and not req.is_retracted:
@@ -149,10 +149,10 @@ def _finish_aborted(processor, batch: "ScheduleBatch", result) -> None:
 
 
 def _advance_grammars_last(original: Callable, processor, batch: "ScheduleBatch", result) -> None:
-    """Process, then advance grammars, as SGLang does for batches without speculation.
+    """Process the result, then advance grammars, as SGLang does for batches without speculation.
 
-    For speculative batches it advances them before it looks for the end, and so ends a request with
-    ``ignore_eos`` where its grammar ends.
+    For speculative batches SGLang advances grammars before it checks for the end. So it would end a request with ``ignore_eos`` where its
+    grammar ends.
     """
     stride = result.speculative_num_draft_tokens
     tokens = result.next_token_ids.view(-1, stride).tolist()

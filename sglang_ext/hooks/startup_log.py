@@ -1,4 +1,4 @@
-"""What a server says of itself when it is ready: mode, method, and its address with a request to paste."""
+"""Log lines of a server that is ready: mode, method, and its address with a request to paste."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -21,17 +21,17 @@ logger = logging.getLogger(__name__)
 
 MODES = {
     "verified": "drafts on compressed KV, verified on full KV: answers are stock's",
-    "lossy": "all is decoded on compressed KV: answers are approximate",
+    "lossy": "decoding on compressed KV: answers are approximate",
 }
-IN_8_BITS = "drafts on compressed KV, verified on full KV that came in 8 bits (--kv-reference int8): answers are those of such KV"
-# Of servers apart: which part is whose, and how a request reaches both.
+IN_8_BITS = "drafts on compressed KV, verified on full KV received in 8 bits (--kv-reference int8): answers are those of such KV"
+# For disaggregated servers: the server's part, and how to send requests.
 ROLES = {
-    "prefill": "prefill server: it computes prompts, and decode servers the answers",
+    "prefill": "prefill server: it computes prompts, and decode servers generate the answers",
     "decode": "decode server: prompts' KV comes from prefill servers",
 }
-ASK_ROUTER = "ask SGLang's router, which sends each request to a prefill and a decode server"
-ON_CPU = "; on a CPU drafting shows correctness, not speed: an answer takes about twice stock's time or more"
-CHOOSING_ON_CPU = "; on a CPU choosing tokens shows what it does, not speed: an answer may take longer than stock's"
+ASK_ROUTER = "send requests to SGLang's router, which forwards each to a prefill and a decode server"
+ON_CPU = "; on a CPU drafting demonstrates correctness, not speed: an answer takes about twice stock's time or more"
+CHOOSING_ON_CPU = "; on a CPU selecting tokens demonstrates the method, not speed: an answer may take longer than stock's"
 
 
 def log_when_ready(
@@ -41,14 +41,14 @@ def log_when_ready(
     *rest: object,
     **named: object,
 ) -> None:
-    """Hook around SGLang's wait for the server to be ready: three lines follow its own.
+    """Hook around SGLang's wait for the server to be ready: logs three lines after SGLang's own.
 
     Args:
         wait: SGLang's function.
-        server_args: the server's.
-        launch_callback: of the caller; called after the lines.
-        rest: what SGLang gives beside these, unchanged.
-        named: the same.
+        server_args: The server's arguments.
+        launch_callback: The caller's callback. Called after the lines.
+        rest: SGLang's other arguments, unchanged.
+        named: SGLang's other named arguments, unchanged.
     """
 
     def ready() -> None:
@@ -73,7 +73,7 @@ def status_lines(args: "KVServerArgs") -> tuple[str, str, str]:
         slow = ON_CPU if args.kv_mode == "verified" else CHOOSING_ON_CPU
     methods = ", ".join(f"{offer.name} ({_describe_budget(args, offer)})" for offer in offered_methods(args))
     drafts = f", draft length {args.kv_draft_length}" if args.kv_mode == "verified" else ""
-    prompts = ", prompts on codes" if args.kv_prefill == QUANTIZED else ""
+    prompts = ", prompts on quantized KV" if args.kv_prefill == QUANTIZED else ""
     return (
         f"mode {args.kv_mode}: {means}{slow}",
         f"compressor {methods}{drafts}{prompts}" + (f"; {ROLES[role]}" if role in ROLES else ""),
@@ -82,7 +82,7 @@ def status_lines(args: "KVServerArgs") -> tuple[str, str, str]:
 
 
 def _describe_budget(args: "KVServerArgs", offer: OfferedMethod) -> str:
-    """How much of a context a method's copies keep, in how many bits, and how tokens are chosen where flags say so."""
+    """The part of a context that a method keeps, its bits, and how tokens are selected if flags set it."""
     most = max_selected_tokens(args)
     found = [f"{most} tokens" if most else f"budget {offer.budget:g}"]
     if offer.quant_method:
@@ -93,7 +93,7 @@ def _describe_budget(args: "KVServerArgs", offer: OfferedMethod) -> str:
 
 
 def _describe_selector(args: "KVServerArgs", offer: OfferedMethod) -> Iterator[str]:
-    """What is not the default of a method that chooses tokens for each step; nothing of a server that only prefills, which takes none."""
+    """Non-default settings of a method that selects tokens for each step. None for a server that only prefills, which selects nothing."""
     if offer.drop_method not in catalogue.per_step_methods() or args.disaggregation_mode == "prefill":
         return
     if selection_interval(args) > 1:
@@ -109,5 +109,5 @@ def _describe_selector(args: "KVServerArgs", offer: OfferedMethod) -> Iterator[s
 
 
 def _request(args: "KVServerArgs") -> str:
-    """A shell command that asks the server for a few tokens."""
+    """A shell command that requests a few tokens from the server."""
     return sample_request(args.url(), takes_text=not args.skip_tokenizer_init, has_key=bool(args.api_key))

@@ -30,9 +30,9 @@ Outputs = BatchStrOutput | BatchTokenIDOutput
 """Messages with generated tokens: parallel lists with an item for each request."""
 
 MAX_QUEUED = 256
-"""Most messages that wait for one client. A client that is slower gets several messages in a chunk, as from stock SGLang."""
+"""Maximum queued messages per client. A slower client gets several messages in a chunk, as from stock SGLang."""
 STALL_SECONDS = 2.0
-"""If a client takes no chunk for so long, SGLang handles its messages at once, so that the request ends."""
+"""If a client takes no chunk for this time, SGLang handles its messages at once, so that the request can end. Seconds."""
 QUEUE = "kv_chunk_queue"
 """Attribute of a request's state that holds its :class:`ChunkQueue`."""
 ABORT_SECONDS = 2.0
@@ -70,7 +70,7 @@ async def receive_outputs(original: Callable[..., Awaitable[None]], manager: "To
 def wait_one_response(
     original: Callable[..., AsyncGenerator], manager: "TokenizerManager", obj: "GenerateReqInput | EmbeddingReqInput", request: "Request | None" = None
 ) -> AsyncIterator[dict[str, Any]]:
-    """Hook around ``TokenizerManager._wait_one_response``: tell the queue of a stream when its client wants the next chunk."""
+    """Hook around ``TokenizerManager._wait_one_response``: notifies the queue of a stream when its client asks for the next chunk."""
     chunks = original(manager, obj, request)
     return _take_chunks(manager, obj, chunks) if _is_streamed(obj) else chunks
 
@@ -129,13 +129,13 @@ class ChunkQueue:
             await self._advance()
 
     async def request_next(self) -> None:
-        """Deliver the next message once it has arrived and its time has come."""
+        """Deliver the next message when it has arrived and its pacing time has come."""
         self._is_wanted, self._is_stalled = True, False
         self._stop_stall_timer()
         await self._advance()
 
     async def close(self) -> None:
-        """Deliver all messages, and delay no later one: the client has disconnected, or has its answer."""
+        """Deliver all messages, and delay no later ones: the client has disconnected, or has its complete answer."""
         self._is_closed = True
         self._stop_timer()
         self._stop_stall_timer()
@@ -168,7 +168,7 @@ class ChunkQueue:
         self._run(self._advance())
 
     def _watch_client(self) -> None:
-        """Wait for the client no longer than :data:`STALL_SECONDS`."""
+        """Wait for the client for at most :data:`STALL_SECONDS`."""
         if self._messages and self._stall_timer is None:
             self._stall_timer = asyncio.get_running_loop().call_later(STALL_SECONDS, self._stall)
 
@@ -215,7 +215,7 @@ class Pacer:
         self._round_number, self._round_time = round_number, now
 
     def next_time(self, num_queued: int) -> float:
-        """When the next of ``num_queued`` messages leaves, in seconds; at once before the time of a round is known."""
+        """Departure time of the next of ``num_queued`` messages, in seconds. 0, at once, before the duration of a round is known."""
         if not self._durations:
             return 0.0
         end = self._round_time + min(self._durations)
@@ -252,7 +252,7 @@ class _Message:
 
 
 def _queue_of(original: Callable[..., Awaitable[None]], manager: "TokenizerManager", rid: str) -> ChunkQueue | None:
-    """The queue of a streamed request; None if the request is unknown or not streamed."""
+    """The queue of a streamed request. None if the request is unknown or not streamed."""
     state = manager.rid_to_state.get(rid)
     if state is None or not _is_streamed(state.obj):
         return None

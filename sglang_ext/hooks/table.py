@@ -1,6 +1,6 @@
-"""Where sglang-ext enters SGLang: the table of hooks. What it calls or sets there without one is in private_names.py.
+"""The table of hooks of sglang-ext in SGLang. Names that are called or set without a hook are in private_names.py.
 
-Nothing of ``HOOKS`` is applied while ``--kv-mode`` is ``full``; activation.py checks and applies it.
+None of ``HOOKS`` is applied while ``--kv-mode`` is ``full``. activation.py checks and applies them.
 """
 
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Hook:
-    """One place where sglang-ext enters SGLang.
+    """One hook in SGLang.
 
     Attributes:
-        target: dotted name of the function or method.
-        hook: dotted name of ours, imported only when the hook is applied.
-        why: what would go wrong without it.
-        expects: parameter names of the target, in order.
+        target: Dotted name of the function or method.
+        hook: Dotted name of our function, imported only when the hook is applied.
+        why: What would fail without it. Completes "It is needed because" in a message.
+        expects: Parameter names of the target, in order.
         kind: ``around`` (called with the original first) or ``replace``.
         process: ``frontend`` (tokenizer and HTTP server) or ``scheduler``.
     """
@@ -31,7 +31,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
         "sglang_ext.hooks.frontend.add_kv_fields",
-        "meta_info shall tell drafts, verifies and accepted length of the request",
+        "meta_info must contain the drafts, verifications and accept length of the request",
         ("self", "meta_info", "recv_obj", "i"), process="frontend",
     ),
     Hook(
@@ -43,18 +43,18 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         "sglang.srt.managers.schedule_batch.ScheduleBatch.grammar_needs_sync",
         "sglang_ext.hooks.rounds.needs_grammar_sync",
-        "a request with a grammar shall not make each round of its neighbours wait for the host", ("self",),
+        "a request with a grammar must not make each round of other requests wait for the host", ("self",),
     ),
     Hook(
         "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator.accept",
         "sglang_ext.hooks.token_streams.send_unstreamed",
-        "the frontend takes the time to the first token when it is sent, which tokens that come together put off to the end",
+        "the frontend takes the time of the first token from its message, which SGLang delays to the end if tokens come together",
         ("self", "req"),
     ),
     Hook(
         "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output",
         "sglang_ext.hooks.token_streams.stream_each_token",
-        "a stream advances token by token, also where a round gives several: intervals, log probabilities and parsers rely on it",
+        "a stream must advance token by token, also if a round gives several: intervals, log probabilities and parsers rely on it",
         ("self", "reqs", "return_logprob", "skip_req"),
     ),
     Hook(
@@ -76,45 +76,45 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         "sglang.srt.managers.schedule_batch.Req.update_finish_state",
         "sglang_ext.hooks.finish.check_finish_at_last_token",
-        "of tokens accepted together, none before the last ends the output, which is looked at as without speculation",
+        "of tokens accepted together, only the last may end the output, and is checked as without speculation",
         ("self", "new_accepted_len"),
     ),
     Hook(
         "sglang.srt.speculative.eagle_utils.eagle_prepare_for_decode",
         "sglang_ext.hooks.rounds.cap_slot_reservation",
-        "slots that are taken ahead of a request shall end where its answer does, or a prompt that fits would not", ("batch",),
+        "slots reserved for a request must end where its output does, or a prompt that fits would not be admitted", ("batch",),
     ),
     Hook(
         "sglang.srt.managers.schedule_batch.ScheduleBatch.check_decode_mem",
         "sglang_ext.hooks.rounds.free_compressed_kv_when_full",
-        "a full pool takes compressed copies back before it retracts a request", ("self", "selected_indices"),
+        "in a full pool compressed KV is freed before a request is retracted", ("self", "selected_indices"),
     ),
     Hook(
         "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
         "sglang_ext.hooks.lossy_admission.admit_prompt",
-        "in mode lossy prompts are admitted as their copies fit beside their full KV, which is given back only then",
+        "in mode lossy prompts are admitted if their compressed KV fits beside their full KV, which is freed only then",
         ("self", "req", "has_chunked_req", "truncation_align_size"),
     ),
     Hook(
         "sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req",
         "sglang_ext.hooks.lossy_admission.admit_chunk",
-        "in mode lossy chunks shall not shrink by what answers are going to take: full KV is given back before", ("self", "req"),
+        "in mode lossy chunks must not shrink by the slots of future outputs: full KV is freed before", ("self", "req"),
     ),
     Hook(
         "sglang.srt.managers.schedule_batch.ScheduleBatch.retract_decode",
         "sglang_ext.mem_cache.prefix_cache.recompute.retract_lost",
-        "a request whose full KV came back changed from the host is computed again", ("self", "server_args"),
+        "a request whose full KV came back changed from the host is recomputed", ("self", "server_args"),
     ),
     Hook(
         "sglang.srt.managers.scheduler_components.invariant_checker.SchedulerInvariantChecker._check_tree_cache",
         "sglang_ext.mem_cache.prefix_cache.tree_integrity.check_when_idle",
-        "an idle scheduler checks its prefix tree, of which SGLang checks other kinds only", ("self",),
+        "an idle scheduler checks its prefix tree, and SGLang only checks other kinds of trees", ("self",),
     ),
     *(
         Hook(
             f"sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.{name}",
             "sglang_ext.hooks.weights.refuse_update",
-            "an update of weights that cannot be carried out shall be refused, and not end the server", ("self", "recv_req"),
+            "an update of weights that fails must be refused, and must not end the server", ("self", "recv_req"),
         )
         for name in (
             *("init_weights_update_group", "update_weights_from_disk", "update_weights_from_distributed"),
@@ -136,105 +136,105 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         "sglang.srt.entrypoints.http_server.ORJSONRequest.json",
         "sglang_ext.hooks.request_body.read_body",
-        "SGLang drops fields of a request that it does not know without an error, kv_compressor among them",
+        "SGLang silently drops unknown fields of a request, kv_compressor among them",
         ("self",), process="frontend",
     ),
     Hook(
         "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
         "sglang_ext.hooks.frontend.check_shape",
-        "a number of answers, or lists for several prompts, that SGLang cannot take apart shall be told, not raise",
+        "a number of answers, or lists for several prompts, that SGLang cannot split must be refused, not raise",
         ("self",), process="frontend",
     ),
     Hook(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
         "sglang_ext.hooks.frontend.check_request",
-        "a request that the scheduler cannot take, or that asks for a method that the server does not have, shall be told so",
+        "a request that the scheduler cannot serve, or with a method that the server does not have, must be refused",
         ("self", "obj", "input_ids"), process="frontend",
     ),
     Hook(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.create_abort_task",
         "sglang_ext.hooks.stream_delivery.abort_unfinished",
-        "a request shall not be aborted that comes under the id of one that has just been answered",
+        "a request must not be aborted because it has the id of one that has just been answered",
         ("self", "obj"), process="frontend",
     ),
     Hook(
         "sglang.srt.layers.sampler.multinomial_with_seed",
         "sglang_ext.managers.spec_decode.sampling.own_noise",
-        "SGLang's seeded noise is infinite once in 2**32 numbers, and draws a token of any probability",
+        "SGLang's seeded noise is infinite once in 2**32 numbers, and then draws a token of any probability",
         ("logprobs", "seed", "positions"),
     ),
     Hook(
         "sglang.srt.entrypoints.http_server._wait_and_warmup",
         "sglang_ext.hooks.startup_log.log_when_ready",
-        "when the server is ready it shall tell mode, method and address",
+        "a server that is ready must log mode, method and address",
         ("server_args", "launch_callback", "execute_warmup_func"), process="frontend",
     ),
     Hook(
         "sglang.srt.entrypoints.engine._scheduler_died_error",
         "sglang_ext.command_line.exit_like_scheduler",
-        "an option that only the scheduler can refuse shall end the server with that word alone",
+        "an option that only the scheduler can refuse must end the server with that message alone",
         ("rank", "proc"), process="frontend",
     ),
 )
 
-# Of the transfer backend ``progressive``, in any mode.
+# Hooks of the transfer backend ``progressive``, in any mode.
 TRANSFER_HOOKS: tuple[Hook, ...] = (
     Hook(
         "sglang.srt.disaggregation.utils.get_kv_class",
         "sglang_ext.hooks.transfer.get_kv_class",
-        "SGLang has a name for transfer backends of others, and no place for their classes", ("transfer_backend", "class_type"),
+        "SGLang has a name for other transfer backends, and no place for their classes", ("transfer_backend", "class_type"),
     ),
     Hook(
         "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender",
         "sglang_ext.hooks.transfer.create_sender",
-        "pages of KV are named by the tokens before them, which SGLang does not tell senders", ("self", "req", "num_kv_heads"),
+        "pages of KV are identified by the tokens before them, which SGLang does not pass to senders", ("self", "req", "num_kv_heads"),
     ),
     Hook(
         "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue",
         "sglang_ext.hooks.transfer.create_receiver",
-        "pages of KV are compared with the tokens before them, which SGLang does not tell receivers",
+        "pages of KV are compared with the tokens before them, which SGLang does not pass to receivers",
         ("self", "req", "is_rebootstrap"),
     ),
     *(
         Hook(
             f"sglang.srt.disaggregation.decode.DecodePreallocQueue.{name}",
             "sglang_ext.hooks.quantized_prompts.count_prompt_slots",
-            "a prompt that comes as codes takes the slots of these, and requests are admitted by its tokens", ("req",),
+            "a prompt that arrives quantized needs fewer slots than tokens, and requests are admitted by their tokens", ("req",),
         )
         for name in ("_pre_alloc_fill_len", "_rebootstrap_prefill_len")
     ),
     Hook(
         "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.process_disagg_prefill_inflight_queue",
         "sglang_ext.hooks.quantized_prompts.pack_ahead",
-        "a prompt that waits for room at a decode server shall hold codes in host memory, and no full KV", ("self", "rids_to_check"),
+        "a prompt that waits for space at a decode server must be quantized in host memory, without full KV", ("self", "rids_to_check"),
     ),
     Hook(
         "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.send_kv_chunk",
         "sglang_ext.hooks.chunk_transfer.send_kv_chunk",
-        "a chunk would be sent once the forward after it is over, and none be encoded while one runs",
+        "a chunk would be sent after the next forward, and no chunk would be encoded during one",
         ("self", "req", "last_chunk", "end_idx"),
     ),
     Hook(
         "sglang.srt.managers.scheduler.Scheduler._apply_war_barrier",
         "sglang_ext.hooks.chunk_transfer.note_launch",
-        "where a chunk lies is read beside the forward that was launched, and SGLang says nowhere what came before that", ("self",),
+        "a chunk's slots are read in parallel with the launched forward, and SGLang does not record its work before the launch", ("self",),
     ),
     Hook(
         "sglang.srt.disaggregation.decode.DecodePreallocQueue._pre_alloc",
         "sglang_ext.hooks.quantized_prompts.pre_alloc",
-        "a prompt that comes as codes gets no slots for the full KV of what is packed",
+        "a prompt that arrives quantized gets no slots for the full KV of packed tokens",
         ("self", "req", "prefix_indices", "prefix_len", "total_prefix_len"),
     ),
     Hook(
         "sglang.srt.disaggregation.utils.prepare_abort",
         "sglang_ext.hooks.transfer.prepare_abort",
-        "a request that cannot be served ends as on one server, and not with status 500 and what became of its room",
+        "a request that cannot be served must end as on one server, and not with status 500 and details of its room",
         ("req", "error_message", "status_code"),
     ),
     Hook(
         "sglang.srt.managers.scheduler.Scheduler.abort_request",
         "sglang_ext.hooks.transfer.abort_request",
-        "a request that is aborted while it waits to be prefilled shall not leave its decode side waiting", ("self", "recv_req"),
+        "a request that is aborted while it waits for prefill must not leave its decode side waiting", ("self", "recv_req"),
     ),
 )
 
@@ -258,20 +258,20 @@ PLAIN_CPU_HOOKS: tuple[Hook, ...] = (
     Hook(
         "sglang.srt.managers.overlap_utils.FutureMap._resolve_spec_extras",
         "sglang_ext.platforms.plain_cpu.relay_without_streams",
-        "SGLang's overlapped scheduler records the stream that reads its relayed tensors; torch refuses to on a CPU",
+        "SGLang's overlapped scheduler records the stream that reads its relayed tensors, which torch refuses on a CPU",
         ("self", "batch"),
     ),
     Hook(
         "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.maybe_send_cached_prefix_chunk",
         "sglang_ext.platforms.plain_cpu.send_prefix_without_events",
-        "SGLang's overlapped scheduler records a CUDA event before it sends a cached prefix; torch has none on a CPU",
+        "SGLang's overlapped scheduler records a CUDA event before it sends a cached prefix, and torch has none on a CPU",
         ("self", "req"),
     ),
     *(
         Hook(
             f"sglang.srt.lora.lora_manager.LoRAManager.{name}",
             "sglang_ext.platforms.plain_cpu.run_without_pinning",
-            "SGLang pins adapters and their batches; torch refuses to without an accelerator", ("self", *parameters),
+            "SGLang pins adapters and their batches, which torch refuses without an accelerator", ("self", *parameters),
         )
         for name, parameters in {
             "init_state": ("max_lora_rank", "target_modules", "lora_paths"),

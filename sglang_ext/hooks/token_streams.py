@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer, _GenerationStreamAccumulator
 
 STREAMED = "kv_streamed"
-"""Attribute of a request: output tokens and reasoning tokens that it had when it was last streamed."""
+"""Attribute of a request: its numbers of output tokens and reasoning tokens when it was last streamed."""
 
 
 def stream_each_token(
@@ -47,7 +47,7 @@ def stream_each_token(
 
 
 def _replay(req: "Req") -> "_Replay | None":
-    """The replay of a streamed request's new tokens but the newest; None if it has at most one new token."""
+    """The replay of a streamed request's new tokens except the newest. None if it has at most one new token."""
     num_streamed, num_reasoning = getattr(req, STREAMED, (0, 0))
     num_tokens = len(req.output_ids_through_stop)
     # While a request is prefilled again, it lacks its newest token, which was streamed already (quantized_prompts.py:RecomputeQueue).
@@ -58,12 +58,12 @@ def _replay(req: "Req") -> "_Replay | None":
 
 
 class _Replay:
-    """The states of a request after each of its new tokens but the newest.
+    """The states of a request after each of its new tokens except the newest.
 
-    Hidden states need no replay: a request that returns them gets one token a round.
+    Hidden states need no replay: a request that returns them gets one token per round.
 
     Args:
-        req: Has at least two new tokens.
+        req: A request with at least two new tokens.
         num_streamed: Output tokens before the new ones.
         num_reasoning: Reasoning tokens before the new ones.
         num_steps: New tokens without the newest.

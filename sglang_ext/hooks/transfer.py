@@ -35,7 +35,7 @@ AGAIN = "send the request again"
 
 
 def register_backend() -> None:
-    """Let SGLang's flags and its enumeration of backends know the name, once per process."""
+    """Add the backend's name to SGLang's flags and its enumeration of backends, once per process."""
     from sglang.srt import server_args
     from sglang.srt.disaggregation.utils import TransferBackend
 
@@ -50,7 +50,7 @@ def register_backend() -> None:
 
 
 def get_kv_class(original: Callable, transfer_backend: "TransferBackend", class_type: "KVClassType") -> type | None:
-    """Hook around ``get_kv_class``: the classes of this backend, and SGLang's own of others."""
+    """Hook around ``get_kv_class``: returns the classes of this backend, or SGLang's own for other backends."""
     if transfer_backend.value != BACKEND:
         return original(transfer_backend, class_type)
     from sglang.srt.disaggregation.base.conn import KVArgs
@@ -65,7 +65,7 @@ def get_kv_class(original: Callable, transfer_backend: "TransferBackend", class_
     from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
 
     if class_type is KVClassType.MANAGER:
-        # Once in a scheduler process, before its first request.
+        # Once per scheduler process, before its first request.
         hooking.activate_transfer()
     classes = {
         KVClassType.MANAGER: ProgressiveManager,
@@ -76,7 +76,7 @@ def get_kv_class(original: Callable, transfer_backend: "TransferBackend", class_
 
 
 def create_sender(original: Callable, queue: "PrefillBootstrapQueue", req: "Req", num_kv_heads: int) -> bool:
-    """Hook around ``PrefillBootstrapQueue.create_sender``: the sender learns of the prompt, and where its newest queries are kept."""
+    """Hook around ``PrefillBootstrapQueue.create_sender``: passes the prompt, its packing and its newest queries to the sender."""
     made = original(queue, req, num_kv_heads)
     if made:
         _set_prompt(req.disagg_kv_sender, req, req.origin_input_ids)
@@ -91,11 +91,11 @@ def create_sender(original: Callable, queue: "PrefillBootstrapQueue", req: "Req"
 
 
 def create_receiver(original: Callable, queue: "DecodePreallocQueue", req: "Req", is_rebootstrap: bool = False) -> "DecodeRequest":
-    """Hook around ``DecodePreallocQueue._create_receiver_and_enqueue``: the receiver learns of the prompt, where its newest queries shall
-    be kept, whether it comes as codes, and whether it may begin early. One for which the whole pool has no room is refused.
+    """Hook around ``DecodePreallocQueue._create_receiver_and_enqueue``: prepares the receiver.
 
-    The KV of a request that was retracted and is prefilled again includes its output. Such a request gets a new room, and begins when all
-    KV has arrived.
+    It passes the prompt, the destination of its newest queries, its packing, and whether the request may decode early. A request that does
+    not fit an empty pool is refused. The KV of a request that was retracted and is prefilled again includes its output. Such a request gets a new
+    room, and begins when all KV has arrived.
     """
     from sglang_ext.managers.kv_transfer.progressive.control import retry_room
     from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
@@ -116,7 +116,7 @@ def create_receiver(original: Callable, queue: "DecodePreallocQueue", req: "Req"
 
 
 def prepare_abort(original: Callable, req: "Req", error_message: str, status_code: int | None = None) -> None:
-    """Hook around ``prepare_abort``, with which SGLang ends the request of a failed room: give the client a message that it understands.
+    """Hook around ``prepare_abort``, with which SGLang ends the request of a failed room: gives the client a message that it understands.
 
     :func:`describe_failure` makes the message. If SGLang has ended the request before, for example because its grammar could not be
     compiled, that reason and status stay.
@@ -130,9 +130,9 @@ def prepare_abort(original: Callable, req: "Req", error_message: str, status_cod
 
 
 def abort_request(original: Callable, scheduler: "Scheduler", recv_req: "AbortReq") -> None:
-    """Hook around ``Scheduler.abort_request``: a request that has met its decode side and waits to be computed ends there, too.
+    """Hook around ``Scheduler.abort_request``: also notifies the decode side of a request that waits to be computed.
 
-    SGLang takes it out of its queue and looks at its sender no more.
+    SGLang removes the request from its queue and never polls its sender again.
     """
     waiting = [req for req in scheduler.waiting_queue if _sends(req)]
     original(scheduler, recv_req)
@@ -149,7 +149,7 @@ def _sends(req: "Req") -> bool:
 
 
 def _prompt_queries(queue: "PrefillBootstrapQueue | DecodePreallocQueue", end: Any) -> "PromptQueries | None":
-    """The queries of this rank's requests, where compressors use some and this backend moves them."""
+    """The queries of this rank's requests, if compressors use some and this backend transfers them."""
     from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
     from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
     from sglang_ext.managers.worker import KVWorker
@@ -161,7 +161,7 @@ def _prompt_queries(queue: "PrefillBootstrapQueue | DecodePreallocQueue", end: A
 
 
 def _packs_prompts(queue: "PrefillBootstrapQueue", end: Any) -> "tuple[Packing, KVBuffers] | None":
-    """How the prompts of this rank are packed that travel as codes."""
+    """How this rank packs prompts that are transferred quantized. None if it does not."""
     from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
     from sglang_ext.managers.worker import KVWorker
 
@@ -172,7 +172,7 @@ def _packs_prompts(queue: "PrefillBootstrapQueue", end: Any) -> "tuple[Packing, 
 
 
 def _refuse_beyond_pool(queue: "DecodePreallocQueue", req: "Req", receiver: Any) -> None:
-    """End a request that would be admitted by no empty pool: SGLang lets it wait for ever, and all behind it."""
+    """End a request that does not fit an empty pool. SGLang would let it wait forever, and all requests behind it."""
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
     from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
@@ -189,9 +189,9 @@ def _refuse_beyond_pool(queue: "DecodePreallocQueue", req: "Req", receiver: Any)
 
 
 def _poll_prefill_servers(queue: "DecodePreallocQueue", receiver: Any) -> None:
-    """Let the queue look for a request's prefill server in each iteration of the scheduler, as long as the receiver waits.
+    """Let the queue poll a request's prefill server in each iteration of the scheduler, as long as the receiver waits.
 
-    SGLang looks 15 times, once a second, because each attempt blocks its scheduler. The look-up of this backend does not block.
+    SGLang polls 15 times, once per second, because each attempt blocks its scheduler. This backend's look-up does not block.
     """
     from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
 
@@ -215,21 +215,21 @@ def _set_prompt(end: Any, req: "Req", tokens: "list[int]") -> None:
     from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
     from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
 
-    # Others are of SGLang's warm-up, or of another backend in a patched fork.
+    # Other senders belong to SGLang's warm-up, or to another backend in a patched fork.
     if isinstance(end, ProgressiveSender | ProgressiveReceiver):
-        # Of a request that SGLang has refused, or whose grammar was being compiled as it was aborted, it left one token alone.
+        # SGLang keeps a single token of a request that it has refused, or that was aborted while its grammar was compiled.
         end.set_prompt(tokens, getattr(req.to_finish, "message", None))
 
 
 def describe_failure(message: str, room: int | None, status: int | None) -> tuple[str, int | None]:
-    """Return message and status for a request that SGLang ends with ``message``; both unchanged if no room failed.
+    """Return message and status for a request that SGLang ends with ``message``. Both are unchanged if no room failed.
 
     For a failed room SGLang answers with status 500 and a text that begins with ranks and numbers. These stay in its log. The client needs
     to know what failed, at which server, and whether to send the request again.
 
     Args:
         message: The text that SGLang makes from a ``KVTransferError``.
-        room: The request's.
+        room: The request's room.
         status: The status that SGLang would answer with.
     """
     before, mark, reason = message.partition(f"KVTransferError(bootstrap_room={room}): ")

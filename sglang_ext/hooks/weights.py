@@ -1,7 +1,7 @@
 """Refuses updates of weights that fail: the client gets status 400 with the reason, and the server keeps running.
 
-SGLang's scheduler ends when the handler of an update raises an error. Examples are a group that nobody initialized, a tensor of another
-shape, and bytes that are no tensors. SGLang also asserts that the prefix cache could be flushed, which needs an idle server.
+SGLang's scheduler ends when the handler of an update raises an error. Examples are an uninitialized group, a tensor of another shape, and
+bytes that are no tensors. SGLang also asserts that the prefix cache could be flushed, which needs an idle server.
 """
 
 from collections.abc import Callable

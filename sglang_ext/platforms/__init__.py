@@ -1,7 +1,7 @@
 """The out-of-tree SGLang platform that runs the stock server on a plain CPU.
 
-SGLang calls :func:`activate` through the ``sglang.srt.platforms`` entry point. Wherever an
-accelerator is present it answers ``None``, so that SGLang keeps its own platform.
+SGLang calls :func:`activate` through the ``sglang.srt.platforms`` entry point. If an accelerator is present it returns ``None``, so that
+SGLang keeps its own platform.
 """
 
 import os
@@ -10,10 +10,9 @@ PLATFORM_CLASS = "sglang_ext.platforms.plain_cpu:PlainCpuPlatform"
 
 
 def activate() -> str | None:
-    """Name the plain CPU platform where no accelerator is present, else ``None``.
+    """Return the name of the plain CPU platform if no accelerator is present. Otherwise return ``None``.
 
-    SGLang's own CPU engine (``SGLANG_USE_CPU_ENGINE=1``) stays available: when it is asked for,
-    this platform stays out of the way.
+    With SGLang's own CPU engine (``SGLANG_USE_CPU_ENGINE=1``) it also returns ``None``.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""A paged slot allocator in plain PyTorch; SGLang's own runs Triton kernels, which need a GPU."""
+"""A paged slot allocator in plain PyTorch. SGLang's own runs Triton kernels, which need a GPU."""
 
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator, alloc_extend_naive
@@ -18,13 +18,13 @@ class TorchPagedAllocator(PagedTokenToKVPoolAllocator):
         extend_num_tokens: int,
         num_new_pages: int | None = None,
     ) -> torch.Tensor | None:
-        """Slots for tokens ``[prefix, seq)`` of each request, in order; None when the pool is full.
+        """Allocate slots for tokens ``[prefix, seq)`` of each request, in order. None if the pool is full.
 
         Args:
             prefix_lens: int [batch], tokens that have slots already.
-            seq_lens: int [batch], tokens that shall have slots.
+            seq_lens: int [batch], tokens that must have slots.
             last_loc: int [batch], slot of the last token before the new ones, -1 for none.
-            extend_num_tokens: sum of ``seq_lens - prefix_lens``.
+            extend_num_tokens: Sum of ``seq_lens - prefix_lens``.
 
         Returns:
             int64 [extend_num_tokens]
@@ -45,7 +45,7 @@ class TorchPagedAllocator(PagedTokenToKVPoolAllocator):
         return out
 
     def alloc_decode(self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor) -> torch.Tensor | None:
-        """One slot for the last token of each request: int64 [batch], None when the pool is full."""
+        """Allocate a slot for the last token of each request: int64 [batch]. None if the pool is full."""
         return self.alloc_extend(
             seq_lens - 1, seq_lens_cpu - 1, seq_lens, seq_lens_cpu, last_loc, len(seq_lens)
         )

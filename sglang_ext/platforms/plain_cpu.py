@@ -1,4 +1,4 @@
-"""SGLang on a CPU with neither ``sgl_kernel`` nor a GPU: every operator in plain PyTorch."""
+"""SGLang on a CPU with neither ``sgl_kernel`` nor a GPU: all operators in plain PyTorch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,12 +15,12 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
     _enum = PlatformEnum.OOT
 
     def apply_server_args_defaults(self, server_args) -> None:
-        """Choose what runs without kernels, and a pool that a laptop can allocate.
+        """Select options that work without kernels, and a pool that a laptop can allocate.
 
-        Only options the user left open are set. SGLang's default pool takes 17 GB and 23 s to
-        allocate on a CPU, so ``max_total_tokens`` defaults to 32,768 tokens.
+        Only options that the user left open are set. SGLang's default pool takes 17 GB and 23 s to allocate on a CPU. So
+        ``max_total_tokens`` defaults to 32,768 tokens.
         """
-        # SGLang chose intel_amx for a CPU by now, which it replaces later by this one.
+        # SGLang has selected intel_amx for a CPU by now. It would replace it by torch_native later.
         if server_args.attention_backend in (None, "intel_amx"):
             server_args.attention_backend = "torch_native"
         if server_args.enable_deterministic_inference:
@@ -35,22 +35,22 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
             server_args.lora_backend = "torch_native"
         if server_args.max_total_tokens is None:
             server_args.max_total_tokens = 32768
-        # The scheduler polls; on a CPU the poll takes the cores that compute.
+        # The scheduler polls. On a CPU the poll would use the cores that compute.
         server_args.sleep_on_idle = True
         server_args.disable_cuda_graph = True
 
     def init_backend(self) -> None:
-        """Put plain PyTorch in place of what SGLang compiles or has as Triton kernels on any device."""
+        """Replace operators that SGLang compiles, or has as Triton kernels on any device, by plain PyTorch."""
         import torch._dynamo
 
         from sglang_ext.hooks import activation as hooking
 
-        # Small operators that SGLang and its grammar backends compile would need a C++ compiler.
+        # SGLang and its grammar backends compile small operators, which would need a C++ compiler.
         torch._dynamo.config.disable = True
         hooking.activate_plain_cpu()
 
     def get_device(self, local_rank: int = 0) -> str:
-        """``cpu``; SGLang's arguments expect the name, not a ``torch.device``."""
+        """``cpu``. SGLang's arguments expect the name, not a ``torch.device``."""
         return "cpu"
 
     def get_default_attention_backend(self) -> str:
@@ -58,7 +58,7 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "torch_native"
 
     def get_mha_kv_pool_cls(self) -> type:
-        """SGLang's own pool: its CPU paths are plain PyTorch."""
+        """SGLang's own pool. Its CPU paths are plain PyTorch."""
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
         return MHATokenToKVPool
@@ -74,23 +74,23 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "eager"
 
     def get_torch_profiler_activity_str(self) -> str:
-        """``CPU``, as a request to ``/start_profile`` names it."""
+        """``CPU``, the name in requests to ``/start_profile``."""
         return "CPU"
 
     def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
-        """What the profiler looks at by that name."""
+        """The profiler activity of that name."""
         return torch.profiler.ProfilerActivity.CPU
 
     def get_dispatch_key_name(self) -> str:
-        """``native``: SGLang's multi-platform operators run their PyTorch form."""
+        """``native``: SGLang's multi-platform operators use their PyTorch version."""
         return "native"
 
 
 def allow_deterministic_inference() -> None:
-    """Let ``--enable-deterministic-inference`` start on a plain CPU, for sampling seeds.
+    """Allow ``--enable-deterministic-inference`` on a plain CPU, for sampling seeds.
 
-    SGLang honours a request's ``sampling_seed`` under that flag alone, and refuses it for
-    ``torch_native``. Seeds work here; logits that do not depend on the batch are not promised.
+    SGLang uses a request's ``sampling_seed`` only with that flag, and refuses the flag for ``torch_native``. Seeds work here. Logits that
+    do not depend on the batch are not guaranteed.
     """
     from sglang.srt import server_args
 
@@ -101,7 +101,7 @@ def allow_deterministic_inference() -> None:
 
 
 class _Unpinned(TorchFunctionMode):
-    """Tensors stay in ordinary memory, whatever is asked."""
+    """Keeps tensors in ordinary memory, ignoring requests to pin them."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
         if func is torch.Tensor.pin_memory:
@@ -110,10 +110,10 @@ class _Unpinned(TorchFunctionMode):
 
 
 def relay_without_streams(original: Callable, future_map, batch) -> None:
-    """Hook around ``FutureMap._resolve_spec_extras``: hand a round the tokens that it begins with, and record no stream.
+    """Hook around ``FutureMap._resolve_spec_extras``: gives a round its first tokens, and records no stream.
 
-    SGLang tells these tensors which CUDA stream reads them, which torch refuses on a CPU; of what it relays beside tokens,
-    verified decoding uses nothing.
+    SGLang records the CUDA stream that reads these tensors, which torch refuses on a CPU. Verified decoding uses only the tokens of what
+    SGLang relays.
     """
     between = batch.spec_info
     if between is not None and len(between.future_indices):
@@ -127,7 +127,7 @@ def run_without_pinning(original: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def send_prefix_without_events(original: Callable, scheduler, req) -> None:
-    """Hook around ``maybe_send_cached_prefix_chunk``: as in SGLang's plain loop, since a forward on a CPU is over when it returns."""
+    """Hook around ``maybe_send_cached_prefix_chunk``: uses SGLang's plain loop, because a forward on a CPU is complete when it returns."""
     overlaps, scheduler.enable_overlap = scheduler.enable_overlap, False
     try:
         original(scheduler, req)

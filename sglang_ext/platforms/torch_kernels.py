@@ -1,4 +1,4 @@
-"""PyTorch forms of the Triton kernels that stock SGLang needs even on a CPU."""
+"""PyTorch versions of the Triton kernels that stock SGLang needs even on a CPU."""
 
 import torch
 
@@ -43,7 +43,7 @@ def _mix(h: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 
 def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3 of (64-bit seed, 32-bit position, 32-bit column), bit for bit as SGLang's kernel.
+    """MurmurHash3 of (64-bit seed, 32-bit position, 32-bit column), bit-identical to SGLang's kernel.
 
     Args:
         seed: uint64 [n].
@@ -69,4 +69,4 @@ def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torc
 
 
 def enable_batch_invariant_mode(enable_bmm: bool = True) -> None:
-    """Nothing: SGLang's batch-invariant operators need an accelerator. Sampling seeds work without."""
+    """Do nothing: SGLang's batch-invariant operators need an accelerator. Sampling seeds work without them."""

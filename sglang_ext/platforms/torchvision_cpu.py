@@ -1,12 +1,10 @@
-"""Lets the CUDA wheel of torchvision load under a CPU build of torch.
+"""Makes the CUDA wheel of torchvision loadable with a CPU build of torch.
 
-SGLang imports torchvision at its top, before any plugin runs, and the package index holds only
-CUDA builds: importing one under a CPU torch fails because the operators ``torchvision::nms`` and
-``torchvision::qnms`` are not registered. Declaring their schemas first is enough.
+SGLang imports torchvision before any plugin runs, and the package index only has CUDA builds. Importing one with a CPU build of torch
+fails, because the operators ``torchvision::nms`` and ``torchvision::qnms`` are not registered. Declaring their schemas first is enough.
 
-``python -m sglang_ext.platforms.torchvision_cpu`` writes a ``.pth`` file beside the installed
-packages; from then on each interpreter of that environment carries an import hook that declares
-the schemas at the moment torchvision is imported, and does nothing otherwise.
+``python -m sglang_ext.platforms.torchvision_cpu`` writes a ``.pth`` file into the folder of installed packages. From then on each
+interpreter of that environment has an import hook. The hook declares the schemas when torchvision is imported, and does nothing otherwise.
 """
 
 import importlib.abc
@@ -52,7 +50,7 @@ def enable() -> None:
 
 
 def install() -> str:
-    """Write the ``.pth`` file that enables the hook in each interpreter; return its path."""
+    """Write the ``.pth`` file that enables the hook in each interpreter. Return its path."""
     path = os.path.join(sysconfig.get_paths()["purelib"], PTH_NAME)
     with open(path, "w") as file:
         file.write(f"import {__name__ if __name__ != '__main__' else MODULE} as m; m.enable()\n")

@@ -2,8 +2,8 @@
 
     python -m sglang_ext.precompress --model MODEL --out FOLDER FILES...
 
-A server started with ``--kv-compressor kvzip --kv-scores FOLDER`` finds a document's scores when a prompt begins with
-its tokens, from the first token on: say with --prefix-text or --chat-template what stands before documents.
+A server started with ``--kv-compressor kvzip --kv-scores FOLDER`` finds a document's scores if a prompt begins with its tokens, from the
+first token on. Pass the text before documents with --prefix-text or --chat-template.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from sglang_ext.tools.precompress.job import ScoringJob
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """The parser of the command line."""
     made = argparse.ArgumentParser(
         prog="python -m sglang_ext.precompress", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -33,10 +33,10 @@ def parser() -> argparse.ArgumentParser:
     add("files", nargs="+", type=Path, metavar="FILES", help="documents: text in UTF-8")
     add("--model", required=True, help="Hugging Face folder or name; the one that is served")
     add("--revision", help="of a model's name")
-    add("--out", required=True, type=Path, metavar="FOLDER", help="takes a file for each document; what is there is skipped")
-    add("--prefix-text", default="", metavar="TEXT", help="what stands before each document in prompts")
+    add("--out", required=True, type=Path, metavar="FOLDER", help="folder for a file per document; existing ones are skipped")
+    add("--prefix-text", default="", metavar="TEXT", help="text before each document in prompts")
     add("--chat-template", action="store_true", help="documents begin the user's message in the model's chat template")
-    add("--system", metavar="TEXT", help="with --chat-template: the system message, where requests send one")
+    add("--system", metavar="TEXT", help="with --chat-template: the system message, if requests send one")
     add("--chunk", type=int, default=ReconstructionConfig.chunk, help="tokens that the model repeats at once (default: %(default)s)")
     add("--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"))
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: cuda where there is one, else cpu")
@@ -47,13 +47,13 @@ def run(args: argparse.Namespace, console: Console) -> None:
     """Score the documents that are not scored yet.
 
     Raises:
-        PrecompressError: an option or a document cannot be used.
-        OptionError: the model's files are not there, or --out cannot be written.
+        PrecompressError: An option or a document cannot be used.
+        OptionError: The model's files do not exist, or --out cannot be written.
     """
     if args.chunk < 1:
-        raise PrecompressError(f"--chunk is {args.chunk}; pass how many tokens are repeated at once, from 1, for example 2048")
+        raise PrecompressError(f"--chunk is {args.chunk}; pass the number of tokens to repeat at once, from 1, for example 2048")
     if args.chat_template and args.prefix_text:
-        raise PrecompressError("--prefix-text and --chat-template both say what stands before documents: pass one of them")
+        raise PrecompressError("--prefix-text and --chat-template both set the text before documents: pass one of them")
     if args.system is not None and not args.chat_template:
         raise PrecompressError("--system is a message of the chat template: pass --chat-template too")
     check_folder("--out", args.out)
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run; 2 for what cannot be scored, 130 when interrupted: documents that were done stay, and are skipped next time."""
+    """Run the command. Return 0, 2 for an error, or 130 if interrupted. A later run skips the completed documents."""
     args, console = parser().parse_args(argv), Console(stderr=True)
     return exit_code("precompress", lambda: run(args, console), (PrecompressError, OptionError), console)
 

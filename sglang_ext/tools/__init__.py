@@ -1,1 +1,1 @@
-"""Commands that prepare what servers read."""
+"""Commands that prepare files for servers."""

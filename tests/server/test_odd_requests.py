@@ -54,7 +54,7 @@ PARAMETERS = [
     ("logit_bias", {"5": "a"}, "expected `float`, got `str`"),
     ("custom_params", "snapkv", "expected `object | null`, got `str`"),
     ("custom_params", {"kv_copmressor": "snapkv"}, "did you mean 'kv_compressor'"),
-    ("is_normalized", True, "SGLang sets it by itself"),
+    ("is_normalized", True, "SGLang sets it itself"),
     ("max_tokens", 5, "which SGLang does not know"),
 ]
 FIELDS = [
@@ -63,7 +63,7 @@ FIELDS = [
     ({"text": "hi there", "return_logprob": True, "top_logprobs_num": 10**6}, "top_logprobs_num is 1000000; pass a number from 0 to"),
     ({"text": "hi there, you", "return_logprob": True, "logprob_start_len": -3}, "logprob_start_len is -3; pass a number from -1 to"),
     ({"text": "hi there", "session_params": {"rid": 5}}, "session_params.rid is 5: expected `str | null`"),
-    ({"text": "hi there", "custom_logit_processor": "abc"}, "custom_logit_processor is 'abc', which is none"),
+    ({"text": "hi there", "custom_logit_processor": "abc"}, "custom_logit_processor is 'abc', which is not a processor"),
     ({"text": "hi there", "return_logprob": True, "top_logprobs_num": -1}, "top_logprobs_num is -1; pass a number from 0 to"),
 ]
 ASKED = {

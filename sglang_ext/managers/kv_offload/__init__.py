@@ -1,1 +1,1 @@
-"""Whose full KV is where, and when it is loaded: reservations, costs, policy."""
+"""Offloading of full KV to the host: load reservations, the cost model and the policy."""

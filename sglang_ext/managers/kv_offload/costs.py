@@ -1,4 +1,4 @@
-"""What a round of verified decoding costs: bytes that are read and loaded over bandwidths."""
+"""The cost of a round of verified decoding: bytes read and loaded, divided by bandwidths."""
 
 import math
 from dataclasses import dataclass
@@ -6,28 +6,28 @@ from dataclasses import dataclass
 import numpy as np
 
 MAX_DRAFTS = 256
-"""Default of the longest draft before a verification, in tokens."""
+"""Default of the maximum draft length before a verification, in tokens."""
 
 
 class CostError(ValueError):
-    """Costs that no machine has; the message says which and what to pass."""
+    """Impossible costs. The message names the value and the allowed range."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What a machine and a load of equal requests cost.
+    """Costs of a machine under a load of equal requests.
 
     Attributes:
-        weights: bytes that each forward reads (M).
-        context: bytes of full KV of a request.
-        bandwidth: at which the device reads, bytes per second.
-        link: bytes per second from the host.
-        memory: bytes of the device for KV: full, copies, and what is being loaded.
-        budget: share of the context that a copy keeps (c).
-        drafts: of each request in a round (y).
-        turnaround: seconds of a round beside its forwards.
-        token_seconds: of computing a verified token, beside reading.
-        recent: bytes of the context that are the newest tokens: they stay on the device and in each copy.
+        weights: Bytes that each forward reads (M).
+        context: Bytes of full KV per request.
+        bandwidth: Read bandwidth of the device, bytes per second.
+        link: Bandwidth from the host, bytes per second.
+        memory: Device memory for full KV, compressed KV and loads in progress, bytes.
+        budget: Share of the context that compressed KV keeps (c).
+        drafts: Drafts per request and round (y).
+        turnaround: Time of a round outside its forwards, seconds.
+        token_seconds: Compute time per verified token, in addition to reading, seconds.
+        recent: Bytes of the context's newest tokens, which stay on the device and in all compressed KV.
     """
 
     weights: float
@@ -57,41 +57,41 @@ class Costs:
 
     @property
     def loaded(self) -> float:
-        """Bytes of full KV that a request without it on the device loads to verify."""
+        """Bytes of full KV that an offloaded request loads to verify."""
         return self.context - self.recent
 
     @property
     def copy(self) -> float:
-        """Bytes that a request reads in a draft step, and holds where its full KV is not on the device."""
+        """Bytes that a request reads in a draft step. An offloaded request holds as many."""
         return self.budget * self.loaded + self.recent
 
     @property
     def resident(self) -> float:
-        """Bytes that a request holds whose full KV is on the device."""
+        """Bytes that a request holds if its full KV is on the device."""
         return self.context + self.budget * self.loaded
 
     @property
     def load_seconds(self) -> float:
-        """Of the link for a load."""
+        """Link time of a load, seconds."""
         return self.loaded / self.link
 
 
 def draft_seconds(costs: Costs, requests: float) -> float:
-    """A draft step of so many requests."""
+    """Seconds of a draft step of ``requests`` requests."""
     return (costs.weights + requests * costs.copy) / costs.bandwidth
 
 
 def verify_seconds(costs: Costs, requests: float, tokens: float = 0.0) -> float:
-    """A verification of so many requests; below 1, the mean over rounds of which some have none.
+    """Seconds of a verification of ``requests`` requests. Below 1, the mean over rounds of which some have no verification.
 
     Args:
-        tokens: that are verified, of all requests.
+        tokens: Verified tokens of all requests.
     """
     read = np.minimum(requests, 1) * costs.weights + requests * costs.context
     return read / costs.bandwidth + tokens * costs.token_seconds
 
 
 def round_seconds(costs: Costs, requests: float, resident: float, reloaded: float, tokens: float = 0.0) -> float:
-    """A round in which ``requests`` draft and ``resident`` + ``reloaded`` of them verify ``tokens`` tokens (7)."""
+    """Seconds of a round with ``requests`` that draft, of which ``resident`` + ``reloaded`` verify ``tokens`` tokens (7)."""
     drafting = costs.drafts * draft_seconds(costs, requests)
     return drafting + verify_seconds(costs, resident + reloaded, tokens) + costs.turnaround

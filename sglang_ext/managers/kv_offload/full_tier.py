@@ -1,4 +1,4 @@
-"""Where full KV lies besides the device: builds what ``--kv-host-gb`` and ``--kv-full-tier`` ask for."""
+"""Creates the full-KV tiers requested with ``--kv-host-gb`` and ``--kv-full-tier``."""
 
 import logging
 from typing import TYPE_CHECKING
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Loaded once at start, to know how fast that goes.
+# Loaded once at start, to measure the link.
 LINK_SAMPLE_BYTES = 256 << 20
 
 
 def attach_host_tier(worker: "KVWorker", tree: "TieredRadixCache") -> None:
-    """Give the prefix tree its host tier; before anything else runs.
+    """Attach the host tier to the prefix tree. Called before any forward.
 
     Raises:
-        OptionError: the host lacks the memory.
-        TransferError: what was stored to it does not come back.
+        OptionError: The host has too little memory.
+        TransferError: The KV loaded back differs from the stored KV.
     """
     args, buffers = worker.server_args, worker.compressed_kv.buffers
     anchoring = create_anchoring(worker.compressed_kv, args.page_size)
@@ -44,41 +44,41 @@ def attach_host_tier(worker: "KVWorker", tree: "TieredRadixCache") -> None:
     scores = worker.methods.scores
     told = {} if scores is None else {"about_to_write": scores.forget}
     if worker.key_sidecar is not None:
-        # Before rows may lead there; the next forward waits for it.
+        # Writes the sidecar before rows may point to the slots. The next forward waits for it.
         told["arrived"] = worker.key_sidecar.write
     tree.use_host(HostTier(buffers, pool, residuals=residuals), worker.ranks, faults, anchoring=anchoring, **told)
     if options.can_offload_full_kv(args):
-        # The page that no request owns, again and again.
+        # Repeats the page that no request owns.
         count = max(1, min(pool.pages.count, LINK_SAMPLE_BYTES // pool.page_bytes))
         slots = torch.arange(args.page_size, device=worker.compressed_kv.token_table.device).repeat(count)
         rate = tree.reloads.link.measure(tree.host.tier, slots, tree.host.arrivals)
-        logger.info("sglang-ext: full KV comes back from host memory at %.1f GB/s", rate / 1e9)
+        logger.info("sglang-ext: full KV loads from host memory at %.1f GB/s", rate / 1e9)
 
 
 def create_anchoring(compressed_kv: "CompressedKVCache", page_size: int) -> Anchoring | None:
-    """How the host holds residuals of copies alone, where ``lynx`` packs them; None where it holds full KV whole."""
+    """Return how the host stores residuals of compressed KV, if ``lynx`` packs it. None if the host stores full KV whole."""
     quantizers = [getattr(method.packing, "quantizer", None) for method in compressed_kv.methods]
     if not any(isinstance(each, Lynx) for each in quantizers):
         return None
     (method, *others), packing = compressed_kv.methods, compressed_kv.methods[0].packing
     if others or not method.compressor.keeps_all:
-        why = "other methods are served beside lynx, or choose tokens for it: pass --kv-compressor lynx alone"
+        why = "other methods are served too, or select tokens for lynx: pass --kv-compressor lynx alone"
     else:
         why = unsupported_reason(packing, compressed_kv.buffers, page_size)
     if why:
-        logger.info("sglang-ext: full KV lies in host memory whole, not as a residual of its anchor: %s", why)
+        logger.info("sglang-ext: full KV is stored in host memory whole, not as a residual of its anchor: %s", why)
         return None
-    logger.info("sglang-ext: full KV of packed tokens lies in host memory as the residual of its anchor")
+    logger.info("sglang-ext: full KV of packed tokens is stored in host memory as the residual of its anchor")
     return Anchoring(method.name, page_size, packing.block_tokens, packing.block_slots, packing.sinks)
 
 
 def create_offloaded_full_kv(worker: "KVWorker", tree: "TieredRadixCache") -> tuple[OffloadedFullKV, OffloadPolicy]:
-    """Whose turn it is to verify where full KV of running requests in ``tree`` leaves the device, and how much of it does."""
+    """Create the full-KV provider and the policy for servers where full KV of running requests in ``tree`` leaves the device."""
     args, compressed_kv = worker.server_args, worker.compressed_kv
     policy = _policy(worker)
     first = policy.unknown
     residency = Residency(tree, compressed_kv.token_table, args.kv_full_tier == "host", most=first.requests)
-    # What a first round takes does not matter; it is measured from then on.
+    # The initial value does not matter: it is measured from the first round on.
     admission = VerificationScheduler(iteration_seconds=1.0, memory=residency.room)
     return OffloadedFullKV(admission, residency, compressed_kv.buffers.bytes_per_slot, first.drafts), policy
 

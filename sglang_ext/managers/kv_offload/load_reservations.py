@@ -1,4 +1,4 @@
-"""Loads of full KV on two rings of coming iterations (VeriCache, section 5.1): link time, and memory that they hold."""
+"""Reservations of loads of full KV on two rings of coming iterations (VeriCache, section 5.1): link time, and memory held by loads."""
 
 import math
 from collections import deque
@@ -6,32 +6,31 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# Sums of floats may pass a capacity by this share.
+# Relative tolerance for sums of floats above a capacity.
 ROUNDING = 1e-9
 
 
 class ReservationError(ValueError):
-    """A reservation cannot be made or given back; the message says what would be allowed."""
+    """A reservation that cannot be made or released. The message names what is allowed."""
 
 
 class ReservationRing:
-    """Amounts reserved in each of a fixed number of coming iterations, none above the capacity.
+    """Amounts reserved in each of a fixed number of coming iterations, up to a capacity per iteration.
 
-    Iterations count from the current one, which is 0. Totals are exactly rounded sums of what is reserved, whatever
-    was reserved and released before.
+    The current iteration is 0. Totals are exactly rounded sums of the reserved amounts, independent of earlier reservations and releases.
 
     Attributes:
-        horizon: iterations, the current one among them (W in the paper).
+        horizon: Number of iterations, including the current one (W in the paper).
     """
 
     def __init__(self, capacity: float, horizon: int):
-        """An empty ring.
+        """Create an empty ring.
 
         Args:
-            capacity: of each iteration, in the unit of the amounts.
+            capacity: Capacity of each iteration, in the unit of the amounts.
 
         Raises:
-            ReservationError: the capacity is negative, or the horizon below 2.
+            ReservationError: The capacity is negative, or the horizon is below 2.
         """
         if horizon < 2:
             raise ReservationError(f"a horizon of {horizon} iterations: pass at least 2, the current one and the next")
@@ -42,7 +41,7 @@ class ReservationRing:
 
     @property
     def capacity(self) -> float:
-        """Of each iteration. A lower one refuses more; what is reserved stays, even where it is above."""
+        """Capacity of each iteration. Lowering it keeps existing reservations, even above the new capacity."""
         return self._capacity
 
     @capacity.setter
@@ -51,50 +50,50 @@ class ReservationRing:
 
     @property
     def peak(self) -> float:
-        """The most that is reserved in an iteration."""
+        """The highest total of an iteration."""
         return max(self._totals)
 
     @property
     def load(self) -> float:
-        """Share of the capacity of all iterations that is reserved; infinite where there is no capacity."""
+        """Reserved share of the capacity of all iterations. Infinite if the capacity is 0."""
         total = math.fsum(self._totals)
         return total / self._capacity / self.horizon if self._capacity else math.inf
 
     def reserved(self, iteration: int) -> float:
-        """What is reserved in an iteration."""
+        """Amount reserved in an iteration."""
         self._check(iteration, iteration)
         return self._totals[iteration]
 
     def free(self, iteration: int) -> float:
-        """What may still be reserved in an iteration."""
+        """Amount that can still be reserved in an iteration."""
         return max(0.0, self._capacity - self.reserved(iteration))
 
     def occupancy(self) -> float:
-        """Share of the capacity that is reserved in the current iteration, from 0 to 1; 1 where there is none."""
+        """Reserved share of the current iteration's capacity, from 0 to 1. 1 if the capacity is 0."""
         return min(1.0, self._totals[0] / self._capacity) if self._capacity else 1.0
 
     def fits(self, amount: float, first: int, last: int) -> bool:
-        """Whether so much may be reserved in each iteration from ``first`` to ``last``, both included."""
+        """Whether ``amount`` can be reserved in each iteration from ``first`` to ``last``, both included."""
         self._check(first, last)
         room = self._capacity * (1 + ROUNDING)
         return all(self._totals[i] + amount <= room for i in range(first, last + 1))
 
     def reserve(self, amount: float, first: int, last: int) -> None:
-        """Take so much in each iteration from ``first`` to ``last``.
+        """Reserve ``amount`` in each iteration from ``first`` to ``last``.
 
         Raises:
-            ReservationError: an iteration has less left; nothing is reserved then.
+            ReservationError: An iteration has less free. Nothing is reserved then.
         """
         if not self.fits(_checked("amount", amount), first, last):
             least = min(self.free(i) for i in range(first, last + 1))
             raise ReservationError(
                 f"{amount:g} in iterations {first} to {last}, where {least:g} of {self._capacity:g} is left; "
-                "ask fits() before, or take other iterations"
+                "ask fits() before, or use other iterations"
             )
         self.hold(amount, first, last)
 
     def hold(self, amount: float, first: int, last: int) -> None:
-        """As :meth:`reserve` for what is taken already, so that it cannot be refused."""
+        """As :meth:`reserve`, for an amount that is in use already: it is never refused."""
         _checked("amount", amount)
         self._check(first, last)
         for i in range(first, last + 1):
@@ -102,10 +101,10 @@ class ReservationRing:
         self._sum(range(first, last + 1))
 
     def release(self, amount: float, first: int, last: int) -> None:
-        """Give back an amount that was reserved in each iteration from ``first`` to ``last``.
+        """Release an amount that was reserved in each iteration from ``first`` to ``last``.
 
         Raises:
-            ReservationError: an iteration holds no such amount; nothing is given back then.
+            ReservationError: An iteration has no such reservation. Nothing is released then.
         """
         self._check(first, last)
         for i in range(first, last + 1):
@@ -116,13 +115,13 @@ class ReservationRing:
         self._sum(range(first, last + 1))
 
     def scale(self, factor: float) -> None:
-        """Multiply all that is reserved, as when a link turns out slower; reserved amounts are then times ``factor``."""
+        """Multiply all reserved amounts by ``factor``, for example if the link is slower than expected."""
         _checked("factor", factor)
         self._amounts = deque([amount * factor for amount in amounts] for amounts in self._amounts)
         self._sum(range(self.horizon))
 
     def advance(self) -> None:
-        """The current iteration is over: the next one becomes 0, and an empty one comes at the end."""
+        """End the current iteration: the next one becomes 0, and an empty one is appended."""
         self._amounts.popleft()
         self._totals.popleft()
         self._amounts.append([])
@@ -145,13 +144,13 @@ def _checked(name: str, value: float) -> float:
 
 @dataclass
 class LoadReservation:
-    """A reservation; iterations count from the first of all.
+    """A reserved load and verification. Iterations count from the first of all.
 
     Attributes:
-        start: in which the load begins.
-        due: of the verification.
-        parts: seconds of the link in each iteration from ``start``; empty without a load.
-        tokens: held from ``start`` to ``due``, in the unit of the memory.
+        start: The iteration in which the load begins.
+        due: The iteration of the verification.
+        parts: Link time in each iteration from ``start``, seconds. Empty without a load.
+        tokens: Memory held from ``start`` to ``due``, in the unit of the memory ring.
     """
 
     start: int
@@ -161,16 +160,16 @@ class LoadReservation:
 
     @property
     def loads(self) -> bool:
-        """Whether full KV has to come."""
+        """Whether full KV must be loaded."""
         return bool(self.parts)
 
 
 class Occupancy(NamedTuple):
-    """Shares that are reserved in the current iteration, from 0 to 1.
+    """Reserved shares of the current iteration, from 0 to 1.
 
     Attributes:
-        link: of its seconds.
-        memory: of what loads may hold.
+        link: Share of the iteration's link time.
+        memory: Share of the memory for loads.
     """
 
     link: float
@@ -178,27 +177,27 @@ class Occupancy(NamedTuple):
 
 
 class LoadSchedule:
-    """Places loads so that the link and the memory suffice in each iteration.
+    """Places loads so that link time and memory suffice in each iteration.
 
     Attributes:
-        link: seconds, at most an iteration's in each.
-        memory: held by loads and by verifications of what they brought.
-        now: iterations since the first of all.
+        link: Link time in seconds. The capacity is the duration of an iteration.
+        memory: Memory held by loads, and by verifications of the loaded KV.
+        now: Iterations since the first of all.
     """
 
     def __init__(self, iteration_seconds: float, memory: float, horizon: int):
-        """Nothing reserved; see :class:`~sglang_ext.managers.kv_offload.verification_scheduler.VerificationScheduler`."""
+        """Create an empty schedule. See :class:`~sglang_ext.managers.kv_offload.verification_scheduler.VerificationScheduler`."""
         self.link = ReservationRing(iteration_seconds, horizon)
         self.memory = ReservationRing(memory, horizon)
         self.now = 0
 
     @property
     def occupancy(self) -> Occupancy:
-        """Of the current iteration."""
+        """Occupancy of the current iteration."""
         return Occupancy(self.link.occupancy(), self.memory.occupancy())
 
     def advance(self) -> None:
-        """The next iteration begins."""
+        """Begin the next iteration."""
         self.link.advance()
         self.memory.advance()
         self.now += 1
@@ -210,10 +209,10 @@ class LoadSchedule:
         return max(1, math.ceil(seconds / self.link.capacity - ROUNDING))
 
     def place(self, seconds: float, tokens: float, wanted: int, others: Collection[LoadReservation]) -> LoadReservation | None:
-        """Reserve a load that is due as near to ``wanted`` iterations as there is room; None where there is none.
+        """Reserve a load that is due as near to ``wanted`` iterations as possible. None if nothing fits.
 
         Args:
-            others: all that are planned.
+            others: All planned loads.
         """
         span = self.span(seconds)
         joined = self.link.load >= self.memory.load
@@ -234,7 +233,7 @@ class LoadSchedule:
         return planned
 
     def release(self, planned: LoadReservation) -> None:
-        """Give back what is still to come of a load."""
+        """Release the remaining reservations of a load."""
         for iteration, part in enumerate(planned.parts, planned.start - self.now):
             if iteration >= 0 and part:
                 self.link.release(part, iteration, iteration)
@@ -242,10 +241,11 @@ class LoadSchedule:
             self.memory.release(planned.tokens, max(0, planned.start - self.now), planned.due - self.now)
 
     def _forms(self, seconds: float, due: int, span: int, joined: bool) -> Iterator[list[float]]:
-        """Seconds in each iteration of loads that end right before ``due``, the better one first.
+        """Yield link seconds per iteration of loads that end just before ``due``, the best one first.
 
         Args:
-            joined: what another load leaves of the iteration before the span is of use: memory is less scarce than the link.
+            joined: Try to use the rest of the iteration before the span, which another load uses partly. True if memory is less scarce than
+                the link.
         """
         if seconds and self.link.free(due - 1) <= ROUNDING * self.link.capacity:
             return
@@ -256,9 +256,9 @@ class LoadSchedule:
             yield parts[::-1]
 
     def _fill(self, seconds: float, iterations: list[int]) -> Iterator[list[float]]:
-        """Seconds in these iterations, in their order, each as full as it gets; nothing where they do not suffice.
+        """Yield the seconds in each of ``iterations``, in their order, each as full as possible. Yield nothing if they do not suffice.
 
-        Backward, iterations that are not needed are left out; forward, all are needed, or there is a sooner place.
+        Backward, unneeded iterations are left out. Forward, all must be needed: otherwise there is an earlier slot.
         """
         parts, left = [], seconds
         for iteration in iterations:
@@ -272,7 +272,7 @@ class LoadSchedule:
 
 
 def _in_order(start: int, due: int, others: Collection[LoadReservation]) -> bool:
-    """Whether a link that serves loads by their start serves them by their due iterations, too."""
+    """Whether a link that serves loads in the order of their starts also serves them in the order of their due iterations."""
     return all(
         (each.due <= due or each.start >= start) and (each.due >= due or each.start <= start)
         for each in others
@@ -281,7 +281,7 @@ def _in_order(start: int, due: int, others: Collection[LoadReservation]) -> bool
 
 
 def nearest_first(wanted: int, least: int, last: int) -> Iterator[int]:
-    """``wanted``, clamped to the range, then one more, one less, two more...; nothing where the range is empty."""
+    """Yield ``wanted``, clamped to the range, then one more, one less, two more... Yield nothing if the range is empty."""
     anchor = max(min(wanted, last), least)
     for step in range(last - least + 1):
         for value in dict.fromkeys((anchor + step, anchor - step)):

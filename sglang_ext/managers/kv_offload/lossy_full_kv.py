@@ -1,4 +1,4 @@
-"""Turns in mode lossy: nothing is verified, and full KV is given back as soon as copies hold it, or cache ranks."""
+"""Full-KV providers of mode lossy. Nothing is verified, and full KV is freed when compressed KV or cache ranks hold it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,37 +15,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class QuantizedOnlyFullKV(ResidentFullKV):
-    """The turns of one scheduler process.
+    """Full-KV provider of one scheduler process whose compressed KV replaces full KV.
 
     Attributes:
-        codes: gives it back.
+        codes: Frees the full KV.
     """
 
     codes: QuantizedOnlyKV
 
     def on_round_start(self, drafting: dict[int, tuple[TieredNode, int]], iteration_seconds: float | None) -> None:
-        """A round begins, before which SGLang let the prefix tree take over the prompts of those that have copies."""
+        """Free full KV at the start of a round. The prefix tree already owns the prompts of requests with compressed KV."""
         self.codes.update(drafting)
 
     def full_kv_start(self, row: int, protected: int) -> int:
-        """The first position from which on a request's row leads to full KV of its own."""
+        """The first position from which a request's row points to its own full KV."""
         return self.codes.full_kv_start(row, protected)
 
 
 @dataclass(frozen=True)
 class RemoteOnlyFullKV(ResidentFullKV):
-    """The turns of one scheduler process with cache ranks.
+    """Full-KV provider of one scheduler process with cache ranks.
 
     Attributes:
-        held: gives back what they have.
+        held: Frees the full KV that the ranks hold.
     """
 
     held: RemoteOnlyKV
 
     def free_full_kv(self, requests: "Sequence[Req]") -> None:
-        """As :meth:`FullKVProvider.free_full_kv`."""
+        """See :meth:`FullKVProvider.free_full_kv`."""
         self.held.update(requests)
 
     def full_kv_start(self, row: int, protected: int) -> int:
-        """The first position from which on a request's row leads to full KV of its own."""
+        """The first position from which a request's row points to its own full KV."""
         return self.held.full_kv_start(row, protected)

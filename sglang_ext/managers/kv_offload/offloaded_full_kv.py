@@ -1,7 +1,7 @@
-"""Whose turn it is to verify, and which full KV is loaded for it: Algorithm 1 of VeriCache over the requests that run.
+"""Selects the requests to verify and the full KV to load: Algorithm 1 of VeriCache over the running requests.
 
-Full KV that is on the device is verified as soon as a round's drafts are there. What is on the host is reserved time on the link and
-room on the device for (verification_scheduler.py), once as many drafts as pay for its load will have gathered.
+Full KV on the device is verified when a round's drafts are complete. For full KV on the host, link time and device memory are reserved
+(verification_scheduler.py). The load is due when the request will have enough pending drafts to pay for it.
 """
 
 from contextlib import AbstractContextManager
@@ -12,21 +12,21 @@ from sglang_ext.managers.spec_decode.full_kv import FullKVProvider
 from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode
 from sglang_ext.mem_cache.prefix_cache.residency import Residency
 
-# Share by which the link's bandwidth may change before loads that are planned take another time.
+# Relative change of the link's bandwidth from which planned loads are rescaled.
 DRIFT = 0.1
 
 
 @dataclass
 class OffloadedFullKV(FullKVProvider):
-    """The turns of one scheduler process.
+    """Full-KV provider of one scheduler process whose full KV may be on the host.
 
     Attributes:
-        admission: the reservations, by row of the token table.
-        residency: whose full KV is on the device.
-        bytes_per_token: of full KV.
-        drafts_per_load: that a request gathers before its full KV is loaded.
-        verifying_rows: rows that verify in this iteration.
-        slack: iterations by which full KV was there before its turn, in all.
+        admission: The reservations, by row of the token table.
+        residency: Tracks whose full KV is on the device.
+        bytes_per_token: Bytes of full KV per token.
+        drafts_per_load: Pending drafts of a request before its full KV is loaded.
+        verifying_rows: Rows that verify in this iteration.
+        slack: Iterations that loaded full KV waited for its verification, in total.
     """
 
     admission: VerificationScheduler
@@ -41,15 +41,15 @@ class OffloadedFullKV(FullKVProvider):
     _bandwidth: float | None = None
 
     def deferring_loads(self) -> AbstractContextManager[None]:
-        """While a round is planned and launched: loads are put off to its end."""
+        """Postpone loads to the end of the context, in which a round is planned and launched."""
         return self.residency.tree.host.tier.defer_transfers()
 
     def on_round_start(self, drafting: dict[int, tuple[TieredNode, int]], iteration_seconds: float | None) -> None:
-        """A round begins, in which those verify whose full KV has arrived.
+        """Start a round. Requests whose full KV has arrived verify in it.
 
         Args:
-            drafting: requests that draft on copies, by row: the end of the path, and the tokens that the copy covers.
-            iteration_seconds: of a round, as measured; None where that is not known yet.
+            drafting: Requests that draft on compressed KV, by row: the last node of their path, and the number of tokens covered.
+            iteration_seconds: Measured duration of a round. None if not known yet.
         """
         self.residency.collect_loads()
         self.residency.update(drafting)
@@ -61,8 +61,8 @@ class OffloadedFullKV(FullKVProvider):
         self.verifying_rows = set()
         for row in self.admission.due():
             if self.residency.missing_tokens(row):
-                # It came back changed, or lost its place on the device: it needs another reservation.
-                self._give_up(row)
+                # The loaded KV had changed, or its device slots were freed: it needs another reservation.
+                self._cancel(row)
             elif self.residency.ready(row):
                 self._reserved.discard(row)
                 self.verifying_rows.add(row)
@@ -73,7 +73,7 @@ class OffloadedFullKV(FullKVProvider):
         self.slack += sum(self.residency.waits(row) for row in self._reserved)
 
     def _measure_link(self) -> None:
-        """Let the loads that are planned take the time that they will."""
+        """Rescale the planned loads to the measured bandwidth."""
         bandwidth = self.residency.tree.reloads.link.restored
         before = self._bandwidth or bandwidth
         if bandwidth is not None and abs(bandwidth - before) > DRIFT * before:
@@ -82,14 +82,14 @@ class OffloadedFullKV(FullKVProvider):
         self._bandwidth = before
 
     def schedule_verifications(self, rounds: dict[int, int], ripe: set[int]) -> set[int]:
-        """Rows that are verified in this round.
+        """Return the rows to verify in this round.
 
-        Loads whose time has come begin first: for them full KV leaves that would be verified now, else those that are on the
-        device would stay for good, and the others wait. Where nothing fits they wait, and want it again.
+        Loads to start in this iteration begin first. For them full KV leaves the device that could be verified now: otherwise the requests
+        on the device would stay there for good, and the others would wait. Requests that do not fit wait, and are scheduled again later.
 
         Args:
-            rounds: by row of the token table, of drafts after this one until enough are gathered for a load, at least 1.
-            ripe: rows with enough drafts for a verification of what is on the device.
+            rounds: By row of the token table, the rounds of drafts after this one until there are enough for a load, at least 1.
+            ripe: Rows with enough drafts for a verification of full KV on the device.
         """
         away = {row for row in rounds if row in self._reserved or self.residency.missing_tokens(row)}
         here = [row for row in rounds if row in ripe and row not in away]
@@ -98,17 +98,17 @@ class OffloadedFullKV(FullKVProvider):
         for row in here:
             if not self.residency.missing_tokens(row) and self.residency.load(row) and self.residency.ready(row):
                 self.verifying_rows.add(row)
-        # What left the device for a load.
+        # Their full KV left the device for a load.
         self._reserve({row: rounds[row] for row in here})
         self._start()
         return self.verifying_rows
 
     def _reserve(self, rounds: dict[int, int]) -> None:
-        """Give a place to those whose full KV is on the host alone, first to who was refused before, in that order."""
+        """Schedule verifications of requests whose full KV is on the host only, first the refused ones, in the order of their refusal."""
         for row in [*(row for row in self._refused if row in rounds), *(row for row in rounds if row not in self._refused)]:
             tokens = 0 if row in self.verifying_rows or row in self._reserved else self.residency.missing_tokens(row)
             if tokens:
-                # One that takes longer than the horizon gets all of it, and is late.
+                # A load longer than the horizon gets all of it, and is late.
                 seconds = min(tokens * self.bytes_per_token / self.residency.tree.reloads.link.restored, self.admission.max_load_seconds)
                 if self.admission.admit(row, seconds, tokens, rounds[row]) is not None:
                     self._reserved.add(row)
@@ -117,49 +117,49 @@ class OffloadedFullKV(FullKVProvider):
                     self._refused[row] = None
 
     def is_offloaded(self, row: int) -> bool:
-        """Whether a request's row must not be read: full KV is missing, or lies elsewhere."""
+        """Whether a request's row must not be read, because full KV is missing or in other slots."""
         return self.residency.is_offloaded(row)
 
     def full_kv_start(self, row: int, protected: int) -> int:
-        """The first position from which on a request's row leads to full KV; the prefix tree has ``protected`` tokens of it."""
+        """The first position from which a request's row points to full KV. The prefix tree has ``protected`` tokens of it."""
         return protected if self.is_offloaded(row) else 0
 
     def is_lost(self, row: int) -> bool:
-        """Whether some of a request's full KV is in no tier: it has to be computed again."""
+        """Whether some of a request's full KV is in no tier, so that it must be recomputed."""
         return self.residency.is_lost(row)
 
     def pin_while_reading(self, row: int) -> AbstractContextManager[None]:
-        """Keep what is on the device of a request's full KV."""
+        """Keep the part of a request's full KV that is on the device, inside the context."""
         return self.residency.pin_while_reading(row)
 
     def restore(self, row: int) -> None:
-        """Let the row of a request whose turn it is lead to its full KV."""
+        """Point a request's row to its full KV, for its verification."""
         self.residency.restore(row)
 
     def pin_for_round(self, row: int) -> None:
-        """The request in ``row``, whose full KV is on the device, decodes on it in this iteration."""
+        """Keep the full KV on the device of the request in ``row``, which decodes on it in this iteration."""
         self.residency.load(row)
         self._kept.add(row)
 
     def _start(self) -> None:
-        """Begin the loads whose time has come."""
+        """Start the loads scheduled for this iteration."""
         for row in self.admission.loads_to_start():
             if not self.residency.load(row):
-                self._give_up(row)
+                self._cancel(row)
 
     def on_round_launched(self) -> None:
-        """The iteration was launched: full KV that was read may leave the device again."""
+        """Allow full KV that this iteration reads to leave the device again, after the iteration was launched."""
         for row in self.verifying_rows | self._kept:
             self.residency.release(row)
         self._kept.clear()
 
     def forget(self, row: int) -> None:
-        """The request in ``row`` is gone."""
-        self._give_up(row)
+        """Remove the request in ``row``, which has ended."""
+        self._cancel(row)
         self.residency.forget(row)
 
-    def _give_up(self, row: int) -> None:
-        """The request in ``row`` has to be reserved anew."""
+    def _cancel(self, row: int) -> None:
+        """Cancel the reservations of the request in ``row``. It must be scheduled again."""
         self._reserved.discard(row)
         self._refused.pop(row, None)
         self.admission.cancel(row)

@@ -1,11 +1,12 @@
-"""How much full KV may leave the device, and how long its requests draft, by what rounds and loads were measured to take.
+"""Decides how much full KV may leave the device, and how long its requests draft, from measured times of rounds and loads.
 
-``--kv-full-tier auto``: full KV stays on the device while it fits. For more requests than fit, some of it leaves where
-VeriCache's optimum (equations (5)-(11), throughput_model.py) says that more tokens a second come of it; else the others
-wait, as in stock SGLang. ``host``: all of it leaves, and the optimum says after how many drafts it is loaded.
+``--kv-full-tier auto``: full KV stays on the device while it fits. With more requests than fit, some of it leaves if VeriCache's optimum
+(equations (5)-(11), throughput_model.py) predicts more tokens per second. Otherwise the other requests wait, as in stock SGLang.
+``host``: all full KV leaves, and the optimum gives the number of drafts before a load.
 
-A draft's time tells how fast the device reads: weights and copies, launches among it. What a round takes beside its drafts
-and beside reading full KV at that speed is computing the verified tokens, and a turnaround: the host's part.
+The read bandwidth of the device is derived from the time of a draft step, which reads weights and compressed KV and includes launches. The
+rest of a round excludes drafts, and reading full KV at that bandwidth. It is split into compute time of the verified tokens, and a
+turnaround for the host's work.
 """
 
 from collections import deque
@@ -22,16 +23,16 @@ from sglang_ext.managers.kv_offload.costs import CostError, Costs
 from sglang_ext.managers.spec_decode.planner import RoundPlan
 from sglang_ext.managers.spec_decode.cost_model import RoundTimes
 
-# Seconds per byte are no shorter than this share of what a draft's time tells.
+# Lower bound of the seconds per byte, as a share of the value derived from draft steps.
 LEAST_SHARE = 1e-3
 
 
 class DraftTiming(NamedTuple):
-    """A draft step.
+    """Time of a draft step.
 
     Attributes:
-        requests: in it.
-        seconds: that it took.
+        requests: Requests in the step.
+        seconds: Duration.
     """
 
     requests: int
@@ -39,12 +40,12 @@ class DraftTiming(NamedTuple):
 
 
 class VerifyTiming(NamedTuple):
-    """A round without its drafts.
+    """Time of a round without its drafts.
 
     Attributes:
-        requests: that verified.
-        tokens: that were verified.
-        seconds: that it took.
+        requests: Requests that verified.
+        tokens: Tokens that were verified.
+        seconds: Duration.
     """
 
     requests: int
@@ -55,24 +56,24 @@ class VerifyTiming(NamedTuple):
 def fit_costs(
     draft: DraftTiming, rests: Sequence[VerifyTiming], *, weights: float, context: float, link: float, memory: float, budget: float, drafts: int
 ) -> Costs:
-    """Costs that explain the times best (least squares, nothing below 0).
+    """Fit costs to measured times (least squares, no negative costs).
 
-    Where launches last longer than reading, as with small models, a verification takes less than reading at the speed of a draft:
-    then it tells the speed, and weights stand for what each forward takes whatever it reads.
+    If launches take longer than reading, as with small models, a verification takes less time than reading at the speed of a draft step.
+    Then the verification gives the bandwidth, and ``weights`` also includes the constant cost of each forward.
 
     Args:
-        draft: as of now.
-        rests: of some rounds, of which one at least has a verification.
-        weights: bytes of the model.
-        context: bytes of full KV of a request; the others as of :class:`~sglang_ext.managers.kv_offload.costs.Costs`.
+        draft: The current time of a draft step.
+        rests: Times of some rounds, at least one of them with a verification.
+        weights: Bytes of the model.
+        context: Bytes of full KV per request. For the other arguments see :class:`~sglang_ext.managers.kv_offload.costs.Costs`.
 
     Raises:
-        CostError: a time is not above 0.
+        CostError: A time is not above 0.
     """
     known = Costs(weights, context, 1.0, link, memory, budget, drafts)
     copies = draft.requests * known.copy
     verifying = np.array([rest.requests > 0 for rest in rests])
-    # Beside what a forward takes that reads as much as a draft does.
+    # Time in addition to a forward that reads as many bytes as a draft step.
     seconds = np.array([rest.seconds for rest in rests]) - verifying * draft.seconds
     read = np.array([rest.requests * context for rest in rests]) - verifying * copies
     tokens = np.array([rest.tokens for rest in rests], dtype=float)
@@ -87,26 +88,26 @@ def fit_costs(
 
 
 def _fit(amounts: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:
-    """A constant and a factor of ``amounts``, neither below 0, that sum up to ``seconds`` best."""
+    """Fit a constant and a factor of ``amounts``, neither negative, to ``seconds``."""
     found, _ = nnls(np.stack([np.ones_like(amounts), amounts], axis=1), seconds)
     return float(found[0]), float(found[1])
 
 
-# Times as many tokens a second as with all full KV on the device that the equations must have of both tiers, before any leaves
-# and for it to stay away. Of what they say two thirds to four fifths are reached (docs/benchmarks.md).
+# Predicted speedup over full KV on the device alone, from which full KV begins to leave, and from which it continues to.
+# Measured speedups are two thirds to four fifths of the prediction (docs/benchmarks.md).
 OFFLOAD_GAIN, KEEP_OFFLOAD_GAIN = 1.5, 1.25
-# Drafts before a load until times are known.
+# Drafts before a load until times are measured.
 FIRST_DRAFTS = 64
-# Rounds that are remembered, and those that tell enough.
+# Number of rounds to remember, and number of rounds that are enough for a fit.
 RECENT_ROUNDS, ENOUGH_ROUNDS = 32, 3
 
 
 class OffloadDecision(NamedTuple):
-    """What may leave the device.
+    """How much full KV may leave the device.
 
     Attributes:
-        requests: whose full KV may be off the device at once; None for any number.
-        drafts: that such a request gathers before its full KV is loaded.
+        requests: Requests whose full KV may be off the device at once. None for no limit.
+        drafts: Pending drafts of such a request before its full KV is loaded.
     """
 
     requests: int | None
@@ -114,12 +115,12 @@ class OffloadDecision(NamedTuple):
 
 
 class ObservedRound(NamedTuple):
-    """A round that was measured.
+    """A measured round.
 
     Attributes:
-        draft: a step of it.
-        rest: all else.
-        context: mean tokens of its requests.
+        draft: Time of a draft step.
+        rest: Time of the rest of the round.
+        context: Mean context length of its requests, tokens.
     """
 
     draft: DraftTiming
@@ -129,17 +130,17 @@ class ObservedRound(NamedTuple):
 
 @dataclass
 class OffloadPolicy:
-    """Learns from rounds, and chooses.
+    """Learns costs from rounds, and decides how much full KV may leave the device.
 
     Attributes:
-        weights: bytes of the model.
-        bytes_per_token: of full KV.
-        memory: tokens that the device's pool holds.
-        drafts: of a round.
-        longest: drafts that a request gathers at most.
-        requests: that run at once at most.
+        weights: Bytes of the model.
+        bytes_per_token: Bytes of full KV per token.
+        memory: Capacity of the device's pool, tokens.
+        drafts: Drafts per round.
+        longest: Maximum pending drafts of a request.
+        requests: Maximum number of running requests.
         tier: ``auto`` or ``host``.
-        is_offloading: full KV leaves the device where ``auto`` is asked, as of the last choice.
+        is_offloading: Whether full KV leaves the device with ``auto``, according to the last decision.
     """
 
     weights: float
@@ -154,11 +155,11 @@ class OffloadPolicy:
 
     @property
     def unknown(self) -> OffloadDecision:
-        """What may leave the device before enough was measured."""
+        """The decision before there are enough measurements."""
         return OffloadDecision(None if self.tier == "host" else 0, min(self.longest, FIRST_DRAFTS))
 
     def observe(self, plan: RoundPlan, spent: RoundTimes) -> None:
-        """Take a round's seconds."""
+        """Record the times of a round."""
         if not spent.drafts:
             return
         draft = DraftTiming(len(plan.states), spent.drafting / spent.drafts)
@@ -167,21 +168,21 @@ class OffloadPolicy:
         self._seen.append(ObservedRound(draft, rest, sum(plan.lengths) / len(plan.lengths)))
 
     def choose(self, probability: float, link: float, share: float) -> OffloadDecision:
-        """What may leave the device from now on; :attr:`unknown` before enough was measured.
+        """Decide what may leave the device from now on. :attr:`unknown` before there are enough measurements.
 
         Args:
-            probability: that a draft is accepted when those before it were.
-            link: bytes of full KV per second of loads.
-            share: of full KV that copies keep.
+            probability: Probability that a draft is accepted if all previous ones were.
+            link: Bandwidth of loads, bytes of full KV per second.
+            share: Share of full KV that compressed KV keeps.
         """
-        telling = self._telling()
+        telling = self._usable_rounds()
         if not any(seen.rest.requests for seen in telling):
             return self.unknown
         running = telling[-1].draft.requests
         try:
             costs = fit_costs(
                 DraftTiming(running, median_low(seen.draft.seconds for seen in telling)),
-                _quickest([seen.rest for seen in telling]),
+                _fastest_half([seen.rest for seen in telling]),
                 weights=self.weights,
                 context=telling[-1].context * self.bytes_per_token,
                 link=link,
@@ -200,19 +201,19 @@ class OffloadPolicy:
             self.is_offloading = both.tokens_per_second >= (KEEP_OFFLOAD_GAIN if self.is_offloading else OFFLOAD_GAIN) * device.tokens_per_second
             if self.is_offloading:
                 return OffloadDecision(both.offloaded, both.drafts_offloaded or self.longest)
-        # Of those that run: more may not come. With ``auto`` these are left from before, until they are done.
+        # Uses the running requests, because more may not arrive. With ``auto`` these were offloaded earlier, and stay so until they finish.
         host = best(running, "host")
         return OffloadDecision(self.unknown.requests, host.drafts_offloaded or self.longest)
 
-    def _telling(self) -> list[ObservedRound]:
-        """Rounds of as many requests as the newest, where there are enough of them, else all."""
+    def _usable_rounds(self) -> list[ObservedRound]:
+        """Rounds with as many requests as the last one, if there are enough. Otherwise all rounds."""
         rounds = list(self._seen)
         alike = [seen for seen in rounds if seen.draft.requests == rounds[-1].draft.requests]
         return alike if sum(seen.rest.requests > 0 for seen in alike) >= ENOUGH_ROUNDS else rounds
 
 
-def _quickest(rests: list[VerifyTiming]) -> list[VerifyTiming]:
-    """The quicker half of those with as many verifications: what waits, for link or host, takes longer, never shorter."""
+def _fastest_half(rests: list[VerifyTiming]) -> list[VerifyTiming]:
+    """The faster half of the rounds for each number of verifications. Waiting for the link or the host only makes rounds slower."""
     found = []
     for requests in {rest.requests for rest in rests}:
         alike = sorted((rest for rest in rests if rest.requests == requests), key=lambda rest: rest.seconds)

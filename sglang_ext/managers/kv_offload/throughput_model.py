@@ -1,16 +1,18 @@
-"""How many requests keep their full KV on the device, how many load it to verify, and after how many drafts.
+"""Cost model for the number of requests with full KV on the device, the number that load it to verify, and their draft lengths.
 
-The cost model of VeriCache (section 4.2, equations (3) and (5)-(11)), in rounds as this engine runs them: in a round
-all B requests draft ``y`` tokens each, then those that are due verify. Requests with their full KV on the device verify
-every ``x_g`` drafts, those that load it every ``x_c``; both are multiples of ``y``. Where the paper leaves a choice:
+This is the cost model of VeriCache (section 4.2, equations (3) and (5)-(11)), in rounds of this engine. In a round all B requests draft
+``y`` tokens each, then the due requests verify. Requests with full KV on the device verify every ``x_g`` drafts, those that load it every
+``x_c``. Both are multiples of ``y``. Where the paper leaves a choice:
 
-- A verification shares its round with drafts, so a request verifies every ``x / y`` rounds, and (9) reads
-  ``B_c * l <= x_c / y``, with ``l`` the rounds that a load takes. Where the link is slower, rounds last as long as their
-  loads (10): the drafts that are made meanwhile gain nothing.
-- A draft and a verification are forwards of their own: each reads the weights.
-- A copy has slots of its own, beside the full KV on the device: such a request holds both.
-- A load holds room for its full KV in all S rounds that it spans, and while it is verified. Room is counted in whole
-  contexts, since half of one is of no use. (Paper: correction of (5).)
+- A verification shares its round with drafts. So a request verifies every ``x / y`` rounds, and (9) becomes ``B_c * l <= x_c / y``, with
+  ``l`` the rounds that a load takes. If the link is slower, rounds last as long as their loads (10): more drafts in that time gain nothing.
+
+- A draft step and a verification are separate forwards: each reads the weights.
+
+- Compressed KV has its own slots, in addition to full KV on the device: such a request holds both.
+
+- A load holds memory for its full KV in all S rounds that it spans, and while it is verified. This memory is counted in whole contexts,
+  because a part of one is of no use. (Paper: correction of (5).)
 """
 
 from functools import lru_cache
@@ -24,20 +26,20 @@ from sglang_ext.managers.spec_decode.draft_length import expected_tokens
 
 Tier = Literal["auto", "device", "host"]
 
-# Requests, or multiples of y, of which each is tried at once; of wider ranges so many, then those around the best.
+# Grid points per axis (requests, or multiples of y). Wider ranges are searched on a grid, then again around the best point.
 POINTS = 25
 ROUNDING = 1e-9
 
 
 class OffloadPlan(NamedTuple):
-    """Where full KV lies, and how many drafts precede a verification.
+    """Number of requests in each tier, and drafts before a verification.
 
     Attributes:
-        resident: requests with full KV on the device (B_g).
-        offloaded: requests that load it (B_c).
-        drafts_resident: of each of the former (x_g); 0 for plain decoding.
-        drafts_offloaded: of each of the latter (x_c); 0 where there are none.
-        tokens_per_second: of all.
+        resident: Requests with full KV on the device (B_g).
+        offloaded: Requests that load it (B_c).
+        drafts_resident: Drafts of each resident request (x_g). 0 for plain decoding.
+        drafts_offloaded: Drafts of each offloaded request (x_c). 0 if there are none.
+        tokens_per_second: Throughput of all requests.
     """
 
     resident: int
@@ -48,15 +50,15 @@ class OffloadPlan(NamedTuple):
 
 
 def throughput(costs: Costs, p: float, resident: int, offloaded: int, drafts_resident: int, drafts_offloaded: int) -> float:
-    """Tokens per second in the steady state (11); 0 where memory does not suffice.
+    """Tokens per second in the steady state (11). 0 if memory does not suffice.
 
     Args:
-        p: probability per token that a draft is accepted when those before it were.
-        drafts_resident: until a verification (x_g); 0 for plain decoding, where nothing is offloaded.
-        drafts_offloaded: until a verification (x_c).
+        p: Probability that a draft is accepted if all previous ones were.
+        drafts_resident: Drafts until a verification (x_g). 0 for plain decoding, where nothing is offloaded.
+        drafts_offloaded: Drafts until a verification (x_c).
 
     Raises:
-        CostError: drafts are no multiple of those of a round.
+        CostError: Drafts are not a multiple of the drafts of a round.
     """
     if not offloaded and not drafts_resident:
         return stock_throughput(costs, resident) if resident * costs.context <= costs.memory else 0.0
@@ -73,29 +75,29 @@ def stock_throughput(costs: Costs, requests: int) -> float:
 
 
 def plain_decoding_plan(costs: Costs, requests: int) -> OffloadPlan:
-    """Plain decoding of up to so many requests, as many as fit."""
-    running = _most(costs, requests, costs.context)
+    """Plan for plain decoding of up to ``requests`` requests, as many as fit."""
+    running = _max_requests(costs, requests, costs.context)
     rate = running * costs.bandwidth / (costs.weights + running * costs.context) if running else 0.0
     return OffloadPlan(running, 0, 0, 0, rate)
 
 
 @lru_cache(maxsize=1024)
 def best_plan(costs: Costs, p: float, requests: int, tier: Tier = "auto", longest: int = MAX_DRAFTS) -> OffloadPlan:
-    """The placement of up to so many requests that gains most tokens per second.
+    """Return the plan for up to ``requests`` requests with the most tokens per second.
 
-    All are tried where a range has up to :data:`POINTS` values. Plain decoding is among them, unless all full KV shall
-    leave the device; of equal ones the one with fewer loads is taken. Nothing placed: not a single request fits.
+    The search is exhaustive if all ranges have at most :data:`POINTS` values. Plain decoding is a candidate unless all full KV must
+    leave the device. Of equal plans it takes the one with fewer loads. A plan without requests: not even one request fits.
 
     Args:
-        tier: where full KV may lie; ``auto`` for both.
-        longest: drafts at most until a verification.
+        tier: Where full KV may be stored. ``auto`` for device and host.
+        longest: Maximum drafts until a verification.
 
     Raises:
-        CostError: a round has more drafts than that.
+        CostError: A round has more drafts than ``longest``.
     """
     if longest < costs.drafts:
         raise CostError(f"at most {longest} drafts: pass at least {costs.drafts}, those of a round")
-    most = [_most(costs, requests, size) for size in (costs.copy, costs.resident)]
+    most = [_max_requests(costs, requests, size) for size in (costs.copy, costs.resident)]
     ranges = [
         (0, 0 if tier == "device" else most[0]),
         (0, 0 if tier == "host" else most[1]),
@@ -106,13 +108,13 @@ def best_plan(costs: Costs, p: float, requests: int, tier: Tier = "auto", longes
     return undrafted if tier != "host" and undrafted.tokens_per_second >= found.tokens_per_second else found
 
 
-def _most(costs: Costs, requests: int, size: float) -> int:
-    """Requests that fit when each holds ``size`` bytes."""
+def _max_requests(costs: Costs, requests: int, size: float) -> int:
+    """Number of requests that fit if each holds ``size`` bytes."""
     return int(min(requests, costs.memory / size + ROUNDING)) if size else requests
 
 
 def _search(costs: Costs, p: float, requests: int, ranges: list[tuple[int, int]]) -> OffloadPlan:
-    """The best of ranges of (offloaded, resident, rounds of offloaded, rounds of resident)."""
+    """Search the best plan in ranges of (offloaded, resident, rounds of offloaded, rounds of resident)."""
     around = ranges
     while True:
         axes = [_points(*each) for each in around]
@@ -132,7 +134,7 @@ def _search(costs: Costs, p: float, requests: int, ranges: list[tuple[int, int]]
 
 
 def _points(low: int, high: int) -> np.ndarray:
-    """Whole numbers of a range, both ends among them; :data:`POINTS` at most."""
+    """At most :data:`POINTS` whole numbers of a range, including both ends."""
     return np.unique(np.linspace(low, high, min(POINTS, high - low + 1)).round().astype(int))
 
 
@@ -144,7 +146,7 @@ def _throughput(
     rounds_resident: np.ndarray | int,
     rounds_offloaded: np.ndarray | int,
 ) -> np.ndarray:
-    """:func:`throughput` of arrays that broadcast, by rounds from one verification to the next."""
+    """:func:`throughput` for arrays that broadcast, with the number of rounds between verifications."""
     due_g, due_c = resident / rounds_resident, offloaded / rounds_offloaded
     drafts_g, drafts_c = costs.drafts * np.asarray(rounds_resident), costs.drafts * np.asarray(rounds_offloaded)
     tokens = due_g * expected_tokens(p, drafts_g) + due_c * expected_tokens(p, drafts_c)

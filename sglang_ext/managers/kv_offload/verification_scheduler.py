@@ -1,12 +1,18 @@
-"""When each request verifies next, and when its full KV is loaded for that (VeriCache, Algorithm 1).
+"""Schedules when each request verifies next, and when its full KV is loaded for that (VeriCache, Algorithm 1).
 
-An iteration is a round: all requests draft, then those that are due verify. Each iteration of the engine asks, in
-this order: :meth:`VerificationScheduler.advance`; :meth:`~VerificationScheduler.due`, with :meth:`~VerificationScheduler.late` for each whose load is not
-there; :meth:`~VerificationScheduler.admit` for those that verify now (their next time), for new ones and for those that were
-refused before; :meth:`~VerificationScheduler.loads_to_start`, whose loads go to the link in that order.
+An iteration is a round: all requests draft, then the due requests verify. In each iteration the engine calls, in this order:
 
-A load that is due in iteration d is known to be complete only at the beginning of d, so its link time lies before d,
-and its memory is held until d is over.
+1. :meth:`VerificationScheduler.advance`.
+
+2. :meth:`~VerificationScheduler.due`, and :meth:`~VerificationScheduler.late` for each due request whose load is not complete.
+
+3. :meth:`~VerificationScheduler.admit` for the requests that verify now (their next verification), for new requests, and for those
+   that were refused before.
+
+4. :meth:`~VerificationScheduler.loads_to_start`. The engine starts these loads in the returned order.
+
+A load that is due in iteration d is only known to be complete at the beginning of d. So its link time is before d, and its memory is held
+until the end of d.
 """
 
 import math
@@ -19,15 +25,15 @@ from sglang_ext.managers.kv_offload.load_reservations import LoadSchedule, Occup
 
 
 class VerificationScheduleError(ValueError):
-    """A call that the state does not allow; the message says what to do."""
+    """A call that the state does not allow. The message names the remedy."""
 
 
 class VerificationSlot(NamedTuple):
-    """A place in coming iterations; the current one is 0.
+    """A scheduled verification. Iterations count from the current one, which is 0.
 
     Attributes:
-        start: in which the load begins; ``due`` for requests without a load.
-        due: in which the request verifies.
+        start: The iteration in which the load begins. Equal to ``due`` without a load.
+        due: The iteration in which the request verifies.
     """
 
     start: int
@@ -36,30 +42,30 @@ class VerificationSlot(NamedTuple):
 
 @dataclass
 class VerificationCounts:
-    """How many requests verify in each coming iteration, counted from the first of all: who needs no load goes where the fewest do.
+    """Number of requests that verify in each coming iteration, counted from the first of all. It balances requests without a load.
 
     Attributes:
-        tolerance: share of the wanted rounds by which a verification may move to where the fewest are due, so that of B
-            requests about B/x verify in each iteration.
+        tolerance: Share of the wanted rounds by which a verification may move to the iteration with the fewest due requests. With B
+            requests that verify every x iterations, about B/x verify in each iteration.
     """
 
     tolerance: float
     _counts: Counter[int] = field(default_factory=Counter)
 
     def add(self, due: int) -> None:
-        """A request verifies in iteration ``due``."""
+        """Count a request that verifies in iteration ``due``."""
         self._counts[due] += 1
 
     def remove(self, due: int) -> None:
-        """It does not, after all."""
+        """Remove a request from iteration ``due``."""
         self._counts[due] -= 1
 
     def end_iteration(self, due: int) -> None:
-        """An iteration is over."""
+        """Remove an iteration that has ended."""
         self._counts.pop(due, None)
 
     def least_loaded(self, now: int, wanted: int, last: int) -> int:
-        """The iteration near ``wanted`` ones after ``now``, up to ``last`` after it, in which the fewest are due."""
+        """The iteration with the fewest due requests near ``wanted`` iterations after ``now``, at most ``last`` after it."""
         anchor = min(wanted, last)
         reach = int(self.tolerance * anchor)
         near = nearest_first(anchor, max(1, anchor - reach), min(last, anchor + reach))
@@ -67,29 +73,29 @@ class VerificationCounts:
 
 
 class VerificationScheduler:
-    """Places verifications and their loads so that the link and the memory suffice in each iteration.
+    """Places verifications and their loads so that link time and memory suffice in each iteration.
 
-    A load shares the iterations at both ends of its span with others, so that the link is never idle by rounding: of
-    S iterations' link time it may take parts of S + 1. No load is planned inside the span of another one, so a link
-    that serves loads in the order of :meth:`loads_to_start` completes all in time.
+    A load shares the iterations at both ends of its span with other loads, so that rounding never leaves the link idle. A load of S
+    iterations' link time may use parts of S + 1. No load is planned inside the span of another one. So a link that serves loads in the
+    order of :meth:`loads_to_start` completes all of them in time.
 
     Attributes:
-        admitted: requests that got a place, each time.
-        refused: requests that got none, each time: they wait.
-        num_postponed: verifications that were put off since their load was late.
+        admitted: Number of successful :meth:`admit` calls.
+        refused: Number of refused :meth:`admit` calls. The requests wait.
+        num_postponed: Number of verifications postponed because their load was late.
     """
 
     def __init__(self, iteration_seconds: float, memory: float, horizon: int = 64, tolerance: float = 0.25):
-        """Nothing reserved.
+        """Create an empty schedule.
 
         Args:
-            iteration_seconds: of an iteration, as measured.
-            memory: that loads may hold together, in tokens or bytes.
-            horizon: iterations that are planned, the current one among them.
-            tolerance: of verifications without a load (:class:`VerificationCounts`).
+            iteration_seconds: Measured duration of an iteration.
+            memory: Memory that all loads may hold together, in tokens or bytes.
+            horizon: Number of planned iterations, including the current one.
+            tolerance: For verifications without a load (:class:`VerificationCounts`).
 
         Raises:
-            ReservationError: a number is out of range.
+            ReservationError: A number is out of range.
         """
         self._loads = LoadSchedule(iteration_seconds, memory, horizon)
         self.admitted = self.refused = self.num_postponed = 0
@@ -99,7 +105,7 @@ class VerificationScheduler:
 
     @property
     def iteration_seconds(self) -> float:
-        """Seconds of an iteration. Set it as measured: reserved seconds of the link stay."""
+        """Duration of an iteration in seconds. Set it to the measured value. Reserved link seconds stay."""
         return self._loads.link.capacity
 
     @iteration_seconds.setter
@@ -108,7 +114,7 @@ class VerificationScheduler:
 
     @property
     def memory(self) -> float:
-        """What loads may hold together. Set it as other uses of the memory grow or shrink: what is held stays."""
+        """Memory that all loads may hold together. Set it when other uses of the memory change. Held memory stays held."""
         return self._loads.memory.capacity
 
     @memory.setter
@@ -117,39 +123,39 @@ class VerificationScheduler:
 
     @property
     def memory_peak(self) -> float:
-        """The most that loads will hold in a coming iteration, as planned: other uses must leave it free."""
+        """The most memory that loads will hold in a coming iteration, as planned. Other uses must leave it free."""
         return self._loads.memory.peak
 
     @property
     def occupancy(self) -> Occupancy:
-        """Of the current iteration."""
+        """Occupancy of the current iteration."""
         return self._loads.occupancy
 
     @property
     def max_load_seconds(self) -> float:
-        """Seconds of the link that a load can be given at most, within the horizon."""
+        """Maximum link seconds of a load within the horizon."""
         return self.iteration_seconds * (self._loads.link.horizon - 2)
 
     def rescale_link(self, factor: float) -> None:
-        """All loads that are planned take ``factor`` times as long: a link's old bandwidth over its new one."""
+        """Multiply the link time of all planned loads by ``factor``, the old bandwidth divided by the new one."""
         self._loads.link.scale(factor)
         for planned in self._planned.values():
             planned.parts = [part * factor for part in planned.parts]
 
     def admit(self, key: Hashable, seconds: float, tokens: float, wanted: int) -> VerificationSlot | None:
-        """Place a request's next verification; None where nothing fits: ask again in a later iteration.
+        """Place a request's next verification. None if nothing fits: call it again in a later iteration.
 
-        Tried are ``wanted``, one more, one less, two more..., from as many iterations as the load needs up to the
-        horizon. A request whose full KV is on the device (0 seconds, 0 tokens) verifies in the next iteration at the
-        earliest, near what is wanted, where the fewest are due.
+        With a load, it tries the due iterations ``wanted``, one more, one less, two more..., from the length of the load to the horizon.
+        A request whose full KV is on the device (0 seconds, 0 tokens) verifies in the next iteration at the earliest. It gets the
+        iteration near ``wanted`` with the fewest due requests.
 
         Args:
-            seconds: of the link for the load.
-            tokens: that the load holds, in the unit of the memory.
-            wanted: rounds of drafts until the verification (x in the paper), at least 1.
+            seconds: Link time of the load.
+            tokens: Memory that the load holds, in the unit of ``memory``.
+            wanted: Rounds of drafts until the verification (x in the paper), at least 1.
 
         Raises:
-            VerificationScheduleError: the request has a place that is still to come, or a number is out of range.
+            VerificationScheduleError: The request already has a coming verification, or a number is out of range.
         """
         if key in self._planned:
             raise VerificationScheduleError(f"{key!r} is due in {self._planned[key].due - self._loads.now} iterations: cancel it first")
@@ -172,7 +178,7 @@ class VerificationScheduler:
         return VerificationSlot(planned.start - self._loads.now, planned.due - self._loads.now)
 
     def advance(self) -> None:
-        """The next iteration begins; what verified in the last one gives back its memory."""
+        """Begin the next iteration, and release the memory of the verifications of the previous one."""
         self._dues.end_iteration(self._loads.now)
         self._loads.advance()
         self._verifying = {key: each for key, each in self._planned.items() if each.due == self._loads.now}
@@ -180,7 +186,7 @@ class VerificationScheduler:
             del self._planned[key]
 
     def loads_to_start(self) -> list[Hashable]:
-        """Requests whose load begins in this iteration, in the order in which the link shall serve them."""
+        """Requests whose load begins in this iteration, in the order in which the link must serve them."""
         found = [(each.due, key) for key, each in self._planned.items() if each.loads and each.start == self._loads.now]
         return [key for _, key in sorted(found, key=lambda pair: pair[0])]
 
@@ -189,19 +195,19 @@ class VerificationScheduler:
         return list(self._verifying)
 
     def late(self, key: Hashable) -> list[Hashable]:
-        """Put off a verification of this iteration whose load is not complete to the next one; its memory stays held.
+        """Postpone a verification of this iteration to the next one, because its load is not complete. Its memory stays held.
 
         Returns:
-            requests whose loads had to make room, in the order in which they would have begun: admit them anew, in that order,
-            so that none of them is overtaken each time.
+            Requests whose reservations were cancelled to free memory, in the order in which their loads would have begun. Admit them again
+            in that order, so that none of them is overtaken repeatedly.
 
         Raises:
-            VerificationScheduleError: the request is not due, or has its next place already.
+            VerificationScheduleError: The request is not due, or its next verification is already scheduled.
         """
         if key not in self._verifying or key in self._planned:
-            raise VerificationScheduleError(f"{key!r} cannot be late: only what due() lists, before it is admitted anew")
+            raise VerificationScheduleError(f"{key!r} cannot be late: only what due() lists, before it is admitted again")
         late = self._verifying.pop(key)
-        # What began before was held beside the late load until now: without those that are yet to begin it fits.
+        # Loads that began earlier were held together with the late load until now. It fits without the loads that have not begun.
         displaced = []
         if not self._loads.memory.fits(late.tokens, 1, 1):
             now = self._loads.now
@@ -219,9 +225,9 @@ class VerificationScheduler:
         return displaced
 
     def cancel(self, key: Hashable) -> None:
-        """Give back all that a request has reserved, if anything: it is finished, aborted or retracted.
+        """Release all reservations of a request that is finished, aborted or retracted.
 
-        Where its load has begun, its slots may be used by others only when the load has ended.
+        If its load has begun, others may use its slots only after the load has ended.
         """
         for each in (self._planned.pop(key, None), self._verifying.pop(key, None)):
             if each is not None:

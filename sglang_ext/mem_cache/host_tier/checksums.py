@@ -1,9 +1,9 @@
-"""A checksum of each page of KV, over all layers: what was loaded must be what was stored.
+"""A checksum of each page of KV, over all layers. It detects loads that differ from the stored KV.
 
-Rows of keys and values are read as whole numbers, words. A page's checksum is the sum, modulo 2^64, of word times
-weight of its column times weight of its token. Tokens have different weights in each layer, and for keys and values.
-Weights are odd, so that any one flipped bit changes the sum; and random, so that exchanged tokens, layers, or keys
-and values change it too, unless by a chance of about 2^-32 or less.
+Rows of keys and values are read as integers, words. A page's checksum is the sum, modulo 2^64, of word times weight of its column times
+weight of its token. Tokens have different weights in each layer, and for keys and values. Weights are odd, so that any single flipped bit
+changes the sum. They are random, so that exchanged tokens, layers, or keys and values change it too, except with a probability of about
+2^-32 or less.
 """
 
 from dataclasses import dataclass
@@ -16,21 +16,21 @@ from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
 # At most 32 bits: in a 64-bit sum, even the highest bit of two words must not cancel out.
 SUMMED_WORD = 4
-# Where tokens' weights begin in the sequence of weights; no row has so many columns.
+# Index of the first token weight in the sequence of weights. No row has as many columns.
 FIRST_TOKEN = 1 << 32
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 def as_words(buffer: torch.Tensor, widest: int) -> torch.Tensor:
-    """A view of rows as whole numbers, as wide as divides them: [slots, words].
+    """View rows as integers of the widest size that divides a row: [slots, words].
 
     Args:
         buffer: [slots, kv_heads, head_dim], of any dtype, contiguous.
-        widest: bytes of a word at most, 8, 4, 2 or 1.
+        widest: Maximum bytes of a word, 8, 4, 2 or 1.
     """
     row = buffer[0].numel() * buffer.element_size()
     size = next(size for size in _WORDS if size <= widest and row % size == 0)
-    # Its own dtype may be one that a view cannot start from at this width; bytes always can.
+    # A view from its own dtype may not exist at this width. A view from bytes always does.
     return buffer.flatten(1).view(torch.uint8).view(_WORDS[size])
 
 
@@ -50,8 +50,8 @@ class PageChecksums:
     """Checksums of pages of device slots.
 
     Attributes:
-        buffers: all layers; contiguous, of one shape and dtype.
-        page_size: tokens in a page.
+        buffers: All layers. Contiguous, of one shape and dtype.
+        page_size: Tokens per page.
     """
 
     buffers: KVBuffers
@@ -65,7 +65,7 @@ class PageChecksums:
 
     @cached_property
     def token_weights(self) -> torch.Tensor:
-        """int64 [layers, 2, page_size]: of keys, then of values."""
+        """int64 [layers, 2, page_size]: weights for keys, then for values."""
         shape = len(self.buffers.keys), 2, self.page_size
         return odd_weights(FIRST_TOKEN, shape[0] * 2 * self.page_size).view(shape).to(self.buffers.keys[0].device)
 

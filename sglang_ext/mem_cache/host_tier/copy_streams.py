@@ -1,4 +1,4 @@
-"""Streams that work beside the forward passes, and how they wait for each other."""
+"""Streams that run in parallel with the forwards, and their synchronization."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -12,10 +12,10 @@ from sglang_ext.device import Mark
 
 @dataclass(frozen=True)
 class CopyStream:
-    """A stream beside the current one; on a CPU, the thread that this runs in.
+    """A stream in addition to the current one. On a CPU, work runs in the calling thread.
 
     Attributes:
-        device: where its work runs.
+        device: The device of its work.
         stream: None on a CPU.
     """
 
@@ -24,36 +24,36 @@ class CopyStream:
 
     @classmethod
     def beside(cls, device: torch.device, urgent: bool = False) -> "CopyStream":
-        """A new lane; the kernels of an urgent one come before those of forwards that wait for room."""
+        """Create a stream. The kernels of an urgent one are scheduled before waiting kernels of forwards."""
         stream = torch.cuda.Stream(device, priority=-1 if urgent else 0) if device.type == "cuda" else None
         return cls(device, stream)
 
     def running(self) -> AbstractContextManager:
-        """What is launched inside this context runs in this lane, and what is allocated belongs to it."""
+        """Context in which work is launched in this stream, and allocations belong to it."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def mark(self) -> Mark:
-        """A mark behind what was launched in this lane so far."""
+        """Return a mark after the work launched in this stream so far."""
         with self.running():
             return Mark.now(self.device)
 
     def after(self, mark: Mark | None) -> None:
-        """Let what is launched from now on wait for a mark of another lane."""
+        """Make work launched from now on wait for a mark of another stream."""
         if self.stream is not None and mark is not None:
             self.stream.wait_event(mark.event)
 
     def uses(self, tensor: torch.Tensor) -> None:
-        """Keep a tensor of another lane from being given away before this one is through with it."""
+        """Keep the memory of another stream's tensor from being reused before this stream has finished with it."""
         if self.stream is not None:
             tensor.record_stream(self.stream)
 
 
 class DoubleBuffer:
-    """Two buffers in turn between a lane that fills them and one that empties them.
+    """Two buffers that alternate between a stream that fills them and a stream that empties them.
 
     Args:
-        halves: [2, rows, words].
-        filler, emptier: the lanes.
+        halves: The buffers, [2, rows, words].
+        filler, emptier: The streams.
     """
 
     def __init__(self, halves: torch.Tensor, filler: CopyStream, emptier: CopyStream) -> None:
@@ -72,7 +72,7 @@ class DoubleBuffer:
         return self._halves.numel() * self._halves.element_size()
 
     def after(self, *marks: Mark | None) -> None:
-        """Let both lanes wait."""
+        """Make both streams wait for the marks."""
         for mark in marks:
             self.filler.after(mark)
             self.emptier.after(mark)
@@ -90,16 +90,16 @@ class DoubleBuffer:
         self._turn = 1 - self._turn
 
     def hand_over(self) -> None:
-        """Let the lane that empties wait for what the other one has so far."""
+        """Make the emptying stream wait for the work of the filling stream so far."""
         self.emptier.after(self.filler.mark())
 
 
 @dataclass
 class LastTransfers:
-    """The newest transfer of each page in one direction; those of a direction end in the order they began.
+    """The last transfer of each page in one direction. The transfers of a direction end in the order in which they began.
 
     Attributes:
-        pages: how many there are.
+        pages: Number of pages.
     """
 
     pages: int
@@ -111,21 +111,21 @@ class LastTransfers:
         self._number = np.zeros(self.pages, np.int64)
 
     def note(self, pages: torch.Tensor, end: Mark) -> None:
-        """A transfer of ``pages``, int64 on the host, ends at ``end``."""
-        # Here, too: nobody asks for the end of stores while nothing is loaded.
+        """Record a transfer of ``pages``, int64 on the host, that ends at ``end``."""
+        # Also here: nothing calls end() for stores while nothing is loaded.
         self._forget_ended()
         self._count += 1
         self._number[pages.numpy()] = self._count
         self._running[self._count] = end
 
     def end(self, pages: torch.Tensor) -> Mark | None:
-        """Where the last transfer of any of ``pages`` ends; None when all are done."""
+        """The mark at the end of the last transfer of any of ``pages``. None if all have ended."""
         self._forget_ended()
         return self._running.get(int(self._number[pages.numpy()].max()))
 
     @property
     def remembered(self) -> int:
-        """Transfers whose end may still be waited for."""
+        """Number of transfers that may not have ended."""
         return len(self._running)
 
     def _forget_ended(self) -> None:

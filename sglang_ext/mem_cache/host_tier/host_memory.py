@@ -1,7 +1,7 @@
-"""Host memory that this process may still take: what the machine has, or what its control groups leave of that.
+"""Host memory available to this process: the free memory of the machine, or less within the limits of its control groups.
 
-In a container, or in a service with a limit, the kernel ends processes at the limit of a control group, however much the
-machine has. A group's limits hold for all groups inside it, so that all on the way to the root are looked at.
+In a container, or in a service with a limit, the kernel ends processes at the limit of a control group, whatever the machine has free. A
+group's limits apply to all groups inside it. So all groups up to the root are checked.
 """
 
 import math
@@ -13,17 +13,17 @@ import psutil
 
 from sglang_ext.core import OptionError
 
-# Version 1 says "no limit" by a number that no machine has.
+# Version 1 represents "no limit" by a number larger than any memory.
 NO_LIMIT = 1 << 60
 
 
 @dataclass(frozen=True)
 class AvailableMemory:
-    """What may still be taken.
+    """Memory that is available.
 
     Attributes:
-        available: bytes.
-        limit: what says so, in words.
+        available: Bytes.
+        limit: The limiting factor, in words.
     """
 
     available: int
@@ -31,31 +31,31 @@ class AvailableMemory:
 
     @classmethod
     def find(cls, mounts: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> "AvailableMemory":
-        """The least of what the machine and the groups of this process leave.
+        """Return the minimum over the machine and the control groups of this process.
 
         Args:
-            mounts: where control groups are mounted.
-            own: the file that names this process's groups.
+            mounts: Where control groups are mounted.
+            own: The file that names this process's groups.
         """
         of_machine = cls(psutil.virtual_memory().available, "all that this machine has left")
         return min([of_machine, *_of_groups(mounts, own)], key=lambda found: found.available)
 
 
 def check(size: int, ranks: int = 1, flag: str = "--kv-host-gb", what: str = "full KV") -> None:
-    """Refuse a flag that asks for memory that the host lacks.
+    """Refuse a flag that asks for more memory than the host has.
 
     Args:
-        size: bytes that each rank takes.
-        ranks: of this host.
-        flag: that says how much, in GB.
-        what: what it is for, in words.
+        size: Bytes per rank.
+        ranks: Number of ranks on this host.
+        flag: The flag with the size, in GB.
+        what: The purpose of the memory, in words.
 
     Raises:
-        OptionError: names what is asked for, what there is, what limits it, and what to do.
+        OptionError: Names the requested and the available memory, the limit, and the remedy.
     """
     found = AvailableMemory.find()
     if size * ranks > found.available:
-        most = math.floor(found.available / ranks / 1e8) / 10  # what is advised is there
+        most = math.floor(found.available / ranks / 1e8) / 10  # rounded down, so that the advised size is available
         each = f" for each of {ranks} ranks, {size * ranks / 1e9:.1f} GB together," if ranks > 1 else ""
         raise OptionError(
             f"{flag} asks for {size / 1e9:.1f} GB of host memory{each} for {what}; {found.available / 1e9:.1f} GB are "
@@ -64,7 +64,7 @@ def check(size: int, ranks: int = 1, flag: str = "--kv-host-gb", what: str = "fu
 
 
 def _of_groups(mounts: Path, own: Path) -> Iterator[AvailableMemory]:
-    """What each group of this process, and each around it, leaves; nothing where there are no limits to read."""
+    """Yield the memory available in each group of this process and each enclosing group. Nothing if there are no readable limits."""
     try:
         lines = own.read_text().splitlines()
     except OSError:
@@ -72,7 +72,7 @@ def _of_groups(mounts: Path, own: Path) -> Iterator[AvailableMemory]:
     for line in lines:
         number, controllers, path = line.split(":", 2)
         if number == "0":
-            # Beside groups of version 1 those of version 2 are mounted one folder deeper.
+            # With groups of version 1, those of version 2 are mounted one folder deeper.
             for root in (mounts, mounts / "unified"):
                 yield from _on_the_way(root, path, _second_version)
         elif "memory" in controllers.split(","):
@@ -80,7 +80,7 @@ def _of_groups(mounts: Path, own: Path) -> Iterator[AvailableMemory]:
 
 
 def _on_the_way(root: Path, path: str, read: Callable[[Path], AvailableMemory | None]) -> Iterator[AvailableMemory]:
-    """From a group to ``root``. In a container ``path`` may be as seen from outside: then only the root is there."""
+    """Walk from a group to ``root``. In a container ``path`` may be relative to the outside. Then only the root exists."""
     folder = root / path.lstrip("/")
     while True:
         found = read(folder)
@@ -104,7 +104,7 @@ def _first_version(folder: Path) -> AvailableMemory | None:
     limit, used = _number(folder / "memory.limit_in_bytes"), _number(folder / "memory.usage_in_bytes")
     if limit is None or used is None or limit >= NO_LIMIT:
         return None
-    # Usage is of the group with those inside it; so is what begins with "total".
+    # Usage includes the groups inside it. So do the counters with the prefix "total".
     return _left(folder / "memory.limit_in_bytes", limit, used, _file_cache(folder / "memory.stat", "total_"))
 
 
@@ -113,7 +113,7 @@ def _left(file: Path, limit: int, used: int, reclaimable: int) -> AvailableMemor
 
 
 def _number(file: Path) -> int | None:
-    """The number in a file; None where there is no such file, or it says ``max``."""
+    """The number in a file. None if there is no such file, or its content is ``max``."""
     try:
         text = file.read_text().strip()
     except OSError:
@@ -122,7 +122,7 @@ def _number(file: Path) -> int | None:
 
 
 def _file_cache(file: Path, prefix: str) -> int:
-    """Bytes of cached files, which the kernel takes back before it ends a process."""
+    """Bytes of cached files, which the kernel reclaims before it ends a process."""
     try:
         counts = dict(line.split() for line in file.read_text().splitlines())
     except OSError:

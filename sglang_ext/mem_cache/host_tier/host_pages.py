@@ -1,4 +1,4 @@
-"""Which pages of host memory are free, and which hold something."""
+"""Allocator of host pages. It records which pages are free, and which have been stored to."""
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
@@ -10,20 +10,20 @@ from sglang_ext.mem_cache.host_tier.pieces import runs
 
 
 class HostPageError(ValueError):
-    """Pages were named that no transfer and no owner may name."""
+    """Pages that a transfer or an owner must not name."""
 
 
 @dataclass
 class HostPages:
-    """Hands out pages by number, in as few runs as it can.
+    """Allocates pages by number, in as few runs as possible.
 
     Attributes:
-        count: pages of host memory.
+        count: Pages of host memory.
     """
 
     count: int
     _free: list[range] = field(init=False)
-    # Not PyTorch's: its tensors are not to be written where inference mode is on here and off there.
+    # Not PyTorch tensors: those cannot be written if inference mode differs between creation and use.
     _owned: np.ndarray = field(init=False)
     _filled: np.ndarray = field(init=False)
     _left: int = field(init=False)
@@ -35,19 +35,19 @@ class HostPages:
 
     @property
     def free_pages(self) -> int:
-        """Pages that nobody owns."""
+        """Number of free pages."""
         return self._left
 
     def allocate(self, count: int) -> torch.Tensor | None:
-        """``count`` pages: int64 [count], on the host; None when fewer are free.
+        """Allocate ``count`` pages: int64 [count], on the host. None if fewer are free.
 
-        They are one run where a free run is long enough: the shortest such, so that long ones stay long.
+        The pages form one run if a free run is long enough. It takes the shortest such run, to keep long runs.
 
         Raises:
             HostPageError: ``count`` is below 1.
         """
         if count < 1:
-            raise HostPageError(f"{count} pages of host memory were asked for; ask for at least 1")
+            raise HostPageError(f"{count} pages of host memory were requested; request at least 1")
         if count > self._left:
             return None
         taken = []
@@ -61,7 +61,7 @@ class HostPages:
         return pages
 
     def _take(self, count: int) -> range:
-        """Up to ``count`` pages of one free run."""
+        """Take up to ``count`` pages of one free run."""
         long = [run for run in self._free if len(run) >= count]
         best = min(long, key=len) if long else max(self._free, key=len)
         index = self._index(best.start)
@@ -70,14 +70,14 @@ class HostPages:
         return best[:count]
 
     def _index(self, page: int) -> int:
-        """Where a run that starts at ``page`` stands, or would stand, among the free ones."""
+        """Index in the list of free runs of a run that starts at ``page``."""
         return bisect_left(self._free, page, key=lambda run: run.start)
 
     def free(self, pages: torch.Tensor) -> None:
-        """Give ``pages`` (int64 [pages], on the host) back; transfers under way may still be at them.
+        """Free ``pages`` (int64 [pages], on the host). Transfers in progress may still use them.
 
         Raises:
-            HostPageError: some are not owned, or are named twice; then none is freed.
+            HostPageError: Some are not owned, or are named twice. Nothing is freed then.
         """
         self.check_owned(pages)
         ordered = pages.sort().values
@@ -90,7 +90,7 @@ class HostPages:
             self._put(range(run.first, run.first + run.count))
 
     def _put(self, run: range) -> None:
-        """Add a free run, joined with the free runs at its ends."""
+        """Add a free run, merged with adjacent free runs."""
         index = self._index(run.start)
         start, stop = index, index
         if start > 0 and self._free[start - 1].stop == run.start:
@@ -101,10 +101,10 @@ class HostPages:
         self._free[start:stop] = [range(min(r.start for r in joined), max(r.stop for r in joined))]
 
     def check_owned(self, pages: torch.Tensor) -> None:
-        """Raise unless someone owns all of ``pages`` (int64 [pages], on the host).
+        """Raise unless all of ``pages`` (int64 [pages], on the host) are owned.
 
         Raises:
-            HostPageError: names pages that do not exist or are free.
+            HostPageError: Names pages that do not exist or are free.
         """
         foreign = pages[(pages < 0) | (pages >= self.count)]
         if len(foreign):
@@ -114,14 +114,14 @@ class HostPages:
             raise HostPageError(f"host pages {unowned.tolist()[:8]} are free; allocate pages before using them, free them once")
 
     def fill(self, pages: torch.Tensor) -> None:
-        """Note that ``pages`` (int64 [pages], on the host, owned) are stored to."""
+        """Record that ``pages`` (int64 [pages], on the host, owned) are stored to."""
         self._filled[pages.numpy()] = True
 
     def check_filled(self, pages: torch.Tensor) -> None:
-        """Raise unless all of ``pages`` (int64 [pages], on the host) were stored to by who owns them.
+        """Raise unless all of ``pages`` (int64 [pages], on the host) were stored to since they were allocated.
 
         Raises:
-            HostPageError: names pages that were not.
+            HostPageError: Names pages that were not.
         """
         empty = pages.numpy()[~self._filled[pages.numpy()]]
         if len(empty):

@@ -1,4 +1,4 @@
-"""Host memory for full KV: pinned where a GPU copies to and from it."""
+"""Host memory for full KV, pinned if a GPU copies to and from it."""
 
 import logging
 import mmap
@@ -20,14 +20,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class HostPool:
-    """Pages of host memory, layer after layer: a run of pages of one layer is one block of memory; or, where pages may lie there as
-    residuals (residuals.py), page after page: each has a room.
+    """Pages of host memory, in one of two orders.
+
+    - Layer-first: a run of pages of one layer is one block of memory.
+
+    - Page-first, for pages that may be stored as residuals (residuals.py): each page has a frame.
 
     Attributes:
-        kv: [2, layers, pages, page_size, kv_heads, head_dim]: keys, then values; page after page [pages, 2, layers, page_size, ...].
-        checksums: int64 [pages], of what was stored last; valid once its transfer is done.
-        pages: which of them are free.
-        sizes: int64 [pages], bytes of what was stored last, 0 of a whole page, valid as checksums are; None layer after layer.
+        kv: [2, layers, pages, page_size, kv_heads, head_dim]: keys, then values. Page-first: [pages, 2, layers, page_size, ...].
+        checksums: int64 [pages], of the last stored KV. Valid when its transfer is done.
+        pages: The allocator of the pages.
+        sizes: int64 [pages], bytes of the last stored residual, 0 for a whole page. Valid when the transfer is done. None if layer-first.
     """
 
     kv: torch.Tensor
@@ -37,27 +40,27 @@ class HostPool:
 
     @classmethod
     def create(cls, buffers: KVBuffers, page_size: int, size: int, frames: bool = False) -> "HostPool":
-        """A pool for as many pages as fit in ``size`` bytes.
+        """Create a pool with as many pages as fit in ``size`` bytes.
 
         Args:
-            buffers: the layers of the device's pool; all of one shape and dtype.
-            page_size: tokens in a page.
-            size: bytes of host memory.
-            frames: page after page.
+            buffers: The layers of the device's pool, all of one shape and dtype.
+            page_size: Tokens per page.
+            size: Bytes of host memory.
+            frames: Whether the order is page-first.
 
         Raises:
-            OptionError: no page fits, or the host has less memory.
-            ValueError: the layers' buffers differ, or are not contiguous.
+            OptionError: No page fits, or the host has too little memory.
+            ValueError: The layers' buffers differ, or are not contiguous.
         """
         check_alike(buffers)
         count = size // (buffers.bytes_per_slot * page_size)
         if count < 1:
             raise OptionError(
                 f"--kv-host-gb gives {size / 1e9:.3f} GB of host memory; one page of {page_size} tokens takes "
-                f"{buffers.bytes_per_slot * page_size / 1e9:.3f} GB: pass at least that, better room for many requests"
+                f"{buffers.bytes_per_slot * page_size / 1e9:.3f} GB: pass at least that, or better enough for many requests"
             )
         used = count * page_size * buffers.bytes_per_slot
-        # Again, as weights were loaded meanwhile; other ranks may have theirs already.
+        # Checked again, because weights were loaded since. Other ranks may have their memory already.
         host_memory.check(used)
         key = buffers.keys[0]
         memory = _pinned(used) if key.is_cuda else torch.empty(used, dtype=torch.uint8)
@@ -66,13 +69,13 @@ class HostPool:
         checksums, sizes = (torch.zeros(count, dtype=torch.int64, pin_memory=key.is_cuda) for _ in range(2))
         pool = cls(memory.view(key.dtype).view(shape), checksums, HostPages(count), sizes if frames else None)
         if key.is_cuda:
-            # The process takes its memory with it, so nothing needs to be done as it ends.
+            # Not at exit: the memory is released with the process.
             weakref.finalize(pool, _unpin, memory).atexit = False
         return pool
 
     @property
     def page_size(self) -> int:
-        """Tokens in a page."""
+        """Tokens per page."""
         return self.kv.shape[3]
 
     @cached_property
@@ -82,30 +85,30 @@ class HostPool:
 
     @cached_property
     def words(self) -> torch.Tensor:
-        """:attr:`kv` as whole numbers, keys of all layers before values: [2 * layers, pages * page_size, words]; layer after layer."""
+        """:attr:`kv` as integers, keys of all layers before values: [2 * layers, pages * page_size, words]. Layer-first pools only."""
         return as_words(self.kv.flatten(0, 3), 8).unflatten(0, (2 * self.kv.shape[1], -1))
 
     @cached_property
     def frames(self) -> torch.Tensor:
-        """:attr:`kv` page after page: uint8 [pages, page_bytes]."""
+        """:attr:`kv` by page: uint8 [pages, page_bytes]. Page-first pools only."""
         return self.kv.view(len(self.kv), -1).view(torch.uint8)
 
     @torch.inference_mode()
     def flip(self, page: int) -> None:
-        """Change a bit of what was stored to a page last, for tests; after its store."""
+        """Flip a bit of the KV stored last to a page, for tests. Call it after the store is done."""
         if self.sizes is None:
             self.words[0, page * self.page_size, :1].bitwise_xor_(1)
         else:
-            # Residuals begin with where their bits begin, which not all readers ask; between blocks are bits that mean nothing.
+            # Not at the beginning of a residual (bit offsets that some readers ignore), nor between blocks (unused bits).
             place = (int(self.sizes[page]) or self.page_bytes) * 37 // 100
             self.frames[page, place : place + 1].bitwise_xor_(1)
 
 
 def check_alike(buffers: KVBuffers) -> None:
-    """Raise unless all layers have one layout, as the pool and the kernels take it.
+    """Raise unless all layers have one layout, as the pool and the kernels require.
 
     Raises:
-        ValueError: names the layout that differs.
+        ValueError: Names the layout that differs.
     """
     key = buffers.keys[0]
     for buffer in (*buffers.keys, *buffers.values):
@@ -117,14 +120,14 @@ def check_alike(buffers: KVBuffers) -> None:
 
 
 def _pinned(size: int) -> torch.Tensor:
-    """``size`` bytes that the GPU's copy engines reach.
+    """Allocate ``size`` bytes of pinned memory.
 
-    PyTorch's own pinned memory comes in powers of two, which could double it. Forks leave it out, or they would move its
-    pages away from the device. Large pages, written by all cores, take a tenth of the time until it is there.
+    PyTorch's own pinned memory has sizes of powers of two, which could double it. The memory is excluded from forks, which would move its
+    pages away from the device. Large pages, written by all cores, reduce the allocation time to a tenth.
     """
     mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapped.madvise(mmap.MADV_DONTFORK)
-    with suppress(OSError):  # of kernels without them
+    with suppress(OSError):  # kernels without huge pages
         mapped.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(mapped, dtype=torch.uint8).zero_()
     cudart = torch.cuda.cudart()
@@ -138,7 +141,7 @@ def _pinned(size: int) -> torch.Tensor:
 
 
 def _unpin(memory: torch.Tensor) -> None:
-    """Let go of pinned memory once no copy is at it."""
+    """Unpin memory after all copies have ended."""
     torch.cuda.synchronize()
     status = torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
     if int(status) != 0:

@@ -1,4 +1,4 @@
-"""A transfer cut into pieces that fit a buffer, and into runs of consecutive pages, which one copy can move; and the copies of a piece."""
+"""Splits a transfer into pieces that fit a buffer, and into runs of consecutive pages, which one copy can move."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import torch
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.host_tier.host_pool import HostPool
 
-# What fills a buffer of a pipe, and what empties it.
+# Pairs of functions that fill and empty a buffer of a double buffer.
 Moves = Iterator[tuple[Callable[[torch.Tensor], None], Callable[[torch.Tensor], None]]]
 
 
@@ -20,9 +20,9 @@ class PageRun:
     """Consecutive pages in a list of pages.
 
     Attributes:
-        place: of the first of them in the list.
-        first: the first page.
-        count: how many pages.
+        place: Index of the first one in the list.
+        first: The first page.
+        count: Number of pages.
     """
 
     place: int
@@ -31,7 +31,7 @@ class PageRun:
 
 
 def runs(pages: torch.Tensor) -> tuple[PageRun, ...]:
-    """The runs of ``pages`` (int64 [pages], on the host), as long as they get, in the list's order."""
+    """Return the maximal runs of ``pages`` (int64 [pages], on the host), in the list's order."""
     if not len(pages):
         return ()
     breaks = (pages.diff() != 1).nonzero().flatten() + 1
@@ -41,12 +41,12 @@ def runs(pages: torch.Tensor) -> tuple[PageRun, ...]:
 
 @dataclass(frozen=True)
 class TransferPiece:
-    """What of a transfer goes through a buffer at once.
+    """The part of a transfer that is copied through a buffer at once.
 
     Attributes:
-        buffers: which of the device's buffers, keys of all layers before values.
-        tokens: which of the transfer's tokens.
-        runs: the runs of these tokens' pages, counted in tokens.
+        buffers: Indices of the device's buffers, keys of all layers before values.
+        tokens: The transfer's tokens in this piece.
+        runs: Runs of these tokens' pages, counted in tokens.
     """
 
     buffers: range
@@ -54,13 +54,13 @@ class TransferPiece:
     runs: tuple[PageRun, ...]
 
     def part(self, half: torch.Tensor) -> torch.Tensor:
-        """The part of a buffer, [rows, words], that it takes: [buffers, tokens, words]."""
+        """The part of a buffer, [rows, words], that the piece uses: [buffers, tokens, words]."""
         tokens = self.tokens.stop - self.tokens.start
         return half[: len(self.buffers) * tokens].view(len(self.buffers), tokens, -1)
 
 
 def pieces(buffers: int, pages: torch.Tensor, page_size: int, buffer_pages: int) -> Iterator[TransferPiece]:
-    """Cut a transfer of ``pages`` (int64 [pages]) of so many buffers into pieces of at most ``buffer_pages`` pages each."""
+    """Split a transfer of ``pages`` (int64 [pages]) of ``buffers`` buffers into pieces of at most ``buffer_pages`` pages each."""
     span = min(len(pages), buffer_pages)
     group = buffer_pages // span
     spans = []
@@ -75,14 +75,14 @@ def pieces(buffers: int, pages: torch.Tensor, page_size: int, buffer_pages: int)
 
 @dataclass(frozen=True)
 class LayerCopies:
-    """Copies between one device's KV and one pool; each is launched in the current stream.
+    """Copies between one device's KV and one layer-first pool. Each is launched in the current stream.
 
-    A buffer is a ``half`` of what a pipe has (copy_streams.py): [rows, words].
+    A buffer is a ``half`` of a double buffer (copy_streams.py): [rows, words].
 
     Attributes:
-        rows: the device's KV, of keys of all layers before values: [slots, words] each.
-        pool: the host pages.
-        buffer_pages: pages of one layer's keys that a buffer holds.
+        rows: The device's KV, keys of all layers before values: [slots, words] each.
+        pool: The host pages.
+        buffer_pages: Pages of one layer's keys per buffer.
     """
 
     rows: list[torch.Tensor]
@@ -91,7 +91,7 @@ class LayerCopies:
 
     @classmethod
     def of(cls, rows: list[torch.Tensor], pool: "HostPool", staging: int) -> "LayerCopies":
-        """With two buffers of so many bytes together, or of a page each."""
+        """Create with two buffers of ``staging`` bytes together, or of one page each."""
         return cls(rows, pool, max(1, staging // 2 // (pool.page_size * rows[0].shape[1] * rows[0].element_size())))
 
     def halves(self) -> torch.Tensor:
@@ -99,44 +99,44 @@ class LayerCopies:
         return self.rows[0].new_empty(2, self.buffer_pages * self.pool.page_size, self.rows[0].shape[1])
 
     def stores(self, pages: torch.Tensor, slots: torch.Tensor, blocks: None) -> Moves:
-        """What fills a buffer from device slots, and what empties it into pages of the host, piece after piece."""
+        """Yield, piece after piece, the functions that fill a buffer from device slots and empty it into host pages."""
         for piece in self._pieces(pages):
             yield partial(self.gather, piece, slots), partial(self.to_host, piece)
 
     def loads(self, pages: torch.Tensor, slots: torch.Tensor, blocks: None, stored: bool) -> Moves:
-        """The other way."""
+        """Yield the functions for the other direction."""
         for piece in self._pieces(pages):
             yield partial(self.from_host, piece), partial(self.scatter, piece, slots)
 
     def loaded_bytes(self, pages: torch.Tensor, blocks: None, stored: bool) -> int:
-        """Bytes that such loads bring."""
+        """Bytes that :meth:`loads` copies with these arguments."""
         return len(pages) * self.pool.page_bytes
 
     def _pieces(self, pages: torch.Tensor) -> Iterator[TransferPiece]:
         return pieces(len(self.rows), pages, self.pool.page_size, self.buffer_pages)
 
     def gather(self, piece: TransferPiece, slots: torch.Tensor, half: torch.Tensor) -> None:
-        """From ``slots``, int64 [tokens of the transfer], to a buffer."""
+        """Copy from ``slots``, int64 [tokens of the transfer], to a buffer."""
         for part, buffer in zip(piece.part(half), piece.buffers):
             torch.index_select(self.rows[buffer], 0, slots[piece.tokens], out=part)
 
     def scatter(self, piece: TransferPiece, slots: torch.Tensor, half: torch.Tensor) -> None:
-        """From a buffer to ``slots``, int64 [tokens of the transfer]."""
+        """Copy from a buffer to ``slots``, int64 [tokens of the transfer]."""
         for part, buffer in zip(piece.part(half), piece.buffers):
             self.rows[buffer].index_copy_(0, slots[piece.tokens], part)
 
     def to_host(self, piece: TransferPiece, half: torch.Tensor) -> None:
-        """From a buffer to host pages."""
+        """Copy from a buffer to host pages."""
         for of_host, of_device in self._blocks(piece, half):
             of_host.copy_(of_device, non_blocking=True)
 
     def from_host(self, piece: TransferPiece, half: torch.Tensor) -> None:
-        """From host pages to a buffer."""
+        """Copy from host pages to a buffer."""
         for of_host, of_device in self._blocks(piece, half):
             of_device.copy_(of_host, non_blocking=True)
 
     def _blocks(self, piece: TransferPiece, half: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Blocks of memory on the host and in a buffer that belong together."""
+        """Yield corresponding blocks of memory on the host and in a buffer."""
         for part, buffer in zip(piece.part(half), piece.buffers):
             of_host = self.pool.words[buffer]
             for run in piece.runs:

@@ -1,14 +1,16 @@
-"""Pages of full KV as anchors and residuals: packed blocks of the same tokens, and what these lack to the pool's bits.
+"""Pages of full KV as anchors and residuals: packed blocks of the same tokens, and the bits that restore the pool's numbers from them.
 
-Of each number a packed block holds a code, and mu and sigma of its chunk: Lynx's anchor (compressors/lynx.py). They name a bin, the
-numbers of the pool's dtype between two bounds; the residual is the number's index in it (layers/kernels/lynx/bins.py). While the blocks
-stay on the device, the residual alone brings a page back; else the anchor comes with it.
+For each number a packed block holds a code, and for each chunk mu and sigma: Lynx's anchor (compressors/lynx.py). They define a bin, the
+numbers of the pool's dtype between two bounds. The residual is the number's index in its bin (layers/kernels/lynx/bins.py). While the
+blocks are on the device, a load needs the residual only. Afterwards it needs the anchor too.
 
-A page has a room of as many bytes as its full KV. It begins with the exact residual stream of layers/kernels/lynx/layout.py, where the
-tokens of all buffers follow one another as those of one page, keys of all layers before values: uint32 for each buffer, row of chunks
-and 64 channels, at which 8 bytes its bits begin; then the bits. The anchor follows: what the blocks' slots hold, buffer after buffer. A
-page without blocks is stored whole, buffer after buffer, and so is one that would not be smaller, or has a number outside its bin: one
-that is not finite, or beyond what a float16 reaches.
+A page has a frame of as many bytes as its full KV. The frame begins with the exact residual stream of layers/kernels/lynx/layout.py. In it
+the tokens of all buffers follow one another as those of one page, keys of all layers before values. The stream has a uint32 for each
+buffer, row of chunks and 64 channels, with the offset of its bits in units of 8 bytes. The bits follow. After the stream comes the anchor:
+the content of the blocks' slots, buffer after buffer.
+
+A page without blocks is stored whole, buffer after buffer. So is a page that would not be smaller, or that has a number outside its bin: a
+number that is not finite, or beyond the range of float16.
 """
 
 from dataclasses import dataclass
@@ -22,35 +24,35 @@ from sglang_ext.layers.kernels.lynx.scales import ChunkScales
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing, as_bytes
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
-# What "whole" is in the sizes of residuals.
+# Value of "whole" in the sizes of residuals.
 WHOLE = 0
 
 
 @dataclass(frozen=True)
 class PageBlocks:
-    """Where packed blocks of pages lie on the device.
+    """Slots of the packed blocks of pages.
 
     Attributes:
-        slots: int64 [pages, slots of a page's blocks], on the device; -1 where a page has none.
-        there: bool [pages], on the host: which have some.
+        slots: int64 [pages, slots of a page's blocks], on the device. -1 if a page has none.
+        there: bool [pages], on the host: whether a page has blocks.
     """
 
     slots: torch.Tensor
     there: torch.Tensor
 
     def part(self, first: int, end: int) -> "PageBlocks":
-        """Of some of the pages."""
+        """The blocks of pages ``first`` to ``end``."""
         return PageBlocks(self.slots[first:end], self.there[first:end])
 
 
 @dataclass(frozen=True)
 class ResidualPages:
-    """Writes device pages to rooms, and reads them.
+    """Writes device pages to frames, and reads them.
 
     Attributes:
-        buffers: the device's pool.
-        packing: how blocks lie in it: codes of chunks of 32 tokens by channel, of keys as of values.
-        page_size: tokens of a page: a multiple of a block's.
+        buffers: The device's pool.
+        packing: Layout of blocks in the pool: codes of chunks of 32 tokens by channel, for keys and for values.
+        page_size: Tokens per page, a multiple of a block's.
     """
 
     buffers: KVBuffers
@@ -59,34 +61,34 @@ class ResidualPages:
 
     @cached_property
     def layout(self) -> PageLayout:
-        """Of a page's residual stream, all buffers' tokens one after another."""
+        """Layout of a page's residual stream, all buffers' tokens one after another."""
         key = self.buffers.keys[0]
         tokens = 2 * len(self.buffers.keys) * self.page_size
         return PageLayout(tokens, key[0].numel(), key.dtype, self.packing.keys.bits, reference="exact")
 
     @property
     def page_bytes(self) -> int:
-        """Of a room."""
+        """Bytes of a frame."""
         return self.page_size * self.buffers.bytes_per_slot
 
     @property
     def page_slots(self) -> int:
-        """Slots of the blocks of a page."""
+        """Slots of a page's blocks."""
         return self.packing.packed_slots(self.page_size)
 
     @property
     def anchor_bytes(self) -> int:
-        """Of a page's anchor."""
+        """Bytes of a page's anchor."""
         return self.page_slots * self.buffers.bytes_per_slot
 
     def write(self, slots: torch.Tensor, blocks: torch.Tensor | None, frames: torch.Tensor, sizes: torch.Tensor) -> None:
-        """Fill rooms; does not wait for the device.
+        """Fill frames. Does not wait for the device.
 
         Args:
-            slots: int64 [pages * page_size], of the device.
-            blocks: int64 [pages, slots of a page's blocks], of the device, -1 where a page has none; None: no page has.
-            frames: uint8 [pages, page_bytes], of the device; bytes after an anchor mean nothing.
-            sizes: int64 [pages], of the device: set to bytes of residuals, 0 of whole pages.
+            slots: int64 [pages * page_size], on the device.
+            blocks: int64 [pages, slots of a page's blocks], on the device, -1 if a page has none. None if no page has any.
+            frames: uint8 [pages, page_bytes], on the device. Bytes after an anchor are undefined.
+            sizes: int64 [pages], on the device: set to the bytes of residuals, 0 for whole pages.
         """
         if self.buffers.on_gpu:
             from sglang_ext.layers.kernels.lynx.residual_pages import write_pages
@@ -105,10 +107,10 @@ class ResidualPages:
                 self._anchor(frame, len(stream)).copy_(self._cells(blocks[page]))
 
     def read(self, frames: torch.Tensor, sizes: torch.Tensor, slots: torch.Tensor, blocks: torch.Tensor | None) -> None:
-        """Bring to device slots what :meth:`write` was given; does not wait for the device.
+        """Write the pages that :meth:`write` stored to device slots. Does not wait for the device.
 
-        ``blocks``: those of before, -1 where a page's are gone: then its anchor must have come. Rooms and sizes are the host's, which
-        may have lost bits: then other numbers come, and nothing else is written.
+        ``blocks`` are those of the store, -1 if a page's blocks no longer exist. Then its anchor must have been loaded. Frames and sizes
+        come from the host, which may have lost bits. Then the numbers are wrong, but nothing else is written.
         """
         if self.buffers.on_gpu:
             from sglang_ext.layers.kernels.lynx.residual_pages import read_pages
@@ -141,12 +143,12 @@ class ResidualPages:
         return (*self.buffers.keys, *self.buffers.values)
 
     def _parts(self, frame: torch.Tensor) -> torch.Tensor:
-        """A whole page, by buffer: [buffers, page_size, kv_heads, head_dim] over the same memory."""
+        """A whole page, by buffer: [buffers, page_size, kv_heads, head_dim]. A view of ``frame``."""
         key = self.buffers.keys[0]
         return frame.view(key.dtype).view(len(self._all), self.page_size, *key.shape[1:])
 
     def _anchor(self, frame: torch.Tensor, size: int) -> torch.Tensor:
-        """The anchor behind a residual: uint8 [buffers, page_slots, kv_heads, cell bytes] over the same memory, never beyond it."""
+        """The anchor after a residual: uint8 [buffers, page_slots, kv_heads, cell bytes]. A view of ``frame``, never beyond its end."""
         heads = self.buffers.keys[0].shape[1]
         begin = min(size, self.page_bytes - self.anchor_bytes)
         return frame[begin : begin + self.anchor_bytes].view(len(self._all), self.page_slots, heads, -1)
@@ -156,11 +158,11 @@ class ResidualPages:
         return torch.ones(self.layout.rows, CHUNK, 1, dtype=torch.bool)
 
     def _cells(self, blocks: torch.Tensor) -> torch.Tensor:
-        """What slots of blocks hold, by buffer: uint8 [buffers, page_slots, kv_heads, cell bytes]."""
+        """The content of blocks' slots, by buffer: uint8 [buffers, page_slots, kv_heads, cell bytes]."""
         return torch.stack([as_bytes(buffer)[blocks] for buffer in self._all])
 
     def _bins(self, cells: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """First ordinal and last index of each number's bin, int64 [rows, 32, channels]."""
+        """The first ordinal and the last index of each number's bin, int64 [rows, 32, channels]."""
         found, every = [], torch.arange(self.page_slots)
         for layout, kind in zip((self.packing.keys, self.packing.values), cells.chunk(2), strict=True):
             for buffer in kind:
@@ -171,7 +173,7 @@ class ResidualPages:
         return bins.bins(codes, ChunkScales(mu, sigma), self.layout.bits, self.layout.dtype)
 
     def _stream(self, slots: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor | None:
-        """A page's residual, uint8 [bytes]; None where it shall be whole."""
+        """A page's residual, uint8 [bytes]. None if the page must be stored whole."""
         numbers = torch.cat([buffer[slots].flatten(1) for buffer in self._all])
         first, last = self._bins(self._cells(blocks))
         index = bins.ordinals(numbers.view(first.shape)) - first
@@ -181,18 +183,18 @@ class ResidualPages:
         return stream if len(stream) + self.anchor_bytes < self.page_bytes else None
 
     def _numbers(self, stream: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
-        """What :meth:`_stream` was given, [buffers, page_size, kv_heads, head_dim]; zeros where the stream has another size."""
+        """Decode :meth:`_stream`: [buffers, page_size, kv_heads, head_dim]. Zeros if the stream has a wrong size."""
         first, last = self._bins(cells)
         try:
             ranks = first + bins.decode_indices(stream, last, self._coded, self.layout)
-        except ValueError:  # the checksum tells
+        except ValueError:  # the checksum detects it
             ranks = torch.zeros_like(first)
         key = self.buffers.keys[0]
         return bins.from_ordinals(ranks, key.dtype).view(len(self._all), self.page_size, *key.shape[1:])
 
 
 def unsupported_reason(packing: Packing, buffers: KVBuffers, page_size: int) -> str:
-    """Why pages of such a pool cannot be residuals of such blocks, and what to change; empty where they can."""
+    """Why pages of this pool cannot be residuals of such blocks, and the remedy. Empty if they can."""
     from sglang_ext.layers.kernels.packed.pack_blocks import can_pack
 
     key = buffers.keys[0]

@@ -1,9 +1,8 @@
 """Full KV in host memory: stored from device slots, and loaded into device slots for a verification.
 
-A transfer gathers slots into (or scatters them from) one of two buffers on the device, and a copy engine moves runs of
-pages between that buffer and the host; while one buffer is copied, the other is gathered or scattered. Each
-direction has its own two buffers and two streams, so that stores, loads and forwards run side by side. On a CPU the
-same happens in a thread, one transfer after another.
+A store gathers slots into one of two buffers on the device, and a copy engine copies runs of pages from that buffer to the host. A load
+does the reverse, and scatters. While one buffer is copied, the other is gathered or scattered. Each direction has its own two buffers and
+two streams, so that stores, loads and forwards run in parallel. On a CPU a thread does the same, one transfer after another.
 """
 
 from collections.abc import Callable
@@ -23,33 +22,32 @@ from sglang_ext.mem_cache.host_tier.residuals import PageBlocks, ResidualPages
 from sglang_ext.mem_cache.host_tier.frame_copies import FrameCopies
 from sglang_ext.mem_cache.host_tier.transfers import DeferredLaunches, LaunchedTransfer, Transfer
 
-# Bytes of both buffers of a direction: a share of the device's KV, within bounds. Copies of half of it take much longer than
-# their launch; and a stream takes some 1,000 launches before it lets the host wait: several loads of a long context stay below.
+# Bytes of both buffers of a direction: a share of the device's KV, within bounds. They are large enough that copying half of them takes
+# much longer than the launch. A stream holds about 1,000 launches before the host waits: several loads of a long context stay below.
 STAGING_SHARE, LEAST_STAGING, MOST_STAGING = 1 / 64, 16 << 20, 256 << 20
 
 
 def staging_bytes(pool: int, page: int = 0) -> int:
-    """What the buffers of one direction take on the device, where its KV pool has so many bytes, and a page of full KV."""
+    """Device memory for the buffers of one direction, given the bytes of the KV pool and of a page of full KV."""
     return max(min(max(int(STAGING_SHARE * pool), LEAST_STAGING), MOST_STAGING), 2 * page)
 
 
 class HostTier:
-    """Moves KV between a device's slots and a pool of host pages.
+    """Copies KV between a device's slots and a pool of host pages.
 
-    All calls come from one thread. A transfer starts after what the current stream was given before the call, and after the
-    last forward (:meth:`on_forward_launched`), which may run on another stream. Its device slots must stay as they are until it is
-    done: whoever writes, reads or frees them afterwards waits for it (:meth:`Transfer.wait`). Host pages need no such care:
-    transfers of the same pages follow one another.
+    All calls come from one thread. A transfer starts after the work enqueued on the current stream before the call, and after the last
+    forward (:meth:`on_forward_launched`), which may run on another stream. Its device slots must not change until it is done: whatever
+    writes, reads or frees them later waits for it (:meth:`Transfer.wait`). Host pages need no such care:
+    transfers of the same pages are ordered.
 
     Args:
-        buffers: the layers of the device's pool; contiguous, of one shape and dtype.
-        pool: the host pages.
-        staging: bytes on the device for the buffers of one direction; at least two pages of one layer's keys are taken. None:
-            :func:`staging_bytes`.
-        residuals: how pages lie in a pool of rooms; None for a pool that lies layer after layer.
+        buffers: The layers of the device's pool. Contiguous, of one shape and dtype.
+        pool: The host pages.
+        staging: Device bytes for the buffers of one direction, at least two pages of one layer's keys. None for :func:`staging_bytes`.
+        residuals: Layout of pages in a page-first pool. None for a layer-first pool.
 
     Raises:
-        ValueError: the layers' buffers differ, or are not contiguous.
+        ValueError: The layers' buffers differ, or are not contiguous.
     """
 
     def __init__(
@@ -60,7 +58,7 @@ class HostTier:
         key = buffers.keys[0]
         self._device = key.device
         self._checksums = PageChecksums(buffers, pool.page_size)
-        # The tables and the kernel are made here: no lane shall find them unfinished.
+        # Creates the tables and compiles the kernel here, so that no stream uses them before they are complete.
         self._checksums.of(torch.zeros(pool.page_size, dtype=torch.int64, device=key.device))
         staging = staging_bytes(len(key) * buffers.bytes_per_slot, pool.page_bytes) if staging is None else staging
         self._copies: LayerCopies | FrameCopies
@@ -81,18 +79,18 @@ class HostTier:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes on the device beside the KV pool: the buffers of both directions."""
+        """Device bytes in addition to the KV pool: the buffers of both directions."""
         return self._stores.size + self._loads.size
 
     def on_forward_launched(self) -> None:
-        """The current stream was given a forward. Slots that are freed meanwhile may be written by it until its end."""
+        """Record a forward on the current stream. It may write slots that are freed from now on until it ends."""
         self._forward = Mark.now(self._device)
 
     def defer_transfers(self) -> AbstractContextManager[None]:
-        """Launch the transfers that are asked for inside this context at its end, which takes the host milliseconds each.
+        """Launch the transfers requested inside this context at its end. A launch takes the host milliseconds.
 
-        What the current stream is given meanwhile they do not wait for, only for what it had as they were asked for. Who waits
-        for one inside the context has it launched, and those before it. On a CPU a thread of their own begins them at once.
+        A transfer waits only for work enqueued on the current stream before the request. Waiting for a transfer inside the context
+        launches it and the earlier ones. On a CPU, a thread starts transfers at once.
         """
         return self._deferral.until_end() if self._worker is None else nullcontext()
 
@@ -102,28 +100,28 @@ class HostTier:
         Args:
             slots: int64 [pages * page_size], on the device, in the order of the pages' tokens.
             pages: int64 [pages], on the host, allocated in the pool, each once.
-            blocks: with which pages are stored as residuals; None for a pool without rooms, or to store all whole. Their slots
-                must stay as they are until the transfer is done.
+            blocks: Blocks with which pages are stored as residuals. None for a layer-first pool, or to store all pages whole. Their slots
+                must not change until the transfer is done.
 
         Raises:
-            ValueError: the two do not fit together, or pages are not allocated.
+            ValueError: Slots and pages do not match, or pages are not allocated.
         """
         self._check(slots, pages)
         self.pool.pages.fill(pages)
         return self._begin(self._store, slots, pages, blocks)
 
     def load(self, pages: torch.Tensor, slots: torch.Tensor, blocks: PageBlocks | None = None) -> Transfer:
-        """Copy host pages to device slots; arguments as of :meth:`store`, with the same blocks, as far as they are still there.
+        """Copy host pages to device slots. Arguments as in :meth:`store`, with the same blocks, if they still exist.
 
         Raises:
-            ValueError: as of :meth:`store`, or pages that were not stored to since they were allocated.
+            ValueError: As in :meth:`store`, or pages were not stored to since they were allocated.
         """
         self._check(slots, pages)
         self.pool.pages.check_filled(pages)
         return self._begin(self._load, slots, pages, blocks)
 
     def close(self) -> None:
-        """Finish what was begun; nothing may be begun afterwards."""
+        """Finish all transfers. None may be started afterwards."""
         if self._worker is not None:
             self._worker.shutdown()
         else:
@@ -132,8 +130,8 @@ class HostTier:
     def _begin(
         self, launch: Callable[..., LaunchedTransfer], slots: torch.Tensor, pages: torch.Tensor, blocks: PageBlocks | None
     ) -> Transfer:
-        """Launch a transfer from here, or on a CPU let the worker do it."""
-        # The caller's may be views of tables that change before the transfer reads them.
+        """Launch a transfer. On a CPU, submit it to the thread."""
+        # The arguments may be views of tables that change before the transfer reads them.
         slots, pages = slots.clone(), pages.clone()
         after = Mark.now(self._device), self._forward
         if self._worker is not None:

@@ -1,8 +1,7 @@
-"""Copies under way between device and host: launched now or later, and done on all tensor-parallel ranks.
+"""Transfers between device and host: launched at once or later, and done on all tensor-parallel ranks.
 
-Each rank moves its heads' part of the same pages, and is done with it at a time of its own. What the tree does then must be
-the same everywhere: a transfer counts as done once the ranks have told each other so, and pages that came back changed on
-one rank are lost on all.
+Each rank copies its heads' part of the same pages, and finishes at its own time. The ranks' trees must stay equal. So a transfer counts as
+done when the ranks have told each other so, and pages that came back changed on one rank are dropped on all.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -19,16 +18,16 @@ from sglang_ext.tp_ranks import TPRanks
 
 
 class TransferError(RuntimeError):
-    """A transfer was asked for what it cannot tell, or did not bring what it should."""
+    """A transfer without a result yet, or whose loaded KV differs from the stored KV."""
 
 
 class TransferOutcome(NamedTuple):
-    """What a transfer that is done brought.
+    """Result of a transfer.
 
     Attributes:
-        seconds: how long it took, without what it had to wait for.
-        failed: of a load, host pages whose KV did not arrive as it was stored.
-        size: bytes that it moved between device and host.
+        seconds: Duration, without waiting for earlier work.
+        failed: Host pages whose loaded KV differs from the stored KV. Empty for a store.
+        size: Bytes copied between device and host.
     """
 
     seconds: float
@@ -38,12 +37,12 @@ class TransferOutcome(NamedTuple):
 
 @dataclass(frozen=True)
 class LaunchedTransfer:
-    """A transfer that is on its way.
+    """A transfer in progress.
 
     Attributes:
-        start, end: around its copies.
-        wrong: of a load, bool [pages] on the host, valid from ``end`` on: the checksum is not that of the store.
-        size: bytes that it moves between device and host.
+        start, end: Marks before and after its copies.
+        wrong: For a load, bool [pages] on the host, valid from ``end`` on: the checksum differs from the store's. None for a store.
+        size: Bytes copied between device and host.
     """
 
     start: Mark
@@ -54,13 +53,13 @@ class LaunchedTransfer:
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """A copy between device slots and host pages.
+    """A transfer between device slots and host pages.
 
-    An error that ended it is raised by whatever is asked of it next.
+    If it failed with an error, the next call raises the error.
 
     Attributes:
-        size: bytes of full KV in its pages, which a load may bring in fewer (:attr:`TransferOutcome.size`).
-        pages: int64 [pages], of the host.
+        size: Bytes of full KV in its pages. A load may copy fewer (:attr:`TransferOutcome.size`).
+        pages: int64 [pages], host pages.
     """
 
     size: int
@@ -69,11 +68,11 @@ class Transfer:
 
     @property
     def done(self) -> bool:
-        """Whether all has arrived; does not wait."""
+        """Whether the transfer is complete. Does not wait."""
         return self._launched.done() and self._launched.result().end.reached
 
     def wait(self) -> None:
-        """Let the current stream wait for it; on a CPU, wait."""
+        """Make the current stream wait for the transfer. On a CPU, wait."""
         end = self._launched.result().end
         if end.event is not None:
             torch.cuda.current_stream().wait_event(end.event)
@@ -86,45 +85,45 @@ class Transfer:
 
     @property
     def outcome(self) -> TransferOutcome:
-        """What it brought; a store compares no checksums.
+        """Its result. A store compares no checksums.
 
         Raises:
-            TransferError: it is not done.
+            TransferError: It is not done.
         """
         if not self.done:
-            raise TransferError(f"a transfer of {self.size} bytes is still under way; ask once it is done")
+            raise TransferError(f"a transfer of {self.size} bytes is still in progress; ask once it is done")
         launched = self._launched.result()
         failed = [] if launched.wrong is None else self.pages[launched.wrong].tolist()
         return TransferOutcome(launched.start.until(launched.end), failed, launched.size)
 
 
 class PendingLaunch(Future[LaunchedTransfer]):
-    """What a launch will give. Who asks before it ran has it run then, after those that were asked for before it."""
+    """Future of a launch. Requesting the result before it ran runs it, and all launches before it."""
 
     def __init__(self, launch: Callable[[], LaunchedTransfer], run_all: Callable[[], None]) -> None:
         super().__init__()
         self._launch, self._run_all = launch, run_all
 
     def run(self) -> None:
-        """Launch."""
+        """Run the launch."""
         self.set_result(self._launch())
 
     def result(self, timeout: float | None = None) -> LaunchedTransfer:
-        """What the launch gave."""
+        """Return the launched transfer."""
         if not self.done():
             self._run_all()
         return super().result(timeout)
 
 
 class DeferredLaunches:
-    """Runs launches in the order in which they were asked for. All calls come from one thread."""
+    """Runs launches in the order in which they were requested. All calls come from one thread."""
 
     def __init__(self) -> None:
         self._waiting: list[PendingLaunch] = []
         self._open = False
 
     def begin(self, launch: Callable[[], LaunchedTransfer]) -> PendingLaunch:
-        """Run ``launch``; inside :meth:`until_end` it runs later."""
+        """Run ``launch``. Inside :meth:`until_end` it runs later."""
         pending = PendingLaunch(launch, self._run_all)
         self._waiting.append(pending)
         if not self._open:
@@ -133,7 +132,7 @@ class DeferredLaunches:
 
     @contextmanager
     def until_end(self) -> Iterator[None]:
-        """What is asked for inside this context runs at its end, or once someone asks for its result."""
+        """Postpone launches requested inside this context to its end, or until a result is requested."""
         self._open = True
         try:
             yield
@@ -148,17 +147,17 @@ class DeferredLaunches:
 
 @dataclass
 class TransferTracker:
-    """The transfers of one rank. All ranks ask for the same ones, in the same order.
+    """The completed transfers of one rank. All ranks ask for the same transfers, in the same order.
 
     Attributes:
-        ranks: who must find the same.
+        ranks: The ranks that must agree.
     """
 
     ranks: TPRanks = TPRanks()
     _known: "WeakKeyDictionary[Transfer, TransferOutcome]" = field(default_factory=WeakKeyDictionary)
 
     def update(self, transfers: Iterable[Transfer]) -> None:
-        """Find out which of ``transfers`` are done by now; waits for the other ranks, but for no transfer."""
+        """Check which of ``transfers`` are done. Waits for the other ranks, but not for transfers."""
         unknown = [transfer for transfer in dict.fromkeys(transfers) if transfer not in self._known]
         if not unknown:
             return
@@ -170,7 +169,7 @@ class TransferTracker:
                 self._known[transfer] = TransferOutcome(seconds, sorted(failed), size)
 
     def done(self, transfer: Transfer) -> bool:
-        """Whether :meth:`update` or :meth:`wait` found it done on all ranks; one rank alone looks now."""
+        """Whether :meth:`update` or :meth:`wait` found it done on all ranks. A single rank checks now."""
         if self.ranks.group is None:
             self.update([transfer])
         return transfer in self._known
@@ -181,11 +180,11 @@ class TransferTracker:
         self.update([transfer])
 
     def outcome(self, transfer: Transfer) -> TransferOutcome:
-        """What it brought: the longest time of all ranks, their most bytes, and the pages that came back changed on any.
+        """Its result: the longest time and the most bytes of all ranks, and the pages that came back changed on any rank.
 
         Raises:
-            TransferError: it is not known to be done.
+            TransferError: It is not known to be done.
         """
         if not self.done(transfer):
-            raise TransferError(f"a transfer of {transfer.size} bytes is still under way on some rank; ask once it is done")
+            raise TransferError(f"a transfer of {transfer.size} bytes is still in progress on some rank; ask once it is done")
         return self._known[transfer]

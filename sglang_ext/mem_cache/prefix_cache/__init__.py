@@ -1,1 +1,1 @@
-"""The prefix tree, whose nodes hold full KV on the device and on the host, and compressed segments."""
+"""The prefix tree. Its nodes hold full KV on the device and on the host, and compressed segments."""

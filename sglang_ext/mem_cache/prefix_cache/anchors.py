@@ -1,8 +1,9 @@
-"""Which segments shorten the loads of which pages of nodes.
+"""Segments that make the loads of host pages smaller (anchors).
 
-A shared copy that packs all tokens in blocks (compressors/lynx.py) is the anchor of these tokens' full KV. On the host a page lies as its
-residual and its anchor (host_tier/residuals.py): as long as the segment with which it was stored is on the device, a load brings the
-residual alone, afterwards both. No other segment will do, though it stands for the same tokens: it may have been packed of other bits.
+A shared segment that packs all tokens in blocks (compressors/lynx.py) is the anchor of these tokens' full KV. A page on the host is stored
+as its residual and its anchor (host_tier/residuals.py). While the segment with which it was stored is on the device, a load transfers
+only the residual, afterwards both. No other segment can be used, even if it covers the same tokens: it may have been packed from other
+bits.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +19,7 @@ from sglang_ext.mem_cache.prefix_cache.segments import Segment
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode
 
-# Of each page of a node the segment with which it was stored, and which is still there; () where there is none at all.
+# For each page of a node, the segment with which it was stored, if that still exists. () if none does.
 PageSegments = tuple[Segment | None, ...]
 
 
@@ -27,11 +28,11 @@ class Anchoring:
     """How segments of one method are anchors of host pages.
 
     Attributes:
-        method: name of the method, whose segments keep all tokens in packed blocks.
-        page_size: tokens of a page: a multiple of ``block_tokens``.
-        block_tokens: tokens of a packed block.
-        block_slots: slots of one.
-        sinks: first tokens of a context, whole pages, that no segment stands for.
+        method: Name of the method, whose segments keep all tokens in packed blocks.
+        page_size: Tokens per page, a multiple of ``block_tokens``.
+        block_tokens: Tokens per packed block.
+        block_slots: Slots per packed block.
+        sinks: First tokens of a context, whole pages, that no segment covers.
     """
 
     method: str
@@ -42,7 +43,7 @@ class Anchoring:
 
     @property
     def page_slots(self) -> int:
-        """Slots of the blocks of a page."""
+        """Slots of a page's blocks."""
         return self.page_size // self.block_tokens * self.block_slots
 
     def _first(self, node: "TieredNode") -> int:
@@ -50,12 +51,12 @@ class Anchoring:
         return max(0, self.sinks - node.start) // self.page_size
 
     def missing(self, node: "TieredNode") -> bool:
-        """Whether pages of a node have no anchor on the device that could have one."""
+        """Whether a node has pages that could have an anchor on the device and have none."""
         pages = len(node.key) // self.page_size
         return None in node.anchors[self._first(node) :] if node.anchors else pages > self._first(node)
 
     def find(self, node: "TieredNode", below: Iterable["TieredNode"]) -> PageSegments:
-        """Segments that stand for pages of ``node``: they hang on it, or on nodes ``below`` it."""
+        """Return the segments that cover pages of ``node``. They are attached to it, or to nodes ``below`` it."""
         first = self._first(node)
         found: list[Segment | None] = [None] * (len(node.key) // self.page_size)
         for each in chain([node], below):
@@ -69,7 +70,7 @@ class Anchoring:
         return tuple(found) if any(found) else ()
 
     def blocks(self, nodes: Sequence["TieredNode"]) -> PageBlocks | None:
-        """The blocks of each page of ``nodes``, one node after another; None where there are none at all."""
+        """Return the blocks of each page of ``nodes``, one node after another. None if there are no blocks."""
         of_pages = [node.anchors or (None,) * (len(node.key) // self.page_size) for node in nodes]
         there = [segment is not None for anchors in of_pages for segment in anchors]
         if not any(there):
@@ -92,7 +93,7 @@ class Anchoring:
 
 
 def anchor(node: "TieredNode", anchors: PageSegments) -> None:
-    """Note that the pages of ``node`` on the host have ``anchors`` from now on, in place of those from before."""
+    """Set the anchors of a node's pages on the host, replacing the previous ones."""
     for segment in distinct_segments(node.anchors):
         del segment.anchored_nodes[node]
     node.anchors = anchors if any(anchors) else ()
@@ -101,11 +102,11 @@ def anchor(node: "TieredNode", anchors: PageSegments) -> None:
 
 
 def drop_anchors(segment: Segment) -> None:
-    """A segment's slots are given back: loads of what was stored with it bring its anchor, too."""
+    """Remove a segment whose slots are freed from all anchors. Later loads of pages stored with it transfer the anchor too."""
     for node in list(segment.anchored_nodes):
         anchor(node, tuple(None if each is segment else each for each in node.anchors))
 
 
 def distinct_segments(anchors: PageSegments) -> list[Segment]:
-    """The segments among the anchors of pages, each once."""
+    """The distinct segments among the anchors of pages."""
     return list(dict.fromkeys(segment for segment in anchors if segment is not None))

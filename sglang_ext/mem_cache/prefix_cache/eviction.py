@@ -1,4 +1,4 @@
-"""What leaves the device when slots are needed: what is needed least, by SGLang's eviction policy."""
+"""Evicts device slots in the order of SGLang's eviction policy."""
 
 import heapq
 from collections.abc import Callable
@@ -11,31 +11,31 @@ from sglang_ext.mem_cache.prefix_cache.segments import Segment, Segments
 
 
 class Eviction:
-    """Frees device slots of segments that nobody reads, and of nodes that nobody locks.
+    """Frees device slots of unused segments and of unlocked nodes.
 
     Args:
-        nodes: of the tree.
-        segments: compressed chunks that hang on them.
-        priority: of a node; those with the lowest go first.
+        nodes: The tree.
+        segments: Compressed chunks attached to the nodes.
+        priority: Priority of a node. Nodes with the lowest priority are evicted first.
     """
 
     def __init__(self, nodes: PrefixTree, segments: Segments, priority: Callable[[TieredNode], Any]) -> None:
         self._nodes, self._segments, self._priority = nodes, segments, priority
 
     def free(self, wanted: int, host: HostStore | None) -> int:
-        """Free ``wanted`` slots, or more, or all that can be, from the leaves up; how many.
+        """Free at least ``wanted`` slots, or all that can be freed, from the leaves up. Return the number of freed slots.
 
-        Segments are as old as the node that they hang on, and go before it; where nodes are stored with them, after all that they
-        stand for. Where there is a ``host`` with room, nodes stay there; where segments stand for a node's full KV that goes first, and
-        the node with the first of these; else nodes are dropped.
+        A segment has the age of its node and is evicted before it. If the host stores residuals, it is evicted after all nodes that it
+        covers. If segments replace a node's full KV, that full KV is freed first, and the node is dropped with the first of these
+        segments. Otherwise, if ``host`` has space, the node stays there. All other nodes are dropped.
         """
         leaves, evicted = self._nodes.leaves, 0
         heap = [self._ranked(node, node.end, node.id) for node in leaves]
         anchors = host is not None and host.anchoring is not None
-        # Each gets a number of its own, below those of nodes.
+        # Each segment gets its own number, below those of nodes.
         numbers = count(1)
         for segment in self._segments.unused:
-            if not self._waits(segment):
+            if not self._is_after_full_kv(segment):
                 heap.append(self._ranked(segment.node, segment.start if anchors else segment.node.end, -next(numbers), segment))
         heapq.heapify(heap)
         while evicted < wanted and heap:
@@ -43,7 +43,7 @@ class Eviction:
             if segment is not None:
                 evicted += self._free(segment)
             elif node in leaves:
-                evicted += self._leave(node, host)
+                evicted += self._evict_node(node, host)
                 for coded in node.codes:
                     if not coded.users:
                         heapq.heappush(heap, self._ranked(node, node.end, -next(numbers), coded))
@@ -51,13 +51,13 @@ class Eviction:
                 heapq.heappush(heap, self._ranked(node.parent, node.parent.end, node.parent.id))
         return evicted
 
-    def _waits(self, segment: Segment) -> bool:
-        """Whether a segment goes after full KV for which it stands, and which may go."""
+    def _is_after_full_kv(self, segment: Segment) -> bool:
+        """Whether a segment must be evicted after the full KV that it replaces, which can be evicted."""
         node = segment.node
         return segment in node.codes and node.value is not None and node.lock_ref == 0
 
     def _free(self, segment: Segment) -> int:
-        """Free a segment, and drop its node where that has nothing else; a locked one stays, until it is computed again or unlocked."""
+        """Free a segment, and drop its node if nothing else is left. A locked node stays until it is recomputed or unlocked."""
         node = segment.node
         freed = self._segments.free(segment)
         if node is None or node.dropped:
@@ -68,14 +68,15 @@ class Eviction:
         return freed
 
     def _ranked(self, node: TieredNode, depth: int, rank: int, segment: Segment | None = None) -> tuple:
-        """An entry of the heap of what may be evicted, least needed first, then deepest; ``rank`` differs between all.
+        """An entry in the heap of eviction candidates, lowest priority first, then deepest. ``rank`` is unique.
 
-        Last come codes of locked nodes: full KV was made of them for a prompt that is computed, whose copy is going to read them.
+        Segments that replace full KV of locked nodes are last: a prompt in progress restored full KV from them, and its compressed KV will
+        read them.
         """
         awaited = segment is not None and segment in node.codes and node.lock_ref > 0
         return awaited, self._priority(node), -depth, rank, node, segment
 
-    def _leave(self, node: TieredNode, host: HostStore | None) -> int:
+    def _evict_node(self, node: TieredNode, host: HostStore | None) -> int:
         if node.codes:
             return self._nodes.free_value(node)
         if host is not None:

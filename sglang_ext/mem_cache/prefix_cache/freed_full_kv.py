@@ -1,4 +1,4 @@
-"""The contract of full KV that mode lossy gives back while its request runs, as something else stands for it: what SGLang's seams ask."""
+"""Interface of full KV that mode lossy frees while its request runs, because other KV replaces it: the methods that the hooks call."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -19,14 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SlotDemand:
-    """Slots that a request will need of the pool.
+    """Pool slots that a request will need.
 
     Attributes:
-        copy: for its copy, or what that takes up next, while its full KV is there.
-        back: of its own full KV, that are given back then.
-        leaves: of nodes on its path, whose full KV it needs no longer then: it goes back once all who lock them need it no longer.
-        growth: that its answer takes yet.
-        reads: segments of the tree that are to be part of its copy and that nobody reads yet, so that they count as evictable.
+        copy: Slots for its compressed KV, or for the next refresh of it, while its full KV still exists.
+        back: Slots of its own full KV that are freed after that.
+        leaves: For nodes on its path, the slots whose full KV it no longer needs after that. They are freed when no request that locks the
+            node needs them.
+        growth: Slots that the remaining output needs.
+        reads: Segments of the tree that its compressed KV will include and that have no users yet, so that they count as evictable.
     """
 
     copy: int = 0
@@ -38,34 +39,34 @@ class SlotDemand:
 
 @dataclass
 class FreedFullKV(ABC):
-    """What of the full KV of one scheduler process was given back. Rows lead to SGLang's padding page there.
+    """The full KV that one scheduler process has freed. Rows point to SGLang's padding page there.
 
     Attributes:
-        tree: the prefix tree.
-        copies: of the running requests.
+        tree: The prefix tree.
+        copies: The running requests' compressed KV.
     """
 
     tree: "TieredRadixCache"
     copies: "CompressedKVCache"
-    # Of each row, positions of its own tokens whose slots went back, or were never there.
+    # For each row, positions of its own tokens whose slots were freed, or never existed.
     _own: dict[int, range] = field(default_factory=dict, init=False)
 
     @property
     def own_tokens(self) -> int:
-        """Tokens of running requests' own whose slots went back, or were never there."""
+        """Running requests' own tokens whose slots were freed, or never existed."""
         return sum(map(len, self._own.values()))
 
     @property
     @abstractmethod
     def tokens(self) -> int:
-        """Tokens of which something else stands for full KV that is not there."""
+        """Tokens without full KV, which other KV replaces."""
 
     def own_start(self, row: int, protected: int) -> int:
-        """The position before which slots of a request's row are not its own: the tree's, ``protected`` tokens, or given back."""
+        """The position where a row's own slots begin. Slots before it are the tree's, ``protected`` tokens, or were freed."""
         return self._own[row].stop if row in self._own else protected
 
-    def _give_back_own(self, row: int, protected: int, covered: int) -> None:
-        """Free the slots of a request's own tokens, behind the tree's ``protected`` ones, that its copy stands for."""
+    def _free_own_slots(self, row: int, protected: int, covered: int) -> None:
+        """Free the slots of a request's own tokens, after the tree's ``protected`` ones, that its compressed KV covers."""
         begin = self.own_start(row, protected)
         if covered <= begin:
             return
@@ -76,68 +77,73 @@ class FreedFullKV(ABC):
 
     @abstractmethod
     def full_kv_start(self, row: int, protected: int) -> int:
-        """The first position from which on a request's row leads to its own full KV."""
+        """The first position from which a request's row points to its own full KV."""
 
     @abstractmethod
     def can_lack_full_kv(self, row: int) -> bool:
-        """Whether the request in ``row`` may lack full KV, so that it cannot do without its copy."""
+        """Whether the request in ``row`` may lack full KV, so that it depends on its compressed KV."""
 
     @abstractmethod
     def slot_demand(self, req: "Req", more: int, share: float = 1.0) -> SlotDemand:
-        """What a request that runs or waits will need of the pool beside its prompt's full KV.
+        """Pool slots that a running or waiting request will need, in addition to its prompt's full KV.
 
         Args:
-            more: tokens that its answer has yet at most.
-            share: of these, those that are expected.
+            more: Maximum number of tokens left to generate.
+            share: Expected share of ``more``.
         """
 
     def slot_demands(self, requests: "Iterable[tuple[Req, int]]", share: float = 1.0) -> list[SlotDemand]:
-        """:meth:`slot_demand` of each of these, with the tokens that its answer has yet, in the order in which they come: what one takes up
-        elsewhere, there is for those after it no more."""
+        """Return :meth:`slot_demand` of each request, given with its maximum number of tokens left to generate, in order of admission.
+
+        Space that one request takes outside the pool is not available to later ones.
+        """
         return [self.slot_demand(req, more, share) for req, more in requests]
 
     def forget(self, row: int) -> None:
-        """The request in ``row`` is gone."""
+        """Remove the request in ``row``, which has ended."""
         self._own.pop(row, None)
 
     def clear(self) -> None:
-        """All requests are gone, and the pool is being cleared."""
+        """Remove all requests. The pool is being cleared."""
         self._own.clear()
 
     def admitted(self, req: "Req") -> None:
-        """A request that waited begins in the next forward: keep what it attends to."""
+        """Hold what a waiting request attends to. It begins in the next forward."""
 
     def peak_slots(self, req: "Req", rest: int) -> int:
-        """Slots that full KV of the last ``rest`` tokens of a prompt takes at most beside what it has, while they are computed."""
+        """Maximum slots for full KV of a prompt's last ``rest`` tokens while they are computed, in addition to the slots that it has."""
         return rest
 
     def reads(self, req: "Req | None", best: "TieredNode") -> bool:
-        """Whether a prompt reads what stands for full KV on the path to ``best`` as it is, so that it needs no slots for it."""
+        """Whether a prompt reads the replacement of full KV on the path to ``best`` directly, so that it needs no slots for it."""
         return False
 
     def begin_prompts(self, prompts: "Iterable[tuple[Req, int, int]]") -> None:
-        """Tokens of prompts are about to be computed (quantized_prompts.py); of each the request, and tokens that the tree had when it came,
-        and that are before them."""
+        """Prepare the next tokens of prompts (quantized_prompts.py).
+
+        Args:
+            prompts: For each, the request, the tokens that were in the tree when it arrived, and the tokens before the next ones.
+        """
 
     def stored(self, row: int) -> torch.Tensor | None:
-        """Slots of blocks that a prompt attends to as they lie in the pool; None for none."""
+        """Slots of the blocks in the pool that a prompt attends to. None if there are none."""
         return None
 
     def can_insert(self, row: int) -> bool:
-        """Whether the prompt of a request that is done may enter the tree: its row leads to all of it that the tree lacks."""
+        """Whether a finished request's prompt may enter the tree: its row points to all full KV that the tree lacks."""
         return True
 
     def is_lost(self, row: int) -> bool:
-        """Whether what stood for a request's full KV is gone, so that it must be computed again."""
+        """Whether the replacement of a request's full KV is lost, so that the request must be recomputed."""
         return False
 
     def arrival(self, row: int) -> "RecomputeSource | None":
-        """What computes a request once more that lacks full KV; None where it has all of it, or that is done here."""
+        """The source that recomputes a request without full KV. None if it has all full KV, or is recomputed here."""
         return None
 
     def whole(self, tokens: int) -> int:
-        """Of a context's first ``tokens`` tokens, those that a node of the tree may end after while its prompt is computed in chunks."""
+        """Of a context's first ``tokens`` tokens, those after which a tree node may end while the prompt is computed in chunks."""
         return tokens
 
     def write(self) -> None:
-        """Before a forward: make what it reads of what stands for it."""
+        """Write full KV that the next forward reads and that must be restored from its replacement."""

@@ -1,4 +1,4 @@
-"""Full KV of the prefix tree goes to the host, and leaves the device."""
+"""Stores full KV of the prefix tree on the host, and frees its device slots."""
 
 import heapq
 from collections.abc import Callable, Sequence
@@ -16,23 +16,23 @@ from sglang_ext.tp_ranks import TPRanks
 
 
 class HostStore:
-    """What of a tree's nodes is stored on the host.
+    """The KV of a tree's nodes that is stored on the host.
 
-    All calls come from the thread that owns the tree; the trees of all ranks do the same.
+    All calls come from the thread that owns the tree. The trees of all ranks make the same calls.
 
     Args:
-        nodes: of the tree.
-        tier: where full KV lies in host memory, in pages as long as the tree's.
-        priority: of a node; those with the lowest are forgotten first.
-        ranks: who must find the same transfers done.
-        anchoring: with which segments pages are stored as residuals; None for whole.
+        nodes: The tree.
+        tier: The host tier. Its page size equals the tree's.
+        priority: Priority of a node. Nodes with the lowest priority are dropped first.
+        ranks: The ranks that must agree on which transfers are done.
+        anchoring: Which segments are anchors of pages stored as residuals. None stores pages whole.
 
     Attributes:
-        stored_bytes: of full KV, so far, to the host.
-        arrivals: which transfers are done.
+        stored_bytes: Bytes of full KV stored to the host so far.
+        arrivals: Tracks which transfers are done.
 
     Raises:
-        ValueError: the tier's pages are not as long as the tree's.
+        ValueError: The tier's page size differs from the tree's.
     """
 
     def __init__(
@@ -50,24 +50,24 @@ class HostStore:
             )
         self.nodes, self.tier, self._priority, self.anchoring = nodes, tier, priority, anchoring
         self.arrivals, self.stored_bytes = TransferTracker(ranks), 0
-        # How many segments the tree had had when anchors of a node were last looked for.
+        # Number of segments that the tree had ever had when anchors of the node were last searched.
         self._looked: WeakKeyDictionary[TieredNode, int] = WeakKeyDictionary()
 
     @property
     def bytes(self) -> int:
-        """Of full KV on the host."""
+        """Bytes of full KV on the host."""
         pool = self.tier.pool
         return (pool.pages.count - pool.pages.free_pages) * pool.page_bytes
 
     def back_up(self, node: TieredNode) -> Transfer | None:
-        """Store the KV of ``node`` to the host; its device slots stay.
+        """Store the KV of ``node`` on the host. Its device slots stay.
 
         Returns:
-            The transfer; of a node that has a host copy, the one that made it. None when the host is full even after it forgot
-            what nobody needs, least recently used first.
+            The transfer. If the node is on the host already, the transfer that stored it. None if the host is full even after it dropped
+            unneeded nodes, least recently used first.
 
         Raises:
-            ValueError: the node's KV is not on the device.
+            ValueError: The node's KV is not on the device.
         """
         if node.host_value is not None:
             return node.store
@@ -80,7 +80,7 @@ class HostStore:
         return node.store
 
     def store_as_residual(self, node: TieredNode) -> None:
-        """Store a node again that lies on the host, where segments have come with which loads of it would bring less."""
+        """Store a node again that is on the host, if loads would transfer less with segments that were added since."""
         if self.anchoring is None or not self.anchoring.missing(node) or self._looked.get(node) == self.nodes.segments.added:
             return
         if self.is_stored(node) and sum(map(bool, anchors := self._anchors(node))) > sum(map(bool, node.anchors)):
@@ -100,25 +100,25 @@ class HostStore:
         return self.anchoring.find(node, below(node))
 
     def blocks(self, nodes: Sequence[TieredNode]) -> PageBlocks | None:
-        """The blocks with which the host's pages of ``nodes`` were stored, as far as they are there."""
+        """The blocks with which the host pages of ``nodes`` were stored, where they still exist."""
         return None if self.anchoring is None else self.anchoring.blocks(nodes)
 
     def drop_device(self, node: TieredNode) -> int:
-        """Free the device slots of ``node`` when its host copy is finished, even while requests lock it.
+        """Free the device slots of ``node`` if its store to the host is complete, even while requests lock it.
 
-        The caller knows that no forward reads them any more: rows of running requests that lead there are stale from now on.
+        The caller guarantees that no forward reads the slots any more. Rows of running requests that point to them are stale afterwards.
 
         Returns:
-            Slots that were freed; 0 when there are none, or the host copy is missing or not finished.
+            Slots that were freed. 0 if there are none, or if the store is missing or not complete.
         """
         return self.nodes.free_value(node) if self.is_stored(node) else 0
 
     def is_stored(self, node: TieredNode) -> bool:
-        """Whether the KV of ``node`` lies on the device, and all of it on the host too."""
+        """Whether the KV of ``node`` is on the device and completely stored on the host."""
         return node.on_device and node.host_value is not None and self.arrivals.done(node.store)
 
     def allocate(self, count: int) -> torch.Tensor | None:
-        """So many host pages, for which what nobody needs is forgotten: int64 [count]; None when they are not to be had."""
+        """Allocate ``count`` host pages, int64 [count], dropping unneeded nodes if necessary. None if there are not enough."""
         pages = self.tier.pool.pages
         if count > pages.count:
             return None

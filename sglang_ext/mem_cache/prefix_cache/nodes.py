@@ -1,6 +1,4 @@
-"""The nodes of the prefix tree, whose KV may lie on the device, on the host, or both: what they own, what keeps them, and what may be
-taken from them.
-"""
+"""The prefix tree and its nodes, whose KV is on the device, on the host, or both: ownership, locks and eviction sets."""
 
 import sys
 import time
@@ -20,20 +18,20 @@ from sglang_ext.mem_cache.prefix_cache.segments import Segment, Segments, coveri
 
 
 class TieredNode(TreeNode):
-    """Tokens ``[start, end)`` of every path that leads through it, in whole pages.
+    """Tokens ``[start, end)`` of every path through the node, in whole pages.
 
-    Of SGLang's fields, ``value`` is int64 [tokens], slots on the device, and ``host_value`` is int64 [tokens / page_size],
-    pages of the host tier; each is None where the KV does not lie there. The tree alone writes all fields.
+    SGLang's field ``value`` is int64 [tokens], slots on the device. ``host_value`` is int64 [tokens / page_size], pages of the host tier.
+    Each is None if the KV is not there. Only the tree writes the fields.
 
     Attributes:
-        start: tokens before it on its path; of the root, 0.
-        host_pages: whose pages ``host_value`` names.
-        segments: compressed chunks that end in it.
-        store: the transfer that filled ``host_value``; it may be under way.
-        load: the transfer that fills ``value``, until its checksums were compared; None when ``value`` holds exact KV.
-        anchors: of each page on the host the segment with which a load brings less (anchors.py).
-        codes: of its segments, those that stand for its full KV where it has none (quantized_only.py); () where none may, or they do not.
-        dropped: whether it was taken out of the tree.
+        start: Tokens before it on its path. 0 for the root.
+        host_pages: The allocator of the pages in ``host_value``.
+        segments: Compressed chunks that end in it.
+        store: The transfer that writes ``host_value``. It may be in progress.
+        load: The transfer that writes ``value``, until its checksums are compared. None if ``value`` holds exact KV.
+        anchors: For each page on the host, the segment with which a load transfers fewer bytes (anchors.py).
+        codes: The segments that replace its full KV when that is freed (quantized_only.py). () if they do not cover it, or must not.
+        dropped: Whether it was removed from the tree.
     """
 
     parent: "TieredNode"
@@ -52,45 +50,45 @@ class TieredNode(TreeNode):
 
     @property
     def end(self) -> int:
-        """The first token after it."""
+        """The position after its last token."""
         return self.start + len(self.key)
 
     @property
     def on_device(self) -> bool:
-        """Whether ``value`` holds its exact KV, now or for what the current stream is given next."""
+        """Whether ``value`` holds its exact KV, for work enqueued on the current stream from now on."""
         return self.value is not None and self.load is None
 
     @property
     def device_tokens(self) -> int:
-        """Slots that it owns."""
+        """Device slots that it owns."""
         return 0 if self.value is None else len(self.value)
 
     @property
     def is_void(self) -> bool:
-        """Whether its KV is lost: it is in no tier and in no segment, but requests lead through it."""
+        """Whether its KV is lost: it is in no tier and in no segment, but the paths of requests contain the node."""
         return self.value is None and self.host_value is None and not self.codes
 
     @property
     def is_quantized_only(self) -> bool:
-        """Whether its KV is compressed, and nothing else."""
+        """Whether it has quantized-only KV: compressed, and neither on the device nor on the host."""
         return self.value is None and self.host_value is None and bool(self.codes)
 
     @property
     def is_device_leaf(self) -> bool:
-        """Whether its device slots may be evicted next: nobody needs them, and no node below it has any, or it stays as codes."""
+        """Whether its device slots may be evicted next: it is unlocked, and no child has device slots, or it stays as quantized-only KV."""
         if self.value is None or self.lock_ref:
             return False
         return bool(self.codes) or all(child.value is None and not child.codes for child in self.children.values())
 
     @property
     def is_host_leaf(self) -> bool:
-        """Whether the host may forget it: nobody needs it, nothing hangs on it."""
+        """Whether the host may drop it: it is unlocked, has no device slots and no children."""
         return self.value is None and self.host_value is not None and self.lock_ref == 0 and not self.children
 
     def split_tiers(self, upper: "TieredNode", tokens: int, page_size: int) -> None:
-        """Give the first ``tokens``, whole pages, of what it holds in each tier to ``upper``.
+        """Move the first ``tokens``, whole pages, of its slots and host pages to ``upper``.
 
-        A segment that reaches over the cut stays: it is valid on every path through this node.
+        A segment that crosses the cut stays with the lower node: it is valid on every path through this node.
         """
         if self.value is not None:
             upper.value, self.value = self.value[:tokens].clone(), self.value[tokens:].clone()
@@ -109,11 +107,11 @@ class TieredNode(TreeNode):
 
 
 class SharedPrefix(NamedTuple):
-    """The beginning of a context with which others began before.
+    """The beginning of a context that earlier contexts share.
 
     Attributes:
-        node: of the prefix tree, locked; the beginning lies on its path.
-        tokens: of the beginning.
+        node: The node of the prefix tree in which the path ends, locked.
+        tokens: Tokens of the shared beginning.
     """
 
     node: TieredNode
@@ -121,7 +119,7 @@ class SharedPrefix(NamedTuple):
 
 
 def path(node: TieredNode) -> list[TieredNode]:
-    """The nodes from the root's child down to ``node``; none for the root."""
+    """The nodes from the root's child down to ``node``. Empty for the root."""
     nodes = []
     while node.parent is not None:
         nodes.append(node)
@@ -130,7 +128,7 @@ def path(node: TieredNode) -> list[TieredNode]:
 
 
 def below(node: TieredNode) -> Iterator[TieredNode]:
-    """All nodes under ``node``, parents before their children; the tree must stay as it is meanwhile."""
+    """Iterate over all nodes below ``node``, parents before their children. The tree must not change during the iteration."""
     stack = list(node.children.values())
     while stack:
         child = stack.pop()
@@ -139,32 +137,31 @@ def below(node: TieredNode) -> Iterator[TieredNode]:
 
 
 def concat_slots(parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """``parts`` one after another; empty, and like ``like``, when there are none."""
+    """Concatenate ``parts``. If there are none, return an empty tensor like ``like``."""
     return torch.cat(parts) if parts else like.new_empty(0)
 
 
 class PrefixTree:
     """A radix tree whose nodes own device slots, host pages and segments, in any subset.
 
-    A node that no request locks holds its KV on the device or on the host; all nodes below it are unlocked too, so that
-    it can be dropped with them. A locked node may lose both (:attr:`TieredNode.is_void`): it stays until it is unlocked, or
-    a request brings its KV again.
+    An unlocked node has its KV on the device or on the host. All nodes below it are unlocked too, and can be dropped with it. A locked
+    node may lose both (:attr:`TieredNode.is_void`). It stays until it is unlocked, or until a request provides its KV again.
 
     Args:
-        allocator: SGLang's, of device slots.
-        page_size: tokens of a page, of which keys are made.
-        segments: the compressed chunks that hang on the nodes.
-        removed: told of a node that leaves the tree, while it still knows its parent.
+        allocator: SGLang's allocator of device slots.
+        page_size: Tokens per page. Keys are whole pages.
+        segments: The compressed chunks attached to the nodes.
+        removed: Called with a node that is removed from the tree, while its parent is still set.
 
     Attributes:
-        root: on the device and on the host, and locked for ever, as SGLang has it.
-        leaves: nodes whose device slots may be evicted next.
-        host_leaves: nodes that the host may forget.
-        quantized_only: nodes whose KV is compressed, and nothing else.
-        loading: nodes whose KV is on its way to the device, in the order in which their loads began, as on all ranks.
-        evictable: device slots of nodes that nobody locks.
-        protected: device slots of locked nodes.
-        changed: whether a node was since the tree was checked last (tree_integrity.py).
+        root: Counts as on the device and on the host, and is always locked, as in SGLang.
+        leaves: Nodes whose device slots may be evicted next.
+        host_leaves: Nodes that the host may drop.
+        quantized_only: Nodes with quantized-only KV.
+        loading: Nodes whose KV is being loaded to the device, in the order in which their loads began. All ranks have the same order.
+        evictable: Device slots of unlocked nodes.
+        protected: Device slots of locked nodes.
+        changed: Whether a node changed since the last check of the tree (tree_integrity.py).
     """
 
     def __init__(
@@ -190,11 +187,11 @@ class PrefixTree:
         self.evictable = self.protected = 0
 
     def __iter__(self) -> Iterator[TieredNode]:
-        """All but the root, parents before their children; the tree must stay as it is meanwhile."""
+        """Iterate over all nodes except the root, parents before their children. The tree must not change during the iteration."""
         return below(self.root)
 
     def clear(self) -> None:
-        """Forget all nodes and segments, after transfers; host pages go back, device slots do not: SGLang clears its pool."""
+        """Remove all nodes and segments, after their transfers. Frees host pages, but not device slots: SGLang clears its pool."""
         for node in self:
             _await_transfers(node)
             _free_pages(node)
@@ -202,9 +199,9 @@ class PrefixTree:
         self._begin()
 
     def walk(self, key: RadixKey) -> list[TieredNode]:
-        """Nodes of the longest path that begins ``key``, in whole pages; the last is split where they part.
+        """Return the nodes of the longest path that is a prefix of ``key``, in whole pages. The last node is split where the key diverges.
 
-        One without full KV is split where its segments can be, which may be before (:meth:`_part`).
+        A node without full KV is split where its segments can be split, which may be earlier (:meth:`_part`).
         """
         now, node = time.monotonic(), self.root
         node.last_access_time = now
@@ -225,8 +222,10 @@ class PrefixTree:
         return nodes
 
     def _part(self, node: TieredNode, tokens: int) -> list[TieredNode]:
-        """The new nodes above ``node`` that hold its first ``tokens``: one, or, as codes end with a block, none, or one with codes
-        and another that has full KV alone."""
+        """Split ``node`` and return the new nodes above it that hold its first ``tokens``.
+
+        Without segments that is one node. With segments, a node that ends with a block, if any, then a node with full KV only, if any.
+        """
         if not node.codes:
             return [self.split(node, tokens)]
         parts, at = [], node.start + tokens
@@ -241,7 +240,7 @@ class PrefixTree:
         return parts
 
     def split(self, child: TieredNode, tokens: int) -> TieredNode:
-        """Put a new node above ``child`` that takes over its first ``tokens``, whole pages; returns the new one."""
+        """Insert a new node above ``child`` that takes its first ``tokens``, whole pages. Return the new node."""
         upper, key = TieredNode(child.start, priority=child.priority), child.key
         upper.hit_count, upper.lock_ref, upper.last_access_time = child.hit_count, child.lock_ref, child.last_access_time
         upper.parent, upper.key = child.parent, key[:tokens]
@@ -259,7 +258,7 @@ class PrefixTree:
         return upper
 
     def add(self, parent: TieredNode, key: RadixKey, slots: torch.Tensor, priority: int) -> TieredNode:
-        """A new node below ``parent`` that owns ``slots``, int64 [tokens of the key]."""
+        """Add a node below ``parent`` that owns ``slots``, int64 [tokens of the key]."""
         node = TieredNode(parent.end, priority=priority)
         node.parent, node.key = parent, key
         parent.children[key.child_key(self.page_size)] = node
@@ -267,13 +266,13 @@ class PrefixTree:
         return node
 
     def set_value(self, node: TieredNode, slots: torch.Tensor) -> None:
-        """Let a node without device slots own ``slots``, int64 [its tokens]."""
+        """Let a node without device slots own ``slots``, int64 [tokens of the node]."""
         node.value = slots.clone()
         self._count(node, len(slots))
         self.update_eviction_sets(node, node.parent)
 
     def free_value(self, node: TieredNode) -> int:
-        """Free a node's device slots, after transfers that read or write them; returns how many."""
+        """Free a node's device slots, after the transfers that read or write them. Return the number of freed slots."""
         if node.value is None:
             return 0
         _await_transfers(node)
@@ -285,19 +284,19 @@ class PrefixTree:
         return len(slots)
 
     def set_host(self, node: TieredNode, pages: torch.Tensor, of: HostPages, anchors: PageSegments = ()) -> None:
-        """Let a node own ``pages``, int64 [its pages], of the host, that are stored with ``anchors``."""
+        """Let a node own host ``pages``, int64 [pages of the node], stored with ``anchors``."""
         node.host_value, node.host_pages = pages, of
         anchor(node, anchors)
         self.update_eviction_sets(node)
 
     def free_host(self, node: TieredNode) -> None:
-        """Give back a node's host pages, if it has any."""
+        """Free a node's host pages, if it has any."""
         if node.host_value is not None:
             _free_pages(node)
             self.update_eviction_sets(node)
 
     def drop(self, node: TieredNode) -> int:
-        """Take a node that nobody locks out of the tree, and all below it, with what they own; no-op if that was done.
+        """Remove an unlocked node and all nodes below it from the tree, with what they own. Does nothing if it was dropped already.
 
         Returns:
             Device slots that were freed.
@@ -318,7 +317,7 @@ class PrefixTree:
         return freed
 
     def lock(self, node: TieredNode) -> int:
-        """Keep the path to ``node``: nobody may evict it; returns by how many slots less may be evicted, as SGLang counts: below 0."""
+        """Lock the path to ``node`` against eviction. Return the change of the evictable slots, at most 0, as SGLang counts it."""
         delta = 0
         while node is not self.root:
             if node.lock_ref == 0:
@@ -331,7 +330,7 @@ class PrefixTree:
         return delta
 
     def unlock(self, node: TieredNode) -> int:
-        """Undo one :meth:`lock`, and drop nodes whose KV is lost once nobody locks them; returns how many slots more may be evicted."""
+        """Undo one :meth:`lock`, and drop unlocked nodes whose KV is lost. Return the change of the evictable slots, at least 0."""
         delta, lost = 0, []
         while node is not self.root:
             node.lock_ref -= 1
@@ -347,12 +346,12 @@ class PrefixTree:
         return delta
 
     def attach(self, node: TieredNode, segment: Segment) -> None:
-        """Let the tree own ``segment``, which stands for tokens of the path to ``node``, and its slots.
+        """Let the tree own ``segment``, which covers tokens of the path to ``node``, and its slots.
 
-        Unless it has users it may be evicted from now on.
+        A segment without users may be evicted from now on.
 
         Raises:
-            ValueError: it does not lie on the path, is attached already, or is not made of whole pages.
+            ValueError: It is not on the path, is attached already, or is not whole pages.
         """
         if node.dropped:
             raise ValueError(f"a path of {node.end} tokens was dropped from the tree; match it again before attaching to it")
@@ -360,9 +359,9 @@ class PrefixTree:
         self.update_eviction_sets(segment.node)
 
     def segments_to(self, node: TieredNode, length: int, method: str = "", start: int = 0) -> list[Segment]:
-        """Segments of ``method`` that stand for the path to ``node`` from token ``start`` on, one after another.
+        """Return consecutive segments of ``method`` that cover the path to ``node`` from token ``start`` on.
 
-        None ends after ``length``. Of alternatives that begin at one position it names the one that reaches farthest.
+        No segment ends after ``length``. Of segments that begin at one position, the one that ends last is used.
         """
         return covering_segments(path(node), length, method, start)
 
@@ -373,7 +372,7 @@ class PrefixTree:
             self.evictable += tokens
 
     def update_eviction_sets(self, *nodes: TieredNode) -> None:
-        """Note whether they may be evicted next, after they changed."""
+        """Update the sets of evictable nodes after ``nodes`` changed."""
         self.changed = True
         for node in nodes:
             self._sort(node, node.is_device_leaf, self.leaves)
@@ -385,7 +384,7 @@ class PrefixTree:
 
 
 def _await_transfers(node: TieredNode) -> None:
-    """Let the current stream wait for what reads or writes a node's device slots."""
+    """Make the current stream wait for transfers that read or write a node's device slots."""
     for transfer in (node.store, node.load):
         if transfer is not None:
             transfer.wait()

@@ -1,15 +1,16 @@
-"""Mode lossy: full KV is given back as soon as copies hold all of it as codes, and made of them again where a prompt needs it.
+"""Mode lossy: frees full KV when compressed KV holds all of its tokens quantized, and restores it if a prompt needs it.
 
-Nothing is verified there, so that full KV which is packed serves two ends alone: prompts that begin alike attend to it, and a method
-that chooses tokens would choose again. Where a copy packs all tokens, the prefix tree gets its blocks as segments, and the nodes that
-segments tile (segments.py:tiling) give up their device slots although requests lock them: their only form is *codes alone*. What copies
-leave as it is stays as full KV: the first tokens, the newest ones, and what does not fill a block. So do a request's generated tokens,
-which are nobody else's, until its copy packs them; the prompt's last ones, which share a block with them, go then, too.
+Lossy mode verifies nothing. So full KV that is also packed has two uses only: prompts with the same prefix attend to it, and methods that
+select tokens would select from it again. If a compression method packs all tokens, the prefix tree owns the packed blocks as segments.
+Nodes that are tiled by segments (segments.py:tiling) free their device slots although requests lock them. Their KV is then
+*quantized-only*. The tokens that compressed KV keeps exact stay as full KV: the first tokens, the newest ones, and a partial block. A
+request's generated tokens are in no tree node. They stay until its compressed KV packs them, together with the last prompt tokens that
+share a block with them.
 
-A prompt that begins with such nodes gets slots for them, before the next forward filled with what the codes mean: the road of full KV
-that comes from the host (``TieredRadixCache.init_load_back``). Once it has a copy, which reads the same segments, they are given back
-again. Tokens that were computed after such a beginning attended to codes, as all decoding here does. Where prompts attend to codes
-anyway, they read them as they are, and full KV goes as they are computed (quantized_prompts.py): then it is made of codes for nobody.
+A prompt that begins with quantized-only nodes gets slots for them, and the tokens are dequantized into these slots before the next forward.
+This uses SGLang's path for full KV on the host (``TieredRadixCache.init_load_back``). Once the prompt has compressed KV that reads the same
+segments, the slots are freed again. Tokens computed after such a prefix attended to quantized KV, as all decoding in this mode does. With
+prompts that attend to quantized KV anyway, full KV is freed while they are computed, and never restored (quantized_prompts.py).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -33,18 +34,18 @@ if TYPE_CHECKING:
 
     from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 
-# Tokens before a copy takes up new ones, from which on room is kept for that: two rounds, and one whose outcome is not known yet.
+# Slots for the next refresh of compressed KV are reserved this many tokens before it: two rounds, and one with an unknown outcome.
 NEAR = 12
 
 
 @dataclass(frozen=True)
 class PendingRestore:
-    """Full KV that is made of codes before the next forward.
+    """Full KV to restore from packed blocks before the next forward.
 
     Attributes:
-        blocks: int64, slots of packed blocks, which stay as they are until then.
-        first: of their tokens the first that is wanted.
-        targets: int64 [tokens], slots that get them.
+        blocks: int64, slots of the packed blocks. They do not change until then.
+        first: Index, among their tokens, of the first one to restore.
+        targets: int64 [tokens], slots to write.
     """
 
     blocks: torch.Tensor
@@ -54,16 +55,16 @@ class PendingRestore:
 
 @dataclass
 class QuantizedOnlyKV(FreedFullKV):
-    """What of the full KV of one scheduler process, whose prefix tree has no host tier, was given back.
+    """The full KV that one scheduler process has freed. Its prefix tree has no host tier.
 
     Attributes:
-        packing: how blocks lie in slots.
-        method_of: what makes the copies of a request that waits; None where it gets none.
-        recomputes: whether who is retracted is computed again here, as all that this process computed is; else by another server, of those
-            of which :meth:`set_recompute_source` was told, and others keep their full KV.
-        prompts: that attend to codes; None where they attend to full KV.
-        holders: running requests whose copies hold all tokens that they cover.
-        restored_tokens: whose full KV was made of codes, so far.
+        packing: Layout of blocks in slots.
+        method_of: Returns the method that will compress a waiting request. None if it stays on full KV.
+        recomputes: Whether this process can recompute all retracted requests, because it computed them. If not, requests registered with
+            :meth:`set_recompute_source` are recomputed by another server, and the others keep their full KV.
+        prompts: State of prompts that attend to quantized KV. None if prompts attend to full KV.
+        holders: Running requests whose compressed KV holds all tokens that it covers.
+        restored_tokens: Tokens restored so far.
     """
 
     packing: Packing
@@ -72,26 +73,26 @@ class QuantizedOnlyKV(FreedFullKV):
     prompts: QuantizedPrompts | None = None
     holders: CompressedRequests = field(default_factory=CompressedRequests)
     restored_tokens: int = 0
-    # What decodes, as its last round began.
+    # Decoding requests at the start of the last round.
     _decoding: dict[int, tuple[TieredNode, int]] = field(default_factory=dict)
     _shared: dict[int, tuple[TieredNode, int]] = field(default_factory=dict)
-    _elsewhere: dict[int, RecomputeSource] = field(default_factory=dict)
+    _recompute_sources: dict[int, RecomputeSource] = field(default_factory=dict)
     _pending: list[PendingRestore] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.tree.segments.blocks = SegmentBlocks(self.packing.block_tokens, self.packing.block_slots, self._parted)
+        self.tree.segments.blocks = SegmentBlocks(self.packing.block_tokens, self.packing.block_slots, self._on_segment_split)
 
-    def _parted(self, first: Segment, rest: Segment) -> None:
+    def _on_segment_split(self, first: Segment, rest: Segment) -> None:
         self.copies.on_segment_split(first, rest)
         if self.prompts is not None:
             self.prompts.on_segment_split(first, rest)
 
     def update(self, running: dict[int, tuple[TieredNode, int]]) -> None:
-        """A round begins: give back full KV that copies hold.
+        """Free full KV that compressed KV holds. Called at the start of a round.
 
         Args:
-            running: requests that have copies, by row: the end of their path, whose tokens the tree took over, and the tokens that
-                the copy covers.
+            running: Requests with compressed KV, by row: the last node of their path, whose tokens the tree owns, and the number of tokens
+                that the compressed KV covers.
         """
         self._decoding = dict(running)
         if self.prompts is not None:
@@ -99,19 +100,19 @@ class QuantizedOnlyKV(FreedFullKV):
         self._update()
         for row in running:
             if (holder := self.holders.get(row)) is not None:
-                # Generated tokens are behind what the tree has of a request.
-                self._give_back_own(row, holder.node.end, holder.covered)
+                # A request's generated tokens follow the tokens in the tree.
+                self._free_own_slots(row, holder.node.end, holder.covered)
 
     def admitted(self, req: "Req") -> None:
-        """As :meth:`FreedFullKV.admitted`."""
+        """See :meth:`FreedFullKV.admitted`."""
         if self.prompts is not None:
             self.prompts.hold(req)
 
     def begin_prompts(self, prompts: "Iterable[tuple[Req, int, int]]") -> None:
-        """Tokens of prompts are about to be computed: give back full KV of those before, where prompts attend to codes.
+        """Start computing tokens of prompts. If prompts attend to quantized KV, free the full KV of the previous tokens.
 
         Args:
-            prompts: as of :meth:`QuantizedPrompts.begin`.
+            prompts: See :meth:`QuantizedPrompts.begin`.
         """
         if self.prompts is not None:
             for req, matched, known in prompts:
@@ -119,63 +120,63 @@ class QuantizedOnlyKV(FreedFullKV):
             self._update()
 
     def stored(self, row: int) -> torch.Tensor | None:
-        """Slots of blocks that a prompt attends to as they lie in the pool: as of :meth:`QuantizedPrompts.codes`; None for none."""
+        """Slots of the quantized blocks that a prompt attends to, as :meth:`QuantizedPrompts.codes`. None if there are none."""
         return None if self.prompts is None else self.prompts.codes(row)
 
     def is_lost(self, row: int) -> bool:
-        """Whether a request lacks full KV and got no copy, so that it must be computed again."""
+        """Whether a request lacks full KV and has no compressed KV, so that it must be recomputed."""
         return self.prompts is not None and self.prompts.is_lost(row)
 
     def _update(self) -> None:
-        """Give back what the tree has of requests that have copies."""
+        """Free the tree's full KV of requests with compressed KV."""
         running = self._decoding if self.prompts is None else {**self._decoding, **self.prompts.computed}
         whole = {row: where for row, where in running.items() if self.can_lack_full_kv(row)}
         for row, where in whole.items():
             if not self.tree.disable and self._shared.get(row) != where:
                 self._shared[row] = where
-                self._share(row, *where)
+                self._share_blocks(row, *where)
         self.holders.update(whole)
         for node, holders in self.holders.by_node.items():
-            # A prompt's last tokens, that are in a block with the first generated ones, are in no segment.
-            if node.value is not None and (node.codes or not node.children) and self._may_go(node, holders):
-                self._give_back(node, holders)
+            # The last prompt tokens can share a block with the first generated ones. They are in no segment.
+            if node.value is not None and (node.codes or not node.children) and self._can_free(node, holders):
+                self._free_full_kv(node, holders)
 
     def begin(self, row: int, tokens: int) -> None:
-        """A request begins in ``row`` whose copy another server packs: of its first ``tokens`` tokens it gets no full KV."""
+        """Register a request whose compressed KV another server packs. Its first ``tokens`` tokens have no full KV here."""
         self._own[row] = range(0, tokens)
 
     def set_recompute_source(self, row: int, sent: RecomputeSource) -> None:
-        """The request in ``row`` may lack full KV: ``sent`` lets another server compute it once more."""
-        self._elsewhere[row] = sent
+        """Allow the request in ``row`` to lack full KV: ``sent`` lets another server recompute it."""
+        self._recompute_sources[row] = sent
 
     def arrival(self, row: int) -> RecomputeSource | None:
-        """What computes a request once more that lacks full KV; None where it has all of it, or that is done here."""
-        return self._elsewhere.get(row) if row in self._own else None
+        """The source that recomputes a request without full KV. None if it has all full KV, or is recomputed here."""
+        return self._recompute_sources.get(row) if row in self._own else None
 
     def _recomputable(self, row: int) -> bool:
-        return self.recomputes or row in self._elsewhere
+        return self.recomputes or row in self._recompute_sources
 
-    def _share(self, row: int, node: TieredNode, covered: int) -> None:
-        """Let the tree own the blocks of a request's copy that stand for its prompt, and nodes end where segments do.
+    def _share_blocks(self, row: int, node: TieredNode, covered: int) -> None:
+        """Let the tree own the blocks of a request's compressed KV that cover its prompt, and split nodes at the ends of segments.
 
-        Nothing is moved: the draft row leads to the same slots.
+        No data is moved: the draft row points to the same slots.
         """
-        view, segments = self.copies.get(row), self.tree.segments
-        if view.own_packed:
-            start, own = view.shared_len, Segment(view.shared_len, covered, view.own[view.sinks :])
+        compressed, segments = self.copies.get(row), self.tree.segments
+        if compressed.own_packed:
+            start, own = compressed.shared_len, Segment(compressed.shared_len, covered, compressed.own[compressed.sinks :])
             tokens = segments.boundary(own, min(covered, node.end)) - start
             if tokens > 0:
                 packed = self.packing.packed_slots(tokens)
-                slots = view.detach_blocks(tokens, packed)
+                slots = compressed.detach_blocks(tokens, packed)
                 made = Segment(start, start + tokens, slots, tokens=tokens, packed=packed, method=self.copies.method(row).name)
-                view.segments.append(made)
+                compressed.segments.append(made)
                 self.tree.nodes.attach(node, made)
                 segments.use(made)
-        for segment in [segment for segment in view.segments if segment.node is not None]:
-            self._fit(segment, node)
+        for segment in [segment for segment in compressed.segments if segment.node is not None]:
+            self._align_nodes(segment, node)
 
-    def _fit(self, segment: Segment, last: TieredNode) -> None:
-        """Let nodes on the path to ``last`` end where ``segment`` does, and part it where it would reach over one that it could tile."""
+    def _align_nodes(self, segment: Segment, last: TieredNode) -> None:
+        """Split nodes on the path to ``last`` at the ends of ``segment``, and split ``segment`` at the ends of nodes that it can tile."""
         nodes, segments = self.tree.nodes, self.tree.segments
         for node in path(last):
             if node.end <= segment.start or node.value is None:
@@ -191,59 +192,60 @@ class QuantizedOnlyKV(FreedFullKV):
                 if cut < node.end:
                     nodes.split(node, cut - node.start)
 
-    def _may_go(self, node: TieredNode, holders: list[CompressedRequest]) -> bool:
-        """Whether nobody reads a node's device slots: all that lock it read their copies in its place."""
+    def _can_free(self, node: TieredNode, holders: list[CompressedRequest]) -> bool:
+        """Whether a node's device slots are unused: all requests that lock it read compressed KV instead."""
         return node.lock_ref == len(holders) and all(node.end <= holder.covered for holder in holders)
 
-    def _give_back(self, node: TieredNode, holders: list[CompressedRequest]) -> None:
+    def _free_full_kv(self, node: TieredNode, holders: list[CompressedRequest]) -> None:
         self.tree.nodes.free_value(node)
         for holder in holders:
             # To SGLang's padding page.
             self.copies.token_table[holder.row, node.start : node.end] = 0
 
     def full_kv_start(self, row: int, protected: int) -> int:
-        """The first position from which on a request's row leads to its own full KV."""
+        """The first position from which a request's row points to its own full KV."""
         return self.own_start(row, protected) if self.holders.get(row) is not None else 0
 
     def forget(self, row: int) -> None:
-        """As :meth:`FreedFullKV.forget`."""
+        """See :meth:`FreedFullKV.forget`."""
         super().forget(row)
         self.holders.forget(row)
         if self.prompts is not None:
             self.prompts.forget(row)
         self._decoding.pop(row, None)
         self._shared.pop(row, None)
-        self._elsewhere.pop(row, None)
+        self._recompute_sources.pop(row, None)
 
     def clear(self) -> None:
-        """As :meth:`FreedFullKV.clear`."""
+        """See :meth:`FreedFullKV.clear`."""
         super().clear()
         self.holders.clear()
         if self.prompts is not None:
             self.prompts.clear()
-        for kept in (self._decoding, self._shared, self._elsewhere, self._pending):
+        for kept in (self._decoding, self._shared, self._recompute_sources, self._pending):
             kept.clear()
 
     @property
     def tokens(self) -> int:
-        """Tokens that are held as codes alone: of the tree, and of running requests."""
+        """Tokens with quantized-only KV, in the tree and in running requests."""
         return sum(len(node.key) for node in self.tree.nodes.quantized_only) + self.own_tokens
 
     def restore(self, nodes: Sequence[TieredNode], allocate: Callable[[int], torch.Tensor | None]) -> bool:
-        """Give nodes that are codes alone device slots, which are filled before the next forward (:meth:`write`).
+        """Allocate device slots for quantized-only nodes. :meth:`write` fills them before the next forward.
 
         Args:
-            nodes: of one locked path.
-            allocate: so many slots, int64, for which others are evicted; None where they are not to be had.
+            nodes: Nodes of one locked path.
+            allocate: Returns this many slots, int64, evicting if necessary. None if there are not enough.
 
         Returns:
-            False where slots lack, or prompts attend to codes: who cannot read them computes anew. Then nothing was done.
+            False if slots are missing, or if prompts attend to quantized KV: a request that cannot read it recomputes the prefix. In both
+            cases nothing is changed.
         """
         if self.prompts is not None:
             return False
         segments = {segment: None for node in nodes for segment in node.codes}
         for segment in segments:
-            # Or they would be evicted for what is made of them.
+            # Protects them from eviction for the slots that they will fill.
             self.tree.segments.use(segment)
         slots = allocate(sum(len(node.key) for node in nodes))
         for segment in segments:
@@ -260,98 +262,103 @@ class QuantizedOnlyKV(FreedFullKV):
         return True
 
     def write(self) -> None:
-        """Make what was asked for since the last one, before the next one, in its stream: who got slots that were freed writes later."""
+        """Restore the requested full KV before the next forward, on its stream. Later owners of freed slots write after it."""
         for each in self._pending:
             self.packing.restore(self.copies.buffers, each.blocks, each.first, each.targets)
         self._pending.clear()
 
     def can_lack_full_kv(self, row: int) -> bool:
-        """Whether the request in ``row`` may lack full KV, so that it cannot do without its copy."""
-        view = self.copies.get(row)
-        return view is not None and view.has_all_tokens and self._recomputable(row)
+        """Whether the request in ``row`` may lack full KV, so that it depends on its compressed KV."""
+        compressed = self.copies.get(row)
+        return compressed is not None and compressed.has_all_tokens and self._recomputable(row)
 
     def whole(self, tokens: int) -> int:
-        """Of a context's first ``tokens`` tokens, those before the last place where segments may be parted; all where none is there."""
+        """Tokens, of a context's first ``tokens``, before the last position where segments can be split. ``tokens`` if there is none."""
         size, page = self.packing.block_tokens, self.tree.page_size
         blocks = lcm(page // gcd(size, page), page // gcd(self.packing.block_slots, page))
         if self.prompts is not None:
-            # What chunks fill becomes segments before the next one is computed, which end in a page of their own.
+            # Chunks become segments before the next chunk is computed. These segments end at a page boundary.
             blocks = self.packing.unit // size
         begin = self.packing.sinks
         return begin + (tokens - begin) // (blocks * size) * blocks * size if tokens > begin else tokens
 
     def slot_demand(self, req: "Req", more: int, share: float = 1.0) -> SlotDemand:
-        """What a request that runs or waits will need of the pool beside its prompt's full KV.
+        """Pool slots that a running or waiting request will need, in addition to its prompt's full KV.
 
         Args:
-            more: tokens that its answer has yet at most.
-            share: of these, those that are expected.
+            more: Maximum number of tokens left to generate.
+            share: Expected share of ``more``.
         """
         method, tokens = self.method_of(req), len(req.origin_input_ids) + len(req.output_ids)
-        view = None if req.req_pool_idx is None else self.copies.get(req.req_pool_idx)
-        if method is None or (view is None and tokens < method.shortest):
+        compressed = None if req.req_pool_idx is None else self.copies.get(req.req_pool_idx)
+        if method is None or (compressed is None and tokens < method.shortest):
             return SlotDemand(growth=share * more)
-        # One whose prompt is computed has a copy of its beginning at most.
-        if view is None or (self.prompts is not None and req.req_pool_idx in self.prompts.computed):
-            return self._room_of_prompt(req, method, view, tokens, more, share * more)
-        left = view.refresh_after - (tokens - method.recent)
-        taken, growth = self._grows(method, tokens - view.covered, left, more, share * more)
+        # While its prompt is computed, its compressed KV covers at most the beginning.
+        if compressed is None or (self.prompts is not None and req.req_pool_idx in self.prompts.computed):
+            return self._prompt_demand(req, method, compressed, tokens, more, share * more)
+        left = compressed.refresh_after - (tokens - method.recent)
+        taken, growth = self._growth(method, tokens - compressed.covered, left, more, share * more)
         copy = taken if left <= NEAR else 0
-        leaves = self._leaves(req, method.sinks, view.covered) if self.can_lack_full_kv(req.req_pool_idx) else {}
+        leaves = self._freed_nodes(req, method.sinks, compressed.covered) if self.can_lack_full_kv(req.req_pool_idx) else {}
         return SlotDemand(copy, leaves=leaves, growth=growth - copy)
 
-    def _room_of_prompt(
-        self, req: "Req", method: "CompressionMethod", view: CompressedKV | None, tokens: int, more: int, expected: float
+    def _prompt_demand(
+        self, req: "Req", method: "CompressionMethod", compressed: CompressedKV | None, tokens: int, more: int, expected: float
     ) -> SlotDemand:
-        """As :meth:`slot_demand`, of a request that gets a copy of all its ``tokens``, or of those after its ``view``, when they are computed."""
+        """As :meth:`slot_demand`, for a request whose ``tokens`` are compressed once they are computed.
+
+        Args:
+            compressed: Its compressed KV so far. None if it has none.
+        """
         sinks, reach = method.sinks, tokens - method.recent
         covered = method.covered(reach)
-        segments = self._known(req, method, covered) if view is None else []
-        known = segments[-1].end if segments else sinks if view is None else view.covered
-        copy = sinks * (view is None) + method.packing.held_slots(method.kept(covered - known))
+        segments = self._known_segments(req, method, covered) if compressed is None else []
+        known = segments[-1].end if segments else sinks if compressed is None else compressed.covered
+        copy = sinks * (compressed is None) + method.packing.held_slots(method.kept(covered - known))
         reads = tuple(segment for segment in segments if not segment.users)
-        _, growth = self._grows(method, tokens - covered, method.due(reach) - reach, more, expected)
+        _, growth = self._growth(method, tokens - covered, method.due(reach) - reach, more, expected)
         if not method.packs_all:
             return SlotDemand(copy, growth=growth, reads=reads)
         back = max(0, covered - max(sinks, req.cache_protected_len))
-        return SlotDemand(copy, back, self._leaves(req, sinks, covered), growth, reads)
+        return SlotDemand(copy, back, self._freed_nodes(req, sinks, covered), growth, reads)
 
-    def _grows(self, method: "CompressionMethod", exact: int, left: int, more: int, expected: float) -> tuple[int, float]:
-        """Slots for what a copy takes up next, beside full KV that goes back then; and all that the answer takes, those among them.
+    def _growth(self, method: "CompressionMethod", exact: int, left: int, more: int, expected: float) -> tuple[int, float]:
+        """Slots for the next refresh of compressed KV, while the full KV that it replaces still exists. And all slots that the remaining
+        output needs, including those.
 
         Args:
-            exact: tokens that it does not cover yet.
-            left: tokens before it takes up new ones.
-            more, expected: tokens that the answer has yet, at most and likely.
+            exact: Tokens that the compressed KV does not cover yet.
+            left: Tokens until the next refresh.
+            more, expected: Maximum and expected number of tokens left to generate.
         """
         if not method.packs_all:
             return 0, expected
-        # Of an answer that ends before, nothing is packed.
+        # If the output ends before the refresh, nothing is packed.
         taken = method.packing.held_slots(method.pack_after) if left <= max(more, NEAR) else 0
         return taken, max(method.share * expected, taken) + min(more, max(0, method.max_exact_tail - exact))
 
     def peak_slots(self, req: "Req", rest: int) -> int:
-        """Slots that full KV of the last ``rest`` tokens of a prompt takes at most beside what it has, while they are computed."""
+        """Maximum slots for full KV of a prompt's last ``rest`` tokens while they are computed, in addition to the slots that it has."""
         return rest if self.prompts is None else self.prompts.peak_slots(req, rest)
 
     def reads(self, req: "Req | None", best: TieredNode) -> bool:
-        """Whether a prompt reads all that is codes alone on the path to ``best`` as it is, so that it needs no slots for it."""
+        """Whether a prompt attends to all quantized-only KV on the path to ``best`` directly, so that it needs no slots for it."""
         return self.prompts is not None and self.prompts.reads(req, best)
 
-    def _known(self, req: "Req", method: "CompressionMethod", covered: int) -> list[Segment]:
-        """Segments of the tree with which the copy of a waiting request is to begin."""
+    def _known_segments(self, req: "Req", method: "CompressionMethod", covered: int) -> list[Segment]:
+        """Segments of the tree that the compressed KV of a waiting request will begin with."""
         matched = 0 if req.req_pool_idx is not None else len(req.prefix_indices) + req.host_hit_length
         if not matched:
             return []
         return self.tree.nodes.segments_to(req.best_match_node, min(matched, covered), method.name, method.sinks)
 
-    def _leaves(self, req: "Req", sinks: int, covered: int) -> dict[TieredNode, int]:
-        """Of a request's path the nodes with full KV that its copy over ``covered`` tokens stands for, and how many slots of them go."""
+    def _freed_nodes(self, req: "Req", sinks: int, covered: int) -> dict[TieredNode, int]:
+        """Nodes on a request's path with full KV that its compressed KV over ``covered`` tokens replaces, with the slots freed of each."""
         found: dict[TieredNode, int] = {}
         for node in path(req.last_node):
             if node.value is None:
                 continue
-            # Where paths part no segment reaches over.
+            # No segment crosses the position where paths diverge.
             parts = len(node.children) > (node is not req.last_node)
             end = min(self.whole(node.end) if parts else node.end, covered)
             found[node] = max(0, end - max(node.start, sinks))

@@ -1,10 +1,11 @@
-"""Prompts that attend to codes (``--kv-prefill quantized``), where full KV is given back: what they read, and when it goes.
+"""Prompts that attend to quantized KV (``--kv-prefill quantized``), where full KV is freed: what they read, and when full KV is freed.
 
-A token of such a prompt attends to the codes of all whole blocks before its own (layers/attention/quantized_prefill.py). So nobody reads
-the full KV of a chunk that was computed: as the next one begins, the request gets a copy of it, which grows with each chunk, and
-quantized_only.py gives it back. A prefix that is codes alone is read as it lies in the pool; the request's row leads to SGLang's padding page
-there. A request that decodes on full KV computes such a prefix anew. Copies pack the newest tokens, too, but for those that fill no
-block. From a request's admission until it has a copy, segments of its prefix are held for it: eviction would take them.
+A token of such a prompt attends to the quantized KV of all whole blocks before its own (layers/attention/quantized_prefill.py). So nothing
+reads the full KV of a chunk after it was computed. When the next chunk begins, the request gets compressed KV of the previous one, which
+grows with each chunk, and quantized_only.py frees the full KV. The prompt reads a quantized-only prefix directly from the pool, and its row
+points to SGLang's padding page there. A request that decodes on full KV recomputes such a prefix. The compressed KV also packs the newest
+tokens, except a partial block. From a request's admission until it has compressed KV, its prefix segments are held for it, because
+eviction would free them.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,14 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class QuantizedPrompts:
-    """Those of one scheduler process.
+    """The prompts of one scheduler process that attend to quantized KV.
 
     Attributes:
-        tree: the prefix tree.
-        copies: of the requests.
-        method_of: what makes the copies of a request; None where it decodes on full KV.
-        chunk: tokens of prompts in a forward at most; None for no bound.
-        computed: prompts that have copies and do not decode yet, by row: the end of their path, and the tokens that the copy covers.
+        tree: The prefix tree.
+        copies: The requests' compressed KV.
+        method_of: Returns the method that compresses a request. None if it decodes on full KV.
+        chunk: Maximum number of prompt tokens per forward. None for no limit.
+        computed: Prompts with compressed KV that do not decode yet, by row: the last node of their path, and the tokens covered.
     """
 
     tree: "TieredRadixCache"
@@ -41,14 +42,14 @@ class QuantizedPrompts:
     method_of: "Callable[[Req], CompressionMethod | None]"
     chunk: int | None = None
     computed: dict[int, tuple[TieredNode, int]] = field(default_factory=dict)
-    # Segments of prefixes: of admitted requests, by their names, and, once they have one, by their row.
+    # Segments held for prefixes: by request id from admission, then by row.
     _admitted: dict[str, list[Segment]] = field(default_factory=dict)
     _held: dict[int, list[Segment]] = field(default_factory=dict)
-    # Rows of which a beginning leads to the padding page.
+    # Rows that begin with slots of the padding page.
     _padded: set[int] = field(default_factory=set)
 
     def reads(self, req: "Req | None", best: TieredNode) -> bool:
-        """Whether a request reads all that is codes alone on the path to ``best`` as it is; else it computes that anew."""
+        """Whether a request attends to all quantized-only KV on the path to ``best`` directly. If not, it recomputes that KV."""
         method = None if req is None else self._packing_method(req)
         if method is None:
             return False
@@ -57,7 +58,7 @@ class QuantizedPrompts:
         return all(node.end <= end for node in path(best) if node.is_quantized_only)
 
     def hold(self, req: "Req") -> None:
-        """A request was admitted that begins with the path to its ``last_node``: keep the codes of it."""
+        """Hold the segments of an admitted request's prefix, the path to its ``last_node``."""
         self._release(self._admitted.pop(req.rid, ()))
         segments = self._segments(req.last_node, self._packing_method(req) or self.copies.methods[0])
         for segment in segments:
@@ -65,12 +66,12 @@ class QuantizedPrompts:
         self._admitted[req.rid] = segments
 
     def begin(self, req: "Req", matched: int, known: int) -> None:
-        """The next tokens of an admitted request's prompt are about to be computed.
+        """Prepare the next tokens of an admitted request's prompt.
 
         Args:
-            req: has its row, and slots of the tokens.
-            matched: tokens that the tree had when it came.
-            known: tokens before; the tree took them over but for what fills no unit.
+            req: The request. It has its row, and slots for the tokens.
+            matched: Prompt tokens that were in the tree when the request arrived.
+            known: Tokens before the next ones. The tree owns them, except a partial unit.
         """
         row, method = req.req_pool_idx, self._packing_method(req)
         if req.rid in self._admitted:
@@ -81,32 +82,32 @@ class QuantizedPrompts:
             return
         old, held = self.copies.get(row), self._held.get(row)
         prefix = SharedPrefix(req.last_node, matched) if matched else None
-        # Of what is codes alone it must hold all.
+        # The compressed KV must hold all quantized-only tokens.
         least = held[-1].end if held else (0 if old is None else old.covered) + 1
-        # Where slots for all lack, full KV stays but for what is codes alone.
+        # If there are too few slots for all of them, full KV stays except for the quantized-only part.
         for end in (known, held[-1].end) if held else (known,):
             if method.covered(self.copies.reach(row, end)) < least:
                 break
             if self.copies.compress(row, end, prefix=prefix, is_prompt_unfinished=True):
                 self._release(self._held.pop(row, ()))
                 break
-        if (view := self.copies.get(row)) is not None:
-            self.computed[row] = req.last_node, view.covered
+        if (compressed := self.copies.get(row)) is not None:
+            self.computed[row] = req.last_node, compressed.covered
 
     def codes(self, row: int) -> torch.Tensor:
-        """Slots of the blocks from the sinks on that the request in ``row`` has in the pool: int64, whole blocks."""
-        view = self.copies.get(row)
-        if view is not None:
-            return view.slots[: view.packed]
+        """Slots of the blocks after the sinks that the request in ``row`` has in the pool: int64, whole blocks."""
+        compressed = self.copies.get(row)
+        if compressed is not None:
+            return compressed.slots[: compressed.packed]
         held = [segment.slots[: segment.packed] for segment in self._held.get(row, ())]
         return torch.cat(held) if held else self.copies.token_table.new_empty(0, dtype=torch.int64)
 
     def peak_slots(self, req: "Req", rest: int) -> int:
-        """Slots that full KV of the last ``rest`` tokens of a prompt takes at most beside what it has, while they are computed."""
+        """Maximum slots for full KV of a prompt's last ``rest`` tokens while they are computed, in addition to the slots that it has."""
         method = self._packing_method(req)
         if method is None or self.chunk is None:
             return rest
-        # A chunk's goes when the next one has its slots; one that was computed has them already.
+        # The full KV of a chunk is freed when the next chunk has its slots. A request with a row already has the slots of a chunk.
         chunks = 2 if req.req_pool_idx is None else 1
         return min(rest, chunks * self.chunk + method.unit)
 
@@ -116,28 +117,28 @@ class QuantizedPrompts:
             self.computed.pop(row, None)
 
     def on_segment_split(self, first: Segment, rest: Segment) -> None:
-        """``first`` took over the first blocks of ``rest``: for whom that was held, both are."""
+        """Hold ``first``, which took the first blocks of ``rest``, for every request that holds ``rest``."""
         for segments in (*self._admitted.values(), *self._held.values()):
             if rest in segments:
                 segments.insert(segments.index(rest), first)
 
     def is_lost(self, row: int) -> bool:
-        """Whether a request lacks full KV and has no copy, so that it cannot decode."""
+        """Whether a request lacks full KV and has no compressed KV, so that it cannot decode."""
         return row in self._padded and self.copies.get(row) is None
 
     def forget(self, row: int) -> None:
-        """The request in ``row`` is gone."""
+        """Remove the request in ``row``, which has ended."""
         self.computed.pop(row, None)
         self._padded.discard(row)
         self._release(self._held.pop(row, ()))
 
     def clear(self) -> None:
-        """All requests are gone, and the tree is being cleared."""
+        """Remove all requests. The tree is being cleared."""
         for kept in (self.computed, self._admitted, self._held, self._padded):
             kept.clear()
 
     def _packing_method(self, req: "Req") -> "CompressionMethod | None":
-        """What makes a request's copy as soon as it decodes, of all tokens; None for one that decodes on full KV, or chooses of it."""
+        """The method that packs all tokens of a request when it decodes. None if it decodes on full KV, or selects tokens of it."""
         method = self.method_of(req)
         tokens = len(req.origin_input_ids) + len(req.output_ids)
         return method if method is not None and method.packs_all and tokens >= method.shortest else None

@@ -1,9 +1,9 @@
-"""Requests whose full KV is lost are computed again: by SGLang's own way for requests that it takes out of a batch.
+"""Recomputes requests whose full KV is lost, with SGLang's mechanism for retracted requests.
 
-A load from the host whose checksums differ leaves a node of the prefix tree without KV. The requests that lead through it
-give back all that they hold and wait in SGLang's queue; their prompt and what they answered so far is prefilled again. So are
-requests whose KV another server sends, where the rest of it does not come, or their slots are needed before it came, or codes alone
-are there of it: by that server. And so are requests of whose full KV a cache rank had all there was, whose process is gone.
+A load from the host with wrong checksums leaves a node of the prefix tree without KV. The requests whose paths contain the node free all
+their slots and wait in SGLang's queue. Their prompt and output tokens are prefilled again. Requests whose KV another server sends are
+recomputed by that server: if the rest of the KV does not arrive, if their slots are needed before, or if only quantized KV exists. Requests
+whose remote-only KV is lost with a cache rank's process are recomputed too.
 """
 
 from collections.abc import Callable
@@ -19,39 +19,41 @@ class RecomputeSource(Protocol):
     """The rest of a request's full KV, which another server sends."""
 
     def prefill_again(self, req: "Req") -> None:
-        """Let that server compute a request once more that gave its slots back."""
+        """Let the other server recompute a request that has freed its slots."""
 
 
 class EarlyRequests(Protocol):
-    """Requests of whose full KV a part is on its way from another server, by row of the token table."""
+    """Requests that receive a part of their full KV from another server, by row of the token table."""
 
     def is_lost(self, row: int) -> bool:
-        """Whether the rest will not come."""
+        """Whether the rest will not arrive."""
 
     def arrival(self, row: int) -> RecomputeSource | None:
-        """The rest of a request's KV; None where all is there."""
+        """The source of the rest of a request's KV. None if all of it has arrived."""
 
 
 def lost_requests(batch) -> list[int]:
-    """Places in a running batch of the requests whose full KV is in no tier, does not come, or went with a cache rank, or that need a copy and
-    have none."""
+    """Positions in a running batch of the requests to recompute.
+
+    Their full KV is in no tier, will not arrive, or was lost with a cache rank, or they need compressed KV and have none.
+    """
     tree = batch.tree_cache
     tellers = [each for each in (tree.residency, tree.early, tree.codes) if each is not None]
     return [i for i, req in enumerate(batch.reqs) if any(each.is_lost(req.req_pool_idx) for each in tellers)]
 
 
 def retract_lost(original: Callable, batch, server_args) -> tuple[list, float, list]:
-    """Hook around ``ScheduleBatch.retract_decode``: first those whose full KV is lost, then as SGLang does, if that is not enough.
+    """Hook around ``ScheduleBatch.retract_decode``: retracts requests whose full KV is lost, then as SGLang does if that is not enough.
 
     Returns:
-        As SGLang's: requests that wait again, the ratio of new tokens that it expects, and requests to abort.
+        As SGLang's: retracted requests, SGLang's new estimate of the new token ratio, and requests to abort.
     """
     tellers = [each for each in (batch.tree_cache.early, batch.tree_cache.codes) if each is not None]
     sent = {req.rid: each.arrival(req.req_pool_idx) for req in batch.reqs for each in tellers}
     gone, ratio, aborted = _retract(original, batch, server_args)
     again = [req for req in gone if sent.get(req.rid) is not None]
     for req in again:
-        # SGLang stored what was there, to go on with it.
+        # SGLang saved its KV on the CPU to resume with it.
         del req.kv_cache_cpu
         sent[req.rid].prefill_again(req)
     return [req for req in gone if req not in again], ratio, aborted

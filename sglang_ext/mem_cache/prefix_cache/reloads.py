@@ -1,4 +1,4 @@
-"""Full KV of the prefix tree comes back from the host, how fast was measured; what came back changed is forgotten."""
+"""Loads full KV of the prefix tree from the host, measures the bandwidth, and drops pages that came back changed."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode, path
 
 @dataclass
 class FaultInjector:
-    """Host memory that loses bits, for tests: before every so many loads a bit of the first page is flipped.
+    """Simulates host memory that loses bits, for tests: flips a bit of the first page before every ``every``-th load.
 
     Attributes:
-        every: of so many loads one finds a changed page.
-        loads: so far, and its start: the tensor-parallel rank, so that each loses a page in another load.
+        every: Loads per injected fault.
+        loads: Loads so far. It starts at the tensor-parallel rank, so that each rank has its fault in another load.
     """
 
     every: int
@@ -28,7 +28,7 @@ class FaultInjector:
 
     @torch.inference_mode()
     def flip_bit(self, pool: HostPool, pages: torch.Tensor) -> None:
-        """A load of ``pages``, whose stores are done, is about to begin."""
+        """Count a load of ``pages`` that is about to begin. Their stores must be complete."""
         self.loads += 1
         if self.loads % self.every == 0:
             pool.flip(int(pages[0]))
@@ -36,11 +36,11 @@ class FaultInjector:
 
 @dataclass
 class LinkBandwidth:
-    """Bandwidth in one direction over the transfers that ended, newer ones counting more.
+    """Bandwidth of completed transfers in one direction, weighted towards recent ones.
 
     Attributes:
-        decay: what is left of a transfer's weight when the next one ends.
-        loads, seconds: that were counted, and how long they took.
+        decay: Factor applied to all earlier transfers' weights when a transfer is added.
+        loads, seconds: Number of counted transfers, and their total duration.
     """
 
     decay: float = 0.9
@@ -52,16 +52,16 @@ class LinkBandwidth:
 
     @property
     def bandwidth(self) -> float | None:
-        """Bytes per second; None until a transfer was counted."""
+        """Bytes per second. None until a transfer was counted."""
         return self._bytes / self._seconds if self._seconds > 0 else None
 
     @property
     def restored(self) -> float | None:
-        """Bytes of full KV per second: more than travel where the host holds residuals. None until a transfer was counted."""
+        """Bytes of full KV per second. More than are transferred if the host stores residuals. None until a transfer was counted."""
         return self._restored / self._seconds if self._seconds > 0 else None
 
     def add(self, size: int, seconds: float, restored: int | None = None) -> None:
-        """Count a load of ``size`` bytes that took so long; ``restored``: bytes of full KV that it gave, where that is not the same."""
+        """Count a load of ``size`` bytes. ``restored``: bytes of full KV that it produced, if different."""
         self._bytes = self.decay * self._bytes + size
         self._restored = self.decay * self._restored + (size if restored is None else restored)
         self._seconds = self.decay * self._seconds + seconds
@@ -69,18 +69,18 @@ class LinkBandwidth:
         self.seconds += seconds
 
     def measure(self, tier: HostTier, slots: torch.Tensor, arrivals: TransferTracker) -> float:
-        """Count one load of what lies in ``slots``, waiting for it, and give the bandwidth.
+        """Store and load the KV in ``slots``, wait for it, and return the measured bandwidth.
 
-        Stores it first, and loads it once more before, since a first load waits for compilers. For the start of a
-        server: the more slots, the less the launches count.
+        It loads twice and counts the second load, because the first waits for compilers. Call it when the server starts. With more slots,
+        the launches count less.
 
         Args:
-            tier: a tier with room for so many pages.
-            slots: int64 [pages * page_size], on the device, that nobody writes meanwhile; they may repeat.
-            arrivals: tell when all ranks are done.
+            tier: The host tier, with space for the pages.
+            slots: int64 [pages * page_size], on the device. Nothing may write them during the call. They may repeat.
+            arrivals: Tracks when all ranks are done.
 
         Raises:
-            TransferError: the host has too few free pages, or the loads did not bring back what was stored.
+            TransferError: The host has too few free pages, or the loaded KV differs from the stored KV.
         """
         pages = tier.pool.pages.allocate(max(1, len(slots) // tier.pool.page_size))
         if pages is None:
@@ -103,18 +103,18 @@ class LinkBandwidth:
 
 
 class Reloads:
-    """Loads of a tree's nodes from their host copies to the device.
+    """Loads a tree's nodes from the host to the device.
 
     Args:
-        host: the copies.
-        allocate: so many device slots, int64, for which the tree evicts what it has to; None when they are not to be had.
-        faults: that a test asked for; None outside tests.
-        about_to_write, arrived: told of the slots, int64 [tokens], that a load is about to write, and that the tree has from one.
+        host: The nodes' KV on the host.
+        allocate: Returns this many device slots, int64, evicting from the tree if necessary. None if there are not enough.
+        faults: Fault injection for tests. None otherwise.
+        about_to_write, arrived: Called with slots, int64 [tokens]: those that a load is about to write, and those of a completed load.
 
     Attributes:
-        link: how fast loads are.
-        loaded_bytes, restored_bytes: that came from the host so far, by loads that are done, and full KV that they gave.
-        failed_pages: host pages so far whose KV came back changed, and was forgotten.
+        link: Measured bandwidth of loads.
+        loaded_bytes, restored_bytes: Bytes transferred by completed loads so far, and bytes of full KV that they produced.
+        failed_pages: Host pages dropped so far because their KV came back changed.
     """
 
     def __init__(
@@ -131,16 +131,16 @@ class Reloads:
         self.loaded_bytes = self.restored_bytes = self.failed_pages = 0
 
     def load_into(self, nodes: list[TieredNode], slots: torch.Tensor) -> Transfer:
-        """Copy the host's KV of ``nodes`` to ``slots``, which stay the caller's.
+        """Copy the host's KV of ``nodes`` to ``slots``, which remain the caller's.
 
-        Once it is done, pass the transfer to :meth:`drop_failed`, and use the slots only when that answers 0.
+        When the load is done, pass the transfer to :meth:`drop_failed`. Use the slots only if it returns 0.
 
         Args:
-            nodes: whose tokens come one after another.
+            nodes: Nodes whose tokens follow one another.
             slots: int64 [tokens of all nodes], on the device.
 
         Raises:
-            ValueError: a node is not on the host, or the slots are not as many as the tokens.
+            ValueError: A node is not on the host, or the number of slots differs from the number of tokens.
         """
         for node in nodes:
             if node.host_value is None:
@@ -157,19 +157,19 @@ class Reloads:
         return load
 
     def load_back(self, nodes: list[TieredNode]) -> Transfer | None:
-        """Copy the host's KV of ``nodes`` to device slots that the tree owns from now on; for them it evicts what it has to.
+        """Copy the host's KV of ``nodes`` to device slots that the tree then owns, evicting if necessary.
 
-        They count as on the device once the transfer is done and was settled (:meth:`collect_loads`): only then may rows lead to
+        The nodes count as on the device when the transfer is done and :meth:`collect_loads` has processed it. Only then may rows point to
         them.
 
         Args:
-            nodes: of one path, on the host and not on the device.
+            nodes: Nodes of one path that are on the host and not on the device.
 
         Returns:
-            None when the device lacks the slots; then nothing was loaded.
+            None if there are too few device slots. Nothing is loaded then.
 
         Raises:
-            ValueError: as of :meth:`load_into`, or a node has device slots, or they are not of one path.
+            ValueError: As in :meth:`load_into`, or a node has device slots, or the nodes are not on one path.
         """
         for node in nodes:
             if node.value is not None:
@@ -185,34 +185,34 @@ class Reloads:
         return load
 
     def finish(self, load: Transfer) -> int:
-        """Wait for a load, and take it in as :meth:`collect_loads` does."""
+        """Wait for a load, and process it as :meth:`collect_loads` does."""
         self.host.arrivals.wait(load)
-        return self._take_in(load)
+        return self._complete(load)
 
     def collect_loads(self, stores: Iterable[Transfer] = ()) -> int:
-        """Take in the loads that are done: their nodes are on the device, but for those whose KV came back changed.
+        """Process the completed loads. Their nodes are then on the device, except those whose KV came back changed.
 
         Args:
-            stores: to find out about, too.
+            stores: Stores to check for completion too.
 
         Returns:
-            Host pages that were forgotten for that, as :meth:`drop_failed` does.
+            Host pages dropped because they had changed, see :meth:`drop_failed`.
         """
         loads = list(dict.fromkeys(node.load for node in self._nodes.loading))
         self.host.arrivals.update([*loads, *stores])
-        return sum(self._take_in(load) for load in loads if self.host.arrivals.done(load))
+        return sum(self._complete(load) for load in loads if self.host.arrivals.done(load))
 
     def drop_failed(self, load: Transfer) -> int:
-        """Forget host pages that ``load`` found changed, and what lies on the host below them.
+        """Drop host pages that ``load`` found changed, and the host's KV of nodes below them.
 
-        Nodes that nobody locks are dropped, others stay without KV (:attr:`TieredNode.is_void`) until their requests are
-        gone or bring it again; no match reaches what is below them. Requests that lead through them must be recomputed.
+        Unlocked nodes are dropped. Locked ones stay without KV (:attr:`TieredNode.is_void`) until their requests end or provide it again.
+        No match reaches the nodes below them. Requests whose paths contain them must be recomputed.
 
         Returns:
-            How many pages had changed.
+            The number of changed pages.
 
         Raises:
-            TransferError: the load is not done.
+            TransferError: The load is not done.
         """
         _, failed, size = self.host.arrivals.outcome(load)
         self.loaded_bytes += size
@@ -225,7 +225,7 @@ class Reloads:
             self.failed_pages += len(failed)
         return len(failed)
 
-    def _take_in(self, load: Transfer) -> int:
+    def _complete(self, load: Transfer) -> int:
         lost = self.drop_failed(load)
         outcome = self.host.arrivals.outcome(load)
         self.link.add(outcome.size, outcome.seconds, load.size)
@@ -239,7 +239,7 @@ class Reloads:
         return lost
 
     def _lose(self, node: TieredNode, page: int) -> None:
-        """Forget a node's host copy from its ``page`` on, and what depends on it."""
+        """Drop a node's KV on the host from its ``page`` on, and what depends on it."""
         if page:
             self._nodes.split(node, page * self._nodes.page_size)
         self._strip(node)
@@ -260,13 +260,13 @@ class Reloads:
             self._lose_below(child)
 
     def _strip(self, node: TieredNode) -> None:
-        """Forget a node's host copy, and what is being loaded from it."""
+        """Drop a node's KV on the host, and the device slots of an unfinished load from it."""
         if node.load is not None:
             self._nodes.free_value(node)
         self._nodes.free_host(node)
 
     def _slots_for(self, nodes: list[TieredNode]) -> torch.Tensor | None:
-        """A slot for each token of ``nodes``, which stay whatever is evicted for it."""
+        """Allocate a slot for each token of ``nodes``. The nodes are not evicted for it."""
         deepest = max(nodes, key=lambda node: node.end)
         if not set(nodes) <= set(path(deepest)):
             ends = [node.end for node in nodes][:8]

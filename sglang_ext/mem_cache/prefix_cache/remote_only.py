@@ -1,12 +1,11 @@
-"""Mode lossy beside cache ranks: full KV is given back as soon as a rank has it and a copy holds the rows that its heads read.
+"""Mode lossy with cache ranks: frees full KV when a rank holds it and compressed KV holds the rows that the attention heads read.
 
-Nothing is verified there, and what else is chosen comes from the rank, so that a request's full KV is needed by nobody in this process. At
-the beginning of a round its path in the prefix tree is unlocked: nodes stay as an ordinary prefix for prompts that begin alike, until their
-slots are needed. What of it is the request's own is freed: the end of its prompt, and generated tokens once its copy stands for them, which
-is in the round after.
+Lossy mode verifies nothing, and later selections come from the rank. So this process no longer needs a request's full KV. At the start of a
+round the request's path in the prefix tree is unlocked. Its nodes remain as an ordinary prefix for other prompts, until their slots are
+needed. The request's own slots are freed: the end of its prompt, and generated tokens in the round after its compressed KV covers them.
 
-Where the rank's process is gone, the request is lost: steps under way keep the rows that their copies hold and the newest tokens, and
-before the next round it is retracted, and computed again from its tokens (recompute.py).
+If the rank's process ends, the request is lost. Steps in progress keep the rows of their compressed KV and the newest tokens. Before the
+next round the request is retracted and recomputed from its tokens (recompute.py).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -25,12 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class RemoteOnlyKV(FreedFullKV):
-    """What of the full KV of one scheduler process lies at its cache ranks alone.
+    """The remote-only KV of one scheduler process: full KV held by its cache ranks alone.
 
     Attributes:
-        ranks: who has the full KV, and exchanges rows of the copies.
-        method_of: what makes the copies of a request that waits; None where it gets none.
-        tail: tokens that follow a copy at most, as their slots go back a round after they were computed.
+        ranks: The cache ranks, which hold full KV and exchange rows of compressed KV.
+        method_of: Returns the method that will compress a waiting request. None if it stays on full KV.
+        tail: Maximum number of tokens after the compressed KV. Their slots are freed a round after they were computed.
     """
 
     ranks: "RowSender"
@@ -38,20 +37,20 @@ class RemoteOnlyKV(FreedFullKV):
     tail: int
 
     def update(self, requests: "Sequence[Req]") -> None:
-        """A round of these begins, before which SGLang let the prefix tree take over the prompts of those that have copies."""
+        """Free full KV at the start of a round of ``requests``. The prefix tree already owns the prompts of those with compressed KV."""
         for req in requests:
-            view = self.copies.get(req.req_pool_idx)
-            if view is None or not req.cache_protected_len <= view.covered <= self.ranks.holds(req.req_pool_idx):
+            compressed = self.copies.get(req.req_pool_idx)
+            if compressed is None or not req.cache_protected_len <= compressed.covered <= self.ranks.holds(req.req_pool_idx):
                 continue
-            if self.own_start(req.req_pool_idx, 0) >= view.covered:
+            if self.own_start(req.req_pool_idx, 0) >= compressed.covered:
                 continue
             self.ranks.leave_slots(req.req_pool_idx, alone=True)
             if req.req_pool_idx not in self._own:
-                self._let_go(req)
-            self._give_back_own(req.req_pool_idx, req.cache_protected_len, view.covered)
+                self._unlock_path(req)
+            self._free_own_slots(req.req_pool_idx, req.cache_protected_len, compressed.covered)
 
-    def _let_go(self, req: "Req") -> None:
-        """Give up a request's hold of its path: others may take its slots, so that no row may lead there."""
+    def _unlock_path(self, req: "Req") -> None:
+        """Unlock a request's path. Others may take its slots, so its row must no longer point to them."""
         row, protected = req.req_pool_idx, req.cache_protected_len
         if not self.tree.disable and req.last_node is not None:
             self.tree.dec_lock_ref(req.last_node)
@@ -60,51 +59,51 @@ class RemoteOnlyKV(FreedFullKV):
         self._own[row] = range(protected, protected)
 
     def full_kv_start(self, row: int, protected: int) -> int:
-        """As :meth:`FreedFullKV.full_kv_start`."""
+        """See :meth:`FreedFullKV.full_kv_start`."""
         return self.own_start(row, 0)
 
     def can_lack_full_kv(self, row: int) -> bool:
-        """As :meth:`FreedFullKV.can_lack_full_kv`."""
+        """See :meth:`FreedFullKV.can_lack_full_kv`."""
         return row in self._own
 
     def can_insert(self, row: int) -> bool:
-        """As :meth:`FreedFullKV.can_insert`."""
+        """See :meth:`FreedFullKV.can_insert`."""
         return row not in self._own
 
     def is_lost(self, row: int) -> bool:
-        """As :meth:`FreedFullKV.is_lost`."""
+        """See :meth:`FreedFullKV.is_lost`."""
         return row in self._own and self.ranks.is_lost(row)
 
     @property
     def tokens(self) -> int:
-        """As :attr:`FreedFullKV.tokens`; of prompts that lie in the prefix tree, too."""
+        """See :attr:`FreedFullKV.tokens`. Includes prompts that are in the prefix tree."""
         return sum(own.stop for own in self._own.values())
 
     def slot_demand(self, req: "Req", more: int, share: float = 1.0) -> SlotDemand:
-        """As :meth:`FreedFullKV.slot_demand`, of a request to which all that is free at the ranks is left."""
-        return self._room(req, more, share, self.ranks.free_blocks())
+        """See :meth:`FreedFullKV.slot_demand`. All free blocks of the ranks are available to the request."""
+        return self._demand(req, more, share, self.ranks.free_blocks())
 
     def slot_demands(self, requests: "Iterable[tuple[Req, int]]", share: float = 1.0) -> list[SlotDemand]:
-        """As :meth:`FreedFullKV.slot_demands`: in this order they are handed over, and whoever finds no room there keeps its full KV here."""
+        """See :meth:`FreedFullKV.slot_demands`. Requests are handed over in this order. If the ranks are full, full KV stays here."""
         free = self.ranks.free_blocks()
-        return [self._room(req, more, share, free) for req, more in requests]
+        return [self._demand(req, more, share, free) for req, more in requests]
 
-    def _room(self, req: "Req", more: int, share: float, free: "FreeBlocks") -> SlotDemand:
+    def _demand(self, req: "Req", more: int, share: float, free: "FreeBlocks") -> SlotDemand:
         method, row, tokens = self.method_of(req), req.req_pool_idx, len(req.origin_input_ids) + len(req.output_ids)
-        view = None if row is None else self.copies.get(row)
-        if method is None or (view is None and (tokens < method.shortest or not self._goes(row, tokens, free))):
+        compressed = None if row is None else self.copies.get(row)
+        if method is None or (compressed is None and (tokens < method.shortest or not self._is_handed_over(row, tokens, free))):
             return SlotDemand(growth=share * more)
         expected = int(share * more)
-        covered = method.covered(tokens) if view is None else view.covered
+        covered = method.covered(tokens) if compressed is None else compressed.covered
         kept = method.kept(covered)
         growth = method.kept(method.covered(tokens + expected)) - kept + min(more, self.tail)
         if self.can_lack_full_kv(row):
             return SlotDemand(growth=growth)
         nodes = [] if req.last_node is None else path(req.last_node)
-        # Of its path it keeps none: those that nobody else locks may be evicted.
+        # It unlocks its whole path: nodes that no other request locks may be evicted.
         leaves, back = {node: node.device_tokens for node in nodes}, max(0, covered - req.cache_protected_len)
-        return SlotDemand(method.packing.held_slots(kept) if view is None else 0, back, leaves, growth)
+        return SlotDemand(method.packing.held_slots(kept) if compressed is None else 0, back, leaves, growth)
 
-    def _goes(self, row: int | None, tokens: int, free: "FreeBlocks") -> bool:
-        """Whether a request without a copy was handed over, or will be: it takes what it needs of ``free`` then."""
+    def _is_handed_over(self, row: int | None, tokens: int, free: "FreeBlocks") -> bool:
+        """Whether a request without compressed KV was handed over, or will be. In the second case it takes its blocks from ``free``."""
         return (row is not None and self.ranks.has_request(row)) or free.take(tokens)

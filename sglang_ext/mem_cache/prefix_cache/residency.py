@@ -1,8 +1,8 @@
-"""Running requests whose full KV may leave the device: which of it is there, and how it comes back.
+"""Running requests whose full KV may leave the device: which part of it is on the device, and how it is loaded back.
 
-A request that drafts on its copy needs its full KV for verifications only. Its prompt lies in the prefix tree: nodes that
-are stored on the host may give up their device slots while such requests run, and are loaded back before a verification
-(VeriCache, section 5). What others need stays: a node goes only when all that lock it are holders that draft.
+A request that drafts on compressed KV needs its full KV for verification only. Its prompt is in the prefix tree. Nodes stored on the host
+may free their device slots while such requests run, and are loaded back before a verification (VeriCache, section 5). Nodes that other
+requests need stay: a node is dropped only if all requests that lock it are holders that draft.
 """
 
 from collections.abc import Iterator
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class CompressedRequest:
-    """A running request that drafts on its copy.
+    """A running request that drafts on compressed KV, called a holder below.
 
     Attributes:
-        row: of the token table.
-        node: the end of its path in the prefix tree, which it locks.
-        covered: tokens that its copy stands for; nodes that reach beyond must stay.
-        pinned: its full KV is being loaded, or about to be read.
-        stale: its row leads to slots that were given up.
+        row: Its row of the token table.
+        node: The last node of its path in the prefix tree, which it locks.
+        covered: Tokens that its compressed KV covers. Nodes that reach beyond must stay.
+        pinned: Its full KV is being loaded, or is about to be read.
+        stale: Its row points to slots that were freed.
     """
 
     row: int
@@ -43,15 +43,15 @@ class CompressedRequests:
     """The holders of one scheduler process.
 
     Attributes:
-        by_row: each of them.
-        by_node: those whose path leads through a node.
+        by_row: Each holder, by its row.
+        by_node: For each node, the holders whose path contains it.
     """
 
     by_row: dict[int, CompressedRequest] = field(default_factory=dict)
     by_node: dict[TieredNode, list[CompressedRequest]] = field(default_factory=dict)
 
     def update(self, running: dict[int, tuple[TieredNode, int]]) -> None:
-        """These are the holders now, by row: the end of the path, and the tokens that the copy covers."""
+        """Set the holders, by row: the last node of the path, and the number of tokens that the compressed KV covers."""
         self.by_row = {row: self._holder(row, *where) for row, where in running.items()}
         self.by_node = {}
         for holder in self.by_row.values():
@@ -64,7 +64,7 @@ class CompressedRequests:
         return holder
 
     def forget(self, row: int) -> None:
-        """The request in ``row`` is gone, or does not draft any more."""
+        """Remove the request in ``row``, which has ended or no longer drafts."""
         holder = self.by_row.pop(row, None)
         if holder is not None:
             for node in path(holder.node):
@@ -74,16 +74,16 @@ class CompressedRequests:
                         del self.by_node[node]
 
     def clear(self) -> None:
-        """All requests are gone."""
+        """Remove all requests."""
         self.by_row.clear()
         self.by_node.clear()
 
     def get(self, row: int) -> CompressedRequest | None:
-        """The one in ``row``."""
+        """The holder in ``row``. None if there is none."""
         return self.by_row.get(row)
 
     def path(self, row: int) -> list[TieredNode]:
-        """The nodes of the one in ``row``, from the root's child down; none where there is no holder."""
+        """The nodes of the holder in ``row``, from the root's child down. Empty if there is no holder."""
         return path(self.by_row[row].node) if row in self.by_row else []
 
 
@@ -92,11 +92,11 @@ class Residency:
     """The full KV of one scheduler process' holders.
 
     Attributes:
-        tree: the prefix tree, with a host tier.
+        tree: The prefix tree, with a host tier.
         token_table: int32, SGLang's token table.
-        always: full KV leaves the device as soon as it is on the host; else when its slots are needed.
-        most: requests whose full KV may be off the device, when more wait to run; None for any number.
-        holders: whose full KV may leave.
+        always: Full KV leaves the device as soon as it is on the host. Otherwise it leaves when its slots are needed.
+        most: Maximum number of requests whose full KV may be off the device when more requests wait. None for no limit.
+        holders: Requests whose full KV may leave.
     """
 
     tree: "TieredRadixCache"
@@ -106,9 +106,9 @@ class Residency:
     holders: CompressedRequests = field(default_factory=CompressedRequests)
 
     def update(self, running: dict[int, tuple[TieredNode, int]]) -> None:
-        """Tell which requests draft on copies now, by row: the end of the path, and the tokens that the copy covers.
+        """Set the requests that draft on compressed KV, by row: the last node of the path, and the number of tokens covered.
 
-        Stores what is not on the host yet, as far as there is room, and what could be a residual there and is not.
+        Stores nodes that are not on the host yet, if there is space, and stores nodes again that can now be residuals.
         """
         self.holders.update(running)
         if self.tree.host.anchoring is not None:
@@ -126,40 +126,41 @@ class Residency:
                 self._drop(node)
 
     def _share_copy(self, holder: CompressedRequest) -> None:
-        """Let the tree own what a holder's copy packs, as a segment, where it has all that the copy stands for.
+        """Let the tree own a holder's packed blocks as a segment, if the tree has all tokens that the compressed KV covers.
 
-        Nothing is moved: the draft row leads to the same slots.
+        No data is moved: the draft row points to the same slots.
         """
         copies, node = self.tree.copies, holder.node
-        view = copies.get(holder.row)
-        if not view.own_packed or view.shared_len + view.own_tokens < view.covered or view.covered > node.end:
+        compressed = copies.get(holder.row)
+        if not compressed.own_packed or compressed.shared_len + compressed.own_tokens < compressed.covered or compressed.covered > node.end:
             return
-        method, tokens, packed = copies.method(holder.row).name, view.own_tokens, view.own_packed
-        made = Segment(view.shared_len, view.covered, view.detach_blocks(tokens, packed), tokens=tokens, packed=packed, method=method)
-        view.segments.append(made)
+        method, tokens, packed = copies.method(holder.row).name, compressed.own_tokens, compressed.own_packed
+        start, slots = compressed.shared_len, compressed.detach_blocks(tokens, packed)
+        made = Segment(start, compressed.covered, slots, tokens=tokens, packed=packed, method=method)
+        compressed.segments.append(made)
         self.tree.nodes.attach(node, made)
         self.tree.segments.use(made)
 
     def collect_loads(self) -> None:
-        """Take in what has come to the device since the last call, and to the host."""
+        """Process the loads and stores that have completed since the last call."""
         self.tree.reloads.collect_loads(node.store for node in self.holders.by_node if node.store is not None)
 
     def forget(self, row: int) -> None:
-        """The request in ``row`` is gone, or does not draft any more."""
+        """Remove the request in ``row``, which has ended or no longer drafts."""
         self.holders.forget(row)
 
     def clear(self) -> None:
-        """All requests are gone."""
+        """Remove all requests."""
         self.holders.clear()
 
     @property
     def offloaded_tokens(self) -> int:
-        """Tokens of holders' full KV that are not on the device; what several share counts once."""
+        """Tokens of holders' full KV that are not on the device. Shared tokens count once."""
         return sum(len(node.key) for node in self.holders.by_node if node.value is None)
 
     @property
     def room(self) -> int:
-        """Device slots that loads may hold together: what is free, what can be, and what they hold now."""
+        """Device slots that all loads may use together: free slots, slots that can be freed, and slots that loads use now."""
         tree = self.tree
         free = tree.token_to_kv_pool_allocator.available_size() + tree.nodes.evictable + tree.segments.unused_tokens
         pinned = {node for holder in self.holders.by_row.values() if holder.pinned for node in path(holder.node)}
@@ -167,14 +168,14 @@ class Residency:
 
     @property
     def offered_tokens(self) -> int:
-        """Device slots that :meth:`drop` can free for requests that wait; room for the longest reload is kept back."""
+        """Device slots that :meth:`drop` can free for waiting requests. Slots for the longest reload are kept back."""
         if self.most is not None and sum(holder.stale for holder in self.holders.by_row.values()) >= self.most:
             return 0
         longest = max((holder.node.end for holder in self.holders.by_row.values()), default=0)
         return max(0, sum(node.device_tokens for node in self._droppable()) - longest)
 
     def drop(self, tokens: int) -> int:
-        """Free ``tokens`` device slots or more, large nodes first, so that few requests have to load; how many were freed."""
+        """Free at least ``tokens`` device slots, large nodes first, so that few requests must load. Return the number of freed slots."""
         freed = 0
         for node in sorted(self._droppable(), key=lambda node: len(node.key), reverse=True):
             if freed >= tokens:
@@ -183,10 +184,10 @@ class Residency:
         return freed
 
     def _droppable(self) -> list[TieredNode]:
-        return [node for node, holders in self.holders.by_node.items() if self._may_go(node, holders)]
+        return [node for node, holders in self.holders.by_node.items() if self._can_drop(node, holders)]
 
-    def _may_go(self, node: TieredNode, holders: list[CompressedRequest]) -> bool:
-        """Whether nobody reads a node's device slots before they could be loaded again."""
+    def _can_drop(self, node: TieredNode, holders: list[CompressedRequest]) -> bool:
+        """Whether nothing reads a node's device slots before they can be loaded again."""
         if not holders or node.lock_ref != len(holders):
             return False
         return all(node.end <= holder.covered and not holder.pinned for holder in holders) and self.tree.host.is_stored(node)
@@ -198,23 +199,23 @@ class Residency:
         return freed
 
     def missing_tokens(self, row: int) -> int:
-        """Tokens of a request's full KV that are not on the device, nor being loaded; 0 of one that is no holder."""
+        """Tokens of a request's full KV that are neither on the device nor being loaded. 0 if it is no holder."""
         return sum(len(node.key) for node in self.holders.path(row) if node.value is None)
 
     def is_lost(self, row: int) -> bool:
-        """Whether some of a request's full KV is in no tier: it has to be computed again."""
+        """Whether some of a request's full KV is in no tier, so that it must be recomputed."""
         return any(node.is_void for node in self.holders.path(row))
 
     def is_offloaded(self, row: int) -> bool:
-        """Whether a request's row must not be read: full KV is missing, or lies elsewhere."""
+        """Whether a request's row must not be read, because full KV is missing or in other slots."""
         holder = self.holders.get(row)
         return holder is not None and holder.stale
 
     def load(self, row: int) -> bool:
-        """Begin to bring a request's full KV to the device, and keep it there until :meth:`release`.
+        """Start loading a request's full KV to the device, and keep it there until :meth:`release`.
 
         Returns:
-            False when slots lack, or it is lost; then nothing was begun.
+            False if slots are missing or the full KV is lost. Nothing is loaded then.
         """
         if self.is_lost(row):
             return False
@@ -227,7 +228,7 @@ class Residency:
 
     @contextmanager
     def pin_while_reading(self, row: int) -> Iterator[None]:
-        """Keep what is on the device of a request's full KV."""
+        """Keep the part of a request's full KV that is on the device, inside the context."""
         holder = self.holders.get(row)
         before = holder is not None and holder.pinned
         if holder is not None:
@@ -239,22 +240,22 @@ class Residency:
                 holder.pinned = before
 
     def ready(self, row: int) -> bool:
-        """Whether all of a request's full KV is on the device, and stays."""
+        """Whether all of a request's full KV is on the device and pinned."""
         holder = self.holders.get(row)
         return holder is None or (holder.pinned and all(node.on_device for node in path(holder.node)))
 
     def waits(self, row: int) -> bool:
-        """Whether what was loaded for a request is there."""
+        """Whether the loads of a request have completed."""
         return self.holders.get(row) is not None and self.ready(row)
 
     def restore(self, row: int) -> None:
-        """Let a request's row lead to its full KV, which is :meth:`ready`."""
+        """Point a request's row to its full KV, which is :meth:`ready`."""
         if self.is_offloaded(row):
             slots = torch.cat([node.value for node in self.holders.path(row)])
             self.token_table[row, : len(slots)] = slots.to(self.token_table.dtype)
             self.holders.get(row).stale = False
 
     def release(self, row: int) -> None:
-        """A request's full KV was read by what the current stream was given: it may go again."""
+        """Allow a request's full KV to leave again. The work that reads it is already on the current stream."""
         if (holder := self.holders.get(row)) is not None:
             holder.pinned = False

@@ -1,4 +1,4 @@
-"""Compressed chunks of contexts, shared by all requests whose paths lead through them."""
+"""Compressed chunks of contexts, shared by all requests whose paths contain them."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -13,19 +13,19 @@ from sglang_ext.mem_cache.host_tier.transfers import Transfer
 
 @dataclass(eq=False)
 class Segment:
-    """A compressed chunk that stands for tokens ``[start, end)`` of a path; its KV never changes.
+    """A compressed chunk that covers tokens ``[start, end)`` of a path. Its KV never changes.
 
     Attributes:
-        start, end: positions from the root, in whole pages.
-        slots: int64, in SGLang's pool, whole pages; the tree's from when it is attached.
-        users: running requests that read it; the tree counts them.
-        node: the node that holds position ``end - 1``; the tree sets it. None before it is attached and after that node was
-            dropped: its users may read it still.
-        tokens: tokens that it keeps.
-        packed: slots, from the beginning of ``slots``, that hold packed blocks (quantized_blocks.py); 0 where each holds a token.
-        method: name of the method that made it, whose copies alone may read it (compression_method.py).
-        anchored_nodes: nodes whose loads bring less while it is there (anchors.py), in the order in which they were stored.
-        stored, loaded: the newest transfers that read its slots; None for none.
+        start, end: Positions from the root, in whole pages.
+        slots: int64, in SGLang's pool, whole pages. The tree owns them once the segment is attached.
+        users: Running requests that read it. The tree counts them.
+        node: The node that holds position ``end - 1``. The tree sets it. None before the segment is attached, and after that node was
+            dropped: requests may still read the segment.
+        tokens: Tokens that it keeps.
+        packed: Slots, from the beginning of ``slots``, that hold packed blocks (quantized_blocks.py). 0 if each slot holds a token.
+        method: Name of the method that created it. Only compressed KV of this method may read it (compression_method.py).
+        anchored_nodes: Nodes whose loads transfer fewer bytes while it exists (anchors.py), in the order in which they were stored.
+        stored, loaded: The last transfers that read its slots. None if there are none.
     """
 
     start: int
@@ -42,17 +42,17 @@ class Segment:
 
     @property
     def whole(self) -> bool:
-        """Whether its blocks hold all tokens for which it stands, so that full KV can be made of them."""
+        """Whether its blocks hold all tokens that it covers, so that full KV can be restored from them."""
         return bool(self.packed) and self.tokens == self.end - self.start
 
 
 class SegmentBlocks(NamedTuple):
-    """Packed blocks of which segments can be parted.
+    """Packed blocks at whose boundaries segments can be split.
 
     Attributes:
-        tokens, slots: of a block.
-        on_segment_split: told of a segment that took over the first blocks of another one, and of that, which keeps the rest: who reads the
-            second reads both.
+        tokens, slots: Size of a block.
+        on_segment_split: Called with the new segment, which took the first blocks of another one, and with that other segment, which keeps
+            the rest. Readers of the second read both.
     """
 
     tokens: int
@@ -61,18 +61,18 @@ class SegmentBlocks(NamedTuple):
 
 
 class Segments:
-    """All segments of one tree: who uses them, and whose slots could be freed.
+    """All segments of one tree: their users, and the slots that could be freed.
 
     Args:
-        allocator: SGLang's slot allocator, which gets the slots back.
-        page_size: tokens in a page.
-        forgotten: told of a segment whose slots are given back.
+        allocator: SGLang's slot allocator, which receives freed slots.
+        page_size: Tokens per page.
+        forgotten: Called with a segment whose slots are freed.
 
     Attributes:
-        held_tokens: slots of segments in use.
-        unused_tokens: slots of the others, which may be evicted.
-        added: segments so far.
-        blocks: of segments that stand for nodes without full KV (quantized_only.py); None where none does.
+        held_tokens: Slots of segments in use.
+        unused_tokens: Slots of the other segments, which may be evicted.
+        added: Segments added so far.
+        blocks: Blocks of segments that replace full KV (quantized_only.py). None if none do.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Segments:
         self._allocator, self._page_size, self._forgotten = allocator, page_size, forgotten
         self.added = 0
         self.blocks: SegmentBlocks | None = None
-        # In the order of attachment: ranks shall evict the same ones.
+        # In the order of attachment: all ranks must evict the same segments.
         self._all: dict[Segment, None] = {}
         self.held_tokens = self.unused_tokens = 0
 
@@ -93,20 +93,20 @@ class Segments:
 
     @property
     def unused(self) -> list[Segment]:
-        """Those that no running request reads."""
+        """Segments that no running request reads."""
         return [segment for segment in self._all if not segment.users]
 
     def add(self, segment: Segment, nodes: Iterable[TreeNode]) -> None:
-        """Attach ``segment`` to that of ``nodes``, a path from the root, which holds its last position.
+        """Attach ``segment`` to the one of ``nodes``, a path from the root, that holds its last position.
 
         Raises:
-            ValueError: it does not lie on the path, is attached already, or is not made of whole pages.
+            ValueError: It is not on the path, is attached already, or is not whole pages.
         """
         self._check(segment)
         owner = next((node for node in nodes if node.start < segment.end <= node.end), None)
         if owner is None:
             raise ValueError(
-                f"a segment of tokens [{segment.start}, {segment.end}) does not lie on a path of "
+                f"a segment of tokens [{segment.start}, {segment.end}) is not on a path of "
                 f"{max((node.end for node in nodes), default=0)} tokens; attach it where the tree holds its context"
             )
         segment.node = owner
@@ -117,10 +117,10 @@ class Segments:
         self._count(segment, len(segment.slots))
 
     def use(self, segment: Segment) -> None:
-        """Count a running request that reads ``segment``, which stays until it is released.
+        """Count a running request that reads ``segment``. The segment stays until it is released.
 
         Raises:
-            ValueError: the tree does not have it any more.
+            ValueError: The tree no longer has it.
         """
         self._check_known(segment)
         self._count(segment, -len(segment.slots))
@@ -128,10 +128,10 @@ class Segments:
         self._count(segment, len(segment.slots))
 
     def release(self, segment: Segment) -> None:
-        """A running request reads ``segment`` no longer.
+        """Count a running request that no longer reads ``segment``.
 
         Raises:
-            ValueError: no request reads it.
+            ValueError: No request reads it.
         """
         self._check_known(segment)
         if not segment.users:
@@ -143,7 +143,7 @@ class Segments:
             self.free(segment)
 
     def free(self, segment: Segment) -> int:
-        """Give back the slots of ``segment``, or, while requests read it, only take it from its node.
+        """Free the slots of ``segment``. While requests read it, only detach it from its node.
 
         Returns:
             Slots that were freed.
@@ -166,13 +166,13 @@ class Segments:
         return len(segment.slots)
 
     def update_codes(self, node: TreeNode) -> None:
-        """Note which of its segments stand for a node's full KV, after they changed."""
+        """Update which of a node's segments replace its full KV, after they changed."""
         node.codes = () if self.blocks is None else tiling(node)
 
     def boundary(self, segment: Segment, position: int) -> int:
-        """The last position up to ``position``, in ``segment`` or at its end, where it can be parted: of blocks in whole pages.
+        """Return the last position up to ``position`` where the segment can be split: a block boundary, in whole pages.
 
-        Its start where there is none.
+        ``position`` is in ``segment`` or at its end. Returns the segment's start if there is no boundary.
         """
         if position >= segment.end:
             return segment.end
@@ -183,9 +183,9 @@ class Segments:
         return segment.start + count * tokens
 
     def part(self, segment: Segment, position: int, owner: TreeNode) -> None:
-        """Let another segment, which hangs on ``owner``, take over the blocks of ``segment`` before ``position``, a boundary inside of it.
+        """Move the blocks of ``segment`` before ``position``, a boundary inside it, to a new segment attached to ``owner``.
 
-        Nothing moves: who reads ``segment`` reads both, one after the other.
+        No data is moved. Readers of ``segment`` then read both, one after the other.
         """
         self._check_known(segment)
         tokens, slots, on_segment_split = self.blocks
@@ -202,7 +202,7 @@ class Segments:
         on_segment_split(first, segment)
 
     def clear(self) -> None:
-        """Forget all; the pool itself is being cleared."""
+        """Remove all segments. The pool itself is being cleared."""
         self._all.clear()
         self.held_tokens = self.unused_tokens = 0
 
@@ -222,13 +222,13 @@ class Segments:
         whole = all(count % self._page_size == 0 for count in (segment.start, segment.end, len(segment.slots)))
         if not whole or not 0 <= segment.start < segment.end or not len(segment.slots) or segment.users < 0:
             raise ValueError(
-                f"{_named(segment)} with {len(segment.slots)} slots and {segment.users} users; a segment stands for whole "
+                f"{_named(segment)} with {len(segment.slots)} slots and {segment.users} users; a segment covers whole "
                 f"pages of {self._page_size} tokens, in whole pages of slots"
             )
 
 
 def tiling(node: TreeNode) -> tuple[Segment, ...]:
-    """Segments of ``node`` that hold all its tokens as codes, one after another; the first may begin before it. () where they do not."""
+    """Return the segments of ``node`` that hold all its tokens quantized, in order. The first may begin before it. () if they do not."""
     found: list[Segment] = []
     begin = node.end
     while begin > node.start:
@@ -241,9 +241,9 @@ def tiling(node: TreeNode) -> tuple[Segment, ...]:
 
 
 def covering_segments(nodes: Iterable[TreeNode], length: int, method: str = "", start: int = 0) -> list[Segment]:
-    """Segments of ``method`` of a path that follow one another from position ``start``, and end at or before ``length``.
+    """Return consecutive segments of ``method`` on a path, from position ``start`` on, that end at or before ``length``.
 
-    Of those that begin at one position it takes the one that reaches farthest; it stops where none begins.
+    Of segments that begin at one position it takes the one that ends last. It stops at the first position where none begins.
     """
     farthest: dict[int, Segment] = {}
     for node in nodes:
@@ -258,7 +258,7 @@ def covering_segments(nodes: Iterable[TreeNode], length: int, method: str = "", 
 
 
 def free_slots(allocator: BaseTokenToKVPoolAllocator) -> torch.Tensor:
-    """Slots that SGLang's allocator could hand out: int64 [free]."""
+    """Slots that SGLang's allocator has free: int64 [free]."""
     pages = torch.cat([allocator.free_pages, allocator.release_pages])
     within = torch.arange(allocator.page_size, device=pages.device)
     return (pages[:, None] * allocator.page_size + within).flatten()

@@ -1,11 +1,11 @@
-"""SGLang's prefix cache over a tree whose full KV may lie on the device, on the host, or both.
+"""SGLang's prefix cache over a tree whose full KV is stored on the device, on the host, or both.
 
-SGLang's page size is the unit throughout, and equals that of the host tier. A prefix match is a run of nodes on the device,
-then a run of nodes that :meth:`TieredRadixCache.init_load_back` can bring there: from the host, of codes, or because they are on the
-device already, below a node that is not. It ends at the first node that is in neither tier, and not in codes.
+SGLang's page size is the unit throughout, and equals that of the host tier. A prefix match is a run of nodes that are ready on the device,
+then a run of nodes that :meth:`TieredRadixCache.init_load_back` can make ready. The second run contains nodes on the host, quantized-only
+nodes, and nodes on the device below one that is not. The match ends at the first node that is in neither tier and not quantized.
 
-Here is what SGLang calls. The tree's parts are nodes.py, segments.py, eviction.py, host_store.py, reloads.py, residency.py, and
-quantized_only.py or remote_only.py.
+This module has the methods that SGLang calls. The parts of the tree are nodes.py, segments.py, eviction.py, host_store.py, reloads.py,
+residency.py, and quantized_only.py or remote_only.py.
 """
 
 import time
@@ -48,20 +48,20 @@ from sglang_ext.tp_ranks import TPRanks
 class TieredRadixCache(RadixCache):
     """A radix cache whose nodes hold full KV on the device or the host, and compressed chunks of it.
 
-    SGLang builds it before the worker has copies, and before full KV has another place than the device: the worker gives
-    both by :meth:`use_host` and :meth:`serve`, before the first forward.
+    SGLang creates it before the worker has compressed KV, and before full KV can be stored outside the device. The worker passes both with
+    :meth:`use_host` and :meth:`serve`, before the first forward.
 
     Attributes:
-        nodes: the tree.
-        segments: compressed chunks that hang on the nodes; requests share them.
-        eviction: what leaves the device first.
-        host: what is stored on the host; None where full KV lies on the device alone.
-        reloads: loads from there.
-        residency: running requests whose full KV may leave the device; None where it stays.
-        copies: requests' own compressed copies, which lie in the same pool; None where nobody drafts.
-        early: running requests of whose full KV a part is on its way from another server; None where all of it is there.
-        codes: full KV that was given back as copies hold it in codes, or cache ranks have it; None where it stays.
-        recomputed: requests so far that ran, lost their full KV, and are computed again (recompute.py).
+        nodes: The tree.
+        segments: Compressed chunks attached to the nodes. Requests share them.
+        eviction: Selects what leaves the device first.
+        host: The nodes' KV on the host. None if full KV is stored on the device only.
+        reloads: Loads from the host. None without a host tier.
+        residency: Running requests whose full KV may leave the device. None if it stays.
+        copies: The requests' own compressed KV, in the same pool. None if no request has any.
+        early: Running requests that still receive a part of their full KV from another server. None if there are none.
+        codes: Full KV that was freed, because compressed KV or a cache rank holds it. None if full KV stays.
+        recomputed: Running requests so far that lost their full KV and are computed again (recompute.py).
     """
 
     def __init__(self, params: CacheInitParams) -> None:
@@ -88,13 +88,14 @@ class TieredRadixCache(RadixCache):
         arrived: Callable[[torch.Tensor], None] = lambda slots: None,
         anchoring: Anchoring | None = None,
     ) -> None:
-        """Keep full KV in ``tier``, too; the trees of all ``ranks`` do the same.
+        """Store full KV in ``tier`` too. The trees of all ``ranks`` do the same.
 
         Args:
-            anchoring: with which segments pages are stored as residuals; None for whole. The others as of :class:`Reloads`.
+            anchoring: Which segments are the anchors of pages stored as residuals. None stores pages whole. For the other arguments see
+                :class:`Reloads`.
 
         Raises:
-            ValueError: its pages are not as long as the tree's.
+            ValueError: The tier's page size differs from the tree's.
         """
         self.host = HostStore(self.nodes, tier, self.eviction_strategy.get_priority, ranks, anchoring)
         self.reloads = Reloads(self.host, self._allocate, faults, about_to_write, arrived)
@@ -108,21 +109,22 @@ class TieredRadixCache(RadixCache):
         early: EarlyRequests | None = None,
         codes: FreedFullKV | None = None,
     ) -> None:
-        """Serve requests that have ``copies``, where any has.
+        """Set what the tree needs to serve requests that have compressed KV.
 
         Args:
-            ended: told of the row of a request that finished, was aborted or retracted, after its copy was released.
-            keeps_answers: whether generated tokens enter the tree; not in lossy mode, where their KV is not that of the full cache:
-                there prompts do alone.
-            residency: requests whose full KV may leave the device, where it may.
-            early: requests that begin before all of their full KV is there, where some do.
-            codes: gives back full KV that copies hold, or cache ranks, where that is done.
+            copies: The requests' compressed KV. None if no request has any.
+            ended: Called with the row of a request that finished, was aborted or retracted, after its compressed KV was released.
+            keeps_answers: Whether generated tokens enter the tree. In lossy mode only prompts do, because the KV of generated tokens
+                differs from that of the full cache.
+            residency: Requests whose full KV may leave the device. None if it stays.
+            early: Requests that start before all their full KV has arrived. None if there are none.
+            codes: Frees full KV that compressed KV or cache ranks hold. None if full KV stays.
         """
         self.copies, self._ended, self._keeps_answers = copies, ended, keeps_answers
         self.residency, self.early, self.codes = residency, early, codes
 
     def reset(self) -> None:
-        """Forget the tree, all segments and all copies, and give the host pages back."""
+        """Clear the tree, all segments and all compressed KV, and free the host pages."""
         if self.copies is not None:
             self.copies.forget_all()
         if self.residency is not None:
@@ -137,11 +139,11 @@ class TieredRadixCache(RadixCache):
         )
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        """The longest prefix of the key that is in the tree.
+        """Return the longest prefix of the key that is in the tree.
 
         Returns:
-            ``device_indices``, up to ``last_device_node``, are ready to be read. ``host_hit_length`` tokens more, up to
-            ``best_match_node`` (and ``last_host_node``, which is the same), become so by :meth:`init_load_back`.
+            ``device_indices``, up to ``last_device_node``, are ready to be read. ``host_hit_length`` more tokens, up to
+            ``best_match_node`` (equal to ``last_host_node``), become ready with :meth:`init_load_back`.
         """
         key, _ = params.key.maybe_to_bigram_view(self.is_eagle)
         key = key.page_aligned(self.page_size)
@@ -160,12 +162,12 @@ class TieredRadixCache(RadixCache):
         )
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, TieredNode]:
-        """Bring what a match found beyond the device to the device, and wait for it: its checksums are compared.
+        """Bring the part of a match that is not ready to the device, wait for it, and compare its checksums.
 
         Returns:
-            Slots of the tokens after the match's ``device_indices``, int64, and the node that they end in: all of them, or,
-            when slots lack or host pages changed, those before the first that is missing. A prompt that reads codes as they are
-            gets places in SGLang's padding page for them.
+            Slots of the tokens after the match's ``device_indices``, int64, and the node that they end in. If slots are missing or host
+            pages have changed, only the tokens before the first missing one. A prompt that attends to quantized KV gets slots in SGLang's
+            padding page for quantized-only nodes.
         """
         best, begin = params.best_match_node, params.best_match_node.end - params.host_hit_length
         nodes = [node for node in path(best) if node.start >= begin]
@@ -176,8 +178,8 @@ class TieredRadixCache(RadixCache):
             self.inc_lock_ref(best)
             as_codes = self.codes is not None and self.codes.reads(params.req, best)
             if not as_codes:
-                self._bring(nodes, params.mem_quota)
-            # Pages that changed split nodes.
+                self._load(nodes, params.mem_quota)
+            # Nodes were split at changed pages.
             nodes = [node for node in path(best) if node.start >= begin]
             nodes = list(takewhile(lambda node: node.on_device or (as_codes and node.is_quantized_only), nodes))
             self.dec_lock_ref(best)
@@ -186,10 +188,10 @@ class TieredRadixCache(RadixCache):
         return indices, nodes[-1] if nodes else anchor
 
     def _padding(self, node: TieredNode) -> torch.Tensor:
-        """Where rows lead for what is codes alone: int64 [its tokens], places in SGLang's padding page as they lie in pages."""
+        """Slots for a quantized-only node, in SGLang's padding page, in the order of a page: int64 [tokens of the node]."""
         return torch.arange(node.start, node.end, device=self._empty_match_result.device_indices.device) % self.page_size
 
-    def _bring(self, nodes: list[TieredNode], quota: int | None) -> None:
+    def _load(self, nodes: list[TieredNode], quota: int | None) -> None:
         nodes = list(takewhile(lambda node: not node.is_void, nodes))
         coded = [node for node in nodes if node.is_quantized_only]
         if coded and not self.codes.restore(coded, self._allocate):
@@ -201,10 +203,10 @@ class TieredRadixCache(RadixCache):
             self.reloads.finish(load)
 
     def insert(self, params: InsertParams) -> InsertResult:
-        """Let the tree own slots of a key whose caller owns all of them.
+        """Let the tree own the slots of a key. The caller owns all of them before.
 
         Returns:
-            The first ``prefix_len`` of the slots stay the caller's; the tree took the others.
+            The first ``prefix_len`` slots remain the caller's. The tree owns the others.
         """
         if self.disable:
             return InsertResult(prefix_len=0)
@@ -212,7 +214,7 @@ class TieredRadixCache(RadixCache):
         key = key.page_aligned(self.page_size)
         slots = torch.tensor(key.raw_token_ids()) if params.value is None else params.value[: len(key)]
         prefix_len = max((node.end for node in self.nodes.walk(key) if node.on_device), default=0)
-        last, _ = self._grow(key, slots, prefix_len, params.priority or 0, params.chunked)
+        last, _ = self._insert(key, slots, prefix_len, params.priority or 0, params.chunked)
         return InsertResult(prefix_len=prefix_len, last_device_node=last)
 
     def cache_finished_req(self, req, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
@@ -247,11 +249,11 @@ class TieredRadixCache(RadixCache):
         _, key = self._row_and_key(req, (req.origin_input_ids + req.output_ids)[:kv_len_to_handle])
         if not self._keeps_answers:
             key = key[: len(req.origin_input_ids)].page_aligned(self.page_size)
-        # One that was prefilled again has more in the tree than its prompt, which may end within a node there that is codes alone.
+        # The tree can have more than the prompt of a request that was prefilled again. The prompt can end within a quantized-only node.
         end = max(own, len(key))
         if is_insert and own < len(key) and not self.disable_finished_insert:
             slots = row[: len(key)].to(torch.int64, copy=True)
-            _, unneeded = self._grow(key, slots, own, getattr(req, "priority", 0) or 0)
+            _, unneeded = self._insert(key, slots, own, getattr(req, "priority", 0) or 0)
         else:
             unneeded = [(own, end)]
         parts = [*unneeded, (end, allocated)]
@@ -262,9 +264,8 @@ class TieredRadixCache(RadixCache):
     def cache_unfinished_req(self, req, chunked: bool = False) -> None:
         """Let the tree own the full KV that a running request has so far, and lock its path.
 
-        The request's row leads to the tree's slots afterwards. Parts that the tree dropped from the device meanwhile keep the
-        stale slots of before: who dropped them knows, and has to load them before a forward reads them. Without a tree its next chunk
-        begins behind what is there.
+        Afterwards the request's row points to the tree's slots. Where the tree has freed device slots, the row keeps its old, stale slots:
+        the code that freed them must load the KV before a forward reads it. Without a tree the next chunk starts after the existing tokens.
         """
         if self.disable:
             if chunked:
@@ -273,10 +274,10 @@ class TieredRadixCache(RadixCache):
             return
         row, key = self._row_and_key(req, req.get_fill_ids())
         if chunked and self.codes is not None:
-            # What fills no block stays the request's own until more of it comes: a node that ends within a block would keep it.
+            # Tokens that fill no block stay the request's own until the block is full: a node that ends within a block would keep them.
             key = key[: max(req.cache_protected_len, self.codes.whole(len(key)))]
         slots, own = row[: len(key)].to(torch.int64, copy=True), req.cache_protected_len
-        last, unneeded = self._grow(key, slots, own, getattr(req, "priority", 0) or 0, chunked)
+        last, unneeded = self._insert(key, slots, own, getattr(req, "priority", 0) or 0, chunked)
         self._free_parts(row, unneeded)
         parts = [node.value if node.on_device else slots[node.start : node.end] for node in path(last)]
         indices = concat_slots(parts, self._empty_match_result.device_indices)
@@ -284,19 +285,19 @@ class TieredRadixCache(RadixCache):
         if unneeded and self.copies is not None:
             self.copies.on_row_moved(req.req_pool_idx, unneeded[0][0])
         req.cache_protected_len = len(indices)
-        # In this order, or what lost its KV would go although the request leads through it.
+        # Lock first: otherwise a node that lost its KV would be dropped although the request's path contains it.
         self.inc_lock_ref(last)
         self.dec_lock_ref(req.last_node)
         req.prefix_indices = torch.cat([indices, row[len(indices) :].to(indices.dtype)])
         req.last_node = last
 
     def unlock_path(self, req) -> bool:
-        """Unlock the path of a request that computes and reads nothing any more, before it ends: others may take its full KV.
+        """Unlock the path of a request that no longer computes or reads, before it ends, so that other requests may take its full KV.
 
-        Its row may lead to their slots then. It keeps what does not fill a page, and enters the tree no more.
+        Afterwards its row may point to slots of other requests. It keeps the tokens that fill no page, and never enters the tree.
 
         Returns:
-            Whether there is a path.
+            Whether the request had a path.
         """
         if self.disable or req.last_node is None or req.last_node is self.root_node:
             return False
@@ -305,7 +306,7 @@ class TieredRadixCache(RadixCache):
         return True
 
     def _row_and_key(self, req, token_ids: array) -> tuple[torch.Tensor, RadixKey]:
-        """A request's slots of ``token_ids``, and the key of those in whole pages."""
+        """Return a request's slots of ``token_ids``, and the key of its whole pages."""
         row = self.req_to_token_pool.req_to_token[req.req_pool_idx, : len(token_ids)]
         key = RadixKey(token_ids, req.extra_key, is_bigram=self.is_eagle)
         return row, key.page_aligned(self.page_size)
@@ -313,18 +314,18 @@ class TieredRadixCache(RadixCache):
     def _free_parts(self, row: torch.Tensor, parts: list[tuple[int, int]]) -> None:
         self.token_to_kv_pool_allocator.free_segments([(row[start:end], start) for start, end in parts])
 
-    def _grow(
+    def _insert(
         self, key: RadixKey, slots: torch.Tensor, own: int, priority: int, chunked: bool = False
     ) -> tuple[TieredNode, list[tuple[int, int]]]:
         """Make the tree hold the KV of ``key``, on the device from token ``own`` on.
 
-        A node that is not on the device takes the slots: else the request's row would lead to slots that are freed.
+        A node without device slots takes the caller's slots. Otherwise the request's row would point to freed slots.
 
         Args:
-            slots: int64 [tokens]; from ``own`` on they are the caller's, and those that the tree takes are the tree's then.
+            slots: int64 [tokens]. The caller owns them from ``own`` on. The tree then owns those that it takes.
 
         Returns:
-            The node that the key ends in, and ``(start, end)`` of the slots from ``own`` on that the tree has already.
+            The node that the key ends in, and ``(start, end)`` of each range from ``own`` on whose KV the tree already has.
         """
         node, unneeded = self.root_node, []
         node.priority = max(node.priority, priority)
@@ -336,12 +337,12 @@ class TieredRadixCache(RadixCache):
             if node.start >= own and node.on_device:
                 unneeded.append((node.start, node.end))
             elif node.start >= own:
-                # A load under way is given up: what the caller brings was not copied.
+                # Abandon a load in progress: the caller's KV is original.
                 self.nodes.free_value(node)
                 self.nodes.set_value(node, slots[node.start : node.end])
         rest = key[node.end :]
         if len(rest) and (coded := node.children.get(rest.child_key(self.page_size))) is not None:
-            # Codes alone, from which the key parts within a block: what they share up to there lies in full KV, too.
+            # The key diverges within a block of a quantized-only node. The caller has full KV of the tokens that they share.
             node = self.nodes.split(coded, coded.key.match(rest, page_size=self.page_size))
             self.nodes.set_value(node, slots[node.start : node.end])
         if node.end < len(key):
@@ -351,15 +352,15 @@ class TieredRadixCache(RadixCache):
         return node, unneeded
 
     def inc_lock_ref(self, node: TieredNode) -> IncLockRefResult:
-        """Keep the path to ``node``: nobody may evict it; slots that it owns count as protected."""
+        """Lock the path to ``node``: it cannot be evicted, and its slots count as protected."""
         return IncLockRefResult(delta=0 if self.disable else self.nodes.lock(node))
 
     def dec_lock_ref(self, node: TieredNode, params: DecLockRefParams | None = None) -> DecLockRefResult:
-        """Undo one :meth:`inc_lock_ref`; nodes whose KV is lost go once nobody locks them."""
+        """Undo one :meth:`inc_lock_ref`. Nodes whose KV is lost are dropped when no request locks them."""
         return DecLockRefResult(delta=0 if self.disable else self.nodes.unlock(node))
 
     def evict(self, params: EvictParams) -> EvictResult:
-        """Free device slots, as :meth:`Eviction.free`; what lacks then is taken from running requests that need it for verifications
+        """Free device slots with :meth:`Eviction.free`. Take missing slots from running requests that need their full KV for verification
         only."""
         if self.disable:
             return EvictResult()
@@ -371,17 +372,17 @@ class TieredRadixCache(RadixCache):
         return EvictResult(num_tokens_evicted=evicted)
 
     def _allocate(self, tokens: int) -> torch.Tensor | None:
-        """So many slots, int64, for which others are evicted; None when they are not to be had."""
+        """Allocate ``tokens`` slots, int64, evicting if necessary. None if there are not enough."""
         evict_from_tree_cache(self, tokens)
         return self.token_to_kv_pool_allocator.alloc(tokens)
 
     def evictable_size(self) -> int:
-        """Slots that :meth:`evict` can free: of nodes that nobody locks, of segments that nobody reads, and of running
-        requests' full KV that may leave the device."""
+        """Slots that :meth:`evict` can free: of unlocked nodes, of unused segments, and of running requests' full KV that may leave the
+        device."""
         return self.nodes.evictable + self.segments.unused_tokens + self._offered
 
     def protected_size(self) -> int:
-        """Slots of locked nodes that stay."""
+        """Slots of locked nodes that cannot leave the device."""
         return self.nodes.protected - self._offered
 
     @property
@@ -389,8 +390,8 @@ class TieredRadixCache(RadixCache):
         return self.residency.offered_tokens if self.residency is not None else 0
 
     def session_held_tokens(self, active_pool_idxs: set | None = None) -> int:
-        """Slots of requests' own copies and of segments in use, which neither the tree nor the requests' rows account for; less those
-        for which rows account though they were given back."""
+        """Slots of requests' own compressed KV and of segments in use, which neither the tree nor the rows account for. Freed slots that
+        rows still account for are subtracted."""
         own = 0 if self.copies is None else self.copies.held_tokens
         own -= 0 if self.codes is None else self.codes.own_tokens
         return super().session_held_tokens(active_pool_idxs) + own + self.segments.held_tokens
@@ -409,9 +410,9 @@ class TieredRadixCache(RadixCache):
         return torch.cat([self.all_values_flatten(), *(segment.slots for segment in self.segments)])
 
     def check_integrity(self) -> None:
-        """Check the tree and what it owns, in a pass over all slots; not between SGLang's ``free_group_begin`` and ``end``.
+        """Check the tree and what it owns, in a pass over all slots. Do not call it between SGLang's ``free_group_begin`` and ``end``.
 
         Raises:
-            IntegrityError: names the node, and what is wrong with it.
+            IntegrityError: Names the node and the fault.
         """
         tree_integrity.check(self)

@@ -1,4 +1,4 @@
-"""Checks that the prefix tree owns what it says, and nothing that another owns."""
+"""Checks that the prefix tree's records match what it owns, and that nothing is owned twice."""
 
 import logging
 from collections import Counter
@@ -20,11 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 def check_when_idle(original: Callable, checker) -> None:
-    """Hook around SGLang's check of an idle scheduler's tree: what changed since the last one is looked at, once. Cache ranks are
-    looked after meanwhile.
+    """Hook around SGLang's check of an idle scheduler's tree: checks the tree once after changes, and polls the cache ranks.
 
     Raises:
-        IntegrityError: something is wrong, where SGLang's own idle checks are strict; else it is logged.
+        IntegrityError: The tree is inconsistent, and SGLang's own idle checks are strict. If they are not, the error is logged.
     """
     original(checker)
     tree = checker.tree_cache
@@ -38,14 +37,14 @@ def check_when_idle(original: Callable, checker) -> None:
     except IntegrityError as error:
         if envs.SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE.get():
             raise
-        logger.error("sglang-ext: the prefix tree is not sound: %s", error)
+        logger.error("sglang-ext: the prefix tree is inconsistent: %s", error)
 
 
 def check(tree: "TieredRadixCache") -> None:
     """Check all nodes and segments of ``tree``.
 
     Raises:
-        IntegrityError: names the node, and what is wrong with it.
+        IntegrityError: Names the node and the fault.
     """
     nodes = list(tree.nodes)
     for node in nodes:
@@ -79,7 +78,7 @@ def _check_tiers(tree: "TieredRadixCache", node: TieredNode) -> None:
         _require(node.host_value.shape == (tokens // tree.page_size,), node, f"it has {len(node.host_value)} host pages")
     _require(not node.is_void or node.lock_ref > 0, node, "its KV is in no tier, and nobody locks it")
     loading = node.load is not None
-    _require(loading == (node in tree.nodes.loading), node, "it is on the list of loads, or not, wrongly")
+    _require(loading == (node in tree.nodes.loading), node, "it is loading, and not on the list of loads, or the reverse")
     both = node.value is not None and node.host_value is not None
     _require(not loading or both, node, "it is loaded from nowhere, or to nowhere")
     _require(len(node.anchors) in (0, 0 if node.host_value is None else len(node.host_value)), node, "it has anchors of other pages")
@@ -88,14 +87,14 @@ def _check_tiers(tree: "TieredRadixCache", node: TieredNode) -> None:
             begin = node.start + page * tree.page_size
             there = segment in tree.segments and segment.start <= begin and begin + tree.page_size <= segment.end
             _require(there and node in segment.anchored_nodes, node, f"the anchor of its page {page} is gone")
-    _require((node.store is None) == (node.host_value is None), node, "its host copy and the store of it are not both there")
+    _require((node.store is None) == (node.host_value is None), node, "it has host pages without a store, or the reverse")
 
 
 def _check_codes(tree: "TieredRadixCache", node: TieredNode) -> None:
     expected = tiling(node) if tree.segments.blocks is not None else ()
-    _require(node.codes == expected, node, "its segments stand for other tokens than it says")
+    _require(node.codes == expected, node, "the recorded segments that replace its full KV are not those that cover it")
     alone = node in tree.nodes.quantized_only
-    _require(node.is_quantized_only == alone, node, f"it is {'' if alone else 'not '}among the nodes that are codes alone")
+    _require(node.is_quantized_only == alone, node, f"it is {'' if alone else 'not '}among the quantized-only nodes")
 
 
 def _check_leaf(tree: "TieredRadixCache", node: TieredNode) -> None:
@@ -107,7 +106,7 @@ def _check_leaf(tree: "TieredRadixCache", node: TieredNode) -> None:
 
 def _check_segment(tree: "TieredRadixCache", node: TieredNode, segment: Segment) -> None:
     name = f"its segment of tokens [{segment.start}, {segment.end})"
-    _require(segment.node is node and segment in tree.segments, node, f"{name} does not know that it is there")
+    _require(segment.node is node and segment in tree.segments, node, f"{name} refers to another node, or is not in the tree")
     _require(0 <= segment.start < segment.end, node, f"{name} is empty")
     _require(node.start < segment.end <= node.end, node, f"{name} ends elsewhere")
     _require(segment.users >= 0, node, f"{name} has {segment.users} users")

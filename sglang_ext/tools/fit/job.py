@@ -1,4 +1,4 @@
-"""The steps of a fit, each of which leaves a whole file: samples of a piece of text, a layer's network, the predictor."""
+"""The steps of a fit. Each writes a complete file: samples of a piece of text, a layer's network, the predictor."""
 
 import json
 from collections.abc import Callable
@@ -17,12 +17,12 @@ from sglang_ext.mem_cache.scores.predictor import FitRecord, Predictor
 
 @dataclass(frozen=True)
 class TextSplit:
-    """Pieces of the texts, those of one text on one side.
+    """The pieces of all texts, divided into a training side and a held-out side. All pieces of a text are on one side.
 
     Attributes:
-        learned: samples that networks are fitted to.
-        held: samples that they are judged by.
-        texts: of the former.
+        learned: Files of samples that networks are fitted to.
+        held: Files of samples for evaluation.
+        texts: Number of texts on the training side.
     """
 
     learned: list[Path]
@@ -31,15 +31,15 @@ class TextSplit:
 
 
 def split(texts: list[list[TextPiece]], share: float) -> TextSplit:
-    """Hold out a ``share`` of the texts, chosen by hashes; at least one.
+    """Hold out a ``share`` of the texts, at least one, selected by hash.
 
     Raises:
-        FitError: there are not two that are long enough.
+        FitError: Fewer than two texts are long enough.
     """
     named = sorted({tuple(sorted(piece.path for piece in pieces)) for pieces in texts if pieces})
     if len(named) < 2:
         raise FitError(
-            f"{len(named)} texts have {MIN_TOKENS} tokens or more; one is held out, to say what was learned: pass at least two"
+            f"{len(named)} texts have {MIN_TOKENS} tokens or more; one is held out for evaluation: pass at least two"
         )
     count = min(len(named) - 1, max(1, round(share * len(named))))
     held, learned = ({path for paths in some for path in paths} for some in (named[:count], named[count:]))
@@ -51,11 +51,11 @@ class FitJob:
     """Fits a predictor to samples.
 
     Attributes:
-        sampler: took them.
-        training: the settings.
-        split: which are learned from.
-        layers: of the model.
-        device: where networks are trained.
+        sampler: The sampler that wrote the samples.
+        training: The training settings.
+        split: Training and held-out samples.
+        layers: Layers of the model.
+        device: Device of the training.
     """
 
     sampler: Sampler
@@ -66,14 +66,14 @@ class FitJob:
 
     @property
     def settings(self) -> str:
-        """Of samples and training, as JSON with sorted keys."""
+        """Settings of samples and training, as JSON with sorted keys."""
         names = [[path.name for path in side] for side in (self.split.learned, self.split.held)]
         texts = blake2b(json.dumps(names).encode(), digest_size=16)
         parts = {"sampling": json.loads(self.sampler.sampling.settings), "training": json.loads(self.training.settings)}
         return json.dumps({**parts, "samples": texts.hexdigest()}, sort_keys=True)
 
     def run(self, progress: Callable[[], None]) -> Predictor:
-        """The predictor; ``progress`` is told of each layer. Layers that an interrupted run left are taken as they are."""
+        """Fit and return the predictor. Calls ``progress`` after each layer. Layers of an interrupted run are reused."""
         networks, loss, r2 = [], [], []
         for layer in range(self.layers):
             tensors, metadata = self._layer(layer)
@@ -86,7 +86,7 @@ class FitJob:
         return Predictor(**{name: torch.stack([of[name] for of in networks]) for name in networks[0]}, fitted=fitted)
 
     def _layer(self, layer: int) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """Weights of a layer, and how good they are."""
+        """Fit a layer. Return its weights, and their evaluation."""
         name = blake2b(f"{self.sampler.model}/{self.settings}/{layer}".encode(), digest_size=16).hexdigest()
         path = self.sampler.out / f"layer-{name}.safetensors"
         try:

@@ -1,4 +1,4 @@
-"""How far a fit is: bars on a terminal, and a line now and then elsewhere, as in a log."""
+"""Progress of a fit: bars on a terminal, and a line at intervals elsewhere, as in a log."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ EVERY = 15.0
 
 @contextmanager
 def show_progress(console: Console) -> Iterator[Callable[[str, int, str], Callable[[int], None]]]:
-    """Begin a task by its name, total and unit; what comes back is told how much more of it is done."""
+    """Yield a function that begins a task, given its name, total and unit. It returns a function that advances the task by a count."""
     if not console.is_terminal:
         yield lambda name, total, unit: ProgressLines(console, name, total, unit).advance
         return
@@ -29,21 +29,21 @@ def show_progress(console: Console) -> Iterator[Callable[[str, int, str], Callab
 
 
 class ProgressLines:
-    """A task as lines: at its begin, every :data:`EVERY` seconds, at its end."""
+    """Prints a task's progress as lines: at its start, every :data:`EVERY` seconds, and at its end."""
 
     def __init__(self, console: Console, name: str, total: int, unit: str) -> None:
         self.console, self.name, self.total, self.unit = console, name, total, unit
         self.done, self.begun = 0, time.monotonic()
         self.told = self.begun
-        self._tell()
+        self._print()
 
     def advance(self, count: int) -> None:
-        """``count`` more are done."""
+        """Add ``count`` to the completed work."""
         self.done += count
         if self.done >= self.total or time.monotonic() - self.told >= EVERY:
-            self._tell()
+            self._print()
 
-    def _tell(self) -> None:
+    def _print(self) -> None:
         self.told = time.monotonic()
         seconds = self.told - self.begun
         left = f", about {seconds * (self.total - self.done) / self.done:.0f} s left" if 0 < self.done < self.total else ""

@@ -1,4 +1,4 @@
-"""What a predictor learns from: sampled tokens of texts, with the states that enter attention and KVzip's scores of them."""
+"""Training data of a predictor: sampled tokens of texts, with the hidden states that enter attention and KVzip's scores of them."""
 
 import json
 from collections.abc import Callable
@@ -16,22 +16,22 @@ from sglang_ext.tools.precompress.documents import PromptPrefix, read_text
 from sglang_ext.tools.precompress.reconstruction import ReconstructionConfig, reconstruction_scores
 
 FORMAT = "1"
-# Shorter pieces of a text are left out: KVzip's scores depend on how much there is to attend to.
+# Shorter pieces of a text are skipped: KVzip's scores depend on the number of tokens to attend to.
 MIN_TOKENS = 128
-# Below every score that is not 0.
+# Below all scores that are not 0.
 FLOOR = 1e-12
 
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """What samples depend on, beside the texts and the model.
+    """Settings that samples depend on, in addition to the texts and the model.
 
     Attributes:
         target: ``kvzip+``, as published, or ``kvzip``.
-        tokens: of a piece that is repeated; longer texts are cut.
-        samples: tokens of a piece that are learned from; bounds what is stored.
-        seed: which these are.
-        how: how pieces are repeated.
+        tokens: Tokens per repeated piece. Longer texts are split.
+        samples: Sampled tokens per piece. Limits the stored data.
+        seed: Seed of the sampling.
+        how: How pieces are repeated.
     """
 
     target: str = "kvzip+"
@@ -42,7 +42,7 @@ class SamplingConfig:
 
     @property
     def settings(self) -> str:
-        """As JSON with sorted keys."""
+        """The settings as JSON with sorted keys."""
         return json.dumps(asdict(self), sort_keys=True)
 
 
@@ -51,9 +51,9 @@ class TextPiece:
     """Tokens of a text that are repeated at once.
 
     Attributes:
-        tokens: token ids.
-        path: where their samples lie, named by all that they depend on: ``states``, [layers, samples, hidden_size] in the
-            model's dtype, and ``targets``, float32 [layers, kv_heads, samples], logarithms of scores.
+        tokens: Token ids.
+        path: File of their samples, named by a hash of everything that they depend on. It contains ``states``, [layers, samples,
+            hidden_size] in the model's dtype, and ``targets``, float32 [layers, kv_heads, samples], logarithms of scores.
     """
 
     tokens: tuple[int, ...]
@@ -61,7 +61,7 @@ class TextPiece:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether its samples are there, whole."""
+        """Whether the file of its samples exists and is complete."""
         return self.path.exists() and is_whole(self.path)
 
 
@@ -70,10 +70,10 @@ class Sampler:
     """Takes samples of texts.
 
     Attributes:
-        tokenizer: the model's.
-        model: the model's key.
-        sampling: the settings.
-        out: the folder of samples.
+        tokenizer: The model's tokenizer.
+        model: The model's key.
+        sampling: The settings.
+        out: The folder of samples.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -82,10 +82,10 @@ class Sampler:
     out: Path
 
     def pieces(self, file: Path) -> list[TextPiece]:
-        """Pieces of a text.
+        """Split a text into pieces.
 
         Raises:
-            PrecompressError: it cannot be read.
+            PrecompressError: It cannot be read.
         """
         tokens, most = PromptPrefix().tokens(self.tokenizer, read_text(file)), self.sampling.tokens
         parts = (tuple(tokens[begin : begin + most]) for begin in range(0, len(tokens), most))
@@ -96,10 +96,10 @@ class Sampler:
         return self.out / f"{blake2b(key.encode(), digest_size=16).hexdigest()}.safetensors"
 
     def take(self, model: PreTrainedModel, piece: TextPiece, progress: Callable[[int], None]) -> None:
-        """Score a piece and store samples of it; ``progress`` is told of tokens that were computed or repeated.
+        """Score a piece and store samples of it. Calls ``progress`` with numbers of computed or repeated tokens.
 
         Raises:
-            PrecompressError: the model's layers are of an unknown kind.
+            PrecompressError: The model's layers are of an unknown kind.
         """
         how, settings = self.sampling.how, self.sampling
         positions = self._positions(piece)
@@ -112,7 +112,7 @@ class Sampler:
         write_checked(piece.path, {"states": inputs.kept(), "targets": targets}, {"format": FORMAT})
 
     def _positions(self, piece: TextPiece) -> torch.Tensor:
-        """Sampled positions, ascending; sinks have no score."""
+        """Sampled positions, ascending. Sinks have no score."""
         generator = torch.Generator().manual_seed(self.sampling.seed + int(piece.path.stem[:8], 16))
         sinks = self.sampling.how.sinks
         drawn = torch.randperm(len(piece.tokens) - sinks, generator=generator)[: self.sampling.samples]
@@ -123,7 +123,7 @@ class Sampler:
 
 
 def load_layer(paths: list[Path], layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """One layer's samples out of several files: states [samples, hidden_size] and targets [samples, kv_heads], float32."""
+    """Read one layer's samples from several files: states [samples, hidden_size] and targets [samples, kv_heads], float32."""
     states, targets = [], []
     for path in paths:
         with safe_open(path, "pt") as opened:

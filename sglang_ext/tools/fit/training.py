@@ -1,4 +1,4 @@
-"""One layer's network: from the states that enter attention to the logarithm of KVzip's score, by its squared error."""
+"""Trains one layer's network, from the states that enter attention to the logarithm of KVzip's score, with squared error."""
 
 import json
 import math
@@ -11,14 +11,14 @@ from torch.nn.functional import gelu, linear, mse_loss
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """How networks are trained (KVzap, Jegou and Jeblick 2026, arXiv 2601.07891).
+    """Training settings (KVzap, Jegou and Jeblick 2026, arXiv 2601.07891).
 
     Attributes:
         network: ``mlp``, two layers with GELU between them, or ``linear``, by ridge regression.
-        width: of the layer between; 0 for an eighth of the hidden size.
-        epochs, batch, rate: of AdamW, whose rate falls to 0 along a cosine.
-        ridge: what is added to the variance of standardized inputs.
-        seed: of the first weights and of the order of samples.
+        width: Size of the hidden layer. 0 for an eighth of the model's hidden size.
+        epochs, batch, rate: Settings of AdamW. Its learning rate decreases to 0 along a cosine.
+        ridge: Added to the variance of standardized inputs.
+        seed: Seed of the initial weights and of the order of samples.
     """
 
     network: str = "mlp"
@@ -31,7 +31,7 @@ class TrainingConfig:
 
     @property
     def settings(self) -> str:
-        """As JSON with sorted keys."""
+        """The settings as JSON with sorted keys."""
         return json.dumps(asdict(self), sort_keys=True)
 
 
@@ -44,7 +44,7 @@ class Standardizer:
 
     @classmethod
     def of(cls, values: torch.Tensor) -> "Standardizer":
-        """Of ``values``, [rows, columns]; columns that do not vary stay as they are."""
+        """Create from ``values``, [rows, columns]. Constant columns are not scaled."""
         deviation = values.std(dim=0)
         return cls(values.mean(dim=0), torch.where(deviation > 1e-6, deviation, 1.0))
 
@@ -53,23 +53,23 @@ class Standardizer:
         return (values - self.mean) / self.deviation
 
     def before(self, weight: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The linear map of standardized inputs, as one of inputs as they are."""
+        """Convert a linear map of standardized inputs to one of raw inputs."""
         weight = weight / self.deviation
         return weight, bias - weight @ self.mean
 
     def after(self, weight: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The linear map to standardized outputs, as one to outputs as they are."""
+        """Convert a linear map to standardized outputs to one to raw outputs."""
         return weight * self.deviation[:, None], bias * self.deviation + self.mean
 
 
 def train(states: torch.Tensor, targets: torch.Tensor, how: TrainingConfig, layer: int) -> dict[str, torch.Tensor]:
-    """Weights of one layer, as :class:`~sglang_ext.mem_cache.scores.predictor.Predictor` names them, on the CPU.
+    """Train one layer. Return its weights, with the names of :class:`~sglang_ext.mem_cache.scores.predictor.Predictor`, on the CPU.
 
     Args:
         states: float32 [samples, hidden_size].
         targets: float32 [samples, kv_heads].
-        how: the settings.
-        layer: its index; each has its own random numbers.
+        how: The settings.
+        layer: Its index. Each layer has its own random numbers.
     """
     inputs, outputs = Standardizer.of(states), Standardizer.of(targets)
     if how.network == "linear":
@@ -121,7 +121,7 @@ def _batches(samples: int, how: TrainingConfig, generator: torch.Generator) -> I
 
 
 def evaluate(predicted: torch.Tensor, targets: torch.Tensor) -> tuple[float, float]:
-    """Mean squared error, and R^2 as the mean over KV heads, of predictions: both [samples, kv_heads]."""
+    """Mean squared error of predictions, and R^2 as the mean over KV heads. Both arguments are [samples, kv_heads]."""
     errors = (predicted - targets).square().mean(dim=0)
     variance = targets.var(dim=0, correction=0).clamp(min=1e-12)
     return float(errors.mean()), float((1 - errors / variance).mean())

@@ -1,1 +1,1 @@
-"""Scores the tokens of documents ahead: ``python -m sglang_ext.precompress``."""
+"""Scores the tokens of documents in advance: ``python -m sglang_ext.precompress``."""

@@ -1,4 +1,4 @@
-"""What enters the attention layers of a model of transformers, seen while it runs."""
+"""Records the inputs of a transformers model's attention layers while the model runs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ class AttentionInputs:
 
     Attributes:
         positions: int64 [samples], ascending: tokens whose states are kept, counted over all forwards.
-        norms: of each layer, float32 [tokens of the newest forward], norms of its states.
+        norms: For each layer, float32 [tokens of the last forward], norms of its states.
     """
 
     def __init__(self, layers: int, positions: torch.Tensor) -> None:
@@ -25,10 +25,10 @@ class AttentionInputs:
 
     @contextmanager
     def record_inputs(self, model: PreTrainedModel) -> Iterator[None]:
-        """Look at the forwards of ``model``, of one sequence each, that run inside this context.
+        """Record the forwards of ``model``, of one sequence each, inside this context.
 
         Raises:
-            PrecompressError: the model's attention layers are not found.
+            PrecompressError: The model's attention layers are not found.
         """
         layers = attention_layers(model)
         if [layer.layer_idx for layer in layers] != list(range(len(self.norms))):
@@ -57,23 +57,23 @@ class AttentionInputs:
 
 
 def attention_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The modules that call attention functions, by layer; these read both attributes."""
+    """The modules that call attention functions, by layer. Such modules have both attributes, which attention functions read."""
     return [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "num_key_value_groups")]
 
 
 def output_norms(module: torch.nn.Module, values: torch.Tensor) -> torch.Tensor:
-    """How much values weigh in a layer's output, the norm of ``W_O v``: float32 [kv_heads, group, tokens].
+    """The weight of values in a layer's output, the norm of ``W_O v``: float32 [kv_heads, group, tokens].
 
     Args:
-        module: the attention layer.
+        module: The attention layer.
         values: [kv_heads, tokens, head_dim].
 
     Raises:
-        PrecompressError: its output's linear map is not found.
+        PrecompressError: The linear map of its output is not found.
     """
     kv_heads, _, dim = values.shape
     width = kv_heads * module.num_key_value_groups * dim
-    # It comes last; a map of queries may have its shape, too.
+    # The output's map comes last. A map of queries may have the same shape.
     maps = [child for child in module.children() if isinstance(child, torch.nn.Linear) and child.in_features == width]
     if not maps:
         raise PrecompressError(

@@ -1,4 +1,4 @@
-"""Documents as the beginnings of prompts: the token ids that a server will see."""
+"""Documents as the beginnings of prompts: the token ids that a server will receive."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,18 +7,18 @@ from transformers import PreTrainedTokenizerBase
 
 from sglang_ext.precompress import PrecompressError
 
-# Stands for a document where the chat template's text is looked at.
+# Placeholder for a document when the chat template's text is examined.
 MARK = "A document."
 
 
 @dataclass(frozen=True)
 class PromptPrefix:
-    """What stands before a document in the prompts.
+    """The text before a document in prompts.
 
     Attributes:
-        text: a text, with ``chat`` False.
-        chat: whether the document begins the user's message, in the model's chat template.
-        system: the system message there; None for the template's own.
+        text: The text, with ``chat`` False.
+        chat: Whether the document begins the user's message, in the model's chat template.
+        system: The system message in the template. None for the template's own.
     """
 
     text: str = ""
@@ -26,10 +26,10 @@ class PromptPrefix:
     system: str | None = None
 
     def tokens(self, tokenizer: PreTrainedTokenizerBase, document: str) -> list[int]:
-        """Token ids of a prompt that begins with ``document``, to its end; tokenized as SGLang tokenizes prompts.
+        """Token ids of a prompt up to the end of ``document``, tokenized as SGLang tokenizes prompts.
 
         Raises:
-            PrecompressError: the chat template changes the document's text, or there is none.
+            PrecompressError: The chat template changes the document's text, or there is none.
         """
         if not self.chat:
             return tokenizer.encode(self.text + document)
@@ -41,7 +41,7 @@ class PromptPrefix:
         return tokenizer.encode(rendered[: found + len(document.strip())], add_special_tokens=False)
 
     def suffix(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """Token ids between a question and the model's answer; a line's end where prompts have no template."""
+        """Token ids between a question and the model's answer. A line break if prompts have no template."""
         if tokenizer.chat_template is None:
             return tokenizer.encode("\n", add_special_tokens=False)
         rendered = self._rendered(tokenizer, MARK, answer=True)
@@ -57,10 +57,10 @@ class PromptPrefix:
 
 
 def read_text(path: Path) -> str:
-    """A document's text.
+    """Read a document's text.
 
     Raises:
-        PrecompressError: it cannot be read, or is not UTF-8.
+        PrecompressError: It cannot be read, or is not UTF-8.
     """
     try:
         return path.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Which documents of a run are scored already, and the scoring of one."""
+"""Finds the documents that are not scored yet, and scores a document."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -17,14 +17,14 @@ METHOD = "kvzip"
 
 @dataclass(frozen=True)
 class ScoringJob:
-    """What scores depend on, beside a document's text, and where they go.
+    """Settings that scores depend on, in addition to a document's text, and the output folder.
 
     Attributes:
-        tokenizer: the model's.
-        beginning: what stands before documents.
-        how: settings of the method.
-        model: the model's key.
-        out: the folder.
+        tokenizer: The model's tokenizer.
+        beginning: The text before documents.
+        how: Settings of the method.
+        model: The model's key.
+        out: The folder of scores.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -34,11 +34,11 @@ class ScoringJob:
     out: Path
 
     def document(self, tokens: list[int]) -> ScoredDocument:
-        """What names the scores of ``tokens``."""
+        """The key of the scores of ``tokens``."""
         return ScoredDocument.from_tokens(tokens, self.model, METHOD, asdict(self.how))
 
     def is_scored(self, tokens: list[int]) -> bool:
-        """Whether the folder holds their scores, whole."""
+        """Whether the folder contains their complete scores."""
         path = self.out / self.document(tokens).file_name
         try:
             return path.exists() and ScoreFile.read(path).scores() is not None
@@ -46,10 +46,10 @@ class ScoringJob:
             return False
 
     def missing(self, files: Iterable[Path], say: Callable[[str], None]) -> dict[Path, list[int]]:
-        """Token ids of the documents whose scores are not there yet; ``say`` is told which are, and which are too short.
+        """Token ids of the documents without scores. Calls ``say`` with a line for each document that is scored or too short.
 
         Raises:
-            PrecompressError: a document cannot be read or tokenized, or all are too short.
+            PrecompressError: A document cannot be read or tokenized, or all are too short.
         """
         found: dict[Path, list[int]] = {}
         files, short = list(files), 0
@@ -69,7 +69,7 @@ class ScoringJob:
         return found
 
     def score(self, model: PreTrainedModel, tokens: list[int], progress: Callable[[int], None]) -> Path:
-        """Score a document and store the scores; ``progress`` is told of tokens that were computed or repeated."""
+        """Score a document and store the scores. Calls ``progress`` with numbers of computed or repeated tokens."""
         suffix = self.beginning.suffix(self.tokenizer)
         scores = reconstruction_scores(model, self._encode, tokens, suffix, self.how, progress)
         return write(self.out, self.document(tokens), scores)

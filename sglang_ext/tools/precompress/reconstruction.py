@@ -1,4 +1,4 @@
-"""How much the model attends to each token of a context while it repeats it (KVzip, Kim et al. 2025, arXiv 2505.23416)."""
+"""Scores how much the model attends to each token of a context while it repeats it (KVzip, Kim et al. 2025, arXiv 2505.23416)."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,21 +11,23 @@ from transformers.masking_utils import sdpa_mask
 from sglang_ext.tools.precompress.attention_inputs import AttentionInputs, output_norms
 
 ATTENTION = "sglang_ext_reconstruction"
-# Queries that are looked at together; bounds the memory.
+# Queries processed together. Limits the memory.
 QUERIES = 512
 
 
 @dataclass(frozen=True)
 class ReconstructionConfig:
-    """How a context is repeated. The context's KV is computed once; then, chunk by chunk, a prompt asks for the chunk, and the
-    chunk itself follows, so that its queries are those of a model that repeats it.
+    """How a context is repeated.
+
+    The context's KV is computed once. Then, chunk by chunk, a prompt asks for the chunk, and the chunk itself follows. So its queries are
+    those of a model that repeats it.
 
     Attributes:
-        chunk: tokens that are repeated at once.
-        sinks: first tokens, kept in any case; while other chunks are repeated they draw their share of attention.
-        lead: tokens before a chunk, by which the prompt says where to begin.
-        whole_prompt, part_prompt: ask for the first chunk, and for others.
-        begin: tokens before which nothing is repeated; their scores are 0.
+        chunk: Tokens that are repeated at once.
+        sinks: First tokens, which are always kept. They take part in the attention of all chunks.
+        lead: Tokens before a chunk that the prompt quotes to mark its beginning.
+        whole_prompt, part_prompt: Prompts for the first chunk, and for the others.
+        begin: Nothing before this token is repeated. The scores there are 0.
     """
 
     chunk: int = 2048
@@ -38,14 +40,14 @@ class ReconstructionConfig:
 
 @dataclass
 class AttentionRecorder:
-    """An attention function of transformers that also notes the largest attention that the keys of a span get.
+    """An attention function for transformers that also records the largest attention that each key of a span receives.
 
     Attributes:
         scores: float32 [layers, kv_heads, tokens], filled span by span.
-        sinks: first keys that take part beside the span and the queries' own.
-        inputs: sees what enters the layers, for KVzip+ (KVzap, Jegou and Jeblick 2026, arXiv 2601.07891): attention is
-            divided by the norm of the query's hidden state, and multiplied by that of ``W_O v``. None for KVzip.
-        span: the keys that are looked at; None while the context's KV is computed.
+        sinks: First keys that take part, in addition to the span and the queries' own.
+        inputs: Records the inputs of layers, for KVzip+ (KVzap, Jegou and Jeblick 2026, arXiv 2601.07891). KVzip+ divides attention by
+            the norm of the query's hidden state, and multiplies it by that of ``W_O v``. None for KVzip.
+        span: The keys to score. None while the context's KV is computed.
     """
 
     scores: torch.Tensor
@@ -54,7 +56,7 @@ class AttentionRecorder:
     span: range | None = None
 
     def __call__(self, module, query, key, value, attention_mask, **kwargs) -> tuple[torch.Tensor, None]:
-        """Attention as ever; the tensors are [1, heads, tokens, head_dim], rotary embedding applied."""
+        """Compute attention as usual. The tensors are [1, heads, tokens, head_dim], with rotary embedding applied."""
         if self.span is not None:
             begin, end = self.span.start, self.span.stop
             of_query = of_value = None
@@ -106,16 +108,16 @@ def reconstruction_scores(
     progress: Callable[[int], None] = lambda tokens: None,
     inputs: AttentionInputs | None = None,
 ) -> torch.Tensor:
-    """Importance of a context's KV pairs: float32 [layers, kv_heads, tokens], infinite for the first tokens.
+    """Score the importance of a context's KV pairs: float32 [layers, kv_heads, tokens], infinite for the first tokens.
 
     Args:
-        model: a decoder of transformers; its attention is replaced for good.
-        encode: token ids of a text, without special tokens.
-        tokens: the context's token ids.
-        suffix: token ids that end the asking prompt and begin the answer.
-        how: the method's settings.
-        progress: told how many tokens more were computed or repeated.
-        inputs: watches ``model``, for the normalization of KVzip+; None for KVzip.
+        model: A decoder of transformers. Its attention is replaced permanently.
+        encode: Returns the token ids of a text, without special tokens.
+        tokens: The context's token ids.
+        suffix: Token ids that end the prompt for a chunk and begin the answer.
+        how: The method's settings.
+        progress: Called with numbers of computed or repeated tokens.
+        inputs: Records the inputs of ``model``, for the normalization of KVzip+. None for KVzip.
     """
     config = model.config.get_text_config()
     scores = torch.zeros(config.num_hidden_layers, config.num_key_value_heads, len(tokens), device=model.device)
@@ -140,7 +142,7 @@ def reconstruction_scores(
 def _chunks(
     encode: Callable[[str], list[int]], tokens: list[int], suffix: list[int], how: ReconstructionConfig
 ) -> Iterator[tuple[range, list[int]]]:
-    """Spans of the context, and what the model reads for each: the prompt and the span itself."""
+    """Yield spans of the context, and the model's input for each: the prompt and the span itself."""
     for begin in range(how.begin, len(tokens), how.chunk):
         span = range(begin, min(begin + how.chunk, len(tokens)))
         asked = encode(how.whole_prompt)
@@ -150,5 +152,5 @@ def _chunks(
 
 
 def _forward(model: PreTrainedModel, tokens: list[int], cache: DynamicCache) -> None:
-    """Run the layers; what comes out of the last is of no use."""
+    """Run the layers. The output of the last is not used."""
     model.base_model(input_ids=torch.tensor([tokens], device=model.device), past_key_values=cache, use_cache=True)

@@ -63,9 +63,9 @@ def build(path, **flags):
         ({"kv_bits": 4}, ["--kv-bits is 4", "snapkv keeps tokens as they are", "--kv-compressor snapkv+kivi"]),
         (
             {"kv_bits": 4, "kv_compressor": "spade"},
-            ["--kv-bits is 4", "spade keeps tokens as they are, and chooses by keys in 16, 8 or 4 bits: pass --kv-score-bits 4 in its place"],
+            ["--kv-bits is 4", "spade keeps tokens as they are, and selects with keys in 16, 8 or 4 bits: pass --kv-score-bits 4 instead"],
         ),
-        ({"kv_bits": 2, "kv_compressor": "spade"}, ["--kv-bits is 2", "pass --kv-score-bits 4 in its place", "--kv-compressor kivi"]),
+        ({"kv_bits": 2, "kv_compressor": "spade"}, ["--kv-bits is 2", "pass --kv-score-bits 4 instead", "--kv-compressor kivi"]),
         ({"kv_bits": 4, "kv_compressor": "quest"}, ["quest keeps tokens as they are: leave it out, or pass --kv-compressor kivi"]),
         ({"kv_select": float("inf"), "kv_compressor": "spade"}, ["--kv-select is inf", "a whole number, for example 2048"]),
         ({"kv_compressor": "hack", "kv_partition": 48}, ["--kv-partition is 48", "partitions of 64 or 32 or 128 numbers"]),
@@ -92,7 +92,7 @@ def build(path, **flags):
         ),
         (
             {"kv_compressor": "verify-guided", "kv_full_tier": "host", "kv_host_gb": 1},
-            ["--kv-full-tier is 'host'", "verify-guided read it on the device", "or use --kv-full-tier device"],
+            ["--kv-full-tier is 'host'", "verify-guided read full KV on the device", "or use --kv-full-tier device"],
         ),
         ({"kv_sparse_from": 100}, ["--kv-sparse-from is 100", "a whole number from 128"]),
         ({"kv_select": 0}, ["--kv-select is 0", "above 0 and at most 1", "a whole number"]),
@@ -227,7 +227,7 @@ def test_what_has_no_kernels_is_served_on_a_cpu_alone(flags, named, instead, dev
     with pytest.raises(OptionError) as raised:
         method_options.check_resolved(args)
     assert str(raised.value) == (
-        f"--device is {device} with {named}; kvquant packs tokens on a CPU alone, elsewhere hack, int4, int8, kivi, lynx, "
+        f"--device is {device} with {named}; kvquant packs tokens on a CPU only, on a GPU hack, int4, int8, kivi, lynx, "
         f"rotatekv, turboquant do. Pass {instead}, or --device cpu."
     )
 
@@ -356,7 +356,7 @@ def test_rounds_of_lossy_are_as_long_whatever_flags_of_drafts_say(folder, flags)
 
 def test_full_kv_that_drafts_read_stays_on_the_device(folder, caplog):
     args = build(folder(), kv_mode="verified", kv_compressor="verify-guided", kv_full_tier="auto", kv_host_gb=1)
-    assert not options.can_offload_full_kv(args) and "as drafts of --kv-compressor verify-guided read it on the device" in caplog.text
+    assert not options.can_offload_full_kv(args) and "as drafts of --kv-compressor verify-guided read full KV on the device" in caplog.text
 
 
 def test_auto_says_why_all_full_kv_stays_on_the_device(folder, caplog):
@@ -389,7 +389,7 @@ def test_a_benchmarks_codec_is_refused_where_prompts_would_travel_as_codes(folde
     if method == "snapkv":
         assert build(folder(), kv_compressor=method, **over).kv_bench_codec == "int4"
         return
-    with pytest.raises(OptionError, match="--kv-bench-codec: in mode lossy prompts travel as the codes of their copies, .* leave out --kv-bench-codec on both servers"):
+    with pytest.raises(OptionError, match="--kv-bench-codec: in mode lossy, prompts are transferred as quantized KV .* leave out --kv-bench-codec on both servers"):
         build(folder(), kv_compressor=method, **over)
 
 

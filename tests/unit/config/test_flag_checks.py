@@ -43,7 +43,7 @@ def test_what_lossy_alone_serves_is_named_with_that_mode(caplog: pytest.LogCaptu
     ({"kv_offload_draft_length": 8, "kv_host_gb": 1.0},
      "--kv-full-tier is device and --kv-host-gb 1, with which --kv-offload-draft-length does nothing: pass --kv-full-tier auto"),
     ({"kv_draft_length": 8, "kv_max_burst": 10},
-     "a verification gives 9 tokens at most, fewer than 10, so that --kv-max-burst does nothing: pass at most 9, or leave it out"),
+     "a verification gives at most 9 tokens, fewer than 10, so that --kv-max-burst does nothing: pass at most 9, or leave it out"),
 ])  # fmt: skip
 def test_a_flag_that_does_nothing_beside_others_is_named_once(
     caplog: pytest.LogCaptureFixture, given: dict[str, object], words: str
@@ -123,8 +123,8 @@ def test_a_short_context_is_not_blamed_on_a_flag_that_was_left_as_it_is() -> Non
         ({"kv_prefill": "quantized", "kv_compressor": "hack"}, None),
         ({"kv_host_gb": 1.0}, "host memory"),
         ({"disable_radix_cache": True}, "prefix tree"),
-        ({"disaggregation_mode": "decode"}, "travels"),
-        ({"disaggregation_mode": "prefill", "disaggregation_transfer_backend": "progressive"}, "travels"),
+        ({"disaggregation_mode": "decode"}, "transferred"),
+        ({"disaggregation_mode": "prefill", "disaggregation_transfer_backend": "progressive"}, "transferred"),
         ({"disaggregation_mode": "decode", "disaggregation_transfer_backend": "progressive", "disable_radix_cache": True}, None),
         ({"enable_deterministic_inference": True, "device": "cuda"}, "deterministic"),
         ({"enable_deterministic_inference": True, "device": "cpu"}, None),

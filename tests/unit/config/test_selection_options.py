@@ -38,12 +38,15 @@ def test_spade_takes_a_share_or_a_number_of_tokens_in_both_modes(mode, select, b
 def test_numbers_of_tokens_of_which_queries_choose_none_are_refused(flags, always):
     for select in (2.0, float(always)):
         args = arguments(**{"kv_compressor": "spade", "kv_select": select} | flags)
-        with pytest.raises(OptionError, match=f"--kv-select is {select:g}; .* the first and the newest {always} .* for example 0.125"):
+        with pytest.raises(OptionError, match=f"--kv-select is {select:g}.* the first and the newest tokens, {always} .* for example 0.125"):
             selection_options.resolve(args)
     selection_options.resolve(arguments(**{"kv_compressor": "spade", "kv_select": always + 1.0} | flags))
 
 
-@pytest.mark.parametrize(("share", "told"), [(0.01, "--kv-select is 0.01, of the longest context 20 tokens; .* newest 36 .* now 2000"), (1e-9, "1e-09")])
+@pytest.mark.parametrize(
+    ("share", "told"),
+    [(0.01, "--kv-select is 0.01, which is 20 tokens of the longest context.* newest tokens, 36 .* now 2000"), (1e-9, "1e-09")],
+)
 def test_a_share_of_which_queries_choose_none_anywhere_is_refused(share, told):
     args = spade(kv_select=share, device="cpu")
     selection_options.resolve(args)
@@ -58,7 +61,7 @@ def test_where_queries_choose_none_of_a_share_is_told(caplog, flags, told):
     selection_options.resolve(args)
     args.get_model_config = lambda: SimpleNamespace(context_len=2000)
     selection_options.check_resolved(args)
-    expected = "in contexts of fewer than 289 tokens queries choose none of the share 0.125 of --kv-select, .* pass --kv-sparse-from 289 "
+    expected = "in contexts of fewer than 289 tokens queries select none of the share 0.125 of --kv-select, .* pass --kv-sparse-from 289 "
     assert bool(re.search(expected, caplog.text)) == told == bool(caplog.records)
 
 
@@ -131,8 +134,8 @@ def test_ranks_beside_a_gpu_are_on_those_after_it_and_refused_where_these_are_mi
         ({"base_gpu_id": 2}, "from GPU 3 to GPU 4, the model being on GPU 2; there are 4 GPUs: pass fewer ranks, a lower --kv-cache-rank"),
         ({"kv_pack_layers": 2}, "--kv-cache-ranks is 2 on GPUs with --kv-pack-layers 2; all layers of a step .*: pass auto"),
         ({"kv_bench_timeline": "times"}, "with --kv-bench-timeline times; .*: leave it out"),
-        ({"dp_size": 2}, "with --dp-size 2; they follow the GPU of one model: pass 1"),
-        ({"device": "cpu", "kv_cache_rank_gpu": 1}, "--kv-cache-rank-gpu is 1 with --device cpu; .* beside a model on one: leave it out"),
+        ({"dp_size": 2}, "with --dp-size 2; they belong to the GPU of one model: pass 1"),
+        ({"device": "cpu", "kv_cache_rank_gpu": 1}, "--kv-cache-rank-gpu is 1 with --device cpu; .* on GPUs only if the model is: leave it out"),
     ):
         before = {name: getattr(args, name) for name in given}
         for name, value in given.items():
@@ -161,7 +164,7 @@ def test_flags_of_cache_ranks_are_refused_with_what_is_allowed(monkeypatch):
         ({"kv_cache_ranks": 1, "kv_pack_layers": "six"}, "--kv-pack-layers is six; pass a whole number of layers from 1, .* or auto"),
         ({"kv_cache_ranks": 1, "kv_cache_rank_gb": -1}, "--kv-cache-rank-gb is -1; pass GB of memory for keys, above 0"),
         ({"kv_cache_ranks": 1, "kv_cache_rank_gpu": -1}, "--kv-cache-rank-gpu is -1; pass the number of the GPU .*, from 0, for example 1"),
-        ({"kv_cache_ranks": 1, "kv_score_bits": 2}, "--kv-score-bits is 2; .* or in 8 or 4 bits: pass one of 16, 8, 4"),
+        ({"kv_cache_ranks": 1, "kv_score_bits": 2}, "--kv-score-bits is 2; .* or with keys in 8 or 4 bits: pass one of 16, 8, 4"),
         ({"kv_score_bits": 4, "disaggregation_mode": "decode"}, "is 4 with --disaggregation-mode decode; .*: pass --kv-score-bits 16, or"),
         ({"kv_cache_ranks": 1, "tp_size": 2}, "--kv-cache-ranks is 1 with --tp-size 2; .*: pass --tp-size 1, or --kv-cache-ranks 0"),
     ):
@@ -183,7 +186,7 @@ def test_codes_lie_beside_the_pool_where_tokens_are_chosen_by_few_bits_and_not_b
     args = spade(kv_mode=mode, kv_score_bits=8, disaggregation_mode="prefill")
     flag_checks.check_flags(args)
     assert selection_options.slot_code_bits(args) == 0
-    assert "which takes no steps, and so --kv-score-bits does nothing: pass that to the decode server" in caplog.text
+    assert "which has no decode steps, so that --kv-score-bits does nothing: pass that to the decode server" in caplog.text
     args = arguments(kv_compressor="verify-guided", kv_score_bits=8)
     flag_checks.check_flags(args)
     assert selection_options.slot_code_bits(args) == 0
@@ -198,7 +201,7 @@ def test_packs_of_more_layers_than_there_are_and_too_little_memory_for_a_request
         selection_options.check_resolved(args)
     args.kv_pack_layers, args.kv_cache_rank_gb = 5, 0.004
     # 1,128 tokens of 5 layers, 3 heads, 64 numbers in 4 bytes.
-    with pytest.raises(OptionError, match=r"--kv-cache-rank-gb is 0.004, less than keys of 1000 tokens .*: pass at least 0.0044, better"):
+    with pytest.raises(OptionError, match=r"--kv-cache-rank-gb is 0.004, less than keys of 1000 tokens .*: pass at least 0.0044, or better"):
         selection_options.check_resolved(args)
     # What is advised is taken: three digits of 0.00433152 were less.
     args.kv_cache_rank_gb = 0.0044
@@ -212,7 +215,7 @@ def test_packs_of_more_layers_than_there_are_and_too_little_memory_for_a_request
     # Exact keys and values beside these.
     args.kv_mode = "lossy"
     assert selection_options.has_remote_values(args)
-    said = "less than keys and values, and keys in 8 bits, of 1000 tokens .*: pass at least 0.0099, better .*, or --kv-score-bits 16$"
+    said = "less than keys and values, and keys in 8 bits, of 1000 tokens .*: pass at least 0.0099, or better .*, or --kv-score-bits 16$"
     with pytest.raises(OptionError, match=said):
         selection_options.check_resolved(args)
     args.kv_cache_rank_gb = 0.0099
@@ -223,7 +226,7 @@ def test_a_choice_that_leaves_nothing_out_is_named(caplog):
     flag_checks.check_flags(spade(kv_select=0.5))
     assert not caplog.text
     flag_checks.check_flags(spade(kv_select=1.0))
-    assert "--kv-select is 1, the whole of each context, of which choices leave nothing out: pass a share below 1" in caplog.text
+    assert "--kv-select is 1, the whole context, so that selections leave nothing out: pass a share below 1" in caplog.text
 
 
 def test_flags_of_cache_ranks_are_named_where_there_are_none(caplog):
@@ -234,7 +237,7 @@ def test_flags_of_cache_ranks_are_named_where_there_are_none(caplog):
     assert "1, or --disaggregation-transfer-backend progressive --disaggregation-mode prefill or decode, or leave it out" in caplog.text
     args = spade(kv_cache_ranks=1, disaggregation_mode="prefill")
     flag_checks.check_flags(args)
-    assert "which takes no steps, and so --kv-cache-ranks does nothing: pass that to the decode server" in caplog.text
+    assert "which has no decode steps, so that --kv-cache-ranks does nothing: pass that to the decode server" in caplog.text
     assert selection_options.ranks(args) == 0
     args.disaggregation_mode = "decode"
     assert selection_options.ranks(args) == 1

@@ -103,7 +103,7 @@ def test_a_command_that_is_refused_leaves_no_traceback(
     assert code == 2, lines
     assert "Traceback" not in "".join(lines)
     told = [text for text in lines if text.startswith("sglang-ext: error: ")]
-    assert len(told) == 1 and "--enable-lmcache: its tree would stand idle" in told[0] and "use --kv-host-gb" in told[0]
+    assert len(told) == 1 and "--enable-lmcache: its tree would be unused" in told[0] and "use --kv-host-gb" in told[0]
 
 
 def test_a_port_that_is_taken_ends_the_command_before_weights_are_loaded(capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,7 +141,7 @@ def test_hooks_are_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     from sglang_ext.hooks import table as hooks
 
     registry = logging.getLogger(hooking.REGISTRY)
-    with caplog.at_level(logging.INFO), hooking._warnings_alone(hooking.REGISTRY):
+    with caplog.at_level(logging.INFO), hooking._only_warnings(hooking.REGISTRY):
         registry.info("Applied 1 hook(s) to a.target")
         registry.warning("Multiple hooks")
     assert caplog.messages == ["Multiple hooks"]

@@ -74,14 +74,14 @@ def test_what_sglang_serves_passes(params):
     ({"temperature": 1e308}, r"sampling_params.temperature is 1e\+308; pass a number from 0 to"),
     ({"repetition_penalty": 1e-300}, "sampling_params.repetition_penalty is 1e-300; pass a number from 1e-30 to 2, or"),
     ({"top_k": 1.5}, "sampling_params.top_k is 1.5: expected `int`, got `float`"),
-    ({"stop_regex": "("}, r"sampling_params.stop_regex has '\(', which is no regular expression \(missing \), unterminated"),
-    ({"stop_regex": ["a", "(?<=b+)c"]}, r"sampling_params.stop_regex has '\(\?<=b\+\)c', which is no regular expression \(look-behind"),
+    ({"stop_regex": "("}, r"sampling_params.stop_regex has '\(', which is not a regular expression \(missing \), unterminated"),
+    ({"stop_regex": ["a", "(?<=b+)c"]}, r"sampling_params.stop_regex has '\(\?<=b\+\)c', which is not a regular expression \(look-behind"),
     ({"stop_regex": "a{99999999999}"}, "sampling_params.stop_regex has .*the repetition number is too large"),
-    ({"logit_bias": {"a": 1}}, "sampling_params.logit_bias has 'a', which is no token id; pass token ids from 0 to 999"),
+    ({"logit_bias": {"a": 1}}, "sampling_params.logit_bias has 'a', which is not a token id; pass token ids from 0 to 999"),
     ({"stop_token_ids": [VOCABULARY], "min_new_tokens": 1}, "sampling_params.stop_token_ids has 1000 at place 0; .* from 0 to 999"),
     ({"top_k": 2**31}, "sampling_params.top_k is 2147483648; pass a number from -1 to 2147483647, -1 for all tokens"),
     ({"sampling_seed": 2**63}, "sampling_params.sampling_seed is 9223372036854775808; pass a number"),
-    ({"is_normalized": True}, "sampling_params.is_normalized is True; SGLang sets it by itself"),
+    ({"is_normalized": True}, "sampling_params.is_normalized is True; SGLang sets it itself"),
     ({"max_tokens": 5}, "sampling_params has 'max_tokens', which SGLang does not know: .*max_new_tokens"),
     ({"custom_params": {"kv_budget": 1}}, "custom_params has 'kv_budget', which this server does not know"),
     ({"kv_compressor": "snapkv"}, "sampling_params has 'kv_compressor': pass it in sampling_params.custom_params or at the top level"),
@@ -120,7 +120,7 @@ def test_of_several_prompts_none_is_empty():
     ({"session_params": {"rid": 5}}, r"session_params.rid is 5: expected `str \| null`, got `int`"),
     ({"session_params": {"unknown": 5}}, "session_params has 'unknown', which SGLang does not know"),
     ({"return_logprob": True, "logprob_start_len": -3}, "logprob_start_len is -3; pass a number from -1"),
-    ({"custom_logit_processor": "abc"}, "custom_logit_processor is 'abc', which is none"),
+    ({"custom_logit_processor": "abc"}, "custom_logit_processor is 'abc', which is not a processor"),
     ({"text": None, "input_embeds": [[0.5] * 4, [0.5] * 3]}, "input_embeds has a row of 3 numbers; this model's tokens have 4 each"),
     ({"return_logprob": True, "top_logprobs_num": VOCABULARY + 1}, "top_logprobs_num is 1001; pass a number from 0 to 1000"),
     ({"token_ids_logprob": [True]}, "token_ids_logprob is .True.: expected `int`"),
@@ -177,8 +177,8 @@ def test_requests_that_sglang_takes_apart_pass(body):
     ({"text": ["a", "b", "c"], "lora_path": ["x", "y"]}, "lora_path is a list of 2, and there are 3 prompts"),
     ({"text": ["a", "b"], "top_logprobs_num": [1]}, "top_logprobs_num is a list of 1, and there are 2 prompts"),
     ({"text": ["a", "b"], "input_ids": [[1]]}, "input_ids is a list of 1, and there are 2 prompts"),
-    ({"text": ["a", "b"], "input_ids": [1, 2]}, r"input_ids is \[1, 2\] beside text; pass a list of token ids for one text"),
-    ({"text": "a", "input_ids": [[1]]}, r"input_ids is \[\[1\]\] beside text; pass"),
+    ({"text": ["a", "b"], "input_ids": [1, 2]}, r"input_ids is \[1, 2\] together with text; pass a list of token ids for one text"),
+    ({"text": "a", "input_ids": [[1]]}, r"input_ids is \[\[1\]\] together with text; pass"),
     ({"text": "a", "rid": ["r"]}, r"rid is \['r'\] with one prompt; pass one string"),
     ({"input_embeds": []}, r"input_embeds is \[\]; pass a row of numbers"),
     ({"input_embeds": [[]]}, r"input_embeds is \[\[\]\]; pass a row of numbers"),
@@ -225,7 +225,7 @@ def test_preferred_parameters_that_no_request_could_be_answered_with_are_refused
 
 
 def test_preferred_parameters_that_are_no_json_are_refused_at_start():
-    with pytest.raises(OptionError, match="^--preferred-sampling-params is '{a', which is no JSON .*or leave it out$"):
+    with pytest.raises(OptionError, match="^--preferred-sampling-params is '{a', which is not JSON .*or leave it out$"):
         preferred("{a")
 
 

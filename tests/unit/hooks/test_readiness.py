@@ -32,7 +32,7 @@ def test_three_lines_tell_mode_method_and_address() -> None:
 
 
 def test_on_a_cpu_they_say_that_drafting_is_not_faster_there() -> None:
-    assert "shows correctness, not speed" in startup_log.status_lines(server(device="cpu"))[0]
+    assert "demonstrates correctness, not speed" in startup_log.status_lines(server(device="cpu"))[0]
     assert "speed" not in startup_log.status_lines(server(device="cpu", kv_mode="lossy"))[0]
     choosing = server(device="cpu", kv_mode="lossy", kv_compressor="spade", kv_select=0.25)
     assert "an answer may take longer than stock's" in startup_log.status_lines(choosing)[0]
@@ -45,7 +45,7 @@ def test_servers_apart_say_which_part_is_theirs_and_whom_to_ask() -> None:
     for role, word in (("prefill", "it computes prompts"), ("decode", "prompts' KV comes from prefill servers")):
         mode, method, address = startup_log.status_lines(server(disaggregation_mode=role, **apart))
         assert "stock" not in mode and "--kv-reference int8" in mode
-        assert word in method and "ask SGLang's router" in address and "curl" not in address
+        assert word in method and "send requests to SGLang's router" in address and "curl" not in address
     assert "answers are stock's" in startup_log.status_lines(server(disaggregation_mode="decode", **apart | {"kv_reference": "exact"}))[0]
     assert "answers are stock's" in startup_log.status_lines(server(**apart))[0]
 
@@ -59,7 +59,7 @@ def test_they_tell_bits_partitions_and_what_prompts_attend_to() -> None:
     codes = {"kv_mode": "lossy", "kv_compressor": "hack", "kv_budget": 1.0}
     assert startup_log.status_lines(server(**codes))[1] == "compressor hack (budget 1, 4 bits, partitions of 64)"
     more = {"kv_bits": 2, "kv_partition": 32, "kv_prefill": "quantized"}
-    assert startup_log.status_lines(server(**codes, **more))[1] == "compressor hack (budget 1, 2 bits, partitions of 32), prompts on codes"
+    assert startup_log.status_lines(server(**codes, **more))[1] == "compressor hack (budget 1, 2 bits, partitions of 32), prompts on quantized KV"
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_done_is_what_all_ranks_said_and_the_worst_of_it_counts():
 def test_one_rank_alone_looks_for_itself():
     arrivals, load = TransferTracker(), transfer(1.0, {12})
     assert arrivals.done(load) and arrivals.outcome(load) == (1.0, [12], 8)
-    with pytest.raises(TransferError, match="8 bytes is still under way"):
+    with pytest.raises(TransferError, match="8 bytes is still in progress"):
         arrivals.outcome(transfer())
 
 

@@ -150,7 +150,7 @@ def test_calls_return_at_once_and_forwards_go_on():
     slots.zero_()
     pages.zero_()
     assert not stored.done and not loaded.done
-    with pytest.raises(TransferError, match="still under way"):
+    with pytest.raises(TransferError, match="still in progress"):
         loaded.outcome.failed
     for buffer in (*buffers.keys, *buffers.values):
         buffer[32:] = 1

@@ -91,9 +91,9 @@ def test_segments_that_do_not_fit_the_path_are_refused():
     done(world, A)
     node = world.node(A)
     for start, end, slots, message in (
-        (8, 12, PAGE, r"\[8, 12\) does not lie on a path of 8 tokens"),
-        (4, 4, PAGE, "a segment stands for whole pages of 2 tokens"),
-        (1, 4, PAGE, "a segment stands for whole pages of 2 tokens"),
+        (8, 12, PAGE, r"\[8, 12\) is not on a path of 8 tokens"),
+        (4, 4, PAGE, "a segment covers whole pages of 2 tokens"),
+        (1, 4, PAGE, "a segment covers whole pages of 2 tokens"),
         (0, 4, PAGE - 1, "with 1 slots and 0 users"),
     ):
         with pytest.raises(ValueError, match=message):

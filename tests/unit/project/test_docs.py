@@ -58,13 +58,13 @@ def test_a_page_that_differs_or_is_missing_is_written_anew_and_keeps_what_is_wri
 
 
 def test_one_mark_without_the_other_is_refused():
-    with pytest.raises(ValueError, match="stands between both"):
+    with pytest.raises(ValueError, match="must be between both"):
         manual.handwritten_part(f"{manual.BEGIN}\ntext")
 
 
 def test_a_flag_without_a_group_is_refused(monkeypatch):
     monkeypatch.setitem(manual.GROUPS, "Drafts", ("kv_draft_length",))
-    with pytest.raises(ValueError, match="give each flag one group"):
+    with pytest.raises(ValueError, match="put each flag into one group"):
         manual.flags_page("")
 
 

@@ -54,7 +54,7 @@ def test_the_line_names_gpu_and_shape(folder, monkeypatch):
     (check,) = serving.check_kernels(folder)
     assert check.ok and check.found == (
         "NVIDIA L40S (sm_89, 99 KiB of shared memory); 128 channels a head, 4 query heads a KV head, bfloat16: "
-        "Triton for scores and copies; in few bits: kivi, int8 read by Triton, packed by PyTorch"
+        "Triton for scores and compressed KV; in few bits: kivi, int8 read by Triton, packed by PyTorch"
     )
 
 

@@ -16,7 +16,7 @@ def test_a_process_is_started_asked_and_ended() -> None:
     before = set(psutil.Process().children(recursive=True))
     check = cache_ranks.check_cache_ranks()
     assert check.ok and not check.remedy and check.name == "cache ranks"
-    assert "a process was ready after" in check.found and f"up to {len(os.sched_getaffinity(0))}, one a core" in check.found
+    assert "a process was ready after" in check.found and f"up to {len(os.sched_getaffinity(0))}, one per core" in check.found
     assert "GB of memory free" in check.found
     # Some that had ended before may be gone.
     assert set(psutil.Process().children(recursive=True)) <= before
@@ -67,8 +67,8 @@ def test_other_modes_serve_where_ranks_cannot(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("count", "apart", "told"),
     [
-        (0, (), "no GPU: ranks choose on cores"),
-        (1, (), "one GPU, on which a second stream chooses instead of ranks"),
+        (0, (), "no GPU: ranks select on CPU cores"),
+        (1, (), "one GPU, on which a second stream selects instead of ranks"),
         (2, (), "2 GPUs, peer access between all"),
         (3, ((0, 2), (2, 1)), "3 GPUs, no peer access between 0 and 2, 1 and 2"),
     ],

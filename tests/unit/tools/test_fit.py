@@ -72,7 +72,7 @@ def test_samples_are_the_states_and_the_logarithms_of_the_scores_of_the_same_tok
     model, inputs = AutoModelForCausalLM.from_pretrained(tiny), []
     attention = model.model.layers[1].self_attn
     attention.register_forward_pre_hook(lambda *a: inputs.append(a[2]["hidden_states"][0]), with_kwargs=True)
-    assert len(seen) > 3, "longer texts are cut"
+    assert len(seen) > 3, "longer texts are split"
     files = [path for path in (tmp_path / "out/work").iterdir() if not path.name.startswith("layer")]
     states, targets = load_layer(files, 1)
     for tokens, scores in seen:
@@ -165,7 +165,7 @@ def test_predictions_are_those_of_the_formula_in_float64(width):
     [((0.5, 0.0), "not layers 1 of held-out"), ((-0.5, float("nan")), "no layer of held-out"), ((0.5, 0.1), "")],
 )
 def test_a_fit_that_predicts_nothing_is_warned_of(capsys, r2, words):
-    fit_command._tell(FitRecord("m", "{}", 3, 700, (1.0, 2.0), r2), Console(stderr=True, width=200))
+    fit_command._print_quality(FitRecord("m", "{}", 3, 700, (1.0, 2.0), r2), Console(stderr=True, width=200))
     told = " ".join(capsys.readouterr().err.split())
     assert ("warning" in told) == bool(words) and words in told
     assert not words or "700 tokens of 3" in told

@@ -76,7 +76,7 @@ def test_the_router_leads_to_both(tmp_path):
         (["--prefill-arg=--disaggregation-mode decode"], "--prefill-arg has --disaggregation-mode, which this command sets itself: leave it out"),
         (["--arg=--host 0.0.0.0"], "--arg has --host, .*start the servers by hand"),
         (["--decode-arg=--served-model-name 'a"], "--decode-arg .*No closing quotation; close it"),
-        (["--port", "65533"], "--port 65533: the next three are taken as well: pass 1 to 65532"),
+        (["--port", "65533"], "--port 65533: the next three are used too: pass 1 to 65532"),
         (["--decode-arg=--kv-compressor nosuch"], "m: no method nosuch"),
     ],
     ids=["port", "model", "role", "host", "quote", "last-port", "flag"],
@@ -179,7 +179,7 @@ def test_a_signal_ends_all_three(port, tmp_path, number, code):
 def test_where_one_ends_all_do_and_its_last_words_are_shown(port, tmp_path):
     with serving(port, tmp_path, dies=True) as process:
         assert process.wait(30) == 2
-        assert "the router ended, so all do" in (told := process.stderr.read()) and "last words" in told
+        assert "the router ended, so that all are stopped" in (told := process.stderr.read()) and "last words" in told
     assert all_closed(port)
 
 
