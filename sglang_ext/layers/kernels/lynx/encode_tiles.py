@@ -264,7 +264,9 @@ def encode_tiles(
         a, b, c, d = load_quads(source, slots_of(slots, row * CHUNK + tl.arange(0, CHUNK), PTX), quad, own, STRIDE, PTX)
     else:
         _store_sinks(source, slots, row, quad, there, tokens, sinks, anchor + sinks_at, STRIDE, CHANNELS, PTX)
-        a, b, c, d = load_quads(source, slots_of(slots, padded_tokens(row, tl.arange(0, CHUNK), tokens, sinks), PTX), quad, own, STRIDE, PTX)
+        a, b, c, d = load_quads(
+            source, slots_of(slots, padded_tokens(row, tl.arange(0, CHUNK), tokens, sinks), PTX), quad, own, STRIDE, PTX
+        )
     words = a, b, c, d
     mu, sigma, clear = _scales_of(words, row, quad, there, anchor, gamma_at, mu_at, sigma_at, CHANNELS, LIKE, SHORT, PTX)
     if whole & clear:

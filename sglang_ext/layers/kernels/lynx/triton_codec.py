@@ -34,8 +34,10 @@ def anchors(parts: PageTensors, layout: PageLayout, slots: torch.Tensor | None) 
     return found, rest
 
 
-def write_streams(parts: PageTensors, layout: PageLayout, slots: torch.Tensor | None, anchors_at: StreamBatch, rest_at: StreamBatch | None) -> None:
-    """As of plain.py, of anchors into zeros."""
+def write_streams(
+    parts: PageTensors, layout: PageLayout, slots: torch.Tensor | None, anchors_at: StreamBatch, rest_at: StreamBatch | None
+) -> None:
+    """As ``pytorch_codec.write_streams``. The anchors' memory must be filled with zeros."""
     _encode(parts, layout, slots, anchors_at.addresses, None if rest_at is None else rest_at.addresses)
 
 
@@ -49,18 +51,22 @@ def _encode(parts: PageTensors, layout: PageLayout, slots: torch.Tensor | None, 
             PTX=PTX, num_warps=warps,
         )  # fmt: skip
     encode_tiles[_grid(layout, count, 4 * QUADS)](
-        parts.table, targets, rest, slots, device_table(edges, layout.bits, device), device_table(cells, layout.bits, device), layout.tokens, layout.sinks, *offsets, CHANNELS=layout.channels, STRIDE=stride,
-        LIKE=like, BITS=layout.bits, GREATEST=max_level(layout.bits), SHORT=layout.short_scales, QUADS=QUADS, PTX=PTX,
+        parts.table, targets, rest, slots, device_table(edges, layout.bits, device), device_table(cells, layout.bits, device),
+        layout.tokens, layout.sinks, *offsets, CHANNELS=layout.channels, STRIDE=stride, LIKE=like, BITS=layout.bits, GREATEST=max_level(layout.bits), SHORT=layout.short_scales, QUADS=QUADS, PTX=PTX,
         num_warps=warps, maxnreg=REGISTERS if layout.dtype == torch.bfloat16 else None,
     )  # fmt: skip
 
 
-def exact_residuals(parts: PageTensors, found: Sequence[torch.Tensor], layout: PageLayout, slots: torch.Tensor | None) -> list[torch.Tensor]:
-    """As of plain.py; waits for the device, which counts the bits."""
+def exact_residuals(
+    parts: PageTensors, found: Sequence[torch.Tensor], layout: PageLayout, slots: torch.Tensor | None
+) -> list[torch.Tensor]:
+    """As ``pytorch_codec.exact_residuals``. Waits for the device, which counts the bits."""
     count, device, streams = len(parts.tensors), parts.tensors[0].device, addresses(found)
     grid = _grid(layout, count, BLOCK)
     page, (*scales, _, codes_at) = (layout.tokens, layout.channels, layout.sinks), _offsets(layout)
-    ends_of_bins, kinds = device_table(bounds, layout.bits, device), {"LIKE": LIKE[layout.dtype], "BITS": layout.bits, "SHORT": layout.short_scales}
+    ends_of_bins, kinds = (
+        device_table(bounds, layout.bits, device), {"LIKE": LIKE[layout.dtype], "BITS": layout.bits, "SHORT": layout.short_scales},
+    )  # fmt: skip
     units = torch.zeros(count, layout.rows * layout.blocks, dtype=torch.int32, device=device)
     count_units[grid](streams, ends_of_bins, units, *page, *scales, codes_at, **kinds)
     ends = units.cumsum(1)
@@ -73,8 +79,8 @@ def exact_residuals(parts: PageTensors, found: Sequence[torch.Tensor], layout: P
     heads = torch.tensor(starts[:-1], device=device)[:, None] // 4 + torch.arange(units.shape[1], device=device)
     memory.view(torch.int32)[heads] = (ends - units).int()
     write_exact[grid](
-        parts.table, streams, addresses(residuals), slots, ends_of_bins, parts.tensors[0].stride(0), *page, *scales, codes_at, layout.index_bytes,
-        **kinds, TOGETHER=8 // layout.dtype.itemsize,
+        parts.table, streams, addresses(residuals), slots, ends_of_bins, parts.tensors[0].stride(0), *page, *scales, codes_at,
+        layout.index_bytes, **kinds, TOGETHER=8 // layout.dtype.itemsize,
     )  # fmt: skip
     return residuals
 
@@ -91,8 +97,10 @@ def decode(
     _decode(addresses(found), None if residuals is None else addresses(residuals), layout, outs, slots)
 
 
-def read_streams(anchors_at: StreamBatch, rest_at: StreamBatch | None, layout: PageLayout, outs: PageTensors, slots: torch.Tensor | None) -> None:
-    """As of plain.py."""
+def read_streams(
+    anchors_at: StreamBatch, rest_at: StreamBatch | None, layout: PageLayout, outs: PageTensors, slots: torch.Tensor | None
+) -> None:
+    """As ``pytorch_codec.read_streams``."""
     _decode(anchors_at.addresses, None if rest_at is None else rest_at.addresses, layout, outs, slots)
 
 

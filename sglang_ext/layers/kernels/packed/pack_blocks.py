@@ -88,8 +88,8 @@ def _quantize_by_levels(groups, bounds, LAST: tl.constexpr):
 
 
 @triton.jit
+def _quantize_centred(groups, bounds, LAST: tl.constexpr):
     """As :func:`_quantize_evenly`, for codes that count the ``bounds`` that (number - mean) / (maximum distance) reaches."""
-    """The same where codes count the ``bounds`` that distances from a group's mean reach, over the greatest of them."""
     zero = _rounded(tl.sum(tl.sum(groups, 3, keep_dims=True), 1, keep_dims=True) / (groups.shape[1] * groups.shape[3]))
     low = tl.min(tl.min(groups, 3, keep_dims=True), 1, keep_dims=True)
     high = tl.max(tl.max(groups, 3, keep_dims=True), 1, keep_dims=True)
