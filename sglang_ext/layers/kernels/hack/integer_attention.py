@@ -1,8 +1,8 @@
 """Softmax over one split of a row that begins with packed partitions: the kernel that integer_decode.py launches.
 
 A step is one partition of values, with as many tokens. Scores are products of key codes and query codes, one for each partition of
-channels. The weights of a step are quantized too, and their product with value codes is again an integer product (HACK,
-arXiv 2502.03589, equation 4). The scales, the zero points and the sums of a step are in one cell each, because there are as many as channels.
+channels. The weights of a step are quantized too, and their product with value codes is again an integer product (HACK, arXiv
+2502.03589, equation 4). The scales, the zero points and the sums of a step are in one cell each, because there are as many as channels.
 """
 
 import triton

@@ -53,7 +53,8 @@ def _encode(parts: PageTensors, layout: PageLayout, slots: torch.Tensor | None, 
     encode_tiles[_grid(layout, count, 4 * QUADS)](
         parts.table, targets, rest, slots, device_table(edges, layout.bits, device), device_table(cells, layout.bits, device),
         layout.tokens, layout.sinks, *offsets, CHANNELS=layout.channels, STRIDE=stride, LIKE=like, BITS=layout.bits,
-        GREATEST=max_level(layout.bits), SHORT=layout.short_scales, QUADS=QUADS, PTX=PTX, num_warps=warps, maxnreg=REGISTERS if layout.dtype == torch.bfloat16 else None,
+        GREATEST=max_level(layout.bits), SHORT=layout.short_scales, QUADS=QUADS, PTX=PTX, num_warps=warps,
+        maxnreg=REGISTERS if layout.dtype == torch.bfloat16 else None,
     )  # fmt: skip
 
 
