@@ -59,7 +59,9 @@ def has_whole_words(like: torch.Tensor) -> bool:
 def _launch(table: torch.Tensor, like: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, gathers: bool) -> None:
     if not has_whole_words(like):
         size = like.shape[1] * like.itemsize
-        raise ValueError(f"tokens of {size} bytes, {like.stride(0) * like.itemsize} apart: kernels copy words of {WORD}; index instead")
+        raise ValueError(
+            f"tokens of {size} bytes, {like.stride(0) * like.itemsize} apart: kernels copy words of {WORD} bytes; index the buffers instead"
+        )
     if len(slots) == 0:
         return
     width = like.shape[1] * like.itemsize // WORD

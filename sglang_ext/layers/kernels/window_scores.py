@@ -1,4 +1,4 @@
-"""Scores of keys by the attention that a window of queries pays to them, for all layers in one launch.
+"""Scores of keys by the attention that a window of queries pays to them, for all layers at once.
 
 The score of a key is the mean softmax attention over the window's queries and the query heads of its KV head (SnapKV, arXiv
 2404.14469, section 4). Two passes read the keys. The first computes each query's normalizer, in parallel chunks. The second computes

@@ -19,7 +19,7 @@ def choose_splits(rows: int, room: int, bits: int) -> tuple[int, int]:
     All splits take the same time. The total depends on the number of waves and the duration of a split.
 
     Args:
-        rows: Rows of the batch times KV heads.
+        rows: Rows of the batch, times KV heads.
         room: Programs that run at the same time.
         bits: Bits of a code.
     """

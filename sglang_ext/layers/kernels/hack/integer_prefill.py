@@ -68,11 +68,11 @@ def check_prefill(packing: Packing, keys: torch.Tensor, values: torch.Tensor) ->
         if buffer.shape[-1] not in DIMS:
             allowed = " or ".join(map(str, DIMS))
             raise OptionError(
-                f"the model's {kind} have {buffer.shape[-1]} channels a head; prompts attend to codes with {allowed}: {remedy}"
+                f"the model's {kind} have {buffer.shape[-1]} channels a head; prefill on quantized KV supports {allowed}: {remedy}"
             )
         if buffer.dtype not in DTYPES:
             allowed = ", ".join(map(str, DTYPES))
-            raise OptionError(f"the KV pool holds {kind} as {buffer.dtype}; prompts attend to codes of {allowed}: {remedy}")
+            raise OptionError(f"the KV pool stores {kind} as {buffer.dtype}; prefill on quantized KV supports {allowed}: {remedy}")
     check_readable(packing, keys)
 
 
@@ -119,7 +119,7 @@ def attend(
     if kernel == "specialized" and not taken:
         raise ValueError(
             f"kernel is 'specialized', stored_sums {stored_sums}, with {queries.shape[1] // keys.shape[1]} query heads a KV head on "
-            f"{keys.device}, which specialized_prefill.py does not take: pass 'tiles'"
+            f"{keys.device}, which specialized_prefill.py does not support: pass 'tiles'"
         )
     if taken and kernel != "tiles":
         left = specialized_prefill.PrefillQueryCodes.empty(queries, codes)
@@ -149,7 +149,7 @@ def _launch_tiles(
         )  # fmt: skip
 
     def what() -> str:
-        return f"attention of prompts to codes of {packing.keys.bits} bits with {shape_name(packing.keys.dim, group, keys.dtype)}"
+        return f"prefill on KV quantized to {packing.keys.bits} bits with {shape_name(packing.keys.dim, group, keys.dtype)}"
 
     key = ("prefill", packing.keys, packing.values, group, keys.dtype, keys.device, stored_sums, left is None)
     tiles = LONG_TILES if packing.keys.grid.channels == 128 and left is None else TILES

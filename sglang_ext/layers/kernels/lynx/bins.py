@@ -101,7 +101,9 @@ def decode_indices(residual: torch.Tensor, last: torch.Tensor, coded: torch.Tens
     place, starts = positions(width, layout)
     expected = layout.index_bytes + UNIT * int(starts[-1])
     if len(residual) != expected:
-        raise ValueError(f"an exact residual of {len(residual)} bytes: its anchor has {expected}; pass the anchor's own residual")
+        raise ValueError(
+            f"an exact residual of {len(residual)} bytes does not fit its anchor, which needs {expected}: pass the anchor's own residual"
+        )
     words = residual[layout.index_bytes :].clone().view(torch.int32).long() & 0xFFFFFFFF
     words = torch.nn.functional.pad(words, (0, 2))
     low, high = words[place >> 5], words[(place >> 5) + 1]

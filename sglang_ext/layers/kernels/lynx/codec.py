@@ -143,7 +143,10 @@ def decode_page(
     if residuals is not None and layout.reference == "int8":
         wrong = [len(residuals[part]) for part in coded if len(residuals[part]) != layout.int8_bytes]
         if wrong:
-            raise ValueError(f"a residual of {wrong[0]} bytes: {layout} has {layout.int8_bytes}; pass the layout it was encoded with")
+            raise ValueError(
+                f"a residual of {wrong[0]} bytes does not fit {layout}, which has {layout.int8_bytes}: pass the layout that it was encoded "
+                "with"
+            )
     if coded:
         rest = None if residuals is None else [residuals[part] for part in coded]
         those = outs if len(coded) == len(raw) else PageTensors(tuple(outs.tensors[part] for part in coded))

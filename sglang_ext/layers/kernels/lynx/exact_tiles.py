@@ -47,7 +47,7 @@ def _first_reaching(bound, LIKE: tl.constexpr):
     """The ordinal of the smallest number of LIKE that is not less than a float32, int32. For 0, the ordinal of -0."""
     ranks = _flipped(bound.to(tl.int32, bitcast=True))
     if LIKE == tl.bfloat16:
-        # Float32 patterns have 16 more bits. They are 0 for positive bfloat16 numbers, and 1 for negative ones.
+        # Float32 ordinals have 16 more bits than bfloat16 ordinals: 0 for positive bfloat16 numbers, and 1 for negative ones.
         ranks = tl.where(ranks < 0, ranks >> 16, (ranks + 0xFFFF) >> 16)
     if LIKE == tl.float16:
         nearest = bound.to(tl.float16)

@@ -78,12 +78,12 @@ class PageLayout:
 
     def __post_init__(self) -> None:
         allowed = (
-            (self.tokens >= 1, f"tokens={self.tokens}: a page has at least 1"),
-            (self.channels >= 8 and self.channels % 8 == 0, f"channels={self.channels}: a multiple of 8; fill up with zeros"),
-            (self.dtype in DTYPES, f"dtype={self.dtype}: one of {DTYPES}; convert the pool"),
-            (self.bits in ANCHORS, f"bits={self.bits}: an anchor has one of {ANCHORS} of 8 bits"),
-            (0 <= self.sinks <= self.tokens, f"sinks={self.sinks}: from 0 to the page's {self.tokens} tokens"),
-            (self.reference in REFERENCES, f"reference={self.reference!r}: one of {REFERENCES}"),
+            (self.tokens >= 1, f"tokens={self.tokens}: must be at least 1"),
+            (self.channels >= 8 and self.channels % 8 == 0, f"channels={self.channels}: must be a multiple of 8; pad with zeros"),
+            (self.dtype in DTYPES, f"dtype={self.dtype}: must be one of {DTYPES}; convert the pool"),
+            (self.bits in ANCHORS, f"bits={self.bits}: must be one of {ANCHORS}"),
+            (0 <= self.sinks <= self.tokens, f"sinks={self.sinks}: must be from 0 to the page's {self.tokens} tokens"),
+            (self.reference in REFERENCES, f"reference={self.reference!r}: must be one of {REFERENCES}"),
         )
         for holds, message in allowed:
             if not holds:
@@ -153,4 +153,6 @@ class PageLayout:
         if anchor_bytes == self.raw_bytes or anchor_bytes == self.coded_bytes and not self.always_raw:
             return anchor_bytes == self.raw_bytes
         allowed = f"{self.raw_bytes} (raw)" if self.always_raw else f"{self.coded_bytes}, or {self.raw_bytes} (raw)"
-        raise ValueError(f"an anchor stream of {anchor_bytes} bytes: {self} has {allowed}; pass the layout that it was encoded with")
+        raise ValueError(
+            f"an anchor stream of {anchor_bytes} bytes does not fit {self}, which has {allowed}: pass the layout that it was encoded with"
+        )

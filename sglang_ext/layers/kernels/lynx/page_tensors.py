@@ -35,7 +35,8 @@ class PageTensors:
         kinds = {(each.shape, each.dtype, each.stride()) for each in flat}
         if len(kinds) != 1 or flat[0].stride(1) != 1:
             raise ValueError(
-                f"{', '.join(map(_described, flat[:2]))}: pass tensors that are alike and contiguous, or their contiguous copies"
+                f"{', '.join(map(_described, flat[:2]))}: tensors must have the same shape, dtype and strides, and contiguous channels; "
+                "pass contiguous copies"
             )
         return cls(flat)
 
@@ -56,7 +57,10 @@ class PageTensors:
         """
         one = self.tensors[0]
         if one.shape[1] != layout.channels or one.dtype != layout.dtype:
-            raise ValueError(f"{_described(one)}: {layout} is of contiguous channels; pass a pool's buffer, or its contiguous copy")
+            raise ValueError(
+                f"{_described(one)} does not fit {layout}, which needs its dtype and contiguous channels: pass a pool's buffer, or its "
+                "contiguous copy"
+            )
         if len(one if slots is None else slots) != layout.tokens:
             given = None if slots is None else tuple(slots.shape)
             raise ValueError(f"{_described(one)}, slots {given}: {layout} has {layout.tokens} tokens")
@@ -98,7 +102,7 @@ def addresses(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """
     found = torch.tensor([tensor.data_ptr() for tensor in tensors])
     if torch.any(found % ALIGNMENT):
-        raise ValueError(f"addresses {found.tolist()}: tensors begin at multiples of {ALIGNMENT}; pass a copy")
+        raise ValueError(f"addresses {found.tolist()}: tensors must begin at multiples of {ALIGNMENT} bytes; pass a copy")
     return found.pin_memory().to(tensors[0].device, non_blocking=True) if tensors[0].is_cuda else found
 
 

@@ -3,12 +3,10 @@
 The first splits of a request read its packed blocks. The other splits read its exact tokens. A second kernel merges the splits by
 log-sum-exp. It keeps the outputs of packed and of exact tokens apart if the former must be rotated back.
 
-The kernel for the splits depends on the blocks:
-
-- Blocks with sums of codes: gluon/integer_blocks.py if :func:`integer_fragments` accepts them, else hack/integer_attention.py.
-- Other blocks: gluon/packed_blocks.py if :func:`fragments` accepts them, else packed_attention.py.
-- Blocks with more than codes, scales, zero points and sums: no kernel (:func:`check_readable`). Nor is there one for blocks whose
-  scales are shared by both tokens and channels.
+The kernel for the splits depends on the blocks. For blocks with sums of codes it is gluon/integer_blocks.py if :func:`integer_fragments`
+accepts them, else hack/integer_attention.py. For other blocks it is gluon/packed_blocks.py if :func:`fragments` accepts them, else
+packed_attention.py. No kernel reads blocks that hold more than codes, scales, zero points and sums (:func:`check_readable`). No kernel reads
+blocks whose scales are shared by both tokens and channels.
 """
 
 import torch
@@ -115,7 +113,7 @@ def check_readable(packing: Packing, keys: torch.Tensor) -> None:
         if not multiplies_integers(keys):
             major, minor = capability(keys)
             raise OptionError(
-                f"blocks of {name} are multiplied as integers, which takes a GPU of compute capability 8.0 or more; {gpu_name()} has "
+                f"blocks of {name} are multiplied as integers, which needs a GPU of compute capability 8.0 or more; {gpu_name()} has "
                 f"{major}.{minor}: pass --kv-compressor kivi"
             )
         return
@@ -124,9 +122,9 @@ def check_readable(packing: Packing, keys: torch.Tensor) -> None:
         tokens, channels = layout.grid
         if not by_token and (channels > 1 or (BY_CHANNEL % tokens and tokens % BY_CHANNEL)):
             raise OptionError(
-                f"{kind} of {name} share scales over {tokens} tokens and {channels} channels, which no kernel reads; kernels read "
-                f"groups in one channel, of tokens that divide {BY_CHANNEL} or are a multiple of it, whole keys of one token, and "
-                "channels of one token's values: give such grids, or pass --device cpu"
+                f"{kind} of {name} share scales over {tokens} tokens and {channels} channels, which no kernel reads; kernels "
+                f"support groups of tokens in one channel (a divisor or a multiple of {BY_CHANNEL} tokens), whole keys of one token, and "
+                "channels of one token's values: use such grids, or pass --device cpu"
             )
 
 
