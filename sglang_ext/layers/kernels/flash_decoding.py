@@ -163,18 +163,18 @@ class SplitOutputs:
         return torch.empty(requests * heads, self.num_splits, device=self.queries.device)
 
     def separate_outputs(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs of the compressed tokens, and of the exact tokens: float32 [requests, heads, value_dim] each."""
+        """Contributions of the compressed tokens, and of the exact tokens, to the outputs: float32 [requests, heads, value_dim] each."""
         far, near = torch.empty(2, *self.queries.shape[:2], self.value_dim, device=self.queries.device)
-        self._join(far, near, apart=True)
+        self._merge(far, near, apart=True)
         return far, near
 
     def merged_output(self) -> torch.Tensor:
         """The merged outputs, in the dtype of the queries: [requests, heads, value_dim]."""
         outputs = self.queries.new_empty(*self.queries.shape[:2], self.value_dim)
-        self._join(outputs, outputs, apart=False)
+        self._merge(outputs, outputs, apart=False)
         return outputs
 
-    def _join(self, far: torch.Tensor, near: torch.Tensor, apart: bool) -> None:
+    def _merge(self, far: torch.Tensor, near: torch.Tensor, apart: bool) -> None:
         requests, heads, _ = self.queries.shape
         splits = triton.next_power_of_2(self.num_splits)
         numbers = {"SPLITS": self.num_splits, "PADDED_SPLITS": splits, "APART": apart} | self.shape

@@ -34,20 +34,20 @@ DOWN = tl.constexpr(1.5 * 2**21 + CELLS.value // 2)
 
 def edges(bits: int) -> tuple[float, ...]:
     """Lower bounds of n + 1 in sigmas from mu, by n + ZERO. Below mu, a bin begins where the next bin towards mu ends."""
-    most, of = max_level(bits), fine_bounds(bits)
-    positive = of[1:] + (BEYOND,) * (COUNT - ZERO.value - most)
-    negative = [-of[i] for i in range(most, 0, -1)]
+    most, lower = max_level(bits), fine_bounds(bits)
+    positive = lower[1:] + (BEYOND,) * (COUNT - ZERO.value - most)
+    negative = [-lower[i] for i in range(most, 0, -1)]
     return (*(-BEYOND,) * (ZERO.value - most), *negative, *positive)
 
 
 def cells(bits: int) -> tuple[float, ...]:
     """The nearest bound of each cell, in sigmas from mu. The lowest 8 bits, which are 0 in bounds, hold the byte for a reached bound."""
-    most, of, half = max_level(bits), fine_bounds(bits), level_step(bits) // 2
+    most, lower, half = max_level(bits), fine_bounds(bits), level_step(bits) // 2
 
     def cell(place: int) -> float:
         middle = abs(place + 0.5) / REACH.value
-        i = min(range(1, most + 1), key=lambda i: abs(of[i] - middle))
-        bound, byte = (of[i], 128 - half - i) if place >= 0 else (-of[i], 126 + half + i)
+        i = min(range(1, most + 1), key=lambda i: abs(lower[i] - middle))
+        bound, byte = (lower[i], 128 - half - i) if place >= 0 else (-lower[i], 126 + half + i)
         (pattern,) = struct.unpack("<I", struct.pack("<f", bound))
         return struct.unpack("<f", struct.pack("<I", pattern | byte))[0]
 

@@ -103,7 +103,7 @@ def encode_anchors(x: torch.Tensor, layout: PageLayout, parts: int = 1) -> tuple
     anchor[:, 0] = torch.where(found.covered.view(parts, -1).all(1), 0, RAW)
     rows = {"gamma": 2, "mu": layout.rows, "sigma": layout.rows, "sinks": layout.sinks}
     stored = found.stored | {"sinks": as_bytes(x[: layout.sinks])}
-    stored = {name: _apart(each, rows[name], parts) for name, each in stored.items() if len(each)}
+    stored = {name: _split_parts(each, rows[name], parts) for name, each in stored.items() if len(each)}
     stored["codes"] = _planes(codes, layout.bits, parts)
     for name, (offset, size) in layout.parts.items():
         if size:
@@ -113,15 +113,15 @@ def encode_anchors(x: torch.Tensor, layout: PageLayout, parts: int = 1) -> tuple
 
 def _planes(codes: torch.Tensor, bits: int, parts: int) -> torch.Tensor:
     """The planes of each part, uint8 [parts, bytes], from uint8 [tokens, parts * channels] codes."""
-    together, begin, found = planes.pack_planes(codes, bits), 0, []
+    all_planes, begin, found = planes.pack_planes(codes, bits), 0, []
     for width in planes.PLANES[bits]:
         end = begin + codes.numel() * width // 8
-        found.append(_apart(together[begin:end], len(codes), parts))
+        found.append(_split_parts(all_planes[begin:end], len(codes), parts))
         begin = end
     return torch.cat(found, 1)
 
 
-def _apart(content: torch.Tensor, rows: int, parts: int) -> torch.Tensor:
+def _split_parts(content: torch.Tensor, rows: int, parts: int) -> torch.Tensor:
     """The bytes of each part, uint8 [parts, bytes], from the bytes of rows that hold the parts side by side."""
     return content.view(rows, parts, -1).transpose(0, 1).reshape(parts, -1)
 

@@ -5,8 +5,8 @@ log-sum-exp. It keeps the outputs of packed and of exact tokens apart if the for
 
 The kernel for the splits depends on the blocks. For blocks with sums of codes it is gluon/integer_blocks.py if :func:`integer_fragments`
 accepts them, else hack/integer_attention.py. For other blocks it is gluon/packed_blocks.py if :func:`fragments` accepts them, else
-packed_attention.py. No kernel reads blocks that hold more than codes, scales, zero points and sums (:func:`check_readable`). No kernel reads
-blocks whose scales are shared by both tokens and channels.
+packed_attention.py. No kernel reads blocks that hold more than codes, scales, zero points and sums (:func:`check_readable`). No kernel
+reads blocks whose scales are shared by both tokens and channels.
 """
 
 import torch
