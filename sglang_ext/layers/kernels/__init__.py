@@ -1,1 +1,1 @@
-"""Triton kernels, each with its launcher; plain PyTorch serves where Triton is not."""
+"""Triton kernels, each with its launcher. PyTorch code replaces them where Triton is not available."""

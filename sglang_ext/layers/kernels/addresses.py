@@ -1,4 +1,4 @@
-"""What begins at an address: kernels of many layers take a table of their buffers' addresses, or an address of another GPU's memory."""
+"""Pointers from addresses. Kernels over many layers take a table of buffer addresses, or an address in another GPU's memory."""
 
 import triton
 import triton.language as tl
@@ -6,11 +6,11 @@ import triton.language as tl
 
 @triton.jit
 def pointer_at(address, KIND: tl.constexpr):
-    """What begins at an address, a multiple of 16 bytes: else the compiler takes its numbers for scattered ones."""
+    """Pointer to an address that is a multiple of 16 bytes. The hint lets the compiler vectorize loads and stores."""
     return tl.multiple_of(address.to(tl.pointer_type(KIND)), 16)
 
 
 @triton.jit
 def buffer_pointer(table, number, KIND: tl.constexpr):
-    """The buffer whose address is so many addresses behind the first of a table, a multiple of 16 bytes."""
+    """Pointer to the buffer whose address is entry ``number`` of the table. The address is a multiple of 16 bytes."""
     return pointer_at(tl.load(table + number), KIND)

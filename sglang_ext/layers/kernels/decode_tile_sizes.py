@@ -1,4 +1,4 @@
-"""Tile sizes of decode kernels over rows of two kinds (flash_decoding.py): first those preferred, then those that take less room."""
+"""Tile sizes of the decode kernels (flash_decoding.py), in order of preference. Later choices need less shared memory."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -7,18 +7,18 @@ import triton
 
 from sglang_ext.layers.kernels.gpu_launch import halvings
 
-# Queries that share a KV head and are read together by programs of four warps, at most: registers suffice for so many.
+# Maximum number of query rows of a program of four warps. Registers suffice for this many.
 MOST_ROWS = 64
 
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """Sizes of a program's work.
+    """Sizes of one program's work.
 
     Attributes:
-        rows: queries of a KV head, a power of 2.
-        tokens: of a step, a power of 2.
-        stages: of the pipeline that loads a step's.
+        rows: Queries of a KV head, a power of 2.
+        tokens: Tokens per step, a power of 2.
+        stages: Pipeline stages of the loads.
     """
 
     rows: int
@@ -28,13 +28,13 @@ class DecodeTile:
 
 @lru_cache
 def tile_choices(group: int, most_rows: int, tokens: int, stages: int, fewest_rows: int = 16) -> tuple[DecodeTile, ...]:
-    """Choices for ``group`` queries that share a KV head.
+    """Tile sizes for ``group`` queries that share a KV head, in order of preference.
 
     Args:
-        group: queries.
-        most_rows: of a program.
-        tokens, stages: those preferred.
-        fewest_rows: of a matrix product, which fewer are filled up to.
+        group: Queries that share a KV head.
+        most_rows: Maximum rows of a program.
+        tokens, stages: The preferred values.
+        fewest_rows: Minimum rows of a matrix product. Fewer queries are padded to this number.
     """
     rows = min(most_rows, max(fewest_rows, triton.next_power_of_2(group)))
     fewer = [DecodeTile(rows, tokens, stage) for stage in range(stages, 0, -1)]

@@ -1,7 +1,8 @@
-"""What decode kernels over rows of two kinds share: online softmax, the exact tokens of a row, and how parts are joined.
+"""Shared parts of the decode kernels: online softmax, attention over exact tokens, and the merge of splits.
 
-A row is split over programs (flash decoding). Those of its first parts read what a copy holds, those of the others its exact
-tokens; :func:`merge_splits` joins them by log-sum-exp, and can keep both kinds apart, as one may have to be rotated back.
+A request's row holds compressed tokens first, then exact tokens. The kernels split a row over programs (flash decoding). The first splits
+read the compressed KV, and the other splits read the exact tokens. :func:`merge_splits` merges all splits by log-sum-exp. It can keep
+the two kinds apart, because the output of compressed tokens may have to be rotated back.
 """
 
 from dataclasses import dataclass
@@ -14,15 +15,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sglang_ext.layers.kernels.gpu_launch import pdl_options
 
-# Numbers of parts that a warp joins, and most warps that do.
+# Float32 numbers of partial results that one warp merges, and the maximum number of warps.
 JOINED, MOST_WARPS = 2048, 4
 
 
 @triton.jit
 def softmax_step(qk, best, total, AXIS: tl.constexpr):
-    """New maximum, what older sums shrink by, and the weights of a step of online softmax over ``AXIS``, of two."""
+    """One step of online softmax over ``AXIS`` of two axes: the new maximum, the factor for older sums, the weights, and the total."""
     new_best = tl.maximum(tl.max(qk, AXIS), best)
-    # What has seen nothing yet has no maximum.
+    # A row that has seen no token yet has no maximum.
     finite = tl.where(new_best == float("-inf"), 0.0, new_best)
     rescale, p = tl.exp(best - finite), tl.exp(qk - tl.expand_dims(finite, AXIS))
     return new_best, rescale, p, total * rescale + tl.sum(p, AXIS)
@@ -30,14 +31,14 @@ def softmax_step(qk, best, total, AXIS: tl.constexpr):
 
 @triton.jit
 def head_and_rows(GROUP: tl.constexpr, M: tl.constexpr):
-    """A program's KV head and rows, of the queries that share it; programs of more rows than M are neighbours."""
+    """A program's KV head, and its rows among the queries of that head. A head with more than M rows has several adjacent programs."""
     BLOCKS: tl.constexpr = (GROUP + M - 1) // M
     return tl.program_id(1) // BLOCKS, tl.program_id(1) % BLOCKS * M + tl.arange(0, M)
 
 
 @triton.jit
 def scaled_queries(queries, row, dim, scaling, GROUP: tl.constexpr, DIM: tl.constexpr, LIKE: tl.constexpr):
-    """The queries that share a KV head, and 0 for what pads them: LIKE [rows, channels]."""
+    """Scaled queries that share a KV head, with padding rows set to 0: LIKE [rows, channels]."""
     q = tl.load(queries + row[:, None] * DIM + dim[None, :], mask=(row < GROUP)[:, None] & (dim < DIM)[None, :], other=0.0)
     return (q.to(tl.float32) * scaling).to(LIKE)
 
@@ -47,7 +48,7 @@ def token_step(
     q, keys, values, slot, inside, dim, value_dim, best, total, acc, key_slot, value_slot, DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, LIKE: tl.constexpr,
 ):  # fmt: skip
-    """A step of online softmax over the tokens in ``slot`` that are ``inside``; keys and values begin at the head's cells."""
+    """One step of online softmax over the slots that are ``inside``. ``keys`` and ``values`` point to the head's first cells."""
     seen = inside[:, None] & (dim < DIM)[None, :]
     k = tl.load(keys + (slot * key_slot)[:, None] + dim[None, :], mask=seen, other=0.0)
     qk = tl.where(inside[None, :], tl.dot(q, tl.trans(k)), float("-inf"))
@@ -63,7 +64,7 @@ def exact_split(
     GROUP: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     PADDED_VALUE_DIM: tl.constexpr, N: tl.constexpr, LIKE: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over one of PARTS of the tokens [begin, end) of a request's row; keys and values begin at the head's cells."""
+    """Softmax over split ``part`` of PARTS of the tokens [begin, end) of a row. ``keys`` and ``values`` point to the head's first cells."""
     each = tl.cdiv(end - begin, PARTS)
     first = begin + each * part
     last = tl.minimum(first + each, end)
@@ -84,7 +85,7 @@ def exact_split(
 
 @triton.jit
 def store_split(partial, lse, place, channel, there, best, total, acc, row, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr):
-    """What a part of a row gave: the mean of its values, and the logarithm of its weights' sum."""
+    """Store the result of one split: the weighted mean of the values, and the log of the sum of weights."""
     mine = row < GROUP
     some = tl.where(total > 0, total, 1.0)
     mask = (mine & (total > 0))[:, None] & there[None, :]
@@ -97,15 +98,19 @@ def merge_splits(
     partial, lse, far, near, VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, PACKED: tl.constexpr,
     SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr, APART: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One request's head: what its splits found; those over its copy and the others ``APART``, or all in ``far``. Where it is launched
-    ``EARLY`` it waits until they have ended, and what comes after may begin before that, if it waits for all of this by itself."""
+    """Merge the splits of one head of one request.
+
+    If ``APART``, the result over compressed tokens is stored in ``far`` and the result over exact tokens in ``near``. Otherwise ``far``
+    gets both. A program launched ``EARLY`` waits until the splits end. It lets the next kernel start early too, so that kernel must
+    wait for this one itself.
+    """
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
     head = tl.program_id(0).to(tl.int64)
     split, dim = tl.arange(0, PADDED_SPLITS), tl.arange(0, PADDED_VALUE_DIM)
     sums = tl.load(lse + head * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
-    # A row without tokens has no maximum; what it gives is 0.
+    # A row without tokens has no maximum. Its output is 0.
     best = tl.max(sums, 0)
     weights = tl.exp(sums - tl.where(best == float("-inf"), 0.0, best))
     total = tl.sum(weights, 0)
@@ -123,12 +128,12 @@ def merge_splits(
 
 @dataclass(frozen=True)
 class SplitOutputs:
-    """What the parts of a batch's rows give, and how they are joined.
+    """Buffers for the partial results of a batch's splits, and their merge.
 
     Attributes:
         queries: [requests, heads, dim].
-        value_dim: of a head's outputs.
-        splits: parts of a row's copy, and of its exact tokens.
+        value_dim: Channels of a head's output.
+        splits: Number of splits of a row's compressed tokens, and of its exact tokens.
     """
 
     queries: torch.Tensor
@@ -137,39 +142,39 @@ class SplitOutputs:
 
     @property
     def num_splits(self) -> int:
-        """Parts of a row."""
+        """Splits of a row, of both kinds."""
         return sum(self.splits)
 
     @property
     def shape(self) -> dict[str, int]:
-        """Constants of kernels that store parts."""
+        """Constants for the kernels that store partial results."""
         return {"VALUE_DIM": self.value_dim, "PADDED_VALUE_DIM": triton.next_power_of_2(self.value_dim), "PACKED": self.splits[0]}
 
     @cached_property
     def partial(self) -> torch.Tensor:
-        """Means of values: float32 [requests * heads * parts, value_dim]."""
+        """Weighted means of the values: float32 [requests * heads * splits, value_dim]."""
         requests, heads, _ = self.queries.shape
         return torch.empty(requests * heads * self.num_splits, self.value_dim, device=self.queries.device)
 
     @cached_property
     def lse(self) -> torch.Tensor:
-        """Logarithms of weights' sums: float32 [requests * heads, parts]."""
+        """Logs of the sums of weights: float32 [requests * heads, splits]."""
         requests, heads, _ = self.queries.shape
         return torch.empty(requests * heads, self.num_splits, device=self.queries.device)
 
     def separate_outputs(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the copies add to the outputs, and what the exact tokens do: float32 [requests, heads, value_dim]."""
+        """Contributions of the compressed tokens, and of the exact tokens, to the outputs: float32 [requests, heads, value_dim] each."""
         far, near = torch.empty(2, *self.queries.shape[:2], self.value_dim, device=self.queries.device)
-        self._join(far, near, apart=True)
+        self._merge(far, near, apart=True)
         return far, near
 
     def merged_output(self) -> torch.Tensor:
-        """The outputs, in the dtype of the queries: [requests, heads, value_dim]."""
+        """The merged outputs, in the dtype of the queries: [requests, heads, value_dim]."""
         outputs = self.queries.new_empty(*self.queries.shape[:2], self.value_dim)
-        self._join(outputs, outputs, apart=False)
+        self._merge(outputs, outputs, apart=False)
         return outputs
 
-    def _join(self, far: torch.Tensor, near: torch.Tensor, apart: bool) -> None:
+    def _merge(self, far: torch.Tensor, near: torch.Tensor, apart: bool) -> None:
         requests, heads, _ = self.queries.shape
         splits = triton.next_power_of_2(self.num_splits)
         numbers = {"SPLITS": self.num_splits, "PADDED_SPLITS": splits, "APART": apart} | self.shape

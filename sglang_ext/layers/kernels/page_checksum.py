@@ -1,10 +1,10 @@
-"""Checksums of pages of KV, all layers in one launch (the sum that ``mem_cache/host_tier/checksums.py`` defines)."""
+"""Checksums of KV pages, all layers in one launch. ``mem_cache/host_tier/checksums.py`` defines the sum."""
 
 import torch
 import triton
 import triton.language as tl
 
-# Words that a program reads at once.
+# Words that a program reads at a time.
 TILE = 2048
 MOST_COLUMNS = 512
 
@@ -40,7 +40,7 @@ def _page_checksum(
                 of_token += tl.sum(word.to(tl.int64) * weight[None, :], 1)
             place = (layer * 2 + table) * PAGE + token
             total += of_token * tl.load(token_weights + place, mask=token < PAGE, other=0)
-    # Whole numbers: the sum does not depend on the order of the layers.
+    # Integers: the sum does not depend on the order of the layers.
     tl.atomic_add(sums + page, tl.sum(total, 0), sem="relaxed")
 
 
@@ -56,9 +56,9 @@ def page_checksum(
 
     Args:
         key_table, value_table: int64 [layers], addresses of the layers' buffers.
-        words: a key buffer as whole numbers, [slots, words]; all have its shape and dtype, and are contiguous.
-        slots: int64 [pages * page_size], where the pages' tokens lie, in order.
-        token_weights: int64 [layers, 2, page_size], of keys and of values.
+        words: A key buffer viewed as integers, [slots, words]. All buffers have its shape and dtype, and are contiguous.
+        slots: int64 [pages * page_size], slots of the pages' tokens, in order.
+        token_weights: int64 [layers, 2, page_size], weights of keys and of values.
         column_weights: int64 [words].
     """
     layers, _, page_size = token_weights.shape

@@ -1,9 +1,9 @@
-"""Attention of a few new tokens of each request over its paged KV, split over the context.
+"""Attention of the new tokens of each request over its paged KV, split over the context. Verification uses it.
 
-The query heads that share a KV head, of several tokens, are the rows of one matrix product, so that keys and values
-are read once for all of them (flash decoding). A row's own context is split as SGLang's Triton decode kernel splits
-it, and its arithmetic is that kernel's: with the same number of splits and the blocks :data:`~.verify_sizes.EXACT` each
-row has, bit for bit, what a decode of that token alone gives.
+The query heads that share a KV head, of several new tokens, form the rows of one matrix product. Keys and values are therefore read once
+for all of them (flash decoding). The kernel splits a row's context as SGLang's Triton decode kernel does, and uses the same arithmetic.
+With the same number of splits and the blocks :data:`~.verify_tile_sizes.EXACT`, each row equals a decode of that token alone, bit
+for bit.
 """
 
 import torch
@@ -16,7 +16,7 @@ from sglang_ext.layers.kernels.verify_tile_sizes import EXACT, VerifyTile, Conte
 
 @triton.jit
 def _rows(first_row, count, prefix, split, fixed_splits, SPLIT_TILE: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr):
-    """Token and head of each of ``M`` rows, and the part of the context that it reads in this split."""
+    """Token and head of each of ``M`` rows, and the range of the context that each row reads in this split."""
     row = first_row + tl.arange(0, M)
     token, head = row // GROUP, row % GROUP
     length = prefix + token + 1
@@ -44,7 +44,7 @@ def _attend(q, k, v, places, begin, end, scaling, best, total, acc, CAP: tl.cons
     seen = (places[None, :] >= begin[:, None]) & (places[None, :] < end[:, None])
     qk = tl.where(seen, qk, float("-inf"))
     new_best = tl.maximum(tl.max(qk, 1), best)
-    # A row that has seen nothing yet has no maximum.
+    # A row that has seen no token yet has no maximum.
     finite = tl.where(new_best == float("-inf"), 0.0, new_best)
     rescale = tl.exp(best - finite)
     p = tl.exp(qk - finite[:, None])
@@ -77,7 +77,7 @@ def _verify_attention(
     PADDED_VALUE_DIM: tl.constexpr, ROW_BLOCKS: tl.constexpr, M: tl.constexpr, MORE: tl.constexpr,
     N: tl.constexpr, SPLIT_TILE: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    # Programs that read the same keys are neighbours, so that these are in the cache.
+    # Programs that read the same keys are adjacent, so that the keys are in the cache.
     block, split = tl.program_id(0) % ROW_BLOCKS, tl.program_id(0) // ROW_BLOCKS
     kv_head = tl.program_id(1)
     request = first_request + tl.program_id(2)
@@ -125,7 +125,7 @@ def _verify_attention(
             best, total, acc = _attend(q, k, v, places, begin, end, scaling, best, total, acc, CAP)
             if MORE > 0:
                 best2, total2, acc2 = _attend(q2, k, v, places, begin2, end2, scaling, best2, total2, acc2, CAP)
-        # Partial results are counted from the first request of this launch.
+    # Partial results are indexed from the first request of this launch.
         _store(
             partial, lse, start - origin, head0, token, head, begin, end, split, best, total, acc,
             partial_token, partial_head, partial_split, VALUE_DIM, PADDED_VALUE_DIM,
@@ -154,20 +154,20 @@ def verify_attention(
 
     Args:
         queries: [tokens, query_heads, key_dim].
-        keys, values: the pool's buffers, [slots, kv_heads, key_dim or value_dim]; the new tokens' are written.
+        keys, values: The pool's buffers, [slots, kv_heads, key_dim or value_dim]. They already contain the new tokens.
         out: [tokens, query_heads, value_dim].
         token_table: int32 [rows, width], slots of each request's tokens.
-        tokens: whose tokens these are.
-        splits: how contexts are split.
-        blocks: sizes of the products, smaller ones where the GPU has no room for them; :data:`~.verify_sizes.EXACT` for a
-            decode's own arithmetic.
-        buffers: of :func:`~.verify_sizes.partial_buffers`; requests that do not fit together are computed one group
-            after another.
-        scaling: factor on query-key products.
-        cap: bound of tanh on them, 0 for none.
+        tokens: The new tokens of each request.
+        splits: How contexts are split.
+        blocks: Sizes of the matrix products. Smaller sizes are used if the GPU has too little shared memory. Pass
+            :data:`~.verify_tile_sizes.EXACT` for the arithmetic of SGLang's decode kernel.
+        buffers: From :func:`~.verify_tile_sizes.partial_buffers`. Requests that do not fit at the same time are computed group by
+            group.
+        scaling: Factor on query-key products.
+        cap: Bound of the tanh (logit cap) on the products, 0 for none.
 
     Raises:
-        OptionError: no blocks of such heads fit the GPU.
+        OptionError: No tile sizes for these heads fit the GPU.
     """
     from sglang.kernels.ops.attention.decode_attention import _decode_softmax_reducev_fwd
 

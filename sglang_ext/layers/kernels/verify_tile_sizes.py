@@ -1,4 +1,4 @@
-"""How verify_attention.py divides its work: blocks of a matrix product, parts of a context, and room for what the parts give."""
+"""How verify_attention.py divides its work: tile sizes, splits of a context, and buffers for partial results."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,14 +12,14 @@ from sglang_ext.layers.kernels.gpu_launch import halvings
 
 @dataclass(frozen=True)
 class VerifyTile:
-    """Sizes of a program's matrix products.
+    """Sizes of one program's matrix products.
 
     Attributes:
-        rows: rows of the first product, a power of 2 of at least 16.
-        more_rows: rows of a second one over the same keys, 0 or a power of 2 of at least 16.
-        tokens: tokens of the context in a step.
-        warps: of a program.
-        stages: of the pipeline that loads keys and values.
+        rows: Rows of the first product, a power of 2 of at least 16.
+        more_rows: Rows of a second product over the same keys, 0 or a power of 2 of at least 16.
+        tokens: Context tokens per step.
+        warps: Warps of a program.
+        stages: Pipeline stages of the loads of keys and values.
     """
 
     rows: int
@@ -29,17 +29,17 @@ class VerifyTile:
     stages: int
 
 
-# Those of SGLang's grouped decode kernel.
+# The sizes of SGLang's grouped decode kernel.
 EXACT = VerifyTile(rows=16, more_rows=0, tokens=32, warps=4, stages=2)
 
 
 def fast_tile(rows: int, key_bytes: int) -> VerifyTile:
-    """Blocks for ``rows`` rows a request: fewest programs, then fewest rows that are padding.
+    """Tile sizes for ``rows`` rows per request: the fewest programs first, then the fewest padding rows.
 
     Args:
-        rows: new tokens of a request times the query heads that share a KV head.
-        key_bytes: bytes of a key; three steps' keys and values are to take 96 KiB of shared memory. Where the GPU has too
-            little beside the queries, :func:`tile_choices` has smaller ones.
+        rows: New tokens of a request times the query heads that share a KV head.
+        key_bytes: Bytes of a key. The keys and values of three steps should take 96 KiB of shared memory. If the GPU has
+            too little shared memory left beside the queries, :func:`tile_choices` has smaller sizes.
     """
     tile_choices = ((16, 0), (32, 0), (32, 16), (64, 0), (64, 16), (128, 0), (128, 16))
     first, second = min(tile_choices, key=lambda pair: (-(-rows // sum(pair)), sum(pair)))
@@ -49,7 +49,7 @@ def fast_tile(rows: int, key_bytes: int) -> VerifyTile:
 
 @lru_cache
 def tile_choices(blocks: VerifyTile) -> tuple[VerifyTile, ...]:
-    """``blocks``, and what takes less and less shared memory; of :data:`EXACT` what has the same arithmetic."""
+    """``blocks``, then sizes that need less and less shared memory. For :data:`EXACT`, only sizes with the same arithmetic."""
     fewer = [replace(blocks, stages=stages) for stages in range(blocks.stages, 0, -1)]
     if blocks == EXACT:
         return tuple(fewer)
@@ -60,18 +60,18 @@ def tile_choices(blocks: VerifyTile) -> tuple[VerifyTile, ...]:
 
 @dataclass(frozen=True)
 class ContextSplits:
-    """How many parts each row's context is split into.
+    """Number of splits of each row's context.
 
     Attributes:
-        max_splits: parts at most, of the longest context.
-        tile: tokens of a part, 0 for :attr:`max_splits` parts whatever the length.
+        max_splits: Maximum number of splits, that of the longest context.
+        tile: Tokens of a split. 0 means :attr:`max_splits` splits for every length.
     """
 
     max_splits: int
     tile: int = 0
 
     def count_for(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Parts of contexts of ``lengths`` tokens: int32, same shape."""
+        """Number of splits for contexts of ``lengths`` tokens: int32, same shape."""
         if self.tile:
             return ((lengths + self.tile - 1) // self.tile).to(torch.int32)
         return torch.full_like(lengths, self.max_splits, dtype=torch.int32)
@@ -79,15 +79,15 @@ class ContextSplits:
 
 @dataclass(frozen=True)
 class VerifyTokens:
-    """The new tokens of each request.
+    """The new tokens of each request of a batch.
 
     Attributes:
         rows: int64 [requests], rows of the token table.
         prefixes: int64 [requests], tokens before the new ones.
-        starts: int64 [requests + 1], first of each request's new tokens among all.
-        counts: new tokens of each request, on the host.
+        starts: int64 [requests + 1], index of each request's first new token among all new tokens.
+        counts: New tokens of each request, on the host.
         ends: int64 [tokens + 1], running sum of the tokens that each new token attends to, from 0.
-        parts: int32 [tokens], parts of each new token's context.
+        parts: int32 [tokens], number of splits of each new token's context.
     """
 
     rows: torch.Tensor
@@ -99,17 +99,17 @@ class VerifyTokens:
 
 
 def partial_numbers(query_heads: int, value_dim: int, splits: ContextSplits) -> int:
-    """float32 numbers of one token's partial results."""
+    """Number of float32 values in one token's partial results."""
     return query_heads * splits.max_splits * (value_dim + 1)
 
 
 def partial_buffers(
     workspace: torch.Tensor, query_heads: int, value_dim: int, splits: ContextSplits
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for the parts' outputs and log-sums in ``workspace``, float32 [numbers], for as many tokens as fit.
+    """Buffers for the partial outputs and log-sums in ``workspace``, float32 [numbers], for as many tokens as fit.
 
     Returns:
-        float32 [tokens, query_heads, parts, value_dim], and the same without the last dimension.
+        float32 [tokens, query_heads, splits, value_dim], and the same shape without the last dimension.
     """
     tokens = len(workspace) // partial_numbers(query_heads, value_dim, splits)
     shape = (tokens, query_heads, splits.max_splits)
@@ -120,7 +120,7 @@ def partial_buffers(
 
 
 def request_groups(counts: Sequence[int], room: int) -> Iterator[tuple[int, int, int, int]]:
-    """Requests whose tokens fit together: first, one past the last, and the same of their tokens."""
+    """Group requests whose tokens fit in ``room`` tokens. Yields first and end request, then first and end token, of each group."""
     first = begin = end = 0
     for index, count in enumerate(counts):
         if index > first and end + count - begin > room:

@@ -1,8 +1,8 @@
-"""How much a window of queries attends to each key, for all layers at once.
+"""Scores of keys by the attention that a window of queries pays to them, for all layers at once.
 
-The score of a key is the mean, over the window's queries and the query heads of its KV head, of the softmax
-attention that they pay to it (SnapKV, arXiv 2404.14469, section 4). Two passes over the keys: one for each
-query's normalizer, in chunks side by side; one for the means. No attention matrix is written.
+The score of a key is the mean softmax attention over the window's queries and the query heads of its KV head (SnapKV, arXiv
+2404.14469, section 4). Two passes read the keys. The first computes each query's normalizer, in parallel chunks. The second computes
+the means. No attention matrix is written to memory.
 """
 
 from collections.abc import Callable
@@ -16,18 +16,18 @@ import triton.language as tl
 from sglang_ext.layers.kernels.addresses import buffer_pointer
 from sglang_ext.layers.kernels.gpu_launch import halvings, launch_first_fitting, padded_size, shape_name
 
-# Rows of queries at once; blocks of them in one program, whose code has each, and whose shared memory holds them all.
+# Maximum rows of a query block, and maximum blocks of a program. The kernel's code is unrolled over blocks; shared memory holds them all.
 LARGEST_ROWS, MOST_BLOCKS = 128, 4
 
 
 @dataclass(frozen=True)
 class RowTile:
-    """Sizes of a program's work.
+    """Sizes of one program's work.
 
     Attributes:
-        rows: of a matrix product with a block of keys, a power of 2 of at least 16.
-        blocks: of so many rows, whose means a program adds up.
-        stages: of the pipeline that loads keys; None for Triton's own number.
+        rows: Rows of a matrix product with a block of keys, a power of 2 of at least 16.
+        blocks: Blocks of ``rows`` rows whose means one program adds up.
+        stages: Pipeline stages of the key loads; None for Triton's default.
     """
 
     rows: int
@@ -36,24 +36,24 @@ class RowTile:
 
     @property
     def options(self) -> dict[str, int]:
-        """Of a launch."""
+        """Launch options."""
         return {"ROWS": self.rows} if self.stages is None else {"ROWS": self.rows, "num_stages": self.stages}
 
 
 @lru_cache
 def row_tile_choices(count: int) -> tuple[RowTile, ...]:
-    """How programs may share ``count`` rows: those with the fewest partial sums first, then those with smaller tiles."""
+    """Ways to divide ``count`` rows over programs. The choice with the fewest partial sums is first; smaller tiles follow."""
     most = min(LARGEST_ROWS, max(16, triton.next_power_of_2(count)))
     blocks = triton.cdiv(count, most)
     together = dict.fromkeys(share for share in (blocks, 2, 1) if share <= min(blocks, MOST_BLOCKS))
     return *(RowTile(most, share) for share in together), *(RowTile(rows, stages=1) for rows in halvings(most))
 
 
-# Keys that are multiplied at once, and blocks of them that a program reads one after the other.
+# Keys per matrix product, and blocks of keys that a program reads in sequence.
 BLOCK, CHUNK_BLOCKS = 64, 16
-# Exponentials are powers of two on a GPU.
+# GPUs compute powers of two.
 LOG2_E = 1.4426950408889634
-# Lengths differ from call to call: a kernel that was compiled for one serves all.
+# Lengths change from call to call. One compiled kernel serves all lengths.
 LENGTHS = ("tokens", "window")
 
 
@@ -61,7 +61,7 @@ LENGTHS = ("tokens", "window")
 def _query_rows(
     queries, layer, head, row, window, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, HEADS: tl.constexpr
 ):  # fmt: skip
-    """Rows of a KV head's queries, 0 where there are none: [rows, padded dim]."""
+    """Rows of a KV head's queries, 0 for rows outside the window: [rows, padded dim]."""
     dim = tl.arange(0, PADDED_DIM)
     place = ((layer * window + row // GROUP) * HEADS + head) * GROUP + row % GROUP
     there = (row < window * GROUP)[:, None] & (dim < DIM)[None, :]
@@ -73,9 +73,9 @@ def _logits(
     q, keys, slots, first, position, oldest, tokens, scaling, slot_stride,
     DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Products of queries with the keys from ``first`` on, times log2(e) and the scaling; -inf where a key is hidden.
+    """Products of queries with the keys from ``first`` on, times log2(e) and the scaling; -inf where a key is masked.
 
-    Queries see keys up to their ``position``; up to the ``oldest`` one all do. What pads the last block is no key.
+    A query sees keys up to its ``position``. All queries see the keys up to ``oldest``. Padding of the last block is masked.
     """
     dim, column = tl.arange(0, PADDED_DIM), first + tl.arange(0, BLOCK)
     inside = column < tokens
@@ -94,13 +94,13 @@ def _normalizers(
     GROUP: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Largest logit of each row in a chunk of keys, and the sum of powers of two below it."""
+    """Maximum logit of each row in a chunk of keys, and the sum of powers of two relative to it."""
     layer, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     chunk, chunks = tl.program_id(1), tl.num_programs(1)
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     q = _query_rows(queries, layer, head, row, window, GROUP, DIM, PADDED_DIM, HEADS)
     keys = buffer_pointer(key_table, layer, like.dtype.element_ty) + head * key_head
-    # Rows that pad see all keys.
+    # Padding rows see all keys.
     position = tl.load(positions + row // GROUP, mask=row < window * GROUP, other=tokens)
     oldest = tl.load(positions)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -109,7 +109,7 @@ def _normalizers(
     for first in tl.range(begin, tl.minimum(begin + CHUNK_BLOCKS * BLOCK, tokens), BLOCK):
         logits = _logits(q, keys, slots, first, position, oldest, tokens, scaling, slot_stride, DIM, PADDED_DIM, BLOCK)
         new = tl.maximum(top, tl.max(logits, 1))
-        # Rows that saw no key yet have -inf on both sides.
+        # Rows that have seen no key yet have -inf on both sides.
         base = tl.where(new == float("-inf"), 0.0, new)
         mass = mass * tl.exp2(top - base) + tl.sum(tl.exp2(logits - base[:, None]), 1)
         top = new
@@ -124,7 +124,7 @@ def _means(
     GROUP: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
     ROW_BLOCKS: tl.constexpr, BLOCK: tl.constexpr, CHUNK_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """What ROW_BLOCKS blocks of rows add to the mean attention to a chunk of keys."""
+    """Contribution of ROW_BLOCKS blocks of rows to the mean attention to a chunk of keys."""
     layer, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     keys = buffer_pointer(key_table, layer, like.dtype.element_ty) + head * key_head
     row = tl.program_id(2) * ROW_BLOCKS * ROWS + tl.arange(0, ROWS)
@@ -133,7 +133,7 @@ def _means(
     q = _query_rows(queries, layer, head, row, window, GROUP, DIM, PADDED_DIM, HEADS)
     position = tl.load(positions + row // GROUP, mask=row < window * GROUP, other=tokens)
     oldest = tl.load(positions)
-    # Of rows that pad nothing counts.
+    # Padding rows contribute nothing.
     normalizer = tl.load(normalizers + row, mask=row < window * GROUP, other=float("inf"))
     begin = tl.program_id(1) * CHUNK_BLOCKS * BLOCK
     for first in tl.range(begin, tl.minimum(begin + CHUNK_BLOCKS * BLOCK, tokens), BLOCK):
@@ -163,13 +163,13 @@ def window_scores(
     Args:
         queries: [layers, window, query_heads, head_dim], rotary embedding applied, oldest first.
         key_table: int64 [layers], addresses of the layers' key buffers.
-        like: a key buffer, [slots, kv_heads, head_dim]; all have its shape, strides and dtype.
-        slots: int64 [tokens], where the context's keys lie, in order.
-        positions: int64 [window], of the queries, ascending, counted in ``slots``; a query sees keys up to its own position.
-        scaling: factor on query-key products.
+        like: A key buffer, [slots, kv_heads, head_dim]. All layers have its shape, strides and dtype.
+        slots: int64 [tokens], slots of the context's keys, in order.
+        positions: int64 [window], positions of the queries in ``slots``, ascending. A query sees keys up to its own position.
+        scaling: Factor on query-key products.
 
     Raises:
-        OptionError: no tiles of such heads fit the GPU.
+        OptionError: No tile sizes for these heads fit the GPU.
     """
     layers, window, query_heads, dim = queries.shape
     heads, tokens = like.shape[1], len(slots)
@@ -197,9 +197,9 @@ def window_scores(
         )
 
     launch(normalize, "normalizers")
-    # Powers of two throughout.
+    # All normalizers are logs to base two.
     normalizers = ((largest + total.log2()) / LOG2_E).logsumexp(-1) * LOG2_E
-    # Each choice adds in an order of its own, which is the same each time.
+    # The order of the additions depends on the choice, and is the same in each run.
     scores = None
 
     def mean(size: RowTile) -> None:

@@ -184,12 +184,12 @@ def test_a_page_goes_from_slots_to_slots_and_touches_no_others():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tokens": 0}, "tokens=0: a page has at least 1"),
-        ({"channels": 12}, "channels=12: a multiple of 8; fill up"),
-        ({"dtype": torch.float64}, "dtype=torch.float64: one of"),
-        ({"bits": 8}, "bits=8: an anchor has one of"),
-        ({"sinks": 41}, "sinks=41: from 0 to the page's 40 tokens"),
-        ({"reference": "fp8"}, "reference='fp8': one of"),
+        ({"tokens": 0}, "tokens=0: must be at least 1"),
+        ({"channels": 12}, "channels=12: must be a multiple of 8; pad"),
+        ({"dtype": torch.float64}, "dtype=torch.float64: must be one of"),
+        ({"bits": 8}, "bits=8: must be one of"),
+        ({"sinks": 41}, "sinks=41: must be from 0 to the page's 40 tokens"),
+        ({"reference": "fp8"}, "reference='fp8': must be one of"),
     ],
 )
 def test_a_layout_refuses_what_it_is_not(options, message):
@@ -209,7 +209,7 @@ def test_streams_and_tensors_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="a residual of 319 bytes"):
         decode(anchor, residual[:-1], layout)
     exact = replace(layout, reference="exact")
-    with pytest.raises(ValueError, match="an exact residual of .* bytes: its anchor has"):
+    with pytest.raises(ValueError, match="an exact residual of .* bytes does not fit its anchor"):
         decode(anchor, encode(x, exact).residual[:-8], exact)
 
 

@@ -75,7 +75,7 @@ def test_pytorch_packs_what_the_kernel_does_not_take(packs, pool, monkeypatch):
 )
 def test_grids_that_no_kernel_reads_are_refused(keys, values, words):
     buffers, packing = made(Gridded(4, block=192, keys=keys, values=values))
-    with pytest.raises(OptionError, match=f"{words}, which no kernel reads; .* give such grids, or pass --device cpu"):
+    with pytest.raises(OptionError, match=f"{words}, which no kernel reads; .* use such grids, or pass --device cpu"):
         check_readable(packing, buffers.keys[0])
 
 

@@ -1,3 +1,8 @@
-"""What writes the copies of contexts that are drafted on: of the tokens that each KV head keeps K and V (gather_kept.py), those of heads that
-keep different numbers of them one after the other (scatter_cells.py), or pointers to where they lie (write_pointers.py).
+"""Kernels that write compressed KV.
+
+gather_kept.py copies the kept tokens of each KV head.
+
+scatter_cells.py does the same for heads that keep different numbers of tokens. It stores them head after head.
+
+write_pointers.py writes pointers to the kept tokens instead.
 """

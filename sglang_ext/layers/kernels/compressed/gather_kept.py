@@ -1,4 +1,4 @@
-"""Copy the kept tokens of each KV head into the slots of a compressed copy, all layers in one launch."""
+"""Copies the kept tokens of each KV head into the slots of the compressed KV, all layers in one launch."""
 
 import torch
 import triton
@@ -11,7 +11,7 @@ BLOCK = 32
 
 @triton.jit
 def _copy_tokens(table, like, layer, read, written, inside, DIM: tl.constexpr, PADDED_DIM: tl.constexpr):
-    """Numbers at the offsets ``read`` of one layer's buffer go to the offsets ``written``."""
+    """Copy numbers of one layer's buffer from the offsets ``read`` to the offsets ``written``."""
     dim = tl.arange(0, PADDED_DIM)
     mask = inside[:, None] & (dim < DIM)[None, :]
     buffer = buffer_pointer(table, layer, like.dtype.element_ty)
@@ -45,15 +45,15 @@ def gather_kept(
     sources: torch.Tensor,
     targets: torch.Tensor,
 ) -> None:
-    """Slot ``targets[j]`` of each layer gets, for each head, that head's ``j``-th kept token.
+    """Copy each head's ``j``-th kept token to slot ``targets[j]``, in each layer.
 
     Args:
         key_table, value_table: int64 [layers], addresses of the layers' buffers.
-        keys, values: a layer's buffers, [slots, kv_heads, dim of a key or of a value]; those of all layers have their shape,
-            strides and dtype.
-        kept: int64 [layers, kv_heads, count], tokens counted in ``sources``.
-        sources: int64 [tokens], where the context's tokens lie.
-        targets: int64 [count], slots of the copy; none of them is a source.
+        keys, values: One layer's buffers, [slots, kv_heads, dim of a key or of a value]. All layers have their shape, strides and
+            dtype.
+        kept: int64 [layers, kv_heads, count], indices into ``sources``.
+        sources: int64 [tokens], slots of the context's tokens.
+        targets: int64 [count], slots of the compressed KV. None of them is a source.
     """
     layers, heads, count = kept.shape
     dim, value_dim = keys.shape[2], values.shape[2]

@@ -1,4 +1,4 @@
-"""Copy what each head keeps into the cells of a copy of uneven heads (ragged_heads.py), all layers in one launch."""
+"""Copies the kept tokens of each KV head into the cells of ragged compressed KV (ragged_heads.py), all layers in one launch."""
 
 import torch
 import triton
@@ -6,17 +6,17 @@ import triton.language as tl
 
 from sglang_ext.layers.kernels.addresses import buffer_pointer
 
-# Cells that a program copies at a time, and programs that share the cells of one head.
+# Cells that a program copies at a time, and programs per head.
 BLOCK = 32
 PROGRAMS = 16
 
 
 @triton.jit
 def _copy_cells(table, like, layer, into, read, written, inside, DIM: tl.constexpr, PADDED_DIM: tl.constexpr):
-    """Numbers at the offsets ``read`` of one layer's buffer go to the offsets ``written`` of the buffers of layers ``into``."""
+    """Copy numbers from the offsets ``read`` of one layer's buffer to the offsets ``written`` of the buffers of layers ``into``."""
     dim = tl.arange(0, PADDED_DIM)
     mask = inside[:, None] & (dim < DIM)[None, :]
-    # Without the hints nothing is known of loaded addresses, and cells would be copied number by number.
+    # The hints tell the compiler that loaded addresses are aligned. Without them it would copy cells number by number.
     source = buffer_pointer(table, layer, like.dtype.element_ty)
     target = tl.load(table + into, mask=inside, other=0).to(tl.pointer_type(like.dtype.element_ty))
     target = tl.multiple_of(target, 16) + written
@@ -30,7 +30,7 @@ def scatter_kept(
     HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
     PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A share of the cells of one head of one layer, whose numbers are known on the device alone."""
+    """Copy a share of the cells of one head of one layer. Only the device knows the number of cells."""
     head = tl.program_id(0)
     layer, column = head // HEADS, head % HEADS
     first, last = tl.load(bounds + head), tl.load(bounds + head + 1)
@@ -57,15 +57,15 @@ def scatter_cells(
     sources: torch.Tensor,
     targets: torch.Tensor,
 ) -> None:
-    """Fill the cells of a copy with what each head keeps; does not wait for the device.
+    """Fill the cells of the compressed KV with the kept tokens of each head. Does not wait for the device.
 
     Args:
         key_table, value_table: int64 [layers], addresses of the layers' buffers.
-        keys, values: a layer's buffers, [slots, kv_heads, dim]; those of all layers have their shape, strides and dtype.
-        kept: int64 [cells], tokens counted in ``sources``, head by head.
-        bounds: int32 [layers * kv_heads + 1], cells at which heads begin, and the end of the last.
-        sources: int64 [tokens], where the context's tokens lie.
-        targets: int64, slots of the copy, whose cells ``kept`` fills; none of them is a source.
+        keys, values: One layer's buffers, [slots, kv_heads, dim]. All layers have their shape, strides and dtype.
+        kept: int64 [cells], indices into ``sources``, head after head.
+        bounds: int32 [layers * kv_heads + 1], first cell of each head, and the end of the last head.
+        sources: int64 [tokens], slots of the context's tokens.
+        targets: int64, slots of the compressed KV, whose cells ``kept`` fills. None of them is a source.
     """
     heads, dim, value_dim = keys.shape[1], keys.shape[2], values.shape[2]
     scatter_kept[(len(bounds) - 1, PROGRAMS)](

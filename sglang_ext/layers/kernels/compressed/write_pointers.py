@@ -1,4 +1,4 @@
-"""Write where the kept tokens of each KV head lie into the slots of a copy, all layers in one launch (pointers.py)."""
+"""Writes pointers to the kept tokens of each KV head into the slots of compressed KV, all layers in one launch (pointers.py)."""
 
 import torch
 import triton
@@ -12,7 +12,7 @@ def write_kept_pointers(
     key_table, kept, sources, targets, count, slot_stride, head_stride, HEADS: tl.constexpr, PER_SLOT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block of one head's pointers."""
+    """Write a block of one head's pointers."""
     layer, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
@@ -26,14 +26,14 @@ def write_kept_pointers(
 def write_pointers(
     key_table: torch.Tensor, like: torch.Tensor, kept: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
 ) -> None:
-    """For each layer and head, the ``j``-th pointer of ``targets`` leads to that head's ``j``-th kept token.
+    """Point the ``j``-th pointer of ``targets`` to the head's ``j``-th kept token, for each layer and head.
 
     Args:
         key_table: int64 [layers], addresses of the layers' key buffers.
-        like: a key buffer, [slots, kv_heads, head_dim]; all have its shape, strides and dtype.
-        kept: int64 [layers, kv_heads, count], tokens counted in ``sources``.
-        sources: int64 [tokens], where the context's tokens lie.
-        targets: int64, slots of the copy; none of them is a source.
+        like: A key buffer, [slots, kv_heads, head_dim]. All layers have its shape, strides and dtype.
+        kept: int64 [layers, kv_heads, count], indices into ``sources``.
+        sources: int64 [tokens], slots of the context's tokens.
+        targets: int64, slots of the compressed KV. None of them is a source.
     """
     layers, heads, count = kept.shape
     cells = like.view(torch.int32)

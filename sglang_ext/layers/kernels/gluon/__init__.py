@@ -1,1 +1,1 @@
-"""Kernels in Gluon, for NVIDIA's tensor cores: decode attention over packed blocks (packed.py), and as integers (integer_blocks.py)."""
+"""Gluon kernels for NVIDIA tensor cores: decode attention over packed blocks (packed_blocks.py, integer_blocks.py) and prefill on codes."""

@@ -1,11 +1,12 @@
-"""Instructions of NVIDIA GPUs on what lies in a warp's registers: codes to numbers, scores to weights.
+"""PTX instructions for data in a warp's registers: from codes to numbers, and from scores to weights.
 
-A code becomes a number without arithmetic: in the lowest bits of a float16 it is a subnormal, the code times 2 ** -24, or
-2 ** bit more where it lies at a higher bit. Tensor cores take these exactly; queries and outputs take the powers back.
-Each function answers instructions and their registers; an output is two numbers of 16 bits.
+A code becomes a number without arithmetic. In the lowest bits of a float16 it is a subnormal: the code times 2 ** -24, or times
+2 ** (bit - 24) at a higher bit. Tensor cores multiply subnormals exactly. Queries and outputs undo the powers of two.
+
+Each function returns instructions and their register constraints. An output register holds two numbers of 16 bits.
 """
 
-# The power of two of a code at the lowest bit.
+# Exponent of the power of two of a code at the lowest bit.
 SUBNORMAL = -24
 
 
@@ -15,7 +16,7 @@ def _mask(bits: int, part: int) -> str:
 
 
 def _numbers(bits: int, selects: list[str], sources: int) -> tuple[str, str]:
-    """Each of ``selects`` puts the two bytes that become neighbours into halves of a register, which all parts mask."""
+    """Each of ``selects`` moves two bytes that become adjacent into the halves of a register. Each part masks that register."""
     parts, count = 8 // bits, len(selects)
     first = parts * count
     inputs = f"${first}, " + (f"${first + 4}" if sources == 2 else "0")
@@ -27,27 +28,27 @@ def _numbers(bits: int, selects: list[str], sources: int) -> tuple[str, str]:
 
 
 def key_numbers(bits: int) -> tuple[str, str]:
-    """Of four bytes of a token: two outputs for each part, of neighbours."""
+    """From four bytes of a token: two outputs for each part, with adjacent numbers."""
     return _numbers(bits, ["0x4140", "0x4342"], 1)
 
 
 def value_numbers(bits: int) -> tuple[str, str]:
-    """Of four bytes of a token, then of another: four outputs for each part, of the same byte of both."""
+    """From four bytes of a token, then of another token: four outputs for each part, with the same byte of both tokens."""
     return _numbers(bits, ["0x0400", "0x0501", "0x0602", "0x0703"], 2)
 
 
 def paired_tokens() -> tuple[str, str]:
-    """Of two numbers of a token, then of another: two outputs, each of both."""
+    """From two numbers of a token, then of another token: two outputs, with one number of each token."""
     return "prmt.b32 $0, $2, $3, 0x5410;\nprmt.b32 $1, $2, $3, 0x7632;", "=&r,=r,r,r"
 
 
 def products() -> tuple[str, str]:
-    """Of two numbers and two others, float16."""
+    """Products of two pairs of float16."""
     return "mul.rn.f16x2 $0, $1, $2;", "=r,r,r"
 
 
 def weights(dtype: str) -> tuple[str, str]:
-    """Two to the power of two neighbours of a sum, f16 or bf16; each tile of 8 x 8 is transposed: so a sum becomes B."""
+    """Two to the power of two adjacent elements of a sum, as f16 or bf16. Each 8 x 8 tile is transposed, so that a sum becomes B."""
     lines = (
         "ex2.approx.ftz.f32 a, $1;",
         "ex2.approx.ftz.f32 b, $2;",
@@ -57,17 +58,17 @@ def weights(dtype: str) -> tuple[str, str]:
     return "\n".join(["{ .reg .f32 a, b; .reg .b32 t;", *lines, "}"]), "=r,f,f"
 
 
-# What an integer below 2 ** 22 is added to in int32, so that the bits are those of a float32 that is larger by BIAS.
+# BIASED plus an integer below 2 ** 22, in int32, has the bits of a float32 that is greater than the integer by BIAS.
 BIASED, BIAS = 0x4B400000, 1.5 * 2.0**23
 
 
 def is_signed(bits: int, lowest: int) -> bool:
-    """Whether a code from its byte's bit ``lowest`` on has the highest: as int8 it is its bits, less 128."""
+    """Whether a code that begins at bit ``lowest`` of its byte contains the highest bit. Its int8 is then lower by 128."""
     return lowest + bits == 8
 
 
 def _codes(target: str, source: str, bits: int, lowest: int) -> str:
-    """Of each byte the code from a bit on, where it lies; 128 less where that is signed."""
+    """The code at a bit of each byte, not shifted. Lower by 128 if it is signed."""
     mask = f"{(((1 << bits) - 1) << lowest) * 0x01010101:#x}"
     if is_signed(bits, lowest):
         return f"lop3.b32 {target}, {source}, {mask}, 0x80808080, 0x6a;"
@@ -75,7 +76,7 @@ def _codes(target: str, source: str, bits: int, lowest: int) -> str:
 
 
 def key_codes(bits: int, together: int) -> tuple[str, str]:
-    """Of four bytes of a token an output of four int8 for each part; ``together``: neighbouring parts that lie at the first one's bit."""
+    """From four bytes of a token: four int8 for each part. ``together``: number of adjacent parts that are shifted to one bit."""
     parts, lines = 8 // bits, []
     for shift in range(together):
         source = f"${parts}"
@@ -87,7 +88,7 @@ def key_codes(bits: int, together: int) -> tuple[str, str]:
 
 
 def value_codes(bits: int) -> tuple[str, str]:
-    """Of four bytes of each of four tokens: four outputs for each part, of the same byte of all, int8 where it lies."""
+    """From four bytes of each of four tokens: four outputs for each part, with the same byte of all tokens, as int8, not shifted."""
     parts = 8 // bits
     first, second, third, fourth = (f"${4 * parts + 4 * token}" for token in range(4))
     lines = ["{ .reg .b32 a, b, c, d, t;"]
@@ -100,9 +101,9 @@ def value_codes(bits: int) -> tuple[str, str]:
 
 
 def weight_codes(streams: int) -> tuple[str, str]:
-    """Of float32 of a sum whose lowest bytes are int8: B, as tiles of 8 x 8 of numbers of two rows are transposed.
+    """From float32 in the layout of a sum, whose lowest bytes are int8: B. 8 x 8 tiles of pairs from two rows are transposed.
 
-    With two streams also of a mask: B where it is set, and B elsewhere.
+    With two streams, also takes a mask. Returns B where the mask is set, and B elsewhere.
     """
     first, second, third, fourth = (f"${streams + place}" for place in range(4))
     lines = [
@@ -118,22 +119,22 @@ def weight_codes(streams: int) -> tuple[str, str]:
 
 
 def as_float() -> tuple[str, str]:
-    """Of the bits of a float32: that number."""
+    """Reinterpret the bits of a float32."""
     return "mov.b32 $0, $1;", "=f,r"
 
 
 def rounded_down() -> tuple[str, str]:
-    """Of a float32: without its two lowest bits, so that BIAS times it is a float32 too."""
+    """Clear the two lowest bits of a float32, so that BIAS times it is exact in float32."""
     return "and.b32 $0, $1, 0xfffffffc;", "=f,f"
 
 
 def wide_product() -> tuple[str, str]:
-    """Of two int32: int64."""
+    """Product of two int32 as int64."""
     return "mul.wide.s32 $0, $1, $2;", "=l,r,r"
 
 
 def larger_integers() -> tuple[str, str]:
-    """Of two int16 from 0 on: float32, as these are the lowest bits of numbers from 2 ** 23 on."""
+    """From two int16 of at least 0: float32. The int16 become the lowest bits of a float32 of at least 2 ** 23."""
     lines = [f"prmt.b32 {name}, $2, 0x4b00, {select};" for name, select in (("t", "0x5410"), ("u", "0x5432"))]
     lines += [f"mov.b32 {name}, {bits};" for name, bits in (("a", "t"), ("b", "u"))]
     lines += [f"add.rn.f32 ${place}, {name}, 0fCB000000;" for place, name in enumerate("ab")]
@@ -141,6 +142,6 @@ def larger_integers() -> tuple[str, str]:
 
 
 def small_integers() -> tuple[str, str]:
-    """Of two int16 from 0 to 1023: float16, as these are the lowest bits of numbers from 1024 on."""
+    """From two int16 from 0 to 1023: float16. The int16 become the lowest bits of a float16 of at least 1024."""
     lines = ("{ .reg .b32 t, u;", "or.b32 t, $1, 0x64006400;", "mov.b32 u, 0xe400e400;", "add.rn.f16x2 $0, t, u;", "}")
     return "\n".join(lines), "=r,r"

@@ -1,4 +1,4 @@
-"""Softmax over exact tokens of a row in Gluon, by one warp: as ../flash_parts.py's ``exact_split``, and stored."""
+"""Softmax over the exact tokens of a row in Gluon, by one warp. Does what ``exact_split`` of ../flash_decoding.py does, and stores it."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,7 +16,7 @@ STEP = gl.constexpr(32)
 
 @gluon.jit
 def _load(numbers, slots, inside, slot_numbers, LAYOUT: gl.constexpr, F: gl.constexpr):
-    """Numbers of tokens, 0 where they are not ``inside``: [tokens, dim]."""
+    """Load the numbers of tokens, [tokens, dim]. Tokens that are not ``inside`` are 0."""
     channel = gl.arange(0, F.value.dim, gl.SliceLayout(0, LAYOUT))[None, :]
     at = (slots.to(gl.int64) * slot_numbers)[:, None] + channel
     return gl.load(numbers + at, mask=inside[:, None], other=0.0)
@@ -24,16 +24,16 @@ def _load(numbers, slots, inside, slot_numbers, LAYOUT: gl.constexpr, F: gl.cons
 
 @gluon.jit
 def _keys(numbers, F: gl.constexpr):
-    """Keys as A, channels in the order of exact_channel."""
+    """Keys as A, channels in the order of :func:`~.tiles.exact_channel`."""
     tile = numbers.reshape(32, F.value.dim // 32, 4, 4, 2).permute(0, 1, 3, 2, 4).reshape(32, F.value.dim)
     return gl.convert_layout(tile, A, assert_trivial=True)
 
 
 @gluon.jit
 def _values(numbers, F: gl.constexpr):
-    """Values as A, channels in the order of value_byte."""
+    """Values as A, channels in the order of :func:`~.tiles.value_byte`."""
     paired = gl.convert_layout(numbers, F.value.exact_paired, assert_trivial=True)
-    # Leaves pairs of tokens where it finds neighbouring channels.
+    # Puts pairs of tokens in the positions of adjacent channels.
     paired = gl.inline_asm_elementwise(PAIRED[0], PAIRED[1], [paired], numbers.dtype, True, 4)
     tile = paired.reshape(16, 2, 8, F.value.dim // 16, 2).permute(3, 1, 2, 0, 4).reshape(F.value.dim, 32)
     return gl.convert_layout(tile, A, assert_trivial=True)
@@ -44,7 +44,7 @@ def exact_split(
     queries, keys, values, table, begin, end, part, scaling, partial, lse, place, splits, key_slot, value_slot,
     parts, F: gl.constexpr,
 ):  # fmt: skip
-    """Softmax over one of ``parts`` of the tokens [begin, end) of a request's row; keys and values begin at the head's cells."""
+    """Softmax over split ``part`` of ``parts`` of a row's tokens [begin, end). ``keys`` and ``values`` point to the head's first cells."""
     N: gl.constexpr = F.value.columns
     DIM: gl.constexpr = F.value.dim
     LIKE: gl.constexpr = keys.dtype.element_ty

@@ -1,5 +1,7 @@
-"""Products of queries with packed keys, and weighted sums of packed values, in Gluon: what lies in a warp's registers goes in, scores or
-outputs come out."""
+"""Products of queries with packed keys, and weighted sums of packed values, in Gluon.
+
+Inputs are in a warp's registers. Outputs are scores or attention outputs.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,28 +12,28 @@ from sglang_ext.layers.kernels.gluon.tiles import A, B, CODE, QUERY, SUM, as_wid
 
 @gluon.jit
 def _of_channels(numbers, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
-    """A number for each byte, [1, bytes], in the order in which channels are summed over."""
+    """One number per byte, [1, bytes], in the order of the sum over channels."""
     numbers = numbers.reshape(4, COUNT // 8, 2).permute(1, 0, 2).reshape(COUNT)
     return gl.convert_layout(numbers, LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
 def _of_scores(numbers):
-    """A number for each token, [1, tokens], in the order of the scores' rows, as float32 [tokens, 1]."""
+    """One number per token, [1, tokens], in the order of the scores' rows, as float32 [tokens, 1]."""
     rows = numbers.reshape(2, 8, 4).permute(0, 2, 1).reshape(64)
     return gl.expand_dims(gl.convert_layout(rows, gl.SliceLayout(1, SUM), assert_trivial=True).to(gl.float32), 1)
 
 
 @gluon.jit
 def _key_numbers(words, F: gl.constexpr):
-    """Of each part float16 [cells, tokens, words, 4]."""
+    """Numbers of each part, float16 [cells, tokens, words, 4]."""
     ASSEMBLY: gl.constexpr = F.value.key_assembly
     return numbers_of(words, ASSEMBLY, 1, gl.constexpr(F.value.key_layout), gl.constexpr(F.value.parts))
 
 
 @gluon.jit
 def query_sums(queries, F: gl.constexpr):
-    """Of each query's channels, of queries as packed.py's ``_load_queries`` gives them: float32 [columns]."""
+    """Sum of each query's channels, float32 [columns]. ``queries`` are from ``_load_queries`` of packed_blocks.py."""
     sums = gl.full([F.value.columns], 0.0, gl.float32, QUERY)
     for part in gl.static_range(gl.constexpr(F.value.parts)):
         ones = gl.full([16, F.value.bytes], 1.0, gl.float16, A)
@@ -46,9 +48,9 @@ def scores_by_token(words, queries, sums, scale, zero, F: gl.constexpr):
 
     Args:
         words: int32 [cells, tokens, words], the keys' codes.
-        queries: of each part float16 [bytes, columns].
-        sums: of the queries' channels, float32 [columns].
-        scale, zero: in shared memory, [1, tokens].
+        queries: float16 [bytes, columns] for each part.
+        sums: Sums of the queries' channels, float32 [columns].
+        scale, zero: In shared memory, [1, tokens].
     """
     COUNT: gl.constexpr = F.value.bytes
     numbers = _key_numbers(words, F)
@@ -63,7 +65,7 @@ def scores_by_token(words, queries, sums, scale, zero, F: gl.constexpr):
 
 @gluon.jit
 def _zero_products(queries, zero, HALF: gl.constexpr, F: gl.constexpr):
-    """Products of queries with the zero points of a half of the tokens, as those with codes are: float32 [32, columns]."""
+    """Products of queries with the zero points of one half of the tokens, in the units of code products: float32 [32, columns]."""
     COUNT: gl.constexpr = F.value.bytes
     found = gl.full([16, F.value.columns], 0.0, gl.float32, SUM)
     for part in gl.static_range(gl.constexpr(F.value.parts)):
@@ -78,9 +80,9 @@ def _zero_products(queries, zero, HALF: gl.constexpr, F: gl.constexpr):
 
 @gluon.jit
 def scores_by_channel(words, queries, scale, zero, F: gl.constexpr):
-    """Products of queries with keys of which half of a block's tokens share each channel's scale, over CODE.
+    """Products of queries with keys where half of a block's tokens share each channel's scale, divided by CODE.
 
-    Arguments are those of :func:`scores_by_token`, but ``scale`` and ``zero``, [parts of both halves, bytes].
+    Arguments are those of :func:`scores_by_token`, but ``scale`` and ``zero`` are [parts of both halves, bytes].
     """
     COUNT: gl.constexpr = F.value.bytes
     numbers = _key_numbers(words, F)
@@ -106,7 +108,7 @@ def _of_weights(numbers, GROUPS: gl.constexpr):
 
 @gluon.jit
 def zero_rows(zero, F: gl.constexpr):
-    """A, [16, tokens]: the values' zero points by group, again and again, then from row 8 on ones, which sum the weights."""
+    """A, [16, tokens]: repeated rows of the values' zero points by group, then, from row 8 on, ones, which sum the weights."""
     GROUPS: gl.constexpr = F.value.groups
     LAYOUT: gl.constexpr = F.value.row_layout
     rows = _of_weights(zero.load(F.value.zero_layout), GROUPS).permute(1, 0)
@@ -119,7 +121,7 @@ def zero_rows(zero, F: gl.constexpr):
 
 @gluon.jit
 def _apart(numbers, COUNT: gl.constexpr):
-    """The columns of [tokens, COUNT], 1, 2 or 4: each [tokens]."""
+    """The columns of [tokens, COUNT], for COUNT 1, 2 or 4: [tokens] each."""
     if COUNT == 1:
         return (numbers.reshape(64),)
     elif COUNT == 2:
@@ -133,7 +135,7 @@ def _apart(numbers, COUNT: gl.constexpr):
 
 @gluon.jit
 def scaled_weights(weights, scale, F: gl.constexpr):
-    """Weights times the values' scales, in shared memory: B for each group."""
+    """Weights times the values' scales, which are in shared memory: B for each group."""
     scales = _apart(_of_weights(scale.load(F.value.weight_layout), gl.constexpr(F.value.groups)), gl.constexpr(F.value.groups))
     found = ()
     for group in gl.static_range(gl.constexpr(F.value.groups)):
@@ -144,12 +146,12 @@ def scaled_weights(weights, scale, F: gl.constexpr):
 
 @gluon.jit
 def add_values(outputs, words, weights, F: gl.constexpr):
-    """Outputs by part and unit, float32 [bytes of a unit, columns] over CODE, and the weighted sums of values.
+    """Add the weighted values to the outputs by part and unit, float32 [bytes of a unit, columns], divided by CODE.
 
     Args:
-        outputs: of each part's units.
-        words: of each unit int32 [cells, tokens, words], the values' codes.
-        weights: of each group float16 [tokens, columns].
+        outputs: Outputs of each part's units.
+        words: int32 [cells, tokens, words] for each unit, the values' codes.
+        weights: float16 [tokens, columns] for each group.
     """
     UNIT: gl.constexpr = F.value.value_unit
     UNITS: gl.constexpr = F.value.value_units
@@ -162,7 +164,7 @@ def add_values(outputs, words, weights, F: gl.constexpr):
     found = ()
     for part in gl.static_range(gl.constexpr(F.value.parts)):
         for unit in gl.static_range(UNITS):
-            # The assembly leaves pairs of tokens where it found neighbouring bytes.
+            # The assembly puts pairs of tokens in the positions of adjacent bytes.
             tile = numbers[unit][part].reshape(2, 4, 2, 4, 8, UNIT // 32, 2, 2).permute(5, 2, 6, 4, 0, 3, 1, 7).reshape(UNIT, 64)
             mine = weights[part * UNITS + unit if F.value.groups > 1 else 0]
             found = found + (mma_v2(gl.convert_layout(tile, A, assert_trivial=True), mine, outputs[part * UNITS + unit]),)

@@ -1,10 +1,12 @@
-"""Which lane and register of a warp holds which number of the tensor cores' fragments, and layouts out of that.
+"""Fragments of the tensor cores: the number that each lane and register of a warp holds. And the layouts that follow from them.
 
-The fragments are those of ``mma.sync.m16n8k16``. With ``g = lane // 4`` and ``q = lane % 4``, a lane holds of A the rows
-``g, g + 8`` and the columns ``2q, 2q + 1, 2q + 8, 2q + 9``, of B the column ``g`` and these as rows, of the sum the rows
-``g, g + 8`` and the columns ``2q, 2q + 1``. Keys and values are A, queries and weights B: its eight columns are the queries
-that share a KV head. The order of what is summed over is free, as long as both sides agree, and so is which token or
-channel is which row: so the codes of a load land in fragments (tiles.py).
+The fragments are those of ``mma.sync.m16n8k16``. With ``g = lane // 4`` and ``q = lane % 4``, a lane holds these elements.
+Of A it holds the rows ``g, g + 8`` and the columns ``2q, 2q + 1, 2q + 8, 2q + 9``. Of B it holds the column ``g`` and these numbers as
+rows. Of the sum it holds the rows ``g, g + 8`` and the columns ``2q, 2q + 1``.
+
+Keys and values are A, queries and weights are B. B's eight columns are the queries that share a KV head. The order of the summed dimension
+is free, if both operands use the same order. The assignment of tokens or channels to rows is free too. Therefore the codes of a load are
+already in the positions of a fragment (tiles.py).
 """
 
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from triton.experimental.gluon import language as gl
 
 # Tokens of a block.
 TOKENS = 64
-# Of the sums; of A; of B.
+# Layouts of the sums, of A, and of B.
 SUM = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
 A, B = (gl.DotOperandLayout(operand, SUM, 2) for operand in range(2))
 
@@ -25,7 +27,7 @@ def powers_of_two(first: int, end: int) -> list[int]:
 
 
 def linear_layout(shape: list[int], registers: list[int], lanes: list[int]) -> gl.DistributedLinearLayout:
-    """Which steps in a flat tensor of ``shape`` the bits of a register's and of a lane's number are; 0: the same number."""
+    """Layout from steps in a flat tensor of ``shape``, for each bit of a register's and of a lane's index. 0 means the same number."""
 
     def place(span: int) -> list[int]:
         return [span // prod(shape[axis + 1 :]) % size for axis, size in enumerate(shape)]
@@ -35,14 +37,14 @@ def linear_layout(shape: list[int], registers: list[int], lanes: list[int]) -> g
 
 
 def row_copy_layout(rows: int, columns: int) -> gl.DistributedLinearLayout:
-    """Of numbers of 16 bits, [rows, columns], as they are copied: up to 16 bytes a lane."""
+    """Layout of a copy of 16-bit numbers, [rows, columns]: up to 16 bytes per lane."""
     every = powers_of_two(1, rows * columns)
     inside = min(3, len(every) - 5)
     return linear_layout([rows, columns], every[:inside] + every[inside + 5 :], every[inside : inside + 5])
 
 
 def parameter_copy_layout(rows: int, columns: int) -> gl.DistributedLinearLayout:
-    """Of scales, then zero points, [rows, columns] each."""
+    """Layout of a copy of scales, then zero points, [rows, columns] each."""
     return row_copy_layout(2 * rows, columns)
 
 
@@ -51,8 +53,8 @@ class ExactFragments:
     """Constants of a kernel over heads of one size.
 
     Attributes:
-        dim: channels of keys, and of values: 64 or 128.
-        group: queries that share a KV head, at most 16.
+        dim: Channels of keys and of values: 64 or 128.
+        group: Queries that share a KV head, at most 16.
     """
 
     dim: int
@@ -60,12 +62,12 @@ class ExactFragments:
 
     @property
     def columns(self) -> int:
-        """Of B: the queries, filled up."""
+        """Columns of B: the queries, padded."""
         return 8 if self.group <= 8 else 16
 
     @property
     def exact_keys(self) -> gl.DistributedLinearLayout:
-        """Of 32 exact keys as they lie, [tokens, channels]."""
+        """Layout of 32 exact keys as stored, [tokens, channels]."""
         dim = self.dim
         return linear_layout([32, dim], [1, 2, 4, *powers_of_two(32, dim), 8 * dim, 16 * dim], [8, 16, dim, 2 * dim, 4 * dim])
 
@@ -77,22 +79,22 @@ class ExactFragments:
 
     @property
     def exact_values(self) -> gl.DistributedLinearLayout:
-        """Of 32 exact values as they lie, [tokens, channels]."""
+        """Layout of 32 exact values as stored, [tokens, channels]."""
         return self._exact_values(len(powers_of_two(1, self.dim // 8)))
 
     @property
     def exact_paired(self) -> gl.DistributedLinearLayout:
-        """The same, but two channels of a token are followed by those of the token beside it in a fragment."""
+        """As ``exact_values``, but two channels of a token are followed by two channels of the adjacent token in a fragment."""
         return self._exact_values(1)
 
 
 @dataclass(frozen=True)
 class BlockFragments(ExactFragments):
-    """Constants of a kernel over packed blocks too.
+    """Constants of a kernel over packed blocks and exact tokens.
 
     Attributes:
-        bits: of a code.
-        cells: with a block's codes.
+        bits: Bits of a code.
+        cells: Cells with a block's codes.
     """
 
     bits: int
@@ -100,22 +102,22 @@ class BlockFragments(ExactFragments):
 
     @property
     def parts(self) -> int:
-        """Codes of a byte."""
+        """Codes per byte."""
         return 8 // self.bits
 
     @property
     def bytes(self) -> int:
-        """Of a token's codes: channels of a part."""
+        """Bytes of a token's codes, which equal the channels of a part."""
         return self.dim // self.parts
 
     @property
     def cell_tokens(self) -> int:
-        """Tokens whose codes lie in a cell."""
+        """Tokens whose codes are in one cell."""
         return TOKENS // self.cells
 
     @property
     def key_layout(self) -> gl.DistributedLinearLayout:
-        """Of a block's keys as they lie, [cells, tokens of a cell, bytes of a token]."""
+        """Layout of a block's keys as stored, [cells, tokens of a cell, bytes of a token]."""
         count = self.bytes
         tokens = [count * token for token in (1, 2, 32)]
         lanes = [count // 4, count // 2, *(count * token for token in (4, 8, 16))]

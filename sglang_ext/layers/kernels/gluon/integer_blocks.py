@@ -1,9 +1,10 @@
-"""Decode attention over rows that begin with blocks of whole partitions, as products of integers on NVIDIA's tensor cores (HACK, arXiv
-2502.03589): a kernel in Gluon, for hack/integer_decode.py.
+"""Decode attention over rows that begin with blocks of whole partitions, as integer products on NVIDIA tensor cores.
 
-A program is one warp, as packed.py's, and codes go from memory to registers likewise: those of the next step's keys as soon as this
-step's are multiplied, and then those of its values. A column of a product is a query in one of a step's blocks (integer_fragments.py).
-Queries get their codes here, while the first keys are on their way: a kernel before this one would be waited for.
+HACK, arXiv 2502.03589. A Gluon kernel for hack/integer_decode.py.
+
+A program is one warp, as in packed_blocks.py, and codes are loaded into registers in the same way. The next step's key codes are loaded
+as soon as this step's are multiplied, and then the next step's value codes. A column of a product is a query in one of a step's blocks
+(integer_fragments.py). This kernel quantizes the queries itself while the first keys are loaded. A separate kernel would add a wait.
 """
 
 from triton.experimental import gluon
@@ -37,7 +38,7 @@ WIDE = gl.constexpr(assembly.wide_product())
 
 @gluon.jit
 def _ranges(queries, scaling, F: gl.constexpr):
-    """Of each partition the scale and the least of queries, float32 [columns]: what int8_codes.py's ``eight_bits`` has."""
+    """Scale and minimum of the queries' partitions, float32 [columns] each, as ``quantize_8bit`` of int8_codes.py computes them."""
     query = gl.arange(0, F.value.columns, QUERY) % F.value.span
     channel, found = gl.arange(0, F.value.partition, gl.SliceLayout(1, SUM))[:, None], ()
     for partition in gl.static_range(gl.constexpr(F.value.partitions)):
@@ -51,7 +52,7 @@ def _ranges(queries, scaling, F: gl.constexpr):
 
 @gluon.jit
 def _query_codes(queries, ranges, scaling, F: gl.constexpr):
-    """Of each part's streams int8 [bytes, columns] as B, in the order of keys' bytes; 0 in columns of other streams."""
+    """Query codes of each part and stream, int8 [bytes, columns] as B, in the order of the keys' bytes. 0 in columns of other streams."""
     COUNT: gl.constexpr = F.value.bytes
     STREAMS: gl.constexpr = F.value.streams
     COLUMN: gl.constexpr = gl.SliceLayout(0, B8)
@@ -72,7 +73,7 @@ def _query_codes(queries, ranges, scaling, F: gl.constexpr):
 
 @gluon.jit
 def _code_sums(queries, F: gl.constexpr):
-    """Of each partition, of queries' codes: int32 [16, columns] of equal rows."""
+    """Sums of the query codes of each partition: int32 [16, columns] with equal rows."""
     EACH: gl.constexpr = F.value.together * F.value.streams
     found = ()
     for partition in gl.static_range(gl.constexpr(F.value.partitions)):
@@ -85,7 +86,7 @@ def _code_sums(queries, F: gl.constexpr):
 
 @gluon.jit
 def _query_numbers(ranges, code_sums, F: gl.constexpr):
-    """Of each partition scales, over powers of two of its codes, zero points and rests of queries, in base 2: float32 [columns]."""
+    """Parameters of each partition in base 2, float32 [columns]: scales over the powers of two of its codes, zero points, and rests."""
     found = ()
     for partition in gl.static_range(gl.constexpr(F.value.partitions)):
         scale, least = ranges[partition]
@@ -99,7 +100,7 @@ def _query_numbers(ranges, code_sums, F: gl.constexpr):
 def _slots_of_rows(
     table, block, last, FIRST: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr, BLOCK_SLOTS: gl.constexpr, F: gl.constexpr
 ):  # fmt: skip
-    """Slots of COUNT cells of parameters, from the FIRST on, each of all streams."""
+    """Slots of COUNT cells of parameters from cell FIRST on, for all streams each."""
     row = gl.arange(0, COUNT * F.value.streams, gl.SliceLayout(1, LAYOUT))
     at = gl.minimum(block + row % F.value.blocks, last - 1) * BLOCK_SLOTS + (F.value.code_cells + FIRST)
     return gl.load(table + at + row // F.value.streams)
@@ -107,7 +108,7 @@ def _slots_of_rows(
 
 @gluon.jit
 def _slots_of(table, block, last, BLOCK_SLOTS: gl.constexpr, F: gl.constexpr):
-    """Slots of a step's blocks: of each stream's keys' and values' codes; of all streams' parameters. Missing blocks are the last."""
+    """Slots of a step's blocks: each stream's key and value codes, and all streams' parameters. The last block replaces missing ones."""
     KEYS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, F.value.key_layout)))
     VALUES: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, F.value.value_layout)))
     of_keys, of_values = (), ()
@@ -121,14 +122,14 @@ def _slots_of(table, block, last, BLOCK_SLOTS: gl.constexpr, F: gl.constexpr):
 
 @gluon.jit
 def _begins(slots, cell_units, UNIT: gl.constexpr):
-    """Where cells of slots begin, in numbers: int64. Of ``cell_units`` UNIT numbers is one slot to the next."""
+    """Offsets of the slots' cells, in numbers: int64. One slot has ``cell_units`` units of UNIT numbers."""
     cell_units = as_wide(cell_units, slots)
     return gl.inline_asm_elementwise(WIDE[0], WIDE[1], [slots, cell_units], gl.int64, True, 1) * UNIT
 
 
 @gluon.jit
 def _codes_of(words, slots, slot_units, LAYOUT: gl.constexpr, F: gl.constexpr):
-    """Of each stream a block's codes, int32 [cells, tokens, words]; ``slot_units``: of 16 bytes from one slot to the next."""
+    """Codes of each stream's block, int32 [cells, tokens, words]. ``slot_units``: units of 16 bytes from one slot to the next."""
     token = gl.arange(0, F.value.cell_tokens, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))[None, :, None]
     word = gl.arange(0, F.value.bytes // 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))))[None, None, :]
     inside, found = token * (F.value.bytes // 4) + word, ()
@@ -139,8 +140,10 @@ def _codes_of(words, slots, slot_units, LAYOUT: gl.constexpr, F: gl.constexpr):
 
 @gluon.jit
 def _copy_rows(of_keys, of_values, key_numbers, value_numbers, slots, key_units, value_units, LAYOUT: gl.constexpr, F: gl.constexpr):
-    """Begin to copy a cell of each of ``slots`` to shared memory. Where streams are halves of a block they have one cell of keys' numbers,
-    of which each begins with its own."""
+    """Start an asynchronous copy of one cell for each of ``slots`` to shared memory.
+
+    If streams are halves of a block, they share one cell of key numbers. Each stream's row then begins with its own numbers.
+    """
     column = gl.arange(0, F.value.dim, gl.SliceLayout(0, LAYOUT))[None, :]
     at = column
     if F.value.halves:
@@ -152,7 +155,7 @@ def _copy_rows(of_keys, of_values, key_numbers, value_numbers, slots, key_units,
 
 @gluon.jit
 def _copy_numbers(of_keys, of_values, key_numbers, value_numbers, slots, key_units, value_units, F: gl.constexpr):
-    """Begin to copy a step's scales, zero points and sums, each a cell, as one group; units are of 16 bytes."""
+    """Start an asynchronous copy of a step's scales, zero points and sums, one cell each, as one group. Units are 16 bytes."""
     STREAMS: gl.constexpr = F.value.streams
     SCALES: gl.constexpr = F.value.scale_copy
     SUMS: gl.constexpr = F.value.sum_copy
@@ -165,12 +168,12 @@ def _copy_numbers(of_keys, of_values, key_numbers, value_numbers, slots, key_uni
 
 @gluon.jit
 def _store(partial, lse, place, splits, best, outputs, total, F: gl.constexpr):
-    """What a part gave: of each stream the maximum, outputs, and sums of weights by row, [16, columns]."""
+    """Store the result of a split, from each stream's maximum, outputs, and sums of weights by row, [16, columns]."""
     ROWS: gl.constexpr = F.value.wide_rows
     BYTES: gl.constexpr = F.value.bytes
     CHANNELS: gl.constexpr = F.value.wide_channels
     whole = gl.max(joined(as_wide(best[None, :], total), True, 16, ROWS, F), 0)
-    # A part without blocks has no maximum.
+    # A split without blocks has no maximum.
     weight = gl.exp2(best - gl.where(whole == float("-inf"), 0.0, whole))[None, :]
     total = gl.sum(joined(total * weight, False, 16, ROWS, F), 0)
     finish(lse, place, splits, whole, total, F)
@@ -184,7 +187,7 @@ def _integer_part(
     queries, key_words, key_numbers, value_words, value_numbers, table, first, last, scaling, partial, lse, place, splits, key_slot,
     value_slot, BLOCK_SLOTS: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
-    """Softmax over the blocks [first, last) of a request's row; buffers begin at the head's cells."""
+    """Softmax over the blocks [first, last) of a request's row. Buffers begin at the head's cells."""
     N: gl.constexpr = F.value.columns
     STREAMS: gl.constexpr = F.value.streams
     BLOCKS: gl.constexpr = F.value.blocks
@@ -192,7 +195,7 @@ def _integer_part(
     VALUES: gl.constexpr = F.value.value_layout
     of_keys = gl.allocate_shared_memory(gl.float16, [2, 4 * STREAMS, F.value.dim], PARAMETERS)
     of_values = gl.allocate_shared_memory(gl.float16, [2, 4 * STREAMS, F.value.dim], PARAMETERS)
-    # Cells are whole units of 16 bytes.
+    # Cells are multiples of 16 bytes.
     key_units, value_units = key_slot >> 3, value_slot >> 3
     mask = gl.where((gl.arange(0, 64, gl.SliceLayout(1, SUM)) & 4) == 0, -1, 0).to(gl.int32)[:, None]
     mask = as_wide(mask, gl.full([64, N], 0, gl.int32, SUM))
@@ -208,7 +211,7 @@ def _integer_part(
         keys = _codes_of(key_words, slots[0], key_units, KEYS, F)
         values = _codes_of(value_words, slots[1], value_units, VALUES, F)
         slots = _slots_of(table, first + BLOCKS, last, BLOCK_SLOTS, F)
-        # While the first codes are on their way.
+        # Computed while the first codes are loaded.
         ranges = _ranges(queries, scaling, F)
         q = _query_codes(queries, ranges, scaling, F)
         code_sums = _code_sums(q, F)
@@ -220,7 +223,7 @@ def _integer_part(
             if not F.value.early:
                 numbers = numbers_of_keys(of_keys.index(now), F)
             products = products_with_keys(keys, q, code_sums, F)
-            # Barriers keep the compiler from putting loads off, the more so where what is read of shared memory behind them is needed soon.
+            # Barriers keep the compiler from delaying loads, above all if shared memory that is read after them is needed soon.
             if F.value.early:
                 keys = _codes_of(key_words, slots[0], key_units, KEYS, F)
                 gl.thread_barrier()
@@ -250,7 +253,7 @@ def integer_splits_gluon(
     packed_slots, partial, lse, scaling, key_slot, key_head, value_slot, value_head, packed_parts, exact_parts,
     HEADS: gl.constexpr, BLOCK_SLOTS: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
-    """As ../hack/integer_attention.py's ``integer_splits``; ``key_words``, ``key_numbers``: the buffer as int32 and float16."""
+    """As ``integer_splits`` of ../hack/integer_attention.py. ``key_words``, ``key_numbers``: the buffer as int32 and as float16."""
     split, kv_head, request = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     table_at = gl.load(rows + request)
     table = token_table + table_at * table_row
@@ -261,7 +264,7 @@ def integer_splits_gluon(
     key_at, value_at = kv_head * key_head, kv_head * value_head
     if split < packed_parts:
         blocks = packed // BLOCK_SLOTS
-        # Whole steps.
+        # Rounded up to whole steps.
         each = gl.cdiv(gl.cdiv(blocks, packed_parts), F.value.blocks) * F.value.blocks
         _integer_part(
             queries + head0 * F.value.dim, key_words + key_at // 2, key_numbers + key_at, value_words + value_at // 2,

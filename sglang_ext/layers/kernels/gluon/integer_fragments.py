@@ -1,10 +1,12 @@
-"""Constants of the kernel that multiplies packed blocks as integers, and layouts in which a warp holds their parts.
+"""Constants of the kernel that multiplies packed blocks as integers, and the register layouts of their parts in a warp.
 
-The fragments are those of ``mma.sync.m16n8k32`` of int8. With ``g = lane // 4`` and ``q = lane % 4``, a lane holds of A the rows
-``g, g + 8`` and the columns ``4q`` to ``4q + 3`` and these plus 16, of B the column ``g`` and these as rows; its sum is that of
-fragments.py. A column of B is a query in one *stream*: where at most four queries share a KV head, a step is of two blocks, and the
-columns from the fourth on are the same queries over the second one, with a softmax of their own. A block of 128 tokens is two such by
-itself, whose weights share a scale.
+The fragments are those of ``mma.sync.m16n8k32`` for int8. With ``g = lane // 4`` and ``q = lane % 4``, a lane holds these elements.
+Of A it holds the rows ``g, g + 8`` and the columns ``4q`` to ``4q + 3`` and these plus 16. Of B it holds the column ``g`` and these numbers
+as rows. Of the sum it holds the same elements as in fragments.py.
+
+A column of B is a query in one *stream*. If at most four queries share a KV head, a step covers two blocks. The columns from the fourth on
+are then the same queries over the second block, with a softmax of their own. A block of 128 tokens has two streams, and the weights of
+both share a scale.
 """
 
 from dataclasses import dataclass
@@ -16,23 +18,24 @@ from triton.experimental.gluon import language as gl
 from sglang_ext.layers.kernels.gluon import assembly
 from sglang_ext.layers.kernels.gluon.fragments import SUM, TOKENS, BlockFragments, linear_layout, row_copy_layout, powers_of_two
 
-# Numbers that share a scale: channels of a token's keys, and tokens of a channel's values, which are a block's.
+# Numbers that share a scale: channels of a token's keys, and tokens of a channel's values (those of a block).
 PARTITIONS = (TOKENS, 2 * TOKENS)
-# Of int8.
+# Layouts of the int8 operands.
 A8, B8 = (gl.DotOperandLayout(operand, SUM, 4) for operand in range(2))
-# As constants.py's: what constants' layouts and assembly come from.
+# As in constants.py: the sources of the layouts and of the assembly.
 _FILES = ("integer_fragments.py", "fragments.py", "assembly.py")
 SOURCES = sha256(b"".join((Path(__file__).parent / name).read_bytes() for name in _FILES)).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class IntegerFragments(BlockFragments):
-    """How blocks of whole partitions lie in cells, and the layouts of their parts. At most 8 queries share a KV head, 4 where a block has
-    128 tokens; ``cells`` are those with the codes of 64.
+    """The storage of blocks with whole partitions in cells, and the layouts of their parts.
+
+    At most 8 queries share a KV head, or 4 if a block has 128 tokens. ``cells`` is the number of cells with the codes of 64 tokens.
 
     Attributes:
-        partition: one of :data:`PARTITIONS`.
-        sources: of which code the layouts are.
+        partition: One of :data:`PARTITIONS`.
+        sources: Hash of the code that defines the layouts.
     """
 
     partition: int = TOKENS
@@ -40,32 +43,32 @@ class IntegerFragments(BlockFragments):
 
     @property
     def partitions(self) -> int:
-        """Of a token's channels."""
+        """Partitions of a token's channels."""
         return self.dim // self.partition
 
     @property
     def together(self) -> int:
-        """Parts of a partition: their codes are brought to the same bit."""
+        """Parts of a partition. Their codes are shifted to the same bit."""
         return self.parts // self.partitions
 
     @property
     def streams(self) -> int:
-        """Blocks of a step, or halves of one (:attr:`halves`)."""
+        """Blocks of a step, or halves of one block (:attr:`halves`)."""
         return 2 if self.group <= 4 else 1
 
     @property
     def halves(self) -> bool:
-        """Whether a step is of a block's halves."""
+        """Whether a step covers the two halves of one block."""
         return self.partition > TOKENS
 
     @property
     def blocks(self) -> int:
-        """Of a step."""
+        """Blocks of a step."""
         return 1 if self.halves else self.streams
 
     @property
     def code_cells(self) -> int:
-        """Of a block."""
+        """Cells with a block's codes."""
         return self.cells * (self.streams // self.blocks)
 
     @property
@@ -75,49 +78,49 @@ class IntegerFragments(BlockFragments):
 
     @property
     def early(self) -> bool:
-        """Whether the next step's codes are loaded before this step's products are scaled, not after: where registers suffice."""
+        """Load the next step's codes before this step's products are scaled, not after. Used where registers suffice."""
         return self.streams * self.bytes <= 64
 
     @property
     def key_powers(self) -> tuple[float, ...]:
-        """What each partition's products are too large by, as its codes lie at higher bits."""
+        """Factors by which each partition's products are too large, because its codes are at higher bits."""
         return tuple(2.0 ** (self.bits * self.together * partition) for partition in range(self.partitions))
 
     @property
     def key_signed(self) -> tuple[bool, ...]:
-        """Whether each partition's codes are 128 less."""
+        """Whether each partition's codes are lower by 128."""
         return tuple(
             assembly.is_signed(self.bits, self.bits * self.together * partition) for partition in range(self.partitions)
         )
 
     @property
     def value_powers(self) -> tuple[float, ...]:
-        """What each part's products are too large by."""
+        """Factors by which each part's products are too large."""
         return tuple(2.0 ** (self.bits * part) for part in range(self.parts))
 
     @property
     def value_signed(self) -> tuple[bool, ...]:
-        """Whether each part's codes are 128 less."""
+        """Whether each part's codes are lower by 128."""
         return tuple(assembly.is_signed(self.bits, self.bits * part) for part in range(self.parts))
 
     @property
     def doublings(self) -> int:
-        """How often 16 rows are doubled until they are as many as a part's channels."""
+        """How often 16 rows are doubled to get as many rows as a part has channels."""
         return (self.bytes // 16).bit_length() - 1
 
     @property
     def key_assembly(self) -> tuple[str, str]:
-        """Instructions that make int8 of bytes of keys."""
+        """PTX and register constraints that convert bytes of keys to int8."""
         return assembly.key_codes(self.bits, self.together)
 
     @property
     def value_assembly(self) -> tuple[str, str]:
-        """Instructions that make int8 of bytes of values."""
+        """PTX and register constraints that convert bytes of values to int8."""
         return assembly.value_codes(self.bits)
 
     @property
     def weight_assembly(self) -> tuple[str, str]:
-        """Instructions that make B of codes of weights."""
+        """PTX and register constraints that convert codes of weights to B."""
         return assembly.weight_codes(self.streams)
 
     def _values(self, neighbours: int) -> gl.DistributedLinearLayout:
@@ -129,24 +132,24 @@ class IntegerFragments(BlockFragments):
 
     @property
     def value_layout(self) -> gl.DistributedLinearLayout:
-        """Of a block's values as they lie, [cells, tokens of a cell, bytes of a token]."""
+        """Layout of a block's values as stored, [cells, tokens of a cell, bytes of a token]."""
         return self._values(len(powers_of_two(1, self.bytes // 8)))
 
     @property
     def quartet_layout(self) -> gl.DistributedLinearLayout:
-        """The same, but four bytes of a token are followed by those of the three tokens beside it in a fragment."""
+        """As ``value_layout``, but four bytes of a token are followed by those of the three adjacent tokens in a fragment."""
         return self._values(2)
 
     @property
     def key_numbers(self) -> gl.DistributedLinearLayout:
-        """Of a number for each token and partition, [streams, tokens and partitions]: those of a lane's scores."""
+        """Layout of one number per token and partition, [streams, tokens and partitions]. A lane holds the numbers of its scores."""
         count = self.partitions
         lanes = [0, TOKENS * count * (self.streams - 1), *(count * token for token in (4, 8, 16))]
         return linear_layout([self.streams, TOKENS * count], powers_of_two(1, 4 * count) + [32 * count], lanes)
 
     @property
     def value_numbers(self) -> gl.DistributedLinearLayout:
-        """Of a number for each channel of a part, [streams, channels]: those of a lane's outputs."""
+        """Layout of one number per channel of a part, [streams, channels]. A lane holds the numbers of its outputs."""
         count = self.bytes
         lanes = [0, count * (self.streams - 1), count // 8, count // 4, count // 2]
         return linear_layout([self.streams, count], powers_of_two(1, count // 8), lanes)
@@ -158,25 +161,25 @@ class IntegerFragments(BlockFragments):
 
     @property
     def wide_tokens(self) -> gl.DistributedLinearLayout:
-        """Of a sum of a block's tokens as [tokens, streams, columns of a stream]."""
+        """Layout of a sum over a block's tokens, [tokens, streams, columns of a stream]."""
         return self._wide(TOKENS)
 
     @property
     def wide_channels(self) -> gl.DistributedLinearLayout:
-        """Of a sum of a part's channels, likewise."""
+        """Layout of a sum over a part's channels, [channels, streams, columns of a stream]."""
         return self._wide(self.bytes)
 
     @property
     def wide_rows(self) -> gl.DistributedLinearLayout:
-        """Of a sum of 16 rows, likewise."""
+        """Layout of a sum of 16 rows, [16, streams, columns of a stream]."""
         return self._wide(16)
 
     @property
     def scale_copy(self) -> gl.DistributedLinearLayout:
-        """Of scales, then zero points, of all streams, as they are copied to shared memory."""
+        """Layout of the copy of all streams' scales, then zero points, to shared memory."""
         return row_copy_layout(2 * self.streams, self.dim)
 
     @property
     def sum_copy(self) -> gl.DistributedLinearLayout:
-        """The same of sums of codes."""
+        """Layout of the copy of all streams' sums of codes to shared memory."""
         return row_copy_layout(self.streams, self.dim)

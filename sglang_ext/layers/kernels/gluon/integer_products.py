@@ -1,8 +1,9 @@
-"""Products of integers with packed blocks, in Gluon: what lies in a warp's registers goes in, scores, weights or outputs come out.
+"""Integer products with packed blocks, in Gluon. Inputs are in a warp's registers. Outputs are scores, weights or attention outputs.
 
-Scales, zero points and sums of a product's two sides are those of HACK's equation (4), arXiv 2502.03589. Sums begin at a number whose
-bits, as float32, are those of a large one (assembly.py's BIASED), so that no instruction converts them: a scale times that one is exact
-where the scale's lowest bits are 0, and is taken off by the fused addition of the scale's own product.
+Scales, zero points and sums of both sides of a product are those of HACK's equation (4), arXiv 2502.03589.
+
+Integer sums begin at assembly.py's BIASED. The bits of such a sum, read as float32, are a large number, so that no instruction converts
+integers. The product of a scale and BIAS is exact if the scale's lowest bits are 0. The fused multiply-add of the scale then subtracts it.
 """
 
 from triton.experimental import gluon
@@ -21,7 +22,7 @@ ROUNDED = gl.constexpr(assembly.rounded_down())
 SMALL_INTEGERS, LARGER_INTEGERS = (gl.constexpr(part) for part in (assembly.small_integers(), assembly.larger_integers()))
 FIRST_CODE, LAST_CODE = gl.constexpr(product.FIRST_CODE), gl.constexpr(product.LAST_CODE)
 SMALLEST_SCALE = gl.constexpr(product.SMALLEST_SCALE)
-# What rounds a number from 0 to LAST_CODE that is added to it: the lowest byte of the sum is the code, from FIRST_CODE on.
+# Adding ROUNDING rounds a number from 0 to LAST_CODE. The lowest byte of the sum is the code, from FIRST_CODE on.
 ROUNDING = gl.constexpr(assembly.BIAS + product.FIRST_CODE)
 # Tokens of a stream.
 TOKENS = gl.constexpr(fragments.TOKENS)
@@ -29,13 +30,13 @@ TOKENS = gl.constexpr(fragments.TOKENS)
 
 @gluon.jit
 def ones(COUNT: gl.constexpr):
-    """A, whose product with B gives the sums of B's columns in each row."""
+    """A whose product with B is the sums of B's columns, in each row."""
     return gl.full([16, COUNT], 1, gl.int8, A8)
 
 
 @gluon.jit
 def doubled(tile, TIMES: gl.constexpr):
-    """A sum of 16 equal rows, as one of 16 times two to the power of TIMES."""
+    """Extend 16 equal rows to 16 * 2 ** TIMES rows."""
     for _ in gl.static_range(TIMES):
         tile = gl.join(tile, tile).permute(2, 0, 1).reshape(2 * tile.shape[0], tile.shape[1])
         tile = gl.convert_layout(tile, SUM, assert_trivial=True)
@@ -44,20 +45,20 @@ def doubled(tile, TIMES: gl.constexpr):
 
 @gluon.jit
 def rounded_down(scale):
-    """Scales that :func:`_scaled` takes."""
+    """Clear the lowest bits of scales, as :func:`_scaled` requires."""
     return gl.inline_asm_elementwise(ROUNDED[0], ROUNDED[1], [scale], gl.float32, True, 1)
 
 
 @gluon.jit
 def _scaled(sums, scale):
-    """Integers, which began at BIASED, times scales, float32 [columns]: rounded once."""
+    """Integers that began at BIASED, times scales, float32 [columns], rounded once."""
     numbers = gl.inline_asm_elementwise(AS_FLOAT[0], AS_FLOAT[1], [sums], gl.float32, True, 1)
     return gl.fma(numbers, as_wide(scale[None, :], numbers), as_wide((scale * -BIAS)[None, :], numbers))
 
 
 @gluon.jit
 def joined(tile, HIGHEST: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr, F: gl.constexpr):
-    """Sums, or what is HIGHEST, of streams of a query: float32 [ROWS, columns]."""
+    """Sum (or maximum, if HIGHEST) over the streams of each query: float32 [ROWS, columns]."""
     if F.value.streams == 1:
         return tile
     else:
@@ -68,7 +69,7 @@ def joined(tile, HIGHEST: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr
 
 @gluon.jit
 def _highest_of_halves(numbers, F: gl.constexpr):
-    """Of each query's in both streams: float32 [columns]."""
+    """Maximum over both streams of each query: float32 [columns]."""
     ROWS: gl.constexpr = F.value.wide_rows
     wide = as_wide(numbers[None, :], gl.full([16, F.value.columns], 0.0, gl.float32, SUM))
     return gl.max(joined(wide, True, 16, ROWS, F), 0)
@@ -76,7 +77,7 @@ def _highest_of_halves(numbers, F: gl.constexpr):
 
 @gluon.jit
 def _extremes(scores, F: gl.constexpr):
-    """Of each query's scores of a block the highest and the least: float32 [columns]."""
+    """Maximum and minimum of each query's scores in a block: float32 [columns]."""
     highest, least = gl.max(scores, 0), gl.min(scores, 0)
     if F.value.halves:
         return _highest_of_halves(highest, F), -_highest_of_halves(-least, F)
@@ -86,7 +87,7 @@ def _extremes(scores, F: gl.constexpr):
 
 @gluon.jit
 def _sums(numbers, F: gl.constexpr):
-    """Sums of codes, int16 where numbers are float16: float16 where these are exact, else float32."""
+    """Sums of codes, stored as int16 in a float16 buffer. As float16 if that is exact, else as float32."""
     if F.value.halves:
         return gl.inline_asm_elementwise(LARGER_INTEGERS[0], LARGER_INTEGERS[1], [numbers], gl.float32, True, 2)
     else:
@@ -95,7 +96,7 @@ def _sums(numbers, F: gl.constexpr):
 
 @gluon.jit
 def _wide(numbers, ROWS: gl.constexpr, LAYOUT: gl.constexpr, F: gl.constexpr):
-    """Numbers of rows in streams, [ROWS, streams], as float32 of a sum, [ROWS, columns]."""
+    """Expand numbers of rows and streams, [ROWS, streams], to float32 in the layout of a sum, [ROWS, columns]."""
     numbers = gl.convert_layout(numbers, gl.SliceLayout(2, LAYOUT), assert_trivial=True).to(gl.float32)
     like = gl.full([ROWS, F.value.streams, F.value.span], 0.0, gl.float32, LAYOUT)
     wide = as_wide(gl.expand_dims(numbers, 2), like).reshape(ROWS, F.value.columns)
@@ -104,7 +105,7 @@ def _wide(numbers, ROWS: gl.constexpr, LAYOUT: gl.constexpr, F: gl.constexpr):
 
 @gluon.jit
 def _of_tokens(numbers, F: gl.constexpr):
-    """Of each partition float32 [tokens, columns] in the order of the scores' rows; ``numbers``: [streams, tokens and partitions]."""
+    """Numbers of each partition, float32 [tokens, columns], in the order of the scores' rows, from [streams, tokens and partitions]."""
     LAYOUT: gl.constexpr = F.value.wide_tokens
     if F.value.partitions == 1:
         rows = numbers.reshape(F.value.streams, 2, 8, 4).permute(1, 3, 2, 0).reshape(64, F.value.streams)
@@ -117,7 +118,7 @@ def _of_tokens(numbers, F: gl.constexpr):
 
 @gluon.jit
 def _key_codes(words, F: gl.constexpr):
-    """Of each part int8 [cells, tokens, words, 4]."""
+    """Key codes of each part, int8 [cells, tokens, words, 4]."""
     LAYOUT: gl.constexpr = F.value.key_layout
     ASSEMBLY: gl.constexpr = F.value.key_assembly
     words = gl.expand_dims(words, 3)
@@ -130,12 +131,12 @@ def _key_codes(words, F: gl.constexpr):
 
 @gluon.jit
 def products_with_keys(words, queries, code_sums, F: gl.constexpr):
-    """Products of codes of queries and keys: of each partition int32 [tokens, columns], from BIASED on.
+    """Products of query codes and key codes: int32 [tokens, columns] for each partition, from BIASED on.
 
     Args:
-        words: of each stream int32 [cells, tokens, words], the keys' codes.
-        queries: of each part's streams int8 [bytes, columns], 0 in the columns of others.
-        code_sums: of each partition, of a query's codes, int32 [16, columns] of equal rows.
+        words: int32 [cells, tokens, words] for each stream, the keys' codes.
+        queries: int8 [bytes, columns] for each part and stream, 0 in the columns of other streams.
+        code_sums: Sums of a query's codes for each partition, int32 [16, columns] with equal rows.
     """
     STREAMS: gl.constexpr = F.value.streams
     TOGETHER: gl.constexpr = F.value.together
@@ -156,8 +157,7 @@ def products_with_keys(words, queries, code_sums, F: gl.constexpr):
 
 @gluon.jit
 def numbers_of_keys(numbers, F: gl.constexpr):
-    """Scales, zero points and sums of keys, each of each partition float32 [tokens, columns]; ``numbers``: those of all streams, in
-    shared memory."""
+    """Scales, zero points and sums of keys, float32 [tokens, columns] for each partition. ``numbers``: all streams', in shared memory."""
     scales = _of_tokens(_number_rows(numbers, 0, F), F)
     zeros = _of_tokens(_number_rows(numbers, 1, F), F)
     return scales, zeros, _of_tokens(_sums(_number_rows(numbers, 2, F), F), F)
@@ -165,7 +165,7 @@ def numbers_of_keys(numbers, F: gl.constexpr):
 
 @gluon.jit
 def _number_rows(numbers, KIND: gl.constexpr, F: gl.constexpr):
-    """Of all streams, [streams, tokens and partitions]; of a block that is two streams each row begins with its own half's."""
+    """Numbers of all streams, [streams, tokens and partitions]. If streams are halves of a block, each row begins with its half's."""
     STREAMS: gl.constexpr = F.value.streams
     LAYOUT: gl.constexpr = F.value.key_numbers
     if F.value.halves:
@@ -179,10 +179,10 @@ def scores_of_products(products, of_queries, of_keys, F: gl.constexpr):
     """Products of queries with keys: float32 [tokens, columns].
 
     Args:
-        products: as :func:`products_with_keys` gives them.
-        of_queries: of each partition scales (:func:`rounded_down`), zero points and what zero points are multiplied with, float32
-            [columns].
-        of_keys: as :func:`numbers_of_keys` gives them.
+        products: From :func:`products_with_keys`.
+        of_queries: For each partition, float32 [columns]: scales (:func:`rounded_down`), zero points, and the factors of the keys' zero
+            points.
+        of_keys: From :func:`numbers_of_keys`.
     """
     scales, zeros, sums = of_keys
     found = gl.full([64, F.value.columns], 0.0, gl.float32, SUM)
@@ -196,18 +196,21 @@ def scores_of_products(products, of_queries, of_keys, F: gl.constexpr):
 
 @gluon.jit
 def coded_weights(scores, best, there, mask, F: gl.constexpr):
-    """Weights in 8 bits, as int8_codes.py's ``eight_bits`` makes them of two to the power of ``scores``.
+    """Quantize weights, 2 ** ``scores``, to 8 bits, as ``quantize_8bit`` of int8_codes.py does.
 
     Args:
         scores: float32 [tokens, columns].
-        best: so far, float32 [columns].
-        there: whether a column's block is, [columns].
-        mask: int32 [tokens, columns], where codes are the first stream's.
+        best: Maximum so far, float32 [columns].
+        there: Whether a column's block exists, [columns].
+        mask: int32 [tokens, columns], set where codes are the first stream's.
 
     Returns:
-        The new maximum; what older sums shrink by; the weights' sums, [16, columns], over rows; of each stream B; and scales, zero points,
-        both [columns], what zero points are multiplied with, float32, and sums of codes, int32, both [16, columns] of equal rows. Zero
-        points are those by which the sums of values' codes are multiplied, once for a block.
+        The new maximum.
+        The factor for older sums.
+        The sums of weights, [16, columns], to be added over rows.
+        B of each stream.
+        The scales and the zero points, [columns] each. These zero points are the factors of the sums of value codes, once per block.
+        The factors of the values' zero points, float32, and the sums of codes, int32, both [16, columns] with equal rows.
     """
     N: gl.constexpr = F.value.columns
     ASSEMBLY: gl.constexpr = F.value.weight_assembly
@@ -237,7 +240,7 @@ def coded_weights(scores, best, there, mask, F: gl.constexpr):
 
 @gluon.jit
 def _value_codes(words, F: gl.constexpr):
-    """Of each part A [channels, tokens], channels in the order of value_byte."""
+    """Value codes of each part as A, [channels, tokens], with channels in the order of value_byte."""
     LAYOUT: gl.constexpr = F.value.quartet_layout
     ASSEMBLY: gl.constexpr = F.value.value_assembly
     words = gl.expand_dims(gl.convert_layout(words, gl.SliceLayout(3, LAYOUT), assert_trivial=True), 3)
@@ -248,7 +251,7 @@ def _value_codes(words, F: gl.constexpr):
         codes = gl.inline_asm_elementwise(ASSEMBLY[0], ASSEMBLY[1], [words], (gl.int8, gl.int8, gl.int8, gl.int8), True, 16)
     found = ()
     for part in gl.static_range(gl.constexpr(F.value.parts)):
-        # The assembly leaves four tokens where it found neighbouring bytes, and these where it found the tokens.
+        # The assembly puts four tokens in the positions of adjacent bytes, and these bytes in the positions of the tokens.
         tile = codes[part].reshape(2, 4, 2, 2, 2, 8, F.value.bytes // 32, 4).permute(6, 2, 4, 5, 0, 3, 1, 7)
         found = found + (gl.convert_layout(tile.reshape(F.value.bytes, 64), A8, assert_trivial=True),)
     return found
@@ -256,7 +259,7 @@ def _value_codes(words, F: gl.constexpr):
 
 @gluon.jit
 def _of_channels(numbers, F: gl.constexpr):
-    """float32 [channels, columns] in the order of value_byte; ``numbers``: of a part, [streams, channels]."""
+    """Numbers of a part, [streams, channels], as float32 [channels, columns] in the order of value_byte."""
     LAYOUT: gl.constexpr = F.value.wide_channels
     rows = numbers.reshape(F.value.streams, 8, F.value.bytes // 8).permute(2, 1, 0).reshape(F.value.bytes, F.value.streams)
     return _wide(rows, gl.constexpr(F.value.bytes), LAYOUT, F)
@@ -264,11 +267,11 @@ def _of_channels(numbers, F: gl.constexpr):
 
 @gluon.jit
 def products_with_values(words, sides, sums, F: gl.constexpr):
-    """Products of codes of values and weights: of each part int32 [channels, columns], from BIASED on.
+    """Products of value codes and weight codes: int32 [channels, columns] for each part, from BIASED on.
 
     Args:
-        words: of each stream int32 [cells, tokens, words], the values' codes.
-        sides, sums: of weights, as :func:`coded_weights` gives them.
+        words: int32 [cells, tokens, words] for each stream, the values' codes.
+        sides, sums: Of the weights, from :func:`coded_weights`.
     """
     codes, found = (), ()
     for stream in gl.static_range(gl.constexpr(F.value.streams)):
@@ -285,13 +288,13 @@ def products_with_values(words, sides, sums, F: gl.constexpr):
 
 @gluon.jit
 def add_products(outputs, products, rescale, scale, zero, rest, numbers, F: gl.constexpr):
-    """Outputs by part, float32 [channels, columns], times ``rescale``, and the weighted sums of values.
+    """Outputs by part, float32 [channels, columns], times ``rescale``, plus the weighted sums of values.
 
     Args:
-        outputs: of each part.
-        products: as :func:`products_with_values` gives them.
-        rescale, scale, zero, rest: of weights, as :func:`coded_weights` gives them.
-        numbers: in shared memory, the values' scales, zero points and sums of all streams.
+        outputs: Outputs of each part.
+        products: From :func:`products_with_values`.
+        rescale, scale, zero, rest: Of the weights, from :func:`coded_weights`.
+        numbers: The values' scales, zero points and sums of all streams, in shared memory.
     """
     STREAMS: gl.constexpr = F.value.streams
     BYTES: gl.constexpr = F.value.bytes

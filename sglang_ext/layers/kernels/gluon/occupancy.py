@@ -1,27 +1,27 @@
-"""Into how many parts rows are cut, so that a GPU's multiprocessors are busy to the end."""
+"""Number of splits per row, chosen so that a GPU's multiprocessors are busy to the end."""
 
 from functools import cache
 
-# Programs of one warp that fit a multiprocessor: two in each of its four parts, whose registers are 16,384.
+# Programs of one warp per multiprocessor: two in each of its four partitions, which have 16,384 registers.
 RESIDENT = 8
 MOST_PARTS = 128
-# Of this many parts of a row one reads exact tokens: those of a context's end are few beside its blocks.
+# One of this many splits of a row reads exact tokens, because a context's exact tokens are few compared to its blocks.
 PARTS_TO_AN_EXACT_ONE = 16
-# By bits of a code, what a part takes besides reading, over what a whole row takes: found on an H100, 8 and 16 requests of 32,768 tokens.
-# Of 2 bits most is computing, which wants all multiprocessors busy; of more it is reading, which a second turn of programs only delays.
+# Fixed cost of a split relative to the time of a whole row, by bits of a code. Measured on an H100 with 8 and 16 requests of 32,768 tokens.
+# With 2 bits, time is mostly computation, which needs all multiprocessors. With more bits it is reading, which a second wave only delays.
 OVERHEAD = {2: 0.005, 4: 0.03, 8: 0.03}
 
 
 @cache
 def choose_splits(rows: int, room: int, bits: int) -> tuple[int, int]:
-    """Parts of each row's blocks, and of its exact tokens, with which all are read soonest.
+    """Numbers of splits of each row's blocks, and of its exact tokens, with the shortest total time.
 
-    Parts take equally long, so what counts is how many follow each other, and how long one is.
+    All splits take the same time. The total depends on the number of waves and the duration of a split.
 
     Args:
-        rows: of the batch, KV heads counted.
-        room: programs that run at once.
-        bits: of a code.
+        rows: Rows of the batch, times KV heads.
+        room: Programs that run at the same time.
+        bits: Bits of a code.
     """
 
     def time(parts: int) -> float:

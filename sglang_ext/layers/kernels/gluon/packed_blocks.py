@@ -1,8 +1,8 @@
-"""Decode attention over rows that begin with packed blocks, on NVIDIA's tensor cores: a kernel in Gluon, for packed_decode.py.
+"""Decode attention over rows that begin with packed blocks, on NVIDIA tensor cores: a Gluon kernel for packed_decode.py.
 
-A program is one warp, so that nothing waits for other warps. Codes go from memory to registers, a block ahead, as the tensor
-cores want them (fragments.py, tiles.py); scales and zero points, which many lanes share, by shared memory. Both
-are folded: scales into queries or weights, zero points into products of their own, instead of into each number.
+A program is one warp, so that it never waits for other warps. Codes are loaded from memory into registers one block ahead, in the layout
+that the tensor cores need (fragments.py, tiles.py). Scales and zero points, which many lanes share, are loaded through shared memory.
+Neither is applied to each number. Scales are multiplied into queries or weights, and zero points have products of their own.
 """
 
 from triton.experimental import gluon
@@ -11,10 +11,17 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from sglang_ext.layers.kernels.gluon import assembly
 from sglang_ext.layers.kernels.gluon.exact_tokens import exact_split
-from sglang_ext.layers.kernels.gluon.float_products import add_values, query_sums, scaled_weights, scores_by_channel, scores_by_token, zero_rows
+from sglang_ext.layers.kernels.gluon.float_products import (
+    add_values,
+    query_sums,
+    scaled_weights,
+    scores_by_channel,
+    scores_by_token,
+    zero_rows,
+)
 from sglang_ext.layers.kernels.gluon.tiles import B, CODE, LOG2E, QUERY, SUM, as_weights, finish, key_byte, store_rows, totals
 
-# Weights are two to the power of this larger than their best one's is 1: times a small scale they still are no subnormals.
+# Weights are scaled up so that the greatest is 2 ** HEADROOM. Multiplied by a small scale, they are still not subnormal.
 HEADROOM = gl.constexpr(6.0)
 WEIGHTS = gl.constexpr((*assembly.weights("f16"), gl.float16))
 PARAMETERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -22,7 +29,7 @@ PARAMETERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 @gluon.jit
 def _load_queries(queries, F: gl.constexpr):
-    """Of each part float16 [bytes, columns] as B, in the order of key_byte, over the powers of two of the part's codes."""
+    """Queries of each part, float16 [bytes, columns] as B, in the order of key_byte, divided by the powers of two of the part's codes."""
     COUNT: gl.constexpr = F.value.bytes
     index, column = gl.arange(0, COUNT, gl.SliceLayout(1, B)), gl.arange(0, F.value.columns, gl.SliceLayout(0, B))[None, :]
     byte = key_byte(index, COUNT)[:, None]
@@ -35,7 +42,7 @@ def _load_queries(queries, F: gl.constexpr):
 
 @gluon.jit
 def _load_words(words, slots, slot_words, SHIFT: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr, F: gl.constexpr):
-    """COUNT bytes, from the SHIFT-th on, of each token of a block: int32 [cells, tokens, words]."""
+    """Load COUNT bytes from byte SHIFT on, of each token of a block: int32 [cells, tokens, words]."""
     WORDS: gl.constexpr = F.value.bytes // 4
     token = gl.arange(0, F.value.cell_tokens, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
     word = gl.arange(0, COUNT // 4, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
@@ -44,14 +51,14 @@ def _load_words(words, slots, slot_words, SHIFT: gl.constexpr, COUNT: gl.constex
 
 @gluon.jit
 def _load_keys(words, slots, slot_words, F: gl.constexpr):
-    """A block's codes, as the products with queries take them."""
+    """Load a block's key codes in the layout for products with queries."""
     LAYOUT: gl.constexpr = gl.SliceLayout(3, F.value.key_layout)
     return _load_words(words, slots, slot_words, 0, gl.constexpr(F.value.bytes), LAYOUT, F)
 
 
 @gluon.jit
 def _load_values(words, slots, slot_words, F: gl.constexpr):
-    """A block's codes by unit, as the products with weights take them."""
+    """Load a block's value codes by unit in the layout for products with weights."""
     UNIT: gl.constexpr = F.value.value_unit
     LAYOUT: gl.constexpr = gl.SliceLayout(3, F.value.value_layout)
     found = ()
@@ -62,13 +69,13 @@ def _load_values(words, slots, slot_words, F: gl.constexpr):
 
 @gluon.jit
 def _row_cells(SHAPE: gl.constexpr, LAYOUT: gl.constexpr, F: gl.constexpr):
-    """Cells of a block in which rows of scales, then zero points, begin."""
+    """Index of the block's cell in which each row of scales, then zero points, begins."""
     return F.value.cells + gl.arange(0, 2 * SHAPE[0], gl.SliceLayout(1, LAYOUT)) * SHAPE[1] // F.value.dim
 
 
 @gluon.jit
 def _load_slots(table, block, BLOCK_SLOTS: gl.constexpr, F: gl.constexpr):
-    """Slots of a block: of keys' and of values' codes, and of the scales and zero points of both."""
+    """Slots of a block: those of key codes, of value codes, and of the scales and zero points of both."""
     at = table + block * BLOCK_SLOTS
     KEYS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, F.value.key_layout)))
     VALUES: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, F.value.value_layout)))
@@ -82,7 +89,7 @@ def _load_slots(table, block, BLOCK_SLOTS: gl.constexpr, F: gl.constexpr):
 
 @gluon.jit
 def _copy_rows(shared, numbers, slots, slot_numbers, SHAPE: gl.constexpr, LAYOUT: gl.constexpr, F: gl.constexpr):
-    """Begin to copy scales, then zero points, to shared memory."""
+    """Start an asynchronous copy of scales, then zero points, to shared memory."""
     row = gl.arange(0, 2 * SHAPE[0], gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, SHAPE[1], gl.SliceLayout(0, LAYOUT))[None, :]
     at = (slots.to(gl.int64) * slot_numbers + row * SHAPE[1] % F.value.dim)[:, None]
@@ -91,7 +98,7 @@ def _copy_rows(shared, numbers, slots, slot_numbers, SHAPE: gl.constexpr, LAYOUT
 
 @gluon.jit
 def _copy_parameters(of_keys, of_values, key_numbers, value_numbers, slots, key_slot, value_slot, F: gl.constexpr):
-    """Begin to copy a block's scales and zero points, as one group."""
+    """Start an asynchronous copy of a block's scales and zero points, as one group."""
     _copy_rows(of_keys, key_numbers, slots[2], key_slot, gl.constexpr(F.value.key_shape), gl.constexpr(F.value.key_copy), F)
     SHAPE: gl.constexpr = F.value.value_shape
     _copy_rows(of_values, value_numbers, slots[3], value_slot, SHAPE, gl.constexpr(F.value.value_copy), F)
@@ -100,7 +107,7 @@ def _copy_parameters(of_keys, of_values, key_numbers, value_numbers, slots, key_
 
 @gluon.jit
 def _store(partial, lse, place, splits, best, outputs, side, F: gl.constexpr):
-    """What a part gave: outputs as they were summed, and what zero points and ones added up to."""
+    """Store the result of a split: the sums of outputs, and ``side``, the sums of zero points and of weights."""
     UNIT: gl.constexpr = F.value.value_unit
     UNITS: gl.constexpr = F.value.value_units
     row = gl.arange(0, 16, gl.SliceLayout(1, SUM))[:, None]
@@ -117,7 +124,7 @@ def _packed_part(
     queries, key_words, key_numbers, value_words, value_numbers, table, first, last, scaling, partial, lse, place, splits,
     key_slot, value_slot, BLOCK_SLOTS: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
-    """Softmax over the blocks [first, last) of a request's row; buffers begin at the head's cells."""
+    """Softmax over the blocks [first, last) of a request's row. Buffers begin at the head's cells."""
     N: gl.constexpr = F.value.columns
     KEY_ROWS: gl.constexpr = F.value.key_shape[0]
     VALUE_ROWS: gl.constexpr = F.value.value_shape[0]
@@ -158,7 +165,7 @@ def _packed_part(
                 keys = coming_keys
             else:
                 keys = _load_keys(key_words, slots[0], key_slot // 2, F)
-            # Keeps the compiler from putting the load off to where its registers are scarce no more.
+            # Keeps the compiler from delaying the load to a point with more free registers.
             gl.thread_barrier()
             new_best = gl.maximum(best, gl.max(scores, 0) * factor)
             rescale = gl.exp2(best - new_best)[None, :]
@@ -185,7 +192,7 @@ def packed_splits_gluon(
     packed_slots, partial, lse, scaling, key_slot, key_head, value_slot, value_head, packed_parts, exact_parts,
     HEADS: gl.constexpr, BLOCK_SLOTS: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
-    """As ../packed/packed_attention.py's ``packed_splits``; ``key_words``, ``key_numbers``: the buffer as int32 and float16."""
+    """As ``packed_splits`` of ../packed/packed_attention.py. ``key_words``, ``key_numbers``: the buffer as int32 and as float16."""
     split, kv_head, request = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     table_at = gl.load(rows + request)
     table = token_table + table_at * table_row

@@ -1,10 +1,12 @@
-"""Attention of prompts to codes of the blocks before their own, in Gluon for Hopper: the second of the two kernels that
-hack/specialized_prefill.py launches. It computes what the loop over steps in hack/prefill_attention.py does, with that one's units.
+"""Prefill attention over the codes of earlier blocks, in Gluon for Hopper.
 
-A program has three roles, and each has warps of its own. Two warp groups attend, with 64 rows each, so that one's products on tensor cores
-run beside the other's softmax; one warp lets the copy engine load a step after another, a few ahead. They meet at barriers in shared
-memory: a stage is full when its bytes are there, and empty when both groups are done with it. In a group, too, products run beside other
-work: those of a step with keys begin before what is left to do of the step before. Queries lie in shared memory, weights in registers.
+It is the second of the two kernels that hack/specialized_prefill.py launches. It computes the loop over steps of hack/prefill_attention.py,
+in the same units.
+
+A program has three roles, each with its own warps. Two warp groups attend, with 64 rows each, so that one group's tensor-core products
+overlap the other's softmax. One warp issues TMA copies of the next steps. Barriers in shared memory synchronize the roles. A stage is full
+when its bytes have arrived, and empty when both groups have read it. Products also overlap other work within a group: a step's products
+with keys begin before the rest of the previous step. Queries are in shared memory, weights in registers.
 """
 
 from triton.experimental import gluon
@@ -14,13 +16,13 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from sglang_ext.layers.kernels.hack.prefill_attention import FAR, LOG_LAST, ROUNDED, ROUNDING
 from sglang_ext.layers.kernels.hack.prompt_codes import SHIFT
 
-# Registers of a thread that attends, and of one that loads: three times 128 threads have 65,536.
+# Registers per thread of attending and of loading warps. Three times 128 threads have 65,536.
 ATTENDING, LOADING = gl.constexpr(240), gl.constexpr(24)
 
 
 @gluon.jit
 def _load_codes(sources, stages, full, empty, key_row, token, heads_tokens, steps, F: gl.constexpr):
-    """Let a step after another be copied to the stage that both groups are done with."""
+    """Copy step after step to the stage that both groups have read."""
     keys, scales, terms, values, value_scales, zeros = sources
     of_keys, of_scales, of_terms, of_values, of_value_scales, of_zeros = stages
     P: gl.constexpr = F.value.partition
@@ -53,14 +55,14 @@ def _load_codes(sources, stages, full, empty, key_row, token, heads_tokens, step
 
 @gluon.jit
 def _columns_of(numbers, LAYOUT: gl.constexpr, SUMS: gl.constexpr):
-    """A number for each column of a product, from shared memory, in all rows' threads."""
+    """Load one number per column of a product from shared memory, for the threads of all rows."""
     found = numbers.load(LAYOUT)
     return gl.convert_layout(found.reshape(found.shape[1]), gl.SliceLayout(0, SUMS), assert_trivial=True)
 
 
 @gluon.jit
 def _in_pairs(codes):
-    """As hack/prefill_attention.py's: codes of weights in the order of tokens that values have."""
+    """Weight codes in the token order of the stored values, as in hack/prefill_attention.py."""
     ROWS: gl.constexpr = codes.shape[0]
     TOKENS: gl.constexpr = codes.shape[1]
     return codes.reshape(ROWS, TOKENS // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(ROWS, TOKENS)
@@ -68,7 +70,7 @@ def _in_pairs(codes):
 
 @gluon.jit
 def _begin_product(codes, of_keys, room, group: gl.constexpr, F: gl.constexpr):
-    """Products of a partition of queries with keys of 64 tokens that begin."""
+    """Start the asynchronous product of one partition of queries with 64 keys."""
     nothing = gl.full([F.value.rows, F.value.tile], 0, gl.int32, gl.constexpr(F.value.integers))
     keys = of_keys.index(room * F.value.count + group).permute((1, 0))
     return warpgroup_mma(codes.index(group), keys, nothing, use_acc=False, is_async=True)
@@ -76,7 +78,7 @@ def _begin_product(codes, of_keys, room, group: gl.constexpr, F: gl.constexpr):
 
 @gluon.jit
 def _begin_scores(codes, terms, of_keys, of_terms, room, F: gl.constexpr):
-    """Products of terms, and of the first partition, with keys of 64 tokens that begin."""
+    """Start the asynchronous products of terms, and of the first partition, with 64 keys."""
     found = gl.full([F.value.rows, F.value.tile], 0.0, gl.float32, gl.constexpr(F.value.sums))
     found = warpgroup_mma(terms, of_terms.index(room).permute((1, 0)), found, use_acc=False, is_async=True)
     return found, _begin_product(codes, of_keys, room, 0, F)
@@ -84,20 +86,20 @@ def _begin_scores(codes, terms, of_keys, of_terms, room, F: gl.constexpr):
 
 @gluon.jit
 def _add_product(found, product, column, scale, F: gl.constexpr):
-    """Scores, float32 [rows, 64 tokens], with what a partition's product adds."""
+    """Add a partition's product to the scores, float32 [rows, 64 tokens]."""
     mine = gl.convert_layout(product.to(gl.float32), F.value.sums, assert_trivial=True)
     return found + mine * (column[None, :] * scale[:, None])
 
 
 @gluon.jit
 def _own_sums(bits, F: gl.constexpr):
-    """Sums of weights' int8 codes, int32 [rows, 8], that a thread has: of every eight tokens the same."""
+    """Sums of the int8 weight codes that a thread holds, int32 [rows, 8]: one sum per position within every eight tokens."""
     return gl.sum((bits - (ROUNDED + SHIFT)).reshape(F.value.rows, F.value.tile // 8, 8), 1)
 
 
 @gluon.jit
 def _sum_terms(sums, F: gl.constexpr):
-    """What rows of values' zero points and means are multiplied with, [rows, zeros]. Sums of 16 codes are float16 without an error."""
+    """Factors of the values' zero points and means, [rows, zeros]. Sums of 16 codes are exact in float16."""
     summed = sums.to(gl.float16)
     both = gl.join(summed, gl.full_like(summed, F.value.lacking))
     return gl.convert_layout(both.permute(0, 2, 1).reshape(F.value.rows, 16), gl.constexpr(F.value.terms), assert_trivial=True)
@@ -105,14 +107,14 @@ def _sum_terms(sums, F: gl.constexpr):
 
 @gluon.jit
 def _in_quads(weights, F: gl.constexpr):
-    """Sums of weights that each of the four threads with a row has, [rows, 4]."""
+    """Sums of the weights that each of the four threads of a row holds, [rows, 4]."""
     summed = gl.sum(gl.sum(weights.reshape(F.value.rows, F.value.tile // 8, 4, 2), 3), 1)
     return gl.convert_layout(summed, gl.constexpr(F.value.quads), assert_trivial=True)
 
 
 @gluon.jit
 def _begin_values(outputs, codes, sums, of_values, of_zeros, stage, F: gl.constexpr):
-    """Products of weights with values that begin: outputs with what zero points add, and of codes."""
+    """Start the asynchronous products of weights with values. Returns outputs plus zero-point terms, and products of codes."""
     SPANS: gl.constexpr = F.value.spans
     outputs = warpgroup_mma(sums, of_zeros.index(stage), outputs, is_async=True)
     products = gl.full([F.value.rows, F.value.value_dim], 0, gl.int32, gl.constexpr(F.value.products))
@@ -124,7 +126,7 @@ def _begin_values(outputs, codes, sums, of_values, of_zeros, stage, F: gl.conste
 
 @gluon.jit
 def _rows(tile, begin, known, length, first, kv_head, LAYOUT: gl.constexpr, F: gl.constexpr):
-    """Which query of all, token by token and then head by head, each row from ``tile`` of a block on is, and whether it is one."""
+    """Index of each row's query among all (by token, then head), for the block's rows from ``tile`` on, and whether it is a query."""
     row = tile + gl.arange(0, F.value.rows, LAYOUT)
     place = begin + row // F.value.group
     mine = (row < F.value.block * F.value.group) & (place >= known) & (place < length)
@@ -134,7 +136,7 @@ def _rows(tile, begin, known, length, first, kv_head, LAYOUT: gl.constexpr, F: g
 
 @gluon.jit
 def _load_queries(of_queries, codes, scales, terms, where, ROW, F: gl.constexpr):
-    """Scales of each partition, and what keys' terms are multiplied with; codes are laid where tensor cores read them."""
+    """Load the queries' scales of each partition and the factors of keys' terms. Stores the codes in shared memory for tensor cores."""
     P: gl.constexpr = F.value.partition
     COUNT: gl.constexpr = F.value.count
     CODES: gl.constexpr = F.value.query_copy
@@ -154,7 +156,7 @@ def _load_queries(of_queries, codes, scales, terms, where, ROW, F: gl.constexpr)
 
 @gluon.jit
 def _attend(where, of_queries, stages, full, empty, left, out, steps, F: gl.constexpr):
-    """Attention of 64 rows to codes, together with what is ``left`` of exact tokens; ``where``: as :func:`_rows` takes it."""
+    """Attention of 64 rows to codes, merged with that over exact tokens (``left``, ``out``). ``where``: arguments of :func:`_rows`."""
     of_keys, of_scales, of_terms, of_values, of_value_scales, of_zeros = stages
     codes, scales, terms, exact = left
     COUNT: gl.constexpr = F.value.count
@@ -174,16 +176,17 @@ def _attend(where, of_queries, stages, full, empty, left, out, steps, F: gl.cons
     outputs = gl.full([ROWS, VALUE_DIM], 0.0, gl.float32, OUTPUTS)
     best, total = gl.full([ROWS], -1e30, gl.float32, ROW), gl.full([ROWS, 4], 0.0, gl.float32, QUADS)
     unit = best
-    # Products of a step begin in the one before, beside what is computed of its values. Those of the step after the last one read what
-    # happens to be there, and nobody reads them. Numbers that a product is added to may not be computed while another product runs: ptxas
-    # would wait for each. So outputs shrink before a step's products, and there are few, as each wants uniform registers.
+    # The products of a step begin in the previous step, and overlap the computation with its values. After the last step, they read
+    # arbitrary data, and their result is not used. ptxas waits for each product if the numbers that a product is added to are computed
+    # while another product runs. Outputs are therefore rescaled before a step's products. There are few products, because each needs
+    # uniform registers.
     mbarrier.wait(full.index(0), 0, pred=steps > 0)
     begun = _begin_scores(of_queries, terms, of_keys, of_terms, 0, F)
     for step in range(steps):
         stage = step % STAGES
         found, product = warpgroup_mma_wait(0, begun)
         column = _columns_of(of_scales.index(stage * SPANS * COUNT), COLUMNS, SUMS)
-        # What does not begin in the step before, where registers would not suffice: that of a second partition, or of 64 tokens more.
+        # These products do not begin in the previous step, for lack of registers: those of a second partition, or of 64 more tokens.
         if COUNT == 2:
             more = (_begin_product(of_queries, of_keys, stage, 1, F),)
         elif SPANS == 2:
@@ -224,7 +227,7 @@ def _attend(where, of_queries, stages, full, empty, left, out, steps, F: gl.cons
         outputs = scaled + gl.convert_layout(products.to(gl.float32), OUTPUTS, assert_trivial=True) * channel[None, :]
         mbarrier.arrive(empty.index(stage), count=1)
     warpgroup_mma_wait(0, begun)
-    # Computed again after the loop, over which registers would not suffice: what is added is 0, which no compiler knows.
+    # Computed again after the loop, because registers do not suffice to keep it. The added number is 0, but the compiler cannot know that.
     query, mine = _rows(where[0] + gl.minimum(steps, 0), *where[1:], ROW, F)
     exact = gl.load(exact + query, mask=mine, other=0.0)
     unit -= LOG_LAST
@@ -241,20 +244,20 @@ def _attend(where, of_queries, stages, full, empty, left, out, steps, F: gl.cons
 
 @gluon.jit
 def _room(source, STAGES: gl.constexpr):
-    """Shared memory for boxes of a descriptor."""
+    """Allocate shared memory for a descriptor's boxes."""
     return gl.allocate_shared_memory(source.dtype, [STAGES, source.block_type.shape[0], source.block_type.shape[1]], source.layout)
 
 
 @gluon.jit(do_not_specialize=("count", "blocks"))
 def prefill_codes(keys, scales, terms, values, value_scales, zeros, left, out, requests, count, blocks, F: gl.constexpr):
-    """128 rows of a block of one request, which attend to the codes of the blocks before theirs; blocks that read most begin first.
+    """Attend for 128 rows of a block of one request to the codes of earlier blocks. Blocks that read most are scheduled first.
 
     Args:
-        keys, scales, terms, values, value_scales, zeros: descriptors of codes (hack/prompt_codes.py), a step of which is a box.
-        left: specialized_prefill.py's ``PrefillQueryCodes``.
-        out: [tokens, heads, channels of a value], of exact tokens; then of all.
-        requests: what Prompts.numbers are, of ``count`` requests.
-        blocks: of all requests.
+        keys, scales, terms, values, value_scales, zeros: TMA descriptors of codes (hack/prompt_codes.py). A step is one box.
+        left: ``PrefillQueryCodes`` of specialized_prefill.py.
+        out: [tokens, heads, channels of a value]. Holds the output over exact tokens, and receives the output over all tokens.
+        requests: ``PromptBatch.numbers`` of ``count`` requests.
+        blocks: Blocks of all requests.
     """
     P: gl.constexpr = F.value.partition
     BLOCK: gl.constexpr = F.value.block
@@ -262,7 +265,7 @@ def prefill_codes(keys, scales, terms, values, value_scales, zeros, left, out, r
     STAGES: gl.constexpr = F.value.stages
     COUNT: gl.constexpr = F.value.count
     SPANS: gl.constexpr = F.value.spans
-    # As prefill_tiles counts them: from a block that ends where the sinks do, or before.
+    # As in prefill_tiles, blocks are counted from one that ends where the sinks end, or earlier.
     AHEAD: gl.constexpr = (SINKS + BLOCK - 1) // BLOCK
     TILES: gl.constexpr = F.value.tiles
     GROUP: gl.constexpr = F.value.group
@@ -272,7 +275,7 @@ def prefill_codes(keys, scales, terms, values, value_scales, zeros, left, out, r
     block = (length - 1 - SINKS + AHEAD * BLOCK) // BLOCK - gl.program_id(0) // TILES
     tile = gl.program_id(0) % TILES * ROWS
     begin = SINKS + (block - AHEAD) * BLOCK
-    # What rows read that are not computed is not loaded.
+    # Rows that are not computed load nothing.
     some = (begin + gl.minimum(BLOCK, (tile + ROWS - 1) // GROUP + 1) > known) & (begin + tile // GROUP < length)
     steps = gl.where(some, gl.maximum(block - AHEAD, 0) * (BLOCK // P), 0)
     tokens = blocks * BLOCK
@@ -284,7 +287,7 @@ def prefill_codes(keys, scales, terms, values, value_scales, zeros, left, out, r
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
-    # The copy engine sees the barriers, too.
+    # Makes the barriers visible to the copy engine.
     fence_async_shared()
     stages = (
         _room(keys, STAGES * SPANS * COUNT),

@@ -1,1 +1,1 @@
-"""Products of codes as integers (HACK, arXiv 2502.03589): in PyTorch, and kernels that decode by them."""
+"""Integer products of quantized codes (HACK, arXiv 2502.03589): a PyTorch version, and the kernels for decode and prefill."""

@@ -1,4 +1,4 @@
-"""Numbers in 8 bits inside Triton kernels, and queries before them: what product.py's ``quantize_partitions`` does."""
+"""8-bit quantization inside Triton kernels, and of queries before a kernel. It matches ``quantize_partitions`` of product.py."""
 
 import torch
 import triton
@@ -8,13 +8,13 @@ from sglang_ext.layers.kernels.hack import product
 
 SMALLEST_SCALE = tl.constexpr(product.SMALLEST_SCALE)
 FIRST_CODE, LAST_CODE = tl.constexpr(product.FIRST_CODE), tl.constexpr(product.LAST_CODE)
-# What rounds a small float32 that is added to it to an integer, ties to even: the lowest bits of the sum hold it.
+# Adding ROUNDING to a small float32 rounds it to an integer, ties to even, which the lowest bits of the sum hold.
 ROUNDING = tl.constexpr(1.5 * 2**23)
 
 
 @triton.jit
 def quantize_8bit(numbers, AXIS: tl.constexpr):
-    """Codes of float32, int32 from FIRST_CODE on, of partitions along ``AXIS``; their scales and zero points, with that axis."""
+    """Quantize float32 partitions along ``AXIS``. Returns int32 codes from FIRST_CODE on, and scales and zero points that keep the axis."""
     least = tl.min(numbers, AXIS, keep_dims=True)
     scale = tl.maximum((tl.max(numbers, AXIS, keep_dims=True) - least) * (1.0 / LAST_CODE), SMALLEST_SCALE)
     steps = (numbers - least) * (1.0 / scale) + ROUNDING
@@ -27,7 +27,7 @@ def _query_codes(
     queries, codes, scales, zeros, rests, scaling, DIM: tl.constexpr, PARTITION: tl.constexpr, COUNT: tl.constexpr,
     PADDED_COUNT: tl.constexpr,
 ):  # fmt: skip
-    """One head's query of a token."""
+    """Quantize one head's query of one token."""
     place = tl.program_id(0)
     part, channel = tl.arange(0, PADDED_COUNT), tl.arange(0, PARTITION)
     there = part < COUNT
@@ -43,16 +43,16 @@ def _query_codes(
 
 
 def query_codes(queries: torch.Tensor, partition: int, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries in 8 bits, in partitions along their channels.
+    """Quantize queries to 8 bits, in partitions along their channels.
 
     Args:
-        queries: [requests, heads, dim], contiguous; ``dim`` is a multiple of the partition.
-        partition: channels that share a scale.
-        scaling: factor on them.
+        queries: [requests, heads, dim], contiguous. ``dim`` is a multiple of the partition.
+        partition: Channels that share a scale.
+        scaling: Factor on the queries.
 
     Returns:
-        Codes, int8 as ``queries``; and float32 [3, requests, heads, partitions]: scales, zero points, and what keys' zero points are
-        multiplied with (equation 4): ``scale * sum of codes + partition * zero point``.
+        Codes, int8, shaped like ``queries``, and float32 [3, requests, heads, partitions]. These are the scales, the zero points, and the
+        factors of the keys' zero points (equation 4): ``scale * sum of codes + partition * zero point``.
     """
     requests, heads, dim = queries.shape
     codes, count = torch.empty_like(queries, dtype=torch.int8), dim // partition

@@ -1,8 +1,8 @@
-"""Softmax over one part of a row that begins with packed partitions: the kernel that integer_decode.py launches.
+"""Softmax over one split of a row that begins with packed partitions: the kernel that integer_decode.py launches.
 
-A step is a partition of values, so as many tokens. Its scores are products of codes of keys with codes of queries, one for each
-partition of channels; its weights get codes of their own, and their product with codes of values is one of integers again (HACK,
-arXiv 2502.03589, equation 4). Scales, zero points and sums of a step lie in one cell each: there are as many as channels.
+A step is one partition of values, with as many tokens. Scores are products of key codes and query codes, one for each partition of
+channels. The weights of a step are quantized too, and their product with value codes is again an integer product (HACK, arXiv
+2502.03589, equation 4). The scales, the zero points and the sums of a step are in one cell each, because there are as many as channels.
 """
 
 import triton
@@ -15,19 +15,19 @@ from sglang_ext.layers.kernels.packed.pack_blocks import quantize_stochastic
 
 @triton.jit
 def _cell(numbers, slots, first, slot_numbers, CELL: tl.constexpr):
-    """Where the numbers of a block's parameters lie that begin with its ``first``."""
+    """Pointer to the number ``first`` of a block's parameters."""
     return numbers + tl.load(slots + first // CELL).to(tl.int64) * slot_numbers + first % CELL
 
 
 @triton.jit
 def _codes(raw, shift, BITS: tl.constexpr):
-    """Of bytes, the codes of one of their parts: int8."""
+    """Codes of one part of bytes: int8."""
     return ((raw >> shift) & ((1 << BITS) - 1)).to(tl.int8)
 
 
 @triton.jit
 def _bytes(at, column, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """A tile of bytes; of those that pad it the codes are 0."""
+    """Load a tile of bytes. Padding bytes have codes 0."""
     return tl.load(at) if WIDTH == COLUMNS else tl.load(at, mask=(column < WIDTH)[None, :], other=0)
 
 
@@ -36,10 +36,14 @@ def _scores(
     q, scales, zeros, rests, raw, numbers, sums_at, slots, step, slot_numbers, DIM: tl.constexpr, PARTITION: tl.constexpr,
     WIDTH: tl.constexpr, BITS: tl.constexpr, STEPS: tl.constexpr, CELL: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
-    """Products of a step's keys with queries: float32 [tokens, rows].
+    """Products of a step's keys with the queries: float32 [tokens, rows].
 
-    ``q``, ``raw``: codes of queries and bytes of keys, by WIDTH channels; ``scales``, ``zeros``, ``rests`` of queries, by partition.
-    ``numbers``, ``sums_at``: the keys' scales and zero points, and their sums; STORED, or these are computed.
+    Args:
+        q: Query codes, by WIDTH channels.
+        scales, zeros, rests: Query parameters, by partition.
+        raw: Key bytes, by WIDTH channels.
+        numbers: The keys' scales and zero points.
+        sums_at: The keys' sums. Used if STORED; otherwise the sums are computed.
     """
     COUNT: tl.constexpr = DIM // PARTITION
     PART: tl.constexpr = DIM * BITS // 8
@@ -53,7 +57,7 @@ def _scores(
         integers = tl.zeros((TOKENS, q[0].shape[1]), tl.int32)
         sums = tl.zeros((TOKENS,), tl.int32)
         for piece in tl.static_range(PARTITION // WIDTH):
-            # The channels begin with this one.
+            # The first channel is group * PARTITION + piece * WIDTH.
             codes = _codes(
                 raw[(group * PARTITION + piece * WIDTH) % PART // WIDTH], (group * PARTITION + piece * WIDTH) // PART * BITS, BITS
             )  # fmt: skip
@@ -71,10 +75,13 @@ def _scores(
 
 @triton.jit
 def _summed(p, p_scale, p_zero, p_rest, codes, scale, zero, sums):
-    """A step's weighted values: float32 [rows, channels].
+    """The weighted values of a step: float32 [rows, channels].
 
-    ``p``: codes of weights, int8 [rows, tokens]; what is theirs [rows, 1]; ``codes`` int8 [tokens, channels], and what is theirs
-    float32 [channels].
+    Args:
+        p: Weight codes, int8 [rows, tokens].
+        p_scale, p_zero, p_rest: Parameters of the weights, [rows, 1].
+        codes: Value codes, int8 [tokens, channels].
+        scale, zero, sums: Parameters of the values, float32 [channels].
     """
     scaled = tl.dot(p, codes, out_dtype=tl.int32).to(tl.float32) * p_scale * scale[None, :]
     return scaled + p_rest * zero[None, :] + p_zero * (scale * sums)[None, :]
@@ -82,7 +89,7 @@ def _summed(p, p_scale, p_zero, p_rest, codes, scale, zero, sums):
 
 @triton.jit
 def _weights(p, AXIS: tl.constexpr, inside, TOKENS):
-    """Of a step's weights, float32, codes, scales, zero points and what values' zero points are multiplied with (equation 4)."""
+    """Quantize weights, float32. Returns codes, scales, zero points, and the factors of the values' zero points (equation 4)."""
     codes, scale, zero = quantize_8bit(p, AXIS)
     codes = tl.where(inside, codes, 0)
     return codes.to(tl.int8), scale, zero, scale * tl.sum(codes, AXIS, keep_dims=True).to(tl.float32) + zero * TOKENS
@@ -98,8 +105,8 @@ def _integer_part(
 ):  # fmt: skip
     """Softmax over the blocks [first, last) of a request's row.
 
-    Bytes, numbers and sums begin at the head's cells; ``key_slot`` and ``value_slot``: bytes from one slot to the next. Queries' ``codes``
-    and ``parameters`` (int8_codes.py) begin at the KV head's first query, of ``heads`` queries in all.
+    Bytes, numbers and sums begin at the head's cells. ``key_slot`` and ``value_slot`` are bytes from one slot to the next. Query ``codes``
+    and ``parameters`` (int8_codes.py) begin at the KV head's first query. ``heads`` is the number of queries in all.
     """
     PARTS: tl.constexpr = 8 // BITS
     STEPS: tl.constexpr = BLOCK_TOKENS // PARTITION
@@ -168,7 +175,7 @@ def _requantized_part(
     GROUP: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     PADDED_VALUE_DIM: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr, LIKE: tl.constexpr,
 ):  # fmt: skip
-    """What ``exact_split`` does, of values that are quantized in partitions of N tokens at each step: for benchmarks."""
+    """As ``exact_split``, but quantizes values in partitions of N tokens at each step. For benchmarks."""
     each = tl.cdiv(end - begin, PARTS)
     first = begin + each * part
     last = tl.minimum(first + each, end)
@@ -179,13 +186,13 @@ def _requantized_part(
     acc = tl.zeros([M, PADDED_VALUE_DIM], dtype=tl.float32)
     for start in tl.range(first, last, N):
         place = start + tl.arange(0, N)
-        # What is beyond the last token is as the last one is, which changes no range.
+        # The last token pads the partition. That changes no range.
         inside, place = place < last, tl.minimum(place, last - 1)
         slot = tl.load(table + place).to(tl.int64)
         k = tl.load(keys + (slot * key_slot)[:, None] + dim[None, :], mask=(dim < DIM)[None, :], other=0.0)
         qk = tl.dot(q, tl.trans(k))
         best, rescale, p, total = softmax_step(tl.where(inside[None, :], qk, float("-inf")), best, total, 1)
-        # Before they are cut off, weights beyond the last token are as its own is.
+        # Until they are masked, weights beyond the last token equal its weight.
         finite = tl.where(best == float("-inf"), 0.0, best)
         p, p_scale, p_zero, p_rest = _weights(tl.exp(qk - finite[:, None]), 1, inside[None, :], tl.minimum(last - start, N))
         v = tl.load(values + (slot * value_slot)[:, None] + value_dim[None, :], mask=(value_dim < VALUE_DIM)[None, :], other=0.0)
@@ -208,18 +215,18 @@ def integer_splits(
     BLOCK_SLOTS: tl.constexpr, CODE_CELLS: tl.constexpr, KEY_CELL: tl.constexpr, VALUE_CELL: tl.constexpr,
     PACKED: tl.constexpr, EXACT: tl.constexpr, N: tl.constexpr, STORED: tl.constexpr, EXACT_TAIL: tl.constexpr,
 ):  # fmt: skip
-    """A split of one request's row, for queries of a KV head.
+    """Attend to one split of one request's row, for the queries of a KV head.
 
-    STORED: sums are read, not computed; EXACT_TAIL: tokens after the blocks are read as they are, not quantized at each step.
+    STORED: read the stored sums. EXACT_TAIL: read tokens after the blocks exactly, instead of quantizing them at each step.
     """
     split, request = tl.program_id(0), tl.program_id(2)
     kv_head, row = head_and_rows(GROUP, M)
     table_at = tl.load(rows + request)
     table = token_table + table_at * table_row
-    # Both branches below count in one type.
+    # Both branches below use the same integer type.
     packed, length = tl.load(packed_slots + table_at).to(tl.int32), tl.load(lengths + request).to(tl.int32)
     LIKE: tl.constexpr = keys.dtype.element_ty
-    # Numbers of the pool to bytes.
+    # Bytes per number of the pool.
     KEY_BYTES: tl.constexpr = KEY_CELL * 2 // DIM
     VALUE_BYTES: tl.constexpr = VALUE_CELL * 2 // VALUE_DIM
     head0 = request * HEADS * GROUP + kv_head * GROUP

@@ -1,7 +1,7 @@
 """Decode attention over rows whose first blocks are multiplied as integers, split over the context (HACK, arXiv 2502.03589).
 
-Programs of a request's first splits read its partitions, those of the others its exact tokens, among them those that fill no
-partition of values yet; :class:`~sglang_ext.layers.kernels.flash_decoding.Parts` joins what they found.
+The first splits of a request read its partitions. The other splits read its exact tokens, including those that do not fill a
+partition of values yet. :class:`~sglang_ext.layers.kernels.flash_decoding.SplitOutputs` merges the splits.
 """
 
 from math import gcd
@@ -17,23 +17,23 @@ from sglang_ext.layers.kernels.hack.int8_codes import query_codes
 from sglang_ext.layers.kernels.packed.launches import EXACT, GLUON_OPTIONS, PACKED_ROWS, PackedAttentionCall
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import as_bytes
 
-# Bytes that a product of int8 takes along its inner dimension at least, and channels along another one.
+# Minimum bytes of an int8 product along its inner dimension, and minimum channels along another dimension.
 INNER, OUTER = 32, 16
-# Tokens of a step for each warp, and steps that are loaded ahead.
+# Tokens of a step per warp, and steps that are loaded ahead.
 WARP_TOKENS, STAGES = 64, 3
 
 
 def launch_integers(call: PackedAttentionCall, stored_sums: bool = True, exact_tail: bool = True) -> None:
-    """Let the parts of rows be read.
+    """Launch the Triton kernel that reads the splits.
 
     Args:
-        call: what is attended to.
-        stored_sums: whether sums of codes are read where they are stored; else they are computed in each step. For benchmarks.
-        exact_tail: whether tokens after the blocks are read as they are; else their values are quantized in each step. For benchmarks.
+        call: The arguments of the attention.
+        stored_sums: Read the stored sums of codes. If false, each step computes them (for benchmarks).
+        exact_tail: Read tokens after the blocks exactly. If false, each step quantizes their values (for benchmarks).
     """
     keys, values, key, value = call.keys, call.values, call.packing.keys, call.packing.values
     partition, dim = key.grid.channels, key.dim
-    # Channels that lie in one part of bytes, and in one partition.
+    # Channels that are in one part of bytes and in one partition.
     width = gcd(partition, key.token_bytes)
     views = [(as_bytes(kind), kind.view(torch.float16), kind.view(torch.int16)) for kind in (keys, values)]
     codes, parameters = query_codes(call.queries, partition, call.scaling)
@@ -49,13 +49,13 @@ def launch_integers(call: PackedAttentionCall, stored_sums: bool = True, exact_t
             num_stages=tile.stages, **call.parts.shape,
         )  # fmt: skip
 
-    # A step is a partition of values.
+    # A step is one partition of values.
     choices = [tile for tile in tile_choices(call.group, PACKED_ROWS, partition, STAGES, fewest_rows=8) if tile.tokens == partition]
     call.launch("integers", choices, with_tile)
 
 
 def launch_gluon_integers(call: PackedAttentionCall, constants: IntegerFragments) -> None:
-    """Let the parts of rows be read by gluon/integer_blocks.py's kernel, whose sizes are the same for all GPUs."""
+    """Launch the kernel of gluon/integer_blocks.py, whose sizes are the same for all GPUs."""
     keys, values = call.keys, call.values
     words, numbers = ([part.view(dtype) for part in (keys, values)] for dtype in (torch.int32, torch.float16))
     integer_splits_gluon[call.grid(call.group)](

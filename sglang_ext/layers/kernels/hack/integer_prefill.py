@@ -1,7 +1,10 @@
-"""Attention of prompts on their own codes, on a GPU: what layers/attention/quantized_prefill.py gives in PyTorch (HACK, arXiv 2502.03589).
+"""Prefill attention of prompts over their own codes, on a GPU (HACK, arXiv 2502.03589).
 
-Three launches a layer, for all prompts of a forward: one quantizes the keys and values of whole blocks (prompt_codes.py), one attends to
-exact tokens (prefill_attention.py), one to codes (specialized_prefill.py). Where that one does not take them, the second attends to all.
+layers/attention/quantized_prefill.py is the PyTorch version. Each layer has three launches for all prompts of a forward:
+
+1. prompt_codes.py quantizes the keys and values of whole blocks.
+2. prefill_attention.py attends to exact tokens.
+3. specialized_prefill.py attends to codes. If it does not support the prompts, the second kernel attends to all tokens.
 """
 
 from dataclasses import dataclass
@@ -19,22 +22,22 @@ from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes, PromptBatch
 from sglang_ext.layers.kernels.packed.packed_decode import check_readable
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 
-# What the kernels take.
+# Supported channels of a head, and dtypes of a pool.
 DIMS, DTYPES = (64, 128), (torch.bfloat16, torch.float16, torch.float32)
-# What attends: one kernel in Triton, or that one and one in Gluon for Hopper (specialized_prefill.py).
+# The attention kernels: one Triton kernel, or that kernel and a Gluon kernel for Hopper (specialized_prefill.py).
 Kernel = Literal["tiles", "specialized"]
-# Sinks of a step at most.
+# Maximum sinks of a step.
 SINK_STEP = 64
 
 
 @dataclass(frozen=True)
 class PrefillTile:
-    """Sizes of a program's work.
+    """Sizes of one program's work.
 
     Attributes:
-        rows: queries.
-        warps: of a program.
-        stages: of the pipeline that loads codes.
+        rows: Queries.
+        warps: Warps of a program.
+        stages: Pipeline stages of the loads of codes.
     """
 
     rows: int
@@ -42,53 +45,54 @@ class PrefillTile:
     stages: int
 
 
-# Those preferred first. All scores of a step are in the registers of a warp group. Two programs of 64 rows fit on a processor, and wait
-# for their products at different times; one of 128 reads half as much. On an H100 16k tokens take 7.0 and 8.8 ms in partitions of 64.
+# In order of preference. All scores of a step are in the registers of a warp group. Two programs of 64 rows fit on a multiprocessor, and
+# wait for their products at different times. A program of 128 rows reads half as much. On an H100, 16k tokens take 7.0 ms with 64 rows and
+# 8.8 ms with 128, for partitions of 64.
 TILES = (PrefillTile(64, 4, 3), PrefillTile(64, 4, 2), PrefillTile(64, 4, 1), PrefillTile(32, 4, 1), PrefillTile(16, 4, 1))
-# Of partitions of 128, whose steps are as long: 6.1 ms instead of 7.3.
+# For partitions of 128, whose steps have 128 tokens: 6.1 ms instead of 7.3.
 LONG_TILES = (PrefillTile(128, 8, 2), *TILES)
 
 
 def check_prefill(packing: Packing, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Raise where the kernels do not take such heads and numbers.
+    """Check that the kernels support the channels and dtypes of a layer.
 
     Args:
-        packing: how blocks are packed.
-        keys, values: a layer's buffers, [slots, kv_heads, dim].
+        packing: How blocks are packed.
+        keys, values: One layer's buffers, [slots, kv_heads, dim].
 
     Raises:
-        OptionError: names what they are, what is allowed, and what to do.
+        OptionError: Names the value, the allowed values, and the remedy.
     """
     remedy = "pass --kv-prefill exact"
     for kind, buffer in (("keys", keys), ("values", values)):
         if buffer.shape[-1] not in DIMS:
             allowed = " or ".join(map(str, DIMS))
             raise OptionError(
-                f"the model's {kind} have {buffer.shape[-1]} channels a head; prompts attend to codes with {allowed}: {remedy}"
+                f"the model's {kind} have {buffer.shape[-1]} channels a head; prefill on quantized KV supports {allowed}: {remedy}"
             )
         if buffer.dtype not in DTYPES:
             allowed = ", ".join(map(str, DTYPES))
-            raise OptionError(f"the KV pool holds {kind} as {buffer.dtype}; prompts attend to codes of {allowed}: {remedy}")
+            raise OptionError(f"the KV pool stores {kind} as {buffer.dtype}; prefill on quantized KV supports {allowed}: {remedy}")
     check_readable(packing, keys)
 
 
 def integer_prefill(
     prompts: PromptBatch, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int, first_head: int, scaling: float
 ) -> torch.Tensor:
-    """Causal attention of prompts' newest tokens; does not wait for the device.
+    """Causal attention of prompts' newest tokens. Does not wait for the device.
 
     Args:
-        prompts: whose, and how their codes are made.
-        queries: [tokens, heads, dim], of the newest tokens of each prompt, one after another.
-        keys, values: the layer's buffers, [slots, kv_heads, dim], with those tokens'.
-        layer, first_head: which of the model's, by which noise is drawn.
-        scaling: factor on query-key products, positive.
+        prompts: The prompts, and how their codes are computed.
+        queries: [tokens, heads, dim], of the newest tokens of each prompt, one prompt after another.
+        keys, values: The layer's buffers, [slots, kv_heads, dim], which contain these tokens.
+        layer, first_head: Indices in the model. They determine the rounding noise.
+        scaling: Factor on query-key products, positive.
 
     Returns:
         [tokens, heads, dim of a value], in the dtype of the queries.
 
     Raises:
-        OptionError: no tiles of such heads fit the GPU.
+        OptionError: No tile sizes for these heads fit the GPU.
     """
     codes = prompt_codes(prompts, keys, values, layer, first_head)
     return attend(prompts, codes, queries, keys, values, scaling)
@@ -98,15 +102,15 @@ def attend(
     prompts: PromptBatch, codes: PromptCodes, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float,
     stored_sums: bool = True, kernel: Kernel | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """:func:`integer_prefill` after its first kernel; for benchmarks also as asked.
+    """The second part of :func:`integer_prefill`, after the codes are computed. Benchmarks pass the other arguments.
 
     Args:
-        stored_sums: as launch_integers' (integer_decode.py).
-        kernel: where None, the specialized one where it takes such prompts.
+        stored_sums: As in ``launch_integers`` (integer_decode.py).
+        kernel: The kernel. None selects the specialized kernel if it supports the prompts.
 
     Raises:
-        OptionError: no tiles of such heads fit the GPU.
-        ValueError: the specialized kernel is asked for, and does not take these.
+        OptionError: No tile sizes for these heads fit the GPU.
+        ValueError: ``kernel`` is "specialized", which does not support the prompts.
     """
     queries = queries.contiguous()
     out = queries.new_empty(*queries.shape[:2], values.shape[2])
@@ -115,7 +119,7 @@ def attend(
     if kernel == "specialized" and not taken:
         raise ValueError(
             f"kernel is 'specialized', stored_sums {stored_sums}, with {queries.shape[1] // keys.shape[1]} query heads a KV head on "
-            f"{keys.device}, which specialized_prefill.py does not take: pass 'tiles'"
+            f"{keys.device}, which specialized_prefill.py does not support: pass 'tiles'"
         )
     if taken and kernel != "tiles":
         left = specialized_prefill.PrefillQueryCodes.empty(queries, codes)
@@ -130,7 +134,7 @@ def _launch_tiles(
     prompts: PromptBatch, codes: PromptCodes, queries: torch.Tensor, out: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
     scaling: float, stored_sums: bool, left: specialized_prefill.PrefillQueryCodes | None,
 ) -> None:  # fmt: skip
-    """Attend to all tokens, or to exact ones, and leave the rest to another kernel."""
+    """Attend to all tokens. With ``left``, attend to exact tokens only, and store there the query codes for the other kernel."""
     packing, kv_heads = prompts.packing, keys.shape[1]
     group, block, sinks = queries.shape[1] // kv_heads, packing.block_tokens, packing.sinks
 
@@ -145,7 +149,7 @@ def _launch_tiles(
         )  # fmt: skip
 
     def what() -> str:
-        return f"attention of prompts to codes of {packing.keys.bits} bits with {shape_name(packing.keys.dim, group, keys.dtype)}"
+        return f"prefill on KV quantized to {packing.keys.bits} bits with {shape_name(packing.keys.dim, group, keys.dtype)}"
 
     key = ("prefill", packing.keys, packing.values, group, keys.dtype, keys.device, stored_sums, left is None)
     tiles = LONG_TILES if packing.keys.grid.channels == 128 and left is None else TILES

@@ -1,12 +1,13 @@
-"""Causal attention of prompts on their own codes: the kernel that integer_prefill.py launches after prompt_codes.py's.
+"""Causal attention of prompts over their own codes: the kernel that integer_prefill.py launches after the one of prompt_codes.py.
 
-A program has rows of one block: tokens of it, and each query head that shares a KV head. They attend to the sinks and to their block as
-they are, causally, then to the codes of the blocks before, a partition of values after another, as integers (HACK, arXiv 2502.03589,
-equation 4). Logarithms are of base 2. What zero points add to scores and to sums comes of products of float16 (prompt_codes.py).
+A program has rows of one block: some tokens of it, and each query head that shares a KV head. The rows attend causally to the sinks and to
+the exact tokens of their block. They then attend to the codes of the earlier blocks with integer products, one partition of values after
+another (HACK, arXiv 2502.03589, equation 4). Logarithms are to base 2. Float16 products compute the zero-point terms of scores and of
+sums (prompt_codes.py).
 
-A step is bound by its instructions, not by its products, so that sums are kept in units that spare some: the first code of a weight is 0
-and the last is the partition's greatest weight, which is the unit until the next step; what was summed up before shrinks or grows into it
-in the instruction that adds.
+Instructions limit a step, not products. The sums are therefore kept in units that save instructions: a weight's first code is 0, and its
+last code is the partition's greatest weight. That weight is the unit until the next step. The instruction that adds also rescales the
+earlier sums to the new unit.
 """
 
 from math import log2
@@ -17,17 +18,17 @@ import triton.language as tl
 from sglang_ext.layers.kernels.hack.int8_codes import LAST_CODE, quantize_8bit
 from sglang_ext.layers.kernels.hack.prompt_codes import MEANS, SHIFT, SUM_ROW, TERMS, high_and_low
 
-# What rounds a float32 from 0 to 255 that is added to it: the bits of the sum are ROUNDED and the rounded number, the lowest byte is its
-# code, an int8 that is SHIFT less.
+# Adding ROUNDING rounds a float32 from 0 to 255. The bits of the sum are ROUNDED plus the rounded number. The lowest byte is its code,
+# an int8 that is SHIFT less.
 ROUNDING, ROUNDED = tl.constexpr(1.5 * 2**23 - SHIFT.value), tl.constexpr(0x4B400000 - SHIFT.value)
 LOG_LAST = tl.constexpr(log2(LAST_CODE.value))
-# Units are not this much smaller than the greatest weight so far: what lies below is beyond the digits of float32.
+# The unit is at most 2 ** FAR below the greatest weight so far. Smaller weights are beyond the digits of float32.
 FAR = tl.constexpr(24.0)
 
 
 @triton.jit
 def _step(qk, best, total):
-    """Of a step of online softmax, in base 2: its maximum, what older sums shrink by, and weights. Each row has seen a token."""
+    """One step of online softmax in base 2: maximum, factor for older sums, weights, and total. Each row must have seen a token."""
     new = tl.maximum(best, tl.max(qk, 1))
     rescale, p = tl.exp2(best - new), tl.exp2(qk - new[:, None])
     return new, rescale, p, total * rescale + tl.sum(p, 1)
@@ -38,12 +39,12 @@ def _exact_step(
     q, keys, values, table, token, end, place, best, total, acc, scaling, key_slot, value_slot, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Over the tokens at ``token`` that are before ``end``, and not after the rows' own ``place``."""
+    """One step over the tokens at ``token`` that are before ``end`` and not after the rows' own position ``place``."""
     dim, value_dim = tl.arange(0, DIM), tl.arange(0, VALUE_DIM)
     slot = tl.load(table + token, mask=token < end, other=0).to(tl.int64)
     k = tl.load(keys + (slot * key_slot)[:, None] + dim[None, :])
     qk = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scaling
-    # What is not seen is far below each number that is.
+        # Masked scores are far below all others.
     qk = tl.where((token < end)[None, :] & (token[None, :] <= place[:, None]), qk, -1e30)
     best, rescale, p, total = _step(qk, best, total)
     v = tl.load(values + (slot * value_slot)[:, None] + value_dim[None, :])
@@ -54,7 +55,7 @@ def _exact_step(
 def _query_parts(
     queries, row_at, mine, scaling, DIM: tl.constexpr, PARTITION: tl.constexpr, COLUMNS: tl.constexpr, STORED: tl.constexpr
 ):  # fmt: skip
-    """Of queries: codes and scales of each partition, zero points, and what keys' terms are multiplied with, float16 [rows, columns]."""
+    """Codes, scales and zero points of the queries' partitions, and the factors of keys' terms, float16 [rows, columns]."""
     channel, column = tl.arange(0, PARTITION), tl.arange(0, COLUMNS)
     codes, scales, zeros = (), (), ()
     terms = tl.zeros((row_at.shape[0], COLUMNS), tl.float16)
@@ -75,7 +76,7 @@ def _query_parts(
 
 @triton.jit
 def _leave(left, query, mine, codes, scales, terms, sums, DIM: tl.constexpr, PARTITION: tl.constexpr, COLUMNS: tl.constexpr):
-    """Store of rows, whose queries' numbers of all are ``query``, what :func:`_query_parts` gives, and logarithms of weights' sums."""
+    """Store query codes, scales, terms and log sums for another kernel. ``query`` is the index of each row's query among all."""
     all_codes, all_scales, all_terms, all_sums = left
     for group in tl.static_range(DIM // PARTITION):
         at = all_codes + (query * DIM + group * PARTITION)[:, None] + tl.arange(0, PARTITION)[None, :]
@@ -87,7 +88,7 @@ def _leave(left, query, mine, codes, scales, terms, sums, DIM: tl.constexpr, PAR
 
 @triton.jit
 def _in_pairs(codes):
-    """Codes of weights, int8 [rows, tokens], in the order of tokens that values have: so a thread has them where a product takes them."""
+    """Weight codes, int8 [rows, tokens], in the token order of the stored values. Each thread then holds the codes for its product."""
     rows: tl.constexpr = codes.shape[0]
     tokens: tl.constexpr = codes.shape[1]
     return tl.reshape(tl.permute(tl.reshape(codes, (rows, tokens // 16, 2, 4, 2)), (0, 1, 3, 2, 4)), (rows, tokens))
@@ -95,7 +96,7 @@ def _in_pairs(codes):
 
 @triton.jit
 def _columns_of(numbers):
-    """Each column of [rows, 1, 2 or 4], which is loaded faster as a whole."""
+    """Columns of [rows, 1, 2 or 4]. Loading the array as a whole is faster than loading columns."""
     rows: tl.constexpr = numbers.shape[0]
     count: tl.constexpr = numbers.shape[1]
     if count == 1:
@@ -103,7 +104,7 @@ def _columns_of(numbers):
     elif count == 2:
         return tl.split(numbers)
     else:
-        # Columns 0 and 2, and 1 and 3.
+        # Even: columns 0 and 2. Odd: columns 1 and 3.
         even, odd = tl.split(tl.reshape(numbers, (rows, 2, 2)))
         first, third = tl.split(even)
         second, fourth = tl.split(odd)
@@ -112,7 +113,7 @@ def _columns_of(numbers):
 
 @triton.jit
 def _sum_terms(sums, ZEROS: tl.constexpr, LACKING: tl.constexpr):
-    """What rows of zero points (prompt_codes.py) are multiplied with, [rows, ZEROS]: integers to 2 ** 15, and ``LACKING`` for means."""
+    """Factors of the rows of zero points (prompt_codes.py), [rows, ZEROS]: the sums, integers to 2 ** 15, and ``LACKING`` for means."""
     high, low = high_and_low(sums.to(tl.float32)[:, None])
     column = tl.arange(0, ZEROS)[None, :]
     rest = tl.where((column == SUM_ROW) | (column == SUM_ROW + 1), LACKING, 0.0).to(tl.float16)
@@ -126,16 +127,19 @@ def prefill_tiles(
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PARTITION: tl.constexpr, BLOCK: tl.constexpr, SINKS: tl.constexpr, SINK_STEP: tl.constexpr,
     COLUMNS: tl.constexpr, ZEROS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, STORED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """M rows of a block of one request; codes are of ``blocks`` of all requests. Blocks that read most begin first.
+    """Attend for M rows of a block of one request. Blocks that read most are scheduled first.
 
-    ``scaling`` is of products, times log2(e). STORED: sums of codes are read where they are stored, else computed in each step. What is
-    ``left`` where another kernel attends to codes (specialized_prefill.py): int8 codes of queries, their scales, their terms, and the
-    logarithms of exact tokens' weights, of whose values ``out`` is the mean.
+    Args:
+        blocks: Blocks with codes, of all requests.
+        scaling: Factor on query-key products, times log2(e).
+        left: None, or buffers for another kernel that attends to codes (specialized_prefill.py): int8 query codes, their scales, their
+            terms, and the log2 of the sum of exact tokens' weights. ``out`` is then the mean of the exact tokens' values.
+        STORED: Read the stored sums of codes. If false, each step computes them.
     """
     COUNT: tl.constexpr = DIM // PARTITION
-    # Scales are loaded as one number a thread, or each thread would load those of its own scores.
+    # One load gives each thread one scale. Otherwise each thread would load the scales of all its scores.
     WIDE: tl.constexpr = min(4, max(COUNT, WARPS * 32 // PARTITION))
-    # Blocks are counted from one that ends where the sinks do, or before.
+    # Blocks are counted from one that ends where the sinks end, or earlier.
     AHEAD: tl.constexpr = (SINKS + BLOCK - 1) // BLOCK
     TILES: tl.constexpr = (BLOCK * GROUP + M - 1) // M
     tokens = blocks * BLOCK
@@ -144,14 +148,14 @@ def prefill_tiles(
     block = (length - 1 - SINKS + AHEAD * BLOCK) // BLOCK - tl.program_id(0) // TILES
     tile = tl.program_id(0) % TILES * M
     begin = SINKS + (block - AHEAD) * BLOCK
-    # Of its tokens none is computed, or there is none.
+    # The program has no new tokens, or no such block exists.
     if (begin + tl.minimum(BLOCK, (tile + M - 1) // GROUP + 1) <= known) | (begin + tile // GROUP >= length) | (block < 0):
         return
     row = tile + tl.arange(0, M)
     place = begin + row // GROUP
     mine = (row < BLOCK * GROUP) & (place >= known) & (place < length)
     head = (tl.load(requests + 3 * count + request) + place - known).to(tl.int64) * (HEADS * GROUP) + kv_head * GROUP + row % GROUP
-    # Rows that are nobody's see a token, too.
+    # Rows without a query also attend to one token.
     place = tl.maximum(place, 0)
     table += tl.load(requests + request).to(tl.int64) * table_row
     keys, values = keys + kv_head * key_head, values + kv_head * value_head
@@ -188,7 +192,7 @@ def prefill_tiles(
         of_scales = token[:, None] + (tl.arange(0, WIDE) % COUNT)[None, :] * tokens
         of_values = column[:, None] * PARTITION + token[None, :]
         of_zeros = tl.arange(0, ZEROS)[:, None] * VALUE_DIM + column[None, :]
-        # Sums are multiples of a LAST_CODE-th of 2 ** unit.
+        # Sums are in units of 2 ** unit / LAST_CODE.
         unit, total, acc = best, total * LAST_CODE, acc * LAST_CODE
         for step in tl.range(0, tl.maximum(block - AHEAD, 0) * (BLOCK // PARTITION), num_stages=STAGES):
             qk = tl.dot(q_terms, tl.trans(tl.load(at_terms + step * PARTITION * COLUMNS + of_terms)))
@@ -209,7 +213,7 @@ def prefill_tiles(
             p_sums = tl.sum(bits - ROUNDED, 1)
             v = tl.load(at_values + step * VALUE_DIM * PARTITION + of_values)
             products = tl.dot(_in_pairs(bits.to(tl.int8)), tl.trans(v), out_dtype=tl.int32)
-            # Loaded after the product: before it, registers would not suffice.
+            # Loaded after the product, because earlier there are not enough registers.
             scale = tl.load(at_value_scales + step * VALUE_DIM + column)
             added = products.to(tl.float32) * scale[None, :]
             if not STORED:

@@ -1,10 +1,12 @@
-"""Codes of prompts' keys and values, as attention of prompts reads them (integer_prefill.py): the first of its two kernels.
+"""Codes of prompts' keys and values for prefill attention (integer_prefill.py): the first kernel.
 
-They are those that copies hold (packed/pack_blocks.py), byte for byte, but lie for one layer and one forward only, and as tensor cores take
-them: a code a byte, keys partition by partition, values with the tokens of a partition next to each other, in the order in which a
-thread has their weights. What equation (4) of HACK (arXiv 2502.03589) adds to the product of codes is of rank two a partition. It is
-computed by products of float16, too: a zero point is one, and what is not is the sum of two. Weights have the zero point 0, so that of
-values one term is left.
+The codes equal those of compressed KV (packed/pack_blocks.py), byte for byte. They exist for one layer and one forward only. Their layout
+suits tensor cores: one code per byte, keys partition by partition, values with the tokens of a partition next to each other. The tokens
+are in the order in which a thread holds their weights.
+
+The zero-point terms of equation (4) of HACK (arXiv 2502.03589) have rank two per partition. Float16 products compute them too. A zero
+point is a float16. A term that is not is split into a sum of two float16. Weights have zero point 0, so that only one term with the values'
+zero points remains.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,31 +23,31 @@ from sglang_ext.mem_cache.compressed.layouts import rounding
 from sglang_ext.mem_cache.compressed.layouts.block_layout import Quantized
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 
-# Terms of a partition of channels: twice its zero point, twice the higher part of what the sum of its codes means, and the lower part.
+# Terms per partition of channels: its zero point twice, the high part of its scaled sum of codes twice, and the low part of that sum.
 TERMS = tl.constexpr(5)
-# Rows that a product of float16 takes. The first half has the zero points of values; what sums of their codes mean, SHIFT_PART of which is
-# in a higher and a lower part, and the zero points again, follow, with what int8 codes of weights lack.
+# Rows of a float16 product for the values' zero points. The first half repeats the zero points. From SUM_ROW on follow the high and the
+# low part of the values' scaled sums of codes, then the zero points again. These rows add what int8 weight codes lack (SHIFT).
 ZEROS, SUM_ROW = tl.constexpr(16), tl.constexpr(8)
-# By which codes of weights, that begin with 0, are above the int8 which products take.
+# Weight codes begin with 0. Products take int8, which are SHIFT less.
 SHIFT = tl.constexpr(128)
-# Factor of a value's mean in float16, which has few digits below it and overflows above.
+# Factor of a value's mean in float16, which has few digits below and overflows above.
 MEANS = tl.constexpr(16)
-# Warps of a program, for a block of so many tokens: registers suffice.
+# Warps of a program, by tokens of a block. Registers suffice for them.
 WARPS = {64: 4, 128: 8}
 
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """Requests whose newest tokens are computed in one forward.
+    """The requests whose newest tokens are computed in one forward.
 
     Attributes:
-        packing: gives the codes.
+        packing: Defines the codes.
         table: int32 [rows, width], SGLang's token table.
-        rows: of it, one for each request.
-        known: tokens of each request before those that are computed.
-        lengths: tokens of each request, with those.
-        seeds: int32 [tokens] by row, of a request's tokens (layouts/rounding.py); None rounds to the nearest code.
-        stored: by row, int64 slots of a request's first blocks that lie in the pool, which are not made of full KV.
+        rows: Row of each request in ``table``.
+        known: Tokens of each request before the computed ones.
+        lengths: Tokens of each request, including the computed ones.
+        seeds: int32 [tokens] by row, seeds of a request's tokens (layouts/rounding.py). None rounds to the nearest code.
+        stored: By row, int64 slots of a request's first blocks that are stored in the pool. They are not computed from full KV.
     """
 
     packing: Packing
@@ -58,29 +60,28 @@ class PromptBatch:
 
     @property
     def computed(self) -> int:
-        """Tokens that are computed."""
+        """Number of tokens that are computed."""
         return sum(self.lengths) - sum(self.known)
 
     @cached_property
     def blocks(self) -> list[int]:
-        """Blocks of each request that its last token attends to."""
+        """Number of blocks of each request that its last token attends to."""
         return [max(0, length - 1 - self.packing.sinks) // self.packing.block_tokens for length in self.lengths]
 
     @cached_property
     def most_blocks(self) -> int:
-        """Blocks with tokens of a request that are computed, counted from one that ends where the sinks do, at most."""
+        """Maximum number of a request's blocks with computed tokens. Blocks are counted from one that ends where the sinks end."""
         block, sinks = self.packing.block_tokens, self.packing.sinks
         return max(1 + (end - 1 - sinks) // block - (start - sinks) // block for start, end in zip(self.known, self.lengths))
 
     @cached_property
     def total(self) -> int:
-        """Blocks of all requests."""
+        """Number of blocks of all requests."""
         return sum(self.blocks)
 
     @cached_property
     def numbers(self) -> torch.Tensor:
-        """int32 [7, requests]: rows; tokens before; tokens in all; the first query, the first block and the first seed of each; blocks
-        that are stored."""
+        """int32 [7, requests]: rows; known tokens; lengths; first query, first block and first seed of each request; stored blocks."""
         firsts = []
         for counts in ([end - start for start, end in zip(self.known, self.lengths)], self.blocks, self.lengths):
             firsts.extend([0, *torch.tensor(counts).cumsum(0).tolist()[:-1]])
@@ -90,7 +91,7 @@ class PromptBatch:
 
     @cached_property
     def flat_seeds(self) -> torch.Tensor | None:
-        """int32 [tokens of all requests]: their seeds, one request after another."""
+        """Seeds of all requests' tokens, int32 [tokens], one request after another."""
         if self.seeds is None:
             return None
         return torch.cat([self.seeds[row][:length] for row, length in zip(self.rows, self.lengths)])
@@ -98,16 +99,16 @@ class PromptBatch:
 
 @dataclass(frozen=True)
 class PromptCodes:
-    """Codes of one layer's keys and values of whole blocks, one request's after another's; ``tokens`` in all.
+    """Codes of one layer's keys and values of whole blocks, one request after another. ``tokens`` is the number of all tokens.
 
     Attributes:
         keys: int8 [kv_heads, partitions of channels, tokens, partition].
         key_scales: float32 [kv_heads, partitions of channels, tokens].
         key_terms: float16 [kv_heads, tokens, padded terms]: TERMS of each partition, then zeros.
-        values: int8 [kv_heads, partitions of tokens, dim, partition]. Of each 16 tokens the pairs come in the order 0, 4, 1, 5, 2, 6, 3, 7.
+        values: int8 [kv_heads, partitions of tokens, dim, partition]. The pairs of each 16 tokens are in the order 0, 4, 1, 5, 2, 6, 3, 7.
         value_scales: float32 [kv_heads, partitions of tokens, dim].
-        value_zeros: float16 [kv_heads, partitions of tokens, ZEROS, dim]: the zero points in each row before SUM_ROW. From there on, times
-            MEANS, the higher and the lower part of a mean of codes times scales, and the zero points; then zeros.
+        value_zeros: float16 [kv_heads, partitions of tokens, ZEROS, dim]. Rows before SUM_ROW: the zero points. Then, times MEANS: the high
+            part and the low part of the mean of codes times scales, and the zero points. The remaining rows are 0.
     """
 
     keys: torch.Tensor
@@ -119,7 +120,7 @@ class PromptCodes:
 
     @classmethod
     def empty(cls, packing: Packing, kv_heads: int, blocks: int, device: torch.device) -> "PromptCodes":
-        """Room for so many blocks."""
+        """Uninitialized buffers for ``blocks`` blocks."""
         partition, tokens, count = packing.keys.grid.channels, blocks * packing.block_tokens, packing.keys.groups[1]
         parts = tokens // partition
         return cls(
@@ -132,7 +133,7 @@ class PromptCodes:
         )
 
     def read(self, packing: Packing, first: int, keys: Quantized, values: Quantized) -> None:
-        """Lay out a request's first blocks, which lie in the pool, from block ``first`` of all on."""
+        """Copy the codes of a request's first blocks, which are stored in the pool, to the blocks from ``first`` on."""
         heads, partition, begin = len(keys.codes), packing.keys.grid.channels, first * packing.block_tokens
         tokens = slice(begin, begin + keys.codes.shape[1] * packing.block_tokens)
         parts = slice(tokens.start // partition, tokens.stop // partition)
@@ -161,18 +162,18 @@ class PromptCodes:
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:
-        """As kernels take them."""
+        """The tensors in the order of the kernels' arguments."""
         return self.keys, self.key_scales, self.key_terms, self.values, self.value_scales, self.value_zeros
 
 
 def padded_terms(count: int) -> int:
-    """Columns of terms of ``count`` partitions, as a product of float16 takes them."""
+    """Columns of the terms of ``count`` partitions, padded for a float16 product."""
     return max(16, triton.next_power_of_2(count * TERMS.value))
 
 
 @triton.jit
 def high_and_low(numbers):
-    """float32 as the sum of two float16."""
+    """Split float32 into a sum of two float16."""
     high = numbers.to(tl.float16)
     return high, (numbers - high.to(tl.float32)).to(tl.float16)
 
@@ -183,7 +184,7 @@ def quantize_prompts(
     value_zeros, blocks, key_slot, key_head, value_slot, value_head, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PARTITION: tl.constexpr,
     BLOCK: tl.constexpr, SINKS: tl.constexpr, BITS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A block of one KV head of a request; ``blocks`` are those of all, ``requests`` what Prompts.numbers are."""
+    """Quantize a block of one KV head of a request. ``blocks`` counts all requests' blocks. ``requests`` is ``PromptBatch.numbers``."""
     tokens = blocks * BLOCK
     block, head, request = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     COUNT: tl.constexpr = DIM // PARTITION
@@ -210,7 +211,7 @@ def quantize_prompts(
     scale, zero = tl.reshape(scale, (BLOCK, COUNT)), tl.reshape(zero, (BLOCK, COUNT))
     sums = tl.reshape(tl.sum(found, 3), (BLOCK, COUNT))
     tl.store(scales + (head * COUNT + part)[None, :] * tokens + (first + token)[:, None], scale)
-    # Divided by their number, they are as small as keys are.
+    # Divided by their number, the sums are as small as keys.
     high, low = high_and_low(scale * sums.to(tl.float32) * (1.0 / PARTITION))
     at = terms + (head * tokens + first + token)[:, None] * COLUMNS + part[None, :] * TERMS
     zero = zero.to(tl.float16)
@@ -232,7 +233,7 @@ def quantize_prompts(
     found, scale, zero = quantize_stochastic(groups, tl.reshape(noise, (PARTS, PARTITION, VALUE_DIM, 1)), (1 << BITS) - 1)
     sums = tl.reshape(tl.sum(found, 1), (PARTS, VALUE_DIM)).to(tl.float32)
     at = (head * (tokens // PARTITION) + (first + token) // PARTITION)[None, :] * VALUE_DIM + column[:, None]
-    # In registers they come in the order in which they are stored, or a thread would store them byte by byte.
+    # Permute in registers to the order of storage. Otherwise a thread would store byte by byte.
     paired = tl.permute(tl.reshape(found.to(tl.int8), (BLOCK // 16, 2, 4, 2, VALUE_DIM)), (4, 0, 2, 1, 3))
     tl.store(value_codes + at * PARTITION + (token % PARTITION)[None, :], tl.reshape(paired, (VALUE_DIM, BLOCK)))
     scale, zero = tl.reshape(scale, (PARTS, VALUE_DIM)), tl.reshape(zero, (PARTS, VALUE_DIM))
@@ -251,12 +252,12 @@ def quantize_prompts(
 
 
 def prompt_codes(prompts: PromptBatch, keys: torch.Tensor, values: torch.Tensor, layer: int, first_head: int) -> PromptCodes:
-    """Quantize what the whole blocks of prompts hold in one layer; does not wait for the device.
+    """Quantize the whole blocks of prompts in one layer. Does not wait for the device.
 
     Args:
-        prompts: whose.
-        keys, values: the layer's buffers, [slots, kv_heads, dim].
-        layer, first_head: which of the model's, by which noise is drawn.
+        prompts: The prompts.
+        keys, values: The layer's buffers, [slots, kv_heads, dim].
+        layer, first_head: Indices in the model. They determine the rounding noise.
     """
     packing = prompts.packing
     made = PromptCodes.empty(packing, keys.shape[1], prompts.total, keys.device)

@@ -1,7 +1,7 @@
-"""Attention of prompts on their own codes on Hopper, in two kernels, by warps with different work: for integer_prefill.py's ``attend``.
+"""Prefill attention over a prompt's own codes on Hopper, in two kernels, with specialized warps. ``attend`` of integer_prefill.py uses it.
 
-The first is prefill_tiles (prefill_attention.py), which attends to exact tokens and leaves what the second, in Gluon, needs of queries
-(gluon/prefill_codes.py): that one attends to codes, and adds what it finds.
+The first kernel is prefill_tiles (prefill_attention.py). It attends to exact tokens, and stores the query codes that the second kernel
+needs. The second is the Gluon kernel of gluon/prefill_codes.py. It attends to codes, and adds its result to the output.
 """
 
 from dataclasses import dataclass
@@ -15,22 +15,22 @@ from sglang_ext.layers.kernels.gluon.prefill_steps import PARTITIONS, PROGRAM_RO
 from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes, PromptBatch, padded_terms
 from sglang_ext.layers.kernels.packed import packed_decode
 
-# Steps that shared memory holds, by partition: 185 and 164 KiB.
+# Pipeline stages that shared memory holds, by partition: 185 and 164 KiB.
 STAGES = {64: 8, 128: 4}
-# Compute capability, the first number.
+# Major compute capability.
 HOPPER = 9
 NUMBERS = {torch.int8: gl.int8, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
 @dataclass(frozen=True)
 class PrefillQueryCodes:
-    """What the first kernel leaves of each query, [tokens, heads] and more.
+    """Query codes that the first kernel stores for the second. Each tensor begins with [tokens, heads].
 
     Attributes:
-        codes: int8, of its channels.
-        scales: float32, of its partitions.
-        terms: float16, what keys' terms are multiplied with.
-        sums: float32, logarithms of base 2 of the sums of exact tokens' weights.
+        codes: int8, one per channel.
+        scales: float32, one per partition.
+        terms: float16, factors of the keys' terms.
+        sums: float32, log2 of the sum of exact tokens' weights.
     """
 
     codes: torch.Tensor
@@ -40,7 +40,7 @@ class PrefillQueryCodes:
 
     @classmethod
     def empty(cls, queries: torch.Tensor, codes: PromptCodes) -> "PrefillQueryCodes":
-        """Room for those of ``queries``, [tokens, heads, dim]."""
+        """Uninitialized buffers for ``queries``, [tokens, heads, dim]."""
         heads = queries.shape[:2]
         return cls(
             torch.empty_like(queries, dtype=torch.int8),
@@ -51,48 +51,48 @@ class PrefillQueryCodes:
 
     @staticmethod
     def query_bytes(dim: int, partition: int) -> int:
-        """Bytes of a query of one head."""
+        """Bytes of one head's query."""
         count = dim // partition
         return dim + 4 * count + 2 * padded_terms(count) + 4
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:
-        """As kernels take them."""
+        """The tensors in the order of the kernels' arguments."""
         return self.codes, self.scales, self.terms, self.sums
 
 
 def is_supported_shape(capability: tuple[int, int] | None, partition: int, block: int, group: int) -> bool:
-    """Whether the kernels take prompts: on Hopper, in partitions of 64 or 128, if a block's rows fill programs.
+    """Whether the kernels support a shape: on Hopper, partitions of 64 or 128, and a block's rows that fill programs.
 
     Args:
-        capability: compute capability of an NVIDIA GPU; None where there is none.
-        partition: channels of a key that share a scale.
-        block: tokens that are packed together.
-        group: query heads that share a KV head.
+        capability: Compute capability of an NVIDIA GPU; None for other devices.
+        partition: Channels of a key that share a scale.
+        block: Tokens that are packed as one block.
+        group: Query heads that share a KV head.
     """
     return capability is not None and capability[0] == HOPPER and partition in PARTITIONS and block * group % PROGRAM_ROWS == 0
 
 
 def is_supported(prompts: PromptBatch, queries: torch.Tensor, keys: torch.Tensor) -> bool:
-    """Whether they :func:`fit <fits>` such prompts where they lie.
+    """Whether the kernels support these prompts on their device (:func:`is_supported_shape`).
 
     Args:
-        prompts: whose.
+        prompts: The prompts.
         queries: [tokens, heads, dim].
-        keys: the layer's buffer, [slots, kv_heads, dim].
+        keys: The layer's buffer, [slots, kv_heads, dim].
     """
     packing, group = prompts.packing, queries.shape[1] // keys.shape[1]
     return is_supported_shape(packed_decode.capability(keys), packing.keys.grid.channels, packing.block_tokens, group)
 
 
 def attend_to_codes(prompts: PromptBatch, codes: PromptCodes, left: PrefillQueryCodes, out: torch.Tensor) -> None:
-    """Add to means of exact tokens' values those of codes, where there are some; does not wait for the device.
+    """Add the attention over codes to an output over exact tokens. Does nothing without codes. Does not wait for the device.
 
     Args:
-        prompts: whose.
-        codes: of their whole blocks.
-        left: of the queries.
-        out: [tokens, heads, dim of a value], of exact tokens; becomes that of all.
+        prompts: The prompts.
+        codes: Codes of their whole blocks.
+        left: Query codes from the first kernel.
+        out: [tokens, heads, dim of a value]. Holds the output over exact tokens, and receives the output over all tokens.
     """
     if not prompts.total:
         return
@@ -114,6 +114,6 @@ def attend_to_codes(prompts: PromptBatch, codes: PromptCodes, left: PrefillQuery
 
 
 def _box(numbers: torch.Tensor, columns: int, shape: tuple[int, int]) -> TensorDescriptor:
-    """Of numbers as rows of so many, of which a box of that shape is copied at once."""
+    """TMA descriptor of ``numbers`` as rows of ``columns``. One copy moves a box of ``shape``."""
     layout = gl.NVMMASharedLayout.get_default_for(list(shape), NUMBERS[numbers.dtype])
     return TensorDescriptor.from_tensor(numbers.view(-1, columns), list(shape), layout)

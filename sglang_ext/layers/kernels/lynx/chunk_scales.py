@@ -1,4 +1,4 @@
-"""Scales of chunks inside kernels: mu and sigma, in float16 or in steps of a page; scales.py says the same in PyTorch."""
+"""Scales of chunks inside kernels: mu and sigma, in float16 or in a page's steps. scales.py is the PyTorch version."""
 
 import struct
 
@@ -24,7 +24,7 @@ from sglang_ext.layers.kernels.lynx.tiles import (
     slots_of,
 )
 
-# Those of ROUNDING, as many as a chunk has numbers, in the lowest 32 bits.
+# The pattern of ROUNDING times the numbers of a chunk, in the lowest 32 bits.
 PATTERNS = tl.constexpr(struct.unpack("<i", struct.pack("<f", ROUNDING.value))[0] * CHUNK.value % 2**32)
 
 
@@ -33,7 +33,7 @@ def page_gamma(
     sources, anchors, slots, tokens, channels, sinks, gamma_at, STRIDE: tl.constexpr, LIKE: tl.constexpr, QUADS: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """Least number and step of a page's short scales, of QUADS quads of channels."""
+    """Compute minimum and step of a page's short scales, for QUADS quads of channels."""
     quad = tl.program_id(0) * QUADS + tl.arange(0, QUADS)
     x, anchor, there = at_address(sources, tl.program_id(1), LIKE), at_address(anchors, tl.program_id(1), tl.uint8), quad < channels // 4
     low0 = tl.full((QUADS,), LARGEST, tl.float32)
@@ -63,18 +63,18 @@ def _store_gamma(gamma, least, most, channels, there):
 
 @triton.jit
 def _mean(x, size):
-    """Of chunks, float32 [quads]; ``size`` is the greatest absolute value of each. As of scales.py where that is finite."""
+    """Means of chunks, float32 [quads]. ``size`` is the largest absolute value of each. Equals scales.py where ``size`` is finite."""
     exponent = tl.minimum(tl.maximum(size.to(tl.int32, bitcast=True) >> 23, LEAST), MOST)
     grow = ((-exponent + (2 * BIAS + INTEGER - 1)) << 23).to(tl.float32, bitcast=True)
     shrink = ((exponent - (INTEGER - 1 + SHARE)) << 23).to(tl.float32, bitcast=True)
-    # What ROUNDING is added to has the pattern of that, and the integer more.
+    # The pattern of ROUNDING plus an integer is the pattern of ROUNDING, plus the integer.
     total = tl.sum((x * grow[:, None] + ROUNDING).to(tl.int32, bitcast=True), 1) - PATTERNS
     return total.to(tl.float32) * shrink
 
 
 @triton.jit
 def find_scales(x, low, high, row, channel, there, anchor, channels, gamma_at, mu_at, sigma_at, SHORT: tl.constexpr):
-    """Scales of a row's chunks, float32 [quads], written into the anchor; and whether they cover the chunks."""
+    """Compute the scales of a row's chunks, float32 [quads], and store them in the anchor. Also returns whether they cover the chunks."""
     place = row * channels + channel
     means = _mean(x, tl.maximum(tl.abs(low), tl.abs(high)))
     sound = (low >= -LARGEST) & (high <= LARGEST)
@@ -83,7 +83,7 @@ def find_scales(x, low, high, row, channel, there, anchor, channels, gamma_at, m
         origin = tl.load(gamma, mask=there, other=0).to(tl.float32)
         step = tl.load(gamma + channels, mask=there, other=0).to(tl.float32)
         steps = tl.where(step > 0, step, 1.0)
-        # To the nearest, ties to even; the quotient of a page that is covered has few bits before the point.
+        # Rounded to nearest, ties to even. The quotient of a covered page has few bits before the point.
         quotient = tl.minimum(tl.maximum(tl.div_rn(means - origin, steps), 0.0), 255.0)
         away = tl.where(step > 0, rounded_to_integer(quotient), 0.0)
         mu = origin + step * away

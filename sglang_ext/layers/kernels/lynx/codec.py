@@ -1,7 +1,7 @@
-"""Pages of KV as two streams: an anchor that serves alone, and a residual that restores 8 bits or all of them (Lynx, Algorithm 1).
+"""Encodes KV pages as two streams: an anchor that is usable alone, and a residual that restores 8 bits or all bits (Lynx, Algorithm 1).
 
-On CUDA devices kernels encode and decode all tensors of a page in a launch; elsewhere PyTorch does, tensor by tensor. Both write
-the same bytes, and read them to the same numbers: layout.py says what the bytes are.
+On CUDA devices, kernels encode and decode all tensors of a page in one launch. On other devices, PyTorch does so tensor by tensor. Both
+write the same bytes and decode them to the same numbers. layout.py defines the bytes.
 """
 
 from collections.abc import Sequence
@@ -15,29 +15,30 @@ from sglang_ext.layers.kernels.lynx.page_tensors import PageTensors, StreamBatch
 
 
 class Streams(NamedTuple):
-    """Of a page of one tensor, uint8 [bytes] each; the residual of a page that is stored raw is empty."""
+    """Streams of a page of one tensor, uint8 [bytes] each. The residual of a raw page is empty."""
 
     anchor: torch.Tensor
     residual: torch.Tensor
 
 
 def encode(x: torch.Tensor, layout: PageLayout, slots: torch.Tensor | None = None) -> Streams:
-    """Streams of one tensor's page, as of :func:`encode_page`."""
+    """Encode the page of one tensor. See :func:`encode_page`."""
     return encode_page([x], layout, slots)[0]
 
 
 def encode_page(parts: Sequence[torch.Tensor] | PageTensors, layout: PageLayout, slots: torch.Tensor | None = None) -> list[Streams]:
-    """Streams of a page of several tensors, such as the keys and values of all layers; waits for the device once.
+    """Encode a page of several tensors, such as the keys and values of all layers. Waits for the device once.
 
     Args:
-        parts: [tokens, channels], or with ``slots`` pools [slots, channels], of the layout's dtype, alike; none needs to be finite.
-        slots: int64 [tokens], where the page's tokens lie.
+        parts: [tokens, channels] each, or with ``slots`` pools [slots, channels], of the layout's dtype. All have the same shape and
+            strides. Numbers need not be finite.
+        slots: int64 [tokens], slots of the page's tokens.
 
     Returns:
-        Of each tensor. A residual of ``reference="exact"`` has a size of its own; other sizes are the layout's.
+        The streams of each tensor. The size of a residual of ``reference="exact"`` varies. Other sizes are the layout's.
 
     Raises:
-        ValueError: tensors that do not fit the layout.
+        ValueError: The tensors do not fit the layout.
     """
     parts = PageTensors.from_tensors(parts)
     parts.check(layout, slots)
@@ -58,37 +59,42 @@ def encode_page(parts: Sequence[torch.Tensor] | PageTensors, layout: PageLayout,
         for part in coded:
             found[part] = Streams(anchors[part], residuals[part])
     return [
-        streams or Streams(pytorch_codec.raw(part if slots is None else part[slots]), empty) for streams, part in zip(found, tensors, strict=True)
+        streams or Streams(pytorch_codec.raw(part if slots is None else part[slots]), empty)
+        for streams, part in zip(found, tensors, strict=True)
     ]
 
 
-def encode_page_into(parts: PageTensors, layout: PageLayout, slots: torch.Tensor, anchors: StreamBatch, residuals: StreamBatch | None = None) -> None:
-    """Write streams of several tensors where they belong, as if no page were raw; does not wait for the device.
+def encode_page_into(
+    parts: PageTensors, layout: PageLayout, slots: torch.Tensor, anchors: StreamBatch, residuals: StreamBatch | None = None
+) -> None:
+    """Encode pages into existing memory, as if no page were raw. Does not wait for the device.
 
-    A stream that begins with ``RAW`` afterwards, and its residual, mean nothing: that page is for :func:`encode_page`.
+    If a stream then begins with ``RAW``, it and its residual have no meaning. Encode that page with :func:`encode_page`.
 
     Args:
-        parts, slots: as of :func:`encode_page`.
-        layout: not ``always_raw``.
-        anchors: zeros, ``coded_bytes`` each.
-        residuals: ``int8_bytes`` each; None where they are not wanted.
+        parts, slots: As in :func:`encode_page`.
+        layout: Not ``always_raw``.
+        anchors: Memory filled with zeros, ``coded_bytes`` each.
+        residuals: ``int8_bytes`` each. None if residuals are not needed.
 
     Raises:
-        ValueError: tensors that do not fit the layout.
+        ValueError: The tensors do not fit the layout.
     """
     parts.check(layout, slots)
     _backend(parts.tensors[0]).write_streams(parts, layout, slots, anchors, residuals)
 
 
-def decode_page_from(anchors: StreamBatch, residuals: StreamBatch | None, layout: PageLayout, outs: PageTensors, slots: torch.Tensor) -> None:
-    """Write a page of several tensors of which none is raw; does not wait for the device.
+def decode_page_from(
+    anchors: StreamBatch, residuals: StreamBatch | None, layout: PageLayout, outs: PageTensors, slots: torch.Tensor
+) -> None:
+    """Decode a page of several tensors, none of them raw. Does not wait for the device.
 
     Args:
-        anchors, residuals: ``coded_bytes`` and ``int8_bytes`` each; None: numbers of the anchors alone.
-        outs, slots: as of :func:`decode_page`.
+        anchors, residuals: ``coded_bytes`` and ``int8_bytes`` each. Without residuals (None), the anchors alone are decoded.
+        outs, slots: As in :func:`decode_page`.
 
     Raises:
-        ValueError: tensors that do not fit the layout.
+        ValueError: The tensors do not fit the layout.
     """
     outs.check(layout, slots)
     _backend(outs.tensors[0]).read_streams(anchors, residuals, layout, outs, slots)
@@ -101,7 +107,7 @@ def decode(
     out: torch.Tensor | None = None,
     slots: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The page of one tensor's streams, into ``out`` (a new [tokens, channels] without), as of :func:`decode_page`."""
+    """Decode one tensor's page into ``out``, or into a new [tokens, channels] tensor. See :func:`decode_page`."""
     if out is None:
         out = torch.empty(layout.tokens, layout.channels, dtype=layout.dtype, device=anchor.device)
     decode_page([anchor], None if residual is None else [residual], layout, [out], slots)
@@ -115,16 +121,16 @@ def decode_page(
     outs: Sequence[torch.Tensor] | PageTensors,
     slots: torch.Tensor | None = None,
 ) -> None:
-    """Write a page of several tensors; does not wait for the device.
+    """Decode a page of several tensors. Does not wait for the device.
 
     Args:
         anchors: uint8 [bytes] each.
-        residuals: uint8 [bytes] each, of the layout's reference; None: numbers of the anchors alone.
-        outs: [tokens, channels], or with ``slots`` pools [slots, channels]; as for :func:`encode_page`.
-        slots: int64 [tokens], where the page's tokens go.
+        residuals: uint8 [bytes] each, of the layout's reference. None decodes the anchors alone.
+        outs: [tokens, channels] each, or with ``slots`` pools [slots, channels]. Same requirements as in :func:`encode_page`.
+        slots: int64 [tokens], destination slots of the page's tokens.
 
     Raises:
-        ValueError: streams whose size is not the layout's, or tensors that do not fit it.
+        ValueError: A stream's size is not the layout's, or the tensors do not fit the layout.
     """
     outs = PageTensors.from_tensors(outs)
     outs.check(layout, slots)
@@ -137,7 +143,10 @@ def decode_page(
     if residuals is not None and layout.reference == "int8":
         wrong = [len(residuals[part]) for part in coded if len(residuals[part]) != layout.int8_bytes]
         if wrong:
-            raise ValueError(f"a residual of {wrong[0]} bytes: {layout} has {layout.int8_bytes}; pass the layout it was encoded with")
+            raise ValueError(
+                f"a residual of {wrong[0]} bytes does not fit {layout}, which has {layout.int8_bytes}: pass the layout that it was encoded "
+                "with"
+            )
     if coded:
         rest = None if residuals is None else [residuals[part] for part in coded]
         those = outs if len(coded) == len(raw) else PageTensors(tuple(outs.tensors[part] for part in coded))
@@ -145,7 +154,7 @@ def decode_page(
 
 
 def _backend(tensor: torch.Tensor):
-    """What encodes and decodes where a tensor lies."""
+    """The module that encodes and decodes on the device of ``tensor``."""
     if not tensor.is_cuda:
         return pytorch_codec
     from sglang_ext.layers.kernels.lynx import triton_codec

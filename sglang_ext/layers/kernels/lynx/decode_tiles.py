@@ -1,6 +1,7 @@
-"""Kernel that reads anchor streams, and residuals of 8 bits, into a pool; plain.py says the same in PyTorch.
+"""Kernel that decodes anchor streams, with or without 8-bit residuals, into a pool. pytorch_codec.py is the PyTorch version.
 
-A thread has quads of channels as in encode_tiles.py where codes have 4 bits and numbers 16, elsewhere pairs, of which a byte has codes.
+If codes have 4 bits and numbers 16, a thread has quads of channels as in encode_tiles.py. Otherwise it has pairs of channels, whose codes
+share a byte.
 """
 
 import triton
@@ -11,7 +12,7 @@ from sglang_ext.layers.kernels.lynx.tiles import CHUNK, at_address, load_pair_co
 
 @triton.jit
 def _load_meant(codes, rests, meanings, token, inside, pair, channels, tokens, BITS: tl.constexpr):
-    """What the codes of even and odd channels mean, float32 [pairs, 32] each, in sigmas from mu."""
+    """Values of the codes of even and odd channels, float32 [pairs, 32] each, in sigmas from mu."""
     REST: tl.constexpr = 8 - BITS
     even, odd = load_pair_codes(codes, token, inside, pair, channels, tokens, BITS)
     if rests is not None:
@@ -22,7 +23,7 @@ def _load_meant(codes, rests, meanings, token, inside, pair, channels, tokens, B
 
 @triton.jit
 def _word(a, b, LIKE: tl.constexpr, PTX: tl.constexpr):
-    """Two numbers, float32, as two of LIKE in int32."""
+    """Pack two float32 numbers as two of LIKE in int32."""
     if PTX and LIKE == tl.bfloat16:
         return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [a, b], tl.int32, True, 1)
     elif PTX:
@@ -37,9 +38,9 @@ def _store_quads(
     codes, rests, out, slots, meanings, mu, sigma, row, quad, inside, CHANNELS: tl.constexpr, STRIDE: tl.constexpr, LIKE: tl.constexpr,
     FEW: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Numbers of 16 bits of a row of chunks that is a page's and has no sinks, of codes of 4 bits.
+    """Decode a complete row of chunks without sinks, for codes of 4 bits and numbers of 16 bits.
 
-    A thread has quads of four neighbouring channels: of each plane 16 bits a token, lowest channels first. Arrays are [quads, tokens].
+    A thread has quads of four adjacent channels: 16 bits of each plane per token, lowest channels first. Arrays are [quads, tokens].
 
     Args:
         mu, sigma: float32 [quads], four of each.
@@ -59,7 +60,7 @@ def _store_quads(
             c0, c1, c2, c3 = even & 255, odd & 255, even >> 8, odd >> 8
         both = tl.join(tl.join(c0, c1), tl.join(c2, c3))
         lower, upper = tl.split(tl.reshape(tl.gather(table, tl.reshape(both, (both.numel,)), 0), both.shape))
-        # What was joined last is apart first: the first and the second pair.
+        # Split undoes the last join first, so it gives the first and the second pair.
         m0, m1 = tl.split(lower)
         m2, m3 = tl.split(upper)
         low = _word(mu[0][:, None] + m0 * sigma[0][:, None], mu[1][:, None] + m1 * sigma[1][:, None], LIKE, PTX)
@@ -75,10 +76,10 @@ def decode_tiles(
     STRIDE: tl.constexpr, LIKE: tl.constexpr, BITS: tl.constexpr, SHORT: tl.constexpr, PAIRS: tl.constexpr, FEW: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """A row of chunks of PAIRS pairs of channels of a part.
+    """Decode one row of chunks of PAIRS pairs of channels of a part.
 
     Args:
-        meanings: float32, in sigmas from mu, of codes, or with residuals of codes and rests, which follow codes as lower bits.
+        meanings: float32, levels of codes in sigmas from mu. With residuals, the index has the code's bits, then the rest's.
     """
     row, part, pair = tl.program_id(0), tl.program_id(2), tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)
     anchor, out, there = at_address(anchors, part, tl.uint8), at_address(outs, part, LIKE), pair < CHANNELS // 2

@@ -1,13 +1,13 @@
-"""Kernels that write anchor streams, and residuals of 8 bits; plain.py says the same in PyTorch.
+"""Kernels that write anchor streams and 8-bit residuals. pytorch_codec.py is the PyTorch version.
 
-A thread has a quad of four neighbouring channels of a row of chunks, and all its 32 tokens, in registers: means and extremes ask no
-other thread, and its codes are bytes of its own. Arrays are [quads, tokens], of the channels of a quad a tuple of four.
+A thread has a quad of four adjacent channels of a row of chunks in registers, with all 32 tokens. Means and extremes therefore need no
+other thread, and the thread's codes are whole bytes. Arrays are [quads, tokens]. A tuple of four has one array for each channel of a quad.
 
-A number's bin is looked up. Between -sigma and sigma lie cells, evenly, each with one bound between bins at most: that bound decides
-(:func:`cells`). Both sides of mu have cells of their own.
+A number's bin is looked up in a table (:func:`cells`). The range from -sigma to sigma is divided evenly into cells, each with at most one
+bound between bins. That bound decides the bin. Cells do not cross mu.
 
-What four numbers become is a word of int32, a byte each: code and rest, which are the upper and the lower bits. Until then bytes are
-inverse: bins of greater numbers have less of them, and one is added where a bound is not reached.
+The results for four numbers are one int32 word, with a byte each: the code in the upper bits, the rest (residual) in the lower bits. Before
+that, bytes are inverted: bins of greater numbers have smaller bytes. If the bound is not reached, the byte is increased by one.
 """
 
 import struct
@@ -22,32 +22,32 @@ from sglang_ext.layers.kernels.lynx.quads import extremes, padded_tokens, float3
 from sglang_ext.layers.kernels.lynx.tiles import CHUNK, at_address, slots_of, store_plane
 
 CLEAR = tl.constexpr(pytorch_codec.CLEAR)
-# Of I and its sign as one number n from -F to F; one of n is ZERO.
+# I with its sign is one number n from -F to F. It has the index n + ZERO.
 COUNT, ZERO = 256, tl.constexpr(128)
-# No number of a chunk is so many sigmas from its mean.
+# More sigmas from the mean than any number of a chunk.
 BEYOND = 2.0
-# Cells, and those in a sigma: what is off by rounding is of the outermost.
+# Number of cells, and cells per sigma. Numbers beyond sigma by rounding errors are in the outermost cells.
 CELLS, REACH = tl.constexpr(512), tl.constexpr(255)
-# Added to a small float32, which is rounded down, leaves the number of its cell above the lowest two bits.
+# Adding DOWN to a small float32, rounded down, leaves the index of its cell above the lowest two bits.
 DOWN = tl.constexpr(1.5 * 2**21 + CELLS.value // 2)
 
 
 def edges(bits: int) -> tuple[float, ...]:
-    """Least numbers of n + 1 in sigmas from mu, by n + ZERO: a bin begins where the next of less size ends."""
-    most, of = max_level(bits), fine_bounds(bits)
-    positive = of[1:] + (BEYOND,) * (COUNT - ZERO.value - most)
-    negative = [-of[i] for i in range(most, 0, -1)]
+    """Lower bounds of n + 1 in sigmas from mu, by n + ZERO. Below mu, a bin begins where the next bin towards mu ends."""
+    most, lower = max_level(bits), fine_bounds(bits)
+    positive = lower[1:] + (BEYOND,) * (COUNT - ZERO.value - most)
+    negative = [-lower[i] for i in range(most, 0, -1)]
     return (*(-BEYOND,) * (ZERO.value - most), *negative, *positive)
 
 
 def cells(bits: int) -> tuple[float, ...]:
-    """Of each cell the bound next to it, in sigmas from mu; in its lowest 8 bits, which are 0 in bounds, the byte where it is reached."""
-    most, of, half = max_level(bits), fine_bounds(bits), level_step(bits) // 2
+    """The nearest bound of each cell, in sigmas from mu. The lowest 8 bits, which are 0 in bounds, hold the byte for a reached bound."""
+    most, lower, half = max_level(bits), fine_bounds(bits), level_step(bits) // 2
 
     def cell(place: int) -> float:
         middle = abs(place + 0.5) / REACH.value
-        i = min(range(1, most + 1), key=lambda i: abs(of[i] - middle))
-        bound, byte = (of[i], 128 - half - i) if place >= 0 else (-of[i], 126 + half + i)
+        i = min(range(1, most + 1), key=lambda i: abs(lower[i] - middle))
+        bound, byte = (lower[i], 128 - half - i) if place >= 0 else (-lower[i], 126 + half + i)
         (pattern,) = struct.unpack("<I", struct.pack("<f", bound))
         return struct.unpack("<f", struct.pack("<I", pattern | byte))[0]
 
@@ -56,7 +56,7 @@ def cells(bits: int) -> tuple[float, ...]:
 
 @triton.jit
 def _cell(x, mu, grow, PTX: tl.constexpr):
-    """Which cell a number lies in, int32 [quads, tokens]; the product is rounded down, that numbers below mu stay there."""
+    """Index of a number's cell, int32 [quads, tokens]. The product is rounded down, so that numbers below mu stay below it."""
     d = x - mu[:, None]
     grow, d = tl.broadcast(grow[:, None], d)
     if PTX:
@@ -69,17 +69,17 @@ def _cell(x, mu, grow, PTX: tl.constexpr):
 
 @triton.jit
 def _byte(x, mu, sigma, found):
-    """A number's byte, and what means nothing above it, int32 [quads, tokens], from what a cell has."""
+    """A number's byte, with undefined bits above it, int32 [quads, tokens], from its cell's table entry."""
     pattern = found.to(tl.int32, bitcast=True)
     bound = (pattern & -256).to(tl.float32, bitcast=True)
-    # Never -0 where a number is the bound: the sum of what cancels is 0, and of 0 and -0 too.
+    # The difference is never -0 if a number equals the bound: a sum that cancels is 0, and so is the sum of 0 and -0.
     off = x + (-mu[:, None] - bound * sigma[:, None])
     return pattern + (off.to(tl.uint32, bitcast=True) >> 31).to(tl.int32)
 
 
 @triton.jit
 def _looked_up(x, mu, sigma, grow, table, PTX: tl.constexpr):
-    """Bytes of the numbers of quads."""
+    """Look up the bytes of the numbers of quads."""
     cell = tl.join(
         tl.join(_cell(x[0], mu[0], grow[0], PTX), _cell(x[1], mu[1], grow[1], PTX)),
         tl.join(_cell(x[2], mu[2], grow[2], PTX), _cell(x[3], mu[3], grow[3], PTX)),
@@ -95,7 +95,7 @@ def _looked_up(x, mu, sigma, grow, table, PTX: tl.constexpr):
 
 @triton.jit
 def _pairs(a, b, c, d, PTX: tl.constexpr):
-    """The lowest bytes of even channels, and of odd ones, as the lowest two of int32."""
+    """Pack the lowest bytes of the even channels, and those of the odd channels, into the lowest two bytes of int32."""
     if PTX:
         even = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x40;", "=r,r,r", [a, c], tl.int32, True, 1)
         odd = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x40;", "=r,r,r", [b, d], tl.int32, True, 1)
@@ -106,7 +106,7 @@ def _pairs(a, b, c, d, PTX: tl.constexpr):
 
 @triton.jit
 def _searched_byte(x, mu, sigma, bounds, BITS: tl.constexpr, GREATEST: tl.constexpr):
-    """The same of a number anywhere."""
+    """As :func:`_byte`, by a search that works for any number."""
     found = tl.zeros_like(x).to(tl.int32)
     power = ZERO
     while power > 0:
@@ -128,7 +128,7 @@ def _searched(x, mu, sigma, bounds, BITS: tl.constexpr, GREATEST: tl.constexpr, 
 
 @triton.jit
 def _split(first, second, BITS: tl.constexpr, PTX: tl.constexpr):
-    """Codes and rests of channels of a token, and of another, a byte each: all is turned, but of rests above mu, which run otherwise."""
+    """Pack codes and rests of a token's channels and of another token's, a byte each. Inverts all bits but the rests above mu."""
     REST: tl.constexpr = ((1 << (8 - BITS)) - 1) * 0x01010101
     if PTX:
         word = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [first, second], tl.int32, True, 1)
@@ -141,7 +141,10 @@ def _split(first, second, BITS: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def _again(words, MOVE: tl.constexpr, PTX: tl.constexpr):
-    """The same, which the compiler does not know: it would keep numbers that are cheaper found again. Branches MOVE them otherwise."""
+    """The quarters of ``words``, hidden from the compiler, which would otherwise keep numbers that are cheaper to recompute.
+
+    Each branch has its own MOVE.
+    """
     if PTX:
         a = tl.inline_asm_elementwise(MOVE, "=r,r", [words[0]], tl.int32, True, 1)
         b = tl.inline_asm_elementwise(MOVE, "=r,r", [words[1]], tl.int32, True, 1)
@@ -159,9 +162,9 @@ def _hidden(word, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def _some_channels(words, k, MOVE: tl.constexpr, LIKE: tl.constexpr, PTX: tl.constexpr):
-    """Numbers of every fourth token from the ``k``th, as of numbers_of().
+    """Numbers of every fourth token from token ``k`` on, as ``numbers_of`` returns them.
 
-    Of bfloat16 they are found in another way, which each branch MOVEs to otherwise: the compiler would keep what is found before.
+    For bfloat16 another conversion is used, and each branch has its own MOVE. Otherwise the compiler would keep earlier results.
     """
     if PTX and LIKE == tl.bfloat16:
         a, c = quarters(words[0]), quarters(words[1])
@@ -179,7 +182,7 @@ def _scales_of(
     words, row, quad, there, anchor, gamma_at, mu_at, sigma_at, CHANNELS: tl.constexpr, LIKE: tl.constexpr, SHORT: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """Mu and sigma of a row's chunks, float32 [quads], four of each, and whether all are clear; where a chunk is not covered is noted."""
+    """Mu and sigma of a row's chunks, float32 [quads], four of each, and whether all are clear. Marks the anchor raw if not covered."""
     low, high = extremes(words, LIKE, PTX)
     x = numbers_of(words, LIKE)
     mu, sigma, sound = find_scales(x[0], low[0], high[0], row, 4 * quad, there, anchor, CHANNELS, gamma_at, mu_at, sigma_at, SHORT)
@@ -198,7 +201,7 @@ def _store_looked_up(
     words, mu, sigma, table, codes, rests, row, begin, there, tokens, CHANNELS: tl.constexpr, LIKE: tl.constexpr, BITS: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """Codes and rests of a row of chunks that has all its tokens, of clear scales."""
+    """Store codes and rests of a complete row of chunks with clear scales."""
     MOVE: tl.constexpr = "mov.b32 $0, $1;"
     reach = tl.zeros_like(sigma[0]) + REACH
     grow, cells = (reach / sigma[0], reach / sigma[1], reach / sigma[2], reach / sigma[3]), tl.load(table + tl.arange(0, CELLS))
@@ -214,7 +217,7 @@ def _store_searched(
     words, mu, sigma, bounds, codes, rests, row, begin, there, tokens, CHANNELS: tl.constexpr, LIKE: tl.constexpr, BITS: tl.constexpr,
     GREATEST: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Codes and rests of any row."""
+    """Store codes and rests of any row."""
     MOVE: tl.constexpr = "mov.s32 $0, $1;"
     for k in tl.static_range(0, 4, 2):
         token = row * CHUNK + k + 4 * tl.arange(0, CHUNK // 4)
@@ -227,7 +230,7 @@ def _store_searched(
 
 @triton.jit
 def _store_sinks(source, slots, row, quad, there, tokens, sinks, target, STRIDE: tl.constexpr, CHANNELS: tl.constexpr, PTX: tl.constexpr):
-    """Those of a row of chunks, as they are."""
+    """Store the sinks of a row of chunks, unchanged."""
     SIZE: tl.constexpr = source.dtype.element_ty.primitive_bitwidth // 8
     for place in range(0, CHUNK, 4):
         token = row * CHUNK + place + tl.arange(0, 4)
@@ -244,15 +247,15 @@ def encode_tiles(
     CHANNELS: tl.constexpr, STRIDE: tl.constexpr, LIKE: tl.constexpr, BITS: tl.constexpr, GREATEST: tl.constexpr, SHORT: tl.constexpr,
     QUADS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """A row of chunks of QUADS quads of channels of a part: anchor, and without ``residuals=None`` the residual of 8 bits.
+    """Encode one row of chunks of QUADS quads of channels of a part: the anchor, and the 8-bit residual unless ``residuals`` is None.
 
-    The first byte of an anchor stream, 0 before, becomes 1 where scales do not cover a chunk.
+    The first byte of an anchor stream must be 0. It becomes 1 if scales do not cover a chunk.
 
     Args:
-        bounds: of edges(), float32.
-        table: of cells(), float32.
-        STRIDE: elements from one token to the next.
-        PTX: with instructions of NVIDIA's.
+        bounds: From :func:`edges`, float32.
+        table: From :func:`cells`, float32.
+        STRIDE: Elements from one token to the next.
+        PTX: Use NVIDIA instructions.
     """
     row, part, begin = tl.program_id(0), tl.program_id(2), tl.program_id(1) * QUADS
     quad = begin + tl.arange(0, QUADS)
@@ -264,7 +267,9 @@ def encode_tiles(
         a, b, c, d = load_quads(source, slots_of(slots, row * CHUNK + tl.arange(0, CHUNK), PTX), quad, own, STRIDE, PTX)
     else:
         _store_sinks(source, slots, row, quad, there, tokens, sinks, anchor + sinks_at, STRIDE, CHANNELS, PTX)
-        a, b, c, d = load_quads(source, slots_of(slots, padded_tokens(row, tl.arange(0, CHUNK), tokens, sinks), PTX), quad, own, STRIDE, PTX)
+        a, b, c, d = load_quads(
+            source, slots_of(slots, padded_tokens(row, tl.arange(0, CHUNK), tokens, sinks), PTX), quad, own, STRIDE, PTX
+        )
     words = a, b, c, d
     mu, sigma, clear = _scales_of(words, row, quad, there, anchor, gamma_at, mu_at, sigma_at, CHANNELS, LIKE, SHORT, PTX)
     if whole & clear:
@@ -277,7 +282,7 @@ def encode_tiles(
 def _store(
     even, odd, codes, rests, row, k, begin, inside, inside_next, tokens, CHANNELS: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr
 ):  # fmt: skip
-    """All planes of codes and rests (layout.py) of every fourth token of a row of chunks from its ``k``th, and of those next to them."""
+    """Store all planes of codes and rests (layout.py), for every fourth token of a row of chunks from token ``k`` on, and the next one."""
     if BITS == 4:
         store_plane(even, odd, codes, row, k, begin, inside, inside_next, CHANNELS, 4, 4, PTX)
     elif BITS == 3:

@@ -1,4 +1,4 @@
-"""Kernels of exact residuals, which count, write and read a block of a row's 64 channels; bins.py says the same in PyTorch."""
+"""Kernels for exact residuals: count, write and read a block of 64 channels of a row. bins.py is the PyTorch version."""
 
 import triton
 import triton.language as tl
@@ -12,7 +12,7 @@ BLOCK, UNIT = tl.constexpr(layout.BLOCK), tl.constexpr(8 * layout.UNIT)
 
 @triton.jit
 def _with_sinks(page, anchor, row, token, channel, inside, channels, sinks, sinks_at):
-    """A tile of a page with the anchor's exact tokens in their places; all of the page's dtype, or as patterns."""
+    """A tile of a page, with the anchor's exact tokens inserted. All are of the page's dtype, or bit patterns."""
     if row * CHUNK < sinks:
         exact = inside & (token < sinks)[:, None]
         place = (anchor + sinks_at).to(tl.pointer_type(page.dtype)) + token[:, None] * channels + channel[None, :]
@@ -31,23 +31,23 @@ def _targets(slots, slot_stride, token, channel, tokens):
 
 @triton.jit
 def _load_page(x, slots, slot_stride, token, channel, tokens, channels):
-    """Numbers of tokens of a page, of the pool's dtype, 0 beyond it."""
+    """Numbers of a page's tokens, of the pool's dtype, 0 beyond the page."""
     inside = (token < tokens)[:, None] & (channel < channels)[None, :]
     return tl.load(x + _targets(slots, slot_stride, token, channel, tokens), mask=inside, other=0)
 
 
 @triton.jit
 def _flipped(patterns):
-    """Patterns, sign-extended to int32, as ordinals; and ordinals as patterns. Those of 16 bits have their lowest 15 turned."""
+    """Convert patterns, sign-extended to int32, to ordinals, or ordinals to patterns. 16-bit patterns invert their lowest 15 bits."""
     return tl.where(patterns < 0, patterns ^ 0x7FFFFFFF, patterns)
 
 
 @triton.jit
 def _first_reaching(bound, LIKE: tl.constexpr):
-    """The ordinal of the least number of LIKE that is not less than a float32, int32; of 0, that of -0."""
+    """The ordinal of the smallest number of LIKE that is not less than a float32, int32. For 0, the ordinal of -0."""
     ranks = _flipped(bound.to(tl.int32, bitcast=True))
     if LIKE == tl.bfloat16:
-        # Those of float32 have 16 more bits, after positive numbers 0, after negative ones 1.
+        # Float32 ordinals have 16 more bits than bfloat16 ordinals: 0 for positive bfloat16 numbers, and 1 for negative ones.
         ranks = tl.where(ranks < 0, ranks >> 16, (ranks + 0xFFFF) >> 16)
     if LIKE == tl.float16:
         nearest = bound.to(tl.float16)
@@ -61,13 +61,13 @@ def _first_reaching(bound, LIKE: tl.constexpr):
 
 @triton.jit
 def bins_of(mu, sigma, codes, bounds, LIKE: tl.constexpr, BITS: tl.constexpr):
-    """First ordinal of each code's bin, int32 [tokens, channels], the bin's last index, uint32, and bits of an index."""
+    """First ordinal of each code's bin, int32 [tokens, channels]; last index of the bin, uint32; and bits of an index."""
     first = _first_reaching(mu[None, :] + sigma[None, :] * tl.load(bounds + codes), LIKE)
     after = mu[None, :] + sigma[None, :] * tl.load(bounds + codes + 1)
-    # The last bin's end is a number of the chunk; 0 is two.
+    # The last bin includes its end, because the end is a number of the chunk. 0 counts twice, as -0 and 0.
     more = tl.where(codes == (1 << BITS) - 1, tl.where(after == 0.0, 2, 1), 0)
     last = (_first_reaching(after, LIKE) + more - 1 - first).to(tl.uint32, bitcast=True)
-    # Without the second highest bit rounding does not reach the next power.
+    # Clearing the second highest bit keeps rounding from reaching the next power.
     power = (last ^ (last & (last >> 1))).to(tl.float32).to(tl.int32, bitcast=True) >> 23
     return first, last, tl.maximum(power - 126, 0)
 
@@ -88,7 +88,7 @@ def _bins(
 
 @triton.jit
 def to_ordinals(numbers):
-    """Ordinals, int32."""
+    """Ordinals of numbers, int32."""
     if numbers.dtype == tl.float32:
         return _flipped(numbers.to(tl.int32, bitcast=True))
     else:
@@ -98,7 +98,7 @@ def to_ordinals(numbers):
 
 @triton.jit
 def from_ordinals(ranks, LIKE: tl.constexpr):
-    """Numbers of LIKE."""
+    """Numbers of LIKE from ordinals."""
     if LIKE == tl.float32:
         return _flipped(ranks).to(tl.float32, bitcast=True)
     else:
@@ -114,11 +114,11 @@ def index_places(width):
 
 @triton.jit
 def or_bits(target, index, width, TOGETHER: tl.constexpr):
-    """Put indices of a block, uint32 [32, 64], into zeros; TOGETHER neighbours have 64 bits at most, and become one word first."""
+    """OR a block's indices, uint32 [32, 64], into zeros. TOGETHER adjacent indices, at most 64 bits, are first packed into one word."""
     place = tl.reshape(index_places(width), (CHUNK, BLOCK // TOGETHER, TOGETHER))
     start = tl.min(place, 2)
     index = tl.reshape(index.to(tl.uint64), (CHUNK, BLOCK // TOGETHER, TOGETHER))
-    # A shift by 64 is that of no bits.
+        # A shift by 64 occurs only for indices of 0 bits.
     shift = tl.minimum(place - start[:, :, None], 63).to(tl.uint64)
     word = tl.sum(index << shift, 2)
     at = target + start // UNIT
@@ -130,7 +130,7 @@ def or_bits(target, index, width, TOGETHER: tl.constexpr):
 
 @triton.jit
 def read_bits(source, begin, place, width, words):
-    """Indices, int32, of ``width`` bits at ``place`` after ``begin`` 8 bytes, of a stream of so many words of 32 bits."""
+    """Read indices, int32, of ``width`` bits at ``place`` after ``begin`` 8-byte units, from a stream of ``words`` 32-bit words."""
     at = begin * 2 + place // 32
     shift = (place % 32).to(tl.uint64)
     low = tl.load(source + at, mask=(width > 0) & (at < words), other=0).to(tl.uint64)
@@ -145,7 +145,7 @@ def count_units(
     anchors, bounds, units, tokens, channels, sinks, gamma_at, mu_at, sigma_at, codes_at, LIKE: tl.constexpr, BITS: tl.constexpr,
     SHORT: tl.constexpr,
 ):  # fmt: skip
-    """Units of each block, int32 [parts, rows, blocks]."""
+    """Count the units of each block, int32 [parts, rows, blocks]."""
     row, block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token = row * CHUNK + tl.arange(0, CHUNK)
     _, width = _bins(
@@ -161,7 +161,7 @@ def write_exact(
     sources, anchors, residuals, slots, bounds, slot_stride, tokens, channels, sinks, gamma_at, mu_at, sigma_at, codes_at, bits_at,
     LIKE: tl.constexpr, BITS: tl.constexpr, SHORT: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Indices of a block, ORed into zeros."""
+    """Write the indices of a block, ORed into zeros."""
     row, block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token, channel = row * CHUNK + tl.arange(0, CHUNK), block * BLOCK + tl.arange(0, BLOCK)
     first, width = _bins(
@@ -181,7 +181,7 @@ def read_exact(
     anchors, residuals, outs, slots, bounds, slot_stride, tokens, channels, sinks, gamma_at, mu_at, sigma_at, sinks_at, codes_at,
     bits_at, LIKE: tl.constexpr, BITS: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
-    """Numbers of a block, into a pool."""
+    """Decode the numbers of a block into a pool."""
     row, block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token, channel = row * CHUNK + tl.arange(0, CHUNK), block * BLOCK + tl.arange(0, BLOCK)
     anchor, residual = stream(anchors, part), stream(residuals, part)

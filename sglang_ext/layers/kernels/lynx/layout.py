@@ -1,30 +1,35 @@
-"""Where things lie in the two streams of a page of KV: who transports them needs nothing else.
+"""Layout of the two streams of a KV page. Code that transports streams needs no other file of this package.
 
-A page is [tokens, channels] of one tensor of a pool, keys or values of a layer. Its chunks are 32 consecutive tokens of one
-channel, the last of fewer; a row of chunks has one of each channel.
+A page is [tokens, channels] of one tensor of a pool, the keys or values of a layer. It is divided into chunks: 32 consecutive tokens of
+one channel. The last chunk may have fewer. A row of chunks has one chunk of each channel.
 
 The anchor stream, without gaps::
 
-    header        16 bytes; the first is 0 for a page of codes, 1 for a page as it is ("raw"), the others 0
-    gamma         float16 [2, channels]: least number and step of the scales; with short scales alone
-    mu, sigma     float16 [rows, channels] each; with short scales further below
+    header        16 bytes; the first is 0 for a page of codes, 1 for a page stored as it is ("raw"), the others 0
+    gamma         float16 [2, channels]: minimum and step of the scales; only with short scales
+    mu, sigma     float16 [rows, channels] each; with short scales see below
     sinks         [sinks, channels] as in the pool
-    mu, sigma     uint8 [rows, channels] each; short scales
+    mu, sigma     uint8 [rows, channels] each; only with short scales
     codes         the planes of [tokens, channels] codes of ``bits`` bits
 
-of a page that is stored raw, the header and [tokens, channels] as in the pool. A page is raw where it would not be smaller
-otherwise, where it holds NaN, infinity or more than a float16 reaches outside its sinks.
+The anchor stream of a raw page is the header and [tokens, channels] as in the pool. A page is raw if codes would not be smaller. It is
+also raw if its tokens after the sinks contain NaN, infinity, or a number outside the range of float16.
 
-The residual stream of ``reference="int8"``: the planes of [tokens, channels] residuals ``V * 2 ** r - I + 2 ** (r - 1)`` of
-r = 8 - ``bits`` bits. That of ``reference="exact"``: uint32 [rows, ceil(channels / 64)], filled up to 8 bytes, and bits. The numbers
-say at which 8 bytes after them a block of a row's 64 channels begins. Of a block the elements follow each other by token, then by
-channel, lowest bits first: each is its number's index in the bin that its code and its chunk's scales name (bins.py), of as many
-bits as the bin's last index. A raw page's residual stream is empty.
+The residual stream of ``reference="int8"`` is the planes of [tokens, channels] residuals. A residual is
+``V * 2 ** r - I + 2 ** (r - 1)`` and has r = 8 - ``bits`` bits.
 
-Codes of 2 and 4 bits are one plane; of 3 bits one of the higher 2 and one of the lowest, of 5 and 6 bits one of the highest 4 and
-one of the rest. A plane of w bits has ``channels * w / 8`` bytes a token: w bytes hold 8 channels, the first in the lowest bits.
+The residual stream of ``reference="exact"`` is uint32 [rows, ceil(channels / 64)], padded to 8 bytes, and then bits. Each uint32 is the
+offset, in units of 8 bytes after them, of a block of 64 channels of a row. The elements of a block are ordered by token, then by channel,
+lowest bits first. Each element is its number's index in a bin (bins.py). The number's code and its chunk's scales determine the bin. The
+index has as many bits as the bin's last index.
 
-The codes and residuals of sinks mean nothing; in an exact residual they have no bits.
+The residual stream of a raw page is empty.
+
+Codes of 2 and 4 bits are one plane. Codes of 3 bits are a plane of the upper 2 bits and a plane of the lowest bit. Codes of 5 and 6 bits
+are a plane of the upper 4 bits and a plane of the rest. A plane of w bits has ``channels * w / 8`` bytes per token. w bytes hold 8
+channels, the first in the lowest bits.
+
+The codes and residuals of sinks have no meaning. In an exact residual they have no bits.
 """
 
 from dataclasses import dataclass
@@ -36,31 +41,31 @@ from sglang_ext.layers.kernels.lynx.levels import ANCHORS, BITS
 
 CHUNK = 32
 HEADER = 16
-# First byte of the header.
+# Values of the header's first byte.
 CODED, RAW = 0, 1
-# Channels of a block of an exact residual, and bytes to which its blocks are filled up.
+# Channels of a block of an exact residual, and the multiple of bytes to which its blocks are padded.
 BLOCK, UNIT = 64, 8
 REFERENCES = ("int8", "exact")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Codes of so many bits are planes of so many, the highest first.
+# Widths of the planes by bits of a code, the highest plane first.
 PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2)}
 
 
 @dataclass(frozen=True)
 class PageLayout:
-    """Of a page's streams; all sizes and offsets in bytes.
+    """Layout of a page's streams. All sizes and offsets are in bytes.
 
     Attributes:
-        tokens: of the page, at least 1.
-        channels: of a token (heads times their dim), a multiple of 8.
-        dtype: of the pool: bfloat16, float16 or float32.
-        bits: of an anchor's codes: 4, 3 or 2 of 8.
-        sinks: the page's first tokens that the anchor stream holds exactly.
-        short_scales: mu and sigma of 8 bits, instead of 16.
-        reference: what the residual restores: "int8", the numbers of 8 bits, or "exact", the pool's bits.
+        tokens: Tokens of the page, at least 1.
+        channels: Channels of a token (heads times their dim), a multiple of 8.
+        dtype: Dtype of the pool: bfloat16, float16 or float32.
+        bits: Bits of an anchor's code: 4, 3 or 2 of 8.
+        sinks: Number of first tokens that the anchor stream holds exactly.
+        short_scales: mu and sigma have 8 bits instead of 16.
+        reference: What the residual restores: "int8", the 8-bit codes, or "exact", the pool's bits.
 
     Raises:
-        ValueError: no such layout.
+        ValueError: A value is not allowed.
     """
 
     tokens: int
@@ -73,12 +78,12 @@ class PageLayout:
 
     def __post_init__(self) -> None:
         allowed = (
-            (self.tokens >= 1, f"tokens={self.tokens}: a page has at least 1"),
-            (self.channels >= 8 and self.channels % 8 == 0, f"channels={self.channels}: a multiple of 8; fill up with zeros"),
-            (self.dtype in DTYPES, f"dtype={self.dtype}: one of {DTYPES}; convert the pool"),
-            (self.bits in ANCHORS, f"bits={self.bits}: an anchor has one of {ANCHORS} of 8 bits"),
-            (0 <= self.sinks <= self.tokens, f"sinks={self.sinks}: from 0 to the page's {self.tokens} tokens"),
-            (self.reference in REFERENCES, f"reference={self.reference!r}: one of {REFERENCES}"),
+            (self.tokens >= 1, f"tokens={self.tokens}: must be at least 1"),
+            (self.channels >= 8 and self.channels % 8 == 0, f"channels={self.channels}: must be a multiple of 8; pad with zeros"),
+            (self.dtype in DTYPES, f"dtype={self.dtype}: must be one of {DTYPES}; convert the pool"),
+            (self.bits in ANCHORS, f"bits={self.bits}: must be one of {ANCHORS}"),
+            (0 <= self.sinks <= self.tokens, f"sinks={self.sinks}: must be from 0 to the page's {self.tokens} tokens"),
+            (self.reference in REFERENCES, f"reference={self.reference!r}: must be one of {REFERENCES}"),
         )
         for holds, message in allowed:
             if not holds:
@@ -86,12 +91,12 @@ class PageLayout:
 
     @property
     def rows(self) -> int:
-        """Of chunks."""
+        """Number of rows of chunks."""
         return -(-self.tokens // CHUNK)
 
     @property
     def residual_bits(self) -> int:
-        """Of the 8-bit reference."""
+        """Bits of a residual of the 8-bit reference."""
         return BITS - self.bits
 
     @cached_property
@@ -111,41 +116,43 @@ class PageLayout:
 
     @cached_property
     def raw_bytes(self) -> int:
-        """Of the anchor stream of a raw page."""
+        """Size of the anchor stream of a raw page."""
         return HEADER + self.tokens * self.channels * self.dtype.itemsize
 
     @cached_property
     def coded_bytes(self) -> int:
-        """Of the anchor stream of a coded page."""
+        """Size of the anchor stream of a coded page."""
         return sum(self.parts["codes"])
 
     @cached_property
     def always_raw(self) -> bool:
-        """Whether codes would not be fewer bytes; so the size of an anchor stream tells which it is."""
+        """Whether codes would not be smaller than raw pages. Therefore the size of an anchor stream shows whether it is raw."""
         return self.coded_bytes >= self.raw_bytes
 
     @cached_property
     def int8_bytes(self) -> int:
-        """Of the residual stream of a coded page, for the 8-bit reference."""
+        """Size of the residual stream of a coded page, for the 8-bit reference."""
         return self.tokens * self.channels * self.residual_bits // 8
 
     @property
     def blocks(self) -> int:
-        """Of an exact residual, in one row of chunks."""
+        """Blocks of an exact residual in one row of chunks."""
         return -(-self.channels // BLOCK)
 
     @property
     def index_bytes(self) -> int:
-        """What lies before the bits of an exact residual."""
+        """Size of the offsets before the bits of an exact residual."""
         return -(-4 * self.rows * self.blocks // UNIT) * UNIT
 
     def is_raw(self, anchor_bytes: int) -> bool:
-        """Whether an anchor stream of that size is a raw page.
+        """Whether an anchor stream of this size is a raw page.
 
         Raises:
-            ValueError: it is no anchor stream of this layout.
+            ValueError: It is not the size of an anchor stream of this layout.
         """
         if anchor_bytes == self.raw_bytes or anchor_bytes == self.coded_bytes and not self.always_raw:
             return anchor_bytes == self.raw_bytes
         allowed = f"{self.raw_bytes} (raw)" if self.always_raw else f"{self.coded_bytes}, or {self.raw_bytes} (raw)"
-        raise ValueError(f"an anchor stream of {anchor_bytes} bytes: {self} has {allowed}; pass the layout that it was encoded with")
+        raise ValueError(
+            f"an anchor stream of {anchor_bytes} bytes does not fit {self}, which has {allowed}: pass the layout that it was encoded with"
+        )

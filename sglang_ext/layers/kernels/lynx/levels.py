@@ -1,29 +1,29 @@
-"""What codes mean: levels of numbers in [-1, 1] that are finer near 0 (Lynx, Algorithm 1), and the bounds between them.
+"""Values of codes: levels in [-1, 1], denser near 0 (Lynx, Algorithm 1), and the bounds between them.
 
 A number ``y`` is companded to ``I = round(F * ln(1 + a |y|) / ln(1 + a))``, which has 8 bits with its sign. An anchor of b bits is
-the sign and ``V = (I + 2 ** (r - 1) - 1) >> r``, the highest b - 1 bits of I, rounded; the residual, of r = 8 - b bits, takes it
-from V to I. With ``F`` the greatest multiple of V's step the extreme of a chunk is exact in the anchor alone. ``V = 0`` with a sign
+the sign and ``V = (I + 2 ** (r - 1) - 1) >> r``, the highest b - 1 bits of I, rounded. The residual, of r = 8 - b bits, restores I from V.
+``F`` is the greatest multiple of V's step, so that the anchor alone represents the extreme of a chunk exactly. ``V = 0`` with a sign
 means a quarter of a step, not 0.
 
-Levels and bounds have 13 significant bits: their products with a float16 are exact in float32, so that a product and a sum round
-the same whether they are contracted to one instruction or not, on every device.
+Levels and bounds have 13 significant bits, so that their products with a float16 are exact in float32. Therefore a product and a sum
+round the same on every device, whether the compiler fuses them into one instruction or not.
 """
 
 import math
 from functools import lru_cache
 
-# Anchor and residual together.
+# Bits of anchor and residual together.
 BITS = 8
 # Bits of an anchor.
 ANCHORS = (2, 3, 4)
-# a of the companding; 1 to 4 are as good.
+# Parameter a of the companding. All values from 1 to 4 are equally good.
 CURVE = 2.0
-# Of 24 in float32, 11 are a float16's.
+# Significant bits of a level: the 24 of float32 less the 11 of float16.
 SIGNIFICANT = 13
 
 
 def level_step(bits: int) -> int:
-    """How many values of I share a V, for an anchor of ``bits``."""
+    """Number of values of I that share one V, for an anchor of ``bits``."""
     return 2 ** (BITS - bits)
 
 
@@ -33,7 +33,7 @@ def max_level(bits: int) -> int:
 
 
 def expand_level(companded: float, bits: int) -> float:
-    """The number in [0, 1] that an I stands for, to 13 significant bits."""
+    """The number in [0, 1] that corresponds to an I, rounded to 13 significant bits."""
     size = math.expm1(companded / max_level(bits) * math.log1p(CURVE)) / CURVE
     mantissa, exponent = math.frexp(size)
     return math.ldexp(round(mantissa * 2**SIGNIFICANT), exponent - SIGNIFICANT)
@@ -41,19 +41,19 @@ def expand_level(companded: float, bits: int) -> float:
 
 @lru_cache(maxsize=None)
 def fine_levels(bits: int) -> tuple[float, ...]:
-    """What I means, from 0 to F."""
+    """Levels of I, from 0 to F."""
     return tuple(expand_level(i, bits) for i in range(max_level(bits) + 1))
 
 
 @lru_cache(maxsize=None)
 def fine_bounds(bits: int) -> tuple[float, ...]:
-    """The least numbers of I, from 0 to F; that of 0 is 0."""
+    """Lower bounds of I, from 0 to F. The bound of 0 is 0."""
     return (0.0, *(expand_level(i - 0.5, bits) for i in range(1, max_level(bits) + 1)))
 
 
 @lru_cache(maxsize=None)
 def levels(bits: int) -> tuple[float, ...]:
-    """What an anchor's codes 0 to ``2 ** bits - 1`` mean, ascending; code ``2 ** (bits - 1)`` is the least positive one."""
+    """Levels of an anchor's codes 0 to ``2 ** bits - 1``, ascending. Code ``2 ** (bits - 1)`` is the smallest positive one."""
     size = level_step(bits)
     steps = [expand_level(size / 4, bits), *(expand_level(size * v, bits) for v in range(1, 2 ** (bits - 1)))]
     return (*(-each for each in reversed(steps)), *steps)
@@ -61,7 +61,7 @@ def levels(bits: int) -> tuple[float, ...]:
 
 @lru_cache(maxsize=None)
 def bounds(bits: int) -> tuple[float, ...]:
-    """Where an anchor's codes begin, and where the last ends: ``2 ** bits + 1`` numbers from -1 to 1."""
+    """Lower bounds of an anchor's codes, and the end of the last: ``2 ** bits + 1`` numbers from -1 to 1."""
     size = level_step(bits)
     ends = [*(fine_bounds(bits)[size * v - size // 2 + 1] for v in range(1, 2 ** (bits - 1))), 1.0]
     return (*(-each for each in reversed(ends)), 0.0, *ends)

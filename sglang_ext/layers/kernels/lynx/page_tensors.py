@@ -1,4 +1,4 @@
-"""Tensors whose pages are encoded and decoded together, such as keys and values of all layers, and where they lie."""
+"""Tensors whose pages are encoded and decoded together, such as keys and values of all layers, and the addresses of streams."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,53 +8,59 @@ import torch
 
 from sglang_ext.layers.kernels.lynx.layout import PageLayout
 
-# Streams and tensors begin at multiples of this.
+# Addresses of streams and tensors are multiples of this.
 ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
 class PageTensors:
-    """Tensors whose pages are encoded and decoded together, again and again: looked at once.
+    """Tensors whose pages are repeatedly encoded and decoded together. They are checked once.
 
     Attributes:
-        tensors: [tokens or slots, channels], of one dtype and shape with the same strides, channels contiguous.
+        tensors: [tokens or slots, channels], all of one dtype and shape with the same strides, channels contiguous.
     """
 
     tensors: tuple[torch.Tensor, ...]
 
     @classmethod
     def from_tensors(cls, tensors: "Sequence[torch.Tensor] | PageTensors") -> "PageTensors":
-        """Of tensors whose channels may be [heads, dim].
+        """Create from tensors whose channels may be [heads, dim].
 
         Raises:
-            ValueError: they differ, or channels are not contiguous.
+            ValueError: The tensors differ, or channels are not contiguous.
         """
         if isinstance(tensors, PageTensors):
             return tensors
         flat = tuple(tensor.view(len(tensor), -1) for tensor in tensors)
         kinds = {(each.shape, each.dtype, each.stride()) for each in flat}
         if len(kinds) != 1 or flat[0].stride(1) != 1:
-            raise ValueError(f"{', '.join(map(_described, flat[:2]))}: pass tensors that are alike and contiguous, or their contiguous copies")
+            raise ValueError(
+                f"{', '.join(map(_described, flat[:2]))}: tensors must have the same shape, dtype and strides, and contiguous channels; "
+                "pass contiguous copies"
+            )
         return cls(flat)
 
     @cached_property
     def table(self) -> torch.Tensor:
-        """Their addresses, int64 [parts], on the device.
+        """Addresses of the tensors, int64 [parts], on the device.
 
         Raises:
-            ValueError: as of :func:`addresses`.
+            ValueError: As in :func:`addresses`.
         """
         return addresses(self.tensors)
 
     def check(self, layout: PageLayout, slots: torch.Tensor | None) -> None:
-        """Raise unless pages of ``layout`` lie in ``slots`` of them.
+        """Check that the tensors' ``slots`` hold pages of ``layout``.
 
         Raises:
-            ValueError: says what differs.
+            ValueError: Names the difference.
         """
         one = self.tensors[0]
         if one.shape[1] != layout.channels or one.dtype != layout.dtype:
-            raise ValueError(f"{_described(one)}: {layout} is of contiguous channels; pass a pool's buffer, or its contiguous copy")
+            raise ValueError(
+                f"{_described(one)} does not fit {layout}, which needs its dtype and contiguous channels: pass a pool's buffer, or its "
+                "contiguous copy"
+            )
         if len(one if slots is None else slots) != layout.tokens:
             given = None if slots is None else tuple(slots.shape)
             raise ValueError(f"{_described(one)}, slots {given}: {layout} has {layout.tokens} tokens")
@@ -62,13 +68,13 @@ class PageTensors:
 
 @dataclass(frozen=True)
 class StreamBatch:
-    """Streams of a page's parts, all of one size, evenly apart in one memory.
+    """Streams of a page's parts, all of the same size, at regular distances in one memory.
 
     Attributes:
-        memory: uint8 [bytes], from an address that is a multiple of ``ALIGNMENT`` on a GPU.
-        begins: where each begins in it, int64 [parts], on its device; multiples of ``ALIGNMENT``.
-        first, width: where the first begins, and bytes from one to the next.
-        size: bytes of each.
+        memory: uint8 [bytes]. On a GPU, its address is a multiple of ``ALIGNMENT``.
+        begins: int64 [parts], offset of each stream in ``memory``, on its device. Multiples of ``ALIGNMENT``.
+        first, width: Offset of the first stream, and bytes from one stream to the next.
+        size: Bytes of each stream.
     """
 
     memory: torch.Tensor
@@ -84,19 +90,19 @@ class StreamBatch:
 
     @property
     def addresses(self) -> torch.Tensor:
-        """Of each, int64 [parts], on the device."""
+        """Addresses of the streams, int64 [parts], on the device."""
         return self.begins + self.memory.data_ptr()
 
 
 def addresses(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Of tensors, int64 [tensors], on their device.
+    """Addresses of tensors, int64 [tensors], on their device.
 
     Raises:
-        ValueError: a tensor lies where kernels cannot read it.
+        ValueError: An address is not a multiple of ``ALIGNMENT``, so kernels cannot read it.
     """
     found = torch.tensor([tensor.data_ptr() for tensor in tensors])
     if torch.any(found % ALIGNMENT):
-        raise ValueError(f"addresses {found.tolist()}: tensors begin at multiples of {ALIGNMENT}; pass a copy")
+        raise ValueError(f"addresses {found.tolist()}: tensors must begin at multiples of {ALIGNMENT} bytes; pass a copy")
     return found.pin_memory().to(tensors[0].device, non_blocking=True) if tensors[0].is_cuda else found
 
 

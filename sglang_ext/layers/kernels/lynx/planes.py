@@ -1,4 +1,4 @@
-"""Codes of 2 to 6 bits as planes of 4, 2 and 1 bit (layout.py), in PyTorch."""
+"""Packs codes of 2 to 6 bits into planes of 4, 2 and 1 bits (layout.py), in PyTorch."""
 
 import torch
 
@@ -6,7 +6,7 @@ from sglang_ext.layers.kernels.lynx.layout import PLANES
 
 
 def pack_planes(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """The planes, uint8 [tokens * channels * bits / 8], of uint8 [tokens, channels] codes."""
+    """Pack uint8 [tokens, channels] codes into planes, uint8 [tokens * channels * bits / 8]."""
     tokens, left, planes = len(codes), bits, []
     for width in PLANES[bits]:
         left -= width
@@ -20,7 +20,7 @@ def pack_planes(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack_planes(planes: torch.Tensor, bits: int, tokens: int) -> torch.Tensor:
-    """The codes, uint8 [tokens, channels], of what :func:`pack_planes` gave."""
+    """Unpack the codes, uint8 [tokens, channels], from planes of :func:`pack_planes`."""
     channels = len(planes) * 8 // (bits * tokens)
     codes = torch.zeros(tokens, channels, dtype=torch.uint8, device=planes.device)
     left, begin = bits, 0

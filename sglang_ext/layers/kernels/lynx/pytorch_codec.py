@@ -1,4 +1,4 @@
-"""Streams of a page in PyTorch, the same bytes that the kernels write."""
+"""Encodes and decodes the streams of a page in PyTorch. The kernels write the same bytes."""
 
 import math
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ from sglang_ext.layers.kernels.lynx.levels import CURVE, fine_bounds, fine_level
 from sglang_ext.layers.kernels.lynx.page_tensors import PageTensors, StreamBatch
 from sglang_ext.layers.kernels.lynx.scales import ChunkScales, as_bytes, compute_scales, read
 
-# Above this share of mu float32 tells one bound from the next, and an estimate of I is off by one at most.
+# If sigma is above this share of mu, float32 separates adjacent bounds, and an estimate of I is off by at most one.
 CLEAR = 2.0**-11
 
 
 def _coded(layout: PageLayout, device: torch.device) -> torch.Tensor:
-    """Tokens with codes that mean something, bool [rows, 32, 1]."""
+    """Tokens whose codes have a meaning, bool [rows, 32, 1]."""
     token = torch.arange(layout.rows * CHUNK, device=device)
     return ((token >= layout.sinks) & (token < layout.tokens)).view(layout.rows, CHUNK, 1)
 
@@ -24,8 +24,8 @@ def _coded(layout: PageLayout, device: torch.device) -> torch.Tensor:
 def _filled(x: torch.Tensor, layout: PageLayout) -> torch.Tensor:
     """A page's chunks, float32 [rows, 32, channels].
 
-    The place of a sink, or of a token beyond the page, is taken by another token of its row, each in turn, or by the page's first
-    that is no sink where a row has none: mean and extremes need no mask.
+    Sinks and tokens beyond the page are replaced by other tokens of their row, in turn. A row without other tokens uses the page's
+    first token after the sinks. Mean and extremes therefore need no mask.
     """
     coded = _coded(layout, x.device)
     count = coded.sum(1)
@@ -39,14 +39,14 @@ def _filled(x: torch.Tensor, layout: PageLayout) -> torch.Tensor:
 
 
 def _chunks(x: torch.Tensor, layout: PageLayout) -> torch.Tensor:
-    """[tokens, ...] as [rows, 32, ...], filled up with zeros."""
+    """Reshape [tokens, ...] to [rows, 32, ...], padded with zeros."""
     missing = layout.rows * CHUNK - layout.tokens
     x = torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
     return x.view(layout.rows, CHUNK, -1)
 
 
 def magnitudes(x: torch.Tensor, scales: ChunkScales, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """I, int32 [rows, 32, channels], and whether its sign is positive, bool: how many bounds a number reaches on its side of mu."""
+    """I, int32 [rows, 32, channels]: the number of bounds that a number reaches on its side of mu. And whether its sign is positive."""
     mu, sigma = scales.mu[:, None], scales.sigma[:, None]
     most, table = max_level(bits), torch.tensor(fine_bounds(bits), device=x.device)
     above = x >= mu
@@ -56,7 +56,9 @@ def magnitudes(x: torch.Tensor, scales: ChunkScales, bits: int) -> tuple[torch.T
     unclear = (scales.sigma <= scales.mu.abs() * CLEAR).nonzero(as_tuple=True)
     if len(unclear[0]):
         row, channel = unclear
-        x, mu, sigma, above_there = x[row, :, channel], scales.mu[row, channel, None], scales.sigma[row, channel, None], above[row, :, channel]
+        x, mu, sigma, above_there = (
+            x[row, :, channel], scales.mu[row, channel, None], scales.sigma[row, channel, None], above[row, :, channel],
+        )  # fmt: skip
         there = torch.zeros_like(x, dtype=torch.int32)
         for power in reversed(range(most.bit_length())):
             more = there + (1 << power)
@@ -74,16 +76,18 @@ def _reached(
 
 
 def encode_anchors(x: torch.Tensor, layout: PageLayout, parts: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Anchor streams of pages side by side, and the residual streams of the 8-bit reference.
+    """Anchor streams of adjacent pages, and the residual streams of the 8-bit reference.
 
-    Scales are of channels, so that pages of several tensors are one of all their channels: as many operations take that as one page.
+    Scales are per channel. Several tensors' pages are therefore encoded as one page with all their channels, with the same number of
+    operations.
 
     Args:
         x: [tokens, parts * channels] of the layout's dtype.
-        layout: of one page.
+        layout: Layout of one page.
 
     Returns:
-        uint8 [parts, coded_bytes]; where the header says raw, scales and codes mean nothing. uint8 [parts, int8_bytes].
+        Anchors, uint8 [parts, coded_bytes], and residuals, uint8 [parts, int8_bytes]. If a header says raw, the scales and codes have
+        no meaning.
     """
     half = 2 ** (layout.bits - 1)
     numbers = _filled(x, layout)
@@ -99,7 +103,7 @@ def encode_anchors(x: torch.Tensor, layout: PageLayout, parts: int = 1) -> tuple
     anchor[:, 0] = torch.where(found.covered.view(parts, -1).all(1), 0, RAW)
     rows = {"gamma": 2, "mu": layout.rows, "sigma": layout.rows, "sinks": layout.sinks}
     stored = found.stored | {"sinks": as_bytes(x[: layout.sinks])}
-    stored = {name: _apart(each, rows[name], parts) for name, each in stored.items() if len(each)}
+    stored = {name: _split_parts(each, rows[name], parts) for name, each in stored.items() if len(each)}
     stored["codes"] = _planes(codes, layout.bits, parts)
     for name, (offset, size) in layout.parts.items():
         if size:
@@ -108,22 +112,22 @@ def encode_anchors(x: torch.Tensor, layout: PageLayout, parts: int = 1) -> tuple
 
 
 def _planes(codes: torch.Tensor, bits: int, parts: int) -> torch.Tensor:
-    """The planes of each part, uint8 [parts, bytes], of uint8 [tokens, parts * channels] codes."""
-    together, begin, found = planes.pack_planes(codes, bits), 0, []
+    """The planes of each part, uint8 [parts, bytes], from uint8 [tokens, parts * channels] codes."""
+    all_planes, begin, found = planes.pack_planes(codes, bits), 0, []
     for width in planes.PLANES[bits]:
         end = begin + codes.numel() * width // 8
-        found.append(_apart(together[begin:end], len(codes), parts))
+        found.append(_split_parts(all_planes[begin:end], len(codes), parts))
         begin = end
     return torch.cat(found, 1)
 
 
-def _apart(content: torch.Tensor, rows: int, parts: int) -> torch.Tensor:
-    """The bytes of each part, uint8 [parts, bytes], of those of rows in which the parts lie side by side."""
+def _split_parts(content: torch.Tensor, rows: int, parts: int) -> torch.Tensor:
+    """The bytes of each part, uint8 [parts, bytes], from the bytes of rows that hold the parts side by side."""
     return content.view(rows, parts, -1).transpose(0, 1).reshape(parts, -1)
 
 
 def _read_anchor(anchor: torch.Tensor, layout: PageLayout) -> tuple[torch.Tensor, ChunkScales, torch.Tensor]:
-    """Codes, uint8 [tokens, channels]; scales; sinks, [sinks, channels]."""
+    """Codes, uint8 [tokens, channels]; scales; and sinks, [sinks, channels]."""
     parts = {name: anchor[offset : offset + size].clone() for name, (offset, size) in layout.parts.items()}
     codes = planes.unpack_planes(parts["codes"], layout.bits, layout.tokens)
     sinks = parts["sinks"].view(layout.dtype).view(layout.sinks, layout.channels)
@@ -139,7 +143,7 @@ def encode_exact(x: torch.Tensor, anchor: torch.Tensor, layout: PageLayout) -> t
 
 
 def decode_coded(anchor: torch.Tensor, residual: torch.Tensor | None, layout: PageLayout) -> torch.Tensor:
-    """The page, [tokens, channels] of the layout's dtype, of a coded anchor, and of its residual where there is one."""
+    """Decode a coded anchor, with its residual if there is one: [tokens, channels] of the layout's dtype."""
     codes, scales, sinks = _read_anchor(anchor, layout)
     coded, chunks = _coded(layout, anchor.device), _chunks(codes, layout).long()
     if residual is not None and layout.reference == "exact":
@@ -163,14 +167,16 @@ def decode_coded(anchor: torch.Tensor, residual: torch.Tensor | None, layout: Pa
 
 
 def anchors(parts: PageTensors, layout: PageLayout, slots: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Anchor streams, uint8 [parts, coded_bytes], and residuals of 8 bits, uint8 [parts, int8_bytes], if that is the reference."""
+    """Anchor streams, uint8 [parts, coded_bytes]. If the reference is 8-bit, also the residuals, uint8 [parts, int8_bytes]."""
     pages = [part if slots is None else part[slots] for part in parts.tensors]
     found, rest = encode_anchors(torch.cat(pages, 1), layout, len(pages))
     return found, rest if layout.reference == "int8" else None
 
 
-def write_streams(parts: PageTensors, layout: PageLayout, slots: torch.Tensor | None, anchors_at: StreamBatch, rest_at: StreamBatch | None) -> None:
-    """What :func:`anchors` gives, into its place; ``rest_at``: residuals of 8 bits, or None where they are not wanted."""
+def write_streams(
+    parts: PageTensors, layout: PageLayout, slots: torch.Tensor | None, anchors_at: StreamBatch, rest_at: StreamBatch | None
+) -> None:
+    """Write the streams of :func:`anchors` into existing memory. ``rest_at``: memory of the 8-bit residuals, or None for no residuals."""
     pages = [part if slots is None else part[slots] for part in parts.tensors]
     found, rest = encode_anchors(torch.cat(pages, 1), layout, len(pages))
     anchors_at.rows.copy_(found)
@@ -178,12 +184,16 @@ def write_streams(parts: PageTensors, layout: PageLayout, slots: torch.Tensor | 
         rest_at.rows.copy_(rest)
 
 
-def read_streams(anchors_at: StreamBatch, rest_at: StreamBatch | None, layout: PageLayout, outs: PageTensors, slots: torch.Tensor | None) -> None:
-    """As :func:`decode`."""
+def read_streams(
+    anchors_at: StreamBatch, rest_at: StreamBatch | None, layout: PageLayout, outs: PageTensors, slots: torch.Tensor | None
+) -> None:
+    """Decode streams as :func:`decode` does."""
     decode(anchors_at.rows, None if rest_at is None else rest_at.rows, layout, outs, slots)
 
 
-def exact_residuals(parts: PageTensors, found: Sequence[torch.Tensor], layout: PageLayout, slots: torch.Tensor | None) -> list[torch.Tensor]:
+def exact_residuals(
+    parts: PageTensors, found: Sequence[torch.Tensor], layout: PageLayout, slots: torch.Tensor | None
+) -> list[torch.Tensor]:
     """Exact residual streams, uint8 [bytes] each, of parts and their coded anchors."""
     pages = (part if slots is None else part[slots] for part in parts.tensors)
     return [encode_exact(page, anchor, layout) for page, anchor in zip(pages, found, strict=True)]
@@ -196,14 +206,14 @@ def decode(
     outs: PageTensors,
     slots: torch.Tensor | None,
 ) -> None:
-    """Write pages of coded anchors into ``outs``."""
+    """Decode pages of coded anchors into ``outs``."""
     for part, out in enumerate(outs.tensors):
         page = decode_coded(found[part], None if residuals is None else residuals[part], layout)
         out[slice(None) if slots is None else slots] = page
 
 
 def raw(x: torch.Tensor) -> torch.Tensor:
-    """The anchor stream of a page as it is, uint8 [raw_bytes]."""
+    """The anchor stream of a raw page, uint8 [raw_bytes]."""
     header = torch.zeros(HEADER, dtype=torch.uint8, device=x.device)
     header[0] = RAW
     return torch.cat([header, as_bytes(x)])

@@ -1,6 +1,6 @@
-"""What a thread has of a row of chunks in registers: quads of four neighbouring channels, each with all its tokens.
+"""Register layout of a row of chunks: each thread has quads of four adjacent channels, with all their tokens.
 
-Arrays are [quads, tokens], of the channels of a quad a tuple of four.
+Arrays are [quads, tokens]. A tuple of four has one array for each channel of a quad.
 """
 
 import triton
@@ -11,7 +11,7 @@ from sglang_ext.layers.kernels.lynx.tiles import CHUNK
 
 @triton.jit
 def padded_tokens(row, place, tokens, sinks):
-    """Tokens of a row of chunks: in the places of sinks, and of what is beyond the page, others (plain.py)."""
+    """Tokens of a row of chunks. Sinks and tokens beyond the page are replaced by other tokens (``pytorch_codec._filled``)."""
     token = row * CHUNK + place
     first, last = tl.maximum(row * CHUNK, sinks), tl.minimum(row * CHUNK + CHUNK, tokens)
     token = tl.where((token >= first) & (token < last), token, first + place % tl.maximum(last - first, 1))
@@ -20,9 +20,12 @@ def padded_tokens(row, place, tokens, sinks):
 
 @triton.jit
 def load_quads(x, slot, quad, mask, STRIDE: tl.constexpr, PTX: tl.constexpr):
-    """Patterns of numbers in slots, four int32 [quads, tokens], any where masked; of 16 bits two are a word, and both words come twice."""
+    """Load bit patterns of numbers in slots, four int32 [quads, tokens]. With 16 bits, a word has two numbers and words are repeated.
+
+    Masked elements are undefined.
+    """
     SIZE: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 16
-    # A product of 32 bits to 64 and a sum with the address of a thread's own are one instruction.
+    # A 32-bit product widened to 64 bits, plus a thread's own address, is one instruction.
     far = slot.to(tl.int64) * (STRIDE // (4 // SIZE))
     place = (x.to(tl.pointer_type(tl.int64)) + quad * SIZE)[:, None] + far[None, :]
     words = tl.load(place, mask=mask)
@@ -34,7 +37,7 @@ def load_quads(x, slot, quad, mask, STRIDE: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def _halved(words, PTX: tl.constexpr):
-    """The lower and the upper 32 bits of 64."""
+    """The lower and the upper 32 bits of 64-bit words."""
     if PTX:
         return tl.inline_asm_elementwise("mov.b64 {$0, $1}, $2;", "=r,=r,l", [words], (tl.int32, tl.int32), True, 1)
     else:
@@ -43,7 +46,7 @@ def _halved(words, PTX: tl.constexpr):
 
 @triton.jit
 def numbers_of(words, LIKE: tl.constexpr):
-    """Numbers, float32, of each channel."""
+    """The numbers of each channel, float32."""
     if LIKE == tl.float32:
         return float32_of(words[0], words[1], words[2], words[3])
     elif LIKE == tl.bfloat16:
@@ -56,13 +59,13 @@ def numbers_of(words, LIKE: tl.constexpr):
 
 @triton.jit
 def float32_of(a, b, c, d):
-    """Of patterns."""
+    """Float32 of bit patterns."""
     return a.to(tl.float32, bitcast=True), b.to(tl.float32, bitcast=True), c.to(tl.float32, bitcast=True), d.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _least_bfloat16(a, b):
-    """Of two numbers each, NaN where one is."""
+    """The smaller of two numbers, for two bfloat16 in a word. NaN if one of them is NaN."""
     return tl.inline_asm_elementwise("min.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1)
 
 
@@ -83,7 +86,7 @@ def _most_float16(a, b):
 
 @triton.jit
 def extremes(words, LIKE: tl.constexpr, PTX: tl.constexpr):
-    """Least and greatest numbers of chunks, float32 [quads], four of each; NaN where a chunk has one."""
+    """Minimum and maximum of chunks, float32 [quads], four of each. NaN if a chunk contains NaN."""
     if PTX and LIKE == tl.bfloat16:
         low = tl.reduce(words[0], 1, _least_bfloat16), tl.reduce(words[1], 1, _least_bfloat16), words[2], words[3]
         high = tl.reduce(words[0], 1, _most_bfloat16), tl.reduce(words[1], 1, _most_bfloat16), words[2], words[3]
@@ -106,13 +109,13 @@ def least_of(x):
 
 @triton.jit
 def halves(x):
-    """Every other token of [quads, tokens]."""
+    """Even and odd tokens of [quads, tokens]."""
     return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
 
 
 @triton.jit
 def quarters(x):
-    """Every fourth token, of the first four on."""
+    """Four arrays of every fourth token, which start at tokens 0, 1, 2 and 3."""
     even, odd = halves(x)
     a, c = halves(even)
     b, d = halves(odd)

@@ -1,7 +1,8 @@
-"""Kernels that write pages as residuals and anchors, or whole, and read them: mem_cache/host_tier/residuals.py says what lies where.
+"""Kernels that write pages to host memory as residuals and anchors, or whole, and read them back.
 
-A program of most of them has 64 channels of a chunk's 32 tokens of one buffer of one page. Where a page's size says whole it moves the
-numbers as they are. What it reads of rooms may have lost bits: it never leaves the page's room.
+mem_cache/host_tier/residuals.py defines the layout of a page's host memory (``rooms``). Most programs handle 64 channels of a chunk's
+32 tokens, of one buffer of one page. If a page's size marks it as whole, its numbers are copied unchanged. Data in host memory may
+be corrupted. The kernels therefore never read outside the page's host memory.
 """
 
 from typing import TYPE_CHECKING
@@ -28,7 +29,7 @@ UNIT_BYTES = tl.constexpr(streams.UNIT)
 
 @triton.jit
 def _buffer(key_table, value_table, LAYERS: tl.constexpr, LIKE: tl.constexpr):
-    """Which buffer a program has, keys of all layers before values, and its beginning."""
+    """Number and pointer of the program's buffer. Keys of all layers come before values."""
     number = tl.program_id(1)
     table = key_table + number
     if number >= LAYERS:
@@ -38,13 +39,13 @@ def _buffer(key_table, value_table, LAYERS: tl.constexpr, LIKE: tl.constexpr):
 
 @triton.jit
 def _tile(BLOCKS: tl.constexpr):
-    """Which chunk of its buffer's page, and which 64 channels."""
+    """Index of the program's row of chunks, and its 64 channels."""
     return tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
 
 
 @triton.jit
 def _slot(blocks, which, inline, mask):
-    """Slots of a page's blocks, counted in the page; of an anchor that lies ``inline``, in its own place, the counts themselves."""
+    """Slots of a page's blocks, by index in the page. For an anchor ``inline`` in the host memory, the indices themselves."""
     return tl.where(inline > 0, which.to(tl.int64), tl.load(blocks + which, mask=mask & (inline == 0), other=0))
 
 
@@ -53,10 +54,10 @@ def _block_bins(
     cells, blocks, inline, table, row, channel, CHANNELS: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr,
     SLOTS: tl.constexpr, LIKE: tl.constexpr,
 ):  # fmt: skip
-    """First ordinal of each number's bin, int32 [32, 64], the bin's last index, uint32, and bits of an index, of a page's packed blocks.
+    """First ordinal of each number's bin, int32 [32, 64], last index of the bin, uint32, and bits of an index, from a page's packed blocks.
 
-    A block holds TOKENS tokens in SLOTS of the page's slots, ``blocks``, of what begins at ``cells``, uint8; of a head a slot has DIM
-    numbers of LIKE, here bytes.
+    A block holds TOKENS tokens in SLOTS of the page's slots ``blocks``. The slots begin at ``cells``, uint8. For each head, a slot has
+    DIM numbers of LIKE, read here as bytes.
     """
     SIZE: tl.constexpr = LIKE.primitive_bitwidth // 8
     CELL: tl.constexpr = DIM * SIZE
@@ -81,7 +82,7 @@ def _block_bins(
 
 @triton.jit
 def _parameter(cells, blocks, begin, inline, at, inside, slot_bytes, CELL: tl.constexpr):
-    """Numbers of float16 ``at`` bytes after the beginning of a block, float32."""
+    """Float16 numbers ``at`` bytes after the beginning of a block, as float32."""
     place = cells + _slot(blocks, begin + at // CELL, inline, inside) * slot_bytes + at % CELL
     return tl.load(place.to(tl.pointer_type(tl.float16)), mask=inside, other=0).to(tl.float32)
 
@@ -96,7 +97,7 @@ def _targets(slots, page, row, channel, CHANNELS: tl.constexpr, PAGE: tl.constex
 
 @triton.jit
 def _whole(rooms, page, number, row, channel, room_bytes, CHANNELS: tl.constexpr, PAGE: tl.constexpr, LIKE: tl.constexpr):
-    """Where a tile lies in the room of a whole page."""
+    """Pointers to a tile in the host memory of a whole page."""
     room = tl.multiple_of((rooms + page.to(tl.int64) * room_bytes).to(tl.pointer_type(LIKE)), 8)
     token = number * PAGE + row * CHUNK + tl.arange(0, CHUNK)
     return room + token[:, None] * CHANNELS + channel[None, :]
@@ -107,7 +108,7 @@ def count_bits(
     key_table, value_table, slots, blocks, table, units, outside, LAYERS: tl.constexpr, CHANNELS: tl.constexpr, DIM: tl.constexpr,
     BITS: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr, PAGE: tl.constexpr, BLOCKS: tl.constexpr, LIKE: tl.constexpr,
 ):  # fmt: skip
-    """Units of each tile, int32 [pages, buffers, rows, blocks], and which pages have numbers outside their bins, int32 [pages]."""
+    """Count each tile's units, int32 [pages, buffers, rows, blocks], and mark pages with numbers outside their bins, int32 [pages]."""
     page = tl.program_id(2)
     if tl.load(blocks + page.to(tl.int64) * (PAGE // TOKENS * SLOTS)) < 0:
         return
@@ -118,7 +119,7 @@ def count_bits(
     first, last, width = _block_bins(cells, own, 0, table, row, channel, CHANNELS, DIM, BITS, TOKENS, SLOTS, LIKE)
     numbers = tl.load(pool + _targets(slots, page, row, channel, CHANNELS, PAGE), mask=(channel < CHANNELS)[None, :], other=0)
     index = (to_ordinals(numbers) - first).to(tl.uint32, bitcast=True)
-    # Scales that are no numbers name bins that are none.
+    # Scales that are NaN give invalid bins.
     wrong = ((index > last) | (width > LIKE.primitive_bitwidth)) & (channel < CHANNELS)[None, :]
     if tl.sum(tl.sum(wrong.to(tl.int32), 1), 0) > 0:
         tl.store(outside + page, 1)
@@ -132,7 +133,11 @@ def write_rooms(
     DIM: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr, PAGE: tl.constexpr, BLOCKS: tl.constexpr,
     LIKE: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Pages into rooms, residuals' bits ORed into zeros; ``heads``: where each tile's bits begin, int32, as the units of ``count_bits``."""
+    """Write pages to host memory. The residuals' bits are ORed into zeros.
+
+    Args:
+        heads: int32, first unit of each tile's bits, in the order of ``count_bits``' units.
+    """
     page = tl.program_id(2)
     number, pool = _buffer(key_table, value_table, LAYERS, LIKE)
     row, channel = _tile(BLOCKS)
@@ -156,7 +161,7 @@ def write_rooms(
 def write_anchors(
     key_table, value_table, blocks, sizes, rooms, room_bytes, LAYERS: tl.constexpr, ROW: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """What slots of blocks hold, ROW words of 64 bits each, behind residuals."""
+    """Write the content of the blocks' slots, ROW words of 64 bits each, after the residuals."""
     which, page = tl.program_id(0), tl.program_id(2)
     size = tl.load(sizes + page)
     if size > 0:
@@ -174,7 +179,7 @@ def read_rooms(
     DIM: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr, PAGE: tl.constexpr, BLOCKS: tl.constexpr,
     LIKE: tl.constexpr,
 ):  # fmt: skip
-    """What ``write_rooms`` wrote, into the pool."""
+    """Read the pages that ``write_rooms`` wrote into the pool."""
     COUNT: tl.constexpr = PAGE // TOKENS * SLOTS
     ROW: tl.constexpr = CHANNELS * LIKE.primitive_bitwidth // 8
     page = tl.program_id(2)
@@ -191,7 +196,7 @@ def read_rooms(
         if blocks is not None:
             own = blocks + page.to(tl.int64) * COUNT
             inline = (tl.load(own) < 0).to(tl.int32)
-        # Where it lies follows from a size that the host may have changed.
+        # The anchor's address depends on a size that the host may have changed. It is limited to the page's memory.
         begin = tl.minimum(tl.maximum(size, 0), room_bytes - 2 * LAYERS * COUNT * ROW)
         behind = (room + begin + number * COUNT * ROW).to(tl.int64, bitcast=True)
         cells = tl.where(inline > 0, behind, pool.to(tl.int64, bitcast=True)).to(tl.pointer_type(tl.uint8), bitcast=True)
@@ -213,7 +218,7 @@ def write_pages(
     rooms: torch.Tensor,
     sizes: torch.Tensor,
 ) -> None:
-    """As ``ResidualPages.write``; ``layout``: of all of a page's tokens."""
+    """Implements ``ResidualPages.write``. ``layout`` covers all tokens of a page."""
     shape, grid, device = _shape(buffers, layout, packing, slots, sizes)
     page_bytes = rooms.shape[1]
     units = heads = torch.zeros(len(sizes), layout.rows * layout.blocks, dtype=torch.int32, device=device)
@@ -229,7 +234,7 @@ def write_pages(
         coded = (blocks[:, 0] >= 0) & (outside == 0) & (found + blocks.shape[1] * buffers.bytes_per_slot < page_bytes)
         sizes.copy_(torch.where(coded, found, 0))
         heads = (ends - units).int()
-        # What bits are ORed into, and what fills up where they begin.
+        # Bits are ORed into zeros, and zeros pad the offsets.
         rooms.zero_()
     write_rooms[grid](
         *tables, slots if blocks is None else blocks, bounds_of, heads, sizes, rooms, page_bytes, layout.index_bytes, **shape,
@@ -252,7 +257,7 @@ def read_pages(
     slots: torch.Tensor,
     blocks: torch.Tensor | None,
 ) -> None:
-    """As ``ResidualPages.read``."""
+    """Implements ``ResidualPages.read``."""
     shape, grid, device = _shape(buffers, layout, packing, slots, sizes)
     read_rooms[grid](
         buffers.key_table, buffers.value_table, slots, blocks, device_table(bounds, layout.bits, device), sizes, rooms, rooms.shape[1],
@@ -263,7 +268,7 @@ def read_pages(
 def _shape(
     buffers: "KVBuffers", layout: "PageLayout", packing: "Packing", slots: torch.Tensor, sizes: torch.Tensor
 ) -> tuple[dict, tuple[int, int, int], torch.device]:
-    """What kernels are compiled for, their programs, and the device."""
+    """Compile-time constants of the kernels, their grid, and the device."""
     layers, page_size = len(buffers.keys), len(slots) // len(sizes)
     grid = page_size // streams.CHUNK * layout.blocks, 2 * layers, len(sizes)
     shape = {

@@ -1,34 +1,34 @@
-"""Mean and reach of chunks, of which codes are fractions (Lynx, Algorithm 1, stages 1 and 2), in PyTorch.
+"""Mean (mu) and range (sigma) of chunks, in PyTorch. Codes are fractions of the range (Lynx, Algorithm 1, stages 1 and 2).
 
-Any order of summation, any device and any contraction of products and sums give the same bits: a mean is that of integers, to
-2 ** -19 of the chunk's largest number; a product that a sum follows is exact.
+The result has the same bits for any order of summation, any device, and any fusion of products and sums. A mean is computed from integers,
+to 2 ** -19 of the chunk's largest number. A product that is followed by a sum is exact.
 """
 
 from typing import NamedTuple
 
 import torch
 
-# The greatest float16.
+# The largest float16.
 LARGEST = 65504.0
-# Adds to a small float32 what rounds it to an integer, ties to even; taken off again.
+# Adding and then subtracting it rounds a small float32 to an integer, ties to even.
 ROUNDING = 1.5 * 2**23
-# Of float32: its bias; exponents of 2 ** -40 and of LARGEST.
+# Of float32: the exponent bias, and the biased exponents of 2 ** -40 and of LARGEST.
 BIAS, LEAST, MOST = 127, 87, 142
-# Numbers become integers below 2 ** this: 32 of them add up to what float32 holds. A mean is their sum by 2 ** 5.
+# Numbers become integers below 2 ** INTEGER, so that float32 holds the sum of 32 of them. A mean is the sum divided by 2 ** SHARE.
 INTEGER, SHARE = 18, 5
-# Steps of short scales in a channel's range, less than 255: what rounding adds fits.
+# Steps of short scales in a channel's range. Less than 255, so that rounding up fits.
 STEPS = 254
 
 
 class ChunkScales(NamedTuple):
-    """Of chunks, float32 [rows, channels]; sigma is a float16. A number of the chunk lies from mu - sigma to mu + sigma."""
+    """Scales of chunks, float32 [rows, channels]. Sigma is a float16. All numbers of a chunk are within mu - sigma and mu + sigma."""
 
     mu: torch.Tensor
     sigma: torch.Tensor
 
 
 class EncodedScales(NamedTuple):
-    """Scales, how the anchor stream holds them (bytes), and which channels they cover, bool [channels]."""
+    """Scales, their bytes in the anchor stream, and the channels that they cover, bool [channels]."""
 
     scales: ChunkScales
     stored: dict[str, torch.Tensor]
@@ -36,27 +36,27 @@ class EncodedScales(NamedTuple):
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, or a copy's, as uint8 [bytes]."""
+    """The memory of a tensor, or of its contiguous copy, as uint8 [bytes]."""
     return tensor.contiguous().flatten().view(torch.uint8)
 
 
 def rounded_up(numbers: torch.Tensor) -> torch.Tensor:
-    """The least float16 that is not less, of float32 of at least 0; never -0, which order of comparisons would decide."""
+    """Round float32 of at least 0 up to float16. Never -0, because then the order of comparisons would decide."""
     nearest = numbers.half().abs()
     return (nearest.view(torch.int16) + (nearest.float() < numbers)).to(torch.int16).view(torch.float16)
 
 
 def next_up(numbers: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
-    """The next float16, of float16 of at least 0, where asked."""
+    """The next greater float16 of numbers of at least 0, where ``where`` is set."""
     return (numbers.view(torch.int16) + where).to(torch.int16).view(torch.float16)
 
 
 def means(x: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
-    """Of chunks, float32 [rows, channels].
+    """Means of chunks, float32 [rows, channels].
 
     Args:
         x: float32 [rows, 32, channels].
-        size: float32 [rows, channels], the greatest absolute value.
+        size: float32 [rows, channels], the largest absolute value.
     """
     exponent = (size.view(torch.int32) >> 23).clamp(LEAST, MOST)
     grow = ((2 * BIAS + INTEGER - 1 - exponent) << 23).view(torch.float32)
@@ -66,7 +66,7 @@ def means(x: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
 
 
 def covers(mu: torch.Tensor, sigma: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """Whether chunks lie within their scales, bool."""
+    """Whether all numbers of a chunk are within its scales, bool."""
     return (mu + sigma >= high) & (mu - sigma <= low)
 
 
@@ -74,8 +74,8 @@ def compute_scales(x: torch.Tensor, short: bool) -> EncodedScales:
     """Scales of a page's chunks.
 
     Args:
-        x: float32 [rows, 32, channels]; chunks of fewer numbers have some of the page's again.
-        short: scales of 8 bits.
+        x: float32 [rows, 32, channels]. Chunks with fewer numbers repeat some of the page's numbers.
+        short: Use scales of 8 bits.
     """
     low, high = x.amin(1), x.amax(1)
     mean = means(x, torch.maximum(low.abs(), high.abs()))
@@ -95,7 +95,7 @@ def compute_scales(x: torch.Tensor, short: bool) -> EncodedScales:
 
 
 def _short(mean: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> tuple:
-    """Mu, sigma (float16), and what is stored, where both count a channel's steps from its least number."""
+    """Mu, sigma (float16) and the stored bytes of short scales. Both count a channel's steps, mu from the channel's minimum."""
     least, most = low.amin(0), high.amax(0)
     origin = torch.where(least == 0, 0.0, least).half()
     spread = torch.maximum(most - origin.float(), origin.float() - least)
@@ -114,7 +114,7 @@ def _short(mean: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> tuple:
 
 
 def read(stored: dict[str, torch.Tensor], rows: int, short: bool) -> ChunkScales:
-    """Scales of what :func:`compute_scales` stored, by part of the anchor stream, uint8 [bytes]."""
+    """Scales from the parts of an anchor stream that :func:`compute_scales` stored, uint8 [bytes] each."""
     if not short:
         return ChunkScales(*(stored[name].view(torch.float16).view(rows, -1).float() for name in ("mu", "sigma")))
     origin, step = stored["gamma"].view(torch.float16).view(2, -1).float()

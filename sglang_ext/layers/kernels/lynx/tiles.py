@@ -1,7 +1,7 @@
-"""Pieces of the kernels that write and read streams of pages: planes of codes, scales, bounds.
+"""Parts that the Lynx kernels share: planes of codes, scales, and bounds.
 
-The same bits as PyTorch (scales.py, planes.py, bins.py), with or without contraction of products and sums: products that a sum follows
-are exact. Nothing here depends on the order in which a reduction goes through its numbers.
+They give the same bits as PyTorch (scales.py, planes.py, bins.py), whether or not the compiler fuses products and sums. A product that is
+followed by a sum is exact. No result depends on the order of a reduction.
 """
 
 import triton
@@ -18,23 +18,23 @@ SHARE, STEPS = tl.constexpr(scales.SHARE), tl.constexpr(scales.STEPS)
 
 @triton.jit
 def at_address(table, part, LIKE: tl.constexpr):
-    """A stream or a tensor of a pool, of which no alignment is promised: threads do not share what they read, and take it in turn."""
+    """Pointer to a stream or a pool tensor without an alignment hint. Without it, threads do not share their loads, and read in turn."""
     return tl.load(table + part).to(tl.pointer_type(LIKE))
 
 
 @triton.jit
 def stream(table, part):
-    """The beginning of a stream, 16-byte aligned, uint8."""
+    """Pointer to the beginning of a stream, 16-byte aligned, uint8."""
     return buffer_pointer(table, part, tl.uint8)
 
 
 @triton.jit
 def slots_of(slots, token, PTX: tl.constexpr):
-    """Where tokens of the page lie, int32."""
+    """Slots of the page's tokens, int32."""
     if slots is None:
         return token
     elif PTX:
-        # Hidden from the compiler, which would take all 64 bits for what is multiplied.
+        # Hidden from the compiler, which would otherwise multiply all 64 bits.
         return tl.inline_asm_elementwise("cvt.u32.u64 $0, $1;", "=r,l", [tl.load(slots + token)], tl.int32, True, 1)
     else:
         return tl.load(slots + token).to(tl.int32)
@@ -42,7 +42,7 @@ def slots_of(slots, token, PTX: tl.constexpr):
 
 @triton.jit
 def pair_places(slots, slot_stride, token, pair, step):
-    """Offsets of pairs in the pool, int64 [pairs, tokens], of tokens of the page; ``step`` from one pair to the next."""
+    """Offsets in the pool of pairs, int64 [pairs, tokens], for tokens of the page. ``step`` is the distance between pairs."""
     source = token.to(tl.int64)
     if slots is not None:
         source = tl.load(slots + token)
@@ -51,7 +51,7 @@ def pair_places(slots, slot_stride, token, pair, step):
 
 @triton.jit
 def _nibbles(low, high, PTX: tl.constexpr):
-    """Of bytes, the lower four bits of ``low`` and the upper of ``high``."""
+    """Combine the lower four bits of each byte of ``low`` with the upper four bits of ``high``."""
     if PTX:
         return tl.inline_asm_elementwise("lop3.b32 $0, $1, $2, 0x0F0F0F0F, 0xE4;", "=r,r,r", [low, high], tl.int32, True, 1)
     else:
@@ -62,16 +62,16 @@ def _nibbles(low, high, PTX: tl.constexpr):
 def store_plane(
     even, odd, plane, row, k, begin, inside, inside_next, CHANNELS: tl.constexpr, LEFT: tl.constexpr, WIDTH: tl.constexpr, PTX: tl.constexpr
 ):  # fmt: skip
-    """Bits ``LEFT`` to ``LEFT + WIDTH`` of bytes into a plane of codes.
+    """Store bits ``LEFT`` to ``LEFT + WIDTH`` of bytes in a plane of codes.
 
     Args:
-        even, odd: int32 [quads, tokens], of the first and the third channel of a quad, or of the others, bytes of two neighbouring tokens;
-            the first ones are every fourth of a row of chunks from its ``k``th.
-        begin: the first quad.
-        inside, inside_next: which are stored, of either token.
+        even, odd: int32 [quads, tokens]. ``even`` has the bytes of the first and third channel of a quad, ``odd`` those of the others. Each
+            int32 holds two adjacent tokens. The first token of each pair is every fourth one of a row of chunks, from token ``k`` on.
+        begin: The first quad.
+        inside, inside_next: Masks of the stores, of the first and of the second token.
     """
     MASK: tl.constexpr = (1 << WIDTH) - 1
-    # The codes of a channel and the next in a byte; of 4 bits one lies where it belongs, and the other takes the place beside it.
+    # The codes of two adjacent channels share a byte. With 4 bits, one code is already in position, and the other is shifted beside it.
     if LEFT == 4:
         both = _nibbles(even >> 4, odd, PTX)
     elif WIDTH == 4 and LEFT == 0:
@@ -86,7 +86,7 @@ def store_plane(
 
 @triton.jit
 def _store_tokens(quads, plane, row, k, begin, inside, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):
-    """The lowest ``4 * WIDTH`` bits, those of a quad, of every fourth token."""
+    """Store the lowest ``4 * WIDTH`` bits, a quad's codes, of every fourth token."""
     TOKENS: tl.constexpr = quads.shape[1]
     KIND: tl.constexpr = tl.int16 if WIDTH == 4 else tl.uint8
     if WIDTH == 1:
@@ -104,7 +104,7 @@ def _store_tokens(quads, plane, row, k, begin, inside, CHANNELS: tl.constexpr, W
 
 @triton.jit
 def _load_pair_plane(plane, token, inside, pair, channels, WIDTH: tl.constexpr):
-    """WIDTH bits of the even and of the odd channels, int32 [pairs, tokens] each."""
+    """Load WIDTH bits of the even and of the odd channels, int32 [pairs, tokens] each."""
     MORE: tl.constexpr = 4 // WIDTH
     place = plane + (token * (channels * WIDTH // 8))[None, :] + (pair // MORE)[:, None]
     both = tl.load(place, mask=inside, other=0).to(tl.int32)
@@ -115,7 +115,7 @@ def _load_pair_plane(plane, token, inside, pair, channels, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_pair_codes(planes, token, inside, pair, channels, tokens, BITS: tl.constexpr):
-    """Codes of the even and of the odd channels, int32 [pairs, tokens] each, 0 outside."""
+    """Load the codes of the even and of the odd channels, int32 [pairs, tokens] each, 0 outside."""
     if BITS == 2 or BITS == 4:
         return _load_pair_plane(planes, token, inside, pair, channels, BITS)
     else:
@@ -128,7 +128,7 @@ def load_pair_codes(planes, token, inside, pair, channels, tokens, BITS: tl.cons
 
 @triton.jit
 def load_plane(plane, token, inside, channel, channels, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
-    """WIDTH bits each, int32 [tokens, COLUMNS], of a plane."""
+    """Load WIDTH bits per channel from a plane, int32 [tokens, COLUMNS]."""
     TOKENS: tl.constexpr = token.shape[0]
     KIND: tl.constexpr = tl.int32 if WIDTH == 4 else tl.int16 if WIDTH == 2 else tl.int8
     word = channel // 8 + tl.arange(0, COLUMNS // 8)
@@ -140,7 +140,7 @@ def load_plane(plane, token, inside, channel, channels, COLUMNS: tl.constexpr, W
 
 @triton.jit
 def load_codes(planes, token, inside, channel, channels, tokens, COLUMNS: tl.constexpr, BITS: tl.constexpr):
-    """Codes, int32 [tokens, COLUMNS], 0 outside."""
+    """Load codes, int32 [tokens, COLUMNS], 0 outside."""
     if BITS == 2 or BITS == 4:
         return load_plane(planes, token, inside, channel, channels, COLUMNS, BITS)
     else:
@@ -153,7 +153,7 @@ def load_codes(planes, token, inside, channel, channels, tokens, COLUMNS: tl.con
 
 @triton.jit
 def rounded_up(numbers):
-    """The least float16 that is not less, as its pattern in int32, of float32 of at least 0; never -0."""
+    """Round float32 of at least 0 up to float16. Returns the pattern in int32; never -0."""
     nearest = tl.abs(numbers).to(tl.float16)
     pattern = nearest.to(tl.int16, bitcast=True).to(tl.int32)
     return pattern + tl.where(nearest.to(tl.float32) < numbers, 1, 0)
@@ -161,25 +161,25 @@ def rounded_up(numbers):
 
 @triton.jit
 def from_pattern(pattern):
-    """The float16 of a pattern, float32."""
+    """The float16 of a pattern, as float32."""
     return pattern.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def covers(mu, sigma, low, high):
-    """Whether chunks lie within their scales."""
+    """Whether all numbers of a chunk are within its scales."""
     return (mu + sigma >= high) & (mu - sigma <= low)
 
 
 @triton.jit
 def rounded_to_integer(x):
-    """Of small numbers, ties to even."""
+    """Round small numbers to integers, ties to even."""
     return (x + ROUNDING) - ROUNDING
 
 
 @triton.jit
 def load_scales(anchor, row, channel, inside, channels, gamma_at, mu_at, sigma_at, SHORT: tl.constexpr):
-    """Mu and sigma of a row's chunks, float32 [channels]."""
+    """Load mu and sigma of a row's chunks, float32 [channels]."""
     place = row * channels + channel
     if SHORT:
         gamma = (anchor + gamma_at).to(tl.pointer_type(tl.float16)) + channel

@@ -1,4 +1,4 @@
-"""Launches of the kernels that encode and decode pages, all parts of a page at a time: what plain.py does, and the same bytes."""
+"""Launches the kernels that encode and decode all parts of a page. They give the same bytes as pytorch_codec.py."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -16,16 +16,16 @@ from sglang_ext.layers.kernels.lynx.levels import BITS, bounds, fine_levels, max
 from sglang_ext.layers.kernels.lynx.page_tensors import ALIGNMENT, PageTensors, StreamBatch, addresses
 
 LIKE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-# Quads of channels of a program that encodes, a thread each, and registers that a thread has for bfloat16: more hold fewer programs.
+# Quads of channels of an encoding program, one per thread, and registers per thread for bfloat16. More registers allow fewer programs.
 QUADS, REGISTERS = 64, 144
-# Pairs of channels of a program that decodes, two a thread, and tokens of a chunk at once: the fewer, the less registers.
+# Pairs of channels of a decoding program, two per thread, and tokens of a chunk that are decoded at a time. Fewer need fewer registers.
 PAIRS, FEW = 128, 8
-# Whether kernels have instructions of NVIDIA's.
+# Whether kernels use NVIDIA instructions.
 PTX = torch.version.hip is None and not triton.knobs.runtime.interpret
 
 
 def anchors(parts: PageTensors, layout: PageLayout, slots: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As of plain.py."""
+    """As ``pytorch_codec.anchors``."""
     count, device = len(parts.tensors), parts.tensors[0].device
     found = _rows(count, layout.coded_bytes, device)
     found[:, :HEADER] = 0
@@ -34,13 +34,15 @@ def anchors(parts: PageTensors, layout: PageLayout, slots: torch.Tensor | None) 
     return found, rest
 
 
-def write_streams(parts: PageTensors, layout: PageLayout, slots: torch.Tensor | None, anchors_at: StreamBatch, rest_at: StreamBatch | None) -> None:
-    """As of plain.py, of anchors into zeros."""
+def write_streams(
+    parts: PageTensors, layout: PageLayout, slots: torch.Tensor | None, anchors_at: StreamBatch, rest_at: StreamBatch | None
+) -> None:
+    """As ``pytorch_codec.write_streams``. The anchors' memory must be filled with zeros."""
     _encode(parts, layout, slots, anchors_at.addresses, None if rest_at is None else rest_at.addresses)
 
 
 def _encode(parts: PageTensors, layout: PageLayout, slots: torch.Tensor | None, targets: torch.Tensor, rest: torch.Tensor | None) -> None:
-    """Anchors, of which the first byte is 0, and residuals of 8 bits to addresses, int64 [parts] each."""
+    """Encode to the addresses of anchors, whose first byte must be 0, and of 8-bit residuals, int64 [parts] each."""
     count, device, offsets = len(parts.tensors), parts.tensors[0].device, _offsets(layout)
     stride, like, warps = _slot_stride(parts), LIKE[layout.dtype], QUADS // 32
     if layout.short_scales:
@@ -49,18 +51,23 @@ def _encode(parts: PageTensors, layout: PageLayout, slots: torch.Tensor | None, 
             PTX=PTX, num_warps=warps,
         )  # fmt: skip
     encode_tiles[_grid(layout, count, 4 * QUADS)](
-        parts.table, targets, rest, slots, device_table(edges, layout.bits, device), device_table(cells, layout.bits, device), layout.tokens, layout.sinks, *offsets, CHANNELS=layout.channels, STRIDE=stride,
-        LIKE=like, BITS=layout.bits, GREATEST=max_level(layout.bits), SHORT=layout.short_scales, QUADS=QUADS, PTX=PTX,
-        num_warps=warps, maxnreg=REGISTERS if layout.dtype == torch.bfloat16 else None,
+        parts.table, targets, rest, slots, device_table(edges, layout.bits, device), device_table(cells, layout.bits, device),
+        layout.tokens, layout.sinks, *offsets, CHANNELS=layout.channels, STRIDE=stride, LIKE=like, BITS=layout.bits,
+        GREATEST=max_level(layout.bits), SHORT=layout.short_scales, QUADS=QUADS, PTX=PTX, num_warps=warps,
+        maxnreg=REGISTERS if layout.dtype == torch.bfloat16 else None,
     )  # fmt: skip
 
 
-def exact_residuals(parts: PageTensors, found: Sequence[torch.Tensor], layout: PageLayout, slots: torch.Tensor | None) -> list[torch.Tensor]:
-    """As of plain.py; waits for the device, which counts the bits."""
+def exact_residuals(
+    parts: PageTensors, found: Sequence[torch.Tensor], layout: PageLayout, slots: torch.Tensor | None
+) -> list[torch.Tensor]:
+    """As ``pytorch_codec.exact_residuals``. Waits for the device, which counts the bits."""
     count, device, streams = len(parts.tensors), parts.tensors[0].device, addresses(found)
     grid = _grid(layout, count, BLOCK)
     page, (*scales, _, codes_at) = (layout.tokens, layout.channels, layout.sinks), _offsets(layout)
-    ends_of_bins, kinds = device_table(bounds, layout.bits, device), {"LIKE": LIKE[layout.dtype], "BITS": layout.bits, "SHORT": layout.short_scales}
+    ends_of_bins, kinds = (
+        device_table(bounds, layout.bits, device), {"LIKE": LIKE[layout.dtype], "BITS": layout.bits, "SHORT": layout.short_scales},
+    )  # fmt: skip
     units = torch.zeros(count, layout.rows * layout.blocks, dtype=torch.int32, device=device)
     count_units[grid](streams, ends_of_bins, units, *page, *scales, codes_at, **kinds)
     ends = units.cumsum(1)
@@ -73,8 +80,8 @@ def exact_residuals(parts: PageTensors, found: Sequence[torch.Tensor], layout: P
     heads = torch.tensor(starts[:-1], device=device)[:, None] // 4 + torch.arange(units.shape[1], device=device)
     memory.view(torch.int32)[heads] = (ends - units).int()
     write_exact[grid](
-        parts.table, streams, addresses(residuals), slots, ends_of_bins, parts.tensors[0].stride(0), *page, *scales, codes_at, layout.index_bytes,
-        **kinds, TOGETHER=8 // layout.dtype.itemsize,
+        parts.table, streams, addresses(residuals), slots, ends_of_bins, parts.tensors[0].stride(0), *page, *scales, codes_at,
+        layout.index_bytes, **kinds, TOGETHER=8 // layout.dtype.itemsize,
     )  # fmt: skip
     return residuals
 
@@ -86,18 +93,20 @@ def decode(
     outs: PageTensors,
     slots: torch.Tensor | None,
 ) -> None:
-    """As of plain.py."""
+    """As ``pytorch_codec.decode``."""
     found, residuals = _aligned(found), None if residuals is None else _aligned(residuals)
     _decode(addresses(found), None if residuals is None else addresses(residuals), layout, outs, slots)
 
 
-def read_streams(anchors_at: StreamBatch, rest_at: StreamBatch | None, layout: PageLayout, outs: PageTensors, slots: torch.Tensor | None) -> None:
-    """As of plain.py."""
+def read_streams(
+    anchors_at: StreamBatch, rest_at: StreamBatch | None, layout: PageLayout, outs: PageTensors, slots: torch.Tensor | None
+) -> None:
+    """As ``pytorch_codec.read_streams``."""
     _decode(anchors_at.addresses, None if rest_at is None else rest_at.addresses, layout, outs, slots)
 
 
 def _decode(streams: torch.Tensor, rest: torch.Tensor | None, layout: PageLayout, outs: PageTensors, slots: torch.Tensor | None) -> None:
-    """Of streams at addresses, int64 [parts] each."""
+    """Decode streams at addresses, int64 [parts] each."""
     offsets = _offsets(layout)
     page, device, count = (layout.tokens, layout.channels, layout.sinks), outs.tensors[0].device, len(outs.tensors)
     stride = outs.tensors[0].stride(0)
@@ -116,7 +125,7 @@ def _decode(streams: torch.Tensor, rest: torch.Tensor | None, layout: PageLayout
 
 
 def _both_levels(bits: int) -> tuple[float, ...]:
-    """What a code and its residual of 8 bits mean, by the code's bits and after them the residual's."""
+    """Levels of codes with their 8-bit residuals. The index has the code's bits, then the residual's."""
     half, size, found = 2 ** (bits - 1), level_step(bits), fine_levels(bits)
 
     def level(code: int, rest: int) -> float:
@@ -134,7 +143,7 @@ def device_table(numbers: Callable[[int], tuple[float, ...]], bits: int, device:
 
 
 def _aligned(streams: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Streams as they are, or copies where kernels could not read them."""
+    """The streams, or aligned copies of streams that are not aligned."""
     return [stream.clone() if stream.data_ptr() % ALIGNMENT else stream for stream in streams]
 
 
@@ -142,7 +151,7 @@ def _slot_stride(parts: PageTensors) -> int:
     """Elements from one token to the next.
 
     Raises:
-        ValueError: quads of channels are no words.
+        ValueError: The stride is not a multiple of four channels, so four channels are not one word.
     """
     stride = parts.tensors[0].stride(0)
     if stride % 4:
@@ -151,7 +160,7 @@ def _slot_stride(parts: PageTensors) -> int:
 
 
 def _rows(parts: int, size: int, device: torch.device) -> torch.Tensor:
-    """Room for streams, uint8 [parts, size], each aligned, with zeros between them."""
+    """Memory for streams, uint8 [parts, size]. Each is aligned, with zeros between streams."""
     width = triton.cdiv(size, ALIGNMENT) * ALIGNMENT
     rows = torch.empty(parts, width, dtype=torch.uint8, device=device)
     rows[:, size:] = 0
@@ -159,7 +168,7 @@ def _rows(parts: int, size: int, device: torch.device) -> torch.Tensor:
 
 
 def _addresses_of_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Of each, int64 [parts]."""
+    """Addresses of the rows, int64 [parts]."""
     return torch.arange(len(rows), device=rows.device) * rows.stride(0) + rows.data_ptr()
 
 
@@ -168,5 +177,5 @@ def _grid(layout: PageLayout, parts: int, columns: int) -> tuple[int, int, int]:
 
 
 def _offsets(layout: PageLayout) -> tuple[int, ...]:
-    """Where gamma, mu, sigma, sinks and codes begin."""
+    """Offsets of gamma, mu, sigma, sinks and codes."""
     return tuple(layout.parts[name][0] for name in ("gamma", "mu", "sigma", "sinks", "codes"))

@@ -1,4 +1,4 @@
-"""Launches of the kernels that read the parts of rows with packed blocks, with tiles that fit the GPU, for packed_decode.py."""
+"""Launches the split kernels for rows with packed blocks, with tile sizes that fit the GPU. packed_decode.py calls it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from sglang_ext.layers.kernels.gluon.packed_blocks import packed_splits_gluon
 from sglang_ext.layers.kernels.packed.packed_attention import packed_splits
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing, as_bytes
 
-# Found on an H200: programs of one warp do best, with so many tokens in a step where scales of keys are a token's, or are a
-# channel's; and so many exact tokens.
+# Tuned on an H200: programs of one warp are fastest. Tokens per step: BY_TOKEN if a token's channels share a key scale, BY_CHANNEL if
+# tokens of a channel do, EXACT for exact tokens.
 BY_TOKEN, BY_CHANNEL, EXACT = 64, 32, 32
 WARPS = 1
-# Steps that are loaded ahead, and queries for which one warp's registers suffice.
+# Steps that are loaded ahead, and queries for which the registers of one warp suffice.
 STAGES, PACKED_ROWS = 3, 16
 # Options of the Gluon kernel's compiler.
 GLUON_OPTIONS = {"num_warps": 1}
@@ -26,11 +26,11 @@ GLUON_OPTIONS = {"num_warps": 1}
 
 @dataclass(frozen=True)
 class PackedAttentionCall:
-    """What both kernels take, as packed_decode.py was given it.
+    """Arguments of both kernels, from packed_decode.py.
 
     Attributes:
-        rotated: queries as packed keys are.
-        parts: what parts of rows give.
+        rotated: Queries, rotated as the packed keys are.
+        parts: Partial results of the splits.
     """
 
     packing: Packing
@@ -48,14 +48,14 @@ class PackedAttentionCall:
         return self.queries.shape[1] // self.keys.shape[1]
 
     def grid(self, rows: int) -> tuple[int, int, int]:
-        """Programs of so many queries of a KV head."""
+        """Grid for programs of ``rows`` queries of a KV head."""
         return self.parts.num_splits, self.keys.shape[1] * triton.cdiv(self.group, rows), len(self.queries)
 
     def launch(self, name: str, choices: Sequence[DecodeTile], with_tile: Callable[[DecodeTile], None]) -> None:
         """Launch the kernel ``name`` with the first of ``choices`` that fits the GPU.
 
         Raises:
-            OptionError: none does.
+            OptionError: None fits.
         """
         packing, keys = self.packing, self.keys
 
@@ -68,13 +68,13 @@ class PackedAttentionCall:
 
     @property
     def outcome(self) -> tuple[torch.Tensor, torch.Tensor, float, int, int, int, int]:
-        """Where parts go, and what follows it in both kernels."""
+        """The output buffers of the splits and the arguments that follow them in both kernels."""
         steps = *self.keys.stride()[:2], *self.values.stride()[:2]
         return self.parts.partial, self.parts.lse, self.scaling, *steps
 
 
 def launch_gluon(call: PackedAttentionCall, constants: PackedFragments) -> None:
-    """gluon/packed_blocks.py's kernel, whose sizes are the same for all GPUs: it takes little shared memory."""
+    """Launch the kernel of gluon/packed_blocks.py. It needs little shared memory, so its sizes are the same for all GPUs."""
     keys, values = call.keys, call.values
     words, numbers = ([part.view(dtype) for part in (keys, values)] for dtype in (torch.int32, torch.float16))
     packed_splits_gluon[call.grid(call.group)](
@@ -84,12 +84,12 @@ def launch_gluon(call: PackedAttentionCall, constants: PackedFragments) -> None:
 
 
 def launch_triton(call: PackedAttentionCall, fast: bool) -> None:
-    """packed_attention.py's kernel; ``fast``: as its ``dequantized`` has it, where the method allows it."""
+    """Launch the kernel of packed_attention.py. ``fast`` sets FAST of :func:`~.packed_codes.dequantize`, if the method allows it."""
     keys, values, key, value = call.keys, call.values, call.packing.keys, call.packing.values
     dim, kv_heads, by_channel = call.queries.shape[2], keys.shape[1], max(key.grid.tokens, value.grid.tokens) > 1
     key_levels, value_levels = call.packing.levels(keys.device)
     table = key_levels is not None
-    # Without a table the kernel reads none of it.
+    # Without a table the kernel does not read the levels. Any tensor will do.
     levels = (key_levels, value_levels) if table else (call.parts.lse, call.parts.lse)
 
     def with_tile(tile: DecodeTile) -> None:
@@ -105,6 +105,6 @@ def launch_triton(call: PackedAttentionCall, fast: bool) -> None:
             num_warps=WARPS, num_stages=tile.stages, **call.parts.shape,
         )  # fmt: skip
 
-    # Where tokens share scales, a step is of whole groups of them.
+    # If tokens share scales, a step has whole groups of them.
     choices = tile_choices(call.group, PACKED_ROWS, BY_CHANNEL if by_channel else BY_TOKEN, STAGES, fewest_rows=8)
     call.launch("packed", [tile for tile in choices if not by_channel or tile.tokens == BY_CHANNEL], with_tile)

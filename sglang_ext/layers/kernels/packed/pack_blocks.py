@@ -1,8 +1,8 @@
-"""Pack what each KV head keeps into the blocks of a compressed copy (block_layout.py): a launch for keys, one for values.
+"""Packs the kept tokens of each KV head into the blocks of compressed KV (block_layout.py): one launch for keys, one for values.
 
-A program packs blocks of one head of one layer. Codes, scales and zero points are those that PyTorch finds
-(compressors/contracts/quantizer.py, turboquant.py, lynx.py), within rounding: a number halfway between two codes may get the other one.
-What is drawn (hack.py) is the same, byte for byte: no two operations are contracted to one that rounds once.
+A program packs blocks of one head of one layer. Codes, scales and zero points equal those of the PyTorch code
+(compressors/contracts/quantizer.py, turboquant.py, lynx.py) within rounding. A number halfway between two codes may get the other code.
+Stochastic rounding (hack.py) gives the same bytes, because no two operations are fused into one that rounds once.
 """
 
 import torch
@@ -16,21 +16,20 @@ from sglang_ext.mem_cache.compressed.layouts.block_layout import BlockLayout
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
-# What kernels pack: channels of a head, tokens of a block that is drawn and of others, dtypes of a pool.
+# Supported channels of a head, tokens of a stochastically rounded block and of other blocks, and dtypes of a pool.
 DIMS, DRAWN_TOKENS, TOKENS, DTYPES = (64, 128), (64, 128), (64,), (torch.bfloat16, torch.float16, torch.float32)
-# Blocks that a program packs, one after the other; those that rotate read the rotation once for all of them.
+# Blocks that a program packs in sequence. Programs that rotate read the rotation once for all of their blocks.
 BLOCKS, ROTATED_BLOCKS = 1, 8
-# With so many warps registers suffice, of pools of 16 bits and of 32; with one stage of loads two programs that rotate 16 bits
-# fit on a processor.
+# Warps for pools of 16 bits and of 32 bits, so that registers suffice. With one stage of loads, two programs that rotate 16-bit
+# numbers fit on a multiprocessor.
 WARPS, WIDE_WARPS, STAGES = 4, 8, 1
-# Channels that are rotated at once where shared memory has no room for the whole rotation.
+# Channels that are rotated at a time if shared memory cannot hold the whole rotation.
 ROTATED_PART = 32
-# The smallest float16.
+# The smallest positive float16.
 SMALLEST = tl.constexpr(2.0**-24)
-# The greatest float16, and what rounds a small float32 that is added to it to an integer, ties to even: the lowest bits of the
-# sum hold it.
+# The largest float16. Adding ROUNDING to a small float32 rounds it to an integer, ties to even, which the lowest bits of the sum hold.
 LARGEST, ROUNDING = tl.constexpr(65504.0), tl.constexpr(1.5 * 2**23)
-# Of noise (mem_cache/compressed/layouts/rounding.py).
+# Constants of the noise (mem_cache/compressed/layouts/rounding.py).
 LANE_STEP, CHANNEL_STEP = tl.constexpr(rounding.LANE_STEP), tl.constexpr(rounding.CHANNEL_STEP)
 SHIFT_0, SHIFT_1, SHIFT_2 = map(tl.constexpr, rounding.SHIFTS)
 FACTOR_0, FACTOR_1 = map(tl.constexpr, rounding.FACTORS)
@@ -39,13 +38,13 @@ NOISE_SHIFT, NOISE_UNIT = tl.constexpr(32 - rounding.NOISE_BITS), tl.constexpr(2
 
 @triton.jit
 def _rounded(parameter):
-    """Scales and zero points as they are read again: of float16, finite."""
+    """Scales and zero points as kernels read them back: rounded to float16, finite."""
     return tl.minimum(tl.maximum(parameter, -LARGEST), LARGEST).to(tl.float16).to(tl.float32)
 
 
 @triton.jit
 def _store_codes(codes, head_bytes, slots, slot_bytes, BITS: tl.constexpr, CELL: tl.constexpr):
-    """Codes, int32 [tokens, dim], as bytes, into a head's cells in ``slots``."""
+    """Store codes, int32 [tokens, dim], as packed bytes in a head's cells of ``slots``."""
     TOKENS: tl.constexpr = codes.shape[0]
     PARTS: tl.constexpr = 8 // BITS
     BYTES: tl.constexpr = codes.shape[1] // PARTS
@@ -58,7 +57,7 @@ def _store_codes(codes, head_bytes, slots, slot_bytes, BITS: tl.constexpr, CELL:
 
 @triton.jit
 def _store_parameters(parameters, head_bytes, slots, slot_bytes, FIRST: tl.constexpr, CELL: tl.constexpr):
-    """Numbers of one axis into a head's cells, beginning ``FIRST`` bytes after its first."""
+    """Store parameters, of one axis, in a head's cells, from byte ``FIRST`` on."""
     byte = FIRST + parameters.dtype.primitive_bitwidth // 8 * tl.arange(0, parameters.shape[0])
     cell = head_bytes + tl.load(slots + byte // CELL) * slot_bytes + byte % CELL
     tl.store(cell.to(tl.pointer_type(parameters.dtype)), parameters)
@@ -66,11 +65,11 @@ def _store_parameters(parameters, head_bytes, slots, slot_bytes, FIRST: tl.const
 
 @triton.jit
 def _quantize_evenly(groups, LAST: tl.constexpr):
-    """Codes of ``groups``, float32 of four axes, which share scales along the second and the fourth; scales; zero points."""
+    """Quantize ``groups``, float32 with four axes, that share scales along axes 1 and 3. Returns codes, scales and zero points."""
     zero = _rounded(tl.min(tl.min(groups, 3, keep_dims=True), 1, keep_dims=True))
     most = tl.max(tl.max(groups, 3, keep_dims=True), 1, keep_dims=True)
     scale = _rounded((most - zero) * (1.0 / LAST))
-    # One division for a group, not for each number; where the scale is 0, all codes mean the same.
+    # One division per group, not per number. If the scale is 0, all codes dequantize to the same number.
     steps = (groups - zero) * (1.0 / tl.maximum(scale, SMALLEST))
     steps = tl.minimum(tl.maximum(steps, 0.0), LAST * 1.0) + ROUNDING
     return steps.to(tl.int32, bitcast=True) & LAST, scale, zero
@@ -78,10 +77,10 @@ def _quantize_evenly(groups, LAST: tl.constexpr):
 
 @triton.jit
 def _quantize_by_levels(groups, bounds, LAST: tl.constexpr):
-    """The same where codes mean levels, between which lie the ``bounds`` for a vector of length 1: scales are lengths."""
+    """As :func:`_quantize_evenly`, for codes that index levels. ``bounds`` separate the levels of a unit vector; scales are lengths."""
     norm = tl.sqrt_rn(tl.sum(tl.sum(groups * groups, 3, keep_dims=True), 1, keep_dims=True))
     length = tl.maximum(norm, 1e-30)
-    # Counted in float32: that takes two instructions for each number and level, integers three.
+    # Counts are in float32: two instructions per number and level. Integers need three.
     codes = tl.zeros_like(groups) + ROUNDING
     for level in tl.static_range(LAST):
         codes += tl.where(groups > tl.load(bounds + level) * length, 1.0, 0.0)
@@ -90,7 +89,7 @@ def _quantize_by_levels(groups, bounds, LAST: tl.constexpr):
 
 @triton.jit
 def _quantize_centred(groups, bounds, LAST: tl.constexpr):
-    """The same where codes count the ``bounds`` that distances from a group's mean reach, over the greatest of them."""
+    """As :func:`_quantize_evenly`, for codes that count the ``bounds`` that (number - mean) / (maximum distance) reaches."""
     zero = _rounded(tl.sum(tl.sum(groups, 3, keep_dims=True), 1, keep_dims=True) / (groups.shape[1] * groups.shape[3]))
     low = tl.min(tl.min(groups, 3, keep_dims=True), 1, keep_dims=True)
     high = tl.max(tl.max(groups, 3, keep_dims=True), 1, keep_dims=True)
@@ -98,14 +97,14 @@ def _quantize_centred(groups, bounds, LAST: tl.constexpr):
     scale = _next(scale, (zero + scale < high) | (zero - scale > low))
     codes = tl.zeros_like(groups) + ROUNDING
     for code in tl.static_range(LAST):
-        # The product is exact: contracted with the sum or not, this is where the code's bin begins (lynx/bins.py).
+        # The product is exact: fused with the sum or not, the code's bin begins here (lynx/bins.py).
         codes += tl.where(groups >= tl.load(bounds + code) * scale + zero, 1.0, 0.0)
     return codes.to(tl.int32, bitcast=True) & LAST, scale, zero
 
 
 @triton.jit
 def _hash(numbers):
-    """A hash of uint32, as rounding.py has it."""
+    """Hash of uint32, as in rounding.py."""
     numbers = (numbers ^ (numbers >> SHIFT_0)) * FACTOR_0
     numbers = (numbers ^ (numbers >> SHIFT_1)) * FACTOR_1
     return numbers ^ (numbers >> SHIFT_2)
@@ -113,7 +112,7 @@ def _hash(numbers):
 
 @triton.jit
 def token_noise(seeds, lane, DIM: tl.constexpr):
-    """What numbers of tokens with these ``seeds``, int32, in a ``lane`` are rounded by: float32 [tokens, dim], as rounding.py's."""
+    """Rounding noise for tokens with these ``seeds``, int32, in a ``lane``: float32 [tokens, dim], equal to that of rounding.py."""
     of_tokens = _hash(seeds.to(tl.uint32, bitcast=True) + (lane + 1).to(tl.uint32) * LANE_STEP)
     channels = tl.arange(0, DIM).to(tl.uint32) * CHANNEL_STEP
     return (_hash(of_tokens[:, None] + channels[None, :]) >> NOISE_SHIFT).to(tl.float32) * NOISE_UNIT
@@ -121,7 +120,7 @@ def token_noise(seeds, lane, DIM: tl.constexpr):
 
 @triton.jit
 def _above(sizes):
-    """``sizes``, at least 0, up to the next float16, finite; the bits of that are those of an integer that is greater by one."""
+    """Round ``sizes``, at least 0, up to float16, finite. The bits of the next float16 are the next greater integer."""
     sizes = tl.minimum(sizes, LARGEST)
     near = sizes.to(tl.float16)
     less = (near.to(tl.float32) < sizes).to(tl.int16)
@@ -130,14 +129,14 @@ def _above(sizes):
 
 @triton.jit
 def _next(sizes, where):
-    """Of :func:`_above`'s, the next float16 where asked, finite."""
+    """Move results of :func:`_above` to the next float16 where ``where`` is set, finite."""
     more = (where & (sizes < LARGEST)).to(tl.int16)
     return (sizes.to(tl.float16).to(tl.int16, bitcast=True) + more).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _below(numbers):
-    """Down to the next float16, finite."""
+    """Round down to float16, finite."""
     numbers = tl.minimum(tl.maximum(numbers, -LARGEST), LARGEST)
     near = numbers.to(tl.float16)
     more = (near.to(tl.float32) > numbers).to(tl.int16)
@@ -147,7 +146,7 @@ def _below(numbers):
 
 @triton.jit
 def quantize_stochastic(groups, noise, LAST: tl.constexpr):
-    """The same where ``noise``, of the shape of ``groups``, decides between the codes on both sides of a number."""
+    """As :func:`_quantize_evenly`, where ``noise``, shaped like ``groups``, selects the lower or the upper of the two nearest codes."""
     zero = _below(tl.min(tl.min(groups, 3, keep_dims=True), 1, keep_dims=True))
     span = tl.max(tl.max(groups, 3, keep_dims=True), 1, keep_dims=True) - zero
     scale = _above(tl.maximum(span, 0.0) * (1.0 / LAST))
@@ -157,7 +156,7 @@ def quantize_stochastic(groups, noise, LAST: tl.constexpr):
 
 @triton.jit
 def _split_rotation(rotation, DIM: tl.constexpr, LIKE: tl.constexpr):
-    """The rotation, float32 [dim, dim], as a sum of two of LIKE, off by less than 2 ** -17 (float16 scales: by 2 ** -11)."""
+    """The rotation, float32 [dim, dim], as a sum of two LIKE tensors. The error is below 2 ** -17 (float16 scales: 2 ** -11)."""
     channel = tl.arange(0, DIM)
     whole = tl.load(rotation + channel[:, None] * DIM + channel[None, :])
     first = whole.to(LIKE)
@@ -166,7 +165,7 @@ def _split_rotation(rotation, DIM: tl.constexpr, LIKE: tl.constexpr):
 
 @triton.jit
 def _rotated(numbers, first, second):
-    """``numbers``, of the pool's dtype, times what :func:`_split_rotation` gave: float32."""
+    """``numbers``, of the pool's dtype, times the rotation from :func:`_split_rotation`: float32."""
     if numbers.dtype == tl.float32:
         return tl.dot(numbers, first, input_precision="tf32x3")
     else:
@@ -175,7 +174,7 @@ def _rotated(numbers, first, second):
 
 @triton.jit
 def _rotated_by_parts(buffer, source, slot_stride, rotation, DIM: tl.constexpr, PART: tl.constexpr):
-    """Numbers of the tokens in ``source`` times the rotation, PART channels after another: float32 [tokens, dim]."""
+    """Numbers of the tokens in ``source`` times the rotation, PART channels at a time: float32 [tokens, dim]."""
     channel, part = tl.arange(0, DIM), tl.arange(0, PART)
     found = tl.zeros((source.shape[0], DIM), tl.float32)
     for first in tl.static_range(0, DIM, PART):
@@ -191,11 +190,16 @@ def pack_tiles(
     DIM: tl.constexpr, TOKENS: tl.constexpr, BITS: tl.constexpr, SHARING: tl.constexpr, CHANNELS: tl.constexpr,
     SLOTS: tl.constexpr, BLOCKS: tl.constexpr, PART: tl.constexpr, FINDING: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """``BLOCKS`` blocks of one head; scales are shared by ``SHARING`` tokens and ``CHANNELS`` channels.
+    """Pack ``BLOCKS`` blocks of one head, whose scales are shared by ``SHARING`` tokens and ``CHANNELS`` channels.
 
-    PART: channels that are rotated at once; below ``DIM`` the rotation is read for each block. FINDING: as of a quantizer, where
-    ``bounds`` are its, and ``seeds`` those of the tokens in ``sources``; ``layers`` are the layers' numbers in the model, and ``lane`` is
-    that of layer 0 and the first head. SUMS: whether blocks hold sums of codes.
+    Args:
+        bounds: The quantizer's bounds.
+        seeds: Seeds of the tokens in ``sources``.
+        layers: Numbers of the layers in the model.
+        lane: Noise lane of layer 0 and the first head.
+        PART: Channels that are rotated at a time. Below ``DIM``, the rotation is read again for each block.
+        FINDING: The quantizer's ``finding``.
+        SUMS: Whether blocks hold sums of codes.
     """
     SIZE: tl.constexpr = like.dtype.element_ty.primitive_bitwidth // 8
     CELL: tl.constexpr = DIM * SIZE
@@ -204,7 +208,7 @@ def pack_tiles(
     layer, head = tl.program_id(1).to(tl.int64), tl.program_id(0) % HEADS
     first = tl.program_id(0) // HEADS * BLOCKS
     token, channel = tl.arange(0, TOKENS), tl.arange(0, DIM)
-    # Without the hint nothing is known of loaded addresses, and numbers would be read one by one.
+    # The hint tells the compiler that loaded addresses are aligned. Without it, it would read numbers one by one.
     buffer = buffer_pointer(table, layer, like.dtype.element_ty) + head * head_stride
     if rotation is not None and PART == DIM:
         turning = _split_rotation(rotation, DIM, like.dtype.element_ty)
@@ -240,7 +244,7 @@ def pack_tiles(
 
 
 def can_pack(packing: Packing, buffers: KVBuffers) -> bool:
-    """Whether kernels pack so, into such buffers; PyTorch packs everything."""
+    """Whether the kernels support this packing and these buffers. PyTorch supports all."""
     layouts, pools = (packing.keys, packing.values), (buffers.keys[0], buffers.values[0])
     finding = packing.quantizer.finding
     tokens = DRAWN_TOKENS if finding == "stochastic" else TOKENS
@@ -256,15 +260,14 @@ def pack_blocks(
     targets: torch.Tensor,
     seeds: torch.Tensor | None = None,
 ) -> None:
-    """What :meth:`Packing.write` does, where :func:`can_pack` holds; does not wait for the device.
+    """Do what :meth:`Packing.write` does, if :func:`can_pack` holds. Does not wait for the device.
 
-    Bytes of cells that a layout leaves over stay as they are, where PyTorch writes zeros.
+    Unused bytes of cells keep their content. PyTorch writes zeros there.
 
     Args:
-        packing, kept, sources: as there.
-        buffers: as there; those of all layers have the same shape, strides and dtype.
-        targets: as there; none of them is a source.
-        seeds: as there.
+        packing, kept, sources, seeds: As in :meth:`Packing.write`.
+        buffers: As in :meth:`Packing.write`. All layers have the same shape, strides and dtype.
+        targets: As in :meth:`Packing.write`. None of them is a source.
     """
     tables = (buffers.key_table, buffers.value_table)
     kinds = zip(tables, (buffers.keys[0], buffers.values[0]), (packing.keys, packing.values), strict=True)
@@ -284,7 +287,7 @@ def _launch(
     rotation: torch.Tensor | None,
     drawn: tuple[torch.Tensor | None, torch.Tensor, int],
 ) -> None:
-    """Pack keys, or values; ``places``: what is kept, of which slots, into which; ``drawn``: seeds, numbers of layers, the first lane."""
+    """Pack keys or values. ``places``: kept, sources, targets. ``drawn``: seeds, layer numbers, first noise lane."""
     kept = places[0]
     layers, heads, tokens = kept.shape
     blocks, share = tokens // layout.tokens, BLOCKS if rotation is None else ROTATED_BLOCKS

@@ -1,6 +1,6 @@
-"""Softmax over one part of a row that begins with packed blocks: the kernel that packed_decode.py launches.
+"""Softmax over one split of a row that begins with packed blocks: the Triton kernel that packed_decode.py launches.
 
-Codes become numbers in registers (packed_codes.py).
+Codes are dequantized in registers (packed_codes.py).
 """
 
 import triton
@@ -15,7 +15,7 @@ def _queries(
     queries, channel, row, scaling, AHEAD: tl.constexpr, PART: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr,
     LIKE: tl.constexpr,
 ):  # fmt: skip
-    """The channels of a part, and 0 for those that pad it: LIKE [channels, rows]."""
+    """The channels of one part of the queries, with padding set to 0: LIKE [channels, rows]."""
     mask = (channel < PART)[:, None] & (row < GROUP)[None, :]
     found = tl.load(queries + row[None, :] * DIM + AHEAD + channel[:, None], mask=mask, other=0.0)
     return (found.to(tl.float32) * scaling).to(LIKE)
@@ -27,7 +27,7 @@ def _step_parameters(
     slot_numbers, PART: tl.constexpr, UNIT: tl.constexpr, BITS: tl.constexpr, STEPS: tl.constexpr, BLOCK_SLOTS: tl.constexpr,
     CODE_CELLS: tl.constexpr,
 ):  # fmt: skip
-    """Scales and zero points of a step, which ``SPAN`` steps share; beyond the last one, which are not used, those of another."""
+    """Scales and zero points of a step, which ``SPAN`` steps share. Beyond the last step they repeat its own and are not used."""
     step = tl.maximum(tl.minimum(step, end - 1), 0)
     slots = table + step // STEPS * BLOCK_SLOTS + CODE_CELLS
     first += step % STEPS // SPAN * STRIDE
@@ -45,8 +45,8 @@ def _packed_part(
 ):  # fmt: skip
     """Softmax over the blocks [first, last) of a request's row.
 
-    Bytes and numbers begin at the head's cells; ``key_slot`` and ``value_slot``: bytes from one slot to the next. Scales are shared
-    by KEY_TOKENS tokens of a channel, or by a token's KEY_UNIT channels, which are all; those of values by VALUE_TOKENS tokens of a
+    Bytes and numbers begin at the head's cells. ``key_slot`` and ``value_slot`` are bytes from one slot to the next. Key scales are shared
+    by KEY_TOKENS tokens of a channel, or by all KEY_UNIT channels of a token. Value scales are shared by VALUE_TOKENS tokens of a
     channel, or by VALUE_UNIT channels of a token.
     """
     PARTS: tl.constexpr = 8 // BITS
@@ -65,13 +65,13 @@ def _packed_part(
     if PARTS > 2:
         q2 = _queries(queries, channel, row, scaling, 2 * PART, PART, DIM, GROUP, LIKE)
         q3 = _queries(queries, channel, row, scaling, 3 * PART, PART, DIM, GROUP, LIKE)
-    # What says where a tile lies, or scales it, is loaded without the tile's other axes, or Triton would arrange the tile by it.
-    # Bytes that pad a part are read as its last one, whose query is 0; of values they are never stored.
+    # Slots and scales of a tile are loaded without the tile's other axes. Otherwise Triton would choose the tile's layout for them.
+    # Padding bytes of a part repeat its last byte. For keys their query is 0; for values they are never stored.
     BY_TOKEN: tl.constexpr = KEY_UNIT == DIM
-    # Groups of keys along a step's tokens, and steps that share a group's scales.
+    # Groups of keys along a step's tokens, and steps that share one group's scales.
     OUTER: tl.constexpr = STEP // KEY_TOKENS if STEP > KEY_TOKENS else 1
     KEY_SPAN: tl.constexpr = KEY_TOKENS // STEP if KEY_TOKENS > STEP else 1
-    # Scales of keys from one such step to the next.
+    # Key scales from one such step to the next.
     KEY_STRIDE: tl.constexpr = OUTER * (1 if BY_TOKEN else DIM)
     outer = tl.arange(0, OUTER)[:, None]
     key_token = outer * (STEP // OUTER) + tl.arange(0, STEP // OUTER)[None, :]
@@ -79,8 +79,8 @@ def _packed_part(
     key_at = (key_token % CELL_TOKENS * PART)[:, :, None] + byte[None, None, :]
     key_first = outer if BY_TOKEN else outer * DIM
     key_offset = tl.zeros([1, 1], dtype=tl.int32) if BY_TOKEN else byte[None, :]
-    # Values lie as keys do where tokens of a channel share a scale. Else they are read in groups of bytes that share one, where these
-    # are whole, or byte by byte.
+    # If tokens of a channel share a scale, the layout of values is that of keys. Otherwise values are read in groups of bytes that share a
+    # scale if these groups are whole, else byte by byte.
     VALUES_BY_TOKEN: tl.constexpr = VALUE_TOKENS == 1
     VALUE_AXIS: tl.constexpr = 2 if VALUES_BY_TOKEN else 1
     VALUE_OUTER: tl.constexpr = STEP // VALUE_TOKENS if STEP > VALUE_TOKENS else 1
@@ -106,7 +106,7 @@ def _packed_part(
     total = tl.zeros([M], dtype=tl.float32)
     acc0 = tl.zeros([M, VALUE_COLUMNS], dtype=tl.float32)
     acc1, acc2, acc3 = acc0, acc0, acc0
-    # Scales are loaded a step ahead: they lie behind two loads, one after the other.
+    # Scales are loaded one step ahead, because their address needs a load first.
     end = last * STEPS
     k_s0, k_z0, k_s1, k_z1, k_s2, k_z2, k_s3, k_z3 = _step_parameters(
         key_numbers, table, first * STEPS, end, key_first, key_offset, KEY_SPAN, KEY_STRIDE, KEY_SCALES, KEY_CELL,
@@ -126,7 +126,7 @@ def _packed_part(
             value_numbers, table, step + 1, end, value_first, value_offset, VALUE_SPAN, VALUE_STRIDE, VALUE_SCALES,
             VALUE_CELL, value_slot // 2, VALUE_PART, VALUE_UNIT, BITS, STEPS, BLOCK_SLOTS, CODE_CELLS,
         )  # fmt: skip
-        # A step's cells of codes follow those of the steps before in its block.
+        # A step's code cells follow those of the block's earlier steps.
         slots = table + step // STEPS * BLOCK_SLOTS + step % STEPS * (STEP // CELL_TOKENS)
         slot = tl.load(slots + key_token // CELL_TOKENS).to(tl.int64) * key_slot
         raw = tl.load(key_bytes + slot[:, :, None] + key_at)
@@ -179,10 +179,10 @@ def packed_splits(
     kv_head, row = head_and_rows(GROUP, M)
     table_at = tl.load(rows + request)
     table = token_table + table_at * table_row
-    # Both branches below count in one type.
+    # Both branches below use the same integer type.
     packed, length = tl.load(packed_slots + table_at).to(tl.int32), tl.load(lengths + request).to(tl.int32)
     LIKE: tl.constexpr = keys.dtype.element_ty
-    # Numbers of the pool to bytes.
+    # Bytes per number of the pool.
     KEY_BYTES: tl.constexpr = KEY_CELL * 2 // DIM
     VALUE_BYTES: tl.constexpr = VALUE_CELL * 2 // VALUE_DIM
     head0 = request * HEADS * GROUP + kv_head * GROUP

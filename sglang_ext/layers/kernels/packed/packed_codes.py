@@ -1,21 +1,21 @@
-"""From bytes to the numbers that they stand for, inside Triton kernels: code times scale plus zero point.
+"""Dequantizes packed codes inside Triton kernels: code times scale plus zero point.
 
-A byte holds the codes of ``8 / bits`` channels, each of another part of the head (mem_cache/compressed/layouts/block_layout.py): a tile of bytes
-gives as many tiles of numbers.
+A byte holds the codes of ``8 / bits`` channels. Each is in another part of the head (mem_cache/compressed/layouts/block_layout.py), so a
+tile of bytes yields ``8 / bits`` tiles of numbers.
 
-On a GPU codes of 2 and 4 bits become float16 without a conversion, two numbers an instruction: as the highest bits of the
-mantissa of 2 ** bits they are so much more than the code, which the zero point takes back.
+On a GPU, codes of 2 and 4 bits become float16 without a conversion, two numbers per instruction. A code becomes the highest bits of
+the mantissa of 2 ** bits, so that the float16 equals code + 2 ** bits. The zero point subtracts that offset.
 """
 
 import triton
 import triton.language as tl
 
-# Of float16.
+# Mantissa bits and exponent bias of float16.
 MANTISSA, BIAS = 10, 15
 
 
 def _assembly(bits: int) -> str:
-    """Of four bytes, ``8 / bits`` scales and as many zero points: the numbers of part 0, of part 1...; two a register."""
+    """PTX that dequantizes four bytes with ``8 / bits`` scales and as many zero points. Outputs are part 0, part 1..., two per register."""
     parts, shift = 8 // bits, MANTISSA - bits
     source, mask, power = 2 * parts, ((1 << bits) - 1) << shift, (BIAS + bits) << MANTISSA
     lines = ["{ .reg .b32 t, u, c;", f"prmt.b32 t, ${source}, 0, 0x4140;", f"prmt.b32 u, ${source}, 0, 0x4342;"]
@@ -47,7 +47,7 @@ def _number(codes, scale, zero, levels, TABLE: tl.constexpr, LIKE: tl.constexpr)
 def _scale_and_zero(
     numbers, table, first, offset, COUNT: tl.constexpr, CELL: tl.constexpr, slot_numbers, UNIT: tl.constexpr, AHEAD: tl.constexpr
 ):  # fmt: skip
-    """Of a part that begins ``AHEAD`` channels later."""
+    """Scale and zero point of the part that begins ``AHEAD`` channels later."""
     index, zeros = (AHEAD + offset) // UNIT, first + COUNT
     cell = tl.load(table + first // CELL).to(tl.int64) * slot_numbers + first % CELL
     scale = tl.load(numbers + cell + index)
@@ -60,22 +60,22 @@ def parameters(
     numbers, table, first, offset, COUNT: tl.constexpr, CELL: tl.constexpr, slot_numbers, PART: tl.constexpr, UNIT: tl.constexpr,
     BITS: tl.constexpr,
 ):  # fmt: skip
-    """Scale and zero point of each part, of a tile of one block, in turn: eight; of parts that are none, those of another.
+    """Scale and zero point of each part for a tile of one block, alternating: eight tensors. Missing parts repeat another part's.
 
     Args:
-        numbers: the head's first cell, as float16.
-        table: the slots of the block that hold its scales, then its zero points.
-        first: which scale of the block is the first that may be meant; the others lie in its cell.
-        offset: channel within a part. Both are broadcast, without the axis of the tile along which scales are the same.
-        COUNT: scales of a block.
-        CELL: numbers in a cell.
-        slot_numbers: numbers from one slot to the next.
-        PART: channels of a part.
-        UNIT: channels that share a scale.
+        numbers: The head's first cell, as float16.
+        table: The block's slots that hold its scales, then its zero points.
+        first: Index, within the block, of the first scale to load. The others are in the same cell.
+        offset: Channel within a part. ``first`` and ``offset`` are broadcast, without the tile axis along which scales are equal.
+        COUNT: Scales of a block.
+        CELL: Numbers in a cell.
+        slot_numbers: Numbers from one slot to the next.
+        PART: Channels of a part.
+        UNIT: Channels that share a scale.
     """
     s0, z0 = _scale_and_zero(numbers, table, first, offset, COUNT, CELL, slot_numbers, UNIT, 0)
     s1, z1, s2, z2, s3, z3 = s0, z0, s0, z0, s0, z0
-    # Where all channels share a scale, so do the parts.
+    # If all channels share a scale, the parts do too.
     if BITS < 8 and UNIT < PART * (8 // BITS):
         s1, z1 = _scale_and_zero(numbers, table, first, offset, COUNT, CELL, slot_numbers, UNIT, PART)
         if BITS == 2:
@@ -86,7 +86,7 @@ def parameters(
 
 @triton.jit
 def _broad(scale, zero, AXIS: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr):
-    """With the axis that they lack. Where codes come with an offset, the zero point is less by that."""
+    """Add the missing tile axis. If codes have an offset (FAST), subtract it from the zero point."""
     if FAST:
         zero = zero - scale * (1 << BITS)
     return tl.expand_dims(scale, AXIS), tl.expand_dims(zero, AXIS)
@@ -97,14 +97,14 @@ def dequantize(
     raw, s0, z0, s1, z1, s2, z2, s3, z3, levels, AXIS: tl.constexpr, BITS: tl.constexpr, TABLE: tl.constexpr,
     FAST: tl.constexpr, LIKE: tl.constexpr,
 ):  # fmt: skip
-    """Numbers of a tile of bytes of one block: four tiles of LIKE, which are those of ``8 // BITS`` parts again and again.
+    """Dequantize a tile of bytes of one block into four tiles of LIKE: those of the ``8 // BITS`` parts, repeated.
 
     Args:
-        raw: uint8, of three axes.
-        s0, z0, s1, z1, s2, z2, s3, z3: what :func:`parameters` gave.
-        levels: what codes mean, for TABLE.
-        AXIS: of ``raw``, along which scales are the same.
-        FAST: with instructions of NVIDIA's; LIKE is float16 then, and there are 2 or 4 bits and no table.
+        raw: uint8, with three axes.
+        s0, z0, s1, z1, s2, z2, s3, z3: From :func:`parameters`.
+        levels: Value of each code, for TABLE.
+        AXIS: Axis of ``raw`` along which scales are equal.
+        FAST: Use NVIDIA instructions. LIKE is then float16, BITS is 2 or 4, and there is no table.
     """
     s0, z0 = _broad(s0, z0, AXIS, BITS, FAST)
     if BITS == 8:

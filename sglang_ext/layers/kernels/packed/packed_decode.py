@@ -1,10 +1,12 @@
 """Decode attention over rows that begin with packed blocks, split over the context (flash decoding).
 
-Programs of a request's first splits read its packed blocks, those of the others its exact tokens; a second kernel joins what
-they found by log-sum-exp. What comes of packed and of exact tokens is summed apart where the former has to be rotated
-back. The splits' kernel is gluon/packed_blocks.py's where that takes blocks (:func:`fragments`), else packed_attention.py's; of blocks that
-hold sums gluon/integer_blocks.py's (:func:`integer_fragments`), else hack/integer_attention.py's. Blocks that hold more than codes,
-scales, zero points and sums have none (:func:`check_readable`), nor have others whose scales are shared by tokens and channels.
+The first splits of a request read its packed blocks. The other splits read its exact tokens. A second kernel merges the splits by
+log-sum-exp. It keeps the outputs of packed and of exact tokens apart if the former must be rotated back.
+
+The kernel for the splits depends on the blocks. For blocks with sums of codes it is gluon/integer_blocks.py if :func:`integer_fragments`
+accepts them, else hack/integer_attention.py. For other blocks it is gluon/packed_blocks.py if :func:`fragments` accepts them, else
+packed_attention.py. No kernel reads blocks that hold more than codes, scales, zero points and sums (:func:`check_readable`). No kernel
+reads blocks whose scales are shared by both tokens and channels.
 """
 
 import torch
@@ -20,36 +22,36 @@ from sglang_ext.layers.kernels.hack.integer_decode import launch_gluon_integers,
 from sglang_ext.layers.kernels.packed.launches import BY_CHANNEL, PackedAttentionCall, launch_gluon, launch_triton
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 
-# Tokens that share a channel's scale, sizes of a head, and most queries that share a KV head, in the Gluon kernel.
+# Gluon kernel: tokens that share a channel's scale, sizes of a head, and maximum queries that share a KV head.
 SHARED_TOKENS, DIMS, MOST_QUERIES = 32, (64, 128), 16
-# Channels of a head and bits of its codes, and most queries, in the kernel of integers.
+# Integer kernel: (channels of a head, bits of a code), and maximum queries for partitions of 64 and of 128.
 INTEGERS, MOST_INTEGER_QUERIES, MOST_HALVED_QUERIES = ((128, 4), (128, 2), (64, 4)), 8, 4
 # Compute capability of an A100.
 AMPERE = (8, 0)
 
 
 def has_tensor_cores(keys: torch.Tensor) -> bool:
-    """Whether ``keys`` lie on an NVIDIA GPU with the instructions of gluon/packed_blocks.py."""
+    """Whether ``keys`` are on an NVIDIA GPU with the instructions of gluon/packed_blocks.py."""
     found = capability(keys)
     return found is not None and found >= AMPERE
 
 
 def multiplies_integers(keys: torch.Tensor) -> bool:
-    """Whether Triton compiles products of integers where ``keys`` lie: not for NVIDIA GPUs before 8.0."""
+    """Whether Triton compiles integer products on the device of ``keys``. False for NVIDIA GPUs below 8.0."""
     found = capability(keys)
     return found is None or found >= AMPERE
 
 
 def fragments(packing: Packing, keys: torch.Tensor, values: torch.Tensor, group: int) -> PackedFragments | None:
-    """The constants of the Gluon kernel; None where it does not take such blocks, or there is no GPU for it.
+    """The constants of the Gluon kernel. None if it does not support the blocks or the device.
 
-    It takes codes of all bits in pools of 16 bits, with heads of 64 or 128 channels, unless codes mean levels of a table, or tokens
-    of values share scales.
+    It supports codes of all bits in 16-bit pools, with heads of 64 or 128 channels. It does not support codes that index a table of
+    levels, or values whose tokens share scales.
 
     Args:
-        packing: how blocks are packed.
-        keys, values: a layer's buffers, [slots, kv_heads, dim].
-        group: queries that share a KV head.
+        packing: How blocks are packed.
+        keys, values: One layer's buffers, [slots, kv_heads, dim].
+        group: Queries that share a KV head.
     """
     key, value = packing.keys, packing.values
     plain = key.plain and value.plain and packing.levels(keys.device) == (None, None)
@@ -65,10 +67,10 @@ def fragments(packing: Packing, keys: torch.Tensor, values: torch.Tensor, group:
 
 
 def integer_fragments(packing: Packing, keys: torch.Tensor, values: torch.Tensor, group: int) -> IntegerFragments | None:
-    """The constants of the Gluon kernel that multiplies integers; None where it does not take such blocks, or there is no GPU for it.
+    """The constants of the Gluon kernel for integer products. None if it does not support the blocks or the device.
 
-    It takes partitions of 64 in pools of 16 bits: heads of 128 channels in 4 or 2 bits, or of 64 in 4, which up to 8 queries share; and
-    partitions of 128, of heads of as many channels, which up to 4 share. Arguments are those of :func:`fragments`.
+    It supports 16-bit pools. Partitions of 64: heads of 128 channels in 4 or 2 bits, or of 64 channels in 4 bits, with up to 8 queries per
+    KV head. Partitions of 128: heads of 128 channels, with up to 4 queries. Arguments are those of :func:`fragments`.
     """
     key, value = packing.keys, packing.values
     if not (key.sums and value.sums and key.plain and value.plain and has_tensor_cores(keys)) or keys.element_size() != 2:
@@ -84,22 +86,22 @@ def integer_fragments(packing: Packing, keys: torch.Tensor, values: torch.Tensor
 
 
 def max_resident_programs(packing: Packing, keys: torch.Tensor, values: torch.Tensor, group: int) -> int | None:
-    """Programs of a Gluon kernel that run side by side; None where neither takes the blocks."""
+    """Programs of a Gluon kernel that run at the same time. None if neither Gluon kernel supports the blocks."""
     if fragments(packing, keys, values, group) is None and integer_fragments(packing, keys, values, group) is None:
         return None
     return torch.cuda.get_device_properties(keys.device).multi_processor_count * occupancy.RESIDENT
 
 
 def check_readable(packing: Packing, keys: torch.Tensor) -> None:
-    """Raise where no kernel reads such blocks.
+    """Check that a kernel reads such blocks.
 
     Args:
-        packing: how blocks are packed.
-        keys: a layer's buffer.
+        packing: How blocks are packed.
+        keys: One layer's buffer.
 
     Raises:
-        OptionError: they hold more than codes, scales, zero points and sums, numbers share scales in another way than kernels know,
-            or their kernel does not compile for the GPU.
+        OptionError: The blocks hold more than codes, scales, zero points and sums, their scales are shared in an unsupported way, or
+            their kernel does not compile for the GPU.
     """
     name = type(packing.quantizer).__name__.lower()
     if not (packing.keys.plain and packing.values.plain):
@@ -111,7 +113,7 @@ def check_readable(packing: Packing, keys: torch.Tensor) -> None:
         if not multiplies_integers(keys):
             major, minor = capability(keys)
             raise OptionError(
-                f"blocks of {name} are multiplied as integers, which takes a GPU of compute capability 8.0 or more; {gpu_name()} has "
+                f"blocks of {name} are multiplied as integers, which needs a GPU of compute capability 8.0 or more; {gpu_name()} has "
                 f"{major}.{minor}: pass --kv-compressor kivi"
             )
         return
@@ -120,9 +122,9 @@ def check_readable(packing: Packing, keys: torch.Tensor) -> None:
         tokens, channels = layout.grid
         if not by_token and (channels > 1 or (BY_CHANNEL % tokens and tokens % BY_CHANNEL)):
             raise OptionError(
-                f"{kind} of {name} share scales over {tokens} tokens and {channels} channels, which no kernel reads; kernels read "
-                f"groups in one channel, of tokens that divide {BY_CHANNEL} or are a multiple of it, whole keys of one token, and "
-                "channels of one token's values: give such grids, or pass --device cpu"
+                f"{kind} of {name} share scales over {tokens} tokens and {channels} channels, which no kernel reads; kernels "
+                f"support groups of tokens in one channel (a divisor or a multiple of {BY_CHANNEL} tokens), whole keys of one token, and "
+                "channels of one token's values: use such grids, or pass --device cpu"
             )
 
 
@@ -141,18 +143,18 @@ def packed_decode(
     """Attention of one token of each request over its row of the table: [requests, heads, dim of a value].
 
     Args:
-        packing: how blocks are packed.
+        packing: How blocks are packed.
         queries: [requests, heads, dim].
-        keys, values: a layer's buffers, [slots, kv_heads, dim].
-        token_table: int32 [rows, width]; a row leads to its blocks' slots, then to those of exact tokens.
+        keys, values: One layer's buffers, [slots, kv_heads, dim].
+        token_table: int32 [rows, width]. A row holds the slots of its blocks, then those of its exact tokens.
         rows: int64 [requests], rows of the table.
         lengths: int64 [requests], slots of each row.
-        packed_slots: int32 [rows], of these, those with blocks; 0 for none.
-        scaling: factor on query-key products, positive.
-        splits: parts of the blocks, and of the exact tokens, that are read at the same time.
+        packed_slots: int32 [rows], slots with blocks at the start of each row; 0 for none.
+        scaling: Factor on query-key products, positive.
+        splits: Number of splits of the blocks, and of the exact tokens. They are read in parallel.
 
     Raises:
-        OptionError: no tiles of such heads fit the GPU, or blocks hold what no kernel reads (:func:`check_readable`).
+        OptionError: No tile sizes for these heads fit the GPU, or no kernel reads such blocks (:func:`check_readable`).
     """
     check_readable(packing, keys)
     to_keys, to_values = packing.rotations(queries.device)
