@@ -17,7 +17,7 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from sglang_ext.core import OptionError
-from sglang_ext.fit import FitError
+from sglang_ext.tools.fit import FitError
 from sglang_ext.tools.fit.progress import show_progress
 from sglang_ext.tools.fit.samples import TextPiece, Sampler, SamplingConfig
 from sglang_ext.tools.fit.training import TrainingConfig
@@ -25,7 +25,7 @@ from sglang_ext.tools.fit.job import FitJob, split
 from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
 from sglang_ext.mem_cache.scores.predictor import FitRecord
 from sglang_ext.output_files import check_folder, exit_code
-from sglang_ext.precompress import PrecompressError
+from sglang_ext.tools.precompress import PrecompressError
 
 SMALLEST = {"tokens": 128, "samples": 1, "width": 0, "epochs": 1, "seed": 0}
 

@@ -47,7 +47,7 @@ class Paged:
             own = (order[begin : begin + -(-slots // PAGE), None] * PAGE + torch.arange(PAGE)).flatten()
             begin += -(-slots // PAGE)
             self.table[row + rows, :slots] = own[:slots]
-            self.views.append(SimpleNamespace(covered=most * PAGE, own_tokens=chosen[row - 1] * PAGE, own=own, held=slots))
+            self.views.append(SimpleNamespace(covered=most * PAGE, own_tokens=chosen[row - 1] * PAGE, own=own, owned_slots=slots))
         self.rows, self.there_table = rows, self.table.to(device)
         extremes = PageExtremes(self.there.keys, range(layers), PAGE)
         method = Quest(every=every, in_attention=True)

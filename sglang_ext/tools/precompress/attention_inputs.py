@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedModel
 
-from sglang_ext.precompress import PrecompressError
+from sglang_ext.tools.precompress import PrecompressError
 
 
 class AttentionInputs:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from sglang_ext.precompress import PrecompressError
+from sglang_ext.tools.precompress import PrecompressError
 
 # Placeholder for a document when the chat template's text is examined.
 MARK = "A document."
