@@ -14,9 +14,13 @@ publishes the next request after it.
 This design has these consequences:
 
 - The rank need not know which of its replies were applied. A late or missing reply costs only its rows.
+
 - A restarted process begins with the positions that the compressed KV holds.
+
 - A lane has one slot for a record and one for rows, not two. Both are written for one selection request, and only its rows are read.
+
 - A late rank may read a record with newer parts, but its reply is not applied.
+
 - If there are more rows than room, those of the highest scores are sent. The compressed KV matches its record at any time, and is only
   older.
 

@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 INLINE = SideStream(torch.device("cpu"))
 
 # Batches of a shape before a graph is recorded, because recording takes longer than a step. During the transfer of full KV, batch sizes
-# change every few selection intervals.
-# Then: maximum graphs, batches without use after which a graph may be replaced, and maximum shapes without a graph whose inputs are kept.
+# change every few selection intervals. Then: maximum graphs, batches without use after which a graph may be replaced, and maximum shapes
+# without a graph whose inputs are kept.
 RECORDED_AFTER, MOST_GRAPHS, UNUSED, MOST_OTHERS = 8, 16, 1000, 4
 # Numbers of a context in the selection kernels' input (select_tokens.py:SelectionContexts).
 CONTEXT_NUMBERS = 4
