@@ -240,8 +240,8 @@ def put_keys(target: torch.Tensor, blocks: torch.Tensor, key_table: torch.Tensor
     """
     heads, dim = like.shape[1:]
     _put_keys[(target.shape[2], len(key_table), len(blocks))](
-        key_table, like, slots, blocks, target, like.stride(0), like.stride(1), target.stride(0), target.stride(1), DIM=dim, ROW=heads * dim,
-        BLOCK=COPIED,
+        key_table, like, slots, blocks, target, like.stride(0), like.stride(1), target.stride(0), target.stride(1), DIM=dim,
+        ROW=heads * dim, BLOCK=COPIED,
     )  # fmt: skip
 
 

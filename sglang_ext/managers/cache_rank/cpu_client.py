@@ -81,7 +81,7 @@ class CpuRankClient(CacheRankClient, RemoteSelector):
         """See :meth:`RemoteSelector.poll`."""
         for link in self.links:
             link.poll()
-        self._hear()
+        self._process_replies()
 
     def prepare(self, row: int, slots: torch.Tensor, keep: int, queries: torch.Tensor, positions: torch.Tensor) -> bool:
         """See :meth:`RemoteSelector.prepare`."""
@@ -92,7 +92,7 @@ class CpuRankClient(CacheRankClient, RemoteSelector):
                 # The request is lost: its tokens have no slots to send to another rank.
                 self.missed[request.leases.link.down_reason] += 1
                 return False
-            self._lose(row)
+            self._remove(row)
             request = None
         try:
             if request is None:
@@ -227,14 +227,14 @@ class CpuRankClient(CacheRankClient, RemoteSelector):
         too."""
         begun, link = time.monotonic(), request.leases.link
         link.wait(0)
-        self._hear()
+        self._process_replies()
         while (choice.asked if self.sends_rows else sequence in choice.asked) and not request.has_lost_rank:
             left = deadline - time.monotonic()
             if left <= 0:
                 break
             # `wait` rounds down to whole milliseconds.
             link.wait(max(left, 1e-3))
-            self._hear()
+            self._process_replies()
         self.waited += time.monotonic() - begun
 
     def ask(self, part: RequestStep, pack: int, read: ReadQueryWindow, write: WriteSelection) -> None:
@@ -245,7 +245,7 @@ class CpuRankClient(CacheRankClient, RemoteSelector):
         if self.sends_rows:
             # Apply replies received since these layers attended. The next reply is relative to the result.
             request.leases.link.wait(0)
-            self._hear()
+            self._process_replies()
             if request.has_lost_rank:
                 return
             self._write(part, choice, write)
@@ -268,16 +268,16 @@ class CpuRankClient(CacheRankClient, RemoteSelector):
             self._timeline.add_event("missed", pack, part.request.lease.lane, part.expected)
         self.missed[part.request.leases.link.down_reason if part.request.has_lost_rank else "late"] += 1
 
-    def _hear(self) -> None:
+    def _process_replies(self) -> None:
         """Process received replies. Replies to selection requests that are no longer open are ignored."""
         for link in self.links:
             answers, link.answers = link.answers, []
             for answer in answers:
                 request = self._lanes.get((link, answer.lane))
                 if request is not None and not request.has_lost_rank:
-                    self._take(request, answer)
+                    self._process_reply(request, answer)
 
-    def _take(self, request: CpuRankRequest, answer: protocol.SelectionReply) -> None:
+    def _process_reply(self, request: CpuRankRequest, answer: protocol.SelectionReply) -> None:
         choice = next((each for each in request.packs if each.pack == (answer.first, answer.count)), None)
         if choice is None or answer.sequence not in choice.asked:
             return
@@ -297,7 +297,7 @@ class CpuRankClient(CacheRankClient, RemoteSelector):
 
     def forget(self, row: int) -> None:
         """See :meth:`RemoteSelector.forget`."""
-        request = self._lose(row)
+        request = self._remove(row)
         if request is None or request.has_lost_rank:
             return
         try:
@@ -306,7 +306,7 @@ class CpuRankClient(CacheRankClient, RemoteSelector):
             # All leases ended with the process.
             return
 
-    def _lose(self, row: int) -> CpuRankRequest | None:
+    def _remove(self, row: int) -> CpuRankRequest | None:
         request = self._requests.pop(row, None)
         lane = None if request is None else (request.leases.link, request.lease.lane)
         if request is not None and self._lanes.get(lane) is request:

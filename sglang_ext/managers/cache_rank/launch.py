@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 from sglang_ext.config import options, selection_options
 from sglang_ext.managers.cache_rank.cpu_client import CpuRankClient
 from sglang_ext.managers.cache_rank.rank_link import START_SECONDS, RankLink, RankSettings
-from sglang_ext.managers.cache_rank.protocol import BLOCK, MOST_BLOCKS, MAX_LANES, MAX_PLACES, VERSION, Attach, BufferShape, RotaryParameters
+from sglang_ext.managers.cache_rank.protocol import (
+    BLOCK, MOST_BLOCKS, MAX_LANES, MAX_PLACES, VERSION, Attach, BufferShape, RotaryParameters,
+)  # fmt: skip
 from sglang_ext.managers.cache_rank.timeline import PackTimeline
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
@@ -70,8 +72,9 @@ def wait_until_ready(links: Sequence[RankLink], otherwise: str) -> None:
 
 
 def build_attach(
-    args: "KVServerArgs", method: CompressionMethod, buffers: KVBuffers, query_heads: int, rotary: Rotary, requests: int, room: int | None = None
-) -> Attach:
+    args: "KVServerArgs", method: CompressionMethod, buffers: KVBuffers, query_heads: int, rotary: Rotary, requests: int,
+    room: int | None = None,
+) -> Attach:  # fmt: skip
     """Return the first message to the ranks.
 
     Args:

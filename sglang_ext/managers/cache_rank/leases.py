@@ -140,11 +140,11 @@ class KeyLeases:
             MemoryFull: Too few free blocks; nothing was sent.
             RankUnavailable: The rank accepts no messages.
         """
-        name = name or (lambda index: None if lease.alone else _key(slots, index))
+        name = name or (lambda index: None if lease.alone else _slots_name(slots, index))
         self._take_blocks(lease, len(slots), name)
         pieces, puts = [], []
         while lease.held < len(slots):
-            if self._share(lease, len(slots), name):
+            if self._use_shared_blocks(lease, len(slots), name):
                 continue
             place = self.link.place()
             if place is None:
@@ -159,10 +159,10 @@ class KeyLeases:
             self.sent += sum(piece.tokens for piece in pieces)
             for piece, put in zip(pieces, puts):
                 if piece.offset + piece.tokens == BLOCK:
-                    self._name(piece.block, name(put.first // BLOCK))
+                    self._register_name(piece.block, name(put.first // BLOCK))
         return lease.held >= len(slots)
 
-    def _filled(self, first: int, tokens: int, name: Name) -> list[int]:
+    def _find_shared_blocks(self, first: int, tokens: int, name: Name) -> list[int]:
         """Return blocks, filled by other requests, that match a request's blocks from ``first`` on. Stops at the first block that does
         not match."""
         found: list[int] = []
@@ -177,30 +177,30 @@ class KeyLeases:
     def _take_blocks(self, lease: KeyLease, tokens: int, name: Name) -> None:
         """Allocate blocks for all tokens of a request, using matching blocks of other requests first."""
         first, needed = len(lease.blocks), -(-tokens // BLOCK)
-        taken = self._filled(first, tokens, name) if lease.held == first * BLOCK else []
+        taken = self._find_shared_blocks(first, tokens, name) if lease.held == first * BLOCK else []
         shared = len(taken)
         missing = needed - first - shared
         if missing > len(self._free):
             raise MemoryFull("memory-full")
         taken += (self._free.pop() for _ in range(missing))
-        self._give(lease, first, taken)
+        self._assign(lease, first, taken)
         lease.held += shared * BLOCK
 
-    def _share(self, lease: KeyLease, tokens: int, name: Name) -> bool:
+    def _use_shared_blocks(self, lease: KeyLease, tokens: int, name: Name) -> bool:
         """Replace the next blocks by matching blocks of other requests. Return whether any matched."""
         first, inside = divmod(lease.held, BLOCK)
-        found = [] if inside else self._filled(first, tokens, name)
+        found = [] if inside else self._find_shared_blocks(first, tokens, name)
         if not found:
             return False
         before = lease.blocks[first:]
         # The rank gets a lease's blocks from an index on.
         lease.blocks = lease.blocks[:first]
-        self._give(lease, first, found + before[len(found) :])
+        self._assign(lease, first, found + before[len(found) :])
         self._release(before)
         lease.held += len(found) * BLOCK
         return True
 
-    def _give(self, lease: KeyLease, first: int, blocks: Sequence[int]) -> None:
+    def _assign(self, lease: KeyLease, first: int, blocks: Sequence[int]) -> None:
         """Assign blocks to a request, from its block ``first`` on."""
         for block in blocks:
             self._readers[block] += 1
@@ -208,13 +208,13 @@ class KeyLeases:
         for at in range(0, len(blocks), MAX_BLOCKS_PER_LEASE):
             self.link.send_message(protocol.Lease(lease.lane, first + at, tuple(blocks[at : at + MAX_BLOCKS_PER_LEASE])))
 
-    def _name(self, block: int, named: bytes | None) -> None:
+    def _register_name(self, block: int, named: bytes | None) -> None:
         """Register a sent block under its name, unless another block has that name."""
         if named is not None and named not in self._by_name:
             self._by_name[named], self._names[block] = block, named
 
 
-def _key(slots: torch.Tensor, index: int) -> bytes:
+def _slots_name(slots: torch.Tensor, index: int) -> bytes:
     """Name of a full block: its index in the request, and its slots in the pool."""
     return index.to_bytes(4, "little") + slots[index * BLOCK : (index + 1) * BLOCK].numpy().tobytes()
 

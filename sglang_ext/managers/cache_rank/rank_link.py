@@ -96,12 +96,12 @@ class RankLink:
         self.answers: list[protocol.SelectionReply] = []
         self._begin = begin
         self._process: RankProcess | None = None
-        self._why = "starting"
+        self._down_reason = "starting"
         self._failures = 0
-        self._due = self._ready_since = 0.0
+        self._restart_time = self._ready_since = 0.0
         # State of the running process: time of its last message, whether `Attach` was sent, seconds of one layer's selection.
-        self._heard = 0.0
-        self._told = False
+        self._last_message_time = 0.0
+        self._attach_sent = False
         self._layer_seconds = 0.0
         self._free_places: list[int] = []
         self._pinged: dict[int, float] = {}
@@ -120,7 +120,7 @@ class RankLink:
     @property
     def down_reason(self) -> str:
         """Why the rank is not ready, as metrics name it."""
-        return self._why
+        return self._down_reason
 
     @property
     def pid(self) -> int | None:
@@ -135,13 +135,13 @@ class RankLink:
     def poll(self) -> None:
         """Receive messages, end a silent process, and start a new one if none runs. Does not block."""
         if self._process is None:
-            if not self.has_given_up and time.monotonic() >= self._due:
+            if not self.has_given_up and time.monotonic() >= self._restart_time:
                 self._start()
             return
-        self._hear()
+        self._receive_messages()
         if self._process is None:
             return
-        silence = time.monotonic() - self._heard
+        silence = time.monotonic() - self._last_message_time
         if not self._has_ended() and silence > self._silence:
             self._fail("silent", f"it sent nothing for {silence:.1f} s")
 
@@ -150,7 +150,7 @@ class RankLink:
         """Seconds without a sign of life after which the process is ended."""
         if self.ready:
             return self.settings.silence
-        return max(ATTACH_SECONDS, self.settings.silence) if self._told else START_SECONDS
+        return max(ATTACH_SECONDS, self.settings.silence) if self._attach_sent else START_SECONDS
 
     def _has_ended(self) -> bool:
         """Return whether the process has ended; if so, record the failure."""
@@ -162,7 +162,7 @@ class RankLink:
     def _start(self) -> None:
         self.epoch += 1
         self.starts += 1
-        self._heard, self._told, self._pinged, self._round_trips = time.monotonic(), False, {}, []
+        self._last_message_time, self._attach_sent, self._pinged, self._round_trips = time.monotonic(), False, {}, []
         shape = self.settings.attach.shape
         self._free_places = list(range(shape.places))
         try:
@@ -173,13 +173,13 @@ class RankLink:
     def _fail(self, down_reason: str, told: str) -> None:
         if self.ready and time.monotonic() - self._ready_since >= SETTLED_SECONDS:
             self._failures = 0
-        self.packs, self.answers, self._free_places, self._why = (), [], [], down_reason
+        self.packs, self.answers, self._free_places, self._down_reason = (), [], [], down_reason
         if self._process is not None:
             alone = "; requests with remote-only KV there are computed again" if self.settings.attach.shape.rows else ""
             logger.warning("sglang-ext: cache rank (process %s): %s; its requests continue without it for now%s", self.pid, told, alone)
             self._process.end()
             self._process = None
-        self._due = time.monotonic() + RESTART_SECONDS * 2**self._failures
+        self._restart_time = time.monotonic() + RESTART_SECONDS * 2**self._failures
         self._failures += 1
         if self.has_given_up:
             text = (
@@ -202,13 +202,13 @@ class RankLink:
             RankUnavailable: The rank is not ready, or its queue is full. In the second case its process is ended.
         """
         if self._process is None:
-            raise RankUnavailable(self._why)
+            raise RankUnavailable(self._down_reason)
         try:
             self._process.socket.send(protocol.encode(message), zmq.NOBLOCK)
         except zmq.Again:
             if not self._has_ended():
                 self._fail("silent", "it accepts no more messages")
-            raise RankUnavailable(self._why) from None
+            raise RankUnavailable(self._down_reason) from None
 
     @property
     def has_free_place(self) -> bool:
@@ -222,9 +222,9 @@ class RankLink:
     def wait(self, seconds: float) -> None:
         """Wait for a message, at most this long, and process received messages."""
         if self._process is not None and self._process.socket.poll(max(0, int(seconds * 1000))):
-            self._hear()
+            self._receive_messages()
 
-    def _hear(self) -> None:
+    def _receive_messages(self) -> None:
         while self._process is not None:
             try:
                 frame = self._process.socket.recv(zmq.NOBLOCK)
@@ -237,13 +237,13 @@ class RankLink:
                 return
             # Messages of another process can only arrive through a fault.
             if message.epoch == self.epoch:
-                self._heard = time.monotonic()
+                self._last_message_time = time.monotonic()
                 try:
-                    self._take(message)
+                    self._handle_message(message)
                 except RankUnavailable:
                     return
 
-    def _take(self, message: protocol.FromRank) -> None:
+    def _handle_message(self, message: protocol.FromRank) -> None:
         match message:
             case protocol.SelectionReply():
                 self._failures = 0
@@ -251,8 +251,8 @@ class RankLink:
                 self.answers.append(message)
             case protocol.PlacesFreed():
                 self._free_places += (place for place in message.places if place not in self._free_places)
-            case protocol.Heartbeat() if not self._told:
-                self._told = True
+            case protocol.Heartbeat() if not self._attach_sent:
+                self._attach_sent = True
                 self._process.connected()
                 self.send_message(self.settings.attach.with_epoch(self.epoch))
             case protocol.Heartbeat() if message.number in self._pinged:

@@ -232,4 +232,6 @@ class SelectionServer:
             self._say(self._about(ask, False, 0.0))
 
     def _about(self, ask: protocol.SelectionRequest, chosen: bool, seconds: float, together: int = 1) -> protocol.SelectionReply:
-        return protocol.SelectionReply(self._epoch, ask.lane, ask.first, ask.count, ask.sequence, chosen, seconds, time.monotonic(), together)
+        return protocol.SelectionReply(
+            self._epoch, ask.lane, ask.first, ask.count, ask.sequence, chosen, seconds, time.monotonic(), together
+        )

@@ -400,7 +400,7 @@ def point_at_best_pages(
         cells, bounds, listed.view(torch.int32), width, most, len(token_table) // 2, token_table.stride(0), cells.stride(0),
         cells.stride(1), HEADS=heads, GROUP=queries.shape[1] // heads, DIM=dim, PADDED_DIM=padded, PER_SLOT=begins.layout.per_slot,
         EVERY=begins.every, FIRST=begins.first, NEWEST=begins.newest, PAGE=page, PAGES=at_once,
-        RESIDENT=min(cut.resident, triton.next_power_of_2(most)), LONG=most > cut.resident, CHUNK=CHUNK, KEPT=KEPT, TRIALS=TRIALS, BITS=BITS,
-        MEMORY_TRIALS=MEMORY_TRIALS, MEMORY_BITS=MEMORY_BITS, maxnreg=cut.registers, **pdl_options(queries),
+        RESIDENT=min(cut.resident, triton.next_power_of_2(most)), LONG=most > cut.resident, CHUNK=CHUNK, KEPT=KEPT, TRIALS=TRIALS,
+        BITS=BITS, MEMORY_TRIALS=MEMORY_TRIALS, MEMORY_BITS=MEMORY_BITS, maxnreg=cut.registers, **pdl_options(queries),
     )  # fmt: skip
     return bounds

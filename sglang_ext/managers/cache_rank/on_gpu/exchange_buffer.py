@@ -218,7 +218,7 @@ class ExchangeBuffer:
 
     def __init__(self, shape: BufferShape, device: torch.device, rank_device: str):
         self.shape, self.rank_device, self.device = shape, rank_device, device
-        self._layout, self._epoch, self.number, self._said = ExchangeLayout.from_shape(shape), 0, 0, 0
+        self._layout, self._epoch, self.number, self._announced = ExchangeLayout.from_shape(shape), 0, 0, 0
         if device.type == "cuda":
             check_peer_access(device, torch.device(rank_device))
         self._held = SharedGpuMemory(self._layout.size, device) if device.type == "cuda" else SharedHostMemory(self._layout.size)
@@ -231,7 +231,7 @@ class ExchangeBuffer:
     def begin(self, epoch: int) -> int | None:
         """Reset the words for a process of a new epoch. Return a descriptor that the process inherits and its starter closes; None on a
         GPU."""
-        self._epoch, self.number, self._said = epoch, 0, 0
+        self._epoch, self.number, self._announced = epoch, 0, 0
         self.heads.fill_(epoch_word(epoch, 0))
         self.written.fill_(epoch_word(epoch, 0))
         if self.device.type == "cuda":
@@ -268,7 +268,7 @@ class ExchangeBuffer:
     @property
     def has_unannounced(self) -> bool:
         """Whether there are writes, or a reserved number, that were not announced to the rank."""
-        return self.number != self._said
+        return self.number != self._announced
 
     def publish(self, pool: torch.Tensor, questions: Sequence[QueryUpload]) -> None:
         """Write the queries of selection requests whose slots are free, and announce them and all earlier writes.
@@ -281,11 +281,11 @@ class ExchangeBuffer:
         if recorded:
             places = [self.records[each.lane, : each.record.numel()] for each in recorded]
             torch._foreach_copy_(places, [each.record.flatten() for each in recorded])
-        groups = [list(group) for _, group in groupby(sorted(questions, key=_count), key=_count)]
+        groups = [list(group) for _, group in groupby(sorted(questions, key=_num_queries), key=_num_queries)]
         for group in groups or [[]]:
             # Announce the number only with the last group.
-            self._said = self.number if not groups or group is groups[-1] else self._said
-            self._publish(pool, group, self.word(self._said))
+            self._announced = self.number if not groups or group is groups[-1] else self._announced
+            self._publish(pool, group, self.word(self._announced))
 
     def _publish(self, pool: torch.Tensor, questions: Sequence[QueryUpload], written: int) -> None:
         """Publish selection requests that have equal numbers of queries."""
@@ -325,15 +325,15 @@ class ExchangeBuffer:
             return
         begun = time.monotonic_ns()
         for copy in copies:
-            if not self._await(copy, begun + int(seconds * 1e9)):
+            if not self._await_reply(copy, begun + int(seconds * 1e9)):
                 continue
             if self.shape.rows:
                 self._commit_rows(copy, buffers)
             else:
-                self._commit(copy, token_table, buffers)
+                self._commit_pointers(copy, token_table, buffers)
         self.counters[COUNTERS.index("waited")] += time.monotonic_ns() - begun
 
-    def _await(self, copy: SelectionTarget, until: int) -> bool:
+    def _await_reply(self, copy: SelectionTarget, until: int) -> bool:
         head, parity = self.heads[copy.lane], copy.word % 2
         asked = int(head[parity]) == copy.word
         while asked and int(head[DONE]) < copy.word and time.monotonic_ns() < until:
@@ -342,7 +342,7 @@ class ExchangeBuffer:
         self.counters[COUNTERS.index("taken" if hit else "late" if asked else "unasked")] += 1
         return hit
 
-    def _commit(self, copy: SelectionTarget, token_table: torch.Tensor, buffers: KVBuffers) -> None:
+    def _commit_pointers(self, copy: SelectionTarget, token_table: torch.Tensor, buffers: KVBuffers) -> None:
         layers, heads = len(buffers.keys), buffers.keys[0].shape[1]
         kept = self.chosen[copy.lane, copy.word % 2, : layers * heads * copy.keep].view(layers, heads, copy.keep).long()
         place = torch.arange(copy.keep)
@@ -376,7 +376,7 @@ class ExchangeBuffer:
         self.counters[COUNTERS.index("rows")] += len(pair)
 
 
-def _count(asked: QueryUpload) -> int:
+def _num_queries(asked: QueryUpload) -> int:
     return len(asked.places)
 
 

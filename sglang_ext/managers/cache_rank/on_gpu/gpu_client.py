@@ -79,8 +79,8 @@ class GpuRankClient(CacheRankClient, AsyncSelector):
     in_place = True
 
     def __init__(
-        self, links: Sequence[RankLink], arenas: Sequence[ExchangeBuffer], method: CompressionMethod, token_table: torch.Tensor, buffers: KVBuffers,
-        queries: QueryWindows, patience: float = WAIT_SECONDS,
+        self, links: Sequence[RankLink], arenas: Sequence[ExchangeBuffer], method: CompressionMethod, token_table: torch.Tensor,
+        buffers: KVBuffers, queries: QueryWindows, patience: float = WAIT_SECONDS,
     ):  # fmt: skip
         super().__init__(links, buffers)
         self._arenas = dict(zip(links, arenas))
@@ -90,10 +90,10 @@ class GpuRankClient(CacheRankClient, AsyncSelector):
         self.pace = IntervalTuner(method.compressor.every)
         self._requests: dict[int, GpuRankRequest] = {}
         # Steps so far. For each verified row, the step of its last selection request.
-        self._steps, self._turns = 0, {}
+        self._steps, self._last_due_step = 0, {}
         self._records: dict[int, RowRecord] = {}
-        self._told = {arena: GpuCounters(arena.counters) for arena in arenas}
-        self._name = ""
+        self._device_counters = {arena: GpuCounters(arena.counters) for arena in arenas}
+        self._method_name = ""
         self._made: Counter[str] | None = None
 
     @property
@@ -126,14 +126,14 @@ class GpuRankClient(CacheRankClient, AsyncSelector):
             for (seconds, together), _ in groupby((each.seconds, each.together) for each in link.answers if each.chosen):
                 self.pace.answered(seconds, together)
             link.answers.clear()
-        for counts in self._told.values():
+        for counts in self._device_counters.values():
             grown = counts.look()
             self.missed["late"] += grown["late"] + grown["unasked"]
             self.waited += grown["waited"] / 1e9
             self.rows += grown["rows"]
             self.taken += grown["taken"]
             if self._made is not None and grown["taken"]:
-                self._made[self._name] += grown["taken"]
+                self._made[self._method_name] += grown["taken"]
 
     def on_round_start(self, forwards: int, every: int) -> None:
         """See :meth:`AsyncSelector.on_round_start`. Cache ranks choose their own selection interval."""
@@ -141,35 +141,35 @@ class GpuRankClient(CacheRankClient, AsyncSelector):
 
     def on_step_end(self, compressed_kv: CompressedKVCache, ends: dict[int, int], following: int | None) -> None:
         """See :meth:`AsyncSelector.on_step_end`."""
-        every, self._made = self._steps_between(compressed_kv, ends), compressed_kv.made
+        every, self._made = self._selection_interval(compressed_kv, ends), compressed_kv.made
         if self._launched is not None:
             self._since += 1
             if self._since >= self._queries.spare:
                 # The next step overwrites queries that the second stream may not have read yet.
-                self._settle()
-        due = self._due(compressed_kv, ends, every, following is not None)
+                self._wait_for_launched()
+        due = self._due_rows(compressed_kv, ends, every, following is not None)
         # Apply before asking, because the rank serves only the newest selection request.
-        self._take(compressed_kv, self._open_questions(compressed_kv, due))
+        self._apply(compressed_kv, self._take_open_requests(compressed_kv, due))
         for link in self.links:
             link.wait(0)
         behind = [row for row in ends if row not in due and self._is_behind(compressed_kv, row)]
         if due or behind:
             # Its tensors are allocated on the second stream; tables, buffers and pools persist.
-            self._launched = self._side.launch(lambda: self._ask(compressed_kv, due, behind, every), ())
+            self._launched = self._side.launch(lambda: self._publish(compressed_kv, due, behind, every), ())
         if following == 0:
             # Verification overwrites the queries of drafts.
-            self._settle()
+            self._wait_for_launched()
 
-    def _due(self, compressed_kv: CompressedKVCache, ends: dict[int, int], every: int, verified: bool) -> dict[int, int]:
+    def _due_rows(self, compressed_kv: CompressedKVCache, ends: dict[int, int], every: int, verified: bool) -> dict[int, int]:
         """Return the requests of ``ends`` that are due for a selection request."""
         self._steps += 1
         if not verified:
             return {row: end for row, end in ends.items() if not (end - compressed_kv.get(row).covered) % every}
-        due = {row: end for row, end in ends.items() if row not in self._turns or self._steps - self._turns[row] >= every}
-        self._turns.update(dict.fromkeys(due, self._steps))
+        due = {row: end for row, end in ends.items() if row not in self._last_due_step or self._steps - self._last_due_step[row] >= every}
+        self._last_due_step.update(dict.fromkeys(due, self._steps))
         return due
 
-    def _steps_between(self, compressed_kv: CompressedKVCache, rows: Iterable[int]) -> int:
+    def _selection_interval(self, compressed_kv: CompressedKVCache, rows: Iterable[int]) -> int:
         """Return the selection interval in steps. Only requests whose keys are at a rank count.
 
         Args:
@@ -184,7 +184,9 @@ class GpuRankClient(CacheRankClient, AsyncSelector):
             )  # fmt: skip
         return every
 
-    def _open_questions(self, compressed_kv: CompressedKVCache, rows: Iterable[int]) -> list[tuple[int, GpuRankRequest, PendingSelection]]:
+    def _take_open_requests(
+        self, compressed_kv: CompressedKVCache, rows: Iterable[int]
+    ) -> list[tuple[int, GpuRankRequest, PendingSelection]]:
         """Take the open selection requests of some rows whose compressed KV still matches. Afterwards none of the rows has one open."""
         found = []
         for row in rows:
@@ -204,39 +206,42 @@ class GpuRankClient(CacheRankClient, AsyncSelector):
     def _is_behind(self, compressed_kv: CompressedKVCache, row: int) -> bool:
         """Whether the rank lacks keys of a request that it has begun, and a staging slot is free to send some."""
         request = self._requests.get(row)
-        return request is not None and not request.has_lost_rank and request.leases.link.has_free_place and not self._has_keys(compressed_kv, row)
+        return (
+            request is not None and not request.has_lost_rank and request.leases.link.has_free_place
+            and not self._has_keys(compressed_kv, row)
+        )  # fmt: skip
 
-    def _ask(self, compressed_kv: CompressedKVCache, due: dict[int, int], behind: Sequence[int], every: int) -> None:
+    def _publish(self, compressed_kv: CompressedKVCache, due: dict[int, int], behind: Sequence[int], every: int) -> None:
         """Write queries and keys of requests that are ``due``, and keys of those that are ``behind``, to exchange buffers, and notify the
         ranks."""
         whole = {row: end for row, end in due.items() if self._has_keys(compressed_kv, row)}
         # First, or these would wait until the rank has copied the keys of others.
-        self._ask_for(compressed_kv, whole, every)
+        self._publish_batch(compressed_kv, whole, every)
         for row in behind:
             # An earlier request may have taken the last staging slot.
             if self._is_behind(compressed_kv, row):
                 with suppress(RankUnavailable, MemoryFull):  # counted when it is due
                     self._requests[row].extend(self._table[row, : compressed_kv.get(row).covered].long())
-        self._ask_for(compressed_kv, {row: end for row, end in due.items() if row not in whole}, every)
+        self._publish_batch(compressed_kv, {row: end for row, end in due.items() if row not in whole}, every)
 
-    def _ask_for(self, compressed_kv: CompressedKVCache, due: dict[int, int], every: int) -> None:
+    def _publish_batch(self, compressed_kv: CompressedKVCache, due: dict[int, int], every: int) -> None:
         """Publish the selection requests of some requests in one batch per rank, after their missing keys. Announces earlier writes too."""
         asked: dict[ExchangeBuffer, list[SelectionSubmission]] = {arena: [] for arena in self._arenas.values()}
         for row, end in due.items():
             try:
-                request = self._with_keys(compressed_kv, row)
-                if request is not None and (question := self._question(compressed_kv, row, request, end, every)):
+                request = self._hand_over_keys(compressed_kv, row)
+                if request is not None and (question := self._build_request(compressed_kv, row, request, end, every)):
                     asked[self._arenas[request.leases.link]].append(question)
             except RankUnavailable as error:
                 self.missed[str(error)] += 1
             except MemoryFull as error:
                 # Only requests with full KV here get this error: for the others the rank has all covered tokens.
                 self.missed[str(error)] += 1
-                self._leave(row)
+                self._close_lease(row)
         for arena, questions in asked.items():
-            self._put(arena, questions)
+            self._submit(arena, questions)
 
-    def _put(self, arena: ExchangeBuffer, questions: Sequence[SelectionSubmission]) -> None:
+    def _submit(self, arena: ExchangeBuffer, questions: Sequence[SelectionSubmission]) -> None:
         """Write selection requests to an exchange buffer, and announce them and all earlier writes to the rank."""
         number = arena.reserve_number() if questions else arena.number
         if arena.has_unannounced:
@@ -249,7 +254,7 @@ class GpuRankClient(CacheRankClient, AsyncSelector):
             else:
                 request.asked = PendingSelection(ask.sequence, ask.covered, ask.keep)
 
-    def _with_keys(self, compressed_kv: CompressedKVCache, row: int) -> GpuRankRequest | None:
+    def _hand_over_keys(self, compressed_kv: CompressedKVCache, row: int) -> GpuRankRequest | None:
         """Return the request in ``row`` once its rank has, or is sent, the keys that its compressed KV covers; None before.
 
         Raises:
@@ -263,19 +268,21 @@ class GpuRankClient(CacheRankClient, AsyncSelector):
             del self._requests[row]
             request = None
         if request is None:
-            request = self._requests[row] = self._opened(compressed_kv, row)
+            request = self._requests[row] = self._open_lease(compressed_kv, row)
         if request.lease.held < covered and not request.extend(self._table[row, :covered].long()):
             self.missed["hand-over"] += 1
             return None
         return request
 
-    def _opened(self, compressed_kv: CompressedKVCache, row: int) -> GpuRankRequest:
+    def _open_lease(self, compressed_kv: CompressedKVCache, row: int) -> GpuRankRequest:
         leases = self._select_rank()
         lease, namespace = leases.open(), compressed_kv.namespace_of(row)
         # Hashing a long prompt takes time, so it is done only after a rank has granted a lane.
         return GpuRankRequest(leases, lease, () if namespace is None else block_hashes(namespace, compressed_kv.prompt_of(row)))
 
-    def _question(self, compressed_kv: CompressedKVCache, row: int, request: GpuRankRequest, end: int, every: int) -> SelectionSubmission | None:
+    def _build_request(
+        self, compressed_kv: CompressedKVCache, row: int, request: GpuRankRequest, end: int, every: int
+    ) -> SelectionSubmission | None:
         """Return a selection request with the queries before ``end``; None if there are none."""
         view, lease, arena = compressed_kv.get(row), request.lease, self._arenas[request.leases.link]
         places, positions = self._queries.newest_places(row, end, self._method.compressor.window)
@@ -287,14 +294,16 @@ class GpuRankClient(CacheRankClient, AsyncSelector):
             lease.lane, 0, arena.shape.layers, lease.sequence, view.covered, view.own_tokens, tuple(positions),
             ahead=end + every - positions[-1],
         )  # fmt: skip
-        self._name = view.method
-        return SelectionSubmission(request, ask, QueryUpload(places, lease.lane, arena.word(lease.sequence), None if record is None else record.positions))
+        self._method_name = view.method
+        return SelectionSubmission(
+            request, ask, QueryUpload(places, lease.lane, arena.word(lease.sequence), None if record is None else record.positions)
+        )
 
-    def _take(self, compressed_kv: CompressedKVCache, questions: Sequence[tuple[int, GpuRankRequest, PendingSelection]]) -> None:
+    def _apply(self, compressed_kv: CompressedKVCache, questions: Sequence[tuple[int, GpuRankRequest, PendingSelection]]) -> None:
         """Point compressed KV to the selections that arrive in time."""
         if questions:
             # The wait ignores selection requests that are not written yet.
-            self._settle()
+            self._wait_for_launched()
         by_arena: dict[ExchangeBuffer, list[SelectionTarget]] = {}
         for row, request, asked in questions:
             arena, view, record = self._arenas[request.leases.link], compressed_kv.get(row), self._records.get(row)
@@ -306,19 +315,19 @@ class GpuRankClient(CacheRankClient, AsyncSelector):
         for arena, copies in by_arena.items():
             arena.apply_selections(copies, self._table, self.buffers, self._patience / len(by_arena))
 
-    def _settle(self) -> None:
+    def _wait_for_launched(self) -> None:
         self._side.wait(self._launched)
         self._launched, self._since = None, 0
 
     def flush(self, row: int) -> None:
         """See :meth:`AsyncSelector.flush`. Waits for the second stream, which reads full KV and queries."""
-        self._settle()
+        self._wait_for_launched()
         if row in self._requests:
             self._requests[row].asked = None
 
     def flush_all(self) -> None:
         """See :meth:`AsyncSelector.flush_all`."""
-        self._settle()
+        self._wait_for_launched()
         for request in self._requests.values():
             request.asked = None
 
@@ -333,10 +342,10 @@ class GpuRankClient(CacheRankClient, AsyncSelector):
             return False
         if request.lease.held < len(slots):
             request.leases.link.wait(0)
-            self._launched = self._side.launch(lambda: self._send(request, slots), (slots,))
+            self._launched = self._side.launch(lambda: self._send_keys(request, slots), (slots,))
         return request.lease.held >= len(slots)
 
-    def _send(self, request: GpuRankRequest, slots: torch.Tensor) -> None:
+    def _send_keys(self, request: GpuRankRequest, slots: torch.Tensor) -> None:
         """Send the missing keys of a request at ``slots``, as far as blocks and staging slots are free."""
         try:
             request.extend(slots)
@@ -344,7 +353,7 @@ class GpuRankClient(CacheRankClient, AsyncSelector):
             self.missed[str(error)] += 1
         # Announce now: the rank keeps looking for announced data until it is there. Otherwise the announcement waits for the next
         # selection requests, maybe for hours.
-        self._put(self._arenas[request.leases.link], ())
+        self._submit(self._arenas[request.leases.link], ())
 
     def renewed(self, row: int, covered: int, keep: int) -> NewestRows:
         """See :meth:`AsyncSelector.renewed`."""
@@ -360,7 +369,7 @@ class GpuRankClient(CacheRankClient, AsyncSelector):
 
     def leave_slots(self, row: int, alone: bool) -> None:
         """See :meth:`RowSender.leave_slots`. Waits for the second stream, which reads the slots."""
-        self._settle()
+        self._wait_for_launched()
         if alone and row in self._requests:
             self._requests[row].alone = True
 
@@ -372,10 +381,10 @@ class GpuRankClient(CacheRankClient, AsyncSelector):
     def forget(self, row: int) -> None:
         """See :meth:`AsyncSelector.forget`. Frees the request's lane and blocks at its rank."""
         self._records.pop(row, None)
-        self._turns.pop(row, None)
-        self._leave(row)
+        self._last_due_step.pop(row, None)
+        self._close_lease(row)
 
-    def _leave(self, row: int) -> None:
+    def _close_lease(self, row: int) -> None:
         request = self._requests.pop(row, None)
         if request is None:
             return
@@ -390,6 +399,6 @@ class GpuRankClient(CacheRankClient, AsyncSelector):
         """See :meth:`AsyncSelector.forget_all`."""
         self.flush_all()
         self._records.clear()
-        self._turns.clear()
+        self._last_due_step.clear()
         for row in list(self._requests):
-            self._leave(row)
+            self._close_lease(row)

@@ -53,7 +53,7 @@ class GpuKeys:
         for some in split_by_block(pulls):
             memory.pull(some, self._exact.whole)
             if self._coder is not None:
-                self._coder.code(_places(some, self._device))
+                self._coder.code(_target_slots(some, self._device))
             if self._rows is not None:
                 memory.pull(some, self._rows.values.whole, values=True)
 
@@ -62,7 +62,7 @@ class GpuKeys:
         self._held.clear(tokens)
 
 
-def _places(pulls: Sequence[StagedTokens], device: torch.device) -> torch.Tensor:
+def _target_slots(pulls: Sequence[StagedTokens], device: torch.device) -> torch.Tensor:
     """Return the target slots of the tokens, int64 [tokens], on a device."""
     _, tokens, first = torch.tensor(pulls).unbind(1)
     inside = torch.arange(BLOCK)

@@ -48,14 +48,14 @@ class GpuSelectionServer(SelectionServer):
 
     def __init__(self, socket: zmq.Socket, descriptor: int | None, epoch: int, device: torch.device):
         super().__init__(socket, descriptor, epoch, device)
-        self._by_kernels, self._apart = descriptor is None, False
-        self._coming: deque[protocol.Append | protocol.SelectionRequest] = deque()
+        self._by_kernels, self._on_other_gpu = descriptor is None, False
+        self._announced: deque[protocol.Append | protocol.SelectionRequest] = deque()
         # For each lane the word of the newest selection request that was not written because its slot was in use.
-        self._unasked: dict[int, int] = {}
+        self._unwritten: dict[int, int] = {}
 
     @property
     def _busy(self) -> bool:
-        return bool(self._coming) or super()._busy
+        return bool(self._announced) or super()._busy
 
     def _open(self, told: protocol.Attach) -> None:
         if self._device.type == "cuda":
@@ -69,7 +69,7 @@ class GpuSelectionServer(SelectionServer):
             self._refuse_room(f"{'full KV' if told.shape.rows else 'keys'} of {told.blocks * BLOCK} tokens", error)
         if self._descriptor is not None:
             os.close(self._descriptor)
-        self._keys, self._apart = GpuKeys(self._store, told.scaling, self._device), told.apart
+        self._keys, self._on_other_gpu = GpuKeys(self._store, told.scaling, self._device), told.apart
         kinds = self._method, self._rotary, self._device, self._by_kernels
         self._answering = SelectionRunner(self._memory, self._keys, self._store, *kinds)
 
@@ -87,7 +87,7 @@ class GpuSelectionServer(SelectionServer):
         for _ in range(2):
             begun = time.perf_counter()
             self._keys.pull(self._memory, [StagedTokens(0, 1, 0)])
-            self._answer_none(tokens, tokens)
+            self._run_dummy_batch(tokens, tokens)
             self._wait()
         return (time.perf_counter() - begun) / shape.layers
 
@@ -96,7 +96,7 @@ class GpuSelectionServer(SelectionServer):
             f"its GPU has no room for {what}: pass a smaller --kv-cache-rank-gb, or select another GPU with --kv-cache-rank-gpu ({error})"
         )
 
-    def _answer_none(self, tokens: int, cleared: int) -> None:
+    def _run_dummy_batch(self, tokens: int, cleared: int) -> None:
         """Run a whole batch for one dummy selection request among ``tokens`` tokens, using the first ``cleared`` slots repeatedly. Its
         word is the initial word of lanes."""
         shape = self._memory.shape
@@ -119,7 +119,7 @@ class GpuSelectionServer(SelectionServer):
         compile_ahead(self._keys.buffers.keys[0], self._memory.shape.query_heads, always, longest)
         # Longest first, so that the others reuse its memory.
         for length in reversed(kernel_lengths(longest)):
-            self._answer_none(length, cleared)
+            self._run_dummy_batch(length, cleared)
         self._wait()
 
     def _wait(self) -> None:
@@ -134,21 +134,21 @@ class GpuSelectionServer(SelectionServer):
         shape = self._memory.shape
         if ask.count != shape.layers or ask.lane >= shape.lanes or not ask.keep <= min(ask.covered, shape.most):
             raise ProtocolError(f"{ask} goes beyond {shape}")
-        self._coming.append(ask)
+        self._announced.append(ask)
 
     def _append(self, told: protocol.Append) -> None:
         last = max(piece.place for piece in told.pieces)
         if last >= self._memory.shape.places:
             raise ProtocolError(f"place {last} was named, of {self._memory.shape.places}")
-        self._coming.append(told)
+        self._announced.append(told)
 
     def _lease(self, told: protocol.Lease) -> None:
         super()._lease(told)
         self._answering.forget(told.lane)
 
     def _drop(self, lane: int) -> list[protocol.SelectionRequest]:
-        asks = [each for each in self._coming if isinstance(each, protocol.SelectionRequest) and each.lane == lane]
-        self._coming = deque(each for each in self._coming if each not in asks)
+        asks = [each for each in self._announced if isinstance(each, protocol.SelectionRequest) and each.lane == lane]
+        self._announced = deque(each for each in self._announced if each not in asks)
         self._answering.forget(lane)
         return super()._drop(lane) + asks
 
@@ -160,29 +160,32 @@ class GpuSelectionServer(SelectionServer):
     def _answer_next(self) -> None:
         # Keys that arrived with selection requests count in their duration.
         begun, answered = Mark.now(self._device), []
-        if self._coming:
+        if self._announced:
             self._pull(*self._memory.read_words())
-        if coming := self._coming_together():
+        if coming := self._next_batch():
             answered += self._answer_ahead(coming)
             begun = Mark.now(self._device)
-        for _, group in groupby(sorted(self._questions.all(), key=_alike), key=_alike):
+        for _, group in groupby(sorted(self._questions.all(), key=_batch_key), key=_batch_key):
             answered += self._answer(list(group), begun)
             begun = Mark.now(self._device)
         newest = {ask.lane: self._word(ask) for ask in answered}
-        passed = [(lane, word) for lane, word in self._unasked.items() if word > newest.get(lane, 0)]
+        passed = [(lane, word) for lane, word in self._unwritten.items() if word > newest.get(lane, 0)]
         if passed:
             # Mark their predecessors in the lanes as done, so that slots are free again.
             self._memory.skip_requests(passed)
-        self._unasked.clear()
+        self._unwritten.clear()
 
-    def _coming_together(self) -> list[protocol.SelectionRequest]:
+    def _next_batch(self) -> list[protocol.SelectionRequest]:
         """Return the batch that is published next, if it is the only pending work and can be answered together; otherwise an empty list."""
-        if not self._apart or self._questions.waiting or not self._coming or not isinstance(self._coming[0], protocol.SelectionRequest):
+        if (
+            not self._on_other_gpu or self._questions.waiting or not self._announced
+            or not isinstance(self._announced[0], protocol.SelectionRequest)
+        ):  # fmt: skip
             return []
-        first = self._coming[0]
-        asks = [*takewhile(lambda each: isinstance(each, protocol.SelectionRequest) and each.number == first.number, self._coming)]
+        first = self._announced[0]
+        asks = [*takewhile(lambda each: isinstance(each, protocol.SelectionRequest) and each.number == first.number, self._announced)]
         whole = len(asks) == first.together == len({ask.lane for ask in asks})
-        return asks if whole and len({_alike(ask) for ask in asks}) == 1 else []
+        return asks if whole and len({_batch_key(ask) for ask in asks}) == 1 else []
 
     def _answer_ahead(self, asks: Sequence[protocol.SelectionRequest]) -> list[protocol.SelectionRequest]:
         """Launch the batch that is published next, ahead of its publication. Return the selection requests that were published in time,
@@ -196,30 +199,30 @@ class GpuSelectionServer(SelectionServer):
         done = Mark.now(self._device)
         written, heads = seen()
         # Use the same words as the device.
-        there = [ask for ask in asks if written >= number and self._is_put(ask, heads)]
-        self._coming = deque(each for each in self._coming if each not in there)
+        there = [ask for ask in asks if written >= number and self._is_published(ask, heads)]
+        self._announced = deque(each for each in self._announced if each not in there)
         self._pull(written, heads)
-        self._tell(there, begun, done)
+        self._send_replies(there, begun, done)
         return there
 
-    def _is_put(self, ask: protocol.SelectionRequest, heads: Sequence[Sequence[int]]) -> bool:
+    def _is_published(self, ask: protocol.SelectionRequest, heads: Sequence[Sequence[int]]) -> bool:
         return heads[ask.lane][self._word(ask) % 2] == self._word(ask)
 
     def _pull(self, written: int, heads: Sequence[Sequence[int]]) -> None:
         """Take the announced data that the words show as written. Keys announced after a selection request wait until it is answered."""
         taken: list[StagedTokens] = []
-        while self._coming and epoch_word(self._epoch, self._coming[0].number) <= written:
-            message = self._coming[0]
+        while self._announced and epoch_word(self._epoch, self._announced[0].number) <= written:
+            message = self._announced[0]
             if isinstance(message, protocol.Append):
                 if self._questions.waiting:
                     break
                 taken += (StagedTokens(piece.place, piece.tokens, self._store.first_slot(piece)) for piece in message.pieces)
-            elif self._is_put(message, heads):
+            elif self._is_published(message, heads):
                 self._skip(self._questions.add(message))
             else:
-                self._unasked[message.lane] = self._word(message)
+                self._unwritten[message.lane] = self._word(message)
                 self._say(self._about(message, False, 0.0))
-            self._coming.popleft()
+            self._announced.popleft()
         if taken:
             self._keys.pull(self._memory, taken)
             self._wait()
@@ -229,16 +232,16 @@ class GpuSelectionServer(SelectionServer):
         """Answer and return published selection requests with equal numbers of queries and equal ``ahead``. ``begun``: start of their
         work."""
         self._answering.prepare(asks, [self._word(ask) for ask in asks]).launch()
-        self._tell(asks, begun, Mark.now(self._device))
+        self._send_replies(asks, begun, Mark.now(self._device))
         return asks
 
-    def _tell(self, asks: Sequence[protocol.SelectionRequest], begun: Mark, done: Mark) -> None:
+    def _send_replies(self, asks: Sequence[protocol.SelectionRequest], begun: Mark, done: Mark) -> None:
         """Wait until selection requests are answered, and send the replies."""
         self._wait()
         for ask in asks:
             self._say(self._about(ask, True, begun.until(done), len(asks)))
 
 
-def _alike(ask: protocol.SelectionRequest) -> tuple[int, int]:
+def _batch_key(ask: protocol.SelectionRequest) -> tuple[int, int]:
     """Key of the selection requests that can be answered together."""
     return len(ask.positions), ask.ahead

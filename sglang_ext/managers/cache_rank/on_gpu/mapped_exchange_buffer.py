@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from sglang_ext.device import SideStream, to_device
-from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import QUESTION_NUMBERS, CHOSEN, DONE, LANE_WORDS, ExchangeBufferError, ExchangeLayout, BufferRegion
+from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import (
+    QUESTION_NUMBERS, CHOSEN, DONE, LANE_WORDS, ExchangeBufferError, ExchangeLayout, BufferRegion,
+)  # fmt: skip
 from sglang_ext.managers.cache_rank.protocol import BLOCK, StagedTokens, BufferShape
 from sglang_ext.mem_cache.compressed.row_exchange import missing_mask, exchange, top_mask
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
@@ -40,12 +42,12 @@ class MappedExchangeBuffer:
 
     def __init__(self, shape: BufferShape, device: torch.device, handle: bytes, descriptor: int | None):
         self.shape, self._device, self._layout = shape, device, ExchangeLayout.from_shape(shape)
-        self._beside = SideStream(device)
+        self._copy_stream = SideStream(device)
         self._base = open_ipc_handle(handle, device) if descriptor is None else None
         if descriptor is not None:
             memory = torch.frombuffer(mmap.mmap(descriptor, self._layout.size), dtype=torch.uint8)
             self._heads, self._written, self._queries, self._keys, self._chosen, *rows = self._layout.views(memory)
-            self._values, self._records, *self._arrived = rows
+            self._values, self._records, *self._row_regions = rows
 
     def _address(self, part: BufferRegion, *index: int) -> int:
         """Return the address of the element ``index`` of a region."""
@@ -92,7 +94,7 @@ class MappedExchangeBuffer:
         if host is out:
             return lambda: _words(out)
         # On a second stream, because the next kernels would otherwise wait for the copy.
-        copied = self._beside.launch(lambda: host.copy_(out, non_blocking=True), [out])
+        copied = self._copy_stream.launch(lambda: host.copy_(out, non_blocking=True), [out])
 
         def words() -> Words:
             copied.synchronize()
@@ -108,10 +110,10 @@ class MappedExchangeBuffer:
         of_query = int32_words(shape.query_heads * shape.dim * self._item)
         of_place = shape.layers * shape.window * of_query
         steps = 2 * of_place, of_place
-        found = self._gathered(self._layout.queries, asked, shape.layers, count * of_query, shape.window * of_query, steps)
+        found = self._gather(self._layout.queries, asked, shape.layers, count * of_query, shape.window * of_query, steps)
         return found.view(getattr(torch, shape.dtype)).view(len(asked), shape.layers, count, shape.query_heads, shape.dim)
 
-    def _gathered(
+    def _gather(
         self, part: BufferRegion, asked: torch.Tensor, rows: int, length: int, apart: int, steps: tuple[int, int]
     ) -> torch.Tensor:
         """Copy rows of a region's lanes, int32 [requests, rows, length].
@@ -149,7 +151,7 @@ class MappedExchangeBuffer:
     def push_chosen(self, asked: torch.Tensor, there: torch.Tensor, chosen: torch.Tensor) -> None:
         """Write the selections of published selection requests: positions, int32 [layers, requests, kv_heads, most]."""
         if self._base is None:
-            for i, (lane, word, keep) in _those(asked, there):
+            for i, (lane, word, keep) in _published(asked, there):
                 kept = chosen[:, i, :, :keep]
                 self._chosen[lane, word % 2, : kept.numel()] = kept.flatten()
             return
@@ -163,7 +165,7 @@ class MappedExchangeBuffer:
         at most ``most`` tokens."""
         shape, part = self.shape, self._layout.records
         # Numbers after a shorter record are undefined.
-        return self._gathered(part, asked, 1, shape.layers * shape.kv_heads * most, 0, (part.sizes[1], 0)).squeeze(1)
+        return self._gather(part, asked, 1, shape.layers * shape.kv_heads * most, 0, (part.sizes[1], 0)).squeeze(1)
 
     def push_rows(
         self, asked: torch.Tensor, there: torch.Tensor, parts: Iterable[MarkedPart], records: torch.Tensor, held: KVBuffers,
@@ -205,10 +207,10 @@ class MappedExchangeBuffer:
             table: int32 [requests, longest], slots of the tokens.
             held: K and V at the rank.
         """
-        for i, (lane, _, keep) in _those(asked, there):
-            self._push_rows_of(lane, chosen[:, i, :, :keep], bits[:, i, :, :keep], table[i].long(), held)
+        for i, (lane, _, keep) in _published(asked, there):
+            self._push_rows_of_request(lane, chosen[:, i, :, :keep], bits[:, i, :, :keep], table[i].long(), held)
 
-    def _push_rows_of(
+    def _push_rows_of_request(
         self, lane: int, chosen: torch.Tensor, bits: torch.Tensor, places: torch.Tensor, held: KVBuffers
     ) -> None:
         """Like :meth:`push_rows_on_cpu`, for one request: int32 [layers, kv_heads, keep] each."""
@@ -217,7 +219,7 @@ class MappedExchangeBuffer:
         going = missing_mask(record, chosen).sum(-1, keepdim=True)
         coming = top_mask(missing_mask(chosen, record), bits, going.clamp(max=self.shape.fresh))
         found = exchange(record, chosen, coming)
-        counts, moves, *rows = (part[lane] for part in self._arrived)
+        counts, moves, *rows = (part[lane] for part in self._row_regions)
         counts.copy_(coming.sum(-1).flatten())
         pair = found.layers * self.shape.kv_heads + found.heads
         index = coming.cumsum(-1)[found.layers, found.heads, found.wanted] - 1
@@ -235,7 +237,7 @@ class MappedExchangeBuffer:
 
             answer(self._address(self._layout.heads), asked, there)
             return
-        for _, (lane, word, keep) in _those(asked, there):
+        for _, (lane, word, keep) in _published(asked, there):
             if keep:
                 self._heads[lane, CHOSEN + word % 2] = word
             self._heads[lane, DONE] = word
@@ -246,7 +248,7 @@ class MappedExchangeBuffer:
         self.answer(asked, torch.ones_like(asked[:, 0], dtype=torch.int32))
 
 
-def _those(asked: torch.Tensor, there: torch.Tensor) -> list[tuple[int, list[int]]]:
+def _published(asked: torch.Tensor, there: torch.Tensor) -> list[tuple[int, list[int]]]:
     """Return the published selection requests: index and numbers."""
     return [(i, numbers) for i, (numbers, put) in enumerate(zip(asked.tolist(), there.tolist())) if put]
 

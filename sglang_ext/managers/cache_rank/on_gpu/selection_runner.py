@@ -138,29 +138,30 @@ class SelectionRunner:
     """
 
     def __init__(
-        self, memory: MappedExchangeBuffer, keys: GpuKeys, store: KeyStore, method: Spade, rotary: Rotary, device: torch.device, by_kernels: bool
-    ):
+        self, memory: MappedExchangeBuffer, keys: GpuKeys, store: KeyStore, method: Spade, rotary: Rotary, device: torch.device,
+        by_kernels: bool,
+    ):  # fmt: skip
         self._memory, self._keys, self._store, self._method, self._rotary = memory, keys, store, method, rotary
         self._device, self._by_kernels, self._pool, self._records = device, by_kernels, None, True
         # Streams that find the rows to send, and that send them.
-        self._beside = SideStream(device, first=True), SideStream(device, first=True)
+        self._row_streams = SideStream(device, first=True), SideStream(device, first=True)
         # Slots of each lane's tokens, int32.
-        self._places: dict[int, torch.Tensor] = {}
-        # Frequent shapes, newest last, and batches of each shape, including shapes no longer kept. `_other` is the last of the other
+        self._lane_slots: dict[int, torch.Tensor] = {}
+        # Frequent shapes, newest last, and batches of each shape, including shapes no longer kept. `_rare_shape` is the last of the other
         # shapes.
-        self._known: dict[BatchShape, _Known] = {}
-        self._times: Counter[BatchShape] = Counter()
-        self._other: _Known | None = None
-        self._answers = 0
+        self._known: dict[BatchShape, _ShapeState] = {}
+        self._batch_counts: Counter[BatchShape] = Counter()
+        self._rare_shape: _ShapeState | None = None
+        self._num_batches = 0
 
     def hold(self, lane: int, places: torch.Tensor) -> None:
         """Set the slots of a lane's tokens, int64 [tokens]."""
-        self._places[lane] = places.int()
+        self._lane_slots[lane] = places.int()
 
     def forget(self, lane: int) -> None:
         """Forget the slots of a lane's tokens."""
-        self._places.pop(lane, None)
-        for known in (*self._known.values(), *filter(None, [self._other])):
+        self._lane_slots.pop(lane, None)
+        for known in (*self._known.values(), *filter(None, [self._rare_shape])):
             known.table = None
 
     def prepare(self, asks: Sequence[protocol.SelectionRequest], words: Sequence[int], again: bool = False) -> "PreparedBatch":
@@ -172,11 +173,11 @@ class SelectionRunner:
             again: Batches of this shape are frequent, so that a graph pays. Otherwise the selection requests are already published.
         """
         # Checks that the lanes hold the tokens, before memory is allocated.
-        places = [self._held(ask) for ask in asks]
+        places = [self._token_slots(ask) for ask in asks]
         form = BatchShape.build(asks, self._memory.shape.most)
         kept = self._known.get(form)
         # A recorded graph also serves published selection requests.
-        known = self._known_of(form, again or (kept is not None and kept.replay is not None))
+        known = self._shape_state(form, again or (kept is not None and kept.replay is not None))
         known.inputs.fill(asks, words)
         if not again:
             known.inputs.there.fill_(1)
@@ -185,51 +186,51 @@ class SelectionRunner:
             for row, held in zip(known.inputs.table, places):
                 row[: len(held)] = held
             known.table = lanes
-        self._times[form] += again
-        if known.replay is None and self._times[form] > RECORDED_AFTER and self._graph_has_room():
-            known.replay = self._recorded(known.inputs)
+        self._batch_counts[form] += again
+        if known.replay is None and self._batch_counts[form] > RECORDED_AFTER and self._can_add_graph():
+            known.replay = self._record_graph(known.inputs)
             known.read = self._rotary.cached_rotations()
-        return PreparedBatch(known.inputs, known.replay or (lambda: self._one_by_one(known.inputs)))
+        return PreparedBatch(known.inputs, known.replay or (lambda: self._launch_without_graph(known.inputs)))
 
-    def _known_of(self, form: BatchShape, again: bool) -> "_Known":
+    def _shape_state(self, form: BatchShape, again: bool) -> "_ShapeState":
         if not again:
-            if self._other is None or self._other.inputs.form != form:
-                self._other = _Known(BatchInputs.build(form, self._device))
-            return self._other
-        known = self._known[form] = self._known.pop(form, None) or _Known(BatchInputs.build(form, self._device))
-        self._answers += 1
-        known.last = self._answers
+            if self._rare_shape is None or self._rare_shape.inputs.form != form:
+                self._rare_shape = _ShapeState(BatchInputs.build(form, self._device))
+            return self._rare_shape
+        known = self._known[form] = self._known.pop(form, None) or _ShapeState(BatchInputs.build(form, self._device))
+        self._num_batches += 1
+        known.last = self._num_batches
         others = [each for each, found in self._known.items() if found.replay is None]
         for each in others[:-MOST_OTHERS]:
             del self._known[each]
-        if len(self._times) > MOST_COUNTED:
-            self._times.clear()
+        if len(self._batch_counts) > MOST_COUNTED:
+            self._batch_counts.clear()
         return known
 
-    def _graph_has_room(self) -> bool:
+    def _can_add_graph(self) -> bool:
         """Whether another graph may be recorded. At the maximum, the graph that was unused for longest is dropped if it is old enough."""
         recorded = [form for form, known in self._known.items() if known.replay is not None]
         if len(recorded) < MOST_GRAPHS:
             return True
-        if self._answers - self._known[recorded[0]].last < UNUSED:
+        if self._num_batches - self._known[recorded[0]].last < UNUSED:
             return False
         del self._known[recorded[0]]
         return True
 
-    def _held(self, ask: protocol.SelectionRequest) -> torch.Tensor:
+    def _token_slots(self, ask: protocol.SelectionRequest) -> torch.Tensor:
         """Return the slots of a selection request's tokens: int32 [covered]."""
-        known = self._places.get(ask.lane)
+        known = self._lane_slots.get(ask.lane)
         if known is None or len(known) < ask.covered:
             known = self._store.slots(ask.lane, ask.covered).int().to(self._device)
-            self._places[ask.lane] = known
+            self._lane_slots[ask.lane] = known
         return known[: ask.covered]
 
-    def _recorded(self, inputs: BatchInputs) -> Callable[[], None]:
+    def _record_graph(self, inputs: BatchInputs) -> Callable[[], None]:
         """Record the launches of a batch, and return a function that replays them."""
         if self._device.type != "cuda":
             return lambda: self._answer(inputs, beside=True)
         if not self._records:
-            return lambda: self._one_by_one(inputs)
+            return lambda: self._launch_without_graph(inputs)
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         # Graphs share one memory pool, because they never run at the same time. With its last graph a pool ends, and PyTorch then refuses
         # its id while any of its memory is held.
@@ -239,12 +240,12 @@ class SelectionRunner:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._answer(inputs, beside=True)
         except Exception as error:
-            logger.warning("sglang-ext: a cache rank launches selection kernels one by one, as no CUDA graph could be recorded: %s", error)
-            self._give_up(stream)
-            return lambda: self._one_by_one(inputs)
+            logger.warning("sglang-ext: a cache rank launches selection kernels one by one; no CUDA graph could be recorded: %s", error)
+            self._disable_graphs(stream)
+            return lambda: self._launch_without_graph(inputs)
         return graph.replay
 
-    def _give_up(self, stream: torch.cuda.Stream) -> None:
+    def _disable_graphs(self, stream: torch.cuda.Stream) -> None:
         """Record no more graphs.
 
         If a recording cannot be ended, PyTorch leaves its stream as the current one. Its allocator (2.11) still assumes a recording, and
@@ -257,7 +258,7 @@ class SelectionRunner:
             torch._C._cuda_releasePool(self._device.index, self._pool)
         torch.cuda.empty_cache()
 
-    def _one_by_one(self, inputs: BatchInputs) -> None:
+    def _launch_without_graph(self, inputs: BatchInputs) -> None:
         """Launch the kernels of a batch without a graph. If graphs leave too little memory, drop them and retry."""
         try:
             self._answer(inputs)
@@ -265,7 +266,7 @@ class SelectionRunner:
         except torch.OutOfMemoryError as error:
             if not any(known.replay for known in self._known.values()):
                 raise
-            logger.warning("sglang-ext: a cache rank launches selection kernels one by one, as CUDA graphs leave too little memory: %s", error)
+            logger.warning("sglang-ext: a cache rank launches selection kernels one by one; CUDA graphs leave too little memory: %s", error)
         # Outside of the except clause, so that no frame of the failed call holds memory. It published nothing, so everything is written
         # again.
         self._records = False
@@ -278,26 +279,26 @@ class SelectionRunner:
         """Run a batch. ``beside``: with rows, send those of some layers while tokens of the next layers are selected."""
         memory, asked, there, form = self._memory, inputs.asked, inputs.there, inputs.form
         if self._store.rows is None:
-            memory.push_chosen(asked, there, self._chosen(inputs))
+            memory.push_chosen(asked, there, self._select_positions(inputs))
         elif self._by_kernels:
-            streams, begun = (self._beside, current_event(self._device)) if beside else ((INLINE, INLINE), None)
-            choice, *among = self._choice(inputs)
+            streams, begun = (self._row_streams, current_event(self._device)) if beside else ((INLINE, INLINE), None)
+            choice, *among = self._build_selector(inputs)
             with streams[0].after(begun):
                 records = memory.records(asked, form.most)
             parts = choice.marked(*among, beside=beside)
             memory.push_rows(asked, there, parts, records, self._keys.sent, streams)
         else:
-            memory.push_rows_on_cpu(asked, there, *self._scored(inputs), inputs.table, self._keys.sent)
+            memory.push_rows_on_cpu(asked, there, *self._select_on_cpu(inputs), inputs.table, self._keys.sent)
         memory.answer(asked, there)
 
-    def _chosen(self, inputs: BatchInputs) -> torch.Tensor:
+    def _select_positions(self, inputs: BatchInputs) -> torch.Tensor:
         """Return positions, int32 [layers, requests, kv_heads, most], ascending. The first ``keep`` of each request are valid."""
         if not self._by_kernels:
-            return self._scored(inputs)[0]
-        choice, *among = self._choice(inputs)
+            return self._select_on_cpu(inputs)[0]
+        choice, *among = self._build_selector(inputs)
         return choice.choose(*among, most=inputs.form.most)
 
-    def _choice(self, inputs: BatchInputs) -> tuple[GpuSelector, "SelectionContexts", ReadQueryBatch, torch.Tensor, int]:
+    def _build_selector(self, inputs: BatchInputs) -> tuple[GpuSelector, "SelectionContexts", ReadQueryBatch, torch.Tensor, int]:
         """Return the kernel selector with its arguments: contexts, queries, their positions, and ``ahead``."""
         from sglang_ext.layers.kernels.select_tokens import SelectionContexts
 
@@ -315,13 +316,13 @@ class SelectionRunner:
         """Return the queries: [requests, layers, query_heads, window, dim]."""
         return self._memory.pull_queries(inputs.asked, inputs.form.queries).transpose(2, 3)
 
-    def _scored(self, inputs: BatchInputs) -> torch.Tensor:
-        """Return positions, as :meth:`_chosen`, and bits of their scores, by PyTorch: [2, ...]."""
+    def _select_on_cpu(self, inputs: BatchInputs) -> torch.Tensor:
+        """Return positions, as :meth:`_select_positions`, and bits of their scores, by PyTorch: [2, ...]."""
         form, queries = inputs.form, self._queries(inputs)
-        found = [self._chosen_here(inputs, i, queries[i, None]) for i in range(form.count)]
+        found = [self._select_request_on_cpu(inputs, i, queries[i, None]) for i in range(form.count)]
         return torch.stack([torch.nn.functional.pad(each, (0, form.most - each.shape[-1])) for each in found], -3)
 
-    def _chosen_here(self, inputs: BatchInputs, number: int, queries: torch.Tensor) -> torch.Tensor:
+    def _select_request_on_cpu(self, inputs: BatchInputs, number: int, queries: torch.Tensor) -> torch.Tensor:
         """Return positions and bits of scores of one selection request: int32 [2, layers, kv_heads, keep]."""
         _, covered, keep, _ = inputs.contexts[number].tolist()
         buffers, places = self._keys.buffers, inputs.table[number, :covered].long()
@@ -341,7 +342,7 @@ class PreparedBatch(NamedTuple):
 
 
 @dataclass
-class _Known:
+class _ShapeState:
     """A batch shape: its inputs, the lanes and lengths in its table, its last batch number, its replay, and tensors that the replay
     reads."""
 

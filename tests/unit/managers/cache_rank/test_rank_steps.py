@@ -301,8 +301,8 @@ def test_a_choice_that_was_launched_ahead_costs_what_it_takes_from_when_the_ques
     monkeypatch.setattr(gpu_selection_server, "AHEAD_SECONDS", 20.0)
     arena = ExchangeBuffer(attach().shape, torch.device("cpu"), "cpu")
     rank, socket = rank_here(arena, apart=True)
-    choose = rank._answering._chosen
-    monkeypatch.setattr(rank._answering, "_chosen", lambda *given: time.sleep(0.2) or choose(*given))
+    choose = rank._answering._select_positions
+    monkeypatch.setattr(rank._answering, "_select_positions", lambda *given: time.sleep(0.2) or choose(*given))
     rank._take(protocol.Lease(0, 0, (0,)))
     rank._take(protocol.SelectionRequest(0, 0, 5, 1, 64, 8, (63,), number=arena.reserve_number()))
     put = threading.Timer(2.0, arena.publish, (torch.randn(5, 8, 6, 8), [QueryUpload([3], 0, arena.word(1))]))
