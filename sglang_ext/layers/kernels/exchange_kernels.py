@@ -1,11 +1,13 @@
-"""The hand-over between an inference rank and a cache rank on another GPU, over an arena in memory of the inference rank's GPU.
+"""Kernels of the exchange buffer between an inference rank and a cache rank on another GPU. The buffer is in the inference rank's GPU
+memory.
 
-The inference rank writes questions and keys there, and a word that says so; the cache rank reads them over peer access, writes which
-tokens it chose, and a word that says so. A kernel of one thread waits for that, not for long, and another one lets a copy lead to what was
-chosen where it came: so that the inference rank's GPU reads no memory but its own, and what happens to the other one costs it a choice.
+The inference rank writes queries and keys to the buffer, then a word that announces them. The cache rank reads them over peer access, and
+writes the selected tokens and a word that announces these. On the inference rank, a kernel of one program waits for that word for a
+limited time. Another kernel then points the compressed KV to the selected tokens, if they have arrived. So the inference rank's GPU reads
+only its own memory, and a failure of the other GPU costs only selections.
 
-A *word* is the epoch of the cache rank's process times 2 ** 40, plus a number that ascends: of a lane's questions, or of all that the
-inference rank wrote. Questions and answers of a lane have two places each, by the parity of the word.
+A *word* is the epoch of the cache rank's process times 2 ** 40, plus an ascending number: of a lane's selection requests, or of all
+writes of the inference rank. A lane has two slots each for selection requests and replies, by the parity of the word.
 """
 
 import torch
@@ -15,28 +17,29 @@ import triton.language as tl
 from sglang_ext.layers.kernels.addresses import buffer_pointer
 from sglang_ext.layers.kernels.system_memory import load_acquire, nanoseconds, store_release
 
-# Words of a lane: of the question in either place, of the newest question that is done with, of the answer in either place.
+# Words of a lane: the selection request in either slot, the newest request that is done, and the reply in either slot.
 LANE_WORDS = 8
 QUESTION, DONE, CHOSEN = tl.constexpr(0), tl.constexpr(2), tl.constexpr(4)
 WORDS = tl.constexpr(LANE_WORDS)
-# Numbers of a copy that is committed: lane, word, row of the token table, tokens covered, tokens that each head keeps, first target.
+# Numbers of a compressed KV that applies a selection: lane, word, token-table row, covered tokens, kept tokens per head, index of its
+# first target.
 COMMIT_NUMBERS = 6
 NUMBERS = tl.constexpr(COMMIT_NUMBERS)
-# Numbers of a question that the rank is done with: lane, word, tokens that each head keeps, 0 where there is no answer.
+# Numbers of a selection request at the rank: lane, word, kept tokens per head; the last is 0 if there is no reply.
 QUESTION_NUMBERS = 3
 QUESTION_STRIDE = tl.constexpr(QUESTION_NUMBERS)
-# Numbers of a block of keys: place, tokens, and where the first of these comes from, or goes.
+# Numbers of a block of keys: staging slot, tokens, and source or target index of the first token.
 BLOCK_NUMBERS = tl.constexpr(3)
-# Counters of the device: answers that were taken, that were late, questions that were not written as their place was taken, and
-# nanoseconds of waiting; rows of K and V that were taken (row_exchange/receive_rows.py).
+# Device counters: applied selections, late ones, selection requests not written because their slot was in use, nanoseconds of waiting,
+# and applied rows of K and V (row_exchange/receive_rows.py).
 COUNTERS = ("taken", "late", "unasked", "waited", "rows")
-# Tokens of a block of keys, numbers and pointers that a program copies at once.
+# Numbers, and pointers, that a program copies at once.
 COPIED, POINTERS = 1024, 128
 
 
 @triton.jit
 def _open_places(heads, numbers, opened):
-    """Whether the place of a question is free: that before it in the same place is done with."""
+    """Set whether the slot of a selection request is free, that is, the previous request in the slot is done."""
     i = tl.program_id(0)
     lane, word = tl.load(numbers + 2 * i), tl.load(numbers + 2 * i + 1)
     done = load_acquire(heads + lane * WORDS + DONE)
@@ -47,7 +50,7 @@ def _open_places(heads, numbers, opened):
 def _put_queries(
     pool, places, numbers, opened, queries, count, pool_layer, window, LAYERS: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Queries of a token and layer of a request, to their place."""
+    """Copy the queries of a token and layer of a request to their slot."""
     layer, at, request = tl.program_id(0) // count, tl.program_id(0) % count, tl.program_id(1)
     if tl.load(opened + request) != 0:
         lane, parity = tl.load(numbers + 2 * request), tl.load(numbers + 2 * request + 1) & 1
@@ -63,7 +66,7 @@ def _put_keys(
     key_table, like, slots, blocks, target, slot_stride, head_stride, target_place, target_layer, DIM: tl.constexpr, ROW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Keys of a token and layer, to their place in a block."""
+    """Copy the keys of a token and layer to their index in a staged block."""
     token, layer, block = tl.program_id(0), tl.program_id(1), blocks + BLOCK_NUMBERS * tl.program_id(2)
     if token < tl.load(block + 1):
         keys = buffer_pointer(key_table, layer, like.dtype.element_ty)
@@ -77,7 +80,7 @@ def _put_keys(
 
 @triton.jit
 def _signal(heads, numbers, opened):
-    """Say of a question whose place was free that it is there."""
+    """Announce a selection request whose slot was free."""
     i = tl.program_id(0)
     if tl.load(opened + i) != 0:
         mine = tl.load(numbers + 2 * i + 1)
@@ -86,13 +89,13 @@ def _signal(heads, numbers, opened):
 
 @triton.jit(do_not_specialize=("word",))
 def _signal_all(written, word):
-    """Say how much was written in all."""
+    """Announce all writes so far."""
     store_release(written, word)
 
 
 @triton.jit(do_not_specialize=("requests", "patience"))
 def _await(heads, numbers, hits, counters, requests, patience, STRIDE: tl.constexpr):
-    """Wait until questions are done with, over all of them no longer than ``patience`` nanoseconds; which were answered."""
+    """Wait until selection requests are done, at most ``patience`` nanoseconds in total. Set which of them have a reply."""
     begun = nanoseconds()
     now = begun
     for i in range(requests):
@@ -115,7 +118,7 @@ def _commit(
     chosen, hits, numbers, key_table, token_table, targets, table_row, lane_stride, slot_stride, head_stride, HEADS: tl.constexpr,
     PER_SLOT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Pointers of a layer and head to what was chosen, where an answer came; positions that are none of the context's are left out."""
+    """Write pointers to the selected tokens of a layer and head if a reply has arrived. Positions outside the context are skipped."""
     pair, request = tl.program_id(0), tl.program_id(2)
     if tl.load(hits + request) != 0:
         mine = numbers + request * NUMBERS
@@ -133,7 +136,7 @@ def _commit(
 
 @triton.jit(do_not_specialize=("source", "target", "token", "source_layer", "target_layer"))
 def _pull_blocks(source, target, blocks, token, source_layer, target_layer, BLOCK: tl.constexpr):
-    """Part of a layer of a block, in words of 32 bits, from its place in an arena to where its first token lies."""
+    """Copy part of a layer of a block, in 32-bit words, from its staging slot to its target."""
     layers, layer, block = tl.num_programs(0), tl.program_id(0).to(tl.int64), blocks + BLOCK_NUMBERS * tl.program_id(2)
     place, length, first = tl.load(block), tl.load(block + 1) * token, tl.load(block + 2) * token
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -144,7 +147,7 @@ def _pull_blocks(source, target, blocks, token, source_layer, target_layer, BLOC
 
 @triton.jit(do_not_specialize=("source", "length", "source_row", "of_lane", "of_parity", "target_row"))
 def _gather_rows(source, asked, target, length, source_row, of_lane, of_parity, target_row, target_step, BLOCK: tl.constexpr):
-    """Part of a row of words of 32 bits, of the lanes of several questions, each in the place of its parity."""
+    """Copy part of a row of 32-bit words from the lanes of several selection requests, from the slot of each word's parity."""
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(2)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     lane, parity = tl.load(asked + QUESTION_STRIDE * group), tl.load(asked + QUESTION_STRIDE * group + 1) & 1
@@ -155,7 +158,7 @@ def _gather_rows(source, asked, target, length, source_row, of_lane, of_parity, 
 
 @triton.jit(do_not_specialize=("requests", "most", "target", "lane_step"))
 def _push_chosen(chosen, asked, there, target, requests, most, lane_step, HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    """Positions of a layer and head of a request, to the place of its answer."""
+    """Copy the positions of a layer and head of a request to the slot of its reply."""
     pair, request = tl.program_id(0), tl.program_id(2)
     mine = asked + QUESTION_STRIDE * request
     lane, parity, keep = tl.load(mine), tl.load(mine + 1) & 1, tl.load(mine + 2) * tl.load(there + request)
@@ -168,8 +171,8 @@ def _push_chosen(chosen, asked, there, target, requests, most, lane_step, HEADS:
 
 @triton.jit(do_not_specialize=("heads", "written", "requests", "least", "patience"))
 def _read_words(heads, written, asked, there, out, count, requests, least, patience, BLOCK: tl.constexpr):
-    """How much was written, once it is ``least`` or ``patience`` nanoseconds are over, then the words of all lanes; and by these which
-    questions are there."""
+    """Wait until the written word reaches ``least``, at most ``patience`` nanoseconds. Then read it and the words of all lanes, and set
+    which selection requests are published."""
     begun, word = nanoseconds(), written.to(tl.pointer_type(tl.int64))
     found = load_acquire(word)
     while (found < least) & (nanoseconds() - begun < patience):
@@ -180,7 +183,7 @@ def _read_words(heads, written, asked, there, out, count, requests, least, patie
         of_lanes = tl.load(heads.to(tl.pointer_type(tl.int64)) + place, mask=place < count, volatile=True)
         tl.store(out + 1 + place, of_lanes, mask=place < count)
     if requests > 0:
-        # What other threads of this warp stored.
+        # Makes the stores of other threads of this warp visible.
         tl.debug_barrier()
         for i in range(requests):
             mine = tl.load(asked + QUESTION_STRIDE * i + 1)
@@ -190,7 +193,7 @@ def _read_words(heads, written, asked, there, out, count, requests, least, patie
 
 @triton.jit(do_not_specialize=("heads",))
 def _answer(heads, asked, there):
-    """Say of a question that is there that it is done with; first, where tokens are kept, that its answer is there."""
+    """Mark a published selection request as done. If it keeps tokens, first mark its reply as available."""
     i = tl.program_id(0)
     if tl.load(there + i) != 0:
         word = tl.load(asked + QUESTION_STRIDE * i + 1)
@@ -203,17 +206,17 @@ def _answer(heads, asked, there):
 def put_queries(
     heads: torch.Tensor, queries: torch.Tensor, pool: torch.Tensor, places: torch.Tensor, numbers: torch.Tensor
 ) -> torch.Tensor:
-    """Write the queries of some questions of other lanes each, as far as their places are free.
+    """Write the queries of selection requests whose slots are free; one request per lane.
 
     Args:
-        heads: int64 [lanes, :data:`LANE_WORDS`], of the arena.
-        queries: [lanes, 2, layers, window, query_heads, dim], of the arena.
+        heads: int64 [lanes, :data:`LANE_WORDS`], in the exchange buffer.
+        queries: [lanes, 2, layers, window, query_heads, dim], in the exchange buffer.
         pool: [layers, places, query_heads, dim].
-        places: int64 [requests, up to window], in the pool, oldest first.
+        places: int64 [requests, up to window], indices in the pool, oldest first.
         numbers: int64 [requests, 2], lane and word.
 
     Returns:
-        Which were written: int32 [requests].
+        int32 [requests], 1 for each that was written.
     """
     requests, count = places.shape
     layers, row = pool.shape[0], pool.shape[2] * pool.shape[3]
@@ -226,41 +229,43 @@ def put_queries(
 
 
 def put_keys(target: torch.Tensor, blocks: torch.Tensor, key_table: torch.Tensor, like: torch.Tensor, slots: torch.Tensor) -> None:
-    """Write the keys of some tokens, block by block, in one launch.
+    """Write the keys of tokens to staging slots, all blocks in one launch.
 
     Args:
-        target: [places, layers, block, kv_heads, dim], of the arena.
-        blocks: int64 [blocks, :data:`BLOCK_NUMBERS`]: place, its tokens, and which of ``slots`` is the first of these.
+        target: [places, layers, block, kv_heads, dim], staging slots in the exchange buffer.
+        blocks: int64 [blocks, :data:`BLOCK_NUMBERS`]: staging slot, tokens, and index of the first token in ``slots``.
         key_table: int64 [layers], addresses of the layers' key buffers.
-        like: a key buffer, [slots, kv_heads, dim]; all have its shape, strides and dtype.
-        slots: int64 [tokens], where tokens lie.
+        like: A key buffer, [slots, kv_heads, dim]; all have its shape, strides and dtype.
+        slots: int64 [tokens], pool slots of the tokens.
     """
     heads, dim = like.shape[1:]
     _put_keys[(target.shape[2], len(key_table), len(blocks))](
-        key_table, like, slots, blocks, target, like.stride(0), like.stride(1), target.stride(0), target.stride(1), DIM=dim, ROW=heads * dim,
-        BLOCK=COPIED,
+        key_table, like, slots, blocks, target, like.stride(0), like.stride(1), target.stride(0), target.stride(1), DIM=dim,
+        ROW=heads * dim, BLOCK=COPIED,
     )  # fmt: skip
 
 
 def signal_written(heads: torch.Tensor, written: torch.Tensor, numbers: torch.Tensor, opened: torch.Tensor, word: int) -> None:
-    """Let the cache rank know what was written by kernels before; ``word``: how much in all; others as of :func:`put_queries`."""
-    # Each of these takes as long as the one before it took, where they follow one another; what was written in all is said after them.
+    """Announce the writes of earlier kernels to the cache rank. ``word``: written word of all writes; the others as in
+    :func:`put_queries`."""
+    # Consecutive release stores of one thread each take a full latency, so lanes are signalled in parallel. The written word follows
+    # them.
     if len(numbers):
         _signal[(len(numbers),)](heads, numbers, opened, num_warps=1)
     _signal_all[(1,)](written, word, num_warps=1)
 
 
 def wait_for_selections(heads: torch.Tensor, numbers: torch.Tensor, counters: torch.Tensor, seconds: float) -> torch.Tensor:
-    """Let the stream wait for the answers to some questions.
+    """Make the stream wait for the replies to selection requests.
 
     Args:
-        heads: as :func:`put_queries`.
+        heads: See :func:`put_queries`.
         numbers: int64 [requests, 2 or more], lane and word first.
-        counters: int64 [5], of :data:`COUNTERS`, which go up.
-        seconds: over all of them.
+        counters: int64 [5], :data:`COUNTERS`, which are incremented.
+        seconds: Maximum wait in total.
 
     Returns:
-        Which were answered: int32 [requests].
+        int32 [requests], 1 for each that has a reply.
     """
     hits = torch.empty(len(numbers), dtype=torch.int32, device=heads.device)
     _await[(1,)](heads, numbers, hits, counters, len(numbers), int(seconds * 1e9), STRIDE=numbers.shape[1], num_warps=1)
@@ -271,16 +276,16 @@ def write_selected_pointers(
     chosen: torch.Tensor, hits: torch.Tensor, numbers: torch.Tensor, most: int, key_table: torch.Tensor, like: torch.Tensor,
     token_table: torch.Tensor, targets: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Let copies lead to what was chosen for them, where an answer came; others stay as they are.
+    """Point compressed KV to its selected tokens if the reply has arrived. Otherwise it stays unchanged.
 
     Args:
-        chosen: int32 [lanes, 2, numbers], of the arena; an answer is [layers, kv_heads, keep] at the beginning of its place.
-        hits: as :func:`wait_for_selections` gives them.
+        chosen: int32 [lanes, 2, numbers], in the exchange buffer; a selection is [layers, kv_heads, keep] at the beginning of its slot.
+        hits: Result of :func:`wait_for_selections`.
         numbers: int64 [requests, :data:`COMMIT_NUMBERS`].
-        most: tokens that a head of one of the copies keeps at most.
-        key_table, like: as :func:`put_keys`.
+        most: Maximum tokens that a head of any of them keeps.
+        key_table, like: See :func:`put_keys`.
         token_table: int32 [rows, width].
-        targets: int64, slots of the copies, one after the other.
+        targets: int64, slots of the compressed KV of all requests, concatenated.
     """
     heads, cells = like.shape[1], like.view(torch.int32)
     _commit[(len(key_table) * heads, triton.cdiv(most, POINTERS), len(numbers))](
@@ -290,29 +295,29 @@ def write_selected_pointers(
 
 
 def pull_blocks(source: int, target: int, blocks: torch.Tensor, layers: int, token: int, source_layer: int, target_layer: int) -> None:
-    """Copy blocks of tokens out of an arena, of all layers, in one launch.
+    """Copy blocks of tokens of all layers out of an exchange buffer in one launch.
 
     Args:
-        source: address of the first place, [places, layers, block, ...].
-        target: address of what is [layers, tokens, ...].
-        blocks: int64 [blocks, :data:`BLOCK_NUMBERS`]: place, its tokens, and where the first of these goes.
-        layers: how many.
-        token, source_layer, target_layer: words of 32 bits of a token, of a layer of a place, and of a layer of the target.
+        source: Address of the first staging slot, [places, layers, block, ...].
+        target: Address of the target, [layers, tokens, ...].
+        blocks: int64 [blocks, :data:`BLOCK_NUMBERS`]: staging slot, tokens, and target index of the first token.
+        layers: Number of layers.
+        token, source_layer, target_layer: 32-bit words of a token, of a layer of a staging slot, and of a layer of the target.
     """
     grid = layers, triton.cdiv(source_layer, COPIED), len(blocks)
     _pull_blocks[grid](source, target, blocks, token, source_layer, target_layer, BLOCK=COPIED)
 
 
 def gather_rows(source: int, asked: torch.Tensor, target: torch.Tensor, length: int, source_row: int, steps: tuple[int, int]) -> None:
-    """Copy rows of the lanes of some questions from an address, of this GPU or of one whose memory is mapped.
+    """Copy rows of the lanes of selection requests from an address on this GPU, or on one whose memory is mapped.
 
     Args:
-        source: address of the first lane's.
+        source: Address of the first lane.
         asked: int64 [groups, :data:`QUESTION_NUMBERS`].
         target: int32 [groups, rows, up to length], contiguous.
-        length: words of a row.
-        source_row: words from a row to the next.
-        steps: words from a lane to the next, and from the place of even words to that of odd ones.
+        length: 32-bit words of a row.
+        source_row: 32-bit words from a row to the next.
+        steps: 32-bit words from a lane to the next, and from the slot of even words to that of odd ones.
     """
     groups, rows, width = target.shape
     _gather_rows[(rows, triton.cdiv(length, COPIED), groups)](
@@ -321,14 +326,14 @@ def gather_rows(source: int, asked: torch.Tensor, target: torch.Tensor, length: 
 
 
 def push_chosen(chosen: torch.Tensor, asked: torch.Tensor, there: torch.Tensor, target: int, lane_step: int) -> None:
-    """Write which positions were chosen for some requests to an arena.
+    """Write the selected positions of requests to an exchange buffer.
 
     Args:
-        chosen: int32 [layers, requests, kv_heads, most], contiguous, of each request as many as it keeps.
+        chosen: int32 [layers, requests, kv_heads, most], contiguous; the first ``keep`` of each request are valid.
         asked: int64 [requests, :data:`QUESTION_NUMBERS`].
-        there: int32 [requests], 1 for each whose question is there; for others nothing is written.
-        target: address of the arena's answers.
-        lane_step: numbers from one place of an answer to the next.
+        there: int32 [requests], 1 for each published selection request. Nothing is written for the others.
+        target: Address of the exchange buffer's selections.
+        lane_step: Numbers from one slot of a selection to the next.
     """
     layers, requests, heads, most = chosen.shape
     _push_chosen[(layers * heads, triton.cdiv(most, COPIED), requests)](
@@ -339,23 +344,23 @@ def push_chosen(chosen: torch.Tensor, asked: torch.Tensor, there: torch.Tensor, 
 def read_words(
     heads: int, written: int, out: torch.Tensor, asked: torch.Tensor, there: torch.Tensor, least: int = 0, seconds: float = 0.0
 ) -> None:
-    """Let the stream wait, then read words.
+    """Make the stream wait, then read words.
 
     Args:
-        heads, written: addresses of the lanes' words, and of how much was written.
-        out: int64 [1 + lanes * LANE_WORDS], how much was written, and the words of all lanes.
+        heads, written: Addresses of the lanes' words, and of the written word.
+        out: Output, int64 [1 + lanes * LANE_WORDS]: the written word, and the words of all lanes.
         asked: int64 [requests, :data:`QUESTION_NUMBERS`].
-        there: int32 [requests], which of their questions are there: 1, none before ``least`` was written, or 0.
-        least: until so much was written it waits.
-        seconds: no longer than that.
+        there: Output, int32 [requests]: 1 for each published selection request; 0 for all while the written word is below ``least``.
+        least: The stream waits until the written word reaches this value.
+        seconds: Maximum wait.
     """
-    # Of one warp: several would each wait on their own, and of the words that one reads another would say how much was written.
+    # One warp: several would wait independently, and one warp's written word would not match the lane words that another reads.
     _read_words[(1,)](
         heads, written, asked, there, out, len(out) - 1, len(asked), least, int(seconds * 1e9), BLOCK=COPIED, num_warps=1
     )  # fmt: skip
 
 
 def answer(heads: int, asked: torch.Tensor, there: torch.Tensor) -> None:
-    """Say by the address of the lanes' words of some questions, of a lane each, that they are done with; of :func:`push_chosen`'s arguments
-    those that are there, and of these that they are answered where tokens are kept."""
+    """Mark selection requests, one per lane, as done, and as answered if they keep tokens. ``heads``: address of the lanes' words; the
+    others as in :func:`push_chosen`. Only published selection requests are marked."""
     _answer[(len(asked),)](heads, asked, there, num_warps=1)

@@ -1,7 +1,7 @@
 """Decode attention over rows that begin with pointers into full KV (pointers.py), split over the context (flash decoding).
 
-Programs of a request's first splits read the tokens to which a head's pointers lead, each as many steps of them; those of the others
-the steps that are left over, and the tokens after them. The kernel that joins them is flash_decoding.py's.
+The programs of a request's first splits read the tokens that a head's pointers point to, with equal numbers of steps. The programs of the
+other splits read the remaining steps and the tokens after them. flash_decoding.py's kernel combines the splits.
 """
 
 import torch
@@ -17,25 +17,26 @@ from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, as_p
 
 # Tokens in a step, and steps that are loaded ahead.
 TOKENS, STAGES = 32, 3
-# How often a program asks whether its pointers are chosen, before it waits until the kernel that chooses has ended: some milliseconds.
+# Polls for selected pointers before a program waits for the end of the selection kernel: some milliseconds.
 POLLS = tl.constexpr(1 << 13)
 
 
 @triton.jit
 def _holder(table, place, width, PER_SLOT: tl.constexpr):
-    """The copy's slots that hold pointers at places, of a row of so many slots; whether there are so many pointers is not known yet."""
+    """Load the slots of compressed KV that hold the pointers at indices. ``width`` limits the row; the number of pointers is not known
+    yet."""
     return tl.load(table + place // PER_SLOT, mask=place // PER_SLOT < width, other=0)
 
 
 @triton.jit
 def _pointed(pointers, holder, place, last, pointer_slot, PER_SLOT: tl.constexpr):
-    """Where these lead."""
+    """Load the slots that the pointers point to."""
     return tl.load(pointers + holder.to(tl.int64) * pointer_slot + place % PER_SLOT, mask=place < last, other=0)
 
 
 @triton.jit
 def _await_chosen(arrived):
-    """Wait until a head's pointers are chosen by the kernel before this one, which may not have ended."""
+    """Wait until the previous kernel, which may still run, has written a head's pointers."""
     polls, left = 0, load_acquired_count(arrived)
     while (left != 0) & (polls < POLLS):
         polls, left = polls + 1, load_acquired_count(arrived)
@@ -50,8 +51,10 @@ def _pointed_part(
     PADDED_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, PER_SLOT: tl.constexpr, N: tl.constexpr, LIKE: tl.constexpr,
     AWAITS: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over what was seen before, and the tokens to which a head's pointers lead, ``count`` in all: N from ``first`` on, and of each
-    PARTS steps after them again so many, before ``last``; buffers begin at the head's cells."""
+    """Update the softmax with tokens that a head's pointers point to, ``count`` in all.
+
+    It reads N tokens from ``first`` on, and N after every further PARTS steps, before ``last``. Buffers begin at the head's cells.
+    """
     dim, value_dim = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE_DIM)
     BY: tl.constexpr = PARTS * N
     place = first + tl.arange(0, N)
@@ -64,7 +67,7 @@ def _pointed_part(
     q = scaled_queries(queries, row, dim, scaling, GROUP, DIM, LIKE)
     for start in tl.range(first, last, BY):
         place = start + tl.arange(0, N)
-        # Read a step ahead, and what leads there two, so that keys and values of several steps may be on their way.
+        # Token slots are loaded one step ahead, and pointer slots two, so that keys and values of several steps load at the same time.
         next_slot = _pointed(pointers, holder, place + BY, count, pointer_slot, PER_SLOT)
         holder = _holder(table, place + 2 * BY, width, PER_SLOT)
         best, total, acc = token_step(
@@ -81,15 +84,19 @@ def pointer_splits(
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
     PER_SLOT: tl.constexpr, PACKED: tl.constexpr, SPLITS: tl.constexpr, N: tl.constexpr, AWAITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One split of a request's KV head: the first PACKED read what its pointers lead to, the others what is left of it and follows it.
-    Where it is launched ``EARLY`` it waits until what comes before has ended before it reads queries, keys and values, but looks first where
-    pointers lead; or where it ``AWAITS`` them for its head's pointers alone."""
+    """Attend to one split of a request's KV head. The first PACKED splits read tokens by pointers, the others the remaining ones and the
+    tokens after them.
+
+    If launched ``EARLY``, the kernel waits for the end of the previous kernel before it reads queries, keys and values. It reads pointers
+    before that wait. With ``AWAITS`` it waits only for its head's pointers.
+    """
     WAITS: tl.constexpr = EARLY and not AWAITS
     if WAITS:
-        # What joins the parts takes its places as soon as all programs here have theirs.
+        # The combining kernel takes its place on the GPU as soon as all programs of this one run.
         gdc_launch_dependents()
     request = tl.program_id(2)
-    # Processors get programs in turn: splits that read little are other ones from head to head, or some processors would have most of them.
+    # Programs are assigned to multiprocessors round-robin. Splits that read little differ from head to head, so that no multiprocessor
+    # gets most of them.
     split = (tl.program_id(0) + tl.program_id(1) + request * tl.num_programs(1)) % SPLITS
     kv_head, row = head_and_rows(GROUP, M)
     at = tl.load(rows + request)
@@ -102,13 +109,14 @@ def pointer_splits(
     if AWAITS:
         arrived += at * HEADS + kv_head
     left = steps % PACKED
-    # The end of what the first parts share: all, where there are too few steps, or too many would be left over for the others.
+    # End of the tokens of the first splits. It is the end of all tokens if there are too few steps, or if too many steps would remain for
+    # the others.
     shared = tl.where((steps < PACKED) | (left > SPLITS - PACKED), steps, steps - left) * N
     if split < PACKED:
         best = tl.zeros([M], dtype=tl.float32) - float("inf")
         total = tl.zeros([M], dtype=tl.float32)
         acc = tl.zeros([M, PADDED_VALUE_DIM], dtype=tl.float32)
-        # Where a part begins its count does not say: what leads there is on its way with the count.
+        # The start of a split does not depend on the count, so its pointers load together with the count.
         best, total, acc = _pointed_part(
             mine, my_keys, my_values, my_pointers, arrived, table, width, split * N, shared, count, best, total, acc, scaling, row,
             key_slot, value_slot, pointer_slot, PACKED, GROUP, M, DIM, VALUE_DIM, PADDED_DIM, PADDED_VALUE_DIM, PER_SLOT, N, LIKE, AWAITS,
@@ -131,7 +139,7 @@ def pointer_splits(
     place = (head0 + row) * SPLITS + split
     store_split(partial, lse, place, value_dim, value_dim < VALUE_DIM, best, total, acc, row, GROUP, VALUE_DIM)
     if AWAITS:
-        # What comes after this kernel must find that the one before has ended, too: programs that are launched last ask.
+        # The next kernel requires that the previous one has ended, too. The programs that are launched last wait for it.
         if request == tl.num_programs(2) - 1:
             gdc_wait()
 
@@ -150,25 +158,27 @@ def pointer_decode(
 ) -> torch.Tensor:
     """Attention of one token of each request over its row of the table: [requests, heads, dim of a value].
 
-    Reads nothing of the device on the host, and ``begins`` where it always lies: CUDA graphs may capture it. Raises OptionError
-    where no tiles of such heads fit the GPU.
+    Reads no device memory on the host, and ``begins`` always at the same addresses, so CUDA graphs may capture it. Raises OptionError if
+    no tiles of such heads fit the GPU.
 
-    On GPUs from Hopper on it is launched while the kernel before it ends, which may write queries, and keys and values of new tokens, but
-    none of ``begins``, pointers, table and rows: where these lead is looked up meanwhile. Nor may those before that one, back to one that
-    was not launched early itself, or lets what comes after begin only once it has waited.
+    On GPUs from Hopper on, it is launched before the previous kernel has ended (programmatic dependent launch). The previous kernel may
+    write queries, and keys and values of new tokens. It must not write ``begins``, pointers, table or rows, because these are read before
+    it ends. The same applies to earlier kernels, back to the last one that was not launched early, or that lets its successor begin only
+    after its own wait.
 
     Args:
-        begins: which rows begin with pointers.
+        begins: Pointer layout: which rows begin with pointers.
         queries: [requests, heads, dim], in the dtype of the buffers.
-        keys, values: a layer's buffers, [slots, kv_heads, dim].
-        token_table: int32 [rows, width]; a row leads to the slots that hold its pointers, then to those of the tokens after them.
+        keys, values: A layer's buffers, [slots, kv_heads, dim].
+        token_table: int32 [rows, width]; a row has the slots that hold its pointers, then those of the tokens after them.
         rows: int64 [requests], rows of the table.
         lengths: int64 [requests], slots of each row.
-        scaling: factor on query-key products.
-        splits: parts of what a head keeps, and of the tokens after it, that are read at the same time.
-        arrived: int32 [rows of the table, kv_heads], where the kernel that was launched right before chooses where pointers lead: 0 once
-            those of a head do, which are all that is waited for, where the GPU can, so that what is launched in between, or no choice at
-            all, would be overtaken; None where none was launched right before: then all is waited for, but for what is looked up.
+        scaling: Factor on query-key products.
+        splits: Parallel splits of a head's kept tokens, and of the tokens after them.
+        arrived: int32 [rows of the table, kv_heads], of a selection kernel launched directly before this one; 0 once a head's pointers
+            are written. If the GPU supports it, this kernel waits only for these. So no kernel may be launched in between, and a
+            selection must have been launched. None otherwise: the kernel then waits for the end of the previous one, except for the early
+            reads above.
     """
     requests, heads, dim = queries.shape
     kv_heads, cells, parts = keys.shape[1], as_pointers(keys), SplitOutputs(queries, values.shape[2], splits)

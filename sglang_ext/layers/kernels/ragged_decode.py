@@ -1,7 +1,7 @@
-"""Decode attention over rows that begin with a copy of uneven heads (ragged_heads.py), split over the context (flash decoding).
+"""Decode attention over rows that begin with compressed KV of ragged heads (ragged_heads.py), split over the context (flash decoding).
 
-Programs of a request's first splits read what a head keeps of the copy, those of the others the tokens after it; the kernel
-that joins them is flash_decoding.py's.
+The programs of a request's first splits read a head's kept tokens, those of the others the tokens after the compressed KV.
+flash_decoding.py's kernel combines the splits.
 """
 
 import torch
@@ -14,13 +14,13 @@ from sglang_ext.layers.kernels.flash_decoding import SplitOutputs, exact_split, 
 from sglang_ext.layers.kernels.decode_tile_sizes import MOST_ROWS, DecodeTile, tile_choices
 from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
 
-# Tokens in a step, and steps that are loaded ahead: found on an H200.
+# Tokens in a step, and steps that are loaded ahead; tuned on an H200.
 TOKENS, STAGES = 32, 2
 
 
 @triton.jit
 def _buffers(table, layer, over, narrow, LAYERS: tl.constexpr):
-    """Addresses of the buffers ``over`` layers after ``layer``, of which there are at most two unless copies are ``narrow``."""
+    """Load addresses of the buffers ``over`` layers after ``layer``. A step spans at most two layers unless compressed KV is ``narrow``."""
     next_layer = tl.minimum(layer + 1, LAYERS - 1)
     found = tl.where(over > 0, tl.load(table + next_layer), tl.load(table + layer))
     if narrow:
@@ -34,10 +34,10 @@ def _cells_part(
     LAYERS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, N: tl.constexpr, LIKE: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over the cells [first, last) of a copy of ``copied`` slots.
+    """Softmax over the cells [first, last) of a compressed KV of ``copied`` slots.
 
-    Cells follow one another, so only where a part begins its layer is divided for; a step lies in two layers at most, unless a
-    layer has fewer cells than a step.
+    Cells are consecutive, so the layer is divided for only once, at the start of a split. A step spans at most two layers, unless a layer
+    has fewer cells than a step.
     """
     dim, value_dim = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE_DIM)
     q = scaled_queries(queries, row, dim, scaling, GROUP, DIM, LIKE)
@@ -56,7 +56,7 @@ def _cells_part(
             over = within // cells
         within -= over * cells
         slot = tl.load(table + within // HEADS, mask=inside, other=0).to(tl.int64)
-        # Without the hint nothing is known of a loaded address, and keys would be read number by number.
+        # Without the hint the compiler knows nothing of a loaded address, and loads keys number by number.
         keys = pointer_at(_buffers(key_table, layer, over, narrow, LAYERS), LIKE)
         values = pointer_at(_buffers(value_table, layer, over, narrow, LAYERS), LIKE)
         at = keys + slot * key_slot + within % HEADS * key_head
@@ -117,18 +117,18 @@ def ragged_decode(
 ) -> torch.Tensor:
     """Attention of one token of each request over its row of the table: [requests, heads, dim of a value].
 
-    Reads nothing of the device on the host, and ``cells`` where it always lies: CUDA graphs may capture it. Raises OptionError
-    where no tiles of such heads fit the GPU.
+    Reads no device memory on the host, and ``cells`` always at the same addresses, so CUDA graphs may capture it. Raises OptionError if
+    no tiles of such heads fit the GPU.
 
     Args:
-        cells: which rows begin with a copy, and what its cells hold; also of other layers.
-        layer: index of the layer in its buffers.
+        cells: Ragged-head layout: which rows begin with compressed KV, and the contents of its cells, which may be those of other layers.
+        layer: Index of the layer in its buffers.
         queries: [requests, heads, dim], in the dtype of the buffers.
-        token_table: int32 [rows, width]; a row leads to its copy's slots, then to those of the tokens after it.
+        token_table: int32 [rows, width]; a row has the slots of its compressed KV, then those of the tokens after it.
         rows: int64 [requests], rows of the table.
         lengths: int64 [requests], slots of each row.
-        scaling: factor on query-key products.
-        splits: parts of what a head keeps, and of the tokens after the copy, that are read at the same time.
+        scaling: Factor on query-key products.
+        splits: Parallel splits of a head's kept tokens, and of the tokens after the compressed KV.
     """
     keys, values = cells.buffers.keys[layer], cells.buffers.values[layer]
     requests, heads, dim = queries.shape

@@ -1,8 +1,8 @@
-"""Words of 64 bits in memory that processes on several GPUs share: read and written in an order that all of them see (PTX, scope ``sys``);
-and counts that kernels of one GPU wait for.
+"""Ordered access to 64-bit words in memory shared by processes on several GPUs (PTX, scope ``sys``), and to counts that kernels of one
+GPU await.
 
-They are loads and stores, as GPUs that are joined by PCIe have no atomic operations on each other's memory. Triton's interpreter runs no
-assembly: tests put others in the place of these functions, which are all that has any.
+The functions use loads and stores, because GPUs joined by PCIe have no atomic operations on each other's memory. Triton's interpreter
+runs no assembly. These functions contain all of it, so tests replace them.
 """
 
 import triton
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def load_acquire(pointer):
-    """The word at a pointer; what its writer wrote before it is there afterwards."""
+    """Load the word at a pointer. Its writer's earlier writes are visible afterwards."""
     return tl.inline_asm_elementwise(
         "ld.acquire.sys.global.b64 $0, [$1];", "=l,l", [pointer.to(tl.int64)], dtype=tl.int64, is_pure=False, pack=1
     )
@@ -19,7 +19,7 @@ def load_acquire(pointer):
 
 @triton.jit
 def load_acquired_count(pointer):
-    """The int32 at a pointer, which a kernel of this GPU writes; what it wrote before is there afterwards."""
+    """Load the int32 at a pointer, written by a kernel of this GPU. That kernel's earlier writes are visible afterwards."""
     return tl.inline_asm_elementwise(
         "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [pointer.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -27,7 +27,7 @@ def load_acquired_count(pointer):
 
 @triton.jit
 def store_release(pointer, word):
-    """Write a word once all that was written before it, by earlier kernels of the stream too, can be seen."""
+    """Store a word after all earlier writes, including those of earlier kernels of the stream, are visible."""
     tl.inline_asm_elementwise(
         "st.release.sys.global.b64 [$1], $2;\nmov.b64 $0, $2;", "=l,l,l", [pointer.to(tl.int64), word.to(tl.int64)], dtype=tl.int64,
         is_pure=False, pack=1,
@@ -36,5 +36,5 @@ def store_release(pointer, word):
 
 @triton.jit
 def nanoseconds():
-    """Of the device's clock, which begins anywhere."""
+    """Return the device's clock in nanoseconds, from an arbitrary start."""
     return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)

@@ -1,5 +1,16 @@
-"""Cache ranks: processes beside the inference rank that hold requests' keys, and choose the tokens of their next steps (AsyncSpade).
+"""Cache ranks (AsyncSpade): processes that hold the keys of requests and select the tokens that the next decode steps read.
 
-protocol.py has what both sides say, shared_memory.py where both write, key_store.py and selection_server.py the cache rank, process.py its start and end,
-link.py one rank as the inference rank sees it, leases.py whose keys it holds, choices.py what of it becomes copies.
+Shared by both sides:
+
+- `protocol.py`: messages. `shared_memory.py`: memory that both processes map.
+
+Inference rank:
+
+- `launch.py`, `process.py`: start and end the rank processes. `rank_link.py`: connection to one rank.
+- `leases.py`: memory of requests at a rank. `client.py`: base of the clients.
+- `cpu_client.py`, `cpu_requests.py`, `step_observer.py`: client for ranks on CPUs. `on_gpu/`: ranks on GPUs.
+
+Cache rank:
+
+- `__main__.py`, `selection_server.py`: the server loop. `key_store.py`: its blocks of keys and values.
 """

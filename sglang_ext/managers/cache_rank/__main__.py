@@ -1,4 +1,4 @@
-"""``python -m sglang_ext.managers.cache_rank``: a cache rank, which an inference rank starts (process.py)."""
+"""``python -m sglang_ext.managers.cache_rank``: the process of a cache rank, started by an inference rank (process.py)."""
 
 import argparse
 import logging
@@ -12,24 +12,24 @@ import zmq
 from sglang_ext.managers.cache_rank.protocol import MAX_MESSAGE_BYTES
 from sglang_ext.managers.cache_rank.selection_server import SelectionServer
 
-# An inference rank that takes nothing for so long is gone, or as good as.
+# Send timeout. An inference rank that receives nothing for this long counts as ended.
 SEND_MS = 10_000
 logger = logging.getLogger("sglang_ext.cache_rank")
 
 
 def main() -> None:
-    """Serve until the inference rank ends, or SIGTERM."""
+    """Serve until the inference rank ends, or until SIGTERM."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--endpoint", required=True, help="socket of the inference rank")
     parser.add_argument("--memory", type=int, help="inherited descriptor of shared memory; none on a GPU")
-    parser.add_argument("--epoch", type=int, required=True, help="of this process, among those that the inference rank begins")
-    parser.add_argument("--threads", type=int, required=True, help="of products")
+    parser.add_argument("--epoch", type=int, required=True, help="number of this process among those that the inference rank starts")
+    parser.add_argument("--threads", type=int, required=True, help="threads of matrix products")
     parser.add_argument("--parent", type=int, required=True, help="process id of the inference rank")
-    parser.add_argument("--device", help="on which tokens are chosen, where an arena is mapped in the place of shared memory")
+    parser.add_argument("--device", help="device that runs the selection; the exchange buffer is then mapped instead of shared memory")
     args = parser.parse_args()
     logging.basicConfig(format=f"%(asctime)s cache rank {os.getpid()}: %(message)s")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    # Of a keyboard, for the inference rank: this one follows it.
+    # Ctrl-C is for the inference rank; this process ends after it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(args.threads)
     socket = zmq.Context.instance().socket(zmq.DEALER)
@@ -39,7 +39,7 @@ def main() -> None:
         with torch.inference_mode():
             _rank(socket, args).serve(lambda: os.getppid() == args.parent)
     except Exception:
-        logger.exception("sglang-ext: the cache rank ends; the inference rank goes on without it, and starts another")
+        logger.exception("sglang-ext: the cache rank ends; the inference rank continues without it, and starts another")
         sys.exit(1)
 
 

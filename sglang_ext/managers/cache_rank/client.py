@@ -1,4 +1,4 @@
-"""The cache ranks of an inference rank: their processes, and which of them a request begins at."""
+"""Base of the cache-rank clients: the connections to the rank processes, and the selection of a rank for a new request."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,28 +12,28 @@ from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
 
 class LeasedRequest(Protocol):
-    """A request at a rank: who gave out its lease, that, and whether the process that had its keys is gone."""
+    """A request at a rank: its lease, the manager of that lease, and whether the rank's process has ended."""
 
     leases: KeyLeases
     lease: KeyLease
 
     @property
     def has_lost_rank(self) -> bool:
-        """Whether the process that had its keys is gone."""
+        """Whether the process that had its keys has ended."""
 
 
 class CacheRankClient:
-    """What is the same wherever ranks choose: on a CPU (choices.py), or on GPUs of their own (on_gpu/gpu_client.py).
+    """Common part of the clients of ranks on CPUs (cpu_client.py) and on GPUs (on_gpu/gpu_client.py).
 
     Args:
-        links: to the ranks.
-        buffers: the layers of SGLang's pool.
+        links: Connections to the ranks.
+        buffers: Layers of SGLang's KV pool.
 
     Attributes:
-        missed: choices that were not there, by reason.
-        taken: choices that copies were led to, of a request in all layers.
-        waited: seconds that steps have waited.
-        rows: of one layer and KV head each, whose K and V came and were taken.
+        missed: Number of missing selections, by reason.
+        taken: Number of applied selections; one covers all layers of a request.
+        waited: Seconds that steps have waited.
+        rows: Received and applied rows of K and V, each of one layer and KV head.
     """
 
     def __init__(self, links: Sequence[RankLink], buffers: KVBuffers):
@@ -44,36 +44,36 @@ class CacheRankClient:
 
     @property
     def ready(self) -> int:
-        """Ranks that can be asked."""
+        """Number of ranks that accept selection requests."""
         return sum(link.ready for link in self.links)
 
     @property
     def starts(self) -> int:
-        """Processes that were started."""
+        """Number of processes started."""
         return sum(link.starts for link in self.links)
 
     @property
     def processes(self) -> tuple[int, int]:
-        """As :attr:`RowSender.processes`."""
+        """See :attr:`RowSender.processes`."""
         return self.ready, self.starts
 
     @property
     def slowest(self) -> float:
-        """Seconds that the last question took, a pack of layers or a step, at the rank where it took longest."""
+        """Duration of the last selection, of a pack of layers or a step, at the slowest rank, in seconds."""
         return max((link.seconds for link in self.links), default=0.0)
 
     @property
     def held_tokens(self) -> int:
-        """Tokens for which blocks are taken, at all ranks."""
+        """Token capacity of the allocated blocks at all ranks."""
         return BLOCK * sum(link.settings.attach.blocks - self._free_blocks(link) for link in self.links if link.ready)
 
     @property
     def _known(self) -> "Mapping[int, LeasedRequest]":
-        """Requests that were handed over, by row."""
+        """Requests that were handed over, by request row."""
         raise NotImplementedError
 
     def _current(self, link: RankLink) -> KeyLeases | None:
-        """The leases at the process that runs; None where nobody has any."""
+        """Leases at the running process, or None if it has none."""
         leases = self._leases.get(link)
         return None if leases is None or leases.epoch != link.epoch else leases
 
@@ -86,20 +86,20 @@ class CacheRankClient:
         return link.settings.attach.shape.lanes if leases is None else leases.free_lanes
 
     def free_blocks(self) -> FreeBlocks:
-        """As :meth:`RowSender.free_blocks`."""
+        """See :meth:`RowSender.free_blocks`."""
         ready = [link for link in self.links if link.ready]
         return FreeBlocks([*map(self._free_blocks, ready)], BLOCK, [*map(self._free_lanes, ready)])
 
     def has_request(self, row: int) -> bool:
-        """As :meth:`RowSender.has_request`."""
+        """See :meth:`RowSender.has_request`."""
         request = self._known.get(row)
         return request is not None and not request.has_lost_rank
 
     def _select_rank(self) -> KeyLeases:
-        """Of the rank with the most room, of those that take another request.
+        """Return the leases of the rank with the most free blocks, preferring ranks with a free lane.
 
         Raises:
-            RankUnavailable: none is ready.
+            RankUnavailable: No rank is ready.
         """
         ready = [link for link in self.links if link.ready]
         if not ready:
@@ -110,6 +110,6 @@ class CacheRankClient:
         return max((self._leases[link] for link in ready), key=lambda each: (each.free_lanes > 0, each.free_blocks))
 
     def end(self) -> None:
-        """End all ranks."""
+        """End all rank processes."""
         for link in self.links:
             link.end()

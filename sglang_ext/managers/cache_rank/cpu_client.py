@@ -1,13 +1,14 @@
-"""What cache ranks choose for the requests of an inference rank: keys are handed over, queries published, answers committed.
+"""Inference-side client of the cache ranks on CPUs: hands over keys, publishes queries, and applies selections.
 
-A request is handed over once its context is long enough; until the first answer it is read whole. From then on each pack of layers leaves
-its queries as soon as it has computed them, and reads what was chosen for it by those of the step before when the next step comes to it:
-choosing goes on while the rest of the model computes. What has not come by then is not waited for longer than :data:`WAIT_SECONDS` in a
-step: the pack goes on with the last tokens that were chosen for it and the newest ones.
+The client hands a request over once its context is long enough. Until the first selection arrives, the request reads its full KV. From
+then on, each pack of layers publishes its queries as soon as it has computed them. When the next step reaches the pack, the pack reads
+the tokens selected with the queries of the previous step. So the rank selects while the rest of the model computes. A step waits at most
+:data:`WAIT_SECONDS` for late selections. After that the pack continues with its last selection plus the newest tokens.
 
-Where ranks have values, too, K and V of what was chosen come with it, and a copy is rows, not pointers: it takes those that it lacks
-(row_exchange.py), and the request's full KV may be given back (prefix_cache/remote_only.py). It cannot be read whole then: where its rank
-has no room, the copy stands for what it stood for; where the process is gone, the request is lost, and is to be computed again.
+Ranks that hold values send K and V of the selected tokens. The compressed KV then stores rows instead of pointers, and receives the rows
+that it lacks (row_exchange.py). The request's full KV may be freed (prefix_cache/remote_only.py), and then cannot be read as a whole. If
+the rank has no free blocks, the compressed KV keeps its covered tokens. If the process has ended, the request is lost and must be
+computed again.
 """
 
 import time
@@ -34,27 +35,28 @@ from sglang_ext.mem_cache.compressed.remote_selector import (
 from sglang_ext.mem_cache.compressed.row_exchange import EMPTY, RowExchange, merge_exchanges
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
-# Why a choice was not there: its rank does not run (yet, any more, in time, as it should), has no room, has just got the keys, or is late.
+# Reasons of a missing selection. The rank has not started, has ended, is silent, or sends wrong data. It has no blocks or no lane, has
+# just received the keys, or is late.
 MISSES = ("starting", "ended", "silent", "wrong", "memory-full", "no-lane", "hand-over", "late")
-# That a step waits at most, over all its packs and requests.
+# Maximum wait of one step, over all its packs and requests.
 WAIT_SECONDS = 0.02
-# Of a position in shared memory.
+# Bytes of a position in shared memory.
 POSITION_BYTES = 4
 
 
 class CpuRankClient(CacheRankClient, RemoteSelector):
-    """The requests of one inference rank, each at one of its cache ranks.
+    """Client of one inference rank; each request is at one of the ranks.
 
     Args:
-        links: to the ranks.
-        buffers: the layers of SGLang's pool.
-        timeline: is told of each pack of each step; None for nobody.
+        links: Connections to the ranks.
+        buffers: Layers of SGLang's KV pool.
+        timeline: Records the events of each pack of each step; None to record nothing.
 
     Attributes:
-        missed: choices that were not there, by reason: one for each request and step, or round where it is read whole.
-        waited: seconds that steps have waited.
-        sends_rows: whether K and V of what is chosen come with it.
-        rows: of one layer and KV head each, that came so and were taken.
+        missed: Missing selections by reason: one per request and step, or per round while the request reads its full KV.
+        waited: Seconds that steps have waited.
+        sends_rows: The ranks send K and V of selected tokens.
+        rows: Received and applied rows, each of one layer and KV head.
     """
 
     def __init__(self, links: Sequence[RankLink], buffers: KVBuffers, timeline: PackTimeline | None = None):
@@ -68,7 +70,7 @@ class CpuRankClient(CacheRankClient, RemoteSelector):
 
     @property
     def _token_bytes(self) -> int:
-        """Of K and V of one token and head."""
+        """Bytes of K and V of one token and head."""
         return 2 * self.buffers.keys[0].shape[-1] * self.buffers.keys[0].element_size()
 
     @property
@@ -76,21 +78,21 @@ class CpuRankClient(CacheRankClient, RemoteSelector):
         return self._requests
 
     def poll(self) -> None:
-        """As :meth:`RemoteSelector.poll`."""
+        """See :meth:`RemoteSelector.poll`."""
         for link in self.links:
             link.poll()
-        self._hear()
+        self._process_replies()
 
     def prepare(self, row: int, slots: torch.Tensor, keep: int, queries: torch.Tensor, positions: torch.Tensor) -> bool:
-        """As :meth:`RemoteSelector.prepare`."""
+        """See :meth:`RemoteSelector.prepare`."""
         request = self._requests.get(row)
         self.poll()
         if request is not None and request.has_lost_rank:
             if request.lease.alone:
-                # Lost: of what another rank would need there are no slots.
+                # The request is lost: its tokens have no slots to send to another rank.
                 self.missed[request.leases.link.down_reason] += 1
                 return False
-            self._lose(row)
+            self._remove(row)
             request = None
         try:
             if request is None:
@@ -108,11 +110,11 @@ class CpuRankClient(CacheRankClient, RemoteSelector):
         return request.complete and (whole or not self.sends_rows)
 
     def _hand_over(self, tokens: int) -> CpuRankRequest:
-        """Begin a request at the rank with the most room.
+        """Open a lease for a new request at the rank with the most free blocks.
 
         Raises:
-            RankUnavailable: none is ready.
-            MemoryFull: that one has no lane.
+            RankUnavailable: No rank is ready.
+            MemoryFull: That rank has no free lane.
         """
         leases = self._select_rank()
         lease = leases.open()
@@ -121,7 +123,7 @@ class CpuRankClient(CacheRankClient, RemoteSelector):
         return request
 
     def _ask_all(self, request: CpuRankRequest, covered: int, keep: int, queries: torch.Tensor, positions: torch.Tensor) -> None:
-        """Ask anew for all packs, as a copy is made or renewed."""
+        """Publish selection requests for all packs when compressed KV is created or refreshed."""
         request.lease.sequence += 1
         for each in request.packs:
             self._ask(request, each, covered, keep, queries[each.pack.layers], positions)
@@ -129,14 +131,15 @@ class CpuRankClient(CacheRankClient, RemoteSelector):
     def _ask(
         self, request: CpuRankRequest, choice: PackSelection, covered: int, keep: int, queries: torch.Tensor, positions: torch.Tensor
     ) -> None:
-        """Publish the queries of a pack, [pack layers, window, query_heads, dim]; nothing where two questions are open."""
+        """Publish the queries of a pack, [pack layers, window, query_heads, dim]. Do nothing if the slot still has an open selection
+        request."""
         sequence, lane, link = request.lease.sequence, request.lease.lane, request.leases.link
         if not choice.can_ask(sequence, self.sends_rows):
             return
         choice.asked[sequence] = covered, keep
         link.memory.put_queries(lane, sequence, choice.pack.first, queries)
         if self.sends_rows:
-            # An answer that was not taken yet may lie where this one's is expected.
+            # A reply that was not applied yet may be in the slot of this selection request's reply.
             choice.written = choice.sequence
             held = choice.base(covered, keep)
             shape = choice.pack.count, link.memory.shape.kv_heads, keep
@@ -146,14 +149,14 @@ class CpuRankClient(CacheRankClient, RemoteSelector):
         link.send_message(protocol.SelectionRequest(lane, *choice.pack, sequence, covered, keep, tuple(positions.tolist())))
 
     def kept(self, row: int, covered: int, keep: int) -> torch.Tensor:
-        """As :meth:`RemoteSelector.kept`."""
+        """See :meth:`RemoteSelector.kept`."""
         request = self._requests[row]
         for each in request.packs:
             each.written = each.sequence
         return torch.cat([extend_selection(each.kept, each.covered, covered, keep) for each in request.packs])
 
     def moved(self, row: int, covered: int, keep: int, renewed: bool) -> RowExchange:
-        """As :meth:`RemoteSelector.moved`."""
+        """See :meth:`RemoteSelector.moved`."""
         found = []
         for each in self._requests[row].packs:
             found.append(each.moved(covered, keep, renewed))
@@ -161,36 +164,36 @@ class CpuRankClient(CacheRankClient, RemoteSelector):
         return merge_exchanges(found)
 
     def holds(self, row: int) -> int:
-        """As :meth:`RowSender.holds`."""
+        """See :meth:`RowSender.holds`."""
         request = self._requests.get(row)
         return 0 if request is None or request.has_lost_rank or not request.holds_rows else request.lease.held
 
     def leave_slots(self, row: int, alone: bool) -> None:
-        """As :meth:`RowSender.leave_slots`."""
+        """See :meth:`RowSender.leave_slots`."""
         request = self._requests.get(row)
         if request is not None:
             request.lease.alone |= alone
             request.leases.leave_slots(request.lease)
 
     def is_lost(self, row: int) -> bool:
-        """As :meth:`RowSender.is_lost`."""
+        """See :meth:`RowSender.is_lost`."""
         request = self._requests.get(row)
         return request is not None and request.lease.alone and request.has_lost_rank
 
     def step(self, requests: Sequence[StepRequest], read: ReadQueryWindow, write: WriteSelection) -> LayerObserver:
-        """As :meth:`RemoteSelector.step`."""
+        """See :meth:`RemoteSelector.step`."""
         known = ((each, self._requests.get(each.row)) for each in requests)
         parts = [RequestStep(each, request, request.lease.sequence) for each, request in known if request is not None]
         return StepObserver(self, parts, read, write, WAIT_SECONDS)
 
     def commit(self, part: RequestStep, pack: int, deadline: float, write: WriteSelection) -> bool:
-        """Let a copy lead to what was chosen for the next layers of a step, where it is there in time; whether it is.
+        """Apply the selection of a step's next pack if it arrives in time. Return whether it did.
 
         Args:
-            part: the request in the step.
-            pack: place of its pack.
-            deadline: until when is waited.
-            write: writes the copy.
+            part: The request in the step.
+            pack: Index of the pack.
+            deadline: Latest time to wait until, ``time.monotonic`` seconds.
+            write: Writes the compressed KV.
         """
         choice = part.request.packs[pack]
         self._await(part.request, choice, part.expected, deadline)
@@ -198,13 +201,14 @@ class CpuRankClient(CacheRankClient, RemoteSelector):
         return choice.sequence >= part.expected
 
     def _write(self, part: RequestStep, choice: PackSelection, write: WriteSelection) -> None:
-        """Let a copy have the newest answer, where it has not."""
+        """Write the newest selection to the compressed KV if it is not written yet."""
         if choice.sequence <= choice.written:
             return
         request, (covered, keep) = part.request, (part.step.covered, part.step.keep)
         choice.written, size = choice.sequence, choice.kept.numel() * self._token_bytes
         if choice.covered > covered or (self.sends_rows and request.has_lost_rank):
-            # Asked for as a round began, whose copy then found no slots to stand for so many; or its rows went with the process.
+            # The selection covers more tokens than the compressed KV, which got no slots after the request; or its rows were lost with
+            # the process.
             return
         self.taken += choice.pack.layers.stop == len(self.buffers.keys)
         if self.sends_rows:
@@ -219,28 +223,29 @@ class CpuRankClient(CacheRankClient, RemoteSelector):
             self._timeline.add_event("written", choice.pack, request.lease.lane, choice.sequence, size=size)
 
     def _await(self, request: CpuRankRequest, choice: PackSelection, sequence: int, deadline: float) -> None:
-        """Until a question was answered, where it was asked; not beyond the deadline. Where rows come back, one of before, too."""
+        """Wait until a selection request is answered, if one is open, at most until the deadline. With rows, wait for older open requests
+        too."""
         begun, link = time.monotonic(), request.leases.link
         link.wait(0)
-        self._hear()
+        self._process_replies()
         while (choice.asked if self.sends_rows else sequence in choice.asked) and not request.has_lost_rank:
             left = deadline - time.monotonic()
             if left <= 0:
                 break
-            # Whole milliseconds are waited.
+            # `wait` rounds down to whole milliseconds.
             link.wait(max(left, 1e-3))
-            self._hear()
+            self._process_replies()
         self.waited += time.monotonic() - begun
 
     def ask(self, part: RequestStep, pack: int, read: ReadQueryWindow, write: WriteSelection) -> None:
-        """Publish the queries that a step's layers have just left, for the next step."""
+        """Publish the queries that a step's layers have just computed, for the next step."""
         request, told, choice = part.request, part.step, part.request.packs[pack]
         if request.has_lost_rank:
             return
         if self.sends_rows:
-            # What has come since the layers attended: the next answer shall be of what it leaves.
+            # Apply replies received since these layers attended. The next reply is relative to the result.
             request.leases.link.wait(0)
-            self._hear()
+            self._process_replies()
             if request.has_lost_rank:
                 return
             self._write(part, choice, write)
@@ -248,31 +253,31 @@ class CpuRankClient(CacheRankClient, RemoteSelector):
         try:
             self._ask(request, choice, told.covered, told.keep, *read(told.row, told.end, choice.pack.layers))
         except RankUnavailable:
-            return  # told when its answer is missed
+            return  # counted when the selection is missing
 
     def reach(self, layer: int, packs: Sequence[PackSelection]) -> None:
-        """A step's attention comes to a layer, of which ``packs`` are a request's."""
+        """Record that a step's attention reaches a layer; ``packs`` are those of one request."""
         if self._timeline is not None:
             for choice in packs:
                 if choice.pack.first == layer:
                     self._timeline.add_event("reached", choice.pack)
 
     def miss(self, part: RequestStep, pack: Pack) -> None:
-        """A step goes on with what was chosen before, first in ``pack``."""
+        """Count a missing selection: the step continues with the previous selection, first in ``pack``."""
         if self._timeline is not None:
             self._timeline.add_event("missed", pack, part.request.lease.lane, part.expected)
         self.missed[part.request.leases.link.down_reason if part.request.has_lost_rank else "late"] += 1
 
-    def _hear(self) -> None:
-        """Take the answers that have come; those to questions that are not open are of no use."""
+    def _process_replies(self) -> None:
+        """Process received replies. Replies to selection requests that are no longer open are ignored."""
         for link in self.links:
             answers, link.answers = link.answers, []
             for answer in answers:
                 request = self._lanes.get((link, answer.lane))
                 if request is not None and not request.has_lost_rank:
-                    self._take(request, answer)
+                    self._process_reply(request, answer)
 
-    def _take(self, request: CpuRankRequest, answer: protocol.SelectionReply) -> None:
+    def _process_reply(self, request: CpuRankRequest, answer: protocol.SelectionReply) -> None:
         choice = next((each for each in request.packs if each.pack == (answer.first, answer.count)), None)
         if choice is None or answer.sequence not in choice.asked:
             return
@@ -291,25 +296,25 @@ class CpuRankClient(CacheRankClient, RemoteSelector):
             self._timeline.add_event("chosen", choice.pack, lane, answer.sequence, answer.at, answer.seconds, size)
 
     def forget(self, row: int) -> None:
-        """As :meth:`RemoteSelector.forget`."""
-        request = self._lose(row)
+        """See :meth:`RemoteSelector.forget`."""
+        request = self._remove(row)
         if request is None or request.has_lost_rank:
             return
         try:
             request.leases.close(request.lease)
         except RankUnavailable:
-            # With the process all its leases went.
+            # All leases ended with the process.
             return
 
-    def _lose(self, row: int) -> CpuRankRequest | None:
+    def _remove(self, row: int) -> CpuRankRequest | None:
         request = self._requests.pop(row, None)
         lane = None if request is None else (request.leases.link, request.lease.lane)
         if request is not None and self._lanes.get(lane) is request:
-            # Else it is another's, at a process that was started since.
+            # Otherwise the lane belongs to another request, at a process that started later.
             del self._lanes[lane]
         return request
 
     def forget_all(self) -> None:
-        """As :meth:`RemoteSelector.forget_all`."""
+        """See :meth:`RemoteSelector.forget_all`."""
         for row in list(self._requests):
             self.forget(row)

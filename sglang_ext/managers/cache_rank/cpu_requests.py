@@ -1,4 +1,5 @@
-"""What an inference rank knows of a request at a cache rank: what was asked, what was chosen, and what its copy holds."""
+"""State of a request at a cache rank on a CPU, as the inference rank sees it: open selection requests, selections, and rows in its
+compressed KV."""
 
 from dataclasses import dataclass, field
 
@@ -13,17 +14,18 @@ from sglang_ext.mem_cache.compressed.row_exchange import EMPTY, ReceivedRows, Ro
 
 @dataclass
 class PackSelection:
-    """What is known of one pack of a request's layers.
+    """Selection state of one pack of a request's layers.
 
     Attributes:
-        pack: which.
-        asked: questions without an answer: covered tokens and tokens to keep, by sequence.
-        sequence: of the newest question that was answered; 0 before.
-        covered: tokens among which :attr:`kept` was chosen.
-        kept: int64 [pack layers, kv_heads, count], positions; None before the first answer.
-        written: sequence of what the copy leads to, or has taken; of an answer whose place is asked for anew, too.
-        held: int64 [pack layers, kv_heads, places], positions whose rows the copy holds, where it holds rows; None before it does.
-        stands_for: tokens that the copy stood for then.
+        pack: The pack.
+        asked: Open selection requests by sequence: covered tokens, and tokens to keep.
+        sequence: Sequence of the newest answered selection request; 0 before the first.
+        covered: Tokens among which :attr:`kept` was selected.
+        kept: int64 [pack layers, kv_heads, count], selected positions; None before the first selection.
+        written: Sequence of the selection that the compressed KV has applied. Also advanced past a selection whose slot is requested
+            again.
+        held: int64 [pack layers, kv_heads, places], positions of the rows in the compressed KV; None if it holds no rows yet.
+        stands_for: Tokens that the compressed KV covered when ``held`` was set.
     """
 
     pack: Pack
@@ -36,16 +38,22 @@ class PackSelection:
     stands_for: int = 0
 
     def can_ask(self, sequence: int, rows: bool) -> bool:
-        """Whether both places of that parity are free: what was asked there was answered. Where ``rows`` come back, no question may be
-        open: those of its answer are what a copy lacks that has taken all answers before."""
+        """Whether no open selection request uses the slots of this sequence's parity.
+
+        With ``rows`` no selection request may be open at all: a reply's rows are those that the compressed KV lacks after it applied all
+        earlier replies.
+        """
         return not self.asked if rows else all((sequence - each) % 2 for each in self.asked)
 
     def moved(self, covered: int, keep: int, renewed: bool = True) -> RowExchange:
-        """How the copy comes to hold what it holds, or, where it is not ``renewed``, what was chosen last, and the newest tokens.
+        """Return the row exchange for a refreshed compressed KV.
+
+        It keeps the held rows and adds the newest tokens. If it is not ``renewed``, it starts from the last selection and the newest
+        tokens.
 
         Args:
-            covered: tokens that it is to stand for.
-            keep: of these, tokens of each head.
+            covered: Tokens that the compressed KV will cover.
+            keep: Tokens of these to keep for each head.
         """
         if self.held is None or not renewed:
             wanted = extend_selection(self.kept, self.covered, covered, keep)
@@ -54,15 +62,15 @@ class PackSelection:
         return exchange(pad_places(self.held, keep), extend_selection(held, self.stands_for, covered, keep))
 
     def base(self, covered: int, keep: int) -> torch.Tensor | None:
-        """What the copy holds once it stands for ``covered`` tokens, as :attr:`held`; None where nothing was chosen yet."""
+        """Positions held once the compressed KV covers ``covered`` tokens, like :attr:`held`; None before the first selection."""
         if self.kept is None:
             return None
         return self.held if self.held is not None and self.stands_for == covered else self.moved(covered, keep).held
 
     def arrived(self, memory: SharedMemory, lane: int, covered: int, keep: int) -> ReceivedRows:
-        """What the newest answer lets the copy exchange, which stands for ``covered`` tokens and holds ``keep`` of each head.
+        """Return the rows of the newest reply that compressed KV, covering ``covered`` tokens with ``keep`` per head, can exchange.
 
-        What the answer has no rows of, as it was asked for before the copy was renewed, is left as it is.
+        The reply may lack rows, because it was requested before the compressed KV was refreshed. These rows stay unchanged.
         """
         wanted = extend_selection(self.kept, self.covered, covered, keep)
         count = self.kept.shape[-1]
@@ -77,12 +85,12 @@ class PackSelection:
 
 @dataclass
 class CpuRankRequest:
-    """A request whose keys a cache rank has, or is given.
+    """A request whose keys are at a cache rank, or are being sent there.
 
     Attributes:
-        leases: of the process that has them.
-        lease: its own.
-        packs: of its layers.
+        leases: Leases at the process that has the keys.
+        lease: The request's lease.
+        packs: Selection state of its packs of layers.
     """
 
     leases: KeyLeases
@@ -91,15 +99,15 @@ class CpuRankRequest:
 
     @property
     def complete(self) -> bool:
-        """Whether something was ever chosen for all its layers."""
+        """Whether every layer has had a selection."""
         return all(each.kept is not None for each in self.packs)
 
     @property
     def holds_rows(self) -> bool:
-        """Whether its copy holds rows that the rank may exchange."""
+        """Whether the compressed KV holds rows that the rank may exchange."""
         return all(each.held is not None for each in self.packs)
 
     @property
     def has_lost_rank(self) -> bool:
-        """Whether the process that had its keys is gone."""
+        """Whether the process that had its keys has ended."""
         return not self.leases.link.ready or self.leases.epoch != self.leases.link.epoch

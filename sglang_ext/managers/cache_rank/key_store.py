@@ -1,4 +1,5 @@
-"""What a cache rank holds, as the inference rank says where: blocks of keys, and of values, that requests share, and who has which."""
+"""Storage of a cache rank: blocks of keys and values that requests share, and the blocks of each request. The inference rank assigns the
+blocks."""
 
 import torch
 
@@ -8,21 +9,22 @@ from sglang_ext.mem_cache.selection.scoring_keys import EXACT, ExactKVRows, KeyS
 
 
 class KeyStore:
-    """Blocks of keys, as they are or in few bits, and with :attr:`BufferShape.rows` exact keys and values; memory is taken as they are written.
+    """Blocks of keys, exact or quantized, and with :attr:`BufferShape.rows` exact keys and values. Host memory is used as blocks are
+    written.
 
-    Who has which block is the inference rank's to know, so that what is full it notices before it sends.
+    The inference rank tracks which blocks are in use, so it knows before it sends whether the store is full.
 
     Attributes:
-        held: the keys that are scored, each block's tokens in a row.
-        rows: K and V that are sent back; None where positions alone are.
-        blocks: how many there are.
+        held: Keys that are scored; the tokens of a block are contiguous.
+        rows: K and V that are sent back; None if only positions are sent.
+        blocks: Number of blocks.
     """
 
     def __init__(
         self, shape: BufferShape, blocks: int, scaling: tuple[float, ...], bits: int = EXACT, device: torch.device = torch.device("cpu")
     ):
         if len(scaling) != shape.layers:
-            raise ProtocolError(f"{len(scaling)} factors were told of {shape.layers} layers: both sides must be of one version")
+            raise ProtocolError(f"{len(scaling)} scaling factors for {shape.layers} layers: both sides must be of one version")
         sizes = KeySpec(shape.layers, shape.kv_heads, shape.dim, getattr(torch, shape.dtype), bits)
         self.held = scoring_keys(sizes, blocks * BLOCK, device)
         self.rows = ExactKVRows(sizes, blocks * BLOCK, self.held, device) if shape.rows else None
@@ -31,27 +33,32 @@ class KeyStore:
         self._leased: dict[int, list[int]] = {}
 
     def lease(self, told: Lease) -> None:
-        """The request of a lane has further blocks, or other ones.
+        """Set the blocks of a lane's request from index ``told.first`` on.
 
         Raises:
-            ProtocolError: there is no such block, or one before it is missing.
+            ProtocolError: A block does not exist, or an earlier block of the request is missing.
         """
         if told.blocks and max(told.blocks) >= self.blocks:
-            raise ProtocolError(f"block {max(told.blocks)} was leased, of {self.blocks}")
+            raise ProtocolError(f"the lease names block {max(told.blocks)}, but there are {self.blocks} blocks")
         held = self._leased.setdefault(told.lane, [])
         if told.first > len(held):
-            raise ProtocolError(f"blocks from {told.first} on were leased in lane {told.lane}, which has {len(held)}")
+            raise ProtocolError(f"blocks from {told.first} on were leased to lane {told.lane}, which has {len(held)} blocks")
         held[told.first :] = told.blocks
 
     def free(self, lane: int) -> None:
-        """The request of a lane is gone."""
+        """Remove the blocks of a lane's request."""
         self._leased.pop(lane, None)
 
     def append(self, told: KeyPiece, keys: torch.Tensor, values: torch.Tensor | None = None) -> None:
-        """Copy keys, [layers, block, kv_heads, dim], of which the first ``told.tokens`` count, and values like them, into a block.
+        """Copy keys, and values, into a block.
+
+        Args:
+            told: The target tokens.
+            keys: [layers, block, kv_heads, dim]; the first ``told.tokens`` tokens are valid.
+            values: Like ``keys``.
 
         Raises:
-            ProtocolError: they do not fit there.
+            ProtocolError: The tokens do not fit into the block.
         """
         first_slot = self.first_slot(told)
         self.held.write(first_slot, keys[:, : told.tokens])
@@ -59,30 +66,30 @@ class KeyStore:
             self.rows.write(first_slot, keys[:, : told.tokens], values[:, : told.tokens])
 
     def first_slot(self, told: KeyPiece) -> int:
-        """Where the first of some tokens lies.
+        """Return the slot of the first token.
 
         Raises:
-            ProtocolError: they do not fit there.
+            ProtocolError: The tokens do not fit into the block.
         """
         if told.block >= self.blocks or told.offset + told.tokens > BLOCK:
-            place = f"block {told.block}, of {self.blocks} of {BLOCK}"
-            raise ProtocolError(f"{told.tokens} tokens from {told.offset} on do not fit into {place}")
+            place = f"block {told.block} (of {self.blocks} blocks of {BLOCK} tokens)"
+            raise ProtocolError(f"{told.tokens} tokens at offset {told.offset} do not fit into {place}")
         return told.block * BLOCK + told.offset
 
     def gather_keys(self, layers: slice, slots: torch.Tensor) -> KVBuffers:
-        """The keys of some layers in ``slots``, int64 [tokens], one after another: buffers like those of SGLang's pool, without values."""
+        """Gather keys of some layers at ``slots``, int64 [tokens], into contiguous buffers like those of SGLang's pool, without values."""
         places = tuple(range(len(self._scaling)))[layers]
         keys = tuple(self.held.read(layer, slots) for layer in places)
         return KVBuffers(places, self._scaling[layers], keys, keys)
 
     def slots(self, lane: int, tokens: int) -> torch.Tensor:
-        """Where the first tokens of a lane's request lie: int64 [tokens].
+        """Return the slots of the first ``tokens`` tokens of a lane's request: int64 [tokens].
 
         Raises:
-            ProtocolError: it has fewer.
+            ProtocolError: The request has fewer tokens.
         """
         held = self._leased.get(lane, [])
         if tokens > len(held) * BLOCK:
-            raise ProtocolError(f"{tokens} tokens were asked for in lane {lane}, whose {len(held)} blocks hold {len(held) * BLOCK}")
+            raise ProtocolError(f"{tokens} tokens were requested of lane {lane}, whose {len(held)} blocks hold {len(held) * BLOCK}")
         first = torch.tensor(held[: -(-tokens // BLOCK)])[:, None] * BLOCK
         return (first + torch.arange(BLOCK)).flatten()[:tokens]

@@ -1,4 +1,4 @@
-"""Starts the cache ranks of an inference rank, as the flags ask for them, and says what they are told."""
+"""Starts the cache ranks of an inference rank from the server's flags, and builds their configuration."""
 
 import logging
 import math
@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 from sglang_ext.config import options, selection_options
 from sglang_ext.managers.cache_rank.cpu_client import CpuRankClient
 from sglang_ext.managers.cache_rank.rank_link import START_SECONDS, RankLink, RankSettings
-from sglang_ext.managers.cache_rank.protocol import BLOCK, MOST_BLOCKS, MAX_LANES, MAX_PLACES, VERSION, Attach, BufferShape, RotaryParameters
+from sglang_ext.managers.cache_rank.protocol import (
+    BLOCK, MOST_BLOCKS, MAX_LANES, MAX_PLACES, VERSION, Attach, BufferShape, RotaryParameters,
+)  # fmt: skip
 from sglang_ext.managers.cache_rank.timeline import PackTimeline
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
@@ -24,24 +26,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Memory through which keys and values go to a rank: so much, but for a few blocks at least.
+# Bytes of staging slots for keys and values, and the minimum number of slots.
 TRAVELING_BYTES, LEAST_PLACES = 64 << 20, 4
-# Of the memory that is free at start, what all ranks hold at most where no flag says.
+# Share of the free memory at start that all ranks use at most, if no flag sets it.
 FREE_SHARE = 0.5
 
 
 def start_cache_ranks(
     args: "KVServerArgs", method: CompressionMethod, buffers: KVBuffers, query_heads: int, rotary: Rotary, requests: int
 ) -> CpuRankClient:
-    """Start them, and wait until they are ready; one that is not by then is told in the log, and used once it is.
+    """Start the cache ranks and wait until they are ready. A rank that is not ready in time is logged, and used once it is ready.
 
     Args:
-        args: the server's.
-        method: that makes copies of what they choose.
-        buffers: the layers of SGLang's pool.
-        query_heads: of this inference rank.
-        rotary: the model's.
-        requests: that run at once.
+        args: The server's arguments.
+        method: Creates compressed KV from the selections.
+        buffers: Layers of SGLang's KV pool.
+        query_heads: Query heads of this inference rank.
+        rotary: The model's rotary embedding.
+        requests: Maximum concurrent requests.
     """
     settings = RankSettings(
         build_attach(args, method, buffers, query_heads, rotary, requests),
@@ -49,16 +51,16 @@ def start_cache_ranks(
         threads=max(1, len(os.sched_getaffinity(0)) // (1 + args.kv_cache_ranks)),
     )
     links = [RankLink(settings) for _ in range(args.kv_cache_ranks)]
-    # A file has events of one kind.
+    # A timeline file holds events of one kind.
     told = None if options.has_progressive_transfer(args) else args.kv_bench_timeline
     timeline = None if told is None else PackTimeline(told)
     choices = CpuRankClient(links, buffers, timeline)
-    wait_until_ready(links, "requests are read whole until one is")
+    wait_until_ready(links, "requests read their full KV until one is ready")
     return choices
 
 
 def wait_until_ready(links: Sequence[RankLink], otherwise: str) -> None:
-    """Start the processes; where not all can be asked after a while, say so in the log, and what becomes of requests ``otherwise``."""
+    """Start the processes and wait. If some are not ready in time, log an error with ``otherwise``, the consequence for requests."""
     until = time.monotonic() + START_SECONDS
     while time.monotonic() < until and not all(link.has_given_up or link.ready for link in links):
         for link in links:
@@ -70,9 +72,14 @@ def wait_until_ready(links: Sequence[RankLink], otherwise: str) -> None:
 
 
 def build_attach(
-    args: "KVServerArgs", method: CompressionMethod, buffers: KVBuffers, query_heads: int, rotary: Rotary, requests: int, room: int | None = None
-) -> Attach:
-    """What ranks are told; arguments as :func:`start_cache_ranks`'s, and how many bytes each has ``room`` for, on a GPU."""
+    args: "KVServerArgs", method: CompressionMethod, buffers: KVBuffers, query_heads: int, rotary: Rotary, requests: int,
+    room: int | None = None,
+) -> Attach:  # fmt: skip
+    """Return the first message to the ranks.
+
+    Args:
+        room: Free bytes of each rank on a GPU; None on a CPU. The other arguments are those of :func:`start_cache_ranks`.
+    """
     keys, context, spade = buffers.keys[0], args.get_model_config().context_len, selection_options.spade(args)
     slots, kv_heads, dim = keys.shape
     longest, bits = min(context, slots), selection_options.score_bits(args)
@@ -83,11 +90,11 @@ def build_attach(
     if args.kv_cache_rank_gb is not None:
         blocks = int(args.kv_cache_rank_gb * 1e9) // (BLOCK * held.token_bytes)
     elif held.rows:
-        # Of as many contexts as the pool holds copies.
+        # Enough blocks for as many contexts as the pool holds compressed KV.
         most_blocks = slots // max(1, most) * -(-longest // BLOCK) // args.kv_cache_ranks + requests
         free = AvailableMemory.find().available * FREE_SHARE / args.kv_cache_ranks if room is None else room
         fits = min(most_blocks, int(free) // (BLOCK * held.token_bytes))
-        # Of a GPU's memory all is taken at once.
+        # A rank on a GPU allocates all its blocks at start.
         blocks = max(blocks, fits) if room is None else max(1, fits)
     shape = BufferShape(
         layers=len(buffers.keys),

@@ -1,9 +1,9 @@
-"""Whose keys a cache rank holds: lanes and blocks are given out here, on the inference rank, so that what is full is known ahead.
+"""Allocates lanes and blocks of a cache rank to requests. Runs on the inference rank, which thus knows in advance when the rank is full.
 
-Requests with one beginning share the blocks that are full of its keys, by names of blocks. Where the host knows them these are the slots
-of SGLang's pool, which rows have in common that share a prefix in the tree: while one of them has a lease, its full KV is locked, and so is
-what those slots hold. Where full KV is given back, or moves, slots tell no block from others any more (:meth:`KeyLeases.leave_slots`).
-Beside a GPU they are the tokens up to a block's end (:func:`block_hashes`).
+Requests with a common prefix share full blocks of keys. Blocks are found by name. If the host knows the KV slots, a block's name is its
+slots in SGLang's pool, because rows with a common prefix in the tree share these slots. While one of the rows has a lease, its full KV is
+locked, so the slots keep their contents. Once full KV is freed or moved, slots no longer identify blocks (:meth:`KeyLeases.leave_slots`).
+On a GPU, a block's name is a hash of the tokens up to the block's end (:func:`block_hashes`).
 """
 
 from collections.abc import Callable, Sequence
@@ -18,24 +18,25 @@ from sglang_ext.managers.cache_rank.protocol import BLOCK, MAX_BLOCKS_PER_LEASE
 from sglang_ext.mem_cache.compressed.layouts.rounding import chained
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
-# What tells a whole block from others, by its place in a request; None for one that is nobody else's.
+# Returns the name of a full block, by its index in the request; None for a block that is not shared.
 Name = Callable[[int], bytes | None]
 
 
 class MemoryFull(Exception):
-    """The rank has no lane, or no block, for a request; says which, as metrics name it."""
+    """The rank has no free lane, or no free block, for a request. The text is the reason as metrics name it."""
 
 
 @dataclass
 class KeyLease:
-    """What a rank holds of one request.
+    """Memory of one request at a rank.
 
     Attributes:
-        lane: of the request.
-        blocks: of its tokens, in order.
-        held: tokens whose keys were sent.
-        sequence: of the newest question; a lane's go on from request to request, so that no answer is taken for another's.
-        alone: whether its request's full KV was given back: of its first tokens it has no slots.
+        lane: Lane of the request.
+        blocks: Blocks of its tokens, in order.
+        held: Tokens whose keys were sent.
+        sequence: Sequence of the newest selection request. A lane's sequence continues across requests, so no reply is applied to another
+            request.
+        alone: The request's full KV is remote-only; its first tokens have no slots here.
     """
 
     lane: int
@@ -49,10 +50,10 @@ class KeyLeases:
     """All leases at one process of a rank.
 
     Attributes:
-        link: to the rank.
-        epoch: of the process; with another all leases are void.
-        buffers: the layers of SGLang's pool.
-        sent: tokens whose keys were sent, those of shared blocks once.
+        link: Connection to the rank.
+        epoch: Epoch of the process. In another epoch all leases are void.
+        buffers: Layers of SGLang's KV pool.
+        sent: Tokens whose keys were sent; those of shared blocks count once.
     """
 
     def __init__(self, link: RankLink, buffers: KVBuffers):
@@ -70,20 +71,20 @@ class KeyLeases:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that nobody has."""
+        """Number of free blocks."""
         return len(self._free)
 
     @property
     def free_lanes(self) -> int:
-        """Requests that it takes yet."""
+        """Number of free lanes, that is, of requests that can be added."""
         return len(self._lanes)
 
     def open(self) -> KeyLease:
-        """For a request that has none.
+        """Open a lease for a new request.
 
         Raises:
-            MemoryFull: all lanes are taken.
-            RankUnavailable: the rank takes no messages.
+            MemoryFull: All lanes are in use.
+            RankUnavailable: The rank accepts no messages.
         """
         if not self._lanes:
             raise MemoryFull("no-lane")
@@ -93,10 +94,10 @@ class KeyLeases:
         return lease
 
     def close(self, lease: KeyLease) -> None:
-        """Its request is gone; what nobody else reads is free.
+        """Close the lease of a request that has ended. Blocks without another reader become free.
 
         Raises:
-            RankUnavailable: the rank takes no messages.
+            RankUnavailable: The rank accepts no messages.
         """
         self._lanes.append(lease.lane)
         self._sequences[lease.lane] = lease.sequence
@@ -105,7 +106,7 @@ class KeyLeases:
         self.link.send_message(protocol.Free(lease.lane))
 
     def leave_slots(self, lease: KeyLease) -> None:
-        """The slots from which a lease's blocks came may get other tokens: nobody finds the blocks by them any more."""
+        """Remove the names of a lease's blocks, because their source slots may get other tokens."""
         for block in lease.blocks:
             self._forget_name(block)
 
@@ -113,7 +114,7 @@ class KeyLeases:
         self._by_name.pop(self._names.pop(block, b""), None)
 
     def _release(self, blocks: Sequence[int]) -> None:
-        """A request reads these no more."""
+        """Remove one reader from each block, and free blocks without readers."""
         for block in blocks:
             self._readers[block] -= 1
             if not self._readers[block]:
@@ -121,29 +122,29 @@ class KeyLeases:
                 self._free.append(block)
 
     def extend(self, lease: KeyLease, slots: torch.Tensor, name: Name | None = None) -> bool:
-        """Send what the rank lacks of the keys in ``slots``, a request's from the first on; as much as has places.
+        """Send the missing keys of a request, as many as there are free staging slots.
 
-        Of blocks that come meanwhile with the same keys it takes another request's, and gives its own back: requests that begin alike at
-        the same time each send a part.
+        Another request may have sent blocks with the same keys since. Then this request uses those blocks and releases its own. So
+        requests that start with the same prefix at the same time each send a part.
 
         Args:
-            lease: the request's.
-            slots: int64 [tokens]; on a CPU, where nothing else is said, they name blocks. Of tokens that the rank has, those of a lease that
-                is ``alone`` are not looked at.
-            name: of whole blocks.
+            lease: The request's lease.
+            slots: int64 [tokens], pool slots from the first token on. On a CPU they also name the blocks unless ``name`` is given. For a
+                remote-only lease (``alone``), slots of tokens that the rank already has are ignored.
+            name: Returns the names of full blocks.
 
         Returns:
-            Whether it has all of them now.
+            Whether the rank now has all keys.
 
         Raises:
-            MemoryFull: there are too few blocks; nothing was sent.
-            RankUnavailable: the rank takes no messages.
+            MemoryFull: Too few free blocks; nothing was sent.
+            RankUnavailable: The rank accepts no messages.
         """
-        name = name or (lambda index: None if lease.alone else _key(slots, index))
+        name = name or (lambda index: None if lease.alone else _slots_name(slots, index))
         self._take_blocks(lease, len(slots), name)
         pieces, puts = [], []
         while lease.held < len(slots):
-            if self._share(lease, len(slots), name):
+            if self._use_shared_blocks(lease, len(slots), name):
                 continue
             place = self.link.place()
             if place is None:
@@ -158,11 +159,12 @@ class KeyLeases:
             self.sent += sum(piece.tokens for piece in pieces)
             for piece, put in zip(pieces, puts):
                 if piece.offset + piece.tokens == BLOCK:
-                    self._name(piece.block, name(put.first // BLOCK))
+                    self._register_name(piece.block, name(put.first // BLOCK))
         return lease.held >= len(slots)
 
-    def _filled(self, first: int, tokens: int, name: Name) -> list[int]:
-        """The blocks that others have filled with what a request has from its ``first`` block on, of so many tokens."""
+    def _find_shared_blocks(self, first: int, tokens: int, name: Name) -> list[int]:
+        """Return blocks, filled by other requests, that match a request's blocks from ``first`` on. Stops at the first block that does
+        not match."""
         found: list[int] = []
         for index in range(first, tokens // BLOCK):
             named = name(index)
@@ -173,56 +175,56 @@ class KeyLeases:
         return found
 
     def _take_blocks(self, lease: KeyLease, tokens: int, name: Name) -> None:
-        """Give a request the blocks for all its tokens: first those that others have filled with the same keys."""
+        """Allocate blocks for all tokens of a request, using matching blocks of other requests first."""
         first, needed = len(lease.blocks), -(-tokens // BLOCK)
-        taken = self._filled(first, tokens, name) if lease.held == first * BLOCK else []
+        taken = self._find_shared_blocks(first, tokens, name) if lease.held == first * BLOCK else []
         shared = len(taken)
         missing = needed - first - shared
         if missing > len(self._free):
             raise MemoryFull("memory-full")
         taken += (self._free.pop() for _ in range(missing))
-        self._give(lease, first, taken)
+        self._assign(lease, first, taken)
         lease.held += shared * BLOCK
 
-    def _share(self, lease: KeyLease, tokens: int, name: Name) -> bool:
-        """Take others' blocks in the place of those that come next; whether there were some."""
+    def _use_shared_blocks(self, lease: KeyLease, tokens: int, name: Name) -> bool:
+        """Replace the next blocks by matching blocks of other requests. Return whether any matched."""
         first, inside = divmod(lease.held, BLOCK)
-        found = [] if inside else self._filled(first, tokens, name)
+        found = [] if inside else self._find_shared_blocks(first, tokens, name)
         if not found:
             return False
         before = lease.blocks[first:]
-        # The rank hears of a lease's blocks from one on.
+        # The rank gets a lease's blocks from an index on.
         lease.blocks = lease.blocks[:first]
-        self._give(lease, first, found + before[len(found) :])
+        self._assign(lease, first, found + before[len(found) :])
         self._release(before)
         lease.held += len(found) * BLOCK
         return True
 
-    def _give(self, lease: KeyLease, first: int, blocks: Sequence[int]) -> None:
-        """Let a request read blocks, from its ``first`` one on."""
+    def _assign(self, lease: KeyLease, first: int, blocks: Sequence[int]) -> None:
+        """Assign blocks to a request, from its block ``first`` on."""
         for block in blocks:
             self._readers[block] += 1
         lease.blocks += blocks
         for at in range(0, len(blocks), MAX_BLOCKS_PER_LEASE):
             self.link.send_message(protocol.Lease(lease.lane, first + at, tuple(blocks[at : at + MAX_BLOCKS_PER_LEASE])))
 
-    def _name(self, block: int, named: bytes | None) -> None:
-        """Let others find a block whose keys were sent, where nobody finds another by its name."""
+    def _register_name(self, block: int, named: bytes | None) -> None:
+        """Register a sent block under its name, unless another block has that name."""
         if named is not None and named not in self._by_name:
             self._by_name[named], self._names[block] = block, named
 
 
-def _key(slots: torch.Tensor, index: int) -> bytes:
-    """What tells a full block from others: where the keys of its tokens lie in the pool, and at which positions."""
+def _slots_name(slots: torch.Tensor, index: int) -> bytes:
+    """Name of a full block: its index in the request, and its slots in the pool."""
     return index.to_bytes(4, "little") + slots[index * BLOCK : (index + 1) * BLOCK].numpy().tobytes()
 
 
 def block_hashes(namespace: str, tokens: Sequence[int]) -> list[bytes]:
-    """Of the whole blocks of a context, each a hash of all tokens up to its end.
+    """Return for each full block of a context a hash of all tokens up to the block's end.
 
     Args:
-        namespace: what else its keys depend on, as SGLang's prefix tree has it (``extra_key``: an adapter, a salt).
-        tokens: of it.
+        namespace: What else the keys depend on, as in SGLang's prefix tree (``extra_key``: an adapter, a salt).
+        tokens: Token ids of the context.
     """
     ids = numpy.asarray(tokens, numpy.int64)
     blocks = (ids[end - BLOCK : end].tobytes() for end in range(BLOCK, len(ids) + 1, BLOCK))

@@ -1,4 +1,4 @@
-"""Starts and ends the process of a cache rank, with the socket and the memory that it has in common with this one."""
+"""Starts and ends the process of a cache rank, and creates its socket and shared memory."""
 
 import os
 import subprocess
@@ -15,25 +15,25 @@ from sglang_ext.managers.cache_rank.shared_memory import SharedMemory, allocate,
 if TYPE_CHECKING:
     from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import ExchangeBuffer
 
-# Messages that wait for a process that takes none; then sending fails at once.
+# Maximum queued messages to a process that reads none. Beyond that, sending fails at once.
 QUEUED = 4096
 
 
 class RankProcess:
-    """One process of a cache rank, from its start to its end.
+    """One process of a cache rank, from start to end.
 
     Args:
-        shape: of the memory in common.
-        epoch: its number among the processes that this one begins for the rank.
-        threads: that its products take.
-        arena: memory of a GPU that both map, in the place of shared memory; None on a CPU.
+        shape: Sizes of the shared memory.
+        epoch: Number of this process among those started for the rank.
+        threads: Threads for its matrix products.
+        arena: Exchange buffer in GPU memory that both map, used instead of shared memory; None on a CPU.
 
     Attributes:
-        socket: to it; nobody else can connect, as the folder is this user's.
-        memory: that both map; new with each process.
+        socket: Socket to the process. No other user can connect, because the folder belongs to this user.
+        memory: Memory that both map; on a CPU new for each process.
 
     Raises:
-        OSError: the system has no memory, or no process.
+        OSError: The system has no memory or cannot start a process.
     """
 
     def __init__(self, shape: BufferShape, epoch: int, threads: int, arena: "ExchangeBuffer | None" = None):
@@ -52,39 +52,40 @@ class RankProcess:
                 os.close(descriptor)
 
     def _bind(self, endpoint: str) -> None:
-        """As any lack of the system's, what ZMQ cannot bind to is an :class:`OSError`: a TMPDIR of more than about 70 characters."""
+        """Bind the socket. A bind error is raised as :class:`OSError`, like other system errors; a TMPDIR of more than about 70
+        characters causes one."""
         try:
             self.socket.bind(endpoint)
         except zmq.ZMQError as error:
             self.socket.close(0)
-            raise OSError(error.errno, f"{error.strerror}; let TMPDIR name a folder of a shorter name", endpoint) from error
+            raise OSError(error.errno, f"{error.strerror}; set TMPDIR to a shorter path", endpoint) from error
 
     def _start(self, endpoint: str, descriptor: int | None, epoch: int, threads: int, device: str | None) -> subprocess.Popen:
         given = {
             "endpoint": endpoint, "memory": descriptor, "epoch": epoch, "threads": threads, "parent": os.getpid(), "device": device
         }  # fmt: skip
         flags = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
-        # No kernel waits in a spin for the next product: the inference rank needs the cores.
+        # Idle OpenMP threads must not spin, because the inference rank needs the cores.
         env = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
         command = [sys.executable, "-m", "sglang_ext.managers.cache_rank", *flags]
         return subprocess.Popen(command, pass_fds=() if descriptor is None else (descriptor,), stdin=subprocess.DEVNULL, env=env)
 
     def connected(self) -> None:
-        """It has connected: the socket's file is of no more use, and would outlive a process that is killed."""
+        """Delete the socket's file, because the process has connected. The file would outlive a killed process."""
         self._folder.cleanup()
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Process id."""
         return self._process.pid
 
     @property
     def ended(self) -> int | None:
-        """The exit status; None while it runs."""
+        """Exit status; None while the process runs."""
         return self._process.poll()
 
     def end(self) -> None:
-        """End it at once, even where it was stopped; what it held is gone."""
+        """Kill the process, even if it is stopped, and free its resources."""
         self._process.kill()
         self._process.wait()
         self.socket.close(0)

@@ -1,8 +1,8 @@
-"""What an inference rank and a cache rank say to each other: msgspec structs in MessagePack, tagged, with bounds on each field.
+"""Messages between an inference rank and a cache rank: tagged msgspec structs in MessagePack, with bounds on each field.
 
-A message is one ZMQ frame. Queries, keys, values and chosen tokens lie in shared memory (shared_memory.py); a message about them comes
-after they are written, which makes it the barrier. All that a cache rank says names its epoch: the number of the process, and of the
-memory, among those that one inference rank has begun.
+A message is one ZMQ frame. Queries, keys, values and selected tokens are stored in shared memory (shared_memory.py). The message about
+them is sent after they are written, so it acts as the barrier. Each message of a cache rank names its epoch. The epoch numbers the
+processes, and their memory, that one inference rank starts for a cache rank.
 """
 
 from typing import Annotated, Literal, NamedTuple
@@ -12,17 +12,17 @@ from msgspec import Meta, Struct
 
 VERSION = 8
 MAX_MESSAGE_BYTES = 1 << 20
-# Tokens of a block of keys, and of values: the unit in which they travel, are held, and are shared.
+# Tokens in a block of keys, and of values. Blocks are the unit of transfer, storage and sharing.
 BLOCK = 64
 MAX_LANES, MAX_LAYERS, MOST_BLOCKS, MAX_PLACES = 1 << 12, 1 << 12, 1 << 22, 1 << 12
-# Queries by which tokens are chosen, at most.
+# Maximum queries of one selection request.
 MOST_WINDOW = 64
-# Blocks that one message names.
+# Maximum blocks in one message.
 MAX_BLOCKS_PER_LEASE = 1 << 14
-# Characters of the reason of a refusal.
+# Maximum characters of a refusal's reason.
 MAX_REASON_CHARS = 2048
 
-# Of a word of 64 bits in an arena those of a number, which a server that runs for years does not use up; the others are the epoch's.
+# Bits of the number in a 64-bit word of the exchange buffer; enough for a server that runs for years. The other bits hold the epoch.
 NUMBER_BITS = 40
 
 Epoch = Annotated[int, Meta(ge=1, lt=1 << (63 - NUMBER_BITS))]
@@ -37,25 +37,25 @@ Written = Annotated[int, Meta(ge=0, lt=1 << NUMBER_BITS)]
 
 
 class ProtocolError(ValueError):
-    """Bytes that are no message of this version."""
+    """The bytes are not a message of this protocol version."""
 
 
 class RankMessage(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What all messages are."""
+    """Base of all messages."""
 
 
 class BufferShape(RankMessage):
-    """Sizes of what lies in shared memory, of one rank.
+    """Sizes of the memory that the inference rank shares with one cache rank.
 
     Attributes:
-        layers, query_heads, kv_heads, dim: of the inference rank's attention.
-        dtype: of its queries and keys, as PyTorch names it.
-        window: newest queries by which tokens are chosen.
-        lanes: requests at once.
-        most: tokens that a KV head is led to, at most.
-        places: blocks of keys that may be under way.
-        rows: whether values travel, too, and K and V of chosen tokens travel back.
-        fresh: of these, tokens of a layer and KV head that an answer brings at most, in an arena; 0 where there is none, or no rows travel.
+        layers, query_heads, kv_heads, dim: Attention sizes of the inference rank.
+        dtype: dtype of queries and keys, as PyTorch names it.
+        window: Newest queries that a selection uses.
+        lanes: Maximum concurrent requests.
+        most: Maximum selected tokens of a KV head.
+        places: Staging slots, each for one block of keys in transfer.
+        rows: Values are transferred too, and K and V of selected tokens are sent back.
+        fresh: With ``rows`` in an exchange buffer: maximum rows that one reply carries for a layer and KV head. Otherwise 0.
     """
 
     layers: LayerCount
@@ -72,26 +72,28 @@ class BufferShape(RankMessage):
 
 
 class RotaryParameters(RankMessage):
-    """The model's rotary embedding: frequencies of the pairs, radians a token, and whether entries of a pair are neighbours."""
+    """The model's rotary embedding: frequency of each pair in radians per token, and whether the entries of a pair are adjacent."""
 
     frequencies: Annotated[tuple[float, ...], Meta(max_length=1 << 12)]
     interleaved: bool
 
 
 class Attach(RankMessage, tag="attach"):
-    """The first message to a cache rank: what it serves.
+    """The first message to a cache rank: its configuration.
 
     Attributes:
-        version, epoch: of this protocol; of the process.
-        shape: of the shared memory.
-        blocks: of keys that it holds at most.
-        scaling: factor on query-key products, by layer.
-        predictor: that says by which query tokens are chosen (mem_cache/selection/predictors.py).
-        sinks, recent: first and newest tokens that are chosen in any case.
-        turning: the rotary embedding.
-        bits: in which it holds the keys that it scores; 16: as they are.
-        arena: CUDA IPC handle of the memory of the inference rank's GPU that both map (on_gpu/exchange_buffer.py); empty where there is none.
-        apart: whether that GPU is another one than the cache rank's, which may wait there then.
+        version: Version of this protocol.
+        epoch: Epoch of the process.
+        shape: Sizes of the shared memory.
+        blocks: Maximum blocks of keys that the rank holds.
+        scaling: Factor on query-key products, by layer.
+        predictor: Name of the predictor of the query that scores tokens (mem_cache/selection/predictors.py).
+        sinks, recent: Numbers of first and newest tokens that are always selected.
+        turning: The rotary embedding.
+        bits: Bits of the keys that the rank scores; 16 for the exact keys.
+        arena: CUDA IPC handle of the exchange buffer on the inference rank's GPU, which both sides map (on_gpu/exchange_buffer.py); empty
+            without one.
+        apart: The cache rank's GPU differs from the inference rank's, so kernels of the cache rank may wait on it.
     """
 
     version: int
@@ -108,12 +110,12 @@ class Attach(RankMessage, tag="attach"):
     apart: bool = False
 
     def with_epoch(self, epoch: int) -> "Attach":
-        """The same for another process."""
+        """Return a copy with another process's epoch."""
         return msgspec.structs.replace(self, epoch=epoch)
 
 
 class Lease(RankMessage, tag="lease"):
-    """The request in a lane has these blocks, in the order of its tokens, from its block ``first`` on; 0 begins a request."""
+    """Assigns blocks, in token order, to the request in a lane, starting at its block ``first``. 0 begins a request."""
 
     lane: Lane
     first: Block
@@ -121,8 +123,8 @@ class Lease(RankMessage, tag="lease"):
 
 
 class KeyPiece(RankMessage):
-    """Keys of ``tokens`` tokens of a block, its token ``offset`` and those after it, in ``place`` of shared memory; with
-    :attr:`BufferShape.rows` their values, too."""
+    """Keys of ``tokens`` tokens of a block, starting at its token ``offset``, in staging slot ``place``. With :attr:`BufferShape.rows`
+    also their values."""
 
     block: Block
     offset: Annotated[int, Meta(ge=0, lt=BLOCK)]
@@ -131,7 +133,7 @@ class KeyPiece(RankMessage):
 
 
 class StagedTokens(NamedTuple):
-    """Tokens of one place of shared memory as they are written or read: the place, how many, and where the first of them comes from, or goes."""
+    """Tokens of one staging slot: the slot, the number of tokens, and the source or target index of the first token."""
 
     place: int
     tokens: int
@@ -139,29 +141,32 @@ class StagedTokens(NamedTuple):
 
 
 class Append(RankMessage, tag="append"):
-    """Keys lie in shared memory; in an arena once so much is written there as ``number`` says (on_gpu/exchange_buffer.py)."""
+    """Keys are in shared memory. In an exchange buffer they are complete once its written word reaches ``number``
+    (on_gpu/exchange_buffer.py)."""
 
     pieces: Annotated[tuple[KeyPiece, ...], Meta(min_length=1, max_length=MAX_PLACES)]
     number: Written = 0
 
 
 class SelectionRequest(RankMessage, tag="ask"):
-    """A step of a request left queries of layers ``first`` to ``first + count``: choose its tokens for the next.
+    """Asks for the tokens of a request's next step. A step wrote the queries of layers ``first`` to ``first + count``.
 
-    With :attr:`BufferShape.rows` the positions whose rows the copy holds lie beside the queries: the rank answers with the rows of what it chose
-    beyond these. So it need not know which of its answers were taken: one that came late, or never was looked at, is in no later base.
-    Such a rank has one question of a pack at a time, and writes to a place when that is asked for alone. In an arena (on_gpu/exchange_buffer.py) a
-    question that was not answered in time is followed by the next, and no answer but the newest question's is taken.
+    With :attr:`BufferShape.rows`, the positions whose rows the compressed KV holds are stored with the queries. The rank replies with the
+    rows of selected tokens that are not among them. So the rank need not know which of its replies were applied: a late or unread reply
+    is never part of a later base. Such a rank has at most one open selection request per pack. It writes to a slot only when that slot is
+    requested. In an exchange buffer (on_gpu/exchange_buffer.py) the next selection request may follow one that was not answered in time.
+    Only the reply to the newest one is applied.
 
     Attributes:
-        lane: of the request.
-        first, count: the pack of layers.
-        sequence: of the lane, ascending; its parity says where queries lie and answers are expected.
-        covered: tokens, from the first on, among which are chosen ``keep`` for each KV head.
-        positions: of the queries, ascending.
-        ahead: for which token after the newest of these is chosen.
-        number: how much is written in an arena once its queries are there.
-        together: questions that are put to an arena with it, of that number, this one among them.
+        lane: Lane of the request.
+        first, count: The pack of layers.
+        sequence: Sequence number in the lane, ascending. Its parity selects the slot of the queries and of the reply.
+        covered: Selection is among the first ``covered`` tokens.
+        keep: Tokens to select for each KV head.
+        positions: Positions of the queries, ascending.
+        ahead: The selection is for the token this many positions after the newest query.
+        number: Value of the exchange buffer's written word once the queries are there.
+        together: Selection requests written to the exchange buffer under that number, including this one.
     """
 
     lane: Lane
@@ -177,41 +182,42 @@ class SelectionRequest(RankMessage, tag="ask"):
 
 
 class Free(RankMessage, tag="free"):
-    """The request in a lane is gone."""
+    """The request in a lane has ended."""
 
     lane: Lane
 
 
 class RankPing(RankMessage, tag="ping"):
-    """Answer at once."""
+    """Asks for an immediate heartbeat."""
 
     number: Sequence
 
 
 class Attached(RankMessage, tag="attached"):
-    """The rank is ready; ``layer_seconds``: choosing among :data:`~.rank.PROBED` tokens takes so long a layer."""
+    """The rank is ready. ``layer_seconds``: time of one layer's selection among :data:`~.selection_server.PROBED` tokens."""
 
     epoch: Epoch
     layer_seconds: Annotated[float, Meta(ge=0)]
 
 
 class AttachRefused(RankMessage, tag="refused"):
-    """The rank cannot serve what it was told, and ends."""
+    """The rank cannot serve this configuration, and ends."""
 
     epoch: Epoch
     reason: Annotated[str, Meta(max_length=MAX_REASON_CHARS)]
 
 
 class SelectionReply(RankMessage, tag="answer"):
-    """What became of an :class:`SelectionRequest`: tokens lie in shared memory, or a newer one came before it was looked at.
+    """Outcome of a :class:`SelectionRequest`: selected tokens are in shared memory, or a newer selection request replaced it.
 
     Attributes:
-        epoch: of the process.
-        lane, first, count, sequence: as of the question.
-        chosen: whether tokens were chosen.
-        seconds: that choosing took; beside a GPU with the keys that came with the question, without those that came between questions.
-        at: when it was done, seconds of ``time.monotonic``, which both processes share.
-        together: questions that were answered in these seconds, this one among them.
+        epoch: Epoch of the process.
+        lane, first, count, sequence: Copied from the selection request.
+        chosen: Tokens were selected.
+        seconds: Duration of the selection. On a GPU it includes keys that arrived with the request, but not keys that arrived between
+            requests.
+        at: Completion time, ``time.monotonic`` seconds; both processes share this clock.
+        together: Selection requests answered in these seconds, including this one.
     """
 
     epoch: Epoch
@@ -226,14 +232,14 @@ class SelectionReply(RankMessage, tag="answer"):
 
 
 class PlacesFreed(RankMessage, tag="taken"):
-    """Keys in these places of shared memory were copied: the places are free."""
+    """The rank has copied the keys of these staging slots, so the slots are free."""
 
     epoch: Epoch
     places: Annotated[tuple[Annotated[int, Meta(ge=0, lt=MAX_PLACES)], ...], Meta(min_length=1, max_length=MAX_PLACES)]
 
 
 class Heartbeat(RankMessage, tag="beat"):
-    """A sign of life; with what number it was asked for, 0 for nobody."""
+    """Sign of life. ``number`` is that of the ping it answers, 0 for none."""
 
     epoch: Epoch
     number: Annotated[int, Meta(ge=0, lt=1 << 62)] = 0
@@ -247,31 +253,31 @@ _to_rank, _from_rank = msgspec.msgpack.Decoder(ToRank), msgspec.msgpack.Decoder(
 
 
 def encode(message: ToRank | FromRank) -> bytes:
-    """A message as one frame."""
+    """Encode a message as one frame."""
     return _encoder.encode(message)
 
 
 def decode_to_rank(frame: bytes) -> ToRank:
-    """What an inference rank said.
+    """Decode a message of an inference rank.
 
     Raises:
-        ProtocolError: it is no message of this version.
+        ProtocolError: The frame is not a message of this version.
     """
     return _decode(_to_rank, frame)
 
 
 def decode_from_rank(frame: bytes) -> FromRank:
-    """What a cache rank said.
+    """Decode a message of a cache rank.
 
     Raises:
-        ProtocolError: it is no message of this version.
+        ProtocolError: The frame is not a message of this version.
     """
     return _decode(_from_rank, frame)
 
 
 def _decode(decoder: msgspec.msgpack.Decoder, frame: bytes) -> ToRank | FromRank:
     if len(frame) > MAX_MESSAGE_BYTES:
-        raise ProtocolError(f"a message has {len(frame)} bytes, of {MAX_MESSAGE_BYTES} at most")
+        raise ProtocolError(f"a message has {len(frame)} bytes; the maximum is {MAX_MESSAGE_BYTES}")
     try:
         return decoder.decode(frame)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""One cache rank as the inference rank sees it: its process, whether it answers, what it has said; and when another is started."""
+"""Connection of the inference rank to one cache rank: starts, watches and restarts its process, and exchanges messages."""
 
 import logging
 import time
@@ -17,33 +17,34 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A process that says nothing for so long has ended for all that requests know; it beats every 0.2 s, and between two questions.
+# A process without a sign of life for this long counts as ended. It sends a heartbeat every 0.2 s, and between two selection requests.
 SILENCE_SECONDS = 3.0
-# Until it is heard first: it loads PyTorch. From then until it is ready it beats from a thread, which waits for compilers.
+# Timeouts until the first heartbeat, while the process loads PyTorch, and until it is ready. In the second phase a thread sends
+# heartbeats, but it waits for compilers.
 START_SECONDS, ATTACH_SECONDS = 120.0, 30.0
-# Before another is started, doubled with each that ended before it answered; after so many no more are.
+# Delay before a restart, doubled with each process that ended before it sent a reply; and the maximum number of such processes.
 RESTART_SECONDS, MAX_STARTS = 0.5, 6
-# A process that could be asked for so long is as good as one that answered.
+# A process that was ready for this long resets the failure count, like one that sent a reply.
 SETTLED_SECONDS = 60.0
-# Layers of a pack where they are chosen by what was measured (AsyncSpade, section 4.4): messages take this share of choosing at most.
+# Bounds of the measured pack size (AsyncSpade, section 4.4). Messages take at most this share of the selection time.
 MIN_PACK, MAX_PACK, MESSAGE_SHARE = 4, 12, 0.1
-# Times that this is measured, and how long an answer is waited for: who looks later, as a scheduler that idles, would measure that.
+# Number of pings, and the wait for each. A later look, as by an idle scheduler, would measure its own delay.
 PINGS, PING_SECONDS = 5, 0.02
 
 
 class RankUnavailable(Exception):
-    """The rank cannot be used now; says why, as metrics name it."""
+    """The rank cannot be used now. The text is the reason as metrics name it."""
 
 
 @dataclass(frozen=True)
 class RankSettings:
-    """What all cache ranks of an inference rank are told.
+    """Configuration of all cache ranks of an inference rank.
 
     Attributes:
-        attach: to be told with the epoch of each process.
-        pack: layers of a pack; 0 for what is measured.
-        threads: of each process.
-        silence: seconds without a sign of life after which a process is ended.
+        attach: First message; the epoch is set for each process.
+        pack: Layers of a pack; 0 to measure it.
+        threads: Threads of each process.
+        silence: Seconds without a sign of life after which a process is ended.
     """
 
     attach: protocol.Attach
@@ -53,37 +54,37 @@ class RankSettings:
 
 
 class Pack(NamedTuple):
-    """Layers that are asked for at once: ``first`` to ``first + count``."""
+    """Layers that one selection request covers: ``first`` to ``first + count``."""
 
     first: int
     count: int
 
     @property
     def layers(self) -> slice:
-        """The same."""
+        """The layers as a slice."""
         return slice(self.first, self.first + self.count)
 
 
 def split_into_packs(layers: int, count: int) -> tuple[Pack, ...]:
-    """All layers, in packs of ``count`` or fewer, as even as they can be."""
+    """Split all layers into packs of at most ``count``, as even as possible."""
     number = -(-layers // min(count, layers))
     bounds = [layers * each // number for each in range(number + 1)]
     return tuple(Pack(begin, end - begin) for begin, end in zip(bounds, bounds[1:]))
 
 
 class RankLink:
-    """A cache rank, whichever process it is at present.
+    """Connection to a cache rank across restarts of its process.
 
     Args:
-        settings: of all ranks.
-        begin: starts a process.
+        settings: Configuration of all ranks.
+        begin: Starts a process.
 
     Attributes:
-        epoch: counts the processes; leases name it, and are void with it.
-        packs: how layers are divided; known once the rank is :attr:`ready`.
-        starts: processes that were started.
-        seconds: that the last pack took to choose.
-        answers: questions of this process that were answered and wait to be looked at, newest last.
+        epoch: Number of the process. Leases name it, and are void in another epoch.
+        packs: Division of the layers; set once the rank is :attr:`ready`.
+        starts: Number of processes started.
+        seconds: Duration of the last pack's selection.
+        answers: Replies of this process that were not processed yet, newest last.
     """
 
     def __init__(self, settings: RankSettings, begin: Callable[..., RankProcess] = RankProcess):
@@ -95,12 +96,12 @@ class RankLink:
         self.answers: list[protocol.SelectionReply] = []
         self._begin = begin
         self._process: RankProcess | None = None
-        self._why = "starting"
+        self._down_reason = "starting"
         self._failures = 0
-        self._due = self._ready_since = 0.0
-        # Of the process that runs: when it was heard last, whether it was told what it serves, how long it takes.
-        self._heard = 0.0
-        self._told = False
+        self._restart_time = self._ready_since = 0.0
+        # State of the running process: time of its last message, whether `Attach` was sent, seconds of one layer's selection.
+        self._last_message_time = 0.0
+        self._attach_sent = False
         self._layer_seconds = 0.0
         self._free_places: list[int] = []
         self._pinged: dict[int, float] = {}
@@ -108,51 +109,51 @@ class RankLink:
 
     @property
     def ready(self) -> bool:
-        """Whether it can be asked."""
+        """Whether the rank accepts selection requests."""
         return bool(self.packs)
 
     @property
     def has_given_up(self) -> bool:
-        """Whether no more processes are started."""
+        """Whether no more processes will be started."""
         return self._failures >= MAX_STARTS
 
     @property
     def down_reason(self) -> str:
-        """Why it is not, as metrics name it."""
-        return self._why
+        """Why the rank is not ready, as metrics name it."""
+        return self._down_reason
 
     @property
     def pid(self) -> int | None:
-        """Process id; None while none runs."""
+        """Process id; None if no process runs."""
         return None if self._process is None else self._process.pid
 
     @property
     def memory(self) -> "SharedMemory | ExchangeBuffer":
-        """In common with the process that runs."""
+        """Memory shared with the running process."""
         return self._process.memory
 
     def poll(self) -> None:
-        """Hear what it said; end it where it is silent, and start another where none runs. Waits for nothing."""
+        """Receive messages, end a silent process, and start a new one if none runs. Does not block."""
         if self._process is None:
-            if not self.has_given_up and time.monotonic() >= self._due:
+            if not self.has_given_up and time.monotonic() >= self._restart_time:
                 self._start()
             return
-        self._hear()
+        self._receive_messages()
         if self._process is None:
             return
-        silence = time.monotonic() - self._heard
+        silence = time.monotonic() - self._last_message_time
         if not self._has_ended() and silence > self._silence:
-            self._fail("silent", f"nothing was heard of it for {silence:.1f} s")
+            self._fail("silent", f"it sent nothing for {silence:.1f} s")
 
     @property
     def _silence(self) -> float:
-        """Seconds without a sign of life after which it is ended."""
+        """Seconds without a sign of life after which the process is ended."""
         if self.ready:
             return self.settings.silence
-        return max(ATTACH_SECONDS, self.settings.silence) if self._told else START_SECONDS
+        return max(ATTACH_SECONDS, self.settings.silence) if self._attach_sent else START_SECONDS
 
     def _has_ended(self) -> bool:
-        """Whether the process has; noted then."""
+        """Return whether the process has ended; if so, record the failure."""
         status = self._process.ended
         if status is not None:
             self._fail("ended", f"it ended with status {status}")
@@ -161,24 +162,24 @@ class RankLink:
     def _start(self) -> None:
         self.epoch += 1
         self.starts += 1
-        self._heard, self._told, self._pinged, self._round_trips = time.monotonic(), False, {}, []
+        self._last_message_time, self._attach_sent, self._pinged, self._round_trips = time.monotonic(), False, {}, []
         shape = self.settings.attach.shape
         self._free_places = list(range(shape.places))
         try:
             self._process = self._begin(shape, self.epoch, self.settings.threads)
         except OSError as error:
-            self._fail("ended", f"it was not started: {error}")
+            self._fail("ended", f"it did not start: {error}")
 
     def _fail(self, down_reason: str, told: str) -> None:
         if self.ready and time.monotonic() - self._ready_since >= SETTLED_SECONDS:
             self._failures = 0
-        self.packs, self.answers, self._free_places, self._why = (), [], [], down_reason
+        self.packs, self.answers, self._free_places, self._down_reason = (), [], [], down_reason
         if self._process is not None:
-            alone = "; those whose full KV it had alone are computed again" if self.settings.attach.shape.rows else ""
-            logger.warning("sglang-ext: cache rank (process %s): %s; its requests go without it for now%s", self.pid, told, alone)
+            alone = "; requests with remote-only KV there are computed again" if self.settings.attach.shape.rows else ""
+            logger.warning("sglang-ext: cache rank (process %s): %s; its requests continue without it for now%s", self.pid, told, alone)
             self._process.end()
             self._process = None
-        self._due = time.monotonic() + RESTART_SECONDS * 2**self._failures
+        self._restart_time = time.monotonic() + RESTART_SECONDS * 2**self._failures
         self._failures += 1
         if self.has_given_up:
             text = (
@@ -198,32 +199,32 @@ class RankLink:
         """Send a message.
 
         Raises:
-            RankUnavailable: it is not ready, or takes none; then its process is ended.
+            RankUnavailable: The rank is not ready, or its queue is full. In the second case its process is ended.
         """
         if self._process is None:
-            raise RankUnavailable(self._why)
+            raise RankUnavailable(self._down_reason)
         try:
             self._process.socket.send(protocol.encode(message), zmq.NOBLOCK)
         except zmq.Again:
             if not self._has_ended():
-                self._fail("silent", "it takes no more messages")
-            raise RankUnavailable(self._why) from None
+                self._fail("silent", "it accepts no more messages")
+            raise RankUnavailable(self._down_reason) from None
 
     @property
     def has_free_place(self) -> bool:
-        """Whether :meth:`place` has one."""
+        """Whether :meth:`place` would return a slot."""
         return bool(self._free_places)
 
     def place(self) -> int | None:
-        """A place in memory for keys, taken until the rank has copied them; None where all are."""
+        """Take a staging slot for keys until the rank has copied them; None if no slot is free."""
         return self._free_places.pop() if self._free_places else None
 
     def wait(self, seconds: float) -> None:
-        """Until it says something, no longer than this; takes what it said."""
+        """Wait for a message, at most this long, and process received messages."""
         if self._process is not None and self._process.socket.poll(max(0, int(seconds * 1000))):
-            self._hear()
+            self._receive_messages()
 
-    def _hear(self) -> None:
+    def _receive_messages(self) -> None:
         while self._process is not None:
             try:
                 frame = self._process.socket.recv(zmq.NOBLOCK)
@@ -232,17 +233,17 @@ class RankLink:
             try:
                 message = protocol.decode_from_rank(frame)
             except protocol.ProtocolError as error:
-                self._fail("wrong", f"it said what is no message: {error}")
+                self._fail("wrong", f"it sent an invalid message: {error}")
                 return
-            # Of another process nothing can come, but by a fault.
+            # Messages of another process can only arrive through a fault.
             if message.epoch == self.epoch:
-                self._heard = time.monotonic()
+                self._last_message_time = time.monotonic()
                 try:
-                    self._take(message)
+                    self._handle_message(message)
                 except RankUnavailable:
                     return
 
-    def _take(self, message: protocol.FromRank) -> None:
+    def _handle_message(self, message: protocol.FromRank) -> None:
         match message:
             case protocol.SelectionReply():
                 self._failures = 0
@@ -250,8 +251,8 @@ class RankLink:
                 self.answers.append(message)
             case protocol.PlacesFreed():
                 self._free_places += (place for place in message.places if place not in self._free_places)
-            case protocol.Heartbeat() if not self._told:
-                self._told = True
+            case protocol.Heartbeat() if not self._attach_sent:
+                self._attach_sent = True
                 self._process.connected()
                 self.send_message(self.settings.attach.with_epoch(self.epoch))
             case protocol.Heartbeat() if message.number in self._pinged:
@@ -265,7 +266,7 @@ class RankLink:
                 self._fail("wrong", f"it refuses: {message.reason}")
 
     def _ping(self) -> None:
-        """Measure how long messages take; answers that take longer than they are waited for are heard later."""
+        """Measure the round trip of messages. A heartbeat later than PING_SECONDS is received in a later poll."""
         for number in range(1, PINGS + 1):
             begun = self._pinged[number] = time.monotonic()
             self.send_message(protocol.RankPing(number))
@@ -285,6 +286,6 @@ class RankLink:
 
 
 def choose_pack_size(message_seconds: float, layer_seconds: float) -> int:
-    """Layers of a pack, of which messages take no more than a tenth of choosing; 4 to 12."""
+    """Return the layers of a pack, so that messages take at most a tenth of the selection time; 4 to 12."""
     wanted = message_seconds / MESSAGE_SHARE / max(layer_seconds, 1e-9)
     return int(min(MAX_PACK, max(MIN_PACK, wanted)))

@@ -1,8 +1,9 @@
-"""A cache rank: takes keys, and chooses tokens for the next step of each request, by the server's own method (compressors/spade.py).
-Where it has values, too, it sends K and V of those that the request's copy lacks.
+"""The server loop of a cache rank: stores keys, and selects the tokens of each request's next step with the server's method
+(compressors/spade.py).
 
-It waits for messages, copies keys as they come, and looks at one question after another; of two of one request and pack it looks at the
-newer alone. It ends when it is told to (SIGTERM), and when the process that began it is gone.
+With values, the rank also sends K and V of selected tokens that the request's compressed KV lacks. The loop waits for messages, copies
+keys as they arrive, and serves selection requests one after another. Of two selection requests for the same request and pack it serves
+only the newer. The process ends on SIGTERM, and when its parent process has ended.
 """
 
 import os
@@ -28,34 +29,34 @@ from sglang_ext.mem_cache.compressors.spade import Spade
 from sglang_ext.mem_cache.selection.predictors import query_predictor
 
 BEAT_SECONDS = 0.2
-# Tokens among which is chosen at start, to know how long that takes.
+# Tokens of the selection at start that measures its duration.
 PROBED = 1024
 
 
 @dataclass
 class SelectionQueue:
-    """Questions that wait, oldest first: of each request and pack the newest."""
+    """Waiting selection requests, oldest first; only the newest for each request and pack."""
 
     waiting: dict[tuple[int, int], protocol.SelectionRequest] = field(default_factory=dict)
 
     def add(self, ask: protocol.SelectionRequest) -> protocol.SelectionRequest | None:
-        """Take a question; what it replaces."""
-        # At its end: who was asked first is answered first.
+        """Add a selection request. Return the one that it replaces, or None."""
+        # Append at the end: the oldest selection request is served first.
         older = self.waiting.pop((ask.lane, ask.first), None)
         self.waiting[ask.lane, ask.first] = ask
         return older
 
     def drop(self, lane: int) -> list[protocol.SelectionRequest]:
-        """Those of a lane, which are of no use any more."""
+        """Remove and return the selection requests of a lane."""
         return [self.waiting.pop(key) for key in [key for key in self.waiting if key[0] == lane]]
 
     def all(self) -> list[protocol.SelectionRequest]:
-        """Take all that wait, oldest first."""
+        """Remove and return all waiting selection requests, oldest first."""
         taken, self.waiting = [*self.waiting.values()], {}
         return taken
 
     def next(self) -> protocol.SelectionRequest | None:
-        """Take the oldest; None where none waits."""
+        """Remove and return the oldest selection request; None if the queue is empty."""
         return self.waiting.pop(next(iter(self.waiting))) if self.waiting else None
 
 
@@ -63,10 +64,10 @@ class SelectionServer:
     """Serves one inference rank over one socket.
 
     Args:
-        socket: connected to it.
-        descriptor: of the memory that both map.
-        epoch: of this process.
-        device: on which is chosen.
+        socket: Socket connected to the inference rank.
+        descriptor: Descriptor of the memory that both map.
+        epoch: Epoch of this process.
+        device: Device that runs the selection.
     """
 
     def __init__(self, socket: zmq.Socket, descriptor: int | None, epoch: int, device: torch.device = torch.device("cpu")):
@@ -77,14 +78,14 @@ class SelectionServer:
         self._questions = SelectionQueue()
         self._memory: SharedMemory | None = None
         self._taken: list[int] = []
-        # Of the socket, while another thread beats.
+        # Guards the socket, because another thread may send heartbeats.
         self._sending, self._beaten = threading.Lock(), 0.0
 
     def serve(self, goes_on: Callable[[], bool]) -> None:
-        """Until ``goes_on`` says no, which is asked several times a second.
+        """Run until ``goes_on`` returns False. It is called several times a second.
 
         Raises:
-            ProtocolError: the inference rank says what cannot be.
+            ProtocolError: The inference rank sent an invalid message.
         """
         self._say(protocol.Heartbeat(self._epoch))
         while goes_on():
@@ -95,11 +96,11 @@ class SelectionServer:
 
     @property
     def _busy(self) -> bool:
-        """Whether there is something to do before the next message."""
+        """Whether work waits, so that the loop must not block for the next message."""
         return bool(self._questions.waiting)
 
     def _beat(self) -> None:
-        """A sign of life; none where an inference rank that idles has left enough of them unread."""
+        """Send a heartbeat. Skip it if the queue is full because an idle inference rank does not read."""
         self._beaten = time.monotonic()
         with suppress(zmq.Again), self._sending:
             self._socket.send(protocol.encode(protocol.Heartbeat(self._epoch)), zmq.NOBLOCK)
@@ -110,7 +111,7 @@ class SelectionServer:
         self._beaten = time.monotonic()
 
     def _hear(self, milliseconds: int) -> None:
-        """Take all messages that are there; waits for the first."""
+        """Process all received messages; wait up to ``milliseconds`` for the first."""
         if not self._socket.poll(milliseconds):
             return
         while True:
@@ -130,7 +131,7 @@ class SelectionServer:
             case protocol.RankPing():
                 self._say(protocol.Heartbeat(self._epoch, message.number))
             case _ if self._memory is None:
-                raise ProtocolError(f"the first message is {type(message).__name__}, and must be Attach")
+                raise ProtocolError(f"the first message must be Attach, not {type(message).__name__}")
             case protocol.SelectionRequest():
                 self._asked(message)
             case protocol.Append():
@@ -155,7 +156,7 @@ class SelectionServer:
         self._store.lease(told)
 
     def _drop(self, lane: int) -> list[protocol.SelectionRequest]:
-        """Questions of a lane that are of no use any more."""
+        """Remove and return the selection requests of a lane."""
         return self._questions.drop(lane)
 
     def _attach(self, told: protocol.Attach) -> None:
@@ -163,7 +164,8 @@ class SelectionServer:
             self._refuse(f"version and epoch are {told.version}, {told.epoch} at the inference rank and {VERSION}, {self._epoch} here")
         self._method = Spade(query_predictor(told.predictor), sinks=told.sinks, recent=told.recent)
         self._rotary = Rotary(torch.tensor(told.turning.frequencies, dtype=torch.float32, device=self._device), told.turning.interleaved)
-        # Memory is taken, and on a GPU kernels are compiled: no message is heard meanwhile.
+        # Memory is allocated and GPU kernels are compiled here. The loop reads no messages during that time, so a thread sends
+        # heartbeats.
         with run_periodically(self._beat, BEAT_SECONDS):
             self._open(told)
             seconds = self._probe()
@@ -174,13 +176,13 @@ class SelectionServer:
         raise ProtocolError(reason)
 
     def _open(self, told: protocol.Attach) -> None:
-        """Make room for keys, and map the memory in common."""
+        """Allocate the key store, and map the shared memory."""
         self._store = KeyStore(told.shape, told.blocks, told.scaling, told.bits)
         self._memory = map_memory(told.shape, self._descriptor)
         os.close(self._descriptor)
 
     def _probe(self) -> float:
-        """Seconds that choosing takes a layer; of the second time, as the first is slower."""
+        """Return seconds of one layer's selection, measured the second time because the first is slower."""
         tokens, shape = min(PROBED, self._store.blocks * BLOCK), self._memory.shape
         self._store.held.write(0, torch.zeros(shape.layers, tokens, shape.kv_heads, shape.dim))
         queries = self._memory.get_queries(0, 1, slice(0, 1), 1)
@@ -206,7 +208,7 @@ class SelectionServer:
         self._say(self._about(ask, True, time.perf_counter() - begun))
 
     def _put_rows(self, ask: protocol.SelectionRequest, slots: torch.Tensor, kept: torch.Tensor) -> None:
-        """Write K and V of what was chosen, int64 [pack layers, kv_heads, keep], and the copy does not hold."""
+        """Write K and V of selected positions, int64 [pack layers, kv_heads, keep], that the compressed KV lacks."""
         memory, layers = self._memory, slice(ask.first, ask.first + ask.count)
         fresh = missing_mask(kept, memory.get_held(ask.lane, ask.sequence, layers, ask.keep))
         row_keys, row_values = memory.rows(ask.lane, ask.sequence)
@@ -219,8 +221,8 @@ class SelectionServer:
     def _choose(
         self, slots: torch.Tensor, layers: slice, queries: torch.Tensor, positions: tuple[int, ...], keep: int
     ) -> torch.Tensor:
-        """Positions that the heads of a pack of layers read, int64 [layers, kv_heads, keep], ascending."""
-        # Gathered once, whatever scores by them.
+        """Select the positions that the heads of a pack of layers read: int64 [layers, kv_heads, keep], ascending."""
+        # Gather the keys once, for all uses during scoring.
         buffers, places = self._store.gather_keys(layers, slots), torch.arange(len(slots))
         context = ContextKV(buffers, places, queries, torch.tensor(positions), self._rotary)
         return self._method.select(context, [Part(0, len(slots), keep)])[0]
@@ -230,4 +232,6 @@ class SelectionServer:
             self._say(self._about(ask, False, 0.0))
 
     def _about(self, ask: protocol.SelectionRequest, chosen: bool, seconds: float, together: int = 1) -> protocol.SelectionReply:
-        return protocol.SelectionReply(self._epoch, ask.lane, ask.first, ask.count, ask.sequence, chosen, seconds, time.monotonic(), together)
+        return protocol.SelectionReply(
+            self._epoch, ask.lane, ask.first, ask.count, ask.sequence, chosen, seconds, time.monotonic(), together
+        )

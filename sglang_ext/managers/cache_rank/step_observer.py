@@ -1,4 +1,4 @@
-"""One step of the requests of an inference rank, as its cache ranks are told of it: what is due when, and how long it may be waited for."""
+"""Follows one decode step layer by layer, applies the selection of each pack of layers, and publishes the pack's queries."""
 
 import time
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ class RequestStep:
     """A request in one step.
 
     Attributes:
-        step: what of it the step reads.
-        request: what its rank has.
-        expected: sequence of the question whose answer is due.
-        late: whether one was not there.
+        step: The tokens that the step reads.
+        request: The request's state at its rank.
+        expected: Sequence of the selection request whose reply is due.
+        late: A reply was not there in time.
     """
 
     step: StepRequest
@@ -29,16 +29,16 @@ class RequestStep:
 
 
 class StepObserver(LayerObserver):
-    """One step: what is chosen for each pack is written as the forward reaches it, and asked for anew as it has passed.
+    """Applies each pack's selection when the forward reaches the pack, and publishes a selection request after the pack.
 
-    After the first that is missed nothing is waited for in the step any more.
+    After the first missing selection, the step waits for no others.
 
     Args:
-        choices: of all requests.
-        parts: those in the step.
-        read: their queries.
-        write: writes their copies.
-        seconds: that are waited at most, over all packs and requests.
+        choices: The client.
+        parts: The requests of the step.
+        read: Reads their queries.
+        write: Writes their compressed KV.
+        seconds: Maximum wait over all packs and requests.
     """
 
     def __init__(self, choices: "CpuRankClient", parts: list[RequestStep], read: ReadQueryWindow, write: WriteSelection, seconds: float):
@@ -49,7 +49,7 @@ class StepObserver(LayerObserver):
         self._left = seconds
 
     def on_layer_start(self, layer: int) -> None:
-        """As :meth:`LayerObserver.on_layer_start`."""
+        """See :meth:`LayerObserver.on_layer_start`."""
         if self._parts:
             self._choices.reach(layer, self._parts[0].request.packs)
         for part in self._parts:
@@ -65,7 +65,7 @@ class StepObserver(LayerObserver):
         self._left = max(0.0, self._left - (time.monotonic() - begun))
 
     def on_queries_recorded(self, layer: int) -> None:
-        """As :meth:`LayerObserver.on_queries_recorded`."""
+        """See :meth:`LayerObserver.on_queries_recorded`."""
         for part in self._parts:
             for place, choice in enumerate(part.request.packs):
                 if part.step.asks and choice.pack.layers.stop == layer + 1:

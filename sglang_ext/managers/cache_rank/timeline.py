@@ -1,6 +1,6 @@
-"""When each pack of layers of a step was reached, asked for, chosen and written: a file for benchmarks (``--kv-bench-timeline``).
+"""Timeline of each pack of layers in a step, from selection request to use: a file for benchmarks (``--kv-bench-timeline``).
 
-Times are of ``time.monotonic``, which all processes of a machine share. A line is one :class:`PackEvent` in JSON.
+Times are those of ``time.monotonic``, which all processes of a machine share. A line is one :class:`PackEvent` in JSON.
 """
 
 import time
@@ -14,19 +14,20 @@ PackEventKind = Literal["reached", "written", "asked", "chosen", "missed"]
 
 
 class PackEvent(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What became of a pack of layers.
+    """One event of a pack of layers.
 
     Attributes:
-        kind: ``reached``: a step's attention comes to its first layer, nothing was waited for yet; ``written``: what was chosen for it
-            leads its copies; ``missed``: nothing new was there in time; ``asked``: a step's queries of it are published; ``chosen``: the
-            rank has chosen.
-        at: seconds; of ``chosen`` on the rank's side, when it was done.
-        first, count: the pack.
-        lane: of the request; -1 for the whole step, of ``reached``.
-        sequence: of the question; 0 for none.
-        seconds: ``chosen``: that choosing took.
-        bytes: ``asked``: of queries that were published. ``chosen``: of positions that came back. ``written``: of K and V that these
-            lead to, as a rank without this process's full KV would have to send them; in mode lossy of those that one has sent.
+        kind: ``reached``: a step's attention reaches the pack's first layer, before any wait. ``written``: the selection is written to
+            the compressed KV. ``missed``: no new selection arrived in time. ``asked``: the step's queries are published. ``chosen``: the
+            rank has selected.
+        at: Seconds. For ``chosen``, the completion time at the rank.
+        first, count: The pack.
+        lane: Lane of the request; -1 for ``reached``, which concerns the whole step.
+        sequence: Sequence of the selection request; 0 for none.
+        seconds: For ``chosen``, duration of the selection.
+        bytes: ``asked``: bytes of the published queries. ``chosen``: bytes of the received positions. ``written``: bytes of K and V at
+            the selected positions, which a rank would have to send if this process had no full KV. In mode lossy, bytes of the received K
+            and V.
     """
 
     kind: PackEventKind
@@ -43,7 +44,7 @@ class PackTimeline:
     """Appends events to a file.
 
     Args:
-        file: made if it is not there.
+        file: Path; the file is created if it does not exist.
     """
 
     def __init__(self, file: str | Path) -> None:
@@ -53,13 +54,13 @@ class PackTimeline:
         self, kind: PackEventKind, pack: tuple[int, int], lane: int = -1, sequence: int = 0, at: float | None = None, seconds: float = 0.0,
         size: int = 0,
     ) -> None:  # fmt: skip
-        """Append an event, of now unless told."""
+        """Append an event; its time is now unless ``at`` is given."""
         event = PackEvent(kind, time.monotonic() if at is None else at, *pack, lane, sequence, seconds, size)
         self._file.write(msgspec.json.encode(event) + b"\n")
 
 
 def read(file: Path) -> Iterator[PackEvent]:
-    """All events of a file, in the order in which they were written; a last line that is not whole is left out."""
+    """Yield all events of a file in the order of writing, except an incomplete last line."""
     for line in file.read_bytes().splitlines(keepends=True) if file.exists() else []:
         if line.endswith(b"\n"):
             yield msgspec.json.decode(line, type=PackEvent)

@@ -1,1 +1,1 @@
-"""Keys in 8 or 4 bits for scoring: how they are coded as they are written, and queries multiplied with them."""
+"""Quantized keys of 8 or 4 bits for scoring: quantization of new keys, and products of queries with quantized keys."""

@@ -1,32 +1,33 @@
-"""Code the keys of tokens that a forward has written to the KV pool, in all layers: one launch.
+"""Quantizes the keys that a forward has written to the KV pool, in all layers, in one launch.
 
-A program codes some keys of a layer. Codes, scales and zero points are those that PyTorch finds (mem_cache/selection/scoring_keys.py), bit
-for bit: scales are divided by, not multiplied with their inverse, and nothing is contracted.
+A program quantizes some keys of a layer. Codes, scales and zero points are bit-identical to those of PyTorch
+(mem_cache/selection/scoring_keys.py). So the kernel divides by scales instead of multiplying by their inverse, and uses no fused
+multiply-add.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-# Keys of one token and head that a program codes.
+# Keys, each of one token and head, that a program quantizes.
 ROWS = 16
-# The greatest float16, and what rounds a small float32 that is added to it to an integer, ties to even: the lowest bits of the sum hold it.
+# The largest float16. Adding ROUNDING rounds a small float32 to an integer, ties to even; the lowest bits of the sum hold it.
 LARGEST, ROUNDING = tl.constexpr(65504.0), tl.constexpr(1.5 * 2**23)
-# Codes of 8 bits lie as int8, counted from -128: so many less.
+# Codes of 8 bits are stored as int8, minus this offset.
 MIDDLE = tl.constexpr(128)
 
 
 @triton.jit
 def _stored(parameter):
-    """Scales and zero points as they are read again: of float16, finite."""
+    """Return scales or zero points as they are stored: float16, finite."""
     return tl.minimum(tl.maximum(parameter, -LARGEST), LARGEST).to(tl.float16)
 
 
 @triton.jit
 def _codes(numbers, scale, zero, LAST: tl.constexpr):
-    """Codes of float32 [rows, groups, channels], int32, by the groups' scales and zero points, float32 [rows, groups]."""
+    """Return codes, int32, of float32 [rows, groups, channels], by the groups' scales and zero points, float32 [rows, groups]."""
     steps = tl.div_rn(numbers - zero[:, :, None], scale[:, :, None])
-    # Where the scale is 0, all codes mean the same.
+    # With a scale of 0, all codes have the same meaning.
     steps = tl.where(scale[:, :, None] > 0, steps, 0.0)
     return (tl.minimum(tl.maximum(steps, 0.0), LAST * 1.0) + ROUNDING).to(tl.int32, bitcast=True) & LAST
 
@@ -36,7 +37,7 @@ def _quantize_keys(
     key_table, like, slots, codes, words, count, held, ahead, slot_stride, head_stride, HEADS: tl.constexpr, GROUP: tl.constexpr,
     GROUPS: tl.constexpr, BITS: tl.constexpr, PADDED_GROUPS: tl.constexpr, PADDED_PART: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Code ROWS keys of a layer, each of a token and head; those of a token's heads follow one another."""
+    """Quantize ROWS keys of a layer, each of a token and head. The heads of a token are consecutive."""
     LIKE: tl.constexpr = like.dtype.element_ty
     LAST: tl.constexpr = (1 << BITS) - 1
     PART: tl.constexpr = GROUP * BITS // 8
@@ -63,7 +64,7 @@ def _quantize_keys(
         packed |= _codes(second, scale, zero, LAST) << BITS
     else:
         packed -= MIDDLE
-    # Of all heads of all slots of the layers before, and of this one's.
+    # Index over all heads of all slots of the previous layers and this one.
     place = (layer.to(tl.int64) * held + slot + ahead) * HEADS + head
     target = (codes + place[:, None] * (GROUPS * PART) + group[None, :] * PART)[:, :, None] + column[None, None, :]
     tl.store(target, packed.to(tl.int8), mask=inside)
@@ -75,14 +76,15 @@ def _quantize_keys(
 def quantize_keys(
     key_table: torch.Tensor, like: torch.Tensor, slots: torch.Tensor, codes: torch.Tensor, words: torch.Tensor, group: int, ahead: int = 0
 ) -> None:
-    """Code keys in ``slots`` of all layers, without waiting for the device; they are held so many places ``ahead``.
+    """Quantize keys at ``slots`` of all layers, without waiting for the device.
 
     Args:
         key_table: int64 [layers], addresses of the layers' key buffers.
-        like: a key buffer, [slots, kv_heads, head_dim]; all have its shape, strides and dtype.
+        like: A key buffer, [slots, kv_heads, head_dim]; all have its shape, strides and dtype.
         slots: int64 [tokens].
-        codes, words: int8 and int32 [layers, all slots, kv_heads, ...], as ``QuantizedKeys`` holds them.
-        group: channels that share a scale.
+        codes, words: int8 and int32 [layers, all slots, kv_heads, ...], as in ``QuantizedKeys``.
+        group: Channels that share a scale.
+        ahead: Offset from the source slot to the target slot in ``codes`` and ``words``.
     """
     layers, held, heads, size = codes.shape
     bits, groups = 8 * size // like.shape[2], words.shape[3]

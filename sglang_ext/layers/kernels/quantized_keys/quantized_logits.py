@@ -1,9 +1,11 @@
-"""Logits of queries with keys of 8 or 4 bits, for choosing tokens (select_tokens.py): products of integers.
+"""Logits of queries with keys of 8 or 4 bits, for token selection (select_tokens.py), by integer products.
 
-In each group of channels a key is ``scale * code + zero``, so that its product with a query is ``scale * sum(q code) + zero * sum(q)``.
-Queries become integers of 15 bits, nearer to them than bfloat16 is, and each the sum of two parts of 8 bits, which are multiplied with
-the codes as they lie in memory. A product's rows are the query heads once for each group of channels, 0 in all others: tensor cores take
-more rows than query heads share a KV head, so that groups cost nothing more, and scales are multiplied with sums, not with numbers.
+In each group of channels a key is ``scale * code + zero``. Its product with a query is ``scale * sum(q code) + zero * sum(q)``. Queries
+are rounded to 15-bit integers, which is more accurate than bfloat16. Each integer is split into two 8-bit parts, which are multiplied
+with the codes as stored.
+
+The rows of a matrix product are the query heads, repeated for each group of channels, with 0 in all other groups. Tensor cores take more
+rows than there are query heads per KV head, so the groups are free. Scales are then multiplied with sums instead of single numbers.
 """
 
 from dataclasses import dataclass
@@ -20,24 +22,24 @@ from sglang_ext.layers.kernels.quantized_keys.quantize_keys import MIDDLE, ROUND
 from sglang_ext.layers.kernels.gpu_launch import gpu_name, launch_first_fitting, shape_name
 from sglang_ext.layers.kernels.packed import packed_decode
 
-# Keys that are multiplied at once, those preferred first. Two of the stages are that of where tokens lie and that of products: three of
-# five hold keys. Few threads share a tile, so that many programs fit on a processor and hardly wait for each other.
+# Keys per step, preferred first. Two of the stages load slots and run products, so three of five hold keys. Programs have few threads, so
+# that many programs fit on a multiprocessor and rarely wait for each other.
 BLOCKS = (
     {"BLOCK": 64, "STAGES": 5, "num_warps": 2}, {"BLOCK": 64, "STAGES": 3, "num_warps": 2}, {"BLOCK": 32, "STAGES": 3},
     {"BLOCK": 16, "STAGES": 1},
 )  # fmt: skip
-# Rows of a product at least, as tensor cores take them, and at most, as registers do; bytes of a key in one at least.
+# Minimum rows of a product, set by tensor cores; maximum rows, set by registers; minimum bytes of a key in a product.
 LEAST_ROWS, MOST_ROWS, LEAST_BYTES = 16, 32, 32
-# Integers of a query are up to so many, and parts of one its multiple of 128, to the nearest, and the rest.
+# Largest integer of a query. Its parts are the nearest multiple of 128, and the remainder.
 MOST, PART_BITS, HALF_PART = tl.constexpr(127 * 128), tl.constexpr(7), tl.constexpr(64)
-# The least unit of these integers: of zeros alone all are 0.
+# Minimum unit of these integers, which avoids a division by 0 for all-zero queries.
 SMALLEST_UNIT = tl.constexpr(1e-30)
 REMEDY = "pass --kv-score-bits 16"
 
 
 @triton.jit
 def _parts(channels, mine, unit):
-    """Of float32 at ``channels``, rows of a product, both parts of integers in the rows' ``unit``: int8; 0 where they are not ``mine``."""
+    """Return both int8 parts of the integers, in each row's ``unit``, of float32 at ``channels``; 0 outside ``mine``."""
     steps = tl.load(channels, mask=mine, other=0.0) * (1.0 / unit)[:, None] + ROUNDING
     integers = (steps.to(tl.int32, bitcast=True) & 0x7FFFFF) - (1 << 22)
     high = (integers + HALF_PART) >> PART_BITS
@@ -46,7 +48,7 @@ def _parts(channels, mine, unit):
 
 @triton.jit
 def _halves(packed, PTX: tl.constexpr):
-    """Of bytes their lower and their upper 4 bits, int8; in PTX four bytes at once, of which Triton takes each apart."""
+    """Return the lower and the upper 4 bits of bytes, int8. PTX handles four bytes at once, where Triton handles them one by one."""
     if PTX:
         lower = tl.inline_asm_elementwise("and.b32 $0, $1, 0x0F0F0F0F;", "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4)
         upper = tl.inline_asm_elementwise(
@@ -64,7 +66,7 @@ def _compute_quantized_logits(
     GROUPS: tl.constexpr, PADDED_GROUPS: tl.constexpr, PADDED_GROUP: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr,
     PADDED_BYTES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """As ``_compute_exact_logits``, of ROWS of the SHARED query heads of a KV head, with keys as QuantizedKeys holds them."""
+    """Like ``_compute_exact_logits``, for ROWS of the SHARED query heads of a KV head, with keys as stored in QuantizedKeys."""
     SPLITS: tl.constexpr = (SHARED + ROWS - 1) // ROWS
     PART: tl.constexpr = GROUP * BITS // 8
     head, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
@@ -79,7 +81,7 @@ def _compute_quantized_logits(
         mine = queries + (of_head * SHARED + split * ROWS + row % ROWS) * DIM + group * GROUP
         inside = there[:, None] & (of_group < GROUP)[None, :]
         channels = tl.load(mine[:, None] + of_group[None, :], mask=inside, other=0.0)
-        # Of a query head one for all groups, with which their sum is multiplied.
+        # One unit per query head for all groups, multiplied with their sum.
         largest = tl.max(tl.reshape(tl.max(tl.abs(channels), 1), (PADDED_GROUPS, ROWS)), 0)
         unit = tl.maximum(largest * (1.0 / MOST), SMALLEST_UNIT)
         of_row = tl.reshape(tl.broadcast_to(unit[None, :], (PADDED_GROUPS, ROWS)), (PADDED_GROUPS * ROWS,))
@@ -90,18 +92,18 @@ def _compute_quantized_logits(
         high, low = _parts(channel, here, of_row)
         if BITS == 4:
             high_of_second, low_of_second = _parts(channel + PART, here, of_row)
-        # Of all heads of all slots of the layers before.
+        # Slots of the previous layers.
         before, table = layer.to(tl.int64) * held, token_table + at * table_row
         out_row = split * ROWS + tl.arange(0, ROWS)
         kept = out_row < SHARED
         out = logits + (of_head.to(tl.int64) * SHARED + out_row)[:, None] * (pitches.to(tl.int64) * PITCH)
         group_of_word = tl.arange(0, PADDED_GROUPS)
-        # Of each column its own, which are joined at the end: meanwhile no thread waits for another.
+        # Each column has its own, joined at the end, so that no thread waits for another.
         top = tl.full((ROWS, BLOCK), LEAST, tl.float32)
         mass = tl.zeros((ROWS, BLOCK), tl.float32)
-        # Named here, stages are those of all loads, of words among them; else of those alone that products wait for.
+        # Set here, the stages apply to all loads, including those of words. Otherwise they apply only to loads that feed the products.
         for first in tl.range(begin, tl.minimum(begin + CHUNK, length), BLOCK, num_stages=STAGES):
-            # Beyond the end the last one again: loads of nobody's are not told apart from others, which costs more than they do.
+            # Beyond the end, reload the last key: a mask would cost more than these loads.
             key = (before + tl.load(table + tl.minimum(first + column, length - 1))) * HEADS + head
             code_places, word_places = codes + key[:, None] * BYTES + byte[None, :], words + key[None, :] * GROUPS + group_of_word[:, None]
             if BYTES == PADDED_BYTES:
@@ -128,7 +130,7 @@ def _compute_quantized_logits(
             sums = tl.reshape(sums.to(tl.float32), (PADDED_GROUPS, ROWS, BLOCK))
             found = tl.sum(sums * scale[:, None, :] + rest * zero[:, None, :], 0) * factor
             found = tl.where((first + column < length)[None, :], found, float("-inf"))
-            # Whole blocks, which are stored by vectors.
+            # Whole blocks, so that stores are vectorized.
             tl.store(out + tl.multiple_of(first, BLOCK) + column[None, :], found.to(logits.dtype.element_ty), mask=kept[:, None])
             top, mass = update_normalizers(found, top, mass)
         store_chunk_normalizers(tops, masses, (of_head * SHARED + out_row) * chunks + chunk, kept, top, mass)
@@ -136,11 +138,11 @@ def _compute_quantized_logits(
 
 @dataclass(frozen=True)
 class QuantizedKeyTensors:
-    """Keys of 8 or 4 bits in all layers, as ``QuantizedKeys`` (mem_cache/selection/scoring_keys.py) holds them.
+    """Keys of 8 or 4 bits in all layers, as stored in ``QuantizedKeys`` (mem_cache/selection/scoring_keys.py).
 
     Attributes:
         codes, words: int8 and int32 [layers, slots, kv_heads, ...].
-        group: channels that share a scale.
+        group: Channels that share a scale.
     """
 
     codes: torch.Tensor
@@ -148,19 +150,19 @@ class QuantizedKeyTensors:
     group: int
 
     def compute_logits(self, queries: torch.Tensor, asked: LogitsRequest) -> None:
-        """Leave logits, and what normalizes them, as keys that are numbers do.
+        """Compute logits and their normalizers, like :func:`compute_exact_logits`.
 
         Args:
             queries: float32 [requests, layers, query_heads, head_dim].
-            asked: for which of all requests and layers, and where they are left.
+            asked: The requests and layers, and the output tensors.
 
         Raises:
-            OptionError: the GPU multiplies no integers, or has no room for tiles of such heads.
+            OptionError: The GPU has no integer products, or no tiles of such heads fit.
         """
         _, held, heads, size = self.codes.shape
         groups, dim = self.words.shape[3], queries.shape[3]
         if not packed_decode.multiplies_integers(self.codes):
-            raise OptionError(f"products of integers, by which keys of few bits are scored, are not compiled for {gpu_name()}: {REMEDY}")
+            raise OptionError(f"integer products, which score quantized keys, do not compile for {gpu_name()}: {REMEDY}")
         shared, padded_groups, queries = queries.shape[2] // heads, triton.next_power_of_2(groups), layer_major(queries)
         rows = min(max(triton.next_power_of_2(shared), LEAST_ROWS // padded_groups), MOST_ROWS // padded_groups)
 
@@ -174,6 +176,6 @@ class QuantizedKeyTensors:
             )  # fmt: skip
 
         def what() -> str:
-            return f"choosing tokens by keys of {8 * size // dim} bits with {shape_name(dim, shared, queries.dtype)}"
+            return f"token selection with keys of {8 * size // dim} bits and {shape_name(dim, shared, queries.dtype)}"
 
         launch_first_fitting(BLOCKS, launch, ("coded choice", shared, dim, size, self.codes.device), what, REMEDY)

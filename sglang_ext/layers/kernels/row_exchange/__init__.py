@@ -1,8 +1,11 @@
-"""Rows of K and V that a cache rank on another GPU sends: of what it chose those that a copy lacks, in the place of what the copy needs no
-more (mem_cache/compressed/row_exchange.py has the same in PyTorch).
+"""Kernels that send rows of K and V from a cache rank to an inference rank on another GPU. Selected rows that the compressed KV lacks
+replace rows that it no longer needs. mem_cache/compressed/row_exchange.py does the same in PyTorch.
 
-send_rows.py has the kernels of the cache rank, which find, of tokens that are marked, what comes and what goes, and write K, V and where
-they go to an arena of the inference rank's GPU; receive_rows.py those of the inference rank, which copy them to the slots of the copy, and to
-its record, where the answer was taken. A *move* is a place of a copy and the position of the token whose row comes there. In an arena a
-*pair* is a layer and a KV head, counted layer by layer; of what is marked it is a layer and a request (selection/exact_logits.py:load_pair).
+- `send_rows.py`, on the cache rank: finds arriving and leaving rows among the marked tokens. Writes K, V and their targets to the
+  exchange buffer.
+
+- `receive_rows.py`, on the inference rank: copies the rows to the slots of the compressed KV if the reply is applied. Updates its record.
+
+A *move* is an index in the compressed KV and the position of the token whose row is stored there. In an exchange buffer, a *pair* is a
+layer and a KV head, counted layer by layer. In marks, a pair is a layer and a request (selection/exact_logits.py:load_pair).
 """

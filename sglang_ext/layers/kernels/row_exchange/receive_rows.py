@@ -1,4 +1,4 @@
-"""Rows that come into a copy: those that a cache rank sent, where its answer came, and the newest, as the copy is renewed."""
+"""Writes rows into compressed KV: rows of a cache rank's reply, and the newest rows when the compressed KV is refreshed."""
 
 import torch
 import triton
@@ -9,7 +9,7 @@ from sglang_ext.layers.kernels.compressed.gather_kept import _copy_tokens
 from sglang_ext.layers.kernels.exchange_kernels import COMMIT_NUMBERS
 
 NUMBERS = tl.constexpr(COMMIT_NUMBERS)
-# Place among counters (exchange_kernels.py:COUNTERS) of rows that were taken.
+# Index of applied rows among the counters (exchange_kernels.py:COUNTERS).
 ROWS_COUNTER = tl.constexpr(4)
 # Rows that a program copies at once.
 COPIED = 16
@@ -20,7 +20,7 @@ def _commit_rows(
     counts, moves, row_keys, row_values, hits, numbers, records, counters, key_table, value_table, targets, fresh, slot_stride,
     head_stride, HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Some moves of a pair of a copy, where an answer came; what leads out of the copy or its context is left out."""
+    """Apply some moves of a pair if a reply has arrived. Moves outside the compressed KV or its context are skipped."""
     pair, request, pairs = tl.program_id(0), tl.program_id(2), tl.num_programs(0)
     if tl.load(hits + request) != 0:
         KIND: tl.constexpr = row_keys.dtype.element_ty
@@ -47,7 +47,7 @@ def _move_newest(
     key_table, value_table, keys, values, places, sources, targets, count, slot_stride, head_stride, HEADS: tl.constexpr,
     DIM: tl.constexpr, PADDED_DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of some tokens to a head's places of a copy."""
+    """Copy rows of some tokens to a head's indices in the compressed KV."""
     layer, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     index = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inside = index < count
@@ -63,17 +63,17 @@ def commit_rows(
     arrived: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], hits: torch.Tensor, numbers: torch.Tensor,
     records: torch.Tensor, counters: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], like: torch.Tensor, targets: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Let copies hold the rows that came for them, where an answer came; others stay as they are.
+    """Write received rows to the compressed KV of each request whose reply has arrived. The others stay unchanged.
 
     Args:
-        arrived: of the arena, by lane: counts, moves, keys and values (exchange_buffer.py:ExchangeLayout).
-        hits: as exchange_kernels.py:wait_for_selections gives them.
+        arrived: Regions of the exchange buffer, by lane: counts, moves, keys and values (exchange_buffer.py:ExchangeLayout).
+        hits: Result of exchange_kernels.py:wait_for_selections.
         numbers: int64 [requests, :data:`COMMIT_NUMBERS`].
-        records: int64 [requests], addresses of int32 [layers, kv_heads, keep], the positions that each copy holds, which change, too.
-        counters: int64, of which one tells rows that were taken.
+        records: int64 [requests], addresses of int32 [layers, kv_heads, keep], the positions that each compressed KV holds; updated.
+        counters: int64 counters, of which the one of applied rows is incremented.
         tables: int64 [layers] each, addresses of the layers' key and value buffers.
-        like: a key buffer, [slots, kv_heads, dim]; all have its shape, strides and dtype.
-        targets: int64, slots of the copies, one after the other.
+        like: A key buffer, [slots, kv_heads, dim]; all have its shape, strides and dtype.
+        targets: int64, slots of the compressed KV of all requests, concatenated.
     """
     heads, dim = like.shape[1:]
     fresh = arrived[1].shape[2]
@@ -87,12 +87,14 @@ def move_newest(
     tables: tuple[torch.Tensor, torch.Tensor], keys: torch.Tensor, values: torch.Tensor, places: torch.Tensor, sources: torch.Tensor,
     targets: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Copy rows of tokens in slots ``sources``, int64 [count], to places of a copy in slots ``targets``, int64, as each head has them.
+    """Copy rows of tokens to indices of a compressed KV, which differ from head to head.
 
     Args:
         tables: int64 [layers] each, addresses of the layers' key and value buffers.
-        keys, values: a layer's buffers, [slots, kv_heads, dim]; all have their shape, strides and dtype.
-        places: int64 [layers, kv_heads, count].
+        keys, values: A layer's buffers, [slots, kv_heads, dim]; all have their shape, strides and dtype.
+        places: int64 [layers, kv_heads, count], target indices.
+        sources: int64 [count], slots of the tokens.
+        targets: int64, slots of the compressed KV.
     """
     layers, heads, count = places.shape
     dim = keys.shape[2]

@@ -1,4 +1,4 @@
-"""Which rows a copy lacks of what was chosen for it, and the way of these into the memory of its GPU."""
+"""Finds the selected rows that a compressed KV lacks, and writes them to the memory of its GPU."""
 
 from typing import NamedTuple
 
@@ -12,9 +12,10 @@ from sglang_ext.layers.kernels.selection.exact_logits import CHUNK, PITCH, VARYI
 from sglang_ext.layers.kernels.selection.token_marks import BEYOND, UNFUSED, WORD, score_bit_patterns, popcount, load_normalizers
 from sglang_ext.layers.kernels.exchange_kernels import QUESTION_STRIDE
 
-# Places, and words of marks, that a program looks at, rows that one copies, and counts of heads that it looks at, at once.
+# Held rows, words of marks, copied rows, and counts of heads that a program handles at once.
 LOOKED_AT, WORDS, COPIED, COUNTED = 2048, 1024, 64, 1024
-# Programs that copy rows: as many as a link between GPUs wants, on few of the processors for what chooses beside them. Warps of all.
+# Programs that copy rows: enough for a link between GPUs, on few multiprocessors because the selection runs at the same time. Then: warps
+# of each program.
 COPYING, WARPS = 33, 8
 
 
@@ -24,8 +25,11 @@ def _exchange(
     requests, pitches, chunks, table_row, most, fresh, held_row, SINKS: tl.constexpr, NEWEST: tl.constexpr, HEADS: tl.constexpr,
     GROUP: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Of a KV head of a context what comes, where it lies, and the places that it takes; marks of what stays are taken away. ``coming``,
-    ``bits`` and ``going`` are worked in: tokens that might come, bits of their scores where not all do, and places that go."""
+    """Find the arriving tokens of a KV head of a context, their slots, and the indices that they take. Marks of staying tokens are
+    cleared.
+
+    ``coming``, ``bits`` and ``going`` are scratch: candidate tokens, bits of their scores if not all fit, and indices of leaving rows.
+    """
     head, pair = tl.program_id(0), tl.program_id(1)
     layer, mine, at, length = load_pair(numbers, pair, first_layer, first_request, requests)
     keep, of_head, pitch = tl.load(mine + 2).to(tl.int32), (pair * HEADS + head).to(tl.int64), pitches.to(tl.int64) * PITCH
@@ -39,7 +43,7 @@ def _exchange(
         known = inside & (token >= 0) & (token < length)
         bit, word = 1 << (token & (WORD - 1)), marks + token // WORD
         stays = known & ((tl.load(word, mask=known, other=0) & bit) != 0)
-        # What stays is marked no more: marks that are left are of what comes.
+        # Clear marks of staying tokens; the remaining marks are of candidates.
         tl.atomic_and(word, ~bit, mask=stays, sem="relaxed")
         goes = (inside & (stays == 0)).to(tl.int32)
         tl.store(going + gone + tl.cumsum(goes, 0) - 1, place, mask=goes > 0)
@@ -51,12 +55,12 @@ def _exchange(
         of_word = popcount(left)
         place = many + tl.cumsum(of_word, 0) - of_word
         many += tl.sum(of_word)
-        # Of each word one token after the other: few come.
+        # One token of each word per iteration: few arrive.
         for _ in tl.range(0, tl.max(of_word)):
             tl.store(coming + place, at_word * WORD + popcount((left & -left) - 1), mask=left != 0)
             left, place = left & (left - 1), place + 1
     tl.debug_barrier()
-    # Places are as many as tokens, but for a record that is written meanwhile, of which the answer is not taken.
+    # Leaving and arriving rows are equal in number, except if the record is overwritten meanwhile. Then the reply is not applied.
     limit = tl.minimum(fresh, gone)
     last, need = -1, 0
     if many > limit:
@@ -79,10 +83,10 @@ def _exchange(
     written, equals = 0, 0
     for first in tl.range(0, many, BLOCK):
         index = first + tl.arange(0, BLOCK)
-        # Where all come nobody asks for their scores.
+        # If all fit, scores are not needed.
         score = tl.load(bits + index, mask=(index < many) & (last >= 0), other=BEYOND)
         equal = ((index < many) & (score == last)).to(tl.int32)
-        # Of equal scores those of earlier tokens.
+        # Of equal scores, earlier tokens are selected first.
         comes = (index < many) & ((score > last) | ((equal > 0) & (equals + tl.cumsum(equal, 0) <= need)))
         rank = written + tl.cumsum(comes.to(tl.int32), 0) - 1
         move, token = moves + (of_head * fresh + rank) * 2, tl.load(coming + index, mask=comes, other=0)
@@ -96,7 +100,8 @@ def _exchange(
 
 @triton.jit
 def _next_rows(counts, slots, there, part, parts, all_heads, of_request, requests, fresh, ROWS: tl.constexpr):
-    """Of a part how many rows come for its head in all, where its own lie, and whether the question is there; nothing beyond the last."""
+    """Return for a part: arriving rows of its head in total, slots of its own rows, and whether the selection request is published. Zeros
+    beyond the last part."""
     of_head, index, inside = part % all_heads, part // all_heads * ROWS + tl.arange(0, ROWS), part < parts
     slot = tl.load(slots + of_head.to(tl.int64) * fresh + index, mask=inside & (index < fresh), other=0)
     return tl.load(counts + of_head, mask=inside, other=0), slot, tl.load(there + of_head // of_request % requests, mask=inside, other=0)
@@ -112,18 +117,18 @@ def _push_rows(
     first_layer, first_request, pairs, fresh, slot_stride, head_stride, HEADS: tl.constexpr, DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr, ROWS: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """Moves of heads of requests whose questions are there, and their rows, to their lanes: some at once."""
+    """Write moves and rows of several heads to their lanes, for published selection requests."""
     KIND: tl.constexpr = like.dtype.element_ty
     asked, there, dim = asked + QUESTION_STRIDE * first_request, there + first_request, tl.arange(0, PADDED_DIM)
     most = tl.zeros((COUNTED,), tl.int32)
     for first in tl.range(0, all_heads, COUNTED):
         place = first + tl.arange(0, COUNTED)
         most = tl.maximum(most, tl.load(counts + place, mask=place < all_heads, other=0))
-    # First rows of all heads, then the next ones: where few come all programs have as many of them.
+    # First the first rows of all heads, then the next ones, so that programs have equal work if few rows arrive.
     parts = all_heads * tl.maximum(tl.cdiv(tl.max(most), ROWS), 1)
     many, slot, put = _next_rows(counts, slots, there, tl.program_id(0), parts, all_heads, HEADS, requests, fresh, ROWS)
     for part in tl.range(tl.program_id(0), parts, tl.num_programs(0)):
-        # Looked up while rows are on their way.
+        # Loaded while rows are in transfer.
         next_part = part + tl.num_programs(0)
         later, later_slot, later_put = _next_rows(counts, slots, there, next_part, parts, all_heads, HEADS, requests, fresh, ROWS)
         of_head, first = (part % all_heads).to(tl.int64), part // all_heads * ROWS
@@ -148,12 +153,12 @@ def _push_rows(
 
 
 class GpuRowExchange(NamedTuple):
-    """What comes for some requests in some layers, and which places of their copies it takes, as row_exchange.py:exchange says.
+    """Arriving rows of some requests in some layers, and the indices of compressed KV that they take, as in row_exchange.py:exchange.
 
     Attributes:
-        counts: int32 [layers, requests, kv_heads], how many tokens come for each.
-        moves: int32 [layers, requests, kv_heads, fresh, 2], places and positions, ascending by position.
-        slots: int32 [layers, requests, kv_heads, fresh], where these tokens lie.
+        counts: int32 [layers, requests, kv_heads], number of arriving tokens.
+        moves: int32 [layers, requests, kv_heads, fresh, 2], indices and positions, ascending by position.
+        slots: int32 [layers, requests, kv_heads, fresh], slots of these tokens at the rank.
     """
 
     counts: torch.Tensor
@@ -162,14 +167,14 @@ class GpuRowExchange(NamedTuple):
 
 
 def exchange(marked: MarkedTokens, held: torch.Tensor, most: int, fresh: int) -> GpuRowExchange:
-    """What comes of what is marked, whose marks are used up.
+    """Find the arriving rows among marked tokens. Clears the marks.
 
     Args:
-        marked: tokens of some requests in some layers.
-        held: int32 [all requests, numbers], as MappedExchangeBuffer.records has them: of a request the first [all layers, kv_heads, keep] are the
-            positions that its copy holds, where heads keep so many. What is none of the context's is a place that goes.
-        most: tokens that a head keeps at most.
-        fresh: tokens that come for a head at most: of more those of the highest scores.
+        marked: Marked tokens of some requests in some layers.
+        held: int32 [all requests, numbers], result of MappedExchangeBuffer.records. For a request, the first [all layers, kv_heads, keep]
+            are the positions that its compressed KV holds. An index with a position outside the context is a leaving one.
+        most: Maximum tokens that a head keeps.
+        fresh: Maximum arriving tokens of a head; if there are more, those of the highest scores arrive.
     """
     contexts, heads, (_, _, requests, pitches), device = marked.contexts, marked.tables[1].shape[1], marked.where, held.device
     sizes, chunks = (marked.pairs // requests, requests, heads), triton.cdiv(marked.longest, CHUNK)
@@ -190,16 +195,16 @@ def push_rows(
     tables: tuple[torch.Tensor, torch.Tensor], like: torch.Tensor, comes: GpuRowExchange, asked: torch.Tensor, there: torch.Tensor,
     targets: tuple[int, int, int, int], first_layer: int = 0, first_request: int = 0,
 ) -> None:  # fmt: skip
-    """Write moves of some requests in some layers, and K and V of their tokens, to an arena.
+    """Write moves of some requests in some layers, and K and V of their tokens, to an exchange buffer.
 
     Args:
         tables: int64 [all layers] each, addresses of the layers' key and value buffers.
-        like: a key buffer, [slots, kv_heads, dim]; all have its shape, strides and dtype.
-        comes: what :func:`exchange` found.
+        like: A key buffer, [slots, kv_heads, dim]; all have its shape, strides and dtype.
+        comes: Result of :func:`exchange`.
         asked: int64 [all requests, :data:`~sglang_ext.layers.kernels.exchange_kernels.QUESTION_NUMBERS`].
-        there: int32 [all requests], 1 for each whose question is there; of others nothing is written.
-        targets: addresses of the arena's counts, moves, keys and values, of its first lane.
-        first_layer, first_request: of those that are meant.
+        there: int32 [all requests], 1 for each published selection request. Nothing is written for the others.
+        targets: Addresses of the exchange buffer's counts, moves, keys and values, for its first lane.
+        first_layer, first_request: First layer and request of ``comes``.
     """
     layers, requests, heads, fresh = comes.slots.shape
     all_heads, dim = layers * requests * heads, like.shape[2]

@@ -1,6 +1,7 @@
-"""What select_tokens.py launches, one after the other; and Quest's choice of pages, which attention launches (quest_pages.py).
+"""Kernels of token selection, launched by select_tokens.py, and of Quest's page selection, launched by attention (quest_pages.py).
 
-exact_logits.py leaves the logits of queries with keys as the pool has them (quantized_keys/quantized_logits.py with keys of few bits), and what
-each chunk of a context needs for their normalizers. token_marks.py has the kernels that make scores of them, mark the highest, and write down
-what is marked.
+- `exact_logits.py`: logits of queries with the pool's keys, and normalizers of each chunk of a context. For quantized keys:
+  quantized_keys/quantized_logits.py.
+- `token_marks.py`: computes scores from the logits, marks the highest, and writes the marked tokens.
+- `rotate_queries.py`: rotates queries to later positions.
 """

@@ -1,4 +1,4 @@
-"""Logits of queries with keys as the pool has them, for choosing tokens (select_tokens.py), and what normalizes them."""
+"""Logits of queries with the pool's exact keys, and their normalizers, for token selection (select_tokens.py)."""
 
 from typing import NamedTuple
 
@@ -10,38 +10,39 @@ from sglang_ext.layers.kernels.addresses import buffer_pointer
 from sglang_ext.layers.kernels.gpu_launch import launch_first_fitting, padded_size, shape_name
 from sglang_ext.layers.kernels.window_scores import LOG2_E
 
-# Tokens whose logits a program leaves; of these, keys that are multiplied at once, the more the better where they fit.
+# Tokens whose logits a program computes; and tokens per step, where more is faster if it fits.
 CHUNK = 1024
 BLOCKS = ({"BLOCK": 128}, {"BLOCK": 64}, {"BLOCK": 32}, {"BLOCK": 16}, {"BLOCK": 16, "num_stages": 1})
-# Logits of a query head begin at multiples of so many, and end at one: the longest block.
+# Rows of logits begin at, and are padded to, multiples of this: the longest block.
 PITCH = tl.constexpr(128)
-# Numbers of a request (Contexts.numbers).
+# Numbers of a request (SelectionContexts.numbers).
 NUMBERS = tl.constexpr(4)
-# Exponentials are powers of two on a GPU.
+# GPUs compute exponentials as powers of two.
 TO_POWERS = tl.constexpr(LOG2_E)
-# Below all logits, and a number: of infinities no difference can be taken.
+# Below all logits but finite, because a difference of infinities is NaN.
 LEAST = tl.constexpr(-1e38)
-# What differs from launch to launch: a kernel that was compiled for one serves all.
+# Arguments that differ from launch to launch, for which the kernel is not specialized.
 VARYING = ("first_layer", "first_request", "requests", "pitches", "chunks", "table_row", "most")
 
 
 @triton.jit
 def load_pair(numbers, pair, first_layer, first_request, requests):
-    """Of a pair of a layer and a request in a launch: the layer, the numbers of the request, and its row and length."""
+    """Return for a pair of a layer and a request: the layer, the request's numbers, its row, and its length."""
     mine = numbers + (first_request + pair % requests) * NUMBERS
     return first_layer + pair // requests, mine, tl.load(mine), tl.load(mine + 1).to(tl.int32)
 
 
 @triton.jit
 def update_normalizers(found, top, mass):
-    """Of each row and column of a block: the largest logit with those ``found``, and the sum of powers of two below it."""
+    """Update, for each row and column of a block, the largest logit and the sum of powers of two relative to it with the logits
+    ``found``."""
     new = tl.maximum(top, found)
     return new, mass * tl.exp2(top - new) + tl.exp2(found - new)
 
 
 @triton.jit
 def store_chunk_normalizers(tops, masses, place, mine, top, mass):
-    """Store what normalizes a chunk, at ``place`` for each row that is ``mine``: of what the columns have, their largest and their sum."""
+    """Store a chunk's normalizers at ``place`` for each row in ``mine``: the largest logit, and the sum, over all columns."""
     best = tl.max(top, 1)
     tl.store(tops + place, best, mask=mine)
     tl.store(masses + place, tl.sum(mass * tl.exp2(top - best[:, None]), 1), mask=mine)
@@ -53,7 +54,8 @@ def _compute_exact_logits(
     table_row, slot_stride, key_head, HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Logits of a KV head's queries in a chunk of a context, times log2(e); the largest of each, and the sum of powers of two below it."""
+    """Compute the logits of a KV head's queries in a chunk of a context, times log2(e). Also store their maxima, and sums of powers of
+    two relative to these."""
     head, chunk, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     layer, _, at, length = load_pair(numbers, pair, first_layer, first_request, requests)
     begin = chunk * CHUNK
@@ -66,7 +68,7 @@ def _compute_exact_logits(
         keys = buffer_pointer(key_table, layer, LIKE) + head * key_head
         table, scaling = token_table + at * table_row, tl.load(scalings + layer) * TO_POWERS
         out = logits + (place.to(tl.int64) * GROUP + row)[:, None] * (pitches.to(tl.int64) * PITCH)
-        # Of each column its own, which are joined at the end: meanwhile no thread waits for another.
+        # Each column has its own, joined at the end, so that no thread waits for another.
         top = tl.full((M, BLOCK), LEAST, tl.float32)
         mass = tl.zeros((M, BLOCK), tl.float32)
         for first in tl.range(begin, tl.minimum(begin + CHUNK, length), BLOCK):
@@ -76,21 +78,21 @@ def _compute_exact_logits(
             k = tl.load(keys + slot[:, None] * slot_stride + dim[None, :], mask=inside[:, None] & (dim < DIM)[None, :], other=0.0)
             found = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
             found = tl.where(inside[None, :], found, float("-inf"))
-            # Whole blocks, which are stored by vectors.
+            # Whole blocks, so that stores are vectorized.
             tl.store(out + tl.multiple_of(first, BLOCK) + column[None, :], found.to(logits.dtype.element_ty), mask=mine[:, None])
             top, mass = update_normalizers(found, top, mass)
         store_chunk_normalizers(tops, masses, (place * GROUP + row) * chunks + chunk, mine, top, mass)
 
 
 class LogitsRequest(NamedTuple):
-    """What logits are asked for, of some layers and requests: for who multiplies queries with keys that are no numbers.
+    """Arguments of a logits kernel for some layers and requests, shared by exact and quantized keys.
 
     Attributes:
-        tensors: factors of the layers, token table, numbers of the requests, logits, and of each chunk maxima and masses.
-        where: the first layer and request, how many requests, and units of PITCH in a row of logits.
-        chunks: of the longest context.
-        pairs: of a layer and a request.
-        table_row: numbers in a row of the token table.
+        tensors: Scaling factors of the layers, token table, request numbers, logits, and maxima and sums of each chunk.
+        where: First layer, first request, number of requests, and units of PITCH in a row of logits.
+        chunks: Chunks of the longest context.
+        pairs: Pairs of a layer and a request.
+        table_row: Numbers in a row of the token table.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -101,7 +103,7 @@ class LogitsRequest(NamedTuple):
 
 
 def compute_exact_logits(queries: torch.Tensor, key_table: torch.Tensor, like: torch.Tensor, asked: LogitsRequest) -> None:
-    """Logits with keys as they are, and what normalizes them; arguments as :func:`mark_tokens`'s."""
+    """Compute logits with exact keys, and their normalizers. Arguments as in :func:`mark_tokens`."""
     heads, dim = like.shape[1:]
     group = queries.shape[2] // heads
 
@@ -112,18 +114,19 @@ def compute_exact_logits(queries: torch.Tensor, key_table: torch.Tensor, like: t
         )  # fmt: skip
 
     def what() -> str:
-        return f"choosing tokens with {shape_name(dim, group, like.dtype)}"
+        return f"token selection with {shape_name(dim, group, like.dtype)}"
 
     key = ("choose", group, dim, like.dtype, like.device)
-    # Several programs shall fit on a processor.
+    # Sized so that several programs fit on a multiprocessor.
     launch_first_fitting(BLOCKS if like.itemsize <= 2 else BLOCKS[1:], launch, key, what, "pass --kv-compressor verify-guided")
 
 
 def layer_major(queries: torch.Tensor) -> torch.Tensor:
-    """Of each layer those of all requests, contiguous; ``queries`` are [requests, layers, ...], and may lie so."""
+    """Return ``queries``, [requests, layers, ...], as [layers, requests, ...], contiguous. Does not copy if they are stored in that
+    order."""
     return queries.transpose(0, 1).contiguous()
 
 
 def logits_dtype(dtype: torch.dtype) -> torch.dtype:
-    """As which logits are left: keys of fewer bits have no exact ones."""
+    """dtype of stored logits: float32 only for float32 keys, because logits of keys with fewer bits are not exact."""
     return torch.float32 if dtype == torch.float32 else torch.float16

@@ -1,8 +1,9 @@
-"""Quest's selection on a GPU (Tang et al. 2024, arXiv 2406.10774), as fast as its bytes allow: extremes of pages, and the choice of a step.
+"""Quest's page selection on a GPU (Tang et al. 2024, arXiv 2406.10774), limited by memory bandwidth: page extremes, and the selection of
+a step.
 
-A page's bound is the most that a key between its least and largest numbers could give a query, mean over the query heads of its KV
-head, as ``mem_cache/selection/baselines.py`` has it. It is linear in the parts of a query above and below 0, so that their means
-over the heads are all that is multiplied. The pages of the largest bounds become pointers to their tokens (pages.py).
+A page's bound is the largest product that a query can have with a key between the page's minima and maxima. It is the mean over the query
+heads of the KV head, as in ``mem_cache/selection/baselines.py``. The bound is linear in the positive and negative parts of a query. So
+only the means of these parts over the heads are multiplied. The pages with the largest bounds become pointers to their tokens (pages.py).
 """
 
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class QuestGrid(NamedTuple):
-    """How the choice of a batch is cut into programs.
+    """Division of a batch's page selection into programs.
 
     Attributes:
-        step_bytes: of extremes that a program multiplies at once, while those of its next step are on their way to registers.
-        programs: of all requests and heads, beyond which each takes several times as many steps.
-        resident: bounds that a program can have in registers, at most 2,048; of more pages it reads them again, CHUNK at once.
-        registers: of a thread, None for as many as the compiler likes.
+        step_bytes: Bytes of extremes that a program multiplies at once, while those of its next step are loaded to registers.
+        programs: Maximum programs over all requests and heads; beyond it each takes more steps.
+        resident: Maximum bounds that a program keeps in registers, at most 2,048. With more pages it reads them again, CHUNK at once.
+        registers: Maximum registers of a thread; None for no limit.
     """
 
     step_bytes: int
@@ -35,18 +36,18 @@ class QuestGrid(NamedTuple):
     registers: int | None = 128
 
 
-# Servers take the first, as many programs as an H200 has room for at once; which is best docs/benchmarks/sparse_kernels.py says.
+# Servers use the first, with as many programs as an H200 runs at once. docs/benchmarks/sparse_kernels.py compares them.
 QUEST_GRIDS = (QuestGrid(16384, 528), QuestGrid(16384, 1056), QuestGrid(16384, 2112), QuestGrid(32768, 396, 2048, 168))
 CHUNK = 1024
-# At how many bounds pages are counted at once, by so many bits each of one integer, where bounds are in registers, and in memory.
+# Trial bounds at which pages are counted at once, and bits of each count in one integer; for bounds in registers, and in memory.
 TRIALS, BITS, MEMORY_TRIALS, MEMORY_BITS = 5, 12, 3, 21
-# Pages to whose tokens a program writes pointers at once.
+# Pages whose token pointers a program writes at once.
 KEPT = 128
-# Numbers of a page's tokens that a program bounds at once.
+# Columns of a page's keys that a program reduces at once.
 COLUMNS = 512
-# Below all bounds, as integers, and the largest that a bound may be: infinity. What is chosen in any case is above that.
+# As integers: a value below all bounds, the largest bound (infinity), and the order of pages that are always selected, above it.
 LEAST, LARGEST, ALWAYS = tl.constexpr(-0x7FFFFFFF), tl.constexpr(0x7F800000), tl.constexpr(0x7FFFFFF0)
-# Between bounds at which pages are counted at first, of the bounds' standard deviation.
+# First distance between trial bounds, in standard deviations of the bounds.
 STEP = tl.constexpr(0.05)
 
 
@@ -55,14 +56,14 @@ def _bound_pages(
     key_table, like, slots, extremes, count, pages, slot_stride, head_stride, HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of the page of a slot in a layer; of slots next to each other that share a page the last one has it bounded."""
+    """Compute some columns of the extremes of a slot's page in a layer. Of adjacent slots in one page, only the last computes them."""
     token, layer = tl.program_id(0), tl.program_id(1)
     page = tl.load(slots + token).to(tl.int64) // PAGE
     last = token + 1 >= count
     if last | (tl.load(slots + token + tl.where(last, 0, 1)).to(tl.int64) // PAGE != page):
         column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
         head, channel, inside = column // DIM, column % DIM, column < HEADS * DIM
-        # Else the compiler takes its numbers for scattered ones: buffers begin at multiples of 16 bytes.
+        # Otherwise the compiler does not vectorize the loads: buffers begin at multiples of 16 bytes.
         keys = buffer_pointer(key_table, layer, like.dtype.element_ty)
         mine = keys + page * PAGE * slot_stride + tl.arange(0, PAGE)[:, None] * slot_stride + (head * head_stride + channel)[None, :]
         numbers = tl.load(mine, mask=inside[None, :], other=0.0).to(tl.float32)
@@ -73,14 +74,14 @@ def _bound_pages(
 
 @triton.jit
 def _ordered(bounds):
-    """Bounds as integers of the same order."""
+    """Return bounds as integers of the same order."""
     bits = bounds.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _orders(found, place, count, FIRST: tl.constexpr, NEWEST: tl.constexpr):
-    """The order in which pages are chosen, the largest first: the newest, the first, then by bounds; what is no page comes last."""
+    """Return the order of pages, largest first: the newest, the first, then by bounds; indices beyond the last page come last."""
     order = tl.minimum(tl.maximum(_ordered(found), LEAST), LARGEST)
     order = tl.where(place < FIRST, ALWAYS - NEWEST - place, order)
     order = tl.where(place >= count - NEWEST, ALWAYS - (count - 1 - place), order)
@@ -89,11 +90,12 @@ def _orders(found, place, count, FIRST: tl.constexpr, NEWEST: tl.constexpr):
 
 @triton.jit
 def _guess(total, squares, count, chosen, TRIALS: tl.constexpr):
-    """Were bounds normal, about the last one that is chosen: where to count first, integers about that one's, and a step between them."""
+    """Return the first trial bound and the step, as integers near the lowest selected bound, assuming that bounds are normally
+    distributed."""
     mean = total / count
     spread = tl.sqrt(tl.maximum(squares / count - mean * mean, 0.0))
     share = (chosen - 0.5) / count
-    # Abramowitz and Stegun, 26.2.22: so many standard deviations above the mean is the last.
+    # Abramowitz and Stegun, 26.2.22: the lowest selected bound is this many standard deviations above the mean.
     root = tl.sqrt(-2.0 * tl.log(tl.maximum(tl.minimum(share, 1.0 - share), 1e-6)))
     beyond = root - (2.30753 + 0.27061 * root) / (1.0 + root * (0.99229 + 0.04481 * root))
     beyond = tl.where(share < 0.5, beyond, -beyond)
@@ -105,13 +107,13 @@ def _guess(total, squares, count, chosen, TRIALS: tl.constexpr):
 
 @triton.jit
 def _trial(low, high, first, step, number):
-    """One of the bounds, as an integer of 32 bits between both ends, at which pages are counted."""
+    """Return a trial bound, as a 32-bit integer between both ends, at which pages are counted."""
     return tl.minimum(tl.maximum(first + number * step, low + 1), high - 1).to(tl.int32)
 
 
 @triton.jit
 def _counted(order, low, high, first, step, TRIALS: tl.constexpr, BITS: tl.constexpr):
-    """For each page at which trials it is counted: BITS bits a trial, those of the first lowest."""
+    """Return for each page the trials that count it: BITS bits a trial, the first trial lowest."""
     several = tl.zeros(order.shape, tl.int64)
     for number in tl.static_range(TRIALS):
         several += tl.where(order >= _trial(low, high, first, step, number), tl.full((), 1 << (BITS * number), tl.int64), 0)
@@ -120,16 +122,17 @@ def _counted(order, low, high, first, step, TRIALS: tl.constexpr, BITS: tl.const
 
 @triton.jit
 def _narrowed(low, high, found, above, first, step, several, chosen, TRIALS: tl.constexpr, BITS: tl.constexpr):
-    """Both ends of where the last order is that is chosen, as ``several`` pages are at trials or above, and where to count next.
+    """Narrow the range of the lowest selected order, given that ``several`` pages are at or above the trials. Return also the next
+    trials.
 
-    From the guess on in steps that grow until both ends are known; then between them.
+    Steps grow from the guess on until both ends are known. Then trials divide the range.
     """
     lowest, highest = low, high
     for number in tl.static_range(TRIALS):
         trial = _trial(lowest, highest, first, step, number).to(tl.int64)
         many = ((several >> (BITS * number)) & ((1 << BITS) - 1)).to(tl.int32)
         enough = many >= chosen
-        # Of those with enough the last one, of the others the first.
+        # The last trial with enough pages, and the first with too few.
         low, found = tl.where(enough, trial, low), tl.where(enough, many, found)
         fewer = (many < chosen) & (trial < high)
         high, above = tl.where(fewer, trial, high), tl.where(fewer, many, above)
@@ -140,10 +143,11 @@ def _narrowed(low, high, found, above, first, step, several, chosen, TRIALS: tl.
 
 @triton.jit
 def _list_best(order, low, high, need, better_before, equal_before, listed, slot):
-    """List the ``slot`` of pages of the largest orders: those from ``high`` on, and of those from ``low`` on the first ``need``."""
+    """List the slots, ``slot``, of the pages of the highest orders: all at ``high`` or above, and the first ``need`` at ``low`` or
+    above."""
     better = (order >= high).to(tl.int32)
     equal = ((order >= low) & (order < high)).to(tl.int32)
-    # Both counts in one, of 16 bits each.
+    # Both counts in one integer, 16 bits each.
     both = tl.cumsum(better + (equal << 16), 0)
     rank = equal_before + ((both >> 16) & 0xFFFF)
     best = (better != 0) | ((equal != 0) & (rank <= need))
@@ -153,14 +157,14 @@ def _list_best(order, low, high, need, better_before, equal_before, listed, slot
 
 @triton.jit
 def _noted(bounds, place, count):
-    """Bounds of pages at places, 0 where there is no page: where places are in order several are read at once, whatever the count."""
+    """Load bounds, 0 where there is no page. Loads of consecutive indices are vectorized, whatever the count."""
     found = tl.load(bounds + place, mask=place // 16 < tl.cdiv(count, 16), other=0.0, volatile=True)
     return tl.where(place < count, found, 0.0)
 
 
 @triton.jit
 def _first_slots(context, place, among, PAGE: tl.constexpr):
-    """Of the pages at places of a context for which ``among`` is true."""
+    """Load the first slots of a context's pages where ``among`` is true."""
     return tl.load(context + place.to(tl.int64) * PAGE, mask=among, other=0)
 
 
@@ -169,12 +173,15 @@ def _choose_resident(
     bounds, context, listed, count, chosen, zero, FIRST: tl.constexpr, NEWEST: tl.constexpr, PAGE: tl.constexpr, RESIDENT: tl.constexpr,
     TRIALS: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """List the best pages of a head, whose bounds are in registers. Each count waits for all threads: few are made. ``zero`` is 0, which
-    the compiler cannot know."""
-    # As if in no order: else threads read several bounds each, and list pages one by one, for which all changes places in between.
+    """List the best pages of a head with bounds in registers. Each count synchronizes all threads, so few are made.
+
+    ``zero`` is 0, which the compiler cannot know.
+    """
+    # Hides the order from the compiler. Otherwise a thread reads several bounds and lists its pages one by one, after a layout
+    # conversion.
     place = tl.arange(0, RESIDENT) ^ zero
     found = _noted(bounds, place, count)
-    # On their way while pages are counted.
+    # Loaded while pages are counted.
     slot = _first_slots(context, place, place < count, PAGE)
     first, step = _guess(tl.sum(found), tl.sum(found * found), count, chosen, TRIALS)
     order = _orders(found, place, count, FIRST, NEWEST)
@@ -190,7 +197,7 @@ def _choose_in_memory(
     bounds, context, listed, count, chosen, FIRST: tl.constexpr, NEWEST: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr,
     TRIALS: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """The same, where there are too many for registers."""
+    """List the best pages of a head with too many bounds for registers."""
     column = tl.arange(0, CHUNK)
     total = tl.zeros((CHUNK,), tl.float32)
     squares = tl.zeros((CHUNK,), tl.float32)
@@ -216,7 +223,7 @@ def _choose_in_memory(
 
 @triton.jit
 def _point(cells, table, listed, chosen, slot_stride, PER_SLOT: tl.constexpr, PAGE: tl.constexpr, KEPT: tl.constexpr):
-    """Let a head's pointers, in cells of a row's slots, lead to the tokens of the pages that are listed by their first slots."""
+    """Write a head's pointers, in cells of a row's slots, to the tokens of the pages listed by their first slots."""
     in_page = tl.arange(0, PAGE)
     for first in tl.range(0, chosen, KEPT):
         place = first + tl.arange(0, KEPT)
@@ -235,13 +242,13 @@ def _point(cells, table, listed, chosen, slot_stride, PER_SLOT: tl.constexpr, PA
 
 @triton.jit
 def _extremes(extremes, slot, inside, head, dim, HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PAGE: tl.constexpr):
-    """Least and largest numbers of a head in the pages that begin with slots."""
+    """Load the minima and maxima of a head in the pages with these first slots."""
     page = slot.to(tl.uint32) // PAGE
     mine = extremes + (page.to(tl.int64) * HEADS + head)[:, None] * (2 * DIM) + dim[None, :]
     some = inside[:, None]
     if DIM < PADDED_DIM:
         some = some & (dim < DIM)[None, :]
-    # Each is read once: what all programs read stays in the cache.
+    # Each is read once; evict them first to keep shared data in the cache.
     least = tl.load(mine, mask=some, other=0.0, eviction_policy="evict_first")
     return least, tl.load(mine + DIM, mask=some, other=0.0, eviction_policy="evict_first")
 
@@ -254,18 +261,21 @@ def _choose_pages(
     RESIDENT: tl.constexpr, LONG: tl.constexpr, CHUNK: tl.constexpr, KEPT: tl.constexpr, TRIALS: tl.constexpr, BITS: tl.constexpr,
     MEMORY_TRIALS: tl.constexpr, MEMORY_BITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Bounds of some pages of a request for a KV head; whose program comes last, that points at the best. ``arrived`` is 0 for a head while
-    none of its programs has come, and once it points there. Where it is launched ``EARLY`` it waits until what comes before has ended, and
-    what comes after may begin when all programs have arrived."""
+    """Compute bounds of some pages of a request for a KV head. The last program of a head writes pointers to the best pages.
+
+    ``arrived`` counts the programs of a head that have finished, and is 0 before the first and after the pointers are written. If
+    launched ``EARLY``, the kernel waits until the previous kernel has ended, and lets the next kernel begin when all programs have
+    arrived.
+    """
     if EARLY:
         gdc_wait()
     head, request = tl.program_id(0), tl.program_id(2)
     row = tl.load(rows + request).to(tl.int64)
-    # Rows of full KV have no other row; nothing is chosen for them.
+    # Rows of full KV have no context row; nothing is selected for them.
     context = token_table + tl.maximum(row - full_rows, 0) * table_row
     dim, each, by = tl.arange(0, PADDED_DIM), tl.arange(0, PAGES), tl.num_programs(1) * PAGES
     begin = tl.program_id(1) * PAGES
-    # Of two steps, and whether there are so many pages or not: all that is read here is on its way at the same time.
+    # Slots of two steps, loaded before the page count is known, so that all loads here overlap.
     slot = _first_slots(context, begin + each, begin + each < most, PAGE)
     next_slot = _first_slots(context, begin + by + each, begin + by + each < most, PAGE)
     below = tl.zeros((PADDED_DIM,), tl.float32)
@@ -284,7 +294,7 @@ def _choose_pages(
         least, largest = _extremes(extremes, slot, begin + each < count, head, dim, HEADS, DIM, PADDED_DIM, PAGE)
         for first in tl.range(begin, count, by):
             place = first + each
-            # Of the next step, and slots of the one after it.
+            # Extremes of the next step, and slots of the one after it.
             next_least, next_largest = _extremes(extremes, next_slot, place + by < count, head, dim, HEADS, DIM, PADDED_DIM, PAGE)
             next_slot = _first_slots(context, place + 2 * by, place + 2 * by < count, PAGE)
             found = tl.sum(least.to(tl.float32) * below[None, :] + largest.to(tl.float32) * above[None, :], 1) / GROUP
@@ -311,19 +321,19 @@ def _choose_pages(
                 cells + head * head_stride, token_table + row * table_row, list_of_mine, chosen, slot_stride, PER_SLOT, PAGE, KEPT
             )  # fmt: skip
             tl.debug_barrier()
-            # For the next launch, and for who waits for the pointers.
+            # For the next launch, and for kernels that wait for the pointers.
             tl.atomic_xchg(arrived + of_row, 0, sem="release")
 
 
 def bound_pages(key_table: torch.Tensor, like: torch.Tensor, slots: torch.Tensor, extremes: torch.Tensor, page: int) -> None:
-    """Bring extremes up to date of the pages of ``slots``, in all layers, by the keys that are there; nothing waits for the device.
+    """Update the extremes of the pages of ``slots``, in all layers, from their keys. Does not wait for the device.
 
     Args:
         key_table: int64 [layers], addresses of the layers' key buffers.
-        like: a key buffer, [slots, kv_heads, dim]; all have its shape, strides and dtype.
+        like: A key buffer, [slots, kv_heads, dim]; all have its shape, strides and dtype.
         slots: int64 [tokens], at least one.
-        extremes: [layers, pages, kv_heads, 2, dim], of the keys' dtype: least and largest number of each channel.
-        page: tokens of a page.
+        extremes: [layers, pages, kv_heads, 2, dim], dtype of the keys: minimum and maximum of each channel.
+        page: Tokens of a page.
     """
     layers, pages, heads, _, dim = extremes.shape
     columns = min(COLUMNS, triton.next_power_of_2(heads * dim))
@@ -334,17 +344,17 @@ def bound_pages(key_table: torch.Tensor, like: torch.Tensor, slots: torch.Tensor
 
 
 def _width(pages: int) -> int:
-    """Bounds of a head for so many pages: as many as lets several be read at once."""
+    """Bounds of a head, padded so that loads are vectorized."""
     return -(-pages // 16) * 16
 
 
 def scratch_bytes(requests: int, heads: int, tokens: int, page: int) -> int:
-    """Bytes in which :func:`point_at_best_pages` works, for so many requests and KV heads: bounds of pages, and slots of the best.
+    """Scratch bytes of :func:`point_at_best_pages`: bounds of pages, and slots of the best.
 
     Args:
-        requests, heads: for which it is launched.
-        tokens: in a row of the token table.
-        page: tokens of a page.
+        requests, heads: Requests and KV heads of a launch.
+        tokens: Tokens in a row of the token table.
+        page: Tokens of a page.
     """
     return requests * heads * _width(triton.cdiv(tokens, page)) * (torch.float32.itemsize + torch.int32.itemsize)
 
@@ -359,25 +369,25 @@ def point_at_best_pages(
     lengths: torch.Tensor,
     cut: QuestGrid = QUEST_GRIDS[0],
 ) -> torch.Tensor:
-    """Let each KV head's pointers lead to the tokens of its best pages, in the context's order.
+    """Point each KV head's pointers to the tokens of its best pages, in the order of the context.
 
-    Reads nothing of the device on the host, and ``begins`` where it always lies: CUDA graphs may capture it. Rows that begin with no
-    pointers, and those whose turn it is not, stay as they are.
+    Reads no device memory on the host, and ``begins`` always at the same addresses, so CUDA graphs may capture it. Rows without pointers,
+    and rows that are not due for a selection, stay unchanged.
 
     Args:
-        begins: which rows begin with pointers, and to pages among how many.
-        layer: counted from 0.
+        begins: Page pointer layout: which rows begin with pointers, and their numbers of pages.
+        layer: Layer index, from 0.
         queries: [requests, query_heads, dim].
-        cells: a layer's keys as pointers, int32 [slots, kv_heads, pointers].
-        token_table: int32 [2 * rows, width]: contexts, whose pages are whole, in the first half, in the other at the same place the
-            slots that hold their pointers.
-        rows: int64 [requests], of the table, each at most once but those without pointers.
+        cells: A layer's keys as pointers, int32 [slots, kv_heads, pointers].
+        token_table: int32 [2 * rows, width]. The first half has the contexts, with whole pages. The second half has, at the same index,
+            the slots that hold their pointers.
+        rows: int64 [requests], rows of the table; each at most once, except rows without pointers.
         lengths: int64 [requests], slots of each row.
-        cut: how the work is cut into programs.
+        cut: Division into programs.
 
     Returns:
-        The bounds: float32 [requests, kv_heads, at least pages], where there were any to choose from. Who launches what begins before the
-        choice has ended keeps them until then: the choice works in their memory.
+        The bounds: float32 [requests, kv_heads, at least pages], valid where a selection was due. A caller that launches work before the
+            selection has ended must keep this tensor until then, because the selection uses its memory.
     """
     requests, heads, dim, page = len(rows), cells.shape[1], queries.shape[-1], begins.page
     extremes, padded = begins.extremes.held[layer], triton.next_power_of_2(dim)
@@ -390,7 +400,7 @@ def point_at_best_pages(
         cells, bounds, listed.view(torch.int32), width, most, len(token_table) // 2, token_table.stride(0), cells.stride(0),
         cells.stride(1), HEADS=heads, GROUP=queries.shape[1] // heads, DIM=dim, PADDED_DIM=padded, PER_SLOT=begins.layout.per_slot,
         EVERY=begins.every, FIRST=begins.first, NEWEST=begins.newest, PAGE=page, PAGES=at_once,
-        RESIDENT=min(cut.resident, triton.next_power_of_2(most)), LONG=most > cut.resident, CHUNK=CHUNK, KEPT=KEPT, TRIALS=TRIALS, BITS=BITS,
-        MEMORY_TRIALS=MEMORY_TRIALS, MEMORY_BITS=MEMORY_BITS, maxnreg=cut.registers, **pdl_options(queries),
+        RESIDENT=min(cut.resident, triton.next_power_of_2(most)), LONG=most > cut.resident, CHUNK=CHUNK, KEPT=KEPT, TRIALS=TRIALS,
+        BITS=BITS, MEMORY_TRIALS=MEMORY_TRIALS, MEMORY_BITS=MEMORY_BITS, maxnreg=cut.registers, **pdl_options(queries),
     )  # fmt: skip
     return bounds

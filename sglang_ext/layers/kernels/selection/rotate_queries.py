@@ -1,10 +1,10 @@
-"""Queries as they would be some positions later, of many layers and requests in one launch (mem_cache/compressed/rotary.py:advanced)."""
+"""Rotates queries (RoPE) to later positions, for many layers and requests in one launch (mem_cache/compressed/rotary.py:advanced)."""
 
 import torch
 import triton
 import triton.language as tl
 
-# Entries that a program turns at once.
+# Entries that a program rotates at once.
 BLOCK_ENTRIES = 1024
 
 
@@ -12,7 +12,7 @@ BLOCK_ENTRIES = 1024
 def _rotate_queries(
     queries, cos, sin, other, out, requests, of_request, of_layer, size, DIM: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Of a layer and request; ``size`` entries, which lie one after the other."""
+    """Rotate the queries of a layer and request: ``size`` contiguous entries."""
     pair = tl.program_id(0).to(tl.int64)
     source = queries + pair % requests * of_request + pair // requests * of_layer
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -24,14 +24,14 @@ def _rotate_queries(
 
 
 def rotate_queries(queries: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Turn queries on.
+    """Rotate queries by a number of positions.
 
     Args:
-        queries: float [requests, layers, query_heads, dim]; those of a request and layer lie one after the other.
-        turn: of each entry cosine, sine with its sign, and the other entry of its pair: float32, float32 and int64 [dim].
+        queries: float [requests, layers, query_heads, dim]; those of a request and layer are contiguous.
+        turn: For each entry the cosine, the signed sine, and the index of its pair's other entry: float32, float32 and int64 [dim].
 
     Returns:
-        float32 [requests, layers, query_heads, dim], of which each layer's are of one piece.
+        float32 [requests, layers, query_heads, dim]; those of a layer are contiguous.
     """
     requests, layers, heads, dim = queries.shape
     out = torch.empty(layers, requests, heads, dim, device=queries.device)

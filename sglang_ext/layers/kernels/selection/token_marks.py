@@ -1,8 +1,8 @@
-"""Which tokens of a context have the highest scores, of logits and what normalizes them (exact_logits.py): marked, and written down.
+"""Marks the tokens of a context with the highest scores, from logits and normalizers (exact_logits.py), and writes the marked tokens.
 
-A program has a context of a KV head: it makes scores of the logits, which stay in its registers, finds the score of the last token that
-is chosen by narrowing the range of bits in which it is, and marks those above it; scores of a context too long for registers wait in
-memory, and are walked for each eighth of the range. Another kernel writes down what is marked.
+A program handles a context of a KV head. It computes scores from the logits and keeps them in registers. It finds the lowest selected
+score by bisecting the range of its bits, and marks the tokens above it. Scores of a context too long for registers are stored in memory.
+They are read once for each subdivision of the range into eighths. Another kernel writes the marked tokens.
 """
 
 import triton
@@ -10,24 +10,24 @@ import triton.language as tl
 
 from sglang_ext.layers.kernels.selection.exact_logits import LEAST, PITCH, VARYING, load_pair
 
-# Scores in memory that are counted at once, and parts of a range that one walk tells apart.
+# Scores in memory that are counted at once, and subdivisions of the range per pass.
 COUNTED, PARTS = tl.constexpr(2048), tl.constexpr(8)
-# Tokens that a word marks.
+# Tokens per word of marks.
 WORD = tl.constexpr(32)
-# Chunks whose normalizers are joined at once.
+# Chunks whose normalizers are combined at once.
 JOINED = tl.constexpr(32)
-# Of infinity, the bits of a score and one; between two of which one is twice the other.
+# Bits of infinity plus one; and the difference in bits between a score and its double.
 BEYOND, OCTAVE = tl.constexpr(0x7F800001), tl.constexpr(1 << 23)
-# The longest step from one guess to the next.
+# Maximum step between two guesses.
 MOST_STEP = tl.constexpr(1 << 29)
-# Threads sum products alike only where none is fused with a sum: of two that exchange theirs, each would round the other's alone. Else
-# equal logits have scores that differ in the last bit.
+# Without fused multiply-adds, all threads round sums of products alike. With them, two threads that exchange products would each round
+# the other's separately, so that equal logits would get scores that differ in the last bit.
 UNFUSED = {"enable_fp_fusion": False}
 
 
 @triton.jit
 def load_normalizers(tops, masses, of_head, chunks, there, GROUP: tl.constexpr, G: tl.constexpr):
-    """Binary logarithms of the sums of the powers of two of a KV head's logits, of the first ``there`` of its chunks, by query head."""
+    """Return the binary logarithms of the sums of powers of two of a KV head's logits, over its first ``there`` chunks, by query head."""
     row = tl.arange(0, G)
     top = tl.full((G,), LEAST, tl.float32)
     mass = tl.zeros((G,), tl.float32)
@@ -48,15 +48,15 @@ def score_bit_patterns(
     logits, normalizers, of_head, pitch, token, length, whole, SINKS: tl.constexpr, NEWEST: tl.constexpr, GROUP: tl.constexpr,
     G: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Bits of the mean attention to TOKENS tokens of a context, which are in the order of the scores; infinity's for the first and the
-    newest, -1 beyond the end."""
+    """Return the bits of the mean attention to TOKENS tokens of a context; their order is that of the scores. The first and newest tokens
+    get infinity's bits, tokens beyond the end -1."""
     score = tl.zeros((TOKENS,), tl.float32)
     for row in tl.static_range(GROUP):
         normalizer = tl.sum(tl.where(tl.arange(0, G) == row, normalizers, 0.0))
         found = tl.load(logits + (of_head * GROUP + row) * pitch + token, mask=token < whole, other=float("-inf"))
         score += tl.exp2(found.to(tl.float32) - normalizer)
-    # What is no number, as of keys that are none, comes last. Its bits tell: of a sum of powers of two ptxas (12.8) takes for granted
-    # that it is 0 or more, NaN or not, and leaves out a comparison with 0.
+    # NaN scores, as of NaN keys, come last. The bits are tested instead of the value: ptxas (12.8) assumes that a sum of powers of two is
+    # 0 or more, even for NaN, and removes a comparison with 0.
     bits = (score / GROUP).to(tl.int32, bitcast=True)
     bits = tl.where(bits.to(tl.uint32, bitcast=True) < BEYOND, bits, 0)
     bits = tl.where((token < SINKS) | (token >= length - NEWEST), BEYOND - 1, bits)
@@ -65,10 +65,11 @@ def score_bit_patterns(
 
 @triton.jit
 def _last_of_registers(bits, count, length):
-    """Bits between those of the scores that are chosen and of those that are not, and how many are chosen of those that have them."""
+    """Return bits between the selected and the other scores, and how many tokens with exactly these bits are selected."""
     low, high, found, above = 0, BEYOND, length, 0
-    # From the mean on in doubled steps, until both ends are known. Then where a line between logarithms of the counts at both ends leads,
-    # and, that any scores come to an end, each fourth time to the middle: each count waits for all threads, so that few shall be made.
+    # Start at the mean, with doubling steps, until both ends are known. Then interpolate linearly between the logarithms of the counts at
+    # both ends. Every fourth step bisects instead, so that the search ends for any scores. Each count synchronizes all threads, so few
+    # counts matter.
     middle, step = (1.0 / length).to(tl.int32, bitcast=True), OCTAVE
     while (found != count) & (high - low > 1):
         many = tl.sum((bits >= middle).to(tl.int32))
@@ -81,14 +82,14 @@ def _last_of_registers(bits, count, length):
         line = (part * (high - low).to(tl.float32)).to(tl.int32)
         onward = tl.where((step == MOST_STEP) | (line < 1) | (line >= high - low), half, line)
         middle = tl.where(low == 0, high - tl.minimum(step, half), low + tl.where(both, onward, tl.minimum(step, half)))
-        # Where both ends are known it tells the turns: one register more is one too many here.
+        # Once both ends are known, `step` counts the iterations: one more register would be too many here.
         step = tl.where(both & (step == MOST_STEP), MOST_STEP // 8, tl.minimum(2 * step, MOST_STEP))
     return tl.where(found == count, low - 1, low), tl.where(found == count, 0, count - above)
 
 
 @triton.jit
 def _last_of_memory(bits, count, length, whole):
-    """As :func:`_last_of_registers`, of ``whole`` scores in memory, of which those beyond ``length`` are below all."""
+    """Like :func:`_last_of_registers`, for ``whole`` scores in memory. Those beyond ``length`` are below all others."""
     low, high, found, above = 0, BEYOND, length, 0
     while (found != count) & (high - low > 1):
         middle = low + tl.cdiv(high - low, PARTS) * tl.arange(0, PARTS)
@@ -108,7 +109,7 @@ def _last_of_memory(bits, count, length, whole):
 
 @triton.jit
 def _marked(bits, token, last, until, marks, whole, TOKENS: tl.constexpr):
-    """Mark tokens, from a multiple of 32 on, whose bits are above ``last``, or the same where the token is ``until`` or before it."""
+    """Mark tokens, starting at a multiple of 32, whose bits are above ``last``, or equal to it if the token is at most ``until``."""
     chosen = (bits > last) | ((bits == last) & (token <= until))
     words = tl.reshape(chosen.to(tl.int32), (TOKENS // WORD, WORD)) << tl.arange(0, WORD)[None, :]
     place = tl.arange(0, TOKENS // WORD)
@@ -125,7 +126,7 @@ def mark_top_tokens(
     head, pair = tl.program_id(0), tl.program_id(1)
     _, mine, _, length = load_pair(numbers, pair, first_layer, first_request, requests)
     count, of_head = tl.load(mine + 2).to(tl.int32), (pair * HEADS + head).to(tl.int64)
-    # Rows of whole vectors.
+    # Rows consist of whole vectors.
     pitch, whole = pitches.to(tl.int64) * PITCH, tl.cdiv(length, PITCH) * PITCH
     marks += of_head * (pitch // WORD)
     normalizers = load_normalizers(tops, masses, of_head, chunks, tl.cdiv(length, CHUNK), GROUP, G)
@@ -152,7 +153,7 @@ def mark_top_tokens(
             token = first + tl.arange(0, AT_ONCE)
             bits = tl.load(scores + token, mask=token < whole, other=-1)
             rank = equals + tl.cumsum((bits == last).to(tl.int32), 0)
-            # Tokens of the last score up to the last that is needed.
+            # The last token with the lowest selected score that is still needed.
             until = tl.max(tl.where((bits == last) & (rank <= need), token, -1))
             _marked(bits, token, last, until, marks + first // WORD, whole - first, AT_ONCE)
             equals += tl.sum((bits == last).to(tl.int32))
@@ -160,7 +161,7 @@ def mark_top_tokens(
 
 @triton.jit
 def popcount(word):
-    """How many, of each."""
+    """Return the number of set bits of each word."""
     word -= (word >> 1) & 0x55555555
     word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
     word = (word + (word >> 4)) & 0x0F0F0F0F
@@ -173,8 +174,10 @@ def write_marked_tokens(
     marks, key_table, token_table, numbers, targets, out, first_layer, first_request, requests, pitches, table_row, most, slot_stride,
     head_stride, HEADS: tl.constexpr, PER_SLOT: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Of some tokens of a context those that are marked for a KV head, after those before: positions, or, with PER_SLOT, pointers in
-    the slots of its targets."""
+    """Write the marked tokens of part of a context for a KV head, after those of earlier parts.
+
+    Writes positions, or with PER_SLOT pointers in the target slots.
+    """
     WORDS: tl.constexpr = TOKENS // WORD
     head, pair, begin = tl.program_id(0), tl.program_id(2), tl.program_id(1) * TOKENS
     layer, mine, at, length = load_pair(numbers, pair, first_layer, first_request, requests)
@@ -186,11 +189,11 @@ def write_marked_tokens(
             place = first + tl.arange(0, WORDS)
             before += popcount(tl.load(marks + place, mask=place < begin // WORD, other=0))
         at_word = begin // WORD + tl.arange(0, WORDS)
-        # Rows of marks end at a whole word, with zeros.
+        # Rows of marks are zero-padded to whole words.
         left = tl.load(marks + at_word, mask=at_word * WORD < length, other=0)
         many = popcount(left)
         place = tl.sum(before) + tl.cumsum(many, 0) - many
-        # Of each word one token after the other: few are marked, but the newest.
+        # One token of each word per iteration: few are marked, except the newest.
         for _ in tl.range(0, tl.max(many)):
             chosen, token = left != 0, at_word * WORD + popcount((left & -left) - 1)
             if PER_SLOT:

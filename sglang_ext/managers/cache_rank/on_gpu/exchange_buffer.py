@@ -1,19 +1,30 @@
-"""Memory of an inference rank's GPU that a cache rank on another GPU maps: questions and keys go one way, chosen tokens the other.
+"""Exchange buffer: memory of the inference rank's GPU that a cache rank maps. Queries and keys are sent one way, selected tokens the
+other.
 
-It is allocated apart from PyTorch's, and its CUDA IPC handle is sent to the cache rank. Both sides count words in it
-(layers/kernels/exchange_kernels.py), which name the epoch, so that it outlives the processes of the rank: what one of them wrote too late is
-nobody's answer.
+The buffer is allocated apart from PyTorch's memory, and its CUDA IPC handle is sent to the cache rank. Both sides count *words* in it
+(layers/kernels/exchange_kernels.py). Words name the epoch, so the buffer outlives the rank's processes: a late write of an earlier
+process is not accepted as a reply.
 
-Where ranks have full KV, values travel, too, and rows of K and V travel back (layers/kernels/row_exchange/): of what was chosen those that
-the copy lacks. *Which these are* a question says itself: the record of the copy, the positions that it holds, lies in the arena as it is
-when the question is put. A record changes as an answer is taken, and as its request's copy is made anew; after each, answers to older
-questions are taken no more, as the host expects that of the newest alone, and puts the next question after it on the device. So the rank
-need not know which of its answers were taken, late and missed ones cost nothing but their rows, and a process that is started anew begins
-with what copies hold. For the same reason a lane has one place for a record and one for rows, not two: they are written for one question,
-and those that are looked at are that question's. A rank that is late reads a record in which parts are newer, for an answer that nobody
-takes. Of more rows than have room those of the highest scores travel: a copy holds what its record says at any time, and is only older.
+If ranks hold full KV, values are sent too. The rank sends back rows of K and V (layers/kernels/row_exchange/): those of selected tokens
+that the compressed KV lacks. The selection request names them: when it is published, the *record* of the compressed KV, that is, the
+positions of its rows, is copied to the buffer. A record changes when a selection is applied and when the request's compressed KV is
+refreshed. After either, replies to older selection requests are not applied: the host expects only the newest one, and the device
+publishes the next request after it.
 
-On a CPU, for tests, it is shared memory, and what kernels do is done in PyTorch.
+This design has these consequences:
+
+- The rank need not know which of its replies were applied. A late or missing reply costs only its rows.
+
+- A restarted process begins with the positions that the compressed KV holds.
+
+- A lane has one slot for a record and one for rows, not two. Both are written for one selection request, and only its rows are read.
+
+- A late rank may read a record with newer parts, but its reply is not applied.
+
+- If there are more rows than room, those of the highest scores are sent. The compressed KV matches its record at any time, and is only
+  older.
+
+On a CPU, for tests, the buffer is shared memory, and PyTorch does the work of the kernels.
 """
 
 import math
@@ -34,26 +45,26 @@ from sglang_ext.managers.cache_rank.shared_memory import copy_tokens
 from sglang_ext.mem_cache.compressed.layouts.pointers import as_pointers
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
-# As layers/kernels/exchange_kernels.py has them, which a CPU does not import.
+# Equal to those of layers/kernels/exchange_kernels.py, which is not imported on a CPU.
 LANE_WORDS, DONE, CHOSEN, QUESTION_NUMBERS = 8, 2, 4, 3
 COUNTERS = ("taken", "late", "unasked", "waited", "rows")
-# CUDA hands out memory in such parts: an IPC handle is one of nothing else.
+# Granularity of CUDA allocations, so that the IPC handle covers no other allocation.
 GRAIN = 2 << 20
 # Bytes of a CUDA IPC handle.
 HANDLE_BYTES = 64
 
 
 class ExchangeBufferError(OptionError):
-    """The GPUs cannot share the arena: says which, and the remedy."""
+    """The GPUs cannot share the exchange buffer. The text names the GPUs and the remedy."""
 
 
 def epoch_word(epoch: int, number: int) -> int:
-    """How a number of a process's epoch is written."""
+    """Return the word of a number in a process's epoch."""
     return (epoch << NUMBER_BITS) + number
 
 
 class BufferRegion(NamedTuple):
-    """Of an arena: where it begins, and what it is."""
+    """A region of the exchange buffer: its first byte, sizes and dtype."""
 
     begin: int
     sizes: tuple[int, ...]
@@ -62,20 +73,20 @@ class BufferRegion(NamedTuple):
 
 @dataclass(frozen=True)
 class ExchangeLayout:
-    """Where what lies in an arena, which both sides know by the shape.
+    """Regions of the exchange buffer, which both sides compute from the shape.
 
     Attributes:
         heads: int64 [lanes, LANE_WORDS], words of each lane.
-        written: int64 [8], of which the first says how much the inference rank wrote.
+        written: int64 [8]; the first counts the writes of the inference rank.
         queries: [lanes, 2, layers, window, query_heads, dim].
-        keys: [places, layers, block, kv_heads, dim].
-        chosen: int32 [lanes, 2, numbers]; an answer is [layers, kv_heads, keep] at the beginning. Empty where rows travel.
-        values: as ``keys``. This and the following are empty where none travel.
-        records: int32 [lanes, numbers]; positions that a copy holds, [layers, kv_heads, keep], are at the beginning.
-        counts: int32 [lanes, pairs], rows of an answer for each layer and KV head.
-        moves: int32 [lanes, pairs, fresh, 2], of each row the place of the copy that it takes, and its token's position.
+        keys: [places, layers, block, kv_heads, dim], staging slots.
+        chosen: int32 [lanes, 2, numbers]; a selection is [layers, kv_heads, keep] at the beginning. Empty if rows are sent.
+        values: Like ``keys``. This and the following are empty if no values are sent.
+        records: int32 [lanes, numbers]; positions that the compressed KV holds, [layers, kv_heads, keep], at the beginning.
+        counts: int32 [lanes, pairs], rows of a reply for each layer and KV head.
+        moves: int32 [lanes, pairs, fresh, 2], for each row its target index in the compressed KV, and its token's position.
         row_keys, row_values: [lanes, pairs, fresh, dim].
-        size: bytes in all.
+        size: Total bytes.
     """
 
     heads: BufferRegion
@@ -93,7 +104,7 @@ class ExchangeLayout:
 
     @classmethod
     def from_shape(cls, shape: BufferShape) -> "ExchangeLayout":
-        """For ranks of this shape."""
+        """Compute the layout for ranks of this shape."""
         dtype, by_lane, begin, parts = getattr(torch, shape.dtype), (shape.lanes, 2), 0, []
         pairs, (chosen, places, lanes) = shape.layers * shape.kv_heads, (0, shape.places, shape.lanes)
         if not shape.rows:
@@ -117,12 +128,12 @@ class ExchangeLayout:
 
     @property
     def parts(self) -> tuple[BufferRegion, ...]:
-        """All, in their order."""
+        """All regions in order."""
         rows = self.values, self.records, self.counts, self.moves, self.row_keys, self.row_values
         return self.heads, self.written, self.queries, self.keys, self.chosen, *rows
 
     def views(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Of memory, uint8 [size], each part."""
+        """Return a view of each region of ``memory``, uint8 [size]."""
         found = []
         for part in self.parts:
             size = math.prod(part.sizes) * part.dtype.itemsize
@@ -131,22 +142,22 @@ class ExchangeLayout:
 
 
 class SharedGpuMemory:
-    """Memory of the current GPU, apart from PyTorch's, which no process frees while another maps it.
+    """Memory of the current GPU outside PyTorch's allocator. It is never freed while another process maps it.
 
     Attributes:
         memory: uint8 [size], zeros.
-        handle: its CUDA IPC handle.
+        handle: Its CUDA IPC handle.
     """
 
     def __init__(self, size: int, device: torch.device):
         from sglang.srt.distributed.device_communicators.cuda_wrapper import CudaRTLibrary
 
         with torch.cuda.device(device):
-            torch.cuda.current_stream().synchronize()  # there is a context
+            torch.cuda.current_stream().synchronize()  # creates the CUDA context
             library = CudaRTLibrary()
             address = library.cudaMalloc(size)
             library.cudaMemset(address, 0, size)
-            library.cudaDeviceSynchronize()  # or other streams would not come after it
+            library.cudaDeviceSynchronize()  # orders the memset before work on other streams
             self.handle = bytes(library.cudaIpcGetMemHandle(address))[:HANDLE_BYTES]
         shown = {"shape": (size,), "typestr": "|u1", "data": (address.value, False), "version": 3}
         self.memory = torch.as_tensor(type("Allocated", (), {"__cuda_array_interface__": shown})(), device=device)
@@ -155,7 +166,7 @@ class SharedGpuMemory:
 
 
 class SharedHostMemory:
-    """Shared memory without a name, in the place of a GPU's; ``descriptor``: of it, to be inherited."""
+    """Anonymous shared memory in place of GPU memory. ``descriptor``: its descriptor, which the rank's process inherits."""
 
     handle = b""
 
@@ -166,7 +177,8 @@ class SharedHostMemory:
 
 
 class QueryUpload(NamedTuple):
-    """A question: where its queries lie in their pool, oldest first; its lane and word; where rows travel, the record of the copy."""
+    """A selection request to publish: indices of its queries in their pool, oldest first; its lane and word; with rows, the record of the
+    compressed KV."""
 
     places: list[int]
     lane: int
@@ -175,8 +187,8 @@ class QueryUpload(NamedTuple):
 
 
 class SelectionTarget(NamedTuple):
-    """A copy that shall lead to what a question chose: lane, word and row, tokens covered and kept of each head, its slots; where rows
-    travel, its record, int32 [layers, kv_heads, keep]."""
+    """A compressed KV that applies a selection: lane, word, token-table row, covered tokens, kept tokens per head, and slots. With rows
+    also its record, int32 [layers, kv_heads, keep]."""
 
     lane: int
     word: int
@@ -188,25 +200,25 @@ class SelectionTarget(NamedTuple):
 
 
 class ExchangeBuffer:
-    """An arena as the inference rank sees it, in whose memory it lies; all that it does follows the current stream.
+    """The inference rank's access to the exchange buffer in its memory. All operations are ordered on the current stream.
 
     Args:
-        shape: of the rank.
-        device: of the inference rank.
-        rank_device: of the cache rank, as PyTorch names it.
+        shape: Sizes of the rank.
+        device: Device of the inference rank.
+        rank_device: Device of the cache rank, as PyTorch names it.
 
     Attributes:
         handle: CUDA IPC handle; empty on a CPU.
-        number: how much was put in this epoch, or will be once the question is put that has the number.
-        counters: int64 [5], of :data:`COUNTERS`, on the device.
+        number: Number of writes in this epoch, including a reserved one that is not published yet.
+        counters: int64 [5], :data:`COUNTERS`, on the device.
 
     Raises:
-        ExchangeBufferError: the cache rank's GPU cannot read this one's memory.
+        ExchangeBufferError: The cache rank's GPU cannot read this GPU's memory.
     """
 
     def __init__(self, shape: BufferShape, device: torch.device, rank_device: str):
         self.shape, self.rank_device, self.device = shape, rank_device, device
-        self._layout, self._epoch, self.number, self._said = ExchangeLayout.from_shape(shape), 0, 0, 0
+        self._layout, self._epoch, self.number, self._announced = ExchangeLayout.from_shape(shape), 0, 0, 0
         if device.type == "cuda":
             check_peer_access(device, torch.device(rank_device))
         self._held = SharedGpuMemory(self._layout.size, device) if device.type == "cuda" else SharedHostMemory(self._layout.size)
@@ -217,22 +229,25 @@ class ExchangeBuffer:
         self._by_kernels = device.type == "cuda"
 
     def begin(self, epoch: int) -> int | None:
-        """A process of this epoch is about to start: nothing was asked of it yet. A descriptor that it inherits, its starter's to close."""
-        self._epoch, self.number, self._said = epoch, 0, 0
+        """Reset the words for a process of a new epoch. Return a descriptor that the process inherits and its starter closes; None on a
+        GPU."""
+        self._epoch, self.number, self._announced = epoch, 0, 0
         self.heads.fill_(epoch_word(epoch, 0))
         self.written.fill_(epoch_word(epoch, 0))
         if self.device.type == "cuda":
-            # Whatever streams are used from here on.
+            # Orders the reset before work on any stream.
             torch.cuda.current_stream().synchronize()
         return None if self._held.descriptor is None else os.dup(self._held.descriptor)
 
     def word(self, number: int) -> int:
-        """As it is written of the process that runs."""
+        """Return the word of a number in the running process's epoch."""
         return epoch_word(self._epoch, number)
 
     def put_keys(self, puts: Sequence[StagedTokens], buffers: KVBuffers, slots: torch.Tensor) -> int:
-        """Put the keys of tokens in ``slots``, int64 [tokens], and their values where these travel, to places, each from its first of
-        ``slots`` on. The number of them all."""
+        """Copy the keys at pool ``slots``, int64 [tokens], and with rows their values, to staging slots. Return the number of this write.
+
+        Each of ``puts`` starts at its own index of ``slots``.
+        """
         self.number += 1
         both = (self.keys, buffers.keys, "key_table"), (self.values, buffers.values, "value_table")
         told = to_device(list(puts), self.device) if self._by_kernels else None
@@ -246,34 +261,34 @@ class ExchangeBuffer:
         return self.number
 
     def reserve_number(self) -> int:
-        """Of a question that :meth:`publish` will put."""
+        """Return the number of the next write, which :meth:`publish` will make."""
         self.number += 1
         return self.number
 
     @property
     def has_unannounced(self) -> bool:
-        """Whether something was put, or shall be, that the rank was not told of."""
-        return self.number != self._said
+        """Whether there are writes, or a reserved number, that were not announced to the rank."""
+        return self.number != self._announced
 
     def publish(self, pool: torch.Tensor, questions: Sequence[QueryUpload]) -> None:
-        """Put queries of questions, as far as their places are free, and say so, and of all that was put before.
+        """Write the queries of selection requests whose slots are free, and announce them and all earlier writes.
 
         Args:
-            pool: [layers, places, query_heads, dim], of queries.
-            questions: of other lanes each.
+            pool: Pool of queries, [layers, places, query_heads, dim].
+            questions: Selection requests, one per lane.
         """
         recorded = [each for each in questions if each.record is not None]
         if recorded:
             places = [self.records[each.lane, : each.record.numel()] for each in recorded]
             torch._foreach_copy_(places, [each.record.flatten() for each in recorded])
-        groups = [list(group) for _, group in groupby(sorted(questions, key=_count), key=_count)]
+        groups = [list(group) for _, group in groupby(sorted(questions, key=_num_queries), key=_num_queries)]
         for group in groups or [[]]:
-            # Not before the last is there.
-            self._said = self.number if not groups or group is groups[-1] else self._said
-            self._publish(pool, group, self.word(self._said))
+            # Announce the number only with the last group.
+            self._announced = self.number if not groups or group is groups[-1] else self._announced
+            self._publish(pool, group, self.word(self._announced))
 
     def _publish(self, pool: torch.Tensor, questions: Sequence[QueryUpload], written: int) -> None:
-        """Those with as many queries each."""
+        """Publish selection requests that have equal numbers of queries."""
         device = self.heads.device
         if self._by_kernels:
             from sglang_ext.layers.kernels.exchange_kernels import put_queries, signal_written
@@ -292,7 +307,7 @@ class ExchangeBuffer:
         self.written[0] = written
 
     def apply_selections(self, copies: Sequence[SelectionTarget], token_table: torch.Tensor, buffers: KVBuffers, seconds: float) -> None:
-        """Let copies lead to what was chosen for them, or hold what came, where that is there in time: ``seconds`` over all of them."""
+        """Apply the selections that arrive within ``seconds`` in total: write pointers, or with rows the received rows."""
         device, first, numbers = self.heads.device, 0, []
         for copy in copies:
             numbers.append([*copy[:5], first])
@@ -310,15 +325,15 @@ class ExchangeBuffer:
             return
         begun = time.monotonic_ns()
         for copy in copies:
-            if not self._await(copy, begun + int(seconds * 1e9)):
+            if not self._await_reply(copy, begun + int(seconds * 1e9)):
                 continue
             if self.shape.rows:
                 self._commit_rows(copy, buffers)
             else:
-                self._commit(copy, token_table, buffers)
+                self._commit_pointers(copy, token_table, buffers)
         self.counters[COUNTERS.index("waited")] += time.monotonic_ns() - begun
 
-    def _await(self, copy: SelectionTarget, until: int) -> bool:
+    def _await_reply(self, copy: SelectionTarget, until: int) -> bool:
         head, parity = self.heads[copy.lane], copy.word % 2
         asked = int(head[parity]) == copy.word
         while asked and int(head[DONE]) < copy.word and time.monotonic_ns() < until:
@@ -327,7 +342,7 @@ class ExchangeBuffer:
         self.counters[COUNTERS.index("taken" if hit else "late" if asked else "unasked")] += 1
         return hit
 
-    def _commit(self, copy: SelectionTarget, token_table: torch.Tensor, buffers: KVBuffers) -> None:
+    def _commit_pointers(self, copy: SelectionTarget, token_table: torch.Tensor, buffers: KVBuffers) -> None:
         layers, heads = len(buffers.keys), buffers.keys[0].shape[1]
         kept = self.chosen[copy.lane, copy.word % 2, : layers * heads * copy.keep].view(layers, heads, copy.keep).long()
         place = torch.arange(copy.keep)
@@ -361,18 +376,18 @@ class ExchangeBuffer:
         self.counters[COUNTERS.index("rows")] += len(pair)
 
 
-def _count(asked: QueryUpload) -> int:
+def _num_queries(asked: QueryUpload) -> int:
     return len(asked.places)
 
 
 def check_peer_access(device: torch.device, other: torch.device) -> None:
-    """Refuse GPUs of which one cannot read the other's memory.
+    """Refuse two GPUs if ``other`` cannot read the memory of ``device``.
 
     Raises:
-        ExchangeBufferError: names them.
+        ExchangeBufferError: Names both.
     """
     if device != other and not torch.cuda.can_device_access_peer(other.index, device.index):
         raise ExchangeBufferError(
-            f"GPU {other.index} cannot read the memory of GPU {device.index}, as --kv-cache-ranks needs it: let --base-gpu-id lead to GPUs "
-            "with peer access (see `nvidia-smi topo -p2p r`), or pass --kv-cache-ranks 0"
+            f"GPU {other.index} cannot read the memory of GPU {device.index}, as --kv-cache-ranks requires: choose GPUs "
+            "with peer access by --base-gpu-id (see `nvidia-smi topo -p2p r`), or pass --kv-cache-ranks 0"
         )

@@ -1,21 +1,27 @@
-"""What cache ranks on other GPUs choose for the steps of an inference rank: AsyncSpade across GPUs.
+"""Inference-side client of the cache ranks on GPUs (AsyncSpade).
 
-After a step in which a request's turn has come, its queries are written to its rank's arena on a second stream, while the next steps run;
-so are the keys that the rank lacks, after any step, as places come free. When its turn comes again, as many steps later as ranks need
-(pace.py), a kernel waits for the answer, no longer than :data:`WAIT_SECONDS` in a step, and the copy leads to what was chosen; where nothing
-came it goes on to lead to what it led to. Whether it came the device alone knows: the host launches and goes on, and counts misses when the
-device has told them.
+The client works in three phases, without blocking the host:
 
-Where steps are verified, turns are counted in them over rounds: a round may have fewer steps than lie between two turns, and drafts that
-are rejected take positions back. What a round asked may be taken in a later one, as the copy stands for the same tokens.
+1. Publish: after a draft step, it writes the queries of the requests that are due for a new selection to the exchange buffer, on a second
+   stream. After any step it also sends KV blocks that the rank lacks, as staging slots become free.
+2. Select: the cache rank scores its keys and writes the selected positions to the exchange buffer.
+3. Apply: one selection interval later (interval_tuner.py), a kernel waits for the selection, at most :data:`WAIT_SECONDS` per step, and
+   points the compressed KV to the selected tokens. If the selection is late, the request keeps its previous one.
 
-Copies themselves are made here, by the keys of this GPU, and anew when many exact tokens follow them: until a rank has a request's keys,
-and whenever it has none, the request reads what was chosen then.
+Only the device knows whether a selection was late. The host reads the counters of late selections afterwards.
 
-Where ranks have values, too, copies are rows, and K and V of what was chosen come with it, as far as a copy lacks them: of which tokens it
-holds rows its *record* on the device says (exchange_buffer.py). Full KV may be given back then (prefix_cache/remote_only.py). Without it the copy
-is renewed once its rank was sent what it is to stand for: the newest tokens take the places of those that were the newest. Where the rank
-has no room for them it stands for what it stood for; where the process is gone, the request is lost, and is to be computed again.
+If steps are verified, the selection interval is counted in steps across rounds. A round may have fewer steps than the interval, and
+rejected drafts reset positions. A selection requested in one round may be applied in a later one, if the compressed KV covers the same
+tokens.
+
+This GPU creates the compressed KV from its own keys, and refreshes it when many exact tokens follow it. While no rank has the request's
+keys, the request reads the selection made at that time.
+
+Ranks that hold values send K and V of selected tokens that the compressed KV lacks. The compressed KV then stores rows. Its *record* on
+the device lists the tokens of these rows (exchange_buffer.py). The full KV may then be freed (prefix_cache/remote_only.py). Without full
+KV, compressed KV is refreshed after the rank was sent the tokens to cover: the newest tokens replace the previous newest ones. If the
+rank has no free blocks for them, the compressed KV keeps its covered tokens. If the process has ended, the request is lost and must be
+computed again.
 """
 
 import logging
@@ -46,35 +52,35 @@ from sglang_ext.mem_cache.compressed.queries import QueryWindows
 
 logger = logging.getLogger(__name__)
 
-# That the device waits at most in a step, over all ranks and requests.
+# Maximum wait of the device in one step, over all ranks and requests.
 WAIT_SECONDS = 0.02
 
 
 class GpuRankClient(CacheRankClient, AsyncSelector):
-    """The requests of one inference rank, each at one of its cache ranks.
+    """Client of one inference rank; each request is at one of the ranks.
 
     Args:
-        links: to the ranks.
-        arenas: of each, in the same order.
-        method: of all copies; its compressor is :class:`~sglang_ext.mem_cache.compressors.spade.Spade`.
-        token_table: int32, SGLang's with the draft rows.
-        buffers: the layers of SGLang's pool.
-        queries: the newest queries of each request.
-        patience: seconds that the device waits at most in a step.
+        links: Connections to the ranks.
+        arenas: Exchange buffer of each rank, in the same order.
+        method: Compression method of all requests; its compressor is :class:`~sglang_ext.mem_cache.compressors.spade.Spade`.
+        token_table: int32, SGLang's token table with the draft rows.
+        buffers: Layers of SGLang's KV pool.
+        queries: Newest queries of each request.
+        patience: Maximum wait of the device in one step, in seconds.
 
     Attributes:
-        missed: choices that were not there, by reason: one for each request and turn.
-        waited: seconds that steps have waited on the device.
-        rows: of one layer and KV head each, whose K and V came and were taken.
-        sends_rows: as :class:`RowSender` has it.
-        pace: steps between two choices of a request.
+        missed: Missing selections by reason: one per request and selection interval.
+        waited: Seconds that steps have waited on the device.
+        rows: Received and applied rows of K and V, each of one layer and KV head.
+        sends_rows: See :class:`RowSender`.
+        pace: Tuner of the selection interval, in steps.
     """
 
     in_place = True
 
     def __init__(
-        self, links: Sequence[RankLink], arenas: Sequence[ExchangeBuffer], method: CompressionMethod, token_table: torch.Tensor, buffers: KVBuffers,
-        queries: QueryWindows, patience: float = WAIT_SECONDS,
+        self, links: Sequence[RankLink], arenas: Sequence[ExchangeBuffer], method: CompressionMethod, token_table: torch.Tensor,
+        buffers: KVBuffers, queries: QueryWindows, patience: float = WAIT_SECONDS,
     ):  # fmt: skip
         super().__init__(links, buffers)
         self._arenas = dict(zip(links, arenas))
@@ -83,11 +89,11 @@ class GpuRankClient(CacheRankClient, AsyncSelector):
         self.sends_rows = arenas[0].shape.rows
         self.pace = IntervalTuner(method.compressor.every)
         self._requests: dict[int, GpuRankRequest] = {}
-        # Steps so far, and of each row that is verified the one of its last turn.
-        self._steps, self._turns = 0, {}
+        # Steps so far. For each verified row, the step of its last selection request.
+        self._steps, self._last_due_step = 0, {}
         self._records: dict[int, RowRecord] = {}
-        self._told = {arena: GpuCounters(arena.counters) for arena in arenas}
-        self._name = ""
+        self._device_counters = {arena: GpuCounters(arena.counters) for arena in arenas}
+        self._method_name = ""
         self._made: Counter[str] | None = None
 
     @property
@@ -95,8 +101,9 @@ class GpuRankClient(CacheRankClient, AsyncSelector):
         return self._requests
 
     def compile_kernels(self) -> None:
-        """As :meth:`AsyncSelector.compile_kernels`: by questions that no lane has room for, before any request."""
-        # By which copies are made here.
+        """See :meth:`AsyncSelector.compile_kernels`. Runs before any request, with a word that makes every selection request find its
+        slot taken."""
+        # Kernels that create compressed KV on this GPU.
         compile_lengths(self._method, self._table, self.buffers, self._queries.pool.shape[2])
         slots = torch.zeros(1, dtype=torch.int64, device=self._table.device)
         window, record = self._method.compressor.window, None
@@ -112,69 +119,75 @@ class GpuRankClient(CacheRankClient, AsyncSelector):
             arena.counters.zero_()
 
     def poll(self) -> None:
-        """As :meth:`AsyncSelector.poll`; takes what the device has counted, too."""
+        """See :meth:`AsyncSelector.poll`. Also reads the device's counters."""
         for link in self.links:
             link.poll()
-            # Those that were chosen together took the same seconds, once.
+            # Selection requests answered in one batch share one duration.
             for (seconds, together), _ in groupby((each.seconds, each.together) for each in link.answers if each.chosen):
                 self.pace.answered(seconds, together)
             link.answers.clear()
-        for counts in self._told.values():
+        for counts in self._device_counters.values():
             grown = counts.look()
             self.missed["late"] += grown["late"] + grown["unasked"]
             self.waited += grown["waited"] / 1e9
             self.rows += grown["rows"]
             self.taken += grown["taken"]
             if self._made is not None and grown["taken"]:
-                self._made[self._name] += grown["taken"]
+                self._made[self._method_name] += grown["taken"]
 
     def on_round_start(self, forwards: int, every: int) -> None:
-        """As :meth:`AsyncSelector.begun`. Cache ranks choose their own interval."""
+        """See :meth:`AsyncSelector.on_round_start`. Cache ranks choose their own selection interval."""
         self.pace.record_round(time.monotonic(), self.waited, forwards)
 
     def on_step_end(self, compressed_kv: CompressedKVCache, ends: dict[int, int], following: int | None) -> None:
-        """As :meth:`AsyncSelector.stepped`."""
-        every, self._made = self._steps_between(compressed_kv, ends), compressed_kv.made
+        """See :meth:`AsyncSelector.on_step_end`."""
+        every, self._made = self._selection_interval(compressed_kv, ends), compressed_kv.made
         if self._launched is not None:
             self._since += 1
             if self._since >= self._queries.spare:
-                # The next step writes where queries lie that the second stream may not have read yet.
-                self._settle()
-        due = self._due(compressed_kv, ends, every, following is not None)
-        # First, or the rank would look at the newer question alone.
-        self._take(compressed_kv, self._open_questions(compressed_kv, due))
+                # The next step overwrites queries that the second stream may not have read yet.
+                self._wait_for_launched()
+        due = self._due_rows(compressed_kv, ends, every, following is not None)
+        # Apply before asking, because the rank serves only the newest selection request.
+        self._apply(compressed_kv, self._take_open_requests(compressed_kv, due))
         for link in self.links:
             link.wait(0)
         behind = [row for row in ends if row not in due and self._is_behind(compressed_kv, row)]
         if due or behind:
-            # What that makes is made on the second stream; tables, buffers and pools stay.
-            self._launched = self._side.launch(lambda: self._ask(compressed_kv, due, behind, every), ())
+            # Its tensors are allocated on the second stream; tables, buffers and pools persist.
+            self._launched = self._side.launch(lambda: self._publish(compressed_kv, due, behind, every), ())
         if following == 0:
-            # Verification writes over the queries of drafts.
-            self._settle()
+            # Verification overwrites the queries of drafts.
+            self._wait_for_launched()
 
-    def _due(self, compressed_kv: CompressedKVCache, ends: dict[int, int], every: int, verified: bool) -> dict[int, int]:
-        """Of ``ends`` the requests whose turn has come."""
+    def _due_rows(self, compressed_kv: CompressedKVCache, ends: dict[int, int], every: int, verified: bool) -> dict[int, int]:
+        """Return the requests of ``ends`` that are due for a selection request."""
         self._steps += 1
         if not verified:
             return {row: end for row, end in ends.items() if not (end - compressed_kv.get(row).covered) % every}
-        due = {row: end for row, end in ends.items() if row not in self._turns or self._steps - self._turns[row] >= every}
-        self._turns.update(dict.fromkeys(due, self._steps))
+        due = {row: end for row, end in ends.items() if row not in self._last_due_step or self._steps - self._last_due_step[row] >= every}
+        self._last_due_step.update(dict.fromkeys(due, self._steps))
         return due
 
-    def _steps_between(self, compressed_kv: CompressedKVCache, rows: Iterable[int]) -> int:
-        """Steps between two choices of a request; ``rows``: of all that step. Ranks choose for those alone whose keys they have."""
+    def _selection_interval(self, compressed_kv: CompressedKVCache, rows: Iterable[int]) -> int:
+        """Return the selection interval in steps. Only requests whose keys are at a rank count.
+
+        Args:
+            rows: Rows of all requests of the step.
+        """
         at_ranks = Counter(self._requests[row].leases.link for row in rows if self._has_keys(compressed_kv, row))
         before, every = self.pace.every, self.pace.record_step(max(at_ranks.values(), default=0))
         if every != before:
             logger.info(
-                "sglang-ext: cache ranks choose every %d steps for each of %d requests at once, as often as they keep up with "
+                "sglang-ext: cache ranks select every %d steps for each of %d concurrent requests, as often as they can "
                 "(--kv-select-every %d)", every, sum(at_ranks.values()), self.pace.least,
             )  # fmt: skip
         return every
 
-    def _open_questions(self, compressed_kv: CompressedKVCache, rows: Iterable[int]) -> list[tuple[int, GpuRankRequest, PendingSelection]]:
-        """Of some requests what was asked for them, of the copies that they still have; none is open afterwards."""
+    def _take_open_requests(
+        self, compressed_kv: CompressedKVCache, rows: Iterable[int]
+    ) -> list[tuple[int, GpuRankRequest, PendingSelection]]:
+        """Take the open selection requests of some rows whose compressed KV still matches. Afterwards none of the rows has one open."""
         found = []
         for row in rows:
             request, view = self._requests.get(row), compressed_kv.get(row)
@@ -186,46 +199,50 @@ class GpuRankClient(CacheRankClient, AsyncSelector):
         return found
 
     def _has_keys(self, compressed_kv: CompressedKVCache, row: int) -> bool:
-        """Whether the rank has, or was sent, the keys that a request's copy stands for."""
+        """Whether the rank has, or was sent, all keys that the request's compressed KV covers."""
         request = self._requests.get(row)
         return request is not None and not request.has_lost_rank and request.lease.held >= compressed_kv.get(row).covered
 
     def _is_behind(self, compressed_kv: CompressedKVCache, row: int) -> bool:
-        """Whether the rank lacks keys of a request that it has begun, of which some can be sent now."""
+        """Whether the rank lacks keys of a request that it has begun, and a staging slot is free to send some."""
         request = self._requests.get(row)
-        return request is not None and not request.has_lost_rank and request.leases.link.has_free_place and not self._has_keys(compressed_kv, row)
+        return (
+            request is not None and not request.has_lost_rank and request.leases.link.has_free_place
+            and not self._has_keys(compressed_kv, row)
+        )  # fmt: skip
 
-    def _ask(self, compressed_kv: CompressedKVCache, due: dict[int, int], behind: Sequence[int], every: int) -> None:
-        """Write queries and keys of some requests to arenas, keys alone of those that are ``behind``, and tell their ranks."""
+    def _publish(self, compressed_kv: CompressedKVCache, due: dict[int, int], behind: Sequence[int], every: int) -> None:
+        """Write queries and keys of requests that are ``due``, and keys of those that are ``behind``, to exchange buffers, and notify the
+        ranks."""
         whole = {row: end for row, end in due.items() if self._has_keys(compressed_kv, row)}
-        # Or these would wait until the rank has taken the keys of others.
-        self._ask_for(compressed_kv, whole, every)
+        # First, or these would wait until the rank has copied the keys of others.
+        self._publish_batch(compressed_kv, whole, every)
         for row in behind:
-            # One before it may have taken the last place.
+            # An earlier request may have taken the last staging slot.
             if self._is_behind(compressed_kv, row):
-                with suppress(RankUnavailable, MemoryFull):  # told when its turn comes
+                with suppress(RankUnavailable, MemoryFull):  # counted when it is due
                     self._requests[row].extend(self._table[row, : compressed_kv.get(row).covered].long())
-        self._ask_for(compressed_kv, {row: end for row, end in due.items() if row not in whole}, every)
+        self._publish_batch(compressed_kv, {row: end for row, end in due.items() if row not in whole}, every)
 
-    def _ask_for(self, compressed_kv: CompressedKVCache, due: dict[int, int], every: int) -> None:
-        """Ask for some requests together, once their ranks have, or are sent, their keys; tell of all that was written, before too."""
+    def _publish_batch(self, compressed_kv: CompressedKVCache, due: dict[int, int], every: int) -> None:
+        """Publish the selection requests of some requests in one batch per rank, after their missing keys. Announces earlier writes too."""
         asked: dict[ExchangeBuffer, list[SelectionSubmission]] = {arena: [] for arena in self._arenas.values()}
         for row, end in due.items():
             try:
-                request = self._with_keys(compressed_kv, row)
-                if request is not None and (question := self._question(compressed_kv, row, request, end, every)):
+                request = self._hand_over_keys(compressed_kv, row)
+                if request is not None and (question := self._build_request(compressed_kv, row, request, end, every)):
                     asked[self._arenas[request.leases.link]].append(question)
             except RankUnavailable as error:
                 self.missed[str(error)] += 1
             except MemoryFull as error:
-                # Of a request that has its full KV here: of another the rank has what its copy stands for.
+                # Only requests with full KV here get this error: for the others the rank has all covered tokens.
                 self.missed[str(error)] += 1
-                self._leave(row)
+                self._close_lease(row)
         for arena, questions in asked.items():
-            self._put(arena, questions)
+            self._submit(arena, questions)
 
-    def _put(self, arena: ExchangeBuffer, questions: Sequence[SelectionSubmission]) -> None:
-        """Write questions to an arena, and tell the rank of them; of what was put there before it knows."""
+    def _submit(self, arena: ExchangeBuffer, questions: Sequence[SelectionSubmission]) -> None:
+        """Write selection requests to an exchange buffer, and announce them and all earlier writes to the rank."""
         number = arena.reserve_number() if questions else arena.number
         if arena.has_unannounced:
             arena.publish(self._queries.pool, [each.asked for each in questions])
@@ -237,12 +254,12 @@ class GpuRankClient(CacheRankClient, AsyncSelector):
             else:
                 request.asked = PendingSelection(ask.sequence, ask.covered, ask.keep)
 
-    def _with_keys(self, compressed_kv: CompressedKVCache, row: int) -> GpuRankRequest | None:
-        """The request in ``row``, once its rank has, or is sent, the keys that its copy stands for; None before.
+    def _hand_over_keys(self, compressed_kv: CompressedKVCache, row: int) -> GpuRankRequest | None:
+        """Return the request in ``row`` once its rank has, or is sent, the keys that its compressed KV covers; None before.
 
         Raises:
-            RankUnavailable: no rank is ready, or it takes no messages; or the request is lost.
-            MemoryFull: none has room.
+            RankUnavailable: No rank is ready, the rank accepts no messages, or the request is lost.
+            MemoryFull: No lane or block is free.
         """
         request, covered = self._requests.get(row), compressed_kv.get(row).covered
         if request is not None and request.has_lost_rank:
@@ -251,20 +268,22 @@ class GpuRankClient(CacheRankClient, AsyncSelector):
             del self._requests[row]
             request = None
         if request is None:
-            request = self._requests[row] = self._opened(compressed_kv, row)
+            request = self._requests[row] = self._open_lease(compressed_kv, row)
         if request.lease.held < covered and not request.extend(self._table[row, :covered].long()):
             self.missed["hand-over"] += 1
             return None
         return request
 
-    def _opened(self, compressed_kv: CompressedKVCache, row: int) -> GpuRankRequest:
+    def _open_lease(self, compressed_kv: CompressedKVCache, row: int) -> GpuRankRequest:
         leases = self._select_rank()
         lease, namespace = leases.open(), compressed_kv.namespace_of(row)
-        # Long prompts take a while to name: not before a rank has a lane.
+        # Hashing a long prompt takes time, so it is done only after a rank has granted a lane.
         return GpuRankRequest(leases, lease, () if namespace is None else block_hashes(namespace, compressed_kv.prompt_of(row)))
 
-    def _question(self, compressed_kv: CompressedKVCache, row: int, request: GpuRankRequest, end: int, every: int) -> SelectionSubmission | None:
-        """By the queries before ``end``; None where there are none."""
+    def _build_request(
+        self, compressed_kv: CompressedKVCache, row: int, request: GpuRankRequest, end: int, every: int
+    ) -> SelectionSubmission | None:
+        """Return a selection request with the queries before ``end``; None if there are none."""
         view, lease, arena = compressed_kv.get(row), request.lease, self._arenas[request.leases.link]
         places, positions = self._queries.newest_places(row, end, self._method.compressor.window)
         record = self._records.get(row)
@@ -275,14 +294,16 @@ class GpuRankClient(CacheRankClient, AsyncSelector):
             lease.lane, 0, arena.shape.layers, lease.sequence, view.covered, view.own_tokens, tuple(positions),
             ahead=end + every - positions[-1],
         )  # fmt: skip
-        self._name = view.method
-        return SelectionSubmission(request, ask, QueryUpload(places, lease.lane, arena.word(lease.sequence), None if record is None else record.positions))
+        self._method_name = view.method
+        return SelectionSubmission(
+            request, ask, QueryUpload(places, lease.lane, arena.word(lease.sequence), None if record is None else record.positions)
+        )
 
-    def _take(self, compressed_kv: CompressedKVCache, questions: Sequence[tuple[int, GpuRankRequest, PendingSelection]]) -> None:
-        """Let copies lead to what was chosen for them, where it is there in time."""
+    def _apply(self, compressed_kv: CompressedKVCache, questions: Sequence[tuple[int, GpuRankRequest, PendingSelection]]) -> None:
+        """Point compressed KV to the selections that arrive in time."""
         if questions:
-            # What was not put yet would not be waited for.
-            self._settle()
+            # The wait ignores selection requests that are not written yet.
+            self._wait_for_launched()
         by_arena: dict[ExchangeBuffer, list[SelectionTarget]] = {}
         for row, request, asked in questions:
             arena, view, record = self._arenas[request.leases.link], compressed_kv.get(row), self._records.get(row)
@@ -294,75 +315,76 @@ class GpuRankClient(CacheRankClient, AsyncSelector):
         for arena, copies in by_arena.items():
             arena.apply_selections(copies, self._table, self.buffers, self._patience / len(by_arena))
 
-    def _settle(self) -> None:
+    def _wait_for_launched(self) -> None:
         self._side.wait(self._launched)
         self._launched, self._since = None, 0
 
     def flush(self, row: int) -> None:
-        """As :meth:`AsyncSelector.flush`: full KV and queries are read on the second stream."""
-        self._settle()
+        """See :meth:`AsyncSelector.flush`. Waits for the second stream, which reads full KV and queries."""
+        self._wait_for_launched()
         if row in self._requests:
             self._requests[row].asked = None
 
     def flush_all(self) -> None:
-        """As :meth:`AsyncSelector.flush_all`."""
-        self._settle()
+        """See :meth:`AsyncSelector.flush_all`."""
+        self._wait_for_launched()
         for request in self._requests.values():
             request.asked = None
 
     def made(self, row: int, covered: int, kept: torch.Tensor) -> None:
-        """As :meth:`AsyncSelector.made`."""
+        """See :meth:`AsyncSelector.made`."""
         self._records[row] = RowRecord(kept.int().contiguous(), covered)
 
     def extend(self, row: int, slots: torch.Tensor) -> bool:
-        """As :meth:`AsyncSelector.extend`: on the second stream."""
+        """See :meth:`AsyncSelector.extend`. Runs on the second stream."""
         request = self._requests.get(row)
         if request is None or request.has_lost_rank:
             return False
         if request.lease.held < len(slots):
             request.leases.link.wait(0)
-            self._launched = self._side.launch(lambda: self._send(request, slots), (slots,))
+            self._launched = self._side.launch(lambda: self._send_keys(request, slots), (slots,))
         return request.lease.held >= len(slots)
 
-    def _send(self, request: GpuRankRequest, slots: torch.Tensor) -> None:
-        """Send what the rank lacks of a request's tokens in ``slots``, as far as it has room, and places are free."""
+    def _send_keys(self, request: GpuRankRequest, slots: torch.Tensor) -> None:
+        """Send the missing keys of a request at ``slots``, as far as blocks and staging slots are free."""
         try:
             request.extend(slots)
         except (RankUnavailable, MemoryFull) as error:
             self.missed[str(error)] += 1
-        # The rank looks for what it was told of until it is there: with the next questions, of which there may be none for hours.
-        self._put(self._arenas[request.leases.link], ())
+        # Announce now: the rank keeps looking for announced data until it is there. Otherwise the announcement waits for the next
+        # selection requests, maybe for hours.
+        self._submit(self._arenas[request.leases.link], ())
 
     def renewed(self, row: int, covered: int, keep: int) -> NewestRows:
-        """As :meth:`AsyncSelector.renewed`."""
+        """See :meth:`AsyncSelector.renewed`."""
         before = self._records[row]
         positions, coming = renewed(before.positions, before.covered, covered, keep, self._method.compressor.recent)
         self._records[row] = RowRecord(positions, covered)
         return coming
 
     def holds(self, row: int) -> int:
-        """As :meth:`RowSender.holds`."""
+        """See :meth:`RowSender.holds`."""
         request = self._requests.get(row)
         return 0 if request is None or request.has_lost_rank or row not in self._records else request.lease.held
 
     def leave_slots(self, row: int, alone: bool) -> None:
-        """As :meth:`RowSender.leave_slots`: the second stream reads them."""
-        self._settle()
+        """See :meth:`RowSender.leave_slots`. Waits for the second stream, which reads the slots."""
+        self._wait_for_launched()
         if alone and row in self._requests:
             self._requests[row].alone = True
 
     def is_lost(self, row: int) -> bool:
-        """As :meth:`RowSender.is_lost`."""
+        """See :meth:`RowSender.is_lost`."""
         request = self._requests.get(row)
         return request is not None and request.alone and request.has_lost_rank
 
     def forget(self, row: int) -> None:
-        """As :meth:`AsyncSelector.forget`: its rank has room for others."""
+        """See :meth:`AsyncSelector.forget`. Frees the request's lane and blocks at its rank."""
         self._records.pop(row, None)
-        self._turns.pop(row, None)
-        self._leave(row)
+        self._last_due_step.pop(row, None)
+        self._close_lease(row)
 
-    def _leave(self, row: int) -> None:
+    def _close_lease(self, row: int) -> None:
         request = self._requests.pop(row, None)
         if request is None:
             return
@@ -370,13 +392,13 @@ class GpuRankClient(CacheRankClient, AsyncSelector):
             try:
                 request.leases.close(request.lease)
             except RankUnavailable:
-                # With the process all its leases went.
+                # All leases ended with the process.
                 return
 
     def forget_all(self) -> None:
-        """As :meth:`AsyncSelector.forget_all`."""
+        """See :meth:`AsyncSelector.forget_all`."""
         self.flush_all()
         self._records.clear()
-        self._turns.clear()
+        self._last_due_step.clear()
         for row in list(self._requests):
-            self._leave(row)
+            self._close_lease(row)

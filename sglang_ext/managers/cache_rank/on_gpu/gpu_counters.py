@@ -1,4 +1,4 @@
-"""What kernels have counted on a device, as the host hears of it without waiting."""
+"""Reads counters of a device without blocking the host."""
 
 import torch
 
@@ -6,7 +6,7 @@ from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import COUNTERS
 
 
 class GpuCounters:
-    """By how much counters on a device have grown, as far as that is known without waiting for it.
+    """Returns how much the counters of a device have grown, as far as known without waiting.
 
     Args:
         counters: int64 [counters], on the device, in the order of :data:`COUNTERS`.
@@ -17,7 +17,7 @@ class GpuCounters:
         self._read = torch.zeros(len(counters), dtype=torch.int64, pin_memory=counters.is_cuda)
 
     def look(self) -> dict[str, int]:
-        """Since the last time, by name; what the device has not told yet comes later."""
+        """Return the growth since the last call, by name. Counts that the device has not delivered yet are in a later call."""
         if self._counters.is_cuda:
             if self._coming is not None and not self._coming.query():
                 return dict.fromkeys(COUNTERS, 0)

@@ -1,5 +1,5 @@
-"""Keys that a cache rank on a GPU holds, as they are or in few bits, with exact keys and values where rows are sent, and how they come out of
-the arena."""
+"""Keys that a cache rank on a GPU holds, exact or quantized, with exact keys and values if rows are sent; and their copy from the
+exchange buffer."""
 
 from collections.abc import Iterator, Sequence
 
@@ -17,19 +17,19 @@ class GpuKeys:
     """The keys of all blocks.
 
     Args:
-        store: what the rank holds.
-        scaling: factor on query-key products, by layer.
-        device: that it is on.
+        store: The rank's key store.
+        scaling: Factor on query-key products, by layer.
+        device: Device of the keys.
 
     Attributes:
-        buffers: by which is chosen, in the place of a pool's; of keys in few bits what they are coded out of, beside the codes of all.
-        sent: exact keys and values of all; None where positions alone are sent.
+        buffers: Buffers that the selection reads, like those of a KV pool. For quantized keys: the source block and the codes.
+        sent: Exact keys and values of all blocks; None if only positions are sent.
     """
 
     def __init__(self, store: KeyStore, scaling: tuple[float, ...], device: torch.device):
         held, rows, layers = store.held, store.rows, tuple(range(len(scaling)))
         exact, codes = held if rows is None else rows.keys, held if isinstance(held, QuantizedKeys) else None
-        # None where codes alone are held: keys are coded out of one block then.
+        # None if only codes are stored: keys are then quantized from one block.
         self._exact = exact if isinstance(exact, ExactKeys) else None
         if self._exact is None:
             sizes = held.sizes
@@ -41,8 +41,10 @@ class GpuKeys:
         self.sent = None if rows is None else KVBuffers(layers, scaling, keys, rows.values.of_layers())
 
     def pull(self, memory: MappedExchangeBuffer, pulls: Sequence[StagedTokens]) -> None:
-        """Hold tokens of places of the arena, each from its first place here on: all blocks at once, but one after another where keys are held in
-        few bits alone."""
+        """Copy tokens from staging slots into the store. ``pulls``: each names its first slot here.
+
+        All blocks are copied at once, or one after another if only quantized keys are stored.
+        """
         if self._exact is None:
             for place, tokens, first in pulls:
                 memory.pull([StagedTokens(place, tokens, 0)], self._block)
@@ -51,24 +53,25 @@ class GpuKeys:
         for some in split_by_block(pulls):
             memory.pull(some, self._exact.whole)
             if self._coder is not None:
-                self._coder.code(_places(some, self._device))
+                self._coder.code(_target_slots(some, self._device))
             if self._rows is not None:
                 memory.pull(some, self._rows.values.whole, values=True)
 
     def clear(self, tokens: int) -> None:
-        """Let the first places hold zeros."""
+        """Set the first ``tokens`` slots to zero."""
         self._held.clear(tokens)
 
 
-def _places(pulls: Sequence[StagedTokens], device: torch.device) -> torch.Tensor:
-    """Where their tokens go, int64 [tokens], on a device."""
+def _target_slots(pulls: Sequence[StagedTokens], device: torch.device) -> torch.Tensor:
+    """Return the target slots of the tokens, int64 [tokens], on a device."""
     _, tokens, first = torch.tensor(pulls).unbind(1)
     inside = torch.arange(BLOCK)
     return sent((first[:, None] + inside)[inside < tokens[:, None]], device)
 
 
 def split_by_block(pulls: Sequence[StagedTokens]) -> Iterator[list[StagedTokens]]:
-    """As many at once as go to blocks of their own: a block that was another request's is written in the order in which it was sent."""
+    """Split ``pulls`` into groups without a common target block. A block that is reused by another request is thus written in the order
+    of sending."""
     some: dict[int, StagedTokens] = {}
     for each in pulls:
         if each.first // BLOCK in some:

@@ -1,4 +1,4 @@
-"""Starts the cache ranks of an inference rank on a GPU, each on a GPU of its own after that, and says what they are told."""
+"""Starts the cache ranks of an inference rank on a GPU, each on one GPU, and builds their configuration."""
 
 import logging
 from bisect import bisect_right
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Of the memory that is free on a rank's GPU at start, what it holds at most where no flag says: of its own, and of the model's. Beside that
-# it has a context, kernels, and what it chooses in.
+# Share of the free memory at start that a rank uses at most if no flag sets it: on its own GPU, and on the model's GPU. The remaining
+# bytes are for its context, kernels, and the selection's scratch memory.
 OWN_SHARE, SHARED_SHARE, BESIDE_BYTES = 0.9, 0.5, 2 << 30
-# Where rows travel: memory of an arena through which full KV goes to its rank, and the least share of what heads keep for whose rows an
-# answer has room, so that a selection of which no token is left is there after so many answers.
+# If rows are sent: bytes of an exchange buffer for full KV on its way to the rank. One reply has room for at least 1/LEAST_FRESH of the
+# kept rows, so LEAST_FRESH replies can replace a whole selection.
 TRAVELING_BYTES, LEAST_FRESH = 384 << 20, 16
-# A rank on a GPU says nothing while a kernel is compiled for sizes that it has not seen.
+# A rank on a GPU sends no heartbeat while a kernel is compiled for new sizes.
 SILENCE_SECONDS = 10.0
 
 
@@ -40,21 +40,21 @@ def start_gpu_cache_ranks(
     args: "KVServerArgs", method: CompressionMethod, token_table: torch.Tensor, buffers: KVBuffers, queries: QueryWindows, query_heads: int,
     rotary: Rotary, requests: int,
 ) -> GpuRankClient:  # fmt: skip
-    """Start them, and wait until they are ready; one that is not by then is told in the log, and used once it is.
+    """Start the cache ranks and wait until they are ready. A rank that is not ready in time is logged, and used once it is ready.
 
     Args:
-        args: the server's.
-        method: that makes copies of what they choose.
-        token_table: int32, SGLang's with the draft rows.
-        buffers: the layers of SGLang's pool.
-        queries: the newest queries of each request.
-        query_heads: of this inference rank.
-        rotary: the model's.
-        requests: that run at once.
+        args: The server's arguments.
+        method: Creates compressed KV from the selections.
+        token_table: int32, SGLang's token table with the draft rows.
+        buffers: Layers of SGLang's KV pool.
+        queries: Newest queries of each request.
+        query_heads: Query heads of this inference rank.
+        rotary: The model's rotary embedding.
+        requests: Maximum concurrent requests.
 
     Raises:
-        ExchangeBufferError: a GPU cannot read this one's memory.
-        OptionError: rows of this model cannot be sent.
+        ExchangeBufferError: A GPU cannot read this GPU's memory.
+        OptionError: Rows of this model cannot be sent.
     """
     device, gpus = token_table.device, selection_options.cache_rank_gpus(args)
     rows, room = selection_options.has_remote_values(args), None
@@ -68,29 +68,30 @@ def start_gpu_cache_ranks(
     arenas = [ExchangeBuffer(told.shape, device, f"cuda:{gpu}") for gpu in gpus]
     links = [connect_rank(told, arena) for arena in arenas]
     logger.info(
-        "sglang-ext: cache ranks on GPU %s, beside the model on GPU %d; arenas of %.0f MB each, for %d requests at once",
+        "sglang-ext: cache ranks on GPU %s, the model on GPU %d; exchange buffers of %.0f MB each, for %d concurrent requests",
         ", ".join(map(str, gpus)), device.index, ExchangeLayout.from_shape(told.shape).size / 1e6, told.shape.lanes,
     )  # fmt: skip
     warn_if_few_lanes(told.shape.lanes * len(gpus), requests)
     if rows:
         logger.info(
-            "sglang-ext: each has room for full KV of %d tokens, by whose keys in %d bits it chooses, and sends %d new ones of %d that a head "
-            "keeps in a step at most",
+            "sglang-ext: each rank holds the full KV of up to %d tokens, selects by keys of %d bits, and sends at most %d new rows of "
+            "the %d that a head keeps in a step",
             told.blocks * BLOCK, told.bits, told.shape.fresh, told.shape.most,
         )  # fmt: skip
-    wait_until_ready(links, "requests read what was chosen when their copies were made until one is")
+    wait_until_ready(links, "until one is ready, requests read the selection made with their compressed KV")
     return GpuRankClient(links, arenas, method, token_table, buffers, queries)
 
 
 def connect_rank(told: Attach, arena: ExchangeBuffer, silence: float = SILENCE_SECONDS) -> RankLink:
-    """To a rank that is told so much, and where its arena is; all layers of a step are one question."""
+    """Return the connection to a rank with this configuration and exchange buffer. One selection request covers all layers of a step."""
     apart = told.apart or arena.device != torch.device(arena.rank_device)
     settings = RankSettings(msgspec.structs.replace(told, arena=arena.handle, apart=apart), told.shape.layers, 1, silence)
     return RankLink(settings, partial(RankProcess, arena=arena))
 
 
 def fit_shape(shape: BufferShape, size: int) -> BufferShape:
-    """With as many lanes as an arena of so many bytes has, one at least; where rows travel with as many as these leave room for."""
+    """Return the shape with as many lanes, at least one, as fit into ``size`` bytes of exchange buffer. With rows, also fit staging slots
+    and fresh rows."""
     def most_of(name: str, least: int, most: int) -> BufferShape:
         def bytes_of(number: int) -> int:
             return ExchangeLayout.from_shape(msgspec.structs.replace(shape, **{name: number})).size
@@ -107,42 +108,42 @@ def fit_shape(shape: BufferShape, size: int) -> BufferShape:
 
 
 def warn_if_few_lanes(lanes: int, requests: int) -> None:
-    """Say where ranks cannot be asked for all ``requests`` that run at once, but for so many ``lanes``."""
+    """Log a warning if the ranks have fewer ``lanes`` than concurrent ``requests``."""
     if lanes < requests:
         logger.warning(
-            "sglang-ext: arenas of cache ranks have room for %d requests, of %d that run at once at most; others read what was chosen when "
-            "their copies were made (no-lane among missed selections): pass --max-running-requests %d, or for more a lower --kv-select, "
-            "a shorter --context-length, or more --kv-cache-ranks",
+            "sglang-ext: exchange buffers of cache ranks have lanes for %d of up to %d concurrent requests; the others read the selection "
+            "made with their compressed KV (no-lane among missed selections): pass --max-running-requests %d, or for more a lower "
+            "--kv-select, a shorter --context-length, or more --kv-cache-ranks",
             lanes, requests, lanes,
         )  # fmt: skip
 
 
 def rank_capacity_bytes(gpu: int, of_model: int) -> int:
-    """Bytes of full KV that a rank on a GPU holds at most, where no flag says."""
+    """Maximum bytes of full KV at a rank on a GPU, if no flag sets it."""
     free = torch.cuda.get_device_properties(gpu).total_memory - torch.cuda.device_memory_used(gpu)
     return int(free * (SHARED_SHARE if gpu == of_model else OWN_SHARE)) - BESIDE_BYTES
 
 
 def check_capacity(args: "KVServerArgs", tokens: int, gpus: list[int]) -> None:
-    """Refuse ranks that have no room for full KV of the shortest request that goes there.
+    """Refuse ranks that cannot hold the full KV of the shortest request sent there.
 
     Raises:
-        OptionError: says for how many tokens they have.
+        OptionError: States the number of tokens that they can hold.
     """
     least = args.kv_sparse_from + BLOCK
     if tokens < least:
         raise OptionError(
             f"cache ranks on GPU {', '.join(map(str, gpus))} have room for full KV of {tokens} tokens, and the shortest request that goes "
-            f"there has {least} (--kv-sparse-from, and a block): let GPUs have more free memory, name others by --kv-cache-rank-gpu, pass "
+            f"there has {least} (--kv-sparse-from plus one block): free GPU memory, select other GPUs with --kv-cache-rank-gpu, pass "
             "--kv-cache-rank-gb, or --kv-cache-ranks 0"
         )
 
 
 def check_value_layout(buffers: KVBuffers) -> None:
-    """Refuse a model whose values are of other sizes than its keys, which travel as these do.
+    """Refuse a model whose values differ from its keys in size or dtype, because both are sent alike.
 
     Raises:
-        OptionError: names both.
+        OptionError: Names both.
     """
     keys, values = buffers.keys[0], buffers.values[0]
     if keys.shape != values.shape or keys.dtype != values.dtype:

@@ -1,4 +1,4 @@
-"""A request at a cache rank on another GPU: where its keys are, what was asked for it, and of which tokens its copy holds rows."""
+"""State of a request at a cache rank on a GPU: its lease, its open selection request, and the tokens of its rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import QueryUpload
 
 @dataclass(frozen=True)
 class PendingSelection:
-    """What was asked last for a request: by which number of its lane, among how many tokens, and how many of them for each head."""
+    """The last selection request of a request: its sequence in the lane, covered tokens, and tokens to keep for each head."""
 
     sequence: int
     covered: int
@@ -22,11 +22,11 @@ class PendingSelection:
 
 @dataclass(frozen=True)
 class RowRecord:
-    """Of which tokens a copy holds rows, and for how many it stands.
+    """Tokens whose rows a compressed KV holds.
 
     Attributes:
-        positions: int32 [layers, kv_heads, keep], by place; kernels change it.
-        covered: tokens.
+        positions: int32 [layers, kv_heads, keep], position of each row; kernels update it.
+        covered: Tokens that the compressed KV covers.
     """
 
     positions: torch.Tensor
@@ -38,11 +38,11 @@ class GpuRankRequest:
     """A request at a rank.
 
     Attributes:
-        leases: of the process that has its keys.
-        lease: its own.
-        names: of the blocks of its prompt, which others that begin alike share.
-        asked: the question whose answer its copy shall lead to; None where none is open.
-        alone: whether its full KV was given back: the rank has the only one.
+        leases: Leases at the process that has the keys.
+        lease: The request's lease.
+        names: Names of its prompt's blocks, which requests with the same prefix share.
+        asked: Open selection request, whose selection the compressed KV will apply; None if none is open.
+        alone: The request's full KV is remote-only.
     """
 
     leases: KeyLeases
@@ -53,16 +53,16 @@ class GpuRankRequest:
 
     @property
     def has_lost_rank(self) -> bool:
-        """Whether the process that had its keys is gone."""
+        """Whether the process that had its keys has ended."""
         return not self.leases.link.ready or self.leases.epoch != self.leases.link.epoch
 
     def extend(self, slots: torch.Tensor) -> bool:
-        """As :meth:`KeyLeases.extend`: of slots the host knows nothing."""
+        """See :meth:`KeyLeases.extend`. Blocks are named by hashes, because the host does not know the slots."""
         return self.leases.extend(self.lease, slots, lambda index: self.names[index] if index < len(self.names) else None)
 
 
 class SelectionSubmission(NamedTuple):
-    """A question that is put: whose it is, what its rank is told, and what is written to the arena."""
+    """A selection request to publish: its request, the message to the rank, and the data for the exchange buffer."""
 
     request: GpuRankRequest
     ask: protocol.SelectionRequest

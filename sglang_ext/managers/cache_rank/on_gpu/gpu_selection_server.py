@@ -1,10 +1,14 @@
-"""A cache rank on a GPU: takes keys and questions out of the arena of another one (exchange_buffer.py), and writes there what it chose; where it has
-values, too, K and V of those tokens that the copy of a request lacks.
+"""The server loop of a cache rank on a GPU: copies keys out of the exchange buffer, and writes selections to it (exchange_buffer.py).
 
-Messages come as soon as the inference rank's host has launched what writes to the arena: what they tell of is taken when the arena says
-that it is there. Questions of several requests are answered together, of each request the newest. Where nothing else is to be done until
-the next ones are put, all that answers them (selection_runner.py) is launched *ahead*, behind a kernel that waits for them, so that they wait for
-no launches; what was not put in time is not answered, and the host looks then what was. On a CPU, for tests, PyTorch chooses.
+With values, the rank also sends K and V of selected tokens that a request's compressed KV lacks.
+
+A message arrives as soon as the inference rank's host has launched the kernels that write to the exchange buffer. The server uses the
+announced data once the words in the buffer show that it is written. It answers selection requests of several requests in one batch, only
+the newest of each.
+
+If no other work is left before the next batch is published, the server launches all its kernels (selection_runner.py) *ahead*, after a
+kernel that waits for the batch. So no launch delays the reply. Selection requests that are not published in time are not answered; the
+host then checks which were. On a CPU, for tests, PyTorch selects.
 """
 
 import os
@@ -28,30 +32,30 @@ from sglang_ext.managers.cache_rank.on_gpu.mapped_exchange_buffer import MappedE
 from sglang_ext.managers.cache_rank.protocol import BLOCK, StagedTokens, ProtocolError
 from sglang_ext.managers.cache_rank.selection_server import BEAT_SECONDS, PROBED, SelectionServer
 
-# That the device, and the host, wait at most for questions for which tokens are chosen ahead: a beat comes in between.
+# Maximum wait of the device, and the host, for the batch of a launch ahead. A heartbeat fits in between.
 AHEAD_SECONDS = BEAT_SECONDS / 2
 
 
 class GpuSelectionServer(SelectionServer):
-    """Serves one inference rank over one socket and an arena.
+    """Serves one inference rank over one socket and an exchange buffer.
 
     Args:
-        socket: connected to it.
-        descriptor: of the arena on a CPU; None on a GPU, where its handle comes with the first message.
-        epoch: of this process.
-        device: on which is chosen.
+        socket: Socket connected to the inference rank.
+        descriptor: Descriptor of the exchange buffer on a CPU; None on a GPU, where the first message carries its handle.
+        epoch: Epoch of this process.
+        device: Device that runs the selection.
     """
 
     def __init__(self, socket: zmq.Socket, descriptor: int | None, epoch: int, device: torch.device):
         super().__init__(socket, descriptor, epoch, device)
-        self._by_kernels, self._apart = descriptor is None, False
-        self._coming: deque[protocol.Append | protocol.SelectionRequest] = deque()
-        # Of each lane the newest question that was not written, as its place was taken.
-        self._unasked: dict[int, int] = {}
+        self._by_kernels, self._on_other_gpu = descriptor is None, False
+        self._announced: deque[protocol.Append | protocol.SelectionRequest] = deque()
+        # For each lane the word of the newest selection request that was not written because its slot was in use.
+        self._unwritten: dict[int, int] = {}
 
     @property
     def _busy(self) -> bool:
-        return bool(self._coming) or super()._busy
+        return bool(self._announced) or super()._busy
 
     def _open(self, told: protocol.Attach) -> None:
         if self._device.type == "cuda":
@@ -65,36 +69,36 @@ class GpuSelectionServer(SelectionServer):
             self._refuse_room(f"{'full KV' if told.shape.rows else 'keys'} of {told.blocks * BLOCK} tokens", error)
         if self._descriptor is not None:
             os.close(self._descriptor)
-        self._keys, self._apart = GpuKeys(self._store, told.scaling, self._device), told.apart
+        self._keys, self._on_other_gpu = GpuKeys(self._store, told.scaling, self._device), told.apart
         kinds = self._method, self._rotary, self._device, self._by_kernels
         self._answering = SelectionRunner(self._memory, self._keys, self._store, *kinds)
 
     def _probe(self) -> float:
-        """Seconds that choosing takes a layer, once all kernels are there."""
+        """Compile and load all kernels, then return seconds of one layer's selection."""
         shape, tokens = self._memory.shape, min(PROBED, self._store.blocks * BLOCK)
         self._keys.clear(tokens)
         if self._by_kernels:
             try:
                 self._meet_lengths(tokens)
             except torch.OutOfMemoryError as error:
-                self._refuse_room("choices beside what it holds", error)
+                self._refuse_room("selections in addition to the stored KV", error)
             except OptionError as error:
-                self._refuse(f"its GPU does not choose: {error}")
+                self._refuse(f"its GPU cannot select tokens: {error}")
         for _ in range(2):
             begun = time.perf_counter()
             self._keys.pull(self._memory, [StagedTokens(0, 1, 0)])
-            self._answer_none(tokens, tokens)
+            self._run_dummy_batch(tokens, tokens)
             self._wait()
         return (time.perf_counter() - begun) / shape.layers
 
     def _refuse_room(self, what: str, error: torch.OutOfMemoryError) -> NoReturn:
         self._refuse(
-            f"its GPU has no room for {what}: pass --kv-cache-rank-gb with fewer GB, or let --kv-cache-rank-gpu name another ({error})"
+            f"its GPU has no room for {what}: pass a smaller --kv-cache-rank-gb, or select another GPU with --kv-cache-rank-gpu ({error})"
         )
 
-    def _answer_none(self, tokens: int, cleared: int) -> None:
-        """Do all that answers a question among so many tokens, those that were cleared, over and over. Its word is that which lanes begin
-        with."""
+    def _run_dummy_batch(self, tokens: int, cleared: int) -> None:
+        """Run a whole batch for one dummy selection request among ``tokens`` tokens, using the first ``cleared`` slots repeatedly. Its
+        word is the initial word of lanes."""
         shape = self._memory.shape
         keep = max(1, min(shape.most, tokens // 8))
         ask = protocol.SelectionRequest(0, 0, shape.layers, 0, tokens, keep, tuple(range(shape.window)))
@@ -105,19 +109,21 @@ class GpuSelectionServer(SelectionServer):
         self._answering.forget(0)
 
     def _meet_lengths(self, cleared: int) -> None:
-        """Choose once in contexts of each length for which a kernel is another, up to all tokens that are held, by keys of those that were
-        cleared: no request of such a length waits for compilers, or for a kernel to be loaded."""
+        """Run one selection for each context length that uses a different kernel, up to the capacity, with the cleared keys.
+
+        So no request waits for a compiler, or for a kernel to load.
+        """
         from sglang_ext.layers.kernels.select_tokens import compile_ahead, kernel_lengths
 
         longest, always = self._store.blocks * BLOCK, (self._method.sinks, self._method.recent)
         compile_ahead(self._keys.buffers.keys[0], self._memory.shape.query_heads, always, longest)
-        # Of the memory of the longest the others take theirs.
+        # Longest first, so that the others reuse its memory.
         for length in reversed(kernel_lengths(longest)):
-            self._answer_none(length, cleared)
+            self._run_dummy_batch(length, cleared)
         self._wait()
 
     def _wait(self) -> None:
-        """Until the device has done what it was given."""
+        """Wait until the device has finished its work."""
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
 
@@ -128,21 +134,21 @@ class GpuSelectionServer(SelectionServer):
         shape = self._memory.shape
         if ask.count != shape.layers or ask.lane >= shape.lanes or not ask.keep <= min(ask.covered, shape.most):
             raise ProtocolError(f"{ask} goes beyond {shape}")
-        self._coming.append(ask)
+        self._announced.append(ask)
 
     def _append(self, told: protocol.Append) -> None:
         last = max(piece.place for piece in told.pieces)
         if last >= self._memory.shape.places:
             raise ProtocolError(f"place {last} was named, of {self._memory.shape.places}")
-        self._coming.append(told)
+        self._announced.append(told)
 
     def _lease(self, told: protocol.Lease) -> None:
         super()._lease(told)
         self._answering.forget(told.lane)
 
     def _drop(self, lane: int) -> list[protocol.SelectionRequest]:
-        asks = [each for each in self._coming if isinstance(each, protocol.SelectionRequest) and each.lane == lane]
-        self._coming = deque(each for each in self._coming if each not in asks)
+        asks = [each for each in self._announced if isinstance(each, protocol.SelectionRequest) and each.lane == lane]
+        self._announced = deque(each for each in self._announced if each not in asks)
         self._answering.forget(lane)
         return super()._drop(lane) + asks
 
@@ -152,85 +158,90 @@ class GpuSelectionServer(SelectionServer):
         super()._skip(ask)
 
     def _answer_next(self) -> None:
-        # Keys that came with questions are part of what these take.
+        # Keys that arrived with selection requests count in their duration.
         begun, answered = Mark.now(self._device), []
-        if self._coming:
+        if self._announced:
             self._pull(*self._memory.read_words())
-        if coming := self._coming_together():
+        if coming := self._next_batch():
             answered += self._answer_ahead(coming)
             begun = Mark.now(self._device)
-        for _, group in groupby(sorted(self._questions.all(), key=_alike), key=_alike):
+        for _, group in groupby(sorted(self._questions.all(), key=_batch_key), key=_batch_key):
             answered += self._answer(list(group), begun)
             begun = Mark.now(self._device)
         newest = {ask.lane: self._word(ask) for ask in answered}
-        passed = [(lane, word) for lane, word in self._unasked.items() if word > newest.get(lane, 0)]
+        passed = [(lane, word) for lane, word in self._unwritten.items() if word > newest.get(lane, 0)]
         if passed:
-            # What came before them in their lanes is done with: places are free again.
+            # Mark their predecessors in the lanes as done, so that slots are free again.
             self._memory.skip_requests(passed)
-        self._unasked.clear()
+        self._unwritten.clear()
 
-    def _coming_together(self) -> list[protocol.SelectionRequest]:
-        """The questions that are put next, where they are all that is to be done until then, and can be answered together; else none."""
-        if not self._apart or self._questions.waiting or not self._coming or not isinstance(self._coming[0], protocol.SelectionRequest):
+    def _next_batch(self) -> list[protocol.SelectionRequest]:
+        """Return the batch that is published next, if it is the only pending work and can be answered together; otherwise an empty list."""
+        if (
+            not self._on_other_gpu or self._questions.waiting or not self._announced
+            or not isinstance(self._announced[0], protocol.SelectionRequest)
+        ):  # fmt: skip
             return []
-        first = self._coming[0]
-        asks = [*takewhile(lambda each: isinstance(each, protocol.SelectionRequest) and each.number == first.number, self._coming)]
+        first = self._announced[0]
+        asks = [*takewhile(lambda each: isinstance(each, protocol.SelectionRequest) and each.number == first.number, self._announced)]
         whole = len(asks) == first.together == len({ask.lane for ask in asks})
-        return asks if whole and len({_alike(ask) for ask in asks}) == 1 else []
+        return asks if whole and len({_batch_key(ask) for ask in asks}) == 1 else []
 
     def _answer_ahead(self, asks: Sequence[protocol.SelectionRequest]) -> list[protocol.SelectionRequest]:
-        """Answer the questions that are put next as soon as they are put; those of them that were. What else is there then is taken."""
+        """Launch the batch that is published next, ahead of its publication. Return the selection requests that were published in time,
+        and take other data that has arrived."""
         words = [self._word(ask) for ask in asks]
-        # Before the device waits, for which copies from the host would wait.
+        # Prepare before the device waits: copies from the host would wait for it.
         (inputs, launch), number = self._answering.prepare(asks, words, again=True), epoch_word(self._epoch, asks[0].number)
         seen = self._memory.await_words(inputs.asked, inputs.there, number, AHEAD_SECONDS)
         begun = Mark.now(self._device)
         launch()
         done = Mark.now(self._device)
         written, heads = seen()
-        # By the words that tell the device which are there.
-        there = [ask for ask in asks if written >= number and self._is_put(ask, heads)]
-        self._coming = deque(each for each in self._coming if each not in there)
+        # Use the same words as the device.
+        there = [ask for ask in asks if written >= number and self._is_published(ask, heads)]
+        self._announced = deque(each for each in self._announced if each not in there)
         self._pull(written, heads)
-        self._tell(there, begun, done)
+        self._send_replies(there, begun, done)
         return there
 
-    def _is_put(self, ask: protocol.SelectionRequest, heads: Sequence[Sequence[int]]) -> bool:
+    def _is_published(self, ask: protocol.SelectionRequest, heads: Sequence[Sequence[int]]) -> bool:
         return heads[ask.lane][self._word(ask) % 2] == self._word(ask)
 
     def _pull(self, written: int, heads: Sequence[Sequence[int]]) -> None:
-        """Take of what messages told what is in the arena, by its words; keys that came after questions not before these are answered."""
+        """Take the announced data that the words show as written. Keys announced after a selection request wait until it is answered."""
         taken: list[StagedTokens] = []
-        while self._coming and epoch_word(self._epoch, self._coming[0].number) <= written:
-            message = self._coming[0]
+        while self._announced and epoch_word(self._epoch, self._announced[0].number) <= written:
+            message = self._announced[0]
             if isinstance(message, protocol.Append):
                 if self._questions.waiting:
                     break
                 taken += (StagedTokens(piece.place, piece.tokens, self._store.first_slot(piece)) for piece in message.pieces)
-            elif self._is_put(message, heads):
+            elif self._is_published(message, heads):
                 self._skip(self._questions.add(message))
             else:
-                self._unasked[message.lane] = self._word(message)
+                self._unwritten[message.lane] = self._word(message)
                 self._say(self._about(message, False, 0.0))
-            self._coming.popleft()
+            self._announced.popleft()
         if taken:
             self._keys.pull(self._memory, taken)
             self._wait()
             self._say(protocol.PlacesFreed(self._epoch, tuple(each.place for each in taken)))
 
     def _answer(self, asks: Sequence[protocol.SelectionRequest], begun: Mark) -> Sequence[protocol.SelectionRequest]:
-        """Answer questions that are there, with as many queries, for a token as far ahead; these. ``begun``: when what they take did."""
+        """Answer and return published selection requests with equal numbers of queries and equal ``ahead``. ``begun``: start of their
+        work."""
         self._answering.prepare(asks, [self._word(ask) for ask in asks]).launch()
-        self._tell(asks, begun, Mark.now(self._device))
+        self._send_replies(asks, begun, Mark.now(self._device))
         return asks
 
-    def _tell(self, asks: Sequence[protocol.SelectionRequest], begun: Mark, done: Mark) -> None:
-        """Say that questions were answered, once they are."""
+    def _send_replies(self, asks: Sequence[protocol.SelectionRequest], begun: Mark, done: Mark) -> None:
+        """Wait until selection requests are answered, and send the replies."""
         self._wait()
         for ask in asks:
             self._say(self._about(ask, True, begun.until(done), len(asks)))
 
 
-def _alike(ask: protocol.SelectionRequest) -> tuple[int, int]:
-    """Those with equal ones are answered together."""
+def _batch_key(ask: protocol.SelectionRequest) -> tuple[int, int]:
+    """Key of the selection requests that can be answered together."""
     return len(ask.positions), ask.ahead

@@ -1,10 +1,10 @@
-"""How many steps lie between two choices of a request: as many as its rank needs to choose for all of its requests, none fewer than asked for.
+"""Tunes the selection interval: the steps that a rank needs to select for all its requests, but at least the configured number.
 
-A rank that needs longer for all of them than a step takes would be waited for in each step, up to the limit, and steps would take as long
-as choices. So it is asked as often as it keeps up with, and steps read what was chosen before meanwhile, and the newest tokens.
+If the selection for all requests takes longer than the interval, each step waits for it, up to the limit, and steps become as slow as
+selections. So the client asks less often. In between, steps read the previous selection and the newest tokens.
 
-How long a step takes the host sees of whole rounds alone: it launches all steps of one at once, far ahead of the device, and waits for those
-of the round before in between.
+The host can measure only whole rounds. It launches all steps of a round at once, far ahead of the device, and waits for the previous
+round in between.
 """
 
 import math
@@ -12,27 +12,27 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
-# Rounds, and answers, that are looked at, and the fewest that say something: those to rare questions are old.
+# Rounds and replies in the sliding windows, and the minimum number of each; replies to rare selection requests are old.
 WINDOW, ANSWERS, LEAST = 32, 16, 8
-# Beside choosing: messages, queries and rows on their way, and the rank's next look.
+# Time in addition to the selection: messages, transfer of queries and rows, and the rank's polling.
 BESIDE_SECONDS = 1e-3
-# Fewer steps are tried where a choice would take at most so much of them, so that the number does not go to and fro.
+# Reduce the interval only if a selection takes at most this share of the shorter one. This avoids oscillation.
 ROOM = 0.85
 MOST_STEPS = 16
-# Seconds of a step, at least.
+# Minimum seconds of a step.
 SHORTEST = 1e-4
 
 
 @dataclass
 class IntervalTuner:
-    """Of one inference rank, whose steps all its cache ranks serve.
+    """Selection interval of one inference rank, for all its cache ranks.
 
     Args:
-        least: steps between two choices that are asked for.
-        most: more are never between them.
+        least: Minimum selection interval, in steps.
+        most: Maximum selection interval, in steps.
 
     Attributes:
-        every: steps between two choices.
+        every: Selection interval, in steps.
     """
 
     least: int
@@ -45,29 +45,30 @@ class IntervalTuner:
         self.every = self.least
 
     def answered(self, seconds: float, together: int) -> None:
-        """A rank has chosen for so many questions at once, in so many seconds; told once of all of them, so that a slow launch for many
-        requests is one of those whose median counts."""
+        """Record one batch of ``together`` replies and its seconds. Call once per batch, so that a slow launch for many requests counts
+        once in the median."""
         self._costs.append(seconds / together)
 
     def record_round(self, now: float, waited: float, forwards: int) -> None:
-        """A round begins.
+        """Record the start of a round.
 
         Args:
-            now: seconds of a clock that does not go back.
-            waited: seconds that all steps so far have waited for choices.
-            forwards: of the round, each of which counts as a step.
+            now: Seconds of a monotonic clock.
+            waited: Seconds that all steps so far have waited for selections.
+            forwards: Forwards of the round, each of which counts as a step.
         """
         self._rounds.append((now, waited, forwards))
 
     def record_step(self, requests: int) -> int:
-        """A step was launched; :attr:`every` from here on. ``requests``: most that one rank chooses for."""
+        """Record a launched step and return the new :attr:`every`. ``requests``: maximum requests at one rank."""
         if len(self._rounds) > LEAST and len(self._costs) >= LEAST and requests:
             self._settle(requests * median(self._costs) + BESIDE_SECONDS)
         return self.every
 
     @property
     def step_seconds(self) -> float:
-        """That a step takes without its waits: the median of rounds, as some come after a prefill, and waits are told a step late."""
+        """Seconds of a step without its waits: the median over rounds, because some rounds follow a prefill and waits are counted a step
+        late."""
         rounds = zip(self._rounds, list(self._rounds)[1:])
         return max(SHORTEST, median((after[0] - before[0] - (after[1] - before[1])) / before[2] for before, after in rounds))
 

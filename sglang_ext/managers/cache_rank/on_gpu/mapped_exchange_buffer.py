@@ -1,5 +1,6 @@
-"""An inference rank's arena (exchange_buffer.py) as the cache rank has it: on a GPU by addresses alone, as PyTorch has no tensors of another one's memory
-without a context there.
+"""The cache rank's access to an inference rank's exchange buffer (exchange_buffer.py).
+
+On a GPU it uses raw addresses, because PyTorch has no tensors of another GPU's memory without a context there.
 """
 
 import ctypes
@@ -11,40 +12,45 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from sglang_ext.device import SideStream, to_device
-from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import QUESTION_NUMBERS, CHOSEN, DONE, LANE_WORDS, ExchangeBufferError, ExchangeLayout, BufferRegion
+from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import (
+    QUESTION_NUMBERS, CHOSEN, DONE, LANE_WORDS, ExchangeBufferError, ExchangeLayout, BufferRegion,
+)  # fmt: skip
 from sglang_ext.managers.cache_rank.protocol import BLOCK, StagedTokens, BufferShape
 from sglang_ext.mem_cache.compressed.row_exchange import missing_mask, exchange, top_mask
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.selection.on_gpu import MarkedPart
 
-# How much was written, and the words of each lane.
+# The written word, and the words of each lane.
 Words = tuple[int, list[list[int]]]
 
 
 class MappedExchangeBuffer:
-    """An arena as the cache rank sees it: by addresses on a GPU, which memory of another is read and written by.
+    """The cache rank's access to the exchange buffer; on a GPU by addresses of the other GPU's mapped memory.
+
+    In all methods ``asked`` is int64 [requests, :data:`QUESTION_NUMBERS`]: lane, word, and kept tokens per head of each selection
+    request. ``there`` is int32 [requests]: 1 for each selection request that is published.
 
     Args:
-        shape: of the rank.
-        device: of the cache rank.
-        handle: CUDA IPC handle; of no use on a CPU.
-        descriptor: of shared memory, on a CPU; None on a GPU.
+        shape: Sizes of the rank.
+        device: Device of the cache rank.
+        handle: CUDA IPC handle; unused on a CPU.
+        descriptor: Descriptor of shared memory on a CPU; None on a GPU.
 
     Raises:
-        ExchangeBufferError: the memory cannot be mapped.
+        ExchangeBufferError: The memory cannot be mapped.
     """
 
     def __init__(self, shape: BufferShape, device: torch.device, handle: bytes, descriptor: int | None):
         self.shape, self._device, self._layout = shape, device, ExchangeLayout.from_shape(shape)
-        self._beside = SideStream(device)
+        self._copy_stream = SideStream(device)
         self._base = open_ipc_handle(handle, device) if descriptor is None else None
         if descriptor is not None:
             memory = torch.frombuffer(mmap.mmap(descriptor, self._layout.size), dtype=torch.uint8)
             self._heads, self._written, self._queries, self._keys, self._chosen, *rows = self._layout.views(memory)
-            self._values, self._records, *self._arrived = rows
+            self._values, self._records, *self._row_regions = rows
 
     def _address(self, part: BufferRegion, *index: int) -> int:
-        """Of what ``index`` leads to in a part."""
+        """Return the address of the element ``index`` of a region."""
         at = 0
         for number, size in zip(index, part.sizes):
             at = at * size + number
@@ -55,21 +61,21 @@ class MappedExchangeBuffer:
         return getattr(torch, self.shape.dtype).itemsize
 
     def read_words(self) -> Words:
-        """How much was written, and the words of each lane; waits for the device."""
+        """Return the written word, and the words of each lane. Waits for the device."""
         none = torch.empty(0, QUESTION_NUMBERS, dtype=torch.int64, device=self._device)
         return self.await_words(none, none.new_empty(0, dtype=torch.int32), 0, 0.0)()
 
     def await_words(self, asked: torch.Tensor, there: torch.Tensor, least: int, seconds: float) -> Callable[[], Words]:
-        """Let the stream wait until ``least`` was written, no longer than ``seconds``, and read words then; waits for these, and says them.
+        """Make the stream wait until the written word reaches ``least``, at most ``seconds``, and then read all words.
 
-        What is launched next follows them on the device, which knows by the same words which questions are there. On a CPU that is done at
-        once.
+        Returns a function that waits for the words and returns them. Kernels launched next are ordered after the read on the device. They
+        learn from the same words which selection requests are published. On a CPU this call itself waits.
 
         Args:
-            asked: int64 [questions, :data:`QUESTION_NUMBERS`], lane, word, and tokens that each head keeps.
-            there: int32 [questions], that will be 1 for each that is there: as in all methods that answer them.
-            least: as a question's number is written that is there.
-            seconds: 0 to look at once.
+            asked: Selection requests.
+            there: Output: 1 for each published one.
+            least: Written word of the selection requests.
+            seconds: Maximum wait; 0 to read at once.
         """
         if self._base is None:
             until = time.monotonic() + seconds
@@ -82,13 +88,13 @@ class MappedExchangeBuffer:
         from sglang_ext.layers.kernels.exchange_kernels import read_words
 
         out = torch.empty(1 + self.shape.lanes * LANE_WORDS, dtype=torch.int64, device=self._device)
-        # Before the device waits, for which pages that are pinned anew would wait.
+        # Allocate before the device waits: a new pinned allocation would wait for the device.
         host = out if self._device.type == "cpu" else torch.empty_like(out, device="cpu", pin_memory=True)
         read_words(self._address(self._layout.heads), self._address(self._layout.written), out, asked, there, least, seconds)
         if host is out:
             return lambda: _words(out)
-        # Beside what is launched next, which would wait for the copy.
-        copied = self._beside.launch(lambda: host.copy_(out, non_blocking=True), [out])
+        # On a second stream, because the next kernels would otherwise wait for the copy.
+        copied = self._copy_stream.launch(lambda: host.copy_(out, non_blocking=True), [out])
 
         def words() -> Words:
             copied.synchronize()
@@ -97,28 +103,28 @@ class MappedExchangeBuffer:
         return words
 
     def pull_queries(self, asked: torch.Tensor, count: int) -> torch.Tensor:
-        """Queries of questions with so many each: [questions, layers, count, query_heads, dim]."""
+        """Copy the queries of selection requests with ``count`` queries each: [requests, layers, count, query_heads, dim]."""
         shape = self.shape
         if self._base is None:
             return torch.stack([self._queries[lane, word % 2, :, :count] for lane, word, _ in asked.tolist()])
         of_query = int32_words(shape.query_heads * shape.dim * self._item)
         of_place = shape.layers * shape.window * of_query
         steps = 2 * of_place, of_place
-        found = self._gathered(self._layout.queries, asked, shape.layers, count * of_query, shape.window * of_query, steps)
+        found = self._gather(self._layout.queries, asked, shape.layers, count * of_query, shape.window * of_query, steps)
         return found.view(getattr(torch, shape.dtype)).view(len(asked), shape.layers, count, shape.query_heads, shape.dim)
 
-    def _gathered(
+    def _gather(
         self, part: BufferRegion, asked: torch.Tensor, rows: int, length: int, apart: int, steps: tuple[int, int]
     ) -> torch.Tensor:
-        """Of places of questions in a part so many rows of words each, int32 [questions, rows, length].
+        """Copy rows of a region's lanes, int32 [requests, rows, length].
 
         Args:
-            part: of the arena.
-            asked: the questions.
-            rows: of each.
-            length: words of a row.
-            apart: words from a row to the next.
-            steps: words from a lane to the next, and from the place of even words to that of odd ones.
+            part: The region.
+            asked: The selection requests.
+            rows: Rows of each.
+            length: 32-bit words of a row.
+            apart: 32-bit words from a row to the next.
+            steps: 32-bit words from a lane to the next, and from the slot of even words to that of odd ones.
         """
         from sglang_ext.layers.kernels.exchange_kernels import gather_rows
 
@@ -127,8 +133,10 @@ class MappedExchangeBuffer:
         return found
 
     def pull(self, pulls: Sequence[StagedTokens], into: torch.Tensor, values: bool = False) -> None:
-        """Keys of places, or ``values``, to ``into``, [layers, all tokens, kv_heads, dim], each layer of one piece, from their first there on;
-        none twice to one token."""
+        """Copy keys, or ``values``, from staging slots to ``into``, [layers, all tokens, kv_heads, dim], each layer contiguous.
+
+        Each of ``pulls`` names its first target token. No target token occurs twice.
+        """
         if self._base is None:
             for place, tokens, first in pulls:
                 into[:, first : first + tokens] = (self._values if values else self._keys)[place, :, :tokens]
@@ -141,9 +149,9 @@ class MappedExchangeBuffer:
         pull_blocks(self._address(part), into.data_ptr(), told, layers, *words)
 
     def push_chosen(self, asked: torch.Tensor, there: torch.Tensor, chosen: torch.Tensor) -> None:
-        """Answers to questions that are there: positions, int32 [layers, questions, kv_heads, most]."""
+        """Write the selections of published selection requests: positions, int32 [layers, requests, kv_heads, most]."""
         if self._base is None:
-            for i, (lane, word, keep) in _those(asked, there):
+            for i, (lane, word, keep) in _published(asked, there):
                 kept = chosen[:, i, :, :keep]
                 self._chosen[lane, word % 2, : kept.numel()] = kept.flatten()
             return
@@ -153,25 +161,24 @@ class MappedExchangeBuffer:
         push_chosen(chosen, asked, there, self._address(to), math.prod(to.sizes[2:]))
 
     def records(self, asked: torch.Tensor, most: int) -> torch.Tensor:
-        """Of questions whose heads keep ``most`` tokens at most, the positions that their copies hold: int32 [questions, numbers], [layers,
-        kv_heads, keep] at the beginning."""
+        """Copy the positions that compressed KV holds: int32 [requests, numbers], [layers, kv_heads, keep] at the beginning. Heads keep
+        at most ``most`` tokens."""
         shape, part = self.shape, self._layout.records
-        # What is behind a shorter one is nothing.
-        return self._gathered(part, asked, 1, shape.layers * shape.kv_heads * most, 0, (part.sizes[1], 0)).squeeze(1)
+        # Numbers after a shorter record are undefined.
+        return self._gather(part, asked, 1, shape.layers * shape.kv_heads * most, 0, (part.sizes[1], 0)).squeeze(1)
 
     def push_rows(
         self, asked: torch.Tensor, there: torch.Tensor, parts: Iterable[MarkedPart], records: torch.Tensor, held: KVBuffers,
         streams: tuple[SideStream, SideStream],
     ) -> None:  # fmt: skip
-        """K and V of what is marked for questions that are there and their copies do not hold; of more than have room those of the highest
-        scores.
+        """Write K and V of marked tokens that the compressed KV lacks. If they exceed the room, write those of the highest scores.
 
         Args:
-            asked, there: as :meth:`await_words` has them.
-            parts: of all layers, as they are marked.
-            records: as :meth:`records` has them, of the first of the streams.
-            held: what is held here.
-            streams: of what finds which rows come, and of what sends those of one part while the next ones are marked.
+            asked, there: See the class.
+            parts: Marked tokens of all layers, part by part as they are marked.
+            records: Result of :meth:`records`, computed on the first stream.
+            held: K and V at the rank.
+            streams: The first stream finds the rows to send; the second sends those of one part while the next parts are marked.
         """
         from sglang_ext.layers.kernels.row_exchange import send_rows
 
@@ -184,7 +191,7 @@ class MappedExchangeBuffer:
                 part.was_read(self._device)
             with sending.after(part.read):
                 send_rows.push_rows(tables, held.keys[0], comes, asked, there, targets, part.layers.start, part.requests.start)
-            # Kept, or the stream that finds would take its memory again before it was sent.
+            # Keep it, or the first stream would reuse its memory before it is sent.
             kept.append(comes)
         finding.join()
         sending.join()
@@ -192,21 +199,27 @@ class MappedExchangeBuffer:
     def push_rows_on_cpu(
         self, asked: torch.Tensor, there: torch.Tensor, chosen: torch.Tensor, bits: torch.Tensor, table: torch.Tensor, held: KVBuffers
     ) -> None:
-        """On a CPU, as :meth:`push_rows`, of positions and bits of their scores, int32 [layers, questions, kv_heads, most]; ``table``: where
-        tokens of questions lie, int32 [questions, longest]."""
-        for i, (lane, _, keep) in _those(asked, there):
-            self._push_rows_of(lane, chosen[:, i, :, :keep], bits[:, i, :, :keep], table[i].long(), held)
+        """Like :meth:`push_rows`, on a CPU.
 
-    def _push_rows_of(
+        Args:
+            asked, there: See the class.
+            chosen, bits: int32 [layers, requests, kv_heads, most], positions, and bits of their scores.
+            table: int32 [requests, longest], slots of the tokens.
+            held: K and V at the rank.
+        """
+        for i, (lane, _, keep) in _published(asked, there):
+            self._push_rows_of_request(lane, chosen[:, i, :, :keep], bits[:, i, :, :keep], table[i].long(), held)
+
+    def _push_rows_of_request(
         self, lane: int, chosen: torch.Tensor, bits: torch.Tensor, places: torch.Tensor, held: KVBuffers
     ) -> None:
-        """As :meth:`push_rows_on_cpu`, of one request: int32 [layers, kv_heads, keep] each."""
+        """Like :meth:`push_rows_on_cpu`, for one request: int32 [layers, kv_heads, keep] each."""
         record, chosen = self._records[lane, : chosen.numel()].view(chosen.shape).long(), chosen.long()
-        # As many places go as tokens come, but in a record that is written meanwhile, of which the answer is not taken.
+        # Leaving and arriving rows are equal in number, except if the record is overwritten meanwhile. Then the reply is not applied.
         going = missing_mask(record, chosen).sum(-1, keepdim=True)
         coming = top_mask(missing_mask(chosen, record), bits, going.clamp(max=self.shape.fresh))
         found = exchange(record, chosen, coming)
-        counts, moves, *rows = (part[lane] for part in self._arrived)
+        counts, moves, *rows = (part[lane] for part in self._row_regions)
         counts.copy_(coming.sum(-1).flatten())
         pair = found.layers * self.shape.kv_heads + found.heads
         index = coming.cumsum(-1)[found.layers, found.heads, found.wanted] - 1
@@ -218,26 +231,25 @@ class MappedExchangeBuffer:
                 into[pair[these], index[these]] = part[slots, heads]
 
     def answer(self, asked: torch.Tensor, there: torch.Tensor) -> None:
-        """Say of questions that are there that they are done with, and, where tokens are kept, that there is an answer. What was pushed before
-        can be seen then."""
+        """Mark published selection requests as done, and as answered if they keep tokens. All earlier pushes are visible first."""
         if self._base is not None:
             from sglang_ext.layers.kernels.exchange_kernels import answer
 
             answer(self._address(self._layout.heads), asked, there)
             return
-        for _, (lane, word, keep) in _those(asked, there):
+        for _, (lane, word, keep) in _published(asked, there):
             if keep:
                 self._heads[lane, CHOSEN + word % 2] = word
             self._heads[lane, DONE] = word
 
     def skip_requests(self, questions: Sequence[tuple[int, int]]) -> None:
-        """Say of questions, by lane and word, that they are done with, without an answer."""
+        """Mark selection requests, given by lane and word, as done without a reply."""
         asked = to_device([[lane, word, 0] for lane, word in questions], self._device)
         self.answer(asked, torch.ones_like(asked[:, 0], dtype=torch.int32))
 
 
-def _those(asked: torch.Tensor, there: torch.Tensor) -> list[tuple[int, list[int]]]:
-    """Questions that are there, with their numbers."""
+def _published(asked: torch.Tensor, there: torch.Tensor) -> list[tuple[int, list[int]]]:
+    """Return the published selection requests: index and numbers."""
     return [(i, numbers) for i, (numbers, put) in enumerate(zip(asked.tolist(), there.tolist())) if put]
 
 
@@ -247,21 +259,21 @@ def _words(read: torch.Tensor) -> Words:
 
 
 def int32_words(size: int) -> int:
-    """Words of 32 bits of so many bytes.
+    """Return the number of 32-bit words in ``size`` bytes.
 
     Raises:
-        ExchangeBufferError: they are no whole number.
+        ExchangeBufferError: The size is not a multiple of 4.
     """
     if size % 4:
-        raise ExchangeBufferError(f"a row of {size} bytes is no whole number of words of 32 bits, in which it travels: pass --kv-cache-ranks 0")
+        raise ExchangeBufferError(f"a row of {size} bytes is not a multiple of 4 bytes, the unit of transfer: pass --kv-cache-ranks 0")
     return size // 4
 
 
 def open_ipc_handle(handle: bytes, device: torch.device) -> int:
-    """The address of another process's memory on the GPU ``device``, by its CUDA IPC handle.
+    """Map another process's memory by its CUDA IPC handle on the GPU ``device``, and return its address.
 
     Raises:
-        ExchangeBufferError: it cannot be mapped.
+        ExchangeBufferError: It cannot be mapped.
     """
     from sglang.srt.distributed.device_communicators.cuda_wrapper import CudaRTLibrary, cudaIpcMemHandle_t
 
@@ -272,5 +284,5 @@ def open_ipc_handle(handle: bytes, device: torch.device) -> int:
         except RuntimeError as error:
             raise ExchangeBufferError(
                 f"memory of the inference rank cannot be mapped on {device}: {error}; both processes need one user and one host, "
-                "and their containers one IPC namespace; or pass --kv-cache-ranks 0"
+                "and their containers the same IPC namespace; or pass --kv-cache-ranks 0"
             ) from error

@@ -1,10 +1,12 @@
-"""What a cache rank on a GPU does for questions that it answers together: it copies their queries out of the arena, chooses, and writes
-what was chosen, or rows of that, and that it is there.
+"""Runs batches of selection requests on a cache rank's GPU.
 
-None of it waits for the host, or asks it: what differs from one time to the next is in memory of the device, which the host fills before.
-So all launches for questions that come again and again, as many of them, in contexts about as long, are recorded as one CUDA graph, which
-takes the host a moment where they took as long as the device. In a graph parts cost the host nothing: where rows are sent, those of some
-layers travel while tokens are chosen in the next ones. On a CPU, for tests, kernels are launched anew, or PyTorch does their work.
+A batch copies its queries out of the exchange buffer, selects, writes the selections or their rows, and marks them as done.
+
+No step waits for the host. The host first fills the inputs, which differ from batch to batch, in device memory. So all launches for
+batches of a frequent shape, that is, equal request counts and similar context lengths, are recorded as one CUDA graph. A replay takes the
+host little time, while single launches take it as long as the device. A graph can also be split into parts at no host cost: while tokens
+of the next layers are selected, the rows of previous layers are sent. On a CPU, for tests, the kernels are launched each time, or PyTorch
+does their work.
 """
 
 import logging
@@ -32,32 +34,32 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Launches in the current stream.
+# Launches on the current stream.
 INLINE = SideStream(torch.device("cpu"))
 
-# Times that questions of a form are answered before a graph is recorded for it, which takes longer than a step: while full KV travels more
-# questions are asked at once every few turns. Graphs that are kept, each until so many answers did without it, and forms without one whose
-# inputs are.
+# Batches of a shape before a graph is recorded, because recording takes longer than a step. During the transfer of full KV, batch sizes
+# change every few selection intervals. Then: maximum graphs, batches without use after which a graph may be replaced, and maximum shapes
+# without a graph whose inputs are kept.
 RECORDED_AFTER, MOST_GRAPHS, UNUSED, MOST_OTHERS = 8, 16, 1000, 4
-# Numbers of a context, as kernels that choose take them (select_tokens.py:SelectionContexts).
+# Numbers of a context in the selection kernels' input (select_tokens.py:SelectionContexts).
 CONTEXT_NUMBERS = 4
-# Forms whose times are counted.
+# Maximum shapes whose batches are counted.
 MOST_COUNTED = 1024
-# Lengths of contexts are told apart by an eighth of the next power of two, or by so many tokens.
+# Context lengths are rounded up to an eighth of the next power of two, but at least to a multiple of this many tokens.
 LEAST_APART = 128
-# Tokens that heads keep are told apart by so many.
+# Kept tokens per head are rounded up to a multiple of this.
 KEPT_APART = 128
 
 
 class BatchShape(NamedTuple):
-    """What questions have in common for which the same is launched.
+    """Properties of a batch that determine its launches.
 
     Attributes:
-        count: of them.
-        queries: of each.
-        ahead: for which token after the newest query's is chosen.
-        most: tokens that heads keep at most.
-        longest: tokens of the longest context at most.
+        count: Selection requests.
+        queries: Queries of each.
+        ahead: The selection is for the token this many positions after the newest query.
+        most: Maximum tokens that a head keeps.
+        longest: Maximum tokens of a context.
     """
 
     count: int
@@ -68,7 +70,7 @@ class BatchShape(NamedTuple):
 
     @classmethod
     def build(cls, asks: Sequence[protocol.SelectionRequest], most: int) -> "BatchShape":
-        """Of questions that are answered together, of heads that keep so many tokens at most."""
+        """Return the shape of a batch; ``most``: maximum tokens that any head keeps."""
         longest = max(ask.covered for ask in asks)
         apart = max(LEAST_APART, (1 << (longest - 1).bit_length()) // 8)
         keep = min(most, -(-max(ask.keep for ask in asks) // KEPT_APART) * KEPT_APART)
@@ -77,14 +79,14 @@ class BatchShape(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchInputs:
-    """What differs from one time to the next, on the device.
+    """Inputs of a batch, on the device.
 
     Attributes:
-        numbers: int64, of one piece: :attr:`contexts`, :attr:`asked` and :attr:`positions`; for kernels that take the first two these begin
-            at multiples of 16 bytes, whatever the number of questions.
-        there: int32 [questions], which of them are there.
-        table: int32 [questions, longest], where their tokens lie.
-        form: of the questions.
+        numbers: int64, one contiguous piece: :attr:`contexts`, :attr:`asked` and :attr:`positions`. The first two begin at multiples of
+            16 bytes, whatever the batch size, for the kernels that read them.
+        there: int32 [requests], 1 for each published selection request.
+        table: int32 [requests, longest], slots of their tokens.
+        form: Shape of the batch.
     """
 
     numbers: torch.Tensor
@@ -94,29 +96,29 @@ class BatchInputs:
 
     @classmethod
     def build(cls, form: BatchShape, device: torch.device) -> "BatchInputs":
-        """Memory for questions of a form, none of which is there."""
+        """Allocate inputs for a batch shape, none of them published."""
         numbers = torch.zeros(form.count * (CONTEXT_NUMBERS + QUESTION_NUMBERS + form.queries), dtype=torch.int64, device=device)
         there = torch.zeros(form.count, dtype=torch.int32, device=device)
         return cls(numbers, there, torch.zeros(form.count, form.longest, dtype=torch.int32, device=device), form)
 
     @property
     def contexts(self) -> torch.Tensor:
-        """int64 [questions, 4], as kernels that choose take them (select_tokens.py)."""
+        """int64 [requests, 4], input of the selection kernels (select_tokens.py)."""
         return self.numbers[: CONTEXT_NUMBERS * self.form.count].view(-1, CONTEXT_NUMBERS)
 
     @property
     def asked(self) -> torch.Tensor:
-        """int64 [questions, 3], lane, word, and tokens that each head keeps."""
+        """int64 [requests, 3]: lane, word, and tokens that each head keeps."""
         end = (CONTEXT_NUMBERS + QUESTION_NUMBERS) * self.form.count
         return self.numbers[CONTEXT_NUMBERS * self.form.count : end].view(-1, QUESTION_NUMBERS)
 
     @property
     def positions(self) -> torch.Tensor:
-        """int64 [questions, queries]."""
+        """int64 [requests, queries]."""
         return self.numbers[(CONTEXT_NUMBERS + QUESTION_NUMBERS) * self.form.count :].view(-1, self.form.queries)
 
     def fill(self, asks: Sequence[protocol.SelectionRequest], words: Sequence[int]) -> None:
-        """With questions of the form, and their words; where their tokens lie is written apart."""
+        """Write the numbers of selection requests of this shape, and their words. The table is written separately."""
         asked = [number for ask, word in zip(asks, words) for number in (ask.lane, word, ask.keep)]
         contexts = [number for i, ask in enumerate(asks) for number in (i, ask.covered, ask.keep, 0)]
         positions = [position for ask in asks for position in ask.positions]
@@ -124,57 +126,58 @@ class BatchInputs:
 
 
 class SelectionRunner:
-    """Answers questions.
+    """Runs selections.
 
     Args:
-        memory: the arena.
-        keys, store: that the rank holds.
-        method: by which it chooses.
-        rotary: embedding that was applied to keys and queries.
-        device: on which is chosen.
-        by_kernels: whether kernels do so; else PyTorch does.
+        memory: The mapped exchange buffer.
+        keys, store: Keys at the rank.
+        method: Selection method.
+        rotary: Rotary embedding of keys and queries.
+        device: Device that runs the selection.
+        by_kernels: Whether kernels select; otherwise PyTorch does.
     """
 
     def __init__(
-        self, memory: MappedExchangeBuffer, keys: GpuKeys, store: KeyStore, method: Spade, rotary: Rotary, device: torch.device, by_kernels: bool
-    ):
+        self, memory: MappedExchangeBuffer, keys: GpuKeys, store: KeyStore, method: Spade, rotary: Rotary, device: torch.device,
+        by_kernels: bool,
+    ):  # fmt: skip
         self._memory, self._keys, self._store, self._method, self._rotary = memory, keys, store, method, rotary
         self._device, self._by_kernels, self._pool, self._records = device, by_kernels, None, True
-        # Of what finds which rows come, and of what sends them.
-        self._beside = SideStream(device, first=True), SideStream(device, first=True)
-        # Of each lane, where its tokens lie, int32.
-        self._places: dict[int, torch.Tensor] = {}
-        # Of forms that come again and again, the newest last, and how often each came, of more than are kept; of the others that which came
-        # last.
-        self._known: dict[BatchShape, _Known] = {}
-        self._times: Counter[BatchShape] = Counter()
-        self._other: _Known | None = None
-        self._answers = 0
+        # Streams that find the rows to send, and that send them.
+        self._row_streams = SideStream(device, first=True), SideStream(device, first=True)
+        # Slots of each lane's tokens, int32.
+        self._lane_slots: dict[int, torch.Tensor] = {}
+        # Frequent shapes, newest last, and batches of each shape, including shapes no longer kept. `_rare_shape` is the last of the other
+        # shapes.
+        self._known: dict[BatchShape, _ShapeState] = {}
+        self._batch_counts: Counter[BatchShape] = Counter()
+        self._rare_shape: _ShapeState | None = None
+        self._num_batches = 0
 
     def hold(self, lane: int, places: torch.Tensor) -> None:
-        """Let tokens of a lane lie at ``places``, int64 [tokens]."""
-        self._places[lane] = places.int()
+        """Set the slots of a lane's tokens, int64 [tokens]."""
+        self._lane_slots[lane] = places.int()
 
     def forget(self, lane: int) -> None:
-        """Tokens of a lane lie elsewhere from here on."""
-        self._places.pop(lane, None)
-        for known in (*self._known.values(), *filter(None, [self._other])):
+        """Forget the slots of a lane's tokens."""
+        self._lane_slots.pop(lane, None)
+        for known in (*self._known.values(), *filter(None, [self._rare_shape])):
             known.table = None
 
     def prepare(self, asks: Sequence[protocol.SelectionRequest], words: Sequence[int], again: bool = False) -> "PreparedBatch":
-        """What will answer questions; their numbers go to the device now.
+        """Copy the inputs of a batch to the device, and return its launch.
 
         Args:
-            asks: questions of as many queries each, for a token as far ahead, of a lane each.
-            words: theirs.
-            again: whether questions like these come again and again, so that a graph pays; else they are there.
+            asks: Selection requests with equal numbers of queries and equal ``ahead``, one per lane.
+            words: Their words.
+            again: Batches of this shape are frequent, so that a graph pays. Otherwise the selection requests are already published.
         """
-        # Refuses what no lane holds, before memory is taken for it.
-        places = [self._held(ask) for ask in asks]
+        # Checks that the lanes hold the tokens, before memory is allocated.
+        places = [self._token_slots(ask) for ask in asks]
         form = BatchShape.build(asks, self._memory.shape.most)
         kept = self._known.get(form)
-        # What was recorded serves questions that are there, too.
-        known = self._known_of(form, again or (kept is not None and kept.replay is not None))
+        # A recorded graph also serves published selection requests.
+        known = self._shape_state(form, again or (kept is not None and kept.replay is not None))
         known.inputs.fill(asks, words)
         if not again:
             known.inputs.there.fill_(1)
@@ -183,70 +186,70 @@ class SelectionRunner:
             for row, held in zip(known.inputs.table, places):
                 row[: len(held)] = held
             known.table = lanes
-        self._times[form] += again
-        if known.replay is None and self._times[form] > RECORDED_AFTER and self._graph_has_room():
-            known.replay = self._recorded(known.inputs)
+        self._batch_counts[form] += again
+        if known.replay is None and self._batch_counts[form] > RECORDED_AFTER and self._can_add_graph():
+            known.replay = self._record_graph(known.inputs)
             known.read = self._rotary.cached_rotations()
-        return PreparedBatch(known.inputs, known.replay or (lambda: self._one_by_one(known.inputs)))
+        return PreparedBatch(known.inputs, known.replay or (lambda: self._launch_without_graph(known.inputs)))
 
-    def _known_of(self, form: BatchShape, again: bool) -> "_Known":
+    def _shape_state(self, form: BatchShape, again: bool) -> "_ShapeState":
         if not again:
-            if self._other is None or self._other.inputs.form != form:
-                self._other = _Known(BatchInputs.build(form, self._device))
-            return self._other
-        known = self._known[form] = self._known.pop(form, None) or _Known(BatchInputs.build(form, self._device))
-        self._answers += 1
-        known.last = self._answers
+            if self._rare_shape is None or self._rare_shape.inputs.form != form:
+                self._rare_shape = _ShapeState(BatchInputs.build(form, self._device))
+            return self._rare_shape
+        known = self._known[form] = self._known.pop(form, None) or _ShapeState(BatchInputs.build(form, self._device))
+        self._num_batches += 1
+        known.last = self._num_batches
         others = [each for each, found in self._known.items() if found.replay is None]
         for each in others[:-MOST_OTHERS]:
             del self._known[each]
-        if len(self._times) > MOST_COUNTED:
-            self._times.clear()
+        if len(self._batch_counts) > MOST_COUNTED:
+            self._batch_counts.clear()
         return known
 
-    def _graph_has_room(self) -> bool:
-        """Whether one more may be recorded: beside as many as are kept, where the one that was not used for longest goes."""
+    def _can_add_graph(self) -> bool:
+        """Whether another graph may be recorded. At the maximum, the graph that was unused for longest is dropped if it is old enough."""
         recorded = [form for form, known in self._known.items() if known.replay is not None]
         if len(recorded) < MOST_GRAPHS:
             return True
-        if self._answers - self._known[recorded[0]].last < UNUSED:
+        if self._num_batches - self._known[recorded[0]].last < UNUSED:
             return False
         del self._known[recorded[0]]
         return True
 
-    def _held(self, ask: protocol.SelectionRequest) -> torch.Tensor:
-        """Where the tokens of a question lie: int32 [covered]."""
-        known = self._places.get(ask.lane)
+    def _token_slots(self, ask: protocol.SelectionRequest) -> torch.Tensor:
+        """Return the slots of a selection request's tokens: int32 [covered]."""
+        known = self._lane_slots.get(ask.lane)
         if known is None or len(known) < ask.covered:
             known = self._store.slots(ask.lane, ask.covered).int().to(self._device)
-            self._places[ask.lane] = known
+            self._lane_slots[ask.lane] = known
         return known[: ask.covered]
 
-    def _recorded(self, inputs: BatchInputs) -> Callable[[], None]:
-        """What launches the same again."""
+    def _record_graph(self, inputs: BatchInputs) -> Callable[[], None]:
+        """Record the launches of a batch, and return a function that replays them."""
         if self._device.type != "cuda":
             return lambda: self._answer(inputs, beside=True)
         if not self._records:
-            return lambda: self._one_by_one(inputs)
+            return lambda: self._launch_without_graph(inputs)
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        # What one graph works in another one may, too: they never run at once. With the last of its graphs a pool is gone, and PyTorch
-        # refuses its name from then on, where anything of it is still held.
+        # Graphs share one memory pool, because they never run at the same time. With its last graph a pool ends, and PyTorch then refuses
+        # its id while any of its memory is held.
         if not any(known.replay for known in self._known.values()):
             self._pool = torch.cuda.graph_pool_handle()
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._answer(inputs, beside=True)
         except Exception as error:
-            logger.warning("sglang-ext: a cache rank launches one by one what chooses, as no graph was recorded: %s", error)
-            self._give_up(stream)
-            return lambda: self._one_by_one(inputs)
+            logger.warning("sglang-ext: a cache rank launches selection kernels one by one; no CUDA graph could be recorded: %s", error)
+            self._disable_graphs(stream)
+            return lambda: self._launch_without_graph(inputs)
         return graph.replay
 
-    def _give_up(self, stream: torch.cuda.Stream) -> None:
-        """Record nothing from here on.
+    def _disable_graphs(self, stream: torch.cuda.Stream) -> None:
+        """Record no more graphs.
 
-        Where a recording cannot be ended PyTorch leaves its stream as the current one, and its allocator (2.11) in the belief that it goes
-        on: no cached memory is given back, not even for another allocation, until that is told.
+        If a recording cannot be ended, PyTorch leaves its stream as the current one. Its allocator (2.11) still assumes a recording, and
+        frees no cached memory, even for another allocation. The private calls below end that state.
         """
         self._records = False
         torch.cuda.set_stream(stream)
@@ -255,16 +258,17 @@ class SelectionRunner:
             torch._C._cuda_releasePool(self._device.index, self._pool)
         torch.cuda.empty_cache()
 
-    def _one_by_one(self, inputs: BatchInputs) -> None:
-        """Launch all that a graph would, and give up graphs where it has no room beside them."""
+    def _launch_without_graph(self, inputs: BatchInputs) -> None:
+        """Launch the kernels of a batch without a graph. If graphs leave too little memory, drop them and retry."""
         try:
             self._answer(inputs)
             return
         except torch.OutOfMemoryError as error:
             if not any(known.replay for known in self._known.values()):
                 raise
-            logger.warning("sglang-ext: a cache rank launches one by one what chooses, as beside graphs there is no room: %s", error)
-        # Not before no frame of what failed holds memory. Nothing was said of it: all is written anew.
+            logger.warning("sglang-ext: a cache rank launches selection kernels one by one; CUDA graphs leave too little memory: %s", error)
+        # Outside of the except clause, so that no frame of the failed call holds memory. It published nothing, so everything is written
+        # again.
         self._records = False
         for known in self._known.values():
             known.replay = known.read = None
@@ -272,34 +276,34 @@ class SelectionRunner:
         self._answer(inputs)
 
     def _answer(self, inputs: BatchInputs, beside: bool = False) -> None:
-        """``beside``: where rows are sent, those of some layers while tokens are chosen in the next ones."""
+        """Run a batch. ``beside``: with rows, send those of some layers while tokens of the next layers are selected."""
         memory, asked, there, form = self._memory, inputs.asked, inputs.there, inputs.form
         if self._store.rows is None:
-            memory.push_chosen(asked, there, self._chosen(inputs))
+            memory.push_chosen(asked, there, self._select_positions(inputs))
         elif self._by_kernels:
-            streams, begun = (self._beside, current_event(self._device)) if beside else ((INLINE, INLINE), None)
-            choice, *among = self._choice(inputs)
+            streams, begun = (self._row_streams, current_event(self._device)) if beside else ((INLINE, INLINE), None)
+            choice, *among = self._build_selector(inputs)
             with streams[0].after(begun):
                 records = memory.records(asked, form.most)
             parts = choice.marked(*among, beside=beside)
             memory.push_rows(asked, there, parts, records, self._keys.sent, streams)
         else:
-            memory.push_rows_on_cpu(asked, there, *self._scored(inputs), inputs.table, self._keys.sent)
+            memory.push_rows_on_cpu(asked, there, *self._select_on_cpu(inputs), inputs.table, self._keys.sent)
         memory.answer(asked, there)
 
-    def _chosen(self, inputs: BatchInputs) -> torch.Tensor:
-        """Positions, int32 [layers, questions, kv_heads, most], ascending, of each question as many as it wants."""
+    def _select_positions(self, inputs: BatchInputs) -> torch.Tensor:
+        """Return positions, int32 [layers, requests, kv_heads, most], ascending. The first ``keep`` of each request are valid."""
         if not self._by_kernels:
-            return self._scored(inputs)[0]
-        choice, *among = self._choice(inputs)
+            return self._select_on_cpu(inputs)[0]
+        choice, *among = self._build_selector(inputs)
         return choice.choose(*among, most=inputs.form.most)
 
-    def _choice(self, inputs: BatchInputs) -> tuple[GpuSelector, "SelectionContexts", ReadQueryBatch, torch.Tensor, int]:
-        """What chooses by kernels; among which tokens, by which queries at which positions, and for which token after them."""
+    def _build_selector(self, inputs: BatchInputs) -> tuple[GpuSelector, "SelectionContexts", ReadQueryBatch, torch.Tensor, int]:
+        """Return the kernel selector with its arguments: contexts, queries, their positions, and ``ahead``."""
         from sglang_ext.layers.kernels.select_tokens import SelectionContexts
 
         form, queries = inputs.form, self._queries(inputs)
-        # Each no longer than the longest may be: on the device they say themselves how long they are.
+        # Upper bounds; the exact lengths are on the device.
         lengths, always = (form.longest,) * form.count, (self._method.sinks, self._method.recent)
         choice = GpuSelector(self._method.predictor, self._keys.buffers, queries.shape[2], self._rotary)
 
@@ -309,17 +313,17 @@ class SelectionRunner:
         return choice, SelectionContexts(inputs.table, inputs.contexts, lengths, always), read, inputs.positions, form.ahead
 
     def _queries(self, inputs: BatchInputs) -> torch.Tensor:
-        """[questions, layers, query_heads, window, dim]."""
+        """Return the queries: [requests, layers, query_heads, window, dim]."""
         return self._memory.pull_queries(inputs.asked, inputs.form.queries).transpose(2, 3)
 
-    def _scored(self, inputs: BatchInputs) -> torch.Tensor:
-        """By PyTorch, positions as :meth:`_chosen` has them, and bits of their scores: [2, ...]."""
+    def _select_on_cpu(self, inputs: BatchInputs) -> torch.Tensor:
+        """Return positions, as :meth:`_select_positions`, and bits of their scores, by PyTorch: [2, ...]."""
         form, queries = inputs.form, self._queries(inputs)
-        found = [self._chosen_here(inputs, i, queries[i, None]) for i in range(form.count)]
+        found = [self._select_request_on_cpu(inputs, i, queries[i, None]) for i in range(form.count)]
         return torch.stack([torch.nn.functional.pad(each, (0, form.most - each.shape[-1])) for each in found], -3)
 
-    def _chosen_here(self, inputs: BatchInputs, number: int, queries: torch.Tensor) -> torch.Tensor:
-        """Of one question, positions and bits of scores: int32 [2, layers, kv_heads, keep]."""
+    def _select_request_on_cpu(self, inputs: BatchInputs, number: int, queries: torch.Tensor) -> torch.Tensor:
+        """Return positions and bits of scores of one selection request: int32 [2, layers, kv_heads, keep]."""
         _, covered, keep, _ = inputs.contexts[number].tolist()
         buffers, places = self._keys.buffers, inputs.table[number, :covered].long()
         predicted = self._method.predictor.predict(queries, inputs.positions[number, None], self._rotary, inputs.form.ahead)
@@ -331,16 +335,16 @@ class SelectionRunner:
 
 
 class PreparedBatch(NamedTuple):
-    """Questions whose numbers are on the device, and what launches all that answers those of them that are there."""
+    """A batch whose inputs are on the device. ``launch`` launches the kernels that answer its published selection requests."""
 
     inputs: BatchInputs
     launch: Callable[[], None]
 
 
 @dataclass
-class _Known:
-    """A form: its inputs, with whose lanes and tokens the table was written, which answer came last, what launches for it, and what that reads
-    of what others may drop."""
+class _ShapeState:
+    """A batch shape: its inputs, the lanes and lengths in its table, its last batch number, its replay, and tensors that the replay
+    reads."""
 
     inputs: BatchInputs
     table: list[tuple[int, int]] | None = None

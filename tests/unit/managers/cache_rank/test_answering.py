@@ -23,7 +23,7 @@ class Recording(SelectionRunner):
         super().__init__(memory, None, store, None, rotary, torch.device("cpu"), True)
         self.recorded: list[int] = []
 
-    def _recorded(self, inputs):
+    def _record_graph(self, inputs):
         self.recorded.append(inputs.form.count)
         return lambda: None
 

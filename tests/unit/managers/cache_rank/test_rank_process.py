@@ -157,7 +157,7 @@ class Broken:
 def test_processes_that_were_ready_for_a_while_are_not_counted_though_nobody_asked_them(seconds, has_given_up):
     link = links.RankLink(links.RankSettings(attach()), Broken)
     for _ in range(4 * links.MAX_STARTS):
-        link._due = 0.0
+        link._restart_time = 0.0
         link.packs, link._ready_since = links.split_into_packs(4, 2), time.monotonic() - seconds
         link.poll()
     assert link.has_given_up == has_given_up and (link.starts == links.MAX_STARTS) == has_given_up
@@ -166,7 +166,7 @@ def test_processes_that_were_ready_for_a_while_are_not_counted_though_nobody_ask
 def test_after_processes_that_never_answer_no_more_are_started(caplog):
     link = links.RankLink(links.RankSettings(attach()), Broken)
     for _ in range(3 * links.MAX_STARTS):
-        link._due = 0.0
+        link._restart_time = 0.0
         link.poll()
     assert link.starts == links.MAX_STARTS and link.has_given_up and link.down_reason == "ended"
     assert f"{links.MAX_STARTS} processes ended before they answered; no more are started" in caplog.text

@@ -61,7 +61,7 @@ def test_numbers_beyond_their_bounds_are_no_message(message):
 
 
 def test_a_message_longer_than_any_is_refused_before_it_is_read():
-    with pytest.raises(ProtocolError, match=f"{protocol.MAX_MESSAGE_BYTES + 1} bytes, of {protocol.MAX_MESSAGE_BYTES} at most"):
+    with pytest.raises(ProtocolError, match=f"{protocol.MAX_MESSAGE_BYTES + 1} bytes; the maximum is {protocol.MAX_MESSAGE_BYTES}"):
         protocol.decode_to_rank(bytes(protocol.MAX_MESSAGE_BYTES + 1))
 
 

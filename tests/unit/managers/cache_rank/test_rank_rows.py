@@ -249,7 +249,7 @@ def test_a_process_sends_the_rows_that_a_copy_lacks():
         ranks.until(lambda: choices.prepare(1, slots, keep, first, torch.tensor([299])))
         choices.moved(1, 300, keep, False)
         (pack,) = choices._requests[1].packs
-        ranks.until(lambda: (choices._hear(), not pack.asked)[1])
+        ranks.until(lambda: (choices._process_replies(), not pack.asked)[1])
         lane, sequence = choices._requests[1].lease.lane, pack.sequence
         arrived = pack.arrived(ranks.choices.links[0].memory, lane, 300, keep)
         exact = chosen_here(ranks.buffers, slots, keep, first, torch.tensor([299]))
@@ -258,7 +258,7 @@ def test_a_process_sends_the_rows_that_a_copy_lacks():
         asked = queries(1, 77)
         choices._requests[1].lease.sequence += 1
         choices._ask(choices._requests[1], pack, 300, keep, asked, torch.tensor([300]))
-        ranks.until(lambda: (choices._hear(), not pack.asked)[1])
+        ranks.until(lambda: (choices._process_replies(), not pack.asked)[1])
         arrived = pack.arrived(ranks.choices.links[0].memory, lane, 300, keep)
         found = arrived.exchange
         assert 0 < len(found.positions) < LAYERS * HEADS * keep and arrived.keys.shape == (len(found.positions), DIM)

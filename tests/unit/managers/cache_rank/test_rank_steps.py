@@ -301,8 +301,8 @@ def test_a_choice_that_was_launched_ahead_costs_what_it_takes_from_when_the_ques
     monkeypatch.setattr(gpu_selection_server, "AHEAD_SECONDS", 20.0)
     arena = ExchangeBuffer(attach().shape, torch.device("cpu"), "cpu")
     rank, socket = rank_here(arena, apart=True)
-    choose = rank._answering._chosen
-    monkeypatch.setattr(rank._answering, "_chosen", lambda *given: time.sleep(0.2) or choose(*given))
+    choose = rank._answering._select_positions
+    monkeypatch.setattr(rank._answering, "_select_positions", lambda *given: time.sleep(0.2) or choose(*given))
     rank._take(protocol.Lease(0, 0, (0,)))
     rank._take(protocol.SelectionRequest(0, 0, 5, 1, 64, 8, (63,), number=arena.reserve_number()))
     put = threading.Timer(2.0, arena.publish, (torch.randn(5, 8, 6, 8), [QueryUpload([3], 0, arena.word(1))]))
@@ -394,12 +394,12 @@ def test_a_rank_ends_where_it_is_asked_for_what_cannot_be():
             rank._take(wrong)
 
 
-NO_ROOM = "its GPU has no room for keys of 2048 tokens: pass --kv-cache-rank-gb with fewer GB, or let --kv-cache-rank-gpu name"
+NO_ROOM = "its GPU has no room for keys of 2048 tokens: pass a smaller --kv-cache-rank-gb, or select another GPU with --kv-cache-rank-gpu"
 
 
 @pytest.mark.parametrize(
     ("error", "said"),
-    [(ExchangeBufferError("no peer access"), "no peer access"), (torch.OutOfMemoryError("none left"), f"{NO_ROOM} another (none left)")],
+    [(ExchangeBufferError("no peer access"), "no peer access"), (torch.OutOfMemoryError("none left"), f"{NO_ROOM} (none left)")],
     ids=["mapped", "held"],
 )
 def test_a_rank_that_cannot_map_the_arena_or_hold_the_keys_says_why(monkeypatch, error, said):
@@ -422,7 +422,7 @@ def test_a_rank_whose_gpu_has_no_kernels_that_choose_says_why(monkeypatch):
     socket = Told()
     with pytest.raises(protocol.ProtocolError):
         GpuSelectionServer(socket, None, 1, torch.device("cpu"))._take(attach(bits=8))
-    assert socket.messages[-1].reason == "its GPU does not choose: no products of integers: pass --kv-score-bits 16"
+    assert socket.messages[-1].reason == "its GPU cannot select tokens: no products of integers: pass --kv-score-bits 16"
 
 
 def test_gpus_without_peer_access_are_refused_with_a_remedy(monkeypatch):
@@ -478,5 +478,5 @@ def test_fewer_lanes_than_requests_are_told_with_a_remedy(caplog):
     assert not caplog.records
     warn_if_few_lanes(2 * 2, 5)
     (said,) = caplog.records
-    assert said.levelname == "WARNING" and "for 4 requests, of 5 that run at once" in said.message
+    assert said.levelname == "WARNING" and "for 4 of up to 5 concurrent requests" in said.message
     assert "pass --max-running-requests 4, or for more a lower --kv-select" in said.message
