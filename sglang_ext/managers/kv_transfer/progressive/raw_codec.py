@@ -1,4 +1,4 @@
-"""Pages as they are: keys and values of each layer, one after the other, in one stream."""
+"""Pages without encoding: keys and values of each layer, one after the other, in one stream."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
 
 @dataclass(frozen=True)
 class RawCodec(SingleStreamCodec):
-    """The pool's bytes, all of them in the anchor stream.
+    """Copies the pool's bytes, all of them in the anchor stream.
 
     Attributes:
-        pool: of this rank.
-        page_size: tokens of a page.
+        pool: The pool of this rank.
+        page_size: Tokens of a page.
     """
 
     pool: PoolBuffers
@@ -28,11 +28,11 @@ class RawCodec(SingleStreamCodec):
 
     @property
     def options(self) -> dict[str, OptionValue]:
-        """None change the bytes."""
+        """No option changes the bytes."""
         return {}
 
     def most_bytes(self, stream: Stream, layers: LayerRange) -> int:
-        """Of a full page."""
+        """Return the bytes of a full page."""
         return self._bytes(self.page_size, layers) if stream is Stream.ANCHOR else 0
 
     def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
@@ -40,10 +40,10 @@ class RawCodec(SingleStreamCodec):
         return self.start(page, layers)().anchor
 
     def start(self, page: PlacedPage, layers: LayerRange, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
-        """Begin to copy; there is no residual.
+        """Start to copy the page; there is no residual.
 
         Raises:
-            LinkError: a residual alone is asked for.
+            LinkError: Only a residual is requested.
         """
         if not anchor:
             self.encode_residual(page, layers)
@@ -57,10 +57,10 @@ class RawCodec(SingleStreamCodec):
         return lambda: EncodedPage(brought(), None)
 
     def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
-        """Copy them back.
+        """Copy the bytes back to the pool.
 
         Raises:
-            LinkError: the page has another size.
+            LinkError: The page has another size.
         """
         tokens, expected = len(page.slots), self._bytes(len(page.slots), layers)
         if len(anchor) != expected:
@@ -76,16 +76,16 @@ class RawCodec(SingleStreamCodec):
 
     @cached_property
     def _widths(self) -> tuple[int, ...]:
-        """Bytes of a token, of keys, then of values, of each layer."""
+        """Bytes per token of the keys, then of the values, of each layer."""
         return tuple(tensor.shape[1] * tensor.itemsize for tensor in self.pool.tensors(0, self.pool.layers))
 
     @cached_property
     def _bytes_of_pool(self) -> tuple[np.ndarray, ...]:
-        """Keys, then values, of each layer of a pool in host memory, uint8 [slots, bytes of a token]."""
+        """Keys, then values, of each layer of a pool in host memory: uint8 [slots, bytes per token]."""
         return tuple(tensor.view(torch.uint8).numpy() for tensor in self.pool.tensors(0, self.pool.layers))
 
     def _of_layers(self, of_pool: tuple, layers: LayerRange) -> tuple:
-        """Of those of all layers, those of keys, then of values, of some."""
+        """Select the keys, then the values, of a range of layers."""
         keys = slice(layers.first, layers.first + layers.count)
         values = slice(self.pool.layers + layers.first, self.pool.layers + layers.first + layers.count)
         return of_pool[keys] + of_pool[values]
@@ -97,7 +97,7 @@ class RawCodec(SingleStreamCodec):
         return tokens * sum(self._of_layers(self._widths, layers))
 
     def _parts(self, content: np.ndarray, tokens: int, layers: LayerRange) -> Iterator[np.ndarray]:
-        """A page's bytes by keys and values of layers, uint8 [tokens, bytes of a token] each."""
+        """Split a page's bytes into keys and values of each layer: uint8 [tokens, bytes per token] each."""
         begin = 0
         for width in self._of_layers(self._widths, layers):
             yield content[begin : begin + tokens * width].reshape(tokens, width)
@@ -105,7 +105,7 @@ class RawCodec(SingleStreamCodec):
 
 
 def _place(slots: torch.Tensor) -> np.ndarray | slice:
-    """Slots in host memory as an index: where they follow each other a slice, which is copied faster."""
+    """Return slots in host memory as an index. Consecutive slots become a slice, which is copied faster."""
     places = slots.numpy()
     if len(places) == 0 or (np.diff(places) != 1).any():
         return places

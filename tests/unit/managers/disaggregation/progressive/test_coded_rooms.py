@@ -203,7 +203,7 @@ def test_a_prefill_server_that_packs_nothing_says_so(servers):
     sender, receiver = made.begin()
     until(lambda: settled(sender) and settled(receiver))
     for end in (sender, receiver):
-        with pytest.raises(KVTransferError, match="tokens 4 to 260 shall travel as codes, which this server does not make"):
+        with pytest.raises(KVTransferError, match="tokens 4 to 260 as quantized KV, which this server cannot send"):
             end.failure_exception()
 
 
@@ -230,7 +230,7 @@ def test_a_prompt_that_was_packed_otherwise_than_asked_for_fails_by_name_and_wai
     assert sender.pack_early(made.where.begin, made.where.end - 64, made.slots)
     sender, receiver = made.begin(sender=sender)
     until(lambda: settled(sender) and settled(receiver))
-    with pytest.raises(KVTransferError, match="waited with tokens 4 to 196 as codes, and the decode server asks for 4 to 260: give both"):
+    with pytest.raises(KVTransferError, match="tokens 4 to 196 of the prompt are packed, and the decode server asks for 4 to 260: give both"):
         sender.failure_exception()
     assert receiver.poll() == KVPoll.Failed and made.both.prefill.waiting.held == 0
 
