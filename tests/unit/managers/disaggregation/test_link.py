@@ -299,7 +299,7 @@ def test_too_many_queued_bytes_are_refused(ends):
     link = ends.link(server.endpoint, LinkLimits(queued_bytes=1000))
     link.open(1, shape(2), Listener())
     link.offer(1, part(Stream.RESIDUAL, bytes(900)))
-    with pytest.raises(LinkError, match="900 bytes are queued .* and 200 more pass queued_bytes, 1000"):
+    with pytest.raises(LinkError, match="900 bytes are queued .* and 200 more exceed queued_bytes, 1000"):
         link.offer(1, part(Stream.RESIDUAL, bytes(200), 1))
 
 
