@@ -1,8 +1,10 @@
-"""The receiver's end of links: one socket for all senders, a thread that reads it, and one that gives whole parts to their rooms' sinks.
+"""The receiver's end of links: one socket for all senders, a thread that reads it, and a thread that passes complete parts to their rooms'
+sinks.
 
-It grants each sender a window of bytes and grants them again as they come, but not while much of it is whole and waits for its
-room's sink: a slow sink holds its senders back. What a peer sends that is no message, or that does not follow, ends its
-connection, never the thread: a sender then connects anew and goes on with what is missing.
+The server grants each sender a window of bytes, and grants bytes again as they arrive. It stops granting while many complete bytes wait for
+their room's sink, so a slow sink slows down its senders.
+
+An invalid or unexpected message ends its connection, never the thread. The sender then reconnects and sends the missing parts.
 """
 
 import logging
@@ -28,25 +30,25 @@ from sglang_ext.managers.kv_transfer.wire import MAX_ACKS, PageHeader, RoomShape
 
 logger = logging.getLogger(__name__)
 
-# Messages read before others are served; seconds between looks at the clock, and of quiet before small grants are made.
+# Maximum of messages read in a row; seconds between timeout checks; seconds without messages before small grants are sent.
 TURN, LOOK, SOON = 64, 0.1, 0.001
-# In how many messages a window, and what residuals may have of it, are granted again while there is much to read.
+# While there is much to read: number of grants per window, and per limit of residual bytes.
 GRANTS, GRANTS_OF_RESIDUALS = 8, 2
 
 
 class LinkServer:
-    """Rooms of any number of senders on their way to this process. All methods may be called from any thread.
+    """Rooms of any number of senders that this process receives. All methods may be called from any thread.
 
     Args:
-        endpoint: to listen on (endpoints.py); port 0 takes a free one.
-        settings: which the senders' must equal.
-        limits: sizes and times.
-        keys: of both ends; None without encryption, on this machine.
-        take: gives memory of so many bytes in which parts are put together, and which sinks may keep; called by the server's thread.
-        metrics: told of what happens.
+        endpoint: Endpoint to listen on (endpoints.py); port 0 takes a free port.
+        settings: Settings of this end, which the senders' must equal.
+        limits: Sizes and timeouts.
+        keys: Key pair of both ends; None for no encryption, on this machine only.
+        take: Allocates this many bytes, in which parts are assembled and which sinks may keep. Called by the server's thread.
+        metrics: Metrics to update.
 
     Raises:
-        LinkError: the endpoint is refused or in use.
+        LinkError: The endpoint is refused or in use.
     """
 
     def __init__(
@@ -61,22 +63,22 @@ class LinkServer:
         check_endpoint(endpoint, keys)
         self._metrics = metrics
         self._settings, self._limits, self._keys, self._take_memory = settings, limits, keys, take
-        # A sender of residuals goes on with these alone.
+        # A sender of residuals can continue with these grants alone.
         self._most_ungranted = min(limits.window_bytes // GRANTS, limits.residual_bytes // GRANTS_OF_RESIDUALS)
         self._context = zmq.Context()
         self._socket, self._zap = listen(self._context, endpoint, keys)
         self.endpoint = self._socket.last_endpoint.rstrip(b"\0").decode()
         self._wake: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # Guards what wakes the thread.
+        # Guards the data that other threads pass to the thread.
         self._lock = threading.Lock()
         self._rooms = IncomingRooms(self.endpoint, limits.finished_rooms, self._note, metrics)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="kv-checksums")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kv-writes")
-        # Of parts that the writer is through with: whose, and what the sender is told; nothing where their room has ended.
+        # Results of the writer: connection, header, and message to the sender; None if the part's room has ended.
         self._through: deque[tuple[SenderConnection, PageHeader, wire.Acked | wire.Retransmit | None]] = deque()
         self._notes: deque[tuple[bytes, wire.Ended]] = deque()
         self._closing = False
-        # Of the thread alone.
+        # Used by the server's thread only.
         self._peers: dict[bytes, SenderConnection] = {}
         self._links: dict[bytes, SenderConnection] = {}
         self._heard: dict[bytes, float] = {}
@@ -85,27 +87,27 @@ class LinkServer:
         self._thread.start()
 
     def register(self, room: int, expected: ExpectedRoom, sink: RoomSink) -> None:
-        """Take a room from whichever sender opens it first.
+        """Accept a room from the first sender that opens it.
 
         Raises:
-            LinkError: it is registered, or the server is closed.
+            LinkError: The room is registered, or the server is closed.
         """
         self._rooms.register(room, expected, sink)
 
     def abort(self, room: int) -> None:
-        """Take no more of a room. Once this returns, its sink is not called: what it writes to may be given to others.
+        """Accept nothing more of a room. After this call its sink is not called, so the memory that it writes to may be reused.
 
-        It waits for a call of the sink that is under way; so hold no lock that the sink takes. Nothing where the room has ended.
+        This waits for a running call of the sink, so the caller must hold no lock that the sink takes. Does nothing if the room has ended.
         """
         self._rooms.abort(room)
 
     @property
     def rooms(self) -> int:
-        """Rooms that have not ended."""
+        """Number of rooms that have not ended."""
         return len(self._rooms)
 
     def close(self, timeout: float = 5.0) -> None:
-        """End all rooms and the thread, waiting for it at most ``timeout`` seconds."""
+        """End all rooms and the thread. Wait for the thread at most ``timeout`` seconds."""
         self._rooms.close()
         with self._lock:
             self._closing = True
@@ -114,13 +116,13 @@ class LinkServer:
             self._thread.join(timeout)
 
     def _note(self, link: bytes, note: wire.Ended) -> None:
-        """From any thread: say that to a sender."""
+        """Queue a message to a sender. Called from any thread."""
         with self._lock:
             self._notes.append((link, note))
             self._notify()
 
     def _notify(self) -> None:
-        """Under the lock: wake the thread, if it has not ended."""
+        """Wake the thread if it has not ended. The caller holds the lock."""
         if self._wake is not None:
             os.eventfd_write(self._wake, 1)
 
@@ -138,7 +140,7 @@ class LinkServer:
             self._forget(address)
         self._context.destroy(0)
         self._reader.shutdown()
-        # Its rooms have ended: what waits for it is dropped, and a sink that closes the server does not wait for itself.
+        # All rooms have ended, so queued writes are dropped. A sink that closes the server does not wait for itself.
         self._writer.shutdown(wait=False)
         with self._lock:
             os.close(self._wake)
@@ -158,18 +160,18 @@ class LinkServer:
             if self._zap in ready:
                 refused = self._keys.answer_zap(self._zap)
                 if refused is not None:
-                    logger.error("%s refused a connection from %s: it has other keys", self.endpoint, refused)
+                    logger.error("%s refused a connection from %s: its keys differ", self.endpoint, refused)
             drained = self._read_turn()
             self._settle()
             self._send_notes()
             now = time.monotonic()
-            # To read may have taken long: only who is silent once all was read is gone.
+            # Reading may have taken long: a sender is silent only if all messages were read.
             if drained and now - looked > LOOK:
                 looked = now
                 self._look(now)
 
     def _read_turn(self) -> bool:
-        """Read and answer some messages; whether none is left."""
+        """Read and handle some messages. Return whether all were read."""
         for _ in range(TURN):
             try:
                 address, *frames = self._receive()
@@ -179,7 +181,7 @@ class LinkServer:
         return False
 
     def _receive(self) -> list[zmq.Frame]:
-        """The address and up to three frames of a message; a longer one is none of ours."""
+        """Return the address and up to three frames of a message. A message with more than two is invalid."""
         frames = [self._socket.recv(zmq.NOBLOCK, copy=False)]
         while frames[-1].more:
             frame = self._socket.recv(copy=False)
@@ -196,7 +198,7 @@ class LinkServer:
                 self._hello(address, message)
                 return
             if peer is None:
-                raise ProtocolViolation("no Hello came on this connection")
+                raise ProtocolViolation("no Hello was received on this connection")
             peer.heard = self._heard[peer.link] = time.monotonic()
             if isinstance(message, wire.Frame) != (len(frames) == 2):
                 raise ProtocolViolation(f"a {type(message).__name__} of {len(frames)} frames")
@@ -211,9 +213,9 @@ class LinkServer:
                     self._frame(peer, message, frames[1].buffer)
         except (ProtocolViolation, wire.WireError) as error:
             self._metrics.count_refused("protocol")
-            # Who never said Hello may be anybody; it is told only if it speaks the language.
+            # A peer without Hello may be any program. It is answered only if its message is valid.
             if peer is not None:
-                logger.warning("%s cannot follow a sender: %s; it has to connect anew", self.endpoint, error)
+                logger.warning("%s received an invalid message of a sender: %s; the sender has to reconnect", self.endpoint, error)
                 self._forget(address)
             if peer is not None or isinstance(error, ProtocolViolation):
                 self._say(address, wire.HelloFirst(str(error)[:1024]))
@@ -261,7 +263,7 @@ class LinkServer:
         self._owing.add(peer.address)
         state = self._rooms.get(frame.header.room)
         if state is None or state.link != peer.link:
-            # It was aborted or has failed, as the sender was told, or is there.
+            # The room was aborted or has failed, which the sender was told, or it is complete.
             peer.assembly.drop(frame.header.stream)
             self._acknowledge_again(peer, frame, len(payload))
             return
@@ -273,8 +275,10 @@ class LinkServer:
         self._grant_if_much(peer)
 
     def _acknowledge_again(self, peer: SenderConnection, frame: wire.Frame, size: int) -> None:
-        """The end of a part whose room was finished by parts of a connection that broke, while it was on its way again: nobody else tells
-        its sender that it is there."""
+        """Acknowledge the end of a retransmitted part of a finished room.
+
+        The room was finished by parts of a broken connection while this part was sent again, so no other acknowledgement follows.
+        """
         header = frame.header
         shape = self._rooms.finished(header.room, peer.link)
         number = None if shape is None or frame.offset + size < header.size else shape.part(header.stream, header.page, header.layers)
@@ -286,7 +290,7 @@ class LinkServer:
         agreed = self._settings.codec, self._settings.tp_rank
         try:
             if (header.codec, header.rank) != agreed:
-                raise LinkError(f"a part of codec {header.codec!r} and rank {header.rank} came; agreed on is {agreed}")
+                raise LinkError(f"received a part of codec {header.codec!r} and rank {header.rank}; agreed on is {agreed}")
             number = state.part(header)
         except LinkError:
             self._metrics.count_refused("bounds")
@@ -297,7 +301,7 @@ class LinkServer:
             self._writer.submit(self._write, peer, state, number, whole)
 
     def _write(self, peer: SenderConnection, state: IncomingRoom, number: int, whole: ReceivedPart) -> None:
-        """Of the thread that writes: a part goes to its room's sink, if its checksum is right."""
+        """Pass a part to its room's sink if its checksum is correct. Called by the writer thread."""
         header, told = whole.header, None
         try:
             if not whole.has_valid_checksum():
@@ -315,7 +319,7 @@ class LinkServer:
             self._notify()
 
     def _settle(self) -> None:
-        """What became of parts that the writer is through with is told to their senders, and grants that waited are made."""
+        """Acknowledge parts that the writer has finished, and send grants that waited for them."""
         while self._through:
             peer, header, told = self._through.popleft()
             peer.waiting -= header.size
@@ -349,19 +353,19 @@ class LinkServer:
             self._say(peer.address, received)
 
     def _grant_all(self) -> None:
-        """Nothing came for a moment."""
+        """Send all outstanding grants. Called when no message arrived for a moment."""
         for address in list(self._owing):
             self._grant(self._peers[address])
 
     def _send_notes(self) -> None:
         while self._notes:
             link, note = self._notes.popleft()
-            # A sender out of reach asks for the room when it is back.
+            # An unreachable sender opens the room again when it is back.
             if link in self._links:
                 self._say(self._links[link].address, note)
 
     def _look(self, now: float) -> None:
-        """Fail rooms whose sender is gone, and forget it."""
+        """Fail the rooms of senders that are silent for too long, and remove those senders."""
         gone = {link for link, heard in self._heard.items() if now - heard > self._limits.resume_seconds}
         if not gone:
             return
@@ -385,5 +389,5 @@ class LinkServer:
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
-            # It is gone, or does not read: when it is back it says Hello.
+            # The peer is gone, or does not read. It sends Hello when it is back.
             self._forget(address)
