@@ -15,8 +15,8 @@ class LinkLimits:
     Attributes:
         frame_bytes: Maximum bytes of a part in one frame. Paced links use fewer (pacing.py). An urgent part waits for the current frame.
         window_bytes: Bytes that a sender may have in flight before the receiver grants more.
-        residual_bytes, residual_seconds: Bytes in flight from which no residual is sent, so that anchors wait little on a slow network: the
-            larger of ``residual_bytes`` and the bytes that the receiver takes in ``residual_seconds``.
+        residual_bytes, residual_seconds: Bytes in flight from which no residual is sent, so that anchors wait little on a slow network. The
+            larger of ``residual_bytes`` and the receiver's bytes in ``residual_seconds`` applies.
         queued_bytes: Maximum bytes that a sender queues for all its rooms; more are refused.
         repeats: Retransmissions of a part with a wrong checksum before its room fails.
         reconnects: Reconnections without any acknowledgement between them before all rooms fail.

@@ -1,6 +1,6 @@
-"""Matches the two sides of each room at the prefill server: a sender, and the metadata of a receiver. Either may come first.
+"""Matches the two sides of each room at the prefill server: a sender, and the metadata of a receiver. Either may arrive first.
 
-Several requests may have one room number at a time: the answers of a request with ``n`` > 1, or a request that a client sends again. So
+Several requests may have one room number at a time: the outputs of a request with ``n`` > 1, or a request that a client sends again. So
 each receiver is an *attempt* with its own number, ``link_room``. All later messages name the attempt. A sender is matched with the first
 attempt at its room whose prompt has the same number of tokens, else with the first attempt.
 """

@@ -1,4 +1,4 @@
-"""Pages of quantized numbers in one stream: keys of all layers, then values of all layers, as a quantizer writes them."""
+"""Pages of quantized numbers in one stream: keys of all layers, then values of all layers, in the quantizer's format."""
 
 from dataclasses import dataclass
 
@@ -12,15 +12,15 @@ from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
 
 @dataclass(frozen=True)
 class QuantizedCodec(SingleStreamCodec):
-    """What a quantizer writes, all of it in the anchor stream.
+    """Writes a quantizer's output into the anchor stream.
 
     Attributes:
-        pool: of this rank: bfloat16, float16 or float32.
-        quantizer: of its numbers.
-        page_size: tokens of a page.
+        pool: The pool of this rank: bfloat16, float16 or float32.
+        quantizer: Quantizer of its numbers.
+        page_size: Tokens of a page.
 
     Raises:
-        LinkError: the pool is of another dtype.
+        LinkError: The pool has another dtype.
     """
 
     pool: PoolBuffers
@@ -35,25 +35,25 @@ class QuantizedCodec(SingleStreamCodec):
 
     @property
     def name(self) -> str:
-        """The quantizer's."""
+        """Name of the quantizer."""
         return self.quantizer.name
 
     @property
     def options(self) -> dict[str, OptionValue]:
-        """What changes the bytes."""
+        """The options that change the bytes."""
         return dict(self.quantizer.options)
 
     def most_bytes(self, stream: Stream, layers: LayerRange) -> int:
-        """Of a full page."""
+        """Return the maximum bytes of a full page."""
         if stream is not Stream.ANCHOR:
             return 0
         return packed_size([self.quantizer.most_bytes(layers.count, self.page_size, self.pool.heads, dim) for dim in self._dims])
 
     def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
-        """Quantize what the pool holds.
+        """Quantize the current KV of the page.
 
         Raises:
-            LinkError: a number is not finite, or beyond what scales of float16 reach.
+            LinkError: A number is not finite, or too large for a float16 scale.
         """
         streams = []
         for half, dim in zip(self.pool.gather(layers, page.slots), self._dims, strict=True):
@@ -72,7 +72,7 @@ class QuantizedCodec(SingleStreamCodec):
         """Fill the page's slots with the quantized numbers.
 
         Raises:
-            LinkError: it is no stream of such a page.
+            LinkError: The data is not a stream of such a page.
         """
         found = []
         for stream, dim in zip(unpack_streams(anchor, 2, self.pool.blocks), self._dims, strict=True):
@@ -86,5 +86,5 @@ class QuantizedCodec(SingleStreamCodec):
 
     @property
     def _dims(self) -> tuple[int, int]:
-        """Of a head's keys and values."""
+        """Elements of a head's keys and values."""
         return self.pool.key_dim, self.pool.value_dim

@@ -95,7 +95,7 @@ def test_pages_tile_the_prompt_and_none_reaches_over_a_bound_of_the_codes(tokens
     packing = packing_of(buffers, partition=partition)
     codec = QuantizedPromptCodec(pool, packing, buffers, begin, begin + blocks * packing.block_tokens, size)
     if tokens < codec.end:
-        with pytest.raises(LinkError, match=f"up to {codec.end} shall travel as codes, of a prompt of {tokens}"):
+        with pytest.raises(LinkError, match=f"up to {codec.end} are to be quantized, of a prompt of {tokens}"):
             codec.ends(tokens)
         return
     ends = codec.ends(tokens)
@@ -109,7 +109,7 @@ def test_pages_tile_the_prompt_and_none_reaches_over_a_bound_of_the_codes(tokens
 @pytest.mark.parametrize(("begin", "end"), [(4, 4), (4, 60), (68, 4), (4, 69)])
 def test_tokens_that_are_no_whole_blocks_are_refused(begin, end):
     pool, buffers = pool_of(0)
-    with pytest.raises(LinkError, match=f"tokens {begin} to {end} of a prompt shall travel as codes; blocks hold 64 tokens each"):
+    with pytest.raises(LinkError, match=f"tokens {begin} to {end} of a prompt are to be quantized; blocks hold 64 tokens each"):
         QuantizedPromptCodec(pool, packing_of(buffers), buffers, begin, end)
 
 
@@ -252,7 +252,7 @@ def test_codes_beyond_the_prompt_are_refused_by_the_prefill_server(servers):
     made = Coded(servers, 300)
     wrong = control.RoomMetadata(control.VERSION, 7, "h", 4, "ipc:///x", b"", (), 0, 300, 1, (4, 4 + 64 * 9))
     sender = made.both.sender(7, made.prompt)
-    with pytest.raises(LinkError, match="up to 580 shall travel as codes, of a prompt of 300"):
+    with pytest.raises(LinkError, match="up to 580 are to be quantized, of a prompt of 300"):
         sender._room(wrong)
 
 
