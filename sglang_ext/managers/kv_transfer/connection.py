@@ -74,7 +74,7 @@ class Connection:
 
     @property
     def outstanding(self) -> int:
-        """Bytes that were sent and not granted again."""
+        """Sent bytes that the receiver has not granted again."""
         return self.window - self.credit
 
     def welcome(self, window: int) -> int:

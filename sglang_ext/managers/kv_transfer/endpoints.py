@@ -113,7 +113,7 @@ def check_endpoint(endpoint: str, keys: LinkKeys | None) -> None:
     if address.is_unspecified:
         raise LinkError(f"{endpoint!r} listens on all interfaces; pass the address of one")
     if keys is None and not address.is_loopback:
-        raise LinkError(f"{endpoint!r} leaves this machine without keys; give both servers the same file of keys, or stay on loopback")
+        raise LinkError(f"{endpoint!r} leaves this machine without keys; give both servers the same key file, or stay on loopback")
 
 
 def listen(context: zmq.Context, endpoint: str, keys: LinkKeys | None) -> tuple[zmq.Socket, zmq.Socket | None]:
@@ -170,7 +170,7 @@ def lock_socket_folder(endpoint: str) -> Iterator[None]:
             yield
     except Timeout as error:
         why = f"{lock.lock_file} is locked for {LOCKED_SECONDS:g} s by a server that starts"
-        raise LinkError(f"{why}: end that one, and start again") from error
+        raise LinkError(f"{why}: stop that server, and start again") from error
 
 
 def _check_folder(folder: Path) -> None:
@@ -178,7 +178,7 @@ def _check_folder(folder: Path) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
         state = folder.lstat()
     except OSError as error:
-        raise LinkError(f"no folder {folder} for sockets: {error}; name one that can be made") from error
+        raise LinkError(f"no folder {folder} for sockets: {error}; name one that can be created") from error
     if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid() or state.st_mode & 0o077:
         raise LinkError(
             f"{folder} has mode {stat.S_IMODE(state.st_mode):o} and owner {state.st_uid}; sockets must be in a folder of user "

@@ -261,7 +261,7 @@ class IncomingRooms:
                     del self._failing[room.number]
 
     def opened_by(self, links: Collection[bytes]) -> list[IncomingRoom]:
-        """Return the rooms that senders of these links opened."""
+        """Return the rooms whose senders use ``links``."""
         with self._lock:
             return [room for room in self._rooms.values() if room.link in links]
 

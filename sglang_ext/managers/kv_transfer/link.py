@@ -315,7 +315,7 @@ class Link:
                 logger.error("the receiver at %s refuses this sender: %s", self.endpoint, reason)
                 self._refusal = f"refused by {self.endpoint}: {reason}"
             case wire.HelloFirst(reason):
-                raise BrokenConnection(f"the receiver could not follow: {reason}")
+                raise BrokenConnection(f"the receiver got an unexpected message: {reason}")
             case wire.Welcome(window):
                 self._welcome(connection, window)
             case wire.Have():

@@ -340,7 +340,8 @@ class LinkServer:
         if state.can_retry(again.stream, again.part, self._limits.repeats):
             self._say(peer.address, again)
         else:
-            self._rooms.fail(state, f"{header.stream} of page {header.page} came with a wrong checksum {self._limits.repeats + 1} times")
+            times = self._limits.repeats + 1
+            self._rooms.fail(state, f"{header.stream} of page {header.page} was received with a wrong checksum {times} times")
 
     def _grant_if_much(self, peer: SenderConnection) -> None:
         if peer.ungranted > self._most_ungranted or len(peer.acked) >= MAX_ACKS:

@@ -51,7 +51,7 @@ class LinkSettings(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         codec, codec_version: Codec that encodes the pages.
         codec_options: Options of the codec that change its bytes, by name.
         reference: What anchor and residual together restore: ``int8`` the codec's 8-bit reconstruction, ``exact`` the pool's bits, ``raw``
-            KV without a codec, ``lossy`` none of these.
+            KV without a codec, ``lossy`` an approximation.
         tp_rank, tp_size: Tensor parallel rank and size of both ends.
     """
 

@@ -50,7 +50,7 @@ class OutgoingPart:
     def __post_init__(self) -> None:
         self.payload = memoryview(self.payload).cast("B")
         if len(self.payload) > MAX_PART_BYTES:
-            raise LinkError(f"a part of {len(self.payload)} bytes; at most {MAX_PART_BYTES} travel as one: give the room more layer ranges")
+            raise LinkError(f"a part of {len(self.payload)} bytes; a part has at most {MAX_PART_BYTES}: give the room more layer ranges")
 
 
 @dataclass(eq=False)
@@ -175,7 +175,7 @@ class ListenerNotifier:
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
         try:
             function(*arguments)
-        except Exception:  # A listener is the caller's: its error must not end the other rooms.
+        except Exception:  # An error of a listener must not end the other rooms.
             logger.exception("a listener of the link to %s raised", self._endpoint)
 
 
@@ -306,7 +306,9 @@ class OutgoingQueue:
         if sending is None or number not in state.gone[stream]:
             raise LinkError(f"part {number} of {stream} cannot be retransmitted, it is not under way: its header was corrupted")
         if sending.repeats == most:
-            raise LinkError(f"part {number} of {stream} came with a wrong checksum {most + 1} times; the network or a memory is broken")
+            raise LinkError(
+                f"part {number} of {stream} was received with a wrong checksum {most + 1} times; the network or a memory is broken"
+            )
         sending.repeats += 1
         sending.offset = 0
         state.gone[stream].discard(number)

@@ -77,7 +77,7 @@ class Assembly:
             or end > header.size
             or not (payload or end == header.size)
         ):
-            raise LinkError(f"a frame of bytes {frame.offset} to {end} of a part of {header.size} does not follow the one before")
+            raise LinkError(f"a frame of bytes {frame.offset} to {end} of a part of {header.size} does not follow the previous frame")
         begun.filled = end
         # Small frames after a large one go to that thread too, because a checksum reads its bytes in order.
         if self.reader is not None and (begun.reading is not None or len(payload) >= MUCH):

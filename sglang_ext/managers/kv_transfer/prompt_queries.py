@@ -90,13 +90,17 @@ class PromptQueries:
         try:
             shape = msgspec.msgpack.decode(data[1 : 1 + data[0]], type=_Shape)
         except msgspec.MsgspecError as error:
-            raise LinkError(f"the prompt's queries are none of this version: {error}; install the same version on both sides") from error
+            raise LinkError(f"the prompt's queries are not of this version: {error}; install the same version on both sides") from error
         theirs, ours = (shape.layers, shape.heads, shape.dim, shape.dtype), (*self.shape, self._dtype_name)
         if theirs != ours:
-            raise LinkError(f"the prompt's queries are {theirs} at the sender and {ours} at the receiver; give both servers the same --dtype")
+            raise LinkError(
+                f"the prompt's queries are {theirs} at the sender and {ours} at the receiver; give both servers the same --dtype"
+            )
         size = len(data) - _MOST_HEADER
         if size % self.token_bytes or size > self.windows.window * self.token_bytes:
-            raise LinkError(f"the prompt's queries have {size} bytes; expected are {self.token_bytes} a token, of {self.windows.window} at most")
+            raise LinkError(
+                f"the prompt's queries have {size} bytes; expected are {self.token_bytes} per token, of {self.windows.window} at most"
+            )
         return shape
 
     @property

@@ -75,7 +75,9 @@ class TransferTimeline:
         """Return the time in seconds of a mark that the device has reached."""
         return self._began + self._zero.until(mark)
 
-    def add_event(self, room: int, kind: TransferEventKind, at: float | None = None, number: int = 0, of: int = 0, early: bool = False) -> None:
+    def add_event(
+        self, room: int, kind: TransferEventKind, at: float | None = None, number: int = 0, of: int = 0, early: bool = False
+    ) -> None:
         """Append an event; ``at`` defaults to the current time."""
         event = TransferEvent(room, kind, time.monotonic() if at is None else at, number, of, early)
         with self._lock:

@@ -13,7 +13,9 @@ from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
 from sglang_ext.managers.kv_transfer.progressive.raw_codec import RawCodec
 from sglang_ext.managers.kv_transfer.wire import LayerRange
 
-QUANTIZERS = {each.name: each for each in (Bfloat16Quantizer(), Int8Quantizer(), Int8Quantizer(by_token=False), Int4Quantizer(), CacheGen())}
+QUANTIZERS = {
+    each.name: each for each in (Bfloat16Quantizer(), Int8Quantizer(), Int8Quantizer(by_token=False), Int4Quantizer(), CacheGen())
+}
 
 
 def make_codec(reference: str, pool: PoolBuffers, bench: str | None = None) -> PageCodec:

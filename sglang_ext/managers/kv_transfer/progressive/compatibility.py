@@ -37,10 +37,10 @@ def describe_pool(args: KVArgs, config: ModelConfig, tp_size: int) -> PoolBuffer
         LinkError: This backend cannot transfer the pool.
     """
     if args.state_types:
-        raise LinkError(f"the model keeps {args.state_types} besides keys and values; use --disaggregation-transfer-backend mooncake for it")
+        raise LinkError(f"the model has {args.state_types} besides keys and values; use --disaggregation-transfer-backend mooncake for it")
     name = args.kv_cache_dtype_str
     if name != "auto" and name not in DTYPES:
-        raise LinkError(f"--kv-cache-dtype is {name}; backend progressive moves pools of auto, {', '.join(DTYPES)}: pass one of these")
+        raise LinkError(f"--kv-cache-dtype is {name}; backend progressive transfers pools of auto, {', '.join(DTYPES)}: pass one of these")
     device = torch.device("cuda", args.gpu_id) if torch.cuda.is_available() else torch.device("cpu")
     dtype = config.dtype if name == "auto" else DTYPES[name]
     return PoolBuffers(args, dtype, config.get_num_kv_heads(tp_size), config.head_dim, config.v_head_dim, device)
@@ -107,7 +107,7 @@ def metadata_mismatch(metadata: RoomMetadata, settings: LinkSettings, aux_sizes:
     try:
         differs = link_settings.settings_mismatch(wire.decode_settings(metadata.settings), settings)
     except wire.WireError as error:
-        return f"the decode server's settings are none of this version: {error}"
+        return f"the decode server's settings are not of this version: {error}"
     if differs is not None:
         return differs
     if metadata.aux_sizes[:-1] != aux_sizes:

@@ -215,7 +215,7 @@ class DecodePeer:
 
     @property
     def held_bytes(self) -> int:
-        """Encoded bytes that have not arrived at the decode rank."""
+        """Encoded bytes that the decode rank has not acknowledged."""
         with self._changed:
             begun = sum(sum(started.sizes.values()) for started in self._started)
         return begun + self._link.queued_bytes

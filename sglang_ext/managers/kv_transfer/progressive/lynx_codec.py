@@ -50,7 +50,7 @@ def _together(streams: Sequence[torch.Tensor], begins: Sequence[int]) -> torch.T
 
 
 def packed_size(sizes: Sequence[int]) -> int:
-    """Return the bytes of a packed stream with streams of these sizes."""
+    """Return the total bytes of a packed stream whose streams have ``sizes``."""
     return int(_places(np.array(sizes, np.int64))[-1])
 
 
@@ -182,7 +182,7 @@ class LynxCodec:
         try:
             self._layouts(self.page_size, 0)
         except ValueError as error:
-            raise LinkError(f"codec lynx does not take this pool: {error}; or pass --kv-reference raw") from error
+            raise LinkError(f"codec lynx does not support this pool: {error}; or pass --kv-reference raw") from error
 
     @property
     def options(self) -> dict[str, OptionValue]:

@@ -110,7 +110,7 @@ class ProgressiveManager(CommonKVManager):
             endpoint = compatibility.receiving_endpoint(self.local_ip, self.kv_args.engine_rank, keys)
             self.links = LinkServer(endpoint, self.settings, limits, keys, blocks.take_unshared, metrics)
             if self.codec.has_residual:
-                # Anchors stay in host memory until their residuals come.
+                # Anchors stay in host memory until their residuals arrive.
                 blocks.expect(pinned_bytes(self.attn_tp_size))
             self.directory = PrefillDirectory(lambda address: fetch_prefill_server(address, self._resolve_ranks))
             self.prefill_ranks: dict[str, dict[RankPosition, dict[str, Any]]] = {}

@@ -69,7 +69,7 @@ class PoolBuffers:
         expected = [self.heads * dim * self.dtype.itemsize for dim in (self.key_dim, self.value_dim) for _ in range(self.layers)]
         if not widths or widths != expected:
             raise LinkError(
-                f"the pool has {len(widths)} buffers of {sorted(set(widths))} bytes a token; backend progressive moves keys, then "
+                f"the pool has {len(widths)} buffers of {sorted(set(widths))} bytes per token; backend progressive transfers keys, then "
                 f"values, of {sorted(set(expected))}: use --disaggregation-transfer-backend mooncake for this model"
             )
 

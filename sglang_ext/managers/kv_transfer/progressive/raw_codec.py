@@ -70,7 +70,8 @@ class RawCodec(SingleStreamCodec):
             for rows, part in zip(self._rows(layers), self._parts(np.frombuffer(anchor, np.uint8), tokens, layers), strict=True):
                 rows[where] = part
             return
-        content, split = self.pool.blocks.to_device(anchor).view(self.pool.dtype), tokens * layers.count * self.pool.heads * self.pool.key_dim
+        content = self.pool.blocks.to_device(anchor).view(self.pool.dtype)
+        split = tokens * layers.count * self.pool.heads * self.pool.key_dim
         halves = (half.view(layers.count, tokens, -1) for half in (content[:split], content[split:]))
         self.pool.scatter(layers, page.slots, tuple(halves))
 

@@ -39,7 +39,7 @@ class ProgressiveReceiver(CommonKVReceiver):
 
     def __init__(self, mgr: ProgressiveManager, bootstrap_addr: str, bootstrap_room: int) -> None:
         self.room = bootstrap_room
-        # SGLang's tables are keyed by this number.
+        # Key in SGLang's tables of requests.
         super().__init__(mgr, bootstrap_addr, random.getrandbits(62))
         self._prompt: Sequence[int] = ()
         self._refused: str | None = None
@@ -175,7 +175,7 @@ class ProgressiveReceiver(CommonKVReceiver):
         elif status == KVPoll.WaitingForInput and self._check_waiting_timeout() is not None:
             return KVPoll.Failed
         elif status == KVPoll.Bootstrapping and time.monotonic() - self._created > self.kv_mgr.directory.patience:
-            waited = f"it was waited for {self.kv_mgr.directory.patience:g} s ({self.kv_mgr.directory.problem(self.bootstrap_addr)})"
+            waited = f"the request waited {self.kv_mgr.directory.patience:g} s ({self.kv_mgr.directory.problem(self.bootstrap_addr)})"
             self._give_up(f"{self._no_prefill_server()}; {waited}")
             return KVPoll.Failed
         else:
@@ -215,7 +215,7 @@ class ProgressiveReceiver(CommonKVReceiver):
         """Abort the request on this side. SGLang also calls this after a failed search for the prefill server."""
         super().abort()
         if self.bootstrap_infos is None and self.bootstrap_addr not in self.kv_mgr.prefill_info_table:
-            self.kv_mgr.record_failure(self.bootstrap_room, f"{self._no_prefill_server()}; it was aborted")
+            self.kv_mgr.record_failure(self.bootstrap_room, f"{self._no_prefill_server()}; the request was aborted")
 
     def _expect(self, kv_indices: np.ndarray, aux_index: int, prefix: int) -> RoomWriter:
         codec, page = self.kv_mgr.codec, self.kv_mgr.kv_args.page_size

@@ -180,8 +180,8 @@ class ProgressiveSender(CommonKVSender):
             return
         if metadata.tokens != len(self._prompt):
             self._give_up(
-                f"the prompt of bootstrap_room {self.room} has {len(self._prompt)} tokens at the prefill server and {metadata.tokens} at the "
-                "decode server: send both servers the same prompt, and each request with a bootstrap_room of its own"
+                f"the prompt of bootstrap_room {self.room} has {len(self._prompt)} tokens at the prefill server and {metadata.tokens} at "
+                "the decode server: send both servers the same prompt, and each request with a bootstrap_room of its own"
             )
             return
         try:

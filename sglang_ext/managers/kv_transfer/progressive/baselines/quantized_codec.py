@@ -31,7 +31,7 @@ class QuantizedCodec(SingleStreamCodec):
 
     def __post_init__(self) -> None:
         if self.pool.dtype.itemsize < 2:
-            raise LinkError(f"codec {self.name} takes pools of bfloat16, float16 or float32, not {self.pool.dtype}")
+            raise LinkError(f"codec {self.name} supports pools of bfloat16, float16 or float32, not {self.pool.dtype}")
 
     @property
     def name(self) -> str:
@@ -59,7 +59,9 @@ class QuantizedCodec(SingleStreamCodec):
         for half, dim in zip(self.pool.gather(layers, page.slots), self._dims, strict=True):
             x = half.view(layers.count, -1, self.pool.heads, dim).float()
             if not x.isfinite().all():
-                raise LinkError(f"KV of the page at {page.start} is not finite: codec {self.name} has no codes for it; use --kv-reference exact")
+                raise LinkError(
+                    f"KV of the page at {page.start} is not finite: codec {self.name} has no codes for it; use --kv-reference exact"
+                )
             try:
                 streams.append(self.quantizer.encode(x, self.pool.layers))
             except ValueError as error:

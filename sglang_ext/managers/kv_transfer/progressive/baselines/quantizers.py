@@ -66,7 +66,7 @@ def check_size(stream: torch.Tensor, size: int) -> None:
         ValueError: The size differs; the message has both.
     """
     if len(stream) != size:
-        raise ValueError(f"a stream of {len(stream)} bytes, where these numbers take {size}")
+        raise ValueError(f"a stream has {len(stream)} bytes; these numbers take {size}")
 
 
 @dataclass(frozen=True)

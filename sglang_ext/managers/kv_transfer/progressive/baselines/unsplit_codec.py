@@ -22,7 +22,7 @@ class UnsplitCodec(SingleStreamCodec):
     """Anchor and residual of 8 bits in one stream, or the anchor alone.
 
     Attributes:
-        split: Codec of these streams, with reference ``int8``.
+        split: Codec of the anchor and the residual, with reference ``int8``.
         whole: True for 8 bits, False for 4.
     """
 
