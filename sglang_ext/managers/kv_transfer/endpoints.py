@@ -165,7 +165,7 @@ def lock_socket_folder(endpoint: str) -> Iterator[None]:
     lock = FileLock(Path(place).parent / LOCK, timeout=LOCKED_SECONDS)
     try:
         with lock:
-            for file in _left_sockets(Path(place).parent):
+            for file in _stale_sockets(Path(place).parent):
                 file.unlink(missing_ok=True)
             yield
     except Timeout as error:
@@ -186,12 +186,12 @@ def _check_folder(folder: Path) -> None:
         )
 
 
-def _left_sockets(folder: Path) -> list[Path]:
+def _stale_sockets(folder: Path) -> list[Path]:
     """Return socket files of links that no server listens on."""
-    return [file for file in folder.glob(f"{SOCKETS}*") if file.is_socket() and _refuses(file)]
+    return [file for file in folder.glob(f"{SOCKETS}*") if file.is_socket() and _is_stale(file)]
 
 
-def _refuses(file: Path) -> bool:
+def _is_stale(file: Path) -> bool:
     # The process id in the name is not used: in another container that shares the folder, it is another process's id.
     with Socket(AF_UNIX) as probe:
         probe.setblocking(False)

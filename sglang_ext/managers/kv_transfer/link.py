@@ -30,13 +30,13 @@ from sglang_ext.managers.kv_transfer.wire import FRAME_OVERHEAD, RoomShape, Stre
 logger = logging.getLogger(__name__)
 
 # Maximum of frames sent, and of messages read, in a row.
-TURN = 32
+MAX_IN_A_ROW = 32
 # Maximum of cancelled rooms to report once an unreachable receiver is back.
 MAX_CANCELS = 4096
 # Seconds between timeout checks, before a reconnection, and for the last messages of a link that closes.
-LOOK, PAUSE, CLOSE_SECONDS = 0.05, 0.1, 0.2
+CHECK_SECONDS, PAUSE, CLOSE_SECONDS = 0.05, 0.1, 0.2
 # Seconds without an anchor after which residuals are sent before the room's remaining anchors.
-QUIET = 0.02
+QUIET_SECONDS = 0.02
 
 
 class Link:
@@ -192,7 +192,7 @@ class Link:
         connection = Connection(self._context, self.endpoint, self._keys, self._limits.silence_seconds)
         last_words = 0.0
         try:
-            self._say(connection, wire.Hello(wire.VERSION, self._link, wire.encode(self._settings)))
+            self._send_message(connection, wire.Hello(wire.VERSION, self._link, wire.encode(self._settings)))
             self._serve(connection)
             last_words = CLOSE_SECONDS
         except BrokenConnection as broken:
@@ -206,14 +206,14 @@ class Link:
             if last_words and connection.is_welcomed and not self._refusal:
                 with suppress(BrokenConnection):
                     for room in rooms:
-                        self._say(connection, wire.Cancel(room, "its side closed the link"))
+                        self._send_message(connection, wire.Cancel(room, "its side closed the link"))
             connection.close(last_words)
             self._outstanding = 0
             self._interface.set_urgent(id(self), False)
             self._waits.set_wait_reason(None)
             self._receiver.disconnect()
         if not self._closing and not self._refusal:
-            self._look(None, time.monotonic())
+            self._check_timeouts(None, time.monotonic())
             self._listeners.notify_ended()
             time.sleep(PAUSE)
 
@@ -226,35 +226,35 @@ class Link:
         poller = zmq.Poller()
         for source in (connection.socket, connection.monitor, self._wake):
             poller.register(source, zmq.POLLIN)
-        looked = 0.0
+        checked = 0.0
         while not self._closing and not self._refusal:
             now = time.monotonic()
-            if now - looked >= LOOK:
-                self._look(connection, now)
-                looked = now
-            wait = self._send_turn(connection)
-            ready = dict(poller.poll(math.ceil(1000 * min(wait, SOON if self._listeners.waiting else LOOK))))
+            if now - checked >= CHECK_SECONDS:
+                self._check_timeouts(connection, now)
+                checked = now
+            wait = self._send_frames(connection)
+            ready = dict(poller.poll(math.ceil(1000 * min(wait, SOON if self._listeners.waiting else CHECK_SECONDS))))
             if self._wake in ready:
                 os.eventfd_read(self._wake)
             if connection.socket in ready:
-                self._read_turn(connection)
+                self._read_messages(connection)
             if connection.monitor in ready:
                 connection.read_event()
             self._listeners.notify_ended()
 
-    def _send_turn(self, connection: Connection) -> float:
+    def _send_frames(self, connection: Connection) -> float:
         """Send all frames that may be sent now. Return the seconds until more may be sent."""
         if not connection.is_welcomed:
-            return LOOK
+            return CHECK_SECONDS
         with self._lock:
             cancels = [self._cancels.popleft() for _ in range(len(self._cancels))]
             opened, self._unopened = self._unopened, []
             shapes = [(room, self._queue.rooms[room].shape) for room in opened if room in self._queue.rooms]
         for room, reason in cancels:
-            self._say(connection, wire.Cancel(room, reason))
+            self._send_message(connection, wire.Cancel(room, reason))
         for room, shape in shapes:
-            self._say(connection, wire.Open(room, shape))
-        for _ in range(TURN):
+            self._send_message(connection, wire.Open(room, shape))
+        for _ in range(MAX_IN_A_ROW):
             wait = self._send_frame(connection)
             if wait:
                 return wait
@@ -269,7 +269,7 @@ class Link:
         if room is None:
             self._waits.set_wait_reason(None)
             self._interface.set_urgent(id(self), False)
-            return LOOK if quiet else QUIET
+            return CHECK_SECONDS if quiet else QUIET_SECONDS
         begin = sending.offset
         payload = sending.part.payload[begin : begin + self._frame_bytes]
         is_residual = sending.part.stream is Stream.RESIDUAL
@@ -278,7 +278,7 @@ class Link:
         self._interface.set_urgent(id(self), takes and not is_residual)
         if not takes:
             self._waits.set_wait_reason("credit")
-            return LOOK
+            return CHECK_SECONDS
         if is_residual and self._interface.is_another_urgent(id(self)):
             self._waits.set_wait_reason("priority")
             return SOON
@@ -291,7 +291,7 @@ class Link:
         self._outstanding = connection.outstanding
         self._interface.take(size, now := time.monotonic())
         if not is_residual:
-            self._quiet_from = now + QUIET
+            self._quiet_from = now + QUIET_SECONDS
         self._metrics.count_sent(len(payload), stream_label(sending.part.stream, room.shape))
         room.is_idle()
         room.reading.append(tracker)
@@ -299,17 +299,17 @@ class Link:
             self._queue.advance(sending, len(payload))
         return 0.0
 
-    def _say(self, connection: Connection, message: wire.FromSender) -> None:
+    def _send_message(self, connection: Connection, message: wire.FromSender) -> None:
         self._interface.take(connection.send_message(message), time.monotonic())
 
-    def _read_turn(self, connection: Connection) -> None:
-        for _ in range(TURN):
+    def _read_messages(self, connection: Connection) -> None:
+        for _ in range(MAX_IN_A_ROW):
             message = connection.read()
             if message is None:
                 return
-            self._take(connection, message)
+            self._handle(connection, message)
 
-    def _take(self, connection: Connection, message: wire.FromReceiver) -> None:
+    def _handle(self, connection: Connection, message: wire.FromReceiver) -> None:
         match message:
             case wire.Refused(reason):
                 logger.error("the receiver at %s refuses this sender: %s", self.endpoint, reason)
@@ -351,7 +351,7 @@ class Link:
                 self._cancels.append((have.room, str(error)))
                 return
         self._receiver.record_progress()
-        self._tell_arrived(state, complete)
+        self._notify_arrived(state, complete)
 
     def _acknowledge(self, connection: Connection, granted: int, acked: tuple[wire.Acked, ...]) -> None:
         connection.grant(granted)
@@ -361,9 +361,9 @@ class Link:
             with self._lock:
                 complete, room = self._queue.arrived(part.room, part.stream, part.part), self._queue.rooms.get(part.room)
             if complete:
-                self._tell_arrived(room, complete)
+                self._notify_arrived(room, complete)
 
-    def _tell_arrived(self, room: OutgoingRoom, streams: list[Stream]) -> None:
+    def _notify_arrived(self, room: OutgoingRoom, streams: list[Stream]) -> None:
         self._listeners.notify_arrived(room, streams)
         with self._lock:
             # The room may have ended in the meantime, and another room with its number may be open.
@@ -377,7 +377,7 @@ class Link:
                 self._end(room, reason)
                 self._cancels.append((room, reason))
 
-    def _look(self, connection: Connection | None, now: float) -> None:
+    def _check_timeouts(self, connection: Connection | None, now: float) -> None:
         """Fail rooms that exceed a timeout.
 
         Raises:
@@ -395,7 +395,7 @@ class Link:
             return
         if now - connection.pinged > limits.ping_seconds:
             connection.pinged = now
-            self._say(connection, wire.Ping())
+            self._send_message(connection, wire.Ping())
         with self._lock:
             busy = connection.outstanding or self._queue.next() or not all(room.confirmed for room in self._queue.rooms.values())
         reason = self._receiver.stall_reason(now, bool(busy))

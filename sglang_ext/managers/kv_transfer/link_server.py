@@ -31,7 +31,7 @@ from sglang_ext.managers.kv_transfer.wire import MAX_ACKS, PageHeader, RoomShape
 logger = logging.getLogger(__name__)
 
 # Maximum of messages read in a row; seconds between timeout checks; seconds without messages before small grants are sent.
-TURN, LOOK, SOON = 64, 0.1, 0.001
+MAX_IN_A_ROW, CHECK_SECONDS, SOON = 64, 0.1, 0.001
 # While there is much to read: number of grants per window, and per limit of residual bytes.
 GRANTS, GRANTS_OF_RESIDUALS = 8, 2
 
@@ -71,18 +71,18 @@ class LinkServer:
         self._wake: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Guards the data that other threads pass to the thread.
         self._lock = threading.Lock()
-        self._rooms = IncomingRooms(self.endpoint, limits.finished_rooms, self._note, metrics)
+        self._rooms = IncomingRooms(self.endpoint, limits.finished_rooms, self._queue_note, metrics)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="kv-checksums")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kv-writes")
         # Results of the writer: connection, header, and message to the sender; None if the part's room has ended.
-        self._through: deque[tuple[SenderConnection, PageHeader, wire.Acked | wire.Retransmit | None]] = deque()
+        self._written: deque[tuple[SenderConnection, PageHeader, wire.Acked | wire.Retransmit | None]] = deque()
         self._notes: deque[tuple[bytes, wire.Ended]] = deque()
         self._closing = False
         # Used by the server's thread only.
         self._peers: dict[bytes, SenderConnection] = {}
         self._links: dict[bytes, SenderConnection] = {}
         self._heard: dict[bytes, float] = {}
-        self._owing: set[bytes] = set()
+        self._to_grant: set[bytes] = set()
         self._thread = threading.Thread(target=self._run, name=f"kv-links of {self.endpoint}", daemon=True)
         self._thread.start()
 
@@ -115,7 +115,7 @@ class LinkServer:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
 
-    def _note(self, link: bytes, note: wire.Ended) -> None:
+    def _queue_note(self, link: bytes, note: wire.Ended) -> None:
         """Queue a message to a sender. Called from any thread."""
         with self._lock:
             self._notes.append((link, note))
@@ -137,7 +137,7 @@ class LinkServer:
         for room in self._rooms.close():
             self._rooms.fail(room, reason)
         for address in list(self._peers):
-            self._forget(address)
+            self._drop_connection(address)
         self._context.destroy(0)
         self._reader.shutdown()
         # All rooms have ended, so queued writes are dropped. A sink that closes the server does not wait for itself.
@@ -150,9 +150,9 @@ class LinkServer:
         poller = zmq.Poller()
         for source in filter(lambda source: source is not None, (self._socket, self._zap, self._wake)):
             poller.register(source, zmq.POLLIN)
-        looked = time.monotonic()
+        checked = time.monotonic()
         while not self._closing:
-            ready = dict(poller.poll(1000 * (SOON if self._owing else LOOK)))
+            ready = dict(poller.poll(1000 * (SOON if self._to_grant else CHECK_SECONDS)))
             if not ready:
                 self._grant_all()
             if self._wake in ready:
@@ -161,23 +161,23 @@ class LinkServer:
                 refused = self._keys.answer_zap(self._zap)
                 if refused is not None:
                     logger.error("%s refused a connection from %s: its keys differ", self.endpoint, refused)
-            drained = self._read_turn()
-            self._settle()
+            drained = self._read_messages()
+            self._report_written()
             self._send_notes()
             now = time.monotonic()
             # Reading may have taken long: a sender is silent only if all messages were read.
-            if drained and now - looked > LOOK:
-                looked = now
-                self._look(now)
+            if drained and now - checked > CHECK_SECONDS:
+                checked = now
+                self._drop_silent_senders(now)
 
-    def _read_turn(self) -> bool:
+    def _read_messages(self) -> bool:
         """Read and handle some messages. Return whether all were read."""
-        for _ in range(TURN):
+        for _ in range(MAX_IN_A_ROW):
             try:
                 address, *frames = self._receive()
             except zmq.Again:
                 return True
-            self._take(address.bytes, frames)
+            self._handle(address.bytes, frames)
         return False
 
     def _receive(self) -> list[zmq.Frame]:
@@ -188,7 +188,7 @@ class LinkServer:
             frames = frames[:3] + [frame]
         return frames
 
-    def _take(self, address: bytes, frames: list[zmq.Frame]) -> None:
+    def _handle(self, address: bytes, frames: list[zmq.Frame]) -> None:
         peer = self._peers.get(address)
         try:
             if not frames or len(frames) > 2:
@@ -204,7 +204,7 @@ class LinkServer:
                 raise ProtocolViolation(f"a {type(message).__name__} of {len(frames)} frames")
             match message:
                 case wire.Ping():
-                    self._say(peer.address, wire.Pong())
+                    self._send(peer.address, wire.Pong())
                 case wire.Open(room, shape):
                     self._open(peer, room, shape)
                 case wire.Cancel(room, reason):
@@ -216,9 +216,9 @@ class LinkServer:
             # A peer without Hello may be any program. It is answered only if its message is valid.
             if peer is not None:
                 logger.warning("%s received an invalid message of a sender: %s; the sender has to reconnect", self.endpoint, error)
-                self._forget(address)
+                self._drop_connection(address)
             if peer is not None or isinstance(error, ProtocolViolation):
-                self._say(address, wire.HelloFirst(str(error)[:1024]))
+                self._send(address, wire.HelloFirst(str(error)[:1024]))
 
     def _hello(self, address: bytes, hello: wire.Hello) -> None:
         differs = version_mismatch(wire.VERSION, hello.protocol)
@@ -226,31 +226,31 @@ class LinkServer:
             differs = settings_mismatch(self._settings, wire.decode_settings(hello.settings))
         if differs is not None:
             logger.error("%s refuses a sender: %s", self.endpoint, differs)
-            self._say(address, wire.Refused(differs))
+            self._send(address, wire.Refused(differs))
             return
         if hello.link in self._heard:
             self._metrics.count_reconnect()
         if hello.link in self._links:
-            self._forget(self._links[hello.link].address)
+            self._drop_connection(self._links[hello.link].address)
         peer = SenderConnection(address, hello.link, self._limits.window_bytes, time.monotonic(), Assembly(self._take_memory, self._reader))
-        self._forget(address)
+        self._drop_connection(address)
         self._peers[address] = self._links[hello.link] = peer
         self._heard[hello.link] = peer.heard
         self._metrics.add_links(1)
-        self._say(address, wire.Welcome(self._limits.window_bytes))
+        self._send(address, wire.Welcome(self._limits.window_bytes))
 
     def _open(self, peer: SenderConnection, room: int, shape: RoomShape) -> None:
         state, finished = self._rooms.open(room, peer.link)
         if state is None and finished:
-            self._say(peer.address, wire.Have.all_of(room, shape))
+            self._send(peer.address, wire.Have.all_of(room, shape))
         elif state is None:
-            self._say(peer.address, wire.Ended(room, "unknown room: it was not registered here, or the receiver was restarted"))
+            self._send(peer.address, wire.Ended(room, "unknown room: it was not registered here, or the receiver was restarted"))
         elif state.link != peer.link:
-            self._say(peer.address, wire.Ended(room, "another sender opened it before"))
+            self._send(peer.address, wire.Ended(room, "another sender opened it before"))
         elif shape != state.expected.shape:
             self._rooms.fail(state, f"the sender announces {shape}; expected is {state.expected.shape}")
         else:
-            self._say(peer.address, state.have())
+            self._send(peer.address, state.have())
             self._rooms.finish(state)
 
     def _cancel(self, peer: SenderConnection, room: int, reason: str) -> None:
@@ -260,7 +260,7 @@ class LinkServer:
 
     def _frame(self, peer: SenderConnection, frame: wire.Frame, payload: memoryview) -> None:
         peer.take(len(payload))
-        self._owing.add(peer.address)
+        self._to_grant.add(peer.address)
         state = self._rooms.get(frame.header.room)
         if state is None or state.link != peer.link:
             # The room was aborted or has failed, which the sender was told, or it is complete.
@@ -302,12 +302,12 @@ class LinkServer:
 
     def _write(self, peer: SenderConnection, state: IncomingRoom, number: int, whole: ReceivedPart) -> None:
         """Pass a part to its room's sink if its checksum is correct. Called by the writer thread."""
-        header, told = whole.header, None
+        header, reply = whole.header, None
         try:
             if not whole.has_valid_checksum():
-                told = wire.Retransmit(state.number, header.stream, number)
+                reply = wire.Retransmit(state.number, header.stream, number)
             elif state.write(number, header, whole.content):
-                told = wire.Acked(state.number, header.stream, number)
+                reply = wire.Acked(state.number, header.stream, number)
                 self._rooms.finish(state)
         except LinkError as error:
             self._rooms.fail(state, str(error))
@@ -315,47 +315,48 @@ class LinkServer:
             logger.exception("a part of room %d cannot be written", state.number)
             self._rooms.fail(state, "an internal error ended it; the receiver's log has it")
         with self._lock:
-            self._through.append((peer, header, told))
+            self._written.append((peer, header, reply))
             self._notify()
 
-    def _settle(self) -> None:
+    def _report_written(self) -> None:
         """Acknowledge parts that the writer has finished, and send grants that waited for them."""
-        while self._through:
-            peer, header, told = self._through.popleft()
+        while self._written:
+            peer, header, reply = self._written.popleft()
             peer.waiting -= header.size
             if self._peers.get(peer.address) is not peer:
                 continue
-            self._owing.add(peer.address)
-            if isinstance(told, wire.Retransmit):
-                self._ask_again(peer, header, told)
-            elif told is not None:
-                peer.acked.append(told)
+            self._to_grant.add(peer.address)
+            if isinstance(reply, wire.Retransmit):
+                self._request_again(peer, header, reply)
+            elif reply is not None:
+                peer.acked.append(reply)
             self._grant_if_much(peer)
 
-    def _ask_again(self, peer: SenderConnection, header: PageHeader, again: wire.Retransmit) -> None:
+    def _request_again(self, peer: SenderConnection, header: PageHeader, again: wire.Retransmit) -> None:
         self._metrics.count_refused("checksum")
         state = self._rooms.get(again.room)
         if state is None or state.link != peer.link:
             return
         if state.can_retry(again.stream, again.part, self._limits.repeats):
-            self._say(peer.address, again)
+            self._send(peer.address, again)
         else:
-            times = self._limits.repeats + 1
-            self._rooms.fail(state, f"{header.stream} of page {header.page} was received with a wrong checksum {times} times")
+            self._rooms.fail(
+                state, f"{header.stream} of page {header.page} was received with a wrong checksum {self._limits.repeats + 1} times"
+            )
 
     def _grant_if_much(self, peer: SenderConnection) -> None:
         if peer.ungranted > self._most_ungranted or len(peer.acked) >= MAX_ACKS:
             self._grant(peer)
 
     def _grant(self, peer: SenderConnection) -> None:
-        self._owing.discard(peer.address)
+        self._to_grant.discard(peer.address)
         received = peer.grant(self._limits.window_bytes)
         if received is not None:
-            self._say(peer.address, received)
+            self._send(peer.address, received)
 
     def _grant_all(self) -> None:
         """Send all outstanding grants. Called when no message arrived for a moment."""
-        for address in list(self._owing):
+        for address in list(self._to_grant):
             self._grant(self._peers[address])
 
     def _send_notes(self) -> None:
@@ -363,9 +364,9 @@ class LinkServer:
             link, note = self._notes.popleft()
             # An unreachable sender opens the room again when it is back.
             if link in self._links:
-                self._say(self._links[link].address, note)
+                self._send(self._links[link].address, note)
 
-    def _look(self, now: float) -> None:
+    def _drop_silent_senders(self, now: float) -> None:
         """Fail the rooms of senders that are silent for too long, and remove those senders."""
         gone = {link for link, heard in self._heard.items() if now - heard > self._limits.resume_seconds}
         if not gone:
@@ -375,20 +376,20 @@ class LinkServer:
         for link in gone:
             del self._heard[link]
             if link in self._links:
-                self._forget(self._links[link].address)
+                self._drop_connection(self._links[link].address)
 
-    def _forget(self, address: bytes) -> None:
+    def _drop_connection(self, address: bytes) -> None:
         peer = self._peers.pop(address, None)
-        self._owing.discard(address)
+        self._to_grant.discard(address)
         if peer is not None and self._links.get(peer.link) is peer:
             del self._links[peer.link]
             self._metrics.add_links(-1)
 
-    def _say(self, address: bytes, message: wire.FromReceiver) -> None:
+    def _send(self, address: bytes, message: wire.FromReceiver) -> None:
         try:
             self._socket.send_multipart([address, wire.encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
             # The peer is gone, or does not read. It sends Hello when it is back.
-            self._forget(address)
+            self._drop_connection(address)

@@ -36,7 +36,7 @@ class ReceivedPart:
 
 
 @dataclass(eq=False)
-class _Begun:
+class _PartialPart:
     """A partial part: its header, its checksum so far with the pending update, and memory for it if it has several frames."""
 
     header: PageHeader
@@ -57,7 +57,7 @@ class Assembly:
 
     take: Callable[[int], bytearray | np.ndarray] = bytearray
     reader: ThreadPoolExecutor | None = None
-    _begun: dict[Stream, _Begun] = field(default_factory=dict)
+    _partial: dict[Stream, _PartialPart] = field(default_factory=dict)
 
     def add(self, frame: Frame, payload: memoryview) -> ReceivedPart | None:
         """Add a frame to its part. Return the part once it is complete.
@@ -68,32 +68,32 @@ class Assembly:
         header, stream = frame.header, frame.header.stream
         end = frame.offset + len(payload)
         if frame.offset == 0:
-            self._begun[stream] = _Begun(header, header.digest())
-        begun = self._begun.get(stream)
+            self._partial[stream] = _PartialPart(header, header.digest())
+        partial = self._partial.get(stream)
         if (
-            begun is None
-            or begun.header != header
-            or begun.filled != frame.offset
+            partial is None
+            or partial.header != header
+            or partial.filled != frame.offset
             or end > header.size
             or not (payload or end == header.size)
         ):
             raise LinkError(f"a frame of bytes {frame.offset} to {end} of a part of {header.size} does not follow the previous frame")
-        begun.filled = end
+        partial.filled = end
         # Small frames after a large one go to that thread too, because a checksum reads its bytes in order.
-        if self.reader is not None and (begun.reading is not None or len(payload) >= MUCH):
-            begun.reading = self.reader.submit(begun.digest.update, payload)
+        if self.reader is not None and (partial.reading is not None or len(payload) >= MUCH):
+            partial.reading = self.reader.submit(partial.digest.update, payload)
         else:
-            begun.digest.update(payload)
-        if end < header.size and begun.content is None:
-            begun.content = np.frombuffer(self.take(header.size), np.uint8)
-        if begun.content is not None:
+            partial.digest.update(payload)
+        if end < header.size and partial.content is None:
+            partial.content = np.frombuffer(self.take(header.size), np.uint8)
+        if partial.content is not None:
             # Unlike an assignment to a memoryview, this releases the GIL.
-            np.copyto(begun.content[frame.offset : end], np.frombuffer(payload, np.uint8))
+            np.copyto(partial.content[frame.offset : end], np.frombuffer(payload, np.uint8))
         if end < header.size:
             return None
-        del self._begun[stream]
-        return ReceivedPart(header, payload if begun.content is None else memoryview(begun.content), begun.digest, begun.reading)
+        del self._partial[stream]
+        return ReceivedPart(header, payload if partial.content is None else memoryview(partial.content), partial.digest, partial.reading)
 
     def drop(self, stream: Stream) -> None:
         """Discard a partial part."""
-        self._begun.pop(stream, None)
+        self._partial.pop(stream, None)

@@ -79,7 +79,7 @@ class DecodePeer:
         self._link, self._most_before_residuals, self._most_encoded = link, most_before_residuals, most_encoded
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         # Used by the encoder thread: pages that were started without their residual.
-        self._put_off: deque[tuple[RoomEncoder, int, torch.Tensor]] = deque()
+        self._deferred: deque[tuple[RoomEncoder, int, torch.Tensor]] = deque()
         # Pages being encoded, and records, in the order in which they are offered. Changes notify ``_changed``.
         self._started: deque[PageEncoding | _Record] = deque()
         self._changed = threading.Condition()
@@ -133,9 +133,9 @@ class DecodePeer:
     def _run(self) -> None:
         while not self._closing:
             try:
-                work = self._work.get(timeout=SOON if self._put_off else None)
+                work = self._work.get(timeout=SOON if self._deferred else None)
             except queue.Empty:
-                self._start_put_off()
+                self._start_deferred()
                 continue
             if work is not None:
                 self._guard(work.room, lambda work=work: self._start_all(work))
@@ -151,23 +151,23 @@ class DecodePeer:
             if work.room.over or self._closing:
                 return
             now = self._has_time(work.room) and self._has_space(work.room, Stream.RESIDUAL, self._most_before_residuals)
-            self._begin(started := work.room.start_page(slots, now))
+            self._queue_started(started := work.room.start_page(slots, now))
             if not now:
-                self._put_off.append((work.room, started.page, slots))
+                self._deferred.append((work.room, started.page, slots))
         if work.record is not None and not work.room.over:
-            self._begin(_Record(work.room, work.record))
+            self._queue_started(_Record(work.room, work.record))
 
-    def _start_put_off(self) -> None:
+    def _start_deferred(self) -> None:
         """Encode deferred residuals, oldest first, while there is space and no anchor to encode."""
-        while self._put_off and self._work.empty() and not self._closing:
-            room, page, slots = self._put_off[0]
+        while self._deferred and self._work.empty() and not self._closing:
+            room, page, slots = self._deferred[0]
             if not room.over and not self._has_space(room, Stream.RESIDUAL, self._most_before_residuals):
                 return
-            self._put_off.popleft()
+            self._deferred.popleft()
             if not room.over:
-                self._guard(room, lambda room=room, page=page, slots=slots: self._begin(room.start_residual(page, slots)))
+                self._guard(room, lambda room=room, page=page, slots=slots: self._queue_started(room.start_residual(page, slots)))
 
-    def _begin(self, started: "PageEncoding | _Record") -> None:
+    def _queue_started(self, started: "PageEncoding | _Record") -> None:
         """Queue started work to be offered in order. Wait while too much is queued."""
         with self._changed:
             self._started.append(started)

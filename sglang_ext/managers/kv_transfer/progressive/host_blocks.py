@@ -36,7 +36,7 @@ class HostBlocks:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # Memory that copies to the device may still read, and the events after which they do not.
-        self._read: deque[tuple[torch.cuda.Event, memoryview]] = deque()
+        self._pending_copies: deque[tuple[torch.cuda.Event, memoryview]] = deque()
         self._lock = threading.Lock()
         self._kept: list[np.ndarray] = [_pinned(device) for _ in range(KEPT)] if device.type == "cuda" else []
         self._pinning, self._expected = False, 0
@@ -112,9 +112,9 @@ class HostBlocks:
         event = torch.cuda.Event()
         event.record()
         with self._lock:
-            self._read.append((event, content))
-            while self._read and self._read[0][0].query():
-                self._read.popleft()
+            self._pending_copies.append((event, content))
+            while self._pending_copies and self._pending_copies[0][0].query():
+                self._pending_copies.popleft()
         return there
 
 

@@ -26,11 +26,11 @@ def pack_streams(streams: Sequence[torch.Tensor], blocks: HostBlocks, lane: int 
     """Pack the streams of tensors into one, in host memory of a lane of ``blocks``. From a GPU the current stream copies them
     asynchronously."""
     sizes = np.array([len(stream) for stream in streams], "<u4")
-    begins = _places(sizes).tolist()
+    begins = _offsets(sizes).tolist()
     content = blocks.take(begins[-1], lane)
     content[: begins[0]] = 0
     content[: sizes.nbytes] = sizes.view(np.uint8)
-    together = _together(streams, begins)
+    together = _contiguous_memory(streams, begins)
     if together is None:
         together = torch.zeros(begins[-1] - begins[0], dtype=torch.uint8, device=streams[0].device)
         for stream, begin in zip(streams, begins, strict=False):
@@ -39,7 +39,7 @@ def pack_streams(streams: Sequence[torch.Tensor], blocks: HostBlocks, lane: int 
     return memoryview(content)
 
 
-def _together(streams: Sequence[torch.Tensor], begins: Sequence[int]) -> torch.Tensor | None:
+def _contiguous_memory(streams: Sequence[torch.Tensor], begins: Sequence[int]) -> torch.Tensor | None:
     """Return the memory from the first to the last stream if it has the layout of the packed stream; else None. The bytes between streams
     are 0 then."""
     first, memory = streams[0], streams[0].untyped_storage()
@@ -51,7 +51,7 @@ def _together(streams: Sequence[torch.Tensor], begins: Sequence[int]) -> torch.T
 
 def packed_size(sizes: Sequence[int]) -> int:
     """Return the total bytes of a packed stream whose streams have ``sizes``."""
-    return int(_places(np.array(sizes, np.int64))[-1])
+    return int(_offsets(np.array(sizes, np.int64))[-1])
 
 
 def unpack_streams(content: memoryview, count: int, blocks: HostBlocks) -> list[torch.Tensor]:
@@ -63,20 +63,20 @@ def unpack_streams(content: memoryview, count: int, blocks: HostBlocks) -> list[
     if len(content) < 4 * count:
         raise LinkError(f"a stream of {len(content)} bytes for {count} tensors; their sizes alone take 4 bytes each")
     sizes = np.frombuffer(content, "<u4", count)
-    place = _places(sizes)
+    place = _offsets(sizes)
     if len(content) != place[-1]:
         raise LinkError(f"a stream has {len(content)} bytes, but its sizes add up to {place[-1]}")
     whole = blocks.to_device(content)
     return [whole[begin : begin + size] for begin, size in zip(place.tolist(), sizes.tolist(), strict=False)]
 
 
-def _places(sizes: np.ndarray) -> np.ndarray:
+def _offsets(sizes: np.ndarray) -> np.ndarray:
     """Return the offset of each stream, and the end of the last."""
     filled = -(-np.concatenate([[4 * len(sizes)], sizes.astype(np.int64)]) // ALIGNED) * ALIGNED
     return filled.cumsum()
 
 
-class _Fixed:
+class _PackedLayout:
     """Layout of a packed stream whose sizes are known in advance, as :func:`pack_streams` writes it.
 
     Args:
@@ -86,7 +86,7 @@ class _Fixed:
 
     def __init__(self, groups: Sequence[tuple[int, int]], device: torch.device) -> None:
         sizes = np.array([size for count, size in groups for _ in range(count)], "<u4")
-        place = _places(sizes)
+        place = _offsets(sizes)
         self.bytes, self._begin, self._device = int(place[-1]), int(place[0]), device
         self._head = np.zeros(self._begin, np.uint8)
         self._head[: sizes.nbytes] = sizes.view(np.uint8)
@@ -116,7 +116,7 @@ class _Fixed:
             torch.from_numpy(content)[self._begin :].copy_(room[self._begin :], non_blocking=True)
         content[: self._begin] = self._head
 
-    def bring_kinds(self, room: torch.Tensor, blocks: HostBlocks) -> np.ndarray:
+    def copy_kinds_to_host(self, room: torch.Tensor, blocks: HostBlocks) -> np.ndarray:
         """Copy the first byte of each stream to host memory in the same way, uint8 [streams]."""
         kinds = blocks.take(len(self._begins))
         torch.from_numpy(kinds).copy_(room.index_select(0, self._begins), non_blocking=True)
@@ -134,8 +134,8 @@ class _Plan:
     """
 
     alike: tuple[tuple[slice, PageLayout], ...]
-    anchors: _Fixed | None
-    residuals: _Fixed | None
+    anchors: _PackedLayout | None
+    residuals: _PackedLayout | None
 
     @classmethod
     def build(cls, layouts: tuple[PageLayout, PageLayout], layers: int, device: torch.device) -> "_Plan":
@@ -146,10 +146,10 @@ class _Plan:
         if keys.always_raw or values.always_raw:
             return cls(alike, None, None)
         counted = [(those.stop - those.start, layout) for those, layout in alike]
-        anchors = _Fixed([(count, layout.coded_bytes) for count, layout in counted], device)
+        anchors = _PackedLayout([(count, layout.coded_bytes) for count, layout in counted], device)
         if keys.reference != "int8":
             return cls(alike, anchors, None)
-        return cls(alike, anchors, _Fixed([(count, layout.int8_bytes) for count, layout in counted], device))
+        return cls(alike, anchors, _PackedLayout([(count, layout.int8_bytes) for count, layout in counted], device))
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ class LynxCodec:
         """
         plan = self._plan(page, layers)
         if plan.anchors is None or residual and plan.residuals is None:
-            found = self._encoded_apart(page, layers, anchor, residual)
+            found = self._encode_separately(page, layers, anchor, residual)
             return lambda: found
         # Separate lanes: a residual waits for all anchors of its room.
         first, rest = (
@@ -237,7 +237,7 @@ class LynxCodec:
         def finish() -> EncodedPage:
             reached()
             if (kinds == RAW).any():
-                return self._encoded_apart(page, layers, anchor, residual)
+                return self._encode_separately(page, layers, anchor, residual)
             return EncodedPage(*(None if content is None else memoryview(content) for content in (first, rest)))
 
         return finish
@@ -273,7 +273,7 @@ class LynxCodec:
             self._plans[key] = _Plan.build(self._layouts(tokens, page.start), layers.count, self.pool.device)
         return self._plans[key]
 
-    def _encoded_apart(self, page: PlacedPage, layers: LayerRange, anchor: bool, residual: bool) -> EncodedPage:
+    def _encode_separately(self, page: PlacedPage, layers: LayerRange, anchor: bool, residual: bool) -> EncodedPage:
         """Encode streams of any size, tensor by tensor, and wait for them."""
         found = []
         for those, layout in self._plan(page, layers).alike:

@@ -84,14 +84,14 @@ class ProgressiveManager(CommonKVManager):
             keys = None if server_args.kv_link_keys is None else LinkKeys.read(Path(server_args.kv_link_keys))
             self.has_keys = keys is not None
             self.timeline = TransferTimeline.of(server_args.kv_bench_timeline if self.attn_tp_rank == 0 else None)
-            self._begin(keys, server_args.kv_link_gbps, LinkMetrics.create(server_args, disaggregation_mode.value))
+            self._start(keys, server_args.kv_link_gbps, LinkMetrics.create(server_args, disaggregation_mode.value))
         except LinkError as error:
             raise OptionError(f"--disaggregation-transfer-backend progressive: {error}") from error
         self.aux = AuxRecords(args)
         self.polls = PollThrottle()
         threading.Thread(target=self._listen, name="kv-control", daemon=True).start()
 
-    def _begin(self, keys: LinkKeys | None, gbps: float | None, metrics: LinkMetrics) -> None:
+    def _start(self, keys: LinkKeys | None, gbps: float | None, metrics: LinkMetrics) -> None:
         # Done at start, not with the first page, because pinning and compiling take long.
         blocks = self.pool.blocks
         limits = LinkLimits().with_part_bytes(self.codec.most_bytes(Stream.ANCHOR, self.layers))

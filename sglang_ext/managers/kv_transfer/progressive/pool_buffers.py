@@ -56,13 +56,13 @@ class PoolBuffers:
     # Streams of threads of links, and of the scheduler's thread where it must not wait for a forward. Their kernels are small, and would
     # otherwise wait behind each large kernel of the model.
     _stream: "torch.cuda.Stream | None" = field(default=None, init=False, repr=False, compare=False)
-    _beside: "torch.cuda.Stream | None" = field(default=None, init=False, repr=False, compare=False)
+    _side_stream: "torch.cuda.Stream | None" = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.device.type == "cuda":
-            for name in ("_stream", "_beside"):
+            for name in ("_stream", "_side_stream"):
                 object.__setattr__(self, name, torch.cuda.Stream(self.device, priority=FIRST))
-            with torch.cuda.stream(self._beside):
+            with torch.cuda.stream(self._side_stream):
                 # Allocate now. Otherwise the first chunk would wait for the forward while its memory is allocated.
                 torch.empty(1, device=self.device)
         widths = [width // self.args.page_size for width in self.args.kv_item_lens]
@@ -144,8 +144,8 @@ class PoolBuffers:
     @contextmanager
     def on_side_stream(self, after: "torch.cuda.Event") -> Iterator[None]:
         """Context in which the scheduler uses a GPU stream that waits for ``after``, and for no forward."""
-        self._beside.wait_event(after)
-        with torch.cuda.stream(self._beside):
+        self._side_stream.wait_event(after)
+        with torch.cuda.stream(self._side_stream):
             yield
 
     @cached_property

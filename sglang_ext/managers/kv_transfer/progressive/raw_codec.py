@@ -49,7 +49,7 @@ class RawCodec(SingleStreamCodec):
             self.encode_residual(page, layers)
         tokens, size = len(page.slots), self._bytes(len(page.slots), layers)
         if self.pool.device.type == "cpu":
-            content, where = self.pool.blocks.take(size), _place(page.slots)
+            content, where = self.pool.blocks.take(size), _slot_index(page.slots)
             for rows, part in zip(self._rows(layers), self._parts(content, tokens, layers), strict=True):
                 part[:] = rows[where]
             return lambda: EncodedPage(memoryview(content), None)
@@ -66,12 +66,14 @@ class RawCodec(SingleStreamCodec):
         if len(anchor) != expected:
             raise LinkError(f"a page of {tokens} tokens has {len(anchor)} bytes; expected are {expected}")
         if self.pool.device.type == "cpu":
-            where = _place(page.slots)
+            where = _slot_index(page.slots)
             for rows, part in zip(self._rows(layers), self._parts(np.frombuffer(anchor, np.uint8), tokens, layers), strict=True):
                 rows[where] = part
             return
-        content = self.pool.blocks.to_device(anchor).view(self.pool.dtype)
-        split = tokens * layers.count * self.pool.heads * self.pool.key_dim
+        content, split = (
+            self.pool.blocks.to_device(anchor).view(self.pool.dtype),
+            tokens * layers.count * self.pool.heads * self.pool.key_dim,
+        )
         halves = (half.view(layers.count, tokens, -1) for half in (content[:split], content[split:]))
         self.pool.scatter(layers, page.slots, tuple(halves))
 
@@ -81,31 +83,31 @@ class RawCodec(SingleStreamCodec):
         return tuple(tensor.shape[1] * tensor.itemsize for tensor in self.pool.tensors(0, self.pool.layers))
 
     @cached_property
-    def _bytes_of_pool(self) -> tuple[np.ndarray, ...]:
+    def _pool_bytes(self) -> tuple[np.ndarray, ...]:
         """Keys, then values, of each layer of a pool in host memory: uint8 [slots, bytes per token]."""
         return tuple(tensor.view(torch.uint8).numpy() for tensor in self.pool.tensors(0, self.pool.layers))
 
-    def _of_layers(self, of_pool: tuple, layers: LayerRange) -> tuple:
+    def _select_layers(self, of_pool: tuple, layers: LayerRange) -> tuple:
         """Select the keys, then the values, of a range of layers."""
         keys = slice(layers.first, layers.first + layers.count)
         values = slice(self.pool.layers + layers.first, self.pool.layers + layers.first + layers.count)
         return of_pool[keys] + of_pool[values]
 
     def _rows(self, layers: LayerRange) -> tuple[np.ndarray, ...]:
-        return self._of_layers(self._bytes_of_pool, layers)
+        return self._select_layers(self._pool_bytes, layers)
 
     def _bytes(self, tokens: int, layers: LayerRange) -> int:
-        return tokens * sum(self._of_layers(self._widths, layers))
+        return tokens * sum(self._select_layers(self._widths, layers))
 
     def _parts(self, content: np.ndarray, tokens: int, layers: LayerRange) -> Iterator[np.ndarray]:
         """Split a page's bytes into keys and values of each layer: uint8 [tokens, bytes per token] each."""
         begin = 0
-        for width in self._of_layers(self._widths, layers):
+        for width in self._select_layers(self._widths, layers):
             yield content[begin : begin + tokens * width].reshape(tokens, width)
             begin += tokens * width
 
 
-def _place(slots: torch.Tensor) -> np.ndarray | slice:
+def _slot_index(slots: torch.Tensor) -> np.ndarray | slice:
     """Return slots in host memory as an index. Consecutive slots become a slice, which is copied faster."""
     places = slots.numpy()
     if len(places) == 0 or (np.diff(places) != 1).any():

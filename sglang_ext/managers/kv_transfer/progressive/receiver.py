@@ -43,11 +43,11 @@ class ProgressiveReceiver(CommonKVReceiver):
         super().__init__(mgr, bootstrap_addr, random.getrandbits(62))
         self._prompt: Sequence[int] = ()
         self._refused: str | None = None
-        self._received: RoomWriter | None = None
+        self._writer: RoomWriter | None = None
         self._queries: PromptQueries | None = None
         self._row: Callable[[], int] | None = None
-        self._coded: Callable[[], QuantizedPromptSlots] | None = None
-        self._begin: Callable[[EarlyRoom], None] | None = None
+        self._quantized_slots: Callable[[], QuantizedPromptSlots] | None = None
+        self._start_early: Callable[[EarlyRoom], None] | None = None
         self._prefill_again: "Callable[[Req], None] | None" = None
         self.bootstrap_infos = None
         self._created = time.monotonic()
@@ -55,12 +55,12 @@ class ProgressiveReceiver(CommonKVReceiver):
     @property
     def anchor_ready(self) -> bool:
         """Whether all anchors and the auxiliary record are written."""
-        return self._received is not None and self._received.anchor_ready
+        return self._writer is not None and self._writer.anchor_ready
 
     @property
     def complete(self) -> bool:
         """Whether all KV is written, with its residuals."""
-        return self._received is not None and self._received.complete
+        return self._writer is not None and self._writer.complete
 
     def set_prompt(self, tokens: Sequence[int], refused: str | None = None) -> None:
         """Set the request's tokens, whose hashes identify its pages. Called before ``send_metadata``.
@@ -86,7 +86,7 @@ class ProgressiveReceiver(CommonKVReceiver):
         Args:
             coded: Returns the slots to write to, once they are allocated.
         """
-        self._coded = coded
+        self._quantized_slots = coded
 
     def enable_early_decoding(self, begin: Callable[[EarlyRoom], None], prefill_again: "Callable[[Req], None]") -> None:
         """Let the request decode on the anchor of its KV. Called before ``send_metadata``.
@@ -95,17 +95,17 @@ class ProgressiveReceiver(CommonKVReceiver):
             begin: Called with the rest of the room when the request starts to decode.
             prefill_again: ``prefill_again`` of the :class:`EarlyRoom`.
         """
-        self._begin, self._prefill_again = begin, prefill_again
+        self._start_early, self._prefill_again = begin, prefill_again
 
     def anchor_arrived(self) -> None:
         """All anchors and the auxiliary record are written."""
-        self.kv_mgr.add_event(self.room, "anchor", self._received.anchor_size)
-        if self._begin is not None:
+        self.kv_mgr.add_event(self.room, "anchor", self._writer.anchor_size)
+        if self._start_early is not None:
             self.kv_mgr.conclude(self.bootstrap_room, None)
 
     def succeed(self) -> None:
         """All parts are written."""
-        self.kv_mgr.add_event(self.room, "complete", self._received.size)
+        self.kv_mgr.add_event(self.room, "complete", self._writer.size)
         self.kv_mgr.conclude(self.bootstrap_room, None)
 
     def fail(self, reason: str) -> None:
@@ -144,13 +144,13 @@ class ProgressiveReceiver(CommonKVReceiver):
             return
         if self._ends_refused():
             return
-        prefix, coded = decode_prefix_len or 0, None if self._coded is None else self._coded()
+        prefix, coded = decode_prefix_len or 0, None if self._quantized_slots is None else self._quantized_slots()
         try:
             if coded is None:
-                self._received = self._expect(kv_indices, aux_index, prefix)
+                self._writer = self._expect(kv_indices, aux_index, prefix)
             else:
-                self._received = self._expect_codes(coded, aux_index)
-            self.kv_mgr.links.register(self.bootstrap_room, self._received.expected, self._received)
+                self._writer = self._expect_quantized_prompt(coded, aux_index)
+            self.kv_mgr.links.register(self.bootstrap_room, self._writer.expected, self._writer)
         except LinkError as error:
             self._give_up(str(error))
             return
@@ -197,18 +197,18 @@ class ProgressiveReceiver(CommonKVReceiver):
         """Release the request's state; SGLang has finished with the receiver. After this call nothing is written to the request's slots,
         unless it decodes early."""
         if self._queries is not None and self.conclude_state == KVPoll.Success:
-            self._queries.write(self._row(), self._received.queries)
+            self._queries.write(self._row(), self._writer.queries)
         # With several ranks, some may have all of the KV already. The ranks agree on it when the request runs (arriving_full_kv.py),
         # provided that all of them wait.
         early = self.kv_mgr.attn_tp_size > 1 or not self.complete
-        if self._begin is not None and self.conclude_state == KVPoll.Success and early:
-            self._begin(EarlyRoom(self.bootstrap_room, self._received, self.kv_mgr.links, self.kv_mgr.pool, self._prefill_again))
+        if self._start_early is not None and self.conclude_state == KVPoll.Success and early:
+            self._start_early(EarlyRoom(self.bootstrap_room, self._writer, self.kv_mgr.links, self.kv_mgr.pool, self._prefill_again))
         else:
             self.kv_mgr.links.abort(self.bootstrap_room)
-            if self._received is not None and not self.complete:
+            if self._writer is not None and not self.complete:
                 # Earlier writes may still be queued on the device.
                 self.kv_mgr.pool.synchronize_links()
-        self._begin = None
+        self._start_early = None
         super().clear()
 
     def abort(self) -> None:
@@ -232,7 +232,7 @@ class ProgressiveReceiver(CommonKVReceiver):
         buffers = self.kv_mgr.pool, self.kv_mgr.aux, aux_index
         return RoomWriter(codec, *buffers, self.kv_mgr.layers, pages, hashes, self, self._queries)
 
-    def _expect_codes(self, coded: QuantizedPromptSlots, aux_index: int) -> RoomWriter:
+    def _expect_quantized_prompt(self, coded: QuantizedPromptSlots, aux_index: int) -> RoomWriter:
         """Build the writer of a quantized prompt: blocks into slots of the compressed KV, and the unpacked tokens into their own slots."""
         pool, tokens = self.kv_mgr.pool, len(self._prompt)
         codec = QuantizedPromptCodec(pool, coded.packing, coded.buffers, coded.begin, coded.end, self.kv_mgr.codec.page_size)

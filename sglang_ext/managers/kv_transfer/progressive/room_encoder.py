@@ -39,11 +39,11 @@ class RoomEncoder:
         self, number: int, codec: PageCodec, layers: LayerRange, starts: Sequence[int], hashes: Sequence[bytes], told: RoomEncoderListener
     ) -> None:
         self.number, self._codec, self._layers, self._starts = number, codec, layers, starts
-        self._hashes, self._told = hashes, told
+        self._hashes, self._listener = hashes, told
         self._lock = threading.Lock()
         self._over = False
         # Pages started, deferred residuals not offered yet, and whether the record was offered.
-        self._begun = self._owed = 0
+        self._num_started = self._num_deferred = 0
         self._recorded = False
 
     @property
@@ -67,12 +67,12 @@ class RoomEncoder:
             slots: int64 [tokens], slots in the pool; or the bytes of a page that is encoded already and has no residual.
             residual: Whether to encode the residual too. If False, ``start_residual`` must follow, and the KV must be kept until then.
         """
-        page, self._begun = self._begun, self._begun + 1
+        page, self._num_started = self._num_started, self._num_started + 1
         if isinstance(slots, memoryview):
             return PageEncoding(self, page, {Stream.ANCHOR: len(slots)}, lambda: EncodedPage(slots, None))
         if not residual:
             with self._lock:
-                self._owed += 1
+                self._num_deferred += 1
         with self._codec.pool.use_stream():
             encoded = self._codec.start(self._placed(page, slots), self._layers, residual=residual)
         return PageEncoding(self, page, self._sizes((Stream.ANCHOR, Stream.RESIDUAL) if residual else (Stream.ANCHOR,)), encoded, slots)
@@ -92,14 +92,14 @@ class RoomEncoder:
                 link.offer(self.number, OutgoingPart(stream, payload, started.page, self._layers, self._hashes[started.page]))
         if started.owed:
             with self._lock:
-                self._owed -= 1
-            self._tell_if_encoded()
+                self._num_deferred -= 1
+            self._notify_if_encoded()
 
     def send_record(self, link: Link, record: bytes) -> None:
         """Offer the auxiliary record, after the last page."""
         link.offer(self.number, OutgoingPart(Stream.AUX, record))
         self._recorded = True
-        self._tell_if_encoded()
+        self._notify_if_encoded()
 
     def cancel(self, link: Link, reason: str) -> None:
         """Send nothing more, without a call of the listener."""
@@ -113,7 +113,7 @@ class RoomEncoder:
         with self._lock:
             over, self._over = self._over, True
         if not over:
-            self._told.fail(reason)
+            self._listener.fail(reason)
 
     def arrived(self, room: int, stream: Stream) -> None:
         """Does nothing: no component waits for a single stream. Called by the link."""
@@ -125,12 +125,12 @@ class RoomEncoder:
             return
         with self._lock:
             self._over = True
-        self._told.succeed()
+        self._listener.succeed()
 
-    def _tell_if_encoded(self) -> None:
+    def _notify_if_encoded(self) -> None:
         with self._lock:
-            if self._recorded and not self._owed and not self._over:
-                self._told.succeed()
+            if self._recorded and not self._num_deferred and not self._over:
+                self._listener.succeed()
 
     def _placed(self, page: int, slots: torch.Tensor) -> PlacedPage:
         return PlacedPage(self._starts[page], slots)

@@ -62,13 +62,13 @@ class RoomWriter:
         traveling: PromptQueries | None = None,
     ) -> None:
         self._codec, self._pool, self._aux, self._aux_index = codec, pool, aux, aux_index
-        self._layers, self._pages, self._hashes, self._told = layers, pages, tuple(hashes), told
-        self._traveling, self.queries = traveling, b""
+        self._layers, self._pages, self._hashes, self._listener = layers, pages, tuple(hashes), told
+        self._expected_queries, self.queries = traveling, b""
         # Anchors of pages whose residual has not arrived: the residual cannot be decoded without its anchor. Residuals of pages whose
         # anchor is retransmitted, because its bytes were corrupted: the sender may have sent them already.
         self._anchors: dict[int, memoryview] = {}
         self._residuals: dict[int, memoryview] = {}
-        self._here: set[Stream] = set() if pages else {Stream.ANCHOR}
+        self._complete_streams: set[Stream] = set() if pages else {Stream.ANCHOR}
         self.anchor_ready = self.complete = False
         self.failure: str | None = None
         self.size = self.anchor_size = 0
@@ -78,7 +78,7 @@ class RoomWriter:
         """The parts that the link server accepts for this room."""
         shape = RoomShape(len(self._pages), (self._layers,), self._codec.has_residual and bool(self._pages))
         most = {stream: self._codec.most_bytes(stream, self._layers) for stream in (Stream.ANCHOR, Stream.RESIDUAL)}
-        record = sum(self._aux.sizes) + (self._traveling.most_bytes if self._traveling is not None else 0)
+        record = sum(self._aux.sizes) + (self._expected_queries.most_bytes if self._expected_queries is not None else 0)
         return ExpectedRoom(shape, most | {Stream.AUX: record}, self._hashes)
 
     def write(self, header: PageHeader, payload: memoryview) -> None:
@@ -92,7 +92,7 @@ class RoomWriter:
             self._aux.write(self._aux_index, payload[:size])
             self.queries = bytes(payload[size:])
             if self.queries:
-                self._traveling.parse(self.queries)
+                self._expected_queries.parse(self.queries)
             return
         self.size += len(payload)
         self.anchor_size += len(payload) * (header.stream is Stream.ANCHOR)
@@ -109,21 +109,21 @@ class RoomWriter:
 
     def arrived(self, stream: Stream) -> None:
         """All parts of a stream are written. Called by the link. A retransmitted anchor may arrive after the auxiliary record."""
-        self._here.add(stream)
-        if not self.anchor_ready and {Stream.ANCHOR, Stream.AUX} <= self._here:
+        self._complete_streams.add(stream)
+        if not self.anchor_ready and {Stream.ANCHOR, Stream.AUX} <= self._complete_streams:
             self._pool.synchronize_links()
             self.anchor_ready = True
-            self._told.anchor_arrived()
+            self._listener.anchor_arrived()
 
     def ended(self, reason: str | None) -> None:
         """The room ended: complete (None), or failed for this reason. Called by the link."""
         if reason is not None:
             self.failure = reason
-            self._told.fail(reason)
+            self._listener.fail(reason)
             return
         self._pool.synchronize_links()
         self.complete = True
-        self._told.succeed()
+        self._listener.succeed()
 
 
 @dataclass(frozen=True)

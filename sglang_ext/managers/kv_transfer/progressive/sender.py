@@ -65,11 +65,11 @@ class ProgressiveSender(CommonKVSender):
         super().__init__(mgr, bootstrap_addr, next(_numbers), *args, **kwargs)
         self.init_time = time.time()
         self._prompt: Sequence[int] = ()
-        self._queries: QueryReader | None = None
-        self._packs: tuple[Packing, KVBuffers] | None = None
+        self._query_reader: QueryReader | None = None
+        self._packing: tuple[Packing, KVBuffers] | None = None
         self._metadata: RoomMetadata | None = None
         self._peer: DecodePeer | None = None
-        self._sent: RoomEncoder | None = None
+        self._encoder: RoomEncoder | None = None
         # Slots of tokens that do not fill a page yet, and lengths of the pages not sent yet.
         self._slots = np.empty(0, np.int64)
         self._lengths: deque[int] = deque()
@@ -95,11 +95,11 @@ class ProgressiveSender(CommonKVSender):
 
     def set_query_reader(self, read: QueryReader) -> None:
         """Send the newest queries of the prompt with the auxiliary record. Called before ``init``."""
-        self._queries = read
+        self._query_reader = read
 
     def set_packing(self, packing: Packing, buffers: KVBuffers) -> None:
         """Allow the prompt to be sent as quantized KV in this packing, from a pool with these buffers. Called before ``init``."""
-        self._packs = packing, buffers
+        self._packing = packing, buffers
 
     @property
     def is_sending_prefix(self) -> bool:
@@ -127,7 +127,7 @@ class ProgressiveSender(CommonKVSender):
                 that nothing would take the pages.
         """
         waiting = self.kv_mgr.waiting
-        if self._peer is not None or self._packs is None or self._stage in ENDED_STAGES or not waiting.has_room:
+        if self._peer is not None or self._packing is None or self._stage in ENDED_STAGES or not waiting.has_room:
             return False
         codec = self._codec(begin, end)
         ends = codec.ends(len(self._prompt))
@@ -185,8 +185,8 @@ class ProgressiveSender(CommonKVSender):
             )
             return
         try:
-            self._sent = self._room(metadata)
-            self._peer = self.kv_mgr.peers.open(metadata.endpoint, self._sent)
+            self._encoder = self._room(metadata)
+            self._peer = self.kv_mgr.peers.open(metadata.endpoint, self._encoder)
         except LinkError as error:
             self._give_up(str(error))
 
@@ -206,7 +206,7 @@ class ProgressiveSender(CommonKVSender):
             codec = self.kv_mgr.codec
             ends = page_ends(codec.page_size, len(self._prompt), prefix)
             before = page_hashes(self._prompt[:prefix], codec.page_size)
-        elif self._packs is None or prefix:
+        elif self._packing is None or prefix:
             raise LinkError(
                 f"the decode server asks for tokens {begin} to {end} as quantized KV, which this server cannot send: start both alike"
             )
@@ -219,7 +219,7 @@ class ProgressiveSender(CommonKVSender):
         return RoomEncoder(metadata.link_room, codec, self.kv_mgr.layers, starts, hashes, self)
 
     def _codec(self, begin: int, end: int) -> QuantizedPromptCodec:
-        packing, buffers = self._packs
+        packing, buffers = self._packing
         seeds = token_seeds(self._prompt, len(self._prompt), self.kv_mgr.pool.device) if packing.stochastic else None
         return QuantizedPromptCodec(self.kv_mgr.pool, packing, buffers, begin, end, self.kv_mgr.codec.page_size, seeds)
 
@@ -253,7 +253,7 @@ class ProgressiveSender(CommonKVSender):
             pages.append(self._on_device(self._slots[:size]))
             self._slots = self._slots[size:]
         if pages or last:
-            self._peer.send(self._sent, tuple(pages), self._record() if last else None, ready)
+            self._peer.send(self._encoder, tuple(pages), self._record() if last else None, ready)
 
     def poll(self) -> int:
         """Return the state of the transfer (``KVPoll``)."""
@@ -304,7 +304,7 @@ class ProgressiveSender(CommonKVSender):
 
     def _record(self) -> bytes:
         most = self._metadata.aux_sizes[-1]
-        return self.kv_mgr.aux.read(self.aux_index) + (self._queries(most) if self._queries is not None and most else b"")
+        return self.kv_mgr.aux.read(self.aux_index) + (self._query_reader(most) if self._query_reader is not None and most else b"")
 
     def _on_device(self, slots: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(slots).to(self.kv_mgr.pool.device)
@@ -316,7 +316,7 @@ class ProgressiveSender(CommonKVSender):
     def _cancel(self, reason: str) -> None:
         """Stop sending, and make sure that the decode side does not wait."""
         if self._peer is not None:
-            self._peer.cancel(self._sent, reason)
+            self._peer.cancel(self._encoder, reason)
         elif self._metadata is not None:
             self.kv_mgr.refuse(self._metadata, reason)
         self.kv_mgr.handshakes.leave(self, reason)

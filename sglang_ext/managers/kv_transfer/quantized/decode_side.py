@@ -135,21 +135,23 @@ class QuantizedPromptAllocator:
         # SGLang's padding page.
         slots = exact(torch.arange(prompt.covered, device=own.device) % allocator.page_size, prompt.covered)
         packed = method.packing.packed_slots(prompt.covered - method.sinks)
-        view = CompressedKV(
+        compressed = CompressedKV(
             own, prompt.covered, sinks=method.sinks, own_tokens=prompt.covered - method.sinks, own_packed=packed,
             refresh_after=method.due(prompt.tokens - method.recent),
         )  # fmt: skip
         self.requests.admit(req, 0)
-        self.compressed_kv.insert(req.req_pool_idx, view)
+        self.compressed_kv.insert(req.req_pool_idx, compressed)
         self.codes.begin(req.req_pool_idx, prompt.covered)
         return slots
 
     def slots(self, req: "Req", prompt: QuantizedPrompt) -> QuantizedPromptSlots:
         """Return the slots to write a request's quantized prompt to."""
-        view, packing = self.compressed_kv.get(req.req_pool_idx), prompt.method.packing
-        own, tail = view.own, self.compressed_kv.token_table[req.req_pool_idx, prompt.covered : prompt.tokens]
-        blocks = own[view.sinks : view.sinks + view.own_packed]
-        return QuantizedPromptSlots(packing, self.compressed_kv.buffers, view.sinks, view.covered, own[: view.sinks], blocks, tail.long())
+        compressed, packing = self.compressed_kv.get(req.req_pool_idx), prompt.method.packing
+        own, tail = compressed.own, self.compressed_kv.token_table[req.req_pool_idx, prompt.covered : prompt.tokens]
+        blocks = own[compressed.sinks : compressed.sinks + compressed.own_packed]
+        return QuantizedPromptSlots(
+            packing, self.compressed_kv.buffers, compressed.sinks, compressed.covered, own[: compressed.sinks], blocks, tail.long()
+        )
 
     def enable_recompute(self, req: "Req", sent: RecomputeSource) -> None:
         """Allow to free the full KV of a request with a row: ``sent`` lets the prefill server compute it again."""

@@ -89,7 +89,7 @@ class QuantizedPromptCodec(SingleStreamCodec):
         if stream is not Stream.ANCHOR:
             return 0
         blocks = self.page_size // self.packing.block_tokens
-        return max(self._exact.most_bytes(stream, layers), sum(self._sizes(blocks, layers)))
+        return max(self._raw_codec.most_bytes(stream, layers), sum(self._sizes(blocks, layers)))
 
     def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
         """Encode the page's blocks, or its exact values."""
@@ -102,8 +102,8 @@ class QuantizedPromptCodec(SingleStreamCodec):
             LinkError: Only a residual is requested.
         """
         if not anchor or not self._is_packed(page):
-            return self._exact.start(page, layers, anchor, residual)
-        own, count = self._apart(page.slots, layers), len(page.slots)
+            return self._raw_codec.start(page, layers, anchor, residual)
+        own, count = self._staging_buffers(page.slots, layers), len(page.slots)
         # The kept tokens are indexed by prompt position. Only this page's part of the prompt is available.
         kept = torch.arange(page.start, page.start + count, device=page.slots.device).expand(layers.count, self.pool.heads, -1)
         sources = torch.arange(-page.start, count, device=page.slots.device)
@@ -124,7 +124,7 @@ class QuantizedPromptCodec(SingleStreamCodec):
             LinkError: The data is not such a page.
         """
         if not self._is_packed(page):
-            self._exact.write_anchor(page, layers, anchor)
+            self._raw_codec.write_anchor(page, layers, anchor)
             return
         blocks, heads = len(page.slots) // self.packing.block_slots, self.pool.heads
         sizes = self._sizes(blocks, layers)
@@ -143,10 +143,10 @@ class QuantizedPromptCodec(SingleStreamCodec):
         return self.begin <= page.start < self.end
 
     @cached_property
-    def _exact(self) -> RawCodec:
+    def _raw_codec(self) -> RawCodec:
         return RawCodec(self.pool, self.tokens)
 
-    def _apart(self, slots: torch.Tensor, layers: LayerRange) -> KVBuffers:
+    def _staging_buffers(self, slots: torch.Tensor, layers: LayerRange) -> KVBuffers:
         """Copy these tokens of some layers into the first slots of new buffers, with space for their blocks after them."""
         kinds, room = [], self.packing.packed_slots(len(slots))
         for half in self.pool.gather(layers, slots):

@@ -51,7 +51,7 @@ class CacheGen:
         steps = to_float16(largest / most)
         codes = (deltas / steps.float()).nan_to_num_(0).round_()
         symbols = torch.minimum(torch.maximum(codes, -most), most).to(torch.int8).cpu().numpy()
-        coded = [_coded(layer.tobytes()) for layer in symbols]
+        coded = [_deflate(layer.tobytes()) for layer in symbols]
         sizes = np.array([len(each) for each in coded], "<u4")
         tail = torch.frombuffer(bytearray(b"".join([sizes.tobytes(), *coded])), dtype=torch.uint8)
         return torch.cat([anchors, as_bytes(steps), tail.to(x.device)])
@@ -71,7 +71,7 @@ class CacheGen:
             raise ValueError(f"symbols of {len(rest)} bytes, where the sizes add up to {sum(sizes)}")
         symbols, begin = [], 0
         for each in sizes:
-            symbols.append(_decoded(rest[begin : begin + each], (tokens - places[1]) * heads * dim))
+            symbols.append(_inflate(rest[begin : begin + each], (tokens - places[1]) * heads * dim))
             begin += each
         codes = torch.from_numpy(np.frombuffer(bytearray(b"".join(symbols)), np.int8)).to(stream.device)
         deltas = codes.view(count, tokens - places[1], heads, dim).float() * steps
@@ -97,12 +97,12 @@ class CacheGen:
         return self._anchors.most_bytes(layers, -(-tokens // TOKENS), heads, dim) + layers * (2 * heads * dim + 4)
 
 
-def _coded(symbols: bytes) -> bytes:
+def _deflate(symbols: bytes) -> bytes:
     packer = zlib.compressobj(1, zlib.DEFLATED, -15, 9, zlib.Z_HUFFMAN_ONLY)
     return packer.compress(symbols) + packer.flush()
 
 
-def _decoded(data: bytes, size: int) -> bytes:
+def _inflate(data: bytes, size: int) -> bytes:
     """Decode ``size`` symbols. Raises ``ValueError`` if the data holds another number."""
     unpacker = zlib.decompressobj(-15)
     try:
