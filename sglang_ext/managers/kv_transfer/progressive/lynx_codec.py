@@ -190,7 +190,7 @@ class LynxCodec:
         return {"bits": self.bits, "sinks": self.sinks}
 
     def most_bytes(self, stream: Stream, layers: LayerRange) -> int:
-        """Return the maximum bytes of a full page, if no tensor is smaller than the pool's own bytes."""
+        """Return the maximum bytes of a full page's stream, for tensors that do not compress."""
         key = stream, layers.count
         if key not in self._most:
             most = {Stream.ANCHOR: _most_anchor, Stream.RESIDUAL: _most_residual}[stream]
