@@ -227,7 +227,7 @@ class LynxCodec:
         for group, (those, layout) in enumerate(plan.alike):
             beside = plan.residuals.placed(residuals, group) if residual else None
             encode_page_into(self.pool.parts(layers, those), layout, page.slots, plan.anchors.placed(anchors, group), beside)
-        kinds = plan.anchors.bring_kinds(anchors, self.pool.blocks)
+        kinds = plan.anchors.copy_kinds_to_host(anchors, self.pool.blocks)
         if anchor:
             plan.anchors.copy_to_host(anchors, first)
         if residual:
