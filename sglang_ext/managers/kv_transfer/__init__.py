@@ -1,23 +1,25 @@
-"""Progressive transfer of KV under SGLang's prefill-decode disaggregation: anchors first, residuals when no anchor waits.
+"""Progressive KV transfer for SGLang's prefill-decode disaggregation: anchors first, residuals when no anchor waits.
 
-    settings.py       what both ends must agree on, and the refusal that names what differs
-    wire.py           the messages, their bounds and their bytes
-    page_hashes.py    names of pages by the tokens up to their end
-    limits.py         sizes and times of a link
-    endpoints.py      where links listen, what killed servers left there, and the keys of links between machines
-    pacing.py         a token bucket
-    outgoing_queue.py     the sender's rooms: what goes next, and who is told
-    connection.py     one connection until it breaks, as each end knows it
-    link.py           the sender's end: a thread that goes from connection to connection
-    incoming_rooms.py     the receiver's rooms: what of each has arrived, checked and written, until its end
-    assembly.py       parts of pages put together from frames
-    link_server.py    the receiver's end: a thread that reads all links, and one that writes
-    link_metrics.py   what either end tells on /metrics
-    prompt_queries.py        a prompt's newest queries, which compressors choose by
-    arriving_full_kv.py       requests that decode before all of their KV is here
-    timeline.py       what became of requests, and when, for benchmarks
+    link_settings.py      settings that both ends must agree on, and the error that names the difference
+    wire.py               messages, their bounds and their encoding
+    page_hashes.py        identifies a page by the tokens up to its end
+    limits.py             sizes and timeouts of a link
+    endpoints.py          addresses that links listen on, cleanup of stale sockets, and keys for links between machines
+    pacing.py             token bucket
+    outgoing_queue.py     the sender's rooms: order of frames, acknowledgements, retransmissions
+    connection.py         one connection until it breaks, at either end
+    link.py               the sender's end: a thread that reconnects when a connection breaks
+    incoming_rooms.py     the receiver's rooms: parts received, checked and written, until the room ends
+    part_assembly.py      assembles parts from frames
+    link_server.py        the receiver's end: one thread reads all links, another writes the parts
+    link_metrics.py       metrics of both ends on /metrics
+    prompt_queries.py     a prompt's newest queries, which compression methods select tokens by
+    arriving_full_kv.py   requests that decode before all of their KV has arrived
+    timeline.py           timestamps of each request's transfer, for benchmarks
+    progressive/          SGLang's transfer backend on top of links
+    quantized/            prompts that are transferred as quantized KV
 
-A **room** is one request on its way (SGLang's ``bootstrap_room``). A **part** is what travels as one: of one page of the
-codec and one range of layers, the anchor's bytes or the residual's; or the room's auxiliary record. Parts travel in frames.
-A link is the data plane alone: SGLang's control plane tells the decode side's endpoint to the prefill side.
+A **room** is the KV transfer of one request (SGLang's ``bootstrap_room``). A **part** is the unit of transfer: the anchor or the residual
+of one page of the codec and one range of layers, or the room's auxiliary record. Parts are sent in frames. A link is the data plane only:
+SGLang's control plane sends the decode side's endpoint to the prefill side.
 """

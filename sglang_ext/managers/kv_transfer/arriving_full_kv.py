@@ -1,8 +1,9 @@
-"""Requests that decode before all of their KV is here: on anchors, while residuals are on their way (Lynx, section 5).
+"""Early decoding: requests decode on anchors while their residuals are being transferred (Lynx, section 5).
 
-Such a request drafts on its own row, whose slots hold what the anchor says. The residual is written into the same slots; once all of
-it is there, the drafts are verified, and from then on the request is like any other. Nothing that was drafted on an anchor is an
-answer before that, and no prefix tree is told of its KV.
+Such a request drafts on its own row, whose slots hold the values of the anchor. The residual is written into the same slots. Once all
+residuals are written, the drafts are verified, and the request is an ordinary one.
+
+Before that, drafts on an anchor are not output, and the KV is not inserted into a prefix tree.
 """
 
 from typing import TYPE_CHECKING, Protocol
@@ -14,28 +15,28 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 class Arrival(Protocol):
-    """The rest of one request's KV. Threads of links advance it.
+    """The remaining KV of one request. Threads of links advance it.
 
     Attributes:
-        complete: whether all is written.
-        failure: why the rest will not come; None while it may.
+        complete: Whether all KV is written.
+        failure: Why the rest will not arrive; None while it may.
     """
 
     complete: bool
     failure: str | None
 
     def cancel(self) -> None:
-        """Once it returned, nothing is written to the request's slots any more."""
+        """Stop the writes. After this call nothing is written to the request's slots any more."""
 
     def prefill_again(self, req: "Req") -> None:
-        """Let the prefill server compute a request once more that gave its slots back; it begins when all of its KV is there."""
+        """Let the prefill server compute the request again, after its slots were freed. It resumes when all of its KV has arrived."""
 
 
 class ArrivingFullKV(ResidentFullKV):
-    """Whose full KV is there for a verification, where some comes over a link.
+    """Full-KV provider for requests whose full KV may still arrive over a link.
 
     Args:
-        ranks: that must agree on what is there.
+        ranks: Ranks that must agree on which KV has arrived.
     """
 
     def __init__(self, ranks: TPRanks = TPRanks()) -> None:
@@ -45,11 +46,12 @@ class ArrivingFullKV(ResidentFullKV):
         self._lost: set[int] = set()
 
     def expect(self, row: int, arrival: Arrival) -> None:
-        """The request in ``row`` of the token table begins on its anchor; on all ranks between the same two rounds."""
+        """Register the request in ``row`` of the token table, which decodes on its anchor. Called on all ranks between the same two rounds.
+        """
         self._arrivals[row] = arrival
 
     def on_round_start(self, drafting: dict[int, tuple], iteration_seconds: float | None) -> None:
-        """A round begins: what is complete on all ranks can be verified at its end."""
+        """Update the arrived requests: KV that is complete on all ranks can be verified at the end of this round."""
         waiting = sorted(self._arrivals.keys() - self._here - self._lost)
         if not waiting:
             return
@@ -61,27 +63,27 @@ class ArrivingFullKV(ResidentFullKV):
                 self._here.add(row)
 
     def is_early(self, row: int) -> bool:
-        """Whether a request drafts on its anchor, or has drafts of it that are not verified."""
+        """Return whether a request drafts on its anchor, or has pending drafts that were made on it."""
         return row in self._arrivals
 
     def has_arrived(self, row: int) -> bool:
-        """Whether all of an early request's KV has come."""
+        """Return whether all KV of an early request has arrived."""
         return row in self._here
 
     def is_lost(self, row: int) -> bool:
-        """Whether the rest of a request's KV will not come."""
+        """Return whether the rest of a request's KV will not arrive."""
         return row in self._lost
 
     def arrival(self, row: int) -> Arrival | None:
-        """The rest of an early request's KV; None of others."""
+        """Return the remaining KV of an early request; None for other requests."""
         return self._arrivals.get(row)
 
     def end_early_decoding(self, row: int) -> None:
-        """Nothing that an early request drafted is left unverified at the end of this round: it is like any other then."""
+        """Make an early request an ordinary one: all of its drafts are verified at the end of this round."""
         self.forget(row)
 
     def forget(self, row: int) -> None:
-        """The request in ``row`` is gone, or like any other; its slots are written to no more."""
+        """Remove the request in ``row``, which ended or is an ordinary one. Its slots are no longer written to."""
         arrival = self._arrivals.pop(row, None)
         self._here.discard(row)
         self._lost.discard(row)

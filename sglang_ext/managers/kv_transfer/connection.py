@@ -1,6 +1,5 @@
-"""Connections, as each end knows them: the sender's socket until it breaks, whether its receiver is reached by one after another, and what
-the receiver has granted and taken.
-"""
+"""Connections, seen from each end: the sender's socket until it breaks, the receiver's reachability over successive connections, and the
+flow control of a sender at its receiver."""
 
 import logging
 import time
@@ -19,42 +18,42 @@ from sglang_ext.managers.kv_transfer.wire import FRAME_OVERHEAD, MAX_ACKS
 
 logger = logging.getLogger(__name__)
 
-# Until libzmq has told why it gave a connection up.
+# Milliseconds to wait for libzmq's reason why it gave up a connection.
 EVENT_MS = 100
-# Seconds over which is measured how fast a receiver takes bytes.
+# Minimum seconds over which the receiver's rate is measured.
 MEASURED = 0.02
 _FAILED_HANDSHAKES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
 class BrokenConnection(Exception):
-    """This connection is of no more use; the next may be."""
+    """This connection cannot be used any more. The next one may work."""
 
 
 class ProtocolViolation(Exception):
-    """A sender said what cannot be followed: it has to connect anew."""
+    """A sender sent an unexpected message. It must reconnect."""
 
 
 class Connection:
-    """A socket to one receiver. One thread uses it.
+    """A socket to one receiver. Used by one thread.
 
     Args:
-        context: of the link.
-        endpoint: the receiver's.
-        keys: of both ends, or None.
-        handshake_seconds: after which libzmq tries anew.
+        context: ZMQ context of the link.
+        endpoint: The receiver's endpoint.
+        keys: Key pair of both ends, or None.
+        handshake_seconds: Seconds after which libzmq retries the handshake.
 
     Attributes:
-        heard, pinged: when the receiver last said something, and when it was last asked to.
-        window: bytes that may be under way; 0 until the receiver answered Hello.
-        credit: bytes that may be sent now.
-        rate: bytes per second that the receiver took lately.
+        heard, pinged: Times of the receiver's last message, and of the last ping to it.
+        window: Bytes that may be in flight; 0 until the receiver has answered Hello.
+        credit: Bytes that may be sent now.
+        rate: Bytes per second that the receiver took recently.
     """
 
     def __init__(self, context: zmq.Context, endpoint: str, keys: LinkKeys | None, handshake_seconds: float) -> None:
         self._endpoint = endpoint
         self._named_keys = "no keys" if keys is None else f"keys with the public part {keys.public.decode()}"
         self.socket = context.socket(zmq.DEALER)
-        # What is queued here is bounded by the receiver's window, and a message that was begun must not be lost.
+        # The receiver's window bounds the queued bytes. A message that was started must not be lost.
         self.socket.set_hwm(0)
         self.socket.linger, self.socket.maxmsgsize = 0, wire.MAX_MESSAGE_BYTES
         self.socket.handshake_ivl = int(1000 * handshake_seconds)
@@ -65,24 +64,24 @@ class Connection:
         self.socket.connect(endpoint)
         self.heard = self.pinged = time.monotonic()
         self.window = self.credit = 0
-        # Bytes that were taken since then, and since when none are under way: that time says nothing of how fast they are.
+        # Bytes taken since ``_taken_since``, and when the link became idle: idle time does not count for the rate.
         self.rate, self._taken, self._taken_since, self._idle_since = 0.0, 0, self.heard, self.heard
 
     @property
     def is_welcomed(self) -> bool:
-        """Whether the receiver answered Hello."""
+        """Whether the receiver has answered Hello."""
         return self.window > 0
 
     @property
     def outstanding(self) -> int:
-        """Bytes that were sent and not granted again."""
+        """Sent bytes that the receiver has not granted again."""
         return self.window - self.credit
 
     def welcome(self, window: int) -> int:
-        """The receiver grants a window; the longest payload of which two frames fit.
+        """Set the window that the receiver grants. Return the longest payload of which two frames fit into it.
 
         Raises:
-            BrokenConnection: none does.
+            BrokenConnection: No payload fits.
         """
         if window // 2 <= FRAME_OVERHEAD:
             raise BrokenConnection(f"a window of {window} bytes is too small for two frames")
@@ -90,7 +89,7 @@ class Connection:
         return window // 2 - FRAME_OVERHEAD
 
     def grant(self, size: int) -> None:
-        """The receiver has taken ``size`` bytes."""
+        """Record that the receiver has taken ``size`` bytes."""
         self.credit = min(self.window, self.credit + size)
         self._taken += size
         seconds = self.heard - self._taken_since
@@ -100,20 +99,20 @@ class Connection:
             self._idle_since = self.heard
 
     def send_message(self, message: wire.FromSender) -> int:
-        """Send a message; its bytes.
+        """Send a message. Return its bytes.
 
         Raises:
-            BrokenConnection: libzmq has given the connection up.
+            BrokenConnection: libzmq has given up the connection.
         """
         data = wire.encode(message)
         self._send(data)
         return len(data)
 
     def send_frame(self, frame: wire.Frame, payload: memoryview) -> tuple[int, zmq.MessageTracker]:
-        """Send bytes of a part without a copy; how many in all, and what tells when libzmq has read them.
+        """Send bytes of a part without a copy. Return the total bytes, and a tracker that is done once libzmq has read them.
 
         Raises:
-            BrokenConnection: as of :meth:`send_message`.
+            BrokenConnection: As in :meth:`send_message`.
         """
         if not self.outstanding:
             self._taken_since += time.monotonic() - self._idle_since
@@ -124,7 +123,7 @@ class Connection:
         return len(head) + len(payload), tracker
 
     def _send(self, data: bytes, flags: int = 0) -> None:
-        # After a handshake that failed for good there is nobody to send to: libzmq would wait for ever.
+        # After a permanently failed handshake there is no peer, and a blocking send would wait forever.
         try:
             self.socket.send(data, flags | zmq.NOBLOCK)
         except zmq.Again:
@@ -133,10 +132,10 @@ class Connection:
             raise BrokenConnection("the connection was lost") from None
 
     def read(self) -> wire.FromReceiver | None:
-        """What the receiver said; None where it said nothing.
+        """Return the receiver's next message; None if there is none.
 
         Raises:
-            BrokenConnection: it is no message.
+            BrokenConnection: The data is not a message.
         """
         try:
             frames = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -145,24 +144,24 @@ class Connection:
         try:
             message = wire.decode_from_receiver(frames[0] if len(frames) == 1 else b"")
         except wire.WireError as error:
-            raise BrokenConnection(f"it said what is no message: {error}") from error
+            raise BrokenConnection(f"the receiver sent an invalid message: {error}") from error
         self.heard = time.monotonic()
         return message
 
     def read_event(self) -> None:
-        """Take what libzmq says of the connection.
+        """Handle libzmq's event of a lost connection.
 
         Raises:
-            BrokenConnection: always; with the reason.
+            BrokenConnection: Always, with the reason.
         """
         if parse_monitor_message(self.monitor.recv_multipart())["event"] & _FAILED_HANDSHAKES:
             raise BrokenConnection(
-                f"no handshake: this side has {self._named_keys}, the receiver others or none; give both the same file of keys"
+                f"no handshake: this side has {self._named_keys}, the receiver has other keys or none; give both the same key file"
             )
         raise BrokenConnection("the connection was lost")
 
     def close(self, linger: float = 0.0) -> None:
-        """Drop what was not sent within ``linger`` seconds."""
+        """Close the socket. Messages not sent within ``linger`` seconds are dropped."""
         self.socket.disable_monitor()
         self.monitor.close(0)
         self.socket.close(int(1000 * linger))
@@ -170,13 +169,13 @@ class Connection:
 
 @dataclass(eq=False)
 class Reachability:
-    """Whether the receiver of a link answers, over all connections to it, and what took too long. One thread uses it.
+    """Whether the receiver of a link answers, over all connections to it, and which timeouts expired. Used by one thread.
 
     Attributes:
-        endpoint: the receiver's.
-        limits: times, and connections that may break.
-        metrics: told when it is reached and when no more.
-        connected: whether it answers.
+        endpoint: The receiver's endpoint.
+        limits: Timeouts, and the number of connections that may break.
+        metrics: Metrics to update.
+        connected: Whether the receiver answers.
     """
 
     endpoint: str
@@ -185,13 +184,13 @@ class Reachability:
     connected: bool = False
     _was_connected: bool = False
     _problem: str = "it does not answer"
-    # Connections that broke since something was acknowledged.
+    # Connections that broke since the last acknowledgement.
     _broken: int = 0
     _gone_since: float = field(default_factory=time.monotonic)
     _progressed: float = field(default_factory=time.monotonic)
 
     def welcome(self) -> None:
-        """It answered Hello."""
+        """Record that the receiver answered Hello."""
         if not self.connected:
             self.metrics.add_links(1)
             if self._was_connected:
@@ -200,37 +199,38 @@ class Reachability:
         self.record_progress()
 
     def record_progress(self, acknowledged: bool = False) -> None:
-        """It did what it was waited for; where ``acknowledged``, it took parts."""
+        """Record progress of the receiver; with ``acknowledged``, it has written parts."""
         self._progressed = time.monotonic()
         self._broken = 0 if acknowledged else self._broken
 
     def count_break(self, is_welcomed: bool, problem: str) -> str | None:
-        """A connection broke, which was ``is_welcomed`` or not: why its rooms fail now, or None where another is tried."""
+        """Record a broken connection. Return why its rooms fail now; None if the link reconnects."""
         if not is_welcomed and problem != self._problem:
             logger.error("no link to %s: %s", self.endpoint, problem)
         self._problem = problem
         if is_welcomed:
-            logger.warning("the link to %s broke: %s; it is tried again", self.endpoint, problem)
+            logger.warning("the link to %s broke: %s; reconnecting", self.endpoint, problem)
             self._broken += 1
         if self._broken <= self.limits.reconnects:
             return None
         self._broken = 0
-        return f"connections to {self.endpoint} broke, and nothing was acknowledged between them; the last: {problem}"
+        return f"connections to {self.endpoint} broke, and nothing was acknowledged between them; the last error: {problem}"
 
     def disconnect(self) -> None:
-        """The connection is closed, whatever ended it."""
+        """Record that the connection is closed, for whatever reason."""
         if self.connected:
             self.connected, self._gone_since = False, time.monotonic()
             self.metrics.add_links(-1)
 
     def unreachable_reason(self, now: float) -> str | None:
-        """Why rooms fail that have waited for a connection as long as they may; None while one is there, or was lately."""
+        """Return why rooms fail that waited too long for a connection; None while one exists, or existed recently."""
         if self.connected or now - self._gone_since <= self.limits.resume_seconds:
             return None
         return f"the receiver at {self.endpoint} is not reached for {self.limits.resume_seconds:g} s: {self._problem}"
 
     def stall_reason(self, now: float, busy: bool) -> str | None:
-        """Why rooms fail whose receiver answers and takes nothing; None while it does, or nothing is to be taken (not ``busy``)."""
+        """Return why rooms fail whose receiver answers but takes nothing; None while it takes parts, or if there is nothing to take (not
+        ``busy``)."""
         if not busy:
             self._progressed = now
         elif now - self._progressed > self.limits.stall_seconds:
@@ -240,17 +240,17 @@ class Reachability:
 
 @dataclass(eq=False)
 class SenderConnection:
-    """A connection of a sender, at its receiver. One thread uses it.
+    """A sender's connection, seen from its receiver. Used by one thread.
 
     Attributes:
-        address: by which the receiver's socket knows it.
-        link: which stays the same when the sender connects again.
-        allowance: bytes that it may still send.
-        heard: when it last said something.
-        assembly: what has come of its parts.
-        ungranted: bytes that were taken and not granted again.
-        waiting: bytes of whole parts that are not written.
-        acked: parts that were written, and that it was not told of.
+        address: Address of the connection at the receiver's socket.
+        link: Id of the link, which stays the same when the sender reconnects.
+        allowance: Bytes that the sender may still send.
+        heard: Time of its last message.
+        assembly: Partially received parts.
+        ungranted: Bytes taken and not granted again.
+        waiting: Bytes of complete parts that are not written.
+        acked: Written parts whose acknowledgement is not sent.
     """
 
     address: bytes
@@ -263,22 +263,22 @@ class SenderConnection:
     acked: list[wire.Acked] = field(default_factory=list)
 
     def take(self, size: int) -> None:
-        """A frame with ``size`` bytes of a part came.
+        """Count a received frame with ``size`` bytes of a part.
 
         Raises:
-            ProtocolViolation: that is more than was granted.
+            ProtocolViolation: The frame exceeds the granted bytes.
         """
         cost = size + FRAME_OVERHEAD
         if cost > self.allowance:
-            raise ProtocolViolation(f"{cost} bytes came where {self.allowance} were granted")
+            raise ProtocolViolation(f"received {cost} bytes where {self.allowance} were granted")
         self.allowance -= cost
         self.ungranted += cost
 
     def assemble(self, frame: wire.Frame, payload: memoryview) -> ReceivedPart | None:
-        """A frame is put to its part; that part, once it is whole.
+        """Add a frame to its part. Return the part once it is complete.
 
         Raises:
-            ProtocolViolation: the frame does not follow the one before.
+            ProtocolViolation: The frame does not follow the previous one.
         """
         try:
             return self.assembly.add(frame, payload)
@@ -286,9 +286,9 @@ class SenderConnection:
             raise ProtocolViolation(str(error)) from error
 
     def grant(self, window: int) -> wire.Received | None:
-        """What was taken is granted again, and what was written told; None where there is nothing to tell.
+        """Return a message that grants the taken bytes again and acknowledges written parts; None if there is nothing to send.
 
-        While more than half a window waits to be written, nothing is granted: a part that is written asks again.
+        While more than half a window waits to be written, nothing is granted. The caller asks again after each written part.
         """
         granted, acked = 0 if 2 * self.waiting > window else self.ungranted, tuple(self.acked[:MAX_ACKS])
         self.allowance += granted

@@ -1,4 +1,4 @@
-"""Where links may listen, what is left of servers that were killed there, and the keys of links between machines."""
+"""Endpoints that links may listen on, cleanup of sockets that killed servers left, and the keys of links between machines."""
 
 import ipaddress
 import os
@@ -17,17 +17,17 @@ from zmq.utils import z85
 from sglang_ext.managers.kv_transfer import wire
 from sglang_ext.managers.kv_transfer.link_settings import LinkError
 
-# Of libzmq's authentication protocol (ZeroMQ RFC 27).
+# Constants of libzmq's authentication protocol (ZeroMQ RFC 27).
 ZAP_ENDPOINT, ZAP_VERSION, ZAP_DOMAIN = "inproc://zeromq.zap.01", b"1.0", b"kv-link"
-# What files of our sockets begin with, the lock of their folder, and seconds that nobody should hold it.
+# Prefix of our socket files, the lock file of their folder, and the timeout of that lock in seconds.
 SOCKETS, LOCK, LOCKED_SECONDS = "kv-link-", "binding.lock", 30.0
-# Messages that wait in libzmq for one peer, or from one.
+# Maximum of messages that libzmq queues to one peer, or from one.
 MOST_WAITING = 4096
 
 
 @dataclass(frozen=True)
 class LinkKeys:
-    """A CURVE key pair that all ends of a deployment's links hold: who has it may connect, and is who was meant.
+    """A CURVE key pair that both ends of all links of a deployment share. It authenticates senders and receivers.
 
     Attributes:
         public, secret: 40 characters each, in Z85.
@@ -38,26 +38,26 @@ class LinkKeys:
 
     @classmethod
     def generate(cls) -> "LinkKeys":
-        """A fresh pair."""
+        """Generate a new pair."""
         return cls(*zmq.curve_keypair())
 
     def write(self, file: Path) -> None:
-        """Into a new file that only its owner reads.
+        """Write the pair to a new file that only its owner can read.
 
         Raises:
-            FileExistsError: there is such a file.
+            FileExistsError: The file exists.
         """
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as opened:
             opened.write(self.public + b"\n" + self.secret + b"\n")
 
     @classmethod
     def read(cls, file: Path) -> "LinkKeys":
-        """From a file that ``write`` made.
+        """Read a file that :meth:`write` wrote.
 
         Raises:
-            LinkError: others may read it, or it holds no pair that fits together.
+            LinkError: Other users can read it, or it holds no matching pair.
         """
-        remedy = "write one with python -m sglang_ext.link_keys FILE, and copy it to the other machines"
+        remedy = "create one with python -m sglang_ext.link_keys FILE, and copy it to the other machines"
         try:
             mode, words = file.stat().st_mode, file.read_bytes().split()
         except OSError as error:
@@ -73,16 +73,16 @@ class LinkKeys:
         return cls(*words)
 
     def serve(self, socket: zmq.Socket) -> None:
-        """Make a socket, before it is bound, one that only who has these keys can talk to; ``answer_zap`` must run."""
+        """Restrict an unbound socket to peers with these keys. ``answer_zap`` must run."""
         socket.curve_server, socket.zap_domain = True, ZAP_DOMAIN
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
 
     def connect(self, socket: zmq.Socket) -> None:
-        """Make a socket, before it is connected, one that talks only to who has these keys."""
+        """Restrict an unconnected socket to a server with these keys."""
         socket.curve_publickey, socket.curve_secretkey, socket.curve_serverkey = self.public, self.secret, self.public
 
     def answer_zap(self, socket: zmq.Socket) -> str | None:
-        """Answer one request of libzmq's, on a REP socket bound to ``ZAP_ENDPOINT``; the address of a peer that was refused."""
+        """Answer one request of libzmq on a REP socket bound to ``ZAP_ENDPOINT``. Return the address of a refused peer, else None."""
         _, request, domain, address, _, mechanism, *credentials = socket.recv_multipart()
         known = domain == ZAP_DOMAIN and mechanism == b"CURVE" and [z85.encode(key) for key in credentials] == [self.public]
         status, text = (b"200", b"OK") if known else (b"400", b"unknown key")
@@ -91,13 +91,13 @@ class LinkKeys:
 
 
 def check_endpoint(endpoint: str, keys: LinkKeys | None) -> None:
-    """Refuse what is open to others.
+    """Refuse endpoints that other users or machines can access without keys.
 
-    ``ipc://`` names a file in a folder that only this user enters; ``tcp://`` an address and a port, and beyond this machine
-    only with keys.
+    ``ipc://`` must name a file in a folder that only this user can enter. ``tcp://`` must name an address and a port; another machine's
+    access needs keys.
 
     Raises:
-        LinkError: says which, and what to pass.
+        LinkError: The endpoint is refused; the message says why, and what to pass.
     """
     transport, _, place = endpoint.partition("://")
     if transport == "ipc" and place.startswith("/"):
@@ -113,23 +113,23 @@ def check_endpoint(endpoint: str, keys: LinkKeys | None) -> None:
     if address.is_unspecified:
         raise LinkError(f"{endpoint!r} listens on all interfaces; pass the address of one")
     if keys is None and not address.is_loopback:
-        raise LinkError(f"{endpoint!r} leaves this machine without keys; give both servers the same file of keys, or stay on loopback")
+        raise LinkError(f"{endpoint!r} leaves this machine without keys; give both servers the same key file, or stay on loopback")
 
 
 def listen(context: zmq.Context, endpoint: str, keys: LinkKeys | None) -> tuple[zmq.Socket, zmq.Socket | None]:
-    """A socket that is bound, for messages from and to senders, and with keys the one at which libzmq asks who may connect.
+    """Return a bound socket for messages from and to senders, and with keys the socket on which libzmq asks who may connect.
 
     Args:
-        context: of both; it is destroyed where they cannot listen.
-        endpoint: as :func:`check_endpoint` lets pass; port 0 takes a free one.
-        keys: of both ends, or None.
+        context: ZMQ context of both sockets; it is destroyed on failure.
+        endpoint: Endpoint that :func:`check_endpoint` accepts; port 0 takes a free port.
+        keys: Key pair of both ends, or None.
 
     Raises:
-        LinkError: the endpoint is in use.
+        LinkError: The endpoint is in use.
     """
     zap = None
     socket = context.socket(zmq.ROUTER)
-    # No message is begun that cannot be ended; peers that do not read are dropped.
+    # A message is only started if it can be completed. Peers that do not read are dropped.
     socket.router_mandatory = True
     socket.set_hwm(MOST_WAITING)
     socket.linger, socket.maxmsgsize = 0, wire.MAX_MESSAGE_BYTES
@@ -141,7 +141,7 @@ def listen(context: zmq.Context, endpoint: str, keys: LinkKeys | None) -> tuple[
             zap.bind(ZAP_ENDPOINT)
             keys.serve(socket)
         with lock_socket_folder(endpoint):
-            # Of the host nothing is left open: port 0 alone is libzmq's *.
+            # Only the port is a wildcard, never the host: libzmq writes port 0 as *.
             socket.bind(f"{endpoint[:-2]}:*" if endpoint.startswith("tcp") and endpoint.endswith(":0") else endpoint)
     except zmq.ZMQError as error:
         context.destroy(0)
@@ -151,12 +151,12 @@ def listen(context: zmq.Context, endpoint: str, keys: LinkKeys | None) -> tuple[
 
 @contextmanager
 def lock_socket_folder(endpoint: str) -> Iterator[None]:
-    """While a server binds its socket no other does in that folder. First the files there go at which nobody listens any more.
+    """Lock the folder while a server binds its socket. First remove the socket files that no server listens on.
 
-    A killed server leaves its file. Between its bind and its listen a living one looks the same: so all take turns.
+    A killed server leaves its file. Between its bind and its listen, a running server looks the same, so servers bind one at a time.
 
     Raises:
-        LinkError: another holds the folder's lock for too long.
+        LinkError: Another server holds the folder's lock for too long.
     """
     transport, _, place = endpoint.partition("://")
     if transport != "ipc":
@@ -165,12 +165,12 @@ def lock_socket_folder(endpoint: str) -> Iterator[None]:
     lock = FileLock(Path(place).parent / LOCK, timeout=LOCKED_SECONDS)
     try:
         with lock:
-            for file in _left_sockets(Path(place).parent):
+            for file in _stale_sockets(Path(place).parent):
                 file.unlink(missing_ok=True)
             yield
     except Timeout as error:
         why = f"{lock.lock_file} is locked for {LOCKED_SECONDS:g} s by a server that starts"
-        raise LinkError(f"{why}: end that one, and start again") from error
+        raise LinkError(f"{why}: stop that server, and start again") from error
 
 
 def _check_folder(folder: Path) -> None:
@@ -178,21 +178,21 @@ def _check_folder(folder: Path) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
         state = folder.lstat()
     except OSError as error:
-        raise LinkError(f"no folder {folder} for sockets: {error}; name one that can be made") from error
+        raise LinkError(f"no folder {folder} for sockets: {error}; name one that can be created") from error
     if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid() or state.st_mode & 0o077:
         raise LinkError(
-            f"{folder} has mode {stat.S_IMODE(state.st_mode):o} and owner {state.st_uid}; sockets lie in a folder of user "
+            f"{folder} has mode {stat.S_IMODE(state.st_mode):o} and owner {state.st_uid}; sockets must be in a folder of user "
             f"{os.getuid()} with mode 700: chmod 700 it, or set TMPDIR to another folder"
         )
 
 
-def _left_sockets(folder: Path) -> list[Path]:
-    """Sockets of links at which nobody listens."""
-    return [file for file in folder.glob(f"{SOCKETS}*") if file.is_socket() and _refuses(file)]
+def _stale_sockets(folder: Path) -> list[Path]:
+    """Return socket files of links that no server listens on."""
+    return [file for file in folder.glob(f"{SOCKETS}*") if file.is_socket() and _is_stale(file)]
 
 
-def _refuses(file: Path) -> bool:
-    # Not by the process id in its name: in another container that shares the folder it is another process's.
+def _is_stale(file: Path) -> bool:
+    # The process id in the name is not used: in another container that shares the folder, it is another process's id.
     with Socket(AF_UNIX) as probe:
         probe.setblocking(False)
         try:
@@ -200,6 +200,6 @@ def _refuses(file: Path) -> bool:
         except ConnectionRefusedError:
             return True
         except OSError:
-            # Its listener is busy, or it has gone meanwhile.
+            # Its listener is busy, or the file is already gone.
             return False
     return False

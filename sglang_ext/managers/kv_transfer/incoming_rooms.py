@@ -1,5 +1,6 @@
-"""The receiver's rooms: of one what is expected, what has come, and that nothing is written once it was aborted; and all of them, from
-registration to end.
+"""The receiver's rooms, from registration to end.
+
+A room knows its expected and received parts, and guarantees that nothing is written after an abort.
 """
 
 import logging
@@ -17,29 +18,29 @@ logger = logging.getLogger(__name__)
 
 
 class RoomSink(Protocol):
-    """Where a room's parts go. A thread of the server's calls it: it must be quick, since all rooms of a server wait for it.
+    """Destination of a room's parts. A thread of the server calls it. It must be quick, since all rooms of a server wait for it.
 
-    Calls of one room come one at a time. None begins, and none is under way, once ``LinkServer.abort(room)`` returned.
+    Calls for one room are sequential. No call starts or is running after ``LinkServer.abort(room)`` has returned.
     """
 
     def write(self, header: PageHeader, payload: memoryview) -> None:
-        """A part whose checksum is right, each one once; ``payload`` may be kept. What it raises fails the room."""
+        """Write a part with a correct checksum. Called once per part. ``payload`` may be kept. An exception fails the room."""
 
     def arrived(self, stream: Stream) -> None:
         """All parts of a stream were written."""
 
     def ended(self, reason: str | None) -> None:
-        """All is there (None), or the room failed; the last call. It is not made for rooms that this side aborted."""
+        """The room is complete (None), or failed for this reason. The last call. Not called for rooms that this side aborted."""
 
 
 @dataclass(frozen=True)
 class ExpectedRoom:
-    """What a room will bring.
+    """The expected parts of a room.
 
     Attributes:
-        shape: its parts; the sender must announce the same.
-        most_bytes: of one part of each stream that the shape has.
-        prefix_hashes: of each page (page_hashes.py), which anchors and residuals must carry; empty where they are not compared.
+        shape: Its parts. The sender must announce the same shape.
+        most_bytes: Maximum bytes of one part, for each stream of the shape.
+        prefix_hashes: Hash of each page (page_hashes.py), which anchors and residuals must carry; empty to skip the comparison.
     """
 
     shape: RoomShape
@@ -52,7 +53,7 @@ class ExpectedRoom:
             if not 0 <= most <= MAX_PART_BYTES or (self.shape.parts(stream) and most < 1):
                 raise LinkError(f"most_bytes of {stream} is {most}; pass 1 to {MAX_PART_BYTES} for each stream that the room has")
         if self.prefix_hashes and len(self.prefix_hashes) != self.shape.pages:
-            raise LinkError(f"{len(self.prefix_hashes)} prefix hashes of {self.shape.pages} pages; pass one a page, or none")
+            raise LinkError(f"{len(self.prefix_hashes)} prefix hashes of {self.shape.pages} pages; pass one per page, or none")
 
 
 @dataclass(eq=False)
@@ -60,10 +61,12 @@ class IncomingRoom:
     """A room between its registration and its end.
 
     Attributes:
-        number: of the room.
-        link: of the sender that opened it; None until then. ``IncomingRooms`` sets it.
-        ended: whether it takes no more.
-        complete: whether all of it is there.
+        number: Number of the room.
+        expected: Its expected parts.
+        sink: Destination of its parts.
+        link: Id of the link that opened it; None until then. ``IncomingRooms`` sets it.
+        ended: Whether it accepts nothing more.
+        complete: Whether all parts are written.
     """
 
     number: int
@@ -75,7 +78,7 @@ class IncomingRoom:
     _bitmaps: dict[Stream, bytearray] = field(init=False)
     _counts: dict[Stream, int] = field(init=False)
     _repeats: dict[tuple[Stream, int], int] = field(default_factory=dict, init=False)
-    # Held while the sink works; the sink itself may abort.
+    # Held during calls of the sink. Reentrant, because the sink itself may abort.
     _lock: threading.RLock = field(default_factory=threading.RLock, init=False)
 
     def __post_init__(self) -> None:
@@ -83,14 +86,14 @@ class IncomingRoom:
         self._counts = dict.fromkeys(Stream, 0)
 
     def part(self, header: PageHeader) -> int:
-        """A part's number.
+        """Return the number of a part.
 
         Raises:
-            LinkError: it is not what was expected; the message says what.
+            LinkError: The part is not expected; the message says why.
         """
         number = self.expected.shape.part(header.stream, header.page, header.layers)
         if number is None:
-            raise LinkError(f"{header.stream} of page {header.page} and {header.layers} came; expected is {self.expected.shape}")
+            raise LinkError(f"received {header.stream} of page {header.page} and {header.layers}; expected is {self.expected.shape}")
         most = self.expected.most_bytes[header.stream]
         if header.size > most:
             raise LinkError(f"{header.stream} of page {header.page} has {header.size} bytes; at most {most} are expected")
@@ -101,10 +104,10 @@ class IncomingRoom:
         return number
 
     def write(self, number: int, header: PageHeader, payload: memoryview) -> bool:
-        """Give a part to the sink, unless it was given before; False where the room has ended without it.
+        """Pass a part to the sink, unless it was passed before. Return False if the room has ended without it.
 
         Raises:
-            LinkError: the sink raised.
+            LinkError: The sink raised an exception.
         """
         stream = header.stream
         with self._lock:
@@ -120,7 +123,7 @@ class IncomingRoom:
             return True
 
     def finish(self) -> bool:
-        """End the room if all is there; whether it is."""
+        """End the room if it is complete. Return whether it is."""
         with self._lock:
             complete = not self.ended and all(self._counts[stream] == self.expected.shape.parts(stream) for stream in Stream)
             if complete:
@@ -129,24 +132,24 @@ class IncomingRoom:
             return complete
 
     def fail(self, reason: str) -> None:
-        """End the room and tell the sink why; nothing where it has ended."""
+        """End the room and pass the reason to the sink. Does nothing if the room has ended."""
         with self._lock:
             if not self.ended:
                 self.ended = True
                 self._call(self.sink.ended, reason)
 
     def abort(self) -> None:
-        """End the room; once this returns, the sink is not called any more, and no call is under way elsewhere."""
+        """End the room. After this call the sink is not called any more, and no call is running in another thread."""
         with self._lock:
             self.ended = True
 
     def can_retry(self, stream: Stream, number: int, most: int) -> bool:
-        """Count a wrong checksum of a part; whether it may be asked for again."""
+        """Count a wrong checksum of a part. Return whether it may be requested again."""
         seen = self._repeats[stream, number] = self._repeats.get((stream, number), 0) + 1
         return seen <= most
 
     def have(self) -> Have:
-        """What is there."""
+        """Return the message that lists the written parts."""
         with self._lock:
             anchors, residuals = bytes(self._bitmaps[Stream.ANCHOR]), bytes(self._bitmaps[Stream.RESIDUAL])
             return Have(self.number, anchors, residuals, bool(self._counts[Stream.AUX]))
@@ -154,54 +157,57 @@ class IncomingRoom:
     def _call(self, function, *arguments) -> None:
         try:
             function(*arguments)
-        except Exception as error:  # A sink is the caller's: its error ends the room, not the thread of all links.
+        except Exception as error:  # An error of a sink ends its room, not the thread of all links.
             raise LinkError(f"the sink's {function.__name__} raised {error!r}") from error
 
 
 class IncomingRooms:
-    """All rooms of one receiver. Any thread; no sink is called under the lock.
+    """All rooms of one receiver. Called from any thread. No sink is called while the lock is held.
 
     Args:
-        endpoint: the receiver's, which errors name.
-        finished: rooms that are remembered, for senders that missed the last acknowledgement.
-        tell: says to the sender of a link that a room has ended; from any thread, so it must not wait.
-        metrics: told how many there are.
+        endpoint: The receiver's endpoint, for errors.
+        finished: Number of finished rooms to remember, for senders that missed the last acknowledgement.
+        tell: Sends the end of a room to the sender of a link. Called from any thread, so it must not block.
+        metrics: Metrics to update.
     """
 
     def __init__(self, endpoint: str, finished: int, tell: Callable[[bytes, Ended], None], metrics: LinkMetrics) -> None:
         self._endpoint, self._most_finished, self._tell, self._metrics = endpoint, finished, tell, metrics
         self._lock = threading.Lock()
         self._rooms: dict[int, IncomingRoom] = {}
-        # Those that fail, until their sink was told: a write may be under way.
+        # Failing rooms whose sink was not notified yet, since a write may be running.
         self._failing: dict[int, IncomingRoom] = {}
         self._finished: OrderedDict[tuple[bytes, int], RoomShape] = OrderedDict()
         self._closed = False
 
     def __len__(self) -> int:
-        """Those that have not ended."""
+        """Return the number of rooms that have not ended."""
         return len(self._rooms)
 
     def get(self, number: int) -> IncomingRoom | None:
-        """One that has not ended."""
+        """Return a room that has not ended; else None."""
         return self._rooms.get(number)
 
     def register(self, number: int, expected: ExpectedRoom, sink: RoomSink) -> None:
-        """Take a room from whichever sender opens it first.
+        """Accept a room from the first sender that opens it.
 
         Raises:
-            LinkError: it is registered, or the receiver is closed.
+            LinkError: The room is registered, or the receiver is closed.
         """
         with self._lock:
             if self._closed:
                 raise LinkError(f"{self._endpoint} takes no rooms: it is closed")
             if number in self._rooms:
-                raise LinkError(f"room {number} is registered; abort it before it is received anew")
+                raise LinkError(f"room {number} is registered; abort it before it is received again")
             self._rooms[number] = IncomingRoom(number, expected, sink)
             self._metrics.add_rooms(1)
 
     def open(self, number: int, link: bytes) -> tuple[IncomingRoom | None, bool]:
-        """The sender of a link asks for a room, and has it where it is the first: the room, if it has not ended, and whether all of it
-        was there when it ended for this sender."""
+        """Assign a room to the link of the first sender that opens it.
+
+        Returns:
+            The room, None if it has ended; and whether it was complete when it ended for this sender.
+        """
         with self._lock:
             room = self._rooms.get(number)
             if room is not None and room.link is None:
@@ -209,12 +215,12 @@ class IncomingRooms:
             return room, (link, number) in self._finished
 
     def finished(self, number: int, link: bytes) -> RoomShape | None:
-        """Of a room that ended for this sender when all of it was there, as long as it is remembered."""
+        """Return the shape of a room that was complete when it ended for this sender; None if it is not remembered."""
         with self._lock:
             return self._finished.get((link, number))
 
     def abort(self, number: int) -> None:
-        """Take no more of a room; once this returns its sink is not called. It waits for a call that is under way."""
+        """Accept nothing more of a room. After this call its sink is not called. Waits for a running call."""
         with self._lock:
             room, failing = self._rooms.get(number), self._failing.get(number)
             if room is not None:
@@ -225,11 +231,11 @@ class IncomingRooms:
             self._tell(room.link, Ended(number, "the receiver aborted it"))
 
     def finish(self, room: IncomingRoom) -> None:
-        """End a room if all of it is there."""
+        """End a room if it is complete."""
         try:
             finished = room.finish()
         except LinkError:
-            logger.exception("room %d is complete, and its sink could not be told", room.number)
+            logger.exception("room %d is complete, and its sink raised an exception", room.number)
             finished = True
         if finished:
             with self._lock:
@@ -239,7 +245,7 @@ class IncomingRooms:
                     self._finished.popitem(last=False)
 
     def fail(self, room: IncomingRoom, reason: str, tell: bool = True) -> None:
-        """End a room, and with ``tell`` say so to its sender."""
+        """End a room; with ``tell``, notify its sender."""
         with self._lock:
             self._drop(room)
             self._failing[room.number] = room
@@ -248,25 +254,25 @@ class IncomingRooms:
         try:
             room.fail(reason)
         except LinkError:
-            logger.exception("room %d failed (%s), and its sink could not be told", room.number, reason)
+            logger.exception("room %d failed (%s), and its sink raised an exception", room.number, reason)
         finally:
             with self._lock:
                 if self._failing.get(room.number) is room:
                     del self._failing[room.number]
 
     def opened_by(self, links: Collection[bytes]) -> list[IncomingRoom]:
-        """Those that senders of these links opened."""
+        """Return the rooms whose senders use ``links``."""
         with self._lock:
             return [room for room in self._rooms.values() if room.link in links]
 
     def close(self) -> list[IncomingRoom]:
-        """Take no more; those that are left."""
+        """Accept no more rooms. Return the rooms that have not ended."""
         with self._lock:
             self._closed = True
             return list(self._rooms.values())
 
     def _drop(self, room: IncomingRoom) -> None:
-        """Under the lock; another room of that number may have been registered since."""
+        """Remove a room, unless another room with its number was registered since. The caller holds the lock."""
         if self._rooms.get(room.number) is room:
             del self._rooms[room.number]
             self._metrics.add_rooms(-1)

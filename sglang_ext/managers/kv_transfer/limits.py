@@ -1,4 +1,4 @@
-"""Sizes and times of a link."""
+"""Sizes and timeouts of a link."""
 
 from dataclasses import dataclass, replace
 
@@ -10,21 +10,21 @@ MOST_WINDOW = 1 << 32
 
 @dataclass(frozen=True)
 class LinkLimits:
-    """What bounds a link; both ends may differ, except that no frame exceeds the receiver's window.
+    """Limits of a link. The two ends may differ, except that no frame exceeds the receiver's window.
 
     Attributes:
-        frame_bytes: of a part that travel at once; paced links take fewer (pacing.py). What becomes urgent waits for one.
-        window_bytes: that a sender may have under way before the receiver grants more.
-        residual_bytes, residual_seconds: under way at which no residual is sent, so that anchors wait for little where the network is slow:
-            the bytes, or what a receiver takes in that time, if it is more.
-        queued_bytes: that a sender holds for all its rooms; more are refused.
-        repeats: of a part whose checksum was wrong, before its room fails.
-        reconnects: without anything acknowledged in between, before all rooms fail.
-        ping_seconds: between signs of life.
-        silence_seconds: without one, after which a sender connects anew.
-        resume_seconds: without a connection, after which rooms fail on both sides.
-        stall_seconds: without an acknowledgement of anything under way, after which rooms fail.
-        finished_rooms: that a receiver remembers, for senders that missed the last acknowledgement.
+        frame_bytes: Maximum bytes of a part in one frame. Paced links use fewer (pacing.py). An urgent part waits for the current frame.
+        window_bytes: Bytes that a sender may have in flight before the receiver grants more.
+        residual_bytes, residual_seconds: Bytes in flight from which no residual is sent, so that anchors wait little on a slow network. The
+            larger of ``residual_bytes`` and the receiver's bytes in ``residual_seconds`` applies.
+        queued_bytes: Maximum bytes that a sender queues for all its rooms; more are refused.
+        repeats: Retransmissions of a part with a wrong checksum before its room fails.
+        reconnects: Reconnections without any acknowledgement between them before all rooms fail.
+        ping_seconds: Seconds between pings.
+        silence_seconds: Seconds without a message after which a sender reconnects.
+        resume_seconds: Seconds without a connection after which rooms fail on both sides.
+        stall_seconds: Seconds without an acknowledgement of bytes in flight after which rooms fail.
+        finished_rooms: Finished rooms that a receiver remembers, for senders that missed the last acknowledgement.
     """
 
     frame_bytes: int = 1 << 22
@@ -41,12 +41,12 @@ class LinkLimits:
     finished_rooms: int = 4096
 
     def with_part_bytes(self, size: int) -> "LinkLimits":
-        """These, with a window in which four parts of ``size`` bytes are under way: one that is whole and waits to be written shall not
-        stop those that follow."""
+        """Return a copy whose window holds four parts of ``size`` bytes, so that a part that waits to be written does not block the next
+        ones."""
         return replace(self, window_bytes=min(max(self.window_bytes, 4 * size), MOST_WINDOW))
 
     def max_residual_bytes(self, rate: float) -> float:
-        """Bytes under way at which no residual is sent to a receiver that takes ``rate`` bytes per second."""
+        """Return the bytes in flight from which no residual is sent to a receiver that takes ``rate`` bytes per second."""
         return max(self.residual_bytes, rate * self.residual_seconds)
 
     def __post_init__(self) -> None:

@@ -1,9 +1,10 @@
 """The sender's end of a link: a thread with one socket to one receiver.
 
-A connection begins with Hello and Welcome; then each room is opened, and the receiver says what it has of it, which for a new
-room is nothing. When a connection breaks, the next one does the same, and what is missing is sent again. Bytes under way are
-bounded by what the receiver grants, and paced by a token bucket, so that an anchor waits for little that was sent before it. All links of a
-prefill rank share the bucket, and none sends a residual while another one has an anchor to send (pacing.py:NetworkInterface).
+A connection starts with Hello and Welcome. The sender then opens each room, and the receiver answers which parts of it it has; for a new
+room, none. When a connection breaks, the next one repeats this, and missing parts are sent again.
+
+The receiver's grants bound the bytes in flight, and a token bucket paces them, so that an anchor waits for few earlier bytes. All links of
+a prefill rank share the bucket. No link sends a residual while another link has an anchor to send (pacing.py:NetworkInterface).
 """
 
 import logging
@@ -28,29 +29,29 @@ from sglang_ext.managers.kv_transfer.wire import FRAME_OVERHEAD, RoomShape, Stre
 
 logger = logging.getLogger(__name__)
 
-# Frames sent, and messages read, before the thread looks at the other.
-TURN = 32
-# Cancelled rooms that a receiver out of reach is told of later.
+# Maximum of frames sent, and of messages read, in a row.
+MAX_IN_A_ROW = 32
+# Maximum of cancelled rooms to report once an unreachable receiver is back.
 MAX_CANCELS = 4096
-# Seconds: between looks at the clock, before a connection is tried again, and for the last words of a link that closes.
-LOOK, PAUSE, CLOSE_SECONDS = 0.05, 0.1, 0.2
-# Seconds without an anchor, after which residuals go before those that are still to come of their room.
-QUIET = 0.02
+# Seconds between timeout checks, before a reconnection, and for the last messages of a link that closes.
+CHECK_SECONDS, PAUSE, CLOSE_SECONDS = 0.05, 0.1, 0.2
+# Seconds without an anchor after which residuals are sent before the room's remaining anchors.
+QUIET_SECONDS = 0.02
 
 
 class Link:
-    """Rooms of one sender on their way to one receiver. All methods may be called from any thread, and none waits for the network.
+    """Rooms that one sender sends to one receiver. All methods may be called from any thread, and none waits for the network.
 
     Args:
-        endpoint: that a ``LinkServer`` is bound to (endpoints.py).
-        settings: which must equal the receiver's.
-        limits: sizes and times.
+        endpoint: Endpoint of a ``LinkServer`` (endpoints.py).
+        settings: Settings of this end, which must equal the receiver's.
+        limits: Sizes and timeouts.
         interface: Rate limit and priority that it shares with other links; None: no limit, shared with no other link.
-        keys: of both ends; None without encryption, on this machine.
-        metrics: told of what happens.
+        keys: Key pair of both ends; None for no encryption, on this machine only.
+        metrics: Metrics to update.
 
     Raises:
-        LinkError: the endpoint is refused.
+        LinkError: The endpoint is refused.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Link:
         self._link = os.urandom(16)
         self._context = zmq.Context()
         self._wake: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # The lock guards the queue, the rooms and the requests of other threads; no listener is called under it.
+        # The lock guards the queue, the rooms and the requests of other threads. No listener is called while it is held.
         self._lock = threading.Lock()
         self._queue = OutgoingQueue(settings.codec, settings.tp_rank)
         self._unopened: list[int] = []
@@ -78,7 +79,7 @@ class Link:
         self._listeners = ListenerNotifier(endpoint)
         self._refusal: str | None = None
         self._closing = False
-        # Of the thread alone.
+        # Used by the link's thread only.
         self._outstanding, self._quiet_from = 0, 0.0
         self._receiver = Reachability(endpoint, limits, metrics)
         self._thread = threading.Thread(target=self._run, name=f"kv-link {endpoint}", daemon=True)
@@ -86,17 +87,17 @@ class Link:
 
     @property
     def queued_bytes(self) -> int:
-        """Of parts that have not arrived."""
+        """Bytes of parts that are not acknowledged."""
         return self._queue.queued
 
     def unsent(self, stream: Stream) -> int:
-        """Parts of a stream that did not go whole."""
+        """Return the number of offered parts of a stream that are not completely sent."""
         with self._lock:
             return self._queue.unsent(stream)
 
     @property
     def outstanding_bytes(self) -> int:
-        """That were sent and that the receiver has not granted again; at most its window."""
+        """Sent bytes that the receiver has not granted again; at most its window."""
         return self._outstanding
 
     @property
@@ -106,14 +107,14 @@ class Link:
 
     @property
     def refusal(self) -> str | None:
-        """Why the receiver serves this link no more; None while it does."""
+        """Why the receiver no longer serves this link; None while it does."""
         return self._refusal
 
     def open(self, room: int, shape: RoomShape, listener: SendListener) -> None:
-        """A room whose parts will be offered; the earlier, the sooner the receiver has said what it has.
+        """Open a room whose parts will be offered. An early call lets the receiver answer early which parts it has.
 
         Raises:
-            LinkError: the room is open, or the link is closed or was refused.
+            LinkError: The room is open, or the link is closed or was refused.
         """
         with self._lock:
             if self._refusal or self._closing:
@@ -124,32 +125,33 @@ class Link:
             self._notify()
 
     def offer(self, room: int, part: OutgoingPart) -> bool:
-        """Queue a part; its bytes must stay as they are until it has arrived or the room has ended. False where it has.
+        """Queue a part. Its bytes must not change until it is acknowledged or the room has ended. Return False if the room has ended.
 
         Raises:
-            LinkError: the room has no such part or was offered it before, or too many bytes are queued.
+            LinkError: The room has no such part, the part was offered before, or too many bytes are queued.
         """
-        # The link's own thread has enough to do.
+        # The checksum is computed here, because the link's own thread is busy.
         header = self._queue.header(room, part)
         with self._lock:
             if self._queue.queued + len(part.payload) > self._limits.queued_bytes and room in self._queue.rooms:
                 raise LinkError(
-                    f"{self._queue.queued} bytes are queued for {self.endpoint}, and {len(part.payload)} more pass queued_bytes, "
-                    f"{self._limits.queued_bytes}; wait until some have arrived, or raise it"
+                    f"{self._queue.queued} bytes are queued for {self.endpoint}, and {len(part.payload)} more exceed queued_bytes, "
+                    f"{self._limits.queued_bytes}; wait until some are acknowledged, or raise it"
                 )
             live = self._queue.offer(part, header)
             self._notify()
         return live
 
     def cancel(self, room: int, reason: str = "cancelled") -> None:
-        """Send no more of a room; its listener's ``ended`` follows, unless it was called. Nothing where the room is not open."""
+        """Send nothing more of a room. Its listener's ``ended`` follows, unless it was called already. Does nothing if the room is not
+        open."""
         with self._lock:
             self._end(room, f"the sender ended it: {reason}")
             self._cancels.append((room, reason))
             self._notify()
 
     def close(self, timeout: float = 5.0) -> None:
-        """Cancel all rooms and end the thread, waiting for it at most ``timeout`` seconds."""
+        """Cancel all rooms and end the thread. Wait for the thread at most ``timeout`` seconds."""
         with self._lock:
             self._closing = True
             self._notify()
@@ -157,12 +159,12 @@ class Link:
             self._thread.join(timeout)
 
     def _notify(self) -> None:
-        """Under the lock: wake the thread, if it has not ended."""
+        """Wake the thread if it has not ended. The caller holds the lock."""
         if self._wake is not None:
             os.eventfd_write(self._wake, 1)
 
     def _end(self, room: int, reason: str | None) -> None:
-        """Under the lock: a room takes no more; the thread tells its listener when its bytes are not read any more."""
+        """End a room. The thread notifies its listener once its bytes are no longer read. The caller holds the lock."""
         ended = self._queue.end(room)
         if ended is not None:
             self._listeners.end(ended, reason)
@@ -179,7 +181,7 @@ class Link:
             self._closing = True
             for room in list(self._queue.rooms):
                 self._end(room, self._refusal or "this side closed the link")
-        # Sockets are closed: what libzmq still reads it reads for a moment.
+        # The sockets are closed, but libzmq may still read bytes for a moment.
         self._context.destroy(0)
         self._listeners.notify_ended(CLOSE_SECONDS)
         with self._lock:
@@ -190,7 +192,7 @@ class Link:
         connection = Connection(self._context, self.endpoint, self._keys, self._limits.silence_seconds)
         last_words = 0.0
         try:
-            self._say(connection, wire.Hello(wire.VERSION, self._link, wire.encode(self._settings)))
+            self._send_message(connection, wire.Hello(wire.VERSION, self._link, wire.encode(self._settings)))
             self._serve(connection)
             last_words = CLOSE_SECONDS
         except BrokenConnection as broken:
@@ -204,14 +206,14 @@ class Link:
             if last_words and connection.is_welcomed and not self._refusal:
                 with suppress(BrokenConnection):
                     for room in rooms:
-                        self._say(connection, wire.Cancel(room, "its side closed the link"))
+                        self._send_message(connection, wire.Cancel(room, "its side closed the link"))
             connection.close(last_words)
             self._outstanding = 0
             self._interface.set_urgent(id(self), False)
             self._waits.set_wait_reason(None)
             self._receiver.disconnect()
         if not self._closing and not self._refusal:
-            self._look(None, time.monotonic())
+            self._check_timeouts(None, time.monotonic())
             self._listeners.notify_ended()
             time.sleep(PAUSE)
 
@@ -219,40 +221,40 @@ class Link:
         """Send and read until the link is closed or refused.
 
         Raises:
-            BrokenConnection: the connection is of no more use.
+            BrokenConnection: The connection cannot be used any more.
         """
         poller = zmq.Poller()
         for source in (connection.socket, connection.monitor, self._wake):
             poller.register(source, zmq.POLLIN)
-        looked = 0.0
+        checked = 0.0
         while not self._closing and not self._refusal:
             now = time.monotonic()
-            if now - looked >= LOOK:
-                self._look(connection, now)
-                looked = now
-            wait = self._send_turn(connection)
-            ready = dict(poller.poll(math.ceil(1000 * min(wait, SOON if self._listeners.waiting else LOOK))))
+            if now - checked >= CHECK_SECONDS:
+                self._check_timeouts(connection, now)
+                checked = now
+            wait = self._send_frames(connection)
+            ready = dict(poller.poll(math.ceil(1000 * min(wait, SOON if self._listeners.waiting else CHECK_SECONDS))))
             if self._wake in ready:
                 os.eventfd_read(self._wake)
             if connection.socket in ready:
-                self._read_turn(connection)
+                self._read_messages(connection)
             if connection.monitor in ready:
                 connection.read_event()
             self._listeners.notify_ended()
 
-    def _send_turn(self, connection: Connection) -> float:
-        """Send what may be sent; seconds until more may."""
+    def _send_frames(self, connection: Connection) -> float:
+        """Send all frames that may be sent now. Return the seconds until more may be sent."""
         if not connection.is_welcomed:
-            return LOOK
+            return CHECK_SECONDS
         with self._lock:
             cancels = [self._cancels.popleft() for _ in range(len(self._cancels))]
             opened, self._unopened = self._unopened, []
             shapes = [(room, self._queue.rooms[room].shape) for room in opened if room in self._queue.rooms]
         for room, reason in cancels:
-            self._say(connection, wire.Cancel(room, reason))
+            self._send_message(connection, wire.Cancel(room, reason))
         for room, shape in shapes:
-            self._say(connection, wire.Open(room, shape))
-        for _ in range(TURN):
+            self._send_message(connection, wire.Open(room, shape))
+        for _ in range(MAX_IN_A_ROW):
             wait = self._send_frame(connection)
             if wait:
                 return wait
@@ -267,7 +269,7 @@ class Link:
         if room is None:
             self._waits.set_wait_reason(None)
             self._interface.set_urgent(id(self), False)
-            return LOOK if quiet else QUIET
+            return CHECK_SECONDS if quiet else QUIET_SECONDS
         begin = sending.offset
         payload = sending.part.payload[begin : begin + self._frame_bytes]
         is_residual = sending.part.stream is Stream.RESIDUAL
@@ -276,7 +278,7 @@ class Link:
         self._interface.set_urgent(id(self), takes and not is_residual)
         if not takes:
             self._waits.set_wait_reason("credit")
-            return LOOK
+            return CHECK_SECONDS
         if is_residual and self._interface.is_another_urgent(id(self)):
             self._waits.set_wait_reason("priority")
             return SOON
@@ -289,7 +291,7 @@ class Link:
         self._outstanding = connection.outstanding
         self._interface.take(size, now := time.monotonic())
         if not is_residual:
-            self._quiet_from = now + QUIET
+            self._quiet_from = now + QUIET_SECONDS
         self._metrics.count_sent(len(payload), stream_label(sending.part.stream, room.shape))
         room.is_idle()
         room.reading.append(tracker)
@@ -297,23 +299,23 @@ class Link:
             self._queue.advance(sending, len(payload))
         return 0.0
 
-    def _say(self, connection: Connection, message: wire.FromSender) -> None:
+    def _send_message(self, connection: Connection, message: wire.FromSender) -> None:
         self._interface.take(connection.send_message(message), time.monotonic())
 
-    def _read_turn(self, connection: Connection) -> None:
-        for _ in range(TURN):
+    def _read_messages(self, connection: Connection) -> None:
+        for _ in range(MAX_IN_A_ROW):
             message = connection.read()
             if message is None:
                 return
-            self._take(connection, message)
+            self._handle(connection, message)
 
-    def _take(self, connection: Connection, message: wire.FromReceiver) -> None:
+    def _handle(self, connection: Connection, message: wire.FromReceiver) -> None:
         match message:
             case wire.Refused(reason):
                 logger.error("the receiver at %s refuses this sender: %s", self.endpoint, reason)
                 self._refusal = f"refused by {self.endpoint}: {reason}"
             case wire.HelloFirst(reason):
-                raise BrokenConnection(f"the receiver could not follow: {reason}")
+                raise BrokenConnection(f"the receiver got an unexpected message: {reason}")
             case wire.Welcome(window):
                 self._welcome(connection, window)
             case wire.Have():
@@ -349,7 +351,7 @@ class Link:
                 self._cancels.append((have.room, str(error)))
                 return
         self._receiver.record_progress()
-        self._tell_arrived(state, complete)
+        self._notify_arrived(state, complete)
 
     def _acknowledge(self, connection: Connection, granted: int, acked: tuple[wire.Acked, ...]) -> None:
         connection.grant(granted)
@@ -359,12 +361,12 @@ class Link:
             with self._lock:
                 complete, room = self._queue.arrived(part.room, part.stream, part.part), self._queue.rooms.get(part.room)
             if complete:
-                self._tell_arrived(room, complete)
+                self._notify_arrived(room, complete)
 
-    def _tell_arrived(self, room: OutgoingRoom, streams: list[Stream]) -> None:
+    def _notify_arrived(self, room: OutgoingRoom, streams: list[Stream]) -> None:
         self._listeners.notify_arrived(room, streams)
         with self._lock:
-            # It may have ended meanwhile, and another of its number been opened.
+            # The room may have ended in the meantime, and another room with its number may be open.
             if self._queue.rooms.get(room.number) is room and room.complete:
                 self._end(room.number, None)
 
@@ -375,11 +377,11 @@ class Link:
                 self._end(room, reason)
                 self._cancels.append((room, reason))
 
-    def _look(self, connection: Connection | None, now: float) -> None:
-        """Fail what took too long.
+    def _check_timeouts(self, connection: Connection | None, now: float) -> None:
+        """Fail rooms that exceed a timeout.
 
         Raises:
-            BrokenConnection: the receiver is silent.
+            BrokenConnection: The receiver is silent.
         """
         limits = self._limits
         reason = self._receiver.unreachable_reason(now)
@@ -393,7 +395,7 @@ class Link:
             return
         if now - connection.pinged > limits.ping_seconds:
             connection.pinged = now
-            self._say(connection, wire.Ping())
+            self._send_message(connection, wire.Ping())
         with self._lock:
             busy = connection.outstanding or self._queue.next() or not all(room.confirmed for room in self._queue.rooms.values())
         reason = self._receiver.stall_reason(now, bool(busy))

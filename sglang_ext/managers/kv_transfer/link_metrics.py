@@ -1,7 +1,7 @@
 """Prometheus metrics of links, ``sglang_ext:kv_link*``, on the ``/metrics`` page of either server, in any mode.
 
-They are counted where it happens, by the threads of links and those that open and end rooms. Each rank counts its own links: of
-counters SGLang's page tells the sum over ranks, of what is there now the most that one of them has.
+Threads of links, and threads that open and end rooms, count them. Each rank counts its own links. SGLang's page shows the sum over ranks
+for counters, and the maximum over ranks for gauges.
 """
 
 import time
@@ -17,31 +17,31 @@ if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
 
 Role = Literal["prefill", "decode"]
-# A page that is not split travels in the stream of anchors, without a residual.
+# An unsplit page is sent in the stream of anchors, without a residual.
 StreamLabel = Literal["anchor", "residual", "whole", "aux"]
 RefusalReason = Literal["checksum", "bounds", "protocol"]
 WaitReason = Literal["credit", "rate", "priority"]
 
 GAUGES = {
-    "kv_links": "Links between a prefill and a decode rank on which the other end answers; of the rank with the most.",
-    "kv_link_rooms": "Requests whose KV is on its way over links; of the rank with the most.",
+    "kv_links": "Links between a prefill and a decode rank whose other end answers. Maximum over ranks.",
+    "kv_link_rooms": "Requests whose KV is being transferred over links. Maximum over ranks.",
 }
 RECONNECTS = "kv_link_reconnects"
-# Each with its help, its label and what that may be.
+# For each counter: its help, its label and the label's values.
 COUNTERS: dict[str, dict[str, tuple[str, str, tuple[str, ...]]]] = {
     "prefill": {
-        "kv_link_sent_bytes": ("Bytes of requests that were sent, again where they had to be.", "stream", StreamLabel.__args__),
+        "kv_link_sent_bytes": ("Bytes of requests sent, including retransmissions.", "stream", StreamLabel.__args__),
         "kv_link_wait_seconds": (
-            "Seconds in which something was to be sent and could not: the receiver granted no more, --kv-link-gbps was reached, or another "
+            "Seconds in which queued data could not be sent: the receiver granted no more, --kv-link-gbps was reached, or another "
             "link had anchors to send.",
             "reason",
             WaitReason.__args__,
         ),
     },
     "decode": {
-        "kv_link_received_bytes": ("Bytes of requests that came, again where they had to.", "stream", StreamLabel.__args__),
+        "kv_link_received_bytes": ("Bytes of requests received, including retransmissions.", "stream", StreamLabel.__args__),
         "kv_link_refused_frames": (
-            "Messages that were not taken: their part had a wrong checksum, was none of its request, or they could not be followed.",
+            "Refused messages: the part had a wrong checksum or did not belong to its request, or the message was invalid.",
             "reason",
             RefusalReason.__args__,
         ),
@@ -50,16 +50,16 @@ COUNTERS: dict[str, dict[str, tuple[str, str, tuple[str, ...]]]] = {
 
 
 def stream_label(stream: Stream, shape: RoomShape) -> StreamLabel:
-    """What metrics call a stream of such a room."""
+    """Return the metrics' label of a stream of a room."""
     return "whole" if stream is Stream.ANCHOR and not shape.residual else stream.value
 
 
 @dataclass
 class LinkMetrics:
-    """Of all links of one rank; as it is made, it counts nothing. All methods may be called from any thread.
+    """Metrics of all links of one rank. A new object counts nothing. All methods may be called from any thread.
 
     Attributes:
-        model_name: their label.
+        model_name: Their ``model_name`` label.
     """
 
     model_name: str = ""
@@ -68,12 +68,12 @@ class LinkMetrics:
 
     @classmethod
     def create(cls, args: "KVServerArgs", role: Role, registry: "CollectorRegistry | None" = None) -> "LinkMetrics":
-        """Those of a server of that role, where ``--enable-metrics`` asks for them.
+        """Create the metrics of a server; they count if ``--enable-metrics`` is set.
 
         Args:
-            args: of the server.
-            role: which says what is counted.
-            registry: that takes them; None for the process's own, which takes them once.
+            args: Arguments of the server.
+            role: Role of the server, which selects the metrics.
+            registry: Registry to use; None for the process's own, which can hold them only once.
         """
         made = cls(args.served_model_name or args.model_path)
         if args.enable_metrics:
@@ -81,7 +81,7 @@ class LinkMetrics:
         return made
 
     def _define(self, role: Role, registry: "CollectorRegistry | None") -> None:
-        """Begin all series at 0: what asks for a rate needs a first value."""
+        """Create all series with value 0, because rates need a first value."""
         # Imported after SGLang prepared its multi-process folder.
         from prometheus_client import REGISTRY, Counter, Gauge
 
@@ -89,38 +89,38 @@ class LinkMetrics:
         for name, text in GAUGES.items():
             made = Gauge(f"sglang_ext:{name}", text, (label,), multiprocess_mode="max", registry=into)
             self._gauges[name] = made.labels(self.model_name)
-        made = Counter(f"sglang_ext:{RECONNECTS}", "Links that broke and were connected again.", (label,), registry=into)
+        made = Counter(f"sglang_ext:{RECONNECTS}", "Links that broke and were reconnected.", (label,), registry=into)
         self._counters[RECONNECTS,] = made.labels(self.model_name)
         for name, (text, by, values) in COUNTERS[role].items():
             made = Counter(f"sglang_ext:{name}", text, (label, by), registry=into)
             self._counters |= {(name, value): made.labels(self.model_name, value) for value in values}
 
     def add_links(self, count: int) -> None:
-        """So many links more have an end that answers; fewer, where it is negative."""
+        """Add to the number of connected links; negative to subtract."""
         self._add("kv_links", count)
 
     def add_rooms(self, count: int) -> None:
-        """So many rooms more are open; fewer, where it is negative."""
+        """Add to the number of open rooms; negative to subtract."""
         self._add("kv_link_rooms", count)
 
     def count_reconnect(self) -> None:
-        """A link is there again."""
+        """Count a reconnected link."""
         self._count(1, RECONNECTS)
 
     def count_sent(self, size: int, what: StreamLabel) -> None:
-        """Bytes of a part went to libzmq."""
+        """Count bytes of a part passed to libzmq."""
         self._count(size, "kv_link_sent_bytes", what)
 
     def count_received(self, size: int, what: StreamLabel) -> None:
-        """Bytes of a part came, whatever becomes of them."""
+        """Count received bytes of a part, whether used or not."""
         self._count(size, "kv_link_received_bytes", what)
 
     def count_refused(self, reason: RefusalReason) -> None:
-        """A message was not taken."""
+        """Count a refused message."""
         self._count(1, "kv_link_refused_frames", reason)
 
     def count_wait(self, seconds: float, awaited: WaitReason) -> None:
-        """A sender waited."""
+        """Count seconds that a sender waited."""
         self._count(seconds, "kv_link_wait_seconds", awaited)
 
     def _add(self, name: str, count: int) -> None:
@@ -134,14 +134,14 @@ class LinkMetrics:
 
 @dataclass
 class WaitTimer:
-    """What one sender waits for, and since when; of its thread."""
+    """Why a sender waits, and since when. Used by the sender's thread."""
 
     metrics: LinkMetrics
     _awaited: WaitReason | None = None
     _since: float = 0.0
 
     def set_wait_reason(self, awaited: WaitReason | None) -> None:
-        """From now on it waits for that, or for nothing; what it waited so far is counted."""
+        """Set the reason why the sender waits from now on, None if it does not wait. Count the time since the last call."""
         if awaited is None and self._awaited is None:
             return
         now = time.monotonic()

@@ -1,8 +1,10 @@
-"""The receiver's end of links: one socket for all senders, a thread that reads it, and one that gives whole parts to their rooms' sinks.
+"""The receiver's end of links: one socket for all senders, a thread that reads it, and a thread that passes complete parts to their rooms'
+sinks.
 
-It grants each sender a window of bytes and grants them again as they come, but not while much of it is whole and waits for its
-room's sink: a slow sink holds its senders back. What a peer sends that is no message, or that does not follow, ends its
-connection, never the thread: a sender then connects anew and goes on with what is missing.
+The server grants each sender a window of bytes, and grants bytes again as they arrive. It stops granting while many complete bytes wait for
+their room's sink, so a slow sink slows down its senders.
+
+An invalid or unexpected message ends its connection, never the thread. The sender then reconnects and sends the missing parts.
 """
 
 import logging
@@ -28,25 +30,25 @@ from sglang_ext.managers.kv_transfer.wire import MAX_ACKS, PageHeader, RoomShape
 
 logger = logging.getLogger(__name__)
 
-# Messages read before others are served; seconds between looks at the clock, and of quiet before small grants are made.
-TURN, LOOK, SOON = 64, 0.1, 0.001
-# In how many messages a window, and what residuals may have of it, are granted again while there is much to read.
+# Maximum of messages read in a row; seconds between timeout checks; seconds without messages before small grants are sent.
+MAX_IN_A_ROW, CHECK_SECONDS, SOON = 64, 0.1, 0.001
+# While there is much to read: number of grants per window, and per limit of residual bytes.
 GRANTS, GRANTS_OF_RESIDUALS = 8, 2
 
 
 class LinkServer:
-    """Rooms of any number of senders on their way to this process. All methods may be called from any thread.
+    """Rooms of any number of senders that this process receives. All methods may be called from any thread.
 
     Args:
-        endpoint: to listen on (endpoints.py); port 0 takes a free one.
-        settings: which the senders' must equal.
-        limits: sizes and times.
-        keys: of both ends; None without encryption, on this machine.
-        take: gives memory of so many bytes in which parts are put together, and which sinks may keep; called by the server's thread.
-        metrics: told of what happens.
+        endpoint: Endpoint to listen on (endpoints.py); port 0 takes a free port.
+        settings: Settings of this end, which the senders' must equal.
+        limits: Sizes and timeouts.
+        keys: Key pair of both ends; None for no encryption, on this machine only.
+        take: Allocates this many bytes, in which parts are assembled and which sinks may keep. Called by the server's thread.
+        metrics: Metrics to update.
 
     Raises:
-        LinkError: the endpoint is refused or in use.
+        LinkError: The endpoint is refused or in use.
     """
 
     def __init__(
@@ -61,51 +63,51 @@ class LinkServer:
         check_endpoint(endpoint, keys)
         self._metrics = metrics
         self._settings, self._limits, self._keys, self._take_memory = settings, limits, keys, take
-        # A sender of residuals goes on with these alone.
+        # A sender of residuals can continue with these grants alone.
         self._most_ungranted = min(limits.window_bytes // GRANTS, limits.residual_bytes // GRANTS_OF_RESIDUALS)
         self._context = zmq.Context()
         self._socket, self._zap = listen(self._context, endpoint, keys)
         self.endpoint = self._socket.last_endpoint.rstrip(b"\0").decode()
         self._wake: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # Guards what wakes the thread.
+        # Guards the data that other threads pass to the thread.
         self._lock = threading.Lock()
-        self._rooms = IncomingRooms(self.endpoint, limits.finished_rooms, self._note, metrics)
+        self._rooms = IncomingRooms(self.endpoint, limits.finished_rooms, self._queue_note, metrics)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="kv-checksums")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kv-writes")
-        # Of parts that the writer is through with: whose, and what the sender is told; nothing where their room has ended.
-        self._through: deque[tuple[SenderConnection, PageHeader, wire.Acked | wire.Retransmit | None]] = deque()
+        # Results of the writer: connection, header, and message to the sender; None if the part's room has ended.
+        self._written: deque[tuple[SenderConnection, PageHeader, wire.Acked | wire.Retransmit | None]] = deque()
         self._notes: deque[tuple[bytes, wire.Ended]] = deque()
         self._closing = False
-        # Of the thread alone.
+        # Used by the server's thread only.
         self._peers: dict[bytes, SenderConnection] = {}
         self._links: dict[bytes, SenderConnection] = {}
         self._heard: dict[bytes, float] = {}
-        self._owing: set[bytes] = set()
+        self._to_grant: set[bytes] = set()
         self._thread = threading.Thread(target=self._run, name=f"kv-links of {self.endpoint}", daemon=True)
         self._thread.start()
 
     def register(self, room: int, expected: ExpectedRoom, sink: RoomSink) -> None:
-        """Take a room from whichever sender opens it first.
+        """Accept a room from the first sender that opens it.
 
         Raises:
-            LinkError: it is registered, or the server is closed.
+            LinkError: The room is registered, or the server is closed.
         """
         self._rooms.register(room, expected, sink)
 
     def abort(self, room: int) -> None:
-        """Take no more of a room. Once this returns, its sink is not called: what it writes to may be given to others.
+        """Accept nothing more of a room. After this call its sink is not called, so the memory that it writes to may be reused.
 
-        It waits for a call of the sink that is under way; so hold no lock that the sink takes. Nothing where the room has ended.
+        This waits for a running call of the sink, so the caller must hold no lock that the sink takes. Does nothing if the room has ended.
         """
         self._rooms.abort(room)
 
     @property
     def rooms(self) -> int:
-        """Rooms that have not ended."""
+        """Number of rooms that have not ended."""
         return len(self._rooms)
 
     def close(self, timeout: float = 5.0) -> None:
-        """End all rooms and the thread, waiting for it at most ``timeout`` seconds."""
+        """End all rooms and the thread. Wait for the thread at most ``timeout`` seconds."""
         self._rooms.close()
         with self._lock:
             self._closing = True
@@ -113,14 +115,14 @@ class LinkServer:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
 
-    def _note(self, link: bytes, note: wire.Ended) -> None:
-        """From any thread: say that to a sender."""
+    def _queue_note(self, link: bytes, note: wire.Ended) -> None:
+        """Queue a message to a sender. Called from any thread."""
         with self._lock:
             self._notes.append((link, note))
             self._notify()
 
     def _notify(self) -> None:
-        """Under the lock: wake the thread, if it has not ended."""
+        """Wake the thread if it has not ended. The caller holds the lock."""
         if self._wake is not None:
             os.eventfd_write(self._wake, 1)
 
@@ -135,10 +137,10 @@ class LinkServer:
         for room in self._rooms.close():
             self._rooms.fail(room, reason)
         for address in list(self._peers):
-            self._forget(address)
+            self._drop_connection(address)
         self._context.destroy(0)
         self._reader.shutdown()
-        # Its rooms have ended: what waits for it is dropped, and a sink that closes the server does not wait for itself.
+        # All rooms have ended, so queued writes are dropped. A sink that closes the server does not wait for itself.
         self._writer.shutdown(wait=False)
         with self._lock:
             os.close(self._wake)
@@ -148,9 +150,9 @@ class LinkServer:
         poller = zmq.Poller()
         for source in filter(lambda source: source is not None, (self._socket, self._zap, self._wake)):
             poller.register(source, zmq.POLLIN)
-        looked = time.monotonic()
+        checked = time.monotonic()
         while not self._closing:
-            ready = dict(poller.poll(1000 * (SOON if self._owing else LOOK)))
+            ready = dict(poller.poll(1000 * (SOON if self._to_grant else CHECK_SECONDS)))
             if not ready:
                 self._grant_all()
             if self._wake in ready:
@@ -158,35 +160,35 @@ class LinkServer:
             if self._zap in ready:
                 refused = self._keys.answer_zap(self._zap)
                 if refused is not None:
-                    logger.error("%s refused a connection from %s: it has other keys", self.endpoint, refused)
-            drained = self._read_turn()
-            self._settle()
+                    logger.error("%s refused a connection from %s: its keys differ", self.endpoint, refused)
+            drained = self._read_messages()
+            self._report_written()
             self._send_notes()
             now = time.monotonic()
-            # To read may have taken long: only who is silent once all was read is gone.
-            if drained and now - looked > LOOK:
-                looked = now
-                self._look(now)
+            # Reading may have taken long: a sender is silent only if all messages were read.
+            if drained and now - checked > CHECK_SECONDS:
+                checked = now
+                self._drop_silent_senders(now)
 
-    def _read_turn(self) -> bool:
-        """Read and answer some messages; whether none is left."""
-        for _ in range(TURN):
+    def _read_messages(self) -> bool:
+        """Read and handle some messages. Return whether all were read."""
+        for _ in range(MAX_IN_A_ROW):
             try:
                 address, *frames = self._receive()
             except zmq.Again:
                 return True
-            self._take(address.bytes, frames)
+            self._handle(address.bytes, frames)
         return False
 
     def _receive(self) -> list[zmq.Frame]:
-        """The address and up to three frames of a message; a longer one is none of ours."""
+        """Return the address and up to three frames of a message. A message with more than two is invalid."""
         frames = [self._socket.recv(zmq.NOBLOCK, copy=False)]
         while frames[-1].more:
             frame = self._socket.recv(copy=False)
             frames = frames[:3] + [frame]
         return frames
 
-    def _take(self, address: bytes, frames: list[zmq.Frame]) -> None:
+    def _handle(self, address: bytes, frames: list[zmq.Frame]) -> None:
         peer = self._peers.get(address)
         try:
             if not frames or len(frames) > 2:
@@ -196,13 +198,13 @@ class LinkServer:
                 self._hello(address, message)
                 return
             if peer is None:
-                raise ProtocolViolation("no Hello came on this connection")
+                raise ProtocolViolation("no Hello was received on this connection")
             peer.heard = self._heard[peer.link] = time.monotonic()
             if isinstance(message, wire.Frame) != (len(frames) == 2):
                 raise ProtocolViolation(f"a {type(message).__name__} of {len(frames)} frames")
             match message:
                 case wire.Ping():
-                    self._say(peer.address, wire.Pong())
+                    self._send(peer.address, wire.Pong())
                 case wire.Open(room, shape):
                     self._open(peer, room, shape)
                 case wire.Cancel(room, reason):
@@ -211,12 +213,12 @@ class LinkServer:
                     self._frame(peer, message, frames[1].buffer)
         except (ProtocolViolation, wire.WireError) as error:
             self._metrics.count_refused("protocol")
-            # Who never said Hello may be anybody; it is told only if it speaks the language.
+            # A peer without Hello may be any program. It is answered only if its message is valid.
             if peer is not None:
-                logger.warning("%s cannot follow a sender: %s; it has to connect anew", self.endpoint, error)
-                self._forget(address)
+                logger.warning("%s received an invalid message of a sender: %s; the sender has to reconnect", self.endpoint, error)
+                self._drop_connection(address)
             if peer is not None or isinstance(error, ProtocolViolation):
-                self._say(address, wire.HelloFirst(str(error)[:1024]))
+                self._send(address, wire.HelloFirst(str(error)[:1024]))
 
     def _hello(self, address: bytes, hello: wire.Hello) -> None:
         differs = version_mismatch(wire.VERSION, hello.protocol)
@@ -224,31 +226,31 @@ class LinkServer:
             differs = settings_mismatch(self._settings, wire.decode_settings(hello.settings))
         if differs is not None:
             logger.error("%s refuses a sender: %s", self.endpoint, differs)
-            self._say(address, wire.Refused(differs))
+            self._send(address, wire.Refused(differs))
             return
         if hello.link in self._heard:
             self._metrics.count_reconnect()
         if hello.link in self._links:
-            self._forget(self._links[hello.link].address)
+            self._drop_connection(self._links[hello.link].address)
         peer = SenderConnection(address, hello.link, self._limits.window_bytes, time.monotonic(), Assembly(self._take_memory, self._reader))
-        self._forget(address)
+        self._drop_connection(address)
         self._peers[address] = self._links[hello.link] = peer
         self._heard[hello.link] = peer.heard
         self._metrics.add_links(1)
-        self._say(address, wire.Welcome(self._limits.window_bytes))
+        self._send(address, wire.Welcome(self._limits.window_bytes))
 
     def _open(self, peer: SenderConnection, room: int, shape: RoomShape) -> None:
         state, finished = self._rooms.open(room, peer.link)
         if state is None and finished:
-            self._say(peer.address, wire.Have.all_of(room, shape))
+            self._send(peer.address, wire.Have.all_of(room, shape))
         elif state is None:
-            self._say(peer.address, wire.Ended(room, "unknown room: it was not registered here, or the receiver was restarted"))
+            self._send(peer.address, wire.Ended(room, "unknown room: it was not registered here, or the receiver was restarted"))
         elif state.link != peer.link:
-            self._say(peer.address, wire.Ended(room, "another sender opened it before"))
+            self._send(peer.address, wire.Ended(room, "another sender opened it before"))
         elif shape != state.expected.shape:
             self._rooms.fail(state, f"the sender announces {shape}; expected is {state.expected.shape}")
         else:
-            self._say(peer.address, state.have())
+            self._send(peer.address, state.have())
             self._rooms.finish(state)
 
     def _cancel(self, peer: SenderConnection, room: int, reason: str) -> None:
@@ -258,10 +260,10 @@ class LinkServer:
 
     def _frame(self, peer: SenderConnection, frame: wire.Frame, payload: memoryview) -> None:
         peer.take(len(payload))
-        self._owing.add(peer.address)
+        self._to_grant.add(peer.address)
         state = self._rooms.get(frame.header.room)
         if state is None or state.link != peer.link:
-            # It was aborted or has failed, as the sender was told, or is there.
+            # The room was aborted or has failed, which the sender was told, or it is complete.
             peer.assembly.drop(frame.header.stream)
             self._acknowledge_again(peer, frame, len(payload))
             return
@@ -273,8 +275,10 @@ class LinkServer:
         self._grant_if_much(peer)
 
     def _acknowledge_again(self, peer: SenderConnection, frame: wire.Frame, size: int) -> None:
-        """The end of a part whose room was finished by parts of a connection that broke, while it was on its way again: nobody else tells
-        its sender that it is there."""
+        """Acknowledge the end of a retransmitted part of a finished room.
+
+        The room was finished by parts of a broken connection while this part was sent again, so no other acknowledgement follows.
+        """
         header = frame.header
         shape = self._rooms.finished(header.room, peer.link)
         number = None if shape is None or frame.offset + size < header.size else shape.part(header.stream, header.page, header.layers)
@@ -286,7 +290,7 @@ class LinkServer:
         agreed = self._settings.codec, self._settings.tp_rank
         try:
             if (header.codec, header.rank) != agreed:
-                raise LinkError(f"a part of codec {header.codec!r} and rank {header.rank} came; agreed on is {agreed}")
+                raise LinkError(f"received a part of codec {header.codec!r} and rank {header.rank}; agreed on is {agreed}")
             number = state.part(header)
         except LinkError:
             self._metrics.count_refused("bounds")
@@ -297,13 +301,13 @@ class LinkServer:
             self._writer.submit(self._write, peer, state, number, whole)
 
     def _write(self, peer: SenderConnection, state: IncomingRoom, number: int, whole: ReceivedPart) -> None:
-        """Of the thread that writes: a part goes to its room's sink, if its checksum is right."""
-        header, told = whole.header, None
+        """Pass a part to its room's sink if its checksum is correct. Called by the writer thread."""
+        header, reply = whole.header, None
         try:
             if not whole.has_valid_checksum():
-                told = wire.Retransmit(state.number, header.stream, number)
+                reply = wire.Retransmit(state.number, header.stream, number)
             elif state.write(number, header, whole.content):
-                told = wire.Acked(state.number, header.stream, number)
+                reply = wire.Acked(state.number, header.stream, number)
                 self._rooms.finish(state)
         except LinkError as error:
             self._rooms.fail(state, str(error))
@@ -311,57 +315,59 @@ class LinkServer:
             logger.exception("a part of room %d cannot be written", state.number)
             self._rooms.fail(state, "an internal error ended it; the receiver's log has it")
         with self._lock:
-            self._through.append((peer, header, told))
+            self._written.append((peer, header, reply))
             self._notify()
 
-    def _settle(self) -> None:
-        """What became of parts that the writer is through with is told to their senders, and grants that waited are made."""
-        while self._through:
-            peer, header, told = self._through.popleft()
+    def _report_written(self) -> None:
+        """Acknowledge parts that the writer has finished, and send grants that waited for them."""
+        while self._written:
+            peer, header, reply = self._written.popleft()
             peer.waiting -= header.size
             if self._peers.get(peer.address) is not peer:
                 continue
-            self._owing.add(peer.address)
-            if isinstance(told, wire.Retransmit):
-                self._ask_again(peer, header, told)
-            elif told is not None:
-                peer.acked.append(told)
+            self._to_grant.add(peer.address)
+            if isinstance(reply, wire.Retransmit):
+                self._request_again(peer, header, reply)
+            elif reply is not None:
+                peer.acked.append(reply)
             self._grant_if_much(peer)
 
-    def _ask_again(self, peer: SenderConnection, header: PageHeader, again: wire.Retransmit) -> None:
+    def _request_again(self, peer: SenderConnection, header: PageHeader, again: wire.Retransmit) -> None:
         self._metrics.count_refused("checksum")
         state = self._rooms.get(again.room)
         if state is None or state.link != peer.link:
             return
         if state.can_retry(again.stream, again.part, self._limits.repeats):
-            self._say(peer.address, again)
+            self._send(peer.address, again)
         else:
-            self._rooms.fail(state, f"{header.stream} of page {header.page} came with a wrong checksum {self._limits.repeats + 1} times")
+            self._rooms.fail(
+                state, f"{header.stream} of page {header.page} was received with a wrong checksum {self._limits.repeats + 1} times"
+            )
 
     def _grant_if_much(self, peer: SenderConnection) -> None:
         if peer.ungranted > self._most_ungranted or len(peer.acked) >= MAX_ACKS:
             self._grant(peer)
 
     def _grant(self, peer: SenderConnection) -> None:
-        self._owing.discard(peer.address)
+        self._to_grant.discard(peer.address)
         received = peer.grant(self._limits.window_bytes)
         if received is not None:
-            self._say(peer.address, received)
+            self._send(peer.address, received)
 
     def _grant_all(self) -> None:
-        """Nothing came for a moment."""
-        for address in list(self._owing):
+        """Send all outstanding grants. Called when no message arrived for a moment."""
+        for address in list(self._to_grant):
             self._grant(self._peers[address])
 
     def _send_notes(self) -> None:
         while self._notes:
             link, note = self._notes.popleft()
-            # A sender out of reach asks for the room when it is back.
+            # An unreachable sender opens the room again when it is back.
             if link in self._links:
-                self._say(self._links[link].address, note)
+                self._send(self._links[link].address, note)
 
-    def _look(self, now: float) -> None:
-        """Fail rooms whose sender is gone, and forget it."""
+    def _drop_silent_senders(self, now: float) -> None:
+        """Fail the rooms of senders that are silent for too long, and remove those senders."""
         gone = {link for link, heard in self._heard.items() if now - heard > self._limits.resume_seconds}
         if not gone:
             return
@@ -370,20 +376,20 @@ class LinkServer:
         for link in gone:
             del self._heard[link]
             if link in self._links:
-                self._forget(self._links[link].address)
+                self._drop_connection(self._links[link].address)
 
-    def _forget(self, address: bytes) -> None:
+    def _drop_connection(self, address: bytes) -> None:
         peer = self._peers.pop(address, None)
-        self._owing.discard(address)
+        self._to_grant.discard(address)
         if peer is not None and self._links.get(peer.link) is peer:
             del self._links[peer.link]
             self._metrics.add_links(-1)
 
-    def _say(self, address: bytes, message: wire.FromReceiver) -> None:
+    def _send(self, address: bytes, message: wire.FromReceiver) -> None:
         try:
             self._socket.send_multipart([address, wire.encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
-            # It is gone, or does not read: when it is back it says Hello.
-            self._forget(address)
+            # The peer is gone, or does not read. It sends Hello when it is back.
+            self._drop_connection(address)

@@ -1,4 +1,4 @@
-"""What the two ends of a link must agree on before KV moves, and the refusal that names what differs."""
+"""Settings that the two ends of a link must agree on before any KV is transferred, and the error that names the difference."""
 
 from typing import Annotated, Literal
 
@@ -10,11 +10,11 @@ Name = Annotated[str, Meta(min_length=1, max_length=128)]
 Count = Annotated[int, Meta(ge=1, le=1 << 20)]
 OptionValue = bool | Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)] | float | Annotated[str, Meta(max_length=128)]
 
-# A reference that no stream restores: of codecs that only benchmarks choose.
+# Reference of codecs for benchmarks: no stream restores the original KV.
 LOSSY = "lossy"
 _SAME_CODES = (
     "give both servers the same --kv-mode lossy, --kv-compressor, --kv-more-compressors, --kv-bits, --kv-partition and --kv-prefill, or "
-    "neither: prompts travel as the codes of their copies"
+    "neither: prompts are transferred as quantized KV"
 )
 _SAME_CODEC = "start both servers with the same --kv-reference, and the same --kv-bench-codec where one has it"
 _REMEDIES = {
@@ -35,24 +35,24 @@ _REMEDIES = {
 
 
 class LinkError(Exception):
-    """A link, or a room on it, that cannot work: says the value, what is allowed, and the remedy."""
+    """A link, or a room on it, cannot work. The message has the value, the allowed values and the remedy."""
 
 
 class LinkSettings(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Settings of one end; both ends' must be equal.
+    """Settings of one end of a link. Both ends' settings must be equal.
 
     Attributes:
-        model_key: of the model's weights (mem_cache/scores/model_key.py).
-        pool_dtype: of SGLang's KV pool, such as ``bfloat16``.
-        layers: whose KV this rank moves.
-        kv_heads: of this rank.
-        key_dim, value_dim: elements of a head.
-        page_size: tokens in a page of the codec; the last page of a request may hold fewer.
-        codec, codec_version: what wrote the pages' bytes.
-        codec_options: options of the codec that change its bytes, by name.
-        reference: what anchor and residual together restore: ``int8`` the codec's 8-bit reconstruction, ``exact`` the pool's
-            bits, ``raw`` KV that no codec touched, ``lossy`` none of these.
-        tp_rank, tp_size: the rank of both ends.
+        model_key: Key of the model's weights (mem_cache/scores/model_key.py).
+        pool_dtype: Dtype of SGLang's KV pool, such as ``bfloat16``.
+        layers: Layers that this rank transfers.
+        kv_heads: KV heads of this rank.
+        key_dim, value_dim: Elements of a head.
+        page_size: Tokens in a page of the codec; the last page of a request may hold fewer.
+        codec, codec_version: Codec that encodes the pages.
+        codec_options: Options of the codec that change its bytes, by name.
+        reference: What anchor and residual together restore: ``int8`` the codec's 8-bit reconstruction, ``exact`` the pool's bits, ``raw``
+            KV without a codec, ``lossy`` an approximation.
+        tp_rank, tp_size: Tensor parallel rank and size of both ends.
     """
 
     model_key: Name
@@ -71,9 +71,9 @@ class LinkSettings(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 def settings_mismatch(here: LinkSettings, peer: LinkSettings) -> str | None:
-    """Why a peer is refused: the first field that differs, both values and the remedy; None where all are equal.
+    """Return why a peer is refused: the first field that differs, both values and the remedy; None if all are equal.
 
-    A page's length comes last: it follows from other fields.
+    The page size is compared last, because it follows from other fields.
     """
     for field in sorted(LinkSettings.__struct_fields__, key="page_size".__eq__):
         ours, theirs = getattr(here, field), getattr(peer, field)
@@ -87,19 +87,19 @@ def settings_mismatch(here: LinkSettings, peer: LinkSettings) -> str | None:
 
 
 def differing_options(ours: dict[str, OptionValue], theirs: dict[str, OptionValue]) -> list[str]:
-    """Names of the options that differ, or that one end has alone."""
+    """Return the names of the options that differ, or that only one end has."""
     return [name for name in sorted(ours | theirs) if ours.get(name) != theirs.get(name)]
 
 
 def options_mismatch(ours: dict[str, OptionValue], theirs: dict[str, OptionValue]) -> str:
-    """Which of the options differ, and the remedy."""
+    """Return which options differ, and the remedy."""
     names = differing_options(ours, theirs)
     coded = all(name.startswith(CODES) for name in names)
     return f"{', '.join(names)}: {_SAME_CODES if coded else _REMEDIES['codec_options']}"
 
 
 def version_mismatch(here: int, peer: int) -> str | None:
-    """The same for the version of the wire format, which comes before all settings."""
+    """Return why a peer with another version of the wire format is refused; None if equal. Checked before all settings."""
     if here == peer:
         return None
     return f"protocol is {here} at the receiver and {peer} at the sender; install the same version of sglang-ext on both sides"

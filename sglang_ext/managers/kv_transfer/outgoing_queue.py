@@ -1,9 +1,12 @@
-"""The sender's rooms: which frame goes next, what is there already, what must go again, who is told.
+"""The sender's rooms: the order of frames, acknowledged parts, retransmissions, and calls of listeners.
 
-Strict order over all rooms: auxiliary records whose anchors have gone, anchors, residuals; within each, the order of offers.
-A room's auxiliary record waits until the last of its anchors has gone, its residuals until the record has, unless the link has nothing
-else to send: while a long prompt is computed it would wait from one chunk to the next. A part is cut short by one that comes first, and goes
-on afterwards: of each stream at most one is begun.
+The order over all rooms is strict: auxiliary records whose anchors were sent, then anchors, then residuals. Within a stream, parts are sent
+in the order of their offers. A room's auxiliary record waits for its last anchor, and its residuals wait for the record.
+
+There is one exception: residuals are sent earlier if the link has nothing else to send. Otherwise they would wait from one prefill chunk to
+the next.
+
+A part of a higher stream interrupts a lower one, which continues afterwards. At most one part of each stream is partially sent.
 """
 
 import logging
@@ -20,22 +23,22 @@ from sglang_ext.managers.kv_transfer.wire import MAX_PART_BYTES, Have, LayerRang
 
 logger = logging.getLogger(__name__)
 
-# Seconds between looks at whether libzmq still reads the bytes of a room that ended.
+# Seconds between checks whether libzmq still reads the bytes of a room that ended.
 SOON = 0.002
-# What comes first, first.
+# Streams by descending priority.
 _ORDER = (Stream.AUX, Stream.ANCHOR, Stream.RESIDUAL)
 
 
 @dataclass(eq=False)
 class OutgoingPart:
-    """A part to send; its bytes stay as they are until it has arrived or its room has ended.
+    """A part to send. Its bytes must not change until it is acknowledged or its room has ended.
 
     Attributes:
-        stream: anchor, aux or residual.
-        payload: contiguous bytes; they are not copied.
-        page: counted from the first that travels; 0 for aux.
-        layers: of the KV; for aux any.
-        prefix_hash: 32 bytes (page_hashes.py), or none.
+        stream: Anchor, aux or residual.
+        payload: Contiguous bytes; they are not copied.
+        page: Index of the page, counted from the first page that is transferred; 0 for aux.
+        layers: Layers of the KV; any value for aux.
+        prefix_hash: 32 bytes (page_hashes.py), or empty.
     """
 
     stream: Stream
@@ -47,18 +50,18 @@ class OutgoingPart:
     def __post_init__(self) -> None:
         self.payload = memoryview(self.payload).cast("B")
         if len(self.payload) > MAX_PART_BYTES:
-            raise LinkError(f"a part of {len(self.payload)} bytes; at most {MAX_PART_BYTES} travel as one: give the room more layer ranges")
+            raise LinkError(f"a part of {len(self.payload)} bytes; a part has at most {MAX_PART_BYTES}: give the room more layer ranges")
 
 
 @dataclass(eq=False)
 class QueuedPart:
-    """A part on its way.
+    """A part that is queued or being sent.
 
     Attributes:
-        room, number: of the part in its stream.
-        header: with the checksum.
-        offset: of the next frame's bytes.
-        repeats: how often its checksum was wrong.
+        room, number: The room, and the part's number in its stream.
+        header: Header with checksum.
+        offset: Offset in bytes of the next frame.
+        repeats: Number of wrong checksums so far.
     """
 
     room: int
@@ -70,29 +73,30 @@ class QueuedPart:
 
 
 class SendListener(Protocol):
-    """Who is told of a room that is sent. The link's thread calls it, so it must be quick; a call of another room may follow."""
+    """Callbacks for an outgoing room. The link's thread calls them, so they must be quick. They may call methods for other rooms."""
 
     def arrived(self, room: int, stream: Stream) -> None:
-        """All parts of a stream were checked and written by the receiver."""
+        """The receiver has checked and written all parts of a stream."""
 
     def ended(self, room: int, reason: str | None) -> None:
-        """All is there (None), or why not; the last call, once the link reads none of the room's bytes any more."""
+        """The room is complete (None), or failed for this reason. The last call, made once the link reads none of the room's bytes any
+        more."""
 
 
 @dataclass(eq=False)
 class OutgoingRoom:
-    """What is known of a room; ``OutgoingQueue`` changes it, and the link's thread what libzmq reads.
+    """State of an outgoing room. ``OutgoingQueue`` changes it; the link's thread changes ``reading``.
 
     Attributes:
-        listener: who hears of it.
-        opened: when, in seconds of ``time.monotonic``.
-        reading: frames that libzmq may still read.
-        confirmed: whether the receiver said what it has, on this connection.
-        offered: parts that have not arrived, by stream and number.
-        waiting: those of them that something of the room comes before.
-        gone: numbers of parts that were sent whole on this connection, or are there.
-        there: numbers of parts that are there.
-        told: streams whose completion was told.
+        listener: Listener of the room.
+        opened: Time of opening, in seconds of ``time.monotonic``.
+        reading: Trackers of frames that libzmq may still read.
+        confirmed: Whether the receiver has answered on this connection which parts it has.
+        offered: Parts that are not acknowledged, by stream and number.
+        waiting: Offered parts that wait for other parts of the room.
+        gone: Numbers of parts that were completely sent on this connection, or are acknowledged.
+        there: Numbers of acknowledged parts.
+        told: Streams whose completion was reported to the listener.
     """
 
     number: int
@@ -108,33 +112,33 @@ class OutgoingRoom:
     told: set[Stream] = field(default_factory=set)
 
     def is_idle(self) -> bool:
-        """Whether libzmq reads none of its bytes any more."""
+        """Return whether libzmq no longer reads any of its bytes."""
         while self.reading and self.reading[0].done:
             self.reading.popleft()
         return not self.reading
 
     @property
     def complete(self) -> bool:
-        """Whether all is there."""
+        """Whether all parts are acknowledged."""
         return all(len(self.there[stream]) == self.shape.parts(stream) for stream in Stream)
 
     def newly_complete(self) -> list[Stream]:
-        """Streams that are there and were not told before; those without parts are not told."""
+        """Return complete streams that were not reported before, and mark them as reported. Streams without parts are never reported."""
         streams = [one for one in Stream if one not in self.told and 0 < self.shape.parts(one) == len(self.there[one])]
         self.told.update(streams)
         return streams
 
     def can_send(self, stream: Stream) -> bool:
-        """Whether parts of a stream have nothing of their room left before them."""
+        """Return whether no part of the room must be sent before those of a stream."""
         before = {Stream.ANCHOR: (), Stream.AUX: (Stream.ANCHOR,), Stream.RESIDUAL: (Stream.ANCHOR, Stream.AUX)}[stream]
         return self.confirmed and all(len(self.gone[one]) == self.shape.parts(one) for one in before)
 
 
 class ListenerNotifier:
-    """What the listeners of a link's rooms are told; of the link's thread, but for :meth:`end`.
+    """Calls the listeners of a link's rooms. Used by the link's thread, except :meth:`end`.
 
     Args:
-        endpoint: the receiver's, which the log names.
+        endpoint: The receiver's endpoint, for the log.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -143,20 +147,21 @@ class ListenerNotifier:
 
     @property
     def waiting(self) -> bool:
-        """Whether a room has ended whose listener does not know."""
+        """Whether a room has ended whose listener was not notified."""
         return bool(self._ended)
 
     def end(self, room: OutgoingRoom, reason: str | None) -> None:
-        """A room has ended; its listener is told later, by the link's thread. Any thread."""
+        """Record that a room has ended. The link's thread notifies its listener later. Called from any thread."""
         self._ended.append((room, reason))
 
     def notify_arrived(self, room: OutgoingRoom, streams: Sequence[Stream]) -> None:
-        """All parts of some streams are there."""
+        """Report streams whose parts have all arrived."""
         for stream in streams:
             self._call(room.listener.arrived, room.number, stream)
 
     def notify_ended(self, seconds: float = 0.0) -> None:
-        """Tell of rooms that ended and whose bytes libzmq reads no more; with ``seconds`` of all, after so long at most."""
+        """Notify the listeners of ended rooms whose bytes libzmq no longer reads. With ``seconds``, wait at most that long, then notify
+        all."""
         until = time.monotonic() + seconds
         for _ in range(len(self._ended)):
             room, reason = self._ended.popleft()
@@ -170,16 +175,16 @@ class ListenerNotifier:
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
         try:
             function(*arguments)
-        except Exception:  # A listener is the caller's: its error must not end the other rooms.
+        except Exception:  # An error of a listener must not end the other rooms.
             logger.exception("a listener of the link to %s raised", self._endpoint)
 
 
 class OutgoingQueue:
-    """All rooms of one link. Whoever shares it holds a lock.
+    """All rooms of one link. Callers hold a lock.
 
     Attributes:
-        rooms: that have not ended.
-        queued: bytes of parts that have not arrived.
+        rooms: Rooms that have not ended.
+        queued: Bytes of parts that are not acknowledged.
     """
 
     def __init__(self, codec: str, rank: int) -> None:
@@ -189,25 +194,25 @@ class OutgoingQueue:
         self._queues: dict[Stream, deque[QueuedPart]] = {stream: deque() for stream in _ORDER}
 
     def open(self, room: int, shape: RoomShape, listener: SendListener) -> None:
-        """A room whose parts will be offered.
+        """Open a room whose parts will be offered.
 
         Raises:
-            LinkError: it is open.
+            LinkError: The room is open.
         """
         if room in self.rooms:
-            raise LinkError(f"room {room} is open on this link; a room is sent once, and cancelled before it is sent anew")
+            raise LinkError(f"room {room} is open on this link; cancel the room before it is sent again")
         self.rooms[room] = OutgoingRoom(room, shape, listener)
 
     def header(self, room: int, part: OutgoingPart) -> PageHeader:
-        """Of a part of a room; it reads all of the part once. Needs no lock."""
+        """Return the header of a part of a room. Reads the whole part once. Needs no lock."""
         stated = part.stream, part.page, part.layers, self._rank, self._codec, len(part.payload), part.prefix_hash
         return PageHeader(room, *stated).sealed(part.payload)
 
     def offer(self, part: OutgoingPart, header: PageHeader) -> bool:
-        """A part to send, with its :meth:`header`; False where the room has ended.
+        """Queue a part with its :meth:`header`. Return False if the room has ended.
 
         Raises:
-            LinkError: the room has no such part, or has it already.
+            LinkError: The room has no such part, or the part was offered before.
         """
         room = header.room
         if room not in self.rooms:
@@ -225,10 +230,10 @@ class OutgoingQueue:
         return True
 
     def confirm(self, have: Have) -> list[Stream]:
-        """What the receiver has of a room, which may go on now; streams that are complete with it.
+        """Record which parts of a room the receiver has; the room may then be sent. Return the streams that this completes.
 
         Raises:
-            LinkError: it has what this room does not have.
+            LinkError: The receiver claims a part that the room does not have.
         """
         room = self.rooms[have.room]
         found = {
@@ -250,14 +255,15 @@ class OutgoingQueue:
         return room.newly_complete()
 
     def next(self) -> QueuedPart | None:
-        """The part whose next frame goes, as long as none comes before it."""
+        """Return the part whose next frame is sent, until a part of higher priority is queued."""
         for stream in _ORDER:
             if self._queues[stream]:
                 return self._queues[stream][0]
         return None
 
     def next_early_residual(self) -> QueuedPart | None:
-        """Where nothing may go: the first residual whose anchor has gone may, before the other anchors of its room."""
+        """Queue and return the first residual whose anchor was sent, before the other anchors of its room. For use when nothing else can be
+        sent."""
         for room in self.rooms.values():
             waiting = room.waiting[Stream.RESIDUAL]
             if room.confirmed and waiting and waiting[0].number in room.gone[Stream.ANCHOR]:
@@ -266,11 +272,11 @@ class OutgoingQueue:
         return None
 
     def unsent(self, stream: Stream) -> int:
-        """Parts of a stream that were offered and did not go whole."""
+        """Return the number of offered parts of a stream that are not completely sent."""
         return len(self._queues[stream]) + sum(len(room.waiting[stream]) for room in self.rooms.values())
 
     def advance(self, sending: QueuedPart, size: int) -> None:
-        """``size`` more bytes of the part that ``next`` gave were sent; 0 for an empty part. Its room may have ended meanwhile."""
+        """Record that ``size`` more bytes of the part of :meth:`next` were sent; 0 for an empty part. Its room may have ended."""
         sending.offset += size
         room = self.rooms.get(sending.room)
         if room is None or sending.offset < len(sending.part.payload):
@@ -280,7 +286,7 @@ class OutgoingQueue:
         self._release(room)
 
     def arrived(self, room: int, stream: Stream, number: int) -> list[Stream]:
-        """A part is there; streams that are complete with it. Nothing happens where nobody waits for it."""
+        """Record the acknowledgement of a part. Return the streams that this completes. Unexpected acknowledgements are ignored."""
         state = self.rooms.get(room)
         if state is None or (stream, number) not in state.offered or number not in state.gone[stream]:
             return []
@@ -288,28 +294,30 @@ class OutgoingQueue:
         return state.newly_complete()
 
     def retransmit(self, room: int, stream: Stream, number: int, most: int) -> None:
-        """Send a part once more, before others of its stream.
+        """Send a part again, before other parts of its stream.
 
         Raises:
-            LinkError: it was sent again ``most`` times, or it is not under way.
+            LinkError: The part was retransmitted ``most`` times, or it is not in flight.
         """
         state = self.rooms.get(room)
         if state is None:
             return
         sending = state.offered.get((stream, number))
         if sending is None or number not in state.gone[stream]:
-            raise LinkError(f"part {number} of {stream} is asked for again and is not under way: its header was changed on the way")
+            raise LinkError(f"part {number} of {stream} cannot be retransmitted, it is not under way: its header was corrupted")
         if sending.repeats == most:
-            raise LinkError(f"part {number} of {stream} came with a wrong checksum {most + 1} times; the network or a memory is broken")
+            raise LinkError(
+                f"part {number} of {stream} was received with a wrong checksum {most + 1} times; the network or a memory is broken"
+            )
         sending.repeats += 1
         sending.offset = 0
         state.gone[stream].discard(number)
         queue = self._queues[stream]
-        # Not between the frames of another.
+        # Not between the frames of another part.
         queue.insert(1 if queue and queue[0].offset else 0, sending)
 
     def end(self, room: int) -> OutgoingRoom | None:
-        """Forget a room and its parts; None where it is not open."""
+        """Remove a room and its parts, and return it; None if it is not open."""
         state = self.rooms.pop(room, None)
         if state is not None and state.offered:
             self.queued -= sum(len(sending.part.payload) for sending in state.offered.values())
@@ -318,7 +326,7 @@ class OutgoingQueue:
         return state
 
     def pause(self) -> None:
-        """The connection broke: nothing goes until the receiver said again what it has."""
+        """Send nothing until the receiver has answered again which parts it has. Called when the connection breaks."""
         for queue in self._queues.values():
             queue.clear()
         for room in self.rooms.values():

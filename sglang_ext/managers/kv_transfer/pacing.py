@@ -1,4 +1,4 @@
-"""What keeps within a time: how many bytes a link sends, and how often a scheduler asks for rooms."""
+"""Pacing: how many bytes a link sends per second, and how often a scheduler polls rooms."""
 
 import threading
 import time
@@ -8,24 +8,24 @@ from dataclasses import dataclass, field
 from sglang_ext.managers.kv_transfer.link_settings import LinkError
 
 LEAST_GBPS = 0.01
-# A frame takes at most this long, unless it has the least size: what becomes urgent waits for the frame under way.
+# Maximum seconds to send a frame, unless it has the minimum size in bytes. Urgent parts wait for the current frame.
 FRAME_SECONDS, LEAST_FRAME = 0.002, 1 << 14
-# A thread that wakes up late makes up for so much.
+# Maximum seconds that a late thread may catch up.
 BURST_SECONDS = 0.05
-# Seconds: who asks again so soon has nothing to run, and pauses so long.
+# Seconds: a scheduler that polls again within IDLE has nothing to run, and pauses for PAUSE.
 IDLE, PAUSE = 1e-3, 2e-3
 
 
 @dataclass
 class TokenBucket:
-    """Bytes per second, exact over time, with bounded bursts. Times are seconds of one clock that never goes back.
+    """Limits bytes per second, exactly over time, with bounded bursts. Times are seconds of one monotonic clock.
 
-    The bucket may be overdrawn by one message, so that messages larger than the burst pass; the next then waits for longer.
-    In any interval of t seconds at most burst + rate * t + one message are sent.
+    The bucket may be overdrawn by one message, so that messages larger than the burst can be sent. The next message then waits longer. In
+    any interval of t seconds at most burst + rate * t + one message are sent.
 
     Attributes:
-        rate: bytes per second; None without a limit.
-        burst: bytes that may be sent at once after a pause.
+        rate: Bytes per second; None for no limit.
+        burst: Bytes that may be sent at once after a pause.
     """
 
     rate: float | None
@@ -35,10 +35,10 @@ class TokenBucket:
 
     @classmethod
     def from_gbps(cls, gbps: float | None) -> "TokenBucket":
-        """Of a rate in Gbit/s (10^9 bits); None without a limit.
+        """Create a bucket for a rate in Gbit/s (10^9 bits); None for no limit.
 
         Raises:
-            LinkError: the rate is below the least.
+            LinkError: The rate is below the minimum.
         """
         if gbps is None:
             return cls(None)
@@ -47,19 +47,19 @@ class TokenBucket:
         return cls(gbps * 1e9 / 8, gbps * 1e9 / 8 * BURST_SECONDS)
 
     def frame_bytes(self, most: int) -> int:
-        """Bytes of a frame that does not hold up others for long, at most ``most``."""
+        """Return the bytes of a frame that does not delay others for long, at most ``most``."""
         return most if self.rate is None else min(most, max(LEAST_FRAME, int(self.rate * FRAME_SECONDS)))
 
     def wait(self, now: float) -> float:
-        """Seconds until a message may be sent; 0 when one may now."""
+        """Return the seconds until a message may be sent; 0 if one may be sent now."""
         if self.rate is None:
             return 0.0
         self._fill(now)
-        # Less than a byte is owed on: to wait for it would be shorter than what clocks resolve.
+        # A debt below one byte is carried over, because its delay is shorter than clocks resolve.
         return -self._tokens / self.rate if self._tokens <= -1 else 0.0
 
     def take(self, size: int, now: float) -> None:
-        """A message of ``size`` bytes is sent now."""
+        """Record that a message of ``size`` bytes is sent now."""
         if self.rate is not None:
             self._fill(now)
             self._tokens -= size
@@ -71,7 +71,7 @@ class TokenBucket:
 
 
 class NetworkInterface:
-    """What all links of one prefill rank share: one rate, and one order of anchors before residuals.
+    """The rate limit and the priority of anchors over residuals that all links of one prefill rank share.
 
     While a link has an anchor or an auxiliary record that its receiver would take, the other links send no residuals. Methods may be called
     from any thread. The bucket may be overdrawn by one message per link.
@@ -116,12 +116,12 @@ class NetworkInterface:
 
 
 class PollThrottle:
-    """Slows a scheduler's loop that has nothing to do but to ask: it would keep Python from the threads that bring the KV.
+    """Slows down a scheduler that only polls rooms. Otherwise it would hold the GIL that the threads of links need.
 
-    A loop asks for all its rooms; it pauses at one of them.
+    A loop polls all its rooms; it pauses at one of them.
 
     Args:
-        now, pause: the clock, and what waits so many seconds.
+        now, pause: Clock in seconds, and a function that sleeps for seconds.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic, pause: Callable[[float], None] = time.sleep) -> None:
@@ -129,7 +129,7 @@ class PollThrottle:
         self._room, self._asked = -1, 0.0
 
     def asked(self, room: int) -> None:
-        """The scheduler asked for a room that is not over."""
+        """The scheduler polled a room that has not ended."""
         since = self._now() - self._asked
         if room == self._room and since < IDLE:
             self._pause(PAUSE)

@@ -1,4 +1,4 @@
-"""Parts put together from frames: one of each stream of a link at a time, since a sender begins no other before it is through."""
+"""Assembles parts from frames. A link has at most one partial part of each stream, since a sender completes a part before the next one."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,17 +10,17 @@ import xxhash
 from sglang_ext.managers.kv_transfer.link_settings import LinkError
 from sglang_ext.managers.kv_transfer.wire import Frame, PageHeader, Stream
 
-# Bytes of a frame from which on its checksum is another thread's, while this one copies.
+# From this many bytes, another thread computes a frame's checksum while this one copies the frame.
 MUCH = 1 << 18
 
 
 @dataclass(eq=False)
 class ReceivedPart:
-    """A part of which all frames came.
+    """A part whose frames have all arrived.
 
     Attributes:
-        header: what it is.
-        content: its bytes, which may be kept.
+        header: Header of the part.
+        content: Its bytes, which may be kept.
     """
 
     header: PageHeader
@@ -29,15 +29,15 @@ class ReceivedPart:
     _reading: Future | None = None
 
     def has_valid_checksum(self) -> bool:
-        """Whether the checksum is right; it waits until all bytes were read for it."""
+        """Return whether the checksum is correct. Waits until it is computed over all bytes."""
         if self._reading is not None:
             self._reading.result()
         return self._digest.intdigest() == self.header.checksum
 
 
 @dataclass(eq=False)
-class _Begun:
-    """A part that is not whole: its header, the checksum so far and what it waits for, and memory for it where it comes in several frames."""
+class _PartialPart:
+    """A partial part: its header, its checksum so far with the pending update, and memory for it if it has several frames."""
 
     header: PageHeader
     digest: xxhash.xxh3_64
@@ -48,52 +48,52 @@ class _Begun:
 
 @dataclass(eq=False)
 class Assembly:
-    """What has come of the parts of one link.
+    """Partial parts of one link.
 
     Attributes:
-        take: gives memory of so many bytes, for a part in several frames.
-        reader: a thread that reads frames for their checksums, in order; None for the caller's own.
+        take: Allocates this many bytes, for a part in several frames.
+        reader: Thread that updates checksums, in order; None to use the caller's thread.
     """
 
     take: Callable[[int], bytearray | np.ndarray] = bytearray
     reader: ThreadPoolExecutor | None = None
-    _begun: dict[Stream, _Begun] = field(default_factory=dict)
+    _partial: dict[Stream, _PartialPart] = field(default_factory=dict)
 
     def add(self, frame: Frame, payload: memoryview) -> ReceivedPart | None:
-        """Take a frame; its part, once that is whole.
+        """Add a frame to its part. Return the part once it is complete.
 
         Raises:
-            LinkError: the frame does not follow the one before.
+            LinkError: The frame does not follow the previous one.
         """
         header, stream = frame.header, frame.header.stream
         end = frame.offset + len(payload)
         if frame.offset == 0:
-            self._begun[stream] = _Begun(header, header.digest())
-        begun = self._begun.get(stream)
+            self._partial[stream] = _PartialPart(header, header.digest())
+        partial = self._partial.get(stream)
         if (
-            begun is None
-            or begun.header != header
-            or begun.filled != frame.offset
+            partial is None
+            or partial.header != header
+            or partial.filled != frame.offset
             or end > header.size
             or not (payload or end == header.size)
         ):
-            raise LinkError(f"a frame of bytes {frame.offset} to {end} of a part of {header.size} does not follow the one before")
-        begun.filled = end
-        # What follows much is that thread's, too: bytes are read in order.
-        if self.reader is not None and (begun.reading is not None or len(payload) >= MUCH):
-            begun.reading = self.reader.submit(begun.digest.update, payload)
+            raise LinkError(f"a frame of bytes {frame.offset} to {end} of a part of {header.size} does not follow the previous frame")
+        partial.filled = end
+        # Small frames after a large one go to that thread too, because a checksum reads its bytes in order.
+        if self.reader is not None and (partial.reading is not None or len(payload) >= MUCH):
+            partial.reading = self.reader.submit(partial.digest.update, payload)
         else:
-            begun.digest.update(payload)
-        if end < header.size and begun.content is None:
-            begun.content = np.frombuffer(self.take(header.size), np.uint8)
-        if begun.content is not None:
-            # Unlike an assignment to a memoryview it leaves Python to other threads.
-            np.copyto(begun.content[frame.offset : end], np.frombuffer(payload, np.uint8))
+            partial.digest.update(payload)
+        if end < header.size and partial.content is None:
+            partial.content = np.frombuffer(self.take(header.size), np.uint8)
+        if partial.content is not None:
+            # Unlike an assignment to a memoryview, this releases the GIL.
+            np.copyto(partial.content[frame.offset : end], np.frombuffer(payload, np.uint8))
         if end < header.size:
             return None
-        del self._begun[stream]
-        return ReceivedPart(header, payload if begun.content is None else memoryview(begun.content), begun.digest, begun.reading)
+        del self._partial[stream]
+        return ReceivedPart(header, payload if partial.content is None else memoryview(partial.content), partial.digest, partial.reading)
 
     def drop(self, stream: Stream) -> None:
-        """Forget a part that is not whole."""
-        self._begun.pop(stream, None)
+        """Discard a partial part."""
+        self._partial.pop(stream, None)

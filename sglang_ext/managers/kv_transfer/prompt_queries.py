@@ -1,4 +1,5 @@
-"""The newest queries of a prompt, which follow a room's auxiliary record: compressors choose by them, and no cache holds them."""
+"""The newest queries of a prompt, sent after a room's auxiliary record. Compression methods select tokens by them, and no cache holds them.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,14 +12,14 @@ from msgspec import Meta, Struct
 from sglang_ext.managers.kv_transfer.link_settings import LinkError
 from sglang_ext.mem_cache.compressed.queries import QueryWindows
 
-# Bytes of what says what the queries are.
+# Bytes of the header that describes the queries.
 _MOST_HEADER = 64
-# What a request's queries are sent as, in at most so many bytes.
+# Returns a request's queries as bytes, at most as many as its argument.
 QueryReader = Callable[[int], bytes]
 
 
 class _Shape(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Of queries [layers, tokens, heads, dim]; ``end``: the position after the newest."""
+    """Shape of queries [layers, tokens, heads, dim]; ``end``: the position after the newest token."""
 
     layers: Annotated[int, Meta(ge=1, le=4096)]
     heads: Annotated[int, Meta(ge=1, le=1 << 16)]
@@ -29,12 +30,12 @@ class _Shape(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class PromptQueries:
-    """Queries of requests of one rank, as bytes.
+    """Converts queries of one rank's requests to bytes and back.
 
     Attributes:
-        windows: where they are kept.
-        shape: layers, heads and channels of the rank's queries.
-        dtype: of the model.
+        windows: Stores the queries.
+        shape: Layers, heads and channels of the rank's queries.
+        dtype: Dtype of the model.
     """
 
     windows: QueryWindows
@@ -43,17 +44,18 @@ class PromptQueries:
 
     @property
     def token_bytes(self) -> int:
-        """Of one token's queries."""
+        """Bytes of one token's queries."""
         layers, heads, dim = self.shape
         return layers * heads * dim * self.dtype.itemsize
 
     @property
     def most_bytes(self) -> int:
-        """Of what a request brings; 0 where no method chooses by queries."""
+        """Maximum bytes of a request's queries; 0 if no method selects by queries."""
         return _MOST_HEADER + self.windows.window * self.token_bytes if self.windows.window else 0
 
     def read(self, row: int, end: int, most: int) -> bytes:
-        """The newest queries of a prompt of ``end`` tokens in at most ``most`` bytes; none where the newest token's are not kept."""
+        """Return the newest queries of a prompt of ``end`` tokens in at most ``most`` bytes; empty if the newest token's queries are not
+        stored."""
         count = min(self.windows.window, (most - _MOST_HEADER) // self.token_bytes)
         found = self.windows.get(row, end, count) if count > 0 else None
         if found is None:
@@ -67,10 +69,10 @@ class PromptQueries:
         return header + queries.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
     def write(self, row: int, data: bytes) -> None:
-        """Keep what came for the request in ``row``, as if it had been prefilled here; nothing where nothing came.
+        """Store received queries for the request in ``row``, as if it was prefilled here. Does nothing without data.
 
         Raises:
-            LinkError: these are no queries of this model.
+            LinkError: The data are not queries of this model.
         """
         if not data or not self.most_bytes:
             return
@@ -80,21 +82,25 @@ class PromptQueries:
         self.windows.insert(row, shape.end, queries)
 
     def parse(self, data: bytes) -> _Shape:
-        """What queries are.
+        """Decode the header of queries.
 
         Raises:
-            LinkError: they are not of this model and its dtype.
+            LinkError: The queries are of another model or dtype.
         """
         try:
             shape = msgspec.msgpack.decode(data[1 : 1 + data[0]], type=_Shape)
         except msgspec.MsgspecError as error:
-            raise LinkError(f"the prompt's queries are none of this version: {error}; install the same version on both sides") from error
+            raise LinkError(f"the prompt's queries are not of this version: {error}; install the same version on both sides") from error
         theirs, ours = (shape.layers, shape.heads, shape.dim, shape.dtype), (*self.shape, self._dtype_name)
         if theirs != ours:
-            raise LinkError(f"the prompt's queries are {theirs} at the sender and {ours} at the receiver; give both servers the same --dtype")
+            raise LinkError(
+                f"the prompt's queries are {theirs} at the sender and {ours} at the receiver; give both servers the same --dtype"
+            )
         size = len(data) - _MOST_HEADER
         if size % self.token_bytes or size > self.windows.window * self.token_bytes:
-            raise LinkError(f"the prompt's queries have {size} bytes; expected are {self.token_bytes} a token, of {self.windows.window} at most")
+            raise LinkError(
+                f"the prompt's queries have {size} bytes; expected are {self.token_bytes} per token, of {self.windows.window} at most"
+            )
         return shape
 
     @property

@@ -1,4 +1,4 @@
-"""When the KV of requests was computed, sent and received, and when their tokens were drafted and verified: a file for benchmarks.
+"""Timestamps of KV transfers and of drafting and verification, per request, in a file for benchmarks.
 
 Times are of ``time.monotonic``, which all processes of a machine share. A line is one :class:`TransferEvent` in JSON.
 """
@@ -17,18 +17,28 @@ TransferEventKind = Literal["sending", "computed", "encoded", "expected", "ancho
 
 
 class TransferEvent(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Something that became of a request.
+    """An event of a request.
+
+    On the prefill server the kinds are ``sending``, ``computed`` and ``encoded``. On the decode server they are ``expected``, ``anchor``,
+    ``complete``, ``drafted``, ``verified`` and ``answered``.
+
+    - ``sending``: the first of its KV is submitted for encoding.
+    - ``computed``: all of its KV and its first token are computed.
+    - ``encoded``: the link has all of it.
+    - ``expected``: it has slots.
+    - ``anchor``: the data needed to start decoding is written.
+    - ``complete``: all KV is written.
+    - ``drafted``: a round's steps created draft tokens.
+    - ``verified``: drafts were verified, which outputs the accepted tokens and one bonus token.
+    - ``answered``: a round's steps created output tokens.
 
     Attributes:
-        room: SGLang's ``bootstrap_room`` of it.
-        kind: at the prefill server ``sending`` (the first of its KV goes to be encoded), ``computed`` (all of its KV is there, and its
-            first token), ``encoded`` (the link has all); at the decode server ``expected`` (it has slots), ``anchor`` (what a request
-            can begin on is written), ``complete`` (all is); ``drafted`` (a round's steps made drafts), ``verified`` (and so answered
-            one token more than were accepted), ``answered`` (a round's steps gave answers).
-        at: seconds.
-        number: ``anchor``: bytes of anchors, without residuals that came before; ``complete``: of all KV. ``drafted``: drafts that wait
-            for their verification by now. ``verified``: drafts that were accepted. ``answered``: tokens.
-        of: ``drafted``: those of this round. ``verified``: drafts that were offered.
+        room: SGLang's ``bootstrap_room`` of the request.
+        kind: Kind of the event.
+        at: Time in seconds.
+        number: ``anchor``: bytes of anchors, without residuals that arrived earlier. ``complete``: bytes of all KV. ``drafted``: pending
+            drafts after this round. ``verified``: accepted drafts. ``answered``: output tokens.
+        of: ``drafted``: drafts of this round. ``verified``: verified drafts.
         early: ``drafted``, ``verified``: whether the drafts were made on an anchor.
     """
 
@@ -44,8 +54,8 @@ class TransferTimeline:
     """Appends events to a file. All methods may be called from any thread.
 
     Args:
-        file: made if it is not there; several processes may append to one.
-        device: whose marks are told.
+        file: Created if missing; several processes may append to one file.
+        device: Device whose marks are converted to times.
     """
 
     def __init__(self, file: str | Path, device: torch.device = torch.device("cpu")) -> None:
@@ -58,22 +68,24 @@ class TransferTimeline:
 
     @classmethod
     def of(cls, file: str | None, device: torch.device = torch.device("cpu")) -> "TransferTimeline | None":
-        """That of ``--kv-bench-timeline``; None without."""
+        """Create the timeline of ``--kv-bench-timeline``; None without that flag."""
         return None if file is None else cls(file, device)
 
     def at(self, mark: Mark) -> float:
-        """Seconds of a mark that the device has reached."""
+        """Return the time in seconds of a mark that the device has reached."""
         return self._began + self._zero.until(mark)
 
-    def add_event(self, room: int, kind: TransferEventKind, at: float | None = None, number: int = 0, of: int = 0, early: bool = False) -> None:
-        """Append an event, of now unless told."""
+    def add_event(
+        self, room: int, kind: TransferEventKind, at: float | None = None, number: int = 0, of: int = 0, early: bool = False
+    ) -> None:
+        """Append an event; ``at`` defaults to the current time."""
         event = TransferEvent(room, kind, time.monotonic() if at is None else at, number, of, early)
         with self._lock:
             self._file.write(msgspec.json.encode(event) + b"\n")
 
 
 def read(file: Path) -> list[TransferEvent]:
-    """All events of a file, in the order of their times; a last line that is not whole is left out."""
+    """Return all events of a file by time. An incomplete last line is ignored."""
     lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
     events = [msgspec.json.decode(line, type=TransferEvent) for line in lines if line.endswith(b"\n")]
     return sorted(events, key=lambda event: event.at)

@@ -1,7 +1,7 @@
-"""The wire format of a link: msgspec structs in MessagePack, tagged, with bounds on each field; nothing is unpickled.
+"""The wire format of a link: tagged msgspec structs in MessagePack, with bounds on each field. Nothing is unpickled.
 
-A message is one ZMQ frame, and a ``Frame`` two: its struct, and bytes of a part. Arrays, not maps: the order of fields is the
-format. Whatever changes bytes counts ``VERSION`` up (tests/unit/managers/disaggregation/golden pins them).
+A message is one ZMQ frame; a ``Frame`` is two: its struct, and bytes of a part. Structs are encoded as arrays, so the order of their fields
+is part of the format. A change of the encoded bytes must increment ``VERSION`` (tests/unit/managers/disaggregation/golden pins them).
 """
 
 from enum import StrEnum
@@ -15,13 +15,13 @@ from sglang_ext.managers.kv_transfer.page_hashes import HASH_BYTES
 from sglang_ext.managers.kv_transfer.link_settings import LinkSettings, Name
 
 VERSION = 2
-# Bytes: of a frame's payload, and of a part.
+# Maximum bytes of a frame's payload, and of a part.
 MAX_FRAME_BYTES, MAX_PART_BYTES = 1 << 22, 1 << 28
-# Of a message as libzmq counts it: with what CURVE adds, 33 bytes. It drops the connection of a longer one.
+# Maximum bytes of a message as libzmq counts it, including the 33 bytes that CURVE adds. libzmq drops the connection of a longer message.
 MAX_MESSAGE_BYTES = MAX_FRAME_BYTES + 1024
-# What a frame costs of the receiver's window beside its payload.
+# Bytes of the receiver's window that a frame uses in addition to its payload.
 FRAME_OVERHEAD = 512
-# Parts of a stream of one room, and acknowledgements in one message.
+# Maximum of parts in a stream of one room, and of acknowledgements in one message.
 MAX_PARTS, MAX_ACKS = 1 << 20, 4096
 
 Room = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -33,11 +33,11 @@ Bitmap = Annotated[bytes, Meta(max_length=MAX_PARTS // 8)]
 
 
 class WireError(ValueError):
-    """Bytes that are no message of this version."""
+    """The data is not a message of this version."""
 
 
 class Stream(StrEnum):
-    """What a part is of, in the order in which a room's parts go."""
+    """The stream of a part, in the order in which a room's streams are sent."""
 
     ANCHOR = "anchor"
     AUX = "aux"
@@ -45,23 +45,23 @@ class Stream(StrEnum):
 
 
 class Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What all messages are."""
+    """Base class of all messages."""
 
 
 class LayerRange(Message):
-    """Layers ``first`` to ``first + count``, counted in those that the rank moves."""
+    """Layers ``first`` to ``first + count``, counted among the layers that the rank transfers."""
 
     first: LayerIndex
     count: Annotated[int, Meta(ge=1, le=4096)]
 
 
 class RoomShape(Message):
-    """Which parts a room has.
+    """The parts of a room.
 
     Attributes:
-        pages: of the codec, counted from the first that travels; 0 where decode has all KV already.
-        layer_ranges: each page travels in a part for each of them.
-        residual, aux: whether there are residuals, and an auxiliary record.
+        pages: Pages of the codec, counted from the first page that is transferred; 0 if the decode side has all KV already.
+        layer_ranges: Each page has one part for each range.
+        residual, aux: Whether there are residuals, and an auxiliary record.
     """
 
     pages: Annotated[int, Meta(ge=0, lt=MAX_PARTS)]
@@ -73,16 +73,16 @@ class RoomShape(Message):
         if self.pages * len(self.layer_ranges) > MAX_PARTS:
             raise ValueError(f"{self.pages} pages in {len(self.layer_ranges)} ranges of layers; a room has at most {MAX_PARTS} parts")
         if len({layers.first for layers in self.layer_ranges}) < len(self.layer_ranges):
-            raise ValueError(f"{self.layer_ranges}: each range of layers starts at a layer of its own")
+            raise ValueError(f"{self.layer_ranges}: two ranges of layers must not start at the same layer")
 
     def parts(self, stream: Stream) -> int:
-        """How many parts a stream has."""
+        """Return the number of parts in a stream."""
         if stream is Stream.AUX:
             return int(self.aux)
         return self.pages * len(self.layer_ranges) if stream is Stream.ANCHOR or self.residual else 0
 
     def part(self, stream: Stream, page: int, layers: LayerRange) -> int | None:
-        """A part's number in its stream; None where the room has no such part."""
+        """Return a part's number in its stream; None if the room has no such part."""
         if stream is Stream.AUX:
             return 0 if self.aux and page == 0 else None
         if not 0 <= page < self.pages or layers not in self.layer_ranges or not self.parts(stream):
@@ -91,18 +91,18 @@ class RoomShape(Message):
 
 
 class PageHeader(Message):
-    """What a part is.
+    """Header of a part.
 
     Attributes:
-        room: of the request.
-        stream: anchor, residual or aux.
-        page: counted from the first page that travels; 0 for aux.
-        layers: whose KV it is; for aux they say nothing.
-        rank: the sender's.
-        codec: what wrote the bytes.
-        size: bytes of the part.
-        prefix_hash: of the tokens up to the page's end (page_hashes.py), 32 bytes; empty where none is kept.
-        checksum: xxh3_64 of this header with checksum 0, then of the part's bytes.
+        room: Room of the request.
+        stream: Anchor, residual or aux.
+        page: Index of the page, counted from the first page that is transferred; 0 for aux.
+        layers: Layers of the KV; meaningless for aux.
+        rank: Rank of the sender.
+        codec: Name of the codec that encoded the bytes.
+        size: Bytes of the part.
+        prefix_hash: Hash of the tokens up to the page's end (page_hashes.py), 32 bytes; empty if there is none.
+        checksum: xxh3_64 of this header with checksum 0, followed by the part's bytes.
     """
 
     room: Room
@@ -116,23 +116,23 @@ class PageHeader(Message):
     checksum: Annotated[int, Meta(ge=0)] = 0
 
     def digest(self) -> xxhash.xxh3_64:
-        """The checksum's beginning: of the header alone, to be updated with the part's bytes."""
+        """Return the checksum state of the header alone, to be updated with the part's bytes."""
         return xxhash.xxh3_64(encode(msgspec.structs.replace(self, checksum=0)))
 
     def sealed(self, payload: memoryview | bytes) -> "PageHeader":
-        """This header with the checksum of ``payload``, the part's bytes."""
+        """Return this header with the checksum of ``payload``, the part's bytes."""
         digest = self.digest()
         digest.update(payload)
         return msgspec.structs.replace(self, checksum=digest.intdigest())
 
 
 class Hello(Message, tag="hello"):
-    """First message of a connection. Its fields stay as they are in all versions, so that any two can refuse each other.
+    """First message of a connection. Its fields stay the same in all versions, so that any two versions can refuse each other.
 
     Attributes:
         protocol: ``VERSION`` of the sender.
-        link: of this sender and this receiver, random; the same when the sender connects again.
-        settings: a ``LinkSettings`` in MessagePack, of that version.
+        link: Random id of this sender's link to this receiver; the same after a reconnection.
+        settings: ``LinkSettings`` in MessagePack, of that version.
     """
 
     protocol: Annotated[int, Meta(ge=0, le=1 << 31)]
@@ -141,50 +141,50 @@ class Hello(Message, tag="hello"):
 
 
 class Open(Message, tag="open"):
-    """The sender has parts for a room, or had before the connection broke: what of them is there?"""
+    """The sender has parts for a room, or had before the connection broke. It asks which parts the receiver has."""
 
     room: Room
     shape: RoomShape
 
 
 class Frame(Message, tag="frame"):
-    """Bytes of a part, from ``offset``: they follow in a ZMQ frame of their own."""
+    """Bytes of a part, from ``offset``. They follow in a second ZMQ frame."""
 
     header: PageHeader
     offset: Size
 
 
 class Cancel(Message, tag="cancel"):
-    """The sender sends no more of a room."""
+    """The sender sends nothing more of a room."""
 
     room: Room
     reason: Reason
 
 
 class Ping(Message, tag="ping"):
-    """Is somebody there?"""
+    """Asks for a Pong."""
 
 
 class Welcome(Message, tag="welcome"):
-    """The answer to Hello: the sender may have ``window`` bytes under way."""
+    """Reply to Hello: the sender may have ``window`` bytes in flight."""
 
     window: Annotated[int, Meta(ge=1, le=1 << 32)]
 
 
 class Refused(Message, tag="refused"):
-    """This sender is not served; connecting again does not help."""
+    """The receiver does not serve this sender. Reconnecting does not help."""
 
     reason: Reason
 
 
 class HelloFirst(Message, tag="hello-first"):
-    """The receiver cannot follow: connect again, and send what it has not."""
+    """The receiver got an unexpected message. The sender must reconnect and send the missing parts."""
 
     reason: Reason
 
 
 class Have(Message, tag="have"):
-    """The answer to Open: parts that are there, a bit each, the lowest bit first."""
+    """Reply to Open: the parts that the receiver has, as bitmaps with the lowest bit first."""
 
     room: Room
     anchors: Bitmap
@@ -193,7 +193,7 @@ class Have(Message, tag="have"):
 
     @classmethod
     def all_of(cls, room: int, shape: RoomShape) -> "Have":
-        """Of a room of which all is there."""
+        """Return the message for a complete room."""
         counts = shape.parts(Stream.ANCHOR), shape.parts(Stream.RESIDUAL)
         anchors, residuals = (((1 << count) - 1).to_bytes(-(-count // 8), "little") for count in counts)
         return cls(room, anchors, residuals, shape.aux)
@@ -208,14 +208,14 @@ class Acked(Message, tag="acked"):
 
 
 class Received(Message, tag="received"):
-    """Bytes that may be sent beyond those granted before, and parts that are there."""
+    """Grants bytes in addition to earlier grants, and acknowledges parts."""
 
     granted: Annotated[int, Meta(ge=0, le=1 << 32)]
     acked: Annotated[tuple[Acked, ...], Meta(max_length=MAX_ACKS)]
 
 
 class Retransmit(Message, tag="again"):
-    """A part whose checksum was wrong: send it once more."""
+    """A part had a wrong checksum and must be sent again."""
 
     room: Room
     stream: Stream
@@ -223,14 +223,14 @@ class Retransmit(Message, tag="again"):
 
 
 class Ended(Message, tag="ended"):
-    """The receiver takes no more of a room: unknown, aborted or failed."""
+    """The receiver accepts nothing more of a room: it is unknown, aborted or failed."""
 
     room: Room
     reason: Reason
 
 
 class Pong(Message, tag="pong"):
-    """Somebody is there."""
+    """Reply to Ping."""
 
 
 FromSender = Hello | Open | Frame | Cancel | Ping
@@ -242,28 +242,28 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 def decode_from_sender(data: bytes | memoryview) -> FromSender:
-    """What a sender said.
+    """Decode a message of a sender.
 
     Raises:
-        WireError: it is too long, or no message of a sender.
+        WireError: The data is too long, or is not a message of a sender.
     """
     return _decode(_from_sender, data)
 
 
 def decode_from_receiver(data: bytes | memoryview) -> FromReceiver:
-    """What a receiver said.
+    """Decode a message of a receiver.
 
     Raises:
-        WireError: it is too long, or no message of a receiver.
+        WireError: The data is too long, or is not a message of a receiver.
     """
     return _decode(_from_receiver, data)
 
 
 def decode_settings(data: bytes) -> LinkSettings:
-    """The settings of a Hello of this version.
+    """Decode the settings of a Hello of this version.
 
     Raises:
-        WireError: they are none.
+        WireError: The data is not valid settings.
     """
     return _decode(_settings, data)
 

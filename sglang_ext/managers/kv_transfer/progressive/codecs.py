@@ -1,4 +1,4 @@
-"""Which codec moves the pages of a pool."""
+"""Selects the codec that transfers the pages of a pool."""
 
 import torch
 
@@ -13,19 +13,21 @@ from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
 from sglang_ext.managers.kv_transfer.progressive.raw_codec import RawCodec
 from sglang_ext.managers.kv_transfer.wire import LayerRange
 
-QUANTIZERS = {each.name: each for each in (Bfloat16Quantizer(), Int8Quantizer(), Int8Quantizer(by_token=False), Int4Quantizer(), CacheGen())}
+QUANTIZERS = {
+    each.name: each for each in (Bfloat16Quantizer(), Int8Quantizer(), Int8Quantizer(by_token=False), Int4Quantizer(), CacheGen())
+}
 
 
 def make_codec(reference: str, pool: PoolBuffers, bench: str | None = None) -> PageCodec:
-    """The codec whose streams restore ``reference``, a value of ``--kv-reference``.
+    """Create the codec whose streams restore ``reference``, a value of ``--kv-reference``.
 
     Args:
-        reference: what is restored.
-        pool: of this rank.
-        bench: a codec that a benchmark chose in place of that (``--kv-bench-codec``).
+        reference: What the streams restore.
+        pool: The pool of this rank.
+        bench: A codec that a benchmark selects instead (``--kv-bench-codec``).
 
     Raises:
-        LinkError: it does not take such a pool.
+        LinkError: The codec does not support such a pool.
     """
     tokens = page_tokens(pool.bytes_per_token)
     if bench in QUANTIZERS:
@@ -37,16 +39,17 @@ def make_codec(reference: str, pool: PoolBuffers, bench: str | None = None) -> P
 
 
 def compile_kernels(codec: PageCodec, layers: LayerRange, writes: bool) -> None:
-    """Do once, with slot 0, which is no request's, what the first pages would wait for on a GPU: seconds for each kernel that is compiled.
+    """Compile the codec's kernels by a run on slot 0, which belongs to no request. Otherwise the first pages would wait seconds for each
+    kernel.
 
     Args:
-        codec: of the pool.
-        layers: that travel in one part.
-        writes: whether pages are written here, too.
+        codec: Codec of the pool.
+        layers: Layers of one part.
+        writes: Whether this server also writes pages.
     """
     with codec.pool.use_stream():
         for tensor in codec.pool.tensors(layers.first, layers.count):
-            # Codecs refuse what is not finite.
+            # Codecs refuse values that are not finite.
             tensor[0] = 0
         slots = torch.zeros(codec.page_size, dtype=torch.int64, device=codec.pool.device)
         # With sinks, and without.

@@ -1,4 +1,4 @@
-"""What a rank's end of a link says of itself, where it listens, and why two servers' ends do not fit."""
+"""Settings and endpoint of a rank's end of links, and the checks that two servers are compatible."""
 
 import os
 import tempfile
@@ -21,7 +21,7 @@ from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
 from sglang_ext.managers.kv_transfer.link_settings import LinkError, LinkSettings
 from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
 
-# What --kv-cache-dtype resolves to, of pools without scales beside them.
+# Dtypes by the resolved value of --kv-cache-dtype, for pools without separate scales.
 DTYPES = {
     "bf16": torch.bfloat16,
     "bfloat16": torch.bfloat16,
@@ -31,23 +31,23 @@ DTYPES = {
 
 
 def describe_pool(args: KVArgs, config: ModelConfig, tp_size: int) -> PoolBuffers:
-    """The pool of this rank.
+    """Return the pool of this rank.
 
     Raises:
-        LinkError: it is none that this backend moves.
+        LinkError: This backend cannot transfer the pool.
     """
     if args.state_types:
-        raise LinkError(f"the model keeps {args.state_types} beside keys and values; use --disaggregation-transfer-backend mooncake for it")
+        raise LinkError(f"the model has {args.state_types} besides keys and values; use --disaggregation-transfer-backend mooncake for it")
     name = args.kv_cache_dtype_str
     if name != "auto" and name not in DTYPES:
-        raise LinkError(f"--kv-cache-dtype is {name}; backend progressive moves pools of auto, {', '.join(DTYPES)}: pass one of these")
+        raise LinkError(f"--kv-cache-dtype is {name}; backend progressive transfers pools of auto, {', '.join(DTYPES)}: pass one of these")
     device = torch.device("cuda", args.gpu_id) if torch.cuda.is_available() else torch.device("cpu")
     dtype = config.dtype if name == "auto" else DTYPES[name]
     return PoolBuffers(args, dtype, config.get_num_kv_heads(tp_size), config.head_dim, config.v_head_dim, device)
 
 
 def make_settings(args: ServerArgs, pool: PoolBuffers, codec: PageCodec, tp_rank: int, tp_size: int) -> LinkSettings:
-    """Of this rank's end of links."""
+    """Return the settings of this rank's end of links."""
     return LinkSettings(
         model_key=model_key(model_folder(args.model_path, args.revision)),
         pool_dtype=str(pool.dtype).removeprefix("torch."),
@@ -66,7 +66,8 @@ def make_settings(args: ServerArgs, pool: PoolBuffers, codec: PageCodec, tp_rank
 
 
 def receiving_endpoint(host: str, rank: int, keys: LinkKeys | None) -> str:
-    """Where a decode rank's link server listens: for other machines with keys, else in a folder of this user on this one."""
+    """Return the endpoint of a decode rank's link server: with keys an address for other machines, else a file in this user's folder on
+    this machine."""
     if keys is not None:
         return NetworkAddress(host, 0).to_tcp()
     folder = Path(tempfile.gettempdir()) / f"sglang-ext-{os.getuid()}"
@@ -98,14 +99,15 @@ def rank_mismatch(prefill: PrefillServerInfo, tp_size: int, page_size: int, kv_c
 
 
 def metadata_mismatch(metadata: RoomMetadata, settings: LinkSettings, aux_sizes: tuple[int, ...], has_keys: bool) -> str | None:
-    """Why the prefill side, with keys of links or without, sends nothing where this metadata says; None where it does."""
+    """Return why the prefill side refuses to send a room with this metadata; None if it can send it. ``has_keys``: whether it has link
+    keys."""
     differs = link_settings.version_mismatch(metadata.version, VERSION)
     if differs is not None:
         return differs
     try:
         differs = link_settings.settings_mismatch(wire.decode_settings(metadata.settings), settings)
     except wire.WireError as error:
-        return f"the decode server's settings are none of this version: {error}"
+        return f"the decode server's settings are not of this version: {error}"
     if differs is not None:
         return differs
     if metadata.aux_sizes[:-1] != aux_sizes:
@@ -119,7 +121,7 @@ def metadata_mismatch(metadata: RoomMetadata, settings: LinkSettings, aux_sizes:
         return f"the {alone} server has --kv-link-keys and the {without} server has none: give both servers the same file"
     if file != metadata.endpoint and not Path(file).exists():
         return (
-            f"the decode server at {metadata.host} listens at {metadata.endpoint}, for its own machine alone, and there is no such file "
+            f"the decode server at {metadata.host} listens at {metadata.endpoint}, for its own machine only, and there is no such file "
             "here: give both servers the same --kv-link-keys"
         )
     return None

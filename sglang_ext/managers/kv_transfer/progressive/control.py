@@ -1,6 +1,7 @@
-"""Messages between the managers of two servers, over the sockets of SGLang's control plane: msgspec structs with bounds, no pickle.
+"""Control messages between the managers of two servers, over the sockets of SGLang's control plane. They are msgspec structs with bounds;
+nothing is unpickled.
 
-The decode side says where a room goes, and either side that it ends there. Bytes of KV travel over links alone.
+The decode side sends the destination of a room. Either side sends the end of a room. KV bytes are sent over links only.
 """
 
 import hashlib
@@ -19,20 +20,21 @@ Tokens = Annotated[int, Meta(ge=0, le=1 << 31)]
 
 
 class RoomMetadata(Message, tag="metadata"):
-    """The decode side has slots for a room, and has registered it with its link server.
+    """The decode side has allocated slots for a room and registered it with its link server.
 
     Attributes:
-        version: ``VERSION`` of the decode side. The fields stay as they are in all versions, so that any two can refuse each other.
-        room: of the request.
-        host, port: of the decode rank's socket for answers.
-        endpoint: of its link server.
-        settings: a ``LinkSettings`` of its end of links in MessagePack, of that version.
-        aux_sizes: bytes of each row of an auxiliary record, and of the queries that may follow it (prompt_queries.py) at most.
-        prefix: tokens of the prompt whose KV the decode side has.
-        tokens: of the prompt.
+        version: ``VERSION`` of the decode side. The fields stay the same in all versions, so that any two versions can refuse each other.
+        room: SGLang's ``bootstrap_room`` of the request.
+        host, port: Address of the decode rank's control socket, for replies.
+        endpoint: Endpoint of its link server.
+        settings: ``LinkSettings`` of its end of links in MessagePack, in that version's format.
+        aux_sizes: Bytes per row of each buffer of an auxiliary record, then the maximum bytes of the queries that may follow it
+            (prompt_queries.py).
+        prefix: Prompt tokens whose KV the decode side already has.
+        tokens: Prompt tokens.
         link_room: Random number of this attempt to receive the room. Several requests may have the same room, so links and all later
             messages name the attempt by this number.
-        coded: where in the prompt the tokens begin and end that shall travel as codes, whole blocks; equal where none do.
+        coded: Begin and end of the prompt tokens to transfer as quantized KV, in whole blocks. Equal if there are none.
     """
 
     version: Annotated[int, Meta(ge=0, le=1 << 31)]
@@ -52,7 +54,7 @@ class Abort(Message, tag="abort"):
     """The decode side has ended an attempt.
 
     Attributes:
-        link_room: The attempt's. Its metadata may not have been sent.
+        link_room: Number of the attempt. Its metadata may not have been sent.
     """
 
     room: Room
@@ -61,10 +63,10 @@ class Abort(Message, tag="abort"):
 
 
 class Failed(Message, tag="failed"):
-    """The prefill side sends no more of a room, or never began.
+    """The prefill side stops sending a room, or never started.
 
     Attributes:
-        link_room: Of the attempt that it ends.
+        link_room: Number of the attempt that it ends.
     """
 
     room: Room
@@ -75,8 +77,8 @@ class Failed(Message, tag="failed"):
 def retry_room(room: int, rid: str) -> int:
     """Return the room in which a request is prefilled again, 1 to 2**63 - 1; the same on all ranks.
 
-    The first sender may still wait in the old room. In this room it would be matched with the attempt for the new sender.
-    The answers of a request with ``n`` > 1 share a room. Prefilled again, each gets its own room, by ``rid``.
+    The first sender may still wait in the old room, where it would be matched with the attempt for the new sender. The outputs of a request
+    with ``n`` > 1 share a room. Prefilled again, each gets its own room, derived from ``rid``.
     """
     digest = hashlib.blake2b(f"{room} {rid}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) % (1 << 63) or 1
@@ -88,10 +90,10 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 def decode(data: bytes) -> Control:
-    """What a manager said.
+    """Decode a message of another manager.
 
     Raises:
-        WireError: it is too long, or no message of this version.
+        WireError: The data is too long, or is not a message of this version.
     """
     if len(data) > MAX_MESSAGE_BYTES:
         raise WireError(f"a control message of {len(data)} bytes; at most {MAX_MESSAGE_BYTES} are read: the peer speaks another protocol")

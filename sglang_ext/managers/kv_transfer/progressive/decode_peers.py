@@ -1,6 +1,5 @@
-"""A decode rank, as the prefill side sends to it: a link, a thread that begins to encode one page after the other, and one that waits for
-each, computes its checksum and offers it.
-"""
+"""The prefill side's connection to a decode rank: a link and two threads. One starts to encode pages; the other waits for each page,
+computes its checksum and offers it."""
 
 import logging
 import math
@@ -25,22 +24,22 @@ logger = logging.getLogger(__name__)
 MAX_BYTES_BEFORE_RESIDUALS, MAX_ENCODED_BYTES = 1 << 29, 1 << 30
 # Limit on the encoded bytes for all decode ranks of a prefill rank together. They are in host memory, pinned on a GPU.
 MAX_TOTAL_BYTES = 1 << 31
-# Anchors that the link has yet to send: with fewer, the next is encoded without its residual, whose turn comes after all anchors.
+# Minimum of anchors queued for the link. Below it, the next anchor is encoded without its residual, which follows after all anchors.
 AHEAD = 4
-# Pages that are being encoded: a GPU has work while one is looked at and the next is launched.
+# Pages encoded at a time, so that a GPU has work while the host finishes one page and launches the next.
 DEPTH = 3
-# Seconds between looks at whether there is space.
+# Seconds between checks for free space.
 SOON = 0.005
 
 
 @dataclass(frozen=True)
 class _Work:
-    """Pages of a room, and after the last its auxiliary record.
+    """Pages of a room to send; after its last page, the auxiliary record.
 
     Attributes:
-        pages: slots of each, int64 [tokens], or its bytes where it was encoded before.
-        record: None where more pages follow.
-        ready: a CUDA event after which their KV is there; None where it is.
+        pages: Slots of each page, int64 [tokens], or the bytes of a page that is encoded already.
+        record: The auxiliary record; None if more pages follow.
+        ready: CUDA event after which the KV of the pages is complete; None if it already is.
     """
 
     room: RoomEncoder
@@ -51,7 +50,7 @@ class _Work:
 
 @dataclass(frozen=True)
 class _Record:
-    """A room's auxiliary record, which takes its turn after pages."""
+    """A room's auxiliary record, offered after the pages before it."""
 
     room: RoomEncoder
     record: bytes
@@ -59,11 +58,11 @@ class _Record:
 
 
 class DecodePeer:
-    """Rooms of this rank on their way to one decode rank. All methods may be called from any thread, and none waits.
+    """Rooms that this rank sends to one decode rank. All methods may be called from any thread, and none blocks.
 
     Args:
-        link: to it; the peer closes it.
-        most_before_residuals, most_encoded: bytes held for it at which residuals, and then all, wait.
+        link: Link to the decode rank. The peer closes it.
+        most_before_residuals, most_encoded: Held bytes above which residuals wait, and above which everything waits.
         free_bytes: Returns how many more bytes all peers of the process may hold. A peer holds at most as much as is still free. So each of
             n busy peers holds at most 1/(n + 1) of the limit, and another peer finds as much.
     """
@@ -79,9 +78,9 @@ class DecodePeer:
         self._free_bytes = free_bytes
         self._link, self._most_before_residuals, self._most_encoded = link, most_before_residuals, most_encoded
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
-        # Of the thread: pages that were sent without their residual.
-        self._put_off: deque[tuple[RoomEncoder, int, torch.Tensor]] = deque()
-        # Pages that are being encoded, and records, in the order in which they are offered; changes are told.
+        # Used by the encoder thread: pages that were started without their residual.
+        self._deferred: deque[tuple[RoomEncoder, int, torch.Tensor]] = deque()
+        # Pages being encoded, and records, in the order in which they are offered. Changes notify ``_changed``.
         self._started: deque[PageEncoding | _Record] = deque()
         self._changed = threading.Condition()
         self._closing = self._ended = False
@@ -91,14 +90,14 @@ class DecodePeer:
 
     @property
     def refused(self) -> bool:
-        """Whether the decode rank serves this link no more."""
+        """Whether the decode rank has refused this link."""
         return self._link.refusal is not None
 
     def open(self, room: RoomEncoder) -> None:
-        """Announce a room.
+        """Open a room on the link.
 
         Raises:
-            LinkError: the link takes none.
+            LinkError: The link takes no rooms.
         """
         self._link.open(room.number, room.shape, room)
 
@@ -109,15 +108,15 @@ class DecodePeer:
         record: bytes | None,
         ready: "torch.cuda.Event | None" = None,
     ) -> None:
-        """Send the next pages of an open room, and with a record its end; their KV must stay until the room succeeded or ended."""
+        """Send the next pages of an open room; a record ends the room. The KV of the pages must be kept until the room succeeds or ends."""
         self._work.put(_Work(room, pages, record, ready))
 
     def cancel(self, room: RoomEncoder, reason: str) -> None:
-        """Send no more of a room."""
+        """Send nothing more of a room."""
         room.cancel(self._link, reason)
 
     def unreachable_seconds(self, now: float) -> float:
-        """Seconds since the decode rank was first seen not to answer; 0 while it does, or while bytes wait for it."""
+        """Return the seconds since the decode rank was first seen unreachable; 0 while it answers, or while bytes are queued for it."""
         if self._link.connected or self._link.queued_bytes:
             self._gone_since = None
             return 0.0
@@ -134,9 +133,9 @@ class DecodePeer:
     def _run(self) -> None:
         while not self._closing:
             try:
-                work = self._work.get(timeout=SOON if self._put_off else None)
+                work = self._work.get(timeout=SOON if self._deferred else None)
             except queue.Empty:
-                self._start_put_off()
+                self._start_deferred()
                 continue
             if work is not None:
                 self._guard(work.room, lambda work=work: self._start_all(work))
@@ -152,24 +151,24 @@ class DecodePeer:
             if work.room.over or self._closing:
                 return
             now = self._has_time(work.room) and self._has_space(work.room, Stream.RESIDUAL, self._most_before_residuals)
-            self._begin(started := work.room.start_page(slots, now))
+            self._queue_started(started := work.room.start_page(slots, now))
             if not now:
-                self._put_off.append((work.room, started.page, slots))
+                self._deferred.append((work.room, started.page, slots))
         if work.record is not None and not work.room.over:
-            self._begin(_Record(work.room, work.record))
+            self._queue_started(_Record(work.room, work.record))
 
-    def _start_put_off(self) -> None:
-        """Residuals, oldest first, as long as there is space and no anchor to encode."""
-        while self._put_off and self._work.empty() and not self._closing:
-            room, page, slots = self._put_off[0]
+    def _start_deferred(self) -> None:
+        """Encode deferred residuals, oldest first, while there is space and no anchor to encode."""
+        while self._deferred and self._work.empty() and not self._closing:
+            room, page, slots = self._deferred[0]
             if not room.over and not self._has_space(room, Stream.RESIDUAL, self._most_before_residuals):
                 return
-            self._put_off.popleft()
+            self._deferred.popleft()
             if not room.over:
-                self._guard(room, lambda room=room, page=page, slots=slots: self._begin(room.start_residual(page, slots)))
+                self._guard(room, lambda room=room, page=page, slots=slots: self._queue_started(room.start_residual(page, slots)))
 
-    def _begin(self, started: "PageEncoding | _Record") -> None:
-        """What was begun is offered in its turn; wait while much was."""
+    def _queue_started(self, started: "PageEncoding | _Record") -> None:
+        """Queue started work to be offered in order. Wait while too much is queued."""
         with self._changed:
             self._started.append(started)
             self._changed.notify_all()
@@ -183,7 +182,8 @@ class DecodePeer:
                 if not self._started:
                     return
                 first = self._started[0]
-            # Of a room that is over, too: a GPU may still write to the page's memory, which is given to others once nobody has it.
+            # This also applies to a room that is over: a GPU may still write to the page's memory, which is reused once nothing references
+            # it.
             self._guard(first.room, lambda first=first: self._offer(first))
             del first
             with self._changed:
@@ -199,13 +199,14 @@ class DecodePeer:
     def _guard(self, room: RoomEncoder, send: Callable[[], None]) -> None:
         try:
             send()
-        except Exception as error:  # The thread serves other rooms, too: this one fails.
+        except Exception as error:  # Only this room fails: the thread serves other rooms too.
             logger.exception("room %d cannot be sent", room.number)
             room.fail(f"it cannot be sent: {error}")
             self._link.cancel(room.number, str(error))
 
     def _has_time(self, room: RoomEncoder) -> bool:
-        """Whether a residual may be encoded with its anchor: the link does not wait for the next anchor, or the room has no residuals."""
+        """Return whether a residual may be encoded with its anchor: enough anchors are queued that the link does not wait, or the room has
+        no residuals."""
         if not room.shape.parts(Stream.RESIDUAL):
             return True
         with self._changed:
@@ -214,13 +215,13 @@ class DecodePeer:
 
     @property
     def held_bytes(self) -> int:
-        """Encoded bytes that have not arrived at the decode rank."""
+        """Encoded bytes that the decode rank has not acknowledged."""
         with self._changed:
             begun = sum(sum(started.sizes.values()) for started in self._started)
         return begun + self._link.queued_bytes
 
     def _has_space(self, room: RoomEncoder, stream: Stream, most: int) -> bool:
-        """Whether a stream of a page may be encoded: this peer then holds at most ``most`` bytes, and all peers at most their limit.
+        """Return whether a stream of a page may be encoded: this peer then holds at most ``most`` bytes, and all peers at most their limit.
 
         A peer that holds nothing may always encode one page. A stream that the room does not have needs no space.
         """
@@ -237,8 +238,8 @@ class DecodePeers:
     """The decode ranks that a prefill rank sends to, by endpoint.
 
     Args:
-        connect: makes a link to an endpoint.
-        forget_seconds: after which one that does not answer and has no rooms is forgotten: restarted, it has another endpoint.
+        connect: Creates a link to an endpoint.
+        forget_seconds: Seconds after which an unreachable peer without rooms is dropped. A restarted decode rank has another endpoint.
         most_in_all: Limit on the encoded bytes of all peers together.
     """
 
@@ -247,10 +248,10 @@ class DecodePeers:
         self._peers: dict[str, DecodePeer] = {}
 
     def open(self, endpoint: str, room: RoomEncoder) -> DecodePeer:
-        """The peer on which a room is announced; of the scheduler's thread.
+        """Open a room at the peer of an endpoint, and return the peer. Called by the scheduler's thread.
 
         Raises:
-            LinkError: it takes no rooms.
+            LinkError: The peer takes no rooms.
         """
         now = time.monotonic()
         for other, peer in list(self._peers.items()):

@@ -1,6 +1,6 @@
-"""Matches the two sides of each room at the prefill server: a sender, and the metadata of a receiver. Either may come first.
+"""Matches the two sides of each room at the prefill server: a sender, and the metadata of a receiver. Either may arrive first.
 
-Several requests may have one room number at a time: the answers of a request with ``n`` > 1, or a request that a client sends again. So
+Several requests may have one room number at a time: the outputs of a request with ``n`` > 1, or a request that a client sends again. So
 each receiver is an *attempt* with its own number, ``link_room``. All later messages name the attempt. A sender is matched with the first
 attempt at its room whose prompt has the same number of tokens, else with the first attempt.
 """
@@ -40,7 +40,7 @@ class WaitingSender(Protocol):
 
 @dataclass(frozen=True)
 class _Ended:
-    """A sender that ended before it met an attempt."""
+    """A sender that ended before it was matched with an attempt."""
 
     room: int
     reason: str
@@ -59,7 +59,7 @@ class Handshakes:
         self._senders: list[WaitingSender] = []
         self._ended: list[_Ended] = []
         self._attempts: list[RoomMetadata | Abort] = []
-        # By link_room: senders that met an attempt, and attempts whose sender has left.
+        # By link_room: senders that were matched with an attempt, and attempts whose sender has left.
         self._met: dict[int, WaitingSender] = {}
         self._over: OrderedDict[int, None] = OrderedDict()
 
@@ -68,10 +68,10 @@ class Handshakes:
         return len(self._senders) + len(self._met)
 
     def join(self, sender: WaitingSender) -> None:
-        """Add a sender, with the first attempt at its room that no other sender met."""
+        """Add a sender. Match it with an unmatched attempt at its room, if there is one."""
         with self._lock:
             attempts = [each for each in self._attempts if each.room == sender.room]
-            # Prefer an attempt that continues to one that ended, then one with as many tokens.
+            # Prefer an attempt that has not ended, then one with the same number of tokens.
             attempts.sort(key=lambda each: (isinstance(each, Abort), isinstance(each, RoomMetadata) and each.tokens != sender.tokens))
             if not attempts:
                 self._senders.append(sender)
@@ -86,7 +86,7 @@ class Handshakes:
             sender.fail(f"the decode side ended it: {attempt.reason}")
 
     def leave(self, sender: WaitingSender, reason: str) -> None:
-        """Remove a sender. If it met no attempt, the next one at its room is refused with ``reason``."""
+        """Remove a sender. If it was not matched, the next attempt at its room is refused with ``reason``."""
         with self._lock:
             if sender in self._senders:
                 self._senders.remove(sender)
@@ -154,10 +154,10 @@ class Handshakes:
         return found.reason
 
     def _keep(self, attempt: RoomMetadata | Abort) -> RoomMetadata | Abort | None:
-        """Keep an attempt for a sender to come; return the one that is dropped for it."""
+        """Keep an attempt until its sender joins. Return the oldest attempt if it is dropped, else None."""
         self._attempts.append(attempt)
         return self._attempts.pop(0) if len(self._attempts) > MAX_WAITING else None
 
     def _refuse_dropped(self, dropped: RoomMetadata | Abort | None) -> None:
         if isinstance(dropped, RoomMetadata):
-            self._refuse(dropped, f"its request did not come to the prefill server before {MAX_WAITING} others")
+            self._refuse(dropped, f"its request did not reach the prefill server before {MAX_WAITING} others")

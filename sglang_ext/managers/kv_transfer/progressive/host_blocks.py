@@ -1,4 +1,4 @@
-"""Host memory for pages that wait for a link, or come over one, cut from large blocks: the kernel gives small ones slower than a page is
+"""Host memory for pages that a link sends or receives, cut from large blocks. The kernel allocates small pieces slower than a page is
 copied."""
 
 import logging
@@ -11,48 +11,48 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-# numpy asks the kernel for huge pages, which come where as much lies together.
+# numpy asks the kernel for huge pages, which need large contiguous memory.
 BLOCK = 1 << 26
-# Pieces begin at multiples of this.
+# Alignment of pieces, in bytes.
 ALIGNED = 64
-# Blocks that are kept when none of their pieces is used: memory that was written before costs the kernel nothing. As many as a peer
-# encodes ahead (decode_peers.py); of a GPU more where rooms need them, since a receiver holds anchors until their residuals come.
+# Blocks that are kept when none of their pieces is used, since memory that was written before needs no page faults. On a CPU: as many as a
+# peer encodes ahead (decode_peers.py). For a GPU: more if rooms need them, since a receiver holds anchors until their residuals arrive.
 KEPT, KEPT_PINNED = 16, 128
-# Of a GPU, unused blocks below which a thread pins others: whoever takes a piece must not wait for the kernel.
+# For a GPU: if fewer blocks are unused, a thread pins more, so that the caller of ``take`` does not wait for the kernel.
 AHEAD = 4
 
 
 class HostBlocks:
-    """Cuts blocks into pieces, of any thread; a block is cut anew, or gone, once none of its pieces is used.
+    """Cuts blocks of host memory into pieces. Any thread may call it. A block is reused or freed once none of its pieces is used.
 
-    Of a GPU blocks are pinned: it copies to and from them by itself. Some are there from the beginning, others are made by a thread, before
-    they are needed, up to ``KEPT_PINNED``; what is beyond is not kept, and copied slower. Pieces of one lane lie together, so that what waits
-    long does not hold blocks of what goes soon.
+    For a GPU, blocks are pinned, so that its copy engines can access them. Some are pinned at start. A thread pins others ahead of need, up
+    to ``KEPT_PINNED``. Further blocks are not kept, and are copied slower. Pieces of one lane share blocks, so that long-lived pieces do
+    not hold blocks of short-lived ones.
 
     Args:
-        device: whose pages they are.
+        device: Device of the pages.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # What copies to the device may still read, and events after which they do not.
-        self._read: deque[tuple[torch.cuda.Event, memoryview]] = deque()
+        # Memory that copies to the device may still read, and the events after which they do not.
+        self._pending_copies: deque[tuple[torch.cuda.Event, memoryview]] = deque()
         self._lock = threading.Lock()
         self._kept: list[np.ndarray] = [_pinned(device) for _ in range(KEPT)] if device.type == "cuda" else []
         self._pinning, self._expected = False, 0
         self._most_kept = KEPT_PINNED if device.type == "cuda" else KEPT
-        # By lane, what is left of the block that is cut.
+        # By lane, the unused rest of its current block.
         self._rest: dict[int, np.ndarray] = {}
 
     def expect(self, size: int) -> None:
-        """Have a thread pin as many bytes, up to ``KEPT_PINNED`` blocks, from now on: a link is faster than the kernel pins."""
+        """Pin this many bytes in a background thread, up to ``KEPT_PINNED`` blocks, since a link is faster than the kernel pins."""
         if self._device.type == "cuda":
             with self._lock:
                 self._expected = min(size // BLOCK, self._most_kept)
                 self._pin_ahead()
 
     def take(self, size: int, lane: int = 0) -> np.ndarray:
-        """Bytes that nobody else has, uint8 [size], with any content; ``lane``: of what they become free together with."""
+        """Return uint8 [size] of uninitialized memory for the caller alone. Pieces of one ``lane`` become free at about the same time."""
         with self._lock:
             rest = self._rest.pop(lane, None)
             if rest is None or size > len(rest):
@@ -63,16 +63,16 @@ class HostBlocks:
         return taken
 
     def take_unshared(self, size: int) -> np.ndarray:
-        """The same for what is kept until other parts of its room come, uint8 [size]: on a CPU it shares its block with nothing, and goes
-        when it is not used."""
+        """Return uint8 [size] for data that is kept until other parts of its room arrive. On a CPU, it shares no block and is freed with
+        its last use."""
         return self.take(size) if self._device.type == "cuda" else np.empty(size, np.uint8)
 
     def _block(self, size: int) -> np.ndarray:
-        """A block that is not used, or a new one."""
+        """Return an unused block, or a new one."""
         for place in range(len(self._kept)):
             if len(self._kept[place]) >= size and self._is_unused(place):
                 return self._kept[place]
-        # The one that is being pinned counts.
+        # A block that is being pinned counts as kept.
         keep = len(self._kept) + self._pinning < self._most_kept and size <= BLOCK
         block = _pinned(self._device) if keep and self._device.type == "cuda" else np.empty(max(size, BLOCK), np.uint8)
         if keep:
@@ -80,7 +80,7 @@ class HostBlocks:
         return block
 
     def _is_unused(self, place: int) -> bool:
-        # Pieces are views, which keep a block; the list and the call do, too.
+        # Pieces are views that hold a reference to their block. The list and this call hold one each.
         return sys.getrefcount(self._kept[place]) == 2
 
     def _pin_ahead(self) -> None:
@@ -101,9 +101,9 @@ class HostBlocks:
                 self._pinning = self._lacks_pinned()
 
     def to_device(self, content: memoryview) -> torch.Tensor:
-        """Bytes of a page on the device, uint8 [bytes]; on a CPU the same memory, where it may be written to.
+        """Return the bytes of a page on the device, uint8 [bytes]; on a CPU the same memory, if it is writable.
 
-        What comes of :meth:`take` is copied by the GPU, without waiting for it, and stays until it has been.
+        The GPU copies memory of :meth:`take` asynchronously. The memory is kept until the copy is complete.
         """
         found = torch.frombuffer(bytearray(content) if content.readonly else content, dtype=torch.uint8)
         if self._device.type != "cuda":
@@ -112,16 +112,16 @@ class HostBlocks:
         event = torch.cuda.Event()
         event.record()
         with self._lock:
-            self._read.append((event, content))
-            while self._read and self._read[0][0].query():
-                self._read.popleft()
+            self._pending_copies.append((event, content))
+            while self._pending_copies and self._pending_copies[0][0].query():
+                self._pending_copies.popleft()
         return there
 
 
 def _pinned(device: torch.device) -> np.ndarray:
-    """A block that the GPU's copy engines reach; one that they do not, where the system allows no more."""
+    """Allocate a block that the GPU's copy engines can access; an ordinary one if the system allows no more pinned memory."""
     try:
-        # Threads begin with the first GPU, which need not be this rank's.
+        # A new thread uses the first GPU, which need not be this rank's.
         with torch.cuda.device(device):
             return torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True).numpy()
     except RuntimeError as error:

@@ -1,7 +1,7 @@
-"""Pages as anchor and residual (layers/kernels/lynx): most significant bits first, then what restores 8 bits or all of them.
+"""Pages as anchor and residual (layers/kernels/lynx). The anchor holds the most significant bits; the residual restores 8 bits or all bits.
 
-A stream of a page holds those of its tensors, keys of all layers before values of all layers: uint32 sizes, then the streams, each
-begun at a multiple of 16 bytes.
+A stream of a page packs the streams of its tensors: keys of all layers, then values of all layers. It starts with their sizes as uint32.
+Each tensor's stream begins at a multiple of 16 bytes.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,14 +23,14 @@ ALIGNED = 16
 
 
 def pack_streams(streams: Sequence[torch.Tensor], blocks: HostBlocks, lane: int = 0) -> memoryview:
-    """Streams of tensors as one, in host memory of a lane of ``blocks``; from a GPU the current stream brings them, which is not waited
-    for."""
+    """Pack the streams of tensors into one, in host memory of a lane of ``blocks``. From a GPU the current stream copies them
+    asynchronously."""
     sizes = np.array([len(stream) for stream in streams], "<u4")
-    begins = _places(sizes).tolist()
+    begins = _offsets(sizes).tolist()
     content = blocks.take(begins[-1], lane)
     content[: begins[0]] = 0
     content[: sizes.nbytes] = sizes.view(np.uint8)
-    together = _together(streams, begins)
+    together = _contiguous_memory(streams, begins)
     if together is None:
         together = torch.zeros(begins[-1] - begins[0], dtype=torch.uint8, device=streams[0].device)
         for stream, begin in zip(streams, begins, strict=False):
@@ -39,8 +39,9 @@ def pack_streams(streams: Sequence[torch.Tensor], blocks: HostBlocks, lane: int 
     return memoryview(content)
 
 
-def _together(streams: Sequence[torch.Tensor], begins: Sequence[int]) -> torch.Tensor | None:
-    """The memory from the first to the last, if they lie in it as they do in the packed stream; what is between them is 0 then."""
+def _contiguous_memory(streams: Sequence[torch.Tensor], begins: Sequence[int]) -> torch.Tensor | None:
+    """Return the memory from the first to the last stream if it has the layout of the packed stream; else None. The bytes between streams
+    are 0 then."""
     first, memory = streams[0], streams[0].untyped_storage()
     beyond = first.data_ptr() - memory.data_ptr() + begins[-1] - begins[0]
     if beyond > memory.nbytes() or any(stream.data_ptr() - first.data_ptr() != begin - begins[0] for stream, begin in zip(streams, begins)):
@@ -49,43 +50,43 @@ def _together(streams: Sequence[torch.Tensor], begins: Sequence[int]) -> torch.T
 
 
 def packed_size(sizes: Sequence[int]) -> int:
-    """Of streams of such sizes as one."""
-    return int(_places(np.array(sizes, np.int64))[-1])
+    """Return the total bytes of a packed stream whose streams have ``sizes``."""
+    return int(_offsets(np.array(sizes, np.int64))[-1])
 
 
 def unpack_streams(content: memoryview, count: int, blocks: HostBlocks) -> list[torch.Tensor]:
-    """The ``count`` streams of one, uint8 [bytes] each, on the device of ``blocks``.
+    """Unpack ``count`` streams, uint8 [bytes] each, on the device of ``blocks``.
 
     Raises:
-        LinkError: it is no such stream.
+        LinkError: The data is not such a stream.
     """
     if len(content) < 4 * count:
-        raise LinkError(f"a stream of {len(content)} bytes for {count} tensors; it has a size of 4 bytes for each")
+        raise LinkError(f"a stream of {len(content)} bytes for {count} tensors; their sizes alone take 4 bytes each")
     sizes = np.frombuffer(content, "<u4", count)
-    place = _places(sizes)
+    place = _offsets(sizes)
     if len(content) != place[-1]:
-        raise LinkError(f"a stream of {len(content)} bytes says that it has {place[-1]}")
+        raise LinkError(f"a stream has {len(content)} bytes, but its sizes add up to {place[-1]}")
     whole = blocks.to_device(content)
     return [whole[begin : begin + size] for begin, size in zip(place.tolist(), sizes.tolist(), strict=False)]
 
 
-def _places(sizes: np.ndarray) -> np.ndarray:
-    """Where each stream begins, and where all end."""
+def _offsets(sizes: np.ndarray) -> np.ndarray:
+    """Return the offset of each stream, and the end of the last."""
     filled = -(-np.concatenate([[4 * len(sizes)], sizes.astype(np.int64)]) // ALIGNED) * ALIGNED
     return filled.cumsum()
 
 
-class _Fixed:
-    """Streams of sizes that are known beforehand, as :func:`pack_streams` has them.
+class _PackedLayout:
+    """Layout of a packed stream whose sizes are known in advance, as :func:`pack_streams` writes it.
 
     Args:
-        groups: how many streams of one size follow each other, and their size.
-        device: of memory that they are written to, or read from.
+        groups: For each group of consecutive streams of equal size: their number and their size.
+        device: Device of the memory that is read or written.
     """
 
     def __init__(self, groups: Sequence[tuple[int, int]], device: torch.device) -> None:
         sizes = np.array([size for count, size in groups for _ in range(count)], "<u4")
-        place = _places(sizes)
+        place = _offsets(sizes)
         self.bytes, self._begin, self._device = int(place[-1]), int(place[0]), device
         self._head = np.zeros(self._begin, np.uint8)
         self._head[: sizes.nbytes] = sizes.view(np.uint8)
@@ -96,27 +97,27 @@ class _Fixed:
             self._groups.append((self._begins[begin:end], int(place[begin]), -(-size // ALIGNED) * ALIGNED, size))
 
     def holds(self, content: memoryview) -> bool:
-        """Whether a stream has these sizes."""
+        """Return whether a stream has these sizes."""
         return len(content) == self.bytes and content[: len(self._sizes)] == self._sizes
 
     def placed(self, memory: torch.Tensor, group: int) -> StreamBatch:
-        """Streams of a group in memory of all, uint8 [bytes]."""
+        """Return the streams of a group within the memory of all, uint8 [bytes]."""
         return StreamBatch(memory, *self._groups[group])
 
     def room(self, content: np.ndarray | None) -> torch.Tensor:
-        """Zeros on the device, uint8 [bytes]: on a CPU those of ``content``, if it is given."""
+        """Return zeros on the device, uint8 [bytes]; on a CPU the zeroed ``content``, if given."""
         if content is None or self._device.type == "cuda":
             return torch.zeros(self.bytes, dtype=torch.uint8, device=self._device)
         return torch.from_numpy(content).zero_()
 
     def copy_to_host(self, room: torch.Tensor, content: np.ndarray) -> None:
-        """Streams into host memory, uint8 [bytes]; from a GPU the current stream brings them, which is not waited for."""
+        """Copy the streams to host memory, uint8 [bytes]. From a GPU the current stream copies them asynchronously."""
         if self._device.type == "cuda":
             torch.from_numpy(content)[self._begin :].copy_(room[self._begin :], non_blocking=True)
         content[: self._begin] = self._head
 
-    def bring_kinds(self, room: torch.Tensor, blocks: HostBlocks) -> np.ndarray:
-        """The first byte of each stream likewise, uint8 [streams]."""
+    def copy_kinds_to_host(self, room: torch.Tensor, blocks: HostBlocks) -> np.ndarray:
+        """Copy the first byte of each stream to host memory in the same way, uint8 [streams]."""
         kinds = blocks.take(len(self._begins))
         torch.from_numpy(kinds).copy_(room.index_select(0, self._begins), non_blocking=True)
         return kinds
@@ -124,45 +125,46 @@ class _Fixed:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What does not change from one page to the next of as many layers, tokens and sinks.
+    """Data that all pages with equal numbers of layers, tokens and sinks share.
 
     Attributes:
-        alike: which tensors are encoded and decoded together, all, or keys and then values, and how.
-        anchors, residuals: streams of a page of which no tensor is raw, if there is any such; residuals of 8 bits alone.
+        alike: Slices of tensors that are encoded and decoded together, with their layout: all tensors, or keys and then values.
+        anchors, residuals: Layouts of the streams of a page without raw tensors; None if every page has raw tensors. Residuals of 8 bits
+            only.
     """
 
     alike: tuple[tuple[slice, PageLayout], ...]
-    anchors: _Fixed | None
-    residuals: _Fixed | None
+    anchors: _PackedLayout | None
+    residuals: _PackedLayout | None
 
     @classmethod
     def build(cls, layouts: tuple[PageLayout, PageLayout], layers: int, device: torch.device) -> "_Plan":
-        """Of layouts of keys and of values."""
+        """Build the plan from the layouts of keys and of values."""
         keys, values = layouts
         both = (slice(0, layers), keys), (slice(layers, 2 * layers), values)
         alike = both if keys != values else ((slice(0, 2 * layers), keys),)
         if keys.always_raw or values.always_raw:
             return cls(alike, None, None)
         counted = [(those.stop - those.start, layout) for those, layout in alike]
-        anchors = _Fixed([(count, layout.coded_bytes) for count, layout in counted], device)
+        anchors = _PackedLayout([(count, layout.coded_bytes) for count, layout in counted], device)
         if keys.reference != "int8":
             return cls(alike, anchors, None)
-        return cls(alike, anchors, _Fixed([(count, layout.int8_bytes) for count, layout in counted], device))
+        return cls(alike, anchors, _PackedLayout([(count, layout.int8_bytes) for count, layout in counted], device))
 
 
 @dataclass(frozen=True)
 class LynxCodec:
-    """Anchors of 4 bits, and residuals.
+    """Encodes pages as anchors of 4 bits, and residuals (Lynx).
 
     Attributes:
-        pool: of this rank: bfloat16, float16 or float32.
+        pool: The pool of this rank: bfloat16, float16 or float32.
         reference: ``int8`` or ``exact``.
-        page_size: tokens of a page, whole chunks of 32.
-        bits: of an anchor's codes.
-        sinks: the prompt's first tokens, which an anchor holds exactly.
+        page_size: Tokens of a page, a multiple of 32.
+        bits: Bits of an anchor's codes.
+        sinks: Number of the prompt's first tokens that an anchor holds exactly.
 
     Raises:
-        LinkError: the pool is none of these.
+        LinkError: The pool has another dtype.
     """
 
     pool: PoolBuffers
@@ -180,15 +182,15 @@ class LynxCodec:
         try:
             self._layouts(self.page_size, 0)
         except ValueError as error:
-            raise LinkError(f"codec lynx does not take this pool: {error}; or pass --kv-reference raw") from error
+            raise LinkError(f"codec lynx does not support this pool: {error}; or pass --kv-reference raw") from error
 
     @property
     def options(self) -> dict[str, OptionValue]:
-        """What changes the bytes."""
+        """The options that change the bytes."""
         return {"bits": self.bits, "sinks": self.sinks}
 
     def most_bytes(self, stream: Stream, layers: LayerRange) -> int:
-        """Of a full page of which no tensor is shorter than the pool's own bytes."""
+        """Return the maximum bytes of a full page's stream, for tensors that do not compress."""
         key = stream, layers.count
         if key not in self._most:
             most = {Stream.ANCHOR: _most_anchor, Stream.RESIDUAL: _most_residual}[stream]
@@ -196,27 +198,27 @@ class LynxCodec:
         return self._most[key]
 
     def encode(self, page: PlacedPage, layers: LayerRange) -> EncodedPage:
-        """Both streams."""
+        """Encode both streams."""
         return self.start(page, layers)()
 
     def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
-        """The first stream; the exact residual, which takes longer, is left out."""
+        """Encode the first stream only, without the exact residual, which takes longer."""
         return self.start(page, layers, residual=False)().anchor
 
     def encode_residual(self, page: PlacedPage, layers: LayerRange) -> memoryview:
-        """The second stream."""
+        """Encode the second stream only."""
         return self.start(page, layers, anchor=False)().residual
 
     def start(self, page: PlacedPage, layers: LayerRange, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
-        """Begin to encode a page; what waits for it, and encodes it again where a tensor of it turns out to be raw.
+        """Start to encode a page. Return a function that waits for it, and encodes it again if a tensor turns out to be raw.
 
-        Exact residuals have sizes that only the device knows: those are waited for here.
+        Exact residuals have sizes that only the device knows. In that case this method waits.
         """
         plan = self._plan(page, layers)
         if plan.anchors is None or residual and plan.residuals is None:
-            found = self._encoded_apart(page, layers, anchor, residual)
+            found = self._encode_separately(page, layers, anchor, residual)
             return lambda: found
-        # A residual waits for all anchors of its room.
+        # Separate lanes: a residual waits for all anchors of its room.
         first, rest = (
             self.pool.blocks.take(streams.bytes, lane) if wanted else None
             for lane, (streams, wanted) in enumerate(((plan.anchors, anchor), (plan.residuals, residual)))
@@ -225,7 +227,7 @@ class LynxCodec:
         for group, (those, layout) in enumerate(plan.alike):
             beside = plan.residuals.placed(residuals, group) if residual else None
             encode_page_into(self.pool.parts(layers, those), layout, page.slots, plan.anchors.placed(anchors, group), beside)
-        kinds = plan.anchors.bring_kinds(anchors, self.pool.blocks)
+        kinds = plan.anchors.copy_kinds_to_host(anchors, self.pool.blocks)
         if anchor:
             plan.anchors.copy_to_host(anchors, first)
         if residual:
@@ -235,29 +237,29 @@ class LynxCodec:
         def finish() -> EncodedPage:
             reached()
             if (kinds == RAW).any():
-                return self._encoded_apart(page, layers, anchor, residual)
+                return self._encode_separately(page, layers, anchor, residual)
             return EncodedPage(*(None if content is None else memoryview(content) for content in (first, rest)))
 
         return finish
 
     def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
-        """Numbers of 4 bits.
+        """Fill the page's slots with values of 4 bits.
 
         Raises:
-            LinkError: it is no anchor of such a page.
+            LinkError: The data is not an anchor of such a page.
         """
         self._decode(page, layers, anchor, None)
 
     def write_residual(self, page: PlacedPage, layers: LayerRange, anchor: memoryview, residual: memoryview) -> None:
-        """Numbers of 8 bits, or the bits that the pool of the sender has.
+        """Fill the page's slots with values of 8 bits, or with the bits of the sender's pool.
 
         Raises:
-            LinkError: these are no streams of such a page.
+            LinkError: The data are not streams of such a page.
         """
         self._decode(page, layers, anchor, residual)
 
     def _layouts(self, tokens: int, start: int) -> tuple[PageLayout, PageLayout]:
-        """Of keys and of values."""
+        """Return the layouts of keys and of values."""
         sinks = min(tokens, max(0, self.sinks - start))
         return tuple(
             PageLayout(tokens, self.pool.heads * dim, self.pool.dtype, self.bits, sinks, reference=self.reference)
@@ -271,11 +273,11 @@ class LynxCodec:
             self._plans[key] = _Plan.build(self._layouts(tokens, page.start), layers.count, self.pool.device)
         return self._plans[key]
 
-    def _encoded_apart(self, page: PlacedPage, layers: LayerRange, anchor: bool, residual: bool) -> EncodedPage:
-        """Streams of any size, tensor by tensor; it waits for them."""
+    def _encode_separately(self, page: PlacedPage, layers: LayerRange, anchor: bool, residual: bool) -> EncodedPage:
+        """Encode streams of any size, tensor by tensor, and wait for them."""
         found = []
         for those, layout in self._plan(page, layers).alike:
-            # Exact residuals, which take longer, are left out where none are wanted.
+            # Exact residuals take longer, and are skipped if not requested.
             layout = layout if residual else replace(layout, reference="int8")
             found += encode_page(self.pool.parts(layers, those), layout, page.slots)
         streams = [streams if wanted else None for streams, wanted in zip(zip(*found, strict=True), (anchor, residual))]
@@ -298,7 +300,7 @@ class LynxCodec:
                 rest = None if residual is None else found[1][those]
                 decode_page(found[0][those], rest, layout, self.pool.parts(layers, those), page.slots)
         except (ValueError, IndexError, RuntimeError) as error:
-            raise LinkError(f"no streams of a page of {len(page.slots)} tokens from {page.start}: {error}") from error
+            raise LinkError(f"the data are no streams of a page of {len(page.slots)} tokens from {page.start}: {error}") from error
 
 
 def _most_anchor(layout: PageLayout) -> int:
@@ -308,5 +310,5 @@ def _most_anchor(layout: PageLayout) -> int:
 def _most_residual(layout: PageLayout) -> int:
     if layout.reference == "int8":
         return layout.int8_bytes
-    # No index takes more bits than a number; blocks are filled up.
+    # No index takes more bits than a number. Blocks are padded.
     return layout.index_bytes + layout.tokens * layout.channels * layout.dtype.itemsize + layout.rows * layout.blocks * UNIT

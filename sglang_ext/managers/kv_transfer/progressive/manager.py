@@ -1,4 +1,4 @@
-"""One rank's manager: what its senders or receivers share, and the thread that hears the other server."""
+"""The transfer manager of one rank: state shared by its senders or receivers, and the thread that receives control messages."""
 
 import logging
 import threading
@@ -42,34 +42,35 @@ from sglang_ext.mem_cache.host_tier.host_memory import AvailableMemory
 
 logger = logging.getLogger(__name__)
 
-# Of free host memory, pinned from the beginning for anchors of all ranks of a decode server, each up to host_blocks.py's limit.
+# Share of the free host memory that a decode server pins at start for the anchors of all its ranks. Each rank pins at most the limit in
+# host_blocks.py.
 PINNED_SHARE = 0.25
 
 
 def pinned_bytes(ranks: int) -> int:
-    """Of host memory that this process may still take, what each of a server's ranks pins from the beginning."""
+    """Return the bytes of host memory that each of a server's ranks pins at start."""
     return int(AvailableMemory.find().available * PINNED_SHARE) // ranks
 
 
 class ProgressiveManager(CommonKVManager):
-    """Of a prefill rank or of a decode rank.
+    """Manager of one prefill rank or one decode rank.
 
     Attributes:
-        pool: the rank's KV.
-        aux: its auxiliary records.
-        codec: of pages.
-        settings: of this end of links.
-        has_keys: whether links are encrypted.
-        layers: that travel in one part: all.
-        polls: how the scheduler asks for rooms.
-        handshakes, peers, waiting: on the prefill side.
-        links: on the decode side.
+        pool: The rank's KV pool.
+        aux: Its auxiliary records.
+        codec: Codec of pages.
+        settings: Settings of this end of links.
+        has_keys: Whether links are encrypted.
+        layers: Layers of one part: all layers.
+        polls: Throttles the scheduler's polls of rooms.
+        handshakes, peers, waiting: On the prefill side: unmatched rooms, decode ranks, and packed prompts that wait.
+        links: On the decode side, the link server.
         directory: On the decode side, fetches prefill servers.
         prefill_ranks: On the decode side, control addresses of the ranks of each known prefill server, by bootstrap address.
-        timeline: of rank 0, where one is asked for.
+        timeline: Timeline of rank 0, if one is requested.
 
     Raises:
-        OptionError: the model's pool cannot be moved, or links cannot be made as the flags say.
+        OptionError: The model's pool cannot be transferred, or the flags do not allow to make links.
     """
 
     @exit_on_refusal
@@ -83,15 +84,15 @@ class ProgressiveManager(CommonKVManager):
             keys = None if server_args.kv_link_keys is None else LinkKeys.read(Path(server_args.kv_link_keys))
             self.has_keys = keys is not None
             self.timeline = TransferTimeline.of(server_args.kv_bench_timeline if self.attn_tp_rank == 0 else None)
-            self._begin(keys, server_args.kv_link_gbps, LinkMetrics.create(server_args, disaggregation_mode.value))
+            self._start(keys, server_args.kv_link_gbps, LinkMetrics.create(server_args, disaggregation_mode.value))
         except LinkError as error:
             raise OptionError(f"--disaggregation-transfer-backend progressive: {error}") from error
         self.aux = AuxRecords(args)
         self.polls = PollThrottle()
         threading.Thread(target=self._listen, name="kv-control", daemon=True).start()
 
-    def _begin(self, keys: LinkKeys | None, gbps: float | None, metrics: LinkMetrics) -> None:
-        # Here, and not with the first page: pinning and compiling take long.
+    def _start(self, keys: LinkKeys | None, gbps: float | None, metrics: LinkMetrics) -> None:
+        # Done at start, not with the first page, because pinning and compiling take long.
         blocks = self.pool.blocks
         limits = LinkLimits().with_part_bytes(self.codec.most_bytes(Stream.ANCHOR, self.layers))
         if self.pool.device.type == "cuda":
@@ -102,14 +103,14 @@ class ProgressiveManager(CommonKVManager):
                 "sglang-ext: encoded pages that wait for decode servers take at most %.1f GiB of host memory in this rank, for all of them",
                 MAX_TOTAL_BYTES / (1 << 30),
             )
-            # Each host of a server has equally many of its ranks.
+            # Each host of a server runs the same number of its ranks.
             interface = NetworkInterface(gbps, max(1, self.attn_tp_size // self.server_args.nnodes))
             self.peers = DecodePeers(lambda endpoint: Link(endpoint, self.settings, limits, interface, keys, metrics))
         else:
             endpoint = compatibility.receiving_endpoint(self.local_ip, self.kv_args.engine_rank, keys)
             self.links = LinkServer(endpoint, self.settings, limits, keys, blocks.take_unshared, metrics)
             if self.codec.has_residual:
-                # Anchors stay in host memory until their residuals come.
+                # Anchors stay in host memory until their residuals arrive.
                 blocks.expect(pinned_bytes(self.attn_tp_size))
             self.directory = PrefillDirectory(lambda address: fetch_prefill_server(address, self._resolve_ranks))
             self.prefill_ranks: dict[str, dict[RankPosition, dict[str, Any]]] = {}
@@ -120,14 +121,14 @@ class ProgressiveManager(CommonKVManager):
         self.send_message(NetworkAddress(metadata.host, metadata.port), Failed(metadata.room, reason[:2048], metadata.link_room))
 
     def send_message(self, address: NetworkAddress, message: Control) -> bool:
-        """Send a message to another manager, without waiting for it; False where too many wait already."""
-        # Not the manager's own sockets, which stop the scheduler for 30 s where a peer is gone.
+        """Send a message to another manager without waiting. Return False if too many messages are queued already."""
+        # The manager's own sockets are not used: they block the scheduler for 30 s if a peer has died.
         socket, lock = CommonKVReceiver._connect(address.to_tcp(), is_ipv6=address.is_ipv6)
         try:
             with lock:
                 socket.send(control.encode(message), zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            logger.warning("%s cannot be reached for %s: %s", address.to_tcp(), type(message).__name__, error)
+            logger.warning("%s cannot be reached, %s is not sent: %s", address.to_tcp(), type(message).__name__, error)
             return False
         return True
 
@@ -160,10 +161,10 @@ class ProgressiveManager(CommonKVManager):
             self.update_status(number, KVPoll.Failed)
 
     def submit_prefill_recompute(self, kv_receiver: CommonKVReceiver, payload: dict) -> None:
-        """On the decode side: let the prefill server compute a request once more, under an id of its own.
+        """On the decode side, let the prefill server compute a request again, under a new request id.
 
-        By that of the request it may be answering the first time still, and refuses a second. SGLang takes one that begins like an id that
-        is aborted for the same request.
+        The prefill server may still be running the first request under the old id, and refuses a second one. SGLang also treats an id that
+        starts like an aborted id as the same request.
         """
         super().submit_prefill_recompute(kv_receiver, payload | {"rid": f"again-{uuid4().hex}-{payload['rid']}"})
 
@@ -191,7 +192,7 @@ class ProgressiveManager(CommonKVManager):
         return [(0, cp, tp, pp) for cp in prefill.target_cp_ranks for tp in prefill.target_tp_ranks for pp in prefill.target_pp_ranks]
 
     def add_event(self, room: int, kind: TransferEventKind, number: int = 0) -> None:
-        """Tell the timeline what becomes of a room now, where there is one."""
+        """Record an event of a room in the timeline, if there is one."""
         if self.timeline is not None:
             self.timeline.add_event(room, kind, number=number)
 
@@ -219,9 +220,9 @@ class ProgressiveManager(CommonKVManager):
             try:
                 self._hear(control.decode(frames[0] if len(frames) == 1 else b""))
             except WireError as error:
-                logger.warning("a message of the control plane is left aside: %s", error)
+                logger.warning("ignored a control message: %s", error)
             except Exception:
-                logger.exception("a message of the control plane could not be followed")
+                logger.exception("a control message could not be handled")
 
     def _hear(self, message: Control) -> None:
         if isinstance(message, Failed):

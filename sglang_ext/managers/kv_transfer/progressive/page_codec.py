@@ -1,4 +1,4 @@
-"""What a codec does with pages of a rank's pool."""
+"""The interface of a page codec, and the size of pages."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,28 +11,30 @@ from sglang_ext.managers.kv_transfer.link_settings import LinkError, OptionValue
 from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
 
 
-# Tokens of which pages are whole multiples: chunks of codecs, and blocks of copies.
+# Page sizes are multiples of this many tokens: chunks of codecs, and blocks of quantized KV.
 UNIT = 64
-# Of the pool, in a page, and tokens: below, calls of the host take as long as the bytes; above, a link waits for the first.
+# Target bytes of the pool and maximum tokens in a page. Smaller pages cost as much host time as transfer time; larger ones delay the link's
+# first page.
 PAGE_BYTES, MOST_TOKENS = 1 << 25, 256
 
 
 def page_tokens(bytes_per_token: int) -> int:
-    """Tokens of a page of a pool; both ends of a link have equal ones, and so equal pages.
+    """Return the tokens of a page. Both ends of a link have equal pools, and therefore equal pages.
 
     Args:
-        bytes_per_token: of one rank, keys and values of all layers.
+        bytes_per_token: Bytes of one token on one rank: keys and values of all layers.
     """
     return max(UNIT, min(PAGE_BYTES // bytes_per_token, MOST_TOKENS) // UNIT * UNIT)
 
 
 @dataclass(frozen=True)
 class PlacedPage:
-    """A page of a prompt, and where its tokens lie in the pool.
+    """A page of a prompt, and its slots in the pool.
 
     Attributes:
-        start: position in the prompt of its first token.
-        slots: int64 [tokens], on the pool's device; of a page that is written as blocks those of the blocks (quantized/prompt_codec.py).
+        start: Prompt position of its first token.
+        slots: int64 [tokens], on the pool's device. For a page that is written as quantized blocks, the slots of the blocks
+            (quantized/prompt_codec.py).
     """
 
     start: int
@@ -40,9 +42,9 @@ class PlacedPage:
 
 
 class EncodedPage(NamedTuple):
-    """Streams of one page and range of layers, in host memory that nobody writes to any more.
+    """Streams of one page and one range of layers, in host memory that is not written to any more.
 
-    Either is None where it was not asked for, ``residual`` also where the codec has none.
+    A stream is None if it was not requested; ``residual`` is also None if the codec has none.
     """
 
     anchor: memoryview | None
@@ -50,49 +52,49 @@ class EncodedPage(NamedTuple):
 
 
 class SingleStreamCodec:
-    """What codecs have in common that write all of a page into its anchor stream."""
+    """Common base of codecs that write a whole page into its anchor stream."""
 
     has_residual = False
 
     def encode(self, page: PlacedPage, layers: LayerRange) -> EncodedPage:
-        """The one stream."""
+        """Encode the one stream."""
         return EncodedPage(self.encode_anchor(page, layers), None)
 
     def start(self, page: PlacedPage, layers: LayerRange, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
-        """The one stream, all of it at once.
+        """Encode the one stream at once.
 
         Raises:
-            LinkError: a residual alone is asked for.
+            LinkError: Only a residual is requested.
         """
         found = self.encode(page, layers) if anchor else EncodedPage(None, self.encode_residual(page, layers))
         return lambda: found
 
     def encode_residual(self, page: PlacedPage, layers: LayerRange) -> memoryview:
-        """There is none.
+        """Refuse: there is no residual.
 
         Raises:
-            LinkError: always.
+            LinkError: Always.
         """
         raise LinkError(f"codec {self.name} has no residuals")
 
     def write_residual(self, page: PlacedPage, layers: LayerRange, anchor: memoryview, residual: memoryview) -> None:
-        """There is none.
+        """Refuse: there is no residual.
 
         Raises:
-            LinkError: always.
+            LinkError: Always.
         """
-        raise LinkError(f"codec {self.name} has no residuals, and one of {len(residual)} bytes came")
+        raise LinkError(f"codec {self.name} has no residuals, and received one of {len(residual)} bytes")
 
 
 class PageCodec(Protocol):
-    """Pages of one pool as streams, and back. It keeps nothing of a page; its methods may be called from several threads.
+    """Encodes pages of one pool to streams, and decodes them. It keeps no state of a page. Its methods may be called from several threads.
 
     Attributes:
-        pool: of this rank.
-        name, version, options: as the two ends of a link compare them (settings.py).
-        reference: what all streams of a page restore.
-        page_size: tokens of a page.
-        has_residual: whether there is a second stream.
+        pool: The pool of this rank.
+        name, version, options: Compared by the two ends of a link (link_settings.py).
+        reference: What all streams of a page together restore.
+        page_size: Tokens of a page.
+        has_residual: Whether there is a second stream.
     """
 
     pool: PoolBuffers
@@ -104,33 +106,33 @@ class PageCodec(Protocol):
     has_residual: bool
 
     def most_bytes(self, stream: Stream, layers: LayerRange) -> int:
-        """Of a page's stream; 0 for a stream that the codec does not have."""
+        """Return the maximum bytes of a page's stream; 0 for a stream that the codec does not have."""
 
     def encode(self, page: PlacedPage, layers: LayerRange) -> EncodedPage:
-        """Streams of what the pool holds now."""
+        """Encode the current KV of the page to all streams."""
 
     def start(self, page: PlacedPage, layers: LayerRange, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
-        """Begin with those streams of what the pool holds now that are asked for, if the codec has them; what waits for them.
+        """Start to encode the requested streams that the codec has, from the current KV. Return a function that waits for them.
 
-        It may be called from another thread; the pool must hold the page, and what it gave is kept, until it has returned.
+        The function may be called from another thread. The pool must keep the page, and the arguments must be kept alive, until it returns.
         """
 
     def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
-        """The first of them alone, the same bytes."""
+        """Encode only the first stream, to the same bytes."""
 
     def encode_residual(self, page: PlacedPage, layers: LayerRange) -> memoryview:
-        """The second of them alone, of a codec that has it, the same bytes."""
+        """Encode only the second stream, to the same bytes. For codecs that have one."""
 
     def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
-        """Fill the page's slots with what the anchor alone restores.
+        """Fill the page's slots with the values that the anchor alone restores.
 
         Raises:
-            LinkError: it is no anchor of such a page.
+            LinkError: The data is not an anchor of such a page.
         """
 
     def write_residual(self, page: PlacedPage, layers: LayerRange, anchor: memoryview, residual: memoryview) -> None:
         """Fill the page's slots with the reference.
 
         Raises:
-            LinkError: these are no streams of such a page.
+            LinkError: The data are not streams of such a page.
         """

@@ -1,4 +1,4 @@
-"""A rank's KV pool and its auxiliary records, as SGLang describes them to transfer backends: addresses and lengths."""
+"""A rank's KV pool and its auxiliary records, built from the addresses and lengths that SGLang passes to transfer backends."""
 
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,19 +16,19 @@ from sglang_ext.managers.kv_transfer.link_settings import LinkError
 from sglang_ext.managers.kv_transfer.wire import LayerRange
 
 
-# Of streams whose kernels' blocks a GPU takes before others'.
+# Priority of streams whose kernels a GPU schedules before those of other streams.
 FIRST = -1
 
 
 class _DeviceMemory:
-    """Bytes at an address of a CUDA device, as torch takes them without a copy."""
+    """Bytes at an address of a CUDA device, in the form that torch wraps without a copy."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 2}
 
 
 def wrap_memory(address: int, size: int, device: torch.device) -> torch.Tensor:
-    """Somebody else's bytes, uint8 [size]; they must outlive the tensor."""
+    """Wrap memory that SGLang owns as uint8 [size]. The memory must outlive the tensor."""
     if device.type == "cuda":
         return torch.as_tensor(_DeviceMemory(address, size), device=device)
     return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
@@ -36,14 +36,14 @@ def wrap_memory(address: int, size: int, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class PoolBuffers:
-    """The pool of one rank.
+    """The KV pool of one rank.
 
     Attributes:
-        args: SGLang's; keys of all layers come before values of all layers.
-        dtype: of an element.
-        heads: of keys and values, on this rank.
-        key_dim, value_dim: elements of a head.
-        device: where the pool lies.
+        args: SGLang's arguments. Keys of all layers come before values of all layers.
+        dtype: Dtype of an element.
+        heads: KV heads on this rank.
+        key_dim, value_dim: Elements of a head.
+        device: Device of the pool.
     """
 
     args: KVArgs
@@ -53,63 +53,64 @@ class PoolBuffers:
     value_dim: int
     device: torch.device
     _parts: dict[tuple[int, ...], PageTensors] = field(default_factory=dict, init=False, repr=False, compare=False)
-    # Of threads of links, and of the scheduler's where it must not wait for a forward: what they launch is small, and would wait behind each
-    # large kernel of a model.
+    # Streams of threads of links, and of the scheduler's thread where it must not wait for a forward. Their kernels are small, and would
+    # otherwise wait behind each large kernel of the model.
     _stream: "torch.cuda.Stream | None" = field(default=None, init=False, repr=False, compare=False)
-    _beside: "torch.cuda.Stream | None" = field(default=None, init=False, repr=False, compare=False)
+    _side_stream: "torch.cuda.Stream | None" = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.device.type == "cuda":
-            for name in ("_stream", "_beside"):
+            for name in ("_stream", "_side_stream"):
                 object.__setattr__(self, name, torch.cuda.Stream(self.device, priority=FIRST))
-            with torch.cuda.stream(self._beside):
-                # Or the first chunk would wait for the forward, as its memory is allocated.
+            with torch.cuda.stream(self._side_stream):
+                # Allocate now. Otherwise the first chunk would wait for the forward while its memory is allocated.
                 torch.empty(1, device=self.device)
         widths = [width // self.args.page_size for width in self.args.kv_item_lens]
         expected = [self.heads * dim * self.dtype.itemsize for dim in (self.key_dim, self.value_dim) for _ in range(self.layers)]
         if not widths or widths != expected:
             raise LinkError(
-                f"the pool has {len(widths)} buffers of {sorted(set(widths))} bytes a token; backend progressive moves keys, then "
+                f"the pool has {len(widths)} buffers of {sorted(set(widths))} bytes per token; backend progressive transfers keys, then "
                 f"values, of {sorted(set(expected))}: use --disaggregation-transfer-backend mooncake for this model"
             )
 
     @property
     def layers(self) -> int:
-        """Whose KV the pool holds."""
+        """Number of layers in the pool."""
         return len(self.args.kv_data_ptrs) // 2
 
     @property
     def bytes_per_token(self) -> int:
-        """Keys and values of all layers."""
+        """Bytes of one token: keys and values of all layers."""
         return sum(self.args.kv_item_lens) // self.args.page_size
 
     @cached_property
     def keys(self) -> tuple[torch.Tensor, ...]:
-        """Of each layer, [slots, heads * key_dim]; the pool's own memory."""
+        """Keys of each layer, [slots, heads * key_dim], in the pool's own memory."""
         return tuple(self._buffer(layer, self.key_dim) for layer in range(self.layers))
 
     @cached_property
     def values(self) -> tuple[torch.Tensor, ...]:
-        """Of each layer, [slots, heads * value_dim]; the pool's own memory."""
+        """Values of each layer, [slots, heads * value_dim], in the pool's own memory."""
         return tuple(self._buffer(self.layers + layer, self.value_dim) for layer in range(self.layers))
 
     def tensors(self, first: int, count: int) -> list[torch.Tensor]:
-        """Keys, then values, of ``count`` layers from ``first``."""
+        """Return the keys, then the values, of ``count`` layers from ``first``."""
         return [*self.keys[first : first + count], *self.values[first : first + count]]
 
     def parts(self, layers: LayerRange, those: slice) -> PageTensors:
-        """Some of :meth:`tensors`, alike, which are looked at once."""
+        """Return some of :meth:`tensors` with equal shapes. They are built once and cached."""
         key = layers.first, layers.count, those.start, those.stop
         if key not in self._parts:
             parts = PageTensors.from_tensors(self.tensors(layers.first, layers.count)[those])
             if self._by_kernel(parts.tensors[0]) and parts.table is not None:
-                # Threads of links and the scheduler's read it on streams of their own, and one of them makes it.
+                # The thread that builds the table waits for it, because threads of links and the scheduler's thread read it on their own
+                # streams.
                 self.synchronize()
             self._parts[key] = parts
         return self._parts[key]
 
     def gather(self, layers: LayerRange, slots: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Copies of keys, then of values, of tokens: [layers, tokens, heads * dim] each. It does not wait for a GPU."""
+        """Copy the keys, then the values, of tokens: [layers, tokens, heads * dim] each. Does not wait for a GPU."""
         for parts in self._halves(layers):
             like = parts.tensors[0]
             out = torch.empty(len(parts.tensors), len(slots), like.shape[1], dtype=like.dtype, device=like.device)
@@ -121,7 +122,7 @@ class PoolBuffers:
             yield out
 
     def scatter(self, layers: LayerRange, slots: torch.Tensor, halves: Sequence[torch.Tensor]) -> None:
-        """Write tokens as :meth:`gather` gives them."""
+        """Write tokens in the form that :meth:`gather` yields."""
         for parts, rows in zip(self._halves(layers), halves, strict=True):
             if self._by_kernel(parts.tensors[0]):
                 scatter_rows(parts.table, parts.tensors[0], slots, rows)
@@ -137,38 +138,38 @@ class PoolBuffers:
         return self.device.type == "cuda" and has_whole_words(like)
 
     def use_stream(self) -> AbstractContextManager[object]:
-        """Threads of links work with this pool within it: on its device, and on one stream, whose work comes before a model's."""
+        """Context in which threads of links use this pool: on its device, and on one stream with priority over the model's."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     @contextmanager
     def on_side_stream(self, after: "torch.cuda.Event") -> Iterator[None]:
-        """The scheduler works on a stream of a GPU that waits for ``after`` and for no forward."""
-        self._beside.wait_event(after)
-        with torch.cuda.stream(self._beside):
+        """Context in which the scheduler uses a GPU stream that waits for ``after``, and for no forward."""
+        self._side_stream.wait_event(after)
+        with torch.cuda.stream(self._side_stream):
             yield
 
     @cached_property
     def blocks(self) -> HostBlocks:
-        """Host memory for its pages."""
+        """Host memory for the pool's pages."""
         return HostBlocks(self.device)
 
     def synchronize(self) -> None:
-        """Wait until what this thread wrote, here or in host memory, can be read by all."""
+        """Wait until all threads can read what this thread wrote, on the device or in host memory."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
     def reached(self) -> Callable[[], None]:
-        """What waits, in any thread, until what this one wrote so far can be read by all."""
+        """Return a function that waits, in any thread, until all threads can read what this thread has written so far."""
         if self.device.type != "cuda":
             return lambda: None
         return torch.cuda.current_stream(self.device).record_event().synchronize
 
     def copy_to_host(self, parts: Iterable[torch.Tensor], size: int) -> Callable[[], memoryview]:
-        """Begin to copy parts to host memory, one after another; what waits for them, in any thread.
+        """Start to copy parts to host memory, one after another. Return a function that waits for the copies, in any thread.
 
         Args:
-            parts: contiguous, of any dtype, on this device.
-            size: bytes of all.
+            parts: Contiguous tensors of any dtype, on this device.
+            size: Bytes of all parts.
         """
         content, begin = self.blocks.take(size), 0
         for part in parts:
@@ -183,7 +184,7 @@ class PoolBuffers:
         return brought
 
     def synchronize_links(self) -> None:
-        """Wait until what threads of links wrote so far is there."""
+        """Wait until the writes that threads of links have launched so far are complete."""
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -194,33 +195,33 @@ class PoolBuffers:
 
 @dataclass(frozen=True)
 class AuxRecords:
-    """What else of a request the decode side needs, such as its first token: a row in each of SGLang's metadata buffers.
+    """Other data of a request that the decode side needs, such as its first token: a row in each of SGLang's metadata buffers.
 
     Attributes:
-        args: SGLang's; these buffers lie in host memory.
+        args: SGLang's arguments. The buffers are in host memory.
     """
 
     args: KVArgs
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of a row of each buffer."""
+        """Bytes per row of each buffer."""
         return tuple(self.args.aux_item_lens)
 
     def read(self, index: int) -> bytes:
-        """A copy of a request's row of all buffers, one after the other."""
+        """Copy a request's rows of all buffers, one after the other."""
         return b"".join(
             ctypes.string_at(address + index * size, size) for address, size in zip(self.args.aux_data_ptrs, self.sizes, strict=True)
         )
 
     def write(self, index: int, record: memoryview) -> None:
-        """Fill a request's row.
+        """Write a request's rows.
 
         Raises:
-            LinkError: the record has another size.
+            LinkError: The record has another size.
         """
         if len(record) != sum(self.sizes):
-            raise LinkError(f"an auxiliary record of {len(record)} bytes; here it has {sum(self.sizes)}: start both servers alike")
+            raise LinkError(f"an auxiliary record has {len(record)} bytes; here it has {sum(self.sizes)}: start both servers alike")
         begin = 0
         for address, size in zip(self.args.aux_data_ptrs, self.sizes, strict=True):
             ctypes.memmove(address + index * size, bytes(record[begin : begin + size]), size)

@@ -27,7 +27,7 @@ RankPosition = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class PrefillServerRecord:
-    """Answer of a bootstrap server about its prefill server.
+    """A bootstrap server's data about its prefill server.
 
     Attributes:
         info: Topology. Its rank mapping is resolved for this decode rank.

@@ -1,4 +1,4 @@
-"""Pages as they are: keys and values of each layer, one after the other, in one stream."""
+"""Pages without encoding: keys and values of each layer, one after the other, in one stream."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
 
 @dataclass(frozen=True)
 class RawCodec(SingleStreamCodec):
-    """The pool's bytes, all of them in the anchor stream.
+    """Copies the pool's bytes, all of them in the anchor stream.
 
     Attributes:
-        pool: of this rank.
-        page_size: tokens of a page.
+        pool: The pool of this rank.
+        page_size: Tokens of a page.
     """
 
     pool: PoolBuffers
@@ -28,11 +28,11 @@ class RawCodec(SingleStreamCodec):
 
     @property
     def options(self) -> dict[str, OptionValue]:
-        """None change the bytes."""
+        """No option changes the bytes."""
         return {}
 
     def most_bytes(self, stream: Stream, layers: LayerRange) -> int:
-        """Of a full page."""
+        """Return the bytes of a full page."""
         return self._bytes(self.page_size, layers) if stream is Stream.ANCHOR else 0
 
     def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
@@ -40,16 +40,16 @@ class RawCodec(SingleStreamCodec):
         return self.start(page, layers)().anchor
 
     def start(self, page: PlacedPage, layers: LayerRange, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
-        """Begin to copy; there is no residual.
+        """Start to copy the page; there is no residual.
 
         Raises:
-            LinkError: a residual alone is asked for.
+            LinkError: Only a residual is requested.
         """
         if not anchor:
             self.encode_residual(page, layers)
         tokens, size = len(page.slots), self._bytes(len(page.slots), layers)
         if self.pool.device.type == "cpu":
-            content, where = self.pool.blocks.take(size), _place(page.slots)
+            content, where = self.pool.blocks.take(size), _slot_index(page.slots)
             for rows, part in zip(self._rows(layers), self._parts(content, tokens, layers), strict=True):
                 part[:] = rows[where]
             return lambda: EncodedPage(memoryview(content), None)
@@ -57,55 +57,58 @@ class RawCodec(SingleStreamCodec):
         return lambda: EncodedPage(brought(), None)
 
     def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
-        """Copy them back.
+        """Copy the bytes back to the pool.
 
         Raises:
-            LinkError: the page has another size.
+            LinkError: The page has another size.
         """
         tokens, expected = len(page.slots), self._bytes(len(page.slots), layers)
         if len(anchor) != expected:
             raise LinkError(f"a page of {tokens} tokens has {len(anchor)} bytes; expected are {expected}")
         if self.pool.device.type == "cpu":
-            where = _place(page.slots)
+            where = _slot_index(page.slots)
             for rows, part in zip(self._rows(layers), self._parts(np.frombuffer(anchor, np.uint8), tokens, layers), strict=True):
                 rows[where] = part
             return
-        content, split = self.pool.blocks.to_device(anchor).view(self.pool.dtype), tokens * layers.count * self.pool.heads * self.pool.key_dim
+        content, split = (
+            self.pool.blocks.to_device(anchor).view(self.pool.dtype),
+            tokens * layers.count * self.pool.heads * self.pool.key_dim,
+        )
         halves = (half.view(layers.count, tokens, -1) for half in (content[:split], content[split:]))
         self.pool.scatter(layers, page.slots, tuple(halves))
 
     @cached_property
     def _widths(self) -> tuple[int, ...]:
-        """Bytes of a token, of keys, then of values, of each layer."""
+        """Bytes per token of the keys, then of the values, of each layer."""
         return tuple(tensor.shape[1] * tensor.itemsize for tensor in self.pool.tensors(0, self.pool.layers))
 
     @cached_property
-    def _bytes_of_pool(self) -> tuple[np.ndarray, ...]:
-        """Keys, then values, of each layer of a pool in host memory, uint8 [slots, bytes of a token]."""
+    def _pool_bytes(self) -> tuple[np.ndarray, ...]:
+        """Keys, then values, of each layer of a pool in host memory: uint8 [slots, bytes per token]."""
         return tuple(tensor.view(torch.uint8).numpy() for tensor in self.pool.tensors(0, self.pool.layers))
 
-    def _of_layers(self, of_pool: tuple, layers: LayerRange) -> tuple:
-        """Of those of all layers, those of keys, then of values, of some."""
+    def _select_layers(self, of_pool: tuple, layers: LayerRange) -> tuple:
+        """Select the keys, then the values, of a range of layers."""
         keys = slice(layers.first, layers.first + layers.count)
         values = slice(self.pool.layers + layers.first, self.pool.layers + layers.first + layers.count)
         return of_pool[keys] + of_pool[values]
 
     def _rows(self, layers: LayerRange) -> tuple[np.ndarray, ...]:
-        return self._of_layers(self._bytes_of_pool, layers)
+        return self._select_layers(self._pool_bytes, layers)
 
     def _bytes(self, tokens: int, layers: LayerRange) -> int:
-        return tokens * sum(self._of_layers(self._widths, layers))
+        return tokens * sum(self._select_layers(self._widths, layers))
 
     def _parts(self, content: np.ndarray, tokens: int, layers: LayerRange) -> Iterator[np.ndarray]:
-        """A page's bytes by keys and values of layers, uint8 [tokens, bytes of a token] each."""
+        """Split a page's bytes into keys and values of each layer: uint8 [tokens, bytes per token] each."""
         begin = 0
-        for width in self._of_layers(self._widths, layers):
+        for width in self._select_layers(self._widths, layers):
             yield content[begin : begin + tokens * width].reshape(tokens, width)
             begin += tokens * width
 
 
-def _place(slots: torch.Tensor) -> np.ndarray | slice:
-    """Slots in host memory as an index: where they follow each other a slice, which is copied faster."""
+def _slot_index(slots: torch.Tensor) -> np.ndarray | slice:
+    """Return slots in host memory as an index. Consecutive slots become a slice, which is copied faster."""
     places = slots.numpy()
     if len(places) == 0 or (np.diff(places) != 1).any():
         return places

@@ -1,4 +1,4 @@
-"""SGLang's side of a room that is received: from slots at the decode server to the KV in them."""
+"""SGLang's interface to an incoming room at the decode server, from slot allocation until the KV is written."""
 
 import random
 import time
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 class ProgressiveReceiver(CommonKVReceiver):
-    """One request. SGLang's scheduler calls it; ``anchor_arrived``, ``succeed`` and ``fail`` come from the thread of links.
+    """Receiver of one request. SGLang's scheduler calls it. ``anchor_arrived``, ``succeed`` and ``fail`` are called from threads of links.
 
-    Success is reported once all of the KV is there, or of a request that begins early its anchor: the rest is then handed on as an
-    :class:`EarlyRoom`, and written to the request's slots while it decodes.
+    Success is reported once all KV has arrived. For a request with early decoding it is reported once the anchor has arrived. The rest is
+    then handed over as an :class:`EarlyRoom`, and written to the request's slots while it decodes.
     """
 
     kv_mgr: ProgressiveManager
@@ -39,81 +39,81 @@ class ProgressiveReceiver(CommonKVReceiver):
 
     def __init__(self, mgr: ProgressiveManager, bootstrap_addr: str, bootstrap_room: int) -> None:
         self.room = bootstrap_room
-        # SGLang's tables are keyed by this number.
+        # Key in SGLang's tables of requests.
         super().__init__(mgr, bootstrap_addr, random.getrandbits(62))
         self._prompt: Sequence[int] = ()
         self._refused: str | None = None
-        self._received: RoomWriter | None = None
+        self._writer: RoomWriter | None = None
         self._queries: PromptQueries | None = None
         self._row: Callable[[], int] | None = None
-        self._coded: Callable[[], QuantizedPromptSlots] | None = None
-        self._begin: Callable[[EarlyRoom], None] | None = None
+        self._quantized_slots: Callable[[], QuantizedPromptSlots] | None = None
+        self._start_early: Callable[[EarlyRoom], None] | None = None
         self._prefill_again: "Callable[[Req], None] | None" = None
         self.bootstrap_infos = None
         self._created = time.monotonic()
 
     @property
     def anchor_ready(self) -> bool:
-        """Whether anchors and auxiliary record are written."""
-        return self._received is not None and self._received.anchor_ready
+        """Whether all anchors and the auxiliary record are written."""
+        return self._writer is not None and self._writer.anchor_ready
 
     @property
     def complete(self) -> bool:
-        """Whether the reference is written."""
-        return self._received is not None and self._received.complete
+        """Whether all KV is written, with its residuals."""
+        return self._writer is not None and self._writer.complete
 
     def set_prompt(self, tokens: Sequence[int], refused: str | None = None) -> None:
-        """The request's tokens, from which its pages have their names; before ``send_metadata``.
+        """Set the request's tokens, whose hashes identify its pages. Called before ``send_metadata``.
 
         Args:
-            tokens: of the prompt.
-            refused: why the request has ended already; None where it has not.
+            tokens: Token ids of the prompt.
+            refused: Why the request has ended already; None if it has not.
         """
         self._prompt, self._refused = tokens, refused
 
     def expect_queries(self, queries: PromptQueries, row: Callable[[], int]) -> None:
-        """The newest queries of the prompt may come with the auxiliary record; before ``send_metadata``.
+        """Accept the newest queries of the prompt after the auxiliary record. Called before ``send_metadata``.
 
         Args:
-            queries: where they are kept.
-            row: of the request in the token table, once it has one.
+            queries: Stores the queries.
+            row: Returns the request's row of the token table, once it has one.
         """
         self._queries, self._row = queries, row
 
     def expect_quantized(self, coded: Callable[[], QuantizedPromptSlots]) -> None:
-        """The prompt shall travel as codes; before ``send_metadata``.
+        """Ask for the prompt as quantized KV. Called before ``send_metadata``.
 
         Args:
-            coded: where they go, once they have slots.
+            coded: Returns the slots to write to, once they are allocated.
         """
-        self._coded = coded
+        self._quantized_slots = coded
 
     def enable_early_decoding(self, begin: Callable[[EarlyRoom], None], prefill_again: "Callable[[Req], None]") -> None:
-        """The request may decode on the anchor of its KV; before ``send_metadata``.
+        """Let the request decode on the anchor of its KV. Called before ``send_metadata``.
 
         Args:
-            begin: told of the rest, as it does.
-            prefill_again: of the :class:`EarlyRoom`.
+            begin: Called with the rest of the room when the request starts to decode.
+            prefill_again: ``prefill_again`` of the :class:`EarlyRoom`.
         """
-        self._begin, self._prefill_again = begin, prefill_again
+        self._start_early, self._prefill_again = begin, prefill_again
 
     def anchor_arrived(self) -> None:
-        """Anchors and auxiliary record are written."""
-        self.kv_mgr.add_event(self.room, "anchor", self._received.anchor_size)
-        if self._begin is not None:
+        """All anchors and the auxiliary record are written."""
+        self.kv_mgr.add_event(self.room, "anchor", self._writer.anchor_size)
+        if self._start_early is not None:
             self.kv_mgr.conclude(self.bootstrap_room, None)
 
     def succeed(self) -> None:
-        """All is written."""
-        self.kv_mgr.add_event(self.room, "complete", self._received.size)
+        """All parts are written."""
+        self.kv_mgr.add_event(self.room, "complete", self._writer.size)
         self.kv_mgr.conclude(self.bootstrap_room, None)
 
     def fail(self, reason: str) -> None:
-        """The rest will not come."""
+        """The rest of the room will not arrive."""
         self.kv_mgr.conclude(self.bootstrap_room, reason)
 
     def init(self, prefill_dp_rank: int) -> None:
-        """The prefill server is known: refuse one of other ranks, else ask where this rank's like listens."""
+        """Connect to the known prefill server: refuse a server with other ranks, else look up the address of the matching rank."""
         prefill = self.kv_mgr.prefill_info_table.get(self.bootstrap_addr)
         differs = None if prefill is None else self.kv_mgr.rank_mismatch(prefill)
         if differs is None:
@@ -121,7 +121,7 @@ class ProgressiveReceiver(CommonKVReceiver):
         else:
             self._give_up(differs)
         if self.bootstrap_infos is not None and self.conclude_state is None:
-            # Not only when it has slots: it may be refused for want of these.
+            # Checked here too: the request may have been refused because there are no slots.
             self._ends_refused()
 
     def send_metadata(
@@ -131,26 +131,26 @@ class ProgressiveReceiver(CommonKVReceiver):
         state_indices: list | None = None,
         decode_prefix_len: int | None = None,
     ) -> None:
-        """There are slots: expect the room, then tell the prefill side.
+        """Register the room, then send its metadata to the prefill side. The request has slots.
 
         Args:
-            kv_indices: pages of SGLang's for the tokens that shall travel, int [pages].
-            aux_index: row for the auxiliary record.
-            state_indices: none; such models are refused.
-            decode_prefix_len: tokens of the prompt that are here already.
+            kv_indices: SGLang's pages for the tokens to transfer, int [pages].
+            aux_index: Row for the auxiliary record.
+            state_indices: None; models with such state are refused.
+            decode_prefix_len: Prompt tokens whose KV is already on this side.
         """
         if self.bootstrap_infos is None:
             self._give_up(f"no prefill rank is known at {self.bootstrap_addr}")
             return
         if self._ends_refused():
             return
-        prefix, coded = decode_prefix_len or 0, None if self._coded is None else self._coded()
+        prefix, coded = decode_prefix_len or 0, None if self._quantized_slots is None else self._quantized_slots()
         try:
             if coded is None:
-                self._received = self._expect(kv_indices, aux_index, prefix)
+                self._writer = self._expect(kv_indices, aux_index, prefix)
             else:
-                self._received = self._expect_codes(coded, aux_index)
-            self.kv_mgr.links.register(self.bootstrap_room, self._received.expected, self._received)
+                self._writer = self._expect_quantized_prompt(coded, aux_index)
+            self.kv_mgr.links.register(self.bootstrap_room, self._writer.expected, self._writer)
         except LinkError as error:
             self._give_up(str(error))
             return
@@ -166,7 +166,7 @@ class ProgressiveReceiver(CommonKVReceiver):
         self.init_time = time.time()
 
     def poll(self) -> int:
-        """How far it is (``KVPoll``)."""
+        """Return the state of the transfer (``KVPoll``)."""
         if self.conclude_state is not None:
             return self.conclude_state
         status = self.kv_mgr.check_status(self.bootstrap_room)
@@ -175,7 +175,7 @@ class ProgressiveReceiver(CommonKVReceiver):
         elif status == KVPoll.WaitingForInput and self._check_waiting_timeout() is not None:
             return KVPoll.Failed
         elif status == KVPoll.Bootstrapping and time.monotonic() - self._created > self.kv_mgr.directory.patience:
-            waited = f"it was waited for {self.kv_mgr.directory.patience:g} s ({self.kv_mgr.directory.problem(self.bootstrap_addr)})"
+            waited = f"the request waited {self.kv_mgr.directory.patience:g} s ({self.kv_mgr.directory.problem(self.bootstrap_addr)})"
             self._give_up(f"{self._no_prefill_server()}; {waited}")
             return KVPoll.Failed
         else:
@@ -183,10 +183,10 @@ class ProgressiveReceiver(CommonKVReceiver):
         return status
 
     def failure_exception(self) -> None:
-        """Say why it failed. Once this raised, nothing is written to its slots.
+        """Raise the reason of the failure. After this call nothing is written to the request's slots.
 
         Raises:
-            KVTransferError: always.
+            KVTransferError: Always.
         """
         if self.conclude_state is None:
             self.conclude_state = KVPoll.Failed
@@ -194,26 +194,28 @@ class ProgressiveReceiver(CommonKVReceiver):
         self.kv_mgr.raise_failure(self.bootstrap_room, self.room)
 
     def clear(self) -> None:
-        """SGLang is through with it; once this returned, nothing is written to its slots, but of a request that begins early."""
+        """Release the request's state; SGLang has finished with the receiver. After this call nothing is written to the request's slots,
+        unless it decodes early."""
         if self._queries is not None and self.conclude_state == KVPoll.Success:
-            self._queries.write(self._row(), self._received.queries)
-        # Of several ranks some may have all of it: they agree on what is there when the request runs (arriving_full_kv.py), as long as all wait.
+            self._queries.write(self._row(), self._writer.queries)
+        # With several ranks, some may have all of the KV already. The ranks agree on it when the request runs (arriving_full_kv.py),
+        # provided that all of them wait.
         early = self.kv_mgr.attn_tp_size > 1 or not self.complete
-        if self._begin is not None and self.conclude_state == KVPoll.Success and early:
-            self._begin(EarlyRoom(self.bootstrap_room, self._received, self.kv_mgr.links, self.kv_mgr.pool, self._prefill_again))
+        if self._start_early is not None and self.conclude_state == KVPoll.Success and early:
+            self._start_early(EarlyRoom(self.bootstrap_room, self._writer, self.kv_mgr.links, self.kv_mgr.pool, self._prefill_again))
         else:
             self.kv_mgr.links.abort(self.bootstrap_room)
-            if self._received is not None and not self.complete:
-                # What was written before may wait on the device.
+            if self._writer is not None and not self.complete:
+                # Earlier writes may still be queued on the device.
                 self.kv_mgr.pool.synchronize_links()
-        self._begin = None
+        self._start_early = None
         super().clear()
 
     def abort(self) -> None:
-        """The request is aborted here, by SGLang also where it has looked for the prefill server in vain."""
+        """Abort the request on this side. SGLang also calls this after a failed search for the prefill server."""
         super().abort()
         if self.bootstrap_infos is None and self.bootstrap_addr not in self.kv_mgr.prefill_info_table:
-            self.kv_mgr.record_failure(self.bootstrap_room, f"{self._no_prefill_server()}; it was aborted")
+            self.kv_mgr.record_failure(self.bootstrap_room, f"{self._no_prefill_server()}; the request was aborted")
 
     def _expect(self, kv_indices: np.ndarray, aux_index: int, prefix: int) -> RoomWriter:
         codec, page = self.kv_mgr.codec, self.kv_mgr.kv_args.page_size
@@ -230,20 +232,20 @@ class ProgressiveReceiver(CommonKVReceiver):
         buffers = self.kv_mgr.pool, self.kv_mgr.aux, aux_index
         return RoomWriter(codec, *buffers, self.kv_mgr.layers, pages, hashes, self, self._queries)
 
-    def _expect_codes(self, coded: QuantizedPromptSlots, aux_index: int) -> RoomWriter:
-        """Blocks into slots of a copy, and what is not packed beside them."""
+    def _expect_quantized_prompt(self, coded: QuantizedPromptSlots, aux_index: int) -> RoomWriter:
+        """Build the writer of a quantized prompt: blocks into slots of the compressed KV, and the unpacked tokens into their own slots."""
         pool, tokens = self.kv_mgr.pool, len(self._prompt)
         codec = QuantizedPromptCodec(pool, coded.packing, coded.buffers, coded.begin, coded.end, self.kv_mgr.codec.page_size)
         ends = codec.ends(tokens)
         starts = [0, *ends][: len(ends)]
         pages = [PlacedPage(start, coded.slots(start, end).to(pool.device)) for start, end in zip(starts, ends)]
-        # Threads of links read these slots on another stream than they are found on.
+        # Threads of links read these slot tensors on another stream than the one that computes them.
         pool.synchronize()
         buffers = pool, self.kv_mgr.aux, aux_index
         return RoomWriter(codec, *buffers, self.kv_mgr.layers, pages, page_hashes_at(self._prompt, ends), self, self._queries)
 
     def _ends_refused(self) -> bool:
-        """Whether the request has ended before its KV is expected: then both sides' rooms end."""
+        """End the rooms of both sides if the request has ended before its KV is expected. Return whether it has."""
         if self._refused is None:
             return False
         self._give_up(self._refused)
@@ -265,7 +267,7 @@ class ProgressiveReceiver(CommonKVReceiver):
         return [NetworkAddress(info["rank_ip"], int(info["rank_port"])) for info in self.bootstrap_infos]
 
     def _send_abort_notification(self) -> None:
-        """Of SGLang's class, where this side ends the room."""
+        """Tell the prefill ranks that this side ends the room. Overrides SGLang's method."""
         reason = self.kv_mgr.failure_records.get(self.bootstrap_room, "aborted")
         for address in self._prefill_ranks():
             self.kv_mgr.send_message(address, Abort(self.room, reason[:2048], self.bootstrap_room))

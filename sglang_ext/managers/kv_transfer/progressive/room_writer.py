@@ -1,4 +1,4 @@
-"""One room on its way in: what has come of it, and where it is written."""
+"""An incoming room: its received parts, and the slots that they are written to."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,37 +16,37 @@ if TYPE_CHECKING:
 
 
 class RoomWriterListener(Protocol):
-    """Who is told how far a room is. Calls come from the thread of links."""
+    """Callbacks for the progress of a room. Called by threads of links."""
 
     def anchor_arrived(self) -> None:
-        """Anchors and auxiliary record are written: decoding could begin."""
+        """All anchors and the auxiliary record are written: the request can start to decode."""
 
     def succeed(self) -> None:
-        """All is written."""
+        """All parts are written."""
 
     def fail(self, reason: str) -> None:
-        """The rest will not come."""
+        """The rest of the room will not arrive."""
 
 
 class RoomWriter:
-    """Writes streams into the slots of a request.
+    """Writes the parts of a room into the slots of a request.
 
     Args:
-        codec: of the pool.
-        pool: whose writes are waited for.
-        aux: where the auxiliary record goes, to row ``aux_index``.
-        layers: that travel in one part of a page.
-        pages: of the request, from the first that travels.
-        hashes: of each page (page_hashes.py).
-        told: of how far it is.
-        traveling: what queries after the auxiliary record must be; None where none are wanted.
+        codec: Codec of the pool.
+        pool: Pool that is written to.
+        aux: Auxiliary records; the room's record is written to row ``aux_index``.
+        layers: Layers of one part of a page.
+        pages: Pages of the request, from the first page that is transferred.
+        hashes: Hash of each page (page_hashes.py).
+        told: Listener for the room's progress.
+        traveling: Expected queries after the auxiliary record; None if no queries are expected.
 
     Attributes:
-        queries: what followed the auxiliary record.
-        anchor_ready: whether anchors and auxiliary record are written.
-        complete: whether all is.
-        failure: why the rest will not come; None while it may.
-        size, anchor_size: bytes of KV that came so far, and of its anchors.
+        queries: Bytes after the auxiliary record.
+        anchor_ready: Whether all anchors and the auxiliary record are written.
+        complete: Whether all parts are written.
+        failure: Why the rest will not arrive; None while it may.
+        size, anchor_size: Received bytes of KV, and of its anchors.
     """
 
     def __init__(
@@ -62,37 +62,37 @@ class RoomWriter:
         traveling: PromptQueries | None = None,
     ) -> None:
         self._codec, self._pool, self._aux, self._aux_index = codec, pool, aux, aux_index
-        self._layers, self._pages, self._hashes, self._told = layers, pages, tuple(hashes), told
-        self._traveling, self.queries = traveling, b""
-        # Of pages whose residual has not come: it says little without the anchor. Residuals of pages whose anchor comes once more, as its
-        # bytes were changed on the way: a sender has sent them by then.
+        self._layers, self._pages, self._hashes, self._listener = layers, pages, tuple(hashes), told
+        self._expected_queries, self.queries = traveling, b""
+        # Anchors of pages whose residual has not arrived: the residual cannot be decoded without its anchor. Residuals of pages whose
+        # anchor is retransmitted, because its bytes were corrupted: the sender may have sent them already.
         self._anchors: dict[int, memoryview] = {}
         self._residuals: dict[int, memoryview] = {}
-        self._here: set[Stream] = set() if pages else {Stream.ANCHOR}
+        self._complete_streams: set[Stream] = set() if pages else {Stream.ANCHOR}
         self.anchor_ready = self.complete = False
         self.failure: str | None = None
         self.size = self.anchor_size = 0
 
     @property
     def expected(self) -> ExpectedRoom:
-        """What the link server shall let through."""
+        """The parts that the link server accepts for this room."""
         shape = RoomShape(len(self._pages), (self._layers,), self._codec.has_residual and bool(self._pages))
         most = {stream: self._codec.most_bytes(stream, self._layers) for stream in (Stream.ANCHOR, Stream.RESIDUAL)}
-        record = sum(self._aux.sizes) + (self._traveling.most_bytes if self._traveling is not None else 0)
+        record = sum(self._aux.sizes) + (self._expected_queries.most_bytes if self._expected_queries is not None else 0)
         return ExpectedRoom(shape, most | {Stream.AUX: record}, self._hashes)
 
     def write(self, header: PageHeader, payload: memoryview) -> None:
-        """Of the link: a part that is what was expected.
+        """Write a part. Called by the link with an expected part.
 
         Raises:
-            LinkError: it cannot be written.
+            LinkError: The part cannot be written.
         """
         if header.stream is Stream.AUX:
             size = sum(self._aux.sizes)
             self._aux.write(self._aux_index, payload[:size])
             self.queries = bytes(payload[size:])
             if self.queries:
-                self._traveling.parse(self.queries)
+                self._expected_queries.parse(self.queries)
             return
         self.size += len(payload)
         self.anchor_size += len(payload) * (header.stream is Stream.ANCHOR)
@@ -108,22 +108,22 @@ class RoomWriter:
                 self._codec.write_anchor(page, self._layers, payload)
 
     def arrived(self, stream: Stream) -> None:
-        """Of the link: all parts of a stream were written; an anchor that comes once more may do so after the auxiliary record."""
-        self._here.add(stream)
-        if not self.anchor_ready and {Stream.ANCHOR, Stream.AUX} <= self._here:
+        """All parts of a stream are written. Called by the link. A retransmitted anchor may arrive after the auxiliary record."""
+        self._complete_streams.add(stream)
+        if not self.anchor_ready and {Stream.ANCHOR, Stream.AUX} <= self._complete_streams:
             self._pool.synchronize_links()
             self.anchor_ready = True
-            self._told.anchor_arrived()
+            self._listener.anchor_arrived()
 
     def ended(self, reason: str | None) -> None:
-        """Of the link: all is there, or why not."""
+        """The room ended: complete (None), or failed for this reason. Called by the link."""
         if reason is not None:
             self.failure = reason
-            self._told.fail(reason)
+            self._listener.fail(reason)
             return
         self._pool.synchronize_links()
         self.complete = True
-        self._told.succeed()
+        self._listener.succeed()
 
 
 @dataclass(frozen=True)
@@ -131,11 +131,11 @@ class EarlyRoom:
     """A room of a running request, whose residuals are still written to the request's slots. Used by the scheduler's thread.
 
     Attributes:
-        number: the room's ``link_room``.
-        received: the room's received pages.
-        links: the server that receives them.
-        pool: the pool that they are written to.
-        prefill_again: lets the prefill server compute the request again, after its slots were freed.
+        number: ``link_room`` of the room.
+        received: Writer of the room.
+        links: Link server that receives the room.
+        pool: Pool that is written to.
+        prefill_again: Lets the prefill server compute the request again, after its slots were freed.
     """
 
     number: int

@@ -1,4 +1,4 @@
-"""SGLang's side of a room that is sent: from a request at the prefill server to its KV in the link's buffers."""
+"""SGLang's interface to an outgoing room at the prefill server, until its KV is in the link's buffers."""
 
 import itertools
 import time
@@ -25,24 +25,24 @@ from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
-# As SGLang's class says it.
+# The message of SGLang's own class.
 ABORTED = "Aborted by AbortReq."
 
 
 class Stage(Enum):
-    """How far SGLang is with a request; of the scheduler's thread."""
+    """Progress of a request in SGLang. Used by the scheduler's thread."""
 
     OPEN = auto()
-    """Nothing of its KV is sent yet."""
+    """No KV has been sent."""
     SENDING = auto()
-    """The first of its KV went to be encoded."""
+    """The first KV was submitted for encoding."""
     CLEARED = auto()
-    """SGLang is through with it; what succeeded goes on travelling."""
+    """SGLang has finished with the request; a successful room continues to be sent."""
     ABORTED = auto()
     """Cleared, because it was aborted on this side."""
 
 
-# Stages after which SGLang polls a sender no more.
+# Stages after which SGLang no longer polls a sender.
 ENDED_STAGES = (Stage.CLEARED, Stage.ABORTED)
 
 # Numbers of senders in SGLang's tables.
@@ -50,10 +50,10 @@ _numbers = itertools.count(1)
 
 
 class ProgressiveSender(CommonKVSender):
-    """One request. SGLang's scheduler calls it; ``on_metadata``, ``succeed`` and ``fail`` come from other threads.
+    """Sender of one request. SGLang's scheduler calls it. ``on_metadata``, ``succeed`` and ``fail`` are called from other threads.
 
-    Success is reported once all of the room is encoded: its KV may then be freed, while its bytes still travel. What goes wrong
-    later is for the decode side to tell.
+    Success is reported once the whole room is encoded. Its KV may then be freed while its bytes are still being sent. The decode side
+    reports later errors.
     """
 
     kv_mgr: ProgressiveManager
@@ -65,12 +65,12 @@ class ProgressiveSender(CommonKVSender):
         super().__init__(mgr, bootstrap_addr, next(_numbers), *args, **kwargs)
         self.init_time = time.time()
         self._prompt: Sequence[int] = ()
-        self._queries: QueryReader | None = None
-        self._packs: tuple[Packing, KVBuffers] | None = None
+        self._query_reader: QueryReader | None = None
+        self._packing: tuple[Packing, KVBuffers] | None = None
         self._metadata: RoomMetadata | None = None
         self._peer: DecodePeer | None = None
-        self._sent: RoomEncoder | None = None
-        # Slots of tokens that do not fill a page yet; lengths of the pages that were not sent.
+        self._encoder: RoomEncoder | None = None
+        # Slots of tokens that do not fill a page yet, and lengths of the pages not sent yet.
         self._slots = np.empty(0, np.int64)
         self._lengths: deque[int] = deque()
         # SGLang sets it where a cached prefix is sent before the forward that may still write it (maybe_send_cached_prefix_chunk).
@@ -78,14 +78,14 @@ class ProgressiveSender(CommonKVSender):
 
     @property
     def tokens(self) -> int:
-        """Tokens of the prompt."""
+        """Number of prompt tokens."""
         return len(self._prompt)
 
     def set_prompt(self, tokens: Sequence[int], refused: str | None = None) -> None:
-        """Set the request's tokens, whose hashes name its pages, and wait for the decode side; before ``init``.
+        """Set the request's tokens, whose hashes identify its pages, and wait for the decode side. Called before ``init``.
 
         Args:
-            tokens: Of the prompt.
+            tokens: Token ids of the prompt.
             refused: Why SGLang has ended the request already; the sender then fails. None if it has not.
         """
         self._prompt = tokens
@@ -94,45 +94,45 @@ class ProgressiveSender(CommonKVSender):
             self._give_up(refused)
 
     def set_query_reader(self, read: QueryReader) -> None:
-        """The newest queries of the prompt go with the auxiliary record; before ``init``."""
-        self._queries = read
+        """Send the newest queries of the prompt with the auxiliary record. Called before ``init``."""
+        self._query_reader = read
 
     def set_packing(self, packing: Packing, buffers: KVBuffers) -> None:
-        """The prompt may travel as codes that are packed so, of a pool with these buffers; before ``init``."""
-        self._packs = packing, buffers
+        """Allow the prompt to be sent as quantized KV in this packing, from a pool with these buffers. Called before ``init``."""
+        self._packing = packing, buffers
 
     @property
     def is_sending_prefix(self) -> bool:
-        """Whether what SGLang sends next was in its cache, and is sent before the forward of the rest."""
+        """Whether SGLang's next send is a cached prefix, sent before the forward of the remaining tokens."""
         return self._early_send_wait_event is not None
 
     def defer_prefix(self) -> None:
-        """It is not sent now, but with what follows."""
+        """Send the cached prefix together with the following tokens instead of now."""
         self._early_send_wait_event = None
 
     @property
     def is_waiting_packed(self) -> bool:
-        """Whether the prompt is packed, and waits for room at the decode side."""
+        """Whether the prompt is packed and waits for slots at the decode side."""
         return self in self.kv_mgr.waiting
 
     def pack_early(self, begin: int, end: int, slots: torch.Tensor) -> bool:
-        """Pack the prompt before the decode side has room: its full KV is needed no more.
+        """Pack the prompt before the decode side has slots, so that its full KV can be freed.
 
         Args:
-            begin, end: its tokens that will travel as codes.
-            slots: int64 [tokens], of its full KV.
+            begin, end: Range of prompt tokens to send as quantized KV.
+            slots: int64 [tokens], slots of the full KV.
 
         Returns:
-            False where that cannot be, or too much waits, or the request was given up here, of which nobody would take the pages; nothing
-            changes then.
+            False, without any effect, if the prompt cannot be packed, if too much waits already, or if the request was given up here, so
+                that nothing would take the pages.
         """
         waiting = self.kv_mgr.waiting
-        if self._peer is not None or self._packs is None or self._stage in ENDED_STAGES or not waiting.has_room:
+        if self._peer is not None or self._packing is None or self._stage in ENDED_STAGES or not waiting.has_room:
             return False
         codec = self._codec(begin, end)
         ends = codec.ends(len(self._prompt))
         parts = (codec.encode_anchor(PlacedPage(start, slots[start:stop]), self.kv_mgr.layers) for start, stop in zip([0, *ends], ends))
-        # Copied, or blocks for links would be kept.
+        # The pages are copied. Otherwise they would keep the blocks that links need.
         waiting.put(self, (begin, end), tuple(memoryview(bytes(part)) for part in parts))
         self.kv_mgr.add_event(self.room, "computed")
         return True
@@ -154,7 +154,7 @@ class ProgressiveSender(CommonKVSender):
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.WaitingForInput)
 
     def succeed(self) -> None:
-        """The link has all of it."""
+        """Report success: the link holds the whole room."""
         self.kv_mgr.add_event(self.room, "encoded")
         if self._stage not in ENDED_STAGES:
             self.kv_mgr.conclude(self.bootstrap_room, None)
@@ -162,17 +162,17 @@ class ProgressiveSender(CommonKVSender):
     def fail(self, reason: str) -> None:
         """Record that the rest of the KV will not arrive. SGLang is notified unless it has cleared the request."""
         if self._metadata is not None:
-            # The link may be what failed, and the decode side wait for it.
+            # The link itself may have failed, while the decode side waits for the room.
             self.kv_mgr.refuse(self._metadata, reason)
         if self._stage not in ENDED_STAGES:
             self.kv_mgr.conclude(self.bootstrap_room, reason)
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
-        """The room is opened: the decode side is ready, and pages will come.
+        """Open the room on the link. The decode side is ready, and pages follow.
 
         Args:
-            num_kv_indices: pages of SGLang's that will be sent.
-            aux_index: row of the auxiliary record.
+            num_kv_indices: Number of SGLang pages to send.
+            aux_index: Row of the auxiliary record.
         """
         super().init(num_kv_indices, aux_index)
         metadata = self._metadata
@@ -180,34 +180,36 @@ class ProgressiveSender(CommonKVSender):
             return
         if metadata.tokens != len(self._prompt):
             self._give_up(
-                f"the prompt of bootstrap_room {self.room} has {len(self._prompt)} tokens at the prefill server and {metadata.tokens} at the "
-                "decode server: send both servers the same prompt, and each request with a bootstrap_room of its own"
+                f"the prompt of bootstrap_room {self.room} has {len(self._prompt)} tokens at the prefill server and {metadata.tokens} at "
+                "the decode server: send both servers the same prompt, and each request with a bootstrap_room of its own"
             )
             return
         try:
-            self._sent = self._room(metadata)
-            self._peer = self.kv_mgr.peers.open(metadata.endpoint, self._sent)
+            self._encoder = self._room(metadata)
+            self._peer = self.kv_mgr.peers.open(metadata.endpoint, self._encoder)
         except LinkError as error:
             self._give_up(str(error))
 
     def _room(self, metadata: RoomMetadata) -> RoomEncoder:
-        """Its pages, as the decode side asks for them.
+        """Build the encoder of the room, with the pages that the decode side asks for.
 
         Raises:
-            LinkError: the prompt cannot travel as codes, or not these tokens of it.
+            LinkError: The prompt cannot be sent as quantized KV, or not with this range of tokens.
         """
         prefix, (begin, end), packed = metadata.prefix, metadata.coded, self.kv_mgr.waiting.coded(self)
         if packed not in (None, metadata.coded):
             raise LinkError(
-                f"the prompt waited with tokens {packed[0]} to {packed[1]} as codes, and the decode server asks for {begin} to {end}: give "
+                f"tokens {packed[0]} to {packed[1]} of the prompt are packed, and the decode server asks for {begin} to {end}: give "
                 "both servers the same --page-size and --kv-sparse-from"
             )
         if begin == end:
             codec = self.kv_mgr.codec
             ends = page_ends(codec.page_size, len(self._prompt), prefix)
             before = page_hashes(self._prompt[:prefix], codec.page_size)
-        elif self._packs is None or prefix:
-            raise LinkError(f"tokens {begin} to {end} shall travel as codes, which this server does not make: start both servers alike")
+        elif self._packing is None or prefix:
+            raise LinkError(
+                f"the decode server asks for tokens {begin} to {end} as quantized KV, which this server cannot send: start both alike"
+            )
         else:
             codec = self._codec(begin, end)
             ends, before = codec.ends(len(self._prompt)), []
@@ -217,17 +219,17 @@ class ProgressiveSender(CommonKVSender):
         return RoomEncoder(metadata.link_room, codec, self.kv_mgr.layers, starts, hashes, self)
 
     def _codec(self, begin: int, end: int) -> QuantizedPromptCodec:
-        packing, buffers = self._packs
+        packing, buffers = self._packing
         seeds = token_seeds(self._prompt, len(self._prompt), self.kv_mgr.pool.device) if packing.stochastic else None
         return QuantizedPromptCodec(self.kv_mgr.pool, packing, buffers, begin, end, self.kv_mgr.codec.page_size, seeds)
 
     def send(self, kv_indices: np.ndarray, state_indices: list | None = None, num_kv_tokens: int | None = None) -> None:
-        """Send what a forward computed.
+        """Send the KV that a forward computed.
 
         Args:
-            kv_indices: pages of SGLang's, int [pages].
-            state_indices: none; such models are refused.
-            num_kv_tokens: in these pages; None where all are full.
+            kv_indices: SGLang's pages, int [pages].
+            state_indices: None; models with such state are refused.
+            num_kv_tokens: Tokens in these pages; None if all are full.
         """
         kv_indices, _, last, _ = self._prepare_send_indices(kv_indices, state_indices)
         self._record_transfer_indices(kv_indices, state_indices)
@@ -242,7 +244,7 @@ class ProgressiveSender(CommonKVSender):
         page = self.kv_mgr.kv_args.page_size
         slots = (np.asarray(kv_indices, np.int64)[:, None] * page + np.arange(page)).ravel()[:num_kv_tokens]
         self._slots = np.concatenate([self._slots, slots])
-        # What waited packed is all of it; its slots may be others' now.
+        # A packed prompt is complete. Its slots may belong to other requests now.
         pages: list[torch.Tensor | memoryview] = [*self.kv_mgr.waiting.take(self)]
         if pages:
             self._lengths.clear()
@@ -251,10 +253,10 @@ class ProgressiveSender(CommonKVSender):
             pages.append(self._on_device(self._slots[:size]))
             self._slots = self._slots[size:]
         if pages or last:
-            self._peer.send(self._sent, tuple(pages), self._record() if last else None, ready)
+            self._peer.send(self._encoder, tuple(pages), self._record() if last else None, ready)
 
     def poll(self) -> int:
-        """How far it is (``KVPoll``)."""
+        """Return the state of the transfer (``KVPoll``)."""
         if self.conclude_state is not None:
             return self.conclude_state
         status = self.kv_mgr.check_status(self.bootstrap_room)
@@ -267,10 +269,10 @@ class ProgressiveSender(CommonKVSender):
         return status
 
     def failure_exception(self) -> None:
-        """Say why it failed.
+        """Raise the reason of the failure.
 
         Raises:
-            KVTransferError: always.
+            KVTransferError: Always.
         """
         if self._stage is Stage.ABORTED:
             raise KVTransferError(self.room, ABORTED)
@@ -280,7 +282,7 @@ class ProgressiveSender(CommonKVSender):
         self.kv_mgr.raise_failure(self.bootstrap_room, self.room)
 
     def clear(self) -> None:
-        """SGLang is through with it; what succeeded goes on travelling."""
+        """Release the request's state. SGLang has finished with it; a successful room continues to be sent."""
         if self._stage in ENDED_STAGES:
             return
         self._stage = Stage.CLEARED
@@ -293,7 +295,7 @@ class ProgressiveSender(CommonKVSender):
         super().clear()
 
     def abort(self) -> None:
-        """Abort the request on this side, and remove all its state: SGLang does not poll every aborted sender again."""
+        """Abort the request on this side and remove all its state, since SGLang does not poll every aborted sender again."""
         super().abort()
         self.clear()
         self._stage = Stage.ABORTED
@@ -302,7 +304,7 @@ class ProgressiveSender(CommonKVSender):
 
     def _record(self) -> bytes:
         most = self._metadata.aux_sizes[-1]
-        return self.kv_mgr.aux.read(self.aux_index) + (self._queries(most) if self._queries is not None and most else b"")
+        return self.kv_mgr.aux.read(self.aux_index) + (self._query_reader(most) if self._query_reader is not None and most else b"")
 
     def _on_device(self, slots: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(slots).to(self.kv_mgr.pool.device)
@@ -312,9 +314,9 @@ class ProgressiveSender(CommonKVSender):
         self._cancel(reason)
 
     def _cancel(self, reason: str) -> None:
-        """Send no more, and see to it that the decode side does not wait."""
+        """Stop sending, and make sure that the decode side does not wait."""
         if self._peer is not None:
-            self._peer.cancel(self._sent, reason)
+            self._peer.cancel(self._encoder, reason)
         elif self._metadata is not None:
             self.kv_mgr.refuse(self._metadata, reason)
         self.kv_mgr.handshakes.leave(self, reason)

@@ -1,9 +1,11 @@
-"""Prompts that come to a decode server as codes: which do, what slots they take, and the copies that hold them.
+"""Quantized prompts at the decode server: which prompts are transferred so, their slots, and their compressed KV.
 
-In mode lossy nobody reads the full KV of what a copy holds. A prompt that a copy would be made of as soon as it decodes gets that copy
-with its slots, before any of it has come: the prefill server packs what the copy stands for, and its blocks are written where the copy
-has them. The request's own row leads to SGLang's padding page there, as where full KV was given back (quantized_only.py), and to full KV
-after it. Who is retracted is prefilled again.
+In mode lossy, no request reads the full KV that compressed KV replaces. If a prompt would be compressed as soon as it decodes, its
+compressed KV is allocated with its slots, before any data arrives. The prefill server packs the covered tokens, and their blocks are
+written directly into the compressed KV.
+
+For the covered tokens, the request's own row points to SGLang's padding page, as after full KV was freed (quantized_only.py). After them it
+points to full KV. A retracted request is prefilled again.
 """
 
 from collections.abc import Callable
@@ -27,12 +29,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class QuantizedPrompt:
-    """A prompt that shall come as codes.
+    """A prompt to transfer as quantized KV.
 
     Attributes:
-        method: makes the copies of its request.
-        tokens: of the prompt.
-        covered: of these, those that the copy stands for: the first ones exact, the rest in blocks.
+        method: Compression method of its request.
+        tokens: Prompt tokens.
+        covered: Number of first prompt tokens that the compressed KV replaces: the sinks exactly, the others in blocks.
     """
 
     method: CompressionMethod
@@ -41,21 +43,21 @@ class QuantizedPrompt:
 
     @property
     def held(self) -> int:
-        """Slots of its copy, whole pages."""
+        """Slots of its compressed KV, in whole pages."""
         return self.method.sinks + self.method.packing.held_slots(self.covered - self.method.sinks)
 
     @property
     def slots(self) -> int:
-        """All that it takes, whole pages: its copy, and full KV of the tokens after it."""
+        """All slots of the prompt, in whole pages: its compressed KV, and the full KV of the tokens after it."""
         page, exact = self.method.packing.page_size, self.tokens - self.covered
         return self.held + -(-exact // page) * page
 
 
 def plan_quantized_prompt(req: "Req", tokens: int, method: CompressionMethod) -> QuantizedPrompt | None:
-    """How the first ``tokens`` tokens of a request travel whose copies ``method`` makes; None where their full KV does.
+    """Plan the transfer of a request's first ``tokens`` tokens as quantized KV for ``method``; None to transfer their full KV.
 
-    That is so of short ones, and of requests that read full KV. Who may be retracted must be prefilled again, and what SGLang then asks
-    the prefill server names tokens alone: no adapter, image or embedding.
+    Full KV is transferred for short prompts and for requests that read full KV. A retracted request must be prefilled again. SGLang then
+    sends the prefill server token ids only, without adapters, images or embeddings; such requests use full KV too.
     """
     if not is_token_only(req) or fallback_reason(req):
         return None
@@ -66,14 +68,14 @@ def plan_quantized_prompt(req: "Req", tokens: int, method: CompressionMethod) ->
 
 
 class QuantizedPromptSlots(NamedTuple):
-    """Where a prompt's codes go, and what is not packed of it.
+    """Slots for a prompt's quantized blocks, and for its tokens that are not packed.
 
     Attributes:
-        packing, buffers: how blocks lie in slots, and the pool.
-        begin, end: positions between which tokens lie in blocks.
-        sinks: int64 [begin], slots of the tokens before them.
+        packing, buffers: Layout of blocks in slots, and the pool.
+        begin, end: Range of prompt positions that is stored in blocks.
+        sinks: int64 [begin], slots of the tokens before the blocks.
         blocks: int64, slots of the blocks.
-        tail: int64, slots of the tokens after them.
+        tail: int64, slots of the tokens after the blocks.
     """
 
     packing: Packing
@@ -85,7 +87,7 @@ class QuantizedPromptSlots(NamedTuple):
     tail: torch.Tensor
 
     def slots(self, start: int, end: int) -> torch.Tensor:
-        """Those of a page of tokens, which ends where the blocks begin and end or does not reach over: int64."""
+        """Return the slots of a page of tokens, int64. A page does not cross the begin or the end of the blocks."""
         if end <= self.begin:
             return self.sinks[start:end]
         if start >= self.end:
@@ -95,12 +97,12 @@ class QuantizedPromptSlots(NamedTuple):
 
 @dataclass(frozen=True)
 class QuantizedPromptAllocator:
-    """Those of one decode server's scheduler process.
+    """Plans and allocates quantized prompts in a decode server's scheduler process.
 
     Attributes:
-        compressed_kv: copies of the requests.
-        codes: full KV that is not there.
-        requests: their states.
+        compressed_kv: Compressed KV of the requests.
+        codes: Records which full KV does not exist.
+        requests: State of the requests.
     """
 
     compressed_kv: CompressedKVCache
@@ -108,20 +110,23 @@ class QuantizedPromptAllocator:
     requests: RequestStates
 
     def plan(self, req: "Req", tokens: int) -> QuantizedPrompt | None:
-        """How a request's first ``tokens`` tokens come; None where their full KV does."""
+        """Plan the transfer of a request's first ``tokens`` tokens as quantized KV; None to transfer their full KV."""
         return plan_quantized_prompt(req, tokens, self.compressed_kv.methods[self.requests.method_of(req)])
 
     def allocate(self, req: "Req", prompt: QuantizedPrompt, exact: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
-        """Give a request its row, its copy and slots of the full KV after that.
+        """Allocate a request's row, its compressed KV, and slots for the full KV after that.
 
         Args:
-            req: has no row yet.
-            prompt: of :meth:`plan`.
-            exact: takes the slots that stand for the first tokens, int64 [covered], and their number; gives the request its row and
-                slots of the others, int64, which are the answer.
+            req: Request without a row.
+            prompt: Result of :meth:`plan`.
+            exact: Takes the slots that the row has for the covered tokens, int64 [covered], and their number. Assigns the row and slots for
+                the other tokens, and returns these, int64.
+
+        Returns:
+            The result of ``exact``.
 
         Raises:
-            RuntimeError: the pool lacks slots: it was asked for fewer than :attr:`QuantizedPrompt.slots`.
+            RuntimeError: The pool lacks slots: the request was admitted with fewer than :attr:`QuantizedPrompt.slots`.
         """
         allocator, method = self.compressed_kv.allocator, prompt.method
         own = allocator.alloc(prompt.held)
@@ -130,23 +135,25 @@ class QuantizedPromptAllocator:
         # SGLang's padding page.
         slots = exact(torch.arange(prompt.covered, device=own.device) % allocator.page_size, prompt.covered)
         packed = method.packing.packed_slots(prompt.covered - method.sinks)
-        view = CompressedKV(
+        compressed = CompressedKV(
             own, prompt.covered, sinks=method.sinks, own_tokens=prompt.covered - method.sinks, own_packed=packed,
             refresh_after=method.due(prompt.tokens - method.recent),
         )  # fmt: skip
         self.requests.admit(req, 0)
-        self.compressed_kv.insert(req.req_pool_idx, view)
+        self.compressed_kv.insert(req.req_pool_idx, compressed)
         self.codes.begin(req.req_pool_idx, prompt.covered)
         return slots
 
     def slots(self, req: "Req", prompt: QuantizedPrompt) -> QuantizedPromptSlots:
-        """Where the codes of a request with slots go."""
-        view, packing = self.compressed_kv.get(req.req_pool_idx), prompt.method.packing
-        own, tail = view.own, self.compressed_kv.token_table[req.req_pool_idx, prompt.covered : prompt.tokens]
-        blocks = own[view.sinks : view.sinks + view.own_packed]
-        return QuantizedPromptSlots(packing, self.compressed_kv.buffers, view.sinks, view.covered, own[: view.sinks], blocks, tail.long())
+        """Return the slots to write a request's quantized prompt to."""
+        compressed, packing = self.compressed_kv.get(req.req_pool_idx), prompt.method.packing
+        own, tail = compressed.own, self.compressed_kv.token_table[req.req_pool_idx, prompt.covered : prompt.tokens]
+        blocks = own[compressed.sinks : compressed.sinks + compressed.own_packed]
+        return QuantizedPromptSlots(
+            packing, self.compressed_kv.buffers, compressed.sinks, compressed.covered, own[: compressed.sinks], blocks, tail.long()
+        )
 
     def enable_recompute(self, req: "Req", sent: RecomputeSource) -> None:
-        """Full KV of a request with a row may be given back: ``sent`` lets the prefill server compute it once more."""
+        """Allow to free the full KV of a request with a row: ``sent`` lets the prefill server compute it again."""
         if is_token_only(req):
             self.codes.set_recompute_source(req.req_pool_idx, sent)

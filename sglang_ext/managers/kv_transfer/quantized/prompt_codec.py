@@ -1,10 +1,10 @@
-"""Prompts that travel as codes (HACK, arXiv 2502.03589, section 6): packed at the prefill server, and never again.
+"""Codec of prompts that are sent as quantized KV (HACK, arXiv 2502.03589, section 6): packed once, at the prefill server.
 
-Of such a prompt the decode side gets the blocks that its copy would hold, bit for bit, and no full KV for them. What copies leave as it
-is, the first tokens and the newest, travels as it is. So the pages of a room are of three kinds: exact ones before the blocks, whole
-blocks, and exact ones after them.
+The decode side receives the blocks of its compressed KV, bit for bit, and no full KV for them. The first and the newest tokens, which
+compressed KV keeps exactly, are sent unchanged. So a room has three kinds of pages: exact pages before the blocks, pages of whole blocks,
+and exact pages after them.
 
-A page of blocks has keys, then values, of each layer: of each KV head the bytes of its blocks (block_layout.py), without what fills up
+A page of blocks has keys, then values, of each layer: for each KV head the bytes of its blocks (block_layout.py), without the padding of
 their cells.
 """
 
@@ -27,20 +27,20 @@ from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
 @dataclass(frozen=True)
 class QuantizedPromptCodec(SingleStreamCodec):
-    """The codec of one room whose tokens from ``begin`` to ``end`` travel as codes.
+    """Codec of one room whose tokens from ``begin`` to ``end`` are sent as quantized KV.
 
-    On the prefill side a page of them is placed in the slots of their full KV; on the decode side in those of its blocks.
+    The slots of a packed page are those of its full KV on the prefill side, and those of its blocks on the decode side.
 
     Attributes:
-        pool: of this rank.
-        packing: how blocks lie in its slots.
-        buffers: the same pool, by KV heads.
-        begin, end: positions in the prompt; whole blocks lie between them.
-        tokens: tokens of a page that is not packed.
-        seeds: int32 [tokens of the prompt], by which codes are drawn (layouts/rounding.py); None where they are not, and to write.
+        pool: The pool of this rank.
+        packing: Layout of blocks in its slots.
+        buffers: The same pool, by KV heads.
+        begin, end: Range of prompt positions in whole blocks.
+        tokens: Tokens of an exact page.
+        seeds: int32 [tokens of the prompt], seeds of stochastic rounding (layouts/rounding.py); None for other rounding, and for writing.
 
     Raises:
-        LinkError: these are not whole blocks.
+        LinkError: The range is not whole blocks.
     """
 
     pool: PoolBuffers
@@ -58,13 +58,13 @@ class QuantizedPromptCodec(SingleStreamCodec):
         block = self.packing.block_tokens
         if not 0 <= self.begin < self.end or (self.end - self.begin) % block:
             raise LinkError(
-                f"tokens {self.begin} to {self.end} of a prompt shall travel as codes; blocks hold {block} tokens each: start both servers "
+                f"tokens {self.begin} to {self.end} of a prompt are to be quantized; blocks hold {block} tokens each: start both servers "
                 "with the same --kv-compressor and --kv-partition"
             )
 
     @property
     def options(self) -> dict[str, OptionValue]:
-        """None of its own: what the ends of a link agree on stands in compatibility.py."""
+        """No options of its own: compatibility.py lists the settings that both ends of a link must share."""
         return {}
 
     @property
@@ -74,37 +74,37 @@ class QuantizedPromptCodec(SingleStreamCodec):
         return max(block, self.tokens // block * block)
 
     def ends(self, prompt: int) -> list[int]:
-        """Where pages of a prompt of so many tokens end.
+        """Return the ends of the pages of a prompt with this many tokens.
 
         Raises:
-            LinkError: it ends before its codes do.
+            LinkError: The prompt is shorter than its quantized range.
         """
         if prompt < self.end:
-            raise LinkError(f"tokens up to {self.end} shall travel as codes, of a prompt of {prompt}; start both servers alike")
+            raise LinkError(f"tokens up to {self.end} are to be quantized, of a prompt of {prompt}; start both servers alike")
         exact = page_ends(self.tokens, self.begin)
         return [*exact, *page_ends(self.page_size, self.end, self.begin), *page_ends(self.tokens, prompt, self.end)]
 
     def most_bytes(self, stream: Stream, layers: LayerRange) -> int:
-        """Of a full page of either kind."""
+        """Return the maximum bytes of a full page of either kind."""
         if stream is not Stream.ANCHOR:
             return 0
         blocks = self.page_size // self.packing.block_tokens
-        return max(self._exact.most_bytes(stream, layers), sum(self._sizes(blocks, layers)))
+        return max(self._raw_codec.most_bytes(stream, layers), sum(self._sizes(blocks, layers)))
 
     def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
-        """The page's codes, or its numbers."""
+        """Encode the page's blocks, or its exact values."""
         return self.start(page, layers)().anchor
 
     def start(self, page: PlacedPage, layers: LayerRange, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
-        """Begin with them; there is no residual. All layers are packed together, beside the pool.
+        """Start to encode the page; there is no residual. All layers are packed together, outside the pool.
 
         Raises:
-            LinkError: a residual alone is asked for.
+            LinkError: Only a residual is requested.
         """
         if not anchor or not self._is_packed(page):
-            return self._exact.start(page, layers, anchor, residual)
-        own, count = self._apart(page.slots, layers), len(page.slots)
-        # What is kept is counted by position; of the prompt only this page is there.
+            return self._raw_codec.start(page, layers, anchor, residual)
+        own, count = self._staging_buffers(page.slots, layers), len(page.slots)
+        # The kept tokens are indexed by prompt position. Only this page's part of the prompt is available.
         kept = torch.arange(page.start, page.start + count, device=page.slots.device).expand(layers.count, self.pool.heads, -1)
         sources = torch.arange(-page.start, count, device=page.slots.device)
         targets = torch.arange(count, len(own.keys[0]), device=page.slots.device)
@@ -118,13 +118,13 @@ class QuantizedPromptCodec(SingleStreamCodec):
         return lambda: EncodedPage(brought(), None)
 
     def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
-        """Write the page's blocks, or its numbers.
+        """Write the page's blocks, or its exact values.
 
         Raises:
-            LinkError: it is no such page.
+            LinkError: The data is not such a page.
         """
         if not self._is_packed(page):
-            self._exact.write_anchor(page, layers, anchor)
+            self._raw_codec.write_anchor(page, layers, anchor)
             return
         blocks, heads = len(page.slots) // self.packing.block_slots, self.pool.heads
         sizes = self._sizes(blocks, layers)
@@ -143,11 +143,11 @@ class QuantizedPromptCodec(SingleStreamCodec):
         return self.begin <= page.start < self.end
 
     @cached_property
-    def _exact(self) -> RawCodec:
+    def _raw_codec(self) -> RawCodec:
         return RawCodec(self.pool, self.tokens)
 
-    def _apart(self, slots: torch.Tensor, layers: LayerRange) -> KVBuffers:
-        """A pool of some layers that has these tokens alone, in its first slots, and room for their blocks after them."""
+    def _staging_buffers(self, slots: torch.Tensor, layers: LayerRange) -> KVBuffers:
+        """Copy these tokens of some layers into the first slots of new buffers, with space for their blocks after them."""
         kinds, room = [], self.packing.packed_slots(len(slots))
         for half in self.pool.gather(layers, slots):
             numbers = half.view(layers.count, len(slots), self.pool.heads, -1)
@@ -156,7 +156,7 @@ class QuantizedPromptCodec(SingleStreamCodec):
         return replace(those, keys=kinds[0], values=kinds[1])
 
     def _sizes(self, blocks: int, layers: LayerRange) -> list[int]:
-        """Bytes of blocks of keys, and of values, in all heads of some layers."""
+        """Return the bytes of blocks of keys, and of values, in all heads of some layers."""
         return [layers.count * self.pool.heads * blocks * layout.block_bytes for layout in self._layouts]
 
     @property

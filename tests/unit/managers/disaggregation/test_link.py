@@ -299,7 +299,7 @@ def test_too_many_queued_bytes_are_refused(ends):
     link = ends.link(server.endpoint, LinkLimits(queued_bytes=1000))
     link.open(1, shape(2), Listener())
     link.offer(1, part(Stream.RESIDUAL, bytes(900)))
-    with pytest.raises(LinkError, match="900 bytes are queued .* and 200 more pass queued_bytes, 1000"):
+    with pytest.raises(LinkError, match="900 bytes are queued .* and 200 more exceed queued_bytes, 1000"):
         link.offer(1, part(Stream.RESIDUAL, bytes(200), 1))
 
 
@@ -331,7 +331,7 @@ def test_thousands_of_rooms_leave_nothing(ends):
     assert set(listener.reasons.values()) == {None}
     until(lambda: link.outstanding_bytes == 0)
     assert server.rooms == link.queued_bytes == 0 and len(server._rooms._finished) == 50
-    assert not (link._queue.rooms or link._listeners.waiting or link._unopened or link._cancels or server._notes or server._owing)
+    assert not (link._queue.rooms or link._listeners.waiting or link._unopened or link._cancels or server._notes or server._to_grant)
 
 
 def test_a_sender_made_first_waits_for_its_receiver(ends, tmp_path):

@@ -143,7 +143,7 @@ def test_a_changed_part_is_asked_for_again_and_the_room_fails_after_two_repeats(
     other = header(1, Stream.ANCHOR, b"other", 0)
     for _ in range(3):
         sender.say(wire.Frame(other, 0), b"oTher")
-    assert "anchor of page 0 came with a wrong checksum 3 times" in sender.hear_of(wire.Ended).reason
+    assert "anchor of page 0 was received with a wrong checksum 3 times" in sender.hear_of(wire.Ended).reason
     assert sink.content() == {(Stream.ANCHOR, 1): b"whole"} and "wrong checksum 3 times" in sink.reasons[0]
 
 

@@ -56,7 +56,7 @@ def test_connections_that_break_fail_rooms_unless_parts_are_taken_between_them(c
         made.record_progress(acknowledged)
         reason = made.count_break(True, "it was lost")
         assert reason is None
-    assert "nothing was acknowledged between them; the last: it was lost" in made.count_break(True, "it was lost")
+    assert "nothing was acknowledged between them; the last error: it was lost" in made.count_break(True, "it was lost")
     assert made.count_break(False, "no handshake") is None, "they are counted anew"
 
 

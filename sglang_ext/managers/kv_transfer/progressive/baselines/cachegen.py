@@ -1,8 +1,8 @@
-"""CacheGen's compression (Liu et al., SIGCOMM 2024, section 5) with a Huffman code in the place of its arithmetic coder.
+"""CacheGen's compression (Liu et al., SIGCOMM 2024, section 5) with a Huffman code instead of its arithmetic coder.
 
-Of every ten tokens the first is an anchor of 8 bits; of the others the difference to it is quantized, coarser in later layers,
-with steps of each channel. Symbols of each layer are entropy coded by themselves: deflate without matches, which is a Huffman code
-fitted to the layer's page. CacheGen fits its distributions by channel, beforehand.
+The first of every ten tokens is an anchor of 8 bits. The other tokens store the quantized difference to it, coarser in later layers, with a
+step for each channel. The symbols of each layer are entropy coded separately: deflate without matches, which is a Huffman code fitted to
+the layer's page. CacheGen fits its distributions per channel, in advance.
 """
 
 import zlib
@@ -14,14 +14,15 @@ import torch
 
 from sglang_ext.managers.kv_transfer.progressive.baselines.quantizers import Int8Quantizer, as_bytes, to_float16
 
-# Symbols to each side of 0 of differences, in the first, second and last third of the layers.
+# Largest symbol of a difference, for the first, second and last third of the layers.
 MOST = (15, 11, 7)
 TOKENS = 10
 
 
 @dataclass(frozen=True)
 class CacheGen:
-    """The stream: quantized anchors, float16 steps [layers, channels], uint32 sizes of each layer's symbols, and these."""
+    """Quantizer whose stream holds: quantized anchors, float16 steps [layers, channels], uint32 sizes of each layer's symbols, and the
+    symbols."""
 
     name = "cachegen"
     spans_page = True
@@ -32,31 +33,31 @@ class CacheGen:
 
     @property
     def options(self) -> dict[str, int]:
-        """What changes the bytes."""
+        """The options that change the bytes."""
         return {"tokens": TOKENS} | {f"most{third}": most for third, most in enumerate(MOST)}
 
     def most_bytes(self, layers: int, tokens: int, heads: int, dim: int) -> int:
-        """Of a stream: deflate stores what it cannot code in fewer bytes, in blocks with a head of 5."""
+        """Return the maximum bytes of a stream: deflate stores incompressible data in blocks with a header of 5 bytes."""
         symbols = tokens * heads * dim
         return self._plain_bytes(layers, tokens, heads, dim) + layers * (symbols + symbols // 1000 + 64)
 
     def encode(self, x: torch.Tensor, layers: int) -> torch.Tensor:
-        """Anchors, steps, sizes, symbols."""
+        """Encode anchors, steps, sizes and symbols."""
         anchors = self._anchors.encode(x[:, ::TOKENS], layers)
         deltas = self._deltas(x, self._anchors.decode(anchors, (len(x), -(-x.shape[1] // TOKENS), *x.shape[2:]), layers))
         most = self._most(len(x), layers)
-        # A page of one token has none: a zero beside them.
+        # A page of one token has no differences, so a zero is appended.
         largest = torch.nn.functional.pad(deltas.abs(), (0, 0, 0, 0, 0, 1)).amax(1, keepdim=True)
         steps = to_float16(largest / most)
         codes = (deltas / steps.float()).nan_to_num_(0).round_()
         symbols = torch.minimum(torch.maximum(codes, -most), most).to(torch.int8).cpu().numpy()
-        coded = [_coded(layer.tobytes()) for layer in symbols]
+        coded = [_deflate(layer.tobytes()) for layer in symbols]
         sizes = np.array([len(each) for each in coded], "<u4")
         tail = torch.frombuffer(bytearray(b"".join([sizes.tobytes(), *coded])), dtype=torch.uint8)
         return torch.cat([anchors, as_bytes(steps), tail.to(x.device)])
 
     def decode(self, stream: torch.Tensor, shape: tuple[int, int, int, int], layers: int) -> torch.Tensor:
-        """Anchors plus differences."""
+        """Return anchors plus differences."""
         count, tokens, heads, dim = shape
         fixed = self._plain_bytes(*shape)
         if len(stream) < fixed:
@@ -67,10 +68,10 @@ class CacheGen:
         steps = stream[size : fixed - 4 * count].clone().view(torch.float16).float().view(count, 1, heads, dim)
         sizes, rest = stream[fixed - 4 * count : fixed].cpu().numpy().view("<u4").tolist(), stream[fixed:].cpu().numpy().tobytes()
         if sum(sizes) != len(rest):
-            raise ValueError(f"symbols of {len(rest)} bytes, where sizes say {sum(sizes)}")
+            raise ValueError(f"symbols of {len(rest)} bytes, where the sizes add up to {sum(sizes)}")
         symbols, begin = [], 0
         for each in sizes:
-            symbols.append(_decoded(rest[begin : begin + each], (tokens - places[1]) * heads * dim))
+            symbols.append(_inflate(rest[begin : begin + each], (tokens - places[1]) * heads * dim))
             begin += each
         codes = torch.from_numpy(np.frombuffer(bytearray(b"".join(symbols)), np.int8)).to(stream.device)
         deltas = codes.view(count, tokens - places[1], heads, dim).float() * steps
@@ -79,7 +80,7 @@ class CacheGen:
         return x
 
     def _deltas(self, x: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
-        """Of the tokens that are no anchors, to the anchors as they arrive."""
+        """Return the differences of the other tokens to the decoded anchors."""
         near = anchors.repeat_interleave(TOKENS, 1)[:, : x.shape[1]]
         others = self._others(x.shape[1])
         return x[:, others] - near[:, others]
@@ -89,20 +90,20 @@ class CacheGen:
         return place[place % TOKENS > 0]
 
     def _most(self, count: int, layers: int) -> torch.Tensor:
-        """Of each layer, float32 [layers, 1, 1, 1]; all layers travel together."""
+        """Return the largest symbol of each layer, float32 [layers, 1, 1, 1]. All layers are transferred together."""
         return torch.tensor([MOST[len(MOST) * layer // layers] for layer in range(count)]).float().view(-1, 1, 1, 1)
 
     def _plain_bytes(self, layers: int, tokens: int, heads: int, dim: int) -> int:
         return self._anchors.most_bytes(layers, -(-tokens // TOKENS), heads, dim) + layers * (2 * heads * dim + 4)
 
 
-def _coded(symbols: bytes) -> bytes:
+def _deflate(symbols: bytes) -> bytes:
     packer = zlib.compressobj(1, zlib.DEFLATED, -15, 9, zlib.Z_HUFFMAN_ONLY)
     return packer.compress(symbols) + packer.flush()
 
 
-def _decoded(data: bytes, size: int) -> bytes:
-    """Raises ``ValueError`` where these are not ``size`` symbols."""
+def _inflate(data: bytes, size: int) -> bytes:
+    """Decode ``size`` symbols. Raises ``ValueError`` if the data holds another number."""
     unpacker = zlib.decompressobj(-15)
     try:
         symbols = unpacker.decompress(data, size + 1)

@@ -1,4 +1,4 @@
-"""Pages of quantized numbers in one stream: keys of all layers, then values of all layers, as a quantizer writes them."""
+"""Pages of quantized numbers in one stream: keys of all layers, then values of all layers, in the quantizer's format."""
 
 from dataclasses import dataclass
 
@@ -12,15 +12,15 @@ from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
 
 @dataclass(frozen=True)
 class QuantizedCodec(SingleStreamCodec):
-    """What a quantizer writes, all of it in the anchor stream.
+    """Writes a quantizer's output into the anchor stream.
 
     Attributes:
-        pool: of this rank: bfloat16, float16 or float32.
-        quantizer: of its numbers.
-        page_size: tokens of a page.
+        pool: The pool of this rank: bfloat16, float16 or float32.
+        quantizer: Quantizer of its numbers.
+        page_size: Tokens of a page.
 
     Raises:
-        LinkError: the pool is of another dtype.
+        LinkError: The pool has another dtype.
     """
 
     pool: PoolBuffers
@@ -31,35 +31,37 @@ class QuantizedCodec(SingleStreamCodec):
 
     def __post_init__(self) -> None:
         if self.pool.dtype.itemsize < 2:
-            raise LinkError(f"codec {self.name} takes pools of bfloat16, float16 or float32, not {self.pool.dtype}")
+            raise LinkError(f"codec {self.name} supports pools of bfloat16, float16 or float32, not {self.pool.dtype}")
 
     @property
     def name(self) -> str:
-        """The quantizer's."""
+        """Name of the quantizer."""
         return self.quantizer.name
 
     @property
     def options(self) -> dict[str, OptionValue]:
-        """What changes the bytes."""
+        """The options that change the bytes."""
         return dict(self.quantizer.options)
 
     def most_bytes(self, stream: Stream, layers: LayerRange) -> int:
-        """Of a full page."""
+        """Return the maximum bytes of a full page."""
         if stream is not Stream.ANCHOR:
             return 0
         return packed_size([self.quantizer.most_bytes(layers.count, self.page_size, self.pool.heads, dim) for dim in self._dims])
 
     def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
-        """Quantize what the pool holds.
+        """Quantize the current KV of the page.
 
         Raises:
-            LinkError: a number is not finite, or beyond what scales of float16 reach.
+            LinkError: A number is not finite, or too large for a float16 scale.
         """
         streams = []
         for half, dim in zip(self.pool.gather(layers, page.slots), self._dims, strict=True):
             x = half.view(layers.count, -1, self.pool.heads, dim).float()
             if not x.isfinite().all():
-                raise LinkError(f"KV of the page at {page.start} is not finite: codec {self.name} has no codes for it; use --kv-reference exact")
+                raise LinkError(
+                    f"KV of the page at {page.start} is not finite: codec {self.name} has no codes for it; use --kv-reference exact"
+                )
             try:
                 streams.append(self.quantizer.encode(x, self.pool.layers))
             except ValueError as error:
@@ -72,7 +74,7 @@ class QuantizedCodec(SingleStreamCodec):
         """Fill the page's slots with the quantized numbers.
 
         Raises:
-            LinkError: it is no stream of such a page.
+            LinkError: The data is not a stream of such a page.
         """
         found = []
         for stream, dim in zip(unpack_streams(anchor, 2, self.pool.blocks), self._dims, strict=True):
@@ -86,5 +88,5 @@ class QuantizedCodec(SingleStreamCodec):
 
     @property
     def _dims(self) -> tuple[int, int]:
-        """Of a head's keys and values."""
+        """Elements of a head's keys and values."""
         return self.pool.key_dim, self.pool.value_dim

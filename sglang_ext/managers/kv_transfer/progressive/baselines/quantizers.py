@@ -1,4 +1,4 @@
-"""Plain quantizers: a number's code says which multiple of its group's step it is closest to."""
+"""Plain quantizers: a number's code is the nearest multiple of its group's step."""
 
 import math
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ import torch
 
 
 class PageQuantizer(Protocol):
-    """Numbers as bytes, and back.
+    """Converts numbers to bytes and back.
 
     Attributes:
-        name: for refusals.
-        options: what changes the bytes.
-        spans_page: whether a page's tokens have something in common, so that its length says what is lost.
+        name: Name for error messages.
+        options: The options that change the bytes.
+        spans_page: Whether the tokens of a page share a scale, so that the page size affects the loss.
     """
 
     name: str
@@ -21,32 +21,32 @@ class PageQuantizer(Protocol):
 
     @property
     def options(self) -> dict[str, int]:
-        """What changes the bytes."""
+        """The options that change the bytes."""
 
     def most_bytes(self, layers: int, tokens: int, heads: int, dim: int) -> int:
-        """Of a stream of such a tensor."""
+        """Return the maximum bytes of a stream of such a tensor."""
 
     def encode(self, x: torch.Tensor, layers: int) -> torch.Tensor:
-        """A stream, uint8 [bytes].
+        """Encode a stream, uint8 [bytes].
 
         Args:
             x: float32 [layers, tokens, heads, dim], finite.
-            layers: of the model; some quantizers are coarser in later ones.
+            layers: Layers of the model; some quantizers are coarser in later layers.
         """
 
     def decode(self, stream: torch.Tensor, shape: tuple[int, int, int, int], layers: int) -> torch.Tensor:
-        """Numbers of that shape, float32.
+        """Decode numbers of this shape, float32.
 
         Raises:
-            ValueError: the stream has another size.
+            ValueError: The stream has another size.
         """
 
 
 def to_float16(x: torch.Tensor) -> torch.Tensor:
-    """As float16, for scales.
+    """Convert scales to float16.
 
     Raises:
-        ValueError: a number is beyond float16.
+        ValueError: A number is too large for float16.
     """
     found = x.half()
     if not found.isfinite().all():
@@ -55,7 +55,7 @@ def to_float16(x: torch.Tensor) -> torch.Tensor:
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
-    """The same memory, uint8 [bytes]."""
+    """Return the same memory as uint8 [bytes]."""
     return x.contiguous().view(torch.uint8).flatten()
 
 
@@ -63,10 +63,10 @@ def check_size(stream: torch.Tensor, size: int) -> None:
     """Refuse a stream of another size.
 
     Raises:
-        ValueError: says both.
+        ValueError: The size differs; the message has both.
     """
     if len(stream) != size:
-        raise ValueError(f"a stream of {len(stream)} bytes, where these numbers take {size}")
+        raise ValueError(f"a stream has {len(stream)} bytes; these numbers take {size}")
 
 
 @dataclass(frozen=True)
@@ -78,60 +78,61 @@ class Bfloat16Quantizer:
 
     @property
     def options(self) -> dict[str, int]:
-        """None."""
+        """No options."""
         return {}
 
     def most_bytes(self, layers: int, tokens: int, heads: int, dim: int) -> int:
-        """Of a stream."""
+        """Return the bytes of a stream."""
         return 2 * layers * tokens * heads * dim
 
     def encode(self, x: torch.Tensor, layers: int) -> torch.Tensor:
-        """Rounded to nearest."""
+        """Round to nearest."""
         return as_bytes(x.bfloat16())
 
     def decode(self, stream: torch.Tensor, shape: tuple[int, int, int, int], layers: int) -> torch.Tensor:
-        """The rounded numbers."""
+        """Return the rounded numbers."""
         check_size(stream, self.most_bytes(*shape))
         return stream.clone().view(torch.bfloat16).view(shape).float()
 
 
 @dataclass(frozen=True)
 class Int8Quantizer:
-    """8 bits, from -127 to 127 steps; a float16 step follows from the largest number.
+    """8 bits: codes from -127 to 127 times a float16 step, which follows from the largest number.
 
     Attributes:
-        by_token: numbers of a token and head share a step, which takes 16 / dim bits more; else all of a page's layer.
+        by_token: Whether the numbers of a token and head share a step, which takes 16 / dim more bits per number. Otherwise a page's layer
+            shares one.
     """
 
     by_token: bool = True
 
     @property
     def name(self) -> str:
-        """Of the flag."""
+        """Value of the flag."""
         return "int8" if self.by_token else "int8-tensor"
 
     @property
     def spans_page(self) -> bool:
-        """A step does."""
+        """Whether all tokens of a page share a step."""
         return not self.by_token
 
     @property
     def options(self) -> dict[str, int]:
-        """None beside the name."""
+        """No options other than the name."""
         return {}
 
     def most_bytes(self, layers: int, tokens: int, heads: int, dim: int) -> int:
-        """Of a stream."""
+        """Return the bytes of a stream."""
         return layers * tokens * heads * dim + 2 * layers * (tokens * heads if self.by_token else 1)
 
     def encode(self, x: torch.Tensor, layers: int) -> torch.Tensor:
-        """Steps, then codes."""
+        """Encode steps, then codes."""
         steps = to_float16(x.abs().amax(3 if self.by_token else (1, 2, 3), keepdim=True) / 127)
         codes = (x / steps.float()).nan_to_num_(0).round_().clamp_(-127, 127).to(torch.int8)
         return torch.cat([as_bytes(steps), as_bytes(codes)])
 
     def decode(self, stream: torch.Tensor, shape: tuple[int, int, int, int], layers: int) -> torch.Tensor:
-        """Codes times steps."""
+        """Return codes times steps."""
         check_size(stream, self.most_bytes(*shape))
         count = len(stream) - math.prod(shape)
         steps = stream[:count].clone().view(torch.float16).float()
@@ -141,10 +142,10 @@ class Int8Quantizer:
 
 @dataclass(frozen=True)
 class Int4Quantizer:
-    """4 bits, from the least number of a group in 15 steps; both in float16: 5 bits a number with groups of 32.
+    """4 bits: 15 steps from the least number of a group. Both are float16, so groups of 32 take 5 bits per number.
 
     Attributes:
-        group: channels of a token and head that share them; fewer where heads are narrower, or no multiple.
+        group: Channels of a token and head that share them; fewer if the head dimension is smaller or not a multiple.
     """
 
     group: int = 32
@@ -153,16 +154,16 @@ class Int4Quantizer:
 
     @property
     def options(self) -> dict[str, int]:
-        """What changes the bytes."""
+        """The options that change the bytes."""
         return {"group": self.group}
 
     def most_bytes(self, layers: int, tokens: int, heads: int, dim: int) -> int:
-        """Of a stream."""
+        """Return the bytes of a stream."""
         count = layers * tokens * heads * dim
         return -(-count // 2) + 4 * count // self._group(dim)
 
     def encode(self, x: torch.Tensor, layers: int) -> torch.Tensor:
-        """Least numbers, steps, then two codes a byte."""
+        """Encode least numbers, steps, then two codes per byte."""
         groups = x.reshape(-1, self._group(x.shape[3]))
         least, most = groups.aminmax(dim=1, keepdim=True)
         least = to_float16(least)
@@ -172,7 +173,7 @@ class Int4Quantizer:
         return torch.cat([as_bytes(least), as_bytes(steps), codes[::2] | codes[1::2] << 4])
 
     def decode(self, stream: torch.Tensor, shape: tuple[int, int, int, int], layers: int) -> torch.Tensor:
-        """Least numbers and codes times steps."""
+        """Return least numbers plus codes times steps."""
         check_size(stream, self.most_bytes(*shape))
         count, group = math.prod(shape), self._group(shape[3])
         scales = stream[: 4 * count // group].clone().view(torch.float16).float().view(2, -1, 1)

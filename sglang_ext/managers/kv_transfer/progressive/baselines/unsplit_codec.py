@@ -1,4 +1,4 @@
-"""Pages of Lynx codes in one stream: what splitting them gains is measured against these."""
+"""Pages of Lynx codes in one stream: the baseline for measuring what splitting them gains."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from sglang_ext.managers.kv_transfer.link_settings import LOSSY, OptionValue
 from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
 
 
-# What lies in host memory stays there.
+# Keeps data in host memory.
 ON_HOST = HostBlocks(torch.device("cpu"))
 
 
@@ -22,8 +22,8 @@ class UnsplitCodec(SingleStreamCodec):
     """Anchor and residual of 8 bits in one stream, or the anchor alone.
 
     Attributes:
-        split: the codec whose streams these are, of reference ``int8``.
-        whole: 8 bits; else 4.
+        split: Codec of the anchor and the residual, with reference ``int8``.
+        whole: True for 8 bits, False for 4.
     """
 
     split: LynxCodec
@@ -33,7 +33,7 @@ class UnsplitCodec(SingleStreamCodec):
 
     @property
     def pool(self) -> PoolBuffers:
-        """Of this rank."""
+        """The pool of this rank."""
         return self.split.pool
 
     @property
@@ -43,32 +43,32 @@ class UnsplitCodec(SingleStreamCodec):
 
     @property
     def name(self) -> str:
-        """Of the flag."""
+        """Value of the flag."""
         return "lynx-int8" if self.whole else "lynx-int4"
 
     @property
     def options(self) -> dict[str, OptionValue]:
-        """What changes the bytes."""
+        """The options that change the bytes."""
         return self.split.options
 
     def most_bytes(self, stream: Stream, layers: LayerRange) -> int:
-        """Of a full page."""
+        """Return the maximum bytes of a full page."""
         if stream is not Stream.ANCHOR:
             return 0
         anchor = self.split.most_bytes(Stream.ANCHOR, layers)
         return packed_size([anchor, self.split.most_bytes(Stream.RESIDUAL, layers)]) if self.whole else anchor
 
     def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
-        """All that travels."""
+        """Encode the page to its one stream."""
         if not self.whole:
             return self.split.encode_anchor(page, layers)
         return pack_streams([torch.from_numpy(np.asarray(stream)) for stream in self.split.encode(page, layers)], self.pool.blocks)
 
     def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
-        """Numbers of 8 or of 4 bits.
+        """Fill the page's slots with values of 8 or 4 bits.
 
         Raises:
-            LinkError: it is no stream of such a page.
+            LinkError: The data is not a stream of such a page.
         """
         if not self.whole:
             self.split.write_anchor(page, layers, anchor)

@@ -95,7 +95,7 @@ def test_pages_tile_the_prompt_and_none_reaches_over_a_bound_of_the_codes(tokens
     packing = packing_of(buffers, partition=partition)
     codec = QuantizedPromptCodec(pool, packing, buffers, begin, begin + blocks * packing.block_tokens, size)
     if tokens < codec.end:
-        with pytest.raises(LinkError, match=f"up to {codec.end} shall travel as codes, of a prompt of {tokens}"):
+        with pytest.raises(LinkError, match=f"up to {codec.end} are to be quantized, of a prompt of {tokens}"):
             codec.ends(tokens)
         return
     ends = codec.ends(tokens)
@@ -109,7 +109,7 @@ def test_pages_tile_the_prompt_and_none_reaches_over_a_bound_of_the_codes(tokens
 @pytest.mark.parametrize(("begin", "end"), [(4, 4), (4, 60), (68, 4), (4, 69)])
 def test_tokens_that_are_no_whole_blocks_are_refused(begin, end):
     pool, buffers = pool_of(0)
-    with pytest.raises(LinkError, match=f"tokens {begin} to {end} of a prompt shall travel as codes; blocks hold 64 tokens each"):
+    with pytest.raises(LinkError, match=f"tokens {begin} to {end} of a prompt are to be quantized; blocks hold 64 tokens each"):
         QuantizedPromptCodec(pool, packing_of(buffers), buffers, begin, end)
 
 
@@ -186,7 +186,7 @@ def test_a_prompt_arrives_as_codes_in_any_chunks(servers, tokens, chunks):
     targets = copied(made.packing, made.here, made.slots, where.begin, where.end, seeds)
     assert torch.equal(rows(target, where.blocks), rows(source, targets))
     # Of 2 layers with 2 heads of 64 channels in float32, some 5 numbers to one.
-    assert receiver._received.size < 0.2 * 256 * source.bytes_per_token + (tokens - 256) * source.bytes_per_token
+    assert receiver._writer.size < 0.2 * 256 * source.bytes_per_token + (tokens - 256) * source.bytes_per_token
     made.both.close()
 
 
@@ -203,7 +203,7 @@ def test_a_prefill_server_that_packs_nothing_says_so(servers):
     sender, receiver = made.begin()
     until(lambda: settled(sender) and settled(receiver))
     for end in (sender, receiver):
-        with pytest.raises(KVTransferError, match="tokens 4 to 260 shall travel as codes, which this server does not make"):
+        with pytest.raises(KVTransferError, match="tokens 4 to 260 as quantized KV, which this server cannot send"):
             end.failure_exception()
 
 
@@ -230,7 +230,7 @@ def test_a_prompt_that_was_packed_otherwise_than_asked_for_fails_by_name_and_wai
     assert sender.pack_early(made.where.begin, made.where.end - 64, made.slots)
     sender, receiver = made.begin(sender=sender)
     until(lambda: settled(sender) and settled(receiver))
-    with pytest.raises(KVTransferError, match="waited with tokens 4 to 196 as codes, and the decode server asks for 4 to 260: give both"):
+    with pytest.raises(KVTransferError, match="tokens 4 to 196 of the prompt are packed, and .* asks for 4 to 260: give both"):
         sender.failure_exception()
     assert receiver.poll() == KVPoll.Failed and made.both.prefill.waiting.held == 0
 
@@ -252,7 +252,7 @@ def test_codes_beyond_the_prompt_are_refused_by_the_prefill_server(servers):
     made = Coded(servers, 300)
     wrong = control.RoomMetadata(control.VERSION, 7, "h", 4, "ipc:///x", b"", (), 0, 300, 1, (4, 4 + 64 * 9))
     sender = made.both.sender(7, made.prompt)
-    with pytest.raises(LinkError, match="up to 580 shall travel as codes, of a prompt of 300"):
+    with pytest.raises(LinkError, match="up to 580 are to be quantized, of a prompt of 300"):
         sender._room(wrong)
 
 

@@ -161,4 +161,4 @@ def test_a_decode_side_that_does_not_fit_is_refused_by_name(message, keys, why):
 
 def test_settings_that_are_none_are_refused():
     broken = RoomMetadata(control.VERSION, 7, "h", 4, "tcp://127.0.0.1:5", b"\x00", (*SIZES, 0), 0, 1)
-    assert "settings are none of this version" in compatibility.metadata_mismatch(broken, SETTINGS, SIZES, False)
+    assert "settings are not of this version" in compatibility.metadata_mismatch(broken, SETTINGS, SIZES, False)

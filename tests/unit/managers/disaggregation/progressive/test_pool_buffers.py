@@ -29,7 +29,7 @@ def test_addresses_of_tensors_are_there_before_another_stream_may_read_them(monk
 
 @pytest.mark.parametrize("change", [{"heads": 3}, {"key_dim": 8}, {"dtype": torch.float16}], ids=["heads", "dim", "dtype"])
 def test_another_layout_than_the_models_is_refused(change):
-    with pytest.raises(LinkError, match=r"4 buffers of \[64, 128\] bytes a token.*mooncake"):
+    with pytest.raises(LinkError, match=r"4 buffers of \[64, 128\] bytes per token.*mooncake"):
         dataclasses.replace(make_pool(), **change)
 
 

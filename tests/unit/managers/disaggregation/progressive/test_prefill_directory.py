@@ -98,7 +98,7 @@ def test_a_bootstrap_server_that_never_answers_blocks_no_turn_and_fails_its_own_
     assert max(turns) < TURN
     assert served.poll() == KVPoll.WaitingForInput
     assert served.bootstrap_infos == [{"rank_ip": "127.0.0.1", "rank_port": 4711, "is_dummy": False}]
-    with pytest.raises(KVTransferError, match=f"no prefill server answers at 127.0.0.1:{silent}, .* name; it was waited for 3 s"):
+    with pytest.raises(KVTransferError, match=f"no prefill server answers at 127.0.0.1:{silent}, .* name; the request waited 3 s"):
         stuck.failure_exception()
 
 

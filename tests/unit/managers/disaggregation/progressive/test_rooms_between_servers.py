@@ -415,7 +415,7 @@ def test_residuals_that_come_between_chunks_are_none_of_the_anchors_bytes(server
     receiver.send_metadata(target, 5, decode_prefix_len=0)
     sender.init(len(source), 3)
     sender.send(source[:5], num_kv_tokens=5 * PAGE)
-    until(lambda: receiver._received.size and not receiver._received._anchors)
+    until(lambda: receiver._writer.size and not receiver._writer._anchors)
     sender.send(source[5:], num_kv_tokens=200 - 5 * PAGE)
     until(lambda: settled(sender) and settled(receiver))
     assert torch.equal(rows(both.decode.pool, there), rows(both.prefill.pool, here))
@@ -446,13 +446,13 @@ def parts_of(both, room, prompt, there):
     receiver = both.receiver(room, prompt)
     receiver.send_metadata(there, 5, decode_prefix_len=0)
     room = both.decode.said[-1].link_room
-    pages = receiver._received._pages
+    pages = receiver._writer._pages
     made = {Stream.ANCHOR: [], Stream.RESIDUAL: [], Stream.AUX: [both.prefill.aux.read(3)]}
     for page in pages:
         anchor, residual = codec.encode(page, layers)
         made[Stream.ANCHOR].append(anchor)
         made[Stream.RESIDUAL].append(residual)
-    hashes = receiver._received._hashes
+    hashes = receiver._writer._hashes
     found = {}
     for stream, payloads in made.items():
         found[stream] = []
@@ -468,7 +468,7 @@ def test_pages_may_come_in_any_order_of_their_stream(servers, raw, seed):
     pages, there = pages_of(300, 2)
     receiver, found, room = parts_of(both, 7, list(range(300)), pages)
     sender = raw(both)
-    sender.open(room, receiver._received.expected.shape)
+    sender.open(room, receiver._writer.expected.shape)
     for stream in Stream:
         random.Random(seed).shuffle(found[stream])
         for header, payload in found[stream]:
@@ -484,13 +484,13 @@ def test_an_anchor_that_was_changed_on_the_way_is_waited_for_by_its_residual_and
     pages, there = pages_of(300, 2)
     receiver, found, room = parts_of(both, 7, list(range(300)), pages)
     sender = raw(both)
-    sender.open(room, receiver._received.expected.shape)
+    sender.open(room, receiver._writer.expected.shape)
     late, payload = found[Stream.ANCHOR][2]
     for stream in (Stream.ANCHOR, Stream.AUX, Stream.RESIDUAL):
         for header, content in found[stream]:
             sender.say(Frame(header, 0), bytes(len(content)) if header == late else bytes(content))
     assert sender.hear_of(Retransmit) == Retransmit(room, Stream.ANCHOR, 2)
-    until(lambda: len(receiver._received._residuals) == 1 and not receiver._received._anchors)
+    until(lambda: len(receiver._writer._residuals) == 1 and not receiver._writer._anchors)
     assert not receiver.anchor_ready and receiver.poll() == KVPoll.WaitingForInput
     sender.say(Frame(late, 0), bytes(payload))
     until(lambda: settled(receiver) and receiver.complete)
