@@ -174,7 +174,7 @@ def check_wrong_numbers(device, cut=None):
         there.begins.extremes.held[0, page] = broken
         if broken == float("inf"):
             there.begins.extremes.held[0] = broken
-        there.choose(0, there.queries(1, 1), [3], [there.views[0].held + 1], cut)
+        there.choose(0, there.queries(1, 1), [3], [there.views[0].owned_slots + 1], cut)
         found = there.led(0, 0)[0]
         assert len(found.unique()) == 12 * PAGE and set(found.tolist()) <= set(there.table[1, : 50 * PAGE].tolist()), broken
 
@@ -221,7 +221,7 @@ def check_in_graph(device):
     run = captured(step, device)
     there.begin()
     rows.copy_(torch.tensor([there.rows + 2, 0, there.rows + 1]))
-    lengths.copy_(torch.tensor([there.views[1].held + 1, 1, there.views[0].held + 1]))
+    lengths.copy_(torch.tensor([there.views[1].owned_slots + 1, 1, there.views[0].owned_slots + 1]))
     for seed in (2, 3):
         queries.copy_(there.queries(3, seed))
         # Of a page of each request one key is another from this step's end on.
