@@ -1,4 +1,4 @@
-"""Which of this project's code a steady decode round, and a whole request, go through: docs/architecture.md.
+"""Which of this project's code a steady decode round, and a whole request, go through.
 
     python docs/benchmarks/paths.py --model MODEL [--server-arg FLAGS] [--functions]
 
