@@ -18,10 +18,12 @@ def test_three_ranks_decide_alike_and_recompute_alike_what_one_of_them_lost_with
     ranks = launch(*VERIFIED, *RANKS, env={**STRICT, **CORES})
     alone = ranks.ask(input_ids=prompts[0], **greedy(16))
     assert alone["output_ids"] == expected[0][:16]
-    # Each rank loses a page in another load.
-    found = ranks.ask_all(prompts[1:3], 2, **greedy(16))
-    assert [r["output_ids"] for r in found] == [ids[:16] for ids in expected[1:3]]
-    assert ranks.metric("sglang_ext:host_failed_pages_total") > 1
+    # Each rank loses a page in another load. How many loads there are depends on the time that they take.
+    found = []
+    while ranks.metric("sglang_ext:host_failed_pages_total") <= 1:
+        assert len(found) < 12
+        found += ranks.ask_all(prompts[1:3], 2, **greedy(16))
+    assert [r["output_ids"] for r in found] == [ids[:16] for ids in expected[1:3]] * (len(found) // 2)
     assert ranks.metric("sglang_ext:host_loaded_bytes_total") > 0
     drafts, verifies = (sum(r["meta_info"][name] for r in (alone, *found)) for name in ("kv_drafts", "kv_verifies"))
     # Drafts that were lost with a page are those of no answer.

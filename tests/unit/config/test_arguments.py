@@ -83,7 +83,7 @@ def build(path, **flags):
         ),
         (
             {"kv_compressor": "verify-guided+kivi"},
-            ["'verify-guided+kivi'", "holds none that could be packed", "pass verify-guided alone, or one of snapkv, "],
+            ["'verify-guided+kivi'", "stores none that could be packed", "pass verify-guided alone, or one of snapkv, "],
         ),
         ({"kv_compressor": "verify-guided", "kv_head_budgets": "adaptive"}, ["--kv-compressor verify-guided", "do not compare"]),
         (
@@ -103,7 +103,7 @@ def build(path, **flags):
             {"kv_compressor": "spade", "kv_select": 256, "kv_budget": 0.25},
             ["--kv-select is 256 and --kv-budget 0.25", "leave one of them out"],
         ),
-        ({"kv_compressor": "spade+kivi"}, ["'spade+kivi'", "holds none that could be packed", "pass spade alone"]),
+        ({"kv_compressor": "spade+kivi"}, ["'spade+kivi'", "stores none that could be packed", "pass spade alone"]),
         ({"kv_draft_length": 0}, ["--kv-draft-length", "0", "1 to 64"]),
         ({"kv_draft_length": 65}, ["--kv-draft-length", "65", "1 to 64"]),
         ({"kv_draft_length": "long"}, ["--kv-draft-length", "long", "or auto"]),

@@ -177,7 +177,7 @@ def test_both_ends_learn_where_the_newest_queries_of_a_request_are_kept():
     found = SimpleNamespace(kv_receiver=made(ProgressiveReceiver))
     transfer.create_receiver(lambda queue, req, is_rebootstrap: found, queue, req)
     req.req_pool_idx = 5  # it gets its row later
-    assert req.disagg_kv_sender._queries(100) == b"queries" and asked == [(5, 2, 100)]
+    assert req.disagg_kv_sender._query_reader(100) == b"queries" and asked == [(5, 2, 100)]
     assert found.kv_receiver._queries is worker.traveling and found.kv_receiver._row() == 5
 
 
