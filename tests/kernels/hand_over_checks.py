@@ -138,10 +138,15 @@ def marked_parts(chosen, logits, keeps, table, buffers, like):
     return parts
 
 
+def some(shapes, device):
+    """All ``shapes``, or without a GPU, where kernels are interpreted, the first two."""
+    return shapes[:2] if device == "cpu" else shapes
+
+
 def check_keys_and_questions(device):
-    """Of several shapes, of fewer where they are interpreted."""
+    """Of several shapes."""
     shapes = ((torch.float32, 2, 24, 3), (torch.bfloat16, 1, 64, 1), (torch.float16, 3, 40, 3))
-    for dtype, heads, dim, group in shapes[: 2 if device == "cpu" else 3]:
+    for dtype, heads, dim, group in some(shapes, device):
         keys_and_questions(device, dtype, heads, dim, group)
 
 
@@ -176,7 +181,7 @@ def keys_and_questions(device, dtype, heads, dim, group=3):
 def check_answers(device):
     """Of several shapes, of many pointers and of few."""
     shapes = ((1, torch.float32, 24), (37, torch.bfloat16, 64), (40, torch.float32, 16))
-    for keep, dtype, dim in shapes[: 2 if device == "cpu" else 3]:
+    for keep, dtype, dim in some(shapes, device):
         answers(device, keep, dtype, dim)
     answers_at_once(device)
 
@@ -347,11 +352,12 @@ class RowPair(Pair):
 
 def check_rows(device):
     """Of several shapes; an answer has room for all that comes, for some, and for one row of a head; then programs take turns."""
-    shapes = ((3, torch.bfloat16, 64), (1, torch.float16, 40), (40, torch.float32, 24))
-    for fresh, dtype, dim in shapes[: 2 if device == "cpu" else 3]:
+    # Without a GPU the room for some rows is checked below.
+    shapes = ((40, torch.float32, 24), (1, torch.float16, 40), (3, torch.bfloat16, 64))
+    for fresh, dtype, dim in some(shapes, device):
         rows(device, fresh, dtype, dim)
     with patch.multiple(send_rows, COPYING=3, COPIED=4, LOOKED_AT=8, WORDS=2, COUNTED=4):
-        for fresh in (3,) if device == "cpu" else (40, 3):
+        for fresh in (40, 3):
             rows(device, fresh, torch.float32, 24)
 
 

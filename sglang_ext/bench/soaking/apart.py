@@ -125,7 +125,7 @@ class Apart:
 
     def describe_log(self) -> str:
         """Both servers'."""
-        return "\n".join(f"{role} server: {self._servers.of[role][0].describe_log()}" for role in ROLES)
+        return "\n".join(f"{role} server: {server.describe_log()}" for role, server in self.by_role.items())
 
     def flush_cache(self) -> None:
         """Empty both caches.

@@ -1,11 +1,11 @@
-"""When the k-th token of a request was there, from the end of its prefill; the token that the prefill itself gives is not counted.
+"""The time of the k-th token of a request, from the end of its prefill. The token that the prefill itself gives is not counted.
 
-Three clocks:
+There are three clocks:
 
-generated   the decode server had computed a k-th token, drafts among them, whether or not verification kept it: what Lynx reports
-kept        it had computed the k-th token of the answer: a draft that was kept counts from when it was drafted, what took the place of
-            one that was not from its verification
-visible     the client had it; drafts are not sent before they are verified
+generated   The decode server has computed k tokens. Draft tokens count, also those that verification rejects.
+kept        It has computed the k-th token of the answer. An accepted draft token counts from its draft step, a bonus token from its
+            verification. Lynx reports this clock (section 6.1 of the paper).
+visible     The client has received the token. Draft tokens are sent after they are verified.
 """
 
 from collections.abc import Sequence
