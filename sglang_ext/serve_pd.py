@@ -18,11 +18,17 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from sglang_ext.bench import ROLES, BenchError
-from sglang_ext.bench.client import HEALTH_SECONDS, HOST, free_port
-from sglang_ext.bench.options import LAST_PORT, seconds, split
-from sglang_ext.bench.server import ServerProcess, check_servers, leave_on_signals, stop_all, stop_together
 from sglang_ext.command_line import sample_request
+from sglang_ext.tools import ROLES, CommandError
+from sglang_ext.tools.options import LAST_PORT, seconds, split
+from sglang_ext.tools.server_client import HEALTH_SECONDS, HOST, free_port
+from sglang_ext.tools.server_process import (
+    ServerProcess,
+    check_servers,
+    leave_on_signals,
+    stop_all,
+    stop_together,
+)
 
 ROUTER = "sglang_router"
 INSTALL_ROUTER = "pip install --no-deps -r requirements/pd.txt, or run make serve-pd"
@@ -93,7 +99,7 @@ def role_flags(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
     """Flags of both servers, by role.
 
     Raises:
-        BenchError: A flag is given that this program sets, or a quote is not closed.
+        CommandError: A flag is given that this program sets, or a quote is not closed.
     """
     # Schedulers that poll while idle would take two cores from the servers. The prefill server stores the queries with which methods of the
     # decode server select.
@@ -110,13 +116,13 @@ def parse_flags(option: str, text: str) -> list[str]:
     """Split a text into flags as a shell does.
 
     Raises:
-        BenchError: A flag is given that this program sets, or a quote is not closed.
+        CommandError: A flag is given that this program sets, or a quote is not closed.
     """
     found = split(text, option)
     for word in found:
         instead = RESERVED_FLAGS.get(word.split("=")[0])
         if instead is not None:
-            raise BenchError(f"{option} has {word}, {instead}")
+            raise CommandError(f"{option} has {word}, {instead}")
     return found
 
 
@@ -124,17 +130,17 @@ def check_ports(first: int) -> None:
     """Refuse four ports that are out of range, or of which one is taken.
 
     Raises:
-        BenchError: Names the port, and for a taken one another first port that can be passed.
+        CommandError: Names the port, and for a taken one another first port that can be passed.
     """
     if not 1 <= first <= LAST_PORT - 3:
-        raise BenchError(f"--port {first}: the next three are used too: pass 1 to {LAST_PORT - 3}")
+        raise CommandError(f"--port {first}: the next three are used too: pass 1 to {LAST_PORT - 3}")
     taken = find_taken_port(first)
     if taken is None:
         return
     starts = range(first + PORTS, LAST_PORT - PORTS + 2, PORTS)
     free = next((start for start in starts if find_taken_port(start) is None), None)
     remedy = "" if free is None else f", or pass --port {free} (make serve-pd PORT={free})"
-    raise BenchError(f"port {taken} is taken, and this command needs four from --port {first} on: end what listens there{remedy}")
+    raise CommandError(f"port {taken} is taken, and this command needs four from --port {first} on: end what listens there{remedy}")
 
 
 def find_taken_port(first: int) -> int | None:
@@ -150,10 +156,10 @@ def check(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
     """Check that all three can start. Return the flags of both servers.
 
     Raises:
-        BenchError: Says what cannot start, and the remedy.
+        CommandError: Says what cannot start, and the remedy.
     """
     if importlib.util.find_spec(ROUTER) is None:
-        raise BenchError(f"SGLang's router ({ROUTER}) is not installed: {INSTALL_ROUTER}")
+        raise CommandError(f"SGLang's router ({ROUTER}) is not installed: {INSTALL_ROUTER}")
     check_ports(args.port)
     flags = role_flags(args)
     check_servers(args.model, {role: flags[role] for role in ROLES})
@@ -164,12 +170,12 @@ def serve(args: argparse.Namespace, flags: dict[str, tuple[str, ...]]) -> None:
     """Start all three, and wait until one of them ends.
 
     Raises:
-        BenchError: One ended. The end of its log is in the message.
+        CommandError: One ended. The end of its log is in the message.
     """
     try:
         args.logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise BenchError(f"--logs {args.logs} cannot be made: {error}; name a folder that can") from error
+        raise CommandError(f"--logs {args.logs} cannot be made: {error}; name a folder that can") from error
     ports = {role: args.port + place for place, role in enumerate(ROLES, start=1)}
     servers: dict[str, ServerProcess] = {
         role: ServerProcess(
@@ -193,15 +199,15 @@ def serve(args: argparse.Namespace, flags: dict[str, tuple[str, ...]]) -> None:
         for role, server in servers.items():
             try:
                 server.wait_healthy()
-            except BenchError as error:
-                raise BenchError(f"the {role} server: {error}") from error
+            except CommandError as error:
+                raise CommandError(f"the {role} server: {error}") from error
         router.start()
         router.wait_healthy()
         print(f"listening on {router.url}; try: {sample_request(router.url)}", flush=True)
         while all(each.running for each in everything.values()):
             time.sleep(POLL_SECONDS)
         ended = next(name for name, each in everything.items() if not each.running)
-        raise BenchError(f"the {ended} ended, so that all are stopped\n{everything[ended].describe_log()}")
+        raise CommandError(f"the {ended} ended, so that all are stopped\n{everything[ended].describe_log()}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -209,7 +215,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         serve(args, check(args))
-    except BenchError as error:
+    except CommandError as error:
         print(f"serve_pd: {error}", file=sys.stderr)
     return 2
 

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_fixtures import demo_model, model  # noqa: F401
 from preloaded import Preloaded
 from servers import OFFLINE, ON_GPU, QUICK_START, Server, Servers
-
-ROOT = Path(__file__).parents[1]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -23,20 +22,6 @@ def pytest_configure(config: pytest.Config) -> None:
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # it read the variable when it was loaded
-
-
-@pytest.fixture(scope="session")
-def demo_model() -> Path:
-    """The demo model's folder."""
-    from sglang_ext.demo_model import prepare
-
-    return prepare(ROOT / ".cache/models/SmolLM2-135M-Instruct")
-
-
-@pytest.fixture(scope="session")
-def model(demo_model: Path) -> Path:
-    """The folder of the model that servers serve."""
-    return demo_model
 
 
 @pytest.fixture(scope="session")

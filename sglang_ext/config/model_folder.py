@@ -1,6 +1,9 @@
 """Checks that a model given by path exists. Libraries would otherwise look for the path among the names on the Hub."""
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from sglang_ext.core import OptionError
 
@@ -56,3 +59,25 @@ def unreadable_model(model: str, error: OSError) -> OptionError:
         f"--model-path {model}: {where}it cannot be read: {why}. Pass a Hugging Face folder, with its {CONFIGS[0]}, or the name of a model "
         "that the Hub lets you load, for example Qwen/Qwen3-0.6B"
     )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A model's ``config.json``.
+
+    Raises:
+        OptionError: the folder has none, or it is no JSON object.
+    """
+    try:
+        found = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise OptionError(f"--model {folder} has no config.json that can be read ({error}): pass a Hugging Face folder") from error
+    if not isinstance(found, dict):
+        raise OptionError(f"--model {folder}: its config.json is no JSON object: pass a Hugging Face folder")
+    return found
+
+
+def kv_shape(config: Mapping[str, Any]) -> tuple[int, int]:
+    """KV heads and ``head_dim``, from the values of a ``config.json``."""
+    query_heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or query_heads
+    return kv_heads, config.get("head_dim") or config["hidden_size"] // query_heads

@@ -62,7 +62,7 @@ def test_without_graphs_and_in_the_plain_loop_it_drafts_too(launch, prompts):
 
 
 def test_deterministic_mode_refuses_a_backend_that_rounds_differently(launch):
-    from sglang_ext.bench import BenchError
+    from sglang_ext.tools import CommandError
 
-    with pytest.raises(BenchError, match="'flashinfer'.*torch_native, triton.*rounds differently"):
+    with pytest.raises(CommandError, match="'flashinfer'.*torch_native, triton.*rounds differently"):
         launch(*COMMON, "--enable-deterministic-inference", "--attention-backend", "flashinfer", *VERIFIED)

@@ -17,14 +17,14 @@ import pytest
 from servers import Server
 from test_gpu_decoding import EXACT, VERIFIED
 
-from sglang_ext.bench.client import describe_error
-from sglang_ext.bench.comparing.compare import first_difference
-from sglang_ext.bench.prompts import Prompt
-from sglang_ext.bench.soaking.answers import AnswerError, DiffersFromStock, Sample, check, read_samples
-from sglang_ext.bench.soaking.request_options import OPTIONS, REGEX, Option
-from sglang_ext.bench.soaking.sending import ask, taken_back
-from sglang_ext.bench.soaking.soak import server_environment
-from sglang_ext.bench.soaking.traffic import Request
+from sglang_ext.tools.server_client import describe_error
+from sglang_ext_bench.comparing.compare import first_difference
+from sglang_ext_bench.prompts import Prompt
+from sglang_ext_bench.soaking.answers import AnswerError, DiffersFromStock, Sample, check, read_samples
+from sglang_ext_bench.soaking.request_options import OPTIONS, REGEX, Option
+from sglang_ext_bench.soaking.sending import ask, taken_back
+from sglang_ext_bench.soaking.soak import server_environment
+from sglang_ext_bench.soaking.traffic import Request
 
 pytestmark = pytest.mark.server
 

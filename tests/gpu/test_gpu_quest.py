@@ -9,7 +9,7 @@ from test_gpu_decoding import DRAFTS, EXACT, NEEDS_FA3, QUICK
 from test_gpu_packed import REPLAYS, accept_length, served
 from test_gpu_spade import apart
 
-from sglang_ext.bench.soaking.soak import server_environment
+from sglang_ext_bench.soaking.soak import server_environment
 
 pytestmark = pytest.mark.server
 PAGES = ("--page-size", "16")

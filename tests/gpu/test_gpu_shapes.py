@@ -5,8 +5,8 @@ from servers import greedy
 from test_gpu_decoding import DRAFTS, EXACT, VERIFIED
 from test_gpu_several_methods import METHODS, ask
 
-from sglang_ext.bench import BenchError
-from sglang_ext.bench.comparing import families
+from sglang_ext.tools import CommandError
+from sglang_ext_bench.comparing import families
 
 pytestmark = pytest.mark.server
 
@@ -34,5 +34,5 @@ def test_sixteen_query_heads_a_kv_head_draft_and_answers_are_stocks(launch, mode
 
 
 def test_deterministic_mode_refuses_one_query_head_a_kv_head(launch, model_flag):
-    with pytest.raises(BenchError, match="query heads and as many KV heads.*--enable-deterministic-inference"):
+    with pytest.raises(CommandError, match="query heads and as many KV heads.*--enable-deterministic-inference"):
         launch(*EXACT, *model_flag("llama-mha-64"), *VERIFIED)

@@ -6,7 +6,7 @@ import torch
 from hopper_emulator import Emulated
 from packed_helpers import packed_pool
 
-from sglang_ext.bench.attention.dequantize import launch
+from sglang_ext_bench.attention.dequantize import launch
 from sglang_ext.layers.kernels.hack import integer_prefill, specialized_prefill
 from sglang_ext.layers.kernels.hack.prompt_codes import PromptBatch, prompt_codes
 from sglang_ext.layers.kernels.packed import packed_decode

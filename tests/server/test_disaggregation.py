@@ -24,8 +24,8 @@ from servers import EXPECTED_TOKENS, POOL_TOKENS, STOCK, Server, assert_same_ans
 from sglang.lang.interpreter import ProgramState
 from waiting import tries, until
 
-from sglang_ext.bench.client import free_port
-from sglang_ext.bench.speed.metrics_page import readings
+from sglang_ext.tools.server_client import free_port
+from sglang_ext_bench.speed.metrics_page import readings
 from sglang_ext.hooks.request_body import HEADER
 from sglang_ext.router_endpoint import RouterEndpoint
 from sglang_ext.serve_pd import ROUTER, Router

@@ -4,7 +4,7 @@ import pytest
 from servers import EXPECTED_TOKENS, STRICT, assert_same_answers, assert_times_of_tokens, greedy
 from waiting import tries
 
-from sglang_ext.bench.soaking.soak import server_environment
+from sglang_ext_bench.soaking.soak import server_environment
 
 pytestmark = pytest.mark.server
 

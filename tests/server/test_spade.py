@@ -3,7 +3,7 @@
 import pytest
 from servers import EXPECTED_TOKENS, greedy
 
-from sglang_ext.bench.soaking.soak import server_environment
+from sglang_ext_bench.soaking.soak import server_environment
 
 pytestmark = pytest.mark.server
 

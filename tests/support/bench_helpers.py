@@ -6,12 +6,12 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from sglang_ext.bench.comparing import identity
-from sglang_ext.bench.comparing.acceptance import add_up
-from sglang_ext.bench.comparing.compare import CONTROL, Comparison, LogprobDifference, PromptResult, Setting
-from sglang_ext.bench.comparing.generation import TopLogprobs, VerifyStats
-from sglang_ext.bench.comparing.identity_config import IdentityConfig
-from sglang_ext.bench.prompts import Prompt
+from sglang_ext_bench.comparing import identity
+from sglang_ext_bench.comparing.acceptance import add_up
+from sglang_ext_bench.comparing.compare import CONTROL, Comparison, LogprobDifference, PromptResult, Setting
+from sglang_ext_bench.comparing.generation import TopLogprobs, VerifyStats
+from sglang_ext_bench.comparing.identity_config import IdentityConfig
+from sglang_ext_bench.prompts import Prompt
 
 SETTING = Setting("quant", 0.5, 1)
 CONTROL_SETTING = Setting(CONTROL, 1.0, 1, "--chunked-prefill-size 512")

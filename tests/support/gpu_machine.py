@@ -36,25 +36,25 @@ def ask(commands: Mapping[str, str]) -> dict[str, Asked]:
     """Run benchmarks whose servers do not start: in the place of each SGLang resolves its flags, and the plugin looks at what comes of it.
 
     Args:
-        commands: of a shell, by name: ``python -m sglang_ext.bench``, and ``jobs``, ``longcot``, ``methods`` or ``transfer`` with their options.
+        commands: of a shell, by name: ``python -m sglang_ext_bench``, and ``jobs``, ``longcot``, ``methods`` or ``transfer`` with their options.
     """
     pretend()
     from sglang.srt.plugins import load_plugins
 
     from sglang_ext.arguments import KVServerArgs
-    from sglang_ext.bench import BenchError, server_flags
-    from sglang_ext.bench.__main__ import main
-    from sglang_ext.bench.jobs import command as jobs
-    from sglang_ext.bench.longcot import command as longcot
-    from sglang_ext.bench.methods import command as methods
-    from sglang_ext.bench.server import ServerProcess
-    from sglang_ext.bench.transfer import command as transfer
+    from sglang_ext.tools import CommandError, server_flags
+    from sglang_ext_bench.__main__ import main
+    from sglang_ext_bench.jobs import command as jobs
+    from sglang_ext_bench.longcot import command as longcot
+    from sglang_ext_bench.methods import command as methods
+    from sglang_ext.tools.server_process import ServerProcess
+    from sglang_ext_bench.transfer import command as transfer
 
     started: list[tuple[str, ...]] = []
 
     def enter(server: ServerProcess) -> None:
         started.append(server.command[3:])  # after python -m sglang.launch_server
-        raise BenchError("servers do not start here")
+        raise CommandError("servers do not start here")
 
     ServerProcess.__enter__ = enter
     for each in (jobs, longcot, transfer):

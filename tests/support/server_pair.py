@@ -9,7 +9,7 @@ from urllib.error import HTTPError
 from preloaded import Preloaded
 from servers import OFFLINE, QUICK_START, STOCK, Server
 
-from sglang_ext.bench.servers_apart import ServersApart
+from sglang_ext_bench.servers_apart import ServersApart
 
 
 class Pair:

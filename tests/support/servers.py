@@ -14,8 +14,8 @@ import pytest
 from preloaded import Preloaded
 from waiting import tries
 
-from sglang_ext.bench.server import ServerProcess
-from sglang_ext.bench.soaking.soak import server_environment
+from sglang_ext.tools.server_process import ServerProcess
+from sglang_ext_bench.soaking.soak import server_environment
 from sglang_ext.platforms import activate
 
 STRICT = server_environment(retraction_steps=None)

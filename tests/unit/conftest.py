@@ -1,30 +1,8 @@
 """SGLang with the plugin loaded, as each of its processes has it; a tiny model."""
 
-import pytest
-import torch
 from hypothesis import settings
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from model_fixtures import plugin, tiny  # noqa: F401
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("without deadlines", deadline=None)
 settings.load_profile("without deadlines")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def plugin() -> None:
-    """Load SGLang's plugins: the arguments class is replaced and the registries are filled."""
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()
-
-
-@pytest.fixture(scope="session")
-def tiny(model, tmp_path_factory):
-    """The folder of a model of two layers with random weights, and the demo model's tokenizer."""
-    folder, tokenizer = tmp_path_factory.mktemp("tiny"), AutoTokenizer.from_pretrained(model)
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "initializer_range": 0.2}
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), tie_word_embeddings=True, **heads, **sizes)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder

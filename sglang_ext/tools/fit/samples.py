@@ -13,7 +13,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sglang_ext.mem_cache.scores.checked_file import is_whole, write_checked
 from sglang_ext.tools.precompress.attention_inputs import AttentionInputs
 from sglang_ext.tools.precompress.documents import PromptPrefix, read_text
-from sglang_ext.tools.precompress.reconstruction import ReconstructionConfig, reconstruction_scores
+from sglang_ext.tools.precompress.reconstruction import (
+    ReconstructionConfig,
+    reconstruction_scores,
+)
 
 FORMAT = "1"
 # Shorter pieces of a text are skipped: KVzip's scores depend on the number of tokens to attend to.

@@ -6,11 +6,19 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sglang_ext.mem_cache.scores.score_files import ScoredDocument, ScoreFile, ScoreFileError, write
 from sglang_ext.mem_cache.scores.index import MIN_MATCH
+from sglang_ext.mem_cache.scores.score_files import (
+    ScoredDocument,
+    ScoreFile,
+    ScoreFileError,
+    write,
+)
 from sglang_ext.tools.precompress import PrecompressError
 from sglang_ext.tools.precompress.documents import PromptPrefix, read_text
-from sglang_ext.tools.precompress.reconstruction import ReconstructionConfig, reconstruction_scores
+from sglang_ext.tools.precompress.reconstruction import (
+    ReconstructionConfig,
+    reconstruction_scores,
+)
 
 METHOD = "kvzip"
 

@@ -5,7 +5,8 @@ from importlib.util import find_spec
 import pytest
 from sglang.srt.server_args import DISAGG_TRANSFER_BACKEND_CHOICES
 
-from sglang_ext.bench import BenchError, server_flags
+from sglang_ext.tools import server_flags
+from sglang_ext.tools import CommandError
 from sglang_ext.config import transports
 from sglang_ext.hooks.transfer import register_backend
 
@@ -55,15 +56,15 @@ def test_each_of_sglangs_transports_is_known():
 
 @pytest.mark.parametrize("backend", ["nixl", "mooncake_tcp", "mori"])
 def test_a_server_over_a_transport_that_is_not_installed_is_refused(check, installed, backend):
-    with pytest.raises(BenchError, match=f"the server decode cannot start: --disaggregation-transfer-backend is {backend}: the package"):
+    with pytest.raises(CommandError, match=f"the server decode cannot start: --disaggregation-transfer-backend is {backend}: the package"):
         check(prefill=over("progressive"), decode=over(backend))
     server_flags.check("m", {"alone": over(backend)})
 
 
 def test_a_transport_that_is_none_is_refused(check, installed):
-    with pytest.raises(BenchError, match="the server prefill cannot start: --disaggregation-transfer-backend is fake: it moves no KV"):
+    with pytest.raises(CommandError, match="the server prefill cannot start: --disaggregation-transfer-backend is fake: it moves no KV"):
         check(prefill=over("fake"))
-    with pytest.raises(BenchError, match="the server prefill cannot start: .*invalid choice: 'carrier' .*progressive"):
+    with pytest.raises(CommandError, match="the server prefill cannot start: .*invalid choice: 'carrier' .*progressive"):
         check(prefill=over("carrier"))
 
 
@@ -71,7 +72,7 @@ def test_the_last_of_two_flags_counts_and_both_servers_name_the_same(check, inst
     installed[0].add("nixl")
     check(prefill=(*over("mooncake"), *over("nixl")), decode=over("nixl"))
     differ = "--disaggregation-transfer-backend is nixl of the server prefill and progressive of the server decode"
-    with pytest.raises(BenchError, match=differ):
+    with pytest.raises(CommandError, match=differ):
         check(prefill=over("nixl"), decode=over("progressive"))
 
 
@@ -84,7 +85,7 @@ def test_what_this_machine_has_is_found():
 def test_a_prefill_and_a_decode_server_whose_codes_would_not_fit_are_refused(check):
     flags = (*over("progressive"), "--kv-mode", "lossy", "--kv-compressor", "hack")
     check(prefill=flags, decode=(*flags, "--kv-bits", "4"))
-    with pytest.raises(BenchError, match="the servers prefill and decode differ in codes.bits: give both servers the same .*--kv-bits"):
+    with pytest.raises(CommandError, match="the servers prefill and decode differ in codes.bits: give both servers the same .*--kv-bits"):
         check(prefill=flags, decode=(*flags, "--kv-bits", "2"))
-    with pytest.raises(BenchError, match="differ in codes.prefill"):
+    with pytest.raises(CommandError, match="differ in codes.prefill"):
         check(prefill=(*flags, "--kv-prefill", "quantized"), decode=flags)

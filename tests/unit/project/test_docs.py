@@ -107,7 +107,7 @@ NAMED = re.compile(r"`((?:[\w-]+/)*\w+\.py)(?::([\w.]+))?`")
 def test_each_file_and_name_of_the_code_that_is_named_exists(page):
     package = ROOT / "sglang_ext"
     files = {path.relative_to(package).as_posix(): path for path in package.rglob("*.py")}
-    files |= {path.relative_to(ROOT).as_posix(): path for folder in ("sglang_ext", "tests", "examples", "docs") for path in (ROOT / folder).rglob("*.py")}
+    files |= {path.relative_to(ROOT).as_posix(): path for folder in ("sglang_ext", "tests", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py")}
     wrong = []
     for file, inside in NAMED.findall(page.read_text()):
         if file.startswith("srt/"):

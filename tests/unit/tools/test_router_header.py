@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.bench.client import free_port
+from sglang_ext.tools.server_client import free_port
 from sglang_ext.hooks.request_body import HEADER
 from sglang_ext.serve_pd import ROUTER, Router
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from sglang_ext import serve_pd
-from sglang_ext.bench import BenchError
-from sglang_ext.bench.client import free_port
+from sglang_ext.tools import CommandError
+from sglang_ext.tools.server_client import free_port
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def port(monkeypatch):
         first = free_port()
         try:
             serve_pd.check_ports(first)
-        except BenchError:
+        except CommandError:
             continue
         return first
     raise AssertionError("no four free ports in a row")
@@ -38,7 +38,7 @@ def checked(monkeypatch):
     def check(model, servers):
         found.update(servers)
         if any("nosuch" in flags for flags in servers.values()):
-            raise BenchError(f"{model}: no method nosuch")
+            raise CommandError(f"{model}: no method nosuch")
 
     monkeypatch.setattr(serve_pd, "check_servers", check)
     return found
@@ -82,7 +82,7 @@ def test_the_router_leads_to_both(tmp_path):
     ids=["port", "model", "role", "host", "quote", "last-port", "flag"],
 )
 def test_what_cannot_start_is_refused_before_anything_does(port, checked, arguments, why, tmp_path):
-    with pytest.raises(BenchError, match=why):
+    with pytest.raises(CommandError, match=why):
         serve_pd.check(parsed(port, "--logs", str(tmp_path / "logs"), *arguments))
     assert not (tmp_path / "logs").exists()
 
@@ -95,7 +95,7 @@ def test_a_time_to_start_in_that_is_none_is_refused(port, seconds, capsys):
 
 
 def test_a_folder_for_logs_that_cannot_be_made_is_named(port, checked):
-    with pytest.raises(BenchError, match="--logs /proc/none cannot be made: .*name a folder that can"):
+    with pytest.raises(CommandError, match="--logs /proc/none cannot be made: .*name a folder that can"):
         serve_pd.serve(parsed(port, "--logs", "/proc/none"), {})
 
 
@@ -103,7 +103,7 @@ def test_a_port_that_is_taken_is_refused_whichever_of_the_four_it_is(port):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port + 2))
         taken.listen()
-        with pytest.raises(BenchError, match=f"port {port + 2} is taken") as refused:
+        with pytest.raises(CommandError, match=f"port {port + 2} is taken") as refused:
             serve_pd.check(parsed(port))
         # The remedy works.
         other = int(re.search(r"pass --port (\d+) \(make serve-pd PORT=\1\)", str(refused.value))[1])
@@ -121,7 +121,7 @@ def test_a_router_that_is_not_installed_is_told_with_the_remedy(monkeypatch, cap
 STAND_INS = """
     import runpy, signal, sys
     from sglang_ext import serve_pd
-    from sglang_ext.bench.server import ServerProcess
+    from sglang_ext.tools.server_process import ServerProcess
 
     # As on a terminal, though the tests may run under nohup.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -191,5 +191,5 @@ def test_a_server_that_ends_while_it_starts_is_named_by_its_role(port, tmp_path,
 
     monkeypatch.setattr(serve_pd, "ServerProcess", Ends)
     args = parsed(port, "--logs", str(tmp_path))
-    with pytest.raises(BenchError, match="(?s)the prefill server: the server ended with code 2.*does not fit the model"):
+    with pytest.raises(CommandError, match="(?s)the prefill server: the server ended with code 2.*does not fit the model"):
         serve_pd.serve(args, serve_pd.role_flags(args))

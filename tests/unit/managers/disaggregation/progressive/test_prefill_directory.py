@@ -13,7 +13,7 @@ from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from transfer_helpers import ADDRESS
 from waiting import until
 
-from sglang_ext.bench.client import free_port
+from sglang_ext.tools.server_client import free_port
 from sglang_ext.hooks import transfer
 from sglang_ext.managers.kv_transfer.progressive.prefill_servers import PrefillDirectory
 from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver

@@ -1,0 +1,1 @@
+"""Measurements on real SGLang servers and on single kernels: ``sglang-ext-bench``."""

@@ -1,0 +1,152 @@
+"""Quality against bytes and against speed: one panel for each figure, one line for each compressor."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sglang_ext_bench.quality.reporting.results import ArmQuality, Results
+from sglang_ext_bench.speed import drawing
+
+BYTES, SPEED = "bytes, share of full KV's", "tokens per second, over stock's"
+
+Across = Callable[[ArmQuality], float | None]
+"""Where a server lies on an axis; None where that was not measured."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """Points of one line: (place on the axis, value)."""
+
+    label: str
+    points: tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One figure's lines over :data:`BYTES` or :data:`SPEED`; ``level`` is a horizontal one, of stock."""
+
+    title: str
+    lines: tuple[Line, ...]
+    level: float | None = None
+    log: bool = False
+    axis: str = BYTES
+
+
+def write(path: Path, results: Results, measured_with: str) -> None:
+    """Draw the parts that were measured, a row over bytes and one over speed; nothing where there are none.
+
+    ``measured_with`` tells the settings that all servers share.
+    """
+    rows = [row for row in (by_bytes(results), by_speed(results)) if row]
+    if not rows:
+        return
+    columns = max(map(len, rows))
+    heading = drawing.Heading("Quality of a compressed KV cache", measured_with)
+    with drawing.png(path, (max(7, 4.5 * columns), 4.2 * len(rows) + 0.8), heading, (len(rows), columns)) as axes:
+        places = np.reshape(axes, (len(rows), columns))
+        for row, places_of_row in zip(rows, places):
+            for panel, place in zip(row, places_of_row):
+                _draw(place, panel)
+            for place in places_of_row[len(row) :]:
+                place.set_visible(False)
+
+
+def by_bytes(results: Results) -> list[Panel]:
+    """What there is to draw over the bytes of copies."""
+    panels = _panels(results, BYTES, lambda each: each.share)
+    attention = Panel("attention outputs, relative error", _attention_lines(results))
+    return [*panels, *([attention] if attention.lines else [])]
+
+
+def by_speed(results: Results) -> list[Panel]:
+    """What there is to draw over speed."""
+    return _panels(results, SPEED, results.speedup)
+
+
+def _panels(results: Results, axis: str, across: Across) -> list[Panel]:
+    lossy = [each for each in results.arms if each.arm.mode == "lossy" and across(each) is not None]
+    verified = [each for each in results.arms if each.arm.mode == "verified" and across(each) is not None]
+    stock = results.stock
+    panels = [
+        Panel("accepted / offered drafts", _acceptance_lines(verified, across), axis=axis),
+        Panel(
+            "KL divergence per step, nats",
+            _lines([*lossy, *verified], _kl, across),
+            stock and stock.kl and stock.kl.per_step,
+            log=True,
+            axis=axis,
+        ),
+        Panel("median first difference, tokens", _difference_lines(lossy, across), axis=axis),
+        Panel(
+            "functional score, mean", _lines([*lossy, *verified], _functional, across), stock and stock.functional_mean, axis=axis
+        ),
+    ]
+    return [panel for panel in panels if panel.lines]
+
+
+def _lines(
+    arms: Sequence[ArmQuality], value: Callable[[ArmQuality], float | None], across: Across, suffix: str = ""
+) -> tuple[Line, ...]:
+    """One line for each mode, compressor and draft length of ``arms``, where it has values."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    for each in arms:
+        place, found = across(each), value(each)
+        if place is not None and found is not None:
+            label = f"{each.arm.mode} {each.arm.compressor}{suffix}"
+            points.setdefault(label, []).append((place, found))
+    return tuple(Line(label, tuple(sorted(of_line))) for label, of_line in points.items())
+
+
+def _acceptance_lines(verified: Sequence[ArmQuality], across: Across) -> tuple[Line, ...]:
+    found: tuple[Line, ...] = ()
+    for length in sorted({each.arm.draft_length or 0 for each in verified}):
+        arms = [each for each in verified if each.arm.draft_length == length]
+        for temperature in _temperatures(arms, lambda each: each.acceptance):
+            suffix = f", {length} drafts, T={temperature:g}"
+            found += _lines(arms, lambda each: each.acceptance[temperature].rate, across, suffix)
+    return found
+
+
+def _difference_lines(lossy: Sequence[ArmQuality], across: Across) -> tuple[Line, ...]:
+    found: tuple[Line, ...] = ()
+    for temperature in _temperatures(lossy, lambda each: each.first_differences):
+        found += _lines(lossy, lambda each: each.first_differences[temperature].median, across, f", T={temperature:g}")
+    return found
+
+
+def _attention_lines(results: Results) -> tuple[Line, ...]:
+    served = [each for each in results.attention if each.tail == "exact"]
+    names = dict.fromkeys(each.compressor for each in served)
+    points = [(each.compressor, (results.bytes_share(each.compressor, each.budget), each.mean)) for each in served]
+    return tuple(Line(name, tuple(sorted(point for of, point in points if of == name))) for name in names)
+
+
+def _temperatures(arms: Sequence[ArmQuality], of: Callable[[ArmQuality], Any]) -> list[float]:
+    return sorted({temperature for each in arms for temperature in of(each)})
+
+
+def _kl(each: ArmQuality) -> float | None:
+    return each.kl and each.kl.per_step
+
+
+def _functional(each: ArmQuality) -> float | None:
+    return each.functional_mean
+
+
+def _draw(axes: Any, panel: Panel) -> None:
+    curves = [drawing.Curve(line.label, *zip(*line.points)) for line in panel.lines]
+    has_axis = drawing.draw(axes, curves, panel.axis)
+    if panel.level is not None:
+        axes.axhline(panel.level, color="black", linestyle=":", label="stock")
+    axes.set_title(panel.title)
+    if panel.axis == BYTES and has_axis:
+        axes.set_xscale("log", base=2)
+    if panel.log:
+        # Divergences of nothing have a place too.
+        axes.set_yscale("symlog", linthresh=1e-12)
+        axes.set_ylim(0, 3 * max(value for line in panel.lines for _, value in line.points) or 1)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="x-small")

@@ -1,0 +1,111 @@
+"""Stores the scores of one arm in a JSON file. An interrupted run continues with the missing ones."""
+
+import datetime
+import json
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_ext.tools import CommandError
+from sglang_ext.tools.server_process import file_name
+from sglang_ext_bench import report
+from sglang_ext_bench.quality.suites.case import Case
+from sglang_ext_bench.speed import drawing
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One answer.
+
+    Attributes:
+        score: 0.0 to 1.0.
+        fallback: reason why full KV served the request at its end; None if compressed KV served it.
+        text: the answer.
+    """
+
+    score: float
+    fallback: str | None
+    text: str
+
+
+class StoredResults:
+    """The scores of one arm, by :attr:`Case.id`.
+
+    Args:
+        folder: holds a file for each arm.
+        arm: its name.
+        settings: settings on which the answers depend. A file with other settings is refused.
+
+    Raises:
+        CommandError: the file has other settings, or cannot be read.
+    """
+
+    def __init__(self, folder: Path, arm: str, settings: Mapping[str, Any]) -> None:
+        self.arm = arm
+        self.path = folder / f"{file_name(arm)}.json"
+        self._lock = threading.Lock()
+        self._settings = dict(settings)
+        self._hardware, self._date = "", ""
+        self._bytes_share: float | None = None
+        self._scored: dict[str, Scored] = {}
+        if self.path.exists():
+            self._read()
+
+    def _read(self) -> None:
+        try:
+            found = json.loads(self.path.read_text())
+            settings = found["settings"]
+            self._hardware, self._date, self._bytes_share = found["hardware"], found["date"], found["bytes_share"]
+            self._scored = {name: Scored(**each) for name, each in found["cases"].items()}
+        except (ValueError, KeyError, TypeError) as error:
+            raise CommandError(f"--results {self.path} is not a file of results ({error!r}): remove it, or pass another folder") from error
+        if settings != self._settings:
+            raise CommandError(
+                f"--results {self.path} holds answers of {settings}, and this run has {self._settings}: pass another folder, or remove "
+                "the file"
+            )
+
+    @property
+    def bytes_share(self) -> float | None:
+        """Bytes of KV that a decode step reads, as a share of the full KV; None if not measured."""
+        return self._bytes_share
+
+    @property
+    def origin(self) -> str:
+        """The hardware and the date of the last answer; empty without an answer."""
+        return f"{self._hardware}, {self._date}" if self._date else ""
+
+    def missing(self, cases: Iterable[Case]) -> list[Case]:
+        """The cases that have no score yet."""
+        return [case for case in cases if case.id not in self._scored]
+
+    def find(self, case: Case) -> Scored | None:
+        """The answer to a case; None if it has none yet."""
+        return self._scored.get(case.id)
+
+    def set_bytes_share(self, share: float | None) -> None:
+        """Store :attr:`bytes_share`."""
+        with self._lock:
+            self._bytes_share = share
+            self._write()
+
+    def add(self, scored: Mapping[Case, Scored]) -> None:
+        """Store answers."""
+        with self._lock:
+            self._scored |= {case.id: each for case, each in scored.items()}
+            self._write()
+
+    def _write(self) -> None:
+        self._hardware, self._date = drawing.hardware(), datetime.date.today().isoformat()
+        found = {
+            "arm": self.arm,
+            "settings": self._settings,
+            **report.origin(),
+            "hardware": self._hardware,
+            "date": self._date,
+            "bytes_share": self._bytes_share,
+            "cases": {name: asdict(each) for name, each in self._scored.items()},
+        }
+        report.write_json(self.path, found)

@@ -1,0 +1,145 @@
+"""Tables in Markdown, JSON and the plot of suites."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from sglang_ext.tools import CommandError
+from sglang_ext_bench.quality.suites.comparison import MARGIN, NOISE, ArmScores
+from sglang_ext_bench.quality.suites.served import FULL
+from sglang_ext_bench.speed import drawing
+
+MARKERS = "o", "s", "^"
+
+
+def tables(arms: Sequence[ArmScores], settings: str) -> str:
+    """Markdown: which arms stay close to full KV, one table of arms, and one of scores by task and length.
+
+    Args:
+        arms: in the order of the rows.
+        settings: model, hardware and date, in a line.
+    """
+    return "\n\n".join((*conclusions(arms), _summary(arms), settings, _cells(arms)))
+
+
+def conclusions(arms: Sequence[ArmScores]) -> list[str]:
+    """A sentence for each suite: the arms within two points of full KV."""
+    if not any(arm.name == FULL for arm in arms):
+        return [f"Not compared with full KV: add `{FULL}` to --arms."]
+    found = []
+    for suite in _suites(arms):
+        close, unsure = [
+            [f"`{arm.name}`" for arm in arms if suite in arm.suites and arm.suites[suite].verdict == verdict]
+            for verdict in ("yes", "yes, within noise")
+        ]
+        text = f"**{suite}**: within {MARGIN:g} points of full KV: {', '.join(close) or 'no arm beyond noise'}."
+        if unsure:
+            text += f" Within {MARGIN:g} points, but not beyond noise: {', '.join(unsure)}."
+        found.append(text)
+    return found
+
+
+def _suites(arms: Sequence[ArmScores]) -> list[str]:
+    return list(dict.fromkeys(suite for arm in arms for suite in arm.suites))
+
+
+def _summary(arms: Sequence[ArmScores]) -> str:
+    suites = _suites(arms)
+    header = ["arm", "KV bytes read a step"]
+    for suite in suites:
+        header += [f"{suite}, points", "less full KV", f"within {MARGIN:g} points"]
+    header += ["answers on full KV"]
+    rows = []
+    for arm in arms:
+        row = [f"`{arm.name}`", "" if arm.bytes_share is None else f"{arm.bytes_share:.3f}"]
+        for suite in suites:
+            score = arm.suites.get(suite)
+            row += ["", "", ""] if score is None else [str(score.score), f"{score.difference or ''}", score.verdict]
+        rows.append([*row, "" if arm.name == FULL else str(arm.on_full_kv)])
+    return _table(header, rows)
+
+
+def _cells(arms: Sequence[ArmScores]) -> str:
+    cells = dict.fromkeys(cell for arm in arms for cell in arm.cells)
+    rows = []
+    for task, length in cells:
+        found = [arm.cells.get((task, length)) for arm in arms]
+        rows.append([task, f"{length:,}" if length else "", *("" if each is None else str(each) for each in found)])
+    return _table(["task", "tokens", *(f"`{arm.name}`" for arm in arms)], rows)
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def as_json(arms: Sequence[ArmScores]) -> list[dict[str, Any]]:
+    """The scores of all arms as JSON values."""
+    found = []
+    for arm in arms:
+        suites = {suite: {**asdict(score), "verdict": score.verdict} for suite, score in arm.suites.items()}
+        cells = [{"task": task, "length": length, **asdict(each)} for (task, length), each in arm.cells.items()]
+        found.append({**asdict(arm), "suites": suites, "cells": cells})
+    return found
+
+
+def insert(path: Path, mark: str, text: str) -> None:
+    """Write text between the marks ``<!-- MARK: begin -->`` and ``<!-- MARK: end -->`` of a document.
+
+    Raises:
+        CommandError: the document is missing, or does not have both marks in this order.
+    """
+    check_marks(path, mark)
+    begin, end = _marks(mark)
+    before, _, rest = path.read_text().partition(begin)
+    path.write_text(f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}")
+
+
+def check_marks(path: Path, mark: str) -> None:
+    """Refuse a document that text cannot be written into.
+
+    Raises:
+        CommandError: it is missing, or does not have both marks in this order.
+    """
+    begin, end = _marks(mark)
+    if not path.is_file() or end not in path.read_text().partition(begin)[2]:
+        raise CommandError(f"--document {path} with --mark {mark}: needs a file that has the lines {begin} and {end}")
+
+
+def _marks(mark: str) -> tuple[str, str]:
+    return f"<!-- {mark}: begin -->", f"<!-- {mark}: end -->"
+
+
+def plot(path: Path, arms: Sequence[ArmScores], settings: str, machine: str) -> None:
+    """Scores against bytes read: one colour for each arm, one marker for each suite, bars of the 95% confidence interval.
+
+    Args:
+        path: the PNG.
+        arms: those without bytes are left out.
+        settings: model and sizes, in a line.
+        machine: the hardware that the arms were measured on.
+    """
+    shown = [arm for arm in arms if arm.bytes_share is not None]
+    heading = drawing.Heading("Scores against the KV bytes that a decode step reads", settings, machine)
+    with drawing.png(path, (8.5, 8), heading) as axes:
+        for suite, marker in zip(_suites(shown), MARKERS):
+            for place, arm in enumerate(shown):
+                score = arm.suites.get(suite)
+                if score is None:
+                    continue
+                color, label = f"C{place % 10}", f"{suite}: {arm.name}"
+                mean, noise = score.score.mean, NOISE * score.score.error
+                axes.errorbar(arm.bytes_share, mean, noise, fmt=marker, color=color, label=label, capsize=2)
+                if arm.name == FULL:
+                    axes.axhspan(mean - MARGIN, mean, color="black", alpha=0.08)
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("KV bytes that a decode step reads, as a share of the full KV (grey: two points below full KV)")
+        axes.set_ylabel("score, points")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="x-small", ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.09))
+
+
+def origins(found: Mapping[str, str]) -> str:
+    """Hardware and dates of arms, each once."""
+    return "; ".join(dict.fromkeys(each for each in found.values() if each))

@@ -1,0 +1,107 @@
+"""Servers that a soak did not start, and what each server must show when its traffic has ended."""
+
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from sglang_ext.tools import CommandError
+from sglang_ext.tools.server_client import ServerClient, describe_error
+from sglang_ext_bench.soaking.request_options import Option
+
+IDLE_SECONDS = 30.0
+"""Seconds in which a server must become idle after its last request. SGLang aborts a stream again two seconds after its client left."""
+POLL_SECONDS = 0.5
+SCHEMES = ("http://", "https://")
+
+
+class Requested(Protocol):
+    """A server that answers GET requests."""
+
+    def request(self, path: str) -> Any: ...
+
+
+class GivenServer(ServerClient):
+    """Context manager: a running SGLang server at any address, which the soak neither starts nor ends.
+
+    Args:
+        url: Address, for example ``http://127.0.0.1:30000``.
+        request_timeout: Seconds for one request.
+
+    Raises:
+        CommandError: The address has no ``http://`` or ``https://``.
+    """
+
+    group = None
+
+    def __init__(self, url: str, request_timeout: float) -> None:
+        super().__init__(0, request_timeout)
+        if not url.startswith(SCHEMES):
+            raise CommandError(f"{url!r} is no address of a server: pass one with http://, for example http://127.0.0.1:30000")
+        self._url = url.rstrip("/")
+
+    @property
+    def url(self) -> str:
+        """Address of the server, without a slash at its end."""
+        return self._url
+
+    def __enter__(self) -> "GivenServer":
+        self.check()
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def check(self) -> None:
+        """Refuse an address where no healthy server answers.
+
+        Raises:
+            CommandError: Names the address.
+        """
+        if not self.alive():
+            raise CommandError(f"no healthy server at {self.url}: start it, or leave the option out and the soak starts one")
+
+    def describe_log(self) -> str:
+        """Where to look after an error."""
+        return f"see the log of the server at {self.url}"
+
+
+def served_options(options: Sequence[Option], servers: Sequence[Requested]) -> tuple[Option, ...]:
+    """Those of ``options`` for which all servers have the settings. Prints the others.
+
+    Raises:
+        CommandError: There are none.
+    """
+    settings = [server.request("server_info") for server in servers]
+    missing: dict[str, list[str]] = {}
+    for option in options:
+        for name in option.needed_settings:
+            if not all(found.get(name) for found in settings):
+                missing.setdefault(name, []).append(option.name)
+    for name, left_out in missing.items():
+        print(f"left out, because a server runs without --{name.replace('_', '-')}: {', '.join(left_out)}")
+    left_out = {name for names in missing.values() for name in names}
+    if kept := tuple(option for option in options if option.name not in left_out):
+        return kept
+    raise CommandError("the servers serve none of the soak's options: start them with the flags of request_options.SERVER_FLAGS")
+
+
+def leak(server: Requested) -> str | None:
+    """What an idle server still holds, by SGLang's own counters; None if nothing.
+
+    SGLang counts a token as used unless its slot is free or belongs to the evictable part of the prefix cache. Call this before
+    ``/flush_cache``, which frees all slots of the pool, leaked ones too.
+    """
+    deadline = time.monotonic() + IDLE_SECONDS
+    while (held := _held(server)) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    if not held:
+        return None
+    return f"{IDLE_SECONDS:g} s after the last answer the server still holds {held}"
+
+
+def _held(server: Requested) -> str:
+    names = {"num_running_reqs": "running requests", "num_waiting_reqs": "waiting requests", "num_used_tokens": "used tokens"}
+    try:
+        loads = server.request("v1/loads")["loads"]
+    except OSError as error:
+        return f"no counters: GET /v1/loads failed: {describe_error(error)}"
+    return ", ".join(f"{count} {word}" for name, word in names.items() if (count := sum(load[name] for load in loads)))

@@ -1,0 +1,336 @@
+"""The identity bench without a server: its options and the arms of a run."""
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+from bench_helpers import STATS, Here, make_config, parse
+
+from sglang_ext.tools import server_process as server
+from sglang_ext_bench import report
+from sglang_ext.tools import CommandError
+from sglang_ext_bench.__main__ import main
+from sglang_ext_bench.client import SamplingSettings
+from sglang_ext_bench.comparing import arms, identity
+from sglang_ext_bench.comparing.arms import control_arms, stock_arm, verified_arms
+from sglang_ext_bench.comparing.compare import Comparison, LogprobDifference
+from sglang_ext_bench.comparing.generation import Generation
+from sglang_ext_bench.comparing.identity_options import config_from
+from sglang_ext_bench.comparing.tolerance import Rules
+from sglang_ext_bench.comparing.verdict import judge
+from sglang_ext_bench.prompts import Prompt
+from sglang_ext.config.method_options import resolve_budget
+
+
+@pytest.fixture(autouse=True)
+def checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers' flags are checked in this process."""
+    monkeypatch.setattr(server, "ProcessPoolExecutor", Here)
+
+
+class TestConfig:
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"output_len": 0}, "--output-len 0"),
+            ({"concurrency": (1, 0)}, "--concurrency 0"),
+            ({"concurrency": ()}, "--concurrency 0"),
+            ({"limit": -1}, "--limit -1"),
+            ({"budgets": (1.5,)}, "--budget 1.5"),
+            ({"port": 99999}, "--port 99999: must be from 1 to 65535, or 0"),
+            ({"port": -1}, "--port -1"),
+            ({"compressors": ()}, "--compressor names none"),
+            ({"temperature": -1.0}, "--temperature -1"),
+            ({"temperature": 0.8}, "--seed None"),
+            ({"seed": 1}, "--seed 1"),
+            ({"temperature": 0.8, "seed": 1, "margin_tolerance": 0.1}, "greedy"),
+            ({"margin_tolerance": -1.0}, "--margin-tolerance -1"),
+            ({"margin_tolerance": float("nan")}, "--margin-tolerance nan"),
+            ({"margin_tolerance": "auto"}, "--control-arg"),
+            ({"margin_tolerance": "auto", "control_arms": (("-x",),), "dtype": "bfloat16"}, "float32"),
+        ],
+    )
+    def test_what_cannot_be_compared_is_refused(self, changes: dict[str, object], message: str) -> None:
+        with pytest.raises(CommandError, match=message):
+            make_config(**changes)
+
+    def test_arms_differ_only_in_kv_flags(self) -> None:
+        config = make_config(compressors=("quant", "evict"), budgets=(0.5, 0.25), draft_length=8)
+        assert stock_arm(config).arguments == ("--kv-mode", "full")
+        found = verified_arms(config)
+        names = [arm.name.removeprefix("verified-") for arm in found]
+        assert names == ["quant-0.5", "quant-0.25", "evict-0.5", "evict-0.25"]
+        expected = "--kv-mode verified --kv-compressor evict --kv-budget 0.25 --kv-draft-length 8"
+        assert " ".join(found[-1].arguments) == expected
+
+    def test_control_runs_two_stock_servers(self) -> None:
+        config = make_config(control=True, compressors=(), budgets=())
+        found = [stock_arm(config), *control_arms(config), *verified_arms(config)]
+        assert [arm.arguments for arm in found] == [(), ()]
+
+    def test_seed_asks_for_deterministic_servers_unless_told_otherwise(self) -> None:
+        words = ("--control", "--temperature", "0.8", "--seed", "1")
+        flag = "--enable-deterministic-inference"
+        assert flag in config_from(parse(*words)).common_server_arguments
+        without = config_from(parse(*words, "--no-deterministic"))
+        assert flag not in without.common_server_arguments
+        assert without.sampling.as_json(4)["sampling_seed"] == 1
+
+    def test_lists_and_server_arguments_are_split(self) -> None:
+        words = ("--compressor", "a,b", "--budget", "0.5,0.25", "--concurrency", "1,8")
+        config = config_from(parse(*words, "--server-arg", "--max-total-tokens 64", "--server-arg=-x"))
+        assert (config.compressors, config.budgets) == (("a", "b"), (0.5, 0.25))
+        assert config.concurrency == (1, 8)
+        assert config.common_server_arguments[-3:] == ("--max-total-tokens", "64", "-x")
+
+    def test_kv_arguments_are_those_of_the_verified_arms(self) -> None:
+        words = ("--compressor", "a", "--budget", "0.5", "--kv-arg", "--kv-full-tier host", "--kv-arg=--kv-host-gb 3")
+        config = config_from(parse(*words))
+        asked = ("--kv-full-tier", "host", "--kv-host-gb", "3")
+        assert verified_arms(config)[0].arguments[-4:] == asked
+        assert not set(asked) & {*config.common_server_arguments, *stock_arm(config).arguments}
+
+    def test_control_arguments_form_one_arm_and_each_control_arm_another(self) -> None:
+        words = ("--compressor", "a", "--budget", "0.5", "--control-arg", "--x 1", "--control-arg=--y")
+        config = config_from(parse(*words, "--control-arm", "--chunked-prefill-size 512", "--control-arm=--z 2"))
+        assert [arm.arguments for arm in control_arms(config)] == [
+            ("--x", "1", "--y"),
+            ("--chunked-prefill-size", "512"),
+            ("--z", "2"),
+        ]
+        assert len({arm.name for arm in control_arms(config)}) == 3
+
+    @pytest.mark.parametrize(("word", "value"), [("auto", "auto"), ("0.5", 0.5)])
+    def test_tolerance_is_a_number_or_measured(self, word: str, value: float | str) -> None:
+        words = ("--control", "--control-arg=-x", "--margin-tolerance", word)
+        assert config_from(parse(*words)).margin_tolerance == value
+
+    def test_the_model_alone_is_enough(self) -> None:
+        parser = argparse.ArgumentParser()
+        identity.add_arguments(parser)
+        config = config_from(parser.parse_args(["--model", "m"]))
+        assert (config.prompts, config.output_len) == (None, 64)
+        (arm,) = verified_arms(config)
+        assert (arm.compressor, arm.budget) == ("snapkv", resolve_budget("snapkv", None))
+        packed = config_from(parser.parse_args(["--model", "m", "--compressor", "kivi,snapkv"]))
+        assert [arm.budget for arm in verified_arms(packed)] == [1.0, 0.25]
+        with pytest.raises(CommandError, match="--compressor is 'zip'"):
+            verified_arms(config_from(parser.parse_args(["--model", "m", "--compressor", "zip"])))
+
+    def test_greedy_request_carries_no_seed(self) -> None:
+        expected = {"temperature": 0.0, "max_new_tokens": 4, "ignore_eos": True}
+        assert SamplingSettings().as_json(4) == expected
+
+
+class FakeServer:
+    """Stands for ServerProcess: the last prompt token repeats; logs what was asked."""
+
+    log: list[tuple[object, ...]] = []
+    broken: set[str] = set()
+    wrong_prompts: set[int] = set()
+
+    def __init__(self, model: str, arguments: tuple[str, ...], *_: object) -> None:
+        self.arguments = arguments
+
+    def __enter__(self) -> "FakeServer":
+        FakeServer.log.append(("start", self.arguments))
+        if self.broken & set(self.arguments):
+            raise CommandError("the server ended\ndetails")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        FakeServer.log.append(("stop",))
+
+    def flush_cache(self) -> None:
+        FakeServer.log.append(("flush",))
+
+    def generate(
+        self, input_ids: tuple[int, ...], sampling: SamplingSettings, new_tokens: int, top_logprobs: int = 0
+    ) -> Generation:
+        FakeServer.log.append(("ask", input_ids, new_tokens, top_logprobs))
+        # Other batch shapes of this stock give other log-probabilities, by 0.01.
+        shift = 0.01 if "--chunked-prefill-size" in self.arguments else 0.0
+        rows = (((7, -0.5 - shift), (8, -1.5), (9, -2.5)),) * new_tokens if top_logprobs else None
+        is_verified = "verified" in self.arguments
+        ids = list((input_ids[-1],) * new_tokens)
+        if is_verified and input_ids[-1] in self.wrong_prompts:
+            ids[-1] = 0
+        return Generation(tuple(ids), rows, STATS if is_verified else None)
+
+
+@pytest.fixture
+def fake_server(monkeypatch: pytest.MonkeyPatch) -> type[FakeServer]:
+    monkeypatch.setattr(arms, "ServerProcess", FakeServer)
+    monkeypatch.setattr(arms, "generate", FakeServer.generate)
+    monkeypatch.setattr(FakeServer, "log", [])
+    monkeypatch.setattr(FakeServer, "broken", set())
+    monkeypatch.setattr(FakeServer, "wrong_prompts", set())
+    return FakeServer
+
+
+class TestRun:
+    prompts = (Prompt("a", (1,)), Prompt("b", (2,)), Prompt("c", (3,)))
+
+    def run(self, tmp_path: Path, **changes: object) -> list[Comparison]:
+        console = report.make_console()
+        return identity.run_config(make_config(**changes), self.prompts, tmp_path, console)[0]
+
+    def test_stock_runs_once_for_all_settings(self, fake_server: type[FakeServer], tmp_path: Path) -> None:
+        found = self.run(tmp_path, budgets=(0.5, 0.25), concurrency=(1, 2))
+        starts = [entry[1] for entry in fake_server.log if entry[0] == "start"]
+        assert ["full" in arguments for arguments in starts] == [True, False, False]
+        assert [each.setting.concurrency for each in found] == [1, 2, 1, 2]
+        assert all(each.identical == 3 for each in found)
+
+    def test_cold_flushes_before_each_batch(self, fake_server: type[FakeServer], tmp_path: Path) -> None:
+        self.run(tmp_path, concurrency=(2,))
+        kinds = [entry[0] for entry in fake_server.log]
+        assert kinds[:6] == ["start", "flush", "ask", "ask", "flush", "ask"]
+
+    def test_warm_sends_one_token_first(self, fake_server: type[FakeServer], tmp_path: Path) -> None:
+        self.run(tmp_path, cache="warm")
+        asked = [entry[1:] for entry in fake_server.log if entry[0] == "ask"]
+        assert [entry[:2] for entry in asked[:4]] == [((1,), 1), ((1,), 4), ((2,), 1), ((2,), 4)]
+
+    def test_arm_that_fails_spares_the_others(self, fake_server: type[FakeServer], tmp_path: Path) -> None:
+        fake_server.broken.add("bad")
+        bad, good = self.run(tmp_path, compressors=("bad", "good"))
+        assert {result.error for result in bad.results} == {"verified: the server ended"}
+        assert good.identical == 3
+
+    def test_stock_arm_that_fails_ends_the_run(self, fake_server: type[FakeServer], tmp_path: Path) -> None:
+        fake_server.broken.add("full")
+        with pytest.raises(CommandError, match="the server ended"):
+            self.run(tmp_path)
+
+    def test_progress_is_told_now_and_then(
+        self, fake_server: type[FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(arms, "TOLD_SECONDS", 0.0)
+        self.run(tmp_path)
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[:3] == ["stock: starting", "stock: 1 of 3 answers", "stock: 2 of 3 answers"]
+        assert lines[3].startswith("stock: 3 answers")
+        monkeypatch.setattr(arms, "TOLD_SECONDS", 60.0)
+        self.run(tmp_path)
+        assert " of 3 answers" not in capsys.readouterr().out
+
+
+class TestRefusedAtOnce:
+    """What only the verified server, or the end of the run, would notice."""
+
+    def refused(self, capsys: pytest.CaptureFixture[str], *words: str, model: str = "m") -> str:
+        assert main(["identity", "--model", model, "--prompts", "p", *words]) == 2
+        told = capsys.readouterr()
+        assert told.out == ""
+        (line,) = told.err.splitlines()
+        return line
+
+    @pytest.mark.parametrize(
+        ("words", "reason"),
+        [
+            (("--compressor", "foo"), "--compressor is 'foo'; allowed: "),
+            (("--compressor", "foo", "--budget", "0.5"), "verified-foo-0.5 cannot start: --kv-compressor is 'foo'; allowed: "),
+            (("--draft-length", "100"), "--kv-draft-length is 100; pass a whole number from 1 to 64"),
+            (("--kv-arg=--kv-foo",), "unrecognized arguments: --kv-foo"),
+            (("--kv-arg=--kv-full-tier host",), "pass --kv-host-gb"),
+            (("--server-arg=--enable-mixed-chunk",), "cannot be combined with --enable-mixed-chunk"),
+            (("--control-arm=--page-size many",), "the server control-1 cannot start: argument --page-size: invalid int"),
+            (("--port", "99999"), "--port 99999"),
+            (("--json", "/proc/x.json"), "--json is '/proc/x.json', which cannot be written"),
+            (("--plot", "/proc/x.png"), "--plot is '/proc/x.png', which cannot be written"),
+            (("--plot", "x.foo"), "--plot is 'x.foo'; a plot is one of "),
+            (("--logs", "/proc/x"), "--logs is '/proc/x', to which nothing can be written"),
+        ],
+    )
+    def test_before_a_server_starts(
+        self, fake_server: type[FakeServer], capsys: pytest.CaptureFixture[str], words: tuple[str, ...], reason: str
+    ) -> None:
+        assert reason in self.refused(capsys, *words)
+        assert fake_server.log == []
+
+    def test_a_model_that_is_not_there(self, fake_server: type[FakeServer], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        assert "--model /proc/nope: no such folder" in self.refused(capsys, model="/proc/nope")
+        assert "this folder has no config.json" in self.refused(capsys, model=str(tmp_path))
+        assert fake_server.log == []
+
+    def test_a_folder_in_place_of_a_file(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        assert "(Is a directory)" in self.refused(capsys, "--json", str(tmp_path))
+
+    def test_an_unknown_dtype(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            main(["identity", "--model", "m", "--dtype", "foo"])
+        assert "argument --dtype: invalid choice: 'foo'" in capsys.readouterr().err
+
+
+class TestControls:
+    prompts = (Prompt("a", (1,)), Prompt("b", (2,)), Prompt("c", (3,)))
+    controls = (("--chunked-prefill-size", "512"), ("--other",))
+
+    def run(self, tmp_path: Path, **changes: object) -> tuple[list[Comparison], Rules]:
+        return identity.run_config(make_config(**changes), self.prompts, tmp_path, report.make_console())
+
+    def test_controls_run_before_the_verified_arms(self, fake_server: type[FakeServer], tmp_path: Path) -> None:
+        found, _ = self.run(tmp_path, control_arms=self.controls)
+        labels = [each.setting.label for each in found]
+        assert labels == [
+            "control --chunked-prefill-size 512, concurrency 1",
+            "control --other, concurrency 1",
+            "quant 0.5, concurrency 1",
+        ]
+
+    def test_auto_tolerance_is_ten_times_the_controls_largest_difference(
+        self, fake_server: type[FakeServer], tmp_path: Path
+    ) -> None:
+        found, rules = self.run(tmp_path, control_arms=self.controls, margin_tolerance="auto")
+        assert rules.margin_tolerance == pytest.approx(0.1)
+        assert found[0].max_logprob_difference == ("a", LogprobDifference(pytest.approx(0.01), 0, 7))
+
+    @pytest.mark.parametrize(("margin_tolerance", "failed"), [(2.0, 0), (0.5, 1), ("auto", 1)])
+    def test_a_difference_is_judged_by_the_tolerance(
+        self, fake_server: type[FakeServer], tmp_path: Path, margin_tolerance: float | str, failed: int
+    ) -> None:
+        fake_server.wrong_prompts.add(2)
+        changes = {"control_arms": self.controls, "margin_tolerance": margin_tolerance}
+        verdict = judge(*self.run(tmp_path, **changes))
+        assert (verdict.failed, len(verdict.tolerated.differences), verdict.exit_code) == (failed, 1 - failed, 1)
+
+    @pytest.mark.parametrize("logprobs", [False, True])
+    def test_verified_arms_are_asked_for_logprobs_on_demand_and_stock_always(
+        self, fake_server: type[FakeServer], tmp_path: Path, logprobs: bool
+    ) -> None:
+        found, _ = self.run(tmp_path, control_arms=self.controls, logprobs=logprobs)
+        asked = [entry[3] for entry in fake_server.log if entry[0] == "ask"]
+        assert asked == [3] * 9 + [3 if logprobs else 0] * 3
+        assert (found[-1].max_logprob_difference is not None) == logprobs
+
+    def test_control_run_compares_logprobs_of_stock_with_stock(
+        self, fake_server: type[FakeServer], tmp_path: Path
+    ) -> None:
+        (found,), rules = self.run(tmp_path, control=True, compressors=(), budgets=())
+        assert found.max_logprob_difference is not None and rules.judges_control
+
+    @pytest.mark.parametrize(("wrong", "code"), [(set(), 0), ({2}, 1)])
+    def test_command_writes_the_verdict_and_ends_with_its_code(
+        self,
+        fake_server: type[FakeServer],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+        wrong: set[int],
+        code: int,
+    ) -> None:
+        fake_server.wrong_prompts |= wrong
+        monkeypatch.setattr(identity, "load_tokenizer", lambda model: None)
+        monkeypatch.setattr(identity, "load_prompts", lambda path, tokenizer: self.prompts)
+        path = tmp_path / "r.json"
+        words = ["--model", "m", "--prompts", "p", "--output-len", "4", "--compressor", "snapkv", "--budget", "0.5"]
+        words += ["--dtype", "bfloat16", "--control-arm", "--chunked-prefill-size 512", "--json", str(path)]
+        assert main(["identity", *words]) == code
+        found = json.loads(path.read_text())
+        assert found["config"]["control_arms"] == [["--chunked-prefill-size", "512"]]
+        assert (found["verdict"]["holds"], found["verdict"]["noise"]["rate_holds"]) == (not code, not code)
+        told = capsys.readouterr().out
+        assert f"limit 1.5: {'does not hold' if code else 'holds'}" in told
+        assert told.startswith("3 prompts for each of 3 servers: stock, control-1, verified-snapkv-0.5\n")

