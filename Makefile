@@ -145,7 +145,7 @@ serve-pd: port-is-free $(PD_STAMP)  ## serve MODEL from a prefill and a decode s
 test: $(TEST_STAMP)  ## run the tests (at most 30 minutes on 2 cores)
 	@export PATH="$(CURDIR)/.venv/bin:$$PATH"
 	status=0
-	.venv/bin/python -m pytest tests --numprocesses=2 --dist=loadgroup --no-loadscope-reorder --durations=15 || status=$$?
+	.venv/bin/python -m pytest tests benchmarks/tests --numprocesses=2 --dist=loadgroup --no-loadscope-reorder --durations=15 || status=$$?
 	echo $$status > .venv/.test-status  # make itself exits with 2 whatever failed; .ci/run reads this
 	exit $$status
 

@@ -1,4 +1,4 @@
-"""``python -m sglang_ext_bench <command>``: one module per command, imported when it is asked for."""
+"""``sglang-ext-bench <command>``: one module per command, imported when the command is run."""
 
 import argparse
 import importlib
@@ -15,8 +15,10 @@ from sglang_ext.tools.server_process import leave_on_signals, stop_all
 class Command:
     """A subcommand.
 
-    ``module`` has ``add_arguments(parser) -> None`` and ``run(args) -> int`` (the exit code). It loads neither PyTorch nor SGLang before
-    ``run``, so that ``--help`` is quick.
+    Attributes:
+        module: Module in this package with ``add_arguments(parser) -> None`` and ``run(args) -> int`` (the exit code). It loads neither
+            PyTorch nor SGLang before ``run``, so that ``--help`` is quick; modules without servers may. Its docstring is the help text.
+        help: One line for the list of commands.
     """
 
     module: str
@@ -24,49 +26,61 @@ class Command:
 
 
 COMMANDS = {
-    "identity": Command(
-        "sglang_ext_bench.comparing.identity_options", "compare the tokens of verified decoding with stock SGLang's"
-    ),
-    "decode": Command("sglang_ext_bench.speed.decode_options", "measure decode speed of stock SGLang and of verified decoding"),
-    "latency": Command("sglang_ext_bench.speed.latency_options", "measure latency of both against the rate of requests"),
-    "transfer": Command(
-        "sglang_ext_bench.transfer.options", "measure the time to the k-th token while KV travels to a decode server, by method"
-    ),
-    "jobs": Command(
-        "sglang_ext_bench.jobs.options", "measure completion times of jobs that are prefilled on some servers and decoded on others"
-    ),
-    "longcot": Command(
-        "sglang_ext_bench.longcot.options", "measure long answers from sparse attention, and where a step's time goes"
-    ),
-    "quality": Command(
-        "sglang_ext_bench.quality.options",
-        "measure what compressed KV costs in quality, and that verified decoding costs nothing",
-    ),
-    "methods": Command(
-        "sglang_ext_bench.methods.options", "measure acceptance, bytes and speed of all compression methods on one prompt set"
-    ),
-    "families": Command(
-        "sglang_ext_bench.comparing.families", "identity on tiny random models of each supported family"
-    ),
-    "simulate": Command(
-        "sglang_ext_bench.simulating.options", "simulate full KV in host memory: what a machine would gain, without a model"
-    ),
-    "attention": Command(
-        "sglang_ext_bench.attention.options", "time attention of one layer by how KV is kept, without a server"
-    ),
-    "soak": Command(
-        "sglang_ext_bench.soaking.options", "send mixed traffic for minutes and check every answer"
-    ),
-    "prompts": Command(
-        "sglang_ext_bench.corpus", "build a folder of real prompts from text on this machine"
-    ),
+    # Servers, beside stock SGLang.
+    "identity": Command("comparing.identity_options", "compare the tokens of verified decoding with stock SGLang's"),
+    "families": Command("comparing.families", "compare tokens on tiny random models of each supported family"),
+    "soak": Command("soaking.options", "send mixed traffic for minutes and check every answer"),
+    "decode": Command("speed.decode_options", "measure decode speed of stock SGLang and of verified decoding"),
+    "latency": Command("speed.latency_options", "measure latency of both against the request rate"),
+    "methods": Command("methods.options", "measure acceptance, bytes and speed of all compression methods on one prompt set"),
+    "quality": Command("quality.options", "measure what compressed KV costs in quality"),
+    "longcot": Command("longcot.options", "measure long answers from sparse attention, and where a step's time goes"),
+    "transfer": Command("transfer.options", "measure the time to the k-th token while KV travels to a decode server, by method"),
+    "jobs": Command("jobs.options", "measure completion times of jobs on prefill and decode servers"),
+    "auto-cells": Command("serving.auto_cells", "compare --kv-draft-length auto with fixed lengths, by context and batch"),
+    "beside-others": Command("serving.beside_others", "measure what a schema and a penalty cost other requests in the batch"),
+    "cache-ranks": Command("serving.cache_ranks", "measure acceptance and speed with cache ranks"),
+    "lossy-contexts": Command("serving.lossy_contexts", "count the contexts that run at once in one pool"),
+    "prefill-on-codes": Command("serving.prefill_on_codes", "measure the loss of --kv-prefill quantized"),
+    "step-profile": Command("serving.step_profile", "measure kernels and gaps of a server's decode steps"),
+    "paths": Command("serving.paths", "list the files and lines that a round and a request enter"),
+    # Models without a server.
+    "simulate": Command("simulating.options", "simulate full KV in host memory, without a model"),
+    "head-budgets-acceptance": Command("acceptance.head_budgets_acceptance", "acceptance by how heads share a budget"),
+    "kvzap-acceptance": Command("acceptance.kvzap_acceptance", "acceptance of compressors that drop tokens"),
+    "quantized-acceptance": Command("acceptance.quantized_acceptance", "acceptance of compressors that pack tokens"),
+    "selection-acceptance": Command("acceptance.selection_acceptance", "acceptance of methods that select tokens in each step"),
+    "verify-guided-acceptance": Command("acceptance.verify_guided_acceptance", "acceptance when verifications select tokens"),
+    "spared-by-copies": Command("acceptance.spared_by_copies", "count the full KV that a reload could leave out"),
+    # Kernels and links.
+    "attention": Command("attention.options", "time attention of one layer by the form of its KV"),
+    "packed-kernel": Command("kernels.packed_kernel", "time decode attention over packed blocks"),
+    "prefill-tiles": Command("kernels.prefill_tiles", "time prefill on codes, by tile"),
+    "sparse-kernels": Command("kernels.sparse_kernels", "time attention through pointers and Quest's page selection"),
+    "uneven-kernel": Command("kernels.uneven_kernel", "time decode attention over heads of different lengths"),
+    "selection-speed": Command("kernels.selection_speed", "time the selection of a step's tokens"),
+    "codec-speed": Command("kernels.codec_speed", "time encoding and decoding of pages"),
+    "compression-time": Command("kernels.compression_time", "time compression beside the prefill of its context"),
+    "residual-rate": Command("kernels.residual_rate", "time the transfer of residuals to and from host memory"),
+    "residual-bits": Command("kernels.residual_bits", "count bits of a number in residuals of real KV"),
+    "lynx-codec": Command("kernels.lynx_codec", "measure error, bits and speed of the transfer codec on real KV"),
+    "copies-beside-loads": Command("kernels.copies_beside_loads", "time small copies beside loads of full KV"),
+    "two-forwards": Command("kernels.two_forwards", "time two forwards in place of a mixed one on a CPU"),
+    "pack-cycles": Command("packs.pack_cycles", "time a cache rank's cycle of a pack of layers (AsyncSpade, Table 2)"),
+    "backend-rate": Command("links.backend_rate", "measure the rate of transfer backend progressive"),
+    "link-rate": Command("links.link_rate", "measure the rate of a link"),
+    # Tools.
+    "prompts": Command("corpus", "build a folder of real prompts from text on this machine"),
+    "mixed-prompts": Command("acceptance.mixed_prompts", "build prompts of many kinds of text"),
+    "plot": Command("plot", "draw the plot of the decode benchmark from its JSON file"),
+    "on-gpu": Command("on_gpu", "run named checks and measurements that need a GPU"),
 }
 
 
 def usage() -> str:
     """The list of commands, as shown by ``--help``."""
-    lines = [f"  {name:10} {command.help}" for name, command in COMMANDS.items()]
-    return "usage: python -m sglang_ext_bench <command> [options]\n\n" + "\n".join(lines)
+    lines = [f"  {name:25} {command.help}" for name, command in COMMANDS.items()]
+    return "usage: sglang-ext-bench <command> [options]\n\n" + "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -79,9 +93,9 @@ def main(argv: list[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"unknown command {name!r}; one of {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    module = importlib.import_module(COMMANDS[name].module)
+    module = importlib.import_module(f"sglang_ext_bench.{COMMANDS[name].module}")
     parser = argparse.ArgumentParser(
-        prog=f"python -m sglang_ext_bench {name}",
+        prog=f"sglang-ext-bench {name}",
         description=module.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -101,6 +115,11 @@ def _leave(number: int, frame: object) -> None:
     sys.exit(128 + number)
 
 
-if __name__ == "__main__":
+def command() -> int:
+    """Entry point of ``sglang-ext-bench``: :func:`main`, which a signal ends together with its servers."""
     leave_on_signals(_leave)
-    sys.exit(main())
+    return main()
+
+
+if __name__ == "__main__":
+    sys.exit(command())

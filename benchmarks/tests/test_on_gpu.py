@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def on_gpu():
-    spec = importlib.util.spec_from_file_location("on_gpu", ROOT / "benchmarks/sglang_ext_bench/scripts/on_gpu.py")
+    spec = importlib.util.spec_from_file_location("on_gpu", ROOT / "benchmarks/sglang_ext_bench/on_gpu.py")
     made = importlib.util.module_from_spec(spec)
     sys.modules["on_gpu"] = made  # dataclasses look it up
     spec.loader.exec_module(made)

@@ -8,7 +8,7 @@ from sglang_ext.tools import CommandError
 from sglang_ext.tools.server_client import ServerClient
 from sglang_ext.tools.server_process import ServerProcess, file_name
 from sglang_ext_bench.client import generate
-from sglang_ext_bench.client import generate
+
 from sglang_ext_bench.comparing.generation import Generation
 from sglang_ext_bench.prompts import Prompt
 from sglang_ext_bench.quality.config import COMPARED, QualityConfig

@@ -1,0 +1,1 @@
+"""Acceptance of drafts, computed with transformers, without a server."""

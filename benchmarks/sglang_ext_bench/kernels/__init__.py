@@ -1,0 +1,1 @@
+"""Single kernels and layers, without a server."""

@@ -1,0 +1,1 @@
+"""Links that carry KV, without a model."""

@@ -1,0 +1,1 @@
+"""Real servers under one kind of load."""
