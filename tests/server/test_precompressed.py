@@ -3,7 +3,7 @@
 import pytest
 from servers import EXPECTED_TOKENS, STRICT, greedy
 
-from sglang_ext.precompress.__main__ import main
+from sglang_ext.precompress import main
 
 pytestmark = pytest.mark.server
 

@@ -6,11 +6,11 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from sglang_ext.core import OptionError
-from sglang_ext.fit import __main__ as fit_command
+from sglang_ext import fit as fit_command
 from sglang_ext.tools.fit import job
 from sglang_ext.tools.fit import samples
 from sglang_ext.tools.fit import progress
-from sglang_ext.fit.__main__ import main
+from sglang_ext.fit import main
 from sglang_ext.tools.fit.samples import load_layer
 from sglang_ext.tools.fit.training import TrainingConfig, evaluate, train
 from sglang_ext.mem_cache.scores.model_key import model_key
