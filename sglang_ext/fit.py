@@ -24,7 +24,7 @@ from sglang_ext.tools.fit.training import TrainingConfig
 from sglang_ext.tools.fit.job import FitJob, split
 from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
 from sglang_ext.mem_cache.scores.predictor import FitRecord
-from sglang_ext.output_files import check_folder, exit_code
+from sglang_ext.tools.output_files import check_folder, exit_code
 from sglang_ext.tools.precompress import PrecompressError
 
 SMALLEST = {"tokens": 128, "samples": 1, "width": 0, "epochs": 1, "seed": 0}

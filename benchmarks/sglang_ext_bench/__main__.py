@@ -5,7 +5,7 @@ import importlib
 import sys
 from dataclasses import dataclass
 
-from sglang_ext import output_files
+from sglang_ext.tools import output_files
 from sglang_ext.core import OptionError
 from sglang_ext.tools import CommandError
 from sglang_ext.tools.server_process import leave_on_signals, stop_all

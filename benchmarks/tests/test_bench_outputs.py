@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext import output_files
+from sglang_ext.tools import output_files
 from sglang_ext_bench import __main__ as bench
 from sglang_ext.core import OptionError
 
