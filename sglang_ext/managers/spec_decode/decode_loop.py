@@ -28,6 +28,7 @@ from sglang_ext.managers.spec_decode.penalties import Penalties, RoundPenalties
 from sglang_ext.managers.spec_decode.request_states import output_end, write_counters
 from sglang_ext.managers.spec_decode.round_result import OutputTokens, PendingDrafts, PartialOutput, RoundResult, merge_outputs
 from sglang_ext.managers.spec_decode.planner import RoundPlan, RoundPlanner
+from sglang_ext.managers.spec_decode.round_setup import RoundSetup
 from sglang_ext.managers.spec_decode.cost_model import RoundCosts
 from sglang_ext.managers.spec_decode.sampling import SampledTokens, pick_requests
 from sglang_ext.managers.spec_decode.selection_interval import SelectionInterval
@@ -55,7 +56,7 @@ class DecodeLoop:
         round_timer: Chooses draft lengths, and measures rounds.
         steps: Runs forwards of one token per request.
         verifier: Runs verifications.
-        planner: Plans rounds.
+        setup: Plans rounds, and compresses and loads the KV that they need.
         full_kv: Says when the full KV of a request is ready for a verification.
         policy: Chooses how much full KV may leave the device, and how many drafts are pending per load; None if none may leave.
         timeline: Records events for a benchmark; None otherwise.
@@ -69,7 +70,7 @@ class DecodeLoop:
         round_timer: RoundTimer,
         steps: StepRunner,
         verifier: Verifier,
-        planner: RoundPlanner,
+        setup: RoundSetup,
         policy: OffloadPolicy | None = None,
         timeline: TransferTimeline | None = None,
     ):
@@ -77,13 +78,13 @@ class DecodeLoop:
         self.round_timer = round_timer
         self.steps = steps
         self.verifier = verifier
-        self.planner = planner
-        self.full_kv: "ResidentFullKV | OffloadedFullKV" = planner.full_kv
+        self.setup = setup
+        self.full_kv: "ResidentFullKV | OffloadedFullKV" = setup.full_kv
         self.policy = policy
         self.timeline = timeline
         if policy is not None:
             round_timer.on_round_timed = policy.observe
-        self.gathered = PendingDrafts(worker.compressed_kv.rows, planner.max_pending, steps.table.device)
+        self.gathered = PendingDrafts(worker.compressed_kv.rows, setup.planner.max_pending, steps.table.device)
         self.penalties = Penalties(steps.table.device)
         self._rounds = 0
 
@@ -139,7 +140,7 @@ class DecodeLoop:
         wanted = self.round_timer.start_round(lengths, states)
         self._update_placement()
         seconds = worker.ranks.agree(self.round_timer.rounds.seconds or None) if self.policy is not None else None
-        plan = self.planner.plan(batch, states, lengths, wanted, seconds, self.round_timer.every)
+        plan = self.setup.plan(batch, states, lengths, wanted, seconds, self.round_timer.every)
         self.round_timer.on_planned(plan)
         if worker.strict:
             alike = (plan.num_steps, plan.rows, plan.row_lens, plan.num_pending, plan.fallbacks, plan.full_kv_reqs, plan.verify_batches)
@@ -302,7 +303,8 @@ def decode_loop(worker: "KVWorker", full_kv: "ResidentFullKV | OffloadedFullKV",
     longest = options.max_draft_length(args)
     # If compressed KV has an attention kernel of its own, its steps use that kernel for full KV, too.
     separates_full_kv = bool(args.enable_deterministic_inference) and worker.attentions.compressed is not None
-    planner = RoundPlanner(worker.compressed_kv, full_kv, worker.stride - 1, longest, worker.lossy, worker.queries.can_record, separates_full_kv)
+    planner = RoundPlanner(worker.stride - 1, longest, worker.lossy, separates_full_kv)
+    setup = RoundSetup(planner, worker.compressed_kv, full_kv, worker.queries.can_record)
     lengths = DraftLength(longest) if args.kv_draft_length == "auto" else FixedDraftLength(longest)
     costs = RoundCosts(
         weights=sum(each.nbytes for each in worker.model_runner.model.parameters()),
@@ -318,4 +320,4 @@ def decode_loop(worker: "KVWorker", full_kv: "ResidentFullKV | OffloadedFullKV",
     round_timer = RoundTimer(lengths, device, worker.metrics, worker.ranks, costs, compresses_each_round, interval=interval, report=report)
     verifier = Verifier(worker, steps, worker.graphs, worker.simulation)
     asked = args.kv_bench_timeline if options.has_progressive_transfer(args) and worker.ranks.first else None
-    return DecodeLoop(worker, round_timer, steps, verifier, planner, policy, TransferTimeline.of(asked, device))
+    return DecodeLoop(worker, round_timer, steps, verifier, setup, policy, TransferTimeline.of(asked, device))

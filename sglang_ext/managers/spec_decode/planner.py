@@ -1,32 +1,24 @@
 """Plans one decode round: which requests draft, which decode on the full KV, and which are verified at its end.
 
+Planning changes nothing: a plan follows from views of the requests alone. round_setup.py takes the views, executes what a plan asks for
+(compressed KV to create or refresh, loads to begin), and passes the outcome back.
+
 A round has y draft steps, forwards of one token per request. A request is verified when it has x draft tokens. In the plain case y = x.
 If the full KV has to be loaded first, y < x. If a request of the batch must be checked token by token, y = 1.
 
 Requests that cannot be drafted decode on the full KV in the same steps. Their tokens are output tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from sglang_ext.config.options import MAX_WIDE_REQUESTS
-from sglang_ext.core import RETRYABLE, FALLBACK_REASONS, NO_QUERIES, NO_SELECTION, PLAIN_STEPS, SHORT_CONTEXT, SLOWER, RequestState
-from sglang_ext.managers.spec_decode.request_states import output_end
-from sglang_ext.managers.spec_decode.full_kv import ResidentFullKV
-from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
-from sglang_ext.mem_cache.compressed.policy import ensure_compressed_kv, is_short, tokens_until_refresh
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-
-    from sglang_ext.managers.kv_offload.offloaded_full_kv import OffloadedFullKV
+from sglang_ext.core import NO_QUERIES, NO_SELECTION, PLAIN_STEPS, RETRYABLE, SHORT_CONTEXT, SLOWER, RequestState
 
 # Steps of a round in which all requests decode early, or no request drafts on compressed KV and one waits for its first selection. When a
 # residual arrives, one round runs and the next one is planned, so the verification begins after at most twice as many steps.
 SHORT_ROUND = 2
-MIN_P = FALLBACK_REASONS.index("min-p")
 
 
 @dataclass(frozen=True)
@@ -139,214 +131,258 @@ class RequestPlan:
         return self.is_drafting and (self.reads_compressed or self.is_early)
 
 
-@dataclass
-class PlannedRequest:
-    """A request while its round is planned.
+@dataclass(frozen=True)
+class RequestView:
+    """What the plan of a round depends on, of one request.
 
     Attributes:
-        req: SGLang's request.
-        state: Its draft state.
+        state: Its draft state. The planner only reads it.
         length: Tokens whose full KV is known.
         remaining: Tokens left to generate.
-        plan: Its plan for the round.
-        num_pending: Draft tokens of earlier rounds that it continues from.
+        is_checked_token_by_token: SGLang keeps state from token to token: a grammar, a logit processor, or hidden states.
+        is_short: It has too few tokens for compressed KV, and has none.
+        has_compressed: It has compressed KV.
+        can_get_queries: Its queries would be recorded, so that it can be compressed later.
+        is_early: It drafts on the anchor of its full KV.
+        has_arrived: The residual of its full KV has arrived; True if it does not wait for one.
+        is_offloaded: Its row must not be read, because full KV is missing or stored elsewhere.
+        is_lost: A part of its full KV is in no tier.
+        tokens_until_refresh: Tokens until it gets or refreshes compressed KV; 0 if that is due now, or never happens.
     """
 
-    req: "Req"
     state: RequestState
     length: int
     remaining: int
-    plan: RequestPlan = RequestPlan(False, False)
-    num_pending: int = 0
+    is_checked_token_by_token: bool = False
+    is_short: bool = False
+    has_compressed: bool = False
+    can_get_queries: bool = True
+    is_early: bool = False
+    has_arrived: bool = True
+    is_offloaded: bool = False
+    is_lost: bool = False
+    tokens_until_refresh: int = 0
+
+    @property
+    def row(self) -> int:
+        """Its row in the token table."""
+        return self.state.row
+
+    @property
+    def stays_early(self) -> bool:
+        """Whether it drafts on the anchor in this round: the residual is missing, or drafts on the anchor are pending."""
+        return self.is_early and (self.state.num_pending > 0 or not self.has_arrived)
+
+    @property
+    def drafts_as_before(self) -> bool:
+        """Whether it drafts on the compressed KV that it has. That is refreshed when the request is verified."""
+        return self.is_offloaded or (self.state.num_pending > 0 and self.has_compressed)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this round decides what it reads: it can be drafted, and does not go on with what it drafted on before."""
+        return self.state.fallback in RETRYABLE and not (self.stays_early or self.drafts_as_before)
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """The first part of a round's plan: what each request does in the steps. Lists are indexed by the position in the batch.
+
+    Attributes:
+        views: The requests.
+        requests: What each one does.
+        wanted: Draft length; 0 for plain decoding.
+        num_steps: Forwards of one token per request.
+        num_pending: Draft tokens of earlier rounds that each request continues from.
+        is_shortened: The round has one step, because a request must be checked token by token.
+    """
+
+    views: Sequence[RequestView]
+    requests: list[RequestPlan]
+    wanted: int
+    num_steps: int
+    num_pending: list[int]
+    is_shortened: bool
+
+    @cached_property
+    def on_compressed(self) -> list[int]:
+        """Requests that draft on compressed KV and whose full KV is in some tier."""
+        return [
+            i for i, (view, plan) in enumerate(zip(self.views, self.requests)) if plan.is_drafting and plan.reads_compressed and not view.is_lost
+        ]
+
+    def rounds_until_load(self, drafts_per_load: int) -> dict[int, int]:
+        """By row of :attr:`on_compressed`: rounds after this one until the request has enough drafts for a load, at least 1.
+
+        Args:
+            drafts_per_load: Pending drafts of a request before its full KV is loaded.
+        """
+        found = {}
+        for i in self.on_compressed:
+            lacking = min(drafts_per_load, self.views[i].remaining - 1) - self.num_pending[i]
+            found[self.views[i].row] = max(1, -(-lacking // self.num_steps) - 1)
+        return found
+
+    @property
+    def ripe(self) -> set[int]:
+        """Rows of :attr:`on_compressed` that have enough drafts at the end of the round for a verification of full KV on the device."""
+        return {
+            self.views[i].row
+            for i in self.on_compressed
+            if self.num_pending[i] + self.num_steps >= min(self.wanted, self.views[i].remaining - 1)
+        }
+
+    @property
+    def arrived(self) -> set[int]:
+        """Rows of early requests whose residual has arrived: they are verified in this round."""
+        return {view.row for view, plan in zip(self.views, self.requests) if plan.is_early and view.has_arrived}
 
 
 @dataclass(frozen=True)
 class RoundPlanner:
-    """Plans rounds. Creates and refreshes the compressed KV that they need.
+    """Plans rounds: the compression by :meth:`may_compress` and :meth:`wants_compressed`, then :meth:`draft`, then :meth:`verify`.
 
     Attributes:
-        compressed_kv: The compressed KV of all requests.
-        full_kv: Says when the full KV of a request is ready for a verification.
         max_pending: Upper limit of a request's pending drafts.
         narrow: Draft tokens up to which any number of requests are verified in one forward. Wider verifications run in small batches.
         lossy: Decode on compressed KV without verifying.
-        can_get_queries: Whether the queries of the request in a row would be recorded, so that it can be compressed later.
         separates_full_kv: Requests on the full KV must not share steps with requests on compressed KV, because the steps over compressed KV
             use another attention kernel, which rounds differently.
     """
 
-    compressed_kv: CompressedKVCache
-    full_kv: "ResidentFullKV | OffloadedFullKV"
     max_pending: int
     narrow: int
     lossy: bool = False
-    can_get_queries: Callable[[int], bool] = lambda row: True
     separates_full_kv: bool = False
 
-    def plan(
-        self,
-        batch: "ScheduleBatch",
-        states: list[RequestState],
-        lengths: list[int],
-        wanted: int,
-        iteration_seconds: float | None = None,
-        every: int = 1,
-    ) -> RoundPlan:
-        """Plan a round of ``wanted`` draft steps or fewer; a round of plain steps if ``wanted`` is 0.
+    def max_steps(self, wanted: int) -> int:
+        """Steps of a round that nothing shortens."""
+        return min(PLAIN_STEPS if self.lossy else wanted or PLAIN_STEPS, self.max_pending)
+
+    def headroom(self, wanted: int, num_requests: int) -> int:
+        """Slots that must stay free for decoding when KV is compressed, in addition to SGLang's own reserve for each request."""
+        return 2 * (self.max_steps(wanted) + 1) * num_requests
+
+    def may_compress(self, views: Sequence[RequestView], wanted: int) -> bool:
+        """Whether requests get compressed KV in a round of ``wanted`` draft steps."""
+        if self.separates_full_kv and any(view.state.fallback not in RETRYABLE for view in views):
+            # Requests that cannot be drafted need a round in which no request reads compressed KV.
+            return False
+        return self.lossy or wanted > 0
+
+    def wants_compressed(self, view: RequestView) -> bool:
+        """Whether a request that :attr:`~RequestView.is_open` drafts best on compressed KV, so that it is created or refreshed now."""
+        # The last token of an output needs no draft.
+        return view.remaining > 1 or self.lossy
+
+    def draft(self, views: Sequence[RequestView], wanted: int, compressed: Mapping[int, int]) -> DraftPlan:
+        """Plan the steps of a round of ``wanted`` draft steps or fewer; of plain steps if ``wanted`` is 0.
 
         Args:
-            batch: The running requests.
-            states: Their draft states, in the same order.
-            lengths: Tokens of each request whose full KV is known.
+            views: The requests of the batch.
             wanted: Draft length; 0 for plain decoding.
-            iteration_seconds: Measured seconds of a round; None before the first measurement.
-            every: Selection interval, in steps.
+            compressed: By position of the requests for which compressed KV was wanted: why there is none, as an index into
+                ``FALLBACK_REASONS``; 0 if there is some.
         """
-        count = len(states)
-        self.full_kv.on_round_start(self._compressed_prefixes(batch.reqs, states), iteration_seconds)
-        self.full_kv.free_full_kv(batch.reqs)
-        requests = [
-            PlannedRequest(req, state, length, max(0, output_end(req) - length))
-            for req, state, length in zip(batch.reqs, states, lengths)
-        ]
-        most = min(PLAIN_STEPS if self.lossy else wanted or PLAIN_STEPS, self.max_pending)
-        # Slots in addition to SGLang's own reserve for each request.
-        headroom = 2 * (most + 1) * count
-        may_compress = self.lossy or wanted > 0
-        if self.separates_full_kv and any(state.fallback not in RETRYABLE for state in states):
-            # Requests that cannot be drafted need a round in which no request reads compressed KV.
-            may_compress = False
-        for each in requests:
-            each.plan = self._plan_request(each, headroom, may_compress, wanted)
-        early = [i for i, each in enumerate(requests) if each.plan.is_early]
-        if len(early) == len(requests):
+        requests = [self._plan_request(view, wanted, compressed.get(i)) for i, view in enumerate(views)]
+        most = self.max_steps(wanted)
+        if all(plan.is_early for plan in requests):
             # At the limit of pending drafts, a step only repeats the newest draft.
-            full = all(each.state.num_pending >= self.max_pending for each in requests)
+            full = all(view.state.num_pending >= self.max_pending for view in views)
             most = min(most, 1 if full else SHORT_ROUND)
-        if not any(each.plan.is_drafting and (each.plan.reads_compressed or each.plan.fallback == NO_QUERIES) for each in requests):
+        if not any(plan.is_drafting and (plan.reads_compressed or plan.fallback == NO_QUERIES) for plan in requests):
             # Drafts that are all made on the full KV gain nothing.
-            for each in requests:
-                each.plan = replace(each.plan, is_drafting=each.plan.is_early)
-            if any(each.plan.fallback == NO_SELECTION for each in requests):
+            requests = [replace(plan, is_drafting=plan.is_early) for plan in requests]
+            if any(plan.fallback == NO_SELECTION for plan in requests):
                 # The first selection arrives soon.
                 most = min(most, SHORT_ROUND)
-        one_by_one = any(not each.plan.is_drafting and _is_checked_token_by_token(each) for each in requests)
-        ahead = [each.remaining - (each.state.num_pending + 1) * each.plan.is_drafting for each in requests]
+        pairs = list(zip(views, requests))
+        one_by_one = any(not plan.is_drafting and view.is_checked_token_by_token for view, plan in pairs)
+        ahead = [view.remaining - (view.state.num_pending + 1) * plan.is_drafting for view, plan in pairs]
         # In lossy mode the round ends at the next refresh of any request. Otherwise the batch would decide when a request is refreshed.
-        ends = [tokens_until_refresh(self.compressed_kv, each.state, each.length) for each in requests if self.lossy]
+        ends = [view.tokens_until_refresh for view in views if self.lossy]
         steps = 1 if one_by_one else max(1, min([most, max(ahead), *filter(None, ends)]))
-        for each in requests:
-            if each.plan.can_stay_pending:
-                # Drop the newest pending drafts that do not fit; they are drafted again.
-                each.num_pending = min(each.state.num_pending, self.max_pending - steps)
-        verify_reqs = self._choose_verify_reqs(requests, steps, wanted, headroom)
-        rows, row_lens = zip(*map(self._row_and_len, requests))
-        num_pending = [each.num_pending for each in requests]
+        # Drop the newest pending drafts that do not fit; they are drafted again.
+        num_pending = [min(view.state.num_pending, self.max_pending - steps) * plan.can_stay_pending for view, plan in pairs]
+        return DraftPlan(views, requests, wanted, steps, num_pending, steps < most and one_by_one)
+
+    def verify(
+        self, drafts: DraftPlan, ready: Set[int], failed: Mapping[int, int], rows: Mapping[int, "DraftRow"], every: int = 1
+    ) -> RoundPlan:
+        """Complete a plan: choose the requests that are verified at the end of the round.
+
+        Args:
+            drafts: The first part of the plan.
+            ready: Rows whose full KV can be verified in this round.
+            failed: By position: why the compressed KV of a request could not be refreshed after its full KV was loaded.
+            rows: Draft rows by row of each request that has compressed KV.
+            every: Selection interval, in steps.
+        """
+        requests, num_pending = [*drafts.requests], [*drafts.num_pending]
+        for i, reason in failed.items():
+            # The pending drafts were made on compressed KV that is gone. Draft again, on the full KV that is ready now.
+            requests[i], num_pending[i] = RequestPlan(True, False, reason), 0
+        views, steps = drafts.views, drafts.num_steps
+        verified = [
+            i for i, (view, plan) in enumerate(zip(views, requests)) if plan.is_drafting and (not plan.can_stay_pending or view.row in ready)
+        ]
+        reads = [rows[view.row] if plan.reads_compressed else DraftRow(view.row) for view, plan in zip(views, requests)]
         return RoundPlan(
-            states=states,
+            states=[view.state for view in views],
             num_steps=steps,
-            lengths=lengths,
+            lengths=[view.length for view in views],
             num_pending=num_pending,
-            rows=[*rows],
-            row_lens=[*row_lens],
-            fallbacks=[each.plan.fallback for each in requests],
-            full_kv_reqs=[i for i, each in enumerate(requests) if not each.plan.is_drafting],
-            remaining=[each.remaining for each in requests],
-            verify_batches=self._split_verify_reqs(verify_reqs, [before + steps for before in num_pending]),
-            early_reqs=early,
-            is_shortened=steps < most and one_by_one,
+            rows=[each.row for each in reads],
+            row_lens=[view.length + before + each.shift for view, before, each in zip(views, num_pending, reads)],
+            fallbacks=[plan.fallback for plan in requests],
+            full_kv_reqs=[i for i, plan in enumerate(requests) if not plan.is_drafting],
+            remaining=[view.remaining for view in views],
+            verify_batches=self._split(verified, [before + steps for before in num_pending]),
+            early_reqs=[i for i, plan in enumerate(drafts.requests) if plan.is_early],
+            is_shortened=drafts.is_shortened,
             selection_interval=every,
         )
 
-    def _compressed_prefixes(self, reqs: list["Req"], states: list[RequestState]) -> dict[int, tuple]:
-        """By row of each drafting request with compressed KV: the last node of its path in the prefix tree, and the covered tokens."""
-        pairs = ((req, state, self.compressed_kv.get(state.row)) for req, state in zip(reqs, states) if state.fallback in RETRYABLE)
-        return {state.row: (req.last_node, compressed.covered) for req, state, compressed in pairs if compressed is not None}
-
-    def _plan_request(self, request: PlannedRequest, headroom: int, may_compress: bool, wanted: int) -> RequestPlan:
-        """What a request does. Creates or refreshes its compressed KV if ``may_compress``."""
-        state, remaining = request.state, request.remaining
-        if state.fallback not in RETRYABLE:
-            return RequestPlan(False, False, state.fallback)
-        if self.full_kv.is_early(state.row):
-            if state.num_pending or not self.full_kv.has_arrived(state.row):
-                return RequestPlan(True, False, is_early=True)
-            self.full_kv.end_early_decoding(state.row)
-        if self.full_kv.is_offloaded(state.row) or (state.num_pending and self.compressed_kv.get(state.row) is not None):
-            # Its compressed KV is refreshed when it is verified. If it was evicted, it may be created again.
+    def _plan_request(self, view: RequestView, wanted: int, compressed: int | None) -> RequestPlan:
+        """What a request does. ``compressed``: why it got no compressed KV; 0 if it has some; None if none was wanted."""
+        if view.state.fallback not in RETRYABLE:
+            return RequestPlan(False, False, view.state.fallback)
+        if view.stays_early:
+            return RequestPlan(True, False, is_early=True)
+        if view.drafts_as_before:
             return RequestPlan(True, True)
-        if remaining <= 1 and not self.lossy:
-            # The last token of an output needs no draft, and its fallback says nothing about the tokens before it.
-            reason = state.fallback if wanted else self._full_kv_reason(request)
-        elif not may_compress:
-            reason = self._full_kv_reason(request)
+        if compressed == 0:
+            return RequestPlan(not self.lossy, True)
+        if compressed is not None:
+            reason = compressed
+        elif view.remaining <= 1 and not self.lossy and wanted:
+            # The last token's fallback says nothing about the tokens before it.
+            reason = view.state.fallback
         else:
-            reason = self._ensure_compressed(request, headroom)
-            if not reason:
-                return RequestPlan(not self.lossy, True)
-        # Pin before other requests are given memory.
-        self.full_kv.pin_for_round(state.row)
+            # A short context is reported first: it is never compressed.
+            reason = SHORT_CONTEXT if view.is_short else SLOWER
         # A request that must be checked token by token drafts on the full KV while others draft; its verification checks the tokens.
         # So does a request without enough queries: verifications record queries, captured steps do not.
-        needs_queries = reason == NO_QUERIES and self.can_get_queries(state.row)
-        gains = remaining > 1 and (needs_queries or _is_checked_token_by_token(request))
+        needs_queries = reason == NO_QUERIES and view.can_get_queries
+        gains = view.remaining > 1 and (needs_queries or view.is_checked_token_by_token)
         return RequestPlan(not self.lossy and wanted > 0 and (gains or self.separates_full_kv), False, reason)
 
-    def _full_kv_reason(self, request: PlannedRequest) -> int:
-        """Why a request reads the full KV if no compressed KV is wanted. A short context is reported first: it is never compressed."""
-        return SHORT_CONTEXT if is_short(self.compressed_kv, request.state.row, request.length) else SLOWER
-
-    def _ensure_compressed(self, request: PlannedRequest, headroom: int) -> int:
-        with self.full_kv.pin_while_reading(request.state.row):
-            return ensure_compressed_kv(self.compressed_kv, request.req, request.state, request.length, headroom)
-
-    def _choose_verify_reqs(self, requests: list[PlannedRequest], steps: int, wanted: int, headroom: int) -> list[int]:
-        """Select the requests to verify at the end of the round, and begin loads for later rounds.
-
-        A request whose compressed KV cannot be refreshed gets another plan.
-        """
-        rounds, ripe, arrived = {}, set(), set()
-        for each in requests:
-            row = each.state.row
-            if each.plan.is_early and self.full_kv.has_arrived(row):
-                self.full_kv.end_early_decoding(row)
-                arrived.add(row)
-            if not (each.plan.is_drafting and each.plan.reads_compressed) or self.full_kv.is_lost(row):
-                continue
-            lacking = min(self.full_kv.drafts_per_load, each.remaining - 1) - each.num_pending
-            rounds[row] = max(1, -(-lacking // steps) - 1)
-            if each.num_pending + steps >= min(wanted, each.remaining - 1):
-                ripe.add(row)
-        full_kv = arrived | self.full_kv.schedule_verifications(rounds, ripe)
-        for each in requests:
-            if each.state.row in full_kv and self.full_kv.is_offloaded(each.state.row):
-                self.full_kv.restore(each.state.row)
-                reason = self._ensure_compressed(each, headroom)
-                if reason:
-                    # The pending drafts were made on compressed KV that is gone. Draft again, on the full KV that is ready now.
-                    each.plan, each.num_pending = RequestPlan(True, False, reason), 0
-        return [i for i, each in enumerate(requests) if each.plan.is_drafting and (not each.plan.can_stay_pending or each.state.row in full_kv)]
-
-    def _split_verify_reqs(self, verify_reqs: list[int], offered: list[int]) -> list[list[int]]:
+    def _split(self, verified: list[int], offered: list[int]) -> list[list[int]]:
         """Split into verification batches: all narrow requests in one forward, the wide ones in batches of ``MAX_WIDE_REQUESTS``."""
-        narrow = [i for i in verify_reqs if offered[i] <= self.narrow]
-        wide = [i for i in verify_reqs if offered[i] > self.narrow]
-        verify_batches = [wide[at : at + MAX_WIDE_REQUESTS] for at in range(0, len(wide), MAX_WIDE_REQUESTS)]
-        return [narrow, *verify_batches] if narrow else verify_batches
-
-    def _row_and_len(self, request: PlannedRequest) -> tuple[int, int]:
-        """The row that a request reads, and its tokens before the round. In a draft row, pending drafts count too."""
-        row, length = request.state.row, request.length
-        if not request.plan.reads_compressed:
-            return row, length + request.num_pending
-        self.compressed_kv.write_tail(row, length + request.num_pending)
-        compressed = self.compressed_kv.get(row)
-        return self.compressed_kv.draft_row(row), compressed.kept + length + request.num_pending - compressed.covered
+        narrow = [i for i in verified if offered[i] <= self.narrow]
+        wide = [i for i in verified if offered[i] > self.narrow]
+        batches = [wide[at : at + MAX_WIDE_REQUESTS] for at in range(0, len(wide), MAX_WIDE_REQUESTS)]
+        return [narrow, *batches] if narrow else batches
 
 
-def _is_checked_token_by_token(request: PlannedRequest) -> bool:
-    """Whether SGLang keeps state of a request from token to token: a grammar, a logit processor, or hidden states."""
-    # A fallback names the first of several reasons. min-p does not exclude the others.
-    req = request.req
-    asks = req.grammar is not None or req.custom_logit_processor is not None or bool(req.return_hidden_states)
-    return asks or request.state.fallback not in (*RETRYABLE, MIN_P)
+@dataclass(frozen=True)
+class DraftRow:
+    """The row of the token table that a request's steps read.
+
+    Attributes:
+        row: Its index.
+        shift: Tokens of the row minus tokens of the context: negative for compressed KV.
+    """
+
+    row: int
+    shift: int = 0

@@ -21,6 +21,7 @@ from sglang_ext.managers.spec_decode.decode_loop import DecodeLoop
 from sglang_ext.managers.spec_decode.draft_length import FixedDraftLength
 from sglang_ext.managers.spec_decode.round_timer import RoundTimer
 from sglang_ext.managers.spec_decode.planner import PLAIN_STEPS, RoundPlanner
+from sglang_ext.managers.spec_decode.round_setup import RoundSetup
 from sglang_ext.managers.spec_decode.sampling import SampledTokens
 from sglang_ext.managers.spec_decode.draft import Verifier
 from sglang_ext.managers.spec_decode.full_kv import ResidentFullKV
@@ -130,7 +131,7 @@ class Toy(DecodeLoop):
         round_timer = RoundTimer(FixedDraftLength(drafts), torch.device("cpu"), metrics)
         verifier = Verifier(worker, steps, None, None)
         verifier._forward = self.verify
-        super().__init__(worker, round_timer, steps, verifier, RoundPlanner(compressed_kv, full_kv, longest, drafts), policy)
+        super().__init__(worker, round_timer, steps, verifier, RoundSetup(RoundPlanner(longest, drafts), compressed_kv, full_kv), policy)
         self.residency = residency
         self.committed = {row: [row] * (PROMPT + 1) for row in range(1, count + 1)}
 

@@ -14,6 +14,7 @@ from sglang_ext.managers.spec_decode.draft_length import FixedDraftLength
 from sglang_ext.managers.spec_decode.round_timer import RoundTimer
 from sglang_ext.managers.spec_decode.penalties import RoundPenalties
 from sglang_ext.managers.spec_decode.planner import PLAIN_STEPS, SHORT_ROUND, RoundPlan, RoundPlanner
+from sglang_ext.managers.spec_decode.round_setup import RoundSetup
 from sglang_ext.managers.spec_decode.sampling import SampledTokens
 from sglang_ext.managers.spec_decode.selection_interval import SelectionInterval
 from sglang_ext.managers.spec_decode.draft import StepRunner, Verifier
@@ -96,12 +97,12 @@ def loop(compressed_kv=None):
     )
     round_timer = RoundTimer(FixedDraftLength(4), torch.device("cpu"), KVMetrics("model"))
     steps = StepRunner(worker)
-    return DecodeLoop(worker, round_timer, steps, Verifier(worker, steps, None, None), RoundPlanner(compressed_kv, ResidentFullKV(), 6, 6))
+    return DecodeLoop(worker, round_timer, steps, Verifier(worker, steps, None, None), RoundSetup(RoundPlanner(6, 6), compressed_kv, ResidentFullKV()))
 
 
 def plan(asked, found, wanted, compressed_kv=None, lossy=False):
-    planner = RoundPlanner(compressed_kv or Views(), ResidentFullKV(), 8, 8, lossy)
-    return planner.plan(asked, found, asked.seq_lens.tolist(), wanted)
+    setup = RoundSetup(RoundPlanner(8, 8, lossy), compressed_kv or Views(), ResidentFullKV())
+    return setup.plan(asked, found, asked.seq_lens.tolist(), wanted)
 
 
 def batch(lengths, reqs=None):
@@ -144,8 +145,8 @@ def test_who_lacks_queries_drafts_on_full_kv_though_nobody_has_a_copy():
     beside = plan(batch([200, 300]), states(2), 4, Views(lacking=(1,)))
     assert (beside.num_draft_steps, beside.rows, beside.fallbacks, beside.verify_batches) == (4, [1, 2 + ROWS], [NO_QUERIES, 0], [[0, 1]])
     assert plan(batch([200, 40]), states(2), 4, Views(full=(1,))).num_draft_steps == 0, "for slots nobody drafts"
-    planner = RoundPlanner(Views(lacking=(1,)), ResidentFullKV(), 8, 8, can_get_queries=lambda row: False)
-    assert planner.plan(batch([200]), states(1), [200], 4).num_draft_steps == 0, "where no ring is left it would gain nothing"
+    setup = RoundSetup(RoundPlanner(8, 8), Views(lacking=(1,)), ResidentFullKV(), can_get_queries=lambda row: False)
+    assert setup.plan(batch([200]), states(1), [200], 4).num_draft_steps == 0, "where no ring is left it would gain nothing"
 
 
 def test_rounds_in_which_a_request_lacks_queries_tell_nothing_of_drafts():
@@ -212,10 +213,10 @@ def test_what_is_looked_at_is_drafted_and_its_verification_looks(kind):
 
 
 def test_where_steps_over_copies_round_otherwise_no_answer_comes_of_them():
-    planner, asked = RoundPlanner(Views(full=(2,)), ResidentFullKV(), 8, 8, separates_full_kv=True), batch([200, 300, 40, 300], [request(), request(), request(), request(1)])
-    planned = planner.plan(asked, states(4), [200, 300, 40, 300], 4)
+    setup, asked = RoundSetup(RoundPlanner(8, 8, separates_full_kv=True), Views(full=(2,)), ResidentFullKV()), batch([200, 300, 40, 300], [request(), request(), request(), request(1)])
+    planned = setup.plan(asked, states(4), [200, 300, 40, 300], 4)
     assert planned.rows[0] == 1 + ROWS and (planned.full_kv_reqs, planned.verify_reqs) == ([], [0, 1, 2, 3]), "all are verified"
-    beside = planner.plan(asked, states(4, r2=FALLBACK_REASONS.index("hidden-states")), [200, 300, 40, 300], 4)
+    beside = setup.plan(asked, states(4, r2=FALLBACK_REASONS.index("hidden-states")), [200, 300, 40, 300], 4)
     assert beside.on_full_kv and beside.full_kv_reqs == [0, 1, 2, 3], "who cannot be verified answers where nobody reads a copy"
 
 
@@ -448,7 +449,7 @@ class Anchors(ResidentFullKV):
 
 
 def plan_early(asked, found, wanted, full_kv, longest=8):
-    return RoundPlanner(Views(), full_kv, longest, 8).plan(asked, found, asked.seq_lens.tolist(), wanted)
+    return RoundSetup(RoundPlanner(longest, 8), Views(), full_kv).plan(asked, found, asked.seq_lens.tolist(), wanted)
 
 
 def test_who_has_an_anchor_alone_drafts_on_its_own_row_and_waits():

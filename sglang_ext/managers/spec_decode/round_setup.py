@@ -1,0 +1,161 @@
+"""Sets up one decode round: takes views of the requests, executes what the planner asks for, and returns the complete plan.
+
+A round begins with five steps. Only the planner decides, and only this module acts:
+
+1. The full-KV provider processes completed loads and frees full KV.
+2. Compressed KV is created or refreshed for the requests for which ``RoundPlanner`` wants it, in the order of the batch.
+3. ``RoundPlanner.draft`` plans the steps. A request whose KV could not be compressed reads its full KV.
+4. The provider begins loads, and names the requests whose full KV can be verified. Loaded full KV refreshes the compressed KV.
+5. ``RoundPlanner.verify`` completes the plan.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sglang_ext.core import FALLBACK_REASONS, RETRYABLE, RequestState
+from sglang_ext.managers.spec_decode.full_kv import ResidentFullKV
+from sglang_ext.managers.spec_decode.planner import DraftPlan, DraftRow, RequestView, RoundPlan, RoundPlanner
+from sglang_ext.managers.spec_decode.request_states import output_end
+from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
+from sglang_ext.mem_cache.compressed.policy import ensure_compressed_kv, is_short, tokens_until_refresh
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+    from sglang_ext.managers.kv_offload.offloaded_full_kv import OffloadedFullKV
+
+MIN_P = FALLBACK_REASONS.index("min-p")
+
+
+@dataclass(frozen=True)
+class RoundSetup:
+    """Sets up the rounds of one worker.
+
+    Attributes:
+        planner: Plans rounds.
+        compressed_kv: The compressed KV of all requests.
+        full_kv: Says when the full KV of a request is ready for a verification.
+        can_get_queries: Whether the queries of the request in a row would be recorded, so that it can be compressed later.
+    """
+
+    planner: RoundPlanner
+    compressed_kv: CompressedKVCache
+    full_kv: "ResidentFullKV | OffloadedFullKV"
+    can_get_queries: Callable[[int], bool] = lambda row: True
+
+    def plan(
+        self,
+        batch: "ScheduleBatch",
+        states: list[RequestState],
+        lengths: list[int],
+        wanted: int,
+        iteration_seconds: float | None = None,
+        every: int = 1,
+    ) -> RoundPlan:
+        """Set up a round of ``wanted`` draft steps or fewer; a round of plain steps if ``wanted`` is 0.
+
+        Args:
+            batch: The running requests.
+            states: Their draft states, in the same order.
+            lengths: Tokens of each request whose full KV is known.
+            wanted: Draft length; 0 for plain decoding.
+            iteration_seconds: Measured seconds of a round; None before the first measurement.
+            every: Selection interval, in steps.
+        """
+        self.full_kv.on_round_start(self._compressed_prefixes(batch.reqs, states), iteration_seconds)
+        self.full_kv.free_full_kv(batch.reqs)
+        views = self._views(batch.reqs, states, lengths)
+        self._end_early_decoding(view for view in views if view.is_early and not view.stays_early)
+        headroom = self.planner.headroom(wanted, len(views))
+        may_compress = self.planner.may_compress(views, wanted)
+        compressed = self._compress(zip(batch.reqs, states, lengths), may_compress, headroom)
+        # Compression changes when the next refresh is due.
+        drafts = self.planner.draft(self._views(batch.reqs, states, lengths), wanted, compressed)
+        ready, failed = self._load(batch.reqs, drafts, headroom)
+        return self.planner.verify(drafts, ready, failed, self._draft_rows(drafts, failed), every)
+
+    def _compressed_prefixes(self, reqs: list["Req"], states: list[RequestState]) -> dict[int, tuple]:
+        """By row of each drafting request with compressed KV: the last node of its path in the prefix tree, and the covered tokens."""
+        pairs = ((req, state, self.compressed_kv.get(state.row)) for req, state in zip(reqs, states) if state.fallback in RETRYABLE)
+        return {state.row: (req.last_node, compressed.covered) for req, state, compressed in pairs if compressed is not None}
+
+    def _views(self, reqs: list["Req"], states: list[RequestState], lengths: list[int]) -> list[RequestView]:
+        return [self._view(*each) for each in zip(reqs, states, lengths)]
+
+    def _view(self, req: "Req", state: RequestState, length: int) -> RequestView:
+        row, full_kv = state.row, self.full_kv
+        is_early = full_kv.is_early(row)
+        return RequestView(
+            state=state,
+            length=length,
+            remaining=max(0, output_end(req) - length),
+            is_checked_token_by_token=_is_checked_token_by_token(req, state),
+            is_short=is_short(self.compressed_kv, row, length),
+            has_compressed=self.compressed_kv.get(row) is not None,
+            can_get_queries=self.can_get_queries(row),
+            is_early=is_early,
+            has_arrived=not is_early or full_kv.has_arrived(row),
+            is_offloaded=full_kv.is_offloaded(row),
+            is_lost=full_kv.is_lost(row),
+            tokens_until_refresh=tokens_until_refresh(self.compressed_kv, state, length) if self.planner.lossy else 0,
+        )
+
+    def _end_early_decoding(self, views: Iterable[RequestView]) -> None:
+        for view in views:
+            self.full_kv.end_early_decoding(view.row)
+
+    def _compress(self, requests: Iterable[tuple["Req", RequestState, int]], may_compress: bool, headroom: int) -> dict[int, int]:
+        """Create or refresh compressed KV. Pins the full KV of requests that read it, before later requests are given memory.
+
+        Returns:
+            By position in the batch: why the request got no compressed KV; 0 if it has some.
+        """
+        found = {}
+        for i, (req, state, length) in enumerate(requests):
+            # The compression of earlier requests may have moved this one's full KV to the host.
+            view = self._view(req, state, length)
+            if not view.is_open:
+                continue
+            if may_compress and self.planner.wants_compressed(view):
+                found[i] = self._ensure_compressed(req, view, headroom)
+            if found.get(i, 1):
+                self.full_kv.pin_for_round(view.row)
+        return found
+
+    def _ensure_compressed(self, req: "Req", view: RequestView, headroom: int) -> int:
+        with self.full_kv.pin_while_reading(view.row):
+            return ensure_compressed_kv(self.compressed_kv, req, view.state, view.length, headroom)
+
+    def _load(self, reqs: Sequence["Req"], drafts: DraftPlan, headroom: int) -> tuple[set[int], dict[int, int]]:
+        """Begin loads for later rounds, and refresh the compressed KV of requests whose full KV is here.
+
+        Returns:
+            Rows whose full KV can be verified in this round; and by position, why a refresh failed.
+        """
+        self._end_early_decoding(view for view in drafts.views if view.row in drafts.arrived)
+        scheduled = self.full_kv.schedule_verifications(drafts.rounds_until_load(self.full_kv.drafts_per_load), drafts.ripe)
+        ready, failed = drafts.arrived | scheduled, {}
+        for i, view in enumerate(drafts.views):
+            if view.row in ready and self.full_kv.is_offloaded(view.row):
+                self.full_kv.restore(view.row)
+                if reason := self._ensure_compressed(reqs[i], view, headroom):
+                    failed[i] = reason
+        return ready, failed
+
+    def _draft_rows(self, drafts: DraftPlan, failed: Mapping[int, int]) -> dict[int, DraftRow]:
+        """The draft rows of requests that read compressed KV, by their row. Writes the slots of their newest tokens to the draft rows."""
+        found = {}
+        for i, (view, plan) in enumerate(zip(drafts.views, drafts.requests)):
+            if plan.reads_compressed and i not in failed:
+                self.compressed_kv.write_tail(view.row, view.length + drafts.num_pending[i])
+                compressed = self.compressed_kv.get(view.row)
+                found[view.row] = DraftRow(self.compressed_kv.draft_row(view.row), compressed.kept - compressed.covered)
+        return found
+
+
+def _is_checked_token_by_token(req: "Req", state: RequestState) -> bool:
+    """Whether SGLang keeps state of a request from token to token: a grammar, a logit processor, or hidden states."""
+    # A fallback names the first of several reasons. min-p does not exclude the others.
+    asks = req.grammar is not None or req.custom_logit_processor is not None or bool(req.return_hidden_states)
+    return asks or state.fallback not in (*RETRYABLE, MIN_P)
