@@ -4,8 +4,14 @@ from bench_helpers import STATS
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext_bench.comparing.acceptance import Acceptance, acceptance, add_up, assumed_offers, at_least
-from sglang_ext_bench.comparing.generation import VerifyStats
+from sglang_ext_bench.client import VerifyStats
+from sglang_ext_bench.comparing.acceptance import (
+    Acceptance,
+    acceptance,
+    add_up,
+    assumed_offers,
+    at_least,
+)
 
 
 class TestAcceptance:

@@ -7,20 +7,18 @@ from pathlib import Path
 import pytest
 from bench_helpers import STATS, Here, make_config, parse
 
+from sglang_ext.config.method_options import resolve_budget
+from sglang_ext.tools import CommandError
 from sglang_ext.tools import server_process as server
 from sglang_ext_bench import report
-from sglang_ext.tools import CommandError
 from sglang_ext_bench.__main__ import main
-from sglang_ext_bench.client import SamplingSettings
+from sglang_ext_bench.client import Generation, SamplingSettings
 from sglang_ext_bench.comparing import arms, identity
 from sglang_ext_bench.comparing.arms import control_arms, stock_arm, verified_arms
 from sglang_ext_bench.comparing.compare import Comparison, LogprobDifference
-from sglang_ext_bench.comparing.generation import Generation
-from sglang_ext_bench.comparing.identity_options import config_from
-from sglang_ext_bench.comparing.tolerance import Rules
-from sglang_ext_bench.comparing.verdict import judge
+from sglang_ext_bench.comparing.identity_config import config_from
+from sglang_ext_bench.comparing.verdict import Rules, judge
 from sglang_ext_bench.prompts import Prompt
-from sglang_ext.config.method_options import resolve_budget
 
 
 @pytest.fixture(autouse=True)
@@ -207,14 +205,14 @@ class TestRun:
     def test_progress_is_told_now_and_then(
         self, fake_server: type[FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        monkeypatch.setattr(arms, "TOLD_SECONDS", 0.0)
+        monkeypatch.setattr(arms, "PROGRESS_SECONDS", 0.0)
         self.run(tmp_path)
         lines = capsys.readouterr().out.splitlines()
-        assert lines[:3] == ["stock: starting", "stock: 1 of 3 answers", "stock: 2 of 3 answers"]
-        assert lines[3].startswith("stock: 3 answers")
-        monkeypatch.setattr(arms, "TOLD_SECONDS", 60.0)
+        assert lines[:3] == ["stock: starting", "stock: 1 of 3 responses", "stock: 2 of 3 responses"]
+        assert lines[3].startswith("stock: 3 responses")
+        monkeypatch.setattr(arms, "PROGRESS_SECONDS", 60.0)
         self.run(tmp_path)
-        assert " of 3 answers" not in capsys.readouterr().out
+        assert " of 3 responses" not in capsys.readouterr().out
 
 
 class TestRefusedAtOnce:

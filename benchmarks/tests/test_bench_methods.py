@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from bench_helpers import CharTokenizer, Here
 
-from sglang_ext.tools import server_process as server
 from sglang_ext.tools import CommandError
+from sglang_ext.tools import server_process as server
 from sglang_ext_bench.__main__ import main
-from sglang_ext_bench.methods import command, table
+from sglang_ext_bench.methods import command
 from sglang_ext_bench.methods.servers import SERVER_NAMES
 
 CONFIG = {
@@ -102,7 +102,7 @@ def test_acceptance_is_by_kind_of_text_and_bytes_are_the_servers_or_what_is_sele
 
 def test_a_second_run_measures_what_is_missing_and_the_table_gets_into_a_document(bench, tmp_path, monkeypatch, capsys):
     file, document = tmp_path / "out.json", tmp_path / "methods.md"
-    document.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
+    document.write_text(f"before\n{command.BEGIN}\nold\n{command.END}\nafter\n")
     monkeypatch.setattr(SlowServer, "broken", ("int8",))
     more = f"--json={file}", f"--write={document}", "--temperature=0", "--server=int8,stock,kivi"
     assert bench(*more) == 1 and "int8: failed: it does not start" in capsys.readouterr().out

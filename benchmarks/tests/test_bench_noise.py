@@ -8,9 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext_bench.comparing.compare import Comparison
-from sglang_ext_bench.comparing.noise import NoiseVerdict, noise_verdict, percentile
-from sglang_ext_bench.comparing.tolerance import Rules
-from sglang_ext_bench.comparing.verdict import judge
+from sglang_ext_bench.comparing.verdict import (
+    NoiseVerdict,
+    Rules,
+    judge,
+    noise_verdict,
+    percentile,
+)
 
 RULES = Rules("bfloat16")
 

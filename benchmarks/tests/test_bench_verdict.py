@@ -8,8 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext_bench.comparing.compare import Comparison
-from sglang_ext_bench.comparing.tolerance import Rules, measured_tolerance, tolerated_share
-from sglang_ext_bench.comparing.verdict import judge
+from sglang_ext_bench.comparing.verdict import (
+    Rules,
+    judge,
+    measured_tolerance,
+    tolerated_share,
+)
 
 GOOD = result("good", differs=False)
 differences = st.one_of(st.none(), st.floats(0, 10))

@@ -8,13 +8,13 @@ from typing import Any
 
 from sglang_ext_bench.comparing import identity
 from sglang_ext_bench.comparing.acceptance import add_up
-from sglang_ext_bench.comparing.compare import CONTROL, Comparison, LogprobDifference, PromptResult, Setting
-from sglang_ext_bench.comparing.generation import TopLogprobs, VerifyStats
+from sglang_ext_bench.comparing.compare import CONTROL, Comparison, LogprobDifference, PromptResult, ComparisonSetting
+from sglang_ext_bench.client import TopLogprobs, VerifyStats
 from sglang_ext_bench.comparing.identity_config import IdentityConfig
 from sglang_ext_bench.prompts import Prompt
 
-SETTING = Setting("quant", 0.5, 1)
-CONTROL_SETTING = Setting(CONTROL, 1.0, 1, "--chunked-prefill-size 512")
+SETTING = ComparisonSetting("quant", 0.5, 1)
+CONTROL_SETTING = ComparisonSetting(CONTROL, 1.0, 1, "--chunked-prefill-size 512")
 PROMPT = Prompt("p", (1, 2, 3))
 STATS = VerifyStats(4, 7, 4, 2.0, (1, 2, 1))
 
@@ -38,7 +38,7 @@ def result(
     return PromptResult(name, 3, 4, not differs and error is None, at, margin, found, error=error)
 
 
-def comparison(*results: PromptResult, setting: Setting = SETTING) -> Comparison:
+def comparison(*results: PromptResult, setting: ComparisonSetting = SETTING) -> Comparison:
     """A comparison of these prompts."""
     return Comparison(setting, results, add_up([], 1))
 

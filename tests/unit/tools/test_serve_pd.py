@@ -95,7 +95,7 @@ def test_a_time_to_start_in_that_is_none_is_refused(port, seconds, capsys):
 
 
 def test_a_folder_for_logs_that_cannot_be_made_is_named(port, checked):
-    with pytest.raises(CommandError, match="--logs /proc/none cannot be made: .*name a folder that can"):
+    with pytest.raises(CommandError, match="--logs /proc/none cannot be created: .*pass a folder that can"):
         serve_pd.serve(parsed(port, "--logs", "/proc/none"), {})
 
 
@@ -172,7 +172,7 @@ def test_a_signal_ends_all_three(port, tmp_path, number, code):
         assert [line.split(":")[0] for line in lines] == ["prefill server", "decode server", "listening on http"]
         process.send_signal(number)
         assert process.wait(20) == code
-        assert "ending all three" in process.stderr.read()
+        assert "stopping the servers and the router" in process.stderr.read()
     assert all_closed(port)
 
 
