@@ -5,11 +5,12 @@ import json
 import platform
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from sglang_ext.tools import CommandError
 
@@ -21,6 +22,24 @@ def make_console() -> Console:
     """Create a console whose tables are wider than 80 columns if the output is piped."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
+
+
+def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Create a table for the console. The first column is aligned to the left, the others to the right."""
+    table = Table(title=title)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a table in Markdown."""
+    yield "| " + " | ".join(columns) + " |"
+    yield "|---" * len(columns) + "|"
+    for row in rows:
+        yield "| " + " | ".join(row) + " |"
 
 
 def versions() -> dict[str, str]:

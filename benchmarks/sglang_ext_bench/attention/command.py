@@ -179,11 +179,17 @@ def table(rows: list[AttentionRow]) -> Table:
     """Format the rows of one setting as a table."""
     first = rows[0]
     size = f"{first.batch} requests of {first.context} tokens" if first.kind == "step" else f"a prompt of {first.context} tokens"
-    result = Table(title=f"{first.kind.capitalize()}: {size}, {first.bits} bits, partitions of {first.partition}")
-    result.add_column("arm")
-    for column in ("ms", "MB", "bandwidth", "error", "loss", "speed"):
-        result.add_column(column, justify="right")
-    for row in rows:
-        figures = f"{row.seconds * 1e3:.3f}", f"{row.bytes / 1e6:.1f}", f"{row.bandwidth:.0%}", f"{row.error:.1e}", f"{row.loss:.1e}"
-        result.add_row(row.arm, *figures, f"{row.speed:.2f}")
-    return result
+    title = f"{first.kind.capitalize()}: {size}, {first.bits} bits, partitions of {first.partition}"
+    cells = [
+        (
+            row.arm,
+            f"{row.seconds * 1e3:.3f}",
+            f"{row.bytes / 1e6:.1f}",
+            f"{row.bandwidth:.0%}",
+            f"{row.error:.1e}",
+            f"{row.loss:.1e}",
+            f"{row.speed:.2f}",
+        )
+        for row in rows
+    ]
+    return report.make_table(title, ("arm", "ms", "MB", "bandwidth", "error", "loss", "speed"), cells)

@@ -157,11 +157,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="start all servers with --enable-deterministic-inference, without which SGLang ignores "
         "seeds (default: if --seed is passed)",
     )
-    add("--dtype", default="float32", choices=DTYPES)
-    add("--concurrency", type=_ints, default=(1,), help="requests at once, separated by commas")
+    add("--dtype", default="float32", choices=DTYPES, help="(default: %(default)s)")
+    add("--concurrency", type=_ints, default=(1,), help="requests at once, separated by commas (default: 1)")
     add("--cache", choices=("cold", "warm"), default="cold", help="warm: each prompt is in the prefix cache before it is compared")
-    add("--page-size", type=int, default=1)
-    add("--chunked-prefill-size", type=int)
+    add("--page-size", type=int, default=1, help="page size of all servers (default: %(default)s)")
+    add("--chunked-prefill-size", type=int, help="chunked prefill size of all servers; default: SGLang's")
     add(
         "--server-arg",
         action="append",
@@ -211,8 +211,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--limit", type=int, help="number of prompts to use; default: all")
     add("--port", type=int, default=0, help="port of the servers; default: any free one")
-    add("--start-timeout", type=seconds, default=300.0, metavar="SECONDS")
-    add("--request-timeout", type=float, default=1800.0, metavar="SECONDS")
+    add("--start-timeout", type=seconds, default=300.0, metavar="SECONDS", help="seconds until a server must be ready (default: %(default)g)")
+    add("--request-timeout", type=float, default=1800.0, metavar="SECONDS", help="time limit of one request (default: %(default)g)")
     add("--logs", type=Path, help="folder for the servers' logs; default: none are kept")
     add("--json", type=Path, help="write the report to this file")
     add("--plot", type=Path, help="write a plot of acceptance by draft position to this PNG file")

@@ -7,7 +7,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from sglang_ext_bench import drawing, report
 from sglang_ext_bench.comparing.acceptance import acceptance
@@ -26,14 +25,9 @@ TABLE_POSITIONS = (1, 2, 4, 8, 16)
 def print_comparison(console: Console, comparison: Comparison, rules: Rules, draft_length: int) -> None:
     """Print a table of the prompts, and the summary of one setting."""
     positions = [j for j in TABLE_POSITIONS if j <= draft_length]
-    table = Table(title=comparison.setting.label)
-    for title in COLUMNS:
-        table.add_column(title, justify="left" if title == "prompt" else "right")
-    for j in positions:
-        table.add_column(f"pos {j}", justify="right")
-    for result in comparison.results:
-        table.add_row(*_row(result, positions, draft_length))
-    console.print(table)
+    columns = (*COLUMNS, *(f"pos {j}" for j in positions))
+    rows = [_row(result, positions, draft_length) for result in comparison.results]
+    console.print(report.make_table(comparison.setting.label, columns, rows))
     for line in summary_lines(comparison, rules):
         console.print(line, markup=False)
     console.print()

@@ -203,8 +203,7 @@ def table(found: Sequence[MethodFigures], shared: Mapping[str, str]) -> Iterator
     lengths = " / ".join(f"{context:,}" for context in contexts)
     columns = [(kind, temperature) for kind in KINDS for temperature in temperatures]
     head = ["method", "bytes", *(f"{kind}, {_sampling(temperature)}" for kind, temperature in columns), "ms/token", "gain"]
-    yield "| " + " | ".join(head) + " |"
-    yield "|---" * len(head) + "|"
+    rows = []
     stock = _timed(found, STOCK)
     for label in dict.fromkeys(each.label for each in found):
         own = [each for each in found if each.label == label]
@@ -213,7 +212,8 @@ def table(found: Sequence[MethodFigures], shared: Mapping[str, str]) -> Iterator
         token_ms = NOTHING if timed is None else f"{timed.token_ms:.2f}"
         gain = NOTHING if timed is None or stock is None or timed is stock else f"{stock.token_ms / timed.token_ms:.2f}"
         share = _plain(own[-1].draft_share)
-        yield "| " + " | ".join([label, share, *cells, token_ms, gain]) + " |"
+        rows.append([label, share, *cells, token_ms, gain])
+    yield from report.markdown_table(head, rows)
     yield ""
     yield (
         f"Acceptance (accepted over offered draft tokens) at {lengths} prompt tokens. *Bytes*: compressed or selected KV that a draft "
