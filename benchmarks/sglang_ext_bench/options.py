@@ -1,12 +1,11 @@
 """Parses and checks the options that several commands have."""
 
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from typing import Any
 
 from sglang_ext.tools import CommandError
 from sglang_ext.tools.options import LAST_PORT
 
-Number = TypeVar("Number", int, float)
 DTYPES = ("bfloat16", "float16", "float32")
 """Values of ``--dtype``. SGLang's ``auto`` is not allowed, because it depends on the model's config."""
 
@@ -54,7 +53,7 @@ def check_budgets(budgets: Iterable[float]) -> None:
             raise CommandError(f"--budget {budget:g}: a budget is a share of the KV in (0, 1]")
 
 
-def numbers(text: str, flag: str, kind: type[Number] = int, zero: bool = False) -> list[Number]:
+def numbers(text: str, flag: str, kind: type[int] | type[float] = int, zero: bool = False) -> list[Any]:
     """Parse numbers separated by commas.
 
     Args:

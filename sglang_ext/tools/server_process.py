@@ -212,7 +212,7 @@ class ServerProcess(ServerClient):
         # The server appends to the log, so that truncating the file during the run leaves no hole.
         self.log.write_bytes(b"")
         with self.log.open("ab") as log:
-            self._process = self._launch(log)
+            self._process = self.launch(log)
         _started.append(self)
 
     def wait_healthy(self) -> None:
@@ -270,8 +270,8 @@ class ServerProcess(ServerClient):
             [f"command: {shlex.join(self.command)}", *first, "end of its log:", *lines[-TAIL_LINES:]]
         )
 
-    def _launch(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
-        """Launch the process in a session of its own, so that one process group has all of its workers."""
+    def launch(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        """Launch the process in a session of its own, so that one process group has all of its workers. Subclasses may override it."""
         env = {**os.environ, **self.env}
         return subprocess.Popen(self.command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=env)
 
