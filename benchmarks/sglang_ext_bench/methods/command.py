@@ -92,9 +92,9 @@ def measure_missing(args: argparse.Namespace, kept: dict[str, Any]) -> dict[str,
     failed: dict[str, str] = {}
     with log_folder(args) as logs:
         for begin in range(0, len(servers), args.at_once):
-            for each, start in start_together(args, servers[begin : begin + args.at_once], logs):
+            for each, start in start_servers(args, servers[begin : begin + args.at_once], logs):
                 try:
-                    figures = measured(start.result(), each, prompts, temperatures, args.output_len, token_bytes)
+                    figures = measure_server(start.result(), each, prompts, temperatures, args.output_len, token_bytes)
                     kept["servers"][each.name] = [asdict(one) for one in figures]
                 except CommandError as error:
                     failed[each.name] = str(error)
@@ -122,7 +122,7 @@ def flags_of(args: argparse.Namespace, server: MethodServer) -> tuple[str, ...]:
     return ("--dtype", args.dtype, "--enable-metrics", *sleeping, *split_flags(args.server_arg), *server.flags)
 
 
-def start_together(
+def start_servers(
     args: argparse.Namespace, servers: Sequence[MethodServer], logs: Path
 ) -> Iterator[tuple[MethodServer, "Future[ServerProcess]"]]:
     """Start several servers at once, and yield one after another, with the running server or the error of its start.
@@ -143,7 +143,7 @@ def start_together(
             process.stop()
 
 
-def measured(
+def measure_server(
     server: ServerProcess, plan: MethodServer, prompts: Prompts, temperatures: Sequence[float], new_tokens: int, token_bytes: int
 ) -> list[MethodFigures]:
     """Measure all methods of a running server, and print the figures of each one. Arguments as for :func:`measure`."""
