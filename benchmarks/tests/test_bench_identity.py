@@ -38,7 +38,7 @@ class TestConfig:
             ({"budgets": (1.5,)}, "--budget 1.5"),
             ({"port": 99999}, "--port 99999: must be from 1 to 65535, or 0"),
             ({"port": -1}, "--port -1"),
-            ({"compressors": ()}, "--compressor names none"),
+            ({"compressors": ()}, "--compressor has no names"),
             ({"temperature": -1.0}, "--temperature -1"),
             ({"temperature": 0.8}, "--seed None"),
             ({"seed": 1}, "--seed 1"),

@@ -121,7 +121,7 @@ class TestCommands:
             with pytest.raises(SystemExit) as stopped:
                 main([name, "--help"])
             assert stopped.value.code == 0
-            assert f"sglang_ext_bench {name}" in capsys.readouterr().out
+            assert f"sglang-ext-bench {name}" in capsys.readouterr().out
 
     def test_unknown_command_and_failed_measurement_end_with_2(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
