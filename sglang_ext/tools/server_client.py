@@ -25,8 +25,8 @@ _given: set[int] = set()
 def free_port() -> int:
     """Return a TCP port of the loopback interface to which nothing is bound.
 
-    A server binds its port some seconds later. Until then the port stays free: it is below the kernel's range of ephemeral ports, this
-    process does not return it again, and processes with other ids choose among other ports.
+    A server binds its port some seconds later. Until then the port stays free. It is below the kernel's range of ephemeral ports, and this
+    process does not return it again. Processes that run at the same time choose among other ports.
 
     Raises:
         CommandError: No free port was found.

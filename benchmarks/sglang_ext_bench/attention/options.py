@@ -1,23 +1,25 @@
 """Measure time, bytes and error of one layer's attention over full and compressed KV, without a server and a model.
 
 Variants:
-  full                       FlashInfer in bfloat16; on a CPU PyTorch in float32
-  fp8                        FlashInfer over the KV of stock SGLang with --kv-cache-dtype fp8_e4m3
-  fused                      attention that reads KIVI's blocks
-  dequantized, then full     blocks are dequantized in each call, as in CacheGen and KVQuant, and then read by full
-  hack                       multiplies codes as integers, with a Gluon kernel on an NVIDIA GPU if it supports the blocks
-  hack, Triton               the kernel for other GPUs and blocks
-  SE off                     that kernel without stored sums of codes, which it adds up in each step
-  RQE off                    that kernel without an exact tail: it quantizes the values of the newest tokens in each step
+
+    full                       FlashInfer in bfloat16; on a CPU PyTorch in float32
+    fp8                        FlashInfer over the KV of stock SGLang with --kv-cache-dtype fp8_e4m3
+    fused                      attention that reads KIVI's blocks
+    dequantized, then full     blocks are dequantized in each call, as in CacheGen and KVQuant, and then read by full
+    hack                       multiplies codes as integers, with a Gluon kernel on an NVIDIA GPU if it supports the blocks
+    hack, Triton               the kernel for other GPUs and blocks
+    SE off                     that kernel without stored sums of codes, which it adds up in each step
+    RQE off                    that kernel without an exact tail: it quantizes the values of the newest tokens in each step
 
 Variants that exist only as kernels are left out on a CPU. A step has one token of each request. A prefill has a prompt without a cached
 prefix.
 
 Columns:
-  MB           KV that must be read and written
-  bandwidth    its share of the bandwidth that a copy reaches on the same device
-  error        error of the computation, against float64 with the numbers that the codes represent
-  loss         error against full KV in float64
+
+    MB           KV that must be read and written
+    bandwidth    its share of the bandwidth that a copy reaches on the same device
+    error        error of the computation, against float64 with the numbers that the codes represent
+    loss         error against full KV in float64
 
 Error and loss are shares of the largest output, of the first request or of the prompt's newest tokens. Times are medians of calls that
 start with an empty device cache.

@@ -4,8 +4,8 @@ Starts one server at a time on the loopback interface: stock SGLang, then the co
 server for each compressor and budget. All servers get the same prompts with the prefix cache in the same state. Runs with sampling use
 the same seed.
 
-The exit code is 1 if a prompt fails, if an output differs in float32 beyond the tolerance, or if outputs differ in another dtype more
-than the controls' outputs do.
+The exit code is 1 if a prompt fails, or if an output differs in float32 beyond the tolerance. In another dtype it is 1 if outputs differ
+more than the controls' outputs do.
 """
 
 import argparse
