@@ -1,4 +1,4 @@
-"""Acceptance maths of the bench."""
+"""Acceptance by draft position."""
 
 from bench_helpers import STATS
 from hypothesis import given
@@ -16,7 +16,7 @@ from sglang_ext_bench.comparing.acceptance import (
 
 class TestAcceptance:
     def test_example_by_hand(self) -> None:
-        # 4 verifies accept 0, 1, 1, 2 of the 2, 2, 2, 1 drafts offered.
+        # Four verifications accept 0, 1, 1, 2 of 2, 2, 2, 1 draft tokens.
         curve = acceptance(STATS, draft_length=2)
         assert curve == Acceptance(verifies=4, offered=(4, 3), accepted=(3, 1))
         assert curve.by_position == (3 / 4, 1 / 3)

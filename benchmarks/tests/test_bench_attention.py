@@ -1,4 +1,4 @@
-"""``bench attention`` on a CPU: its arms, how far off they are, and what it refuses."""
+"""``sglang-ext-bench attention`` on a CPU: variants, errors of their outputs, and refused options."""
 
 import argparse
 import json
@@ -48,7 +48,7 @@ def test_arms_differ_by_their_codes_and_compute_them_well() -> None:
     ]  # fmt: skip
     for (_, arm), row in found.items():
         assert row.seconds > 0 and row.speed > 0
-        # Queries and weights in 8 bits are part of HACK's product.
+        # HACK quantizes queries and weights to 8 bits.
         assert 0 < row.error < (1e-2 if arm == "hack" else 1e-5), row
         assert row.loss < 1e-5 if arm == "full" else 10 * row.error < row.loss < 0.5, row
     full, fused, pass_, hack = (found["step", arm] for arm in ("full", "fused 4", "dequantized 4, then full", "hack"))

@@ -1,4 +1,4 @@
-"""Comparison of two arms: where outputs differ, and by how much log-probabilities do."""
+"""Comparison of two arms: the first token that differs, and differences of log-probabilities."""
 
 import pytest
 from bench_helpers import PROMPT, SETTING, STATS, comparison, result, tops
@@ -20,7 +20,7 @@ rows = st.dictionaries(st.integers(0, 4), st.floats(-9, 0), max_size=3).map(lamb
 
 @st.composite
 def answers(draw: st.DrawFn) -> Generation:
-    """An answer with log-probabilities at each token."""
+    """A response with log-probabilities of each token."""
     ids = draw(st.lists(st.integers(0, 1), max_size=5))
     return Generation(tuple(ids), tuple(draw(rows) for _ in ids))
 

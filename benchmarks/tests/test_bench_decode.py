@@ -62,7 +62,7 @@ def test_tokens_of_a_round_count_from_one_moment_though_each_has_a_chunk_of_its_
     assert len(apart) == 41 and apart[-1][1] == 41
     assert decode_wave.measure([stream(rounds)]).steady == pytest.approx(10)
     assert decode_wave.measure([stream(apart)]).steady == pytest.approx(10)
-    # A burst that is under way when the span ends does not count.
+    # A burst that has not ended when the span ends is not counted.
     assert decode_wave.measure([stream(apart), stream([(at - 0.0045, tokens) for at, tokens in apart])]).steady == pytest.approx(20)
     assert decode_wave.measure([stream([(token / 10, token) for token in range(1, 42)])]).steady == pytest.approx(10)
 
@@ -98,7 +98,7 @@ def test_limits_count_weights_and_kv(tmp_path):
     model = ModelBytes.from_folder(tmp_path, 2)
     assert model.kv_token == 147_456
     assert model.weights == pytest.approx(15.1e9, rel=0.01)
-    # MEASURED.md: 12.8 ms for batch 8 at 32k with 4.24 TB/s.
+    # The limit of stock is 12.8 ms for batch 8 at 32k with 4.24 TB/s.
     stock = decode_limit.stock_ms(model, 4.24e12, 8, 32768)
     assert stock == pytest.approx(12.8, rel=0.02)
     everything = decode_limit.verified_ms(model, 4.24e12, 8, 32768, 1.0, 16, 17.0)
@@ -176,7 +176,10 @@ def test_acceptance_is_forced_by_a_flag_of_those_servers_alone_that_verify(tmp_p
         assert settings.acceptances(args, each) == [None]
 
 
-@pytest.mark.parametrize("flags", [("--full-tier", "disk"), ("--full-tier", "host"), ("--full-tier", "host", "--host-gb", "1", "--offload-draft-length", "0")])
+@pytest.mark.parametrize(
+    "flags",
+    [("--full-tier", "disk"), ("--full-tier", "host"), ("--full-tier", "host", "--host-gb", "1", "--offload-draft-length", "0")],
+)
 def test_a_tier_without_host_memory_or_drafts_is_refused(tmp_path, flags):
     with pytest.raises(CommandError, match="--full-tier|--offload-draft-length"):
         list(settings.all_settings(arguments(tmp_path, *flags)))
@@ -280,7 +283,7 @@ def test_what_tiers_allow_grows_with_the_link_and_with_the_memory(tmp_path):
     def allowed(link, pool, acceptance=0.99):
         return decode.allowed(args, host, 30720, 24, acceptance, 4.35e12, pool, f"{page}{link}\n")
 
-    # docs/benchmarks.md has 1,080 for these.
+    # docs/benchmarks.md has 1,080 for these values.
     assert allowed(53.7e9, 262144) == pytest.approx(1080, rel=0.03)
     assert allowed(53.7e9, 262144) < allowed(107e9, 262144) and allowed(53.7e9, 131072) < allowed(53.7e9, 262144)
     assert allowed(53.7e9, 262144, None) is None and decode.allowed(args, host, 30720, 24, 0.9, 4e12, 262144, "") is None

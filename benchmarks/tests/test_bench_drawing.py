@@ -1,4 +1,4 @@
-"""Plots say what they show, on what and with what; each line is in the legend, and no axis surrounds one point."""
+"""Plots have a heading with machine and settings, a legend of all lines, and bars if there is only one position."""
 
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ from sglang_ext_bench.speed.decode import DecodeResult
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """The figures that were written."""
+    """Collects the figures that are written."""
     import matplotlib
 
     matplotlib.use("Agg")

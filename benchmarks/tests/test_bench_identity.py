@@ -1,4 +1,4 @@
-"""The identity bench without a server: its options and the arms of a run."""
+"""``sglang-ext-bench identity`` without a server: its options, and the arms of a run."""
 
 import argparse
 import json
@@ -122,7 +122,7 @@ class TestConfig:
 
 
 class FakeServer:
-    """Stands for ServerProcess: the last prompt token repeats; logs what was asked."""
+    """A fake ServerProcess whose outputs repeat the last prompt token. It records all calls."""
 
     log: list[tuple[object, ...]] = []
     broken: set[str] = set()
@@ -147,7 +147,7 @@ class FakeServer:
         self, input_ids: tuple[int, ...], sampling: SamplingSettings, new_tokens: int, top_logprobs: int = 0
     ) -> Generation:
         FakeServer.log.append(("ask", input_ids, new_tokens, top_logprobs))
-        # Other batch shapes of this stock give other log-probabilities, by 0.01.
+        # A stock server with another batch shape has log-probabilities that differ by 0.01.
         shift = 0.01 if "--chunked-prefill-size" in self.arguments else 0.0
         rows = (((7, -0.5 - shift), (8, -1.5), (9, -2.5)),) * new_tokens if top_logprobs else None
         is_verified = "verified" in self.arguments
@@ -216,7 +216,7 @@ class TestRun:
 
 
 class TestRefusedAtOnce:
-    """What only the verified server, or the end of the run, would notice."""
+    """Options that only the verified server or the end of the run would refuse."""
 
     def refused(self, capsys: pytest.CaptureFixture[str], *words: str, model: str = "m") -> str:
         assert main(["identity", "--model", model, "--prompts", "p", *words]) == 2

@@ -1,4 +1,4 @@
-"""What the bench reads: answers of the server, prompts, text for prompts; its commands."""
+"""Inputs of the benchmarks: responses of a server, prompts, text for prompts, and command names."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""bench methods: every method is asked for by name, acceptance is counted by kind of text, and a second run measures what is missing."""
+"""``sglang-ext-bench methods``: requests name their method, acceptance is counted by kind of text, and a second run measures missing servers."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ CODE, PROSE = "x", "y"
 
 
 class SlowServer:
-    """A server that accepts 12 of 15 drafts of code, 6 of prose, and holds compressed KV of a quarter of the running prompts."""
+    """A server that accepts 12 of 15 drafts of code, 6 of prose, and has compressed KV for a quarter of the running prompts."""
 
     broken: tuple[str, ...] = ()
     started: list[tuple[str, ...]] = []
@@ -61,7 +61,7 @@ class SlowServer:
 
 @pytest.fixture
 def bench(tmp_path, monkeypatch):
-    """Run the command for a model of 64 tokens of code and of prose; ``servers`` has those that start."""
+    """Returns a function that runs the command with a tiny model and texts of one letter."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     for kind, letter in (("code", CODE), ("prose", PROSE)):
         (tmp_path / kind).write_text(letter * 1000)
@@ -121,7 +121,7 @@ def test_a_second_run_measures_what_is_missing_and_the_table_gets_into_a_documen
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_servers_of_all_methods_could_start(bench, device):
-    # Their flags are checked as the servers themselves do.
+    # The flags are checked as the servers check them.
     assert bench(f"--server-arg=--device {device}", "--temperature=0", "--context-len=32", "--output-len=9") == 0
     assert [name for name, _ in SlowServer.started] == list(SERVER_NAMES)
     paged = {name for name, flags in SlowServer.started if "--page-size" in flags}

@@ -1,4 +1,4 @@
-"""Verdict of runs in dtypes other than float32: verified outputs beside stock's own noise."""
+"""Verdict of runs in dtypes other than float32: verified outputs are compared with the controls' outputs."""
 
 import json
 
@@ -20,7 +20,7 @@ RULES = Rules("bfloat16")
 
 
 def arm(margins: list[float | None], good: int, control: bool = False) -> Comparison:
-    """Prompts that differ with these margins, and ``good`` identical ones."""
+    """A comparison with outputs that differ at these margins, and ``good`` identical outputs."""
     prompts = [result(f"d{i}", margin=margin) for i, margin in enumerate(margins)]
     prompts += [result("same", differs=False)] * good
     return comparison(*prompts, setting=CONTROL_SETTING) if control else comparison(*prompts)

@@ -1,4 +1,4 @@
-"""Reports of the identity bench: console lines, JSON, plot."""
+"""Reports of an identity run: console lines, JSON and plot."""
 
 import json
 from pathlib import Path

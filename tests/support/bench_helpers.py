@@ -1,4 +1,4 @@
-"""What several tests of the bench share."""
+"""Helpers of the benchmarks' tests."""
 
 import argparse
 from collections.abc import Callable
@@ -20,7 +20,7 @@ STATS = VerifyStats(4, 7, 4, 2.0, (1, 2, 1))
 
 
 def tops(*margins: float) -> tuple[TopLogprobs, ...]:
-    """Log-probabilities of tokens 7 and 8 that have these margins."""
+    """Log-probabilities of tokens 7 and 8 with these margins."""
     return tuple(((7, -0.5), (8, -0.5 - margin)) for margin in margins)
 
 
@@ -31,7 +31,7 @@ def result(
     logprob: float | None = None,
     error: str | None = None,
 ) -> PromptResult:
-    """A prompt whose outputs differ at token 2, or do not."""
+    """A result whose outputs differ at token 2, or are identical."""
     differs = differs and error is None
     found = None if logprob is None else LogprobDifference(logprob, 1, 7)
     at = 2 if differs else None
@@ -39,12 +39,12 @@ def result(
 
 
 def comparison(*results: PromptResult, setting: ComparisonSetting = SETTING) -> Comparison:
-    """A comparison of these prompts."""
+    """A comparison with these results."""
     return Comparison(setting, results, add_up([], 1))
 
 
 class Here:
-    """Stands for a pool of processes where loading SGLang again would take seconds: does the work at once."""
+    """A fake pool of processes that runs its work in this process, because another process would load SGLang again."""
 
     def __init__(self, *_: object) -> None: ...
 
@@ -63,7 +63,7 @@ class Here:
 
 
 class CharTokenizer:
-    """One token per character; "<" stands for the begin token."""
+    """A tokenizer with one token per character. "<" is the begin token."""
 
     bos_token = "<"
 
