@@ -20,7 +20,7 @@ from pathlib import Path
 
 from sglang_ext.command_line import sample_request
 from sglang_ext.tools import ROLES, CommandError
-from sglang_ext.tools.options import LAST_PORT, seconds, split
+from sglang_ext.tools.options import LAST_PORT, seconds, split_flags
 from sglang_ext.tools.server_client import HEALTH_SECONDS, HOST, free_port
 from sglang_ext.tools.server_process import (
     ServerProcess,
@@ -32,30 +32,30 @@ from sglang_ext.tools.server_process import (
 
 ROUTER = "sglang_router"
 INSTALL_ROUTER = "pip install --no-deps -r requirements/pd.txt, or run make serve-pd"
-ASK_OF_US = "which this command gives to both servers from its own {0}: pass {0} ({1} of make serve-pd), and leave it out there"
-FIXED = "which this command sets itself: leave it out there, or start the servers by hand (docs/guides/prefill-and-decode-apart.md)"
-# Flags that this program sets itself, and what to do instead.
+USE_OWN_OPTION = "which this command sets from its own {0}: pass {0} ({1} of make serve-pd), and leave it out there"
+ALWAYS_SET = "which this command sets itself: leave it out there, or start the servers by hand (docs/guides/prefill-and-decode-apart.md)"
 RESERVED_FLAGS = {
-    **dict.fromkeys(("--model-path", "--model"), ASK_OF_US.format("--model", "MODEL")),
-    **dict.fromkeys(("--port", "--disaggregation-bootstrap-port"), ASK_OF_US.format("--port", "PORT")),
-    **dict.fromkeys(("--host", "--disaggregation-mode"), FIXED),
+    **dict.fromkeys(("--model-path", "--model"), USE_OWN_OPTION.format("--model", "MODEL")),
+    **dict.fromkeys(("--port", "--disaggregation-bootstrap-port"), USE_OWN_OPTION.format("--port", "PORT")),
+    **dict.fromkeys(("--host", "--disaggregation-mode"), ALWAYS_SET),
 }
+"""Flags that this command sets itself, with the remedy."""
 PORTS = 4
 """Ports of the router, the prefill server, the decode server and SGLang's bootstrap server."""
-# All traffic stays on the loopback interface.
 ENVIRONMENT = {"SGLANG_HOST_IP": HOST}
-# SGLang's loops of these roles do not end by themselves.
+"""Environment variables of the servers. All traffic stays on the loopback interface."""
 STOP_GRACE = 2.0
-# Seconds between checks that all processes run.
+"""Seconds between SIGTERM and SIGKILL. SGLang's prefill and decode loops do not end on SIGTERM."""
 POLL_SECONDS = 0.5
+"""Seconds between two checks that all processes run."""
 
 
 class Router(ServerProcess):
-    """SGLang's router for the two servers.
+    """SGLang's router, which distributes requests to the two servers.
 
     Args:
         port: Port for clients.
-        servers: Ports of the prefill and of the decode server.
+        servers: Ports of the prefill server and of the decode server.
         bootstrap: Port of SGLang's bootstrap server.
         log: File for its output.
     """
@@ -72,7 +72,7 @@ class Router(ServerProcess):
         )
 
     def alive(self, timeout: float = HEALTH_SECONDS) -> bool:
-        """Whether it has found both servers. ``/health`` succeeds before."""
+        """Whether the router has found both servers. ``/health`` succeeds earlier."""
         try:
             self.request("readiness", timeout=timeout)
         except OSError:
@@ -81,10 +81,10 @@ class Router(ServerProcess):
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the command line."""
-    form = argparse.RawDescriptionHelpFormatter
-    made = argparse.ArgumentParser("python -m sglang_ext.serve_pd", description=__doc__, formatter_class=form)
-    add = made.add_argument
+    """Return the parser of the command line."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    result = argparse.ArgumentParser("python -m sglang_ext.serve_pd", description=__doc__, formatter_class=formatter)
+    add = result.add_argument
     add("--model", required=True, help="Hugging Face folder or name")
     add("--port", type=int, default=30000, help="port of the router; the next three are used too (default: %(default)s)")
     add("--arg", default="", metavar="FLAGS", help="SGLang's flags for both servers, as one string")
@@ -92,45 +92,45 @@ def parser() -> argparse.ArgumentParser:
         add(f"--{role}-arg", default="", metavar="FLAGS", help=f"flags for the {role} server; they override --arg")
     add("--logs", type=Path, default=Path(".cache/serve-pd"), help="folder for the logs (default: %(default)s)")
     add("--start-timeout", type=seconds, default=600.0, help="seconds until both servers must be ready (default: %(default)g)")
-    return made
+    return result
 
 
 def role_flags(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
-    """Flags of both servers, by role.
+    """Return the flags of both servers, by role.
 
     Raises:
-        CommandError: A flag is given that this program sets, or a quote is not closed.
+        CommandError: A text has a flag that this command sets itself, or a quote that is not closed.
     """
-    # Schedulers that poll while idle would take two cores from the servers. The prefill server stores the queries with which methods of the
-    # decode server select.
+    # An idle scheduler that polls would occupy one core for each server. The prefill server is verified too, because it stores the queries
+    # that the methods of the decode server need.
     shared = ("--kv-mode", "verified", "--sleep-on-idle", "--disaggregation-transfer-backend", "progressive", *parse_flags("--arg", args.arg))
-    found = {}
+    flags = {}
     for role in ROLES:
-        asked = parse_flags(f"--{role}-arg", getattr(args, f"{role}_arg"))
+        own = parse_flags(f"--{role}-arg", getattr(args, f"{role}_arg"))
         bootstrap = ("--disaggregation-bootstrap-port", str(args.port + 3))
-        found[role] = ("--disaggregation-mode", role, *bootstrap, *shared, *asked)
-    return found
+        flags[role] = ("--disaggregation-mode", role, *bootstrap, *shared, *own)
+    return flags
 
 
-def parse_flags(option: str, text: str) -> list[str]:
-    """Split a text into flags as a shell does.
+def parse_flags(option: str, text: str) -> tuple[str, ...]:
+    """Split the value of an option into flags as a shell does.
 
     Raises:
-        CommandError: A flag is given that this program sets, or a quote is not closed.
+        CommandError: The text has a flag that this command sets itself, or a quote that is not closed.
     """
-    found = split(text, option)
-    for word in found:
-        instead = RESERVED_FLAGS.get(word.split("=")[0])
-        if instead is not None:
-            raise CommandError(f"{option} has {word}, {instead}")
-    return found
+    flags = split_flags([text], option)
+    for flag in flags:
+        remedy = RESERVED_FLAGS.get(flag.split("=")[0])
+        if remedy is not None:
+            raise CommandError(f"{option} has {flag}, {remedy}")
+    return flags
 
 
 def check_ports(first: int) -> None:
-    """Refuse four ports that are out of range, or of which one is taken.
+    """Check that the four ports from ``first`` on are in range and free.
 
     Raises:
-        CommandError: Names the port, and for a taken one another first port that can be passed.
+        CommandError: Names the port. If it is taken, the message proposes another first port.
     """
     if not 1 <= first <= LAST_PORT - 3:
         raise CommandError(f"--port {first}: the next three are used too: pass 1 to {LAST_PORT - 3}")
@@ -140,11 +140,11 @@ def check_ports(first: int) -> None:
     starts = range(first + PORTS, LAST_PORT - PORTS + 2, PORTS)
     free = next((start for start in starts if find_taken_port(start) is None), None)
     remedy = "" if free is None else f", or pass --port {free} (make serve-pd PORT={free})"
-    raise CommandError(f"port {taken} is taken, and this command needs four from --port {first} on: end what listens there{remedy}")
+    raise CommandError(f"port {taken} is taken, and this command needs four from --port {first} on: stop the process that listens there{remedy}")
 
 
 def find_taken_port(first: int) -> int | None:
-    """Return the lowest of the four ports from ``first`` on that is in use. None if all are free."""
+    """Return the lowest used port of the four from ``first`` on. None if all are free."""
     for port in range(first, first + PORTS):
         with socket.socket() as probe:
             if probe.connect_ex((HOST, port)) == 0:
@@ -153,10 +153,10 @@ def find_taken_port(first: int) -> int | None:
 
 
 def check(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
-    """Check that all three can start. Return the flags of both servers.
+    """Check that the servers and the router can start. Return the flags of both servers, by role.
 
     Raises:
-        CommandError: Says what cannot start, and the remedy.
+        CommandError: Names the obstacle and the remedy.
     """
     if importlib.util.find_spec(ROUTER) is None:
         raise CommandError(f"SGLang's router ({ROUTER}) is not installed: {INSTALL_ROUTER}")
@@ -167,16 +167,16 @@ def check(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
 
 
 def serve(args: argparse.Namespace, flags: dict[str, tuple[str, ...]]) -> None:
-    """Start all three, and wait until one of them ends.
+    """Start both servers and the router, and wait until one of them ends.
 
     Raises:
-        CommandError: One ended. The end of its log is in the message.
+        CommandError: A process ended. The message shows the end of its log.
     """
     try:
         args.logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CommandError(f"--logs {args.logs} cannot be made: {error}; name a folder that can") from error
-    ports = {role: args.port + place for place, role in enumerate(ROLES, start=1)}
+        raise CommandError(f"--logs {args.logs} cannot be created: {error}; pass a folder that can be") from error
+    ports = {role: args.port + offset for offset, role in enumerate(ROLES, start=1)}
     servers: dict[str, ServerProcess] = {
         role: ServerProcess(
             args.model,
@@ -190,9 +190,9 @@ def serve(args: argparse.Namespace, flags: dict[str, tuple[str, ...]]) -> None:
         for role in ROLES
     }
     router = Router(args.port, tuple(ports.values()), args.port + 3, args.logs / f"router-{args.port}.log")
-    everything = {**{f"{role} server": server for role, server in servers.items()}, "router": router}
+    processes = {**{f"{role} server": server for role, server in servers.items()}, "router": router}
     with ExitStack() as running:
-        running.callback(stop_together, everything.values())
+        running.callback(stop_together, processes.values())
         for role, server in servers.items():
             print(f"{role} server: starting on port {server.port}, log {server.log}", flush=True)
             server.start()
@@ -204,14 +204,14 @@ def serve(args: argparse.Namespace, flags: dict[str, tuple[str, ...]]) -> None:
         router.start()
         router.wait_healthy()
         print(f"listening on {router.url}; try: {sample_request(router.url)}", flush=True)
-        while all(each.running for each in everything.values()):
+        while all(each.running for each in processes.values()):
             time.sleep(POLL_SECONDS)
-        ended = next(name for name, each in everything.items() if not each.running)
-        raise CommandError(f"the {ended} ended, so that all are stopped\n{everything[ended].describe_log()}")
+        ended = next(name for name, each in processes.items() if not each.running)
+        raise CommandError(f"the {ended} ended, so that all are stopped\n{processes[ended].describe_log()}")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until a signal arrives. Return 2 if something cannot start, or has ended."""
+    """Serve until a signal arrives. Return 2 if a process cannot start or has ended."""
     args = parser().parse_args(argv)
     try:
         serve(args, check(args))
@@ -221,10 +221,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _leave(number: int, frame: object) -> None:
-    """End all servers on a signal."""
-    with suppress(OSError):  # the terminal is closed
-        # Not through a stream, because this signal may have interrupted a print.
-        os.write(2, b"serve_pd: ending all three, which takes some seconds\n")
+    """Stop all processes when a signal arrives."""
+    with suppress(OSError):  # the terminal may be closed
+        # os.write, because the signal may have interrupted a print.
+        os.write(2, b"serve_pd: stopping the servers and the router, which takes some seconds\n")
     stop_all()
     sys.exit(0 if number == signal.SIGINT else 128 + number)
 

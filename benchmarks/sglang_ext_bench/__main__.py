@@ -31,11 +31,11 @@ class Command:
 
 COMMANDS = {
     # Servers, beside stock SGLang.
-    "identity": Command("comparing.identity_options", "compare the tokens of verified decoding with stock SGLang's"),
+    "identity": Command("comparing.identity", "compare the tokens of verified decoding with stock SGLang's"),
     "families": Command("comparing.families", "compare tokens on tiny random models of each supported family"),
     "soak": Command("soaking.options", "send mixed traffic for minutes and check every answer"),
-    "decode": Command("speed.decode_options", "measure decode speed of stock SGLang and of verified decoding"),
-    "latency": Command("speed.latency_options", "measure latency of both against the request rate"),
+    "decode": Command("speed.decode", "measure decode speed of stock SGLang and of verified decoding"),
+    "latency": Command("speed.latency", "measure latency of both against the request rate"),
     "methods": Command("methods.options", "measure acceptance, bytes and speed of all compression methods on one prompt set"),
     "quality": Command("quality.options", "measure what compressed KV costs in quality"),
     "longcot": Command("longcot.options", "measure long answers from sparse attention, and where a step's time goes"),

@@ -1,24 +1,25 @@
-"""Options of several values on the command line."""
+"""Parses and checks the options that several commands have."""
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from sglang_ext.tools import CommandError
 from sglang_ext.tools.options import LAST_PORT
 
 DTYPES = ("bfloat16", "float16", "float32")
-"""Of ``--dtype``: those that say what is computed; SGLang's ``auto`` is whatever a model's config names."""
+"""Values of ``--dtype``. SGLang's ``auto`` is not allowed, because it depends on the model's config."""
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Names separated by commas, without blanks and empty ones."""
+    """Parse names separated by commas. Blanks and empty names are removed."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def check_counts(counts: Mapping[str, int], least: int = 1) -> None:
-    """Refuse options below ``least``.
+    """Check that values, by option, are at least ``least``.
 
     Raises:
-        CommandError: names the option.
+        CommandError: Names the option and its value.
     """
     for option, value in counts.items():
         if value < least:
@@ -26,48 +27,58 @@ def check_counts(counts: Mapping[str, int], least: int = 1) -> None:
 
 
 def check_port(port: int, taken: int = 1) -> None:
-    """Refuse a number that is no TCP port, or after which there are too few for ``taken`` in all.
+    """Check a TCP port.
+
+    Args:
+        port: Value of --port. 0 for any free port.
+        taken: Number of consecutive ports that the command uses.
 
     Raises:
-        CommandError: names it.
+        CommandError: The number is no port, or the last ports are out of range.
     """
     if not 0 <= port <= LAST_PORT:
         raise CommandError(f"--port {port}: must be from 1 to {LAST_PORT}, or 0 for any free one")
     if port > LAST_PORT - (taken - 1):
-        raise CommandError(f"--port {port}: the next {taken - 1} are taken as well: pass at most {LAST_PORT - (taken - 1)}")
+        raise CommandError(f"--port {port}: the next {taken - 1} ports are used too: pass at most {LAST_PORT - (taken - 1)}")
 
 
 def check_budgets(budgets: Iterable[float]) -> None:
-    """Refuse values of --budget that are no shares.
+    """Check that values of --budget are shares.
 
     Raises:
-        CommandError: names the value.
+        CommandError: Names the value.
     """
     for budget in budgets:
         if not 0 < budget <= 1:
-            raise CommandError(f"--budget {budget:g}: a budget is a share of the cache in (0, 1]")
+            raise CommandError(f"--budget {budget:g}: a budget is a share of the KV in (0, 1]")
 
 
-def numbers(text: str, flag: str, kind: type = int, zero: bool = False) -> list:
-    """Numbers separated by commas, all above 0 (or 0, where ``zero`` allows it).
+def numbers(text: str, flag: str, kind: type[int] | type[float] = int, zero: bool = False) -> list[Any]:
+    """Parse numbers separated by commas.
+
+    Args:
+        text: Value of the option.
+        flag: Name of the option.
+        kind: int or float.
+        zero: 0 is allowed. Negative numbers never are.
 
     Raises:
-        CommandError: names the flag.
+        CommandError: Names the option and its value.
     """
     try:
-        numbers = [kind(part) for part in text.split(",")]
+        found = [kind(part) for part in text.split(",")]
     except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 0 or (0 in numbers and not zero):
+        found = []
+    if not found or min(found) < 0 or (0 in found and not zero):
         raise CommandError(f"{flag} {text!r}: pass numbers {'of 0 or more' if zero else 'above 0'}, separated by commas")
-    return numbers
+    return found
 
 
 def probabilities(text: str, flag: str) -> list[float]:
-    """Probabilities separated by commas.
+    """Parse probabilities separated by commas.
 
     Raises:
-        CommandError: names the flag.
+        CommandError: Names the option and its value.
     """
     found = numbers(text, flag, float, zero=True)
     if max(found) > 1:

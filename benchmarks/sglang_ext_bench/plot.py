@@ -6,7 +6,7 @@
 import json
 from pathlib import Path
 
-from sglang_ext_bench.speed.drawing import Heading, png
+from sglang_ext_bench.drawing import Heading, png
 
 HERE = Path(__file__).parents[2] / "results"
 COLORS = ("#8a8f98", "#a6cbe8", "#5b9bd0", "#1f5f99")

@@ -1,29 +1,49 @@
-"""What all benchmarks report with: a console, and JSON files that say where they come from."""
+"""The console and the JSON reports of all benchmarks. A report has the versions and the command that produced it."""
 
 import importlib.metadata
 import json
 import platform
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from sglang_ext.tools import CommandError
 
 PLAIN_WIDTH = 150
+"""Columns of a table that is written to a pipe or a file."""
 
 
 def make_console() -> Console:
-    """A console that does not squeeze its tables into 80 columns when piped."""
+    """Create a console whose tables are wider than 80 columns if the output is piped."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
 
 
+def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Create a table for the console. The first column is aligned to the left, the others to the right."""
+    table = Table(title=title)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a table in Markdown."""
+    yield "| " + " | ".join(columns) + " |"
+    yield "|---" * len(columns) + "|"
+    for row in rows:
+        yield "| " + " | ".join(row) + " |"
+
+
 def versions() -> dict[str, str]:
-    """Versions of what decides the numbers."""
+    """Versions of Python, SGLang, PyTorch, transformers and sglang-ext, and the machine's architecture."""
     names = ("sglang", "torch", "transformers", "sglang-ext")
     found = {"python": platform.python_version(), "machine": platform.machine()}
     for name in names:
@@ -35,7 +55,7 @@ def versions() -> dict[str, str]:
 
 
 def origin() -> dict[str, Any]:
-    """What a report is of: versions, and the command."""
+    """The origin of a report: versions and command."""
     return {
         "versions": versions(),
         "command": shlex.join(["python", "-m", "sglang_ext_bench", *sys.argv[1:]]),
@@ -43,7 +63,7 @@ def origin() -> dict[str, Any]:
 
 
 def write_json(path: Path, report: Mapping[str, Any]) -> None:
-    """Write a report, with its folder; whoever ends the process meanwhile has the report before it."""
+    """Write a report, and create its folder. If the process is killed while it writes, the file has the previous report."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
     part.write_text(json.dumps(report, indent=1, default=str) + "\n")
@@ -51,15 +71,19 @@ def write_json(path: Path, report: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path, flag: str) -> dict[str, Any]:
-    """A report that :func:`write_json` wrote; ``flag`` names the file.
+    """Read a report that :func:`write_json` wrote.
+
+    Args:
+        path: The file.
+        flag: Option that named it, for the error message.
 
     Raises:
-        CommandError: The file cannot be read, or holds no JSON object.
+        CommandError: The file cannot be read, or has no JSON object.
     """
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise CommandError(f"{flag} {path} cannot be read ({error}): pass a file that this command wrote, or a new one") from error
     if not isinstance(found, dict):
-        raise CommandError(f"{flag} {path} holds no JSON object: pass a file that this command wrote, or a new one")
+        raise CommandError(f"{flag} {path} has no JSON object: pass a file that this command wrote, or a new one")
     return found

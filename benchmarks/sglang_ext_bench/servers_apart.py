@@ -1,4 +1,4 @@
-"""Prefill and decode servers on this machine, and what joins the two parts of a request."""
+"""Prefill and decode servers on this machine (prefill-decode disaggregation), and their requests."""
 
 import random
 import time
@@ -14,26 +14,31 @@ from sglang_ext.tools.server_process import ServerProcess
 from sglang_ext_bench.speed import decode_wave
 from sglang_ext_bench.speed.decode_wave import Stream
 
-# SGLang's loops of these roles do not end by themselves.
 STOP_GRACE = 2.0
+"""Seconds between SIGTERM and SIGKILL. SGLang's prefill and decode loops do not end on SIGTERM."""
 
 
 class ServersApart:
-    """Context manager: starts all servers at once, and ends them.
+    """Prefill and decode servers. The context manager starts all of them at once, and stops them.
+
+    Example:
+        flags = {"prefill": [("--disaggregation-mode", "prefill")], "decode": [("--disaggregation-mode", "decode")]}
+        with ServersApart(model, flags, logs, "run") as servers:
+            body = {"text": "Hello", **servers.room()}
 
     Args:
-        model: folder or name.
-        flags: of each server, by role, ``--disaggregation-mode`` among them; ports of bootstrap servers are chosen here.
-        logs: folder; a log is called ``{name}-{role}.log``, of several of a role with their place at the end.
-        name: of logs.
-        port: of the first server; the next, and those of SGLang's bootstrap servers after them, have the ports that follow. 0: any.
-        env: environment variables by role.
-        server: makes one, as :class:`ServerProcess`.
-        settings: further arguments of ``server``.
+        model: Folder or name.
+        flags: Flags of each server, by role, including ``--disaggregation-mode``. The ports of bootstrap servers are added.
+        logs: Folder for logs. A log is called ``{name}-{role}.log``. With several servers of a role, their index follows the role.
+        name: Start of the logs' names.
+        port: Port of the first server. The other servers and then the bootstrap servers have the next ports. 0 for any free ports.
+        env: Environment variables, by role.
+        server: Creates a server, as :class:`ServerProcess`.
+        settings: Further arguments of ``server``.
 
     Attributes:
-        of: servers by role.
-        bootstraps: ports of SGLang's bootstrap servers, one of each prefill server.
+        of: Servers by role.
+        bootstraps: Ports of SGLang's bootstrap servers, one for each prefill server.
     """
 
     def __init__(
@@ -47,51 +52,51 @@ class ServersApart:
         server: Callable[..., ServerProcess] = ServerProcess,
         **settings: Any,
     ) -> None:
-        ports = iter(range(port, port + ports_taken(*(len(flags[role]) for role in ROLES)))) if port else _any_port()
-        own = {role: [next(ports) for _ in flags[role]] for role in ROLES}
+        ports = iter(range(port, port + ports_taken(*(len(flags[role]) for role in ROLES)))) if port else _free_ports()
+        server_ports = {role: [next(ports) for _ in flags[role]] for role in ROLES}
         self.bootstraps = [next(ports) for _ in flags["prefill"]]
         self.of: dict[str, list[ServerProcess]] = {role: [] for role in ROLES}
         for role in ROLES:
-            for place, each in enumerate(flags[role]):
-                joined = ("--disaggregation-bootstrap-port", str(self.bootstraps[place])) if role == "prefill" else ()
+            for index, server_flags in enumerate(flags[role]):
+                bootstrap = ("--disaggregation-bootstrap-port", str(self.bootstraps[index])) if role == "prefill" else ()
                 self.of[role].append(
                     server(
                         model,
-                        (*each, *joined),
-                        logs / f"{name}-{role}{place if len(flags[role]) > 1 else ''}.log",
-                        port=own[role][place],
+                        (*server_flags, *bootstrap),
+                        logs / f"{name}-{role}{index if len(flags[role]) > 1 else ''}.log",
+                        port=server_ports[role][index],
                         stop_grace=STOP_GRACE,
                         env={"SGLANG_HOST_IP": HOST, **(env or {}).get(role, {})},
                         **settings,
                     )
                 )
         self._pool = ThreadPoolExecutor(len(self.all))
-        self._starts: list[Future] = []
+        self._starts: list[Future[ServerProcess]] = []
 
     @property
     def all(self) -> list[ServerProcess]:
-        """Of both roles."""
+        """The servers of both roles."""
         return [server for role in ROLES for server in self.of[role]]
 
     def begin(self) -> None:
-        """Start all, and do not wait for them; ``stop`` must follow."""
+        """Start all servers without waiting. Call :meth:`stop` afterwards."""
         self._starts = [self._pool.submit(server.__enter__) for server in self.all]
 
     def wait(self) -> None:
-        """Until all serve.
+        """Wait until all servers are healthy.
 
         Raises:
-            CommandError: one of them does not.
+            CommandError: A server did not start.
         """
         for start in self._starts:
             start.result()
 
     def stop(self) -> None:
-        """End what runs, or still starts."""
+        """Stop all servers, after the started ones are healthy or have failed."""
         for start in self._starts:
             start.exception()
-        for ended in [self._pool.submit(server.stop) for server in self.all]:
-            ended.result()
+        for stopped in [self._pool.submit(server.stop) for server in self.all]:
+            stopped.result()
         self._pool.shutdown()
 
     def __enter__(self) -> "ServersApart":
@@ -107,42 +112,42 @@ class ServersApart:
         self.stop()
 
     def room(self, prefill: int = 0) -> dict[str, Any]:
-        """Fields of both parts of a request that the ``prefill``-th server computes; those of another are other ones."""
+        """Fields for the two parts of one request: prefill server number ``prefill`` and a new room."""
         return {"bootstrap_host": HOST, "bootstrap_port": self.bootstraps[prefill], "bootstrap_room": random.getrandbits(62)}
 
 
 def answer(
-    decode: ServerProcess, body: Mapping[str, Any], new_tokens: int, prefilled: Future, patience: float, called: str = "a request"
+    decode: ServerProcess, body: Mapping[str, Any], new_tokens: int, prefilled: Future[Any], patience: float, called: str = "a request"
 ) -> Stream:
-    """A decode server's answer as it comes, with times of ``time.monotonic``.
+    """Send the decode part of a request, and read its stream. Times are those of ``time.monotonic``.
 
     Args:
-        decode: the server.
-        body: its part of the request.
-        new_tokens: that the answer must have.
-        prefilled: the prefill server's part.
-        patience: seconds in which that has ended, where the answer breaks off.
-        called: what a message names the request.
+        decode: The decode server.
+        body: JSON body of the request.
+        new_tokens: Output tokens that the response must have.
+        prefilled: The prefill part of the request.
+        patience: Seconds to wait for the end of the prefill part if the response breaks off.
+        called: Name of the request in error messages.
 
     Raises:
-        CommandError: the server refused it, or it broke off.
+        CommandError: The server refused the request, or the response broke off.
     """
     try:
         stream = decode_wave.read(decode, body, 0.0, time.monotonic)
     except (OSError, KeyError) as error:
         raise CommandError(f"the decode server: {describe_error(error)}") from error
     if not stream.tokens or stream.tokens[-1] < new_tokens:
-        what = prefilled.exception(timeout=patience) or "it has ended"
-        got = (stream.tokens or [0])[-1]
-        raise CommandError(f"{called} ended after {got} of {new_tokens} tokens (prefill server: {what})\n{decode.describe_log()}")
+        state = prefilled.exception(timeout=patience) or "it has ended"
+        received = (stream.tokens or [0])[-1]
+        raise CommandError(f"{called} ended after {received} of {new_tokens} tokens (prefill server: {state})\n{decode.describe_log()}")
     return stream
 
 
 def ports_taken(prefill: int, decode: int) -> int:
-    """How many ports so many servers take: one each, and one for each prefill server's bootstrap server."""
+    """Ports that ``prefill`` and ``decode`` servers use, with one more for each prefill server's bootstrap server."""
     return 2 * prefill + decode
 
 
-def _any_port() -> Iterator[int]:
+def _free_ports() -> Iterator[int]:
     while True:
         yield free_port()

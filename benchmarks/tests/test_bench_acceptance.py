@@ -1,16 +1,22 @@
-"""Acceptance maths of the bench."""
+"""Acceptance by draft position."""
 
 from bench_helpers import STATS
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext_bench.comparing.acceptance import Acceptance, acceptance, add_up, assumed_offers, at_least
-from sglang_ext_bench.comparing.generation import VerifyStats
+from sglang_ext_bench.client import VerifyStats
+from sglang_ext_bench.comparing.acceptance import (
+    Acceptance,
+    acceptance,
+    add_up,
+    assumed_offers,
+    at_least,
+)
 
 
 class TestAcceptance:
     def test_example_by_hand(self) -> None:
-        # 4 verifies accept 0, 1, 1, 2 of the 2, 2, 2, 1 drafts offered.
+        # Four verifications accept 0, 1, 1, 2 of 2, 2, 2, 1 draft tokens.
         curve = acceptance(STATS, draft_length=2)
         assert curve == Acceptance(verifies=4, offered=(4, 3), accepted=(3, 1))
         assert curve.by_position == (3 / 4, 1 / 3)

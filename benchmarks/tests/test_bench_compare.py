@@ -1,10 +1,11 @@
-"""Comparison of two arms: where outputs differ, and by how much log-probabilities do."""
+"""Comparison of two arms: the first token that differs, and differences of log-probabilities."""
 
 import pytest
 from bench_helpers import PROMPT, SETTING, STATS, comparison, result, tops
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_ext_bench.client import Generation, TopLogprobs, VerifyStats
 from sglang_ext_bench.comparing.compare import (
     LogprobDifference,
     compare,
@@ -12,7 +13,6 @@ from sglang_ext_bench.comparing.compare import (
     first_difference,
     largest_logprob_difference,
 )
-from sglang_ext_bench.comparing.generation import Generation, TopLogprobs, VerifyStats
 
 tokens = st.lists(st.integers(0, 5), max_size=12)
 rows = st.dictionaries(st.integers(0, 4), st.floats(-9, 0), max_size=3).map(lambda row: tuple(row.items()))
@@ -20,7 +20,7 @@ rows = st.dictionaries(st.integers(0, 4), st.floats(-9, 0), max_size=3).map(lamb
 
 @st.composite
 def answers(draw: st.DrawFn) -> Generation:
-    """An answer with log-probabilities at each token."""
+    """A response with log-probabilities of each token."""
     ids = draw(st.lists(st.integers(0, 1), max_size=5))
     return Generation(tuple(ids), tuple(draw(rows) for _ in ids))
 

@@ -1,24 +1,25 @@
-"""Plots say what they show, on what and with what; each line is in the legend, and no axis surrounds one point."""
+"""Plots have a heading with machine and settings, a legend of all lines, and bars if there is only one position."""
 
 from types import SimpleNamespace
 
 import pytest
 from bench_helpers import SETTING
 
+from sglang_ext.managers.cache_rank.timeline import PackEvent
+from sglang_ext_bench import drawing
 from sglang_ext_bench.comparing import identity_report
+from sglang_ext_bench.drawing import Curve, Heading
 from sglang_ext_bench.longcot import packs
 from sglang_ext_bench.longcot import plots as longcot_plots
 from sglang_ext_bench.quality.reporting import plots
 from sglang_ext_bench.simulating import simulate, simulate_report
-from sglang_ext_bench.speed import decode_report, drawing, latency
-from sglang_ext_bench.speed.decode_report import Result
-from sglang_ext_bench.speed.drawing import Curve, Heading
-from sglang_ext.managers.cache_rank.timeline import PackEvent
+from sglang_ext_bench.speed import decode, latency
+from sglang_ext_bench.speed.decode import DecodeResult
 
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """The figures that were written."""
+    """Collects the figures that are written."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -42,12 +43,12 @@ def legend(axes):
 
 
 def decoded(name, context, batch):
-    return Result(name, context, batch, batch, 100.0, 10.0, None, None, [])
+    return DecodeResult(name, context, batch, batch, 100.0, 10.0, None, None, [])
 
 
 def test_bars_stand_around_the_label_of_their_group(tmp_path, drawn):
     results = [decoded(name, context, 8) for name in ("stock", "snapkv", "kivi") for context in (512, 4096)]
-    decode_report.write_plot(tmp_path / "d.png", results, "a-model, float32")
+    decode.write_plot(tmp_path / "d.png", results, "a-model, float32")
     (axes,) = drawn[0].axes
     for tick in axes.get_xticks():
         middles = [bar.get_x() + bar.get_width() / 2 for bar in axes.patches]

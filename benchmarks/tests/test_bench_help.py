@@ -6,7 +6,7 @@ import sys
 
 from sglang_ext_bench.__main__ import COMMANDS
 
-# Source of a process: the heavy packages that the help of each command has loaded, and whether it printed any.
+# Source of a process that prints, for each command, the heavy packages that its help loaded and whether it printed options.
 SHOW_ALL = """
 import contextlib, io, sys
 from sglang_ext_bench.__main__ import COMMANDS, main

@@ -1,4 +1,4 @@
-"""The identity bench without a server: its options and the arms of a run."""
+"""``sglang-ext-bench identity`` without a server: its options, and the arms of a run."""
 
 import argparse
 import json
@@ -7,20 +7,18 @@ from pathlib import Path
 import pytest
 from bench_helpers import STATS, Here, make_config, parse
 
+from sglang_ext.config.method_options import resolve_budget
+from sglang_ext.tools import CommandError
 from sglang_ext.tools import server_process as server
 from sglang_ext_bench import report
-from sglang_ext.tools import CommandError
 from sglang_ext_bench.__main__ import main
-from sglang_ext_bench.client import SamplingSettings
+from sglang_ext_bench.client import Generation, SamplingSettings
 from sglang_ext_bench.comparing import arms, identity
 from sglang_ext_bench.comparing.arms import control_arms, stock_arm, verified_arms
 from sglang_ext_bench.comparing.compare import Comparison, LogprobDifference
-from sglang_ext_bench.comparing.generation import Generation
-from sglang_ext_bench.comparing.identity_options import config_from
-from sglang_ext_bench.comparing.tolerance import Rules
-from sglang_ext_bench.comparing.verdict import judge
+from sglang_ext_bench.comparing.identity_config import config_from
+from sglang_ext_bench.comparing.verdict import Rules, judge
 from sglang_ext_bench.prompts import Prompt
-from sglang_ext.config.method_options import resolve_budget
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +38,7 @@ class TestConfig:
             ({"budgets": (1.5,)}, "--budget 1.5"),
             ({"port": 99999}, "--port 99999: must be from 1 to 65535, or 0"),
             ({"port": -1}, "--port -1"),
-            ({"compressors": ()}, "--compressor names none"),
+            ({"compressors": ()}, "--compressor has no names"),
             ({"temperature": -1.0}, "--temperature -1"),
             ({"temperature": 0.8}, "--seed None"),
             ({"seed": 1}, "--seed 1"),
@@ -124,7 +122,7 @@ class TestConfig:
 
 
 class FakeServer:
-    """Stands for ServerProcess: the last prompt token repeats; logs what was asked."""
+    """A fake ServerProcess whose outputs repeat the last prompt token. It records all calls."""
 
     log: list[tuple[object, ...]] = []
     broken: set[str] = set()
@@ -149,7 +147,7 @@ class FakeServer:
         self, input_ids: tuple[int, ...], sampling: SamplingSettings, new_tokens: int, top_logprobs: int = 0
     ) -> Generation:
         FakeServer.log.append(("ask", input_ids, new_tokens, top_logprobs))
-        # Other batch shapes of this stock give other log-probabilities, by 0.01.
+        # A stock server with another batch shape has log-probabilities that differ by 0.01.
         shift = 0.01 if "--chunked-prefill-size" in self.arguments else 0.0
         rows = (((7, -0.5 - shift), (8, -1.5), (9, -2.5)),) * new_tokens if top_logprobs else None
         is_verified = "verified" in self.arguments
@@ -207,18 +205,18 @@ class TestRun:
     def test_progress_is_told_now_and_then(
         self, fake_server: type[FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        monkeypatch.setattr(arms, "TOLD_SECONDS", 0.0)
+        monkeypatch.setattr(arms, "PROGRESS_SECONDS", 0.0)
         self.run(tmp_path)
         lines = capsys.readouterr().out.splitlines()
-        assert lines[:3] == ["stock: starting", "stock: 1 of 3 answers", "stock: 2 of 3 answers"]
-        assert lines[3].startswith("stock: 3 answers")
-        monkeypatch.setattr(arms, "TOLD_SECONDS", 60.0)
+        assert lines[:3] == ["stock: starting", "stock: 1 of 3 responses", "stock: 2 of 3 responses"]
+        assert lines[3].startswith("stock: 3 responses")
+        monkeypatch.setattr(arms, "PROGRESS_SECONDS", 60.0)
         self.run(tmp_path)
-        assert " of 3 answers" not in capsys.readouterr().out
+        assert " of 3 responses" not in capsys.readouterr().out
 
 
 class TestRefusedAtOnce:
-    """What only the verified server, or the end of the run, would notice."""
+    """Options that only the verified server or the end of the run would refuse."""
 
     def refused(self, capsys: pytest.CaptureFixture[str], *words: str, model: str = "m") -> str:
         assert main(["identity", "--model", model, "--prompts", "p", *words]) == 2

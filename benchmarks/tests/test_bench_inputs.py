@@ -1,4 +1,4 @@
-"""What the bench reads: answers of the server, prompts, text for prompts; its commands."""
+"""Inputs of the benchmarks: responses of a server, prompts, text for prompts, and command names."""
 
 import json
 from pathlib import Path
@@ -8,10 +8,10 @@ from bench_helpers import STATS, CharTokenizer, tops
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext_bench import corpus
 from sglang_ext.tools import CommandError
+from sglang_ext_bench import corpus
 from sglang_ext_bench.__main__ import COMMANDS, main
-from sglang_ext_bench.comparing.generation import Generation, parse_response
+from sglang_ext_bench.client import Generation, parse_response
 from sglang_ext_bench.prompts import load_prompts
 
 
@@ -80,7 +80,7 @@ class TestCorpus:
 
     @given(st.integers(1, 30), st.integers(1, 500), st.integers(0, 500))
     def test_lengths_spread_over_the_range(self, count: int, low: int, more: int) -> None:
-        lengths = corpus.targets(count, low, low + more)
+        lengths = corpus.spread_lengths(count, low, low + more)
         assert len(lengths) == count and lengths == sorted(lengths)
         assert lengths[0] == low and (count == 1 or lengths[-1] == low + more)
 
@@ -92,12 +92,12 @@ class TestCorpus:
 
     def test_prompts_of_its_own_are_chats_of_real_text_or_text_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
         tokenizer = CharTokenizer()
-        prompts = corpus.own_prompts(tokenizer)
-        assert prompts == corpus.own_prompts(tokenizer)
+        prompts = corpus.default_prompts(tokenizer)
+        assert prompts == corpus.default_prompts(tokenizer)
         assert [len(prompt.input_ids) for prompt in prompts][:: len(prompts) - 1] == [300, 1500]
         assert tokenizer.decode(list(prompts[0].input_ids)).endswith("[assistant]")
         monkeypatch.setattr(CharTokenizer, "chat_template", None, raising=False)
-        texts = [tokenizer.decode(list(prompt.input_ids)) for prompt in corpus.own_prompts(tokenizer)]
+        texts = [tokenizer.decode(list(prompt.input_ids)) for prompt in corpus.default_prompts(tokenizer)]
         assert not any("[user]" in text for text in texts) and any("Summarise" in text for text in texts)
 
     def test_too_little_text_is_an_error(self) -> None:
@@ -121,7 +121,7 @@ class TestCommands:
             with pytest.raises(SystemExit) as stopped:
                 main([name, "--help"])
             assert stopped.value.code == 0
-            assert f"sglang_ext_bench {name}" in capsys.readouterr().out
+            assert f"sglang-ext-bench {name}" in capsys.readouterr().out
 
     def test_unknown_command_and_failed_measurement_end_with_2(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]

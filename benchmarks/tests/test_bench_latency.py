@@ -1,4 +1,4 @@
-"""Latencies are read from SGLang's benchmark as users would feel them, and a failed run is no measurement."""
+"""Latencies are computed from the record of SGLang's benchmark, and a failed run is an error."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ def arguments(folder, *flags):
 
 
 def record(**more):
-    # The second request's tokens came as a first one, a burst of three and one of two.
+    # The second request's tokens arrived as a first token, a burst of three and a burst of two.
     itls = [[0.5, 0.5001], [0.1, 0.1, 0.1, 0.2, 0.2]]
     return {"completed": 2, "output_throughput": 9.0, "ttfts": [1.0, 3.0], "itls": itls, **more}
 
@@ -32,7 +32,7 @@ def test_a_burst_is_one_gap_and_its_tokens_share_it():
 
 
 def serving(monkeypatch, code, **more):
-    """A run of SGLang's benchmark that ends with ``code``; the commands that were asked for."""
+    """Fake a run of SGLang's benchmark that ends with ``code``. Returns the commands that were run."""
     asked = []
 
     def run(command, **options):
@@ -53,7 +53,14 @@ def test_traffic_is_poisson_of_the_rate_with_outputs_of_the_length(tmp_path, mon
     assert "--request-rate 2.5 " in text and "--random-output-len 32 " in text and "--port 7 " in text
 
 
-@pytest.mark.parametrize(("code", "more", "words"), [(1, {}, "code 1.*no such tokenizer"), (0, {"completed": 1}, "1 of 2 requests"), (0, {"ttfts": [0.0, 1.0]}, "no text.*--skip-tokenizer-init")])
+@pytest.mark.parametrize(
+    ("code", "more", "words"),
+    [
+        (1, {}, "code 1.*no such tokenizer"),
+        (0, {"completed": 1}, "1 of 2 requests"),
+        (0, {"ttfts": [0.0, 1.0]}, "no text.*--skip-tokenizer-init"),
+    ],
+)
 def test_a_failed_run_is_shown(tmp_path, monkeypatch, code, more, words):
     serving(monkeypatch, code, **more)
     with pytest.raises(CommandError, match=f"(?s){words}"):

@@ -1,4 +1,4 @@
-"""bench methods: every method is asked for by name, acceptance is counted by kind of text, and a second run measures what is missing."""
+"""``sglang-ext-bench methods``: requests name their method, acceptance is counted by kind of text, and a second run measures missing servers."""
 
 import json
 from pathlib import Path
@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from bench_helpers import CharTokenizer, Here
 
-from sglang_ext.tools import server_process as server
 from sglang_ext.tools import CommandError
+from sglang_ext.tools import server_process as server
 from sglang_ext_bench.__main__ import main
-from sglang_ext_bench.methods import command, table
+from sglang_ext_bench.methods import command
 from sglang_ext_bench.methods.servers import SERVER_NAMES
 
 CONFIG = {
@@ -23,7 +23,7 @@ CODE, PROSE = "x", "y"
 
 
 class SlowServer:
-    """A server that accepts 12 of 15 drafts of code, 6 of prose, and holds compressed KV of a quarter of the running prompts."""
+    """A server that accepts 12 of 15 drafts of code, 6 of prose, and has compressed KV for a quarter of the running prompts."""
 
     broken: tuple[str, ...] = ()
     started: list[tuple[str, ...]] = []
@@ -61,7 +61,7 @@ class SlowServer:
 
 @pytest.fixture
 def bench(tmp_path, monkeypatch):
-    """Run the command for a model of 64 tokens of code and of prose; ``servers`` has those that start."""
+    """Returns a function that runs the command with a tiny model and texts of one letter."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     for kind, letter in (("code", CODE), ("prose", PROSE)):
         (tmp_path / kind).write_text(letter * 1000)
@@ -102,7 +102,7 @@ def test_acceptance_is_by_kind_of_text_and_bytes_are_the_servers_or_what_is_sele
 
 def test_a_second_run_measures_what_is_missing_and_the_table_gets_into_a_document(bench, tmp_path, monkeypatch, capsys):
     file, document = tmp_path / "out.json", tmp_path / "methods.md"
-    document.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
+    document.write_text(f"before\n{command.BEGIN}\nold\n{command.END}\nafter\n")
     monkeypatch.setattr(SlowServer, "broken", ("int8",))
     more = f"--json={file}", f"--write={document}", "--temperature=0", "--server=int8,stock,kivi"
     assert bench(*more) == 1 and "int8: failed: it does not start" in capsys.readouterr().out
@@ -121,7 +121,7 @@ def test_a_second_run_measures_what_is_missing_and_the_table_gets_into_a_documen
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_servers_of_all_methods_could_start(bench, device):
-    # Their flags are checked as the servers themselves do.
+    # The flags are checked as the servers check them.
     assert bench(f"--server-arg=--device {device}", "--temperature=0", "--context-len=32", "--output-len=9") == 0
     assert [name for name, _ in SlowServer.started] == list(SERVER_NAMES)
     paged = {name for name, flags in SlowServer.started if "--page-size" in flags}

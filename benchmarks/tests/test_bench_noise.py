@@ -1,4 +1,4 @@
-"""Verdict of runs in dtypes other than float32: verified outputs beside stock's own noise."""
+"""Verdict of runs in dtypes other than float32: verified outputs are compared with the controls' outputs."""
 
 import json
 
@@ -8,15 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext_bench.comparing.compare import Comparison
-from sglang_ext_bench.comparing.noise import NoiseVerdict, noise_verdict, percentile
-from sglang_ext_bench.comparing.tolerance import Rules
-from sglang_ext_bench.comparing.verdict import judge
+from sglang_ext_bench.comparing.verdict import (
+    NoiseVerdict,
+    Rules,
+    judge,
+    noise_verdict,
+    percentile,
+)
 
 RULES = Rules("bfloat16")
 
 
 def arm(margins: list[float | None], good: int, control: bool = False) -> Comparison:
-    """Prompts that differ with these margins, and ``good`` identical ones."""
+    """A comparison with outputs that differ at these margins, and ``good`` identical outputs."""
     prompts = [result(f"d{i}", margin=margin) for i, margin in enumerate(margins)]
     prompts += [result("same", differs=False)] * good
     return comparison(*prompts, setting=CONTROL_SETTING) if control else comparison(*prompts)

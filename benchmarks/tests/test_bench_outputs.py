@@ -1,4 +1,4 @@
-"""Where a benchmark writes is looked at first, and left as it was."""
+"""Output files are checked before a benchmark starts, and the check does not change them."""
 
 import argparse
 from pathlib import Path

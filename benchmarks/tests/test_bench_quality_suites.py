@@ -16,7 +16,7 @@ from bench_helpers import CharTokenizer, Here
 from sglang_ext.tools import server_flags
 from sglang_ext.tools import CommandError
 from sglang_ext.tools import server_process as bench_server
-from sglang_ext_bench.comparing.generation import Generation
+from sglang_ext_bench.client import Generation
 from sglang_ext_bench.prompts import load_tokenizer
 from sglang_ext_bench.quality import options
 from sglang_ext_bench.quality.options import add_arguments

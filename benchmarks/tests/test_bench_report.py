@@ -1,4 +1,4 @@
-"""Reports of the identity bench: console lines, JSON, plot."""
+"""Reports of an identity run: console lines, JSON and plot."""
 
 import json
 from pathlib import Path
@@ -7,11 +7,10 @@ import pytest
 from bench_helpers import PROMPT, SETTING, STATS, tops
 
 from sglang_ext_bench import report
+from sglang_ext_bench.client import Generation
 from sglang_ext_bench.comparing import identity_report
 from sglang_ext_bench.comparing.compare import compare
-from sglang_ext_bench.comparing.generation import Generation
-from sglang_ext_bench.comparing.tolerance import Rules
-from sglang_ext_bench.comparing.verdict import judge
+from sglang_ext_bench.comparing.verdict import Rules, judge
 from sglang_ext_bench.prompts import Prompt
 
 RULES = Rules("float32")

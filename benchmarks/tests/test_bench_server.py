@@ -25,7 +25,7 @@ from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
 
 
 class Handler(BaseHTTPRequestHandler):
-    """``/text`` answers text, ``/refuse`` an error, ``/cut`` breaks off; else method and body as JSON."""
+    """``/text`` returns text, ``/refuse`` an error, ``/cut`` an incomplete response. Other paths return the method and body as JSON."""
 
     def do_GET(self) -> None:
         self.answer(b'{"method": "GET"}')
@@ -63,7 +63,7 @@ def client() -> Iterator[ServerClient]:
 
 
 def is_running(process: int) -> bool:
-    """Whether a process exists and is no zombie that waits for its new parent."""
+    """Whether a process exists and is no zombie."""
     try:
         return Path(f"/proc/{process}/stat").read_text().split(") ")[1][0] != "Z"
     except FileNotFoundError:
@@ -174,7 +174,7 @@ class TestServerProcess:
     def test_stop_waits_not_for_ever_for_what_a_signal_interrupted(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A handler that stops servers may have come between a look at one and the release of that look's lock."""
+        """A signal handler that stops servers may have interrupted code that holds the lock of a process."""
         monkeypatch.setattr(server_module, "ORPHAN_GRACE", 0.1)
         server = ServerProcess("m", (), tmp_path / "log", stop_grace=0.1)
         server.command = (sys.executable, "-c", "import time; time.sleep(60)")
@@ -200,7 +200,7 @@ class TestServerProcess:
             time.sleep(0.05)
         begun = time.monotonic()
         stop_all()
-        # One after another each would take a grace for itself, and one for what is left of its group, however fast the machine.
+        # Servers that are stopped one after another would each take two grace periods.
         assert time.monotonic() - begun < len(servers) * (1.0 + server_module.ORPHAN_GRACE)
         assert not any(server.running or is_running(int(server.log.read_text())) for server in servers)
         for server in servers:
@@ -209,14 +209,13 @@ class TestServerProcess:
     @pytest.mark.parametrize("times", [1, 2])
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
     def test_a_benchmark_that_is_ended_leaves_no_server(self, tmp_path: Path, number: int, times: int) -> None:
-        """Though it waits for a request in another thread, and the server takes its time to end; nor where it is ended again meanwhile, as
-        timeout does, and who presses Ctrl-C twice."""
+        """A second signal during the end changes nothing. Another thread waits for the server, which ignores SIGTERM."""
         stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"
         script = f"""
 import runpy, signal, sys, threading, time
 from pathlib import Path
 from sglang_ext.tools import server_process as server
-# As on a terminal, though the tests may run under nohup.
+# The default of a terminal; under nohup the signal would be ignored.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 server.INTERRUPTED_GRACE = 0.5
 process = server.ServerProcess("m", (), Path({str(tmp_path / "log")!r}))
@@ -245,7 +244,7 @@ runpy.run_module("sglang_ext_bench", run_name="__main__")
         assert not is_running(server)
 
     def test_a_benchmark_that_is_ended_starts_no_further_server(self, tmp_path: Path) -> None:
-        """Though a thread goes on with the next server where one is gone."""
+        """A thread would start the next server when one has ended."""
         script = f"""
 import runpy, sys, time
 from concurrent.futures import ThreadPoolExecutor
@@ -298,7 +297,7 @@ def test_flags_are_checked_in_a_process_that_is_gone_afterwards(capfd: pytest.Ca
 
 
 def test_what_flags_of_a_benchmark_do_is_not_said_before_its_servers_start(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Of a file that nobody writes yet it would say that it is written."""
+    """Warnings about benchmark flags, such as a file that is written, belong to the servers' logs."""
     links = ("--disaggregation-transfer-backend", "progressive", "--disaggregation-mode", "prefill")
     (tmp_path / "config.json").write_text("{}")
     check_servers(str(tmp_path), {"raw prefill": (*links, "--kv-bench-timeline", str(tmp_path / "any-timeline.jsonl"), "--kv-bench-codec", "int4")})
@@ -362,12 +361,12 @@ def test_a_prefill_and_a_decode_server_whose_links_would_not_fit_are_refused() -
     links = ("--disaggregation-transfer-backend", "progressive", "--disaggregation-mode")
     servers = {"prefill": (*links, "prefill"), "decode": (*links, "decode", "--kv-reference", "int8")}
     with pytest.raises(CommandError, match="--kv-reference is exact of the server prefill and int8 of the server decode: give both the same"):
-        # What the process that check_servers starts is asked to do.
+        # check_servers calls this function in another process.
         server_flags.check("m", servers)
 
 
 def check_pair(prefill: tuple[str, ...], decode: tuple[str, ...], why: str | None) -> None:
-    """A prefill and a decode server with these flags are refused as ``why`` says; None where they are not."""
+    """Check a prefill and a decode server with these flags. ``why`` is the expected error, or None."""
     links = ("--disaggregation-transfer-backend", "progressive", "--disaggregation-mode")
     servers = {"prefill": (*links, "prefill", *prefill), "decode": (*links, "decode", *decode)}
     with nullcontext() if why is None else pytest.raises(CommandError, match=why):

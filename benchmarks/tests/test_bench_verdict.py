@@ -1,4 +1,4 @@
-"""Pass or fail of a whole identity run in float32: errors, differences, tolerance and its share."""
+"""Verdict of an identity run in float32: errors, different outputs, the tolerance, and the share of tolerated outputs."""
 
 import json
 
@@ -8,15 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext_bench.comparing.compare import Comparison
-from sglang_ext_bench.comparing.tolerance import Rules, measured_tolerance, tolerated_share
-from sglang_ext_bench.comparing.verdict import judge
+from sglang_ext_bench.comparing.verdict import (
+    Rules,
+    judge,
+    measured_tolerance,
+    tolerated_share,
+)
 
 GOOD = result("good", differs=False)
 differences = st.one_of(st.none(), st.floats(0, 10))
 
 
 def run_of(*results, good: int = 0) -> Comparison:
-    """A verified setting with further prompts that are identical."""
+    """A verified setting with ``good`` further identical outputs."""
     return comparison(*results, *[GOOD] * good)
 
 
@@ -85,7 +89,7 @@ class TestToleratedShare:
     ) -> None:
         verdict = judge([run_of(*(result(margin=m) for m in margins), good=good)], Rules("float32", tolerance))
         assert verdict.failed + len(verdict.tolerated.differences) == len(margins)
-        assert verdict.holds == (not margins)  # so few outputs allow none
+        assert verdict.holds == (not margins)  # so few outputs allow no tolerated one
 
 
 class TestMeasuredTolerance:

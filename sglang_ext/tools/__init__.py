@@ -1,8 +1,8 @@
-"""Commands beside the server, and what they share."""
+"""Commands that run beside a server, and the helpers that they share."""
 
 ROLES = ("prefill", "decode")
-"""Roles of servers that compute prompts and answers apart."""
+"""Roles of the two servers in prefill-decode disaggregation."""
 
 
 class CommandError(Exception):
-    """A command cannot do its work. The message says what is wrong and what to do."""
+    """A command cannot run. The message names the cause and the remedy."""

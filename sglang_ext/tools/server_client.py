@@ -1,4 +1,4 @@
-"""HTTP requests to an SGLang server."""
+"""HTTP client of an SGLang server on this machine."""
 
 import json
 import os
@@ -15,22 +15,21 @@ from sglang_ext.tools import CommandError
 
 HOST = "127.0.0.1"
 HEALTH_SECONDS = 30.0
-
-
-# Processes that choose among different ports, and those that this one gave.
+"""Default time limit of a health check."""
 PROCESSES = 16
+"""Processes that side by side choose among different ports."""
 _given: set[int] = set()
+"""Ports that this process has returned. No port is returned twice."""
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nothing is bound to now.
+    """Return a TCP port of the loopback interface to which nothing is bound.
 
-    It lies below those that the kernel hands out by itself: a server listens only when it has started, and by
-    then the kernel may have given one of its own to another process. Meanwhile nobody else who asks gets it:
-    no port is given twice, and processes side by side choose among different ones.
+    A server binds its port some seconds later. Until then the port stays free. It is below the kernel's range of ephemeral ports, and this
+    process does not return it again. Processes that run at the same time choose among other ports.
 
     Raises:
-        CommandError: none was found.
+        CommandError: No free port was found.
     """
     for port in random.SystemRandom().sample(range(10000 + os.getpid() % PROCESSES, 32768, PROCESSES), 100):
         with socket.socket() as probe, suppress(OSError):
@@ -38,15 +37,15 @@ def free_port() -> int:
             if port not in _given:
                 _given.add(port)
                 return port
-    raise CommandError("100 ports of 10000 to 32767 are all taken; pass --port with a free one")
+    raise CommandError("tried 100 ports of 10000 to 32767, and all are taken: pass --port with a free one")
 
 
 class ServerClient:
-    """Requests to the server on a port of this machine.
+    """Sends requests to a server on a port of this machine.
 
     Args:
-        port: its TCP port.
-        request_timeout: seconds for one request.
+        port: TCP port of the server.
+        request_timeout: Time limit of one request, in seconds.
     """
 
     def __init__(self, port: int, request_timeout: float = 1800.0) -> None:
@@ -55,15 +54,19 @@ class ServerClient:
 
     @property
     def url(self) -> str:
-        """Address of the server, without a slash at its end."""
+        """URL of the server, without a slash at its end."""
         return f"http://{HOST}:{self.port}"
 
     def request(self, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None) -> Any:
-        """GET without a body, POST of JSON with one; the answer's JSON, or its text where it is none.
+        """Send a GET request, or with ``body`` a POST request. Return the JSON of the response, or its text if it is no JSON.
+
+        Args:
+            path: Path of the URL.
+            body: JSON object of a POST request.
+            timeout: Time limit in seconds. None for the client's.
 
         Raises:
-            OSError: the server refused (``urllib.error.HTTPError``), is gone, or needs longer than
-                ``timeout`` seconds (default: the client's).
+            OSError: The server returned an error (``urllib.error.HTTPError``), is not reachable, or exceeded the time limit.
         """
         with _lost_connections(), self._open(path, body, timeout) as response:
             text = response.read().decode()
@@ -83,10 +86,10 @@ class ServerClient:
         return urllib.request.urlopen(request, timeout=seconds)
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """POST JSON whose answer is a stream of server-sent events; each one's JSON, when it comes.
+        """Send a POST request with a streaming response. Yield the JSON of each server-sent event when it arrives.
 
         Raises:
-            OSError: as for :meth:`request`; a stream that breaks off may also just end.
+            OSError: As for :meth:`request`. A stream that breaks off may also just end.
         """
         with _lost_connections(), self._open(path, body) as response:
             for line in response:
@@ -94,7 +97,7 @@ class ServerClient:
                     yield json.loads(line.removeprefix(b"data: "))
 
     def alive(self, timeout: float = HEALTH_SECONDS) -> bool:
-        """Whether ``GET /health`` answers well within ``timeout`` seconds."""
+        """Whether ``GET /health`` succeeds within ``timeout`` seconds."""
         try:
             self.request("health", timeout=timeout)
         except OSError:
@@ -105,7 +108,7 @@ class ServerClient:
         """Empty the prefix cache.
 
         Raises:
-            CommandError: the server refused, or is gone.
+            CommandError: The server returned an error, or is not reachable.
         """
         try:
             self.request("flush_cache?timeout=30", {}, timeout=60)
@@ -115,32 +118,32 @@ class ServerClient:
             ) from error
 
     def post_quietly(self, path: str, body: dict[str, Any]) -> None:
-        """POST, for requests whose answer does not matter (an abort that comes too late)."""
+        """Send a POST request and ignore errors, for example for an abort that may be too late."""
         try:
             self.post(path, body)
         except (OSError, ValueError):
             return
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """POST a JSON body, return the JSON answer.
+        """Send a POST request. Return the JSON of the response.
 
         Raises:
-            OSError: the server refused (``urllib.error.HTTPError``) or is gone.
+            OSError: The server returned an error (``urllib.error.HTTPError``), or is not reachable.
         """
         return self.request(path, body)
 
 
 @contextmanager
 def _lost_connections() -> Iterator[None]:
-    """Make answers that break off an :class:`OSError`, like other lost connections."""
+    """Turn the error of an incomplete response into an :class:`OSError`, like other lost connections."""
     try:
         yield
     except HTTPException as error:
-        raise ConnectionError(f"the answer broke off: {error!r}") from error
+        raise ConnectionError(f"the response is incomplete: {error!r}") from error
 
 
 def describe_error(error: Exception) -> str:
-    """The server's own words where it sent any, else the error's."""
+    """Return the server's error message if it sent one, else the message of the exception."""
     if not isinstance(error, urllib.error.HTTPError):
         return f"{type(error).__name__}: {error}"
     text = error.read().decode(errors="replace")

@@ -1,4 +1,4 @@
-"""The flags of a benchmark's servers, looked at as each server will, before the first of them starts."""
+"""Checks the flags of several servers as the servers do, before the first one starts."""
 
 import argparse
 import dataclasses
@@ -23,31 +23,30 @@ from sglang_ext.config.options import BACKEND
 from sglang_ext.core import OptionError
 from sglang_ext.managers.kv_transfer.link_settings import options_mismatch
 from sglang_ext.tools import ROLES, CommandError
-from sglang_ext.tools.server_process import PROMPTS
+from sglang_ext.tools.server_process import PROMPT_LENGTH_OPTION
 
-# What servers of both roles must name alike, and with backend progressive.
-ALIKE = ("disaggregation_transfer_backend",)
-ALIKE_LINKS = ("kv_reference", "kv_bench_codec", "tp_size")
-
-# Of --dtype and --kv-cache-dtype: what names mean the same.
-AUTO, SAME_DTYPE = "auto", {"half": "float16", "float": "float32", "bf16": "bfloat16"}
-
-# Tokens of the context that SGLang's scheduler keeps free beside a prompt and its answer, which it cuts to fit, and says nothing.
-SPARED = 2
-
+EQUAL_FIELDS = ("disaggregation_transfer_backend",)
+"""Server arguments that must be equal for a prefill and a decode server."""
+EQUAL_LINK_FIELDS = ("kv_reference", "kv_bench_codec", "tp_size")
+"""Server arguments that must also be equal with transfer backend ``progressive``."""
+AUTO = "auto"
+DTYPE_ALIASES = {"half": "float16", "float": "float32", "bf16": "bfloat16"}
+"""Names of ``--dtype`` and ``--kv-cache-dtype`` with the same meaning."""
+RESERVED_TOKENS = 2
+"""Tokens of the context that SGLang's scheduler does not use. It silently shortens longer outputs."""
 CONFIG = "--config"
-"""SGLang's flag: a file holds further flags, which only the server reads."""
+"""SGLang's flag for a file with further flags, which only the server reads."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises where a program would end."""
+    """A parser that raises an error instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
         raise CommandError(" ".join(message.split()))
 
 
-class _Unresolved(KVServerArgs):
-    """Arguments that are checked alone: SGLang chooses nothing for them, but for the device."""
+class _UnresolvedArgs(KVServerArgs):
+    """Server arguments that are only checked. SGLang's defaults are not resolved, except the device."""
 
     def __post_init__(self) -> None:
         flag_checks.check_flags(self)
@@ -57,75 +56,70 @@ class _Unresolved(KVServerArgs):
             selection_options.check_device(self)
 
 
-def check(model: str, servers: Mapping[str, Sequence[str]], tokens: int = 0, prompts: str = PROMPTS) -> None:
-    """Refuse flags that one of the servers would end at.
-
-    Args:
-        model: folder or name.
-        servers: the flags of each, by its name.
-        tokens: of the longest request that they will be sent, its answer among them; 0 where that is not known.
-        prompts: the benchmark's option that says how long prompts are.
+def check(
+    model: str, servers: Mapping[str, Sequence[str]], max_tokens: int = 0, length_option: str = PROMPT_LENGTH_OPTION
+) -> None:
+    """Check the flags of several servers. Arguments as for :func:`sglang_ext.tools.server_process.check_servers`.
 
     Raises:
-        CommandError: names the server, the flag, what is allowed and the remedy.
+        CommandError: Names the server and the flag, with the allowed values and the remedy.
     """
-    load_plugins()  # as a server does: SGLang makes the parser of the class that is put in place of its own
+    load_plugins()  # as a server does: the plugin's class replaces SGLang's server arguments
     parser = _Parser(add_help=False)
     KVServerArgs.add_cli_args(parser)
-    del parser.error  # of this one object, set there: it ends the program
-    of_roles = {}
+    del parser.error  # SGLang sets this attribute; it would end the process
+    by_role: dict[str, tuple[str, KVServerArgs]] = {}
     for name, flags in servers.items():
         if CONFIG in flags:
             continue
         try:
-            given = parser.parse_args(["--model-path", model, *flags])
+            parsed = parser.parse_args(["--model-path", model, *flags])
             fields = (each.name for each in dataclasses.fields(KVServerArgs))
-            args = _Unresolved(**{each: getattr(given, each) for each in fields if hasattr(given, each)})
+            args = _UnresolvedArgs(**{each: getattr(parsed, each) for each in fields if hasattr(parsed, each)})
             _check_transport(args)
             if args.kv_mode != "full":
                 method_options.check_partitions(args, lambda: _head_dim(Path(model)))
                 if layers := _config(Path(model)).get("num_hidden_layers"):
                     selection_options.check_layer_packs(args, layers)
-            of_roles.setdefault(args.disaggregation_mode, (name, args))
+            by_role.setdefault(args.disaggregation_mode, (name, args))
         except (CommandError, OptionError) as error:
             raise CommandError(f"the server {name} cannot start: {error}") from error
-        _check_length(Path(model), name, args, tokens, prompts)
-    if of_roles.keys() >= set(ROLES):
-        _check_alike(*(of_roles[role] for role in ROLES))
+        _check_length(Path(model), name, args, max_tokens, length_option)
+    if by_role.keys() >= set(ROLES):
+        _check_pair(*(by_role[role] for role in ROLES))
 
 
-def _check_length(model: Path, name: str, args: KVServerArgs, tokens: int, prompts: str) -> None:
-    """Refuse requests longer than the context that the server of a model in a folder serves, where that is known; ``prompts`` is the option
-    that says how long prompts are."""
+def _check_length(model: Path, name: str, args: KVServerArgs, max_tokens: int, length_option: str) -> None:
+    """Refuse requests longer than the server's context, if the context is known."""
     context = args.context_length or _context_length(model, args)
-    if context is not None and tokens > context - SPARED:
+    if context is not None and max_tokens > context - RESERVED_TOKENS:
         raise CommandError(
-            f"the server {name} serves prompts of up to {context - SPARED} tokens with their answers, and the longest has {tokens}: pass "
-            f'shorter prompts ({prompts}) or a shorter --output-len, or, where the model can, '
-            f'--server-arg="--context-length {tokens + SPARED}"'
+            f"the server {name} serves prompts of up to {context - RESERVED_TOKENS} tokens with their outputs, and the longest has {max_tokens}: "
+            f"pass shorter prompts ({length_option}) or a shorter --output-len, or, if the model supports it, "
+            f'--server-arg="--context-length {max_tokens + RESERVED_TOKENS}"'
         )
 
 
 def _config(model: Path) -> dict[str, Any]:
-    """The ``config.json`` in a model's folder; empty where it is none.
+    """Read ``config.json`` of a model folder. Returns an empty dictionary if there is no such file.
 
     Raises:
-        CommandError: it cannot be read.
+        OptionError: The file cannot be read.
     """
     return read_config(model) if (model / "config.json").is_file() else {}
 
 
 def _context_length(model: Path, args: KVServerArgs) -> int | None:
-    """Tokens of the model's longest context; None where only its server will know."""
+    """Tokens of the model's longest context. None if only the server can determine it."""
     config = _config(model) if args.json_model_override_args == "{}" else {}
     return None if config.get("rope_scaling") else config.get("max_position_embeddings")
 
 
 def _head_dim(model: Path) -> int | None:
-    """Channels of a head of the model in a folder; None where only its server will know.
+    """Channels of a KV head. None if only the server can determine it.
 
     Raises:
-        CommandError: its ``config.json`` cannot be read.
+        OptionError: ``config.json`` cannot be read.
     """
     config = _config(model)
     known = "num_attention_heads" in config and (config.get("head_dim") or "hidden_size" in config)
@@ -133,46 +127,48 @@ def _head_dim(model: Path) -> int | None:
 
 
 def _check_transport(args: KVServerArgs) -> None:
-    """Refuse a transport of KV that does not work on this machine."""
+    """Refuse a transfer backend that does not work on this machine."""
     backend = args.disaggregation_transfer_backend
-    why = None if args.disaggregation_mode == "null" else transports.transport_obstacle(backend)
-    if why is not None:
-        raise CommandError(f"--disaggregation-transfer-backend is {backend}: {why}")
+    obstacle = None if args.disaggregation_mode == "null" else transports.transport_obstacle(backend)
+    if obstacle is not None:
+        raise CommandError(f"--disaggregation-transfer-backend is {backend}: {obstacle}")
 
 
-def _check_alike(one: tuple[str, KVServerArgs], other: tuple[str, KVServerArgs]) -> None:
-    """Refuse a prefill and a decode server whose links would not fit."""
-    links = one[1].disaggregation_transfer_backend == BACKEND
-    for flag in (*ALIKE, *(ALIKE_LINKS if links else ())):
-        found = [getattr(args, flag) for _, args in (one, other)]
-        if found[0] != found[1]:
+def _check_pair(one: tuple[str, KVServerArgs], other: tuple[str, KVServerArgs]) -> None:
+    """Refuse a prefill and a decode server that cannot transfer KV to each other. Each server is a name and its arguments."""
+    has_links = one[1].disaggregation_transfer_backend == BACKEND
+    for flag in (*EQUAL_FIELDS, *(EQUAL_LINK_FIELDS if has_links else ())):
+        values = [getattr(args, flag) for _, args in (one, other)]
+        if values[0] != values[1]:
             raise CommandError(
-                f"--{flag.replace('_', '-')} is {found[0]} of the server {one[0]} and {found[1]} of the server {other[0]}: "
+                f"--{flag.replace('_', '-')} is {values[0]} of the server {one[0]} and {values[1]} of the server {other[0]}: "
                 "give both the same"
             )
-    _check_pages(one, other)
-    if links:
-        _check_pools(one, other)
-    # Empty but where prompts travel as codes, over links.
-    codes = [quantized_transfer_settings(args) for _, args in (one, other)]
-    if codes[0] != codes[1]:
-        raise CommandError(f"the servers {one[0]} and {other[0]} differ in {options_mismatch(*codes)}")
+    _check_page_sizes(one, other)
+    if has_links:
+        _check_pools_and_keys(one, other)
+    # Empty unless quantized prompts are transferred.
+    quantized = [quantized_transfer_settings(args) for _, args in (one, other)]
+    if quantized[0] != quantized[1]:
+        raise CommandError(f"the servers {one[0]} and {other[0]} differ in {options_mismatch(*quantized)}")
 
 
-def _check_pages(one: tuple[str, KVServerArgs], other: tuple[str, KVServerArgs]) -> None:
-    """Refuse pages of different sizes, at which SGLang ends the decode server with the first request; without a flag they have one token,
-    but in mode full, where SGLang may choose others."""
+def _check_page_sizes(one: tuple[str, KVServerArgs], other: tuple[str, KVServerArgs]) -> None:
+    """Refuse different page sizes, with which SGLang's decode server crashes at the first request.
+
+    Without a flag a page has one token. In mode full SGLang may choose another size, which is not known here.
+    """
     pages = [args.page_size or (None if args.kv_mode == "full" else 1) for _, args in (one, other)]
     if None not in pages and pages[0] != pages[1]:
         raise CommandError(f"--page-size is {pages[0]} of the server {one[0]} and {pages[1]} of the server {other[0]}: give both the same")
 
 
-def _check_pools(one: tuple[str, KVServerArgs], other: tuple[str, KVServerArgs]) -> None:
-    """Refuse pools of different numbers, where flags say which, and keys of links at one end alone."""
-    pools = [_pool_dtype(args) for _, args in (one, other)]
-    if None not in pools and pools[0] != pools[1]:
+def _check_pools_and_keys(one: tuple[str, KVServerArgs], other: tuple[str, KVServerArgs]) -> None:
+    """Refuse KV pools of different dtypes, if flags determine them, and link keys at one server alone."""
+    dtypes = [_pool_dtype(args) for _, args in (one, other)]
+    if None not in dtypes and dtypes[0] != dtypes[1]:
         raise CommandError(
-            f"the KV pool is {pools[0]} of the server {one[0]} and {pools[1]} of the server {other[0]}: give both the same --dtype and the "
+            f"the KV pool is {dtypes[0]} of the server {one[0]} and {dtypes[1]} of the server {other[0]}: give both the same --dtype and the "
             "same --kv-cache-dtype"
         )
     if (one[1].kv_link_keys is None) != (other[1].kv_link_keys is None):
@@ -181,6 +177,6 @@ def _check_pools(one: tuple[str, KVServerArgs], other: tuple[str, KVServerArgs])
 
 
 def _pool_dtype(args: KVServerArgs) -> str | None:
-    """Of a server's KV pool, as its flags say it; None where the model does."""
+    """The dtype of a server's KV pool. None if the model determines it."""
     name = args.dtype if args.kv_cache_dtype == AUTO else args.kv_cache_dtype
-    return None if name == AUTO else SAME_DTYPE.get(name, name)
+    return None if name == AUTO else DTYPE_ALIASES.get(name, name)

@@ -1,4 +1,4 @@
-"""A real SGLang server as a subprocess."""
+"""Starts an SGLang server as a subprocess, and stops it."""
 
 import logging
 import multiprocessing
@@ -23,135 +23,142 @@ from sglang_ext.tools import CommandError
 from sglang_ext.tools.server_client import HOST, ServerClient, free_port
 
 TAIL_LINES = 25
-PROMPTS = "--context-len"
-"""How long prompts are, as most benchmarks name it."""
+"""Last lines of a log in an error message."""
+PROMPT_LENGTH_OPTION = "--context-len"
+"""Option of most benchmarks for the length of prompts."""
 ERROR = re.compile(r"\b(ERROR|Errno|\w+Error)\b")
 ORPHAN_GRACE = 2.0
-"""Seconds in which workers end after their server has."""
+"""Seconds for workers to end after their server has ended."""
 NCCL_PORT = "--nccl-port"
-"""SGLang takes one that the kernel gives to others too, seconds before its workers listen there."""
+"""Passed to each server: SGLang would choose a port that the kernel may assign to another process before the workers bind it."""
 POLL_SECONDS = 0.1
-"""Seconds between two requests to ``/health`` of a server that starts."""
+"""Seconds between two health checks of a server that starts."""
 INTERRUPTED_GRACE = 2.0
-"""Seconds that a server has to end where the benchmark itself is ended."""
+"""Seconds between SIGTERM and SIGKILL when the command itself is interrupted."""
 
-_entered: "list[ServerProcess]" = []
+_started: "list[ServerProcess]" = []
+"""Servers that run, and must be stopped before this process ends."""
 _is_leaving = False
 """Whether a signal is ending this process. Threads then start no further server."""
 
 
-def file_name(arm: str) -> str:
-    """What is compared, as a part of a file's name: it may name a user's file (``--kv-compressor ./my_method.py:KeyNorm``)."""
-    return re.sub(r"[^\w.+-]+", "-", arm)
+def file_name(name: str) -> str:
+    """Turn a server's name into a part of a file name. The name may contain a path, as ``--kv-compressor ./my_method.py:KeyNorm``."""
+    return re.sub(r"[^\w.+-]+", "-", name)
 
 
 def stop_all() -> None:
-    """End all servers of this process that run, together: requests under way fail then, instead of being waited for."""
-    servers = list(_entered)
+    """Stop all servers of this process at once. Running requests fail."""
+    servers = list(_started)
     for server in servers:
         server.stop_grace = min(server.stop_grace, INTERRUPTED_GRACE)
     stop_together(servers)
 
 
 def stop_together(servers: Iterable["ServerProcess"]) -> None:
-    """End servers as one is ended: SIGTERM to all, and SIGKILL to what is left of each group after its grace.
+    """Stop several servers at once: SIGTERM to all, then SIGKILL to the processes that remain after each server's grace period.
 
-    Without threads: a signal's handler, which may have interrupted one that was being started, calls this.
+    It starts no threads, because a signal handler calls it, which may have interrupted the start of a thread.
     """
-    ending = [(process, server.stop_grace) for server in servers if (process := server.give_up()) is not None]
-    begun = time.monotonic()
-    for process, _ in ending:
+    stopping = [(process, server.stop_grace) for server in servers if (process := server.detach()) is not None]
+    started = time.monotonic()
+    for process, _ in stopping:
         process.terminate()
-    for process, grace in ending:
-        _wait(process, begun + grace)
-    left = _groups_after([process.pid for process, _ in ending], ORPHAN_GRACE)
-    for group in left:
-        with suppress(ProcessLookupError):  # it ended between the look and the signal
+    for process, grace in stopping:
+        _wait(process, started + grace)
+    remaining = _wait_for_groups([process.pid for process, _ in stopping], ORPHAN_GRACE)
+    for group in remaining:
+        with suppress(ProcessLookupError):  # the group ended after the check
             os.killpg(group, signal.SIGKILL)
     killed = time.monotonic()
-    for process, _ in ending:
-        # Not for ever: where a signal's handler stops servers, what it interrupted may hold the lock under which the end is noted.
+    for process, _ in stopping:
+        # With a time limit: the code that a signal handler interrupted may hold the lock that `wait` needs.
         _wait(process, killed + ORPHAN_GRACE)
-    _groups_after(left, ORPHAN_GRACE)
+    _wait_for_groups(remaining, ORPHAN_GRACE)
 
 
 def leave_on_signals(leave: Callable[[int, FrameType | None], None]) -> None:
-    """Let ``leave`` be called where Ctrl-C or SIGTERM ends this process, or its terminal closes; under nohup that is ignored, as before.
+    """Call ``leave`` on SIGINT, SIGTERM and SIGHUP. SIGHUP stays ignored if it is ignored now, as under nohup.
 
-    Servers have sessions of their own, so that none of these reaches them. While ``leave`` runs, which ends them, another signal is
-    ignored: Ctrl-C is pressed twice, and ``timeout`` sends two.
+    These signals do not reach the servers, which have sessions of their own: ``leave`` stops them. Further signals are ignored while
+    ``leave`` runs, because users press Ctrl-C twice, and ``timeout`` sends two signals.
     """
-    hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-    numbers = signal.SIGINT, signal.SIGTERM, *((signal.SIGHUP,) if hangs_up else ())
+    handles_hangup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    numbers = signal.SIGINT, signal.SIGTERM, *((signal.SIGHUP,) if handles_hangup else ())
 
-    def handle(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
+    def set_handlers(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
         for number in numbers:
             signal.signal(number, handler)
 
-    def once(number: int, frame: FrameType | None) -> None:
+    def leave_once(number: int, frame: FrameType | None) -> None:
         global _is_leaving
-        handle(signal.SIG_IGN)
+        set_handlers(signal.SIG_IGN)
         _is_leaving = True
         try:
             leave(number, frame)
             # The handler returned, so the process keeps running.
             _is_leaving = False
         finally:
-            handle(once)
+            set_handlers(leave_once)
 
-    handle(once)
+    set_handlers(leave_once)
 
 
-def check_servers(model: str, servers: Mapping[str, Sequence[str]], tokens: int = 0, prompts: str = PROMPTS) -> None:
-    """Refuse a model that is not there, and flags that one of the servers would end at, before the first of them starts.
+def check_servers(
+    model: str, servers: Mapping[str, Sequence[str]], max_tokens: int = 0, length_option: str = PROMPT_LENGTH_OPTION
+) -> None:
+    """Check the model and the flags of several servers before the first one starts.
 
     Args:
-        model: folder or name.
-        servers: the flags of each, by its name.
-        tokens: of the longest request that they will be sent, its answer among them; 0 where that is not known.
-        prompts: the benchmark's option that says how long prompts are.
+        model: Folder or name of the model.
+        servers: Flags of each server, by its name.
+        max_tokens: Tokens of the longest request, prompt and output. 0 if that is not known.
+        length_option: Option of the benchmark for the length of prompts, for the error message.
 
     Raises:
-        CommandError: names the model, or the server, its flag, what is allowed and the remedy.
+        CommandError: Names the model, or the server and its flag, with the allowed values and the remedy.
     """
-    missing = model_folder.find_problem(model)
-    if missing is not None:
-        raise CommandError(f"--model {missing}: pass a Hugging Face folder")
-    # SGLang is loaded apart, so that the process that measures takes none of the memory that servers find free; its warnings, of
-    # what this machine lacks, and what flags of benchmarks do are for the servers' logs.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _leave_to_logs) as apart:
-        apart.submit(_check_flags, model, dict(servers), tokens, prompts).result()
+    problem = model_folder.find_problem(model)
+    if problem is not None:
+        raise CommandError(f"--model {problem}: pass a Hugging Face folder")
+    # Another process imports SGLang, so that the measuring process does not take device memory from the servers.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _silence_warnings) as checker:
+        checker.submit(_check_flags, model, dict(servers), max_tokens, length_option).result()
 
 
-def _leave_to_logs() -> None:
-    """Of a process that only checks."""
+def _silence_warnings() -> None:
+    """Silence the warnings of the process that checks flags. The servers log the same warnings."""
     warnings.simplefilter("ignore")
     from sglang_ext.config import benchmark_options
 
     benchmark_options.logger.setLevel(logging.ERROR)
 
 
-def _check_flags(model: str, servers: Mapping[str, Sequence[str]], tokens: int, prompts: str) -> None:
+def _check_flags(model: str, servers: Mapping[str, Sequence[str]], max_tokens: int, length_option: str) -> None:
     from sglang_ext.tools import server_flags
 
-    server_flags.check(model, servers, tokens, prompts)
+    server_flags.check(model, servers, max_tokens, length_option)
 
 
 class ServerProcess(ServerClient):
-    """Context manager: starts ``sglang.launch_server``, waits until it is healthy, and ends it.
+    """An SGLang server that runs as a subprocess. Its context manager starts it, waits until it is healthy, and stops it.
+
+    Example:
+        with ServerProcess(model, ("--kv-mode", "verified"), Path("server.log")) as server:
+            server.post("generate", {"text": "Hello"})
 
     Args:
-        model: folder or name, as for ``--model-path``.
-        arguments: further arguments of the server.
-        log: file that takes the server's output.
-        port: TCP port; 0 for any free one.
-        start_timeout: seconds until ``/health`` must answer.
-        request_timeout: seconds for one request.
-        stop_grace: seconds between SIGTERM and SIGKILL.
-        env: environment variables of the server beside this process's own, which they replace.
+        model: Folder or name, as for ``--model-path``.
+        arguments: Further flags of the server.
+        log: File for the server's output.
+        port: TCP port. 0 for any free port.
+        start_timeout: Seconds until the server must be healthy.
+        request_timeout: Time limit of one request, in seconds.
+        stop_grace: Seconds between SIGTERM and SIGKILL.
+        env: Environment variables of the server, in addition to those of this process.
 
     Raises:
-        CommandError: on entry, when the server ends or does not answer in time (with the log's tail).
+        CommandError: On entry: the server ended, or was not healthy in time. The message shows the end of its log.
     """
 
     def __init__(
@@ -179,10 +186,10 @@ class ServerProcess(ServerClient):
 
     def __enter__(self) -> "ServerProcess":
         self.start()
-        with ExitStack() as unhealthy:
-            unhealthy.callback(self.stop)
+        with ExitStack() as on_error:
+            on_error.callback(self.stop)
             self.wait_healthy()
-            unhealthy.pop_all()
+            on_error.pop_all()
         return self
 
     def __exit__(
@@ -194,25 +201,25 @@ class ServerProcess(ServerClient):
         self.stop()
 
     def start(self) -> None:
-        """Start the server, and do not wait for it; ``stop`` must follow.
+        """Start the server without waiting until it is healthy. Call :meth:`stop` afterwards.
 
         Raises:
-            CommandError: its port is taken, or a signal ends this process.
+            CommandError: The port is taken, or a signal is ending this process.
         """
         if _is_leaving:
             raise CommandError("the benchmark was interrupted and starts no further server; run it again for the rest")
-        self._refuse_taken_port()
-        # Appended to, so that nobody who empties it meanwhile leaves a hole.
+        self._check_port()
+        # The server appends to the log, so that truncating the file during the run leaves no hole.
         self.log.write_bytes(b"")
         with self.log.open("ab") as log:
-            self._process = self._begin(log)
-        _entered.append(self)
+            self._process = self.launch(log)
+        _started.append(self)
 
     def wait_healthy(self) -> None:
-        """Wait until a server that was started answers.
+        """Wait until a started server is healthy.
 
         Raises:
-            CommandError: it ended, or did not in time (with the log's tail).
+            CommandError: The server ended, or was not healthy in time. The message shows the end of its log.
         """
         # Keep the process: another thread may stop the server during the wait.
         process = self._process
@@ -220,27 +227,21 @@ class ServerProcess(ServerClient):
         deadline = time.monotonic() + self.start_timeout
         while time.monotonic() < deadline:
             if process.poll() is not None:
-                raise CommandError(
-                    f"the server ended with code {process.returncode} while it started\n"
-                    f"{self.describe_log()}"
-                )
+                raise CommandError(f"the server ended with code {process.returncode} while it started\n{self.describe_log()}")
             if self.alive(timeout=5):
                 return
             time.sleep(POLL_SECONDS)
-        raise CommandError(
-            f"the server was not healthy after {self.start_timeout:g} s (--start-timeout)\n"
-            f"{self.describe_log()}"
-        )
+        raise CommandError(f"the server was not healthy after {self.start_timeout:g} s (--start-timeout)\n{self.describe_log()}")
 
     def stop(self) -> None:
-        """End the server: SIGTERM and wait; SIGKILL to what is left of its group after the grace."""
+        """Stop the server: SIGTERM, then SIGKILL to the processes of its group that remain after the grace period."""
         stop_together([self])
 
-    def give_up(self) -> subprocess.Popen[bytes] | None:
-        """The process, for who ends it, and which is no longer this server's; None where it was not started, or is given up."""
+    def detach(self) -> subprocess.Popen[bytes] | None:
+        """Forget the process, and return it to the caller, who stops it. None if no process runs."""
         process, self._process = self._process, None
         if process is not None:
-            _entered.remove(self)
+            _started.remove(self)
         return process
 
     @property
@@ -250,18 +251,18 @@ class ServerProcess(ServerClient):
 
     @property
     def group(self) -> int | None:
-        """The process group that holds all of the server's processes; None where it was not started."""
+        """Process group of the server and its workers. None if the server was not started."""
         return None if self._process is None else self._process.pid
 
     def flush_cache(self) -> None:
-        """Empty the prefix cache; an error shows the log's end too."""
+        """Empty the prefix cache. An error message shows the end of the log too."""
         try:
             super().flush_cache()
         except CommandError as error:
             raise CommandError(f"{error}\n{self.describe_log()}") from error
 
     def describe_log(self) -> str:
-        """The command, the first error and the last lines of the server's log, for an error message."""
+        """Describe the log for an error message: the command, the first error, and the last lines."""
         lines = self.log.read_text(errors="replace").splitlines()
         errors = [line for line in lines[:-TAIL_LINES] if ERROR.search(line)]
         first = [f"first error in its log: {errors[0]}"] if errors else []
@@ -269,35 +270,34 @@ class ServerProcess(ServerClient):
             [f"command: {shlex.join(self.command)}", *first, "end of its log:", *lines[-TAIL_LINES:]]
         )
 
-    def _begin(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
-        """The process; a session of its own gives a process group that holds all of the server's workers."""
-        own = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
-        return subprocess.Popen(self.command, **own, env={**os.environ, **self.env})
+    def launch(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        """Launch the process in a session of its own, so that one process group has all of its workers. Subclasses may override it."""
+        env = {**os.environ, **self.env}
+        return subprocess.Popen(self.command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=env)
 
-    def _refuse_taken_port(self) -> None:
+    def _check_port(self) -> None:
         with socket.socket() as probe:
             if probe.connect_ex((HOST, self.port)) == 0:
                 raise CommandError(
-                    f"port {self.port} is taken; another server would answer in this one's place. "
-                    "Pass --port with a free one, or 0 for any"
+                    f"port {self.port} is taken, and requests would reach the other server: pass --port with a free port, or 0 for any free one"
                 )
 
 
 def _wait(process: subprocess.Popen[bytes], deadline: float) -> None:
-    """Wait until a process has ended, at most until ``deadline``, of ``time.monotonic``."""
+    """Wait until a process ends, at most until ``deadline`` (of ``time.monotonic``)."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(max(0.0, deadline - time.monotonic()))
 
 
-def _groups_after(groups: Iterable[int], seconds: float) -> list[int]:
-    """Process groups of which some process is left after ``seconds``; it waits no longer than until there is none."""
-    left, deadline = list(groups), time.monotonic() + seconds
-    while (left := [group for group in left if _is_there(group)]) and time.monotonic() < deadline:
+def _wait_for_groups(groups: Iterable[int], seconds: float) -> list[int]:
+    """Wait until all process groups have ended, at most ``seconds``. Return the groups that still have processes."""
+    remaining, deadline = list(groups), time.monotonic() + seconds
+    while (remaining := [group for group in remaining if _has_processes(group)]) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return left
+    return remaining
 
 
-def _is_there(group: int) -> bool:
+def _has_processes(group: int) -> bool:
     try:
         os.killpg(group, 0)
     except ProcessLookupError:

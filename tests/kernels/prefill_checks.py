@@ -6,7 +6,7 @@ import torch
 from hopper_emulator import Emulated
 from packed_helpers import packed_pool
 
-from sglang_ext_bench.attention.dequantize import launch
+from sglang_ext_bench.attention.arms import launch_dequantize
 from sglang_ext.layers.kernels.hack import integer_prefill, specialized_prefill
 from sglang_ext.layers.kernels.hack.prompt_codes import PromptBatch, prompt_codes
 from sglang_ext.layers.kernels.packed import packed_decode
@@ -173,5 +173,5 @@ def check_whole_blocks(device):
         for buffer, layout in ((pool.buffers.keys[0], pool.packing.keys), (pool.buffers.values[0], pool.packing.values)):
             expected = pool.packing.whole(pool.packing.read(buffer, layout, slots.cpu()), layout, None).transpose(0, 1)
             out = torch.empty(expected.shape, dtype=torch.float16, device=device)
-            launch(pool.packing, buffer.to(device), layout, slots, out)
+            launch_dequantize(pool.packing, buffer.to(device), layout, slots, out)
             torch.testing.assert_close(out.cpu().float(), expected, rtol=1e-3, atol=1e-6)

@@ -25,7 +25,7 @@ from sglang.lang.interpreter import ProgramState
 from waiting import tries, until
 
 from sglang_ext.tools.server_client import free_port
-from sglang_ext_bench.speed.metrics_page import readings
+from sglang_ext_bench.client import readings
 from sglang_ext.hooks.request_body import HEADER
 from sglang_ext.router_endpoint import RouterEndpoint
 from sglang_ext.serve_pd import ROUTER, Router

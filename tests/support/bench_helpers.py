@@ -1,4 +1,4 @@
-"""What several tests of the bench share."""
+"""Helpers of the benchmarks' tests."""
 
 import argparse
 from collections.abc import Callable
@@ -8,19 +8,19 @@ from typing import Any
 
 from sglang_ext_bench.comparing import identity
 from sglang_ext_bench.comparing.acceptance import add_up
-from sglang_ext_bench.comparing.compare import CONTROL, Comparison, LogprobDifference, PromptResult, Setting
-from sglang_ext_bench.comparing.generation import TopLogprobs, VerifyStats
+from sglang_ext_bench.comparing.compare import CONTROL, Comparison, LogprobDifference, PromptResult, ComparisonSetting
+from sglang_ext_bench.client import TopLogprobs, VerifyStats
 from sglang_ext_bench.comparing.identity_config import IdentityConfig
 from sglang_ext_bench.prompts import Prompt
 
-SETTING = Setting("quant", 0.5, 1)
-CONTROL_SETTING = Setting(CONTROL, 1.0, 1, "--chunked-prefill-size 512")
+SETTING = ComparisonSetting("quant", 0.5, 1)
+CONTROL_SETTING = ComparisonSetting(CONTROL, 1.0, 1, "--chunked-prefill-size 512")
 PROMPT = Prompt("p", (1, 2, 3))
 STATS = VerifyStats(4, 7, 4, 2.0, (1, 2, 1))
 
 
 def tops(*margins: float) -> tuple[TopLogprobs, ...]:
-    """Log-probabilities of tokens 7 and 8 that have these margins."""
+    """Log-probabilities of tokens 7 and 8 with these margins."""
     return tuple(((7, -0.5), (8, -0.5 - margin)) for margin in margins)
 
 
@@ -31,20 +31,20 @@ def result(
     logprob: float | None = None,
     error: str | None = None,
 ) -> PromptResult:
-    """A prompt whose outputs differ at token 2, or do not."""
+    """A result whose outputs differ at token 2, or are identical."""
     differs = differs and error is None
     found = None if logprob is None else LogprobDifference(logprob, 1, 7)
     at = 2 if differs else None
     return PromptResult(name, 3, 4, not differs and error is None, at, margin, found, error=error)
 
 
-def comparison(*results: PromptResult, setting: Setting = SETTING) -> Comparison:
-    """A comparison of these prompts."""
+def comparison(*results: PromptResult, setting: ComparisonSetting = SETTING) -> Comparison:
+    """A comparison with these results."""
     return Comparison(setting, results, add_up([], 1))
 
 
 class Here:
-    """Stands for a pool of processes where loading SGLang again would take seconds: does the work at once."""
+    """A fake pool of processes that runs its work in this process, because another process would load SGLang again."""
 
     def __init__(self, *_: object) -> None: ...
 
@@ -63,7 +63,7 @@ class Here:
 
 
 class CharTokenizer:
-    """One token per character; "<" stands for the begin token."""
+    """A tokenizer with one token per character. "<" is the begin token."""
 
     bos_token = "<"
 

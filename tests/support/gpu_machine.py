@@ -61,7 +61,7 @@ def ask(commands: Mapping[str, str]) -> dict[str, Asked]:
         each.check_servers = server_flags.check  # in this process
         each.make_prompts = lambda args, count, contexts: {tokens: [(0,) * tokens] * count for tokens in contexts}
     methods.check_servers = server_flags.check
-    methods.text_prompts = methods.told = lambda args, *_: {}
+    methods.text_prompts = methods.shared_settings = lambda args, *_: {}
     load_plugins()  # as a server does
     parser = argparse.ArgumentParser()
     KVServerArgs.add_cli_args(parser)

@@ -68,9 +68,9 @@ class Server(ServerProcess):
         super().__init__(*given, **named)
         self.preloaded = preloaded
 
-    def _begin(self, log: IO[bytes]) -> Any:
+    def launch(self, log: IO[bytes]) -> Any:
         if self.preloaded is None or not self.preloaded.serves(self.env):
-            return super()._begin(log)
+            return super().launch(log)
         return self.preloaded.start(self.command, log, self.env)
 
     def ask(self, **body: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Runs ``python -m sglang_ext_bench attention``: times each arm in each setting and writes tables and JSON."""
+"""Runs ``sglang-ext-bench attention``: measures each variant in each setting, and writes tables and JSON."""
 
 import argparse
 from collections.abc import Iterable, Iterator
@@ -12,28 +12,32 @@ from sglang_ext.tools import CommandError
 from sglang_ext_bench import report
 from sglang_ext_bench.attention import arms, prefill, timing
 from sglang_ext_bench.attention.options import DEFAULTS, add_arguments
-from sglang_ext_bench.attention.setting import Full, Shape, off_by
+from sglang_ext_bench.attention.setting import AttentionShape, FullKV, relative_error
 from sglang_ext_bench.options import check_counts, numbers
 
 __all__ = ["add_arguments", "run"]
 
-# Of a context: copies hold some in blocks.
-FEWEST_TOKENS = 256
+MIN_TOKENS = 256
+"""Shortest context or prompt. Shorter ones have no tokens in blocks."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """What was measured of one arm.
+class AttentionRow:
+    """The measurement of one variant in one setting.
 
     Attributes:
-        kind: step or prefill.
-        batch, context, bits, partition: of what.
-        arm: its name.
-        seconds: of a call.
-        bytes: of KV, read and written.
-        bandwidth: share of the device's.
-        error, loss: as the module says.
-        speed: against full KV.
+        kind: ``step`` or ``prefill``.
+        batch: Requests.
+        context: Tokens of each request.
+        bits: Bits of codes.
+        partition: Numbers with a common scale in HACK.
+        arm: Name of the variant.
+        seconds: Time of a call.
+        bytes: Bytes of KV that a call reads and writes.
+        bandwidth: Their share of the device's bandwidth.
+        error: Error against float64 with the same numbers, as a share of the largest output.
+        loss: Error against full KV in float64, as a share of the largest output.
+        speed: Time of full KV over the time of this variant.
     """
 
     kind: str
@@ -51,15 +55,15 @@ class Row:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print a table of each setting; 0 when all could run."""
-    settle(args)
-    shape = shape_of(args)
-    counts_of(args)
+    """Measure all settings, and print a table of each one. Returns 0."""
+    set_defaults(args)
+    shape = attention_shape(args)
+    read_counts(args)
     bandwidth = timing.bandwidth(shape.device)
     console, rows = report.make_console(), []
     name = torch.cuda.get_device_name() if shape.device.type == "cuda" else "CPU"
     heads = f"{shape.heads} heads, {shape.kv_heads} KV heads of {shape.dim} channels"
-    console.print(f"{name}: a copy moves {bandwidth / 1e9:.0f} GB/s; {heads}")
+    console.print(f"{name}: a copy reads and writes {bandwidth / 1e9:.0f} GB/s; {heads}")
     for found in measured(args, shape, bandwidth):
         rows.extend(found)
         console.print(table(found))
@@ -69,11 +73,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def settle(args: argparse.Namespace) -> None:
-    """Set the device, and by it contexts, batches and prompts, where the command line left them open.
+def set_defaults(args: argparse.Namespace) -> None:
+    """Set the device, contexts, batches and prompts that the command line does not set, and check the bits.
 
     Raises:
-        CommandError: hack has no such codes.
+        CommandError: HACK has no codes with these bits.
     """
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     for name, default in zip(("contexts", "batch", "prefill"), DEFAULTS[args.device], strict=True):
@@ -83,25 +87,25 @@ def settle(args: argparse.Namespace) -> None:
         raise CommandError(f"--bits {args.bits}: pass {' or '.join(map(str, allowed))}")
 
 
-def shape_of(args: argparse.Namespace) -> Shape:
-    """Of the options.
+def attention_shape(args: argparse.Namespace) -> AttentionShape:
+    """The shape that the options describe.
 
     Raises:
-        CommandError: there is no such device, or heads do not fit.
+        CommandError: The device does not exist, or the number of heads is not a multiple of the KV heads.
     """
     check_counts({"--heads": args.heads, "--kv-heads": args.kv_heads})
     if args.heads % args.kv_heads:
         raise CommandError(f"--heads {args.heads} with --kv-heads {args.kv_heads}: pass a multiple of the KV heads")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise CommandError("--device cuda: this machine has no GPU that PyTorch finds; pass --device cpu")
-    return Shape(args.heads, args.kv_heads, args.head_dim, torch.device(args.device))
+    return AttentionShape(args.heads, args.kv_heads, args.head_dim, torch.device(args.device))
 
 
-def partitions_of(args: argparse.Namespace) -> list[int]:
-    """Sizes of partitions.
+def read_partitions(args: argparse.Namespace) -> list[int]:
+    """Parse --partition.
 
     Raises:
-        CommandError: one is not allowed, or longer than a head.
+        CommandError: A partition is not allowed, or does not divide a head.
     """
     found, allowed = numbers(args.partition, "--partition"), catalogue.allowed_partitions(arms.HACK)
     if wrong := [each for each in found if each not in allowed or args.head_dim % each]:
@@ -111,61 +115,81 @@ def partitions_of(args: argparse.Namespace) -> list[int]:
     return found
 
 
-def counts_of(args: argparse.Namespace) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Contexts, batches, prompts and partitions.
+def read_counts(args: argparse.Namespace) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Parse contexts, batches, prompts and partitions.
 
     Raises:
-        CommandError: an option is out of range.
+        CommandError: A value is out of range.
     """
     contexts, batches = numbers(args.contexts, "--contexts"), numbers(args.batch, "--batch")
     prompts = [each for each in numbers(args.prefill, "--prefill", zero=True) if each]
     for flag, counts in (("--contexts", contexts), ("--prefill", prompts)):
-        if counts and min(counts) < FEWEST_TOKENS:
-            raise CommandError(f"{flag} {min(counts)}: pass at least {FEWEST_TOKENS}, of which copies hold some in blocks")
-    return contexts, batches, prompts, partitions_of(args)
+        if counts and min(counts) < MIN_TOKENS:
+            raise CommandError(f"{flag} {min(counts)}: pass at least {MIN_TOKENS}, because shorter contexts have no tokens in blocks")
+    return contexts, batches, prompts, read_partitions(args)
 
 
-def measured(args: argparse.Namespace, shape: Shape, bandwidth: float) -> Iterator[list[Row]]:
-    """Each setting's rows.
+def measured(args: argparse.Namespace, shape: AttentionShape, bandwidth: float) -> Iterator[list[AttentionRow]]:
+    """Measure all variants. Yields the rows of each setting.
+
+    Args:
+        args: The options.
+        shape: Shape of the layer.
+        bandwidth: Bandwidth of the device in bytes per second.
 
     Raises:
-        CommandError: an option is out of range.
+        CommandError: A value is out of range.
     """
-    contexts, batches, prompts, partitions = counts_of(args)
+    contexts, batches, prompts, partitions = read_counts(args)
     for partition in partitions:
         for context in contexts:
             for batch in batches:
                 setting = "step", batch, context, args.bits, partition
-                yield list(_rows(arms.steps(Full.of(shape, batch, context), args.bits, partition), setting, bandwidth, newest=False))
+                yield list(_rows(arms.steps(FullKV.of(shape, batch, context), args.bits, partition), setting, bandwidth, newest=False))
         for tokens in prompts:
             setting = "prefill", 1, tokens, args.bits, partition
-            yield list(_rows(prefill.prefills(Full.of(shape, 1, tokens), args.bits, partition), setting, bandwidth, newest=True))
+            yield list(_rows(prefill.prefills(FullKV.of(shape, 1, tokens), args.bits, partition), setting, bandwidth, newest=True))
 
 
-def _rows(found: Iterable[arms.Arm], setting: tuple[str, int, int, int, int], bandwidth: float, newest: bool) -> Iterator[Row]:
-    """``newest``: outputs of the last tokens are compared, not those of the first request."""
-    full, whole = 0.0, None
-    for arm in found:
-        outputs, expected = arm.run(), arm.expected().double()
+def _rows(
+    variants: Iterable[arms.AttentionVariant], setting: tuple[str, int, int, int, int], bandwidth: float, newest: bool
+) -> Iterator[AttentionRow]:
+    """Measure the variants of one setting.
+
+    Args:
+        variants: The variants. The first one is full KV.
+        setting: Kind, batch, context, bits and partition of the rows.
+        bandwidth: Bandwidth of the device in bytes per second.
+        newest: Compare the outputs of the newest tokens. Otherwise those of the first request are compared.
+    """
+    full_seconds, full_outputs = 0.0, None
+    for variant in variants:
+        outputs, expected = variant.run(), variant.expected().double()
         outputs = outputs[-len(expected) :] if newest else outputs[: len(expected)]
-        whole = expected if whole is None else whole
-        error, loss = off_by(outputs, expected), off_by(outputs, whole[-len(expected) :])
+        full_outputs = expected if full_outputs is None else full_outputs
+        error, loss = relative_error(outputs, expected), relative_error(outputs, full_outputs[-len(expected) :])
         del outputs, expected
-        seconds = timing.seconds(arm.run, whole.device)
-        full = full or seconds
-        share = arm.bytes / seconds / bandwidth
-        yield Row(*setting, arm.name, seconds, arm.bytes, share, error, loss, full / seconds)
+        seconds = timing.seconds(variant.run, full_outputs.device)
+        full_seconds = full_seconds or seconds
+        share = variant.bytes / seconds / bandwidth
+        yield AttentionRow(*setting, variant.name, seconds, variant.bytes, share, error, loss, full_seconds / seconds)
 
 
-def table(rows: list[Row]) -> Table:
-    """Of one setting."""
-    row = rows[0]
-    what = f"{row.batch} requests of {row.context} tokens" if row.kind == "step" else f"a prompt of {row.context} tokens"
-    made = Table(title=f"{row.kind.capitalize()}: {what}, {row.bits} bits, partitions of {row.partition}")
-    made.add_column("arm")
-    for column in ("ms", "MB", "bandwidth", "error", "loss", "speed"):
-        made.add_column(column, justify="right")
-    for row in rows:
-        figures = f"{row.seconds * 1e3:.3f}", f"{row.bytes / 1e6:.1f}", f"{row.bandwidth:.0%}", f"{row.error:.1e}", f"{row.loss:.1e}"
-        made.add_row(row.arm, *figures, f"{row.speed:.2f}")
-    return made
+def table(rows: list[AttentionRow]) -> Table:
+    """Format the rows of one setting as a table."""
+    first = rows[0]
+    size = f"{first.batch} requests of {first.context} tokens" if first.kind == "step" else f"a prompt of {first.context} tokens"
+    title = f"{first.kind.capitalize()}: {size}, {first.bits} bits, partitions of {first.partition}"
+    cells = [
+        (
+            row.arm,
+            f"{row.seconds * 1e3:.3f}",
+            f"{row.bytes / 1e6:.1f}",
+            f"{row.bandwidth:.0%}",
+            f"{row.error:.1e}",
+            f"{row.loss:.1e}",
+            f"{row.speed:.2f}",
+        )
+        for row in rows
+    ]
+    return report.make_table(title, ("arm", "ms", "MB", "bandwidth", "error", "loss", "speed"), cells)

@@ -1,4 +1,4 @@
-"""What is attended to: random keys and values of a batch, of one layer, as they are and in blocks."""
+"""The KV of a benchmark: random keys and values of one layer for a batch of requests, as full KV and in quantized blocks."""
 
 from dataclasses import dataclass
 
@@ -11,13 +11,14 @@ from sglang_ext.mem_cache.compressors.catalogue import quantizer
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Of one layer's attention.
+class AttentionShape:
+    """The shape of one layer's attention.
 
     Attributes:
-        heads, kv_heads: of queries, and of keys and values.
-        dim: channels of a head.
-        device: where it runs.
+        heads: Query heads.
+        kv_heads: KV heads.
+        dim: Channels of a head.
+        device: Device of all tensors.
     """
 
     heads: int
@@ -32,70 +33,73 @@ class Shape:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of queries, keys and values: bfloat16 on a GPU, float32 on a CPU."""
+        """Dtype of queries, keys and values: bfloat16 on a GPU, float32 on a CPU."""
         return torch.float32 if self.device.type == "cpu" else torch.bfloat16
 
     def tokens(self, count: int, seed: int) -> torch.Tensor:
-        """Keys or values whose channels differ in size, [count, kv_heads, dim]."""
-        drawn = torch.Generator(self.device).manual_seed(seed)
-        spread = 1 + 3 * torch.rand(self.dim, generator=drawn, device=self.device)
-        made = torch.empty(count, self.kv_heads, self.dim, dtype=self.dtype, device=self.device)
-        for part in made.split(1 << 16):
-            part.copy_(torch.randn(part.shape, generator=drawn, device=self.device) * spread)
-        return made
+        """Random keys or values, [count, kv_heads, dim]. Their channels differ in scale."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        scale = 1 + 3 * torch.rand(self.dim, generator=generator, device=self.device)
+        tokens = torch.empty(count, self.kv_heads, self.dim, dtype=self.dtype, device=self.device)
+        for part in tokens.split(1 << 16):
+            part.copy_(torch.randn(part.shape, generator=generator, device=self.device) * scale)
+        return tokens
 
     def queries(self, count: int) -> torch.Tensor:
-        """[count, heads, dim]."""
-        drawn = torch.Generator(self.device).manual_seed(3)
-        return torch.randn(count, self.heads, self.dim, generator=drawn, device=self.device).to(self.dtype)
+        """Random queries, [count, heads, dim]."""
+        generator = torch.Generator(self.device).manual_seed(3)
+        return torch.randn(count, self.heads, self.dim, generator=generator, device=self.device).to(self.dtype)
 
     def token_bytes(self, number_bytes: int) -> int:
-        """Bytes of a token's key and value."""
+        """Bytes of the key and value of one token, with ``number_bytes`` bytes for each number."""
         return 2 * self.kv_heads * self.dim * number_bytes
 
 
 @dataclass(frozen=True)
-class Full:
-    """A batch's KV as it is, each token in a slot of its own, which lie anywhere.
+class FullKV:
+    """The full KV of a batch, in random slots of a pool.
 
     Attributes:
-        keys, values: [slots, kv_heads, dim].
-        slots: int64 [batch, context].
-        queries: [batch, heads, dim], of the newest tokens.
+        shape: Shape of the layer.
+        keys: Keys of the pool, [slots, kv_heads, dim].
+        values: Values of the pool, [slots, kv_heads, dim].
+        slots: Slots of each request's tokens, int64 [batch, context].
+        queries: Queries of each request's newest token, [batch, heads, dim].
     """
 
-    shape: Shape
+    shape: AttentionShape
     keys: torch.Tensor
     values: torch.Tensor
     slots: torch.Tensor
     queries: torch.Tensor
 
     @classmethod
-    def of(cls, shape: Shape, batch: int, context: int) -> "Full":
-        """Random."""
+    def of(cls, shape: AttentionShape, batch: int, context: int) -> "FullKV":
+        """Create random KV of ``batch`` requests with ``context`` tokens each."""
         pools = (shape.tokens(batch * context, seed) for seed in (1, 2))
-        drawn = torch.Generator(shape.device).manual_seed(4)
-        slots = torch.randperm(batch * context, generator=drawn, device=shape.device).view(batch, context)
+        generator = torch.Generator(shape.device).manual_seed(4)
+        slots = torch.randperm(batch * context, generator=generator, device=shape.device).view(batch, context)
         return cls(shape, *pools, slots, shape.queries(batch))
 
-    def first(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def first_request(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the first request, float64 [kv_heads, tokens, dim]."""
         return tuple(pool[self.slots[0]].transpose(0, 1).double() for pool in (self.keys, self.values))
 
 
 @dataclass(frozen=True)
-class Copies:
-    """The same batch's KV in blocks, but for its sinks and the tokens that fill no block.
+class QuantizedKV:
+    """The KV of a batch in quantized blocks. The first tokens (sinks), and the newest tokens that fill no block, stay exact.
 
     Attributes:
-        full: what was packed.
-        packing: how.
-        keys, values: a pool of their own, [slots, kv_heads, dim].
-        table: int32 [batch, slots]: blocks, sinks, newest tokens.
-        packed: slots of blocks of each request.
+        full: The full KV.
+        packing: Layout and quantizer of the blocks.
+        keys: Keys of a pool of their own, [slots, kv_heads, dim].
+        values: Values of this pool, [slots, kv_heads, dim].
+        table: Slots of each request, int32 [batch, slots]: blocks, sinks, newest tokens.
+        packed: Slots of each request's blocks.
     """
 
-    full: Full
+    full: FullKV
     packing: Packing
     keys: torch.Tensor
     values: torch.Tensor
@@ -103,21 +107,28 @@ class Copies:
     packed: int
 
     @classmethod
-    def of(cls, full: Full, method: str, bits: int, partition: int | None) -> "Copies":
-        """Of a method of the catalogue; codes that are drawn, as a server's are."""
+    def from_full(cls, full: FullKV, method: str, bits: int, partition: int | None) -> "QuantizedKV":
+        """Quantize the KV of a batch as a server does, with its stochastic rounding.
+
+        Args:
+            full: The full KV.
+            method: Name of the method in the catalogue.
+            bits: Bits of a code.
+            partition: Channels with a common scale, for methods with partitions.
+        """
         shape, (batch, context) = full.shape, full.slots.shape
         probe = KVBuffers((0,), (shape.scaling,), (full.keys[:1],), (full.values[:1],))
         packing = Packing.for_pool(quantizer(method, bits, partition), probe, 1)
         tokens = (context - packing.sinks - 1) // packing.block_tokens * packing.block_tokens
         sinks, packed, tail = packing.sinks, packing.packed_slots(tokens), context - packing.sinks - tokens
-        drawn = torch.Generator(shape.device).manual_seed(5)
-        table = torch.randperm(batch * (packed + sinks + tail), generator=drawn, device=shape.device).view(batch, -1)
+        generator = torch.Generator(shape.device).manual_seed(5)
+        table = torch.randperm(batch * (packed + sinks + tail), generator=generator, device=shape.device).view(batch, -1)
         pools = tuple(torch.zeros(table.numel(), *full.keys.shape[1:], dtype=shape.dtype, device=shape.device) for _ in "kv")
         kept = torch.arange(sinks, sinks + tokens, device=shape.device).expand(1, shape.kv_heads, -1)
         seeds = token_seeds(range(context), context, shape.device) if packing.stochastic else None
         for slots, row in zip(full.slots, table):
             exact = torch.cat([slots[:sinks], slots[sinks + tokens :]])
-            # A pool for sources and targets, as kernels read and write one.
+            # One pool has the sources and the targets, because kernels read and write the same pool.
             both = KVBuffers((0,), (shape.scaling,), *((torch.cat([pool[slots], own.new_zeros(packed, *own.shape[1:])]),)
                              for pool, own in zip((full.keys, full.values), pools)))  # fmt: skip
             places = torch.arange(context, context + packed, device=shape.device)
@@ -130,23 +141,33 @@ class Copies:
 
     @property
     def read_bytes(self) -> int:
-        """Of blocks, and of exact tokens, of all requests."""
+        """Bytes of the blocks and the exact tokens of all requests."""
         layouts, (batch, width) = (self.packing.keys, self.packing.values), self.table.shape
         block = sum(layout.tokens * layout.token_bytes + layout.parameter_bytes for layout in layouts) * self.full.shape.kv_heads
         exact = (width - self.packed) * self.full.shape.token_bytes(self.keys.element_size())
         return batch * (self.packed // self.packing.block_slots * block + exact)
 
-    def first(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What those of the first request mean, float64 [kv_heads, tokens, dim]."""
-        row, means = self.table[0].long(), []
+    def first_request(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Dequantized keys and values of the first request, float64 [kv_heads, tokens, dim]."""
+        row, result = self.table[0].long(), []
         for pool, layout in ((self.keys, self.packing.keys), (self.values, self.packing.values)):
-            far = self.packing.whole(self.packing.read(pool, layout, row[: self.packed]), layout, None).double()
-            means.append(torch.cat([far, pool[row[self.packed :]].transpose(0, 1).double()], 1))
-        return tuple(means)
+            blocks = self.packing.whole(self.packing.read(pool, layout, row[: self.packed]), layout, None).double()
+            result.append(torch.cat([blocks, pool[row[self.packed :]].transpose(0, 1).double()], 1))
+        return tuple(result)
 
 
 def exactly(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Causal attention of the last queries, [count, heads, dim], over [kv_heads, tokens, dim]: float64 [count, heads, dim]."""
+    """Compute causal attention of the newest tokens in float64.
+
+    Args:
+        queries: Queries of the newest tokens, [count, heads, dim].
+        keys: Keys of all tokens, [kv_heads, tokens, dim].
+        values: Values of all tokens, [kv_heads, tokens, dim].
+        scaling: Factor on query-key products.
+
+    Returns:
+        Outputs, float64 [count, heads, dim].
+    """
     (count, heads, dim), (kv_heads, tokens) = queries.shape, keys.shape[:2]
     rows = queries.double().view(count, kv_heads, heads // kv_heads, dim)
     logits = torch.einsum("qhgd,htd->hgqt", rows, keys) * scaling
@@ -155,6 +176,6 @@ def exactly(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sca
     return torch.einsum("hgqt,htd->qhgd", logits.softmax(-1), values).flatten(1, 2)
 
 
-def off_by(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The greatest difference, in shares of the greatest number that is expected."""
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest difference over the largest expected number."""
     return float((found.double() - expected).abs().max() / expected.abs().max())

@@ -1,4 +1,4 @@
-"""How long attention takes without its launches, and with nothing of its KV in the GPU's cache; and the bandwidth of the device."""
+"""Times device code without the launches of kernels and with an empty GPU cache, and measures the bandwidth of the device."""
 
 import time
 from collections.abc import Callable
@@ -7,12 +7,14 @@ from statistics import median
 import torch
 
 REPEATS, CPU_REPEATS = 9, 3
-# More than any GPU's cache; and what is copied to measure the bandwidth.
-FLUSHED, COPIED, CPU_COPIED = 256 << 20, 1 << 30, 64 << 20
+FLUSH_BYTES = 256 << 20
+"""Bytes that are written to empty the GPU's cache. No GPU has a larger cache."""
+COPY_BYTES, CPU_COPY_BYTES = 1 << 30, 64 << 20
+"""Bytes that are copied to measure the bandwidth."""
 
 
 def seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Median time of a call; on a GPU of replays of a CUDA graph, after what empties the cache."""
+    """Median time of a call in seconds. On a GPU it is the time of CUDA graph replays, each after the cache is emptied."""
     run()
     if device.type == "cpu":
         return median(_on_cpu(run) for _ in range(CPU_REPEATS))
@@ -20,14 +22,14 @@ def seconds(run: Callable[[], object], device: torch.device) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    flush = torch.empty(FLUSHED, dtype=torch.uint8, device=device)
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
     return median(_on_gpu(graph, flush) for _ in range(REPEATS))
 
 
 def _on_cpu(run: Callable[[], object]) -> float:
-    begun = time.perf_counter()
+    started = time.perf_counter()
     run()
-    return time.perf_counter() - begun
+    return time.perf_counter() - started
 
 
 def _on_gpu(graph: torch.cuda.CUDAGraph, flush: torch.Tensor) -> float:
@@ -41,8 +43,8 @@ def _on_gpu(graph: torch.cuda.CUDAGraph, flush: torch.Tensor) -> float:
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes a second that a copy reads and writes; on a GPU by a kernel, as a graph leaves plain copies to slower engines."""
-    source = torch.ones((CPU_COPIED if device.type == "cpu" else COPIED) // 8, dtype=torch.int64, device=device)
+    """Bytes per second that a copy reads and writes. On a GPU a kernel copies, because a graph runs plain copies on slower engines."""
+    source = torch.ones((CPU_COPY_BYTES if device.type == "cpu" else COPY_BYTES) // 8, dtype=torch.int64, device=device)
     target = torch.empty_like(source)
     if device.type == "cpu":
         return 2 * source.nbytes / seconds(lambda: target.copy_(source), device)

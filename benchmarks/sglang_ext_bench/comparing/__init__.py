@@ -1,1 +1,1 @@
-"""Verified decoding against stock SGLang, token by token."""
+"""Compares verified decoding with stock SGLang, token by token."""

@@ -1,4 +1,4 @@
-"""The servers of an identity run, and the requests that each gets."""
+"""The servers of an identity run, and the requests that are sent to each one."""
 
 import shlex
 import time
@@ -11,24 +11,28 @@ from rich.console import Console
 
 from sglang_ext.tools import CommandError
 from sglang_ext.tools.server_process import ServerProcess, file_name
-from sglang_ext_bench.client import generate
-from sglang_ext_bench.comparing.compare import CONTROL, Setting
-from sglang_ext_bench.comparing.generation import Generation
+from sglang_ext_bench.client import Generation, generate
+from sglang_ext_bench.comparing.compare import CONTROL, ComparisonSetting
 from sglang_ext_bench.comparing.identity_config import IdentityConfig
 from sglang_ext_bench.prompts import Prompt
 
 TOP_LOGPROBS = 3
-"""One more than a margin needs, so that two arms share tokens even where their best ones differ."""
+"""Log-probabilities of each token. A margin needs two, and a third one gives arms with different best tokens a common token."""
 
-TOLD_SECONDS = 10.0
-"""Between two lines that say how far an arm is."""
+PROGRESS_SECONDS = 10.0
+"""Seconds between two progress lines."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One server: its name, its arguments beyond the common ones, and whether to ask for log-probabilities.
+    """One server of an identity run.
 
-    ``compressor`` and ``budget`` name it in the report.
+    Attributes:
+        name: Name in logs and printed lines.
+        compressor: Name of the method in the report. ``none`` for stock, ``CONTROL`` for a control.
+        budget: Share of the KV in the report.
+        arguments: Flags in addition to the common ones.
+        with_logprobs: Its requests ask for log-probabilities.
     """
 
     name: str
@@ -37,25 +41,25 @@ class Arm:
     arguments: tuple[str, ...]
     with_logprobs: bool = True
 
-    def setting(self, concurrency: int) -> Setting:
-        """What a comparison of this arm with stock measures."""
+    def setting(self, concurrency: int) -> ComparisonSetting:
+        """The setting of a comparison of this arm with stock."""
         extra = shlex.join(self.arguments) if self.compressor == CONTROL else ""
-        return Setting(self.compressor, self.budget, concurrency, extra)
+        return ComparisonSetting(self.compressor, self.budget, concurrency, extra)
 
 
 def stock_arm(config: IdentityConfig) -> Arm:
-    """The reference: the full KV cache, one token per step."""
+    """The reference: stock SGLang."""
     return Arm("stock", "none", 1.0, () if config.control else ("--kv-mode", "full"))
 
 
 def control_arms(config: IdentityConfig) -> list[Arm]:
-    """Further stock servers, which show stock's own noise; for ``--control`` at least one."""
+    """Further stock servers, which measure how much stock's outputs vary. With ``--control`` there is at least one."""
     arguments = config.control_arms or (((),) if config.control else ())
     return [Arm(f"{CONTROL}-{i}", CONTROL, 1.0, each) for i, each in enumerate(arguments, start=1)]
 
 
 def verified_arms(config: IdentityConfig) -> list[Arm]:
-    """The arms under test; none for ``--control``."""
+    """The verified servers. There are none with ``--control``."""
     if config.control:
         return []
     return [
@@ -75,71 +79,74 @@ def verified_arms(config: IdentityConfig) -> list[Arm]:
     ]
 
 
-def flags_of(config: IdentityConfig, arm: Arm) -> tuple[str, ...]:
+def server_flags(config: IdentityConfig, arm: Arm) -> tuple[str, ...]:
     """All flags of an arm's server."""
     return (*config.common_server_arguments, *arm.arguments)
 
 
 ArmOutputs = dict[int, list[Generation]]
-"""Answers in the order of the prompts, by concurrency."""
+"""Responses in the order of the prompts, by concurrency."""
 
 
 def run_wave(
     server: ServerProcess, prompts: tuple[Prompt, ...], config: IdentityConfig, top_logprobs: int
 ) -> Iterator[Generation]:
-    """Send a batch of prompts at once, with an empty cache or one that holds these prompts only; answers in their order."""
+    """Send a batch of prompts at once, and yield the responses in the order of the prompts.
 
-    def ask(prompt: Prompt) -> Generation:
+    The prefix cache is empty before, or with ``--cache warm`` contains only these prompts.
+    """
+
+    def send(prompt: Prompt) -> Generation:
         return generate(server, prompt.input_ids, config.sampling, config.output_len, top_logprobs)
 
-    def warm(prompt: Prompt) -> Generation:
+    def fill_cache(prompt: Prompt) -> Generation:
         return generate(server, prompt.input_ids, config.sampling, new_tokens=1)
 
     server.flush_cache()
     with ThreadPoolExecutor(len(prompts)) as pool:
         if config.cache == "warm":
-            list(pool.map(warm, prompts))
-        yield from pool.map(ask, prompts)
+            list(pool.map(fill_cache, prompts))
+        yield from pool.map(send, prompts)
 
 
 def run_arm(
     config: IdentityConfig, arm: Arm, prompts: tuple[Prompt, ...], logs: Path, console: Console
 ) -> ArmOutputs:
-    """Start the arm's server and send it all prompts at each concurrency.
+    """Start the arm's server, and send all prompts at each concurrency.
 
     Raises:
-        CommandError: the server did not start, or ended.
+        CommandError: The server did not start, or ended.
     """
     console.print(f"{arm.name}: starting", markup=False)
     outputs: ArmOutputs = {}
     with ServerProcess(
         config.model,
-        flags_of(config, arm),
+        server_flags(config, arm),
         logs / f"{file_name(arm.name)}.log",
         config.port,
         config.start_timeout,
         config.request_timeout,
     ) as server:
         for width in config.concurrency:
-            answers: list[Generation] = []
-            told = time.monotonic()
+            responses: list[Generation] = []
+            printed = time.monotonic()
             for start in range(0, len(prompts), width):
                 wave = prompts[start : start + width]
-                for answer in run_wave(server, wave, config, TOP_LOGPROBS if arm.with_logprobs else 0):
-                    answers.append(answer)
-                    if len(answers) < len(prompts) and time.monotonic() - told >= TOLD_SECONDS:
-                        told = time.monotonic()
-                        console.print(f"{arm.name}: {len(answers)} of {len(prompts)} answers", markup=False)
-            outputs[width] = answers
-            seconds = sum(answer.seconds for answer in answers)
-            console.print(f"{arm.name}: {len(answers)} answers, {seconds:.1f} request seconds", markup=False)
+                for response in run_wave(server, wave, config, TOP_LOGPROBS if arm.with_logprobs else 0):
+                    responses.append(response)
+                    if len(responses) < len(prompts) and time.monotonic() - printed >= PROGRESS_SECONDS:
+                        printed = time.monotonic()
+                        console.print(f"{arm.name}: {len(responses)} of {len(prompts)} responses", markup=False)
+            outputs[width] = responses
+            seconds = sum(response.seconds for response in responses)
+            console.print(f"{arm.name}: {len(responses)} responses, {seconds:.1f} request seconds", markup=False)
     return outputs
 
 
 def try_arm(
     config: IdentityConfig, arm: Arm, prompts: tuple[Prompt, ...], logs: Path, console: Console
 ) -> ArmOutputs:
-    """Like :func:`run_arm`; a server that fails becomes an error of each prompt, so others still run."""
+    """Run an arm as :func:`run_arm`. If its server fails, each prompt gets the error, and the other arms still run."""
     try:
         return run_arm(config, arm, prompts, logs, console)
     except CommandError as error:

@@ -1,28 +1,32 @@
-"""Pure comparison of two arms: where outputs differ, and by how much their log-probabilities do."""
+"""Compares the outputs of two arms: the first token that differs, and the largest difference of log-probabilities."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sglang_ext_bench.client import Generation, VerifyStats
 from sglang_ext_bench.comparing.acceptance import Acceptance, add_up
-from sglang_ext_bench.comparing.generation import Generation, VerifyStats
 from sglang_ext_bench.prompts import Prompt
 
 NOT_VERIFIED = (
-    "the answer names neither a verification (kv_verifies) nor a reason for the full cache "
-    "(kv_fallback): stock would be compared with stock; is sglang-ext installed?"
+    "the response has neither a verification (kv_verifies) nor a fallback to the full KV "
+    "(kv_fallback), so stock would be compared with stock: check that sglang-ext is installed"
 )
 TOKENS_WITHOUT_VERIFY = 2
-"""The first token comes from prefill; a last one alone needs no draft."""
+"""Output tokens that need no verification: the first one comes from prefill, and a single remaining token is not drafted."""
 
 CONTROL = "control"
-"""In place of a compressor's name: stock against stock."""
+"""Name in place of a compressor's for a comparison of stock with stock."""
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What one comparison measured.
+class ComparisonSetting:
+    """The settings of one comparison with stock SGLang.
 
-    ``control_arguments`` are those that a control's stock server has beside the reference's.
+    Attributes:
+        compressor: Name of the method, or ``CONTROL``.
+        budget: Share of the KV that the method keeps.
+        concurrency: Requests at once.
+        control_arguments: Flags of a control's server that the reference server does not have.
     """
 
     compressor: str
@@ -32,7 +36,7 @@ class Setting:
 
     @property
     def is_control(self) -> bool:
-        """Whether stock was compared with stock."""
+        """Whether this compares stock with stock."""
         return self.compressor == CONTROL
 
     @property
@@ -44,9 +48,12 @@ class Setting:
 
 @dataclass(frozen=True)
 class LogprobDifference:
-    """The largest absolute difference of a log-probability between two arms, and where.
+    """The largest absolute difference of a log-probability between two arms.
 
-    ``index`` counts output tokens, ``token`` is the id of the token whose probability differs.
+    Attributes:
+        value: The difference.
+        index: Index of the output token.
+        token: Id of the token whose log-probability differs.
     """
 
     value: float
@@ -56,11 +63,21 @@ class LogprobDifference:
 
 @dataclass(frozen=True)
 class PromptResult:
-    """One prompt in both arms.
+    """The comparison of one prompt's outputs.
 
-    ``first_difference`` is the index of the first output token that differs (None: identical or
-    failed); ``margin`` is stock's top-2 margin there. ``max_logprob_difference`` is None where
-    not both arms gave log-probabilities. ``error`` says which arm failed and why.
+    Attributes:
+        name: Name of the prompt.
+        prompt_tokens: Tokens of the prompt.
+        output_tokens: Tokens of stock's output.
+        identical: Both outputs have the same tokens.
+        first_difference: Index of the first output token that differs. None if the outputs are identical or a request failed.
+        margin: Stock's top-2 margin at the first difference. None if it is unknown.
+        max_logprob_difference: None unless both arms returned log-probabilities.
+        verify: Counters of verified decoding.
+        fallback: Reason why the full KV served the request.
+        error: The arm that failed, and its error.
+        stock_seconds: Time of stock's request.
+        verified_seconds: Time of the other arm's request.
     """
 
     name: str
@@ -79,20 +96,20 @@ class PromptResult:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All prompts of one setting."""
+    """The results of all prompts of one setting, and their summed acceptance."""
 
-    setting: Setting
+    setting: ComparisonSetting
     results: tuple[PromptResult, ...]
     acceptance: Acceptance
 
     @property
     def identical(self) -> int:
-        """Prompts whose outputs agree token by token."""
+        """Prompts whose outputs are identical."""
         return sum(result.identical for result in self.results)
 
     @property
     def max_logprob_difference(self) -> tuple[str, LogprobDifference] | None:
-        """The largest of all prompts, with the prompt's name."""
+        """The largest difference of all prompts, with the prompt's name. None without log-probabilities."""
         found = [
             (result.name, result.max_logprob_difference)
             for result in self.results
@@ -102,7 +119,7 @@ class Comparison:
 
 
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
-    """Index of the first token that differs, the shorter length if one goes on; None if equal."""
+    """Index of the first token that differs. If one sequence continues the other, the shorter length. None if they are equal."""
     for index, (a, b) in enumerate(zip(left, right, strict=False)):
         if a != b:
             return index
@@ -110,13 +127,13 @@ def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
 
 
 def largest_logprob_difference(left: Generation, right: Generation) -> LogprobDifference | None:
-    """Compare positions up to and with the first token that differs: until there both arms saw the same.
+    """Return the largest difference of a log-probability. None if no position has a token to compare.
 
-    At each position the tokens that stand in both lists of best ones are compared. None where no
-    position has any, for want of log-probabilities.
+    Positions after the first different token are not compared, because their contexts differ. At each position, the tokens that are in
+    both lists of best tokens are compared.
     """
-    at = first_difference(left.output_ids, right.output_ids)
-    end = None if at is None else at + 1
+    first = first_difference(left.output_ids, right.output_ids)
+    end = None if first is None else first + 1
     rows = zip((left.top_logprobs or ())[:end], (right.top_logprobs or ())[:end], strict=False)
     found = (
         LogprobDifference(abs(a - b), index, token)
@@ -131,16 +148,23 @@ def largest_logprob_difference(left: Generation, right: Generation) -> LogprobDi
 def compare_prompt(
     prompt: Prompt, stock: Generation, verified: Generation, needs_verify: bool = True
 ) -> PromptResult:
-    """Compare one prompt; ``needs_verify``: an answer that was not verified and says no reason fails."""
+    """Compare the outputs of one prompt.
+
+    Args:
+        prompt: The prompt.
+        stock: Stock's response.
+        verified: The response of the other arm.
+        needs_verify: A response without a verification and without a fallback is an error.
+    """
     error = _error(stock, verified, needs_verify)
-    at = None if error else first_difference(stock.output_ids, verified.output_ids)
+    index = None if error else first_difference(stock.output_ids, verified.output_ids)
     return PromptResult(
         name=prompt.name,
         prompt_tokens=len(prompt.input_ids),
         output_tokens=len(stock.output_ids),
-        identical=error is None and at is None,
-        first_difference=at,
-        margin=None if at is None else stock.margin(at),
+        identical=error is None and index is None,
+        first_difference=index,
+        margin=None if index is None else stock.margin(index),
         max_logprob_difference=None if error else largest_logprob_difference(stock, verified),
         verify=verified.verify,
         fallback=verified.fallback,
@@ -151,13 +175,13 @@ def compare_prompt(
 
 
 def compare(
-    setting: Setting,
+    setting: ComparisonSetting,
     prompts: Sequence[Prompt],
     stock: Sequence[Generation],
     verified: Sequence[Generation],
     draft_length: int,
 ) -> Comparison:
-    """Compare the two arms of one setting, prompt by prompt (sequences of equal length)."""
+    """Compare the two arms of one setting, prompt by prompt. All sequences have the same length."""
     rows = zip(prompts, stock, verified, strict=True)
     results = tuple(compare_prompt(*row, needs_verify=not setting.is_control) for row in rows)
     stats = [result.verify for result in results if result.verify is not None]
@@ -174,10 +198,10 @@ def _error(stock: Generation, verified: Generation, needs_verify: bool) -> str |
     return None
 
 
-def _was_verified(answer: Generation) -> bool:
-    """Whether the answer was verified, names its fallback, or is too short to be."""
-    if answer.fallback is not None:
+def _was_verified(response: Generation) -> bool:
+    """Whether the response was verified, has a fallback, or is too short for a verification."""
+    if response.fallback is not None:
         return True
-    if answer.verify is None:
+    if response.verify is None:
         return False
-    return answer.verify.verifies > 0 or len(answer.output_ids) <= TOKENS_WITHOUT_VERIFY
+    return response.verify.verifies > 0 or len(response.output_ids) <= TOKENS_WITHOUT_VERIFY

@@ -1,7 +1,7 @@
-"""Identity over model families: tiny models with random weights, stock against verified, in float32.
+"""Compare verified decoding with stock SGLang on a tiny random model of each supported family, in float32.
 
-Writes each model as a Hugging Face folder, then runs :mod:`sglang_ext_bench.comparing.identity` on it. Random
-weights give flat logits, the hardest case for exactness and the worst for acceptance.
+Writes each model to a Hugging Face folder, and runs ``sglang-ext-bench identity`` on it. Random weights give flat logits, with which
+small numerical differences change the output, and few draft tokens are accepted.
 """
 
 import argparse
@@ -26,7 +26,7 @@ MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 
 
 def heads(query: int, kv: int, dim: int) -> dict[str, int]:
-    """Attention shape of a config."""
+    """Return the fields of a model config for the numbers and the size of heads."""
     return {"num_attention_heads": query, "num_key_value_heads": kv, "head_dim": dim}
 
 
@@ -43,16 +43,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command line."""
-    parser.add_argument("--tokenizer", required=True, help="folder whose tokenizer the models take")
-    parser.add_argument("--prompts", required=True, help="as for identity")
+    """Add the options of ``families``."""
+    parser.add_argument("--tokenizer", required=True, help="folder with the tokenizer of all models")
+    parser.add_argument("--prompts", required=True, help="folder of .txt files, or JSON lines, as for identity")
     parser.add_argument("--out", type=Path, required=True, help="folder for models and reports")
-    parser.add_argument("--families", default=",".join(FAMILIES), help="names, separated by commas")
+    parser.add_argument("--families", default=",".join(FAMILIES), help="names separated by commas (default: all)")
     parser.add_argument("identity", nargs="*", help="further options for identity, after --")
 
 
 def run(args: argparse.Namespace) -> int:
-    """One identity run for each family; the worst exit code."""
+    """Run ``identity`` for each family. Returns the largest exit code."""
     code = 0
     for name in args.families.split(","):
         folder = write_model(name, args.out / name, args.tokenizer)
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write_model(name: str, folder: Path, tokenizer: str) -> Path:
-    """Write a family's tiny model with random weights (seed 0) and a tokenizer's files."""
+    """Write a model with random weights (seed 0) and the files of a tokenizer. Returns the folder."""
     import torch
     import transformers
 

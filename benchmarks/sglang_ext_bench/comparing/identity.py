@@ -1,4 +1,12 @@
-"""Runs ``python -m sglang_ext_bench identity``: asks stock and each verified server, and compares their tokens."""
+"""Compare verified decoding with stock SGLang, token by token.
+
+Starts one server at a time on the loopback interface: stock SGLang, then the controls (stock with other batch shapes), then one verified
+server for each compressor and budget. All servers get the same prompts with the prefix cache in the same state. Runs with sampling use
+the same seed.
+
+The exit code is 1 if a prompt fails, or if an output differs in float32 beyond the tolerance. In another dtype it is 1 if outputs differ
+more than the controls' outputs do.
+"""
 
 import argparse
 import dataclasses
@@ -16,26 +24,35 @@ from sglang_ext_bench.comparing.arms import (
     Arm,
     ArmOutputs,
     control_arms,
-    flags_of,
     run_arm,
+    server_flags,
     stock_arm,
     try_arm,
     verified_arms,
 )
 from sglang_ext_bench.comparing.compare import Comparison, compare
-from sglang_ext_bench.comparing.identity_config import IdentityConfig
-from sglang_ext_bench.comparing.identity_options import add_arguments, config_from
-from sglang_ext_bench.comparing.tolerance import Rules, measured_tolerance
-from sglang_ext_bench.comparing.verdict import judge
-from sglang_ext_bench.corpus import own_prompts
+from sglang_ext_bench.comparing.identity_config import (
+    IdentityConfig,
+    add_arguments,
+    config_from,
+)
+from sglang_ext_bench.comparing.verdict import Rules, judge, measured_tolerance
+from sglang_ext_bench.corpus import default_prompts
 from sglang_ext_bench.prompts import Prompt, load_prompts, load_tokenizer
 
 __all__ = ["add_arguments", "run"]
 
 
 @dataclass(frozen=True)
-class Bench:
-    """What all arms of a run share; ``logs`` is the folder of the servers' logs."""
+class IdentityRun:
+    """The prompts and settings that all arms of a run share.
+
+    Attributes:
+        config: The options.
+        prompts: The prompts.
+        logs: Folder for the servers' logs.
+        console: Takes tables and progress lines.
+    """
 
     config: IdentityConfig
     prompts: tuple[Prompt, ...]
@@ -51,7 +68,7 @@ class Bench:
         ]
 
     def show(self, comparisons: list[Comparison], rules: Rules) -> None:
-        """Print a table for each."""
+        """Print a table for each comparison."""
         for each in comparisons:
             identity_report.print_comparison(self.console, each, rules, self.config.draft_length)
 
@@ -59,39 +76,39 @@ class Bench:
 def run_config(
     config: IdentityConfig, prompts: tuple[Prompt, ...], logs: Path, console: Console
 ) -> tuple[list[Comparison], Rules]:
-    """Run stock, the controls and the arms under test, printing tables; the rules to judge them by."""
-    bench = Bench(config, prompts, logs, console)
+    """Run stock, the controls and the verified arms, and print tables. Returns the comparisons and the rules of the verdict."""
+    identity_run = IdentityRun(config, prompts, logs, console)
     stock = run_arm(config, stock_arm(config), prompts, logs, console)
     comparisons: list[Comparison] = []
     for arm in control_arms(config):
-        comparisons += bench.compare_arm(arm, stock)
+        comparisons += identity_run.compare_arm(arm, stock)
     tolerance = config.margin_tolerance
     if isinstance(tolerance, str):
         tolerance = measured_tolerance(comparisons)
         console.print(f"measured --margin-tolerance: {tolerance:.3g}", markup=False)
     rules = config.rules(tolerance)
-    bench.show(comparisons, rules)
+    identity_run.show(comparisons, rules)
     for arm in verified_arms(config):
-        found = bench.compare_arm(arm, stock)
-        bench.show(found, rules)
+        found = identity_run.compare_arm(arm, stock)
+        identity_run.show(found, rules)
         comparisons += found
     return comparisons, rules
 
 
-def told(config: IdentityConfig, prompts: int) -> str:
-    """What all arms share, in a line for the plot."""
-    chosen = f"temperature {config.temperature:g}, seed {config.seed}" if config.temperature else "greedy"
-    return f"{Path(config.model).resolve().name}, {config.dtype}, {prompts} prompts, {config.output_len} tokens each, {chosen}"
+def describe_settings(config: IdentityConfig, prompts: int) -> str:
+    """The settings that all arms share, as one line for the plot."""
+    sampling = f"temperature {config.temperature:g}, seed {config.seed}" if config.temperature else "greedy"
+    return f"{Path(config.model).resolve().name}, {config.dtype}, {prompts} prompts, {config.output_len} tokens each, {sampling}"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the comparison, write the reports, and return 0 (all as promised) or 1."""
+    """Run the comparison and write the reports. Returns 0 if the run passes, else 1."""
     config = config_from(args)
     servers = [stock_arm(config), *control_arms(config), *verified_arms(config)]
-    check_servers(config.model, {arm.name: flags_of(config, arm) for arm in servers})
+    check_servers(config.model, {arm.name: server_flags(config, arm) for arm in servers})
     console = report.make_console()
     tokenizer = load_tokenizer(config.model)
-    prompts = (load_prompts(config.prompts, tokenizer) if config.prompts else own_prompts(tokenizer))[: config.limit]
+    prompts = (load_prompts(config.prompts, tokenizer) if config.prompts else default_prompts(tokenizer))[: config.limit]
     console.print(f"{len(prompts)} prompts for each of {len(servers)} servers: {', '.join(arm.name for arm in servers)}", markup=False)
     with ExitStack() as stack:
         logs = args.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
@@ -101,6 +118,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         report.write_json(args.json, identity_report.as_json(dataclasses.asdict(config), comparisons, rules, verdict))
     if args.plot:
-        identity_report.write_plot(args.plot, comparisons, told(config, len(prompts)))
+        identity_report.write_plot(args.plot, comparisons, describe_settings(config, len(prompts)))
     identity_report.print_verdict(console, verdict)
     return verdict.exit_code

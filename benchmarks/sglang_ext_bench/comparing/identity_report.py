@@ -1,4 +1,4 @@
-"""Identity results for people (tables, a plot) and for machines (JSON)."""
+"""Reports of an identity run: tables and summary lines, a plot, and JSON."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -7,41 +7,34 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from sglang_ext_bench import report
+from sglang_ext_bench import drawing, report
 from sglang_ext_bench.comparing.acceptance import acceptance
 from sglang_ext_bench.comparing.compare import (
     Comparison,
     LogprobDifference,
     PromptResult,
 )
-from sglang_ext_bench.comparing.tolerance import Rules
-from sglang_ext_bench.comparing.verdict import Verdict
-from sglang_ext_bench.speed import drawing
+from sglang_ext_bench.comparing.verdict import Rules, Verdict
 
 COLUMNS = ("prompt", "tokens", "identical", "first diff", "top-2 margin", "logprob diff", "accept len", "g")
 TABLE_POSITIONS = (1, 2, 4, 8, 16)
+"""Draft positions with a column of their own."""
 
 
 def print_comparison(console: Console, comparison: Comparison, rules: Rules, draft_length: int) -> None:
-    """A table of the prompts and the summary lines of one setting."""
+    """Print a table of the prompts, and the summary of one setting."""
     positions = [j for j in TABLE_POSITIONS if j <= draft_length]
-    table = Table(title=comparison.setting.label)
-    for title in COLUMNS:
-        table.add_column(title, justify="left" if title == "prompt" else "right")
-    for j in positions:
-        table.add_column(f"pos {j}", justify="right")
-    for result in comparison.results:
-        table.add_row(*_row(result, positions, draft_length))
-    console.print(table)
+    columns = (*COLUMNS, *(f"pos {j}" for j in positions))
+    rows = [_row(result, positions, draft_length) for result in comparison.results]
+    console.print(report.make_table(comparison.setting.label, columns, rows))
     for line in summary_lines(comparison, rules):
         console.print(line, markup=False)
     console.print()
 
 
 def summary_lines(comparison: Comparison, rules: Rules) -> list[str]:
-    """What one setting amounts to: identity, failures, fallbacks, acceptance."""
+    """Summarize one setting: identical outputs, failures, fallbacks and acceptance."""
     total = comparison.acceptance
     failed = [result for result in comparison.results if rules.fails(comparison, result)]
     tolerated = [result for result in comparison.results if rules.tolerates(result)]
@@ -61,11 +54,11 @@ def summary_lines(comparison: Comparison, rules: Rules) -> list[str]:
     fallbacks = [result for result in comparison.results if result.fallback is not None]
     if fallbacks:
         reasons = ", ".join(sorted({str(result.fallback) for result in fallbacks}))
-        lines.append(f"  {len(fallbacks)} served with the full KV cache: {reasons}")
+        lines.append(f"  {len(fallbacks)} served with the full KV: {reasons}")
     if total.verifies:
         curve = " ".join(f"{rate:.2f}" for rate in total.by_position)
         lines.append(
-            f"  {total.verifies} verifies, accepted length {_number(total.accept_length)}, "
+            f"  {total.verifies} verifications, accept length {_number(total.accept_length)}, "
             f"g = accepted / offered = {_number(total.rate)}"
         )
         lines.append(f"  acceptance by draft position: {curve}")
@@ -74,7 +67,7 @@ def summary_lines(comparison: Comparison, rules: Rules) -> list[str]:
 
 
 def print_verdict(console: Console, verdict: Verdict) -> None:
-    """The rules' verdicts, and whether the run passed."""
+    """Print the verdict, and whether the run passes."""
     for line in verdict.lines():
         console.print(line, markup=False, soft_wrap=True)
     console.print("passed" if verdict.holds else "FAILED", markup=False)
@@ -83,7 +76,7 @@ def print_verdict(console: Console, verdict: Verdict) -> None:
 def as_json(
     config: Mapping[str, Any], comparisons: Sequence[Comparison], rules: Rules, verdict: Verdict
 ) -> dict[str, Any]:
-    """The report as JSON values: config, versions, command, verdict, one entry per setting."""
+    """Return the report as JSON values: options, versions, command, verdict, and one entry per setting."""
     return {
         "config": dict(config),
         **report.origin(),
@@ -94,15 +87,21 @@ def as_json(
 
 
 def write_plot(path: Path, comparisons: Sequence[Comparison], measured_with: str) -> None:
-    """Acceptance over draft position, one line per setting; ``measured_with``: what all share. Nothing where nothing was drafted."""
+    """Plot acceptance over draft position, one line per setting. Writes nothing if nothing was drafted.
+
+    Args:
+        path: PNG file.
+        comparisons: The results of all settings.
+        measured_with: The settings that all comparisons share, for the subtitle.
+    """
     shares = {each.setting.label: each.acceptance.by_position for each in comparisons if each.acceptance.by_position}
     if not shares:
         return
     curves = [drawing.Curve(label, range(1, len(share) + 1), share) for label, share in shares.items()]
-    with drawing.png(path, (7, 4.5), drawing.Heading("Drafts accepted by the full KV cache", measured_with)) as axes:
+    with drawing.png(path, (7, 4.5), drawing.Heading("Draft tokens accepted by verification", measured_with)) as axes:
         if drawing.draw(axes, curves, "draft position"):
             axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.set(ylabel="share of verifies that accept it", ylim=(0, 1.02))
+        axes.set(ylabel="share of verifications that accept it", ylim=(0, 1.02))
         axes.grid(alpha=0.3)
 
 

@@ -9,14 +9,14 @@ from sglang_ext.managers.kv_transfer import timeline
 from sglang_ext.tools import ROLES, CommandError
 from sglang_ext.tools.server_process import check_servers
 from sglang_ext_bench import report
-from sglang_ext_bench.comparing.identity_options import words
+from sglang_ext.tools.options import split_flags as words
 from sglang_ext_bench.jobs.options import AUTO, add_arguments
 from sglang_ext_bench.jobs.phases import Job, phases_of
 from sglang_ext_bench.jobs.sending import Answered, PoolUse, arrivals, send
 from sglang_ext_bench.jobs.summary import Figures, summarize, tables
 from sglang_ext_bench.options import check_counts, check_port, numbers
 from sglang_ext_bench.servers_apart import ServersApart, ports_taken
-from sglang_ext_bench.speed.decode_prompts import make_prompts
+from sglang_ext_bench.prompts import make_prompts
 from sglang_ext_bench.speed.settings import log_folder
 from sglang_ext_bench.transfer.methods import Method, flags_of, method, obstacle
 from sglang_ext_bench.transfer.pair import timeline_file

@@ -22,7 +22,7 @@ from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
 from sglang_ext_bench.attention import prefill
-from sglang_ext_bench.attention.setting import Full, Shape
+from sglang_ext_bench.attention.setting import FullKV as Full, AttentionShape as Shape
 from sglang_ext_bench.attention.timing import seconds
 
 # Tokens whose attention is compared with float64.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sglang_ext.core import PLAIN_STEPS
 from sglang_ext.tools import CommandError
-from sglang_ext_bench.comparing.identity_options import words
+from sglang_ext.tools.options import split_flags as words
 from sglang_ext_bench.options import numbers
 
 STOCK, RANKS, AUTO = "stock", "spade-ranks", "auto"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from sglang_ext.periodic import run_periodically
 from sglang_ext.tools.server_client import ServerClient
-from sglang_ext_bench.speed.metrics_page import readings, total
+from sglang_ext_bench.client import readings, total
 
 # Seconds between looks.
 LOOKS = 0.1

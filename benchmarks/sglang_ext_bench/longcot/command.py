@@ -31,8 +31,8 @@ from sglang_ext_bench.longcot.serving import LongFigures
 from sglang_ext_bench.options import check_counts, numbers
 from sglang_ext_bench.prompts import load_prompts, load_tokenizer
 from sglang_ext_bench.speed import settings
-from sglang_ext_bench.speed.decode_prompts import make_prompts
-from sglang_ext_bench.speed.settings import Setting
+from sglang_ext_bench.prompts import make_prompts
+from sglang_ext_bench.speed.settings import ServerSetting as Setting
 
 __all__ = ["add_arguments", "run"]
 

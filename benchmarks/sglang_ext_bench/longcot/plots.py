@@ -7,7 +7,7 @@ from typing import Any
 from sglang_ext_bench.longcot.overlap import Overlap
 from sglang_ext_bench.longcot.packs import Step
 from sglang_ext_bench.longcot.serving import LongFigures
-from sglang_ext_bench.speed import drawing
+from sglang_ext_bench import drawing
 
 # Steps of a timeline that are drawn.
 DRAWN = 3

@@ -1,1 +1,1 @@
-"""All compression methods on one model and one prompt set: acceptance, bytes read by a draft step, speed."""
+"""Compares all compression methods on one model and one prompt set: acceptance, bytes that a draft step reads, and speed."""

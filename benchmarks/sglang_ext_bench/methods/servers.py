@@ -1,4 +1,4 @@
-"""The servers of ``bench methods``: which methods share a server, and what a draft step of each method reads."""
+"""The servers of ``sglang-ext-bench methods``, the methods of each server, and the bytes that a draft step of each method reads."""
 
 from dataclasses import dataclass
 
@@ -8,9 +8,9 @@ SELECTED = 0.125
 """Share of the context that a draft step reads with methods that select tokens of the full KV."""
 PAGE = 16
 """Tokens of a page of ``quest``."""
-PACKING = ("int8", "int4", "rotatekv", "turboquant", "hack", "lynx")
-"""Methods that pack all tokens, and are measured with their default bits alone."""
-SERVER_NAMES = (STOCK, "snapkv", "quest", "spade", "verify-guided", "kivi", "kivi-2", *PACKING)
+QUANTIZING = ("int8", "int4", "rotatekv", "turboquant", "hack", "lynx")
+"""Methods that quantize all tokens, measured with their default bits."""
+SERVER_NAMES = (STOCK, "snapkv", "quest", "spade", "verify-guided", "kivi", "kivi-2", *QUANTIZING)
 """The servers, in the order of the table."""
 
 
@@ -34,7 +34,7 @@ class MeasuredMethod:
 class MethodServer:
     """One server and the methods that it measures.
 
-    A server has at most one method that packs tokens. A method that selects tokens of the full KV has a server of its own.
+    A server has at most one method that quantizes tokens. A method that selects tokens of the full KV needs a server of its own.
 
     Attributes:
         name: Name in logs and in the JSON file.
@@ -51,9 +51,9 @@ def all_servers(draft_length: int, select_interval: int, on_gpu: bool) -> tuple[
     """Stock SGLang first, then verified servers with a fixed draft length.
 
     Args:
-        draft_length: Tokens that are drafted before each verification.
+        draft_length: Draft tokens before each verification.
         select_interval: Draft steps between two selections of ``spade``.
-        on_gpu: The servers run on GPUs, where ``quest`` wants pages of 16 tokens.
+        on_gpu: The servers run on GPUs, on which ``quest`` needs pages of 16 tokens.
     """
     verified = ("--kv-mode", "verified", "--kv-draft-length", str(draft_length), "--kv-compressor")
     dropping = {
@@ -70,9 +70,10 @@ def all_servers(draft_length: int, select_interval: int, on_gpu: bool) -> tuple[
         methods = tuple(MeasuredMethod(label, name) for name, label in labels.items())
         found[first] = MethodServer(first, (*verified, first, "--kv-more-compressors", more), methods)
     found["kivi-2"] = MethodServer("kivi-2", (*verified, "kivi", "--kv-bits", "2"), (MeasuredMethod("`kivi`, 2 bits", "kivi"),))
-    for name in PACKING:
+    for name in QUANTIZING:
         found[name] = MethodServer(name, (*verified, name), (MeasuredMethod(f"`{name}`", name),))
-    # Quest reads the least and the largest key of each page in each step, spade all keys at each selection. Keys are half of the KV.
+    # Quest reads the minimum and the maximum of the keys of each page in each step, and spade reads all keys at each selection. Keys are half
+    # of the KV.
     pages = ("--page-size", str(PAGE)) if on_gpu else ()
     selecting = {
         "quest": (1 / PAGE, pages),

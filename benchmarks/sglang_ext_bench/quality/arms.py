@@ -9,7 +9,7 @@ from sglang_ext.tools.server_client import ServerClient
 from sglang_ext.tools.server_process import ServerProcess, file_name
 from sglang_ext_bench.client import generate
 
-from sglang_ext_bench.comparing.generation import Generation
+from sglang_ext_bench.client import Generation
 from sglang_ext_bench.prompts import Prompt
 from sglang_ext_bench.quality.config import COMPARED, QualityConfig
 from sglang_ext_bench.quality.copy_bytes import copy_share, token_bytes

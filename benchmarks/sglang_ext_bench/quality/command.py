@@ -13,7 +13,7 @@ from rich.console import Console
 from sglang_ext.tools import CommandError
 from sglang_ext.tools.server_process import ServerProcess, check_servers
 from sglang_ext_bench import report
-from sglang_ext_bench.comparing.generation import TopLogprobs
+from sglang_ext_bench.client import TopLogprobs
 from sglang_ext_bench.prompts import Prompt, Tokenizer, load_prompts, load_tokenizer
 from sglang_ext_bench.quality.arms import (
     FULL,

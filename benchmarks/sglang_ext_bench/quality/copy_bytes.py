@@ -7,7 +7,7 @@ from sglang_ext.tools import CommandError
 from sglang_ext.tools.server_client import ServerClient, describe_error
 from sglang_ext_bench.client import SamplingSettings, generate
 from sglang_ext_bench.speed.decode_limit import kv_token_bytes
-from sglang_ext_bench.speed.metrics_page import readings
+from sglang_ext_bench.client import readings
 
 POLL_SECONDS = 0.01
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sglang_ext.tools import CommandError
-from sglang_ext_bench.comparing.generation import TopLogprobs
+from sglang_ext_bench.client import TopLogprobs
 
 FLOOR = 1e-6
 """Least probability of the rest: below it, float32 log-probabilities do not say how much is left."""

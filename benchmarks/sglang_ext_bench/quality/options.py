@@ -22,7 +22,7 @@ from pathlib import Path
 
 from sglang_ext.tools import CommandError
 from sglang_ext.tools.options import seconds
-from sglang_ext_bench.comparing.identity_options import words
+from sglang_ext.tools.options import split_flags as words
 from sglang_ext_bench.options import DTYPES, names, numbers
 from sglang_ext_bench.quality.config import (
     MODES,

@@ -5,7 +5,7 @@ from typing import Any
 
 from sglang_ext.tools import CommandError
 from sglang_ext.tools.server_client import ServerClient, describe_error
-from sglang_ext_bench.comparing.generation import TopLogprobs, parse_top_logprobs
+from sglang_ext_bench.client import TopLogprobs, parse_top_logprobs
 from sglang_ext_bench.prompts import Prompt
 
 

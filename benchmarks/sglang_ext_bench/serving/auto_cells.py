@@ -24,11 +24,11 @@ from sglang_ext.tools import CommandError
 from sglang_ext.tools.server_process import ServerProcess
 from sglang_ext_bench import report
 from sglang_ext_bench.client import SamplingSettings
-from sglang_ext_bench.comparing.identity_options import words
+from sglang_ext.tools.options import split_flags as words
 from sglang_ext_bench.options import DTYPES, numbers
 from sglang_ext_bench.speed import decode_wave
-from sglang_ext_bench.speed.decode_prompts import Waves, make_prompts
-from sglang_ext_bench.speed.metrics_page import readings
+from sglang_ext_bench.prompts import Waves, make_prompts
+from sglang_ext_bench.client import readings
 
 STOCK, AUTO = "stock", "auto"
 # What must be equal for an arm in --json to be used again.

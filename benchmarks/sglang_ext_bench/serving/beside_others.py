@@ -17,7 +17,7 @@ from typing import Any
 
 from sglang_ext.config.benchmark_options import PARAMETER
 from sglang_ext.tools.server_process import ServerProcess
-from sglang_ext_bench.comparing.identity_options import words
+from sglang_ext.tools.options import split_flags as words
 from sglang_ext_bench.speed.decode_wave import read
 
 PLAIN, BATCH = 6, 8

@@ -17,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 
 from sglang_ext.tools.server_process import CommandError, ServerProcess
-from sglang_ext_bench.speed.metrics_page import total
+from sglang_ext_bench.client import total
 
 ANSWER, VOCABULARY = 256, 20000
 # SGLang tells how many requests run when it logs; so often it logs rounds.

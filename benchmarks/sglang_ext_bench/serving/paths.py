@@ -28,7 +28,7 @@ from pathlib import Path
 
 import sglang_ext
 from sglang_ext.tools.server_process import ServerProcess
-from sglang_ext_bench.comparing.identity_options import words
+from sglang_ext.tools.options import split_flags as words
 
 PACKAGE = Path(sglang_ext.__file__).parent
 # In each process of the server. A function is a file and a name in it; of a class whose constructor is generated, that of the class.

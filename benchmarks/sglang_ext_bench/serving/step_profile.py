@@ -25,9 +25,9 @@ import torch
 
 from sglang_ext.tools.server_process import ServerProcess
 from sglang_ext_bench.client import SamplingSettings
-from sglang_ext_bench.comparing.identity_options import words
+from sglang_ext.tools.options import split_flags as words
 from sglang_ext_bench.speed import decode_wave
-from sglang_ext_bench.speed.metrics_page import total
+from sglang_ext_bench.client import total
 
 VOCABULARY = 20000
 # Categories of the profiler's events that are work of a device, and the call that launches a step.

@@ -16,7 +16,7 @@ from sglang_ext_bench.simulating.scenario import Request, Scenario, SimulationEr
 from sglang_ext_bench.simulating.simulate_report import table, write_plot
 from sglang_ext_bench.simulating.simulated import Result
 from sglang_ext_bench.simulating.simulation import Engine
-from sglang_ext_bench.speed import drawing
+from sglang_ext_bench import drawing
 
 __all__ = ["add_arguments", "run"]
 

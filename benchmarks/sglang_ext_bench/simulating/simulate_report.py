@@ -7,7 +7,7 @@ from rich import box
 from rich.table import Table
 
 from sglang_ext_bench.simulating.simulated import Result
-from sglang_ext_bench.speed import drawing
+from sglang_ext_bench import drawing
 
 COLUMNS = (
     "policy", "p", "tokens/s", "allowed", "ratio", "gain", "overall", "placed", "drafts", "at once", "link", "rings",

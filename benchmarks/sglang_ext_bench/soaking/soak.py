@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from sglang_ext.tools import CommandError
 from sglang_ext.tools.server_client import ServerClient, describe_error
 from sglang_ext.tools.server_process import ServerProcess, check_servers
-from sglang_ext_bench.comparing.identity_options import words
+from sglang_ext.tools.options import split_flags as words
 from sglang_ext_bench.prompts import Prompt, load_prompts, load_tokenizer
 from sglang_ext_bench.report import write_json
 from sglang_ext_bench.soaking.apart import Apart, flags_apart, options_apart

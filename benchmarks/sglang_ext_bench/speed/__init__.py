@@ -1,1 +1,1 @@
-"""How fast both decode: throughput, latency, and the limits of memory."""
+"""Decode throughput and latency of stock SGLang and of verified decoding, and the limits of memory bandwidth."""

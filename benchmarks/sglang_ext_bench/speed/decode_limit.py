@@ -1,4 +1,4 @@
-"""The least time that memory bandwidth allows a decoded token: the bytes it must read over the bandwidth."""
+"""The least time per decoded token that memory bandwidth allows: bytes that must be read over bytes per second."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from sglang_ext.managers.kv_offload import throughput_model
 from sglang_ext.managers.kv_offload.costs import Costs
 
 if TYPE_CHECKING:
-    from sglang_ext_bench.speed.settings import Setting
+    from sglang_ext_bench.speed.settings import ServerSetting
 
 
 def kv_token_bytes(config: Mapping[str, Any], bytes_per_number: int) -> int:
@@ -21,19 +21,19 @@ def kv_token_bytes(config: Mapping[str, Any], bytes_per_number: int) -> int:
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """What decoding reads.
+    """Bytes of a model that decoding reads.
 
     Attributes:
-        weights: bytes of the weights that each step reads, without the table of input embeddings.
-        kv_token: bytes of keys and values of one token, over all layers.
+        weights: Bytes of the weights that each step reads, without the table of input embeddings.
+        kv_token: Bytes of keys and values of one token, over all layers.
     """
 
     weights: int
     kv_token: int
 
     @classmethod
-    def of(cls, folder: Path, bytes_per_number: int) -> "ModelBytes":
-        """From a dense model's ``config.json``: attention and gated MLP in each layer, and the output head."""
+    def from_folder(cls, folder: Path, bytes_per_number: int) -> "ModelBytes":
+        """Compute the bytes of a dense model from its ``config.json``: attention and gated MLP of each layer, and the output head."""
         config = read_config(folder)
         hidden, layers, query_heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
         kv_heads, dim = kv_shape(config)
@@ -43,12 +43,12 @@ class ModelBytes:
         return cls(weights * bytes_per_number, kv_token_bytes(config, bytes_per_number))
 
     def step(self, batch: int, tokens: float) -> float:
-        """Bytes of a step in which each of ``batch`` requests attends to ``tokens`` tokens."""
+        """Bytes of a decode step of ``batch`` requests that each attend to ``tokens`` tokens."""
         return self.weights + batch * tokens * self.kv_token
 
 
 def stock_ms(model: ModelBytes, bandwidth: float, batch: int, context: float) -> float:
-    """Milliseconds per token of plain decoding; ``bandwidth`` in bytes per second."""
+    """Milliseconds per token of plain decoding, with ``bandwidth`` in bytes per second."""
     return 1000 * model.step(batch, context) / bandwidth
 
 
@@ -63,8 +63,14 @@ def verified_ms(
 ) -> float:
     """Milliseconds per token of verified decoding (VeriCache, equation (11) with full KV on the device).
 
-    A round drafts ``drafts`` tokens on ``budget`` of the context, verifies once on all of it, and gains
-    ``accept_length`` tokens.
+    Args:
+        model: Bytes of the model.
+        bandwidth: Read bandwidth in bytes per second.
+        batch: Requests at once.
+        context: Tokens of each request.
+        budget: Share of the KV that a draft step reads.
+        drafts: Draft steps of a round, before one verification on the full KV.
+        accept_length: Mean tokens of a verification.
     """
     read = drafts * model.step(batch, budget * context) + model.step(batch, context)
     return 1000 * read / bandwidth / accept_length
@@ -72,12 +78,12 @@ def verified_ms(
 
 @dataclass(frozen=True)
 class Machine:
-    """What a server and its GPU have.
+    """Bandwidths and memory of a server.
 
     Attributes:
-        bandwidth: of reads, bytes per second.
-        pool: tokens that the KV pool holds.
-        link: bytes per second from the host.
+        bandwidth: Read bandwidth of device memory, bytes per second.
+        pool: Tokens that fit into the KV pool.
+        link: Bandwidth of loads from host memory, bytes per second.
     """
 
     bandwidth: float
@@ -86,14 +92,20 @@ class Machine:
 
 
 def tiered_tokens_per_second(
-    model: ModelBytes, machine: Machine, batch: int, prompt: int, output: int, setting: "Setting", acceptance: float
+    model: ModelBytes, machine: Machine, batch: int, prompt: int, output: int, setting: "ServerSetting", acceptance: float
 ) -> float:
-    """Tokens per second of up to ``batch`` requests where full KV lies in tiers (throughput_model.py, VeriCache's (3), (5)-(11)).
+    """Tokens per second of up to ``batch`` requests if the full KV is in tiers (throughput_model.py, VeriCache's (3), (5)-(11)).
 
-    Requests are in the middle of their ``output``, which is on the device and in each copy.
+    Each request is in the middle of its output. The output tokens are on the device, and in the compressed KV of each request.
 
     Args:
-        acceptance: probability that a draft is accepted when those before it were.
+        model: Bytes of the model.
+        machine: Bandwidths and memory of the server.
+        batch: Requests at once.
+        prompt: Prompt tokens of each request.
+        output: Output tokens of each request.
+        setting: Budget, draft length and tier of the server.
+        acceptance: Probability that a draft token is accepted if the tokens before it were.
     """
     costs = Costs(
         weights=model.weights,
@@ -105,14 +117,14 @@ def tiered_tokens_per_second(
         drafts=setting.draft_length,
         recent=model.kv_token * output / 2,
     )
-    longest = max(setting.draft_length, setting.tier.longest // setting.draft_length * setting.draft_length)
-    return throughput_model.best_plan(costs, acceptance, batch, setting.tier.name, longest).tokens_per_second
+    max_drafts = max(setting.draft_length, setting.tier.max_drafts // setting.draft_length * setting.draft_length)
+    return throughput_model.best_plan(costs, acceptance, batch, setting.tier.name, max_drafts).tokens_per_second
 
 
 def measure_bandwidth() -> float | None:
-    """Read bandwidth of the first GPU, in bytes per second; None without one.
+    """Measure the read bandwidth of the first GPU in bytes per second. Returns None without a GPU.
 
-    The best of ten sums over 4 GiB, which read them once and write nothing.
+    It is the best of ten sums over 4 GiB, which read each byte once.
     """
     import torch
 
@@ -134,7 +146,7 @@ def measure_bandwidth() -> float | None:
 
 
 def memory_in_use() -> float | None:
-    """GiB of the first GPU's memory that are in use, whoever uses them; None without one."""
+    """GiB in use of the first GPU's memory, by all processes. None without a GPU."""
     import torch
 
     if not torch.cuda.is_available():

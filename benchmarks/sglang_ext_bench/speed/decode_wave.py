@@ -1,4 +1,10 @@
-"""Requests that decode side by side, and how fast they do."""
+"""Sends a wave of requests at once, reads their streams, and measures the decode speed while all of them run.
+
+Terms:
+    chunk: One server-sent event of a streaming response.
+    burst: Chunks that arrive together, because one round produced their tokens.
+    wave: Requests that are sent at once.
+"""
 
 import math
 import time
@@ -7,25 +13,24 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_ext.config.benchmark_options import PARAMETER
-from sglang_ext.config.method_options import COMPRESSOR_PARAM
 from sglang_ext.tools import CommandError
 from sglang_ext.tools.server_client import ServerClient
 from sglang_ext_bench.client import SamplingSettings
 
-# Share of the time until a first request ends in which all must have run side by side.
-SHORTEST = 0.1
-# Share of the mean time between chunks. Chunks that are closer came together: a stream has a chunk for each token of a round.
-TOGETHER = 0.25
+MIN_SPAN = 0.1
+"""Least measured span, as a share of the time until the first request ends."""
+BURST_GAP = 0.25
+"""Chunks are one burst if the time between them is below this share of the mean time between chunks."""
 
 
 @dataclass(frozen=True)
 class Burst:
-    """Chunks of a stream that came together.
+    """Chunks of a stream that arrived together.
 
     Attributes:
-        begin, end: seconds of its first and its last chunk.
-        tokens: output tokens up to and with its last chunk.
+        begin: Time of the first chunk, in seconds.
+        end: Time of the last chunk, in seconds.
+        tokens: Output tokens up to and including the last chunk.
     """
 
     begin: float
@@ -35,12 +40,12 @@ class Burst:
 
 @dataclass
 class Stream:
-    """One request's answer as it came.
+    """The streaming response to one request.
 
     Attributes:
-        times: seconds since the wave began, of each chunk.
-        tokens: output tokens up to and with each chunk.
-        meta: ``kv_*`` fields of the last chunk's ``meta_info``.
+        times: Arrival time of each chunk, in seconds since the start of the wave.
+        tokens: Output tokens up to and including each chunk.
+        meta: ``kv_*`` fields of ``meta_info`` in the last chunk.
     """
 
     times: list[float] = field(default_factory=list)
@@ -48,29 +53,29 @@ class Stream:
     meta: dict[str, Any] = field(default_factory=dict)
 
     def add(self, seconds: float, meta_info: dict[str, Any]) -> None:
-        """Take a chunk's time and ``meta_info``."""
+        """Add a chunk with its arrival time and its ``meta_info``."""
         self.times.append(seconds)
         self.tokens.append(meta_info["completion_tokens"])
         self.meta = {name: value for name, value in meta_info.items() if name.startswith("kv_")}
 
     def tokens_at(self, seconds: float) -> int:
-        """Output tokens that had come by then."""
+        """Output tokens that had arrived by this time."""
         return max((n for t, n in zip(self.times, self.tokens) if t <= seconds), default=0)
 
     def bursts(self, begin: float = -math.inf) -> list[Burst]:
-        """The chunks after ``begin``, those together that came together."""
+        """Group the chunks after ``begin`` into bursts."""
         chunks = [(t, n) for t, n in zip(self.times, self.tokens) if begin < t]
-        near = TOGETHER * (chunks[-1][0] - chunks[0][0]) / (len(chunks) - 1) if len(chunks) > 1 else 0.0
+        max_gap = BURST_GAP * (chunks[-1][0] - chunks[0][0]) / (len(chunks) - 1) if len(chunks) > 1 else 0.0
         found: list[Burst] = []
-        for time, tokens in chunks:
-            if found and time - found[-1].end < near:
-                found[-1] = Burst(found[-1].begin, time, tokens)
+        for seconds, tokens in chunks:
+            if found and seconds - found[-1].end < max_gap:
+                found[-1] = Burst(found[-1].begin, seconds, tokens)
             else:
-                found.append(Burst(time, time, tokens))
+                found.append(Burst(seconds, seconds, tokens))
         return found
 
     def rate(self, begin: float, end: float) -> float:
-        """Tokens per second from the first burst after ``begin`` until the last one up to ``end``; 0 where these are not two."""
+        """Tokens per second from the first burst after ``begin`` to the last burst before ``end``. 0 for fewer than two bursts."""
         bursts = [burst for burst in self.bursts(begin) if burst.end <= end]
         if len(bursts) < 2:
             return 0.0
@@ -80,18 +85,20 @@ class Stream:
 
 @dataclass(frozen=True)
 class Wave:
-    """What a wave of requests showed.
+    """The decode speed of a wave.
+
+    The measured span begins when all running requests have their first token, and ends when the first of them ends.
 
     Attributes:
-        batch: requests.
-        running: those that decoded side by side; the others waited, for lack of room, until one of them had ended.
-        seconds: from the first token of the last of these to the last token of the first to end.
-        tokens: their output tokens in these seconds.
-        steady: tokens per second of all, each request from its first burst after that until its last: without the wait for a first
-            verification, and without drafts that are not verified yet when the span ends.
-        first_token: seconds until the first token of the last of these.
-        accept_length: mean tokens per verification; None when nothing was drafted.
-        fallbacks: requests that were last served with full KV, though they could draft.
+        batch: Requests of the wave.
+        running: Requests that decoded at the same time. The others waited for memory until one of them ended.
+        seconds: Length of the measured span.
+        tokens: Output tokens of the running requests in the span.
+        steady: Tokens per second of all requests, for each request between its first and its last burst of the span. It excludes the wait
+            for the first verification, and drafts that are not verified when the span ends.
+        first_token: Seconds from the start of the wave to the start of the span.
+        accept_length: Mean tokens per verification. None if nothing was drafted.
+        fallbacks: Requests that the full KV served at their end.
     """
 
     batch: int
@@ -105,55 +112,59 @@ class Wave:
 
     @property
     def token_ms(self) -> float:
-        """Milliseconds per output token of each request that runs."""
+        """Milliseconds per output token of each running request."""
         return 1000 * self.running / self.tokens_per_second
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all requests together."""
+        """Tokens per second of all running requests."""
         return self.tokens / self.seconds
 
 
 def read(server: ServerClient, body: dict[str, Any], began: float, clock: Callable[[], float] = time.perf_counter) -> Stream:
-    """The stream that a request for ``/generate`` gets, timed from ``began`` on.
+    """Send a request to ``/generate``, and read its stream.
+
+    Args:
+        server: The server.
+        body: JSON body of the request.
+        began: Start of the wave, as a value of ``clock``.
+        clock: Returns the time in seconds.
 
     Raises:
-        OSError: as :meth:`ServerClient.stream`, or the server answered with an error.
+        OSError: As for :meth:`ServerClient.stream`, or the server sent an error.
     """
     stream = Stream()
     for event in server.stream("generate", {**body, "stream": True}):
         if "meta_info" not in event:
-            # SGLang has begun a stream, with status 200, before it looks at a request.
+            # SGLang checks a request after it has sent status 200.
             raise OSError(event.get("error", {}).get("message", event))
         stream.add(clock() - began, event["meta_info"])
     return stream
 
 
 def measure(streams: Sequence[Stream]) -> Wave:
-    """The span in which as many requests decoded as there was room for.
-
-    Tokens come in bursts, so the span begins and ends with a chunk.
+    """Measure the span in which all running requests decode. The span begins and ends with a chunk.
 
     Raises:
-        CommandError: it is short beside the time in which they began.
+        CommandError: The span is too short, compared with the time until the first request ended.
     """
     end = min(stream.times[-1] for stream in streams)
-    together = [stream for stream in streams if stream.times[0] < end]
-    begin = max(stream.times[0] for stream in together)
-    tokens = sum(stream.tokens_at(end) - stream.tokens_at(begin) for stream in together)
-    if begin > (1 - SHORTEST) * end or tokens <= 0:
+    running = [stream for stream in streams if stream.times[0] < end]
+    begin = max(stream.times[0] for stream in running)
+    tokens = sum(stream.tokens_at(end) - stream.tokens_at(begin) for stream in running)
+    if begin > (1 - MIN_SPAN) * end or tokens <= 0:
         raise CommandError(
-            f"{len(together)} requests of {len(streams)} decoded side by side for {end - begin:.2f} s of the {end:.2f} s until the first "
-            "had ended; ask for a longer output (--output-len)"
+            f"{len(running)} requests of {len(streams)} decoded at the same time for {end - begin:.2f} s of the {end:.2f} s until the first "
+            "one ended: pass a larger --output-len"
         )
     verifies = sum(stream.meta.get("kv_verifies", 0) for stream in streams)
     accepted = sum(stream.meta.get("kv_accepted", 0) for stream in streams)
     return Wave(
         batch=len(streams),
-        running=len(together),
+        running=len(running),
         seconds=end - begin,
         tokens=tokens,
-        steady=sum(stream.rate(begin, end) for stream in together),
+        steady=sum(stream.rate(begin, end) for stream in running),
         first_token=begin,
         accept_length=(accepted + verifies) / verifies if verifies else None,
         fallbacks=sum(bool(stream.meta.get("kv_fallback")) for stream in streams),
@@ -169,35 +180,39 @@ def run(
     clock: Callable[[], float] = time.perf_counter,
     compressor: str | None = None,
 ) -> list[Stream]:
-    """Send all prompts at once and read their streams.
+    """Send all prompts at once, and read their streams.
 
     Args:
-        server: where to.
-        prompts: token ids.
-        sampling: how to sample.
-        new_tokens: output tokens of each, whatever they are.
-        acceptance: forced on a server with --kv-bench-acceptance (managers/simulated_acceptance.py).
-        clock: seconds.
-        compressor: Method that the requests ask for. None for the server's first.
+        server: The server.
+        prompts: Token ids of each prompt.
+        sampling: Sampling parameters.
+        new_tokens: Output tokens of each request.
+        acceptance: Forced acceptance probability, for a server with --kv-bench-acceptance (managers/simulated_acceptance.py).
+        clock: Returns the time in seconds.
+        compressor: Method that the requests ask for. None for the server's first method.
 
     Raises:
-        CommandError: a request was refused or broke off.
+        CommandError: A request was refused or broke off.
     """
+    # These modules load SGLang, which the help of a command must not do.
+    from sglang_ext.config.benchmark_options import PARAMETER
+    from sglang_ext.config.method_options import COMPRESSOR_PARAM
+
     began = clock()
     parameters = sampling.as_json(new_tokens)
-    asked = {PARAMETER: acceptance, COMPRESSOR_PARAM: compressor}
-    if custom := {name: value for name, value in asked.items() if value is not None}:
-        parameters["custom_params"] = custom
+    custom = {PARAMETER: acceptance, COMPRESSOR_PARAM: compressor}
+    if any(value is not None for value in custom.values()):
+        parameters["custom_params"] = {name: value for name, value in custom.items() if value is not None}
 
-    def ask(input_ids: tuple[int, ...]) -> Stream:
+    def send(input_ids: tuple[int, ...]) -> Stream:
         try:
             stream = read(server, {"input_ids": list(input_ids), "sampling_params": parameters}, began, clock)
         except (OSError, KeyError) as error:
             raise CommandError(f"a request of {len(input_ids)} tokens failed: {error}") from error
         if not stream.tokens or stream.tokens[-1] < new_tokens:
-            got = stream.tokens[-1] if stream.tokens else 0
-            raise CommandError(f"a request ended after {got} of {new_tokens} tokens; see the server's log")
+            received = stream.tokens[-1] if stream.tokens else 0
+            raise CommandError(f"a request ended after {received} of {new_tokens} tokens; see the server's log")
         return stream
 
     with ThreadPoolExecutor(len(prompts)) as pool:
-        return list(pool.map(ask, prompts))
+        return list(pool.map(send, prompts))

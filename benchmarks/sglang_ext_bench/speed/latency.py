@@ -1,4 +1,10 @@
-"""Runs ``python -m sglang_ext_bench latency``: starts the servers, runs SGLang's own benchmark, writes a table, JSON and plots."""
+"""Measure the latency of stock SGLang and of verified decoding against the request rate, under Poisson traffic.
+
+Tokens of verified decoding arrive in bursts, so that throughput alone does not describe the latency of a stream. A server is started for
+each setting, and SGLang's own benchmark (``sglang.benchmark.serving``) sends it random prompts at each rate. The table shows the time to
+the first token, the inter-token latency and the request latency, each with median and 99th percentile. SGLang divides the time between
+two chunks by the tokens of a chunk. *gap* is the undivided time between two chunks.
+"""
 
 import argparse
 import json
@@ -13,28 +19,27 @@ from typing import Any
 from sglang_ext.tools import CommandError
 from sglang_ext.tools.server_client import HOST, ServerClient
 from sglang_ext.tools.server_process import file_name
-from sglang_ext_bench.speed import drawing, settings
-from sglang_ext_bench.speed.latency_options import add_arguments
-from sglang_ext_bench.speed.settings import Setting, numbers
-
-__all__ = ["add_arguments", "run"]
+from sglang_ext_bench import drawing
+from sglang_ext_bench.options import numbers
+from sglang_ext_bench.speed import settings
+from sglang_ext_bench.speed.settings import ServerSetting
 
 PERCENTILES = (50, 99)
 
 
 @dataclass(frozen=True)
 class Latency:
-    """What one setting showed at one rate; milliseconds by percentile.
+    """The latency of one server at one request rate. Times are milliseconds by percentile.
 
     Attributes:
-        setting: its name.
-        acceptance: probability that a draft was forced to be accepted; None where verification decided.
-        rate: requests per second that were sent; infinite for all at once.
-        throughput: output tokens per second.
-        first_token: from the request to its first token.
-        inter_token: a chunk's time over its tokens.
-        gap: from one chunk to the next.
-        request: from the request to its last token.
+        setting: Name of the setting.
+        acceptance: Forced acceptance probability. None if it was not forced.
+        rate: Requests per second. Infinite if all are sent at once.
+        throughput: Output tokens per second.
+        first_token: Time from the request to its first token.
+        inter_token: Time between two chunks, divided by the tokens of the chunk.
+        gap: Time between two chunks.
+        request: Time from the request to its last token.
     """
 
     setting: str
@@ -47,15 +52,27 @@ class Latency:
     request: dict[int, float]
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``latency``."""
+    settings.add_arguments(parser)
+    add = parser.add_argument
+    add("--tokenizer", type=Path, help="folder of the tokenizer that makes the prompts; default: --model")
+    add("--rate", default="1,2,4", help="requests per second, separated by commas (default: %(default)s)")
+    add("--requests", type=int, default=64, help="requests at each rate (default: %(default)s)")
+    add("--input-len", type=int, default=4096, help="tokens of each prompt (default: %(default)s)")
+    add("--output-len", type=int, default=256, help="output tokens of each request (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of prompts and arrival times (default: %(default)s)")
+
+
 def run(args: argparse.Namespace) -> int:
-    """Measure all settings at all rates, print a table; 0 when all could be measured, else 1 after the others."""
+    """Measure all settings at all rates, and print a table. Returns 0 if all were measured, else 1."""
     rates = numbers(args.rate, "--rate", float)
     if len(settings.forced_acceptances(args)) > 1:
         raise CommandError(f"--force-acceptance {args.force_acceptance!r}: pass a single probability")
-    servers = settings.checked(args)
+    servers = settings.checked_settings(args)
     results: list[Latency] = []
 
-    def measure(setting: Setting, logs: Path) -> None:
+    def measure(setting: ServerSetting, logs: Path) -> None:
         for result in run_setting(args, setting, rates, logs):
             results.append(result)
             print(line(result), flush=True)
@@ -64,9 +81,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_setting(
-    args: argparse.Namespace, setting: Setting, rates: Sequence[float], logs: Path
+    args: argparse.Namespace, setting: ServerSetting, rates: Sequence[float], logs: Path
 ) -> Iterator[Latency]:
-    """Start the setting's server and send it traffic at each rate, with an empty prefix cache at first."""
+    """Start the server of a setting, and send it traffic at each rate. The prefix cache is empty before each rate."""
     acceptance = settings.acceptances(args, setting)[0]
     with settings.server(args, setting, logs) as server:
         for rate in rates:
@@ -76,10 +93,16 @@ def run_setting(
 
 
 def send(args: argparse.Namespace, server: ServerClient, rate: float, stem: Path) -> dict[str, Any]:
-    """Run SGLang's benchmark against a server; its record of the run.
+    """Run SGLang's benchmark against a server. Returns its JSON record of the run.
+
+    Args:
+        args: The options.
+        server: The server.
+        rate: Requests per second.
+        stem: Path of the record, without its extension.
 
     Raises:
-        CommandError: it failed, or some requests did; the message shows the end of its output.
+        CommandError: The benchmark or one of its requests failed. The message shows the end of the benchmark's output.
     """
     out = stem.parent / f"{stem.name}.jsonl"
     out.unlink(missing_ok=True)
@@ -100,14 +123,14 @@ def send(args: argparse.Namespace, server: ServerClient, rate: float, stem: Path
         raise CommandError(f"{record['completed']} of {args.requests} requests were answered at rate {rate:g}:\n{end}")
     if not all(record["ttfts"]):
         raise CommandError(
-            "the server's answers have no text, by which SGLang's benchmark tells the first token: start it with a "
-            "tokenizer that knows all of the model's tokens, not with --skip-tokenizer-init"
+            "the server's responses have no text, from which SGLang's benchmark finds the first token: start the server with "
+            "a tokenizer for all of the model's tokens, not with --skip-tokenizer-init"
         )
     return record
 
 
 def summarize(setting: str, acceptance: float | None, rate: float, record: dict[str, Any]) -> Latency:
-    """Percentiles of a run, from the record of SGLang's benchmark."""
+    """Compute the percentiles of a run from the record of SGLang's benchmark."""
     between = [times for times in record["itls"] if times]
     return Latency(
         setting,
@@ -122,7 +145,7 @@ def summarize(setting: str, acceptance: float | None, rate: float, record: dict[
 
 
 def chunks(times: Sequence[float]) -> list[float]:
-    """Seconds of each chunk, from those of its tokens, which SGLang's benchmark made equal."""
+    """Seconds between chunks, from the times of tokens: SGLang's benchmark gives all tokens of a chunk the same time."""
     gaps, last = [], None
     for seconds in times:
         if seconds == last:
@@ -134,7 +157,7 @@ def chunks(times: Sequence[float]) -> list[float]:
 
 
 def percentiles(seconds: Sequence[float]) -> dict[int, float]:
-    """:data:`PERCENTILES` of times, in milliseconds; 0 of none."""
+    """Compute :data:`PERCENTILES` of times in seconds. Returns milliseconds, and 0 without times."""
     if len(seconds) < 2:
         return {percentile: 1000 * sum(seconds) for percentile in PERCENTILES}
     cuts = statistics.quantiles(seconds, n=100, method="inclusive")
@@ -142,7 +165,7 @@ def percentiles(seconds: Sequence[float]) -> dict[int, float]:
 
 
 def line(result: Latency) -> str:
-    """A result as one line of text."""
+    """Format a result as one line of text."""
     parts = [f"{result.setting:24} rate {result.rate:5g}/s  {result.throughput:8.1f} tokens/s"]
     for name in ("first_token", "inter_token", "gap", "request"):
         median, late = (getattr(result, name)[percentile] for percentile in PERCENTILES)
@@ -151,14 +174,20 @@ def line(result: Latency) -> str:
 
 
 def write_plot(path: Path, results: Sequence[Latency], measured_with: str) -> None:
-    """Request latency over rate, one line per setting: median, and 99th percentile dashed; ``measured_with``: what all share."""
+    """Plot the request latency over the rate, for each setting a line of the median and a dashed line of the 99th percentile.
+
+    Args:
+        path: PNG file.
+        results: The results of all settings.
+        measured_with: The settings that all servers share, for the subtitle.
+    """
     curves = []
-    for place, name in enumerate(dict.fromkeys(result.setting for result in results)):
-        mine = [result for result in results if result.setting == name]
+    for index, name in enumerate(dict.fromkeys(result.setting for result in results)):
+        own = [result for result in results if result.setting == name]
         for percentile, style in zip(PERCENTILES, ("-", "--")):
-            values = [result.request[percentile] / 1000 for result in mine]
+            values = [result.request[percentile] / 1000 for result in own]
             label = f"{name}, {'median' if percentile == 50 else f'{percentile}th percentile'}"
-            curves.append(drawing.Curve(label, [result.rate for result in mine], values, style, f"C{place % 10}"))
+            curves.append(drawing.Curve(label, [result.rate for result in own], values, style, f"C{index % 10}"))
     with drawing.png(path, (8, 4.5), drawing.Heading("Latency of requests", measured_with)) as axes:
         drawing.draw(axes, curves, "requests per second")
         axes.set(ylabel="seconds per request", ylim=(0, None))

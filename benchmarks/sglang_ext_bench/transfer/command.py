@@ -12,10 +12,10 @@ from sglang_ext.config.model_folder import read_config
 from sglang_ext.tools import CommandError
 from sglang_ext.tools.server_process import check_servers
 from sglang_ext_bench import report
-from sglang_ext_bench.comparing.identity_options import words
+from sglang_ext.tools.options import split_flags as words
 from sglang_ext_bench.options import check_counts, check_port, numbers
 from sglang_ext_bench.servers_apart import ports_taken
-from sglang_ext_bench.speed.decode_prompts import make_prompts
+from sglang_ext_bench.prompts import make_prompts
 from sglang_ext_bench.speed.settings import log_folder
 from sglang_ext_bench.transfer import accuracy, clocks, plots, tables
 from sglang_ext_bench.transfer.accuracy import Accuracy

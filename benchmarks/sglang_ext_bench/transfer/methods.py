@@ -9,7 +9,7 @@ from sglang_ext.config.benchmark_options import CODECS
 from sglang_ext.config.options import BACKEND
 from sglang_ext.config.prefill_options import QUANTIZED
 from sglang_ext.tools import CommandError
-from sglang_ext_bench.comparing.identity_options import given_again, words
+from sglang_ext.tools.options import find_repeated_flag as given_again, split_flags as words
 
 LYNX = "lynx"
 STOCK = transports.MOONCAKE_TCP

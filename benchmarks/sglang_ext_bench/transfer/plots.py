@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_ext_bench.speed import drawing
+from sglang_ext_bench import drawing
 from sglang_ext_bench.transfer.clocks import Request
 from sglang_ext_bench.transfer.summary import Figures
 from sglang_ext_bench.transfer.tables import group

@@ -1,4 +1,4 @@
-"""``python -m sglang_ext.serve_pd``: what is refused before anything starts, what is started, and that all three end together."""
+"""``python -m sglang_ext.serve_pd``: refused options, the started processes, and the end of all three processes."""
 
 import importlib.util
 import re
@@ -18,7 +18,7 @@ from sglang_ext.tools.server_client import free_port
 
 @pytest.fixture
 def port(monkeypatch):
-    """The first of four free ones, where the router is installed."""
+    """The first of four free ports, with a fake installation of the router."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     for _ in range(20):
         first = free_port()
@@ -32,7 +32,7 @@ def port(monkeypatch):
 
 @pytest.fixture
 def checked(monkeypatch):
-    """Flags of both servers that were looked at, by role; ``nosuch`` is refused."""
+    """Collects the checked flags by role. The flag ``nosuch`` is refused."""
     found = {}
 
     def check(model, servers):
@@ -63,7 +63,7 @@ def test_both_servers_get_their_role_and_what_is_said_of_both_and_of_each(port, 
 def test_the_router_leads_to_both(tmp_path):
     command = serve_pd.Router(8000, (8001, 8002), 8003, tmp_path / "log").command
     assert command[2] == "sglang_router.launch_router"
-    # Its own metrics stay on this machine, and out of the way of another router's.
+    # Its metrics use the loopback interface, and a port that another router does not use.
     assert "--prometheus-host 127.0.0.1 --prometheus-port " in " ".join(command) and "29000" not in command
     assert " ".join(command).endswith("--port 8000 --prefill http://127.0.0.1:8001 8003 --decode http://127.0.0.1:8002")
 
@@ -95,7 +95,7 @@ def test_a_time_to_start_in_that_is_none_is_refused(port, seconds, capsys):
 
 
 def test_a_folder_for_logs_that_cannot_be_made_is_named(port, checked):
-    with pytest.raises(CommandError, match="--logs /proc/none cannot be made: .*name a folder that can"):
+    with pytest.raises(CommandError, match="--logs /proc/none cannot be created: .*pass a folder that can"):
         serve_pd.serve(parsed(port, "--logs", "/proc/none"), {})
 
 
@@ -105,7 +105,7 @@ def test_a_port_that_is_taken_is_refused_whichever_of_the_four_it_is(port):
         taken.listen()
         with pytest.raises(CommandError, match=f"port {port + 2} is taken") as refused:
             serve_pd.check(parsed(port))
-        # The remedy works.
+        # The proposed port is free.
         other = int(re.search(r"pass --port (\d+) \(make serve-pd PORT=\1\)", str(refused.value))[1])
         assert other >= port + 4
         serve_pd.check_ports(other)
@@ -117,13 +117,13 @@ def test_a_router_that_is_not_installed_is_told_with_the_remedy(monkeypatch, cap
     assert "no_such_router) is not installed: pip install --no-deps -r requirements/pd.txt" in capsys.readouterr().err
 
 
-# Servers that only answer, or end by themselves.
+# Servers that only respond to health checks, or end by themselves.
 STAND_INS = """
     import runpy, signal, sys
     from sglang_ext import serve_pd
     from sglang_ext.tools.server_process import ServerProcess
 
-    # As on a terminal, though the tests may run under nohup.
+    # The default of a terminal; under nohup the signal would be ignored.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
     class Quick(ServerProcess):
@@ -172,7 +172,7 @@ def test_a_signal_ends_all_three(port, tmp_path, number, code):
         assert [line.split(":")[0] for line in lines] == ["prefill server", "decode server", "listening on http"]
         process.send_signal(number)
         assert process.wait(20) == code
-        assert "ending all three" in process.stderr.read()
+        assert "stopping the servers and the router" in process.stderr.read()
     assert all_closed(port)
 
 

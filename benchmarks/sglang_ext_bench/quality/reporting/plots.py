@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from sglang_ext_bench.quality.reporting.results import ArmQuality, Results
-from sglang_ext_bench.speed import drawing
+from sglang_ext_bench import drawing
 
 BYTES, SPEED = "bytes, share of full KV's", "tokens per second, over stock's"
 

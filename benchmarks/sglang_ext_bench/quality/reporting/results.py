@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sglang_ext_bench.comparing.acceptance import Acceptance, add_up
-from sglang_ext_bench.comparing.generation import Generation, TopLogprobs
+from sglang_ext_bench.client import Generation, TopLogprobs
 from sglang_ext_bench.quality.arms import FULL, Answers, QualityArm
 from sglang_ext_bench.quality.attention import AttentionError
 from sglang_ext_bench.quality.config import QualityConfig

@@ -8,7 +8,7 @@ from pathlib import Path
 from sglang_ext.tools import CommandError
 from sglang_ext.tools.server_process import check_servers
 from sglang_ext_bench import report
-from sglang_ext_bench.comparing.identity_options import words
+from sglang_ext.tools.options import split_flags as words
 from sglang_ext_bench.longcot.arms import on_gpus
 from sglang_ext_bench.options import check_counts, check_port, names, numbers
 from sglang_ext_bench.prompts import Tokenizer, load_tokenizer

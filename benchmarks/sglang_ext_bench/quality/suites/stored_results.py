@@ -12,7 +12,7 @@ from sglang_ext.tools import CommandError
 from sglang_ext.tools.server_process import file_name
 from sglang_ext_bench import report
 from sglang_ext_bench.quality.suites.case import Case
-from sglang_ext_bench.speed import drawing
+from sglang_ext_bench import drawing
 
 
 @dataclass(frozen=True)

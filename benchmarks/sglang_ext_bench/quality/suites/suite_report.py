@@ -8,7 +8,7 @@ from typing import Any
 from sglang_ext.tools import CommandError
 from sglang_ext_bench.quality.suites.comparison import MARGIN, NOISE, ArmScores
 from sglang_ext_bench.quality.suites.served import FULL
-from sglang_ext_bench.speed import drawing
+from sglang_ext_bench import drawing
 
 MARKERS = "o", "s", "^"
 

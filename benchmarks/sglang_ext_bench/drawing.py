@@ -1,4 +1,4 @@
-"""Plots of all benchmarks: each says what it shows, on which hardware and with which settings."""
+"""Draws the plots of all benchmarks. Each plot has a heading with the hardware and the settings."""
 
 import os
 import platform
@@ -13,12 +13,12 @@ from sglang_ext_bench import report
 
 @dataclass(frozen=True)
 class Heading:
-    """What stands above a plot.
+    """The heading of a plot.
 
     Attributes:
-        title: what it shows.
-        settings: what it was measured with, in a line.
-        machine: what it is of; None for this machine, on which servers ran.
+        title: Title of the plot.
+        settings: Settings of the measurement, as one line.
+        machine: The measured machine. None for this machine.
     """
 
     title: str
@@ -27,13 +27,21 @@ class Heading:
 
     @property
     def lines(self) -> tuple[str, str]:
-        """The title, and the rest in a smaller type."""
+        """The title, and the lines below it in smaller type."""
         return self.title, f"{self.settings}\n{self.machine or hardware()}"
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Points of one line, and how it is drawn; a label of its own for the legend."""
+    """One line of a plot.
+
+    Attributes:
+        label: Label in the legend.
+        places: Positions on the horizontal axis.
+        values: Values at these positions.
+        style: Line style of matplotlib.
+        color: Color of matplotlib. None for the next color of its cycle.
+    """
 
     label: str
     places: Sequence[float]
@@ -43,7 +51,7 @@ class Curve:
 
 
 def hardware() -> str:
-    """The GPU, or the CPU with its cores, and the versions that decide the numbers."""
+    """Name this machine's GPU, or its CPU and cores, and the versions of SGLang and PyTorch."""
     import torch
 
     found = report.versions()
@@ -64,9 +72,13 @@ def _cpu_name() -> str:
 
 @contextmanager
 def png(path: Path, inches: tuple[float, float], heading: Heading, grid: tuple[int, int] = (1, 1)) -> Iterator[Any]:
-    """Axes to draw on under a heading, or an array of them for a ``grid`` of rows and columns.
+    """Create a figure, yield its axes, and write it to a PNG file at the end. Creates the folder of the file.
 
-    They are written to ``path``, with its folder, at the end.
+    Args:
+        path: The PNG file.
+        inches: Width and height of the figure.
+        heading: Heading above the axes.
+        grid: Rows and columns of axes. For more than one, an array of axes is yielded.
     """
     import matplotlib
 
@@ -76,7 +88,7 @@ def png(path: Path, inches: tuple[float, float], heading: Heading, grid: tuple[i
     figure, axes = pyplot.subplots(*grid, figsize=inches, layout="constrained")
     title, small = heading.lines
     figure.suptitle(title)
-    # Above the axes, between them and the title.
+    # Reserve space for the small lines between the title and the axes.
     figure.get_layout_engine().set(rect=(0, 0, 1, 0.93 if inches[1] > 5 else 0.9))
     figure.text(0.5, 0.95 if inches[1] > 5 else 0.93, small, ha="center", va="top", fontsize="x-small", wrap=True)
     yield axes
@@ -86,7 +98,13 @@ def png(path: Path, inches: tuple[float, float], heading: Heading, grid: tuple[i
 
 
 def draw(axes: Any, curves: Sequence[Curve], axis: str) -> bool:
-    """Draw lines over ``axis``, or bars where all points lie at one place of it; whether these are lines."""
+    """Draw lines, or bars if all points have the same position. Returns whether lines were drawn.
+
+    Args:
+        axes: Axes of matplotlib.
+        curves: The lines.
+        axis: Label of the horizontal axis.
+    """
     places = {place for curve in curves for place in curve.places}
     if len(places) > 1:
         for curve in curves:
@@ -103,11 +121,11 @@ def draw(axes: Any, curves: Sequence[Curve], axis: str) -> bool:
 
 
 def centres(groups: int, bars: int) -> list[list[float]]:
-    """Where the bars of each group stand, one list a bar, so that group ``k`` has its middle at ``k``."""
+    """Positions of the bars in grouped bar charts: one list for each bar of a group. The middle of group ``k`` is at ``k``."""
     width = bar_width(bars)
     return [[group + (bar - (bars - 1) / 2) * width for group in range(groups)] for bar in range(bars)]
 
 
 def bar_width(bars: int) -> float:
-    """Of each of so many bars in a group; a bar's breadth is left between groups."""
+    """Width of each bar, for groups of ``bars`` bars with a gap of one bar between groups."""
     return 1 / (bars + 1)
