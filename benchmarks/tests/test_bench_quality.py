@@ -9,8 +9,14 @@ from hypothesis import strategies as st
 
 from sglang_ext.tools import CommandError
 from sglang_ext_bench.quality import scorers
-from sglang_ext_bench.quality.first_difference import first_differences
-from sglang_ext_bench.quality.kl import FLOOR, above_noise, kl_bound, kl_by_step, summarize
+from sglang_ext_bench.quality.divergence import (
+    FLOOR,
+    above_noise,
+    first_differences,
+    kl_bound,
+    kl_by_step,
+    summarize,
+)
 from sglang_ext_bench.quality.tasks import build_tasks
 
 

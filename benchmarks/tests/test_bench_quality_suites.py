@@ -13,17 +13,16 @@ from random import Random
 import pytest
 from bench_helpers import CharTokenizer, Here
 
-from sglang_ext.tools import server_flags
-from sglang_ext.tools import CommandError
+from sglang_ext.tools import CommandError, server_flags
 from sglang_ext.tools import server_process as bench_server
 from sglang_ext_bench.comparing.generation import Generation
 from sglang_ext_bench.prompts import load_tokenizer
 from sglang_ext_bench.quality import options
 from sglang_ext_bench.quality.options import add_arguments
-from sglang_ext_bench.quality.suites import command, asking, gsm8k, ruler
+from sglang_ext_bench.quality.suites import command, gsm8k, ruler, runner
+from sglang_ext_bench.quality.suites.arms import group_arms, parse_arms, selector_share
 from sglang_ext_bench.quality.suites.case import match_all
 from sglang_ext_bench.quality.suites.comparison import Estimate, SuiteScore
-from sglang_ext_bench.quality.suites.served import parse_arms, selector_share, servers_of
 
 COUNT = 3
 LENGTHS = 1024, 4096
@@ -154,7 +153,7 @@ def test_without_the_package_gsm8k_says_how_to_install_it(monkeypatch):
 
 
 def test_the_default_arms_share_servers_where_one_can_serve_them(model):
-    servers = servers_of(parse_arms(None))
+    servers = group_arms(parse_arms(None))
     assert [[arm.name for arm in server.arms] for server in servers] == [
         ["full"],
         ["snapkv:0.25", "snapkv:0.125", "kivi"],
@@ -188,11 +187,11 @@ def test_a_selector_reads_at_the_interval_that_the_flag_says(flags, interval):
     [
         ("kivi,kivi", "'kivi' twice"),
         ("full --page-size 16", "full is stock"),
-        ("snapkv:many", "'many' is no number"),
+        ("snapkv:many", "'many' is not a number"),
         ("snapkv:2", "is 2"),
         ("nothing", "'nothing'"),
         ("verify-guided", "selects by verifications"),
-        (",", "names no arm"),
+        (",", "is empty"),
     ],
 )
 def test_arms_that_cannot_be_served_are_refused(arms, told):
@@ -252,10 +251,10 @@ class StubServer:
 def run(monkeypatch, tmp_path):
     """Runs the command on needles of two lengths with stubs for servers; returns the exit code."""
     monkeypatch.setattr(bench_server, "ProcessPoolExecutor", Here)
-    monkeypatch.setattr(asking, "ServerProcess", StubServer)
-    monkeypatch.setattr(asking, "generate", StubServer.generate)
-    monkeypatch.setattr(asking, "copy_share", lambda *_: 0.25)
-    monkeypatch.setattr(asking, "token_bytes", lambda *_: 10)
+    monkeypatch.setattr(runner, "ServerProcess", StubServer)
+    monkeypatch.setattr(runner, "generate", StubServer.generate)
+    monkeypatch.setattr(runner, "compressed_share", lambda *_: 0.25)
+    monkeypatch.setattr(runner, "token_bytes", lambda *_: 10)
     monkeypatch.setattr(command, "load_tokenizer", lambda model: CharTokenizer())
     monkeypatch.setattr(command, "check_servers", lambda *_: nullcontext())
     for name in ("asked", "started", "gpus", "memory"):
@@ -320,7 +319,7 @@ def test_servers_side_by_side_take_turns_on_the_gpus_and_share_their_memory(run,
 
 def test_results_of_another_model_are_not_mixed_in(run):
     assert run("--arms", "full") == 0
-    with pytest.raises(CommandError, match="holds answers of .*'float32'.* and this run has .*'bfloat16'"):
+    with pytest.raises(CommandError, match="has answers with the settings .*'float32'.* but this run has .*'bfloat16'"):
         run("--arms", "full", "--dtype", "bfloat16")
 
 

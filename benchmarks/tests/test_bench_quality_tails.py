@@ -4,9 +4,13 @@ import pytest
 import torch
 from test_bench_quality_attention import AFTER, TinyModel, layers
 
-from sglang_ext_bench.prompts import Prompt
-from sglang_ext_bench.quality.attention import TailValues, measure, relative_errors
 from sglang_ext.mem_cache.compressors.catalogue import method, quantizer
+from sglang_ext_bench.prompts import Prompt
+from sglang_ext_bench.quality.attention import (
+    TailValues,
+    measure_errors,
+    relative_errors,
+)
 
 PARTITION, TOKENS = 32, 75
 
@@ -17,7 +21,7 @@ def values() -> torch.Tensor:
 
 
 def states(values: torch.Tensor, requantizes: bool, first: int = 5, bits: int = 2) -> list[torch.Tensor]:
-    return list(TailValues(quantizer("hack", bits, PARTITION), values, requantizes).after(first))
+    return list(TailValues(quantizer("hack", bits, PARTITION), values, requantizes).states(first))
 
 
 def test_only_whole_partitions_are_in_codes_and_stay_as_they_were_quantized_once(values):
@@ -81,6 +85,6 @@ def test_methods_without_partitions_are_measured_with_exact_values_alone():
 
     prompts = [Prompt("a", tuple(index % 50 for index in range(220)))]
     names = ["hack:2 --kv-partition 32", "kivi"]
-    found = list(measure(Wide(), prompts, names, [1.0], tokens=6, tails=("exact", "requantized")))
+    found = list(measure_errors(Wide(), prompts, names, [1.0], tokens=6, tails=("exact", "requantized")))
     assert [(each.compressor, each.tail) for each in found] == [(names[0], "exact"), (names[0], "requantized"), ("kivi", "exact")]
     assert found[0].mean < found[1].mean
