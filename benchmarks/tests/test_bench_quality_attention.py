@@ -1,4 +1,4 @@
-"""Errors of attention outputs are those of the compressors' own choices."""
+"""Errors of attention outputs, measured with the compressors of a server."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def test_a_whole_copy_has_no_error_and_less_has_more(name):
 
 def test_a_token_that_is_dropped_costs_its_share_of_the_output():
     (layer,) = layers(1)
-    # All attention goes to token 10, which sink-recent drops, and whose value is seen nowhere else.
+    # All attention goes to token 10. sink-recent drops it, and no other token has its value.
     layer.keys[:], layer.values[:] = 0, 0
     layer.keys[10], layer.values[10], layer.queries[:] = 100, 1, 1
     errors = relative_errors([layer], PROMPT, method("sink-recent"), 0.5)

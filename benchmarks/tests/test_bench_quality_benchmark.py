@@ -1,4 +1,4 @@
-"""Users' benchmarks: their lines become tasks, or an error that says which line needs what."""
+"""Users' benchmarks: each line becomes a task, or an error with the line and the remedy."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""Which servers a quality run starts, what each is asked, and what the answers amount to."""
+"""The servers of a quality run, their requests, and the report of a run."""
 
 import argparse
 import json
@@ -35,7 +35,7 @@ OUTPUT = 4
 
 @pytest.fixture(autouse=True)
 def checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers' flags are checked in this process."""
+    """Check the flags of servers in this process."""
     monkeypatch.setattr(bench_server, "ProcessPoolExecutor", Here)
 
 
@@ -46,7 +46,7 @@ def config(*words: str) -> QualityConfig:
 
 
 class FakeServer(ServerClient):
-    """Answers like a server of an arm: full KV's token is 5 at every step, lossy servers say 6 from token 2 on."""
+    """Answers like the server of an arm. Each token is 5; a lossy server answers 6 from token 2 on."""
 
     def __init__(self, arm: QualityArm) -> None:
         super().__init__(port=1)
@@ -82,7 +82,7 @@ class FakeServer(ServerClient):
 
 @pytest.fixture(autouse=True)
 def half_of_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies take half of full KV's bytes."""
+    """Compressed KV has half of the bytes of the full KV."""
     monkeypatch.setattr(arms, "token_bytes", lambda model, dtype: 10)
     monkeypatch.setattr(arms, "compressed_share", lambda client, input_ids, new_tokens, token: 0.5)
 
@@ -192,7 +192,7 @@ def test_a_failed_request_fails_its_server():
 
 
 class Metered(ServerClient):
-    """A server that answers when its metrics have been read to their end."""
+    """A server that answers a request after all pages of its metrics were read."""
 
     def __init__(self, *pages: str) -> None:
         super().__init__(port=1)
@@ -252,7 +252,7 @@ def test_scores_of_other_tokens_are_refused():
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Run the command with fake servers; its exit code, its JSON and its plot's first bytes."""
+    """Runs the command with fake servers. Returns the exit code, the JSON report and the first bytes of the plot."""
 
     def go(*words: str, server: type[FakeServer] = FakeServer) -> tuple[int, dict[str, Any], bytes]:
         monkeypatch.setattr(command, "arm_server", lambda config, arm, logs: nullcontext(server(arm)))
@@ -349,7 +349,7 @@ def test_quality_is_drawn_over_speed_where_stocks_is_known():
 
 
 class Timed(ServerClient):
-    """A server that takes a time for each token."""
+    """A server that needs a fixed time for each token."""
 
     def __init__(self, of_token: float, of_first: float = 0.0) -> None:
         super().__init__(port=1)
@@ -421,7 +421,8 @@ def test_a_flag_after_a_name_may_have_its_value_behind_an_equals_sign():
 
 
 def test_prompts_on_codes_are_left_out_of_errors_that_are_of_exact_prompts():
-    assert NamedMethod.parse("hack --kv-partition 32").runs_without_server and not NamedMethod.parse("hack --kv-prefill quantized").runs_without_server
+    assert NamedMethod.parse("hack --kv-partition 32").runs_without_server
+    assert not NamedMethod.parse("hack --kv-prefill quantized").runs_without_server
 
 
 def test_modes_that_are_not_asked_for_have_no_server():

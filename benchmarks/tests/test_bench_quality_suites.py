@@ -1,4 +1,4 @@
-"""Task suites of ``bench quality``: the cases, how answers are scored, which servers start, and what a run reports and resumes."""
+"""Task suites of ``quality``: the cases, the scores of answers, the servers, and the reports of a run."""
 
 import argparse
 import json
@@ -52,7 +52,7 @@ def test_prompts_have_the_length_that_was_asked_for_and_are_the_same_in_each_run
     assert [case.id for case in again] == [case.id for case in cases if case.length == LENGTHS[0]]
     others = ruler.build(tokenizer, ruler.TASKS, LENGTHS[:1], COUNT, seed=6)
     assert not {case.id for case in others} & {case.id for case in cases}
-    # No two prompts begin alike for longer than the chat template and the first sentence.
+    # The common prefix of two prompts is not longer than the chat template and the first sentence.
     assert len({case.input_ids[:128] for case in cases}) == len(cases)
 
 
@@ -166,7 +166,7 @@ def test_the_default_arms_share_servers_where_one_can_serve_them(model):
     ]
     shared = servers[1].flags(on_gpus=False)
     assert shared[2:] == ("--kv-compressor", "kivi", "--kv-budget", "1", "--kv-more-compressors", "snapkv:0.25,snapkv:0.125")
-    # As each server looks at them before it starts.
+    # Each server runs this check before it starts.
     server_flags.check(str(model), {server.name: server.flags(on_gpus=False) for server in servers})
     assert servers[5].flags(on_gpus=True)[-2:] == ("--page-size", "16") and "--page-size" not in servers[5].flags(on_gpus=False)
 
@@ -213,7 +213,7 @@ def test_an_arm_is_close_to_full_kv_where_the_interval_of_the_paired_difference_
 
 
 class StubServer:
-    """Gives the expected answers, but none as ``snapkv``; fails after so many requests."""
+    """Gives the expected answers, except with ``snapkv``. After ``failing`` requests it fails."""
 
     asked: list[tuple[str, str | None]] = []
     started: list[str] = []
@@ -249,7 +249,7 @@ class StubServer:
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
-    """Runs the command on needles of two lengths with stubs for servers; returns the exit code."""
+    """Runs the command on needles of two lengths with stub servers. Returns the exit code."""
     monkeypatch.setattr(bench_server, "ProcessPoolExecutor", Here)
     monkeypatch.setattr(runner, "ServerProcess", StubServer)
     monkeypatch.setattr(runner, "generate", StubServer.generate)
@@ -279,13 +279,13 @@ def test_a_run_asks_each_arm_once_and_tells_scores_and_which_arms_are_close(run,
     words = ("--document", str(document), "--mark", "cpu", "--json", str(json_file), "--plot", str(tmp_path / "plot.png"))
     assert run(*words) == 0
     assert sorted(StubServer.started) == ["full", "int4", "kivi"]
-    # Requests name their method where a server has several.
+    # Requests name their method if a server has several.
     assert Counter(StubServer.asked) == {("full", None): 6, ("int4", None): 6, ("kivi", "kivi"): 6, ("kivi", "snapkv:0.25"): 6}
     page = document.read_text()
     assert page.startswith("before\n<!-- cpu: begin -->\n") and page.endswith("<!-- cpu: end -->\nafter\n") and "old" not in page
     assert "**ruler**: within 2 points of full KV: `kivi`, `int4`." in page
     assert "| `snapkv:0.25` | 0.250 | 0.0 ± 0.0 | -100.0 ± 0.0 | no | 0 |" in page and "| needles | 2,500 | 100.0 ± 0.0 |" in page
-    # Answers of full KV in place of a method's are counted.
+    # Answers that full KV gives in place of a method are counted.
     assert "| `int4` | 0.250 | 100.0 ± 0.0 | 0.0 ± 0.0 | yes | 6 |" in page
     report = json.loads(json_file.read_text())
     assert [arm["name"] for arm in report["arms"]] == ["full", "kivi", "snapkv:0.25", "int4"]
@@ -303,7 +303,7 @@ def test_a_run_that_was_cut_off_goes_on_with_the_missing_answers(run, capsys):
     assert StubServer.started == ["int4"] and len(StubServer.asked) == 3
     assert run() == 0
     assert StubServer.started == []
-    # More cases: those that are there stay.
+    # With more cases, the stored answers are kept.
     assert run("--cases", "4") == 0
     assert Counter(name for name, _ in StubServer.asked) == {"full": 2, "int4": 2, "kivi": 4}
 

@@ -1,4 +1,4 @@
-"""A whole soak against a stand-in for both servers."""
+"""A whole soak against fake servers."""
 
 import argparse
 import json
@@ -39,12 +39,12 @@ from sglang_ext_bench.soaking.traffic import MALFORMED, SoakRequest, cases
 
 @pytest.fixture(autouse=True)
 def checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers' flags are checked in this process."""
+    """Check the flags of servers in this process."""
     monkeypatch.setattr(bench_server, "ProcessPoolExecutor", Here)
 
 
 class FakeServer:
-    """Counts up from 1; ``break_answer`` may change an answer of the verified server."""
+    """Answers 1, 2, 3 and so on. ``break_answer`` may change an answer of the tested server."""
 
     made: list["FakeServer"] = []
     retractions, leaked = 0, 0
@@ -55,7 +55,7 @@ class FakeServer:
         self.made.append(self)
 
     def check(self) -> None:
-        """It is healthy."""
+        """The server is healthy."""
 
     def __enter__(self) -> "FakeServer":
         return self
@@ -123,7 +123,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> type[FakeServer]:
 
 
 def run(folder: Path, *words: str) -> tuple[int, dict[str, Any]]:
-    """Run the command for a moment; its exit code and totals."""
+    """Run the command for a moment. Return its exit code and totals."""
     path = folder / "totals.json"
     common = ("--model", "m", "--prompts", "p", "--minutes", "0.005", "--workers", "2")
     code = main(["soak", *common, "--output-len", "5", "--logs", str(folder), "--json", str(path), *words])
@@ -257,11 +257,11 @@ class TestLoop:
         assert all(each.flags[-1] == "triton" or "triton" in each.flags for each in server.made)
 
 
-class TestStocksOwn:
-    """Differences that stock makes in its overlapped loop, and those that nobody may make."""
+class TestKnownDeviations:
+    """Deviations that stock has in its overlapped loop pass. Others do not."""
 
     def sent(self, option: str, answered: Sample, overlapped: bool = True) -> Tally:
-        """What is counted when a server answers so to a request whose tokens are 1 and 2 in stock."""
+        """The tally after ``answered`` is the answer to a request that stock answers with tokens 1 and 2."""
         asked = next(each for each in OPTIONS if each.name == option)
         request = SoakRequest("r", 0, asked, 2, "plain", stream=False, delay=0.0)
         references = {(0, option): (Sample((1, 2), "length", (-0.5, -0.5)),)}
@@ -375,7 +375,7 @@ def test_progress_and_table_show_outcomes_by_option_and_retractions() -> None:
 
 
 class FakePart(FakeServer):
-    """One server of a pair: notes what it is asked; ``prefill_says`` is done by a prefill server before it answers."""
+    """One server of a pair. It records its requests. A prefill server calls ``prefill_says`` before it answers."""
 
     asked: list[tuple[str, str, Mapping[str, Any]]] = []
     flushed: list[str] = []
@@ -433,7 +433,7 @@ class TestApart:
         rooms = {role: {b["bootstrap_room"] for r, p, b in part.asked if (r, p) == (role, "generate")} for role in disaggregated.ROLES}
         assert rooms["prefill"] == rooms["decode"] and len(rooms["decode"]) > 1
         assert totals["outcomes"]["answered"] > 0 and totals["outcomes"]["refused"] > 0
-        # What was answered, aborted or refused, and the last answer of all.
+        # All requests of the traffic, and the last one after it.
         assert sum(totals["apart"]["prefill"].values()) == sum(totals["outcomes"].values()) + 1
         assert totals["apart"]["prefill"]["answered"] == totals["outcomes"]["answered"] + totals["outcomes"]["aborted"] + 1
         assert part.flushed == [*disaggregated.ROLES] * 2
@@ -458,7 +458,7 @@ class TestApart:
         left_out |= {"tools", "tools-streamed", "tools-auto"}
         assert {option.name for option in OPTIONS} - {option.name for option in disaggregated.disaggregated_options()} == left_out
         assert not run(tmp_path, "--apart")[1]["options"].keys() & left_out
-        # But for this field such requests are asked.
+        # Requests for log-probabilities are sent without this field.
         assert not any("token_ids_logprob" in body for _, path, body in part.asked)
         assert any("top_logprobs_num" in option.fields for option in disaggregated.disaggregated_options())
 

@@ -1,4 +1,4 @@
-"""Requests and answers of a soak: what is asked and drawn, and which answers are refused."""
+"""Requests and answers of a soak: random requests, and the checks of answers."""
 
 from dataclasses import replace
 from random import Random
@@ -282,7 +282,7 @@ class TestCheck:
         check(request(0), [sample()], [sample(1, 2)])
         check_lossy(request(0), [sample()])
         assert read_stream([answer([])])[0].ids == ()
-        # SGLang sends one token's log-probabilities all the same.
+        # SGLang sends log-probabilities of one token nevertheless.
         told = read_samples(answer([], output_token_logprobs=[[-0.5, 4, None]], output_top_logprobs=[[[-0.5, 4, None]]]))
         check(request(0), told, [Sample((1, 2), "length", (-0.5, -0.25), rows={"output_top_logprobs": ((-0.5,), (-0.25,))})])
         with pytest.raises(AnswerError, match="1 tokens instead of 0"):

@@ -44,7 +44,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[ExternalServer]:
-    """A running server, found by its address."""
+    """The client of a running server."""
     monkeypatch.setattr(external_server, "IDLE_SECONDS", 0.2)
     monkeypatch.setattr(external_server, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(Handler, "pages", {"/health": "", "/v1/loads": {"loads": [IDLE]}, "/server_info": {}})

@@ -202,7 +202,7 @@ class QualityConfig:
         """Check the options.
 
         Raises:
-            CommandError: An option has an invalid value. The message has the option, its value and what is allowed.
+            CommandError: An option has an invalid value. The message has the option, its value and the allowed values.
         """
         from sglang_ext_bench.quality.named_method import NamedMethod
 
@@ -246,7 +246,7 @@ class QualityConfig:
             )
 
     def has_part(self, *parts: str) -> bool:
-        """Whether at least one of these parts is measured."""
+        """Whether at least one of ``parts`` is measured."""
         return any(part in self.parts for part in parts)
 
     @property

@@ -104,18 +104,18 @@ def repetition(tokenizer: Tokenizer, text: list[int], depth: float) -> Task:
     """Repeat the beginning of a passage at the end of the prompt. The answer must continue it word by word."""
     at = round(depth * (len(text) - LEAD_TOKENS - REPEATED_TOKENS))
     lead, rest = text[at : at + LEAD_TOKENS], text[at + LEAD_TOKENS : at + LEAD_TOKENS + REPEATED_TOKENS]
-    asked = f"{tokenizer.decode(text)}\n\nOnce more, word by word:\n\n{tokenizer.decode(lead)}"
+    prompt = f"{tokenizer.decode(text)}\n\nOnce more, word by word:\n\n{tokenizer.decode(lead)}"
     # The last token may be part of a word.
     wanted = tokenizer.decode(rest).split()[:-1]
-    return Task("repetition", encode(tokenizer, asked), REPEATED_TOKENS + 4, begins(" ".join(wanted)))
+    return Task("repetition", encode(tokenizer, prompt), REPEATED_TOKENS + 4, begins(" ".join(wanted)))
 
 
 def json_record(tokenizer: Tokenizer, text: list[int], index: int) -> Task:
     """Show records of persons in JSON, then the text, then one more person. The answer is that person's record."""
     described = [_described(PEOPLE[(index + step) % len(PEOPLE)]) for step in range(EXAMPLES + 1)]
     examples = "".join(f"{sentence}\nJSON: {record}\n\n" for sentence, record in described[:EXAMPLES])
-    asked = f"{examples}{tokenizer.decode(text)}\n\n{described[EXAMPLES][0]}\nJSON:"
-    return Task("json", encode(tokenizer, asked), 64, is_json_object)
+    prompt = f"{examples}{tokenizer.decode(text)}\n\n{described[EXAMPLES][0]}\nJSON:"
+    return Task("json", encode(tokenizer, prompt), 64, is_json_object)
 
 
 def python_function(tokenizer: Tokenizer, text: list[int], index: int) -> Task:
@@ -124,8 +124,8 @@ def python_function(tokenizer: Tokenizer, text: list[int], index: int) -> Task:
     source = tokenizer.decode(text)
     # The prompt ends before the end of the line, because most vocabularies have one token for it and the indentation.
     opening = f'{head}\n    """{says}"""'
-    asked = f"{source[: source.rfind(chr(10)) + 1]}\n\n{opening}"
-    return Task("python", encode(tokenizer, asked), 64, function_parses(opening))
+    prompt = f"{source[: source.rfind(chr(10)) + 1]}\n\n{opening}"
+    return Task("python", encode(tokenizer, prompt), 64, function_parses(opening))
 
 
 def _described(person: tuple[str, int, str, str]) -> tuple[str, str]:
@@ -152,7 +152,7 @@ def load_benchmark(benchmark: BenchmarkFile, tokenizer: Tokenizer, limit: int | 
         limit: Number of lines to load. None: all.
 
     Raises:
-        CommandError: The file is missing or empty, or a line is malformed. The message has the line and what it needs.
+        CommandError: The file is missing or empty, or a line is malformed. The message has the line, the problem and the remedy.
     """
     if not benchmark.path.is_file():
         raise CommandError(f"--benchmark {benchmark.path} does not exist; pass a file of JSON lines")

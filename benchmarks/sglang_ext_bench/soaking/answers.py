@@ -25,7 +25,7 @@ LogprobRow = tuple[float | None, ...]
 
 
 class AnswerError(CommandError):
-    """An answer is wrong. The message says what is wrong."""
+    """An answer is wrong. The message describes the error."""
 
 
 class DiffersFromStock(AnswerError):
@@ -245,7 +245,7 @@ def check_lossy(request: SoakRequest, samples: Sequence[Sample]) -> None:
     Their number and lengths must be right. Requested log-probabilities must exist for each token and be logarithms of probabilities.
 
     Raises:
-        AnswerError: The message says what is wrong.
+        AnswerError: An answer has a wrong form.
     """
     _check_lengths(request, samples, request.option.samples)
     for sample in samples:

@@ -1,10 +1,8 @@
 """A prefill and a decode server that the soak tests like one server. Each request goes to both.
 
-SGLang's prefill and decode servers do not support some request options, with any transfer backend. They are left out:
-
-- ``n`` above 1 gives all samples the same room, and is refused.
-- Log-probabilities of the prompt are in the prefill server's answer, which only a router reads.
-- Log-probabilities of given tokens are not transferred with the first token.
+SGLang's prefill and decode servers do not support some request options, with any transfer backend. They are left out. With ``n`` above 1,
+all samples get the same room, and the request is refused. Log-probabilities of the prompt are in the prefill server's answer, which only
+a router reads. Log-probabilities of given tokens are not transferred with the first token.
 
 Chat completions with tools are left out, too, because :func:`prefill_outcome` parses answers of ``/generate`` only.
 """

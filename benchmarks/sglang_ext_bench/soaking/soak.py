@@ -92,7 +92,7 @@ def select_options(args: argparse.Namespace) -> tuple[Option, ...]:
     """The request options of a soak. The servers of --url and --stock-url must be healthy; options that they do not support are left out.
 
     Raises:
-        CommandError: One of these servers does not answer, or they support no option.
+        CommandError: A server does not answer, or no option is supported.
     """
     options = disaggregated_options() if args.apart else OPTIONS
     options = tuple(option for option in options if option.name not in args.leave_out)

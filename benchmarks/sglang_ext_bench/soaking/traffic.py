@@ -1,4 +1,4 @@
-"""The requests of a soak: prompts, cases that stock answers first, and random requests of these cases."""
+"""The requests of a soak: prompts, cases that stock answers first, and random requests drawn from the cases."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -158,9 +158,9 @@ class SoakRequest:
 def draw_request(random: Random, rid: str, cases: Sequence[SoakCase], longest: int, compressors: Sequence[str] = ()) -> SoakRequest:
     """Draw a random request.
 
-    - A request for several samples is not aborted, because SGLang gives each sample an id of its own.
-    - A malformed request is not streamed, because a stream starts with status 200 before the server refuses the request.
-    - A request with tools asks for ``longest`` tokens, because a shorter answer can parse to another message.
+    A request for several samples is not aborted, because SGLang gives each sample an id of its own. A malformed request is not streamed,
+    because a stream starts with status 200 before the server refuses the request. A request with tools asks for ``longest`` tokens,
+    because a shorter answer can parse to another message.
 
     Args:
         random: Source of the random choices.

@@ -107,7 +107,7 @@ def _lines(
         if position is not None and found is not None:
             label = f"{each.arm.mode} {each.arm.compressor}{suffix}"
             points.setdefault(label, []).append((position, found))
-    return tuple(Line(label, tuple(sorted(of_line))) for label, of_line in points.items())
+    return tuple(Line(label, tuple(sorted(values))) for label, values in points.items())
 
 
 def _acceptance_lines(verified: Sequence[ArmQuality], across: Across) -> tuple[Line, ...]:

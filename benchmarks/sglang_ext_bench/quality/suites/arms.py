@@ -120,7 +120,7 @@ def _fits(arm: SuiteArm, group: Sequence[SuiteArm]) -> bool:
 
 
 def parse_arms(text: str | None) -> tuple[SuiteArm, ...]:
-    """Parse ``--arms``: names separated by commas. None stands for :data:`DEFAULT_ARMS`.
+    """Parse ``--arms``: names separated by commas. For None, return :data:`DEFAULT_ARMS`.
 
     Raises:
         CommandError: An arm is unknown or occurs twice, or there is none.

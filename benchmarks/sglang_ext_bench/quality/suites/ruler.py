@@ -29,7 +29,7 @@ from sglang_ext_bench.quality.suites.options import RULER
 
 NEW_TOKENS = 64
 CHARS_PER_TOKEN = 3.5
-KEYS, ASKED_KEYS = 8, 4
+KEYS, REQUESTED_KEYS = 8, 4
 HOPS = 4
 COMMON_WORDS = 10
 LONG_LIST = 4096
@@ -62,7 +62,7 @@ class Question:
         filler: Index of the text that hides the statements.
         opening: First line of the prompt.
         statements: Lines to insert into the filler.
-        question: The question, after the filler.
+        closing: The question, after the filler.
         prefix: Beginning of the answer, which is part of the prompt.
         answers: Expected answers in the rest of the answer.
     """
@@ -70,7 +70,7 @@ class Question:
     filler: int
     opening: str
     statements: tuple[str, ...]
-    question: str
+    closing: str
     prefix: str
     answers: tuple[str, ...]
 
@@ -94,15 +94,15 @@ def needles(random: Random, source: Texts) -> Question:
     words = random.sample(source.words, 2 * KEYS)
     keys = [f"{first}-{second}" for first, second in zip(words[::2], words[1::2])]
     values = _distinct(lambda: str(random.randrange(10**6, 10**7)), KEYS, source)
-    asked = random.sample(range(KEYS), ASKED_KEYS)
-    named = ", ".join(keys[at] for at in asked)
+    requested = random.sample(range(KEYS), REQUESTED_KEYS)
+    key_names = ", ".join(keys[at] for at in requested)
     return Question(
         random.randrange(len(source.fillers)),
         "Some special magic numbers are hidden within the following text. Memorize them. I will ask for some of them afterwards.",
         tuple(f"One of the special magic numbers for {key} is: {value}." for key, value in zip(keys, values)),
-        f"What are the special magic numbers for {named} mentioned in the text above?",
-        f"The special magic numbers for {named} mentioned in the text are, in this order:",
-        tuple(values[at] for at in asked),
+        f"What are the special magic numbers for {key_names} mentioned in the text above?",
+        f"The special magic numbers for {key_names} mentioned in the text are, in this order:",
+        tuple(values[at] for at in requested),
     )
 
 
@@ -183,7 +183,7 @@ def hidden_case(tokenizer: Tokenizer, task: str, length: int, index: int, seed: 
 
     def render(amount: int) -> str:
         context = insert_statements(_slice(filler, start, amount), statements, depths)
-        content = f"{question.opening}\n\n{context}\n\n{question.question}"
+        content = f"{question.opening}\n\n{context}\n\n{question.closing}"
         return chat_prompt(tokenizer, [{"role": "user", "content": content}], question.prefix)
 
     ids = fit_prompt(tokenizer, render, length, round(CHARS_PER_TOKEN * length))
@@ -210,12 +210,12 @@ def insert_statements(text: str, statements: Sequence[str], depths: Sequence[flo
 def aggregation_case(tokenizer: Tokenizer, length: int, index: int, seed: int) -> SuiteCase:
     """Build a case with a numbered list of words in random order. The question asks for the ten most frequent words."""
     random, source = Random(f"{seed}/{AGGREGATION}/{length}/{index}"), texts()
-    asked = f"What are the {COMMON_WORDS} most common words in the list above?"
+    question = f"What are the {COMMON_WORDS} most common words in the list above?"
     opening = (
         "Below is a numbered list of words. In it some words appear more often than others. Memorize the ones that appear most often."
     )
     prefix = f"The {COMMON_WORDS} words that appear most often in the list are:"
-    known = set(re.findall(r"[a-z]+", f"{opening} {asked} {prefix}".lower()))
+    known = set(re.findall(r"[a-z]+", f"{opening} {question} {prefix}".lower()))
     words = [word for word in random.sample(source.words, len(source.words)) if word not in known]
     common, others = words[:COMMON_WORDS], words[COMMON_WORDS:]
     often, seldom = REPEATS if length < LONG_LIST else LONG_REPEATS
@@ -226,7 +226,7 @@ def aggregation_case(tokenizer: Tokenizer, length: int, index: int, seed: int) -
         listed = [*common] * often + [others[at % len(others)] for at in range(-(-amount // seldom))] * seldom
         Random(order).shuffle(listed)
         numbered = " ".join(f"{number}. {word}" for number, word in enumerate(listed, 1))
-        return chat_prompt(tokenizer, [{"role": "user", "content": f"{opening}\n\n{numbered}\n\n{asked}"}], prefix)
+        return chat_prompt(tokenizer, [{"role": "user", "content": f"{opening}\n\n{numbered}\n\n{question}"}], prefix)
 
     ids = fit_prompt(tokenizer, render, length, max(1, length // 8))
     answers = tuple(common)

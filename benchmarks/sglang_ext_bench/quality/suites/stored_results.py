@@ -34,12 +34,12 @@ class StoredResults:
     """The scores of one arm, by :attr:`SuiteCase.id`.
 
     Args:
-        folder: holds a file for each arm.
-        arm: its name.
-        settings: settings on which the answers depend. A file with other settings is refused.
+        folder: Folder with a file for each arm.
+        arm: Name of the arm.
+        settings: Settings that change the answers. A file with other settings is refused.
 
     Raises:
-        CommandError: the file has other settings, or cannot be read.
+        CommandError: The file has other settings, or is malformed.
     """
 
     def __init__(self, folder: Path, arm: str, settings: Mapping[str, Any]) -> None:
