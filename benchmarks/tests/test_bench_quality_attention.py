@@ -103,7 +103,7 @@ def test_errors_are_pooled_over_prompts_by_layer():
     assert 0 < part.mean < part.worst
 
 
-def test_fewer_bits_have_larger_errors_and_what_is_dropped_too_adds_to_them():
+def test_errors_grow_with_fewer_bits_and_with_dropped_tokens():
     found = layers(tokens=256 + AFTER, dim=64)
     error = {name: relative_errors(found, 256, method(name, bits), budget).mean() for name, bits, budget in (
         ("int8", None, 1.0), ("kivi", 4, 1.0), ("turboquant", 2, 1.0), ("snapkv+int8", None, 0.5),

@@ -138,7 +138,7 @@ def test_servers_get_their_mode_and_seeds_make_all_deterministic():
         (("--draft-length", "0"), "--draft-length '0'"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_by_option(words, message):
+def test_an_invalid_value_is_refused_with_its_option(words, message):
     with pytest.raises(CommandError, match=message):
         config(*words)
 
@@ -166,7 +166,7 @@ def test_kept_caches_are_emptied_once():
     assert server.flushed == 1
 
 
-def test_further_draft_lengths_are_asked_for_acceptance_alone():
+def test_further_draft_lengths_measure_only_acceptance():
     arm, server = QualityArm("verified", "snapkv", 0.5, 4), FakeServer(QualityArm("verified"))
     answers = collect_answers(config("--draft-length", "8,4"), arm, server, [Prompt("a", (1, 2))], [])
     assert not answers.tasks and all("top_logprobs_num" not in body for body in server.asked)
@@ -273,7 +273,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     return go
 
 
-def test_a_run_tells_what_lossy_costs_and_that_verified_costs_nothing(run, capsys):
+def test_a_run_reports_the_loss_of_lossy_and_none_of_verified(run, capsys):
     code, report, plot = run("--draft-length", "3")
     lossy, verified, full = report["arms"]
     assert code == 0 and plot == b"\x89PNG" and report["failed"] == {}
@@ -425,7 +425,7 @@ def test_prompts_on_codes_are_left_out_of_errors_that_are_of_exact_prompts():
     assert not NamedMethod.parse("hack --kv-prefill quantized").runs_without_server
 
 
-def test_modes_that_are_not_asked_for_have_no_server():
+def test_modes_that_are_not_requested_have_no_server():
     given = ("--parts", "kl", "--budget", "0.5", "--draft-length", "8")
     assert [arm.mode for arm in build_arms(config(*given, "--modes", "lossy"))] == ["lossy", "full"]
     assert [arm.mode for arm in build_arms(config(*given, "--modes", "verified"))] == ["verified", "full"]
@@ -446,6 +446,6 @@ def test_modes_that_are_not_asked_for_have_no_server():
         (("--parts", "attention", "--tail", "none"), "--tail 'none'"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_by_name(words, message):
+def test_an_invalid_name_is_refused(words, message):
     with pytest.raises(CommandError, match=message):
         config(*words)

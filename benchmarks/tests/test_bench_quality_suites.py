@@ -45,7 +45,7 @@ def prompts(tokenizer, cases, task):
     return found
 
 
-def test_prompts_have_the_length_that_was_asked_for_and_are_the_same_in_each_run(tokenizer, cases):
+def test_prompts_have_the_requested_length_and_are_the_same_in_each_run(tokenizer, cases):
     assert Counter((case.task, case.length) for case in cases) == {(task, length): COUNT for task in ruler.TASKS for length in LENGTHS}
     assert all(0.98 * case.length <= len(case.input_ids) <= case.length for case in cases)
     again = ruler.build(tokenizer, ruler.TASKS, LENGTHS[:1], COUNT, seed=5)
@@ -56,7 +56,7 @@ def test_prompts_have_the_length_that_was_asked_for_and_are_the_same_in_each_run
     assert len({case.input_ids[:128] for case in cases}) == len(cases)
 
 
-def test_the_numbers_of_the_keys_that_are_asked_for_are_in_the_text_once(tokenizer, cases):
+def test_the_text_has_the_numbers_of_the_requested_keys_once(tokenizer, cases):
     for case, text in prompts(tokenizer, cases, "needles"):
         hidden = dict(re.findall(r"One of the special magic numbers for (\S+) is: (\d+)\.", text))
         asked = re.search(r"What are the special magic numbers for (.*) mentioned in the text above\?", text)[1].split(", ")
@@ -64,7 +64,7 @@ def test_the_numbers_of_the_keys_that_are_asked_for_are_in_the_text_once(tokeniz
         assert all(text.count(answer) == 1 for answer in case.answers)
 
 
-def test_the_variables_that_are_asked_for_are_those_that_lead_to_the_value(tokenizer, cases):
+def test_the_expected_variables_have_the_value(tokenizer, cases):
     for case, text in prompts(tokenizer, cases, "tracking"):
         value = re.search(r"Find all variables that are assigned the value (\d+)", text)[1]
         assigned = dict(re.findall(r"^VAR ([A-Z]{5}) = (?:VAR )?(\w+)$", text, re.MULTILINE))
@@ -93,7 +93,7 @@ def test_a_passage_is_hidden_in_another_text_than_its_own():
         assert [passage in text for text in others] == [place != question.filler for place in range(len(others))]
 
 
-def test_the_words_that_are_asked_for_are_the_most_frequent_ones_by_far(tokenizer, cases):
+def test_the_expected_words_are_the_most_frequent_ones_by_far(tokenizer, cases):
     for case, text in prompts(tokenizer, cases, "aggregation"):
         counts = Counter(word for _, word in re.findall(r"(\d+)\. ([a-z]+)", text))
         often, seldom = (6, 1) if case.length == 1024 else (30, 3)
@@ -171,7 +171,7 @@ def test_the_default_arms_share_servers_where_one_can_serve_them(model):
     assert servers[5].flags(on_gpus=True)[-2:] == ("--page-size", "16") and "--page-size" not in servers[5].flags(on_gpus=False)
 
 
-def test_a_step_reads_what_selectors_read_too_as_often_as_they_select():
+def test_the_bytes_of_a_step_include_those_that_the_selector_reads():
     read = [selector_share(arm) for arm in parse_arms("snapkv:0.25,kivi,quest:0.125,spade:0.125,spade:0.125 --kv-select-every 4")]
     assert read == [0, 0, 1 / 16, 1 / 2, 1 / 8]
 
@@ -194,7 +194,7 @@ def test_a_selector_reads_at_the_interval_that_the_flag_says(flags, interval):
         (",", "is empty"),
     ],
 )
-def test_arms_that_cannot_be_served_are_refused(arms, told):
+def test_invalid_arms_are_refused(arms, told):
     with pytest.raises(CommandError, match=told):
         parse_arms(arms)
 
@@ -334,7 +334,7 @@ def test_results_of_another_model_are_not_mixed_in(run):
         (("--document", "missing.md"), "<!-- measured: begin -->"),
     ],
 )
-def test_options_that_a_suite_cannot_use_are_refused(run, words, told):
+def test_options_that_a_suite_does_not_support_are_refused(run, words, told):
     with pytest.raises(CommandError, match=told):
         run(*words)
     assert StubServer.started == []

@@ -163,15 +163,15 @@ class TestRun:
         code, totals = run(tmp_path)
         assert code == 1 and "still holds 7 used tokens" in totals["problems"][0]
 
-    def test_as_many_requests_are_sent_as_asked_for(self, server: type[FakeServer], tmp_path: Path) -> None:
+    def test_the_requested_number_of_requests_is_sent(self, server: type[FakeServer], tmp_path: Path) -> None:
         code, totals = run(tmp_path, "--minutes", "5", "--requests", "40")
         assert (code, sum(totals["outcomes"].values()), len(server.made)) == (0, 40, 2)
 
-    def test_ways_to_ask_may_be_left_out(self, server: type[FakeServer], tmp_path: Path) -> None:
+    def test_request_options_may_be_left_out(self, server: type[FakeServer], tmp_path: Path) -> None:
         totals = run(tmp_path, "--leave-out", "greedy,tools")[1]
         assert len(totals["requests"]) == len(OPTIONS) - 2 and not {"greedy", "tools"} & totals["options"].keys()
 
-    def test_a_given_server_is_tested_and_a_given_stock_server_asked_instead_of_started_ones(
+    def test_with_url_and_stock_url_no_server_is_started(
         self, server: type[FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def of(url: str, timeout: float) -> FakeServer:
@@ -185,7 +185,7 @@ class TestRun:
         assert (totals["flags"], len(totals["requests"])) == ({}, 3)
         assert not any("--kv-mode" in each.flags for each in server.made), "none is started"
 
-    def test_a_lossy_server_is_asked_alone_and_its_tokens_may_be_any(
+    def test_a_lossy_server_is_not_compared_with_stock(
         self, server: type[FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(FakeServer, "break_answer", lambda self, ids: ids and ids.__setitem__(0, 0))
@@ -273,12 +273,12 @@ class TestKnownDeviations:
         return given.tally
 
     @pytest.mark.parametrize("option", ["frequency-penalty", "greedy", "min-new-tokens"])
-    def test_other_tokens_pass_for_nobody(self, option: str) -> None:
+    def test_other_tokens_fail(self, option: str) -> None:
         tally = self.sent(option, Sample((1, 3), "length"))
         assert tally.problems and not tally.known_deviations
         assert tally.as_json()["outcomes"] == {"answered": 0, "aborted": 0, "refused": 0, "wrong": 1}
 
-    def test_another_length_passes_for_nobody(self) -> None:
+    def test_another_length_fails(self) -> None:
         assert self.sent("frequency-penalty", Sample((1,), "length")).problems
 
     @pytest.mark.parametrize("overlapped", [True, False])
@@ -453,7 +453,7 @@ class TestApart:
         assert all(each.env["SGLANG_HOST_IP"] == "127.0.0.1" and soak.STRICT_CHECKS.items() <= each.env.items() for each in (prefill, decode))
         assert "SGLANG_TEST_RETRACT" in decode.env and "SGLANG_TEST_RETRACT" not in prefill.env
 
-    def test_what_two_servers_do_not_serve_is_not_asked(self, part: type[FakePart], tmp_path: Path) -> None:
+    def test_options_that_two_servers_do_not_support_are_left_out(self, part: type[FakePart], tmp_path: Path) -> None:
         left_out = {"two-samples", "three-samples", "two-samples-logprobs", "three-samples-regex", "input-logprobs"}
         left_out |= {"tools", "tools-streamed", "tools-auto"}
         assert {option.name for option in OPTIONS} - {option.name for option in disaggregated.disaggregated_options()} == left_out
@@ -483,7 +483,7 @@ class TestApart:
         assert raised.value.code == 400 and not problems
         assert list(pair.as_json()["prefill"]) == ["HTTP 400: "]
 
-    def test_what_the_prefill_server_says_is_counted_without_names(self, part: type[FakePart], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_messages_of_the_prefill_server_are_counted_without_ids(self, part: type[FakePart], monkeypatch: pytest.MonkeyPatch) -> None:
         def says(_: FakePart, body: Mapping[str, Any]) -> None:
             raise refused(500, f"room {body['bootstrap_room']} of {body['rid']}: the decode side ended it")
 
@@ -544,7 +544,7 @@ class TestApart:
         ([{"meta_info": {"finish_reason": None}}], ""),
     ],
 )
-def test_a_streams_end_is_how_it_ended_at_the_prefill_server(chunks: list[dict[str, Any]], told: str) -> None:
+def test_the_last_chunk_of_a_stream_is_the_outcome_at_the_prefill_server(chunks: list[dict[str, Any]], told: str) -> None:
     class Streaming:
         def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             yield from chunks

@@ -53,7 +53,7 @@ def sample(*ids: int, finish: str = "length", logprobs: tuple[float, ...] | None
 
 
 class TestOptions:
-    def test_each_way_of_asking_is_there_once(self) -> None:
+    def test_each_request_option_has_its_own_name(self) -> None:
         asked = [name for option in OPTIONS for name in (*option.sampling, *option.fields)]
         assert len(BY_NAME) == len(OPTIONS) == 34
         assert {
@@ -80,7 +80,7 @@ class TestOptions:
         body = BY_NAME["logit-processor"].body(PROMPT, 5)
         assert "callable" in body["custom_logit_processor"] and len(body["sampling_params"]["custom_params"]["token_ids"]) == 3
 
-    def test_what_may_end_before_its_length_is_told_apart(self) -> None:
+    def test_options_that_can_end_early(self) -> None:
         ending = {option.name for option in OPTIONS if option.can_end}
         assert {"stop", "stop-regex", "stop-tokens", "to-its-end", "regex", "min-new-tokens", "seeded-stop"} <= ending
         assert not {"greedy", "seeded", "frequency-penalty", "hidden-states"} & ending
@@ -101,7 +101,7 @@ class TestPrompts:
         assert all(prompt.input_ids for prompt in shared_beginnings([PROMPT]))
 
     @given(st.integers(1, 5), st.integers(4, 20))
-    def test_given_prompts_are_asked_in_every_way_and_others_together_too(self, given_: int, derived: int) -> None:
+    def test_given_prompts_have_every_option_and_derived_prompts_together_too(self, given_: int, derived: int) -> None:
         asked = cases(given_, derived)
         assert len(set((case.prompt, case.option.name) for case in asked)) == len(asked)
         assert [sum(case.prompt == p for case in asked) for p in range(given_)] == [len(OPTIONS)] * given_
@@ -180,7 +180,7 @@ class TestReadSamples:
         check(request(1), [only], [Sample((4,), "length", (-0.5,), rows={"output_top_logprobs": ((-0.5, -1.0),)})])
 
     @pytest.mark.parametrize("payload", ["text", {}, [1], {"meta_info": {"finish_reason": None}}])
-    def test_what_is_no_answer_is_refused(self, payload: object) -> None:
+    def test_a_malformed_answer_is_refused(self, payload: object) -> None:
         with pytest.raises(AnswerError, match="malformed answer"):
             read_samples(payload)
 
@@ -215,7 +215,7 @@ class TestStream:
         with pytest.raises(AnswerError, match=message):
             last_chunk(chunks)
 
-    def test_streams_of_several_samples_are_told_apart(self) -> None:
+    def test_the_chunks_of_several_samples_are_separated_by_index(self) -> None:
         chunks = [{**answer([i], None), "index": i} for i in (1, 0)]
         chunks += [{**answer([i, 5]), "index": i} for i in (0, 1)]
         assert [found.ids for found in read_stream(chunks)] == [(0, 5), (1, 5)]
@@ -244,7 +244,7 @@ class TestStream:
 
 class TestCheck:
     @given(tokens, st.integers(1, 15))
-    def test_beginning_of_stocks_answer_as_long_as_asked_for_is_right(self, ids: list[int], count: int) -> None:
+    def test_the_beginning_of_stocks_answer_with_the_requested_length_is_right(self, ids: list[int], count: int) -> None:
         check(request(count, option=BY_NAME["stop"]), [sample(*ids[:count])], [sample(*ids)])
 
     @given(tokens, st.data())
@@ -262,7 +262,7 @@ class TestCheck:
         with pytest.raises(AnswerError, match="3 tokens instead of 9"):
             check(request(9), [sample(1, 2, 3)], [sample(1, 2)])
 
-    def test_what_may_end_early_ends_where_stocks_does(self) -> None:
+    def test_an_answer_that_can_end_early_ends_where_stocks_does(self) -> None:
         stops = BY_NAME["stop"]
         check(request(9, option=stops), [sample(1, 2)], [sample(1, 2)])
         with pytest.raises(DiffersFromStock, match="token 2"):
@@ -270,7 +270,7 @@ class TestCheck:
         with pytest.raises(DiffersFromStock, match="1 tokens instead of 2"):
             check(request(9, option=stops), [sample(1)], [sample(1, 2)])
 
-    def test_aborted_answer_may_be_short_but_only_if_it_was_taken_back(self) -> None:
+    def test_an_aborted_answer_may_be_short_but_only_if_the_client_aborted_it(self) -> None:
         aborted = sample(1, finish="abort")
         check(request(3, "abort"), [aborted], [sample(1, 2, 3)])
         with pytest.raises(AnswerError, match="aborted by the server"):
@@ -368,7 +368,7 @@ class TestCheckForm:
                 check_lossy(request(2), found)
         check_lossy(request(2, "abort"), [sample(finish="abort")])
 
-    def test_what_may_end_early_has_some_tokens_and_no_more_than_asked_for(self) -> None:
+    def test_an_answer_that_can_end_early_has_at_least_one_token_and_at_most_the_requested_length(self) -> None:
         stops = BY_NAME["stop"]
         check_lossy(request(9, option=stops), [sample(5)])
         for found in ([sample()], [sample(*range(10))]):
@@ -385,7 +385,7 @@ class TestCheckForm:
             ((float("nan"), -0.1), "nan"),
         ],
     )
-    def test_what_are_no_log_probabilities_is_wrong(self, logprobs: tuple[float, ...] | None, message: str) -> None:
+    def test_values_that_are_not_log_probabilities_are_wrong(self, logprobs: tuple[float, ...] | None, message: str) -> None:
         asked = request(2, option=BY_NAME["seeded-logprobs"])
         rows = {"output_top_logprobs": ((-3.5, -4.0), (0.0, -9.0)), "output_token_ids_logprobs": ((-5.0, -6.0),) * 2}
         right = Sample((4, 5), "length", (-3.5, 0.0), rows=rows)

@@ -105,7 +105,7 @@ class TestExternalServer:
         (("--requests", "-1"), "--requests -1"),
     ],
 )
-def test_options_that_cannot_hold_are_refused(words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_exclude_each_other_are_refused(words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["soak", "--model", "m", "--prompts", "p", *words]) == 2
     assert told in capsys.readouterr().err
 
