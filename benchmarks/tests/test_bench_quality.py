@@ -1,4 +1,4 @@
-"""Quality figures: KL bounds, first differences, and the scorers of functional tasks."""
+"""Quality measures: KL bounds, first differences, and the scorers and tasks of part functional."""
 
 import math
 
@@ -9,8 +9,14 @@ from hypothesis import strategies as st
 
 from sglang_ext.tools import CommandError
 from sglang_ext_bench.quality import scorers
-from sglang_ext_bench.quality.first_difference import first_differences
-from sglang_ext_bench.quality.kl import FLOOR, above_noise, kl_bound, kl_by_step, summarize
+from sglang_ext_bench.quality.divergence import (
+    FLOOR,
+    above_noise,
+    first_differences,
+    kl_bound,
+    kl_by_step,
+    summarize,
+)
 from sglang_ext_bench.quality.tasks import build_tasks
 
 
@@ -136,7 +142,7 @@ def test_tasks_come_in_four_kinds_and_hold_the_answers_they_ask_for():
     for task, text in zip(tasks, texts):
         assert 600 <= len(task.input_ids) <= 1300 and task.score("") == 0.0
         if task.kind in ("needle", "repetition"):
-            # A fact is in the text as it is asked for; the passage that begins at its end is in it too.
+            # The text contains the fact and the passage that the end of the prompt begins.
             begun = text[-28:]
             assert text.index(begun) < len(text) - 60
             assert task.score(text[text.index(begun) + len(begun) :][: task.new_tokens + 10]) == 1.0

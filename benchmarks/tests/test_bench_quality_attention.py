@@ -1,12 +1,17 @@
-"""Errors of attention outputs are those of the compressors' own choices."""
+"""Errors of attention outputs, measured with the compressors of a server."""
 
 import pytest
 import torch
 
-from sglang_ext_bench.prompts import Prompt
-from sglang_ext_bench.quality.attention import attend, context_of, measure, relative_errors
-from sglang_ext_bench.quality.capture import CapturedModel, LayerAttention
 from sglang_ext.mem_cache.compressors.catalogue import create, method
+from sglang_ext_bench.prompts import Prompt
+from sglang_ext_bench.quality.attention import (
+    attend,
+    build_context,
+    measure_errors,
+    relative_errors,
+)
+from sglang_ext_bench.quality.capture import CapturedModel, LayerAttention
 
 PROMPT, AFTER = 40, 5
 
@@ -46,7 +51,7 @@ def test_a_whole_copy_has_no_error_and_less_has_more(name):
 
 def test_a_token_that_is_dropped_costs_its_share_of_the_output():
     (layer,) = layers(1)
-    # All attention goes to token 10, which sink-recent drops, and whose value is seen nowhere else.
+    # All attention goes to token 10. sink-recent drops it, and no other token has its value.
     layer.keys[:], layer.values[:] = 0, 0
     layer.keys[10], layer.values[10], layer.queries[:] = 100, 1, 1
     errors = relative_errors([layer], PROMPT, method("sink-recent"), 0.5)
@@ -55,11 +60,11 @@ def test_a_token_that_is_dropped_costs_its_share_of_the_output():
 
 def test_compressors_see_the_newest_queries_of_the_prompt():
     found = layers()
-    context = context_of(found, PROMPT, create("snapkv"))
+    context = build_context(found, PROMPT, create("snapkv"))
     assert context.query_positions.tolist() == list(range(PROMPT - 32, PROMPT))
     assert torch.equal(context.layer(1).queries, found[1].queries[PROMPT - 32 : PROMPT])
     assert torch.equal(context.layer(1).keys, found[1].keys[:PROMPT])
-    assert context_of(found, PROMPT, create("sink-recent")).queries.shape[1] == 0
+    assert build_context(found, PROMPT, create("sink-recent")).queries.shape[1] == 0
 
 
 class TinyModel(CapturedModel):
@@ -76,7 +81,7 @@ class TinyModel(CapturedModel):
 
 def test_captured_attention_gives_the_models_own_outputs():
     model = TinyModel()
-    ids = model.continued((1, 2, 3, 4, 5, 6), 4)
+    ids = model.generate((1, 2, 3, 4, 5, 6), 4)
     captured = model.attention(ids)
     assert ids[:6] == (1, 2, 3, 4, 5, 6) and len(ids) == 10 and len(captured) == 2
     seen: list[torch.Tensor] = []
@@ -93,12 +98,12 @@ def test_captured_attention_gives_the_models_own_outputs():
 
 def test_errors_are_pooled_over_prompts_by_layer():
     prompts = [Prompt("a", tuple(range(1, 41))), Prompt("b", tuple(range(5, 35)))]
-    whole, part = measure(TinyModel(), prompts, ["sink-recent"], [1.0, 0.25], tokens=3)
+    whole, part = measure_errors(TinyModel(), prompts, ["sink-recent"], [1.0, 0.25], tokens=3)
     assert (whole.mean, whole.worst) == (0, 0) and len(part.mean_by_layer) == 2
     assert 0 < part.mean < part.worst
 
 
-def test_fewer_bits_have_larger_errors_and_what_is_dropped_too_adds_to_them():
+def test_errors_grow_with_fewer_bits_and_with_dropped_tokens():
     found = layers(tokens=256 + AFTER, dim=64)
     error = {name: relative_errors(found, 256, method(name, bits), budget).mean() for name, bits, budget in (
         ("int8", None, 1.0), ("kivi", 4, 1.0), ("turboquant", 2, 1.0), ("snapkv+int8", None, 0.5),
@@ -110,5 +115,5 @@ def test_fewer_bits_have_larger_errors_and_what_is_dropped_too_adds_to_them():
 def test_a_method_that_needs_the_models_rotary_embedding_gets_it():
     model = TinyModel()
     prompts = [Prompt("a", tuple(range(1, 40)))]
-    (found,) = measure(model, prompts, ["expected-attention"], [0.5], tokens=3)
+    (found,) = measure_errors(model, prompts, ["expected-attention"], [0.5], tokens=3)
     assert 0 < found.mean < 2

@@ -1,4 +1,4 @@
-"""Users' benchmarks: their lines become tasks, or an error that says which line needs what."""
+"""Users' benchmarks: each line becomes a task, or an error with the line and the remedy."""
 
 import argparse
 import json
@@ -8,10 +8,8 @@ import pytest
 from bench_helpers import CharTokenizer
 
 from sglang_ext.tools import CommandError
-from sglang_ext_bench.quality.benchmark_file import load_benchmark
-from sglang_ext_bench.quality.config import BenchmarkFile
-from sglang_ext_bench.quality.options import add_arguments, config_from
-from sglang_ext_bench.quality.tasks import Task
+from sglang_ext_bench.quality.options import BenchmarkFile, add_arguments, config_from
+from sglang_ext_bench.quality.tasks import Task, load_benchmark
 
 
 def load(folder: Path, lines: list[str], *words: str, limit: int | None = None) -> tuple[Task, ...]:
@@ -62,7 +60,7 @@ GOOD = '{"question": "q", "answer": "a"}'
     ("line", "words", "message"),
     [
         ("{", (), r"gsm.jsonl:2 is not JSON.*each line needs one object"),
-        ('["q", "a"]', (), r"gsm.jsonl:2 has no text or number in 'question'.*--prompt-field.*no object but list"),
+        ('["q", "a"]', (), r"gsm.jsonl:2 has no text or number in 'question'.*--prompt-field.*list instead of an object"),
         ('{"question": "q", "key": "A"}', (), "gsm.jsonl:2 .*'answer'; name the field with --answer-field .*key, q"),
         ('{"question": "q", "answer": [1]}', (), "'answer'; name the field"),
         ('{"question": " ", "answer": "a"}', (), "'question'; name the field"),
@@ -83,7 +81,7 @@ def test_options_that_are_no_list_are_refused(tmp_path):
 
 
 def test_a_missing_or_empty_file_is_refused(tmp_path):
-    with pytest.raises(CommandError, match="holds no line"):
+    with pytest.raises(CommandError, match="has no line"):
         load(tmp_path, [""])
     missing = BenchmarkFile(tmp_path / "absent.jsonl", "question", "answer", "contains", 8, chat=True)
     with pytest.raises(CommandError, match="absent.jsonl does not exist; pass a file"):

@@ -1,4 +1,4 @@
-"""Which servers a quality run starts, what each is asked, and what the answers amount to."""
+"""The servers of a quality run, their requests, and the report of a run."""
 
 import argparse
 import json
@@ -16,18 +16,18 @@ from sglang_ext.tools import CommandError
 from sglang_ext.tools import server_process as bench_server
 from sglang_ext.tools.server_client import ServerClient
 from sglang_ext_bench.prompts import Prompt
-from sglang_ext_bench.quality import arms, command
-from sglang_ext_bench.quality.arms import FULL, QualityArm, arms_of, ask
+from sglang_ext_bench.quality import arms, command, server_measurements
+from sglang_ext_bench.quality.arms import FULL, QualityArm, build_arms, collect_answers
 from sglang_ext_bench.quality.attention import AttentionError
-from sglang_ext_bench.quality.config import QualityConfig
-from sglang_ext_bench.quality.copy_bytes import copy_share
-from sglang_ext_bench.quality.named import Named
-from sglang_ext_bench.quality.options import add_arguments, config_from
-from sglang_ext_bench.quality.reporting import speed
+from sglang_ext_bench.quality.named_method import NamedMethod
+from sglang_ext_bench.quality.options import QualityConfig, add_arguments, config_from
 from sglang_ext_bench.quality.reporting.plots import by_bytes, by_speed, write
 from sglang_ext_bench.quality.reporting.results import ArmQuality, Results
-from sglang_ext_bench.quality.reporting.speed import tokens_per_second
-from sglang_ext_bench.quality.stock_scores import score
+from sglang_ext_bench.quality.server_measurements import (
+    compressed_share,
+    score_answer,
+    tokens_per_second,
+)
 
 TOPS = 3
 OUTPUT = 4
@@ -35,7 +35,7 @@ OUTPUT = 4
 
 @pytest.fixture(autouse=True)
 def checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers' flags are checked in this process."""
+    """Check the flags of servers in this process."""
     monkeypatch.setattr(bench_server, "ProcessPoolExecutor", Here)
 
 
@@ -46,7 +46,7 @@ def config(*words: str) -> QualityConfig:
 
 
 class FakeServer(ServerClient):
-    """Answers like a server of an arm: full KV's token is 5 at every step, lossy servers say 6 from token 2 on."""
+    """Answers like the server of an arm. Each token is 5; a lossy server answers 6 from token 2 on."""
 
     def __init__(self, arm: QualityArm) -> None:
         super().__init__(port=1)
@@ -82,9 +82,9 @@ class FakeServer(ServerClient):
 
 @pytest.fixture(autouse=True)
 def half_of_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies take half of full KV's bytes."""
+    """Compressed KV has half of the bytes of the full KV."""
     monkeypatch.setattr(arms, "token_bytes", lambda model, dtype: 10)
-    monkeypatch.setattr(arms, "copy_share", lambda client, input_ids, new_tokens, token: 0.5)
+    monkeypatch.setattr(arms, "compressed_share", lambda client, input_ids, new_tokens, token: 0.5)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def half_of_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_only_servers_that_the_parts_need_start_and_stock_is_last(parts, expected):
-    found = arms_of(config("--parts", parts, "--budget", "0.5", "--draft-length", "8,4"))
+    found = build_arms(config("--parts", parts, "--budget", "0.5", "--draft-length", "8,4"))
     assert [arm.name for arm in found] == expected
 
 
@@ -111,16 +111,16 @@ def test_only_servers_that_the_parts_need_start_and_stock_is_last(parts, expecte
 )
 def test_a_compressor_of_which_nothing_would_be_measured_is_refused(compressor, modes, parts, mode):
     asked = config("--compressor", compressor, "--modes", modes, "--parts", parts)
-    with pytest.raises(CommandError, match=f"nothing would be measured of it, which is served in {mode} alone; pass --modes {mode} and"):
-        arms_of(asked)
+    with pytest.raises(CommandError, match=f"this method runs only in mode {mode}, so that nothing would be measured; pass --modes {mode} and"):
+        build_arms(asked)
 
 
 def test_servers_get_their_mode_and_seeds_make_all_deterministic():
-    lossy, verified, full = arms_of(config("--parts", "divergence", "--budget", "0.5", "--draft-length", "8"))
+    lossy, verified, full = build_arms(config("--parts", "divergence", "--budget", "0.5", "--draft-length", "8"))
     assert lossy.arguments == ("--kv-mode", "lossy", "--kv-compressor", "snapkv", "--kv-budget", "0.5")
     assert verified.arguments[1] == "verified" and verified.arguments[-2:] == ("--kv-draft-length", "8")
     assert full.arguments == ("--kv-mode", "full")
-    _, verified, full = arms_of(config("--parts", "kl", "--budget", "0.5", "--kv-arg", "--kv-bits 2"))
+    _, verified, full = build_arms(config("--parts", "kl", "--budget", "0.5", "--kv-arg", "--kv-bits 2"))
     assert verified.arguments[-2:] == ("--kv-bits", "2") and full.arguments == ("--kv-mode", "full")
     assert "--enable-deterministic-inference" in config().common_server_arguments
     assert "--enable-deterministic-inference" not in config("--temperature", "0").common_server_arguments
@@ -134,11 +134,11 @@ def test_servers_get_their_mode_and_seeds_make_all_deterministic():
         (("--budget", "1.5"), r"--budget 1.5: .*\(0, 1\]"),
         (("--tasks", "0"), "--tasks 0: --parts functional needs at least 1, or a --benchmark"),
         (("--output-len", "0"), "--output-len 0: must be at least 1"),
-        (("--compressor", ","), "--compressor names nothing"),
+        (("--compressor", ","), "--compressor is empty"),
         (("--draft-length", "0"), "--draft-length '0'"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_by_option(words, message):
+def test_an_invalid_value_is_refused_with_its_option(words, message):
     with pytest.raises(CommandError, match=message):
         config(*words)
 
@@ -154,7 +154,7 @@ def test_equal_requests_of_all_servers_get_equal_seeds_and_greedy_ones_none():
     wanted = config("--parts", "divergence", "--seed", "7", "--concurrency", "1")
     for arm in (FULL, QualityArm("lossy", "snapkv", 0.5)):
         server = FakeServer(arm)
-        answers = ask(wanted, arm, server, prompts, [])
+        answers = collect_answers(wanted, arm, server, prompts, [])
         seeds = [body["sampling_params"].get("sampling_seed") for body in server.asked]
         assert seeds == [None, None, 7, 8] and server.flushed == 2
         assert set(answers.prompts) == {0.0, 0.7} and not answers.tasks
@@ -162,23 +162,23 @@ def test_equal_requests_of_all_servers_get_equal_seeds_and_greedy_ones_none():
 
 def test_kept_caches_are_emptied_once():
     server = FakeServer(FULL)
-    ask(config("--parts", "divergence", "--keep-cache"), FULL, server, [Prompt("a", (1, 2))], [])
+    collect_answers(config("--parts", "divergence", "--keep-cache"), FULL, server, [Prompt("a", (1, 2))], [])
     assert server.flushed == 1
 
 
-def test_further_draft_lengths_are_asked_for_acceptance_alone():
+def test_further_draft_lengths_measure_only_acceptance():
     arm, server = QualityArm("verified", "snapkv", 0.5, 4), FakeServer(QualityArm("verified"))
-    answers = ask(config("--draft-length", "8,4"), arm, server, [Prompt("a", (1, 2))], [])
+    answers = collect_answers(config("--draft-length", "8,4"), arm, server, [Prompt("a", (1, 2))], [])
     assert not answers.tasks and all("top_logprobs_num" not in body for body in server.asked)
 
 
 @pytest.mark.parametrize(("lengths", "measured"), [((2, 900, 600), 600), ((2, 9), 9)])
 def test_bytes_are_those_of_the_shortest_context_that_is_long_enough(monkeypatch, lengths, measured):
     asked: list[int] = []
-    monkeypatch.setattr(arms, "copy_share", lambda client, input_ids, *rest: asked.append(len(input_ids)) or 0.25)
+    monkeypatch.setattr(arms, "compressed_share", lambda client, input_ids, *rest: asked.append(len(input_ids)) or 0.25)
     prompts = [Prompt(str(length), (1,) * length) for length in lengths]
     arm = QualityArm("lossy", "snapkv", 0.5)
-    assert ask(config("--parts", "divergence"), arm, FakeServer(arm), prompts, []).bytes_share == 0.25
+    assert collect_answers(config("--parts", "divergence"), arm, FakeServer(arm), prompts, []).bytes_share == 0.25
     assert asked == [measured]
 
 
@@ -188,11 +188,11 @@ def test_a_failed_request_fails_its_server():
             raise ConnectionError("gone")
 
     with pytest.raises(CommandError, match="at temperature 0 1 of 1 requests failed; request 0: .*gone"):
-        ask(config("--parts", "divergence"), FULL, Refusing(FULL), [Prompt("a", (1, 2))], [])
+        collect_answers(config("--parts", "divergence"), FULL, Refusing(FULL), [Prompt("a", (1, 2))], [])
 
 
 class Metered(ServerClient):
-    """A server that answers when its metrics have been read to their end."""
+    """A server that answers a request after all pages of its metrics were read."""
 
     def __init__(self, *pages: str) -> None:
         super().__init__(port=1)
@@ -218,11 +218,11 @@ PAGE = '# HELP x\nsglang_ext:compressed_bytes{model_name="m"} %s\nsglang_ext:que
 
 def test_the_share_of_bytes_is_the_most_that_the_server_reports_while_it_answers():
     server = Metered(PAGE % "0.0", PAGE % "300.0", PAGE % "2.5e+02", PAGE % "0.0")
-    assert copy_share(server, (1, 2, 3, 4, 5, 6), 8, 100) == 0.5 and server.flushed == 1
+    assert compressed_share(server, (1, 2, 3, 4, 5, 6), 8, 100) == 0.5 and server.flushed == 1
 
 
 def test_a_server_that_reports_no_copy_has_no_share():
-    assert copy_share(Metered("sglang:x 1\n"), (1, 2), 8, 100) is None
+    assert compressed_share(Metered("sglang:x 1\n"), (1, 2), 8, 100) is None
 
 
 def test_a_request_that_fails_while_bytes_are_measured_is_an_error():
@@ -230,13 +230,13 @@ def test_a_request_that_fails_while_bytes_are_measured_is_an_error():
         def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
             raise ConnectionError("gone")
 
-    with pytest.raises(CommandError, match="bytes of a copy could not be measured: .*gone"):
-        copy_share(Refusing(PAGE % "1.0"), (1, 2), 8, 100)
+    with pytest.raises(CommandError, match="bytes of the compressed KV could not be measured: .*gone"):
+        compressed_share(Refusing(PAGE % "1.0"), (1, 2), 8, 100)
 
 
 def test_stock_scores_each_token_of_an_answer_after_its_prompt():
     server = FakeServer(FULL)
-    scored = score(server, Prompt("a", (1, 2, 3)), (5, 6), TOPS)
+    scored = score_answer(server, Prompt("a", (1, 2, 3)), (5, 6), TOPS)
     assert scored == (((5, -0.2), (6, -3.0)),) * 2
     assert server.asked[0]["input_ids"] == [1, 2, 3, 5, 6] and server.asked[0]["logprob_start_len"] == 2
 
@@ -247,19 +247,19 @@ def test_scores_of_other_tokens_are_refused():
             return super()._scored(body) | {"input_token_logprobs": [[None, 0, None], [-0.1, 9, None]]}
 
     with pytest.raises(CommandError, match="scored 1 other tokens than the 2 answered to a"):
-        score(Shifted(FULL), Prompt("a", (1,)), (5, 6), TOPS)
+        score_answer(Shifted(FULL), Prompt("a", (1,)), (5, 6), TOPS)
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Run the command with fake servers; its exit code, its JSON and its plot's first bytes."""
+    """Runs the command with fake servers. Returns the exit code, the JSON report and the first bytes of the plot."""
 
     def go(*words: str, server: type[FakeServer] = FakeServer) -> tuple[int, dict[str, Any], bytes]:
-        monkeypatch.setattr(command, "server", lambda config, arm, logs: nullcontext(server(arm)))
+        monkeypatch.setattr(command, "arm_server", lambda config, arm, logs: nullcontext(server(arm)))
         monkeypatch.setattr(command, "load_tokenizer", lambda model: CharTokenizer())
         monkeypatch.setattr(command, "CapturedModel", lambda model, dtype: None)
         errors = [AttentionError("snapkv", 0.5, (0.1, 0.3), (0.2, 0.9))]
-        monkeypatch.setattr(command, "measure", lambda *given: iter(errors))
+        monkeypatch.setattr(command, "measure_errors", lambda *given: iter(errors))
         prompts = tmp_path / "p.jsonl"
         prompts.write_text('{"text": "one"}\n{"text": "two"}\n')
         parser = argparse.ArgumentParser()
@@ -273,7 +273,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     return go
 
 
-def test_a_run_tells_what_lossy_costs_and_that_verified_costs_nothing(run, capsys):
+def test_a_run_reports_the_loss_of_lossy_and_none_of_verified(run, capsys):
     code, report, plot = run("--draft-length", "3")
     lossy, verified, full = report["arms"]
     assert code == 0 and plot == b"\x89PNG" and report["failed"] == {}
@@ -349,7 +349,7 @@ def test_quality_is_drawn_over_speed_where_stocks_is_known():
 
 
 class Timed(ServerClient):
-    """A server that takes a time for each token."""
+    """A server that needs a fixed time for each token."""
 
     def __init__(self, of_token: float, of_first: float = 0.0) -> None:
         super().__init__(port=1)
@@ -364,7 +364,7 @@ class Timed(ServerClient):
 
 def test_speed_is_that_of_decoding_from_cached_prompts(monkeypatch):
     passed = [0.0]
-    monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=lambda: passed[0]))
+    monkeypatch.setattr(server_measurements, "time", SimpleNamespace(perf_counter=lambda: passed[0]))
     monkeypatch.setattr(time, "sleep", lambda seconds: passed.__setitem__(0, passed[0] + seconds))
     slow, quick = (tokens_per_second(Timed(each, 0.2), [Prompt("a", (1, 2))], 21, 1) for each in (0.03, 0.006))
     assert (slow, quick) == (pytest.approx(1 / 0.03), pytest.approx(1 / 0.006))
@@ -386,9 +386,9 @@ def test_nothing_is_drawn_of_nothing(tmp_path):
 
 
 def test_methods_that_pack_keep_all_tokens_and_have_bits():
-    (first, *_) = arms_of(config("--compressor", "verify-guided", "--budget", "0.5", "--parts", "kl"))
+    (first, *_) = build_arms(config("--compressor", "verify-guided", "--budget", "0.5", "--parts", "kl"))
     assert first.mode == "verified", "nothing lossy is served with it"
-    found = arms_of(config("--compressor", "kivi:2,snapkv+int8", "--budget", "0.5,0.25", "--parts", "kl"))
+    found = build_arms(config("--compressor", "kivi:2,snapkv+int8", "--budget", "0.5,0.25", "--parts", "kl"))
     assert [(each.mode, each.compressor, each.budget) for each in found[:2]] == [("lossy", "kivi:2", 1), ("verified", "kivi:2", 1)]
     assert found[0].arguments[2:8] == ("--kv-compressor", "kivi", "--kv-bits", "2", "--kv-budget", "1")
     assert [each.budget for each in found[2:-1]] == [0.5, 0.5, 0.25, 0.25] and "--kv-bits" not in found[2].arguments
@@ -402,7 +402,7 @@ def test_a_method_that_there_is_not_is_refused_before_a_server_starts(name):
 
 def test_flags_after_a_name_go_to_its_own_servers_alone():
     names = "hack:2 --kv-partition 32,hack --kv-prefill quantized,kivi"
-    found = arms_of(config("--compressor", names, "--parts", "kl", "--draft-length", "8"))
+    found = build_arms(config("--compressor", names, "--parts", "kl", "--draft-length", "8"))
     assert [(arm.mode, arm.compressor) for arm in found[:-1]] == [
         ("lossy", "hack:2 --kv-partition 32"),
         ("verified", "hack:2 --kv-partition 32"),
@@ -415,19 +415,20 @@ def test_flags_after_a_name_go_to_its_own_servers_alone():
 
 
 def test_a_flag_after_a_name_may_have_its_value_behind_an_equals_sign():
-    assert Named.of("hack:2 --kv-partition=32") == Named.of("hack:2 --kv-partition 32")
-    assert Named.of("hack --kv-partition=32").partition == 32
-    assert not Named.of("hack --kv-prefill=quantized").serves_verified
+    assert NamedMethod.parse("hack:2 --kv-partition=32") == NamedMethod.parse("hack:2 --kv-partition 32")
+    assert NamedMethod.parse("hack --kv-partition=32").partition == 32
+    assert not NamedMethod.parse("hack --kv-prefill=quantized").supports_verified
 
 
 def test_prompts_on_codes_are_left_out_of_errors_that_are_of_exact_prompts():
-    assert Named.of("hack --kv-partition 32").chooses_here and not Named.of("hack --kv-prefill quantized").chooses_here
+    assert NamedMethod.parse("hack --kv-partition 32").runs_without_server
+    assert not NamedMethod.parse("hack --kv-prefill quantized").runs_without_server
 
 
-def test_modes_that_are_not_asked_for_have_no_server():
+def test_modes_that_are_not_requested_have_no_server():
     given = ("--parts", "kl", "--budget", "0.5", "--draft-length", "8")
-    assert [arm.mode for arm in arms_of(config(*given, "--modes", "lossy"))] == ["lossy", "full"]
-    assert [arm.mode for arm in arms_of(config(*given, "--modes", "verified"))] == ["verified", "full"]
+    assert [arm.mode for arm in build_arms(config(*given, "--modes", "lossy"))] == ["lossy", "full"]
+    assert [arm.mode for arm in build_arms(config(*given, "--modes", "verified"))] == ["verified", "full"]
 
 
 @pytest.mark.parametrize(
@@ -438,13 +439,13 @@ def test_modes_that_are_not_asked_for_have_no_server():
         (("--compressor", "hack --kv-partition=48"), "--kv-partition is 48"),
         (("--compressor", "hack --kv-partition many"), "takes a number"),
         (("--compressor", "hack --kv-partition"), "takes a number"),
-        (("--compressor", "hack --kv-bits=2"), "bits stand after a colon"),
+        (("--compressor", "hack --kv-bits=2"), "pass bits after a colon"),
         (("--parts", "attention", "--kv-arg=--kv-partition 32"), "write it after the method"),
         (("--parts", "kl", "--modes", "full"), "--modes 'full'"),
-        (("--parts", "acceptance", "--modes", "lossy"), "of verified servers"),
+        (("--parts", "acceptance", "--modes", "lossy"), "needs verified servers"),
         (("--parts", "attention", "--tail", "none"), "--tail 'none'"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_by_name(words, message):
+def test_an_invalid_name_is_refused(words, message):
     with pytest.raises(CommandError, match=message):
         config(*words)

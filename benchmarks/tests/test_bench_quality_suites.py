@@ -1,4 +1,4 @@
-"""Task suites of ``bench quality``: the cases, how answers are scored, which servers start, and what a run reports and resumes."""
+"""Task suites of ``quality``: the cases, the scores of answers, the servers, and the reports of a run."""
 
 import argparse
 import json
@@ -13,17 +13,16 @@ from random import Random
 import pytest
 from bench_helpers import CharTokenizer, Here
 
-from sglang_ext.tools import server_flags
-from sglang_ext.tools import CommandError
+from sglang_ext.tools import CommandError, server_flags
 from sglang_ext.tools import server_process as bench_server
 from sglang_ext_bench.client import Generation
 from sglang_ext_bench.prompts import load_tokenizer
 from sglang_ext_bench.quality import options
 from sglang_ext_bench.quality.options import add_arguments
-from sglang_ext_bench.quality.suites import command, asking, gsm8k, ruler
+from sglang_ext_bench.quality.suites import command, gsm8k, ruler, runner
+from sglang_ext_bench.quality.suites.arms import group_arms, parse_arms, selector_share
 from sglang_ext_bench.quality.suites.case import match_all
 from sglang_ext_bench.quality.suites.comparison import Estimate, SuiteScore
-from sglang_ext_bench.quality.suites.served import parse_arms, selector_share, servers_of
 
 COUNT = 3
 LENGTHS = 1024, 4096
@@ -46,18 +45,18 @@ def prompts(tokenizer, cases, task):
     return found
 
 
-def test_prompts_have_the_length_that_was_asked_for_and_are_the_same_in_each_run(tokenizer, cases):
+def test_prompts_have_the_requested_length_and_are_the_same_in_each_run(tokenizer, cases):
     assert Counter((case.task, case.length) for case in cases) == {(task, length): COUNT for task in ruler.TASKS for length in LENGTHS}
     assert all(0.98 * case.length <= len(case.input_ids) <= case.length for case in cases)
     again = ruler.build(tokenizer, ruler.TASKS, LENGTHS[:1], COUNT, seed=5)
     assert [case.id for case in again] == [case.id for case in cases if case.length == LENGTHS[0]]
     others = ruler.build(tokenizer, ruler.TASKS, LENGTHS[:1], COUNT, seed=6)
     assert not {case.id for case in others} & {case.id for case in cases}
-    # No two prompts begin alike for longer than the chat template and the first sentence.
+    # The common prefix of two prompts is not longer than the chat template and the first sentence.
     assert len({case.input_ids[:128] for case in cases}) == len(cases)
 
 
-def test_the_numbers_of_the_keys_that_are_asked_for_are_in_the_text_once(tokenizer, cases):
+def test_the_text_has_the_numbers_of_the_requested_keys_once(tokenizer, cases):
     for case, text in prompts(tokenizer, cases, "needles"):
         hidden = dict(re.findall(r"One of the special magic numbers for (\S+) is: (\d+)\.", text))
         asked = re.search(r"What are the special magic numbers for (.*) mentioned in the text above\?", text)[1].split(", ")
@@ -65,7 +64,7 @@ def test_the_numbers_of_the_keys_that_are_asked_for_are_in_the_text_once(tokeniz
         assert all(text.count(answer) == 1 for answer in case.answers)
 
 
-def test_the_variables_that_are_asked_for_are_those_that_lead_to_the_value(tokenizer, cases):
+def test_the_expected_variables_have_the_value(tokenizer, cases):
     for case, text in prompts(tokenizer, cases, "tracking"):
         value = re.search(r"Find all variables that are assigned the value (\d+)", text)[1]
         assigned = dict(re.findall(r"^VAR ([A-Z]{5}) = (?:VAR )?(\w+)$", text, re.MULTILINE))
@@ -94,7 +93,7 @@ def test_a_passage_is_hidden_in_another_text_than_its_own():
         assert [passage in text for text in others] == [place != question.filler for place in range(len(others))]
 
 
-def test_the_words_that_are_asked_for_are_the_most_frequent_ones_by_far(tokenizer, cases):
+def test_the_expected_words_are_the_most_frequent_ones_by_far(tokenizer, cases):
     for case, text in prompts(tokenizer, cases, "aggregation"):
         counts = Counter(word for _, word in re.findall(r"(\d+)\. ([a-z]+)", text))
         often, seldom = (6, 1) if case.length == 1024 else (30, 3)
@@ -154,7 +153,7 @@ def test_without_the_package_gsm8k_says_how_to_install_it(monkeypatch):
 
 
 def test_the_default_arms_share_servers_where_one_can_serve_them(model):
-    servers = servers_of(parse_arms(None))
+    servers = group_arms(parse_arms(None))
     assert [[arm.name for arm in server.arms] for server in servers] == [
         ["full"],
         ["snapkv:0.25", "snapkv:0.125", "kivi"],
@@ -167,12 +166,12 @@ def test_the_default_arms_share_servers_where_one_can_serve_them(model):
     ]
     shared = servers[1].flags(on_gpus=False)
     assert shared[2:] == ("--kv-compressor", "kivi", "--kv-budget", "1", "--kv-more-compressors", "snapkv:0.25,snapkv:0.125")
-    # As each server looks at them before it starts.
+    # Each server runs this check before it starts.
     server_flags.check(str(model), {server.name: server.flags(on_gpus=False) for server in servers})
     assert servers[5].flags(on_gpus=True)[-2:] == ("--page-size", "16") and "--page-size" not in servers[5].flags(on_gpus=False)
 
 
-def test_a_step_reads_what_selectors_read_too_as_often_as_they_select():
+def test_the_bytes_of_a_step_include_those_that_the_selector_reads():
     read = [selector_share(arm) for arm in parse_arms("snapkv:0.25,kivi,quest:0.125,spade:0.125,spade:0.125 --kv-select-every 4")]
     assert read == [0, 0, 1 / 16, 1 / 2, 1 / 8]
 
@@ -188,14 +187,14 @@ def test_a_selector_reads_at_the_interval_that_the_flag_says(flags, interval):
     [
         ("kivi,kivi", "'kivi' twice"),
         ("full --page-size 16", "full is stock"),
-        ("snapkv:many", "'many' is no number"),
+        ("snapkv:many", "'many' is not a number"),
         ("snapkv:2", "is 2"),
         ("nothing", "'nothing'"),
         ("verify-guided", "selects by verifications"),
-        (",", "names no arm"),
+        (",", "is empty"),
     ],
 )
-def test_arms_that_cannot_be_served_are_refused(arms, told):
+def test_invalid_arms_are_refused(arms, told):
     with pytest.raises(CommandError, match=told):
         parse_arms(arms)
 
@@ -214,7 +213,7 @@ def test_an_arm_is_close_to_full_kv_where_the_interval_of_the_paired_difference_
 
 
 class StubServer:
-    """Gives the expected answers, but none as ``snapkv``; fails after so many requests."""
+    """Gives the expected answers, except with ``snapkv``. After ``failing`` requests it fails."""
 
     asked: list[tuple[str, str | None]] = []
     started: list[str] = []
@@ -250,12 +249,12 @@ class StubServer:
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
-    """Runs the command on needles of two lengths with stubs for servers; returns the exit code."""
+    """Runs the command on needles of two lengths with stub servers. Returns the exit code."""
     monkeypatch.setattr(bench_server, "ProcessPoolExecutor", Here)
-    monkeypatch.setattr(asking, "ServerProcess", StubServer)
-    monkeypatch.setattr(asking, "generate", StubServer.generate)
-    monkeypatch.setattr(asking, "copy_share", lambda *_: 0.25)
-    monkeypatch.setattr(asking, "token_bytes", lambda *_: 10)
+    monkeypatch.setattr(runner, "ServerProcess", StubServer)
+    monkeypatch.setattr(runner, "generate", StubServer.generate)
+    monkeypatch.setattr(runner, "compressed_share", lambda *_: 0.25)
+    monkeypatch.setattr(runner, "token_bytes", lambda *_: 10)
     monkeypatch.setattr(command, "load_tokenizer", lambda model: CharTokenizer())
     monkeypatch.setattr(command, "check_servers", lambda *_: nullcontext())
     for name in ("asked", "started", "gpus", "memory"):
@@ -280,13 +279,13 @@ def test_a_run_asks_each_arm_once_and_tells_scores_and_which_arms_are_close(run,
     words = ("--document", str(document), "--mark", "cpu", "--json", str(json_file), "--plot", str(tmp_path / "plot.png"))
     assert run(*words) == 0
     assert sorted(StubServer.started) == ["full", "int4", "kivi"]
-    # Requests name their method where a server has several.
+    # Requests name their method if a server has several.
     assert Counter(StubServer.asked) == {("full", None): 6, ("int4", None): 6, ("kivi", "kivi"): 6, ("kivi", "snapkv:0.25"): 6}
     page = document.read_text()
     assert page.startswith("before\n<!-- cpu: begin -->\n") and page.endswith("<!-- cpu: end -->\nafter\n") and "old" not in page
     assert "**ruler**: within 2 points of full KV: `kivi`, `int4`." in page
     assert "| `snapkv:0.25` | 0.250 | 0.0 ± 0.0 | -100.0 ± 0.0 | no | 0 |" in page and "| needles | 2,500 | 100.0 ± 0.0 |" in page
-    # Answers of full KV in place of a method's are counted.
+    # Answers that full KV gives in place of a method are counted.
     assert "| `int4` | 0.250 | 100.0 ± 0.0 | 0.0 ± 0.0 | yes | 6 |" in page
     report = json.loads(json_file.read_text())
     assert [arm["name"] for arm in report["arms"]] == ["full", "kivi", "snapkv:0.25", "int4"]
@@ -304,7 +303,7 @@ def test_a_run_that_was_cut_off_goes_on_with_the_missing_answers(run, capsys):
     assert StubServer.started == ["int4"] and len(StubServer.asked) == 3
     assert run() == 0
     assert StubServer.started == []
-    # More cases: those that are there stay.
+    # With more cases, the stored answers are kept.
     assert run("--cases", "4") == 0
     assert Counter(name for name, _ in StubServer.asked) == {"full": 2, "int4": 2, "kivi": 4}
 
@@ -320,7 +319,7 @@ def test_servers_side_by_side_take_turns_on_the_gpus_and_share_their_memory(run,
 
 def test_results_of_another_model_are_not_mixed_in(run):
     assert run("--arms", "full") == 0
-    with pytest.raises(CommandError, match="holds answers of .*'float32'.* and this run has .*'bfloat16'"):
+    with pytest.raises(CommandError, match="has answers with the settings .*'float32'.* but this run has .*'bfloat16'"):
         run("--arms", "full", "--dtype", "bfloat16")
 
 
@@ -335,7 +334,7 @@ def test_results_of_another_model_are_not_mixed_in(run):
         (("--document", "missing.md"), "<!-- measured: begin -->"),
     ],
 )
-def test_options_that_a_suite_cannot_use_are_refused(run, words, told):
+def test_options_that_a_suite_does_not_support_are_refused(run, words, told):
     with pytest.raises(CommandError, match=told):
         run(*words)
     assert StubServer.started == []

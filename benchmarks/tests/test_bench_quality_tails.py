@@ -1,12 +1,16 @@
-"""Values that fill no partition: exact, or in codes that each step makes anew."""
+"""Values that fill no partition: exact, or quantized in each step again."""
 
 import pytest
 import torch
 from test_bench_quality_attention import AFTER, TinyModel, layers
 
-from sglang_ext_bench.prompts import Prompt
-from sglang_ext_bench.quality.attention import TailValues, measure, relative_errors
 from sglang_ext.mem_cache.compressors.catalogue import method, quantizer
+from sglang_ext_bench.prompts import Prompt
+from sglang_ext_bench.quality.attention import (
+    TailValues,
+    measure_errors,
+    relative_errors,
+)
 
 PARTITION, TOKENS = 32, 75
 
@@ -17,7 +21,7 @@ def values() -> torch.Tensor:
 
 
 def states(values: torch.Tensor, requantizes: bool, first: int = 5, bits: int = 2) -> list[torch.Tensor]:
-    return list(TailValues(quantizer("hack", bits, PARTITION), values, requantizes).after(first))
+    return list(TailValues(quantizer("hack", bits, PARTITION), values, requantizes).states(first))
 
 
 def test_only_whole_partitions_are_in_codes_and_stay_as_they_were_quantized_once(values):
@@ -27,7 +31,7 @@ def test_only_whole_partitions_are_in_codes_and_stay_as_they_were_quantized_once
         whole = len(each) // PARTITION * PARTITION
         assert torch.equal(each[whole:], values[whole : len(each)])
         assert torch.equal(each[:whole], found[-1][:whole])
-    # Each code is one of two neighbours of a number, and a partition of a channel has 4 of them.
+    # Each value is rounded to one of its two neighbors. A partition of a channel has 4 levels.
     steps = found[-1][:PARTITION].amax(0) - found[-1][:PARTITION].amin(0)
     assert (found[-1][:PARTITION] - values[:PARTITION]).abs().le(steps / 3 + 1e-2).all()
     assert all(len(column.unique()) <= 4 for column in found[-1][:PARTITION, 0].T)
@@ -39,14 +43,14 @@ def test_without_elimination_all_are_in_codes_and_errors_add_up_until_the_partit
     last = slice(0, PARTITION)
     error = [(each[-1][last] - values[last]).square().mean() for each in (once, anew)]
     assert error[1] > 1.5 * error[0] > 0
-    # A full one is touched no more.
+    # A full partition does not change.
     assert torch.equal(anew[PARTITION - 5][last], anew[-1][last])
 
 
 def test_a_code_that_its_scale_still_means_stays(values):
     values[5:PARTITION] = values[:5].mean(0)
     found = states(values[:PARTITION], True)
-    # Within the range of the first five: neither scale nor zero point moves, and meant numbers are codes again.
+    # All values are in the range of the first five, so that scale and zero point stay, and dequantized values keep their codes.
     assert torch.allclose(found[-1][:5], found[0][:5], atol=1e-3)
 
 
@@ -81,6 +85,6 @@ def test_methods_without_partitions_are_measured_with_exact_values_alone():
 
     prompts = [Prompt("a", tuple(index % 50 for index in range(220)))]
     names = ["hack:2 --kv-partition 32", "kivi"]
-    found = list(measure(Wide(), prompts, names, [1.0], tokens=6, tails=("exact", "requantized")))
+    found = list(measure_errors(Wide(), prompts, names, [1.0], tokens=6, tails=("exact", "requantized")))
     assert [(each.compressor, each.tail) for each in found] == [(names[0], "exact"), (names[0], "requantized"), ("kivi", "exact")]
     assert found[0].mean < found[1].mean

@@ -1,4 +1,4 @@
-"""A whole soak against a stand-in for both servers."""
+"""A whole soak against fake servers."""
 
 import argparse
 import json
@@ -18,23 +18,33 @@ from bench_helpers import PROMPT, Here
 from sglang_ext.tools import CommandError
 from sglang_ext.tools import server_process as bench_server
 from sglang_ext_bench.__main__ import main
-from sglang_ext_bench.soaking import apart, given, sending, soak, tool_calls
-from sglang_ext_bench.soaking.answers import ASKED_ROWS, LOST_LOGPROB, AnswerError, Sample
-from sglang_ext_bench.soaking.apart import Apart
+from sglang_ext_bench.soaking import (
+    disaggregated,
+    external_server,
+    sending,
+    soak,
+    tool_calls,
+)
+from sglang_ext_bench.soaking.answers import (
+    LOGPROB_FIELDS,
+    LOST_LOGPROB,
+    AnswerError,
+    Sample,
+)
+from sglang_ext_bench.soaking.disaggregated import DisaggregatedServers
 from sglang_ext_bench.soaking.request_options import OPTIONS
-from sglang_ext_bench.soaking.soak_prompts import cases
 from sglang_ext_bench.soaking.tally import Tally
-from sglang_ext_bench.soaking.traffic import MALFORMED, Request
+from sglang_ext_bench.soaking.traffic import MALFORMED, SoakRequest, cases
 
 
 @pytest.fixture(autouse=True)
 def checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers' flags are checked in this process."""
+    """Check the flags of servers in this process."""
     monkeypatch.setattr(bench_server, "ProcessPoolExecutor", Here)
 
 
 class FakeServer:
-    """Counts up from 1; ``break_answer`` may change an answer of the verified server."""
+    """Answers 1, 2, 3 and so on. ``break_answer`` may change an answer of the tested server."""
 
     made: list["FakeServer"] = []
     retractions, leaked = 0, 0
@@ -45,7 +55,7 @@ class FakeServer:
         self.made.append(self)
 
     def check(self) -> None:
-        """It is healthy."""
+        """The server is healthy."""
 
     def __enter__(self) -> "FakeServer":
         return self
@@ -94,7 +104,7 @@ class FakeServer:
             self.break_answer(ids)
         if body.get("return_logprob"):
             meta["output_token_logprobs"] = [[-0.5, token, None] for token in ids]
-            for asked, told in ASKED_ROWS.items():
+            for asked, told in LOGPROB_FIELDS.items():
                 if body.get(asked):
                     meta[told] = [[[-0.5, token, None]] for token in ids]
         return {"output_ids": ids, "meta_info": meta}
@@ -113,7 +123,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> type[FakeServer]:
 
 
 def run(folder: Path, *words: str) -> tuple[int, dict[str, Any]]:
-    """Run the command for a moment; its exit code and totals."""
+    """Run the command for a moment. Return its exit code and totals."""
     path = folder / "totals.json"
     common = ("--model", "m", "--prompts", "p", "--minutes", "0.005", "--workers", "2")
     code = main(["soak", *common, "--output-len", "5", "--logs", str(folder), "--json", str(path), *words])
@@ -149,33 +159,33 @@ class TestRun:
         self, server: type[FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(FakeServer, "leaked", 7)
-        monkeypatch.setattr(given, "IDLE_SECONDS", 0.0)
+        monkeypatch.setattr(external_server, "IDLE_SECONDS", 0.0)
         code, totals = run(tmp_path)
         assert code == 1 and "still holds 7 used tokens" in totals["problems"][0]
 
-    def test_as_many_requests_are_sent_as_asked_for(self, server: type[FakeServer], tmp_path: Path) -> None:
+    def test_the_requested_number_of_requests_is_sent(self, server: type[FakeServer], tmp_path: Path) -> None:
         code, totals = run(tmp_path, "--minutes", "5", "--requests", "40")
         assert (code, sum(totals["outcomes"].values()), len(server.made)) == (0, 40, 2)
 
-    def test_ways_to_ask_may_be_left_out(self, server: type[FakeServer], tmp_path: Path) -> None:
+    def test_request_options_may_be_left_out(self, server: type[FakeServer], tmp_path: Path) -> None:
         totals = run(tmp_path, "--leave-out", "greedy,tools")[1]
         assert len(totals["requests"]) == len(OPTIONS) - 2 and not {"greedy", "tools"} & totals["options"].keys()
 
-    def test_a_given_server_is_tested_and_a_given_stock_server_asked_instead_of_started_ones(
+    def test_with_url_and_stock_url_no_server_is_started(
         self, server: type[FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def of(url: str, timeout: float) -> FakeServer:
             return FakeServer(url, (), tmp_path, env={} if url == "http://tested" else None)
 
-        monkeypatch.setattr(soak, "GivenServer", of)
-        monkeypatch.setattr(soak, "served_options", lambda options, servers: options[:3])
+        monkeypatch.setattr(soak, "ExternalServer", of)
+        monkeypatch.setattr(soak, "supported_options", lambda options, servers: options[:3])
         monkeypatch.setattr(FakeServer, "break_answer", lambda self, ids: ids and ids.__setitem__(-1, 0))
         code, totals = run(tmp_path, "--minutes", "5", "--url", "http://tested", "--stock-url", "http://stock")
         assert code == 1 and "differs from stock" in totals["problems"][0], "the tested server is compared with the stock one"
         assert (totals["flags"], len(totals["requests"])) == ({}, 3)
         assert not any("--kv-mode" in each.flags for each in server.made), "none is started"
 
-    def test_a_lossy_server_is_asked_alone_and_its_tokens_may_be_any(
+    def test_a_lossy_server_is_not_compared_with_stock(
         self, server: type[FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(FakeServer, "break_answer", lambda self, ids: ids and ids.__setitem__(0, 0))
@@ -247,35 +257,35 @@ class TestLoop:
         assert all(each.flags[-1] == "triton" or "triton" in each.flags for each in server.made)
 
 
-class TestStocksOwn:
-    """Differences that stock makes in its overlapped loop, and those that nobody may make."""
+class TestKnownDeviations:
+    """Deviations that stock has in its overlapped loop pass. Others do not."""
 
     def sent(self, option: str, answered: Sample, overlapped: bool = True) -> Tally:
-        """What is counted when a server answers so to a request whose tokens are 1 and 2 in stock."""
+        """The tally after ``answered`` is the answer to a request that stock answers with tokens 1 and 2."""
         asked = next(each for each in OPTIONS if each.name == option)
-        request = Request("r", 0, asked, 2, "plain", stream=False, delay=0.0)
+        request = SoakRequest("r", 0, asked, 2, "plain", stream=False, delay=0.0)
         references = {(0, option): (Sample((1, 2), "length", (-0.5, -0.5)),)}
         fake: Any = FakeServer("m", (), Path("log"))
         given = soak.Soak(fake, [PROMPT], (), references, overlapped, Tally())
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sending, "ask", lambda *_: (answered,))
+            patch.setattr(sending, "request_answer", lambda *_: (answered,))
             sending.send(given, request)
         return given.tally
 
     @pytest.mark.parametrize("option", ["frequency-penalty", "greedy", "min-new-tokens"])
-    def test_other_tokens_pass_for_nobody(self, option: str) -> None:
+    def test_other_tokens_fail(self, option: str) -> None:
         tally = self.sent(option, Sample((1, 3), "length"))
-        assert tally.problems and not tally.stocks_own
+        assert tally.problems and not tally.known_deviations
         assert tally.as_json()["outcomes"] == {"answered": 0, "aborted": 0, "refused": 0, "wrong": 1}
 
-    def test_another_length_passes_for_nobody(self) -> None:
+    def test_another_length_fails(self) -> None:
         assert self.sent("frequency-penalty", Sample((1,), "length")).problems
 
     @pytest.mark.parametrize("overlapped", [True, False])
     def test_a_lost_first_logprob_passes_in_the_overlapped_loop(self, overlapped: bool) -> None:
-        lost = Sample((1, 2), "length", (None, -0.5), retractions=1, oddities=frozenset([LOST_LOGPROB]))
+        lost = Sample((1, 2), "length", (None, -0.5), retractions=1, known_deviations=frozenset([LOST_LOGPROB]))
         tally = self.sent("logprobs", lost, overlapped)
-        assert (not tally.problems) == overlapped == (tally.stocks_own[LOST_LOGPROB] == 1)
+        assert (not tally.problems) == overlapped == (tally.known_deviations[LOST_LOGPROB] == 1)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -284,21 +294,21 @@ def test_the_id_of_an_aborted_request_is_used_again_unless_it_was_streamed(
 ) -> None:
     drawn: list[str] = []
 
-    def draw(chance: object, rid: str, *_: object) -> Request:
+    def draw(chance: object, rid: str, *_: object) -> SoakRequest:
         drawn.append(rid)
         if len(drawn) == 4:
             tally.fail("enough")
-        return Request(rid, 0, OPTIONS[0], 4, "abort" if len(drawn) == 2 else "plain", stream=stream, delay=9.0)
+        return SoakRequest(rid, 0, OPTIONS[0], 4, "abort" if len(drawn) == 2 else "plain", stream=stream, delay=9.0)
 
-    def ask(_: object, request: Request, __: object) -> tuple[Sample, ...]:
+    def ask(_: object, request: SoakRequest, __: object) -> tuple[Sample, ...]:
         return (Sample((1,), "abort") if request.kind == "abort" else Sample((1, 2, 3, 4), "length"),)
 
     monkeypatch.setattr(sending, "draw_request", draw)
-    monkeypatch.setattr(sending, "ask", ask)
+    monkeypatch.setattr(sending, "request_answer", ask)
     tally = Tally()
     references = {(0, "greedy"): (Sample((1, 2, 3, 4), "length"),)}
     given = soak.Soak(FakeServer("m", (), Path("log")), [PROMPT], (), references, True, tally)  # type: ignore[arg-type]
-    sending.traffic(given, argparse.Namespace(minutes=5, requests=0, workers=1, seed=0, output_len=4))
+    sending.run_traffic(given, argparse.Namespace(minutes=5, requests=0, workers=1, seed=0, output_len=4))
     first, second, third, fourth = drawn
     assert (second == third) != stream and len({first, second, fourth}) == 3
     assert tally.problems == ["enough"]
@@ -332,9 +342,9 @@ class TestForcedRetraction:
 @pytest.mark.parametrize(
     ("kind", "told", "aborted"),
     [
-        ("abort", sending.ABORTED_BEFORE_IT_BEGAN, True),
+        ("abort", sending.ABORTED_BY_CLIENT, True),
         ("abort", "out of memory", False),
-        ("plain", sending.ABORTED_BEFORE_IT_BEGAN, False),
+        ("plain", sending.ABORTED_BY_CLIENT, False),
     ],
 )
 def test_an_abort_before_a_request_began_is_an_error_and_passes(
@@ -343,20 +353,20 @@ def test_an_abort_before_a_request_began_is_an_error_and_passes(
     def ask(*_: object) -> tuple[Sample, ...]:
         raise error(told)
 
-    monkeypatch.setattr(sending, "ask", ask)
+    monkeypatch.setattr(sending, "request_answer", ask)
     given = soak.Soak(FakeServer("m", (), Path("log")), [PROMPT], (), {(0, "greedy"): (Sample((1,), "length"),)}, True, Tally())  # type: ignore[arg-type]
-    sending.send(given, Request("r", 0, OPTIONS[0], 4, kind, stream=False, delay=9.0))
+    sending.send(given, SoakRequest("r", 0, OPTIONS[0], 4, kind, stream=False, delay=9.0))
     assert given.tally.as_json()["outcomes"] == {"answered": 0, "aborted": int(aborted), "refused": 0, "wrong": int(not aborted)}
 
 
 def test_progress_and_table_show_outcomes_by_option_and_retractions() -> None:
     tally = Tally(retractions=3)
     assert tally.progress() == "no answer yet, 3 retractions"
-    greedy, seeded = (Request("r", 0, option, 1, "plain", stream=True, delay=0) for option in (OPTIONS[0], OPTIONS[12]))
+    greedy, seeded = (SoakRequest("r", 0, option, 1, "plain", stream=True, delay=0) for option in (OPTIONS[0], OPTIONS[12]))
     tally.add("answered", greedy, [Sample((1,), "length", retractions=1)])
     tally.add("answered", seeded)
     tally.fail("wrong", seeded)
-    tally.count_stocks_own(greedy, [LOST_LOGPROB])
+    tally.count_known_deviations(greedy, [LOST_LOGPROB])
     assert tally.progress() == "2 answered, 1 wrong, 4 retractions"
     table = {line.split()[0]: line.split()[1:] for line in tally.table().splitlines()[1:]}
     assert table["greedy"] == ["1", "0", "0", "0", "1", "1", "1"]
@@ -365,7 +375,7 @@ def test_progress_and_table_show_outcomes_by_option_and_retractions() -> None:
 
 
 class FakePart(FakeServer):
-    """One server of a pair: notes what it is asked; ``prefill_says`` is done by a prefill server before it answers."""
+    """One server of a pair. It records its requests. A prefill server calls ``prefill_says`` before it answers."""
 
     asked: list[tuple[str, str, Mapping[str, Any]]] = []
     flushed: list[str] = []
@@ -402,8 +412,8 @@ class FakePart(FakeServer):
 
 @pytest.fixture
 def part(server: type[FakeServer], monkeypatch: pytest.MonkeyPatch) -> type[FakePart]:
-    monkeypatch.setattr(apart, "ServerProcess", FakePart)
-    monkeypatch.setattr(apart, "resident_bytes", lambda group: group * 10**6)
+    monkeypatch.setattr(disaggregated, "ServerProcess", FakePart)
+    monkeypatch.setattr(disaggregated, "resident_bytes", lambda group: group * 10**6)
     monkeypatch.setattr(FakePart, "asked", [])
     monkeypatch.setattr(FakePart, "flushed", [])
     return FakePart
@@ -414,20 +424,20 @@ def refused(code: int, told: str) -> HTTPError:
 
 
 class TestApart:
-    def pair(self, problems: list[str]) -> Apart:
-        return Apart("m", apart.flags_apart((), (), 0.2), Path(), {"prefill": {}, "decode": {}}, 2, problems.append)
+    def pair(self, problems: list[str]) -> DisaggregatedServers:
+        return DisaggregatedServers("m", disaggregated.disaggregated_flags((), (), 0.2), Path(), {"prefill": {}, "decode": {}}, 2, problems.append)
 
     def test_all_requests_go_to_both_under_one_room_and_totals_say_so(self, part: type[FakePart], tmp_path: Path) -> None:
         code, totals = run(tmp_path, "--apart")
         assert (code, totals["problems"]) == (0, [])
-        rooms = {role: {b["bootstrap_room"] for r, p, b in part.asked if (r, p) == (role, "generate")} for role in apart.ROLES}
+        rooms = {role: {b["bootstrap_room"] for r, p, b in part.asked if (r, p) == (role, "generate")} for role in disaggregated.ROLES}
         assert rooms["prefill"] == rooms["decode"] and len(rooms["decode"]) > 1
         assert totals["outcomes"]["answered"] > 0 and totals["outcomes"]["refused"] > 0
-        # What was answered, aborted or refused, and the last answer of all.
+        # All requests of the traffic, and the last one after it.
         assert sum(totals["apart"]["prefill"].values()) == sum(totals["outcomes"].values()) + 1
         assert totals["apart"]["prefill"]["answered"] == totals["outcomes"]["answered"] + totals["outcomes"]["aborted"] + 1
-        assert part.flushed == [*apart.ROLES] * 2
-        assert [each["name"] for each in totals["requests"]] == [option.name for option in apart.options_apart()]
+        assert part.flushed == [*disaggregated.ROLES] * 2
+        assert [each["name"] for each in totals["requests"]] == [option.name for option in disaggregated.disaggregated_options()]
 
     def test_of_one_server_totals_say_that_too(self, server: type[FakeServer], tmp_path: Path) -> None:
         assert run(tmp_path)[1]["apart"] is None
@@ -443,20 +453,20 @@ class TestApart:
         assert all(each.env["SGLANG_HOST_IP"] == "127.0.0.1" and soak.STRICT_CHECKS.items() <= each.env.items() for each in (prefill, decode))
         assert "SGLANG_TEST_RETRACT" in decode.env and "SGLANG_TEST_RETRACT" not in prefill.env
 
-    def test_what_two_servers_do_not_serve_is_not_asked(self, part: type[FakePart], tmp_path: Path) -> None:
+    def test_options_that_two_servers_do_not_support_are_left_out(self, part: type[FakePart], tmp_path: Path) -> None:
         left_out = {"two-samples", "three-samples", "two-samples-logprobs", "three-samples-regex", "input-logprobs"}
         left_out |= {"tools", "tools-streamed", "tools-auto"}
-        assert {option.name for option in OPTIONS} - {option.name for option in apart.options_apart()} == left_out
+        assert {option.name for option in OPTIONS} - {option.name for option in disaggregated.disaggregated_options()} == left_out
         assert not run(tmp_path, "--apart")[1]["options"].keys() & left_out
-        # But for this field such requests are asked.
+        # Requests for log-probabilities are sent without this field.
         assert not any("token_ids_logprob" in body for _, path, body in part.asked)
-        assert any("top_logprobs_num" in option.fields for option in apart.options_apart())
+        assert any("top_logprobs_num" in option.fields for option in disaggregated.disaggregated_options())
 
-    @pytest.mark.parametrize("role", apart.ROLES)
+    @pytest.mark.parametrize("role", disaggregated.ROLES)
     def test_tokens_that_one_of_them_still_holds_are_a_leak(
         self, part: type[FakePart], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str
     ) -> None:
-        monkeypatch.setattr(given, "IDLE_SECONDS", 0.0)
+        monkeypatch.setattr(external_server, "IDLE_SECONDS", 0.0)
         monkeypatch.setattr(part, "leaked", property(lambda each: 7 * (each.role == role)))
         code, totals = run(tmp_path, "--apart")
         assert code == 1 and totals["problems"] == [f"the {role} server: 0 s after the last answer the server still holds 7 used tokens"]
@@ -464,7 +474,7 @@ class TestApart:
     def test_an_abort_goes_to_both(self, part: type[FakePart]) -> None:
         with self.pair([]) as pair:
             pair.post_quietly("abort_request", {"rid": "r"})
-        assert sorted(part.asked, key=str) == [(role, "abort_request", {"rid": "r"}) for role in sorted(apart.ROLES)]
+        assert sorted(part.asked, key=str) == [(role, "abort_request", {"rid": "r"}) for role in sorted(disaggregated.ROLES)]
 
     def test_the_decode_servers_error_is_raised_and_the_prefill_servers_counted(self, part: type[FakePart]) -> None:
         problems: list[str] = []
@@ -473,7 +483,7 @@ class TestApart:
         assert raised.value.code == 400 and not problems
         assert list(pair.as_json()["prefill"]) == ["HTTP 400: "]
 
-    def test_what_the_prefill_server_says_is_counted_without_names(self, part: type[FakePart], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_messages_of_the_prefill_server_are_counted_without_ids(self, part: type[FakePart], monkeypatch: pytest.MonkeyPatch) -> None:
         def says(_: FakePart, body: Mapping[str, Any]) -> None:
             raise refused(500, f"room {body['bootstrap_room']} of {body['rid']}: the decode side ended it")
 
@@ -496,32 +506,32 @@ class TestApart:
             free.wait(10)
 
         monkeypatch.setattr(part, "prefill_says", says)
-        monkeypatch.setattr(apart, "PREFILL_SECONDS", 5.0 if gone else 0.01)
+        monkeypatch.setattr(disaggregated, "PREFILL_SECONDS", 5.0 if gone else 0.01)
         problems: list[str] = []
         with self.pair(problems) as pair:
             pair.post("generate", {"rid": "r", "sampling_params": {"max_new_tokens": 1}})
             free.set()
-        told = "ConnectionError: no route" if gone else "no end 0.01 s after the decode server's"
+        told = "ConnectionError: no route" if gone else "did not end within 0.01 s after the decode server"
         assert problems == [f"r at the prefill server: {told}"]
 
     @pytest.mark.parametrize(("end", "grew"), [(114, False), (116, True)])
     def test_memory_that_grew_since_servers_were_warm_is_a_problem(
         self, part: type[FakePart], monkeypatch: pytest.MonkeyPatch, end: int, grew: bool
     ) -> None:
-        monkeypatch.setattr(apart, "WARM_SECONDS", 0.0)
+        monkeypatch.setattr(disaggregated, "WARM_SECONDS", 0.0)
         problems: list[str] = []
         with self.pair(problems) as pair:
             while len(pair.as_json()["resident_mb"]["warm"]) < 2:
                 time.sleep(0.01)
             monkeypatch.setattr(part, "memory", end)
             pair.check_memory()
-        assert problems == [f"the {role} server's memory grew from 100 to 116 MB" for role in apart.ROLES if grew]
+        assert problems == [f"the {role} server's memory grew from 100 to 116 MB" for role in disaggregated.ROLES if grew]
         assert f"{end} MB resident (100 after 0 s, +{end - 100}.0%)" in pair.table()
 
     def test_a_run_too_short_to_compare_memory_says_so(self, part: type[FakePart]) -> None:
         with self.pair([]) as pair:
             pair.check_memory()
-        assert "not looked at before" in pair.table()
+        assert "not measured before" in pair.table()
 
 
 @pytest.mark.parametrize(
@@ -530,17 +540,17 @@ class TestApart:
         ([], ""),
         ([{"error": {"message": "no room"}}], "no room"),
         ([{"meta_info": {"finish_reason": {"type": "abort", "message": "given up"}}}], "given up"),
-        ([{"meta_info": {"finish_reason": None}}, {"meta_info": {"finish_reason": {"type": "length"}}}], apart.ANSWERED),
+        ([{"meta_info": {"finish_reason": None}}, {"meta_info": {"finish_reason": {"type": "length"}}}], disaggregated.ANSWERED),
         ([{"meta_info": {"finish_reason": None}}], ""),
     ],
 )
-def test_a_streams_end_is_how_it_ended_at_the_prefill_server(chunks: list[dict[str, Any]], told: str) -> None:
+def test_the_last_chunk_of_a_stream_is_the_outcome_at_the_prefill_server(chunks: list[dict[str, Any]], told: str) -> None:
     class Streaming:
         def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             yield from chunks
 
-    assert apart.outcome(Streaming(), "generate", {"stream": True}) == told  # type: ignore[arg-type]
+    assert disaggregated.prefill_outcome(Streaming(), "generate", {"stream": True}) == told  # type: ignore[arg-type]
 
 
 def test_memory_is_that_of_a_process_group() -> None:
-    assert apart.resident_bytes(os.getpgid(0)) > 10**6 and apart.resident_bytes(None) == 0
+    assert disaggregated.resident_bytes(os.getpgid(0)) > 10**6 and disaggregated.resident_bytes(None) == 0

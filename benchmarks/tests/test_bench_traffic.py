@@ -1,4 +1,4 @@
-"""Requests and answers of a soak: what is asked and drawn, and which answers are refused."""
+"""Requests and answers of a soak: random requests, and the checks of answers."""
 
 from dataclasses import replace
 from random import Random
@@ -17,22 +17,29 @@ from sglang_ext_bench.soaking.answers import (
     DiffersFromStock,
     Sample,
     check,
-    check_form,
+    check_lossy,
     last_chunk,
     read_samples,
     read_stream,
 )
 from sglang_ext_bench.soaking.request_options import OPTIONS, Option
-from sglang_ext_bench.soaking.soak_prompts import cases, next_turns, shared_beginnings, short_ones
-from sglang_ext_bench.soaking.traffic import MALFORMED, Request, draw_request
+from sglang_ext_bench.soaking.traffic import (
+    MALFORMED,
+    SoakRequest,
+    cases,
+    draw_request,
+    next_turns,
+    shared_beginnings,
+    short_prompts,
+)
 
 GREEDY = Option("greedy", {"temperature": 0})
 BY_NAME = {option.name: option for option in OPTIONS}
 tokens = st.lists(st.integers(0, 9), min_size=1, max_size=12)
 
 
-def request(count: int = 4, kind: Any = "plain", option: Option = GREEDY) -> Request:
-    return Request("r", 0, option, count, kind, stream=False, delay=0.0)
+def request(count: int = 4, kind: Any = "plain", option: Option = GREEDY) -> SoakRequest:
+    return SoakRequest("r", 0, option, count, kind, stream=False, delay=0.0)
 
 
 def answer(ids: list[int], finish: str | None = "length", **meta: object) -> dict[str, Any]:
@@ -46,7 +53,7 @@ def sample(*ids: int, finish: str = "length", logprobs: tuple[float, ...] | None
 
 
 class TestOptions:
-    def test_each_way_of_asking_is_there_once(self) -> None:
+    def test_each_request_option_has_its_own_name(self) -> None:
         asked = [name for option in OPTIONS for name in (*option.sampling, *option.fields)]
         assert len(BY_NAME) == len(OPTIONS) == 34
         assert {
@@ -73,7 +80,7 @@ class TestOptions:
         body = BY_NAME["logit-processor"].body(PROMPT, 5)
         assert "callable" in body["custom_logit_processor"] and len(body["sampling_params"]["custom_params"]["token_ids"]) == 3
 
-    def test_what_may_end_before_its_length_is_told_apart(self) -> None:
+    def test_options_that_can_end_early(self) -> None:
         ending = {option.name for option in OPTIONS if option.can_end}
         assert {"stop", "stop-regex", "stop-tokens", "to-its-end", "regex", "min-new-tokens", "seeded-stop"} <= ending
         assert not {"greedy", "seeded", "frequency-penalty", "hidden-states"} & ending
@@ -90,11 +97,11 @@ class TestPrompts:
     def test_others_begin_like_a_prompt_or_are_short(self) -> None:
         other, _ = shared_beginnings(self.GIVEN)
         assert other.input_ids == (*range(60), *range(160, 190))
-        assert [len(prompt.input_ids) for prompt in short_ones(self.GIVEN)] == [60, 60]
+        assert [len(prompt.input_ids) for prompt in short_prompts(self.GIVEN)] == [60, 60]
         assert all(prompt.input_ids for prompt in shared_beginnings([PROMPT]))
 
     @given(st.integers(1, 5), st.integers(4, 20))
-    def test_given_prompts_are_asked_in_every_way_and_others_together_too(self, given_: int, derived: int) -> None:
+    def test_given_prompts_have_every_option_and_derived_prompts_together_too(self, given_: int, derived: int) -> None:
         asked = cases(given_, derived)
         assert len(set((case.prompt, case.option.name) for case in asked)) == len(asked)
         assert [sum(case.prompt == p for case in asked) for p in range(given_)] == [len(OPTIONS)] * given_
@@ -111,9 +118,9 @@ class TestRequests:
         if drawn.option.samples > 1:
             assert drawn.kind != "abort"
         if drawn.kind == "malformed":
-            assert not drawn.stream and drawn.broken in MALFORMED
+            assert not drawn.stream and drawn.invalid_params in MALFORMED
         else:
-            assert not drawn.broken
+            assert not drawn.invalid_params
         assert drawn == draw_request(Random(seed), "r", cases(prompts, 0), longest)
 
     def test_every_option_is_drawn_and_many_requests_are_streamed(self) -> None:
@@ -123,10 +130,10 @@ class TestRequests:
         assert {each.prompt for each in drawn} == set(range(8))
         assert 0.25 < sum(each.stream for each in drawn) / 3000 < 0.4
         assert sum(each.tokens == 1 for each in drawn) > 300 and sum(each.tokens == 0 for each in drawn) > 50
-        assert len({str(each.broken) for each in drawn}) == 1 + len(MALFORMED)
+        assert len({str(each.invalid_params) for each in drawn}) == 1 + len(MALFORMED)
 
     def test_malformed_request_leaves_its_option_as_it_was(self) -> None:
-        broken = Request("r", 0, GREEDY, 4, "malformed", stream=False, delay=0.0, broken={"top_p": 7.0})
+        broken = SoakRequest("r", 0, GREEDY, 4, "malformed", stream=False, delay=0.0, invalid_params={"top_p": 7.0})
         assert broken.body([PROMPT])["sampling_params"]["top_p"] == 7.0
         assert "top_p" not in GREEDY.sampling and "top_p" in str(broken)
 
@@ -167,13 +174,13 @@ class TestReadSamples:
             read_samples(answer([4, 5], output_token_logprobs=rows))
         (found,) = read_samples(answer([4, 5], output_token_logprobs=rows, output_top_logprobs=top, num_retractions=1))
         assert (found.logprobs, found.rows["output_top_logprobs"]) == ((None, -0.25), ((), (-0.25,)))
-        assert found.oddities == {LOST_LOGPROB}
+        assert found.known_deviations == {LOST_LOGPROB}
         (only,) = read_samples(answer([4], output_token_logprobs=[], output_top_logprobs=[], num_retractions=1))
-        assert (only.logprobs, only.rows, only.oddities) == ((None,), {"output_top_logprobs": ((),)}, {LOST_LOGPROB})
+        assert (only.logprobs, only.rows, only.known_deviations) == ((None,), {"output_top_logprobs": ((),)}, {LOST_LOGPROB})
         check(request(1), [only], [Sample((4,), "length", (-0.5,), rows={"output_top_logprobs": ((-0.5, -1.0),)})])
 
     @pytest.mark.parametrize("payload", ["text", {}, [1], {"meta_info": {"finish_reason": None}}])
-    def test_what_is_no_answer_is_refused(self, payload: object) -> None:
+    def test_a_malformed_answer_is_refused(self, payload: object) -> None:
         with pytest.raises(AnswerError, match="malformed answer"):
             read_samples(payload)
 
@@ -208,7 +215,7 @@ class TestStream:
         with pytest.raises(AnswerError, match=message):
             last_chunk(chunks)
 
-    def test_streams_of_several_samples_are_told_apart(self) -> None:
+    def test_the_chunks_of_several_samples_are_separated_by_index(self) -> None:
         chunks = [{**answer([i], None), "index": i} for i in (1, 0)]
         chunks += [{**answer([i, 5]), "index": i} for i in (0, 1)]
         assert [found.ids for found in read_stream(chunks)] == [(0, 5), (1, 5)]
@@ -219,8 +226,8 @@ class TestStream:
         once, twice = {"num_retractions": 1}, {"num_retractions": 2}
         chunks = [answer([], None, **once), answer([1], None, **once), answer([1], None, **twice), answer([1, 2], **twice)]
         (found,) = read_stream(chunks)
-        assert (found.ids, found.oddities) == ((1, 2), {EMPTY_CHUNK})
-        assert read_stream([chunks[1], chunks[3]])[0].oddities == frozenset()
+        assert (found.ids, found.known_deviations) == ((1, 2), {EMPTY_CHUNK})
+        assert read_stream([chunks[1], chunks[3]])[0].known_deviations == frozenset()
         for wrong, message in (
             ([answer([], None), answer([1])], "nothing new after 0"),
             ([answer([1], None, **once), answer([1], None, **once)], "nothing new after 1"),
@@ -237,7 +244,7 @@ class TestStream:
 
 class TestCheck:
     @given(tokens, st.integers(1, 15))
-    def test_beginning_of_stocks_answer_as_long_as_asked_for_is_right(self, ids: list[int], count: int) -> None:
+    def test_the_beginning_of_stocks_answer_with_the_requested_length_is_right(self, ids: list[int], count: int) -> None:
         check(request(count, option=BY_NAME["stop"]), [sample(*ids[:count])], [sample(*ids)])
 
     @given(tokens, st.data())
@@ -255,7 +262,7 @@ class TestCheck:
         with pytest.raises(AnswerError, match="3 tokens instead of 9"):
             check(request(9), [sample(1, 2, 3)], [sample(1, 2)])
 
-    def test_what_may_end_early_ends_where_stocks_does(self) -> None:
+    def test_an_answer_that_can_end_early_ends_where_stocks_does(self) -> None:
         stops = BY_NAME["stop"]
         check(request(9, option=stops), [sample(1, 2)], [sample(1, 2)])
         with pytest.raises(DiffersFromStock, match="token 2"):
@@ -263,7 +270,7 @@ class TestCheck:
         with pytest.raises(DiffersFromStock, match="1 tokens instead of 2"):
             check(request(9, option=stops), [sample(1)], [sample(1, 2)])
 
-    def test_aborted_answer_may_be_short_but_only_if_it_was_taken_back(self) -> None:
+    def test_an_aborted_answer_may_be_short_but_only_if_the_client_aborted_it(self) -> None:
         aborted = sample(1, finish="abort")
         check(request(3, "abort"), [aborted], [sample(1, 2, 3)])
         with pytest.raises(AnswerError, match="aborted by the server"):
@@ -273,9 +280,9 @@ class TestCheck:
 
     def test_a_request_for_no_token_is_answered_with_none(self) -> None:
         check(request(0), [sample()], [sample(1, 2)])
-        check_form(request(0), [sample()])
+        check_lossy(request(0), [sample()])
         assert read_stream([answer([])])[0].ids == ()
-        # SGLang sends one token's log-probabilities all the same.
+        # SGLang sends log-probabilities of one token nevertheless.
         told = read_samples(answer([], output_token_logprobs=[[-0.5, 4, None]], output_top_logprobs=[[[-0.5, 4, None]]]))
         check(request(0), told, [Sample((1, 2), "length", (-0.5, -0.25), rows={"output_top_logprobs": ((-0.5,), (-0.25,))})])
         with pytest.raises(AnswerError, match="1 tokens instead of 0"):
@@ -286,6 +293,29 @@ class TestCheck:
         check(request(1), [replace(sample(1), text="a ")], stock)
         with pytest.raises(DiffersFromStock, match="the text is 'a', stock's 'a b'"):
             check(request(2), [replace(sample(1, 2), text="a")], stock)
+
+    def test_an_answer_that_reaches_its_length_at_a_stop_token_has_finish_length_and_keeps_that_token_in_its_text(self) -> None:
+        stock = [replace(sample(1, 2, finish="stop"), text="a")]
+        check(request(2, option=BY_NAME["stop-tokens"]), [replace(sample(1, 2), text="a b")], stock)
+        check(request(9, option=BY_NAME["stop-tokens"]), [replace(sample(1, 2, finish="stop"), text="a")], stock)
+
+    @pytest.mark.parametrize(
+        ("count", "found", "stocks", "message"),
+        [
+            (2, "stop", "stop", "the finish reason is 'stop' after 2 of 2 tokens, stock's 'length'"),
+            (2, "stop", "length", "the finish reason is 'stop' after 2 of 2 tokens, stock's 'length'"),
+            (9, "length", "stop", "the finish reason is 'length' after 2 of 9 tokens, stock's 'stop'"),
+        ],
+    )
+    def test_another_finish_reason_is_wrong(self, count: int, found: str, stocks: str, message: str) -> None:
+        with pytest.raises(DiffersFromStock, match=message):
+            check(request(count, option=BY_NAME["stop-tokens"]), [sample(1, 2, finish=found)], [sample(1, 2, finish=stocks)])
+
+    @pytest.mark.parametrize(("count", "finish"), [(2, "length"), (9, "stop")])
+    def test_with_stocks_finish_reason_another_text_is_wrong(self, count: int, finish: str) -> None:
+        stock = [replace(sample(1, 2, finish=finish), text="a")]
+        with pytest.raises(DiffersFromStock, match="the text is 'a b', stock's 'a'"):
+            check(request(count, option=BY_NAME["stop-tokens"]), [replace(sample(1, 2, finish=finish), text="a b")], stock)
 
     def test_each_sample_counts(self) -> None:
         pair = [sample(1), sample(2)]
@@ -322,7 +352,7 @@ class TestCheck:
         stock = [sample(1, 2, logprobs=(-0.5, -0.25))]
 
         def lost(second: float) -> Sample:
-            return Sample((1, 2), "length", (None, second), retractions=1, oddities=frozenset([LOST_LOGPROB]))
+            return Sample((1, 2), "length", (None, second), retractions=1, known_deviations=frozenset([LOST_LOGPROB]))
 
         check(request(2), [lost(-0.25)], stock)
         with pytest.raises(DiffersFromStock, match="-0.9 instead of -0.25 at token 1"):
@@ -331,19 +361,19 @@ class TestCheck:
 
 class TestCheckForm:
     def test_an_answer_of_another_length_or_none_is_wrong(self) -> None:
-        check_form(request(2), [sample(1, 7)])
+        check_lossy(request(2), [sample(1, 7)])
         aborted = sample(1, finish="abort")
         for found, message in (([sample(1)], "1 tokens instead of 2"), ([], "0 samples instead of 1"), ([aborted], "aborted")):
             with pytest.raises(AnswerError, match=message):
-                check_form(request(2), found)
-        check_form(request(2, "abort"), [sample(finish="abort")])
+                check_lossy(request(2), found)
+        check_lossy(request(2, "abort"), [sample(finish="abort")])
 
-    def test_what_may_end_early_has_some_tokens_and_no_more_than_asked_for(self) -> None:
+    def test_an_answer_that_can_end_early_has_at_least_one_token_and_at_most_the_requested_length(self) -> None:
         stops = BY_NAME["stop"]
-        check_form(request(9, option=stops), [sample(5)])
+        check_lossy(request(9, option=stops), [sample(5)])
         for found in ([sample()], [sample(*range(10))]):
             with pytest.raises(AnswerError, match="tokens of 9"):
-                check_form(request(9, option=stops), found)
+                check_lossy(request(9, option=stops), found)
 
     @pytest.mark.parametrize(
         ("logprobs", "message"),
@@ -355,12 +385,12 @@ class TestCheckForm:
             ((float("nan"), -0.1), "nan"),
         ],
     )
-    def test_what_are_no_log_probabilities_is_wrong(self, logprobs: tuple[float, ...] | None, message: str) -> None:
+    def test_values_that_are_not_log_probabilities_are_wrong(self, logprobs: tuple[float, ...] | None, message: str) -> None:
         asked = request(2, option=BY_NAME["seeded-logprobs"])
         rows = {"output_top_logprobs": ((-3.5, -4.0), (0.0, -9.0)), "output_token_ids_logprobs": ((-5.0, -6.0),) * 2}
         right = Sample((4, 5), "length", (-3.5, 0.0), rows=rows)
-        check_form(asked, [right])
+        check_lossy(asked, [right])
         with pytest.raises(AnswerError, match=message):
-            check_form(asked, [replace(right, logprobs=logprobs)])
+            check_lossy(asked, [replace(right, logprobs=logprobs)])
         with pytest.raises(AnswerError, match="output_top_logprobs at 0 positions"):
-            check_form(asked, [replace(right, rows={})])
+            check_lossy(asked, [replace(right, rows={})])

@@ -1,4 +1,4 @@
-"""What a soak says of a server's processes: memory and descriptors, and which of them grew."""
+"""The soak samples the processes of a server, and reports those whose memory or descriptors keep growing."""
 
 import subprocess
 import sys
@@ -6,32 +6,51 @@ import time
 
 import pytest
 
-from sglang_ext_bench.soaking.processes import LEAST_SAMPLES, ProcessWatch, Sample, Watched
+from sglang_ext_bench.soaking.processes import (
+    MIN_JUDGED_SAMPLES,
+    MIN_SHOWN_SAMPLES,
+    ProcessSample,
+    ProcessWatch,
+    WatchedProcess,
+)
 
 MB = 10**6
+THIRD = MIN_JUDGED_SAMPLES // 3
+
+
+def watched(own: list[int], descriptors: list[int]) -> WatchedProcess:
+    """A process with nine groups of equal samples: MB of memory, and descriptors."""
+    groups = [ProcessSample(memory * MB, count) for memory, count in zip(own, descriptors, strict=True)]
+    return WatchedProcess("rank", [sample for sample in groups for _ in range(-(-THIRD // 3))])
 
 
 @pytest.mark.parametrize(
-    ("own", "descriptors", "told"),
+    ("own", "descriptors", "problems"),
     [
-        ([900, 1500, 900, 1600, 900, 1500, 900, 910, 1600], [80] * 9, []),
-        ([900] * 3 + [1500] * 3 + [1200] * 3, [80] * 9, ["rank: its memory grew from 900 to 1200 MB"]),
+        ([900, 1500, 900, 900, 1600, 900, 900, 910, 1600], [80] * 9, []),
+        ([700] * 3 + [900] * 3 + [1200] * 3, [80] * 9, ["rank: its memory grew from 900 to 1200 MB"]),
+        ([100 * n for n in range(3, 12)], [80] * 9, ["rank: its memory grew from 700 to 1000 MB"]),
+        ([900] * 3 + [1366] * 6, [80] * 9, []),
         ([90] * 6 + [150] * 3, [80] * 9, []),
-        ([900] * 9, [80, 180, 80, 190, 100, 130, 150, 97, 98], ["rank: its descriptors grew from 80 to 98"]),
-        ([900] * 9, [80, 180, 80, 190, 100, 130, 150, 96, 95], []),
+        ([900] * 9, [80, 180, 80, 80, 190, 80, 130, 97, 97], ["rank: its descriptors grew from 80 to 97"]),
+        ([900] * 9, [80, 180, 80, 80, 190, 80, 130, 96, 95], []),
     ],
-    ids=["comes-and-goes", "memory", "little", "descriptors", "few-descriptors"],
+    ids=["short-peaks", "memory", "steady-growth", "warm-up", "little", "descriptors", "few-descriptors"],
 )
-def test_what_is_mostly_more_at_the_end_than_at_the_beginning_is_a_leak(own: list, descriptors: list, told: list) -> None:
-    watched = Watched("rank", [Sample(each * MB, count) for each, count in zip(own, descriptors)])
-    assert watched.judged and list(watched.problems()) == told
+def test_growth_from_the_second_to_the_last_third_is_a_leak(own: list[int], descriptors: list[int], problems: list[str]) -> None:
+    process = watched(own, descriptors)
+    assert process.is_judged and list(process.problems()) == problems
 
 
-def test_a_process_that_was_hardly_there_is_not_judged() -> None:
-    assert not Watched("rank", [Sample(MB, 1)] * (LEAST_SAMPLES - 1)).judged
+def test_a_short_soak_is_shown_and_not_judged() -> None:
+    growing = [ProcessSample(MB * 100 * index, 100 * index) for index in range(1, MIN_JUDGED_SAMPLES + 1)]
+    short, long = WatchedProcess("rank", growing[:-1]), WatchedProcess("rank", growing)
+    assert not list(short.problems()) and short.is_shown and short.describe().endswith("too short to judge")
+    assert len(list(long.problems())) == 2 and "too short to judge" not in long.describe()
+    assert not WatchedProcess("rank", growing[: MIN_SHOWN_SAMPLES - 1]).is_shown
 
 
-GROWING = "import os, time; print(os.getpid(), flush=True); kept = []\nwhile True: kept.append(b'x' * (8 << 20)); time.sleep(0.01)"
+GROWING = "import os, time; print(os.getpid(), flush=True); kept = []\nwhile True: kept.append(b'x' * (2 << 20)); time.sleep(0.01)"
 
 
 def test_a_process_of_the_group_that_grows_is_found() -> None:

@@ -22,9 +22,9 @@ from sglang_ext_bench.comparing.compare import first_difference
 from sglang_ext_bench.prompts import Prompt
 from sglang_ext_bench.soaking.answers import AnswerError, DiffersFromStock, Sample, check, read_samples
 from sglang_ext_bench.soaking.request_options import OPTIONS, REGEX, Option
-from sglang_ext_bench.soaking.sending import ask, taken_back
+from sglang_ext_bench.soaking.sending import abort_later, request_answer
 from sglang_ext_bench.soaking.soak import server_environment
-from sglang_ext_bench.soaking.traffic import Request
+from sglang_ext_bench.soaking.traffic import SoakRequest
 
 pytestmark = pytest.mark.server
 
@@ -47,7 +47,7 @@ COLD, WARM, DRAFTING = range(3)
 class Answer:
     """What came back: samples, or why there are none."""
 
-    request: Request
+    request: SoakRequest
     samples: tuple[Sample, ...] = ()
     error: str | None = None
 
@@ -69,13 +69,13 @@ def contexts(prompts: Sequence[Sequence[int]]) -> list[Prompt]:
     return [Prompt(f"prompt {number}", ids) for number, ids in enumerate(given)]
 
 
-def wave(number: int) -> list[Request]:
+def wave(number: int) -> list[SoakRequest]:
     """One request of each option, or in the last wave of those that draft, every other one streamed; two are taken back."""
 
-    def request(place: int, option: Option, prompt: int, tokens: int, **more: object) -> Request:
+    def request(place: int, option: Option, prompt: int, tokens: int, **more: object) -> SoakRequest:
         rid = f"wave{number}-{place:03d}"
         values = {"kind": "plain", "stream": (place + number) % 2 == 0, "delay": 0.0, **more}
-        return Request(rid, prompt, option, tokens, **values)
+        return SoakRequest(rid, prompt, option, tokens, **values)
 
     plain = [request(i, option, i % 4, 32 + 8 * (i % 5)) for i, option in enumerate(ASKED.values())]
     names = ("greedy", "seeded", "regex", "stop", "logprobs")
@@ -89,7 +89,7 @@ def wave(number: int) -> list[Request]:
     return asked if number < DRAFTING else [each for each in asked if drafts(each)]
 
 
-def drafts(request: Request) -> bool:
+def drafts(request: SoakRequest) -> bool:
     """Whether a request is drafted for."""
     option = request.option
     return "min_p" not in option.sampling and not option.disallowed and request.prompt != SHORT
@@ -109,16 +109,16 @@ def ask_stock(server: Server, given: Sequence[Prompt]) -> dict[tuple[int, str], 
     return told
 
 
-def send(server: Server, request: Request, given: Sequence[Prompt]) -> Answer:
+def send(server: Server, request: SoakRequest, given: Sequence[Prompt]) -> Answer:
     """The answer, or what came in its place."""
     try:
-        with taken_back(server, request):
-            return Answer(request, ask(server, request, given))
+        with abort_later(server, request):
+            return Answer(request, request_answer(server, request, given))
     except (AnswerError, OSError) as error:
         return Answer(request, error=describe_error(error))
 
 
-def send_all(server: Server, requests: Sequence[Request], given: Sequence[Prompt]) -> list[Answer]:
+def send_all(server: Server, requests: Sequence[SoakRequest], given: Sequence[Prompt]) -> list[Answer]:
     """All at once."""
     with ThreadPoolExecutor(len(requests)) as pool:
         return list(pool.map(lambda request: send(server, request, given), requests))
@@ -141,7 +141,7 @@ def ask_further(stock: Server, given: Sequence[Prompt], told: Told, text_of: Tex
 
 
 def continuations(
-    stock: Server, request: Request, ids: tuple[int, ...], given: Sequence[Prompt], text_of: TextOf
+    stock: Server, request: SoakRequest, ids: tuple[int, ...], given: Sequence[Prompt], text_of: TextOf
 ) -> tuple[tuple[int, ...], ...]:
     """How an answer goes on from each of its tokens when what was before them is a prompt; asked for at once."""
     sampling = {name: value for name, value in request.option.sampling.items() if name != "n"}
@@ -286,7 +286,7 @@ def test_the_waves_had_everything_in_them(told: Told) -> None:
     samples = [sample for answers in told.waves for answer in answers for sample in answer.samples]
     assert sum(sample.retractions for sample in samples) > 0, "nobody was retracted"
     assert sum(not sample.retractions for sample in samples) > len(samples) / 4, "too few answers are compared whole"
-    assert any(sample.aborted for sample in samples), "nobody was aborted in time"
+    assert any(sample.is_aborted for sample in samples), "nobody was aborted in time"
     drafting = [sample for answer in told.waves[DRAFTING] for sample in answer.samples]
     assert sum(sample.drafts for sample in drafting) > sum(sample.accepted for sample in drafting) > 4 * len(drafting)
     assert {"min-p", "custom-logit-processor"} <= {sample.fallback for sample in samples}

@@ -21,7 +21,7 @@ from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.catalogue import method
-from sglang_ext_bench.quality.named import Named
+from sglang_ext_bench.quality.named_method import NamedMethod
 
 NAME = "packed_copies"
 
@@ -37,7 +37,7 @@ class Drafting:
 
     def pack(self, context: Context, name: str, first: int | None) -> None:
         """Pack the prompt's KV after its ``first`` tokens, None for the method's sinks; ``name`` as bench quality names it."""
-        named, tokens = Named.of(name), len(context.prompt)
+        named, tokens = NamedMethod.parse(name), len(context.prompt)
         keys, values = (
             tuple(getattr(layer, kind)[0, :, :tokens].transpose(0, 1).contiguous() for layer in context.cache.layers)
             for kind in ("keys", "values")

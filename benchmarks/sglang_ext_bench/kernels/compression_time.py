@@ -21,7 +21,7 @@ from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors import ContextKV, Part, catalogue, kept_count
 from sglang_ext.mem_cache.compressors.catalogue import create, quantizer
-from sglang_ext_bench.quality.named import Named
+from sglang_ext_bench.quality.named_method import NamedMethod
 
 DROPPING = ("sink-recent", "snapkv", "expected-attention")
 PACKING = ("int8", "int4", "kivi", "kivi:2", "rotatekv", "turboquant:4", "lynx", "kvquant")
@@ -84,9 +84,9 @@ def context_of(args: argparse.Namespace, window: int) -> ContextKV:
 
 def copying(args: argparse.Namespace, name: str) -> Callable[[], None]:
     """What the server does for one context with this method."""
-    named = Named.of(name)
-    packs = next((part for part in named.compressor.split("+") if part != named.drops), None)
-    chooser = None if named.drops is None else create(named.drops)
+    named = NamedMethod.parse(name)
+    packs = next((part for part in named.compressor.split("+") if part != named.drop_method), None)
+    chooser = None if named.drop_method is None else create(named.drop_method)
     context = context_of(args, 0 if chooser is None else chooser.window)
     taken = torch.zeros(2 * args.tokens, dtype=torch.bool, device=args.device).index_fill_(0, context.slots, True)
     spare = torch.argsort(taken.float() + torch.rand(len(taken), device=args.device))[: args.tokens]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sglang_ext.tools.server_client import ServerClient
 from sglang_ext_bench.client import SamplingSettings
 from sglang_ext_bench.methods.servers import KINDS, MeasuredMethod, MethodServer
-from sglang_ext_bench.quality.copy_bytes import reported_bytes
+from sglang_ext_bench.quality.server_measurements import reported_bytes
 from sglang_ext_bench.speed import decode_wave
 from sglang_ext_bench.speed.decode_wave import Stream
 

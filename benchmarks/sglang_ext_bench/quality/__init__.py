@@ -1,1 +1,1 @@
-"""What a compressed KV cache costs in quality, and that verified decoding costs nothing."""
+"""Quality of compressed KV: lossy and verified servers against stock, and attention outputs."""

@@ -1,4 +1,4 @@
-"""The servers of a quality run, and what each is asked."""
+"""The servers of a quality run, and the requests that each of them gets."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,30 +8,32 @@ from sglang_ext.tools import CommandError
 from sglang_ext.tools.server_client import ServerClient
 from sglang_ext.tools.server_process import ServerProcess, file_name
 from sglang_ext_bench.client import generate
-
 from sglang_ext_bench.client import Generation
 from sglang_ext_bench.prompts import Prompt
-from sglang_ext_bench.quality.config import COMPARED, QualityConfig
-from sglang_ext_bench.quality.copy_bytes import copy_share, token_bytes
-from sglang_ext_bench.quality.named import Named
-from sglang_ext_bench.quality.reporting.speed import tokens_per_second
+from sglang_ext_bench.quality.named_method import NamedMethod
+from sglang_ext_bench.quality.options import COMPARED_PARTS, QualityConfig
+from sglang_ext_bench.quality.server_measurements import (
+    compressed_share,
+    run_parallel,
+    token_bytes,
+    tokens_per_second,
+)
 from sglang_ext_bench.quality.tasks import Task
-from sglang_ext_bench.quality.together import together
 
 MEASURED_TOKENS = 512
-"""Tokens of a context whose copy's bytes stand for others'; in shorter ones what is kept exact weighs more."""
+"""Least length of the context whose compressed KV is measured. In a shorter one, the tokens that stay exact are a larger share."""
 
 
 @dataclass(frozen=True)
 class QualityArm:
-    """One server.
+    """The settings of one server.
 
     Attributes:
-        mode: as ``--kv-mode``.
-        compressor: as ``--compressor`` names it (named.py).
-        budget: 1 of stock (``full``).
-        draft_length: None unless ``verified``.
-        extra: further flags.
+        mode: Value of ``--kv-mode``.
+        compressor: Method, as in ``--compressor`` (named_method.py).
+        budget: Share of the tokens that are kept. 1 for stock.
+        draft_length: Draft length. None unless the mode is verified.
+        extra: Further flags.
     """
 
     mode: str
@@ -42,7 +44,7 @@ class QualityArm:
 
     @property
     def name(self) -> str:
-        """For tables and logs."""
+        """Name in tables and logs."""
         if self.mode == "full":
             return "full"
         drafts = "" if self.draft_length is None else f"-x{self.draft_length}"
@@ -50,12 +52,12 @@ class QualityArm:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """Flags beside those of all servers."""
+        """Flags of this server beside those of all servers."""
         if self.mode == "full":
             return ("--kv-mode", "full")
         drafts = () if self.draft_length is None else ("--kv-draft-length", str(self.draft_length))
         return (
-            *("--kv-mode", self.mode, *Named.of(self.compressor).flags, "--kv-budget", f"{self.budget:g}"),
+            *("--kv-mode", self.mode, *NamedMethod.parse(self.compressor).flags, "--kv-budget", f"{self.budget:g}"),
             *drafts,
             *self.extra,
         )
@@ -64,36 +66,39 @@ class QualityArm:
 FULL = QualityArm("full")
 
 
-def arms_of(config: QualityConfig) -> list[QualityArm]:
-    """The servers that the wanted parts need; stock comes last, for it scores what the others answered.
+def build_arms(config: QualityConfig) -> list[QualityArm]:
+    """The servers that the parts need. Stock is last, because it scores the answers of the others.
 
     Raises:
-        CommandError: a compressor is served in none of the modes in which these parts are measured.
+        CommandError: The modes and parts leave no server for a compressor.
     """
     found = []
-    lengths = config.draft_lengths if config.asks("acceptance") else config.draft_lengths[:1]
+    lengths = config.draft_lengths if config.has_part("acceptance") else config.draft_lengths[:1]
     for compressor in config.compressors:
-        named, before = Named.of(compressor), len(found)
-        for budget in named.budgets(config.budgets):
-            if config.asks(*COMPARED) and named.serves_lossy and "lossy" in config.modes:
+        method, before = NamedMethod.parse(compressor), len(found)
+        for budget in method.budgets(config.budgets):
+            if config.has_part(*COMPARED_PARTS) and method.supports_lossy and "lossy" in config.modes:
                 found.append(QualityArm("lossy", compressor, budget, None, config.kv_args))
-            if config.asks("acceptance", *COMPARED) and named.serves_verified and "verified" in config.modes:
+            if config.has_part("acceptance", *COMPARED_PARTS) and method.supports_verified and "verified" in config.modes:
                 found += [QualityArm("verified", compressor, budget, length, config.kv_args) for length in lengths]
-        if len(found) == before and config.asks("acceptance", *COMPARED):
-            mode, parts = ("lossy", COMPARED) if named.serves_lossy else ("verified", ("acceptance", *COMPARED))
+        if len(found) == before and config.has_part("acceptance", *COMPARED_PARTS):
+            mode, parts = ("lossy", COMPARED_PARTS) if method.supports_lossy else ("verified", ("acceptance", *COMPARED_PARTS))
             raise CommandError(
-                f"--compressor '{compressor}', --modes {','.join(config.modes)}, --parts {','.join(config.parts)}: nothing would be measured "
-                f"of it, which is served in {mode} alone; pass --modes {mode} and some of --parts {','.join(parts)}, or leave it out"
+                f"--compressor '{compressor}', --modes {','.join(config.modes)}, --parts {','.join(config.parts)}: this method runs only in "
+                f"mode {mode}, so that nothing would be measured; pass --modes {mode} and some of --parts {','.join(parts)}, or leave it out"
             )
-    return [*found, FULL] if config.asks(*COMPARED) else found
+    return [*found, FULL] if config.has_part(*COMPARED_PARTS) else found
 
 
 @dataclass(frozen=True)
-class Answers:
-    """What a server answered, by temperature, in the order of prompts and tasks; empty where it was not asked.
+class ArmAnswers:
+    """A server's answers, and measurements of it.
 
-    ``bytes_share`` is that of its compressed copies in full KV's bytes, 1 of stock; None where it reported none. ``speed`` is in
-    tokens per second; None where it was not asked for.
+    Attributes:
+        prompts: Answers to the prompts by temperature, in the order of the prompts. Empty if they were not sent.
+        tasks: Answers to the tasks by temperature, in the order of the tasks. Empty if they were not sent.
+        bytes_share: Bytes of compressed KV, as a share of the full KV: 1 for stock. None if the server reported none.
+        speed: Tokens per second. None if it was not measured.
     """
 
     prompts: Mapping[float, tuple[Generation, ...]] = field(default_factory=dict)
@@ -102,16 +107,16 @@ class Answers:
     speed: float | None = None
 
 
-def flags_of(config: QualityConfig, arm: QualityArm) -> tuple[str, ...]:
+def server_flags(config: QualityConfig, arm: QualityArm) -> tuple[str, ...]:
     """All flags of an arm's server."""
     return (*config.common_server_arguments, *arm.arguments)
 
 
-def server(config: QualityConfig, arm: QualityArm, logs: Path) -> ServerProcess:
-    """An arm's server, to be entered; its log lies in ``logs``."""
+def arm_server(config: QualityConfig, arm: QualityArm, logs: Path) -> ServerProcess:
+    """The server of an arm, not started yet. Its log is a file in the folder ``logs``."""
     return ServerProcess(
         config.model,
-        flags_of(config, arm),
+        server_flags(config, arm),
         logs / f"{file_name(arm.name)}.log",
         config.port,
         config.start_timeout,
@@ -119,53 +124,50 @@ def server(config: QualityConfig, arm: QualityArm, logs: Path) -> ServerProcess:
     )
 
 
-def ask(
+def collect_answers(
     config: QualityConfig, arm: QualityArm, client: ServerClient, prompts: Sequence[Prompt], tasks: Sequence[Task]
-) -> Answers:
-    """Ask a server for all that the wanted parts need of it.
+) -> ArmAnswers:
+    """Send all requests that the parts need to an arm's server.
 
     Raises:
-        CommandError: a request failed.
+        CommandError: A request failed.
     """
-    compared = arm.draft_length in (None, config.draft_lengths[0])
-    drafts = config.asks("acceptance") and arm.mode == "verified"
-    wants_prompts = drafts or (config.asks("kl", "divergence") and compared)
-    wants_tasks = config.asks("functional") and compared
-    return Answers(
+    is_compared = arm.draft_length in (None, config.draft_lengths[0])
+    needs_acceptance = config.has_part("acceptance") and arm.mode == "verified"
+    needs_prompts = needs_acceptance or (config.has_part("kl", "divergence") and is_compared)
+    needs_tasks = config.has_part("functional") and is_compared
+    needs_speed = config.has_part("speed") and is_compared
+    return ArmAnswers(
         bytes_share=_bytes_share(config, arm, client, [each.input_ids for each in (*prompts, *tasks)]),
-        prompts=_ask_prompts(config, client, prompts, compared) if wants_prompts else {},
-        tasks=_ask_tasks(config, client, tasks) if wants_tasks else {},
-        speed=_speed(config, client, prompts) if config.asks("speed") and compared else None,
+        prompts=_answer_prompts(config, client, prompts, is_compared) if needs_prompts else {},
+        tasks=_answer_tasks(config, client, tasks) if needs_tasks else {},
+        speed=tokens_per_second(client, prompts, config.output_len, config.concurrency) if needs_speed else None,
     )
-
-
-def _speed(config: QualityConfig, client: ServerClient, prompts: Sequence[Prompt]) -> float | None:
-    return tokens_per_second(client, prompts, config.output_len, config.concurrency)
 
 
 def _bytes_share(
     config: QualityConfig, arm: QualityArm, client: ServerClient, contexts: Sequence[tuple[int, ...]]
 ) -> float | None:
-    """Measured on the shortest context that is long enough, else on the longest, over two rounds at least."""
+    """Measure the shortest context of at least MEASURED_TOKENS tokens, else the longest one, over at least two rounds."""
     if arm == FULL:
         return 1.0
     ordered = sorted(contexts, key=len)
     context = next((each for each in ordered if len(each) >= MEASURED_TOKENS), ordered[-1])
-    return copy_share(client, context, 8 + 2 * (arm.draft_length or 0), token_bytes(config.model, config.dtype))
+    return compressed_share(client, context, 8 + 2 * (arm.draft_length or 0), token_bytes(config.model, config.dtype))
 
 
-def _ask_prompts(
-    config: QualityConfig, client: ServerClient, prompts: Sequence[Prompt], compared: bool
+def _answer_prompts(
+    config: QualityConfig, client: ServerClient, prompts: Sequence[Prompt], is_compared: bool
 ) -> dict[float, tuple[Generation, ...]]:
     def answer(temperature: float, index: int) -> Generation:
-        wants_top = config.asks("kl") and compared and temperature == 0
+        needs_top = config.has_part("kl") and is_compared and temperature == 0
         sampling = config.sampling(temperature, index, ignore_eos=True)
-        return generate(client, prompts[index].input_ids, sampling, config.output_len, config.top if wants_top else 0)
+        return generate(client, prompts[index].input_ids, sampling, config.output_len, config.top if needs_top else 0)
 
     return _by_temperature(config, client, len(prompts), answer)
 
 
-def _ask_tasks(
+def _answer_tasks(
     config: QualityConfig, client: ServerClient, tasks: Sequence[Task]
 ) -> dict[float, tuple[Generation, ...]]:
     def answer(temperature: float, index: int) -> Generation:
@@ -179,10 +181,10 @@ def _by_temperature(
     config: QualityConfig, client: ServerClient, count: int, answer: Callable[[float, int], Generation]
 ) -> dict[float, tuple[Generation, ...]]:
     found = {}
-    for turn, temperature in enumerate(config.temperatures):
-        if not (turn and config.keep_cache):
+    for place, temperature in enumerate(config.temperatures):
+        if place == 0 or not config.keep_cache:
             client.flush_cache()
-        answers = together(config.concurrency, range(count), lambda index: answer(temperature, index))
+        answers = run_parallel(config.concurrency, range(count), lambda index: answer(temperature, index))
         failed = [f"request {index}: {each.error}" for index, each in enumerate(answers) if each.error]
         if failed:
             raise CommandError(f"at temperature {temperature:g} {len(failed)} of {count} requests failed; {failed[0]}")

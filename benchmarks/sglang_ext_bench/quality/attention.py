@@ -1,4 +1,4 @@
-"""Relative error of attention outputs on a compressed copy, with the compressors themselves."""
+"""Relative error of attention outputs on compressed KV, computed with the compressors in this process."""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -19,21 +19,26 @@ from sglang_ext.mem_cache.compressors.catalogue import MethodSpec, method
 from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer
 from sglang_ext_bench.prompts import Prompt
 from sglang_ext_bench.quality.capture import CapturedModel, LayerAttention
-from sglang_ext_bench.quality.config import Tail
-from sglang_ext_bench.quality.named import Named
+from sglang_ext_bench.quality.named_method import NamedMethod
+from sglang_ext_bench.quality.options import Tail
 
 SEED = 0
-"""Of the noise that codes of these values are rounded by."""
+"""Seed of the noise in the rounding of tail values."""
 DEVICE = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class AttentionError:
-    """||o_compressed - o_full|| / ||o_full|| of the tokens after the prompts, over all heads of a layer.
+    """Relative errors ||o_compressed - o_full|| / ||o_full|| of attention outputs, over all heads of a layer.
+
+    They are measured at the tokens after the prompts.
 
     Attributes:
-        mean_by_layer, worst_by_layer: over tokens and prompts, in the order of the layers.
-        tail: how values lie that fill no partition.
+        compressor: The method, as in ``--compressor``.
+        budget: Share of the tokens that are kept.
+        mean_by_layer: Mean over tokens and prompts, by layer.
+        worst_by_layer: Largest error of all tokens and prompts, by layer.
+        tail: How values that fill no partition are stored.
     """
 
     compressor: str
@@ -44,16 +49,16 @@ class AttentionError:
 
     @property
     def mean(self) -> float:
-        """Over all layers."""
+        """Mean over all layers."""
         return statistics.fmean(self.mean_by_layer)
 
     @property
     def worst(self) -> float:
-        """Of all layers."""
+        """Largest error of all layers."""
         return max(self.worst_by_layer)
 
 
-def measure(
+def measure_errors(
     model: CapturedModel,
     prompts: Sequence[Prompt],
     compressors: Sequence[str],
@@ -61,20 +66,29 @@ def measure(
     tokens: int,
     tails: Sequence[Tail] = ("exact",),
 ) -> Iterator[AttentionError]:
-    """The errors of each compressor and budget, at the greedy continuation of each prompt by ``tokens`` tokens.
+    """Measure the errors of each compressor, budget and tail at the greedy continuation of each prompt.
 
-    Every layer sees full KV's queries: the errors of the layers before it are not added. ``tails`` are of methods with partitions.
+    Every layer gets the queries of the full KV, so that errors of earlier layers do not add up.
+
+    Args:
+        model: The model.
+        prompts: The prompts.
+        compressors: Methods, as in ``--compressor``.
+        budgets: Shares of the tokens to keep.
+        tokens: Tokens to generate for each prompt.
+        tails: How values that fill no partition are stored. Methods without partitions use only "exact".
     """
-    methods = {name: method(named.compressor, named.bits, named.partition) for name in compressors for named in [Named.of(name)]}
+    parsed = {name: NamedMethod.parse(name) for name in compressors}
+    methods = {name: method(each.compressor, each.bits, each.partition) for name, each in parsed.items()}
     settings = [
         (name, budget, tail)
         for name in compressors
-        for budget in Named.of(name).budgets(budgets)
+        for budget in parsed[name].budgets(budgets)
         for tail in (tails if has_partitions(methods[name]) else ("exact",))
     ]
     by_setting: dict[tuple[str, float, Tail], list[torch.Tensor]] = {setting: [] for setting in settings}
     for prompt in prompts:
-        layers, length = model.attention(model.continued(prompt.input_ids, tokens)), len(prompt.input_ids)
+        layers, length = model.attention(model.generate(prompt.input_ids, tokens)), len(prompt.input_ids)
         seeds = token_seeds(prompt.input_ids, length, DEVICE)
         for name, budget, tail in settings:
             found = relative_errors(layers, length, methods[name], budget, model.rotary, tail, seeds)
@@ -86,7 +100,7 @@ def measure(
 
 
 def has_partitions(chosen: MethodSpec) -> bool:
-    """Whether values share scales along partitions of tokens, which the newest may not fill."""
+    """Whether values share scales along partitions of tokens, so that the newest values may not fill a partition."""
     return chosen.quantizer is not None and chosen.quantizer.sums
 
 
@@ -99,18 +113,24 @@ def relative_errors(
     tail: Tail = "exact",
     seeds: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Errors of the tokens after the first ``prompt`` ones: float32 [layers, tokens after them].
+    """Compute the errors at the tokens after a prompt.
 
-    The copy stands for the prompt, but for the first and the newest tokens that a method leaves as they are; these and the
-    tokens after the prompt are exact, as they are in a server.
+    The prompt is compressed, except for the first and the newest tokens that a method keeps. These tokens and the tokens after
+    the prompt are exact, as in a server.
 
     Args:
-        budget: share of the prompt that is kept.
-        rotary: the model's, for a method that needs it.
-        tail: how values of the tokens behind the copy lie; another than exact of methods with partitions alone.
-        seeds: int32 [prompt], what codes are drawn by of methods that round at random; None rounds to the nearest.
+        layers: Queries, keys and values of the prompt and of the tokens after it.
+        prompt: Tokens of the prompt.
+        chosen: The method.
+        budget: Share of the prompt that is kept.
+        rotary: The model's rotary embedding, for methods that need it.
+        tail: How values after the compressed tokens are stored. Only methods with partitions support a value other than "exact".
+        seeds: int32 [prompt]. Seeds of methods with random rounding. None: round to the nearest.
+
+    Returns:
+        float32 [layers, tokens after the prompt].
     """
-    context = context_of(layers, prompt, chosen.compressor, rotary)
+    context = build_context(layers, prompt, chosen.compressor, rotary)
     packing = PlainSlots(1) if chosen.quantizer is None else Packing.for_pool(chosen.quantizer, context.buffers, 1, rotary)
     sinks = packing.sinks
     count = max(0, prompt - packing.recent - sinks) // packing.unit * packing.unit
@@ -118,7 +138,7 @@ def relative_errors(
     (kept,) = chosen.compressor.select(context, [Part(sinks, covered, kept_count(count, budget, packing.unit))])
     held = packing.held_slots(kept.shape[-1])
     copies = torch.arange(held) + len(layers[0].keys)
-    grown = replace(context.buffers, keys=_grown(context.buffers.keys, held), values=_grown(context.buffers.values, held))
+    grown = replace(context.buffers, keys=_extend(context.buffers.keys, held), values=_extend(context.buffers.values, held))
     packing.write(grown, kept, context.slots, copies, seeds if chosen.quantizer is not None and chosen.quantizer.stochastic else None)
     row = torch.cat([copies, torch.arange(sinks), torch.arange(covered, len(layers[0].keys))])
     found = []
@@ -131,12 +151,12 @@ def relative_errors(
             compressed = packed_attention(packing, queries, keys, values, row, held, layer.scaling)
         else:
             newest = TailValues(chosen.quantizer, layer.values[covered:], tail == "requantized")
-            compressed = _by_steps(packing, queries, keys, values, row, held, layer.scaling, newest)
+            compressed = _attention_by_steps(packing, queries, keys, values, row, held, layer.scaling, newest)
         found.append((compressed - full).flatten(1).norm(dim=1) / full.flatten(1).norm(dim=1))
     return torch.stack(found)
 
 
-def _by_steps(
+def _attention_by_steps(
     packing: Packing,
     queries: torch.Tensor,
     keys: torch.Tensor,
@@ -146,9 +166,9 @@ def _by_steps(
     scaling: float,
     newest: "TailValues",
 ) -> torch.Tensor:
-    """As :func:`packed_attention`, of one token after another: each finds in ``values`` what ``newest`` says, which is written there."""
+    """Compute :func:`packed_attention` token by token. Before each token, the state of ``newest`` is written to ``values``."""
     found, length = [], len(newest)
-    states = islice(newest.after(length - len(queries)), 1, None)
+    states = islice(newest.states(length - len(queries)), 1, None)
     for query, state in zip(queries, states, strict=True):
         end = len(row) - length + len(state)
         values[row[end - len(state) : end]] = state.to(values.dtype)
@@ -156,10 +176,10 @@ def _by_steps(
     return torch.cat(found)
 
 
-def context_of(
+def build_context(
     layers: Sequence[LayerAttention], prompt: int, compressor: Compressor, rotary: Rotary | None = None
 ) -> ContextKV:
-    """The prompt's full KV as a compressor sees it in a server, with its newest queries."""
+    """The input of a compressor, as in a server: the full KV of the prompt and its newest queries."""
     buffers = KVBuffers(
         layer_ids=tuple(layer.layer_id for layer in layers),
         scaling=tuple(layer.scaling for layer in layers),
@@ -171,18 +191,21 @@ def context_of(
     return ContextKV(buffers, torch.arange(prompt), queries, torch.arange(first, prompt), rotary)
 
 
-def _grown(buffers: Sequence[torch.Tensor], slots: int) -> tuple[torch.Tensor, ...]:
-    """Layers' buffers, [slots, kv_heads, head_dim], with so many slots more."""
+def _extend(buffers: Sequence[torch.Tensor], slots: int) -> tuple[torch.Tensor, ...]:
+    """Append ``slots`` empty slots to each buffer, [slots, kv_heads, head_dim]."""
     return tuple(torch.cat([buffer, buffer.new_zeros(slots, *buffer.shape[1:])]) for buffer in buffers)
 
 
 def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Causal attention of the newest tokens: float32 [tokens, query_heads, head_dim].
+    """Causal attention of the newest tokens.
 
     Args:
-        queries: [tokens, query_heads, head_dim]; they belong to the last ``tokens`` keys.
+        queries: [tokens, query_heads, head_dim]. They belong to the last ``tokens`` keys.
         keys, values: [length, kv_heads, head_dim].
-        scaling: factor on query-key products.
+        scaling: Factor of query-key products.
+
+    Returns:
+        float32 [tokens, query_heads, head_dim].
     """
     tokens, length, kv_heads = len(queries), *keys.shape[:2]
     grouped = queries.float().unflatten(1, (kv_heads, -1))
@@ -193,17 +216,17 @@ def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scal
 
 
 class TailValues:
-    """A layer's values behind what is packed, as tokens come: of a method whose values share scales along tokens (HACK).
+    """A layer's values after the compressed tokens, while tokens are added. For methods whose values share scales along tokens (HACK).
 
-    It leaves those that fill no partition as they are, until they do: requantization elimination, RQE. Without it each new token's
-    value is quantized at once, together with what the codes of the partition's others mean, as their least and greatest number may have
-    changed (section 5.3 of arXiv 2502.03589): errors add up until the partition is full. No server does so; here it is computed, to
-    compare.
+    With requantization elimination (RQE), values stay exact until they fill a partition. Without RQE, each new value is quantized at
+    once. The partition's least and greatest value may change, so that its other values are dequantized and quantized again
+    (section 5.3 of arXiv 2502.03589). Errors add up until the partition is full. No server runs without RQE; this class computes it
+    for comparison.
 
     Args:
-        quantizer: whose values share scales along tokens.
-        values: [tokens, kv_heads, dim], from the first that is not packed on.
-        requantizes: whether the last partition is in codes, too.
+        quantizer: The quantizer.
+        values: [tokens, kv_heads, dim], from the first token that is not compressed.
+        requantizes: Quantize values of an incomplete partition, too (without RQE).
     """
 
     def __init__(self, quantizer: Quantizer, values: torch.Tensor, requantizes: bool) -> None:
@@ -212,32 +235,32 @@ class TailValues:
         self._noise = torch.Generator().manual_seed(SEED)
 
     def __len__(self) -> int:
-        """Tokens."""
+        """Number of tokens."""
         return len(self._exact)
 
-    def after(self, first: int) -> Iterator[torch.Tensor]:
-        """What steps read, float32 [tokens so far, kv_heads, dim]: with ``first`` tokens, then with one more each time, to the last.
+    def states(self, first: int) -> Iterator[torch.Tensor]:
+        """The values that attention reads, float32 [tokens so far, kv_heads, dim]: for ``first`` tokens, then for one more each time.
 
-        The first ones are quantized together, as a prompt's are.
+        The first tokens are quantized together, like those of a prompt.
         """
         whole = first // self._partition * self._partition
-        known = self._codes(self._exact[:whole])
+        known = self._dequantized(self._exact[:whole])
         last = self._exact[whole:first]
         for count in range(first, len(self._exact) + 1):
             if count > first:
                 last = torch.cat([last, self._exact[count - 1 : count]])
             if len(last) == self._partition or (self._requantizes and len(last)):
-                last = self._codes(last)
+                last = self._dequantized(last)
             if len(last) == self._partition:
                 known, last = torch.cat([known, last]), last[:0]
             yield torch.cat([known, last])
 
-    def _codes(self, values: torch.Tensor) -> torch.Tensor:
-        """What codes of ``values`` mean, by partitions, of which the last may be shorter."""
+    def _dequantized(self, values: torch.Tensor) -> torch.Tensor:
+        """Quantize and dequantize ``values``, partition by partition. The last partition may be shorter."""
         starts = range(0, len(values), self._partition)
-        return torch.cat([values[:0], *(self._group(values[start : start + self._partition]) for start in starts)])
+        return torch.cat([values[:0], *(self._dequantized_group(values[start : start + self._partition]) for start in starts)])
 
-    def _group(self, values: torch.Tensor) -> torch.Tensor:
+    def _dequantized_group(self, values: torch.Tensor) -> torch.Tensor:
         numbers = values.transpose(0, 1)[:, None]
         noise = (torch.rand(numbers.shape, generator=self._noise),) if self._quantizer.stochastic else ()
         found = self._quantizer.quantize(numbers, Grid(len(values), 1), *noise)

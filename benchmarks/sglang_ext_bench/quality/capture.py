@@ -1,4 +1,4 @@
-"""Keys, values and queries of a model by layer, with transformers, without a server."""
+"""Captures queries, keys and values of all layers of a model, with transformers and without a server."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +12,13 @@ NAME = "sglang_ext_capture"
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """What attention saw in one layer, rotary embedding applied.
+    """Inputs of attention in one layer, after the rotary embedding.
 
     Attributes:
         queries: [tokens, query_heads, head_dim].
         keys, values: [tokens, kv_heads, head_dim].
-        scaling: factor on query-key products before softmax.
-        layer_id: index of the layer.
+        scaling: Factor of query-key products before softmax.
+        layer_id: Index of the layer.
     """
 
     queries: torch.Tensor
@@ -28,8 +28,8 @@ class LayerAttention:
     layer_id: int
 
 
-def capture_into(found: list[LayerAttention]) -> None:
-    """From now on, forwards of a model with attention :data:`NAME` append what they see to ``found``, layer by layer."""
+def register_capture(found: list[LayerAttention]) -> None:
+    """Register attention :data:`NAME` with transformers. It appends the inputs of each layer to ``found``."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
@@ -43,7 +43,7 @@ def capture_into(found: list[LayerAttention]) -> None:
         scaling: float | None = None,
         **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        # transformers has [batch, heads, tokens, head_dim].
+        # The tensors of transformers have the shape [batch, heads, tokens, head_dim].
         queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         factor = query.shape[-1] ** -0.5 if scaling is None else scaling
         found.append(LayerAttention(queries, keys, values, factor, module.layer_idx))
@@ -54,11 +54,11 @@ def capture_into(found: list[LayerAttention]) -> None:
 
 
 class CapturedModel:
-    """A model in this process that shows its attention.
+    """A model in this process whose attention inputs can be captured.
 
     Args:
-        model: folder or name.
-        dtype: of weights and KV, as for ``--dtype``.
+        model: Model folder or name.
+        dtype: Data type of weights and KV, a value of ``--dtype``.
     """
 
     def __init__(self, model: str, dtype: str) -> None:
@@ -66,8 +66,8 @@ class CapturedModel:
 
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
 
-    def continued(self, input_ids: tuple[int, ...], tokens: int) -> tuple[int, ...]:
-        """The prompt and its greedy continuation by so many tokens."""
+    def generate(self, input_ids: tuple[int, ...], tokens: int) -> tuple[int, ...]:
+        """Generate ``tokens`` greedy tokens. Return the prompt and these tokens."""
         ids = torch.tensor([input_ids])
         with torch.inference_mode():
             out = self._model.generate(
@@ -82,17 +82,17 @@ class CapturedModel:
 
     @property
     def rotary(self) -> Rotary | None:
-        """The model's rotary embedding; None without one."""
+        """The model's rotary embedding. None if it has none."""
         embedding = getattr(self._model.base_model, "rotary_emb", None)
         return None if embedding is None else Rotary(embedding.inv_freq.float())
 
     def attention(self, input_ids: tuple[int, ...]) -> list[LayerAttention]:
-        """Queries, keys and values of all tokens, by layer."""
+        """Compute a prompt and return queries, keys and values of all its tokens, by layer."""
         found: list[LayerAttention] = []
-        usual = self._model.config._attn_implementation
-        capture_into(found)
+        previous = self._model.config._attn_implementation
+        register_capture(found)
         with torch.inference_mode():
             self._model.set_attn_implementation(NAME)
             self._model(torch.tensor([input_ids]), use_cache=False)
-            self._model.set_attn_implementation(usual)
+            self._model.set_attn_implementation(previous)
         return found

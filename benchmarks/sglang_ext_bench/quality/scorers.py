@@ -1,4 +1,4 @@
-"""How an answer is scored: each scorer takes an answer's text and gives 1.0 for right, 0.0 for wrong."""
+"""Scorers of answers. A scorer maps the text of an answer to 1.0 (right) or 0.0 (wrong)."""
 
 import ast
 import json
@@ -11,34 +11,34 @@ Scorer = Callable[[str], float]
 NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
 LETTER = re.compile(r"\b([A-J])\b")
 STATED = re.compile(r"(?i:answer|choice|option)\s*(?i:is|:)?[\s:*(\[]*([A-J])\b")
-CUT_LINES = 3
-"""Lines at the end of a function that may belong to a statement that the answer's length cut off."""
+TRUNCATED_LINES = 3
+"""Lines at the end of a function that may belong to a statement that the answer's length truncates."""
 
 
 def normalized(text: str) -> str:
-    """The text in lower case, with single spaces, without a full stop at its end."""
+    """The text in lower case, with single spaces and without a full stop at the end."""
     return " ".join(text.lower().split()).rstrip(".")
 
 
 def exact(expected: str) -> Scorer:
-    """The answer is the expected one, but for case, white space and a full stop at its end."""
+    """The answer equals the expected one, apart from case, white space and a full stop at the end."""
     return lambda answer: float(normalized(answer) == normalized(expected))
 
 
 def contains(expected: str) -> Scorer:
-    """The expected answer occurs in it, but for case and white space, and not inside a longer word."""
+    """The answer contains the expected one as whole words, apart from case and white space."""
     wanted = re.compile(rf"(?<!\w){re.escape(normalized(expected))}(?!\w)")
     return lambda answer: float(wanted.search(normalized(answer)) is not None)
 
 
 def begins(expected: str) -> Scorer:
-    """The answer begins with the expected text, but for white space."""
+    """The answer begins with the expected text, apart from white space."""
     wanted = expected.split()
     return lambda answer: float(answer.split()[: len(wanted)] == wanted)
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number of a text, which in GSM8K's answers and in most others is the result."""
+    """The last number of a text. It is the result in GSM8K's answers and in most others."""
     found = NUMBER.findall(text)
     return Decimal(found[-1].replace(",", "")) if found else None
 
@@ -50,7 +50,7 @@ def number(expected: str) -> Scorer:
 
 
 def chosen_letter(text: str) -> str | None:
-    """The letter A to J that a text chooses: the last that it calls its answer, else its first by itself."""
+    """The letter A to J that a text chooses: the last one after a word such as "answer", else the first single letter."""
     stated = STATED.findall(text)
     if stated:
         return stated[-1].upper()
@@ -65,7 +65,7 @@ def letter(expected: str) -> Scorer:
 
 
 def is_json_object(answer: str) -> float:
-    """The answer's first opening brace begins a well-formed JSON object."""
+    """The first opening brace of the answer begins a well-formed JSON object."""
     begin = answer.find("{")
     if begin < 0:
         return 0.0
@@ -77,22 +77,25 @@ def is_json_object(answer: str) -> float:
 
 
 def function_parses(head: str) -> Scorer:
-    """``head``, the beginning of a Python function, with the answer up to where the function ends is valid Python.
+    """The head of a Python function and the answer up to the end of the function are valid Python.
 
-    The answer begins with the end of the head's line. The function ends where a line is not indented; up to
-    :data:`CUT_LINES` at its end may be a statement that was cut off. At least one line must be left.
+    The function ends before the first line that is not indented. Up to :data:`TRUNCATED_LINES` lines at its end may belong to a
+    truncated statement. At least one line must remain.
+
+    Args:
+        head: The beginning of the function. The answer begins with the end of its last line.
     """
 
     def score(answer: str) -> float:
         body = function_body(answer)
-        shortest = max(2, len(body) - CUT_LINES)
+        shortest = max(2, len(body) - TRUNCATED_LINES)
         return float(any(_parses(head + "\n".join(body[:end])) for end in range(len(body), shortest - 1, -1)))
 
     return score
 
 
 def function_body(answer: str) -> list[str]:
-    """The rest of the line that the answer goes on, then its lines up to the first that is not indented; empty without text."""
+    """The rest of the head's last line, and the lines up to the first that is not indented. Empty if they have no text."""
     first, *lines = answer.rstrip().split("\n")
     body = [first]
     for line in lines:
@@ -111,4 +114,4 @@ def _parses(source: str) -> bool:
 
 
 BY_NAME: dict[str, Callable[[str], Scorer]] = {"exact": exact, "contains": contains, "number": number, "letter": letter}
-"""For users' benchmarks: from an expected answer to its scorer."""
+"""Scorers of users' benchmarks. Each maps an expected answer to its scorer."""

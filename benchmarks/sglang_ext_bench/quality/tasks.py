@@ -1,25 +1,32 @@
-"""Functional tasks: prompts in real text whose answers are right or wrong, in four kinds.
+"""Functional tasks: prompts whose answers are right or wrong.
 
-They are plain text to continue, without a chat template, so that a small model can do most of them with full KV.
+Four kinds of tasks are built in real text. Their prompts are plain text to continue, without a chat template, so that a small model can
+do most of them with full KV. A user's benchmark adds tasks from a file of JSON lines.
 """
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+from sglang_ext.tools import CommandError
 from sglang_ext_bench.corpus import (
     Document,
     code_documents,
     gather,
     reference_documents,
 )
-from sglang_ext_bench.prompts import Tokenizer, encode
+from sglang_ext_bench.prompts import Tokenizer, encode, render_chat
+from sglang_ext_bench.quality.options import BenchmarkFile
 from sglang_ext_bench.quality.scorers import (
+    BY_NAME,
     Scorer,
     begins,
+    chosen_letter,
     contains,
     function_parses,
     is_json_object,
+    last_number,
 )
 
 CITIES = ("Lisbon", "Oslo", "Quito", "Hanoi", "Nairobi", "Toronto", "Perth", "Athens")
@@ -41,6 +48,7 @@ FUNCTIONS = (
 )
 EXAMPLES = 3
 LEAD_TOKENS, REPEATED_TOKENS = 40, 16
+CHOICES = "ABCDEFGHIJ"
 
 
 @dataclass(frozen=True)
@@ -48,9 +56,10 @@ class Task:
     """A prompt with a scored answer.
 
     Attributes:
-        kind: under which scores are averaged.
-        new_tokens: longest answer.
-        score: takes the answer's text, gives 0.0 to 1.0.
+        kind: Kind of the task. Scores are averaged by kind.
+        input_ids: Token ids of the prompt.
+        new_tokens: Most tokens of the answer.
+        score: Maps the text of an answer to 0.0 to 1.0.
     """
 
     kind: str
@@ -60,7 +69,13 @@ class Task:
 
 
 def build_tasks(tokenizer: Tokenizer, count: int, tokens: int) -> tuple[Task, ...]:
-    """``count`` tasks of each kind, each in other text of about ``tokens`` tokens; the same in every call."""
+    """Build tasks. Each call with the same arguments gives the same tasks.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        count: Tasks of each kind.
+        tokens: Tokens of real text in each task. Each task has another text.
+    """
     prose = [each for each in reference_documents() if len(each.text) >= 4 * tokens] or list(reference_documents())
     code = [each for each in code_documents() if len(each.text) >= 4 * tokens] or list(code_documents())
     texts = _texts(tokenizer, prose, tokens)
@@ -76,7 +91,7 @@ def build_tasks(tokenizer: Tokenizer, count: int, tokens: int) -> tuple[Task, ..
 
 
 def needle(tokenizer: Tokenizer, text: list[int], index: int, depth: float) -> Task:
-    """A number is hidden at that share of the text, and asked for at its end."""
+    """Hide a number in the text, at the share ``depth`` of its length. The end of the prompt asks for it."""
     city, secret = CITIES[index % len(CITIES)], str(10007 + 7919 * (index + 1) % 89989)
     at = round(depth * len(text))
     fact = f"\n\nThe secret number of {city} is {secret}.\n\n"
@@ -86,31 +101,31 @@ def needle(tokenizer: Tokenizer, text: list[int], index: int, depth: float) -> T
 
 
 def repetition(tokenizer: Tokenizer, text: list[int], depth: float) -> Task:
-    """A passage of the text begins anew at its end, and has to go on word by word."""
+    """Repeat the beginning of a passage at the end of the prompt. The answer must continue it word by word."""
     at = round(depth * (len(text) - LEAD_TOKENS - REPEATED_TOKENS))
     lead, rest = text[at : at + LEAD_TOKENS], text[at + LEAD_TOKENS : at + LEAD_TOKENS + REPEATED_TOKENS]
-    asked = f"{tokenizer.decode(text)}\n\nOnce more, word by word:\n\n{tokenizer.decode(lead)}"
+    prompt = f"{tokenizer.decode(text)}\n\nOnce more, word by word:\n\n{tokenizer.decode(lead)}"
     # The last token may be part of a word.
     wanted = tokenizer.decode(rest).split()[:-1]
-    return Task("repetition", encode(tokenizer, asked), REPEATED_TOKENS + 4, begins(" ".join(wanted)))
+    return Task("repetition", encode(tokenizer, prompt), REPEATED_TOKENS + 4, begins(" ".join(wanted)))
 
 
 def json_record(tokenizer: Tokenizer, text: list[int], index: int) -> Task:
-    """Examples of records in JSON, the text, and one more person whose record is asked for."""
+    """Show records of persons in JSON, then the text, then one more person. The answer is that person's record."""
     described = [_described(PEOPLE[(index + step) % len(PEOPLE)]) for step in range(EXAMPLES + 1)]
     examples = "".join(f"{sentence}\nJSON: {record}\n\n" for sentence, record in described[:EXAMPLES])
-    asked = f"{examples}{tokenizer.decode(text)}\n\n{described[EXAMPLES][0]}\nJSON:"
-    return Task("json", encode(tokenizer, asked), 64, is_json_object)
+    prompt = f"{examples}{tokenizer.decode(text)}\n\n{described[EXAMPLES][0]}\nJSON:"
+    return Task("json", encode(tokenizer, prompt), 64, is_json_object)
 
 
 def python_function(tokenizer: Tokenizer, text: list[int], index: int) -> Task:
-    """Python code, then the head and the docstring of a function whose body is asked for."""
+    """Show Python code, then the head and the docstring of a function. The answer is its body."""
     head, says = FUNCTIONS[index % len(FUNCTIONS)]
     source = tokenizer.decode(text)
-    # The line's end is left to the answer: in most vocabularies one token holds it and the indentation.
+    # The prompt ends before the end of the line, because most vocabularies have one token for it and the indentation.
     opening = f'{head}\n    """{says}"""'
-    asked = f"{source[: source.rfind(chr(10)) + 1]}\n\n{opening}"
-    return Task("python", encode(tokenizer, asked), 64, function_parses(opening))
+    prompt = f"{source[: source.rfind(chr(10)) + 1]}\n\n{opening}"
+    return Task("python", encode(tokenizer, prompt), 64, function_parses(opening))
 
 
 def _described(person: tuple[str, int, str, str]) -> tuple[str, str]:
@@ -120,7 +135,74 @@ def _described(person: tuple[str, int, str, str]) -> tuple[str, str]:
 
 
 def _texts(tokenizer: Tokenizer, documents: list[Document], tokens: int) -> Iterator[list[int]]:
-    """Texts that begin with another document each, over and over."""
+    """Texts without end. Each begins with the next document."""
     while True:
         for start in range(len(documents)):
             yield gather(documents, start, tokenizer, tokens)
+
+
+def load_benchmark(benchmark: BenchmarkFile, tokenizer: Tokenizer, limit: int | None = None) -> tuple[Task, ...]:
+    """Load the tasks of a user's benchmark. Their kind is the name of the file.
+
+    If answers are letters and a line has a list ``options`` (MMLU-Pro), the options and their letters follow the prompt.
+
+    Args:
+        benchmark: The file, and how it is read.
+        tokenizer: The model's tokenizer.
+        limit: Number of lines to load. None: all.
+
+    Raises:
+        CommandError: The file is missing or empty, or a line is malformed. The message has the line, the problem and the remedy.
+    """
+    if not benchmark.path.is_file():
+        raise CommandError(f"--benchmark {benchmark.path} does not exist; pass a file of JSON lines")
+    lines = enumerate(benchmark.path.read_text().splitlines(), start=1)
+    rows = [(number, line) for number, line in lines if line.strip()][:limit]
+    if not rows:
+        raise CommandError(f"--benchmark {benchmark.path} has no line; each line needs a prompt and an expected answer in JSON")
+    return tuple(_task(benchmark, f"{benchmark.path}:{number}", line, tokenizer) for number, line in rows)
+
+
+def _task(benchmark: BenchmarkFile, where: str, line: str, tokenizer: Tokenizer) -> Task:
+    try:
+        row: Any = json.loads(line)
+    except ValueError as error:
+        raise CommandError(f"{where} is not JSON: {error}; each line needs one object") from error
+    prompt = _text(row, benchmark.prompt_field, "--prompt-field", where)
+    expected = _text(row, benchmark.answer_field, "--answer-field", where)
+    _check_expected(benchmark, expected, where)
+    if benchmark.scored_by == "letter":
+        prompt += _choices(row, where)
+    text = render_chat(tokenizer, [{"role": "user", "content": prompt}]) if benchmark.chat else prompt
+    return Task(benchmark.path.stem, encode(tokenizer, text), benchmark.new_tokens, BY_NAME[benchmark.scored_by](expected))
+
+
+def _text(row: Any, field: str, flag: str, where: str) -> str:
+    """The text of a field. Numbers are converted to text."""
+    value = row
+    for name in field.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)) or not str(value).strip():
+        has = ", ".join(sorted(row)) if isinstance(row, dict) else f"{type(row).__name__} instead of an object"
+        raise CommandError(f"{where} has no text or number in {field!r}; name the field with {flag} (the line has: {has})")
+    return str(value)
+
+
+def _check_expected(benchmark: BenchmarkFile, expected: str, where: str) -> None:
+    """Refuse an expected answer that no answer can match."""
+    missing = benchmark.scored_by == "number" and last_number(expected) is None
+    missing |= benchmark.scored_by == "letter" and chosen_letter(expected) is None
+    if missing:
+        wanted = "number" if benchmark.scored_by == "number" else "letter from A to J"
+        raise CommandError(
+            f"{where}: the expected answer {expected[:80]!r} has no {wanted}; name another --answer-field, or --scored-by"
+        )
+
+
+def _choices(row: dict[str, Any], where: str) -> str:
+    options = row.get("options")
+    if options is None:
+        return ""
+    if not isinstance(options, list) or len(options) > len(CHOICES):
+        raise CommandError(f"{where}: options must be a list of at most {len(CHOICES)} texts, got {str(options)[:80]!r}")
+    return "".join(f"\n{name}. {option}" for name, option in zip(CHOICES, options)) + "\nAnswer with the letter."

@@ -1,1 +1,1 @@
-"""Mixed traffic for minutes, and checks of every answer."""
+"""Soak test: mixed traffic for minutes, with a check of every answer."""

@@ -1,74 +1,106 @@
-"""Mixed traffic against one verified or lossy server for minutes: nothing wrong, nothing leaked, nothing dead.
+"""Sends mixed traffic to one server for minutes and checks every answer.
 
-Stock SGLang answers a set of prompts and sampling options first, one by one. Then a verified server, which runs the
-same loop of SGLang (overlapped, or with --disable-overlap the plain one), with a pool
-too small for the traffic (so that requests are retracted) and SGLang's invariant checks in strict mode, gets random
-ones of them with random lengths: cold and warm, some streamed, some aborted, some malformed; each answer must be the
-beginning of stock's. Ends with code 1 on a wrong answer, an unexpected error or a dead server, and with
---force-retraction if no request was retracted.
+First, stock SGLang answers a set of prompts and request options, one request at a time. Then a verified server gets random requests
+of that set, with random lengths. Some have a cached prefix, some are streamed, aborted or malformed. Each answer must be the beginning
+of stock's answer.
 
-What SGLang's overlapped loop itself does otherwise is counted apart: a request that is retracted may stream a chunk without new
-tokens, or, before its first token was looked at, lose that token's log-probability.
+The verified server runs the same loop of SGLang as stock: the overlapped one, or with --disable-overlap the plain one. Its KV pool is
+too small for the traffic, so that requests are retracted. SGLang's memory checks run in strict mode.
 
-At the end an idle server may hold no used tokens and no requests, by SGLang's own counters (/v1/loads). With --url the soak tests a
-running server, which may be any SGLang server, and with --stock-url it asks a running stock server. Ways to ask that one of them lacks a
-flag for are left out.
+The exit code is 1 after a wrong answer, an unexpected error or a dead server. With --force-retraction it is also 1 if no request was
+retracted.
 
-With --apart the verified server is two, between which KV travels over transfer backend progressive: one prefills, the other, with the
-small pool, decodes. Each request goes to both. Both must end it, and hold no more memory at the end than when they were warm. Of one
-server each process is watched, cache ranks among them: its memory, and its open descriptors.
+Two deviations are counted but do not fail the soak, because stock SGLang's overlapped loop has them too. A retracted request may stream
+a chunk without new tokens. It may also lose the log-probability of its first token.
 
-With --mode lossy the server answers approximately, and stock is not asked: answers must be as many and as long as asked for, with
-log-probabilities of each token where these were asked for.
+At the end an idle server must hold no used tokens and no requests, by SGLang's own counters (/v1/loads). The soak also samples the
+memory and the open descriptors of each process of the server, cache ranks included. After 8 minutes it fails if one of them keeps
+growing.
+
+--url tests a running SGLang server, and --stock-url names a running stock server. Request options that need a flag which one of them
+lacks are left out.
+
+--apart starts a prefill and a decode server instead of one, with transfer backend progressive. Each request goes to both, and both must
+end it. Neither may hold much more memory at the end than after its warm-up.
+
+--mode lossy does not ask stock, because the answers are approximate. It checks the number and the length of the answers, and
+the log-probabilities of each token where a request asks for them.
 """
 
 import argparse
 from pathlib import Path
 
+from sglang_ext.tools import CommandError
 from sglang_ext_bench.options import names
+from sglang_ext_bench.soaking.request_options import OPTIONS
 
 MODES = ("verified", "lossy")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command line."""
+    """Add the options of ``soak``."""
     add = parser.add_argument
-    add("--model", required=True)
+    add("--model", required=True, help="required: model folder or name")
     add("--prompts", type=Path, required=True, help="required: folder of .txt files, or JSON lines (text / messages)")
     add("--minutes", type=float, default=10, help="longest time of the traffic (default: %(default)s)")
     add("--requests", type=int, default=0, help="end after this many requests; 0: after --minutes (default: %(default)s)")
     add("--url", help="address of a running server to test; its prefix cache is emptied; --kv and --pool-tokens do not apply")
     add("--stock-url", help="address of a running stock server; without it the soak starts one")
     add("--compressors", type=names, default=(), help="values of kv_compressor that requests name at random, comma-separated")
-    add("--leave-out", type=names, default=(), help="names of ways to ask that are not asked, comma-separated")
-    add("--workers", type=int, default=8, help="requests in flight")
-    add("--output-len", type=int, default=96, help="longest answer, in tokens")
-    add("--pool-tokens", type=int, default=9000, help="--max-total-tokens of the server")
-    add("--limit", type=int, default=4, help="use the first prompts only; stock answers each of them in every way")
-    add("--mode", choices=MODES, default=MODES[0], help="of the server (default: %(default)s)")
+    add("--leave-out", type=names, default=(), help="names of request options to leave out, comma-separated")
+    add("--workers", type=int, default=8, help="requests in flight (default: %(default)s)")
+    add("--output-len", type=int, default=96, help="longest answer, in tokens (default: %(default)s)")
+    add("--pool-tokens", type=int, default=9000, help="--max-total-tokens of the server (default: %(default)s)")
+    add("--limit", type=int, default=4, help="use only the first prompts; stock answers each with every option (default: %(default)s)")
+    add("--mode", choices=MODES, default=MODES[0], help="mode of the server (default: %(default)s)")
     add(
         "--kv",
         default="--kv-compressor snapkv --kv-budget 0.25 --kv-draft-length 15",
-        help="flags of the mode",
+        help="flags of the mode (default: %(default)s)",
     )
-    add("--disable-overlap", action="store_true", help="both servers in SGLang's plain loop")
+    add("--disable-overlap", action="store_true", help="run both servers in SGLang's plain loop")
     add("--server-arg", action="append", default=[], metavar="FLAGS", help="flags of both servers, repeatable")
-    add("--seed", type=int, default=0, help="of the traffic")
+    add("--seed", type=int, default=0, help="seed of the traffic (default: %(default)s)")
     add(
         "--force-retraction",
         type=int,
         metavar="STEPS",
-        help="have the verified server retract a request every STEPS forward passes in which several "
-        "decode (SGLANG_TEST_RETRACT), and fail if none was",
+        help="make the verified server retract a request every STEPS forward passes in which several requests decode "
+        "(SGLANG_TEST_RETRACT); fail if no request was retracted",
     )
-    add("--apart", action="store_true", help="verify on a prefill and a decode server instead of one")
+    add("--apart", action="store_true", help="verify on a prefill and a decode server instead of one server")
     add("--link-gbps", type=float, default=0.2, help="Gbit/s of the link between them (default: %(default)s)")
-    add("--logs", type=Path, default=Path("."))
-    add("--json", type=Path, help="write the totals")
+    add("--logs", type=Path, default=Path("."), help="folder of the servers' logs (default: the current one)")
+    add("--json", type=Path, help="write the totals to this file")
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Refuse options that exclude each other, and unknown names.
+
+    Raises:
+        CommandError: --url or --mode lossy comes with --apart, or --url with --force-retraction. --leave-out has an unknown name. --requests
+            is negative.
+    """
+    known = [option.name for option in OPTIONS]
+    unknown = [name for name in args.leave_out if name not in known]
+    if unknown:
+        raise CommandError(f"--leave-out {unknown[0]!r} is not a request option: pass any of {', '.join(known)}")
+    if args.requests < 0:
+        raise CommandError(f"--requests {args.requests}: must be 0, for no limit, or more")
+    if args.url and args.apart:
+        raise CommandError("--apart with --url: the soak starts the two servers of --apart itself; leave out one of these")
+    if args.url and args.force_retraction:
+        raise CommandError(
+            f"--force-retraction with --url: start the server at {args.url} with SGLANG_TEST_RETRACT=1 and "
+            f"SGLANG_TEST_RETRACT_INTERVAL={args.force_retraction}, and leave --force-retraction out"
+        )
+    if args.apart and args.mode != "verified":
+        raise CommandError(f"--apart with --mode {args.mode}: a prefill and a decode server need --mode verified; leave out one of these")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command, whose module loads PyTorch and SGLang."""
+    """Check the options and run the soak. Its module loads PyTorch and SGLang."""
+    check_options(args)
     from sglang_ext_bench.soaking.soak import run
 
     return run(args)

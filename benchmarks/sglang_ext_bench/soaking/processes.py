@@ -1,4 +1,4 @@
-"""Memory and descriptors of each process of a server while it has traffic: what grows is a leak."""
+"""Samples the memory and the open descriptors of each process of a server, and reports those that keep growing."""
 
 import os
 from collections.abc import Iterator
@@ -13,96 +13,118 @@ import psutil
 from sglang_ext.periodic import run_periodically
 
 SAMPLE_SECONDS = 10.0
-# Samples of a process from which on it is judged.
-LEAST_SAMPLES = 6
-MOST_GROWTH, SPARE_BYTES, SPARE_DESCRIPTORS = 0.15, 64 << 20, 16
-"""The median of the last third of samples may be so much above that of the first third."""
+MIN_SHOWN_SAMPLES = 6
+"""Samples of a process from which the table shows it."""
+MIN_JUDGED_SAMPLES = 48
+"""Samples from which a process is judged: 8 minutes. In a shorter soak, a server that still warms up looks like a leak."""
+MAX_GROWTH, SPARE_BYTES, SPARE_DESCRIPTORS = 0.15, 64 << 20, 16
+"""The most by which the median of the last third of the samples may exceed that of the second third."""
 
 
-class Sample(NamedTuple):
-    """Of one process: bytes of memory that are its own, and open descriptors."""
+class ProcessSample(NamedTuple):
+    """One sample of a process.
+
+    Attributes:
+        own: Bytes of memory that no other process shares (USS).
+        descriptors: Open file descriptors.
+    """
 
     own: int
     descriptors: int
 
 
+class Thirds(NamedTuple):
+    """Medians of the first, second and last third of the samples of a process."""
+
+    first: ProcessSample
+    second: ProcessSample
+    last: ProcessSample
+
+
 @dataclass
-class Watched:
-    """One process.
+class WatchedProcess:
+    """The samples of one process.
 
     Attributes:
-        name: its title, or the module that it runs.
-        samples: oldest first.
+        name: Its title, or the module that it runs.
+        samples: Oldest first.
     """
 
     name: str
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[ProcessSample] = field(default_factory=list)
 
     @property
-    def judged(self) -> bool:
-        """Whether it was there for long enough."""
-        return len(self.samples) >= LEAST_SAMPLES
+    def is_shown(self) -> bool:
+        """Whether the process ran long enough for the table."""
+        return len(self.samples) >= MIN_SHOWN_SAMPLES
 
-    def thirds(self) -> tuple[Sample, Sample]:
-        """The medians of the first and of the last third: neither a start that is cold nor work that comes and goes counts."""
+    @property
+    def is_judged(self) -> bool:
+        """Whether the process ran long enough to tell a leak from a warm-up."""
+        return len(self.samples) >= MIN_JUDGED_SAMPLES
+
+    def thirds(self) -> Thirds:
+        """Medians of the thirds. A median ignores memory that is used for a short time."""
         third = max(1, len(self.samples) // 3)
-        first, last = (Sample(*map(median_low, zip(*part))) for part in (self.samples[:third], self.samples[-third:]))
-        return first, last
+        parts = self.samples[:third], self.samples[third:-third] or self.samples, self.samples[-third:]
+        return Thirds(*(ProcessSample(*map(median_low, zip(*part))) for part in parts))
+
+    def describe(self) -> str:
+        """One line: memory and descriptors in the first, second and last third, and the most of all samples."""
+        thirds, most = self.thirds(), ProcessSample(*map(max, zip(*self.samples)))
+        memory = " -> ".join(str(_mb(sample.own)) for sample in thirds)
+        descriptors = " -> ".join(str(sample.descriptors) for sample in thirds)
+        note = "" if self.is_judged else "; too short to judge"
+        return f"{self.name}: own memory {memory} MB, at most {_mb(most.own)}; descriptors {descriptors}, at most {most.descriptors}{note}"
 
     def problems(self) -> Iterator[str]:
-        """What grew."""
-        first, last = self.thirds()
-        if last.own > first.own * (1 + MOST_GROWTH) + SPARE_BYTES:
-            yield f"{self.name}: its memory grew from {_mb(first.own)} to {_mb(last.own)} MB"
-        if last.descriptors > first.descriptors + SPARE_DESCRIPTORS:
-            yield f"{self.name}: its descriptors grew from {first.descriptors} to {last.descriptors}"
+        """Describe growth from the second to the last third. The first third is left out, because the server warms up in it."""
+        if not self.is_judged:
+            return
+        _, second, last = self.thirds()
+        if last.own > second.own * (1 + MAX_GROWTH) + SPARE_BYTES:
+            yield f"{self.name}: its memory grew from {_mb(second.own)} to {_mb(last.own)} MB"
+        if last.descriptors > second.descriptors + SPARE_DESCRIPTORS:
+            yield f"{self.name}: its descriptors grew from {second.descriptors} to {last.descriptors}"
 
 
 class ProcessWatch:
-    """Context manager: looks at all processes of a group, again and again, from another thread.
+    """Context manager: samples all processes of a process group in a background thread.
 
     Args:
-        group: of the server; None for nothing.
-        seconds: between two looks.
+        group: Process group of the server. None: no process is watched.
+        seconds: Time between two samples.
     """
 
-    def __init__(self, group: int | None, seconds: float = SAMPLE_SECONDS):
+    def __init__(self, group: int | None, seconds: float = SAMPLE_SECONDS) -> None:
         self._group = group
-        self._found: dict[int, Watched] = {}
-        self._looks = nullcontext() if group is None else run_periodically(self._watch, seconds)
+        self._processes: dict[int, WatchedProcess] = {}
+        self._sampling = nullcontext() if group is None else run_periodically(self._sample_all, seconds)
 
     def __enter__(self) -> "ProcessWatch":
-        self._looks.__enter__()
+        self._sampling.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._looks.__exit__(kind, error, trace)
+        self._sampling.__exit__(kind, error, trace)
 
     def problems(self) -> list[str]:
-        """What grew, of the processes that were there for long enough."""
-        return [problem for each in self._found.values() if each.judged for problem in each.problems()]
+        """Describe the growth of all processes that ran long enough to judge them."""
+        return [problem for each in self._processes.values() for problem in each.problems()]
 
     def table(self) -> str:
-        """A line for each of them."""
-        lines = []
-        for each in filter(lambda each: each.judged, self._found.values()):
-            first, last = each.thirds()
-            most = Sample(*map(max, zip(*each.samples)))
-            lines.append(
-                f"{each.name}: {_mb(first.own)} MB of its own, {_mb(last.own)} at the end, {_mb(most.own)} at most; descriptors "
-                f"{first.descriptors}, {last.descriptors}, {most.descriptors}"
-            )
-        return "\n".join(lines)
+        """A line for each process that ran long enough to show it."""
+        return "\n".join(each.describe() for each in self._processes.values() if each.is_shown)
 
-    def _watch(self) -> None:
+    def _sample_all(self) -> None:
         for process in psutil.process_iter():
             with suppress(psutil.Error, ProcessLookupError):
                 if os.getpgid(process.pid) == self._group:
-                    self._look_at(process)
+                    self._sample(process)
 
-    def _look_at(self, process: psutil.Process) -> None:
-        sample = Sample(process.memory_full_info().uss, process.num_fds())
-        self._found.setdefault(process.pid, Watched(_name_of(process))).samples.append(sample)
+    def _sample(self, process: psutil.Process) -> None:
+        sample = ProcessSample(process.memory_full_info().uss, process.num_fds())
+        self._processes.setdefault(process.pid, WatchedProcess(_name_of(process))).samples.append(sample)
 
 
 def _name_of(process: psutil.Process) -> str:

@@ -1,4 +1,4 @@
-"""The ways to ask of a soak: what a request may want of a server, each with an answer that does not depend on chance."""
+"""The request options of a soak: sets of sampling parameters and fields. Each gives the same answer in every run."""
 
 import json
 from collections.abc import Mapping
@@ -23,21 +23,21 @@ SERVER_FLAGS = (
     # This parser needs no special tokens in the vocabulary; hermes, mistral and others need theirs.
     *("--tool-call-parser", "pythonic"),
 )
-"""What a server needs to serve all of :data:`OPTIONS`, and to honour seeds."""
+"""Flags that a server needs for all of :data:`OPTIONS` and for seeds."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """A way to ask.
+    """A set of sampling parameters and fields of requests.
 
     Attributes:
-        name: of all answers to it, in tables.
-        sampling: goes to ``sampling_params``.
-        fields: go to the request itself.
-        input_logprobs: whether log-probabilities of the prompt's second half are wanted.
-        disallowed: tokens that a custom logit processor takes out.
-        tool_choice: If set, the request is a chat completion with tools, and ``sampling`` goes to the request itself.
-        stream: Whether the answer is streamed. None: chosen at random.
+        name: Its name in tables.
+        sampling: Fields of ``sampling_params``.
+        fields: Fields of the request itself.
+        input_logprobs: The request asks for log-probabilities of the second half of the prompt.
+        disallowed: Tokens that a custom logit processor removes.
+        tool_choice: If set, the request is a chat completion with tools, and ``sampling`` has fields of the request itself.
+        stream: The answer is streamed. None: chosen at random.
     """
 
     name: str
@@ -50,22 +50,23 @@ class Option:
 
     @property
     def samples(self) -> int:
-        """Answers to one request."""
+        """Number of answers to one request."""
         return int(self.sampling.get("n", 1))
 
     @property
     def has_grammar(self) -> bool:
-        """Whether a grammar decides where the answer ends."""
+        """Whether a grammar determines the end of the answer."""
         return any(name in self.sampling for name in GRAMMARS)
 
     @property
     def can_end(self) -> bool:
-        """Whether an answer may end before it is as long as asked for."""
-        return self.has_grammar or self.tool_choice is not None or any(name in self.sampling for name in ENDS) or not self.sampling.get("ignore_eos", True)
+        """Whether an answer may end before it has the requested length."""
+        has_stop = any(name in self.sampling for name in ENDS) or not self.sampling.get("ignore_eos", True)
+        return has_stop or self.has_grammar or self.tool_choice is not None
 
     @property
     def needed_settings(self) -> tuple[str, ...]:
-        """Fields of SGLang's ``/server_info`` that must be set for a server to answer this way."""
+        """Fields of SGLang's ``/server_info`` that must be set on a server that supports this option."""
         needs = {
             "enable_deterministic_inference": "sampling_seed" in self.sampling,
             "enable_custom_logit_processor": bool(self.disallowed),
@@ -76,11 +77,11 @@ class Option:
 
     @property
     def path(self) -> str:
-        """The route that serves it."""
+        """Route of the requests."""
         return "generate" if self.tool_choice is None else tool_calls.PATH
 
     def body(self, prompt: Prompt, tokens: int) -> dict[str, Any]:
-        """A request to :attr:`path` for at most ``tokens`` tokens."""
+        """JSON body of a request to :attr:`path` for at most ``tokens`` tokens."""
         if self.tool_choice is not None:
             return tool_calls.chat_body(prompt.input_ids, tokens, self.tool_choice, self.sampling)
         params = {"max_new_tokens": tokens, "ignore_eos": not self.has_grammar, **self.sampling}
@@ -97,7 +98,7 @@ class Option:
 
 @cache
 def _processor() -> str:
-    """SGLang's processor that takes tokens out, as requests send it."""
+    """SGLang's processor that removes tokens, serialized for requests."""
     from sglang.srt.sampling.custom_logit_processor import (
         DisallowedTokensLogitsProcessor,
     )

@@ -1,4 +1,4 @@
-"""The traffic of a soak: random requests from several threads, each answer checked against stock's."""
+"""The traffic of a soak: random requests from several threads, with a check of each answer."""
 
 import argparse
 import json
@@ -18,27 +18,26 @@ from sglang_ext_bench.soaking.answers import (
     AnswerError,
     Sample,
     check,
-    check_form,
+    check_lossy,
     read_message,
     read_samples,
     read_stream,
     read_streamed_message,
 )
 from sglang_ext_bench.soaking.request_options import Option
-from sglang_ext_bench.soaking.soak_prompts import Case
 from sglang_ext_bench.soaking.tally import Tally
-from sglang_ext_bench.soaking.traffic import Request, draw_request
+from sglang_ext_bench.soaking.traffic import SoakCase, SoakRequest, draw_request
 
 PROGRESS_SECONDS = 5.0
-ABORTED_BEFORE_IT_BEGAN = "Aborted by AbortReq."
-"""What SGLang says, as an error with status 400, of a request aborted while its grammar was being compiled."""
+ABORTED_BY_CLIENT = "Aborted by AbortReq."
+"""SGLang's error, with status 400, for a request that is aborted while its grammar is compiled."""
 
 References = dict[tuple[int, str], tuple[Sample, ...]]
-"""Stock's answers by (prompt, name of the option)."""
+"""Stock's answers by (index of the prompt, name of the option)."""
 
 
-class Asked(Protocol):
-    """What traffic asks of a server, or of two that are one: as of a :class:`~sglang_ext_bench.client.ServerClient`."""
+class SoakServer(Protocol):
+    """The methods of :class:`~sglang_ext.tools.server_client.ServerClient` that the traffic calls."""
 
     def post(self, path: str, body: dict[str, Any]) -> Any: ...
 
@@ -49,90 +48,96 @@ class Asked(Protocol):
 
 @dataclass(frozen=True)
 class Soak:
-    """What all threads of the traffic share.
+    """Data that all threads of the traffic share.
 
     Attributes:
-        server: to be asked.
-        prompts: by their index in requests.
-        cases: what may be asked.
-        references: stock's answer to each case; none of a lossy server, whose answers may be others.
-        overlapped: whether both servers ran SGLang's overlapped loop, and so may do what stock does there.
-        tally: counts what happened.
+        server: The tested server.
+        prompts: All prompts. Requests name them by their index.
+        cases: The cases to draw requests from.
+        references: Stock's answer to each case. Empty for a lossy server, whose answers are approximate.
+        is_overlapped: Both servers run SGLang's overlapped loop, so that stock's known deviations are allowed.
+        tally: Counts the outcomes.
         compressors: Values of ``kv_compressor`` that requests name. Empty: no request names one.
     """
 
-    server: Asked
+    server: SoakServer
     prompts: Sequence[Prompt]
-    cases: Sequence[Case]
+    cases: Sequence[SoakCase]
     references: References
-    overlapped: bool
+    is_overlapped: bool
     tally: Tally
     compressors: Sequence[str] = ()
 
 
-def traffic(soak: Soak, args: argparse.Namespace) -> None:
-    """Send random requests from ``args.workers`` threads, until ``args.requests`` are sent, the time is over or something fails."""
+def run_traffic(soak: Soak, args: argparse.Namespace) -> None:
+    """Send random requests from ``args.workers`` threads.
+
+    The traffic ends after ``args.requests`` requests, after ``args.minutes`` minutes, or at the first problem.
+    """
     numbers = count(1)  # its next() is atomic
     deadline = time.monotonic() + 60 * args.minutes
 
     def work(index: int) -> None:
-        chance = Random(args.seed * 1000 + index)
-        taken_back = None
+        random = Random(args.seed * 1000 + index)
+        reusable_rid = None
         while time.monotonic() < deadline and not soak.tally.problems:
             number = next(numbers)
             if args.requests and number > args.requests:
                 return
-            rid = taken_back or f"soak-{index:03d}-{number:06d}"
-            taken_back = None
-            request = draw_request(chance, rid, soak.cases, args.output_len, soak.compressors)
-            # The id of an aborted request comes back at once; SGLang aborts a streamed one again two seconds after its end.
+            rid = reusable_rid or f"soak-{index:03d}-{number:06d}"
+            reusable_rid = None
+            request = draw_request(random, rid, soak.cases, args.output_len, soak.compressors)
+            # Reuse the id of an aborted request at once. SGLang aborts a streamed request again two seconds after its end.
             if send(soak, request) and not request.stream:
-                taken_back = rid
+                reusable_rid = rid
 
     with ThreadPoolExecutor(args.workers) as pool:
         running = [pool.submit(work, index) for index in range(args.workers)]
         while wait(running, PROGRESS_SECONDS).not_done:
-            left = max(0.0, deadline - time.monotonic())
-            print(f"\r{left:5.0f} s left: {soak.tally.progress()}", end="", flush=True)
+            remaining = max(0.0, deadline - time.monotonic())
+            print(f"\r{remaining:5.0f} s left: {soak.tally.progress()}", end="", flush=True)
     print()
     for worker in running:
-        worker.result()  # raises what ended the thread
+        worker.result()  # raises the exception of the thread
 
 
-def send(soak: Soak, request: Request) -> bool:
-    """One request; ``abort`` takes it back after a while, ``malformed`` must be refused. Whether it was aborted."""
+def send(soak: Soak, request: SoakRequest) -> bool:
+    """Send one request and check its answer. Return whether it was aborted.
+
+    A malformed request must be refused with status 400.
+    """
     tally, samples = soak.tally, ()
-    with taken_back(soak.server, request):
+    with abort_later(soak.server, request):
         try:
-            samples = ask(soak.server, request, soak.prompts)
+            samples = request_answer(soak.server, request, soak.prompts)
             if request.kind == "malformed":
-                raise AnswerError(f"{dict(request.broken)} was accepted")
+                raise AnswerError(f"{dict(request.invalid_params)} was accepted")
             if soak.references:
                 check(request, samples, soak.references[request.prompt, request.option.name])
             else:
-                check_form(request, samples)
+                check_lossy(request, samples)
         except (AnswerError, OSError) as error:
             if request.kind == "malformed" and getattr(error, "code", None) == 400:
                 tally.add("refused", request)
                 return False
-            told = describe_error(error) if isinstance(error, OSError) else str(error)
-            if request.kind != "abort" or ABORTED_BEFORE_IT_BEGAN not in told:
-                tally.fail(f"{request}: {told}", request)
+            message = describe_error(error) if isinstance(error, OSError) else str(error)
+            if request.kind != "abort" or ABORTED_BY_CLIENT not in message:
+                tally.fail(f"{request}: {message}", request)
                 return False
             samples = (Sample((), "abort"),)
-    oddities = sorted(frozenset().union(*(sample.oddities for sample in samples)))
-    if oddities and not soak.overlapped:
-        tally.fail(f"{request}: {', '.join(oddities)} in the plain loop", request)
+    deviations = sorted(frozenset().union(*(sample.known_deviations for sample in samples)))
+    if deviations and not soak.is_overlapped:
+        tally.fail(f"{request}: {', '.join(deviations)} in the plain loop", request)
         return False
-    tally.count_stocks_own(request, oddities)
-    aborted = samples[0].aborted
-    tally.add("aborted" if aborted else "answered", request, samples)
-    return aborted
+    tally.count_known_deviations(request, deviations)
+    is_aborted = samples[0].is_aborted
+    tally.add("aborted" if is_aborted else "answered", request, samples)
+    return is_aborted
 
 
 @contextmanager
-def taken_back(server: Asked, request: Request) -> Iterator[None]:
-    """Abort the request after its delay while it is under way; its id is free afterwards."""
+def abort_later(server: SoakServer, request: SoakRequest) -> Iterator[None]:
+    """Abort a request of kind "abort" after its delay, if it still runs. On exit no abort is pending, so that its id is free."""
     if request.kind != "abort":
         yield
         return
@@ -145,22 +150,28 @@ def taken_back(server: Asked, request: Request) -> Iterator[None]:
         timer.join()
 
 
-def ask(server: Asked, request: Request, prompts: Sequence[Prompt]) -> tuple[Sample, ...]:
-    """The answers to a request, streamed or not.
+def request_answer(server: SoakServer, request: SoakRequest, prompts: Sequence[Prompt]) -> tuple[Sample, ...]:
+    """Send a request and return its answers, streamed or not.
 
     Raises:
-        AnswerError: what came is no answer.
-        OSError: nothing came.
+        AnswerError: The answer is malformed.
+        OSError: The server refused the request or is gone.
     """
-    return answer(server, request.option, request.body(prompts), request.stream)
+    return post(server, request.option, request.body(prompts), request.stream)
 
 
-def answer(server: Asked, option: Option, body: dict[str, Any], stream: bool) -> tuple[Sample, ...]:
-    """The answers to the request ``body``, which asks in the way ``option``.
+def post(server: SoakServer, option: Option, body: dict[str, Any], stream: bool) -> tuple[Sample, ...]:
+    """Send the body of a request and return its answers.
+
+    Args:
+        server: The server.
+        option: The request option of the body.
+        body: The JSON body.
+        stream: Whether the body asks for a stream.
 
     Raises:
-        AnswerError: what came is no answer.
-        OSError: nothing came.
+        AnswerError: The answer is malformed.
+        OSError: The server refused the request or is gone.
     """
     if not stream:
         read = read_samples if option.tool_choice is None else read_message
@@ -169,4 +180,4 @@ def answer(server: Asked, option: Option, body: dict[str, Any], stream: bool) ->
     try:
         return read_chunks(server.stream(option.path, body))
     except json.JSONDecodeError as error:
-        raise AnswerError(f"a chunk of the stream is no JSON: {error}") from error
+        raise AnswerError(f"a chunk of the stream is not JSON: {error}") from error

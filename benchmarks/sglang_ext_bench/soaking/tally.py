@@ -1,4 +1,4 @@
-"""What happened in a soak, counted by the threads of its traffic."""
+"""Counts the outcomes of a soak's requests, and collects its problems."""
 
 import threading
 from collections import Counter
@@ -7,28 +7,31 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_ext_bench.soaking.answers import Sample
-from sglang_ext_bench.soaking.traffic import Request
+from sglang_ext_bench.soaking.traffic import SoakRequest
 
-SHOWN_PROBLEMS = 20
+MAX_SHOWN_PROBLEMS = 20
 OUTCOMES = ("answered", "aborted", "refused", "wrong")
-COLUMNS = (*OUTCOMES, "streamed", "retracted", "stock's own")
+STOCKS_OWN = "stock's own"
+COLUMNS = (*OUTCOMES, "streamed", "retracted", STOCKS_OWN)
 
 
 @dataclass
 class Tally:
-    """Counters, changed under ``lock``; ``problems`` says in words what went wrong.
+    """Counters of a soak. All threads of the traffic update them, under ``lock``.
 
     Attributes:
-        options: of each way to ask, how many of its requests had each of :data:`COLUMNS`.
-        stocks_own: differences that stock SGLang makes too, by what they are.
-        fallbacks: answers by why they were last served with full KV.
-        retractions: of all answers; a request may have several.
-        drafts: tokens drafted for them.
-        accepted: how many of these were right.
+        options: For each request option, the number of requests in each of :data:`COLUMNS`.
+        known_deviations: Deviations that stock SGLang has too, with their counts.
+        fallbacks: Answers by their fallback: why the full KV served them at their end.
+        problems: Descriptions of all errors and wrong answers.
+        retractions: Retractions of all answers. A request may have several.
+        drafts: Draft tokens of all answers.
+        accepted: Accepted draft tokens.
+        lock: Guards all counters.
     """
 
     options: dict[str, Counter[str]] = field(default_factory=dict)
-    stocks_own: Counter[str] = field(default_factory=Counter)
+    known_deviations: Counter[str] = field(default_factory=Counter)
     fallbacks: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
     retractions: int = 0
@@ -36,33 +39,33 @@ class Tally:
     accepted: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def add(self, outcome: str, request: Request, samples: Sequence[Sample] = ()) -> None:
-        """Count one request and what its answers say."""
+    def add(self, outcome: str, request: SoakRequest, samples: Sequence[Sample] = ()) -> None:
+        """Count one request and the counters of its answers."""
         with self.lock:
-            of_option = self._of(request)
-            of_option[outcome] += 1
-            of_option["streamed"] += request.stream
-            of_option["retracted"] += any(sample.retractions for sample in samples)
+            row = self._row(request)
+            row[outcome] += 1
+            row["streamed"] += request.stream
+            row["retracted"] += any(sample.retractions for sample in samples)
             for sample in samples:
                 self.retractions += sample.retractions
                 self.drafts += sample.drafts
                 self.accepted += sample.accepted
                 self.fallbacks[str(sample.fallback)] += 1
 
-    def count_stocks_own(self, request: Request, differences: Sequence[str]) -> None:
-        """Count differences from stock's answer that stock itself makes in the overlapped loop."""
+    def count_known_deviations(self, request: SoakRequest, deviations: Sequence[str]) -> None:
+        """Count deviations that stock SGLang has too in the overlapped loop."""
         with self.lock:
-            self._of(request)["stock's own"] += bool(differences)
-            self.stocks_own.update(differences)
+            self._row(request)[STOCKS_OWN] += bool(deviations)
+            self.known_deviations.update(deviations)
 
-    def fail(self, problem: str, request: Request | None = None) -> None:
-        """Note something that must not happen."""
+    def fail(self, problem: str, request: SoakRequest | None = None) -> None:
+        """Record a problem, and count its request as wrong."""
         with self.lock:
             if request is not None:
-                self._of(request)["wrong"] += 1
+                self._row(request)["wrong"] += 1
             self.problems.append(problem)
 
-    def _of(self, request: Request) -> Counter[str]:
+    def _row(self, request: SoakRequest) -> Counter[str]:
         return self.options.setdefault(request.option.name, Counter())
 
     def _totals(self) -> Counter[str]:
@@ -76,17 +79,17 @@ class Tally:
             return f"{counts or 'no answer yet'}, {self.retractions} retractions"
 
     def table(self) -> str:
-        """Requests by how they asked and by what became of them, with their sums."""
+        """The outcomes of each request option and their sums, with a header line."""
         with self.lock:
             rows = {**dict(sorted(self.options.items())), "all": self._totals()}
             width = max(map(len, rows))
             lines = [" ".join([" " * width, *(f"{name:>11}" for name in COLUMNS)])]
             lines += [" ".join([f"{name:{width}}", *(f"{row[each]:>11}" for each in COLUMNS)]) for name, row in rows.items()]
-            lines += [f"stock's own: {count} times {name}" for name, count in sorted(self.stocks_own.items())]
+            lines += [f"{STOCKS_OWN}: {count} times {name}" for name, count in sorted(self.known_deviations.items())]
             return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
-        """The totals."""
+        """The totals as JSON values."""
         with self.lock:
             totals = self._totals()
             return {
@@ -94,10 +97,10 @@ class Tally:
                 "streamed": totals["streamed"],
                 "retracted": totals["retracted"],
                 "options": {name: dict(row) for name, row in self.options.items()},
-                "stocks_own": dict(self.stocks_own),
+                "stocks_own": dict(self.known_deviations),
                 "retractions": self.retractions,
                 "drafts": self.drafts,
                 "accepted": self.accepted,
                 "fallbacks": dict(self.fallbacks),
-                "problems": self.problems[:SHOWN_PROBLEMS],
+                "problems": self.problems[:MAX_SHOWN_PROBLEMS],
             }

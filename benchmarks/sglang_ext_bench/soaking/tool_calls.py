@@ -1,4 +1,4 @@
-"""Chat completions with tools: the request, and the message read from a whole answer or put together from a stream."""
+"""Chat completions with tools: builds the request, and parses the message of a whole answer or of a stream."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,14 +31,15 @@ TOOLS = (
         },
     },
 )
-"""Tools with short arguments, so that an answer of 32 tokens holds a complete call."""
+"""Tools with short arguments, so that an answer of 32 tokens contains a complete call."""
 
 
 def chat_body(input_ids: Sequence[int], tokens: int, tool_choice: str, sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """A request for a chat completion of at most ``tokens`` tokens.
+    """JSON body of a chat completion.
 
     Args:
-        input_ids: Token ids that the server reads in place of the rendered messages.
+        input_ids: Token ids of the prompt. The server uses them in place of the messages.
+        tokens: Most tokens of the answer.
         tool_choice: "required" constrains the answer to calls of :data:`TOOLS`. "auto" only parses the answer.
         sampling: Fields of the chat request, for example ``temperature``.
     """
@@ -54,7 +55,7 @@ def chat_body(input_ids: Sequence[int], tokens: int, tool_choice: str, sampling:
 
 
 def whole_message(payload: Mapping[str, Any]) -> tuple[str, str]:
-    """The message of a whole answer, as canonical JSON, and its finish reason.
+    """Parse a whole answer. Return its message, as canonical JSON, and its finish reason.
 
     Raises:
         KeyError, IndexError, TypeError: The answer is malformed.
@@ -66,7 +67,7 @@ def whole_message(payload: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def streamed_message(chunks: Iterable[Mapping[str, Any]]) -> tuple[str, str]:
-    """The message that a stream's chunks add up to, as :func:`whole_message` gives it. The finish reason is empty if no chunk has one.
+    """Join the chunks of a stream. Return what :func:`whole_message` returns; the finish reason is empty if no chunk has one.
 
     Raises:
         KeyError, IndexError, TypeError: A chunk is malformed, or reports an error.

@@ -1,1 +1,1 @@
-"""What was measured, in tables, plots and a file."""
+"""Results of a quality run: tables, plots and JSON."""

@@ -1,4 +1,4 @@
-"""Quality against bytes and against speed: one panel for each figure, one line for each compressor."""
+"""Plots quality against bytes and against speed: a panel for each figure, a line for each compressor."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from sglang_ext_bench import drawing
 BYTES, SPEED = "bytes, share of full KV's", "tokens per second, over stock's"
 
 Across = Callable[[ArmQuality], float | None]
-"""Where a server lies on an axis; None where that was not measured."""
+"""Maps a server to its position on the horizontal axis. None if that was not measured."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """Points of one line: (place on the axis, value)."""
+    """One line of a panel. Its points are (position on the horizontal axis, value)."""
 
     label: str
     points: tuple[tuple[float, float], ...]
@@ -26,7 +26,15 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """One figure's lines over :data:`BYTES` or :data:`SPEED`; ``level`` is a horizontal one, of stock."""
+    """One panel.
+
+    Attributes:
+        title: What the vertical axis shows.
+        lines: The lines.
+        level: Stock's value, drawn as a horizontal line. None: not drawn.
+        log: The vertical axis is logarithmic.
+        axis: The horizontal axis: :data:`BYTES` or :data:`SPEED`.
+    """
 
     title: str
     lines: tuple[Line, ...]
@@ -36,9 +44,12 @@ class Panel:
 
 
 def write(path: Path, results: Results, measured_with: str) -> None:
-    """Draw the parts that were measured, a row over bytes and one over speed; nothing where there are none.
+    """Draw the measured parts: a row of panels over bytes, and one over speed. Write no file if no part was measured.
 
-    ``measured_with`` tells the settings that all servers share.
+    Args:
+        path: The PNG.
+        results: The results.
+        measured_with: The settings of all servers, in one line.
     """
     rows = [row for row in (by_bytes(results), by_speed(results)) if row]
     if not rows:
@@ -46,23 +57,22 @@ def write(path: Path, results: Results, measured_with: str) -> None:
     columns = max(map(len, rows))
     heading = drawing.Heading("Quality of a compressed KV cache", measured_with)
     with drawing.png(path, (max(7, 4.5 * columns), 4.2 * len(rows) + 0.8), heading, (len(rows), columns)) as axes:
-        places = np.reshape(axes, (len(rows), columns))
-        for row, places_of_row in zip(rows, places):
-            for panel, place in zip(row, places_of_row):
-                _draw(place, panel)
-            for place in places_of_row[len(row) :]:
-                place.set_visible(False)
+        for row, row_axes in zip(rows, np.reshape(axes, (len(rows), columns))):
+            for panel, panel_axes in zip(row, row_axes):
+                _draw(panel_axes, panel)
+            for unused in row_axes[len(row) :]:
+                unused.set_visible(False)
 
 
 def by_bytes(results: Results) -> list[Panel]:
-    """What there is to draw over the bytes of copies."""
+    """The panels over the bytes of compressed KV."""
     panels = _panels(results, BYTES, lambda each: each.share)
     attention = Panel("attention outputs, relative error", _attention_lines(results))
     return [*panels, *([attention] if attention.lines else [])]
 
 
 def by_speed(results: Results) -> list[Panel]:
-    """What there is to draw over speed."""
+    """The panels over speed."""
     return _panels(results, SPEED, results.speedup)
 
 
@@ -90,14 +100,14 @@ def _panels(results: Results, axis: str, across: Across) -> list[Panel]:
 def _lines(
     arms: Sequence[ArmQuality], value: Callable[[ArmQuality], float | None], across: Across, suffix: str = ""
 ) -> tuple[Line, ...]:
-    """One line for each mode, compressor and draft length of ``arms``, where it has values."""
+    """A line for each mode and compressor of ``arms`` that has values."""
     points: dict[str, list[tuple[float, float]]] = {}
     for each in arms:
-        place, found = across(each), value(each)
-        if place is not None and found is not None:
+        position, found = across(each), value(each)
+        if position is not None and found is not None:
             label = f"{each.arm.mode} {each.arm.compressor}{suffix}"
-            points.setdefault(label, []).append((place, found))
-    return tuple(Line(label, tuple(sorted(of_line))) for label, of_line in points.items())
+            points.setdefault(label, []).append((position, found))
+    return tuple(Line(label, tuple(sorted(values))) for label, values in points.items())
 
 
 def _acceptance_lines(verified: Sequence[ArmQuality], across: Across) -> tuple[Line, ...]:
@@ -121,11 +131,11 @@ def _attention_lines(results: Results) -> tuple[Line, ...]:
     served = [each for each in results.attention if each.tail == "exact"]
     names = dict.fromkeys(each.compressor for each in served)
     points = [(each.compressor, (results.bytes_share(each.compressor, each.budget), each.mean)) for each in served]
-    return tuple(Line(name, tuple(sorted(point for of, point in points if of == name))) for name in names)
+    return tuple(Line(name, tuple(sorted(point for compressor, point in points if compressor == name))) for name in names)
 
 
-def _temperatures(arms: Sequence[ArmQuality], of: Callable[[ArmQuality], Any]) -> list[float]:
-    return sorted({temperature for each in arms for temperature in of(each)})
+def _temperatures(arms: Sequence[ArmQuality], select: Callable[[ArmQuality], Any]) -> list[float]:
+    return sorted({temperature for each in arms for temperature in select(each)})
 
 
 def _kl(each: ArmQuality) -> float | None:
@@ -145,7 +155,7 @@ def _draw(axes: Any, panel: Panel) -> None:
     if panel.axis == BYTES and has_axis:
         axes.set_xscale("log", base=2)
     if panel.log:
-        # Divergences of nothing have a place too.
+        # A symmetric logarithmic axis shows divergences of 0, too.
         axes.set_yscale("symlog", linthresh=1e-12)
         axes.set_ylim(0, 3 * max(value for line in panel.lines for _, value in line.points) or 1)
     axes.grid(alpha=0.3)

@@ -1,4 +1,4 @@
-"""Quality results for people (tables) and for machines (JSON values)."""
+"""Prints the results of a quality run as tables, and converts them to JSON values."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -9,13 +9,12 @@ from rich.table import Table
 
 from sglang_ext_bench.comparing.acceptance import Acceptance
 from sglang_ext_bench.quality.attention import AttentionError
-from sglang_ext_bench.quality.first_difference import FirstDifferences
-from sglang_ext_bench.quality.kl import NOISE_FACTOR
+from sglang_ext_bench.quality.divergence import NOISE_FACTOR, FirstDifferences
 from sglang_ext_bench.quality.reporting.results import ArmQuality, Results
 
 
 def print_results(console: Console, results: Results) -> None:
-    """A table for each part that was measured, and the verdict on verified decoding."""
+    """Print a table for each measured part, and the verdict on verified decoding."""
     for print_part in (_print_acceptance, _print_kl, _print_differences, _print_functional):
         print_part(console, results.arms)
     _print_speed(console, results)
@@ -25,7 +24,7 @@ def print_results(console: Console, results: Results) -> None:
 
 
 def verdict_lines(results: Results) -> list[str]:
-    """What failed, and whether verified decoding lies within stock's noise."""
+    """Lines about servers that failed, and whether verified decoding is within stock's noise."""
     lines = [f"{name}: not measured: {error.splitlines()[0]}" for name, error in results.failed.items()]
     if results.stock is not None and results.stock.kl is not None:
         above = ", ".join(results.above_noise)
@@ -114,7 +113,7 @@ def _print_attention(console: Console, errors: Sequence[AttentionError]) -> None
 
 
 def arm_json(each: ArmQuality) -> dict[str, Any]:
-    """A server's figures as JSON values; those by temperature under its text."""
+    """The figures of a server as JSON values. Temperatures are keys, as text."""
     return {
         "name": each.arm.name,
         "bytes_share": each.bytes_share,
@@ -128,7 +127,7 @@ def arm_json(each: ArmQuality) -> dict[str, Any]:
 
 
 def attention_json(each: AttentionError) -> dict[str, Any]:
-    """Errors of one compressor and budget as JSON values."""
+    """The errors of one compressor and budget as JSON values."""
     return dataclasses.asdict(each) | {"mean": each.mean, "worst": each.worst}
 
 

@@ -1,1 +1,1 @@
-"""Task suites that score lossy servers against full KV: generated long-context tasks as in RULER, and GSM8K."""
+"""Task suites that score lossy servers against full KV: long-context tasks after RULER, and GSM8K."""

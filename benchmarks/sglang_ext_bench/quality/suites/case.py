@@ -13,23 +13,23 @@ from sglang_ext_bench.prompts import Tokenizer, encode, render_chat
 from sglang_ext_bench.quality.scorers import Scorer, contains
 
 SLACK = 0.02
-"""Largest share by which a prompt may be shorter than the length that was asked for; it is never longer."""
+"""Largest share by which a prompt may be shorter than the requested length. It is never longer."""
 TRIES = 24
 
 
 @dataclass(frozen=True)
-class Case:
+class SuiteCase:
     """A question that is sent once to each arm.
 
     Attributes:
         suite: ``ruler`` or ``gsm8k``.
-        task: the kind of question; a suite averages over its tasks.
-        length: tokens of the prompt that were asked for; 0 where the suite does not choose them.
-        index: number of the case within its task and length.
-        input_ids: token ids of the prompt.
-        new_tokens: the most tokens of an answer.
-        answers: the expected answers.
-        score: maps the text of an answer to 0.0 to 1.0.
+        task: Kind of question. A suite averages over its tasks.
+        length: Requested tokens of the prompt. 0 if the suite does not choose them.
+        index: Number of the case within its task and length.
+        input_ids: Token ids of the prompt.
+        new_tokens: Most tokens of an answer.
+        answers: The expected answers.
+        score: Maps the text of an answer to 0.0 to 1.0.
     """
 
     suite: str
@@ -43,35 +43,38 @@ class Case:
 
     @cached_property
     def id(self) -> str:
-        """A name that contains a hash of the prompt, so that a stored score of another prompt is never used."""
+        """Name of the case. It contains a hash of the prompt, so that a stored score of another prompt is never used."""
         digest = hashlib.sha256(np.asarray(self.input_ids, dtype=np.int64).tobytes()).hexdigest()[:12]
         return f"{self.suite}/{self.task}/{self.length}/{self.index}-{digest}"
 
 
 def match_all(answers: tuple[str, ...]) -> Scorer:
-    """The share of the expected answers that occur in the text (``string_match_all`` of RULER), here as whole words."""
+    """A scorer: the share of the expected answers that occur in the text as whole words (after RULER's ``string_match_all``)."""
     scorers = [contains(answer) for answer in answers]
     return lambda text: sum(score(text) for score in scorers) / len(scorers)
 
 
 def chat_prompt(tokenizer: Tokenizer, messages: list[dict[str, str]], prefix: str = "") -> str:
-    """The chat as text, followed by the beginning of the answer. A model without a chat template gets the messages as paragraphs."""
+    """Format a chat as text, followed by the beginning of the answer. Without a chat template, the messages become paragraphs."""
     if getattr(tokenizer, "chat_template", True) is None:
         return "\n\n".join(message["content"] for message in messages) + "\n\n" + prefix
     return render_chat(tokenizer, messages) + prefix
 
 
-def fit(tokenizer: Tokenizer, render: Callable[[int], str], length: int, amount: int) -> tuple[int, ...]:
-    """Token ids of the prompt whose length is at most ``length`` tokens and at least ``(1 - SLACK) * length``.
+def fit_prompt(tokenizer: Tokenizer, render: Callable[[int], str], length: int, amount: int) -> tuple[int, ...]:
+    """Find a prompt of at most ``length`` and at least ``(1 - SLACK) * length`` tokens.
 
     Args:
-        tokenizer: the model's.
-        render: the prompt's text for an amount of filler; more filler gives a longer prompt.
-        length: tokens.
-        amount: the first amount to try.
+        tokenizer: The model's tokenizer.
+        render: Returns the text of the prompt for an amount of filler. More filler gives a longer prompt.
+        length: Requested tokens.
+        amount: The first amount to try.
+
+    Returns:
+        Token ids of the prompt.
 
     Raises:
-        CommandError: the prompt is too long without any filler, or no amount fits.
+        CommandError: The prompt is too long without any filler, or no amount fits.
     """
     shorter = 0, len(encode(tokenizer, render(0)))
     if shorter[1] >= length:

@@ -1,4 +1,4 @@
-"""``bench quality --suite``: a run from cases to tables."""
+"""Runs ``quality --suite``: builds the cases, sends them to the servers and writes the reports."""
 
 import argparse
 from collections.abc import Sequence
@@ -13,22 +13,17 @@ from sglang_ext_bench.longcot.arms import on_gpus
 from sglang_ext_bench.options import check_counts, check_port, names, numbers
 from sglang_ext_bench.prompts import Tokenizer, load_tokenizer
 from sglang_ext_bench.quality.suites import gsm8k, ruler, suite_report
-from sglang_ext_bench.quality.suites.asking import Servers, ask_all
-from sglang_ext_bench.quality.suites.case import Case
+from sglang_ext_bench.quality.suites.arms import SuiteArm, group_arms, parse_arms
+from sglang_ext_bench.quality.suites.case import SuiteCase
 from sglang_ext_bench.quality.suites.comparison import compare
 from sglang_ext_bench.quality.suites.options import GSM8K, RULER, RULER_TASKS, SUITES
-from sglang_ext_bench.quality.suites.served import (
-    SuiteArm,
-    SuiteServer,
-    parse_arms,
-    servers_of,
-)
+from sglang_ext_bench.quality.suites.runner import ServerSettings, run_cases
 from sglang_ext_bench.quality.suites.stored_results import StoredResults
 
 
 @dataclass(frozen=True)
 class SuiteConfig:
-    """The command line of a suite, checked. Field names are those of the options."""
+    """The checked command line of a suite. Fields have the meaning of the option of the same name."""
 
     suites: tuple[str, ...]
     tasks: tuple[str, ...]
@@ -41,11 +36,11 @@ class SuiteConfig:
     mark: str
 
 
-def config_of(args: argparse.Namespace) -> SuiteConfig:
-    """Check parsed options.
+def suite_config_from(args: argparse.Namespace) -> SuiteConfig:
+    """Check the parsed options of a suite.
 
     Raises:
-        CommandError: an option's value is out of range.
+        CommandError: An option has an invalid value.
     """
     suites, tasks = names(args.suite), names(args.ruler_tasks)
     for option, given, allowed in (("--suite", suites, SUITES), ("--ruler-tasks", tasks, RULER_TASKS)):
@@ -56,22 +51,22 @@ def config_of(args: argparse.Namespace) -> SuiteConfig:
     check_port(args.port)
     if args.port and args.servers_at_once > 1:
         several = f"--servers-at-once {args.servers_at_once}"
-        raise CommandError(f"--port {args.port} with {several}: these need different ports; pass 0 for free ones")
+        raise CommandError(f"--port {args.port} with {several}: these servers need different ports; pass 0 for free ones")
     if args.results is None:
-        raise CommandError("--suite needs --results, a folder for a JSON file of each arm; pass for example --results results/quality")
+        raise CommandError("--suite needs --results, a folder with a JSON file for each arm; pass for example --results results/quality")
     if args.document is not None:
         suite_report.check_marks(args.document, args.mark)
     lengths = tuple(numbers(args.lengths, "--lengths"))
     return SuiteConfig(suites, tasks, lengths, args.cases, args.seed, parse_arms(args.arms), args.results, args.document, args.mark)
 
 
-def build_cases(config: SuiteConfig, tokenizer: Tokenizer) -> tuple[Case, ...]:
-    """The cases of all suites.
+def build_cases(config: SuiteConfig, tokenizer: Tokenizer) -> tuple[SuiteCase, ...]:
+    """Build the cases of all suites.
 
     Raises:
-        CommandError: a package is missing, or a length is too short.
+        CommandError: A package is missing, or a length is too short.
     """
-    found: tuple[Case, ...] = ()
+    found: tuple[SuiteCase, ...] = ()
     if GSM8K in config.suites:
         problems = gsm8k.read_problems(gsm8k.problems_file())
         found += gsm8k.build(tokenizer, problems, config.cases, config.seed)
@@ -81,11 +76,11 @@ def build_cases(config: SuiteConfig, tokenizer: Tokenizer) -> tuple[Case, ...]:
 
 
 def run_suites(args: argparse.Namespace) -> int:
-    """Ask for all missing answers, print the tables, write the reports; 0 when no answer is missing, else 1."""
-    config = config_of(args)
+    """Collect the missing answers, print the tables and write the reports. Return 0 if no answer is missing, else 1."""
+    config = suite_config_from(args)
     console = report.make_console()
     cases = build_cases(config, load_tokenizer(args.model))
-    servers = Servers(
+    settings = ServerSettings(
         model=args.model,
         dtype=args.dtype,
         flags=words(args.server_arg),
@@ -97,17 +92,17 @@ def run_suites(args: argparse.Namespace) -> int:
         request_timeout=args.request_timeout,
         logs=args.logs,
     )
-    wanted = servers_of(config.arms)
+    servers = group_arms(config.arms)
     longest = max(len(case.input_ids) + case.new_tokens for case in cases)
-    check_servers(args.model, {server.name: servers.flags_of(server) for server in wanted}, longest, "--lengths")
-    results = _stored(config, args, wanted)
-    console.print(f"{len(cases)} cases, {len(config.arms)} arms, {len(wanted)} servers", markup=False)
-    failed = ask_all(servers, wanted, cases, results, console)
+    check_servers(args.model, {server.name: settings.server_flags(server) for server in servers}, longest, "--lengths")
+    results = _stored_results(config, args)
+    console.print(f"{len(cases)} cases, {len(config.arms)} arms, {len(servers)} servers", markup=False)
+    failed = run_cases(settings, servers, cases, results, console)
     _write_reports(args, config, cases, list(results.values()), failed)
     return 1 if any(each.missing(cases) for each in results.values()) else 0
 
 
-def _stored(config: SuiteConfig, args: argparse.Namespace, wanted: Sequence[SuiteServer]) -> dict[str, StoredResults]:
+def _stored_results(config: SuiteConfig, args: argparse.Namespace) -> dict[str, StoredResults]:
     """The stored results of each arm, in the order of the command line."""
     common = {"model": Path(args.model).resolve().name, "dtype": args.dtype, "server_args": list(words(args.server_arg))}
     config.results.mkdir(parents=True, exist_ok=True)
@@ -115,7 +110,7 @@ def _stored(config: SuiteConfig, args: argparse.Namespace, wanted: Sequence[Suit
 
 
 def _write_reports(
-    args: argparse.Namespace, config: SuiteConfig, cases: Sequence[Case], results: Sequence[StoredResults], failed: dict[str, str]
+    args: argparse.Namespace, config: SuiteConfig, cases: Sequence[SuiteCase], results: Sequence[StoredResults], failed: dict[str, str]
 ) -> None:
     arms = [each for each in compare(cases, results) if each.suites]
     for name, error in failed.items():

