@@ -9,7 +9,7 @@ from sglang_ext_bench.comparing import identity_report
 from sglang_ext_bench.longcot import packs
 from sglang_ext_bench.longcot import plots as longcot_plots
 from sglang_ext_bench.quality.reporting import plots
-from sglang_ext_bench.simulating import simulate, simulate_report
+from sglang_ext_bench.simulating import simulate
 from sglang_ext_bench.speed import decode_report, drawing, latency
 from sglang_ext_bench.speed.decode_report import Result
 from sglang_ext_bench.speed.drawing import Curve, Heading
@@ -92,7 +92,7 @@ def test_what_the_equations_allow_is_in_the_legend(tmp_path, drawn):
         for policy, ps in (("stock", (0.9,)), ("host", (0.9, 0.99)), ("auto", (0.9, 0.99)))
         for p in ps
     ]
-    simulate_report.write_plot(tmp_path / "s.png", results, Heading("t", "s", "m"))
+    simulate.write_plot(tmp_path / "s.png", results, Heading("t", "s", "m"))
     (axes,) = drawn[0].axes
     assert len(legend(axes)) == len(axes.lines) == 5 and "host, staggered, allowed" in legend(axes)
 
@@ -102,7 +102,7 @@ def test_the_simulated_machine_stands_above_its_plot_not_this_one():
 
     parser = argparse.ArgumentParser()
     simulate.add_arguments(parser)
-    title, small = simulate.heading(parser.parse_args([])).lines
+    title, small = simulate.plot_heading(parser.parse_args([])).lines
     assert "simulated machine: 4.35 TB/s" in small and drawing.hardware() not in small and title
 
 
