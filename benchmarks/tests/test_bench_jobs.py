@@ -1,4 +1,4 @@
-"""bench jobs: where a job's time goes, arrivals and queues, a whole run against servers that are none, and what is refused."""
+"""``sglang-ext-bench jobs``: phases of a job, arrivals and queues, a whole run with fake servers, and refused options."""
 
 import json
 import statistics
@@ -69,7 +69,7 @@ def test_figures_are_of_all_jobs_and_phases_of_none_where_one_has_none():
 
 
 class FakeServer:
-    """Answers after a moment, and tells the timeline what a server would."""
+    """Responds after a moment, and writes the events of a real server to the timeline."""
 
     used = (30, 120)
 
@@ -80,7 +80,7 @@ class FakeServer:
         return "log"
 
     def flush_cache(self):
-        """It caches nothing."""
+        """Do nothing: the fake server has no cache."""
 
     def request(self, path, timeout):
         assert path == "v1/loads?include=core"
@@ -100,7 +100,7 @@ class FakeServer:
 
 
 class FakeServers:
-    """As many as were asked for."""
+    """A fake server for each set of flags."""
 
     made = []
 
@@ -136,7 +136,7 @@ def test_the_first_method_says_which_rate_all_are_sent_at(faked, tmp_path, capsy
     report = json.loads(out.read_text())
     rates = [each["rate"] for each in report["figures"]]
     assert len(rates) == 2 and rates[0] == rates[1] > 0
-    # Once all at once, to see what the first method holds, and once each at that rate.
+    # One run of the first method with all jobs at once, to measure its rate. Then one run of each method at that rate.
     assert len(report["jobs"]) == 18 and {each["tokens"] for each in report["jobs"]} == {64, 128}
     assert {each["prefill_server"] for each in report["jobs"]} == {0, 1}
     assert all(len(each["phases"]) == len(Phases._fields) for each in report["jobs"]) and report["figures"][0]["peak"] == [30, 120]
@@ -144,7 +144,7 @@ def test_the_first_method_says_which_rate_all_are_sent_at(faked, tmp_path, capsy
     assert "2 prefill and 1 decode servers, 10 Gbit/s, 6 jobs" in shown and "- int8: jobs take" in shown
     flags = dict(FakeServers.made)["int8-2-1-10"]
     assert len(flags["prefill"]) == 2 and "--kv-link-gbps" in flags["prefill"][0] and "--kv-link-gbps" not in flags["decode"][0]
-    # How much of its pool is used is looked at, and so told in each round.
+    # Decode servers publish the usage of their pool in each round.
     interval = "--load-snapshot-publish-interval"
     assert flags["decode"][0][flags["decode"][0].index(interval) + 1] == "1" and interval not in flags["prefill"][0]
 

@@ -1,4 +1,4 @@
-"""bench longcot: the paper's operations, what a timeline says of packs, which servers are compared, and a whole run against none."""
+"""``sglang-ext-bench longcot``: the paper's operations, pack times of a timeline, the compared servers, and whole runs with fake servers."""
 
 import json
 from contextlib import contextmanager
@@ -41,7 +41,7 @@ def test_choosing_elsewhere_takes_least_and_scoring_pages_less_than_scoring_toke
 
 
 def events():
-    """Two steps of two packs, of two requests; the last question has no answer."""
+    """Two steps of two packs and two requests. The last selection request has no selection."""
     for step in (0, 1):
         at = 10.0 + step
         for first in (0, 6):
@@ -99,11 +99,11 @@ def test_side_by_side_count_the_requests_and_the_time_in_which_all_that_have_roo
     looks = [serving.SelectionReading(10 + at, 10 * at, {}, 0.0, 0.0) for at in range(8)]
     found = serving.WaveResult.from_streams([early, Stream([3.0, 5.0, 7.0], [1, 2, 3])], looks, 10.0)
     assert (found.wave.running, found.wave.token_ms) == (2, pytest.approx(1000)) and found.selections.taken == 20
-    # The second waits for room until the first has ended; or hardly a token comes of both.
+    # The second request waits for memory until the first has finished. Or both hardly send a token in the same time.
     alone = serving.WaveResult.from_streams([early, Stream([6.0, 7.0], [1, 2])])
     assert (alone.wave.running, alone.wave.token_ms, alone.selections) == (1, pytest.approx(1000), None)
-    assert serving.WaveResult.from_streams([early, Stream([4.9, 7.0], [1, 2])]).wave is None
-    assert serving.median_wave([serving.WaveResult.from_streams([early, Stream([4.9, 7.0], [1, 2])]), found]) is found and serving.median_wave([]) is None
+    apart = serving.WaveResult.from_streams([early, Stream([4.9, 7.0], [1, 2])])
+    assert apart.wave is None and serving.median_wave([apart, found]) is found and serving.median_wave([]) is None
 
 
 def options(**given):
@@ -176,7 +176,7 @@ def test_wrong_options_are_named(tmp_path, capsys, option, value, told):
 
 
 def page(taken, late, waited, gone=0):
-    """Metrics of a server whose ranks had so many choices in time."""
+    """The metrics page of a server with cache ranks."""
     reasons = ("late", late), ("no-lane", gone)
     missed = "".join(f'sglang_ext:missed_selections_total{{model_name="m",reason="{name}"}} {count}\n' for name, count in reasons)
     return (
@@ -215,7 +215,7 @@ def test_looks_go_on_while_a_server_answers_and_over_what_it_refuses():
 
 @pytest.mark.parametrize("mode", ["lossy", "verified"])
 def test_times_are_those_of_a_token_where_rounds_come_late_and_the_last_at_once(tmp_path, monkeypatch, mode):
-    """As over SGLang's overlapped loop: tokens of a round are sent when the next has run, those of the last with those before."""
+    """As in SGLang's overlap scheduler: a round's tokens are sent when the next round has run, the last round's with those before."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     step, drafts = 0.01, 7
 
@@ -238,7 +238,7 @@ def test_times_are_those_of_a_token_where_rounds_come_late_and_the_last_at_once(
 
 
 class NoServer:
-    """Answers 4 tokens at a time; with a timeline, as an inference rank would write one."""
+    """Sends 4 tokens at a time. With a timeline, it writes the events of an inference rank."""
 
     def __init__(self, flags):
         self.file = flags[flags.index("--kv-bench-timeline") + 1] if "--kv-bench-timeline" in flags else None

@@ -1,4 +1,4 @@
-"""The simulation spends time and memory as the equations say, and gives each request exactly its output."""
+"""``sglang-ext-bench simulate``: times and memory follow the cost model, and each request gets exactly its output."""
 
 import argparse
 import json

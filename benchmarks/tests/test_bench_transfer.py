@@ -1,4 +1,4 @@
-"""bench transfer: times to the k-th token from what servers and clients saw, the figures made of them, and what is said of others."""
+"""``sglang-ext-bench transfer``: times to the k-th token by each clock, summaries, tables, whole runs with fake servers, refused options."""
 
 import argparse
 import json
@@ -25,13 +25,13 @@ PROMPT = 200
 
 
 def stream(*chunks):
-    """Of (time, tokens so far)."""
+    """A stream of (time, tokens so far)."""
     times, tokens = zip(*chunks, strict=True)
     return Stream([*times], [*tokens])
 
 
 def lynx(accepted=3):
-    """Prefilled at 10; anchor at 12; four drafts until the residual came, at 14; verified at 15, then answers."""
+    """Prefill ends at 10. The anchor arrives at 12, then four drafts. The residual arrives at 14, and the drafts are verified at 15."""
     events = (
         TransferEvent(7, "expected", 9.0), TransferEvent(7, "sending", 9.5), TransferEvent(7, "computed", 10.0), TransferEvent(7, "encoded", 11.0),
         TransferEvent(7, "anchor", 12.0, 600), TransferEvent(7, "drafted", 12.5, 2, 2, True), TransferEvent(7, "drafted", 13.5, 4, 2, True),
@@ -41,7 +41,7 @@ def lynx(accepted=3):
 
 
 def plain(complete=14.0, size=1000, cached=PROMPT - 1):
-    """Without drafts: a token each half second once all is there."""
+    """Without drafts: a token every half second, once all KV has arrived."""
     events = (TransferEvent(7, "sending", 9.5), TransferEvent(7, "computed", 10.0), TransferEvent(7, "anchor", complete, size), TransferEvent(7, "complete", complete, size))
     return TransferResponse(9.0, stream(*((complete + 0.1 + 0.5 * n, n + 1) for n in range(9))), events, cached)
 
@@ -96,7 +96,7 @@ def test_a_table_says_for_each_method_token_and_clock_whether_lynx_is_faster_or_
     assert "200 tokens, 1 Gbit/s, prompts cached on the prefill server" in said
     assert "| lynx | 2.40 + 1.60 | 2.50 | " in said
     assert "| int8 | 4.00 | 4.60 |" in said and "| kept: 1 | kept: 32 | visible: 1 | visible: 32 |" in said
-    # Its drafts are there early, and the client has them late.
+    # Drafts are computed early, and the client receives them late.
     assert "| lynx over int8 | 1 | 0.543 | 0.543 | 1.130 | SLOWER on visible; faster on generated, kept |" in said
     assert "| lynx over int4 | 1 | 0.806 | 0.806 | 1.677 | SLOWER on visible; faster on generated, kept |" in said
     assert "| lynx over int8 | 1 | 1.563 | 1.563 | 3.250 | SLOWER on generated, kept, visible |" in shown(int8=plain(11.0), lynx=lynx())
@@ -189,7 +189,7 @@ def test_wrong_options_end_in_one_line(tmp_path, capsys):
 
 
 class Fakes:
-    """Stands for a pair of servers: its first request of a prompt is cold."""
+    """A fake pair of servers. The first request of each prompt is cold."""
 
     def __init__(self, model, flags, folder, name, start_timeout, port):
         self.draws, self.asked = "verified" in flags["decode"], 0
@@ -261,7 +261,7 @@ def test_accuracy_orders_codecs_and_counts_their_bits():
 
 
 def test_pairs_that_start_together_are_measured_one_after_another(monkeypatch, tmp_path):
-    """Both wait for each other's start; one breaks off, one does not start, and all that started are ended."""
+    """Two pairs wait for each other's start. One breaks off, a third one does not start, and all started pairs are stopped."""
     together, ended, ports = threading.Barrier(2), [], []
 
     class Servers:
@@ -279,7 +279,7 @@ def test_pairs_that_start_together_are_measured_one_after_another(monkeypatch, t
             ended.append(self.name)
 
         def flush_cache(self):
-            """Nothing is cached."""
+            """Do nothing: the fake pair has no cache."""
 
         def send(self, input_ids, new_tokens):
             if self.name == "lynx-10":
@@ -312,7 +312,7 @@ def test_an_answer_that_breaks_off_is_told_with_what_both_servers_say():
 
 
 def test_a_request_that_a_server_refuses_in_its_stream_is_told_in_its_words():
-    """As one that is longer than the model's context."""
+    """For example a prompt that is longer than the model's context."""
 
     class Server:
         def stream(self, path, body):

@@ -94,7 +94,7 @@ class QueryRecorder:
     """An attention function of transformers that records the newest queries of each layer, with rotary embedding.
 
     Attributes:
-        queries: Queries [heads, steps, head_dim] by layer.
+        queries: Queries [heads, STEPS + WINDOW, head_dim] by layer.
     """
 
     def __init__(self) -> None:
