@@ -45,7 +45,7 @@ from sglang_ext_bench.transfer.server_pair import timeline_file
 
 __all__ = ["add_arguments", "run"]
 
-# SGLang publishes the usage of a pool every 15 rounds by default. A short job starts and ends between two of these.
+# SGLang publishes the usage of a pool every 15 rounds by default. A short job may start and end in between.
 PUBLISH_EACH_ROUND = ("--load-snapshot-publish-interval", "1")
 
 
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     with log_folder(args) as logs:
         for count in counts:
             for link in links:
-                method_rates = rates
+                method_rates: Sequence[float | None] | None = rates
                 for method in methods:
                     name = measurements.remaining.pop(0)
                     reason = obstacle(method, link)

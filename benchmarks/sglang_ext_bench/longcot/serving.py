@@ -6,7 +6,7 @@ Selections are counted while requests decode side by side. Steps with late selec
 import re
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from statistics import fmean, median
 
@@ -47,7 +47,7 @@ class SelectionReading:
     def from_metrics(cls, page: str, at: float) -> "SelectionReading":
         """Parse a page of ``/metrics`` that was read at time ``at``."""
         by_reason = readings(page, "sglang_ext:missed_selections_total")
-        missed = {re.search(r'reason="([^"]*)"', labels)[1]: value for labels, value in by_reason}
+        missed = {re.findall(r'reason="([^"]*)"', labels)[0]: value for labels, value in by_reason}
         names = "selections_total", "selection_wait_seconds_total", "rank_alone_tokens", "selection_steps"
         taken, waited, alone, every = (total(page, f"sglang_ext:{name}") for name in names)
         return cls(at, taken, missed, waited, alone, every)
@@ -121,7 +121,7 @@ class LongcotSummary:
         together_ms: Milliseconds per output token of each request in that time. None as above.
         choices: Selections of cache ranks in that time. None without cache ranks.
         drafts: Draft tokens of all requests. 0 without drafts.
-        accepted: Accepted tokens of these.
+        accepted: Accepted draft tokens.
         fallbacks: Requests that decoded on full KV at the end.
         flops: Operations of a token on the critical path of a step.
     """
@@ -198,7 +198,8 @@ def send_waves(
 
 
 def _send_wave(server: ServerClient, prompts: Sequence[tuple[int, ...]], new_tokens: int, has_ranks: bool) -> WaveResult:
-    with poll_selections(server) if has_ranks else nullcontext([]) as polled:
+    polling: AbstractContextManager[list[SelectionReading]] = poll_selections(server) if has_ranks else nullcontext([])
+    with polling as polled:
         start = time.perf_counter()
         streams = decode_wave.run(server, prompts, SamplingSettings(), new_tokens)
     return WaveResult.from_streams(streams, polled, start)
@@ -216,8 +217,8 @@ def token_ms(waves: Sequence[WaveResult], lengths: Sequence[int]) -> tuple[float
 
 def median_wave(waves: Sequence[WaveResult]) -> WaveResult | None:
     """The wave with the median time per token while requests decoded side by side. None if they hardly did in all waves."""
-    measured = sorted((each for each in waves if each.wave is not None), key=lambda each: each.wave.token_ms)
-    return measured[len(measured) // 2] if measured else None
+    times = sorted((each.wave.token_ms, index) for index, each in enumerate(waves) if each.wave is not None)
+    return waves[times[len(times) // 2][1]] if times else None
 
 
 def token_seconds(stream: Stream, before: int, until: int) -> float:

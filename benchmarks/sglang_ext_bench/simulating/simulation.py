@@ -23,8 +23,7 @@ from sglang_ext_bench.simulating.scenario import (
     SimulationError,
 )
 
-# Weight of the previous estimate in the moving average of a round's duration.
-DECAY = 0.9
+DECAY = 0.9  # weight of the previous estimate in the moving average of a round's duration
 
 
 class RoundRecord(NamedTuple):
@@ -301,7 +300,7 @@ class Simulation:
         return self.memory.used_tokens(self.running.values())
 
     def _check_loads(self) -> None:
-        """Mark loads that have ended, and postpone the verifications of late ones."""
+        """Mark loads that have ended. If a load is late, postpone its verification."""
         for request in self.running.values():
             if request.load_ready is None and 0 < request.load_end <= self.now:
                 request.load_ready = self.round
@@ -315,7 +314,7 @@ class Simulation:
                 self.totals.add_load(request.load_end - request.load_queued, self.round - request.load_ready)
 
     def _schedule(self, verifying: Sequence[int]) -> None:
-        """Schedule the next verification of requests that verify now, and of those without a scheduled one."""
+        """Schedule the next verification of requests that verify now, and of requests without a scheduled one."""
         # A request that may finish with this verification needs no other one.
         drafts = self.scenario.costs.drafts
         again = [i for i in verifying if self.running[i].pending_drafts + drafts < self.running[i].remaining]
@@ -359,9 +358,7 @@ class Simulation:
     def _lock_step_seconds(self, verifying: Sequence[SimulatedRequest], computing: float) -> float:
         """Time to verify all requests at once. Loads arrive in groups that fit in memory, during the forwards of earlier groups.
 
-        Args:
-            verifying: Requests to verify.
-            computing: Time of one forward for all of them, in seconds.
+        ``computing`` is the time of one forward for all requests, in seconds.
         """
         loads = sum(each.prompt_len for each in verifying if each.offloaded)
         if not loads:

@@ -34,7 +34,7 @@ class RequestTimes:
         bytes_anchor: Bytes of anchors.
         bytes_all: Bytes of all KV.
         drafted: Draft tokens on the anchor. None if there were none.
-        accepted: Accepted tokens of these. None if there were none.
+        accepted: Accepted ones among them. None if there were none.
         step: Duration of a decode step in seconds.
         events: Events of the timeline: kind, seconds, ``number`` and ``of``.
     """
@@ -128,7 +128,11 @@ def drafting_times(events: Sequence[TransferEvent], count: int, zero: float) -> 
                 kept[index] = event.at
         for index in range(num_kept, len(kept)):
             generated.setdefault(index, kept[index])
-    return tuple(tuple(clock[index] - zero for index in range(min(count, len(clock)))) for clock in (generated, kept))
+
+    def first_times(clock: dict[int, float]) -> tuple[float, ...]:
+        return tuple(clock[index] - zero for index in range(min(count, len(clock))))
+
+    return first_times(generated), first_times(kept)
 
 
 def step_seconds(response: TransferResponse) -> float:

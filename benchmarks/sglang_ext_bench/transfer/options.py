@@ -5,9 +5,13 @@ both, one at a time: first cold, then --repeats times from the prefill server's 
 chunks, and transfers each chunk while it computes the next one. --at-once starts several pairs of servers together, and measures one after
 another.
 
-Tables show seconds from the end of prefill to the k-th token, by three clocks: when it was computed or drafted, when the final token was
-computed, and when the client received it. The token that prefill computes is not counted. The JSON file has all requests with their
-timelines. It is written after each pair, with the names of the pairs that are not measured yet.
+Tables show seconds from the end of prefill to the k-th token. The token that prefill computes is not counted. There are three clocks:
+
+generated   The server has computed k tokens. Rejected draft tokens count.
+kept        The server has computed the k-th output token.
+visible     The client has received the k-th output token.
+
+The JSON file has all requests with their timelines. It is written after each pair, with the names of the pairs that are not measured yet.
 
 All methods except mooncake_tcp use transfer backend progressive, with the same limit of the link. They differ in the codec of pages:
 

@@ -47,8 +47,8 @@ class TransferSummary:
         efficiency: Share of the link's rate in use from the first submitted page to the last written one. None without a limit.
         rate: Bytes per second in that time.
         drafted: Mean draft tokens on the anchor. None if there were none.
-        accepted: Mean accepted tokens of these. None if there were none.
-        survival: Element k - 1 is the share of verifications of at least k of these draft tokens that accepted at least k.
+        accepted: Mean accepted ones among them. None if there were none.
+        survival: Element k - 1: of the verifications with at least k early draft tokens, the share that accepted at least k.
     """
 
     method: str
@@ -157,7 +157,7 @@ def row(summary: TransferSummary) -> str:
     times += [summary.token_time(clock, k) for clock in ("kept", "visible") for k in KEPT_TOKENS]
     has_residual = summary.bits_anchor is not None and summary.drafted is not None
     bits = "" if summary.bits is None else f"{summary.bits:.2f}"
-    if has_residual and bits:
+    if summary.bits is not None and summary.bits_anchor is not None and has_residual:
         bits = f"{summary.bits_anchor:.2f} + {summary.bits - summary.bits_anchor:.2f}"
     use = f"{summary.rate / 1e6:.0f} MB/s" if summary.efficiency is None else f"{summary.efficiency:.2f}"
     drafts = [f"{value:.1f}" if value is not None else "" for value in (summary.drafted, summary.accepted)]
@@ -183,8 +183,8 @@ def comparison(summaries: Sequence[TransferSummary]) -> Iterator[str]:
 
 def comparison_row(early: TransferSummary, other: TransferSummary, k: int) -> str | None:
     """Return a row of :func:`comparison`. None if the k-th token was not timed by all clocks."""
-    ratios = {clock: time_ratio(early, other, clock, k) for clock in CLOCKS}
-    if None in ratios.values():
+    ratios = {clock: ratio for clock in CLOCKS if (ratio := time_ratio(early, other, clock, k)) is not None}
+    if len(ratios) < len(CLOCKS):
         return None
     cells = [f"{early.method} over {other.method}", str(k), *(f"{value:.3f}" for value in ratios.values()), verdict(ratios)]
     return "| " + " | ".join(cells) + " |"
@@ -204,8 +204,8 @@ def verdict(ratios: dict[str, float]) -> str:
 
 def time_ratio(early: TransferSummary, other: TransferSummary, clock: str, k: int) -> float | None:
     """Ratio of the times to the k-th token. None if one is unknown."""
-    times = early.token_time(clock, k), other.token_time(clock, k)
-    return times[0] / times[1] if None not in times and times[1] > 0 else None
+    early_time, other_time = early.token_time(clock, k), other.token_time(clock, k)
+    return early_time / other_time if early_time is not None and other_time is not None and other_time > 0 else None
 
 
 def accuracy_table(results: Sequence[CodecAccuracy]) -> Iterator[str]:

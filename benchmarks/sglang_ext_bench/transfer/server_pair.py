@@ -46,7 +46,7 @@ class ServerPair:
         model: Folder of the model.
         flags: Flags by role, ``prefill`` and ``decode``.
         folder: Folder for logs and timelines.
-        name: Prefix of these files' names.
+        name: Prefix of the file names.
         start_timeout: Seconds until both servers must be ready.
         port: Port of the prefill server. The decode server and SGLang's bootstrap server use the next two. 0: any.
     """
