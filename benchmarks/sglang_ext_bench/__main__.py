@@ -49,7 +49,7 @@ COMMANDS = {
     "step-profile": Command("serving.step_profile", "measure kernels and gaps of a server's decode steps"),
     "paths": Command("serving.paths", "list the files and lines that a round and a request enter"),
     # Models without a server.
-    "simulate": Command("simulating.options", "simulate full KV in host memory, without a model"),
+    "simulate": Command("simulating.simulate", "simulate full KV in host memory, without a model"),
     "head-budgets-acceptance": Command("acceptance.head_budgets_acceptance", "acceptance by how heads share a budget"),
     "kvzap-acceptance": Command("acceptance.kvzap_acceptance", "acceptance of compressors that drop tokens"),
     "quantized-acceptance": Command("acceptance.quantized_acceptance", "acceptance of compressors that pack tokens"),

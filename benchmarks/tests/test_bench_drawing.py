@@ -10,9 +10,9 @@ from sglang_ext_bench import drawing
 from sglang_ext_bench.comparing import identity_report
 from sglang_ext_bench.drawing import Curve, Heading
 from sglang_ext_bench.longcot import packs
-from sglang_ext_bench.longcot import plots as longcot_plots
+from sglang_ext_bench.longcot import results as longcot_results
 from sglang_ext_bench.quality.reporting import plots
-from sglang_ext_bench.simulating import simulate, simulate_report
+from sglang_ext_bench.simulating import simulate
 from sglang_ext_bench.speed import decode, latency
 from sglang_ext_bench.speed.decode import DecodeResult
 
@@ -66,13 +66,13 @@ def test_all_packs_of_a_step_are_drawn_the_last_until_its_last_layer_begins(tmp_
         told.append(PackEvent("reached", at, first, 6))
         told.append(PackEvent("asked", at + 0.08, first, 6, 0, 2))
         told.append(PackEvent("chosen", at + 0.15, first, 6, 0, 2, seconds=0.03))
-    longcot_plots.write(tmp_path / "s.png", [], packs.steps_of(told), [], "a-model")
+    longcot_results.write_plot(tmp_path / "s.png", [], packs.parse_steps(told), [], "a-model")
     (axes,) = drawn[0].axes
     bars = [path.get_extents() for each in axes.collections for path in each.get_paths()]
     computed = [(bar.x0, bar.width) for bar in bars if bar.y0 > 1]
     assert computed == [pytest.approx(each) for each in ((0, 100), (100, 100), (200, 80))]
     assert [(bar.x0, bar.width) for bar in bars if bar.y0 < 1] == [pytest.approx(each) for each in ((120, 30), (220, 30), (320, 30))]
-    assert "the last of a step until its last layer begins" in axes.get_title()
+    assert "a step's last pack until its last layer begins" in axes.get_title()
 
 
 @pytest.mark.parametrize(("rates", "bars"), [((1.0, 2.0), 0), ((2.0,), 4)])
@@ -93,7 +93,7 @@ def test_what_the_equations_allow_is_in_the_legend(tmp_path, drawn):
         for policy, ps in (("stock", (0.9,)), ("host", (0.9, 0.99)), ("auto", (0.9, 0.99)))
         for p in ps
     ]
-    simulate_report.write_plot(tmp_path / "s.png", results, Heading("t", "s", "m"))
+    simulate.write_plot(tmp_path / "s.png", results, Heading("t", "s", "m"))
     (axes,) = drawn[0].axes
     assert len(legend(axes)) == len(axes.lines) == 5 and "host, staggered, allowed" in legend(axes)
 
@@ -103,7 +103,7 @@ def test_the_simulated_machine_stands_above_its_plot_not_this_one():
 
     parser = argparse.ArgumentParser()
     simulate.add_arguments(parser)
-    title, small = simulate.heading(parser.parse_args([])).lines
+    title, small = simulate.plot_heading(parser.parse_args([])).lines
     assert "simulated machine: 4.35 TB/s" in small and drawing.hardware() not in small and title
 
 

@@ -1,4 +1,4 @@
-"""bench jobs: where a job's time goes, arrivals and queues, a whole run against servers that are none, and what is refused."""
+"""``sglang-ext-bench jobs``: phases of a job, arrivals and queues, a whole run with fake servers, and refused options."""
 
 import json
 import statistics
@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from sglang_ext.tools import server_flags
 from sglang_ext_bench.__main__ import main
 from sglang_ext_bench.jobs import command, sending
-from sglang_ext_bench.jobs.phases import Job, Phases, phases_of
-from sglang_ext_bench.jobs.sending import Queues, arrivals
-from sglang_ext_bench.jobs.summary import summarize, tables
+from sglang_ext_bench.jobs.results import Job, Phases, job_phases, summarize, tables
+from sglang_ext_bench.jobs.sending import ServerQueues, arrival_times
 from sglang_ext.managers.kv_transfer.timeline import TransferEvent, TransferTimeline
 
 ROOM = 7
@@ -26,32 +25,32 @@ def events(**at):
 
 def test_phases_follow_each_other_and_decoding_begins_on_an_anchor_where_there_is_one():
     whole = events(expected=1.0, computed=3.0, encoded=3.5, complete=6.0)
-    assert phases_of(whole, 0.5, 8.0) == Phases(waiting=0.5, prefill=2.0, encoding=0.5, transfer=2.5, decode=2.0)
+    assert job_phases(whole, 0.5, 8.0) == Phases(waiting=0.5, prefill=2.0, encoding=0.5, transfer=2.5, decode=2.0)
     split = events(expected=1.0, computed=3.0, anchor=4.0, encoded=5.0, complete=6.0)
-    assert phases_of(split, 0.5, 8.0) == Phases(waiting=0.5, prefill=2.0, encoding=1.0, transfer=0.0, decode=4.0)
-    assert phases_of(events(expected=1.0, computed=2.0), 0.5, 8.0) is None and phases_of([], 0.5, 8.0) is None
+    assert job_phases(split, 0.5, 8.0) == Phases(waiting=0.5, prefill=2.0, encoding=1.0, transfer=0.0, decode=4.0)
+    assert job_phases(events(expected=1.0, computed=2.0), 0.5, 8.0) is None and job_phases([], 0.5, 8.0) is None
 
 
 @given(st.fixed_dictionaries({}, optional={kind: st.floats(0, 100) for kind in KINDS}), st.floats(0, 50), st.floats(100, 200))
 def test_phases_add_up_to_the_completion_time_in_whatever_order_clocks_were_read(at, arrived, ended):
-    found = phases_of(events(**at), arrived, ended)
+    found = job_phases(events(**at), arrived, ended)
     if found is not None:
         assert min(found) >= 0 and sum(found) == pytest.approx(ended - arrived)
 
 
 def test_arrivals_are_a_poisson_process_that_a_seed_repeats():
-    found = arrivals(4000, 2.0, 1)
+    found = arrival_times(4000, 2.0, 1)
     gaps = [b - a for a, b in zip(found, found[1:])]
     assert found[0] == 0 and min(gaps) >= 0
     assert statistics.fmean(gaps) == pytest.approx(0.5, rel=0.1) and statistics.pstdev(gaps) == pytest.approx(0.5, rel=0.1)
-    assert found == arrivals(4000, 2.0, 1) != arrivals(4000, 2.0, 2) and arrivals(3, None, 1) == [0, 0, 0]
+    assert found == arrival_times(4000, 2.0, 1) != arrival_times(4000, 2.0, 2) and arrival_times(3, None, 1) == [0, 0, 0]
 
 
 def test_a_job_goes_to_the_queue_with_the_least_to_do():
-    queues = Queues([0, 0, 0])
-    assert [queues.take(size) for size in (5, 1, 1, 1, 1)] == [0, 1, 2, 1, 2]
-    queues.done(0, 5)
-    assert queues.take(9) == 0 and queues.load == [9, 2, 2]
+    queues = ServerQueues([0, 0, 0])
+    assert [queues.assign(size) for size in (5, 1, 1, 1, 1)] == [0, 1, 2, 1, 2]
+    queues.release(0, 5)
+    assert queues.assign(9) == 0 and queues.loads == [9, 2, 2]
 
 
 def job(completion, phases=Phases(0, 1, 0, 0, 1), arrived=0.0):
@@ -70,7 +69,7 @@ def test_figures_are_of_all_jobs_and_phases_of_none_where_one_has_none():
 
 
 class FakeServer:
-    """Answers after a moment, and tells the timeline what a server would."""
+    """Responds after a moment, and writes the events of a real server to the timeline."""
 
     used = (30, 120)
 
@@ -81,7 +80,7 @@ class FakeServer:
         return "log"
 
     def flush_cache(self):
-        """It caches nothing."""
+        """Do nothing: the fake server has no cache."""
 
     def request(self, path, timeout):
         assert path == "v1/loads?include=core"
@@ -101,7 +100,7 @@ class FakeServer:
 
 
 class FakeServers:
-    """As many as were asked for."""
+    """A fake server for each set of flags."""
 
     made = []
 
@@ -125,7 +124,7 @@ def faked(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(shapes))
     monkeypatch.setattr(command, "ServersApart", FakeServers)
     monkeypatch.setattr(command, "check_servers", server_flags.check)  # in this process
-    monkeypatch.setattr(sending, "LOOK", 0.001)
+    monkeypatch.setattr(sending, "POLL_SECONDS", 0.001)
     monkeypatch.setattr(FakeServers, "made", [])
     return ["jobs", "--model", str(tmp_path)]
 
@@ -137,7 +136,7 @@ def test_the_first_method_says_which_rate_all_are_sent_at(faked, tmp_path, capsy
     report = json.loads(out.read_text())
     rates = [each["rate"] for each in report["figures"]]
     assert len(rates) == 2 and rates[0] == rates[1] > 0
-    # Once all at once, to see what the first method holds, and once each at that rate.
+    # One run of the first method with all jobs at once, to measure its rate. Then one run of each method at that rate.
     assert len(report["jobs"]) == 18 and {each["tokens"] for each in report["jobs"]} == {64, 128}
     assert {each["prefill_server"] for each in report["jobs"]} == {0, 1}
     assert all(len(each["phases"]) == len(Phases._fields) for each in report["jobs"]) and report["figures"][0]["peak"] == [30, 120]
@@ -145,16 +144,16 @@ def test_the_first_method_says_which_rate_all_are_sent_at(faked, tmp_path, capsy
     assert "2 prefill and 1 decode servers, 10 Gbit/s, 6 jobs" in shown and "- int8: jobs take" in shown
     flags = dict(FakeServers.made)["int8-2-1-10"]
     assert len(flags["prefill"]) == 2 and "--kv-link-gbps" in flags["prefill"][0] and "--kv-link-gbps" not in flags["decode"][0]
-    # How much of its pool is used is looked at, and so told in each round.
+    # Decode servers publish the usage of their pool in each round.
     interval = "--load-snapshot-publish-interval"
     assert flags["decode"][0][flags["decode"][0].index(interval) + 1] == "1" and interval not in flags["prefill"][0]
 
 
 def test_a_server_that_tells_nothing_of_its_pool_yet_uses_none(monkeypatch, tmp_path):
-    monkeypatch.setattr(sending, "LOOK", 0.001)
+    monkeypatch.setattr(sending, "POLL_SECONDS", 0.001)
     server, looks = FakeServer("decode", tmp_path), []
     monkeypatch.setattr(server, "request", lambda path, timeout: looks.append(path) or {"loads": []})
-    with sending.PoolUse([server]) as used:
+    with sending.PoolUsageMonitor([server]) as used:
         ends = time.monotonic() + 5
         while len(looks) < 3 and time.monotonic() < ends:
             time.sleep(0.001)

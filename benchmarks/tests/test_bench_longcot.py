@@ -1,4 +1,4 @@
-"""bench longcot: the paper's operations, what a timeline says of packs, which servers are compared, and a whole run against none."""
+"""``sglang-ext-bench longcot``: the paper's operations, pack times of a timeline, the compared servers, and whole runs with fake servers."""
 
 import json
 from contextlib import contextmanager
@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext_bench.__main__ import main
-from sglang_ext_bench.longcot import choices, command, overlap, packs, pages, serving
+from sglang_ext_bench.longcot import command, flops, overlap, packs, serving
 from sglang_ext.tools import CommandError
-from sglang_ext_bench.longcot.arms import arms, loads, settle
+from sglang_ext_bench.longcot.arms import make_servers, parse_loads, set_defaults
 from sglang_ext_bench.longcot.flops import ModelShape, token_flops
 from sglang_ext_bench.speed.decode_wave import Stream
 from sglang_ext.managers.cache_rank.timeline import PackEvent, PackTimeline
@@ -23,7 +23,7 @@ CONFIG = {
     "num_hidden_layers": 36, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
     "intermediate_size": 12288, "vocab_size": 5000,
 }  # fmt: skip
-QWEN3_8B = ModelShape.of(CONFIG)
+QWEN3_8B = ModelShape.from_config(CONFIG)
 
 
 @pytest.mark.parametrize(("method", "attention"), [
@@ -41,7 +41,7 @@ def test_choosing_elsewhere_takes_least_and_scoring_pages_less_than_scoring_toke
 
 
 def events():
-    """Two steps of two packs, of two requests; the last question has no answer."""
+    """Two steps of two packs and two requests. The last selection request has no selection."""
     for step in (0, 1):
         at = 10.0 + step
         for first in (0, 6):
@@ -58,29 +58,29 @@ def events():
 
 
 def test_packs_have_the_models_time_the_ranks_and_the_rest_of_the_cycle():
-    steps = packs.steps_of(events())
+    steps = packs.parse_steps(events())
     assert [sorted(step) for step in steps] == [[(0, 6), (6, 6)]] * 2
-    found = packs.figures("spade-ranks", "two", steps)
+    found = packs.summarize("spade-ranks", "two", steps)
     assert (found.layers, found.steps) == (6, 2)
     assert found.inference == pytest.approx(0.1 - 0.01), "from a pack to the next, without what it waited for"
     assert found.selection == pytest.approx(0.02) and found.transfer == pytest.approx(0.04 - 0.02)
     assert (found.up, found.down, found.gathered, found.missed) == (60, 40, 2000, 0)
-    assert found.hidden and found.bandwidth == pytest.approx(100 / 0.09) and found.gathered_bandwidth == pytest.approx(2060 / 0.09)
+    assert found.is_hidden and found.bandwidth == pytest.approx(100 / 0.09) and found.gathered_bandwidth == pytest.approx(2060 / 0.09)
 
 
 def test_the_model_is_seen_in_all_packs_of_a_step_in_the_last_until_its_last_question():
-    steps = packs.steps_of(events())
-    assert [each.seen_until for each in steps[0].values()] == pytest.approx([10.1, 10.15])
-    assert [each.ended for each in steps[0].values()] == [pytest.approx(10.1), None]
-    unasked = packs.steps_of(event for event in events() if event.kind != "asked")
-    assert [each.seen_until for each in unasked[0].values()] == [pytest.approx(10.1), None]
+    steps = packs.parse_steps(events())
+    assert [each.known_end for each in steps[0].values()] == pytest.approx([10.1, 10.15])
+    assert [each.end for each in steps[0].values()] == [pytest.approx(10.1), None]
+    unasked = packs.parse_steps(event for event in events() if event.kind != "asked")
+    assert [each.known_end for each in unasked[0].values()] == [pytest.approx(10.1), None]
 
 
 def test_a_choice_that_was_late_counts_and_without_answers_there_are_no_figures():
     told = [PackEvent("missed", 10.02, 0, 6, 0, 2) if event.kind == "written" and event.lane == 0 else event for event in events()]
-    assert packs.figures("late", "two", packs.steps_of(told)).missed == 4 / 8
-    assert packs.figures("none", "two", packs.steps_of(event for event in events() if event.kind != "chosen")) is None
-    assert packs.figures("none", "two", []) is None
+    assert packs.summarize("late", "two", packs.parse_steps(told)).missed == 4 / 8
+    assert packs.summarize("none", "two", packs.parse_steps(event for event in events() if event.kind != "chosen")) is None
+    assert packs.summarize("none", "two", []) is None
 
 
 def test_seconds_a_token_are_of_tokens_from_one_length_to_the_next_however_they_come():
@@ -88,7 +88,7 @@ def test_seconds_a_token_are_of_tokens_from_one_length_to_the_next_however_they_
     assert serving.token_seconds(stream, 1, 9) == pytest.approx(1 / 8)
     assert serving.token_seconds(stream, 9, 12) == pytest.approx(2 / 7), "the burst with the twelfth"
     assert serving.token_seconds(stream, 12, 14) == 0.0, "all of one burst"
-    assert serving.spans([serving.Answers.of([stream])] * 2, (9, 33)) == pytest.approx((125.0, 6000 / 24))
+    assert serving.token_ms([serving.WaveResult.from_streams([stream])] * 2, (9, 33)) == pytest.approx((125.0, 6000 / 24))
     apart = [(0.0, 1), *((begin + token / 1000, last - 7 + token) for begin, last in ((1.0, 9), (2.0, 17), (3.0, 25)) for token in range(8))]
     each = Stream(*map(list, zip(*apart)))
     assert serving.token_seconds(each, 1, 9) == serving.token_seconds(each, 1, 20) == pytest.approx(1 / 8), "a chunk for each token of a round"
@@ -96,14 +96,14 @@ def test_seconds_a_token_are_of_tokens_from_one_length_to_the_next_however_they_
 
 def test_side_by_side_count_the_requests_and_the_time_in_which_all_that_have_room_decode():
     early = Stream([1.0, 2.0, 4.0, 5.0], [1, 2, 4, 5])
-    looks = [choices.Look(10 + at, 10 * at, {}, 0.0, 0.0) for at in range(8)]
-    found = serving.Answers.of([early, Stream([3.0, 5.0, 7.0], [1, 2, 3])], looks, 10.0)
-    assert (found.wave.running, found.wave.token_ms) == (2, pytest.approx(1000)) and found.choices.taken == 20
-    # The second waits for room until the first has ended; or hardly a token comes of both.
-    alone = serving.Answers.of([early, Stream([6.0, 7.0], [1, 2])])
-    assert (alone.wave.running, alone.wave.token_ms, alone.choices) == (1, pytest.approx(1000), None)
-    assert serving.Answers.of([early, Stream([4.9, 7.0], [1, 2])]).wave is None
-    assert serving.together([serving.Answers.of([early, Stream([4.9, 7.0], [1, 2])]), found]) is found and serving.together([]) is None
+    looks = [serving.SelectionReading(10 + at, 10 * at, {}, 0.0, 0.0) for at in range(8)]
+    found = serving.WaveResult.from_streams([early, Stream([3.0, 5.0, 7.0], [1, 2, 3])], looks, 10.0)
+    assert (found.wave.running, found.wave.token_ms) == (2, pytest.approx(1000)) and found.selections.taken == 20
+    # The second request waits for memory until the first has finished. Or both hardly send a token in the same time.
+    alone = serving.WaveResult.from_streams([early, Stream([6.0, 7.0], [1, 2])])
+    assert (alone.wave.running, alone.wave.token_ms, alone.selections) == (1, pytest.approx(1000), None)
+    apart = serving.WaveResult.from_streams([early, Stream([4.9, 7.0], [1, 2])])
+    assert apart.wave is None and serving.median_wave([apart, found]) is found and serving.median_wave([]) is None
 
 
 def options(**given):
@@ -114,27 +114,27 @@ def options(**given):
 
 
 def test_each_method_mode_number_and_pack_has_a_server_and_verified_choices_no_lossy_one():
-    found = arms(options())
+    found = make_servers(options())
     assert [arm.name for arm in found if arm.method == "spade-ranks"] == [
         f"spade-ranks {mode} {select} packs of up to {pack}"
         for mode in ("lossy", "verified") for select in (2048, 1024) for pack in (6, 12)
     ]
     assert {arm.mode for arm in found if arm.method == "verify-guided"} == {"verified"}
-    of_ranks = next(arm for arm in found if arm.timed)
+    of_ranks = next(arm for arm in found if arm.has_timeline)
     assert of_ranks.method == "spade-ranks"
     assert of_ranks.flags == (
         "--kv-mode", "lossy", "--kv-compressor", "spade", "--kv-select", "2048", "--kv-select-every", "1", "--kv-select-by", "current",
         "--kv-cache-ranks", "1", "--kv-pack-layers", "6",
     )  # fmt: skip
-    big, small = loads(options().load)
-    assert of_ranks.serves(big) and not of_ranks.serves(small) and found[0].serves(big) and found[0].serves(small)
+    big, small = parse_loads(options().load)
+    assert of_ranks.runs_load(big) and not of_ranks.runs_load(small) and found[0].runs_load(big) and found[0].runs_load(small)
     assert len({arm.name for arm in found}) == len(found)
 
 
 def test_on_gpus_quest_takes_pages_of_the_pool(monkeypatch):
     for on_gpu in (True, False):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
-        (arm,) = arms(options(method=("quest",), mode=("lossy",), load="8:32768:2048", pack_layers=("auto",)))
+        (arm,) = make_servers(options(method=("quest",), mode=("lossy",), load="8:32768:2048", pack_layers=("auto",)))
         assert arm.flags[-2:] == (("--page-size", "16") if on_gpu else ("--kv-select-every", "1"))
 
 
@@ -153,22 +153,22 @@ def test_what_the_command_line_leaves_open_is_set_by_where_servers_run(monkeypat
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         args = options(**{"pack_layers": None, "server_arg": [flags], **given})
-        settle(args)
+        set_defaults(args)
         assert (args.method, args.pack_layers) == (methods, packs)
-        assert any(arm.timed for arm in arms(args)) == timed
-        for arm in arms(args):
-            assert command.setting_of(arm, "file").arguments == (*arm.flags, *(("--kv-bench-timeline", "file") if arm.timed else ()))
+        assert any(arm.has_timeline for arm in make_servers(args)) == timed
+        for arm in make_servers(args):
+            assert command.make_setting(arm, "file").arguments == (*arm.flags, *(("--kv-bench-timeline", "file") if arm.has_timeline else ()))
     with pytest.raises(CommandError, match="--pack-layers '6': cache ranks on GPUs .* at once: pass auto, or leave it out"):
-        settle(options(server_arg=["--device=cuda"]))
+        set_defaults(options(server_arg=["--device=cuda"]))
 
 
 @pytest.mark.parametrize(("option", "value", "told"), [
     ("--load", "8:100", "--load '8:100': pass BATCH:CONTEXT:SELECT"), ("--load", "8:100:100", "from 2 to below"),
     ("--method", "spade,snapkv", "--method 'snapkv': pass some of stock, spade"), ("--mode", "full", "--mode 'full': pass some of lossy"),
-    ("--pack-layers", "six", "--pack-layers 'six'"), ("--output-len", "1", "--output-len 1: times are of tokens after"),
-    ("--output-len", "4,8", "--output-len 4: a round of spade verified 256 gives up to 17 tokens at once"),
+    ("--pack-layers", "six", "--pack-layers 'six'"), ("--output-len", "1", "--output-len 1: times are those of tokens after"),
+    ("--output-len", "4,8", "--output-len 4: a round of spade verified 256 has up to 17 tokens"),
     ("--overlap-share", "1", "--overlap-share 1: pass a share"),
-    ("--method", "", "nothing else is asked for: pass --pages or --overlap-prompts")])  # fmt: skip
+    ("--method", "", "there is nothing to measure: pass a method, --pages or --overlap-prompts")])  # fmt: skip
 def test_wrong_options_are_named(tmp_path, capsys, option, value, told):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     assert main(["longcot", "--model", str(tmp_path), option, value]) == 2
@@ -176,7 +176,7 @@ def test_wrong_options_are_named(tmp_path, capsys, option, value, told):
 
 
 def page(taken, late, waited, gone=0):
-    """Metrics of a server whose ranks had so many choices in time."""
+    """The metrics page of a server with cache ranks."""
     reasons = ("late", late), ("no-lane", gone)
     missed = "".join(f'sglang_ext:missed_selections_total{{model_name="m",reason="{name}"}} {count}\n' for name, count in reasons)
     return (
@@ -188,13 +188,13 @@ def page(taken, late, waited, gone=0):
 
 def test_choices_of_a_span_are_what_metrics_grew_by_within_it():
     counts = enumerate([(5, 0), (10, 1), (40, 4), (90, 4)])
-    looks = [choices.Look.at_page(page(taken, late, taken / 10, 7), at) for at, (taken, late) in counts]
-    found = choices.between(looks, 0.5, 2.5)
+    looks = [serving.SelectionReading.from_metrics(page(taken, late, taken / 10, 7), at) for at, (taken, late) in counts]
+    found = serving.count_selections(looks, 0.5, 2.5)
     assert (found.taken, found.missed, found.alone, found.seconds) == (30, {"late": 3}, 300, 1) and found.waited == pytest.approx(3)
     assert str(found) == "30 of 33 (late), every 2 steps, waited 300%"
-    assert choices.between(looks, 1.5, 2.5) is None and choices.between([], 0, 9) is None
-    assert str(choices.between(looks, 2, 3)) == "50 of 50, every 2 steps, waited 500%"
-    assert str(choices.between([choices.Look(at, at, {}, 0.0, 0.0, 1.0) for at in (2, 3)], 2, 3)) == "1 of 1, waited 0%"
+    assert serving.count_selections(looks, 1.5, 2.5) is None and serving.count_selections([], 0, 9) is None
+    assert str(serving.count_selections(looks, 2, 3)) == "50 of 50, every 2 steps, waited 500%"
+    assert str(serving.count_selections([serving.SelectionReading(at, at, {}, 0.0, 0.0, 1.0) for at in (2, 3)], 2, 3)) == "1 of 1, waited 0%"
 
 
 def test_looks_go_on_while_a_server_answers_and_over_what_it_refuses():
@@ -207,7 +207,7 @@ def test_looks_go_on_while_a_server_answers_and_over_what_it_refuses():
                 raise told
             return told
 
-    with choices.looking(Server(), 0.001) as looks:
+    with serving.poll_selections(Server(), 0.001) as looks:
         while len(looks) < 3:
             pass
     assert [look.taken for look in looks[:3]] == [1, 2, 3] and looks[0].at < looks[1].at
@@ -215,7 +215,7 @@ def test_looks_go_on_while_a_server_answers_and_over_what_it_refuses():
 
 @pytest.mark.parametrize("mode", ["lossy", "verified"])
 def test_times_are_those_of_a_token_where_rounds_come_late_and_the_last_at_once(tmp_path, monkeypatch, mode):
-    """As over SGLang's overlapped loop: tokens of a round are sent when the next has run, those of the last with those before."""
+    """As in SGLang's overlap scheduler: a round's tokens are sent when the next round has run, the last round's with those before."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     step, drafts = 0.01, 7
 
@@ -238,7 +238,7 @@ def test_times_are_those_of_a_token_where_rounds_come_late_and_the_last_at_once(
 
 
 class NoServer:
-    """Answers 4 tokens at a time; with a timeline, as an inference rank would write one."""
+    """Sends 4 tokens at a time. With a timeline, it writes the events of an inference rank."""
 
     def __init__(self, flags):
         self.file = flags[flags.index("--kv-bench-timeline") + 1] if "--kv-bench-timeline" in flags else None
@@ -268,8 +268,8 @@ def test_a_whole_run_prints_tables_and_writes_its_measurements(tmp_path, capsys,
 
     monkeypatch.setattr(command.settings, "server", server)
     monkeypatch.setattr(command, "check_servers", lambda model, servers, tokens, prompts: None)
-    parts = [pages.PagePart("load", part, 0.5) for part in ("scoring pages", "attention")]
-    monkeypatch.setattr(command.pages, "parts", lambda shape, load, device: parts)
+    parts = [flops.StepPartTime("load", part, 0.5) for part in ("scoring pages", "attention")]
+    monkeypatch.setattr(command.flops, "time_step_parts", lambda shape, load, device: parts)
     found = main([
         "longcot", "--model", str(tmp_path), "--method", "stock,spade-ranks", "--mode", "verified", "--load", "2:64:16",
         "--output-len", "8,16", "--draft-length", "4", "--pack-layers", "10", "--pages", "--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png"),
@@ -307,8 +307,8 @@ def test_a_run_on_gpus_has_no_timelines_and_no_table_of_packs(tmp_path, capsys, 
 
 def test_parts_of_a_page_level_step_are_all_timed():
     shape = ModelShape(layers=2, hidden=32, heads=4, kv_heads=2, dim=8, inner=64)
-    found = list(pages.parts(shape, loads("2:256:64")[0], torch.device("cpu")))
-    assert [each.part for each in found] == ["scoring pages", "choosing pages", "gathering KV", "attention", "linear layers"]
+    found = list(flops.time_step_parts(shape, parse_loads("2:256:64")[0], torch.device("cpu")))
+    assert [each.part for each in found] == ["scoring pages", "selecting pages", "gathering KV", "attention", "linear layers"]
     assert all(each.seconds > 0 for each in found)
 
 
@@ -335,9 +335,9 @@ def test_overlaps_are_of_each_way_and_distance_and_the_query_before_is_that_of_d
     keys = torch.randn(1, 1, 2, tokens, dim, generator=noise).expand(steps, -1, -1, -1, -1)
     lengths = torch.arange(tokens - steps, tokens)
     positions = lengths[:, None] + torch.arange(-overlap.WINDOW, 1)
-    found = dict(overlap.overlaps(ScoringInputs(queries, positions, keys, 0.3, Rotary(1 / 10 ** torch.arange(dim // 2)), lengths), 0.25))
+    found = dict(overlap.measure_layer(ScoringInputs(queries, positions, keys, 0.3, Rotary(1 / 10 ** torch.arange(dim // 2)), lengths), 0.25))
     assert found["current"] == pytest.approx(found["distance 1"])
-    assert found["current, turned as it was"] == found["distance, turned as it was 1"]
+    assert found["current, unrotated"] == found["distance, unrotated 1"]
     # Of queries that have nothing to do with each other, chance is a share of a quarter and a little; codes hardly differ.
     assert 0.15 < found["distance 64"] < 0.4 and abs(found["current, keys of 8 bits"] - found["current"]) < 0.03
     assert {"regressed", "regressed, without the shift", "quest", "tova", "recent", "current, keys of 4 bits"} < set(found)

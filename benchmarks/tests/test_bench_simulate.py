@@ -1,4 +1,4 @@
-"""The simulation spends time and memory as the equations say, and gives each request exactly its output."""
+"""``sglang-ext-bench simulate``: times and memory follow the cost model, and each request gets exactly its output."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ from sglang_ext.tools import CommandError
 from sglang_ext_bench.__main__ import main
 from sglang_ext_bench.simulating import simulate
 from sglang_ext_bench.simulating.scenario import Scenario, SimulationError
-from sglang_ext_bench.simulating.simulation import Engine
+from sglang_ext_bench.simulating.simulation import Simulation
 
 SMALL = ("--requests", "16", "--concurrency", "8", "--input-len", "4000", "--output-len", "600", "--memory-tokens", "20000")
 
@@ -24,28 +24,28 @@ def arguments(*flags):
 
 
 def results(*flags):
-    return list(simulate.simulate(arguments(*flags)))
+    return list(simulate.simulate_all(arguments(*flags)))
 
 
-def engine_of(*flags, policy="auto", p=0.98, staggered=True):
+def simulation_of(*flags, policy="auto", p=0.98, staggered=True):
     args = arguments(*flags)
-    costs = simulate.costs_of(args, float(args.memory_tokens), float(args.link_bandwidth))
+    costs = simulate.make_costs(args, float(args.memory_tokens), float(args.link_bandwidth))
     scenario = Scenario(costs, args.kv_token, p, policy, args.concurrency, staggered, args.longest, args.prefill_rate)
-    return Engine(scenario, simulate.requests_of(args))
+    return Simulation(scenario, simulate.make_requests(args))
 
 
 @pytest.mark.parametrize("policy", simulate.POLICIES)
 @pytest.mark.parametrize("more", [(), ("--sigma", "0.6", "--rate", "3", "--prefill-rate", "40000")], ids=["equal", "mixed"])
 def test_each_request_gets_its_output_and_no_memory_is_used_twice(policy, more):
-    engine = engine_of(*SMALL, "--memory-tokens", "40000", *more, policy=policy)
-    while engine.intake.queue or engine.running:
-        engine.step()
-        loading = engine.admission._loads.memory.reserved(0) if not engine.plain else 0.0
-        assert engine.room.committed(engine.running.values()) + loading <= engine.room.pool * (1 + 1e-9)
-    assert engine.rounds.whole.tokens == sum(request.output for request in engine.requests)
-    assert all(request.produced == request.output for request in engine.requests)
-    assert engine.rounds.finished == 16
-    assert engine.now >= engine.rounds.whole.seconds + engine.rounds.whole.prefill - 1e-9
+    simulation = simulation_of(*SMALL, "--memory-tokens", "40000", *more, policy=policy)
+    while not simulation.is_finished:
+        simulation.run_round()
+        loading = simulation.scheduler._loads.memory.reserved(0) if not simulation.is_plain else 0.0
+        assert simulation.memory.used_tokens(simulation.running.values()) + loading <= simulation.memory.capacity * (1 + 1e-9)
+    assert simulation.totals.all_rounds.tokens == sum(request.output_len for request in simulation.requests)
+    assert all(request.generated == request.output_len for request in simulation.requests)
+    assert simulation.totals.num_finished == 16
+    assert simulation.now >= simulation.totals.all_rounds.seconds + simulation.totals.all_rounds.prefill_seconds - 1e-9
 
 
 def test_stock_is_the_formula():
@@ -67,15 +67,15 @@ def test_the_steady_state_is_what_the_equations_say(policy, more):
 
 
 def test_accepted_drafts_are_drawn_with_the_probability_of_each():
-    engine, drafts, count = engine_of(*SMALL, p=0.9), 20, 20000
-    drawn = Counter(engine._accepted(drafts) for _ in range(count))
+    simulation, drafts, count = simulation_of(*SMALL, p=0.9), 20, 20000
+    drawn = Counter(simulation._draw_accepted(drafts) for _ in range(count))
     for length in (0, 1, 5, drafts):
         expected = 0.9**length * (0.1 if length < drafts else 1)
         assert drawn[length] / count == pytest.approx(expected, abs=0.01)
     assert max(drawn) == drafts
     for p, accepted in ((0.0, 0), (1.0, drafts)):
-        engine.scenario = replace(engine.scenario, acceptance=p)
-        assert engine._accepted(drafts) == accepted
+        simulation.scenario = replace(simulation.scenario, acceptance=p)
+        assert simulation._draw_accepted(drafts) == accepted
 
 
 def test_staggered_verification_hides_loads_behind_drafts():
@@ -87,12 +87,12 @@ def test_staggered_verification_hides_loads_behind_drafts():
 
 
 def test_all_verify_at_once_in_lock_step():
-    engine, seen = engine_of(policy="host", p=0.99, staggered=False), []
+    simulation, seen = simulation_of(policy="host", p=0.99, staggered=False), []
     for _ in range(60):
-        engine.step()
-        seen.append(len(engine.admission.due()))
-    rounds = engine.placement.drafts_offloaded // 16
-    assert sum(count > 0 for count in seen) <= 60 // rounds and max(seen) == len(engine.running)
+        simulation.run_round()
+        seen.append(len(simulation.scheduler.due()))
+    rounds = simulation.placement.drafts_offloaded // 16
+    assert sum(count > 0 for count in seen) <= 60 // rounds and max(seen) == len(simulation.running)
 
 
 def test_loads_wait_for_the_link_and_for_nothing_else():
@@ -104,22 +104,22 @@ def test_loads_wait_for_the_link_and_for_nothing_else():
 
 
 def test_loads_that_take_longer_than_planned_are_put_off(monkeypatch):
-    engine, plain = (engine_of("--requests", "30", policy="host", p=0.98) for _ in range(2))
+    simulation, plain = (simulation_of("--requests", "30", policy="host", p=0.98) for _ in range(2))
     plain.run()
-    start = engine._start_loads
+    start = simulation._start_loads
 
     def slowly():
-        before = engine.link_free
+        before = simulation.link_free
         start()
-        if engine.link_free > before:
-            engine.link_free += 0.3
-            for number in engine.admission.loads_to_start():
-                engine.running[number].ends += 0.3
+        if simulation.link_free > before:
+            simulation.link_free += 0.3
+            for number in simulation.scheduler.loads_to_start():
+                simulation.running[number].load_end += 0.3
 
-    monkeypatch.setattr(engine, "_start_loads", slowly)
-    rounds = engine.run()
-    assert engine.admission.num_postponed > 2 * plain.admission.num_postponed
-    assert rounds.whole.tokens == 30 * 2048
+    monkeypatch.setattr(simulation, "_start_loads", slowly)
+    totals = simulation.run()
+    assert simulation.scheduler.num_postponed > 2 * plain.scheduler.num_postponed
+    assert totals.all_rounds.tokens == 30 * 2048
 
 
 def test_equal_seeds_give_equal_figures_and_others_do_not():
@@ -128,11 +128,11 @@ def test_equal_seeds_give_equal_figures_and_others_do_not():
 
 
 def test_lengths_and_arrivals_have_the_means_that_were_asked_for():
-    requests = simulate.requests_of(arguments("--requests", "4000", "--sigma", "0.5", "--rate", "8", "--input-len", "1000", "--output-len", "100"))
-    assert sum(each.prompt for each in requests) / 4000 == pytest.approx(1000, rel=0.05)
-    assert sum(each.output for each in requests) / 4000 == pytest.approx(100, rel=0.05)
+    requests = simulate.make_requests(arguments("--requests", "4000", "--sigma", "0.5", "--rate", "8", "--input-len", "1000", "--output-len", "100"))
+    assert sum(each.prompt_len for each in requests) / 4000 == pytest.approx(1000, rel=0.05)
+    assert sum(each.output_len for each in requests) / 4000 == pytest.approx(100, rel=0.05)
     assert requests[-1].arrival == pytest.approx(500, rel=0.1)
-    assert {each.arrival for each in simulate.requests_of(arguments(*SMALL))} == {0.0}
+    assert {each.arrival for each in simulate.make_requests(arguments(*SMALL))} == {0.0}
 
 
 def test_prefill_counts_for_the_whole_run_alone():
@@ -143,13 +143,13 @@ def test_prefill_counts_for_the_whole_run_alone():
 
 def test_what_never_fits_is_said():
     with pytest.raises(SimulationError, match="4000 . 600 tokens does not fit in memory for 3000 tokens"):
-        engine_of(*SMALL, "--memory-tokens", "3000").run()
+        simulation_of(*SMALL, "--memory-tokens", "3000").run()
     assert main(["simulate", *SMALL, "--memory-tokens", "3000"]) == 2
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
-    [(("--policy", "disk"), "disk is none of stock, resident"), (("--acceptance", "1.5"), "up to 1"), (("--requests", "0"), "at least 1"), (("--budget", "2"), "budget 2.0"), (("--link-bandwidth", "x"), "--link-bandwidth 'x'")],
+    [(("--policy", "disk"), "unknown policy disk: pass some of stock, resident"), (("--acceptance", "1.5"), "up to 1"), (("--requests", "0"), "at least 1"), (("--budget", "2"), "budget 2.0"), (("--link-bandwidth", "x"), "--link-bandwidth 'x'")],
 )
 def test_options_out_of_range_are_named(flags, words):
     with pytest.raises(CommandError, match=words):

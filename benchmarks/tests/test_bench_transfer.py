@@ -1,4 +1,4 @@
-"""bench transfer: times to the k-th token from what servers and clients saw, the figures made of them, and what is said of others."""
+"""``sglang-ext-bench transfer``: times to the k-th token by each clock, summaries, tables, whole runs with fake servers, refused options."""
 
 import argparse
 import json
@@ -14,36 +14,36 @@ from sglang_ext.tools import CommandError
 from sglang_ext_bench.__main__ import main
 from sglang_ext_bench.servers_apart import answer
 from sglang_ext_bench.speed.decode_wave import Stream
-from sglang_ext_bench.transfer import accuracy, clocks, command, tables
-from sglang_ext_bench.transfer.methods import METHODS, PACKED, method, obstacle
+from sglang_ext_bench.transfer import accuracy, clocks, command, results
+from sglang_ext_bench.transfer.methods import METHODS, PACKED, obstacle, parse_method
 from sglang_ext.config import transports
-from sglang_ext_bench.transfer.pair import Passed
-from sglang_ext_bench.transfer.summary import summarize, survival
+from sglang_ext_bench.transfer.server_pair import TransferResponse
+from sglang_ext_bench.transfer.results import summarize, survival
 from sglang_ext.managers.kv_transfer.timeline import TransferEvent
 
 PROMPT = 200
 
 
 def stream(*chunks):
-    """Of (time, tokens so far)."""
+    """A stream of (time, tokens so far)."""
     times, tokens = zip(*chunks, strict=True)
     return Stream([*times], [*tokens])
 
 
 def lynx(accepted=3):
-    """Prefilled at 10; anchor at 12; four drafts until the residual came, at 14; verified at 15, then answers."""
+    """Prefill ends at 10. The anchor arrives at 12, then four drafts. The residual arrives at 14, and the drafts are verified at 15."""
     events = (
         TransferEvent(7, "expected", 9.0), TransferEvent(7, "sending", 9.5), TransferEvent(7, "computed", 10.0), TransferEvent(7, "encoded", 11.0),
         TransferEvent(7, "anchor", 12.0, 600), TransferEvent(7, "drafted", 12.5, 2, 2, True), TransferEvent(7, "drafted", 13.5, 4, 2, True),
         TransferEvent(7, "complete", 14.0, 1000), TransferEvent(7, "verified", 15.0, accepted, 4, True), TransferEvent(7, "answered", 16.0, 2),
     )  # fmt: skip
-    return Passed(9.0, stream((12.1, 1), (15.2, accepted + 2), (16.2, accepted + 4)), events, PROMPT - 1)
+    return TransferResponse(9.0, stream((12.1, 1), (15.2, accepted + 2), (16.2, accepted + 4)), events, PROMPT - 1)
 
 
 def plain(complete=14.0, size=1000, cached=PROMPT - 1):
-    """Without drafts: a token each half second once all is there."""
+    """Without drafts: a token every half second, once all KV has arrived."""
     events = (TransferEvent(7, "sending", 9.5), TransferEvent(7, "computed", 10.0), TransferEvent(7, "anchor", complete, size), TransferEvent(7, "complete", complete, size))
-    return Passed(9.0, stream(*((complete + 0.1 + 0.5 * n, n + 1) for n in range(9))), events, cached)
+    return TransferResponse(9.0, stream(*((complete + 0.1 + 0.5 * n, n + 1) for n in range(9))), events, cached)
 
 
 def test_clocks_count_from_the_end_of_prefill_without_its_token():
@@ -69,7 +69,7 @@ def test_who_does_not_draft_computes_a_token_when_the_client_gets_it():
 
 
 def test_of_stocks_transfers_the_stream_alone_is_known():
-    alone = Passed(9.0, stream((12.0, 1), (12.5, 2), (13.0, 3)), (), PROMPT - 1)
+    alone = TransferResponse(9.0, stream((12.0, 1), (12.5, 2), (13.0, 3)), (), PROMPT - 1)
     found = clocks.measure(alone, PROMPT, 2, prefill_seconds=1.0)
     assert found.visible == (2.5, 3.0) and found.complete == 2.0 and found.bytes_all == 0
 
@@ -81,14 +81,14 @@ def test_figures_of_a_link():
     assert found.efficiency == pytest.approx(8 / 4.5) and found.rate == pytest.approx(1000 / 4.5)
     assert found.step == 0.5 and found.residual_steps == 4
     assert found.drafted == 4 and found.accepted == pytest.approx(7 / 3) and found.survival == pytest.approx((1, 2 / 3, 2 / 3, 0))
-    assert found.at("kept", 3) == 3.5 and found.at("kept", 9) is None
+    assert found.token_time("kept", 3) == 3.5 and found.token_time("kept", 9) is None
     assert summarize("int8", None, [clocks.measure(plain(), PROMPT, 5)], 10).efficiency is None
     assert survival([]) == ()
 
 
 def shown(**requests):
     found = [summarize(name, 1.0, [clocks.measure(passed, PROMPT, 8)], 10) for name, passed in requests.items()]
-    return "\n".join(tables.tables(found))
+    return "\n".join(results.tables(found))
 
 
 def test_a_table_says_for_each_method_token_and_clock_whether_lynx_is_faster_or_slower():
@@ -96,7 +96,7 @@ def test_a_table_says_for_each_method_token_and_clock_whether_lynx_is_faster_or_
     assert "200 tokens, 1 Gbit/s, prompts cached on the prefill server" in said
     assert "| lynx | 2.40 + 1.60 | 2.50 | " in said
     assert "| int8 | 4.00 | 4.60 |" in said and "| kept: 1 | kept: 32 | visible: 1 | visible: 32 |" in said
-    # Its drafts are there early, and the client has them late.
+    # Drafts are computed early, and the client receives them late.
     assert "| lynx over int8 | 1 | 0.543 | 0.543 | 1.130 | SLOWER on visible; faster on generated, kept |" in said
     assert "| lynx over int4 | 1 | 0.806 | 0.806 | 1.677 | SLOWER on visible; faster on generated, kept |" in said
     assert "| lynx over int8 | 1 | 1.563 | 1.563 | 3.250 | SLOWER on generated, kept, visible |" in shown(int8=plain(11.0), lynx=lynx())
@@ -104,13 +104,13 @@ def test_a_table_says_for_each_method_token_and_clock_whether_lynx_is_faster_or_
 
 
 def test_times_within_noise_are_equal():
-    assert tables.verdict({"kept": 1.01, "visible": 0.99}) == "equal"
-    assert tables.verdict({"kept": 0.9, "visible": 1.01}) == "faster on kept"
+    assert results.verdict({"kept": 1.01, "visible": 0.99}) == "equal"
+    assert results.verdict({"kept": 0.9, "visible": 1.01}) == "faster on kept"
 
 
 def test_a_rejected_first_draft_counts_as_generated_and_not_as_kept():
     (found,) = [line for line in shown(lynx=lynx(0)).splitlines() if line.startswith("| lynx |")]
-    told = dict(zip(tables.HEAD, (cell.strip() for cell in found.strip("|").split("|"))))
+    told = dict(zip(results.HEAD, (cell.strip() for cell in found.strip("|").split("|"))))
     assert (told["generated: 1"], told["kept: 1"], told["visible: 1"]) == ("2.50", "5.00", "5.20")
 
 
@@ -119,9 +119,9 @@ def test_cold_prompts_and_other_links_have_tables_of_their_own():
     args = SimpleNamespace(model=None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "numbers_per_token", lambda model: 10)
-        found = [*command.figures_of(args, "int8", 1.0, [cold, warm, warm]), *command.figures_of(args, "int8", None, [warm])]
+        found = [*command.summarize_groups(args, "int8", 1.0, [cold, warm, warm]), *command.summarize_groups(args, "int8", None, [warm])]
     assert [(each.cold, each.requests, each.gbps) for each in found] == [(True, 1, 1.0), (False, 2, 1.0), (False, 1, None)]
-    titles = [line for line in tables.tables(found) if "seconds from" in line]
+    titles = [line for line in results.tables(found) if "seconds from" in line]
     assert len(titles) == 3 and "not cached" in titles[0] and "no limit" in titles[2]
 
 
@@ -129,16 +129,16 @@ def test_cold_prompts_and_other_links_have_tables_of_their_own():
 @pytest.mark.parametrize("given", ["--kv-bits 2", "--kv-bits=2", "--sleep-on-idle --kv-partition 32", "--kv-prefill quantized"])
 def test_what_makes_a_method_is_not_given_again(option, given):
     args = SimpleNamespace(**{"dtype": "float32", "server_arg": [], "decode_arg": [], option: [given]})
-    with pytest.raises(CommandError, match=f"--{option.replace('_', '-')} has --kv-(bits|partition|prefill), which --method hack4 sets: leave it out, or name"):
-        command.flags_of(args, method("hack4"), 0.1, command.Path("logs"))
-    command.flags_of(args, method("raw"), 0.1, command.Path("logs"))
+    with pytest.raises(CommandError, match=f"--{option.replace('_', '-')} has --kv-(bits|partition|prefill), which --method hack4 sets: leave it out, or pass another method"):
+        command.make_flags(args, parse_method("hack4"), 0.1, command.Path("logs"))
+    command.make_flags(args, parse_method("raw"), 0.1, command.Path("logs"))
 
 
 @pytest.mark.parametrize(("name", "flags"), [
     ("hack4:32", ("--kv-bits", "4", "--kv-partition", "32")), ("hack2:quantized", ("--kv-bits", "2", "--kv-prefill", "quantized")),
     ("hack4:quantized:128", ("--kv-bits", "4", "--kv-partition", "128", "--kv-prefill", "quantized"))])  # fmt: skip
 def test_hack_is_named_with_its_partition_and_with_prompts_on_codes(name, flags):
-    assert method(name).both == (*method("hack4").both[:-2], *flags) and method(name).name == name
+    assert parse_method(name).both == (*parse_method("hack4").both[:-2], *flags) and parse_method(name).name == name
 
 
 @pytest.mark.parametrize(("name", "told"), [
@@ -146,14 +146,14 @@ def test_hack_is_named_with_its_partition_and_with_prompts_on_codes(name, flags)
     ("raw:32", "raw has no partitions"), ("int4-lossy:quantized", "pass int4-lossy")])  # fmt: skip
 def test_other_names_are_refused(name, told):
     with pytest.raises(CommandError, match=f"--method '{name}': .*{told}"):
-        method(name)
+        parse_method(name)
 
 
 def test_methods_differ_in_how_kv_travels_alone():
     args = SimpleNamespace(dtype="float32", server_arg=["--sleep-on-idle"], decode_arg=["--base-gpu-id 1"])
     seen = set()
     for name in METHODS:
-        flags = command.flags_of(args, method(name, ("--kv-compressor", "kivi")), 0.1, command.Path("logs"))
+        flags = command.make_flags(args, parse_method(name, ("--kv-compressor", "kivi")), 0.1, command.Path("logs"))
         prefill, decode = (" ".join(flags[role]) for role in ("prefill", "decode"))
         assert ("--kv-mode verified --kv-compressor kivi" in decode) == name.startswith("lynx") * (name in ("lynx", "lynx-exact"))
         assert ("--kv-mode lossy" in prefill and "--kv-mode lossy" in decode) == (name in PACKED)
@@ -162,18 +162,18 @@ def test_methods_differ_in_how_kv_travels_alone():
         assert ("--kv-link-gbps 0.1" in prefill) == (name != "mooncake_tcp") and "--kv-link-gbps" not in decode
         seen.add(prefill.replace(f"logs/{name}-0.1-timeline.jsonl", ""))
     assert len(seen) == len(METHODS)
-    with pytest.raises(CommandError, match="--method 'zip': one of lynx"):
-        method("zip")
+    with pytest.raises(CommandError, match="--method 'zip': pass one of lynx"):
+        parse_method("zip")
 
 
 def test_stocks_transfer_is_left_out_with_a_line_where_it_cannot_be_measured(monkeypatch, capsys):
     monkeypatch.setattr(transports, "find_spec", lambda name: None)
-    asked, failed = command.runs([method("mooncake_tcp"), method("int8")], [None])
-    assert [each.name for each, _ in asked] == ["int8"] and not failed
-    assert "mooncake_tcp-unlimited: left out: the package mooncake is not installed: pip install" in capsys.readouterr().out
+    asked = command.possible_pairs([parse_method("mooncake_tcp"), parse_method("int8")], [None])
+    assert [each.name for each, _ in asked] == ["int8"]
+    assert "mooncake_tcp-unlimited: skipped: the package mooncake is not installed: pip install" in capsys.readouterr().out
     monkeypatch.setattr(transports, "find_spec", lambda name: object())
     monkeypatch.setattr(transports, "import_module", lambda name: object())
-    assert "cannot be held to 0.1 Gbit/s" in obstacle(method("mooncake_tcp"), 0.1) and obstacle(method("mooncake_tcp"), None) is None
+    assert "cannot be limited to 0.1 Gbit/s" in obstacle(parse_method("mooncake_tcp"), 0.1) and obstacle(parse_method("mooncake_tcp"), None) is None
 
 
 def test_wrong_options_end_in_one_line(tmp_path, capsys):
@@ -189,7 +189,7 @@ def test_wrong_options_end_in_one_line(tmp_path, capsys):
 
 
 class Fakes:
-    """Stands for a pair of servers: its first request of a prompt is cold."""
+    """A fake pair of servers. The first request of each prompt is cold."""
 
     def __init__(self, model, flags, folder, name, start_timeout, port):
         self.draws, self.asked = "verified" in flags["decode"], 0
@@ -200,10 +200,10 @@ class Fakes:
     def __exit__(self, *_):
         pass
 
-    def forget_prompts(self):
+    def flush_cache(self):
         self.asked = 0
 
-    def ask(self, prompt, tokens):
+    def send(self, prompt, tokens):
         self.asked += 1
         return lynx() if self.draws else plain(cached=0 if self.asked % 2 else PROMPT - 1)
 
@@ -211,7 +211,7 @@ class Fakes:
 def test_a_run_writes_all_requests_with_their_timelines_and_a_picture(tmp_path, monkeypatch, capsys):
     shapes = {"vocab_size": 500, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
     (tmp_path / "config.json").write_text(json.dumps(shapes))
-    monkeypatch.setattr(command, "Pair", Fakes)
+    monkeypatch.setattr(command, "ServerPair", Fakes)
     monkeypatch.setattr(command, "check_servers", server_flags.check)  # in this process
     wanted = ["--method", "int8,lynx", "--context-len", str(PROMPT), "--prompts", "2", "--repeats", "1", "--output-len", "5"]
     files = ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
@@ -227,12 +227,12 @@ def test_a_run_that_is_ended_leaves_what_it_measured(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 500, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}))
 
     class Ended(Fakes):
-        def ask(self, prompt, tokens):
+        def send(self, prompt, tokens):
             if self.draws:
                 raise KeyboardInterrupt
-            return super().ask(prompt, tokens)
+            return super().send(prompt, tokens)
 
-    monkeypatch.setattr(command, "Pair", Ended)
+    monkeypatch.setattr(command, "ServerPair", Ended)
     monkeypatch.setattr(command, "check_servers", server_flags.check)  # in this process
     wanted = ["--method", "int8,lynx,int4", "--context-len", str(PROMPT), "--prompts", "2", "--repeats", "1", "--output-len", "5"]
     with pytest.raises(KeyboardInterrupt):
@@ -250,18 +250,18 @@ def test_accuracy_orders_codecs_and_counts_their_bits():
 
     keys, values = kv(), kv()
     layers = [SimpleNamespace(queries=torch.randn(80, 4, 64, generator=made), scaling=0.125)]
-    found = {name: accuracy.of_method(name, layers, keys, values) for name in accuracy.CODED}
+    found = {name: accuracy.measure_codec(name, layers, keys, values) for name in accuracy.CODED}
     assert found["bf16"].anchor < found["int8"].anchor < found["int4"].anchor
     assert found["int8"].anchor < found["int8-tensor"].anchor
     split = found["lynx"]
     assert 10 * split.all < split.anchor < 0.05
     assert (split.anchor, split.all) == (found["lynx-int4"].anchor, found["lynx-int8"].anchor)
     assert found["int8"].all is None and 8.25 <= found["int8"].bits_all < 8.27 and 5 <= found["int4"].bits_all < 5.02
-    assert "| lynx | " in "\n".join(tables.accuracy_table([*found.values()]))
+    assert "| lynx | " in "\n".join(results.accuracy_table([*found.values()]))
 
 
 def test_pairs_that_start_together_are_measured_one_after_another(monkeypatch, tmp_path):
-    """Both wait for each other's start; one breaks off, one does not start, and all that started are ended."""
+    """Two pairs wait for each other's start. One breaks off, a third one does not start, and all started pairs are stopped."""
     together, ended, ports = threading.Barrier(2), [], []
 
     class Servers:
@@ -278,20 +278,20 @@ def test_pairs_that_start_together_are_measured_one_after_another(monkeypatch, t
         def __exit__(self, *_):
             ended.append(self.name)
 
-        def forget_prompts(self):
-            """Nothing is cached."""
+        def flush_cache(self):
+            """Do nothing: the fake pair has no cache."""
 
-        def ask(self, input_ids, new_tokens):
+        def send(self, input_ids, new_tokens):
             if self.name == "lynx-10":
                 raise CommandError("it broke off")
             return plain()
 
-    monkeypatch.setattr(command, "Pair", Servers)
+    monkeypatch.setattr(command, "ServerPair", Servers)
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     args = parser.parse_args(["--model", str(tmp_path), "--at-once", "3", "--port", "4000", "--output-len", "4"])
-    asked = [(method(name), 10.0) for name in ("lynx", "int4", "int8")]
-    found = {each.name: said for (each, _), said in command.run_together(args, asked, {PROMPT: [tuple(range(PROMPT))]}, tmp_path)}
+    asked = [(parse_method(name), 10.0) for name in ("lynx", "int4", "int8")]
+    found = {each.name: said for (each, _), said in command.measure_together(args, asked, {PROMPT: [tuple(range(PROMPT))]}, tmp_path)}
     assert ports == [4000, 4003, 4006] and sorted(ended) == ["int8-10", "lynx-10"]
     assert [str(found[name]) for name in ("lynx", "int4")] == ["it broke off", "no memory"]
     assert len(found["int8"]) == 1 + args.repeats
@@ -312,7 +312,7 @@ def test_an_answer_that_breaks_off_is_told_with_what_both_servers_say():
 
 
 def test_a_request_that_a_server_refuses_in_its_stream_is_told_in_its_words():
-    """As one that is longer than the model's context."""
+    """For example a prompt that is longer than the model's context."""
 
     class Server:
         def stream(self, path, body):

@@ -1,1 +1,1 @@
-"""Jobs that arrive at prefill servers and are decoded elsewhere: how long they take, and where their time goes."""
+"""``sglang-ext-bench jobs``: completion times of jobs on prefill and decode servers."""

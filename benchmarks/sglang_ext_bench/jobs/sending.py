@@ -1,4 +1,4 @@
-"""Poisson arrivals, each sent to the prefill server with the shortest queue (HACK, section 7.1) and the decode server with the fewest."""
+"""Sends jobs by Poisson arrivals to the prefill server with the shortest queue and the decode server with the fewest jobs (HACK, 7.1)."""
 
 import random
 import threading
@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from types import TracebackType
 
 from sglang_ext.periodic import run_periodically
 from sglang_ext.tools.server_process import ServerProcess
@@ -14,86 +14,88 @@ from sglang_ext_bench.client import SamplingSettings
 from sglang_ext_bench.servers_apart import ServersApart, answer
 from sglang_ext_bench.speed.decode_wave import Stream
 
-# Seconds between looks at how much of a pool is used.
-LOOK = 0.2
-# Of a job whose decode server has ended it: seconds in which its prefill server has, too.
-PATIENCE = 30.0
+# Seconds between two readings of a pool's usage.
+POLL_SECONDS = 0.2
+# Seconds that a prefill server has to finish its part, if the decode server's part broke off.
+PREFILL_GRACE_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
-class Answered:
-    """A job as its client saw it; seconds of ``time.monotonic``.
+class JobResponse:
+    """A completed job as the client saw it. Times are seconds of ``time.monotonic``.
 
     Attributes:
-        room: SGLang's ``bootstrap_room`` of it.
-        arrived: when it was sent.
-        stream: its answer, with times of the same clock.
-        prefill, decode: which server of each role took it.
+        room: SGLang's ``bootstrap_room`` of the job.
+        prompt_len: Tokens of the prompt.
+        arrival: Time at which it was sent.
+        stream: The response with the times of its chunks.
+        prefill_server: Index of the prefill server.
+        decode_server: Index of the decode server.
     """
 
     room: int
-    tokens: int
-    arrived: float
+    prompt_len: int
+    arrival: float
     stream: Stream
-    prefill: int
-    decode: int
+    prefill_server: int
+    decode_server: int
 
 
-def arrivals(count: int, rate: float | None, seed: int) -> list[float]:
-    """Seconds at which ``count`` jobs arrive: a Poisson process of ``rate`` a second, or all at 0 without one."""
+def arrival_times(count: int, rate: float | None, seed: int) -> list[float]:
+    """Draw the arrival times of ``count`` jobs in seconds: a Poisson process of ``rate`` per second, or all 0 without a rate."""
     if rate is None:
         return [0.0] * count
-    draw, at, found = random.Random(seed), 0.0, []
+    draw, now, times = random.Random(seed), 0.0, []
     for _ in range(count):
-        found.append(at)
-        at += draw.expovariate(rate)
-    return found
+        times.append(now)
+        now += draw.expovariate(rate)
+    return times
 
 
 @dataclass
-class Queues:
-    """What servers of one role have to do, by which the next job's is chosen. Methods may be called from any thread.
+class ServerQueues:
+    """Loads of the servers of one role, for choosing the server of the next job. Methods may be called from any thread.
 
     Attributes:
-        load: of each server, in whatever jobs are counted by.
+        loads: Load of each server, in the unit of the jobs' sizes.
     """
 
-    load: list[int]
+    loads: list[int]
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def take(self, size: int) -> int:
-        """The server with the least to do, the first of several, which has ``size`` more now."""
+    def assign(self, size: int) -> int:
+        """Add ``size`` to the server with the lowest load. Returns its index, the lowest one of equal loads."""
         with self._lock:
-            place = min(range(len(self.load)), key=lambda place: self.load[place])
-            self.load[place] += size
-            return place
+            index = min(range(len(self.loads)), key=lambda index: self.loads[index])
+            self.loads[index] += size
+            return index
 
-    def done(self, place: int, size: int) -> None:
-        """A server has ``size`` less to do."""
+    def release(self, index: int, size: int) -> None:
+        """Subtract ``size`` from the load of a server."""
         with self._lock:
-            self.load[place] -= size
+            self.loads[index] -= size
 
 
-class PoolUse:
-    """Context manager: looks at how many tokens of their pools servers use, again and again.
+class PoolUsageMonitor:
+    """Context manager that polls the usage of the servers' pools.
 
     Attributes:
-        peak: most tokens of a server, copies among them, and how many its pool has.
+        peak: Most used tokens of a server, compressed KV included, and the size of its pool in tokens.
     """
 
     def __init__(self, servers: Sequence[ServerProcess]) -> None:
         self._servers = servers
-        self._looks = run_periodically(self._look, LOOK)
+        self._polling = run_periodically(self._poll, POLL_SECONDS)
         self.peak = (0, 0)
 
-    def __enter__(self) -> "PoolUse":
-        self._looks.__enter__()
+    def __enter__(self) -> "PoolUsageMonitor":
+        self._polling.__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self._looks.__exit__(*error)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._polling.__exit__(kind, error, trace)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         for server in self._servers:
             try:
                 loads = server.request("v1/loads?include=core", timeout=5)["loads"]
@@ -102,33 +104,35 @@ class PoolUse:
             self.peak = max([self.peak, *((load["num_used_tokens"], load["max_total_num_tokens"]) for load in loads)])
 
 
-def send(servers: ServersApart, prompts: Sequence[tuple[int, ...]], at: Sequence[float], new_tokens: int) -> list[Answered]:
-    """Send each prompt at its time, greedy, and wait for all.
+def send_jobs(servers: ServersApart, prompts: Sequence[tuple[int, ...]], times: Sequence[float], new_tokens: int) -> list[JobResponse]:
+    """Send each prompt at its time, with greedy decoding, and wait for all responses.
 
     Args:
-        at: seconds from now, in order.
-        new_tokens: of each answer, whatever they are.
+        servers: Prefill and decode servers.
+        prompts: Token ids of each job.
+        times: Seconds from now, ascending.
+        new_tokens: Output tokens of each job. An end-of-sequence token does not end it.
 
     Raises:
-        CommandError: a job was refused or broke off.
+        CommandError: A server refused a job, or a job broke off.
     """
-    prefills, decodes = (Queues([0] * len(servers.of[role])) for role in ("prefill", "decode"))
+    prefill_queues, decode_queues = (ServerQueues([0] * len(servers.of[role])) for role in ("prefill", "decode"))
     with ThreadPoolExecutor(2 * len(prompts)) as pool:
 
-        def ask(prompt: tuple[int, ...]) -> Answered:
-            prefill, decode = prefills.take(len(prompt)), decodes.take(1)
+        def send_job(prompt: tuple[int, ...]) -> JobResponse:
+            prefill, decode = prefill_queues.assign(len(prompt)), decode_queues.assign(1)
             body = {"input_ids": list(prompt), "sampling_params": SamplingSettings().as_json(new_tokens), **servers.room(prefill)}
-            arrived = time.monotonic()
+            arrival = time.monotonic()
             prefilled = pool.submit(servers.of["prefill"][prefill].post, "generate", body)
-            prefilled.add_done_callback(lambda _: prefills.done(prefill, len(prompt)))
+            prefilled.add_done_callback(lambda _: prefill_queues.release(prefill, len(prompt)))
             try:
-                stream = answer(servers.of["decode"][decode], body, new_tokens, prefilled, PATIENCE, "a job")
+                stream = answer(servers.of["decode"][decode], body, new_tokens, prefilled, PREFILL_GRACE_SECONDS, "a job")
             finally:
-                decodes.done(decode, 1)
-            return Answered(body["bootstrap_room"], len(prompt), arrived, stream, prefill, decode)
+                decode_queues.release(decode, 1)
+            return JobResponse(body["bootstrap_room"], len(prompt), arrival, stream, prefill, decode)
 
-        began, sent = time.monotonic(), []
-        for prompt, seconds in zip(prompts, at, strict=True):
-            time.sleep(max(0.0, began + seconds - time.monotonic()))
-            sent.append(pool.submit(ask, prompt))
-        return [each.result() for each in sent]
+        start, responses = time.monotonic(), []
+        for prompt, seconds in zip(prompts, times, strict=True):
+            time.sleep(max(0.0, start + seconds - time.monotonic()))
+            responses.append(pool.submit(send_job, prompt))
+        return [each.result() for each in responses]

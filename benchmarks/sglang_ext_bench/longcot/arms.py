@@ -1,4 +1,4 @@
-"""The servers that bench longcot compares: stock, and each way to choose the tokens that a step reads."""
+"""The servers that ``sglang-ext-bench longcot`` compares: stock, and one for each selector, mode and setting."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -10,10 +10,10 @@ from sglang_ext.tools.options import split_flags as words
 from sglang_ext_bench.options import numbers
 
 STOCK, RANKS, AUTO = "stock", "spade-ranks", "auto"
-# Defaults by device; on a GPU the loads of Table 2.
+# Defaults by device. Those of GPUs are the loads of AsyncSpade's Table 2.
 LOADS = {"cuda": "8:32768:2048,16:16384:1024", "cpu": "1:2048:256,2:1024:128"}
 LENGTHS = {"cuda": "256,1024", "cpu": "32,64"}
-# By name: the equation of its operations, and whether cache ranks choose.
+# Methods: the equation that counts their operations (flops.py), and whether cache ranks select tokens.
 ARMS: dict[str, tuple[str, bool]] = {
     STOCK: ("full", False),
     "spade": ("spade-between-steps", False),
@@ -24,20 +24,20 @@ ARMS: dict[str, tuple[str, bool]] = {
     "verify-guided": ("spade", False),
 }
 MODES = ("lossy", "verified")
-# Chosen so on a CPU alone.
+# Methods that run on CPUs only.
 ON_CPUS = ("tova", "true-query")
-# Layers of a pack there, unless told.
+# Default layers per pack on CPUs.
 PACKS = ("6", "12")
 
 
 @dataclass(frozen=True)
-class Load:
-    """What servers are asked for.
+class LongcotLoad:
+    """Requests that are sent to a server at once.
 
     Attributes:
-        batch: requests at once.
-        context: tokens of each prompt.
-        select: tokens that each KV head reads.
+        batch: Number of requests.
+        context: Tokens of each prompt.
+        select: Tokens that each KV head selects.
     """
 
     batch: int
@@ -49,19 +49,19 @@ class Load:
 
 
 @dataclass(frozen=True)
-class LongArm:
-    """One server.
+class LongcotServer:
+    """The configuration of one server.
 
     Attributes:
-        name: in tables, and of its files.
-        method: of :data:`ARMS`.
-        mode: lossy, verified; full for stock.
-        select: tokens of each KV head; 0 for stock, whose figures all loads share.
-        pack: layers of a pack at most, where ranks choose; 0 for auto. As they are divided evenly a server's packs may have fewer
-            (:attr:`PackFigures.layers`).
-        timed: whether its cache ranks write a timeline.
-        round_tokens: output tokens of a request that come at once, at most: those of a round.
-        flags: of the server, beside those of all.
+        name: Name in tables and file names.
+        method: One of :data:`ARMS`.
+        mode: ``lossy`` or ``verified``; ``full`` for stock.
+        select: Tokens that each KV head selects. 0 for stock, which runs all loads.
+        pack: Maximum layers per pack, with cache ranks. 0 for ``auto``. Packs are divided evenly, so they may have fewer layers
+            (:attr:`PackSummary.layers`).
+        has_timeline: Its cache ranks write a timeline.
+        round_tokens: Maximum output tokens of a request per round. A client receives them at once.
+        flags: Flags of the server, in addition to those of all servers.
     """
 
     name: str
@@ -69,35 +69,35 @@ class LongArm:
     mode: str
     select: int
     pack: int
-    timed: bool
+    has_timeline: bool
     round_tokens: int
     flags: tuple[str, ...]
 
-    def serves(self, load: Load) -> bool:
-        """Whether its figures are of this load."""
+    def runs_load(self, load: LongcotLoad) -> bool:
+        """The server runs this load."""
         return self.select in (0, load.select)
 
 
-def loads(text: str) -> list[Load]:
-    """Of ``--load``: BATCH:CONTEXT:SELECT, separated by commas.
+def parse_loads(text: str) -> list[LongcotLoad]:
+    """Parse ``--load``: BATCH:CONTEXT:SELECT, separated by commas.
 
     Raises:
-        CommandError: one is none.
+        CommandError: A part has another form, or selects too few or too many tokens.
     """
-    found = []
+    loads = []
     for part in text.split(","):
         sizes = part.split(":")
         if len(sizes) != 3 or not all(size.strip().isdecimal() and int(size) for size in sizes):
             raise CommandError(f"--load {part!r}: pass BATCH:CONTEXT:SELECT, whole numbers above 0, for example 8:32768:2048")
-        load = Load(*map(int, sizes))
+        load = LongcotLoad(*map(int, sizes))
         if not 2 <= load.select < load.context:
-            raise CommandError(f"--load {part!r}: of {load.context} tokens {load.select} are selected: pass a number from 2 to below them")
-        found.append(load)
-    return found
+            raise CommandError(f"--load {part!r}: SELECT is {load.select}: pass a number from 2 to below CONTEXT, {load.context}")
+        loads.append(load)
+    return loads
 
 
 def on_gpus(args: argparse.Namespace) -> bool:
-    """Whether servers run on NVIDIA GPUs, as they decide themselves: by --device, else by what torch finds."""
+    """The servers run on NVIDIA GPUs: by ``--device`` of ``--server-arg``, or if PyTorch finds a GPU, as servers decide."""
     from sglang_ext.config.options import expected_device
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -105,11 +105,11 @@ def on_gpus(args: argparse.Namespace) -> bool:
     return expected_device(parser.parse_known_args(words(args.server_arg))[0].device) == "cuda"
 
 
-def settle(args: argparse.Namespace) -> None:
-    """Set loads, lengths, methods and layers of packs where the command line left them open, by the machine and by where servers run.
+def set_defaults(args: argparse.Namespace) -> None:
+    """Set the loads, lengths, methods and layers per pack that the command line leaves out, by this machine and the servers' device.
 
     Raises:
-        CommandError: packs are named by number, and cache ranks are on GPUs.
+        CommandError: ``--pack-layers`` has a number, and cache ranks run on GPUs.
     """
     import torch
 
@@ -118,80 +118,81 @@ def settle(args: argparse.Namespace) -> None:
     args.output_len = args.output_len or LENGTHS[device]
     gpus = on_gpus(args)
     if args.method is None:
-        missing = (*ON_CPUS, *((RANKS,) if torch.cuda.device_count() <= args.ranks else ())) if gpus else ()
-        args.method = tuple(method for method in ARMS if method not in missing)
+        unavailable = (*ON_CPUS, *((RANKS,) if torch.cuda.device_count() <= args.ranks else ())) if gpus else ()
+        args.method = tuple(method for method in ARMS if method not in unavailable)
     if args.pack_layers is None:
         args.pack_layers = (AUTO,) if gpus else PACKS
-    named = [each for each in args.pack_layers if each != AUTO]
-    if gpus and named and RANKS in args.method:
+    numbered = [each for each in args.pack_layers if each != AUTO]
+    if gpus and numbered and RANKS in args.method:
         raise CommandError(
-            f"--pack-layers {named[0]!r}: cache ranks on GPUs are asked for all layers of a step at once: pass auto, or leave it out"
+            f"--pack-layers {numbered[0]!r}: cache ranks on GPUs select for all layers of a step at once: pass auto, or leave it out"
         )
 
 
-def arms(args: argparse.Namespace) -> list[LongArm]:
-    """Of the options, stock first.
+def make_servers(args: argparse.Namespace) -> list[LongcotServer]:
+    """The servers of the options, stock first.
 
     Raises:
-        CommandError: there is no such method or mode.
+        CommandError: There is no such method or mode.
     """
-    for option, given, allowed in (("--method", args.method, ARMS), ("--mode", args.mode, MODES)):
-        if wrong := [each for each in given if each not in allowed]:
+    for option, values, allowed in (("--method", args.method, ARMS), ("--mode", args.mode, MODES)):
+        if wrong := [each for each in values if each not in allowed]:
             raise CommandError(f"{option} {wrong[0]!r}: pass some of {', '.join(allowed)}")
-    selects = dict.fromkeys(load.select for load in loads(args.load))
-    found = [LongArm(STOCK, STOCK, "full", 0, 0, False, 1, ())] if STOCK in args.method else []
+    selects = dict.fromkeys(load.select for load in parse_loads(args.load))
+    servers = [LongcotServer(STOCK, STOCK, "full", 0, 0, False, 1, ())] if STOCK in args.method else []
     for method in args.method:
         for mode in args.mode:
             if method != STOCK and not (method == "verify-guided" and mode == "lossy"):
-                found += (arm for select in selects for arm in _arms(args, method, mode, select))
-    return found
+                servers += (server for select in selects for server in _method_servers(args, method, mode, select))
+    return servers
 
 
-def check_lengths(chosen: Sequence[LongArm], lengths: Sequence[int]) -> None:
-    """Refuse lengths of answers between which a server may send no tokens, as those of a round come at once.
+def check_lengths(servers: Sequence[LongcotServer], lengths: Sequence[int]) -> None:
+    """Refuse output lengths that are closer than a round: a client receives the tokens of a round at once.
 
     Args:
-        chosen: All servers.
+        servers: All servers.
         lengths: ``--output-len``, ascending.
 
     Raises:
-        CommandError: Two lengths, or the first length and the first token, are closer than a round of a server is long.
+        CommandError: Two lengths, or the first token and the first length, are closer than a round of a server.
     """
-    slowest = max(chosen, key=lambda arm: arm.round_tokens, default=None)
-    if slowest is None:
+    longest = max(servers, key=lambda server: server.round_tokens, default=None)
+    if longest is None:
         return
     for before, until in zip((1, *lengths), lengths):
-        if until - before < slowest.round_tokens:
+        if until - before < longest.round_tokens:
             raise CommandError(
-                f"--output-len {until}: a round of {slowest.name} gives up to {slowest.round_tokens} tokens at once, and only "
-                f"{until - before} are timed from token {before} on: pass numbers from {1 + slowest.round_tokens}, at least "
-                f"{slowest.round_tokens} apart"
+                f"--output-len {until}: a round of {longest.name} has up to {longest.round_tokens} tokens, and only {until - before} "
+                f"are timed from token {before} on: pass numbers from {1 + longest.round_tokens}, at least "
+                f"{longest.round_tokens} apart"
             )
 
 
-def _arms(args: argparse.Namespace, method: str, mode: str, select: int) -> Iterator[LongArm]:
-    """Of one method, mode and number of tokens: one for each number of steps between choices, and of ranks for each pack."""
+def _method_servers(args: argparse.Namespace, method: str, mode: str, select: int) -> Iterator[LongcotServer]:
+    """Servers of one method, mode and number of selected tokens: one per selection interval and, with cache ranks, per pack size."""
     from sglang_ext.mem_cache.compressors.each_step.quest import Quest
 
     drafts = ("--kv-draft-length", str(args.draft_length)) if mode == "verified" else ()
-    # Drafts and the bonus token; without drafts a round has plain steps.
+    # A round has draft tokens and a bonus token, or plain steps.
     round_tokens = max(PLAIN_STEPS, args.draft_length + 1) if drafts else PLAIN_STEPS
     compressor = "spade" if method.startswith("spade") else method
     flags = ("--kv-mode", mode, "--kv-compressor", compressor, *drafts)
     name = f"{method} {mode} {select}"
     if method == "verify-guided":
-        # It takes a share of the context, that of the first load with so many tokens.
-        share = next(load.select / load.context for load in loads(args.load) if load.select == select)
-        yield LongArm(name, method, mode, select, 0, False, round_tokens, (*flags, "--kv-budget", f"{share:g}"))
+        # Its flag is a share of the context. It is that of the first load with this number of selected tokens.
+        share = next(load.select / load.context for load in parse_loads(args.load) if load.select == select)
+        yield LongcotServer(name, method, mode, select, 0, False, round_tokens, (*flags, "--kv-budget", f"{share:g}"))
         return
     ranks = ARMS[method][1]
     packs = [0 if pack == AUTO else int(pack) for pack in args.pack_layers] if ranks else [0]
-    for every in numbers(args.select_every, "--select-every"):
+    for interval in numbers(args.select_every, "--select-every"):
         for pack in packs:
-            more = ["--kv-select", str(select), "--kv-select-every", str(every)]
+            more = ["--kv-select", str(select), "--kv-select-every", str(interval)]
             more += ["--kv-select-by", args.select_by] if compressor == "spade" else []
-            # There its pages are those of the pool.
+            # On GPUs its pages are those of the pool.
             more += ["--page-size", str(Quest.scoring.page)] if compressor == Quest.name and on_gpus(args) else []
             more += ["--kv-cache-ranks", str(args.ranks), "--kv-pack-layers", str(pack or AUTO)] if ranks else []
-            told = f"{name}{f' every {every}' if every > 1 else ''}{f' packs of up to {pack}' if pack else ''}"
-            yield LongArm(told, method, mode, select, pack, ranks and not on_gpus(args), round_tokens, (*flags, *more))
+            full_name = f"{name}{f' every {interval}' if interval > 1 else ''}{f' packs of up to {pack}' if pack else ''}"
+            has_timeline = ranks and not on_gpus(args)
+            yield LongcotServer(full_name, method, mode, select, pack, has_timeline, round_tokens, (*flags, *more))

@@ -1,34 +1,31 @@
-"""Runs ``python -m sglang_ext_bench longcot``: starts the servers, sends the loads, writes tables, JSON and plots."""
+"""Runs ``sglang-ext-bench longcot``: starts the servers, sends the loads, and writes tables, JSON and a plot."""
 
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 
 from sglang_ext.config.model_folder import read_config
 from sglang_ext.managers.cache_rank import timeline
-from sglang_ext.mem_cache.selection.predictors import PREDICTORS
-from sglang_ext.tools import CommandError
 from sglang_ext.tools.server_process import check_servers, file_name
 from sglang_ext_bench import report
-from sglang_ext_bench.longcot import overlap, packs, pages, plots, serving, tables
+from sglang_ext_bench.longcot import flops, overlap, packs, results, serving
 from sglang_ext_bench.longcot.arms import (
     ARMS,
-    AUTO,
-    Load,
-    LongArm,
-    arms,
+    LongcotLoad,
+    LongcotServer,
     check_lengths,
-    loads,
-    settle,
+    make_servers,
+    parse_loads,
+    set_defaults,
 )
 from sglang_ext_bench.longcot.flops import ModelShape, token_flops
-from sglang_ext_bench.longcot.options import add_arguments
-from sglang_ext_bench.longcot.serving import LongFigures
-from sglang_ext_bench.options import check_counts, numbers
+from sglang_ext_bench.longcot.options import add_arguments, check_options
+from sglang_ext_bench.longcot.serving import LongcotSummary
+from sglang_ext_bench.options import numbers
 from sglang_ext_bench.prompts import load_prompts, load_tokenizer
 from sglang_ext_bench.speed import settings
 from sglang_ext_bench.prompts import make_prompts
@@ -37,124 +34,127 @@ from sglang_ext_bench.speed.settings import ServerSetting as Setting
 __all__ = ["add_arguments", "run"]
 
 
-def run(args: argparse.Namespace) -> int:
-    """Measure what was asked for, print tables; 0 when all could be measured, else 1 after the others."""
-    settle(args)
-    wanted, lengths = loads(args.load), sorted(set(numbers(args.output_len, "--output-len")))
-    check(args, lengths)
-    chosen = arms(args)
-    check_lengths(chosen, lengths)
-    # SGLang sends a round's tokens when the next round runs, but those of the last round at once: no length is in a last round.
-    longest = lengths[-1] + 2 * max((arm.round_tokens for arm in chosen), default=0)
-    shape = ModelShape.of(read_config(args.model))
-    # Which folder timelines go to does not matter here.
-    flags = {arm.name: settings.flags_of(args, setting_of(arm, Path("timeline"))) for arm in chosen}
-    check_servers(str(args.model), flags, max(load.context for load in wanted) + longest, "--load")
-    prompts = make_prompts(args, max(load.batch for load in wanted), sorted({load.context for load in wanted}))
-    found: list[LongFigures] = []
-    packed: list[packs.PackFigures] = []
-    steps: list[packs.Step] = []
-    arm_of = {arm.name: arm for arm in chosen}
+@dataclass
+class LongcotMeasurements:
+    """Results so far. :meth:`write` is called after each load, so that an interrupted run keeps its results.
 
-    def measure(setting: Setting, logs: Path) -> None:
-        arm = arm_of[setting.name]
-        file = logs / f"{file_name(arm.name)}-timeline.jsonl"
-        file.unlink(missing_ok=True)
-        with settings.server(args, setting_of(arm, file), logs) as server:
-            for load in filter(arm.serves, wanted):
-                before = len(packs.steps_of(timeline.read(file)))
-                waves = serving.answer(server, prompts[load.context][: load.batch], longest, args.repeats, ARMS[arm.method][1])
-                found.append(figures_of(arm, load, lengths, waves, shape))
-                print(f"{arm.name}: {load}: {told_of(found[-1])}", flush=True)
-                taken = packs.steps_of(timeline.read(file))[before:]
-                if (told := packs.figures(arm.name, str(load), taken)) is not None:
-                    packed.append(told)
-                    steps[:] = taken
-                # A run that is cut off keeps what it has.
-                keep({})
+    Attributes:
+        part_times: Times of the parts of a step.
+        overlaps: Overlaps of selections.
+        summaries: Summary of each server and load.
+        pack_summaries: Summary of packs, for each server with a timeline and each load.
+        steps: Steps of the newest load with a timeline.
+    """
 
-    def keep(failed: dict[str, str]) -> None:
+    part_times: list[flops.StepPartTime]
+    overlaps: list[overlap.Overlap]
+    summaries: list[LongcotSummary] = field(default_factory=list)
+    pack_summaries: list[packs.PackSummary] = field(default_factory=list)
+    steps: list[packs.Step] = field(default_factory=list)
+
+    def write(self, args: argparse.Namespace, failed: dict[str, str]) -> None:
+        """Write ``--json``. ``failed`` says why servers could not be measured, by name."""
         if args.json:
-            kinds = {"results": found, "packs": packed, "pages": paged, "overlaps": overlaps}
-            measured = {kind: [asdict(each) for each in measured] for kind, measured in kinds.items()}
+            groups = {"results": self.summaries, "packs": self.pack_summaries, "pages": self.part_times, "overlaps": self.overlaps}
+            measured = {key: [asdict(each) for each in group] for key, group in groups.items()}
             report.write_json(args.json, {"arguments": vars(args), **report.origin(), **measured, "failed": failed})
 
-    paged = [part for load in wanted for part in pages.parts(shape, load, device())] if args.pages else []
-    overlaps = overlaps_of(args)
-    failed = settings.each(args, [Setting(arm.name) for arm in chosen], measure)
-    for lines in (tables.served(found), tables.packed(packed), tables.paged(paged), tables.overlapped(overlaps)):
+
+def run(args: argparse.Namespace) -> int:
+    """Measure all servers, step parts and overlaps, and print tables. Returns 0 if all were measured, else 1."""
+    set_defaults(args)
+    loads, lengths = parse_loads(args.load), sorted(set(numbers(args.output_len, "--output-len")))
+    check_options(args, lengths)
+    servers = make_servers(args)
+    check_lengths(servers, lengths)
+    # SGLang sends a round's tokens when the next round runs, but the last round's tokens at once. So no length may be in the last round.
+    longest = lengths[-1] + 2 * max((server.round_tokens for server in servers), default=0)
+    shape = ModelShape.from_config(read_config(args.model))
+    # The folder of timelines does not matter for this check.
+    flags = {server.name: settings.flags_of(args, make_setting(server, Path("timeline"))) for server in servers}
+    check_servers(str(args.model), flags, max(load.context for load in loads) + longest, "--load")
+    prompts = make_prompts(args, max(load.batch for load in loads), sorted({load.context for load in loads}))
+    part_times = [each for load in loads for each in flops.time_step_parts(shape, load, device())] if args.pages else []
+    measurements = LongcotMeasurements(part_times, measure_overlaps(args))
+    by_name = {server.name: server for server in servers}
+
+    def measure_server(setting: Setting, logs: Path) -> None:
+        server = by_name[setting.name]
+        file = logs / f"{file_name(server.name)}-timeline.jsonl"
+        file.unlink(missing_ok=True)
+        with settings.server(args, make_setting(server, file), logs) as process:
+            for load in filter(server.runs_load, loads):
+                num_steps = len(packs.parse_steps(timeline.read(file)))
+                waves = serving.send_waves(process, prompts[load.context][: load.batch], longest, args.repeats, ARMS[server.method][1])
+                summary = summarize(server, load, lengths, waves, shape)
+                measurements.summaries.append(summary)
+                print(f"{server.name}: {load}: {progress_line(summary)}", flush=True)
+                steps = packs.parse_steps(timeline.read(file))[num_steps:]
+                if (pack_summary := packs.summarize(server.name, str(load), steps)) is not None:
+                    measurements.pack_summaries.append(pack_summary)
+                    measurements.steps = steps
+                measurements.write(args, {})
+
+    failed = settings.each(args, [Setting(server.name) for server in servers], measure_server)
+    for lines in (
+        results.serving_tables(measurements.summaries),
+        results.pack_table(measurements.pack_summaries),
+        results.step_part_tables(measurements.part_times),
+        results.overlap_table(measurements.overlaps),
+    ):
         for line in lines:
             print(line)
-    keep(failed)
+    measurements.write(args, failed)
     if args.plot:
-        told = f"{args.model.resolve().name}, {args.dtype}, {json.dumps(args.load)}"
-        plots.write(args.plot, found, steps, overlaps, told)
+        heading = f"{args.model.resolve().name}, {args.dtype}, {json.dumps(args.load)}"
+        results.write_plot(args.plot, measurements.summaries, measurements.steps, measurements.overlaps, heading)
     return 1 if failed else 0
 
 
-def told_of(figures: LongFigures) -> str:
-    """A line while the rest is measured."""
-    drafts = f", {figures.accepted} of {figures.drafts} drafts" if figures.drafts else ""
-    choices = f", choices side by side: {figures.choices}" if figures.choices is not None else ""
-    return f"{figures.token_ms[-1]:.2f} ms a token{drafts}{choices}"
-
-
-def check(args: argparse.Namespace, lengths: Sequence[int]) -> None:
-    """Refuse numbers that cannot be.
-
-    Raises:
-        CommandError: names the option.
-    """
-    if not args.method and not args.pages and args.overlap_prompts is None:
-        raise CommandError('--method "" starts no server, and nothing else is asked for: pass --pages or --overlap-prompts, or a method')
-    check_counts({"--repeats": args.repeats, "--draft-length": args.draft_length, "--ranks": args.ranks})
-    if args.select_by not in PREDICTORS:
-        raise CommandError(f"--select-by {args.select_by!r}: pass {' or '.join(PREDICTORS)}")
-    if lengths[0] < 2:
-        raise CommandError("--output-len 1: times are of tokens after the first: pass numbers from 2")
-    if wrong := [each for each in args.pack_layers if each != AUTO and not (each.isdecimal() and int(each))]:
-        raise CommandError(f"--pack-layers {wrong[0]!r}: pass numbers of layers from 1, or auto, separated by commas")
-    if not 0 < args.overlap_share < 1:
-        raise CommandError(f"--overlap-share {args.overlap_share:g}: pass a share of the context between 0 and 1")
+def progress_line(summary: LongcotSummary) -> str:
+    """The main results of a load, printed while others are measured."""
+    drafts = f", {summary.accepted} of {summary.drafts} drafts" if summary.drafts else ""
+    selections = f", selections in time: {summary.choices}" if summary.choices is not None else ""
+    return f"{summary.token_ms[-1]:.2f} ms a token{drafts}{selections}"
 
 
 def device() -> torch.device:
-    """Where parts of a step are timed."""
+    """The device on which the parts of a step are timed."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def setting_of(arm: LongArm, file: Path) -> Setting:
-    """An arm as speed benchmarks start servers; ``file`` takes the timeline of its cache ranks, where they write one."""
-    watched = ("--kv-bench-timeline", str(file)) if arm.timed else ()
-    return Setting(arm.name, (*arm.flags, *watched))
+def make_setting(server: LongcotServer, file: Path) -> Setting:
+    """The setting that starts a server. Cache ranks with a timeline write it to ``file``."""
+    timeline_flags = ("--kv-bench-timeline", str(file)) if server.has_timeline else ()
+    return Setting(server.name, (*server.flags, *timeline_flags))
 
 
-def figures_of(
-    arm: LongArm, load: Load, lengths: Sequence[int], waves: Sequence[serving.Answers], shape: ModelShape
-) -> LongFigures:
-    """What the waves of a load showed."""
+def summarize(
+    server: LongcotServer, load: LongcotLoad, lengths: Sequence[int], waves: Sequence[serving.WaveResult], shape: ModelShape
+) -> LongcotSummary:
+    """Summarize the waves of a load."""
     metas = [stream.meta for wave in waves for stream in wave.streams]
-    together = serving.together(waves)
-    return LongFigures(
-        name=arm.name,
-        method=arm.method,
-        mode=arm.mode,
+    middle = serving.median_wave(waves)
+    return LongcotSummary(
+        name=server.name,
+        method=server.method,
+        mode=server.mode,
         load=load,
         lengths=tuple(lengths),
-        token_ms=serving.spans(waves, lengths),
-        running=together and together.wave.running,
-        together_ms=together and together.wave.token_ms,
-        choices=together and together.choices,
+        token_ms=serving.token_ms(waves, lengths),
+        running=middle and middle.wave.running,
+        together_ms=middle and middle.wave.token_ms,
+        choices=middle and middle.selections,
         drafts=sum(meta.get("kv_drafts", 0) for meta in metas),
         accepted=sum(meta.get("kv_accepted", 0) for meta in metas),
         fallbacks=sum(bool(meta.get("kv_fallback")) for meta in metas),
-        flops=token_flops(shape, ARMS[arm.method][0], load.context, load.select),
+        flops=token_flops(shape, ARMS[server.method][0], load.context, load.select),
     )
 
 
-def overlaps_of(args: argparse.Namespace) -> list[overlap.Overlap]:
-    """Of the prompts of --overlap-prompts; none without."""
+def measure_overlaps(args: argparse.Namespace) -> list[overlap.Overlap]:
+    """Measure the overlaps of ``--overlap-prompts``. Empty without it."""
     if args.overlap_prompts is None:
         return []
-    found = load_prompts(args.overlap_prompts, load_tokenizer(str(args.model)), "--overlap-prompts")
-    return overlap.measure(args.model, [prompt.input_ids for prompt in found], args.overlap_share)
+    prompts = load_prompts(args.overlap_prompts, load_tokenizer(str(args.model)), "--overlap-prompts")
+    return overlap.measure(args.model, [prompt.input_ids for prompt in prompts], args.overlap_share)

@@ -1,4 +1,4 @@
-"""Where the time of a pack of layers goes, from the timeline of an inference rank with cache ranks (AsyncSpade, Table 2)."""
+"""Times of packs of layers, from the timeline of an inference rank with cache ranks (AsyncSpade, Table 2)."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -7,6 +7,7 @@ from statistics import fmean
 from sglang_ext.managers.cache_rank.timeline import PackEvent
 
 Pack = tuple[int, int]
+"""First layer and number of layers."""
 
 
 @dataclass
@@ -14,68 +15,73 @@ class PackStep:
     """One pack in one step.
 
     Attributes:
-        reached: seconds at which attention comes to its first layer.
-        ended: at which it comes to the next pack's; None for the step's last pack.
-        held: seconds from :attr:`reached` until copies lead to what was chosen, or did not.
-        asked: events of its questions, by lane and sequence.
-        chosen: events of their answers.
-        missed: choices that were not there in time.
-        kept_bytes: of K and V that are read of what was chosen.
+        start: Time at which attention reaches its first layer, in seconds.
+        end: Time at which attention reaches the next pack, in seconds. None for the last pack of a step.
+        wait: Seconds from :attr:`start` until the selection is written to the compressed KV, or counted as late.
+        requests: Events of the selection requests, by lane and sequence.
+        selections: Events of the completed selections.
+        missed: Late selections.
+        kv_bytes: Bytes of the selected K and V.
     """
 
-    reached: float
-    ended: float | None = None
-    held: float = 0.0
-    asked: dict[tuple[int, int], PackEvent] = field(default_factory=dict)
-    chosen: list[PackEvent] = field(default_factory=list)
+    start: float
+    end: float | None = None
+    wait: float = 0.0
+    requests: dict[tuple[int, int], PackEvent] = field(default_factory=dict)
+    selections: list[PackEvent] = field(default_factory=list)
     missed: int = 0
-    kept_bytes: int = 0
+    kv_bytes: int = 0
 
     @property
     def inference(self) -> float | None:
-        """Seconds that the model computes its layers; None for the last pack, after which no layer follows."""
-        return None if self.ended is None else self.ended - self.reached - self.held
+        """Seconds in which the model computes its layers. None for the last pack of a step, whose end is unknown."""
+        return None if self.end is None else self.end - self.start - self.wait
 
     @property
-    def seen_until(self) -> float | None:
-        """Seconds until which the model is known to compute it: of the last pack until its last question, which its last layer's queries
-        are of, so that this layer is left out; None where it was not asked for."""
-        return max((event.at for event in self.asked.values()), default=None) if self.ended is None else self.ended
+    def known_end(self) -> float | None:
+        """Latest time at which the model is known to compute it, in seconds.
+
+        For the last pack of a step, the last selection request. It has the queries of the last layer, whose own time is left out. None
+        without requests.
+        """
+        return max((event.at for event in self.requests.values()), default=None) if self.end is None else self.end
 
     @property
-    def whole(self) -> bool:
-        """Whether all that was asked was chosen."""
-        return bool(self.asked) and len(self.chosen) == len(self.asked)
+    def is_complete(self) -> bool:
+        """All of its selection requests were completed."""
+        return bool(self.requests) and len(self.selections) == len(self.requests)
 
     @property
     def selection(self) -> float:
-        """Seconds that a rank chooses for all requests."""
-        return sum(event.seconds for event in self.chosen)
+        """Seconds in which a rank selects for all requests."""
+        return sum(event.seconds for event in self.selections)
 
     @property
     def cycle(self) -> float:
-        """Seconds from the first question until the last answer."""
-        return max(event.at for event in self.chosen) - min(event.at for event in self.asked.values())
+        """Seconds from the first selection request to the last completed selection."""
+        return max(event.at for event in self.selections) - min(event.at for event in self.requests.values())
 
 
 Step = dict[Pack, PackStep]
+"""The packs of one step."""
 
 
 @dataclass(frozen=True)
-class PackFigures:
-    """Means over steps and packs; seconds.
+class PackSummary:
+    """Means over steps and packs. The fields are keys of the JSON file. Times are in seconds.
 
     Attributes:
-        name: the server's.
-        load: what it was asked for, in words.
-        layers: of a pack as they were served, the most.
-        steps: that were looked at.
-        inference: of the model's layers.
-        selection: that a rank chooses for all requests of the batch.
-        transfer: the rest of a cycle: until questions are heard, among others before them, and answers written.
-        up, down: bytes that go to ranks and come back.
-        gathered: bytes of K and V, were the selected tokens sent back instead of their positions.
-        missed: share of choices that were not there in time.
+        name: Name of the server.
+        load: Batch, context and selected tokens, in words.
+        layers: Layers of the largest pack.
+        steps: Number of steps.
+        inference: Time of the model's layers.
+        selection: Time in which a rank selects for all requests of the batch.
+        transfer: The rest of the cycle, in which requests and selections are transferred and queued.
+        up: Bytes that are sent to ranks.
+        down: Bytes of positions that ranks send back.
+        gathered: Bytes of the selected K and V. A rank would send them back if the server had no full KV.
+        missed: Share of late selections.
     """
 
     name: str
@@ -91,25 +97,25 @@ class PackFigures:
     missed: float
 
     @property
-    def hidden(self) -> bool:
-        """Whether a rank has chosen for a pack before the model has computed one."""
+    def is_hidden(self) -> bool:
+        """Selection and transfer for a pack take no longer than the model's layers."""
         return self.selection + self.transfer <= self.inference
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second that must travel for this to be hidden, as it is served: positions."""
+        """Bytes per second that the link needs to hide the transfer of positions."""
         return (self.up + self.down) / self.inference
 
     @property
     def gathered_bandwidth(self) -> float:
-        """The same, were K and V sent as in the paper's Table 2."""
+        """Bytes per second that the link needs to hide the transfer of K and V, as in the paper's Table 2."""
         return (self.up + self.gathered) / self.inference
 
 
-def steps_of(events: Iterable[PackEvent]) -> list[Step]:
-    """The steps of a timeline, oldest first; the last may lack answers."""
-    found: list[Step] = []
-    places: dict[tuple[Pack, int, int], PackStep] = {}
+def parse_steps(events: Iterable[PackEvent]) -> list[Step]:
+    """Group the events of a timeline by step, oldest first. The last step may lack selections."""
+    steps: list[Step] = []
+    pending: dict[tuple[Pack, int, int], PackStep] = {}
     current: Step = {}
     newest: PackStep | None = None
     for event in events:
@@ -117,54 +123,55 @@ def steps_of(events: Iterable[PackEvent]) -> list[Step]:
         if event.kind == "reached":
             if event.first == 0:
                 current, newest = {}, None
-                found.append(current)
+                steps.append(current)
             if newest is not None:
-                newest.ended = event.at
+                newest.end = event.at
             newest = current[pack] = PackStep(event.at)
         elif event.kind == "chosen":
-            if (asked_in := places.pop((pack, event.lane, event.sequence), None)) is not None:
-                asked_in.chosen.append(event)
+            if (requested_in := pending.pop((pack, event.lane, event.sequence), None)) is not None:
+                requested_in.selections.append(event)
         elif pack in current:
-            _note(current[pack], event)
+            _add_event(current[pack], event)
             if event.kind == "asked":
-                places[pack, event.lane, event.sequence] = current[pack]
-    return found
+                pending[pack, event.lane, event.sequence] = current[pack]
+    return steps
 
 
-def _note(step: PackStep, event: PackEvent) -> None:
+def _add_event(step: PackStep, event: PackEvent) -> None:
+    """Add an event of the inference rank to a pack's step."""
     match event.kind:
         case "asked":
-            step.asked[event.lane, event.sequence] = event
+            step.requests[event.lane, event.sequence] = event
         case "written":
-            step.held = event.at - step.reached
-            step.kept_bytes += event.bytes
+            step.wait = event.at - step.start
+            step.kv_bytes += event.bytes
         case "missed":
-            step.held = event.at - step.reached
+            step.wait = event.at - step.start
             step.missed += 1
 
 
-def figures(name: str, load: str, steps: Sequence[Step]) -> PackFigures | None:
-    """Means of those packs of steps whose questions were all answered; None where there are none.
+def summarize(name: str, load: str, steps: Sequence[Step]) -> PackSummary | None:
+    """Summarize the packs whose selection requests were all completed. None if there are none.
 
-    The last pack of each step counts for what ranks do, not for what the model does: what follows it is no layer.
+    The last pack of each step does not count for the time of the model, since its end is unknown.
     """
     packs = [each for step in steps for each in step.values()]
-    asked, timed = [each for each in packs if each.whole], [each.inference for each in packs if each.inference is not None]
-    if not asked or not timed:
+    complete, inference = [each for each in packs if each.is_complete], [each.inference for each in packs if each.inference is not None]
+    if not complete or not inference:
         return None
-    selection, cycle = fmean(each.selection for each in asked), fmean(each.cycle for each in asked)
-    written = [each.kept_bytes for each in packs if each.kept_bytes]
-    due = sum(len(each.asked) for each in packs)
-    return PackFigures(
+    selection, cycle = fmean(each.selection for each in complete), fmean(each.cycle for each in complete)
+    kv_bytes = [each.kv_bytes for each in packs if each.kv_bytes]
+    num_requests = sum(len(each.requests) for each in packs)
+    return PackSummary(
         name=name,
         load=load,
         layers=max(count for step in steps for _, count in step),
         steps=len(steps),
-        inference=fmean(timed),
+        inference=fmean(inference),
         selection=selection,
         transfer=max(0.0, cycle - selection),
-        up=fmean(sum(event.bytes for event in each.asked.values()) for each in asked),
-        down=fmean(sum(event.bytes for event in each.chosen) for each in asked),
-        gathered=fmean(written) if written else 0.0,
-        missed=sum(each.missed for each in packs) / max(1, due),
+        up=fmean(sum(event.bytes for event in each.requests.values()) for each in complete),
+        down=fmean(sum(event.bytes for event in each.selections) for each in complete),
+        gathered=fmean(kv_bytes) if kv_bytes else 0.0,
+        missed=sum(each.missed for each in packs) / max(1, num_requests),
     )

@@ -1,1 +1,1 @@
-"""Full KV in host memory, simulated without a model."""
+"""Simulation of verified decoding with full KV in host memory, without a model."""

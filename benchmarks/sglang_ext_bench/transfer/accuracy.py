@@ -1,4 +1,4 @@
-"""What codecs do to attention: vNMSE of its outputs on real KV, in this process, and bits of a number."""
+"""Errors of attention outputs on KV that went through a codec, and the codec's bits per number. It needs no server."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,15 +15,18 @@ CODED = (LYNX, *CODECS)
 
 
 @dataclass(frozen=True)
-class Accuracy:
-    """Errors of a method.
+class CodecAccuracy:
+    """Errors and size of the KV of one method. The fields are keys of the JSON file.
+
+    An error is the vNMSE of attention outputs: the squared length of the difference over that of the exact output. It is the mean over
+    query heads, tokens and layers. Each layer gets the queries of full KV.
 
     Attributes:
-        method: its name.
-        anchor, all: vNMSE of attention outputs on what decoding can begin on, and on all that travels; the latter None where these are
-            the same. Squared length of the difference over that of the output, mean over query heads, tokens and layers; every layer
-            sees the queries of full KV.
-        bits_anchor, bits_all: of a number.
+        method: Name of the method.
+        anchor: Error on the data with which decoding can start.
+        all: Error on all transferred data. None without a residual.
+        bits_anchor: Bits per number of the data with which decoding can start.
+        bits_all: Bits per number of all transferred data.
     """
 
     method: str
@@ -33,45 +36,53 @@ class Accuracy:
     bits_all: float
 
 
-def measure(model: Path, dtype: str, input_ids: tuple[int, ...], methods: Sequence[str]) -> Iterator[Accuracy]:
-    """Of the methods among ``CODED``, on the KV of one text."""
+def measure(model: Path, dtype: str, input_ids: tuple[int, ...], methods: Sequence[str]) -> Iterator[CodecAccuracy]:
+    """Measure the methods of ``methods`` that are in :data:`CODED`, on the KV of one text.
+
+    Args:
+        model: Folder of the model. It runs in float32.
+        dtype: Data type of the KV that the codecs get.
+        input_ids: Token ids of the text.
+        methods: Names of methods.
+    """
     layers = CapturedModel(str(model), "float32").attention(input_ids)
     kinds = [torch.stack([getattr(layer, kind) for layer in layers]).to(getattr(torch, dtype)) for kind in ("keys", "values")]
     for name in methods:
         if name in CODED:
-            yield of_method(name, layers, *kinds)
+            yield measure_codec(name, layers, *kinds)
 
 
-def of_method(name: str, layers: Sequence[LayerAttention], keys: torch.Tensor, values: torch.Tensor) -> Accuracy:
-    """Of keys and values [layers, tokens, heads, dim] that go through a method's codec page by page."""
+def measure_codec(name: str, layers: Sequence[LayerAttention], keys: torch.Tensor, values: torch.Tensor) -> CodecAccuracy:
+    """Encode and decode keys and values [layers, tokens, heads, dim] page by page, and compare the attention outputs."""
     from sglang_ext.managers.kv_transfer.progressive.codecs import make_codec
     from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage
     from sglang_ext.managers.kv_transfer.wire import LayerRange
 
-    source, target = (Held(keys.clone(), values.clone()) for _ in range(2))
-    chosen = (SPLIT[name], None) if name in SPLIT else ("exact", name)
-    sender, receiver = (make_codec(chosen[0], held.pool, chosen[1]) for held in (source, target))
+    source, target = (LayerPool(keys.clone(), values.clone()) for _ in range(2))
+    reference, codec = (SPLIT[name], None) if name in SPLIT else ("exact", name)
+    sender, receiver = (make_codec(reference, each.pool, codec) for each in (source, target))
     tokens, parts = keys.shape[1], LayerRange(0, len(layers))
     pages = [PlacedPage(begin, torch.arange(begin, min(begin + sender.page_size, tokens))) for begin in range(0, tokens, sender.page_size)]
     streams = [sender.encode(page, parts) for page in pages]
     sizes = [sum(len(stream or b"") for stream in kind) for kind in zip(*streams, strict=True)]
     for page, (anchor, _) in zip(pages, streams, strict=True):
         receiver.write_anchor(page, parts, anchor)
-    found, whole = error(layers, source, target), None
+    anchor_error, full_error = attention_error(layers, source, target), None
     if sizes[1]:
         for page, both in zip(pages, streams, strict=True):
             receiver.write_residual(page, parts, *both)
-        whole = error(layers, source, target)
+        full_error = attention_error(layers, source, target)
     numbers = keys.numel() + values.numel()
-    return Accuracy(name, found, whole, 8 * sizes[0] / numbers, 8 * sum(sizes) / numbers)
+    return CodecAccuracy(name, anchor_error, full_error, 8 * sizes[0] / numbers, 8 * sum(sizes) / numbers)
 
 
-class Held:
-    """Keys and values as a server's pool, one slot a token.
+class LayerPool:
+    """Keys and values in the form of a server's pool, with one slot per token.
 
     Attributes:
-        keys, values: [layers, tokens, heads, dim]; the pool's memory.
-        pool: of these.
+        keys: Keys [layers, tokens, heads, dim], in the pool's memory.
+        values: Values of the same shape.
+        pool: Buffers that point to them.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -89,13 +100,13 @@ class Held:
         self.pool = PoolBuffers(args, keys.dtype, heads, key_dim, values.shape[3], torch.device("cpu"))
 
 
-def error(layers: Sequence[LayerAttention], source: Held, target: Held) -> float:
-    """vNMSE of attention outputs, mean over layers."""
-    found = []
-    for place, layer in enumerate(layers):
+def attention_error(layers: Sequence[LayerAttention], source: LayerPool, target: LayerPool) -> float:
+    """The vNMSE of attention outputs on ``target``, relative to those on ``source``. Mean over layers."""
+    errors = []
+    for index, layer in enumerate(layers):
         heads = layer.queries.shape[1]
         exact, coded = (
-            attend(layer.queries, held.keys[place], held.values[place], layer.scaling).unflatten(1, (heads, -1)) for held in (source, target)
+            attend(layer.queries, each.keys[index], each.values[index], layer.scaling).unflatten(1, (heads, -1)) for each in (source, target)
         )
-        found.append(((coded - exact).square().sum(-1) / exact.square().sum(-1)).double().mean())
-    return float(torch.stack(found).mean())
+        errors.append(((coded - exact).square().sum(-1) / exact.square().sum(-1)).double().mean())
+    return float(torch.stack(errors).mean())

@@ -1,8 +1,8 @@
-"""Runs ``python -m sglang_ext_bench transfer``: starts pairs of servers, sends the prompts, writes tables, JSON and plots."""
+"""Runs ``sglang-ext-bench transfer``: starts pairs of servers, sends the prompts, and writes tables, JSON and a plot."""
 
 import argparse
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -17,172 +17,196 @@ from sglang_ext_bench.options import check_counts, check_port, numbers
 from sglang_ext_bench.servers_apart import ports_taken
 from sglang_ext_bench.prompts import make_prompts
 from sglang_ext_bench.speed.settings import log_folder
-from sglang_ext_bench.transfer import accuracy, clocks, plots, tables
-from sglang_ext_bench.transfer.accuracy import Accuracy
-from sglang_ext_bench.transfer.clocks import Request
-from sglang_ext_bench.transfer.methods import LYNX, Method, flags_of, method, obstacle
+from sglang_ext_bench.transfer import accuracy, clocks
+from sglang_ext_bench.transfer.accuracy import CodecAccuracy
+from sglang_ext_bench.transfer.clocks import RequestTimes
+from sglang_ext_bench.transfer.methods import (
+    LYNX,
+    TransferMethod,
+    make_flags,
+    obstacle,
+    parse_method,
+)
 from sglang_ext_bench.transfer.options import add_arguments
-from sglang_ext_bench.transfer.pair import Pair, timeline_file
-from sglang_ext_bench.transfer.summary import Figures, summarize
+from sglang_ext_bench.transfer.results import (
+    TransferSummary,
+    accuracy_table,
+    summarize,
+    tables,
+    write_plot,
+)
+from sglang_ext_bench.transfer.server_pair import ServerPair, timeline_file
 
 __all__ = ["add_arguments", "run"]
 
 PORTS = ports_taken(1, 1)
 
+MethodLink = tuple[TransferMethod, float | None]
+"""A method and its link in Gbit/s; None without a limit. One pair of servers measures it."""
+Requests = dict[tuple[str, float | None], list[RequestTimes]]
+"""Measured requests by name of the method and link in Gbit/s."""
+Prompts = Mapping[int, Sequence[tuple[int, ...]]]
+"""Token ids of prompts by length."""
+
 
 def run(args: argparse.Namespace) -> int:
-    """Measure all methods over all links, print tables; 0 when all could be measured, else 1 after the others."""
+    """Measure all methods over all links and print tables. Returns 0 if all were measured, else 1."""
     contexts = numbers(args.context_len, "--context-len")
     rates = [rate or None for rate in numbers(args.link_gbps, "--link-gbps", float, zero=True)]
     check_counts({"--prompts": args.prompts, "--output-len": args.output_len, "--at-once": args.at_once})
     check_counts({"--repeats": args.repeats, "--accuracy-tokens": args.accuracy_tokens}, least=0)
     check_port(args.port, PORTS * args.at_once)
-    chosen = [method(name, words(args.draft_arg)) for name in args.method]
-    asked, failed = runs(chosen, rates)
-    # Which folder timelines go to does not matter here.
-    timed = timeline_file(args.logs or Path(), "any")
-    flags = {f"{each.name} {role}": found for each, gbps in asked for role, found in flags_of(args, each, gbps, timed).items()}
+    pairs = possible_pairs([parse_method(name, words(args.draft_arg)) for name in args.method], rates)
+    # The folder of timelines does not matter for this check.
+    file = timeline_file(args.logs or Path(), "any")
+    flags = {f"{method.name} {role}": found for method, gbps in pairs for role, found in make_flags(args, method, gbps, file).items()}
     check_servers(str(args.model), flags, max(contexts) + args.output_len)
     prompts = make_prompts(args, args.prompts, contexts)
-    requests: dict[tuple[str, float | None], list[Request]] = {}
-    done = 0
+    requests: Requests = {}
+    failed: dict[str, str] = {}
+    num_done = 0
     with log_folder(args) as logs:
-        for begin in range(0, len(asked), args.at_once):
-            for (each, gbps), found_of in run_together(args, asked[begin : begin + args.at_once], prompts, logs):
-                if isinstance(found_of, CommandError):
-                    failed[label(each, gbps)] = str(found_of)
-                    print(f"{label(each, gbps)}: failed: {found_of}", flush=True)
+        for begin in range(0, len(pairs), args.at_once):
+            for (method, gbps), result in measure_together(args, pairs[begin : begin + args.at_once], prompts, logs):
+                if isinstance(result, CommandError):
+                    failed[label(method, gbps)] = str(result)
+                    print(f"{label(method, gbps)}: failed: {result}", flush=True)
                 else:
-                    requests[each.name, gbps] = found_of
-                done += 1
-                # Whoever ends the run keeps what was measured.
-                write_measured(args, requests, (), failed, [label(*pair) for pair in asked[done:]])
-    found = all_figures(args, requests)
-    exact = coded(args, prompts)
-    for line in (*tables.tables(found), *(tables.accuracy_table(exact) if exact else ())):
+                    requests[method.name, gbps] = result
+                num_done += 1
+                # An interrupted run keeps its results.
+                write_json(args, requests, (), failed, [label(*pair) for pair in pairs[num_done:]])
+    summaries = summarize_all(args, requests)
+    errors = codec_errors(args, prompts)
+    for line in (*tables(summaries), *(accuracy_table(errors) if errors else ())):
         print(line)
-    write(args, requests, found, exact, failed)
+    write_json(args, requests, errors, failed, ())
+    if args.plot and summaries:
+        plot(args, requests, summaries)
     return 1 if failed else 0
 
 
-def runs(chosen: Sequence[Method], rates: Sequence[float | None]) -> tuple[list[tuple[Method, float | None]], dict[str, str]]:
-    """Methods and links that can be measured here, one link after the other, and why others cannot; which is said, too."""
-    asked, failed = [], {}
+def possible_pairs(methods: Sequence[TransferMethod], rates: Sequence[float | None]) -> list[MethodLink]:
+    """Return the methods and links that this machine can measure, one link after another. Prints why others are skipped."""
+    pairs: list[MethodLink] = []
     for gbps in rates:
-        for each in chosen:
-            why = obstacle(each, gbps)
-            if why is None:
-                asked.append((each, gbps))
+        for method in methods:
+            reason = obstacle(method, gbps)
+            if reason is None:
+                pairs.append((method, gbps))
             else:
-                print(f"{label(each, gbps)}: left out: {why}", flush=True)
-    return asked, failed
+                print(f"{label(method, gbps)}: skipped: {reason}", flush=True)
+    return pairs
 
 
-def label(chosen: Method, gbps: float | None) -> str:
-    """A pair's name, for lines and files."""
-    return f"{chosen.name}-{'unlimited' if gbps is None else f'{gbps:g}'}"
+def label(method: TransferMethod, gbps: float | None) -> str:
+    """Label of a pair of servers, for printed lines and file names."""
+    return f"{method.name}-{'unlimited' if gbps is None else f'{gbps:g}'}"
 
 
-def run_together(
-    args: argparse.Namespace, asked: Sequence[tuple[Method, float | None]], prompts: dict[int, list[tuple[int, ...]]], logs: Path
-) -> Iterator[tuple[tuple[Method, float | None], list[Request] | CommandError]]:
-    """Start a pair for each of ``asked`` at once, and measure one after the other: its requests, or why it has none."""
-    pairs = []
-    for place, (each, gbps) in enumerate(asked):
-        name, port = label(each, gbps), args.port and args.port + PORTS * place
+def measure_together(
+    args: argparse.Namespace, pairs: Sequence[MethodLink], prompts: Prompts, logs: Path
+) -> Iterator[tuple[MethodLink, list[RequestTimes] | CommandError]]:
+    """Start several pairs of servers at once, and measure one after another. Yields the requests of each, or its error."""
+    servers = []
+    for index, (method, gbps) in enumerate(pairs):
+        name, port = label(method, gbps), args.port and args.port + PORTS * index
         print(f"{name}: starting", flush=True)
-        pairs.append(Pair(args.model, flags_of(args, each, gbps, timeline_file(logs, name)), logs, name, args.start_timeout, port))
-    with ThreadPoolExecutor(len(pairs)) as pool, ExitStack() as running:
-        starts = [pool.submit(pair.__enter__) for pair in pairs]
-        for pair, start in zip(pairs, starts, strict=True):
+        flags = make_flags(args, method, gbps, timeline_file(logs, name))
+        servers.append(ServerPair(args.model, flags, logs, name, args.start_timeout, port))
+    with ThreadPoolExecutor(len(servers)) as pool, ExitStack() as running:
+        starts = [pool.submit(server.__enter__) for server in servers]
+        for server, start in zip(servers, starts, strict=True):
             if start.exception() is None:
-                running.push(pair)
-        for pair, start, (each, gbps) in zip(pairs, starts, asked, strict=True):
+                running.push(server)
+        for server, start, (method, gbps) in zip(servers, starts, pairs, strict=True):
             try:
                 start.result()
-                yield (each, gbps), list(measure_pair(args, pair, label(each, gbps), prompts))
+                yield (method, gbps), list(measure_pair(args, server, label(method, gbps), prompts))
             except CommandError as error:
-                yield (each, gbps), error
+                yield (method, gbps), error
 
 
-def measure_pair(args: argparse.Namespace, pair: Pair, name: str, prompts: dict[int, list[tuple[int, ...]]]) -> Iterator[Request]:
-    """Send all prompts to a pair that runs."""
-    # What a first request waits for, such as a link's connection, is none of the figures.
-    pair.ask(next(iter(prompts.values()))[0][:64], 4)
-    for context, of_length in prompts.items():
-        pair.forget_prompts()
-        for prompt in of_length:
-            cold = pair.ask(prompt, args.output_len + 1)
-            measured = [clocks.measure(cold, context, args.output_len)]
-            for _ in range(args.repeats):
-                measured.append(clocks.measure(pair.ask(prompt, args.output_len + 1), context, args.output_len))
+def measure_pair(args: argparse.Namespace, servers: ServerPair, name: str, prompts: Prompts) -> Iterator[RequestTimes]:
+    """Send all prompts to a running pair of servers, and yield the times of each request."""
+    # The first request waits for one-time work, such as the link's connection. It does not count.
+    servers.send(next(iter(prompts.values()))[0][:64], 4)
+    for context, same_length in prompts.items():
+        servers.flush_cache()
+        for prompt in same_length:
+            # The first request is cold, the others find the prompt in the prefix cache.
+            responses = (servers.send(prompt, args.output_len + 1) for _ in range(1 + args.repeats))
+            measured = [clocks.measure(response, context, args.output_len) for response in responses]
             yield from measured
-        print(f"{name}: {context} tokens: {line(measured)}", flush=True)
+        print(f"{name}: {context} tokens: {progress_line(measured[-1])}", flush=True)
 
 
-def line(requests: Sequence[Request]) -> str:
-    """What the newest requests showed, while others are measured."""
-    last = requests[-1]
-    drafts = "" if last.drafted is None else f", {last.drafted} drafted, {last.accepted} accepted"
-    return f"first token {last.generated[0]:.2f} s, visible {last.visible[0]:.2f} s, all KV {last.complete:.2f} s, a step {last.step:.3f} s{drafts}"
+def progress_line(request: RequestTimes) -> str:
+    """The times of one request, printed while others are measured."""
+    drafts = "" if request.drafted is None else f", {request.drafted} drafted, {request.accepted} accepted"
+    first_token = f"first token {request.generated[0]:.2f} s, visible {request.visible[0]:.2f} s"
+    return f"{first_token}, all KV {request.complete:.2f} s, a step {request.step:.3f} s{drafts}"
 
 
-def figures_of(args: argparse.Namespace, name: str, gbps: float | None, requests: Sequence[Request]) -> Iterator[Figures]:
-    """By context, of cached prompts and of those that were not."""
-    groups: dict[tuple[int, bool], list[Request]] = {}
+def summarize_groups(
+    args: argparse.Namespace, name: str, gbps: float | None, requests: Sequence[RequestTimes]
+) -> Iterator[TransferSummary]:
+    """Summarize the requests of one pair by context, cold and cached prompts apart."""
+    groups: dict[tuple[int, bool], list[RequestTimes]] = {}
     for each in requests:
         groups.setdefault((each.tokens, each.cold), []).append(each)
-    for of_group in groups.values():
-        yield summarize(name, gbps, of_group, numbers_per_token(args.model))
+    for group in groups.values():
+        yield summarize(name, gbps, group, numbers_per_token(args.model))
 
 
-def all_figures(args: argparse.Namespace, requests: dict[tuple[str, float | None], list[Request]]) -> list[Figures]:
-    """Of all that was measured."""
-    return [figures for (name, gbps), each in requests.items() for figures in figures_of(args, name, gbps, each)]
+def summarize_all(args: argparse.Namespace, requests: Requests) -> list[TransferSummary]:
+    """Summaries of all measured requests."""
+    return [summary for (name, gbps), each in requests.items() for summary in summarize_groups(args, name, gbps, each)]
 
 
 def numbers_per_token(model: Path) -> int:
-    """Of keys and values, over all layers."""
+    """Numbers of keys and values of a token, all layers."""
     config = read_config(model)
     heads = config.get("num_key_value_heads", config["num_attention_heads"])
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return 2 * config["num_hidden_layers"] * heads * dim
 
 
-def coded(args: argparse.Namespace, prompts: dict[int, list[tuple[int, ...]]]) -> list[Accuracy]:
-    """Errors of the methods' codecs; none unless asked for."""
+def codec_errors(args: argparse.Namespace, prompts: Prompts) -> list[CodecAccuracy]:
+    """Errors of the methods' codecs. Empty without ``--accuracy-tokens``."""
     if not args.accuracy_tokens:
         return []
     longest = prompts[max(prompts)][0]
     return list(accuracy.measure(args.model, args.dtype, longest[: args.accuracy_tokens], args.method))
 
 
-def write_measured(
-    args: argparse.Namespace,
-    requests: dict[tuple[str, float | None], list[Request]],
-    exact: Sequence[Accuracy],
-    failed: dict[str, str],
-    left: Sequence[str],
+def write_json(
+    args: argparse.Namespace, requests: Requests, errors: Sequence[CodecAccuracy], failed: dict[str, str], remaining: Sequence[str]
 ) -> None:
-    """--json, where ``left`` are pairs that have yet to be measured."""
+    """Write ``--json``.
+
+    Args:
+        args: Options of the command.
+        requests: Measured requests.
+        errors: Errors of codecs.
+        failed: Why pairs could not be measured, by label.
+        remaining: Labels of the pairs that are not measured yet.
+    """
     if args.json:
-        figures = [asdict(each) for each in all_figures(args, requests)]
-        all_of = [{"method": name, "gbps": gbps, **asdict(each)} for (name, gbps), mine in requests.items() for each in mine]
-        measured = {"figures": figures, "accuracy": [asdict(each) for each in exact], "requests": all_of, "left": list(left)}
-        report.write_json(args.json, {"arguments": vars(args), **report.origin(), **measured, "failed": failed})
+        measured = {
+            "figures": [asdict(each) for each in summarize_all(args, requests)],
+            "accuracy": [asdict(each) for each in errors],
+            "requests": [{"method": name, "gbps": gbps, **asdict(each)} for (name, gbps), group in requests.items() for each in group],
+            "left": list(remaining),
+            "failed": failed,
+        }
+        report.write_json(args.json, {"arguments": vars(args), **report.origin(), **measured})
 
 
-def write(
-    args: argparse.Namespace,
-    requests: dict[tuple[str, float | None], list[Request]],
-    found: Sequence[Figures],
-    exact: Sequence[Accuracy],
-    failed: dict[str, str],
-) -> None:
-    """--json and --plot."""
-    write_measured(args, requests, exact, failed, ())
-    if args.plot and found:
-        split = [each for (name, _), mine in requests.items() if name == LYNX for each in mine if each.drafted and not each.cold]
-        typical = sorted(split, key=lambda each: each.accepted)[len(split) // 2] if split else None
-        settings = f"{args.model.resolve().name}, {args.dtype}, {args.prompts} prompts, medians of {statistics.median([e.requests for e in found]):g} requests"
-        plots.write(args.plot, found, typical, settings)
+def plot(args: argparse.Namespace, requests: Requests, summaries: Sequence[TransferSummary]) -> None:
+    """Write ``--plot``. Its timeline is that of the lynx request with the median number of accepted tokens."""
+    drafted = [each for (name, _), group in requests.items() if name == LYNX for each in group if each.drafted and not each.cold]
+    example = sorted(drafted, key=lambda each: each.accepted)[len(drafted) // 2] if drafted else None
+    per_summary = statistics.median([each.requests for each in summaries])
+    settings = f"{args.model.resolve().name}, {args.dtype}, {args.prompts} prompts, medians of {per_summary:g} requests"
+    write_plot(args.plot, summaries, example, settings)

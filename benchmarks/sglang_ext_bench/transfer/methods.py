@@ -1,4 +1,4 @@
-"""Ways to move KV that are compared: each is a pair of servers whose flags differ in how KV travels, and in nothing else."""
+"""The compared methods of KV transfer. Each is a pair of servers. Their flags differ only in how KV is transferred."""
 
 import argparse
 from dataclasses import dataclass
@@ -13,23 +13,24 @@ from sglang_ext.tools.options import find_repeated_flag as given_again, split_fl
 
 LYNX = "lynx"
 STOCK = transports.MOONCAKE_TCP
-# Of the reference: what the residual restores.
+# Methods with early decoding, and their ``--kv-reference``: the precision that the residual restores.
 SPLIT = {LYNX: "int8", "lynx-exact": "exact"}
-# Prompts that travel as the codes of their copies, on which the decode server answers: method and bits.
+# Methods that transfer prompts as quantized compressed KV, on which the decode server decodes: compressor and bits.
 PACKED = {"hack4": ("hack", 4), "hack2": ("hack", 2), "int4-lossy": ("int4", 4)}
 METHODS = (LYNX, "lynx-exact", "raw", *CODECS, *PACKED, STOCK)
-# Of these, after the name: sizes of a partition, and prompts that are computed on codes; the flag of each.
-PARTITIONED = ("hack4", "hack2")
-FORMS = {**dict.fromkeys(("32", "64", "128"), "--kv-partition"), QUANTIZED: "--kv-prefill"}
+# Methods that take suffixes, and the flag of each suffix: the partition size, or quantized prefill.
+WITH_SUFFIXES = ("hack4", "hack2")
+SUFFIX_FLAGS = {**dict.fromkeys(("32", "64", "128"), "--kv-partition"), QUANTIZED: "--kv-prefill"}
 
 
 @dataclass(frozen=True)
-class Method:
-    """Two servers.
+class TransferMethod:
+    """A method of KV transfer: the flags of a prefill server and a decode server.
 
     Attributes:
-        name: as asked for.
-        both, decode: flags of both, and of the decode server alone.
+        name: Name as given in ``--method``, with suffixes.
+        both: Flags of both servers.
+        decode: Further flags of the decode server.
     """
 
     name: str
@@ -38,78 +39,80 @@ class Method:
 
     @property
     def is_stock(self) -> bool:
-        """Whether nothing of sglang-ext runs: no link to pace, and no timeline."""
+        """The servers run without sglang-ext: no limit of the link, and no timeline."""
         return self.name == STOCK
 
-    @property
-    def splits(self) -> bool:
-        """Whether decoding begins before all has arrived."""
-        return self.name in SPLIT
 
-
-def method(name: str, drafting: tuple[str, ...] = ()) -> Method:
-    """That of a name.
+def parse_method(name: str, drafting: tuple[str, ...] = ()) -> TransferMethod:
+    """Return the method of a name.
 
     Args:
-        name: one of ``METHODS``; of :data:`PARTITIONED` followed by ``:`` and one of :data:`FORMS`, of each flag at most.
-        drafting: further flags of a decode server that drafts.
+        name: One of ``METHODS``. One of :data:`WITH_SUFFIXES` may have ``:`` and a suffix of :data:`SUFFIX_FLAGS`, one for each flag.
+        drafting: Further flags of a decode server that drafts.
 
     Raises:
-        CommandError: there is none of that name.
+        CommandError: There is no such method.
     """
-    plain, *more = name.split(":")
-    if plain not in METHODS or not set(more) <= set(FORMS) or len({FORMS[each] for each in more}) < len(more):
-        raise CommandError(f"--method {name!r}: one of {', '.join(METHODS)}; of hack also hack4:32 for a partition, hack4:{QUANTIZED}, or both")
-    if more and plain not in PARTITIONED:
-        raise CommandError(f"--method {name!r}: {plain} has no partitions, and computes no prompts on codes: pass {plain}")
-    if name == STOCK:
-        return Method(name, ("--disaggregation-transfer-backend", STOCK))
-    over = ("--disaggregation-transfer-backend", BACKEND)
-    if name in SPLIT:
-        return Method(name, (*over, "--kv-reference", SPLIT[name]), ("--kv-mode", "verified", *drafting))
-    if plain in PACKED:
-        packs, bits = PACKED[plain]
-        asked = (word for each in sorted(more) for word in (FORMS[each], each))
-        # Short prompts travel as they are.
-        return Method(
-            name, (*over, "--kv-reference", "raw", "--kv-mode", "lossy", "--kv-compressor", packs, "--kv-bits", str(bits), *asked)
+    base, *suffixes = name.split(":")
+    if base not in METHODS or not set(suffixes) <= set(SUFFIX_FLAGS) or len({SUFFIX_FLAGS[each] for each in suffixes}) < len(suffixes):
+        raise CommandError(
+            f"--method {name!r}: pass one of {', '.join(METHODS)}; hack methods take suffixes: hack4:32 for a partition, "
+            f"hack4:{QUANTIZED}, or both"
         )
+    if suffixes and base not in WITH_SUFFIXES:
+        raise CommandError(f"--method {name!r}: {base} has no partitions and no quantized prefill: pass {base}")
+    if name == STOCK:
+        return TransferMethod(name, ("--disaggregation-transfer-backend", STOCK))
+    backend = ("--disaggregation-transfer-backend", BACKEND)
+    if name in SPLIT:
+        return TransferMethod(name, (*backend, "--kv-reference", SPLIT[name]), ("--kv-mode", "verified", *drafting))
+    if base in PACKED:
+        compressor, bits = PACKED[base]
+        flags = ("--kv-mode", "lossy", "--kv-compressor", compressor, "--kv-bits", str(bits))
+        suffix_flags = (word for each in sorted(suffixes) for word in (SUFFIX_FLAGS[each], each))
+        # Prompts that are too short for compressed KV are transferred raw.
+        return TransferMethod(name, (*backend, "--kv-reference", "raw", *flags, *suffix_flags))
     chosen = ("--kv-reference", "raw") if name == "raw" else ("--kv-bench-codec", name)
-    return Method(name, (*over, *chosen))
+    return TransferMethod(name, (*backend, *chosen))
 
 
-def obstacle(chosen: Method, gbps: float | None) -> str | None:
-    """Why a method cannot be measured here over such a link, in a line; None where it can."""
-    if not chosen.is_stock:
+def obstacle(method: TransferMethod, gbps: float | None) -> str | None:
+    """Why a method cannot be measured on this machine, and the remedy. None if it can.
+
+    Args:
+        method: How KV is transferred.
+        gbps: Rate of the link in Gbit/s. None without a limit.
+    """
+    if not method.is_stock:
         return None
     if gbps is not None:
-        return f"its link cannot be held to {gbps:g} Gbit/s: it is measured with a link of 0, which has no limit"
+        return f"its link cannot be limited to {gbps:g} Gbit/s: pass --link-gbps 0, no limit, to measure it"
     return transports.transport_obstacle(STOCK)
 
 
-def flags_of(args: argparse.Namespace, chosen: Method, gbps: float | None, file: Path) -> dict[str, tuple[str, ...]]:
-    """Flags of servers by role, whose timeline is ``file``.
+def make_flags(args: argparse.Namespace, method: TransferMethod, gbps: float | None, file: Path) -> dict[str, tuple[str, ...]]:
+    """Flags of the servers of a method, by role.
 
     Args:
-        args: with ``dtype``, ``server_arg`` and ``decode_arg``.
-        chosen: how KV travels.
-        gbps: of the link; None without a limit.
-        file: for what becomes of requests; stock's servers keep none.
+        args: Options of the command, with ``dtype``, ``server_arg`` and ``decode_arg``.
+        method: How KV is transferred.
+        gbps: Rate of the link in Gbit/s. None without a limit.
+        file: Timeline of the servers. SGLang's own backend writes none.
 
     Raises:
-        CommandError: a flag of the method is given again, after which figures would have the name of another one.
+        CommandError: An option repeats a flag of the method, so that the results would have a wrong name.
     """
-    own = {word for word in chosen.both if word.startswith("--")}
-    if chosen.name.split(":")[0] in PARTITIONED:
-        own |= set(FORMS.values())
+    own = {word for word in method.both if word.startswith("--")}
+    if method.name.split(":")[0] in WITH_SUFFIXES:
+        own |= set(SUFFIX_FLAGS.values())
     for option, given in (("--server-arg", args.server_arg), ("--decode-arg", args.decode_arg)):
-        if again := given_again(given, own):
+        if repeated := given_again(given, own):
             others = f"{', '.join(METHODS)}; or hack4:32, hack4:{QUANTIZED}"
-            raise CommandError(f"{option} has {again}, which --method {chosen.name} sets: leave it out, or name another of {others}")
-    watched = () if chosen.is_stock else ("--kv-bench-timeline", str(file))
-    shared = ("--dtype", args.dtype, "--skip-server-warmup", *chosen.both, *watched, *words(args.server_arg))
-    paced = () if gbps is None or chosen.is_stock else ("--kv-link-gbps", f"{gbps:g}")
+            raise CommandError(f"{option} has {repeated}, which --method {method.name} sets: leave it out, or pass another method: {others}")
+    timeline = () if method.is_stock else ("--kv-bench-timeline", str(file))
+    shared = ("--dtype", args.dtype, "--skip-server-warmup", *method.both, *timeline, *words(args.server_arg))
+    link = () if gbps is None or method.is_stock else ("--kv-link-gbps", f"{gbps:g}")
     return {
-        "prefill": ("--disaggregation-mode", "prefill", *shared, *paced),
-        "decode": ("--disaggregation-mode", "decode", *shared, *words(args.decode_arg), *chosen.decode),
+        "prefill": ("--disaggregation-mode", "prefill", *shared, *link),
+        "decode": ("--disaggregation-mode", "decode", *shared, *words(args.decode_arg), *method.decode),
     }

@@ -1,4 +1,4 @@
-"""A prefill and a decode server on this machine, and requests that go through both."""
+"""A prefill server and a decode server on this machine, and requests to both."""
 
 import os
 import time
@@ -15,22 +15,22 @@ from sglang_ext_bench.client import SamplingSettings
 from sglang_ext_bench.servers_apart import ServersApart, answer
 from sglang_ext_bench.speed.decode_wave import Stream
 
-# SGLang sends a cached prefix before the forward of what follows it, so that it would travel before the prefill's end; a benchmark's own
-# environment may leave that on.
+# By default SGLang transfers a cached prefix before it computes the rest, so the transfer would start before the end of prefill. The pair
+# turns this off, unless the benchmark's environment sets the variable.
 EARLY_SENDS = "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"
-# Seconds in which the prefill server has ended a request whose answer broke off.
-PATIENCE = 5.0
+# Seconds that the prefill server has to finish its part, if the decode server's part broke off.
+PREFILL_GRACE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Passed:
-    """A request that went through both servers; seconds are of ``time.monotonic``.
+class TransferResponse:
+    """A completed request to both servers. Times are seconds of ``time.monotonic``.
 
     Attributes:
-        sent: when both servers were asked.
-        stream: the decode server's answer, its times those seconds.
-        events: what the servers' timelines say of it; empty of stock's.
-        cached: tokens of the prompt that the prefill server had.
+        sent: Time at which the request was sent.
+        stream: The decode server's response, with the times of its chunks.
+        events: Events of the request in the timeline. Empty for SGLang's own backend.
+        cached: Tokens of the prompt in the prefill server's prefix cache.
     """
 
     sent: float
@@ -39,16 +39,16 @@ class Passed:
     cached: int
 
 
-class Pair:
-    """Context manager: starts both servers at once, and ends them.
+class ServerPair:
+    """Context manager that starts and stops a prefill server and a decode server.
 
     Args:
-        model: folder.
-        flags: of both, by role: ``prefill`` and ``decode``, beside those that the roles need.
-        folder: for logs and timelines.
-        name: of these files.
-        start_timeout: seconds until both must be healthy.
-        port: of the prefill server; the decode server and SGLang's bootstrap server have the two after it. 0: any.
+        model: Folder of the model.
+        flags: Flags by role, ``prefill`` and ``decode``.
+        folder: Folder for logs and timelines.
+        name: Prefix of the file names.
+        start_timeout: Seconds until both servers must be ready.
+        port: Port of the prefill server. The decode server and SGLang's bootstrap server use the next two. 0: any.
     """
 
     def __init__(self, model: Path, flags: Mapping[str, tuple[str, ...]], folder: Path, name: str, start_timeout: float, port: int) -> None:
@@ -61,7 +61,7 @@ class Pair:
         self._prefill, self._decode = (self._servers.of[role][0] for role in ROLES)
         self._pool = ThreadPoolExecutor(1)
 
-    def __enter__(self) -> "Pair":
+    def __enter__(self) -> "ServerPair":
         self._servers.__enter__()
         return self
 
@@ -69,26 +69,26 @@ class Pair:
         self._servers.stop()
         self._pool.shutdown()
 
-    def forget_prompts(self) -> None:
+    def flush_cache(self) -> None:
         """Empty the prefill server's prefix cache."""
         self._prefill.flush_cache()
 
-    def ask(self, input_ids: tuple[int, ...], new_tokens: int) -> Passed:
-        """Send one request through both, greedy.
+    def send(self, input_ids: tuple[int, ...], new_tokens: int) -> TransferResponse:
+        """Send one request to both servers, with greedy decoding, and wait for its output.
 
         Raises:
-            CommandError: one of them refused it, or it broke off.
+            CommandError: A server refused the request, or its output broke off.
         """
         room = self._servers.room()
         body = {"input_ids": list(input_ids), "sampling_params": SamplingSettings().as_json(new_tokens), **room}
         sent = time.monotonic()
         prefilled = self._pool.submit(self._prefill.post, "generate", body)
-        stream = answer(self._decode, body, new_tokens, prefilled, PATIENCE)
+        stream = answer(self._decode, body, new_tokens, prefilled, PREFILL_GRACE_SECONDS)
         cached = prefilled.result()["meta_info"]["cached_tokens"]
         events = tuple(event for event in timeline.read(self._timeline) if event.room == room["bootstrap_room"])
-        return Passed(sent, stream, events, cached)
+        return TransferResponse(sent, stream, events, cached)
 
 
 def timeline_file(folder: Path, name: str) -> Path:
-    """Where both servers of a pair write what becomes of requests."""
+    """Path of the timeline to which both servers of a pair append events."""
     return folder / f"{name}-timeline.jsonl"
