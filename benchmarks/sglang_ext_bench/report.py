@@ -5,7 +5,7 @@ import json
 import platform
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,17 @@ def origin() -> dict[str, Any]:
         "versions": versions(),
         "command": shlex.join(["python", "-m", "sglang_ext_bench", *sys.argv[1:]]),
     }
+
+
+def markdown_row(cells: Iterable[str]) -> str:
+    """Return a row of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def markdown_header(columns: Iterable[str]) -> str:
+    """Return the two lines that begin a Markdown table."""
+    names = list(columns)
+    return f"{markdown_row(names)}\n{'|---' * len(names)}|"
 
 
 def write_json(path: Path, report: Mapping[str, Any]) -> None:
