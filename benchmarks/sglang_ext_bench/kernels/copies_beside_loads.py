@@ -3,8 +3,8 @@
     sglang-ext-bench copies-beside-loads
 
 Each step replays a CUDA graph that reads 14 GB of weights, as a draft step of an 8B model does. Before the step, 32 KiB are copied to the
-GPU: from pinned memory, from unpinned memory, or not at all. The command prints the milliseconds of a step with and without loads of
-1.2 GB from the host: mean, median and maximum of 80 steps, and the number of loads.
+GPU: from pinned memory, from unpinned memory, or not at all. The command prints milliseconds of a step, with and without concurrent
+loads of 2.4 GB from the host. It prints the mean, median and maximum of 80 steps, and the number of loads.
 """
 
 import argparse

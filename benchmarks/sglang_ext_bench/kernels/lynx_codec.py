@@ -9,7 +9,7 @@ The KV of all layers is computed in float32 and rounded to the dtype of the pool
     bits, anchor; bits, both         bits per number of the pool
     encode, decode anchor, ...       MB/s of the pool
 
-The error is the vNMSE of attention outputs against those of the pool: the squared length of the difference over that of the output,
+The error is the vNMSE of attention outputs against those of the pool. It is the squared length of the difference over that of the output,
 averaged over layers, query heads and tokens.
 """
 

@@ -143,14 +143,14 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         CommandError: An option is out of range, or there is no GPU.
-        OptionError: A method has no codes of these bits.
     """
     check_sizes(args, SIZES)
     methods = [parse_group(text, "--methods", {"method": str, "bits": positive_int}, ":") for text in args.methods]
     for method, bits in methods:
         if method not in catalogue.packing():
             raise CommandError(f"--methods {method}: pass quantizers, from {', '.join(catalogue.packing())}")
-        catalogue.code_bits(method, bits)
+        if bits not in (allowed := catalogue.allowed_bits(method)):
+            raise CommandError(f"--methods {method}:{bits}: pass bits from {allowed}")
     splits = [parse_group(text, "--parts", {"blocks": positive_int, "exact": positive_int}) for text in args.parts]
     require_gpu()
     bandwidth = measure_bandwidth()

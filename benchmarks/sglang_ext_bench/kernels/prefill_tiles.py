@@ -34,6 +34,7 @@ from sglang_ext.layers.kernels.hack.specialized_prefill import attend_to_codes
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressors import catalogue
+from sglang_ext.tools import CommandError
 from sglang_ext_bench.attention import prefill
 from sglang_ext_bench.attention.setting import Full, Shape
 from sglang_ext_bench.attention.timing import seconds
@@ -62,12 +63,13 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         CommandError: An option is out of range, or there is no GPU.
-        OptionError: There are no codes of these bits, or no such partitions.
     """
     check_counts({"--tokens": args.tokens}, prefill.COMPARED)
     forms = [parse_group(text, "--forms", {"bits": positive_int, "partition": positive_int}, ":") for text in args.forms]
+    allowed_bits, allowed_partitions = catalogue.allowed_bits(HACK), catalogue.allowed_partitions(HACK)
     for bits, partition in forms:
-        catalogue.code_bits(HACK, bits), catalogue.partition_size(HACK, partition)
+        if bits not in allowed_bits or partition not in allowed_partitions:
+            raise CommandError(f"--forms {bits}:{partition}: pass bits from {allowed_bits} and partitions from {allowed_partitions}")
     kinds = {"rows": positive_int, "warps": positive_int, "stages": positive_int}
     tiles = [None if text == SPECIALIZED else PrefillTile(*parse_group(text, "--tiles", kinds)) for text in args.tiles]
     require_gpu()

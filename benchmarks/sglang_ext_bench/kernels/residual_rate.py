@@ -20,6 +20,7 @@ from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.mem_cache.host_tier.host_pool import HostPool
 from sglang_ext.mem_cache.host_tier.residuals import PageBlocks, ResidualPages
 from sglang_ext.mem_cache.host_tier.tier import HostTier
+from sglang_ext.tools import CommandError
 from sglang_ext_bench.kernels.options import add_sizes, check_sizes, require_gpu
 from sglang_ext_bench.kernels.timing import event_seconds
 
@@ -84,10 +85,10 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         CommandError: An option is out of range, or there is no GPU.
-        OptionError: There are no anchors of these bits.
     """
     check_sizes(args, SIZES)
-    catalogue.code_bits(METHOD, args.bits)
+    if args.bits not in (allowed := catalogue.allowed_bits(METHOD)):
+        raise CommandError(f"--bits {args.bits}: pass one of {allowed}")
     require_gpu()
     pool = Pool.random(args)
     packing = Packing.for_pool(catalogue.quantizer(METHOD, args.bits), pool.buffers, PAGE)

@@ -5,8 +5,8 @@
 
 In a batch, some requests are verified with 16 tokens each, and the others run a draft step of one token. The plugin runs two forwards: one
 of all draft steps, one of all verifications. A mixed forward could do both. The command prints the time of two forwards over that of the
-mixed one. With --rounds it compares whole rounds, in which each request drafts and is verified once: all verified together after the draft
-steps, over one request verified in each of several mixed forwards.
+mixed one. With --rounds it compares whole rounds, in which each request drafts and is verified once. One way verifies all requests
+together after the draft steps, the other verifies one request in each of several mixed forwards. The ratio is the first over the second.
 
 The model runs in PyTorch with the attention of a server on a CPU. The KV pool holds random numbers. Both ways alternate. A ratio is that of
 the medians of the process's CPU time, so that other processes hardly change it on one thread.
