@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from sglang_ext_bench.__main__ import main
 
 
@@ -25,12 +26,14 @@ def test_compression_time_prints_a_line_per_method_and_its_share_of_the_prefill(
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("packed-kernel --methods foo:2", "--methods foo: pass quantizers, from hack, int4"), ("packed-kernel --methods kivi:3", "--methods kivi:3: pass bits"),
+        ("packed-kernel --methods foo:2", "--methods foo: pass quantizers, from hack, int4"),
+        ("packed-kernel --methods kivi:3", "--methods kivi:3: pass bits"),
         ("packed-kernel --parts 3", "--parts '3': pass BLOCKS,EXACT"), ("prefill-tiles --forms 3:64", "--forms 3:64: pass bits from (4, 2)"),
         ("prefill-tiles --tiles 64,0,1", "--tiles '64,0,1': pass ROWS,WARPS,STAGES"), ("uneven-kernel --budget 2", "--budget 2: "),
         ("sparse-kernels --tokens 100", "--tokens 100: pass a multiple of 16"), ("selection-speed --every 20", "--every 20: pass at most --batch 16"),
         ("residual-rate --bits 5", "--bits 5: pass one of"), ("codec-speed --device mps", "--device mps: pass cpu or cuda"),
-        ("two-forwards --model x --verified 8", "--verified 8: pass fewer than --requests 8"), ("residual-bits --model x --tokens 64 t", "--tokens 64: "),
+        ("two-forwards --model x --verified 8", "--verified 8: pass fewer than --requests 8"),
+        ("residual-bits --model x --tokens 64 t", "--tokens 64: "),
         ("lynx-codec --text nowhere.md", "--text nowhere.md: there is no such file"), ("copies-beside-loads", "PyTorch finds no GPU here"),
     ],
 )  # fmt: skip
