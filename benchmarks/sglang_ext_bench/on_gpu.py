@@ -136,7 +136,7 @@ STEPS = {
     "methods": Step(_methods(), 580),
     "choices": Step("python -m sglang_ext_bench selection-speed --batch 16 --every 1 2 4 --priority 0 -1", 250),
     "choices-8": Step("python -m sglang_ext_bench selection-speed --batch 8 --every 1 2 4", 150),
-    "sparse": Step("python benchmarks/sglang_ext_bench/kernels/sparse_kernels.py", 100),
+    "sparse": Step("python -m sglang_ext_bench sparse-kernels", 100),
     "longcot": Step(_longcot(16) + " --method stock,spade --select-every 2,4", 450),
     "longcot-2k": Step(_longcot(16, load="2048:1024") + " --method stock,spade --select-every 2", 300),
     # What a step costs beside its choices.

@@ -62,6 +62,17 @@ def origin() -> dict[str, Any]:
     }
 
 
+def markdown_row(cells: Iterable[str]) -> str:
+    """Return a row of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def markdown_header(columns: Iterable[str]) -> str:
+    """Return the two lines that begin a Markdown table."""
+    names = list(columns)
+    return f"{markdown_row(names)}\n{'|---' * len(names)}|"
+
+
 def write_json(path: Path, report: Mapping[str, Any]) -> None:
     """Write a report, and create its folder. If the process is killed while it writes, the file has the previous report."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,1 +1,1 @@
-"""Single kernels and layers, without a server."""
+"""Commands that time single kernels and layers without a server."""

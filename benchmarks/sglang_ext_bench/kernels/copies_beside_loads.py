@@ -1,11 +1,13 @@
-"""What small copies to the device wait for beside loads of full KV from the host: docs/benchmarks.md.
+"""Time small copies to the GPU while full KV is loaded from host memory.
 
-    sglang-ext-bench copies-beside-loads      # on a GPU
+    sglang-ext-bench copies-beside-loads
 
-Steps read 14 GB of weights in a CUDA graph, as a draft of an 8B model does. Before each, 32 KiB go to the device: from pinned memory,
-from memory that is not pinned, or not at all; beside it a load runs, or none.
+Each step replays a CUDA graph that reads 14 GB of weights, as a draft step of an 8B model does. Before the step, 32 KiB are copied to the
+GPU: from pinned memory, from unpinned memory, or not at all. The command prints milliseconds of a step, with and without concurrent
+loads of 2.4 GB from the host. It prints the mean, median and maximum of 80 steps, and the number of loads.
 """
 
+import argparse
 from collections.abc import Callable
 
 import torch
@@ -14,13 +16,45 @@ from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.host_tier.host_pool import HostPool
 from sglang_ext.mem_cache.host_tier.tier import HostTier
 from sglang_ext.mem_cache.host_tier.transfers import Transfer
+from sglang_ext_bench.kernels.options import require_gpu
 
 LAYERS, HEADS, DIM, TOKENS, STEPS, BATCH = 36, 8, 128, 16384, 80, 24
+MATRICES = ((4096, 6144), (4096, 4096), (4096, 24576), (12288, 4096))
+SMALL_COPY = 8192
+# Steps that the host launches ahead of the GPU.
 AHEAD = 3
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command has no options."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure each kind of copy, with and without loads.
+
+    Raises:
+        CommandError: There is no GPU.
+    """
+    require_gpu()
+    tier, pages = tier_with_pages()
+    slots = torch.randperm(TOKENS, device="cuda") + TOKENS
+    step, size = WeightStep(), tier.pool.page_bytes * TOKENS
+
+    def load() -> Transfer:
+        return tier.load(pages, slots)
+
+    (alone := load()).synchronize()
+    print(f"a load of {size / 1e9:.2f} GB alone takes {1000 * alone.outcome.seconds:.1f} ms")
+    numbers = torch.zeros(SMALL_COPY, dtype=torch.int32)
+    for name, source in (("no copy", None), ("pinned", numbers.pin_memory()), ("not pinned", numbers)):
+        for concurrent_load in (None, load):
+            times = step_times(step, source, concurrent_load)
+            print(f"{name:12} {'beside loads' if concurrent_load else 'alone':12} {times}", flush=True)
+    return 0
+
+
 def tier_with_pages() -> tuple[HostTier, torch.Tensor]:
-    """A host tier of Qwen3-8B's KV, and pages of it that were stored."""
+    """Return a host tier with the KV shapes of Qwen3-8B, and pages that are stored in it."""
     keys, values = (tuple(torch.zeros(2 * TOKENS, HEADS, DIM, dtype=torch.bfloat16, device="cuda") for _ in range(LAYERS)) for _ in "kv")
     buffers = KVBuffers(tuple(range(LAYERS)), (1.0,) * LAYERS, keys, values)
     tier = HostTier(buffers, HostPool.create(buffers, 1, TOKENS * buffers.bytes_per_slot))
@@ -29,67 +63,53 @@ def tier_with_pages() -> tuple[HostTier, torch.Tensor]:
     return tier, pages
 
 
-def step_graph() -> torch.cuda.CUDAGraph:
-    """Products with the weights of 36 layers."""
-    shapes = ((4096, 6144), (4096, 4096), (4096, 24576), (12288, 4096))
-    weights = [[torch.randn(shape, device="cuda", dtype=torch.bfloat16) / 64 for shape in shapes] for _ in range(LAYERS)]
-    inputs = torch.randn(BATCH, 4096, device="cuda", dtype=torch.bfloat16)
+class WeightStep:
+    """A CUDA graph of products with the weights of all layers."""
 
-    def forward() -> torch.Tensor:
-        found = inputs
-        for qkv, out, up, down in weights:
-            found = (found @ qkv)[:, :4096] @ out
-            found = (found @ up)[:, :12288] @ down
-        return found
+    def __init__(self) -> None:
+        weights = [[torch.randn(shape, device="cuda", dtype=torch.bfloat16) / 64 for shape in MATRICES] for _ in range(LAYERS)]
+        inputs = torch.randn(BATCH, 4096, device="cuda", dtype=torch.bfloat16)
+        # The graph reads them as long as it exists.
+        self._weights, self._inputs = weights, inputs
+        stream, self._graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            self._forward()
+        stream.synchronize()
+        with torch.cuda.graph(self._graph, stream=stream):
+            self._forward()
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        forward()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        forward()
-    # The graph reads them for as long as it lives.
-    graph.weights = weights, inputs
-    return graph
+    def _forward(self) -> None:
+        hidden = self._inputs
+        for qkv, out, up, down in self._weights:
+            hidden = (hidden @ qkv)[:, :4096] @ out
+            hidden = (hidden @ up)[:, :12288] @ down
+
+    def replay(self) -> None:
+        """Run the graph."""
+        self._graph.replay()
 
 
-def run(graph: torch.cuda.CUDAGraph, small: torch.Tensor | None, load: Callable[[], Transfer] | None) -> str:
-    """Milliseconds of steps, with a load under way all the time where one is asked for."""
-    target = torch.zeros(8192, dtype=torch.int32, device="cuda")
+def step_times(step: WeightStep, source: torch.Tensor | None, load: Callable[[], Transfer] | None) -> str:
+    """Return the milliseconds of steps as text.
+
+    Args:
+        step: The step.
+        source: Host tensor that is copied before each step; None for no copy.
+        load: Starts a load. The next one starts when it is complete. None for no loads.
+    """
+    target = torch.zeros(SMALL_COPY, dtype=torch.int32, device="cuda")
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
-    loading, count = load and load(), 0
+    loading, num_loads = load and load(), 0
     marks[0].record()
     for i in range(STEPS):
-        if small is not None:
-            target.copy_(small, non_blocking=True)
-        graph.replay()
+        if source is not None:
+            target.copy_(source, non_blocking=True)
+        step.replay()
         marks[i + 1].record()
         if i >= AHEAD:
             marks[i + 1 - AHEAD].synchronize()
         if load and loading.done:
-            loading, count = load(), count + 1
+            loading, num_loads = load(), num_loads + 1
     torch.cuda.synchronize()
-    times = sorted(a.elapsed_time(b) for a, b in zip(marks, marks[1:]))
-    return f"mean {sum(times) / STEPS:6.2f} median {times[STEPS // 2]:5.2f} longest {times[-1]:6.2f} ms, {count} loads"
-
-
-def main() -> None:
-    """Measure all cases."""
-    tier, pages = tier_with_pages()
-    slots = torch.randperm(TOKENS, device="cuda") + TOKENS
-    graph, size = step_graph(), tier.pool.page_bytes * TOKENS
-
-    def load() -> Transfer:
-        return tier.load(pages, slots)
-
-    (alone := load()).synchronize()
-    print(f"a load of {size / 1e9:.2f} GB alone takes {1000 * alone.outcome.seconds:.1f} ms")
-    numbers = torch.zeros(8192, dtype=torch.int32)
-    for name, small in (("nothing sent", None), ("pinned", numbers.pin_memory()), ("not pinned", numbers)):
-        for beside in (None, load):
-            print(f"{name:12} {'beside loads' if beside else 'alone':12} {run(graph, small, beside)}", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    times = sorted(begin.elapsed_time(end) for begin, end in zip(marks, marks[1:]))
+    return f"mean {sum(times) / STEPS:6.2f} median {times[STEPS // 2]:5.2f} longest {times[-1]:6.2f} ms, {num_loads} loads"

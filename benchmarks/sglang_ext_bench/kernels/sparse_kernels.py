@@ -1,18 +1,22 @@
-"""A layer's attention through pointers, by parts of a row, and Quest's choice of pages, alone and what it adds to the attention that
-follows it, over their bytes: docs/results/longcot.md.
+"""Time attention through pointers and Quest's page selection of one layer on a GPU.
 
-    sglang-ext-bench sparse-kernels [--batch 8 16] [--tokens 32768] [--keep 2048] [--after 36]
+    sglang-ext-bench sparse-kernels --batch 8 16 --tokens 32768 --keep 2048 --after 36
 
-8 KV heads of 128 channels, 4 query heads each, bfloat16, slots and pages scattered. In CUDA graphs of several layers, so that no layer
-finds in a cache what the one before has read. Bytes are divided by what a sum of 4 GiB reads a second.
+8 KV heads of 128 channels with 4 query heads each, bfloat16, scattered slots and pages. The kernels of several layers run in a CUDA
+graph, so that no layer finds its data in the GPU's cache. All times are those of one layer. The command prints, per batch:
+
+    parts               attention through pointers, by splits of the pointers and of the tokens after them
+    Quest, alone        the selection of pages, by division of the work into programs
+    Quest, adds         time that the selection adds to the attention, which starts while the last heads select
+    of its bytes        time over the time in which the GPU reads the bytes
+
+Servers use the lines that end with "as in servers".
 """
 
 import argparse
-from collections.abc import Callable
 from functools import partial
 
 import torch
-from sglang_ext_bench.kernels.graph_time import needs_gpu
 
 from sglang_ext.layers.attention.compressed.per_head import pointer_split_counts
 from sglang_ext.layers.kernels.pointer_decode import pointer_decode
@@ -30,132 +34,131 @@ from sglang_ext.mem_cache.compressed.layouts.pointers import (
 )
 from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
 from sglang_ext.mem_cache.compressors.each_step.quest import Quest
+from sglang_ext.tools import CommandError
+from sglang_ext_bench.kernels.options import (
+    add_list,
+    add_sizes,
+    check_sizes,
+    require_gpu,
+)
+from sglang_ext_bench.kernels.timing import graph_seconds
+from sglang_ext_bench.options import check_counts
+from sglang_ext_bench.speed.decode_limit import measure_bandwidth
 
 HEADS, GROUP, DIM, PAGE = 8, 4, 128, Quest.scoring.page
-LAYERS, REPEATS = 6, 5
-PARTS = ((4, 4), (7, 1), (12, 4), (15, 1), (28, 4))
+SCALING = DIM**-0.5
+# Layers of the graph, and how many times the graph runs them.
+LAYERS, CALLS = 6, 5
+SPLITS = ((4, 4), (7, 1), (12, 4), (15, 1), (28, 4))
+# Tokens of a row beyond the context, as rows of servers have them.
+SPARE_TOKENS = 8192
+SIZES = {
+    "tokens": (32768, f"tokens of a context, a multiple of {PAGE}"), "keep": (2048, "tokens that a KV head selects"),
+    "after": (36, "exact tokens after the selected ones"),
+}  # fmt: skip
 
 
-def timed(run: Callable[[], object]) -> float:
-    """Seconds."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    run()
-    begin.record()
-    for _ in range(REPEATS):
-        run()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / REPEATS / 1e3
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add_list(parser, "--batch", (8, 16), "requests", type=int)
+    add_sizes(parser, SIZES)
 
 
-def in_graph(run: Callable[[], object]) -> float:
-    """Seconds of a replay."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return timed(graph.replay)
+@torch.inference_mode()
+def run(args: argparse.Namespace) -> int:
+    """Measure each batch.
+
+    Raises:
+        CommandError: An option is out of range, or there is no GPU.
+    """
+    check_counts({"--batch": min(args.batch)})
+    check_sizes(args, SIZES)
+    if args.tokens % PAGE or args.tokens < args.keep + args.after:
+        raise CommandError(f"--tokens {args.tokens}: pass a multiple of {PAGE}, at least --keep {args.keep} and --after {args.after} together")
+    require_gpu()
+    bandwidth = measure_bandwidth()
+    print(f"{torch.cuda.get_device_name()}: reads {bandwidth / 1e12:.2f} TB/s", flush=True)
+    for batch in args.batch:
+        time_pointers(args, batch, bandwidth)
+        time_quest(args, batch, bandwidth)
+    return 0
 
 
-def read_rate() -> float:
-    """Bytes a second."""
-    numbers = torch.empty(1 << 30, dtype=torch.float32, device="cuda")
-    return numbers.nbytes / timed(numbers.sum)
-
-
-def pointers(options: argparse.Namespace, batch: int, rate: float) -> None:
-    """Print times of attention through pointers."""
-    held = Pointers.for_pool(_buffers(1, 1), 1).packed_slots(options.keep)
-    buffers = _buffers(batch * (options.tokens + held + options.after) + 1, LAYERS)
-    form = Pointers.for_pool(buffers, 1)
+def time_pointers(args: argparse.Namespace, batch: int, bandwidth: float) -> None:
+    """Print the time of attention through pointers, for each number of splits. ``bandwidth`` is in bytes per second."""
+    num_held = Pointers.for_pool(random_buffers(1, 1), 1).packed_slots(args.keep)
+    buffers = random_buffers(batch * (args.tokens + num_held + args.after) + 1, LAYERS)
+    pointers = Pointers.for_pool(buffers, 1)
     order = 1 + torch.randperm(len(buffers.keys[0]) - 1, device="cuda")
-    contexts, copies, after = order.split([batch * options.tokens, batch * held, batch * options.after])
-    table = torch.zeros(batch, options.tokens, dtype=torch.int32, device="cuda")
-    table[:, :held], table[:, held : held + options.after] = copies.view(batch, -1), after.view(batch, -1)
-    begins = PointerLayout.for_table(form, table)
-    begins.counts[:] = options.keep
-    for context, copy in zip(contexts.view(batch, -1), copies.view(batch, -1)):
-        form.write(buffers, torch.rand(LAYERS, HEADS, options.tokens, device="cuda").topk(options.keep).indices, context, copy)
+    contexts, held, after = order.split([batch * args.tokens, batch * num_held, batch * args.after])
+    table = torch.zeros(batch, args.tokens, dtype=torch.int32, device="cuda")
+    table[:, :num_held], table[:, num_held : num_held + args.after] = held.view(batch, -1), after.view(batch, -1)
+    layout = PointerLayout.for_table(pointers, table)
+    layout.counts[:] = args.keep
+    for context, slots in zip(contexts.view(batch, -1), held.view(batch, -1)):
+        kept = torch.rand(LAYERS, HEADS, args.tokens, device="cuda").topk(args.keep).indices
+        pointers.write(buffers, kept, context, slots)
     queries = torch.randn(batch, HEADS * GROUP, DIM, dtype=torch.bfloat16, device="cuda")
     rows = torch.arange(batch, device="cuda")
-    lengths = torch.full_like(rows, held + options.after)
-    ideal = batch * HEADS * (options.keep + options.after) * 2 * DIM * 2 / rate
-    for parts in PARTS:
+    lengths = torch.full_like(rows, num_held + args.after)
+    limit = batch * HEADS * (args.keep + args.after) * 2 * DIM * 2 / bandwidth
+    for splits in SPLITS:
 
-        def layers(parts: tuple[int, int] = parts) -> None:
+        def attend(splits: tuple[int, int] = splits) -> None:
             for keys, values in zip(buffers.keys, buffers.values):
-                pointer_decode(begins, queries, keys, values, table, rows, lengths, DIM**-0.5, parts)
+                pointer_decode(layout, queries, keys, values, table, rows, lengths, SCALING, splits)
 
-        took = in_graph(layers) / LAYERS
-        chosen = ", as servers cut them" if parts == pointer_split_counts(batch * HEADS) else ""
-        print(f"batch {batch}, parts {parts}: {took * 1e6:.1f} us, {took / ideal:.2f} of its bytes{chosen}", flush=True)
+        took = graph_seconds(attend, CALLS) / LAYERS
+        in_servers = ", as in servers" if splits == pointer_split_counts(batch * HEADS) else ""
+        print(f"batch {batch}, parts {splits}: {took * 1e6:.1f} us, {took / limit:.2f} of its bytes{in_servers}", flush=True)
 
 
-def quest(options: argparse.Namespace, batch: int, rate: float) -> None:
-    """Print times of Quest's choice: alone, and what it adds to the attention through what it chose, which begins while the last heads
-    choose."""
-    held = Pointers.for_pool(_buffers(1, 1), PAGE).packed_slots(options.keep)
-    buffers = _buffers(batch * (options.tokens + held), LAYERS)
+def time_quest(args: argparse.Namespace, batch: int, bandwidth: float) -> None:
+    """Print the time of Quest's selection, for each division into programs: alone, and added to the attention that follows it.
+
+    ``bandwidth`` is in bytes per second.
+    """
+    num_held = Pointers.for_pool(random_buffers(1, 1), PAGE).packed_slots(args.keep)
+    buffers = random_buffers(batch * (args.tokens + num_held), LAYERS)
     extremes = PageExtremes(buffers.keys, buffers.layer_ids, PAGE)
-    extremes.write(torch.arange(0, batch * options.tokens, PAGE, device="cuda"))
-    # Room for longer contexts, as rows of servers have it.
-    table = torch.zeros(2 * batch, options.tokens + 8192, dtype=torch.int32, device="cuda")
-    pages = torch.randperm(batch * options.tokens // PAGE, device="cuda").view(batch, -1, 1)
-    table[:batch, : options.tokens] = (pages * PAGE + torch.arange(PAGE, device="cuda")).flatten(1)
-    table[batch:, :held] = (batch * options.tokens + torch.randperm(batch * held, device="cuda")).view(batch, -1)
-    begins = PagePointerLayout.of_pool(Pointers.for_pool(buffers, PAGE), table, extremes, Quest(in_attention=True))
-    begins.counts[batch:], begins.pages[batch:] = options.keep, options.tokens // PAGE
+    extremes.write(torch.arange(0, batch * args.tokens, PAGE, device="cuda"))
+    table = torch.zeros(2 * batch, args.tokens + SPARE_TOKENS, dtype=torch.int32, device="cuda")
+    pages = torch.randperm(batch * args.tokens // PAGE, device="cuda").view(batch, -1, 1)
+    table[:batch, : args.tokens] = (pages * PAGE + torch.arange(PAGE, device="cuda")).flatten(1)
+    table[batch:, :num_held] = (batch * args.tokens + torch.randperm(batch * num_held, device="cuda")).view(batch, -1)
+    layout = PagePointerLayout.of_pool(Pointers.for_pool(buffers, PAGE), table, extremes, Quest(in_attention=True))
+    layout.counts[batch:], layout.pages[batch:] = args.keep, args.tokens // PAGE
     queries = torch.randn(batch, HEADS * GROUP, DIM, dtype=torch.bfloat16, device="cuda")
     rows = torch.arange(batch, 2 * batch, device="cuda")
-    lengths = torch.full_like(rows, held + options.after)
+    lengths = torch.full_like(rows, num_held + args.after)
+    limit = batch * args.tokens // PAGE * HEADS * 2 * DIM * 2 / bandwidth
+    splits = pointer_split_counts(batch * HEADS)
 
-    ideal = batch * options.tokens // PAGE * HEADS * 2 * DIM * 2 / rate
-    parts = pointer_split_counts(batch * HEADS)
-
-    def layers(cut: QuestGrid | None, attends: bool) -> None:
+    def run_layers(grid: QuestGrid | None, attends: bool) -> None:
         for layer, (keys, values) in enumerate(zip(buffers.keys, buffers.values)):
-            bounds = cut and point_at_best_pages(begins, layer, queries, as_pointers(keys), table, rows, lengths, cut)
+            bounds = grid and point_at_best_pages(layout, layer, queries, as_pointers(keys), table, rows, lengths, grid)
             if attends:
-                arrived = None if bounds is None else begins.arrived
-                pointer_decode(begins, queries, keys, values, table, rows, lengths, DIM**-0.5, parts, arrived)
+                arrived = None if bounds is None else layout.arrived
+                pointer_decode(layout, queries, keys, values, table, rows, lengths, SCALING, splits, arrived)
+            # The selection uses this memory while the attention starts.
             del bounds
 
-    layers(QUEST_GRIDS[0], False)
-    # Attention without a choice looks up what this writes before it waits for anything.
+    # Write pointers, which attention without a selection reads.
+    run_layers(QUEST_GRIDS[0], False)
     torch.cuda.synchronize()
-    attention = in_graph(lambda: layers(None, True)) / LAYERS
-    print(f"batch {batch}, attention through what Quest chose: {attention * 1e6:.1f} us", flush=True)
-    for cut in QUEST_GRIDS:
-        alone, both = (in_graph(partial(layers, cut, attends)) / LAYERS for attends in (False, True))
-        found = {"alone": alone, "adds": both - attention}
-        told = (f"{name} {took * 1e6:.1f} us, {took / ideal:.2f} of its bytes" for name, took in found.items())
-        chosen = ", as servers cut them" if cut == QUEST_GRIDS[0] else ""
-        print(f"batch {batch}, Quest, {cut}: {'; '.join(told)}{chosen}", flush=True)
+    attention = graph_seconds(partial(run_layers, None, True), CALLS) / LAYERS
+    print(f"batch {batch}, attention through Quest's selection: {attention * 1e6:.1f} us", flush=True)
+    for grid in QUEST_GRIDS:
+        alone, both = (graph_seconds(partial(run_layers, grid, attends), CALLS) / LAYERS for attends in (False, True))
+        times = {"alone": alone, "adds": both - attention}
+        parts = "; ".join(f"{name} {took * 1e6:.1f} us, {took / limit:.2f} of its bytes" for name, took in times.items())
+        in_servers = ", as in servers" if grid == QUEST_GRIDS[0] else ""
+        print(f"batch {batch}, Quest, {grid}: {parts}{in_servers}", flush=True)
 
 
-def _buffers(slots: int, layers: int) -> KVBuffers:
+def random_buffers(slots: int, layers: int) -> KVBuffers:
+    """Create random keys and values, [slots, HEADS, DIM] in each layer."""
     keys, values = (
         tuple(torch.randn(slots, HEADS, DIM, dtype=torch.bfloat16, device="cuda") for _ in range(layers)) for _ in "kv"
     )
-    return KVBuffers(tuple(range(layers)), (DIM**-0.5,) * layers, keys, values)
-
-
-def main() -> None:
-    """Measure by the command line's options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", nargs="+", type=int, default=[8, 16])
-    for name, default in (("tokens", 32768), ("keep", 2048), ("after", 36)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    options = parser.parse_args()
-    needs_gpu(parser)
-    rate = read_rate()
-    print(f"{torch.cuda.get_device_name()}: reads {rate / 1e12:.2f} TB/s", flush=True)
-    for batch in options.batch:
-        pointers(options, batch, rate)
-        quest(options, batch, rate)
-
-
-if __name__ == "__main__":
-    with torch.inference_mode():
-        main()
+    return KVBuffers(tuple(range(layers)), (SCALING,) * layers, keys, values)

@@ -1,53 +1,94 @@
-"""What two forwards cost on a CPU in the place of a mixed one: docs/benchmarks.md.
+"""Compare two forwards with one mixed forward, on a CPU.
 
     OMP_NUM_THREADS=1 sglang-ext-bench two-forwards --model MODEL
+    OMP_NUM_THREADS=1 sglang-ext-bench two-forwards --model MODEL --rounds --repeats 10
 
-Of a batch some requests are verified, 16 tokens each, while the others take a step of one token. One forward could do both; a round
-of this package has one for the steps and one for the verification. With --rounds a whole round is compared, in which each request drafts
-and is verified once: verifications one by one, in mixed forwards, or all in one after the steps.
+In a batch, some requests are verified with 16 tokens each, and the others run a draft step of one token. The plugin runs two forwards: one
+of all draft steps, one of all verifications. A mixed forward could do both. The command prints the time of two forwards over that of the
+mixed one. With --rounds it compares whole rounds, in which each request drafts and is verified once. One way verifies all requests
+together after the draft steps, the other verifies one request in each of several mixed forwards. The ratio is the first over the second.
 
-The model is its own in PyTorch, with the attention that a CPU's server has (layers/attention/torch_native.py) over a pool of slots, which
-holds noise. Both ways run in turn; a ratio is that of the medians of what each takes of the process's CPU time, so that on one thread
-other processes disturb it little.
+The model runs in PyTorch with the attention of a server on a CPU. The KV pool holds random numbers. Both ways alternate. A ratio is that of
+the medians of the process's CPU time, so that other processes hardly change it on one thread.
 """
 
 import argparse
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
+from sglang_ext.config.model_folder import read_config
 from sglang_ext.layers.attention.torch_native import RaggedTorchNativeBackend
+from sglang_ext.tools import CommandError
+from sglang_ext_bench.kernels.options import add_list, add_sizes, check_sizes
+from sglang_ext_bench.options import check_counts
 
-NAME = "slots"
+ATTENTION_NAME = "slots"
+SIZES = {
+    "requests": (8, "requests of the batch"), "width": (16, "tokens of a verification"),
+    "repeats": (15, "measurements, whose median is used"),
+}  # fmt: skip
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     add = parser.add_argument
     add("--model", type=Path, required=True, help="folder of the model")
-    add("--requests", type=int, default=8)
-    add("--verified", type=int, nargs="+", default=[1, 2], help="of them, requests that are verified")
-    add("--width", type=int, default=16, help="tokens of a verification")
-    add("--context", type=int, nargs="+", default=[512, 2048])
-    add("--repeats", type=int, default=15)
-    add("--rounds", action="store_true", help="whole rounds, of as many steps as a verification has tokens")
-    return parser.parse_args()
+    add_list(parser, "--verified", (1, 2), "verified requests among them", type=int)
+    add_list(parser, "--context", (512, 2048), "earlier tokens of each request", type=int)
+    add_sizes(parser, SIZES)
+    add("--rounds", action="store_true", help="compare whole rounds, with as many draft steps as a verification has tokens")
+
+
+@torch.inference_mode()
+def run(args: argparse.Namespace) -> int:
+    """Print a line for each context and number of verified requests.
+
+    Raises:
+        CommandError: An option is out of range.
+        OptionError: The model's folder has no config.json.
+    """
+    check_sizes(args, SIZES)
+    check_counts({"--verified": min(args.verified), "--context": min(args.context)})
+    if not args.rounds and max(args.verified) >= args.requests:
+        raise CommandError(f"--verified {max(args.verified)}: pass fewer than --requests {args.requests}, so that some run a draft step")
+    if args.rounds and args.requests > args.width + 1:
+        raise CommandError(f"--requests {args.requests}: with --rounds pass at most --width {args.width} and 1 more")
+    read_config(args.model)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation="eager").eval()
+    for context in args.context:
+        pool = SlotPool(model, args.requests, context + args.width)
+        AttentionInterface.register(ATTENTION_NAME, pool.attend)
+        model.set_attn_implementation(ATTENTION_NAME)
+        if args.rounds:
+            found = time_ratio(model, pool, *rounds(args, context), args.repeats)
+            print(f"{args.requests} requests of {context} tokens: a round {found:.2f} of one with mixed forwards", flush=True)
+            continue
+        for verified in args.verified:
+            both_ways = mixed_and_separate(args, context, verified)
+            logits = [torch.cat([forward(model, pool, part) for part in parts]) for parts in both_ways]
+            torch.testing.assert_close(*logits, atol=1e-2, rtol=1e-3)
+            found = time_ratio(model, pool, *both_ways, args.repeats)
+            print(f"{args.requests} requests of {context} tokens, {verified} verified: two forwards {found:.2f} of a mixed one", flush=True)
+    return 0
 
 
 @dataclass(frozen=True)
-class Part:
+class ForwardPart:
     """A forward of some requests.
 
     Attributes:
-        rows: of the table, int64 [requests].
-        counts: tokens of each, int64 [requests].
-        context: tokens that each has before.
+        rows: Rows of the slot table, int64 [requests].
+        counts: New tokens of each request, int64 [requests].
+        context: Earlier tokens of each request.
     """
 
     rows: torch.Tensor
@@ -55,106 +96,109 @@ class Part:
     context: int
 
 
-class Pool:
-    """Slots of all requests in scattered order, and the attention of a forward over them.
+class SlotPool:
+    """A pool of random KV in scattered slots, and the attention of a forward over it.
+
+    Args:
+        model: The model.
+        requests: Requests of the batch.
+        tokens: Slots of each request.
 
     Attributes:
-        table: int64 [requests, tokens], slots.
-        keys, values: of each layer, float32 [slots, kv_heads, head_dim].
+        table: Slots of each request, int64 [requests, tokens].
+        keys: Keys, float32 [layers, slots, kv_heads, head_dim].
+        values: Values, like the keys.
     """
 
-    def __init__(self, model: PreTrainedModel, requests: int, tokens: int):
+    def __init__(self, model: PreTrainedModel, requests: int, tokens: int) -> None:
         config = model.config
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.table = torch.randperm(requests * tokens).view(requests, tokens)
         shape = config.num_hidden_layers, requests * tokens, config.num_key_value_heads, dim
         self.keys, self.values = torch.randn(shape), torch.randn(shape)
-        self._backend = object.__new__(RaggedTorchNativeBackend)  # its attention alone, without a server's runner
-        self._part: Part | None = None
+        # Only its attention is used, which needs no model runner.
+        self._backend = object.__new__(RaggedTorchNativeBackend)
+        self._part: ForwardPart | None = None
 
     @contextmanager
-    def serving(self, part: Part) -> Iterator[None]:
-        """Forwards of the block are of these requests."""
+    def serving(self, part: ForwardPart) -> Iterator[None]:
+        """Forwards inside this context are of these requests."""
         self._part = part
         yield
         self._part = None
 
-    def slots(self) -> torch.Tensor:
-        """Where the KV of the forward's tokens lies, int64 [tokens]."""
-        part = self._part
-        return torch.cat([self.table[row, part.context : part.context + count] for row, count in zip(part.rows, part.counts)])
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        **options: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Store the new KV and attend to all KV of each request. The signature is that of transformers.
 
-    def attend(self, module, query, key, value, attention_mask, scaling, **options) -> tuple[torch.Tensor, None]:
-        """As of transformers: ``query`` [1, heads, tokens, head_dim]; gives [1, tokens, heads, head_dim]."""
+        Args:
+            module: The attention layer.
+            query: [1, heads, tokens, head_dim].
+            key: [1, kv_heads, tokens, head_dim].
+            value: Like the key.
+            attention_mask: Unused; attention is causal.
+            scaling: Factor on query-key products.
+            options: Unused.
+
+        Returns:
+            Outputs, [1, tokens, heads, head_dim], and no weights.
+        """
         part, layer = self._part, module.layer_idx
-        slots = self.slots()
+        slots = torch.cat([self.table[row, part.context : part.context + count] for row, count in zip(part.rows, part.counts)])
         self.keys[layer][slots], self.values[layer][slots] = key[0].transpose(0, 1), value[0].transpose(0, 1)
         queries = query[0].transpose(0, 1)
         before = torch.full_like(part.counts, part.context)
-        shared = queries, torch.empty_like(queries), self.keys[layer], self.values[layer], self.table, part.rows
-        found = self._backend._run_sdpa_forward_extend(
-            *shared, before + part.counts, before, part.counts, scaling=scaling, enable_gqa=True, causal=True
+        inputs = queries, torch.empty_like(queries), self.keys[layer], self.values[layer], self.table, part.rows
+        outputs = self._backend._run_sdpa_forward_extend(
+            *inputs, before + part.counts, before, part.counts, scaling=scaling, enable_gqa=True, causal=True
         )
-        return found[None], None
+        return outputs[None], None
 
 
-def forward(model: PreTrainedModel, pool: Pool, part: Part) -> torch.Tensor:
-    """Logits of the part's tokens, [tokens, vocabulary]."""
+def forward(model: PreTrainedModel, pool: SlotPool, part: ForwardPart) -> torch.Tensor:
+    """Run a forward. Returns the logits of its tokens, [tokens, vocabulary]."""
     positions = torch.cat([torch.arange(part.context, part.context + count) for count in part.counts])
     tokens = positions % model.config.vocab_size
     with pool.serving(part):
         return model(input_ids=tokens[None], position_ids=positions[None], use_cache=False).logits[0]
 
 
-def ratio(model: PreTrainedModel, pool: Pool, mixed: list[Part], apart: list[Part], repeats: int) -> float:
-    """What some forwards take over what others do."""
-    took: tuple[list[float], list[float]] = ([], [])
+def time_ratio(
+    model: PreTrainedModel, pool: SlotPool, before: Sequence[ForwardPart], after: Sequence[ForwardPart], repeats: int
+) -> float:
+    """Return the CPU time of the forwards ``after`` over that of the forwards ``before``: medians of ``repeats`` measurements."""
+    times: tuple[list[float], list[float]] = ([], [])
     for _ in range(repeats + 1):
-        for seconds, parts in zip(took, (mixed, apart)):
+        for seconds, parts in zip(times, (before, after)):
             began = time.process_time()
             for part in parts:
                 forward(model, pool, part)
             seconds.append(time.process_time() - began)
-    before, after = (statistics.median(seconds[1:]) for seconds in took)
-    return after / before
+    # The first measurement is the warm-up.
+    of_before, of_after = (statistics.median(seconds[1:]) for seconds in times)
+    return of_after / of_before
 
 
-def mixed_and_apart(args: argparse.Namespace, context: int, verified: int) -> tuple[list[Part], list[Part]]:
-    """One forward in which some requests are verified and the others take a step, and the same in two."""
+def mixed_and_separate(args: argparse.Namespace, context: int, verified: int) -> tuple[list[ForwardPart], list[ForwardPart]]:
+    """Return a mixed forward in which the last ``verified`` requests are verified, and two forwards of the same tokens."""
     rows = torch.arange(args.requests)
     counts = torch.where(rows < args.requests - verified, 1, args.width)
-    return [Part(rows, counts, context)], [Part(rows[some], counts[some], context) for some in (counts == 1, counts > 1)]
+    separate = [ForwardPart(rows[part], counts[part], context) for part in (counts == 1, counts > 1)]
+    return [ForwardPart(rows, counts, context)], separate
 
 
-def rounds(args: argparse.Namespace, context: int) -> tuple[list[Part], list[Part]]:
-    """As many forwards, with one request after the other verified beside the others' steps, and with all verified in the last."""
-    every = torch.arange(args.requests)
-    step, verification = (Part(every, torch.full_like(every, count), context) for count in (1, args.width))
-    (mixed,), _ = mixed_and_apart(args, context, 1)
+def rounds(args: argparse.Namespace, context: int) -> tuple[list[ForwardPart], list[ForwardPart]]:
+    """Return the forwards of a round that verifies one request in each mixed forward, and of one that verifies all in the last forward."""
+    rows = torch.arange(args.requests)
+    step, verification = (ForwardPart(rows, torch.full_like(rows, count), context) for count in (1, args.width))
+    (mixed,), _ = mixed_and_separate(args, context, 1)
     one_by_one = [mixed] * args.requests + [step] * (args.width + 1 - args.requests)
     return one_by_one, [step] * args.width + [verification]
-
-
-@torch.inference_mode()
-def main() -> None:
-    args = arguments()
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation="eager").eval()
-    for context in args.context:
-        pool = Pool(model, args.requests, context + args.width)
-        AttentionInterface.register(NAME, pool.attend)
-        model.set_attn_implementation(NAME)
-        if args.rounds:
-            found = ratio(model, pool, *rounds(args, context), args.repeats)
-            print(f"{args.requests} requests of {context} tokens: a round {found:.2f} of one with mixed forwards", flush=True)
-            continue
-        for verified in args.verified:
-            parts = mixed_and_apart(args, context, verified)
-            logits = [torch.cat([forward(model, pool, part) for part in some]) for some in parts]
-            torch.testing.assert_close(*logits, atol=1e-2, rtol=1e-3)
-            found = ratio(model, pool, *parts, args.repeats)
-            print(f"{args.requests} requests of {context} tokens, {verified} verified: two forwards {found:.2f} of a mixed one", flush=True)
-
-
-if __name__ == "__main__":
-    main()

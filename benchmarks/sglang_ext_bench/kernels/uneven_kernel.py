@@ -1,87 +1,123 @@
-"""Decode attention over copies of uneven heads, on a GPU: time, and bytes over bandwidth: docs/benchmarks.md.
+"""Time decode attention over compressed KV whose heads keep different numbers of tokens, on a GPU.
 
-    sglang-ext-bench uneven-kernel [--spread 0 0.5 1 1.5] [--splits 16,4 32,2]
+    sglang-ext-bench uneven-kernel --spread 0 0.5 1 1.5 --splits 28,4
 
-All layers of one step, in a CUDA graph; slots are scattered one by one. A head's share is e^(spread * normal noise), so that
-0 has all heads keep the same; no head keeps more than all tokens. FlashInfer's decode kernel reads copies of equal heads.
+The layers of one step run in a CUDA graph, over scattered slots. A head's share of the budget is drawn as e^(spread * normal noise), so
+that with spread 0 all heads keep the same number. No head keeps more than all tokens. FlashInfer's decode kernel reads equal heads for
+comparison. The command prints one line per spread and number of splits:
+
+    ms              milliseconds of all layers
+    of the limit    the same over the time in which the GPU reads all keys and values
 """
 
 import argparse
+from collections.abc import Callable
 
 import torch
-from sglang_ext_bench.kernels.graph_time import needs_gpu, seconds
 
 from sglang_ext.layers.kernels.ragged_decode import ragged_decode
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
+from sglang_ext.tools import CommandError
+from sglang_ext_bench.kernels.flashinfer_decode import plan_decode
+from sglang_ext_bench.kernels.options import (
+    add_list,
+    add_sizes,
+    check_sizes,
+    parse_group,
+    positive_int,
+    require_gpu,
+)
+from sglang_ext_bench.kernels.timing import graph_seconds
+from sglang_ext_bench.options import check_budgets
 from sglang_ext_bench.speed.decode_limit import measure_bandwidth
 
+SIZES = {
+    "batch": (16, "requests"), "tokens": (30720, "tokens of a request"), "tail": (128, "exact tokens after the kept ones"),
+    "layers": (36, "layers"), "kv-heads": (8, "KV heads"), "group": (4, "query heads of a KV head"), "dim": (128, "channels of a head"),
+}  # fmt: skip
 
-def shares(options: argparse.Namespace, spread: float) -> torch.Tensor:
-    """Bounds of the heads' cells: int32 [heads of all layers + 1]."""
-    heads, kept = options.layers * options.kv_heads, int(options.tokens * options.budget)
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add_list(parser, "--spread", (0.0, 0.5, 1.0, 1.5), "spreads of the shares, from 0", type=float)
+    add_list(parser, "--splits", ("16,4",), "splits of the kept tokens and of the tail", metavar="KEPT,TAIL")
+    budget = "share of the tokens that heads keep on average (default: %(default)s)"
+    parser.add_argument("--budget", type=float, default=0.25, help=budget)
+    add_sizes(parser, SIZES)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure FlashInfer once, then each spread and number of splits.
+
+    Raises:
+        CommandError: An option is out of range, or there is no GPU.
+    """
+    check_sizes(args, SIZES)
+    check_budgets([args.budget])
+    if min(args.spread) < 0:
+        raise CommandError(f"--spread {min(args.spread):g}: pass numbers from 0")
+    splits = [parse_group(text, "--splits", {"kept": positive_int, "tail": positive_int}) for text in args.splits]
+    require_gpu()
+    kept, batch, heads, dim = int(args.tokens * args.budget), args.batch, args.kv_heads, args.dim
+    width, options = kept + args.tail, {"dtype": torch.bfloat16, "device": "cuda"}
+    keys, values = (tuple(torch.randn(batch * width, heads, dim, **options) for _ in range(args.layers)) for _ in "kv")
+    buffers = KVBuffers(tuple(range(args.layers)), (dim**-0.5,) * args.layers, keys, values)
+    table = torch.randperm(batch * width, device="cuda").int().view(batch, width)
+    queries = torch.randn(batch, heads * args.group, dim, **options)
+    bandwidth = measure_bandwidth()
+    limit = args.layers * batch * width * heads * dim * 4 / bandwidth * 1e3
+    print(f"bandwidth {bandwidth / 1e12:.2f} TB/s, limit {limit:.2f} ms", flush=True)
+    attend = plan_decode(buffers, table, queries.shape[1])
+    took = 1e3 * graph_seconds(lambda: [attend(layer, queries) for layer in range(args.layers)])
+    print(f"FlashInfer, equal heads: {took:.2f} ms, {took / limit:.2f} of the limit", flush=True)
+    for spread in args.spread:
+        layout = RaggedHeadLayout.of(buffers, batch)
+        layout.bounds[:] = head_bounds(args, spread).cuda()
+        counts = layout.bounds[0].diff().float()
+        layer_counts = counts.view(args.layers, -1).sum(1)
+        most, least, layer = counts.max() / kept, counts.min() / kept, layer_counts.max() / layer_counts.mean()
+        print(f"spread {spread}: a head keeps {least:.2f} to {most:.1f} of the mean, a layer up to {layer:.1f}")
+        for each in splits:
+            took = 1e3 * graph_seconds(ragged_step(layout, buffers, table, queries, each))
+            print(f"  parts {each[0]},{each[1]}: {took:.2f} ms, {took / limit:.2f} of the limit", flush=True)
+    return 0
+
+
+def head_bounds(args: argparse.Namespace, spread: float) -> torch.Tensor:
+    """Return the bounds of the heads' cells in a request, int32 [heads of all layers + 1]."""
+    heads, kept = args.layers * args.kv_heads, int(args.tokens * args.budget)
     noise = torch.randn(heads, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     weights = (spread * noise).exp()
     counts = weights / weights.sum() * heads * kept
     for _ in range(20):
-        # What is above all tokens goes to the others.
-        counts = counts.clamp(max=options.tokens)
-        counts += (counts < options.tokens) * counts * (heads * kept - counts.sum()) / counts[counts < options.tokens].sum()
+        # Tokens that a head cannot keep go to the other heads.
+        counts = counts.clamp(max=args.tokens)
+        below = counts < args.tokens
+        if below.any():
+            counts += below * counts * (heads * kept - counts.sum()) / counts[below].sum()
     bounds = torch.cat([torch.zeros(1), counts.cumsum(0)]).round().int()
     bounds[-1] = heads * kept
     return bounds
 
 
-def main() -> None:
-    """FlashInfer once, then every spread and number of parts."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--spread", nargs="+", type=float, default=[0.0, 0.5, 1.0, 1.5])
-    parser.add_argument("--splits", nargs="+", default=["16,4"], help="of what a head keeps, and of the tokens after the copy")
-    parser.add_argument("--budget", type=float, default=0.25)
-    sizes = {"batch": 16, "tokens": 30720, "tail": 128, "layers": 36, "kv-heads": 8, "group": 4, "dim": 128}
-    for option, default in sizes.items():
-        parser.add_argument(f"--{option}", type=int, default=default)
-    options = parser.parse_args()
-    needs_gpu(parser)
-    # A package that machines without a GPU lack: they have --help all the same.
-    from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+def ragged_step(
+    layout: RaggedHeadLayout, buffers: KVBuffers, table: torch.Tensor, queries: torch.Tensor, splits: tuple[int, int]
+) -> Callable[[], None]:
+    """Return a call of the ragged kernel in each layer.
 
-    kept, batch, heads, dim = int(options.tokens * options.budget), options.batch, options.kv_heads, options.dim
-    width, like = kept + options.tail, {"dtype": torch.bfloat16, "device": "cuda"}
-    keys, values = (tuple(torch.randn(batch * width, heads, dim, **like) for _ in range(options.layers)) for _ in "kv")
-    buffers = KVBuffers(tuple(range(options.layers)), (dim**-0.5,) * options.layers, keys, values)
-    table = torch.randperm(batch * width, device="cuda").int().view(batch, width)
-    rows, queries = torch.arange(batch, device="cuda"), torch.randn(batch, heads * options.group, dim, **like)
-    lengths = torch.full_like(rows, width)
-    bandwidth = measure_bandwidth()
-    limit = options.layers * batch * width * heads * dim * 4 / bandwidth * 1e3
-    print(f"bandwidth {bandwidth / 1e12:.2f} TB/s, limit {limit:.2f} ms", flush=True)
-    workspace = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
-    ends = torch.arange(batch + 1, dtype=torch.int32, device="cuda") * width
-    last = torch.ones(batch, dtype=torch.int32, device="cuda")
-    shape, dtypes = (heads * options.group, heads, dim, 1), {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
-    wrapper.plan(ends, table.flatten(), last, *shape, **dtypes)
-    pools = [(key.unsqueeze(1), value.unsqueeze(1)) for key, value in zip(keys, values)]
-    took = 1e3 * seconds(lambda: [wrapper.run(queries, pool) for pool in pools])
-    print(f"FlashInfer, equal heads: {took:.2f} ms, {took / limit:.2f} of the limit", flush=True)
-    for spread in options.spread:
-        cells = RaggedHeadLayout.of(buffers, batch)
-        cells.bounds[:] = shares(options, spread).cuda()
-        counts = cells.bounds[0].diff().float()
-        of_layers = counts.view(options.layers, -1).sum(1)
-        most, least, layer = counts.max() / kept, counts.min() / kept, of_layers.max() / of_layers.mean()
-        print(f"spread {spread}: a head keeps {least:.2f} to {most:.1f} of the mean, a layer up to {layer:.1f}")
-        for splits in options.splits:
-            parts = tuple(map(int, splits.split(",")))
+    Args:
+        layout: Numbers of tokens that each head keeps.
+        buffers: Keys and values of each layer, [slots, kv_heads, dim].
+        table: Slots of each request, int32 [batch, slots of a request].
+        queries: [batch, heads, dim].
+        splits: Splits of the kept tokens and of the tail.
+    """
+    rows = torch.arange(len(table), device="cuda")
+    lengths = torch.full_like(rows, table.shape[1])
 
-            def step(parts=parts, cells=cells):
-                for layer in range(options.layers):
-                    ragged_decode(cells, layer, queries, table, rows, lengths, dim**-0.5, parts)
+    def step() -> None:
+        for layer, scaling in enumerate(buffers.scaling):
+            ragged_decode(layout, layer, queries, table, rows, lengths, scaling, splits)
 
-            took = 1e3 * seconds(step)
-            print(f"  parts {splits}: {took:.2f} ms, {took / limit:.2f} of the limit", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    return step

@@ -1,1 +1,1 @@
-"""A pack of layers at a cache rank: its cycle beside the inference that hides it (AsyncSpade, Table 2)."""
+"""The command pack-cycles: AsyncSpade's Table 2, cycles of a pack of layers at a cache rank."""

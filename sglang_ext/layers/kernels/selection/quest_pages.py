@@ -36,7 +36,7 @@ class QuestGrid(NamedTuple):
     registers: int | None = 128
 
 
-# Servers use the first, with as many programs as an H200 runs at once. benchmarks/sglang_ext_bench/kernels/sparse_kernels.py compares them.
+# Servers use the first, with as many programs as an H200 runs at once. `sglang-ext-bench sparse-kernels` compares them.
 QUEST_GRIDS = (QuestGrid(16384, 528), QuestGrid(16384, 1056), QuestGrid(16384, 2112), QuestGrid(32768, 396, 2048, 168))
 CHUNK = 1024
 # Trial bounds at which pages are counted at once, and bits of each count in one integer; for bounds in registers, and in memory.
