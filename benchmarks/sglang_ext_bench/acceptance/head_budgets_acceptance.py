@@ -12,7 +12,12 @@ import argparse
 
 import torch
 
-from sglang_ext_bench.acceptance.attention_functions import KeptTokensAttention, keep_best, register_attention, use_attention
+from sglang_ext_bench.acceptance.attention_functions import (
+    KeptTokensAttention,
+    keep_best,
+    register_attention,
+    use_attention,
+)
 from sglang_ext_bench.acceptance.inputs import (
     add_input_arguments,
     add_predictor_argument,
@@ -20,7 +25,13 @@ from sglang_ext_bench.acceptance.inputs import (
     read_predictor,
     read_prompts,
 )
-from sglang_ext_bench.acceptance.prompt_context import SCORING_METHODS, DraftCount, PromptContext, print_line, token_scores
+from sglang_ext_bench.acceptance.prompt_context import (
+    SCORING_METHODS,
+    DraftCount,
+    PromptContext,
+    print_line,
+    token_scores,
+)
 
 BUDGETS = (0.25, 0.125)
 ATTENTION = "head_budgets"

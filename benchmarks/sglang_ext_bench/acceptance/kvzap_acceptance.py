@@ -20,7 +20,13 @@ from sglang_ext_bench.acceptance.inputs import (
     read_predictor,
     read_prompts,
 )
-from sglang_ext_bench.acceptance.prompt_context import SCORING_METHODS, DraftCount, PromptContext, print_line, token_scores
+from sglang_ext_bench.acceptance.prompt_context import (
+    SCORING_METHODS,
+    DraftCount,
+    PromptContext,
+    print_line,
+    token_scores,
+)
 
 BUDGETS = (0.5, 0.25, 0.125)
 

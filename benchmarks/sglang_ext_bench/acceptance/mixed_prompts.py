@@ -15,7 +15,7 @@ import os
 import re
 import subprocess
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, metadata
+from importlib.metadata import metadata
 from pathlib import Path
 
 from sglang_ext.tools import CommandError
@@ -100,7 +100,9 @@ def read_text(kind: str, name: str) -> str | list[dict[str, str]]:
     try:
         return READERS[kind](name)
     except (OSError, ImportError, KeyError, subprocess.CalledProcessError) as error:
-        raise CommandError(f"the text {kind} {name} cannot be read ({error}): run this on Debian with man pages, Perl's documentation and {name}") from error
+        raise CommandError(
+            f"the text {kind} {name} cannot be read ({error}): run this on Debian with man pages, Perl's documentation and {name}"
+        ) from error
 
 
 def file_name(kind: str, name: str) -> str:

@@ -16,9 +16,15 @@ from sglang_ext.mem_cache.compressors import LayerKV
 from sglang_ext.mem_cache.compressors.expected_attention import ExpectedAttention
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
 from sglang_ext.mem_cache.scores.predictor import Predictor
-from sglang_ext.tools.precompress.attention_inputs import AttentionInputs, attention_layers
+from sglang_ext.tools.precompress.attention_inputs import (
+    AttentionInputs,
+    attention_layers,
+)
 from sglang_ext.tools.precompress.documents import PromptPrefix
-from sglang_ext.tools.precompress.reconstruction import ReconstructionConfig, reconstruction_scores
+from sglang_ext.tools.precompress.reconstruction import (
+    ReconstructionConfig,
+    reconstruction_scores,
+)
 from sglang_ext_bench.acceptance.inputs import DEFAULT_ATTENTION
 from sglang_ext_bench.prompts import Tokenizer
 

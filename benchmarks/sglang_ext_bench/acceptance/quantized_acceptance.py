@@ -14,7 +14,6 @@ import argparse
 from typing import Any
 
 import torch
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from sglang_ext.layers.attention.compressed.packed import packed_attention
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
@@ -23,13 +22,21 @@ from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.catalogue import method
 from sglang_ext.tools import CommandError
-from sglang_ext_bench.acceptance.attention_functions import AttentionOutput, register_attention, use_attention
+from sglang_ext_bench.acceptance.attention_functions import (
+    AttentionOutput,
+    register_attention,
+    use_attention,
+)
 from sglang_ext_bench.acceptance.inputs import (
     add_input_arguments,
     load_model,
     read_prompts,
 )
-from sglang_ext_bench.acceptance.prompt_context import DraftCount, PromptContext, print_line
+from sglang_ext_bench.acceptance.prompt_context import (
+    DraftCount,
+    PromptContext,
+    print_line,
+)
 from sglang_ext_bench.quality.named import Named
 
 ATTENTION = "quantized_prompt"

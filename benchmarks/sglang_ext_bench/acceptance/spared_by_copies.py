@@ -5,8 +5,8 @@
 In host memory and on the device, the keys of all heads of a token are adjacent, and one copy transfers a run of consecutive tokens. A
 load can leave out a token of a layer if all heads of the layer keep it. Otherwise it would need copies of one head each.
 
-For each method and budget, a line has the share of tokens that all heads of a layer keep, and the number of runs in a load of a layer
-without them. Both are means over prompts and layers.
+For each method and budget, a line has the share of tokens that all heads of a layer keep. It also has the number of runs in a load of a
+layer without these tokens. Both are means over prompts and layers.
 """
 
 import argparse
@@ -21,7 +21,11 @@ from sglang_ext_bench.acceptance.inputs import (
     load_model,
     read_prompts,
 )
-from sglang_ext_bench.acceptance.prompt_context import SCORING_METHODS, PromptContext, token_scores
+from sglang_ext_bench.acceptance.prompt_context import (
+    SCORING_METHODS,
+    PromptContext,
+    token_scores,
+)
 from sglang_ext_bench.options import check_known
 
 BUDGETS = (0.5, 0.25, 0.125, 0.03125)

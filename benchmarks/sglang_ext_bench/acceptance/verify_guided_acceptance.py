@@ -20,13 +20,24 @@ from torch.nn.functional import avg_pool1d
 from transformers import DynamicCache, PreTrainedModel
 
 from sglang_ext.tools import CommandError
-from sglang_ext_bench.acceptance.attention_functions import AttentionOutput, KeptTokensAttention, keep_best, register_attention
+from sglang_ext_bench.acceptance.attention_functions import (
+    AttentionOutput,
+    KeptTokensAttention,
+    keep_best,
+    register_attention,
+)
 from sglang_ext_bench.acceptance.inputs import (
     add_input_arguments,
     load_model,
     read_prompts,
 )
-from sglang_ext_bench.acceptance.prompt_context import ANSWER_TOKENS, DRAFT_LENGTH, DraftCount, copy_cache, count_matches
+from sglang_ext_bench.acceptance.prompt_context import (
+    ANSWER_TOKENS,
+    DRAFT_LENGTH,
+    DraftCount,
+    copy_cache,
+    count_matches,
+)
 from sglang_ext_bench.options import check_budgets, numbers
 
 ATTENTION = "verify_guided"

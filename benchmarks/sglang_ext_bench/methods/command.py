@@ -115,7 +115,7 @@ def chosen(args: argparse.Namespace) -> list[MethodServer]:
     known = {each.name: each for each in all_of(args)}
     if wrong := [name for name in args.server or () if name not in known]:
         raise CommandError(f"--server {wrong[0]!r}: pass some of {', '.join(known)}")
-    return [known[name] for name in args.server or known]
+    return [known[name] for name in dict.fromkeys(args.server or known)]
 
 
 def flags_of(args: argparse.Namespace, server: MethodServer) -> tuple[str, ...]:
@@ -187,7 +187,8 @@ def line(figures: MethodFigures) -> str:
     """Figures as one line of text."""
     shares = [f"{kind} {'-' if (share := figures.acceptance(kind)) is None else f'{share:.3f}'}" for kind in KINDS]
     full = f", {figures.fallbacks} on full KV" if figures.fallbacks else ""
+    time_per_token = "- ms a token (fewer than two bursts: raise --output-len)" if figures.token_ms is None else f"{figures.token_ms:.2f} ms a token"
     return (
         f"{figures.label}, {figures.context} tokens, T = {figures.temperature:g}: accepted {', '.join(shares)}; "
-        f"bytes {figures.draft_share:.3f}, {figures.token_ms:.2f} ms a token{full}"
+        f"bytes {figures.draft_share:.3f}, {time_per_token}{full}"
     )

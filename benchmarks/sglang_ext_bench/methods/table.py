@@ -48,9 +48,10 @@ def table(found: Sequence[MethodFigures], told: Mapping[str, str]) -> Iterator[s
 
 
 def _timed(found: Sequence[MethodFigures], label: str) -> MethodFigures | None:
-    """The figures whose time the table shows: longest prompts, lowest temperature."""
+    """The figures whose time the table shows: longest prompts, lowest temperature. None if their time is unknown."""
     mine = [each for each in found if each.label == label]
-    return max(mine, key=lambda each: (each.context, -each.temperature), default=None)
+    longest = max(mine, key=lambda each: (each.context, -each.temperature), default=None)
+    return None if longest is None or longest.token_ms is None else longest
 
 
 def _acceptances(mine: Sequence[MethodFigures], contexts: Sequence[int], kind: str, temperature: float) -> str:

@@ -58,9 +58,14 @@ class Stream:
         return max((n for t, n in zip(self.times, self.tokens) if t <= seconds), default=0)
 
     def bursts(self, begin: float = -math.inf) -> list[Burst]:
-        """The chunks after ``begin``, those together that came together."""
+        """The bursts after ``begin``.
+
+        The mean time between chunks includes the gap before the first of these chunks. Without it, the chunks of a single burst would
+        look like bursts of one token each.
+        """
         chunks = [(t, n) for t, n in zip(self.times, self.tokens) if begin < t]
-        near = TOGETHER * (chunks[-1][0] - chunks[0][0]) / (len(chunks) - 1) if len(chunks) > 1 else 0.0
+        times = [*[t for t in self.times if t <= begin][-1:], *(t for t, _ in chunks)]
+        near = TOGETHER * (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
         found: list[Burst] = []
         for time, tokens in chunks:
             if found and time - found[-1].end < near:
@@ -92,6 +97,7 @@ class Wave:
         first_token: seconds until the first token of the last of these.
         accept_length: mean tokens per verification; None when nothing was drafted.
         fallbacks: requests that were last served with full KV, though they could draft.
+        steady_requests: Requests with two bursts or more in the span. The others add nothing to :attr:`steady`.
     """
 
     batch: int
@@ -102,6 +108,12 @@ class Wave:
     first_token: float
     accept_length: float | None
     fallbacks: int
+    steady_requests: int = 0
+
+    @property
+    def steady_ms(self) -> float | None:
+        """Milliseconds per output token of each request, without its first round. None if a request has fewer than two bursts."""
+        return 1000 * self.running / self.steady if self.steady_requests == self.running else None
 
     @property
     def token_ms(self) -> float:
@@ -146,6 +158,7 @@ def measure(streams: Sequence[Stream]) -> Wave:
             f"{len(together)} requests of {len(streams)} decoded side by side for {end - begin:.2f} s of the {end:.2f} s until the first "
             "had ended; ask for a longer output (--output-len)"
         )
+    rates = [stream.rate(begin, end) for stream in together]
     verifies = sum(stream.meta.get("kv_verifies", 0) for stream in streams)
     accepted = sum(stream.meta.get("kv_accepted", 0) for stream in streams)
     return Wave(
@@ -153,10 +166,11 @@ def measure(streams: Sequence[Stream]) -> Wave:
         running=len(together),
         seconds=end - begin,
         tokens=tokens,
-        steady=sum(stream.rate(begin, end) for stream in together),
+        steady=sum(rates),
         first_token=begin,
         accept_length=(accepted + verifies) / verifies if verifies else None,
         fallbacks=sum(bool(stream.meta.get("kv_fallback")) for stream in streams),
+        steady_requests=sum(rate > 0 for rate in rates),
     )
 
 
