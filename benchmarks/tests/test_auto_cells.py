@@ -15,7 +15,7 @@ from sglang_ext_bench.speed import decode_prompts
 
 DRAFT_LENGTHS = {"stock": 0, "auto": 3, "15": 15}
 # Seconds of a round, and between the chunks of its burst.
-ROUND, CHUNK = 0.02, 0.0005
+ROUND, CHUNK = 0.05, 0.0001
 
 
 class BurstServer:

@@ -23,7 +23,7 @@ CODE, PROSE = "x", "y"
 
 
 class SlowServer:
-    """A server that accepts 12 of 15 drafts of code, 6 of prose, and holds compressed KV of a quarter of the running prompts.
+    """A server that accepts 4 of 5 drafts of code, 2 of prose, and holds compressed KV of a quarter of the running prompts.
 
     Attributes:
         burst: Tokens of a chunk.
@@ -56,7 +56,7 @@ class SlowServer:
         name = asked.get("custom_params", {}).get("kv_compressor")
         self.asked.append((self.name, name, asked["temperature"], len(ids), asked["max_new_tokens"]))
         self.held += len(ids) * TOKEN_BYTES // 4
-        drafts = {} if self.name == "stock" else {"kv_drafts": 15, "kv_accepted": 12 if ids[-1] == ord(CODE) else 6, "kv_verifies": 1}
+        drafts = {} if self.name == "stock" else {"kv_drafts": 5, "kv_accepted": 4 if ids[-1] == ord(CODE) else 2, "kv_verifies": 1}
         most = asked["max_new_tokens"]
         for tokens in (*range(1, most, self.burst), most):
             yield {"meta_info": {"completion_tokens": tokens, **drafts}}

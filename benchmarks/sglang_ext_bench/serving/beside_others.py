@@ -19,7 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from sglang_ext.config.benchmark_options import PARAMETER
 from sglang_ext.tools import CommandError
 from sglang_ext.tools.server_process import ServerProcess
 from sglang_ext_bench.client import SamplingSettings
@@ -90,6 +89,7 @@ def plain_rate(
     Raises:
         CommandError: A plain request had fewer than two bursts of tokens.
     """
+    from sglang_ext.config.benchmark_options import PARAMETER
     from sglang_ext_bench.speed import decode_wave
 
     common = {**SamplingSettings().as_json(args.output_len), "custom_params": {PARAMETER: args.acceptance}}

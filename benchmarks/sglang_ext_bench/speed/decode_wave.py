@@ -53,6 +53,11 @@ class Stream:
         self.tokens.append(meta_info["completion_tokens"])
         self.meta = {name: value for name, value in meta_info.items() if name.startswith("kv_")}
 
+    @property
+    def rounds(self) -> int:
+        """Decode rounds of the request. Each one adds a token that is no accepted draft; the first token is the prefill's."""
+        return self.tokens[-1] - 1 - self.meta.get("kv_accepted", 0)
+
     def tokens_at(self, seconds: float) -> int:
         """Output tokens that had come by then."""
         return max((n for t, n in zip(self.times, self.tokens) if t <= seconds), default=0)
@@ -170,7 +175,7 @@ def measure(streams: Sequence[Stream]) -> Wave:
         first_token=begin,
         accept_length=(accepted + verifies) / verifies if verifies else None,
         fallbacks=sum(bool(stream.meta.get("kv_fallback")) for stream in streams),
-        steady_requests=sum(rate > 0 for rate in rates),
+        steady_requests=sum(rate > 0 and stream.rounds > 1 for rate, stream in zip(rates, together)),
     )
 
 
