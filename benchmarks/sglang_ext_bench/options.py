@@ -42,15 +42,27 @@ def check_port(port: int, taken: int = 1) -> None:
         raise CommandError(f"--port {port}: the next {taken - 1} ports are used too: pass at most {LAST_PORT - (taken - 1)}")
 
 
-def check_budgets(budgets: Iterable[float]) -> None:
-    """Check that values of --budget are shares.
+def check_budgets(budgets: Iterable[float], option: str = "--budget") -> None:
+    """Refuse values of an option that are not shares of the cache.
 
     Raises:
-        CommandError: Names the value.
+        CommandError: With the option and its value.
     """
     for budget in budgets:
         if not 0 < budget <= 1:
-            raise CommandError(f"--budget {budget:g}: a budget is a share of the KV in (0, 1]")
+            raise CommandError(f"{option} {budget:g}: a budget is a share of the cache in (0, 1]")
+
+
+def check_known(option: str, values: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse values of an option that are not among ``known``.
+
+    Raises:
+        CommandError: With the option, its value and the allowed ones.
+    """
+    allowed = list(known)
+    for value in values:
+        if value not in allowed:
+            raise CommandError(f"{option} {value!r}: pass some of {', '.join(allowed)}")
 
 
 def numbers(text: str, flag: str, kind: type[int] | type[float] = int, zero: bool = False) -> list[Any]:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from sglang_ext.config.model_folder import read_config
 from sglang_ext.tools import CommandError
 
+LOWEST_RANDOM_ID = 100
 
 class Tokenizer(Protocol):
     """The methods of a Hugging Face tokenizer that this package uses."""
@@ -91,6 +92,12 @@ def load_prompts(path: Path, tokenizer: Tokenizer, option: str = "--prompts") ->
         if not prompt.input_ids:
             raise CommandError(f"prompt {prompt.name} of {path} is empty; remove it")
     return prompts
+
+
+def random_prompts(count: int, tokens: int, vocabulary: int) -> list[tuple[int, ...]]:
+    """``count`` prompts of random token ids below ``vocabulary``, the same in each run. Lower ids are often special tokens."""
+    draw = random.Random(0)
+    return [tuple(draw.randrange(LOWEST_RANDOM_ID, vocabulary) for _ in range(tokens)) for _ in range(count)]
 
 
 def _read_lines(path: Path, tokenizer: Tokenizer) -> list[tuple[str, str]]:

@@ -67,6 +67,15 @@ def test_tokens_of_a_round_count_from_one_moment_though_each_has_a_chunk_of_its_
     assert decode_wave.measure([stream([(token / 10, token) for token in range(1, 42)])]).steady == pytest.approx(10)
 
 
+def test_the_time_per_token_is_unknown_after_a_single_burst():
+    two_rounds = [(1.0, 1), *((2 + place / 1000, 2 + place) for place in range(16)), *((3 + place / 1000, 18 + place) for place in range(16))]
+    assert decode_wave.measure([stream(two_rounds)]).steady_ms == pytest.approx(1000 / 16)
+    one_round = two_rounds[:17]
+    assert decode_wave.measure([stream(one_round)]).steady_ms is None
+    other = stream([(token / 10, token) for token in range(1, 42)])
+    assert decode_wave.measure([stream(one_round), other]).steady_ms is None, "one of two requests has a single burst"
+
+
 def test_drafts_and_fallbacks_are_reported():
     drafted = stream([(1, 1), (2, 30)], kv_verifies=2, kv_accepted=27, kv_fallback=None)
     full = stream([(1, 1), (2, 30)], kv_verifies=0, kv_accepted=0, kv_fallback="short-context")

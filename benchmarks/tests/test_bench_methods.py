@@ -23,11 +23,16 @@ CODE, PROSE = "x", "y"
 
 
 class SlowServer:
-    """A server that accepts 12 of 15 drafts of code, 6 of prose, and has compressed KV for a quarter of the running prompts."""
+    """A server that accepts 4 of 5 drafts of code, 2 of prose, and holds compressed KV of a quarter of the running prompts.
+
+    Attributes:
+        burst: Tokens of a chunk.
+    """
 
     broken: tuple[str, ...] = ()
     started: list[tuple[str, ...]] = []
     asked: list[tuple[str | None, float, int, int]] = []
+    burst = 4
 
     def __init__(self, model: str, flags: tuple[str, ...], log: Path, start_timeout: float) -> None:
         self.flags, self.name, self.held = flags, log.stem, 0
@@ -51,9 +56,9 @@ class SlowServer:
         name = asked.get("custom_params", {}).get("kv_compressor")
         self.asked.append((self.name, name, asked["temperature"], len(ids), asked["max_new_tokens"]))
         self.held += len(ids) * TOKEN_BYTES // 4
-        drafts = {} if self.name == "stock" else {"kv_drafts": 15, "kv_accepted": 12 if ids[-1] == ord(CODE) else 6, "kv_verifies": 1}
+        drafts = {} if self.name == "stock" else {"kv_drafts": 5, "kv_accepted": 4 if ids[-1] == ord(CODE) else 2, "kv_verifies": 1}
         most = asked["max_new_tokens"]
-        for tokens in (*range(1, most, 4), most):
+        for tokens in (*range(1, most, self.burst), most):
             yield {"meta_info": {"completion_tokens": tokens, **drafts}}
             server.time.sleep(0.06)
         self.held -= len(ids) * TOKEN_BYTES // 4
@@ -126,6 +131,20 @@ def test_servers_of_all_methods_could_start(bench, device):
     assert [name for name, _ in SlowServer.started] == list(SERVER_NAMES)
     paged = {name for name, flags in SlowServer.started if "--page-size" in flags}
     assert paged == ({"quest"} if device == "cuda" else set())
+
+
+def test_a_repeated_server_option_adds_servers(bench):
+    more = "--temperature=0", "--context-len=32"
+    assert bench(*more, "--server=stock", "--server=kivi", "--server=stock,int8") == 0
+    assert [name for name, _ in SlowServer.started] == ["stock", "kivi", "int8"]
+
+
+def test_the_speed_of_one_burst_is_unknown(bench, monkeypatch, capsys):
+    monkeypatch.setattr(SlowServer, "burst", 12)
+    assert bench("--temperature=0", "--context-len=32", "--server=stock,kivi-2") == 0
+    out = capsys.readouterr().out
+    assert row(out, "`kivi`, 2 bits")[1:] == [".80", ".40", "-", "-"]
+    assert "- ms a token (fewer than two bursts: raise --output-len)" in out
 
 
 def test_wrong_options_are_named(bench, tmp_path, capsys):

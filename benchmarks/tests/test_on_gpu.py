@@ -1,47 +1,71 @@
-"""The script that runs what wants a GPU: its commands name what there is, and one that fails or hangs does not stop the next."""
+"""The command that runs steps on a GPU: its steps name existing commands and options, and a step that fails or hangs does not stop the next."""
 
-import importlib.util
+import argparse
+import importlib
 import multiprocessing
 import re
 import shlex
-import sys
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 
 import gpu_machine
-import pytest
 from check_names import OF_SGLANG, PLAIN
 
-ROOT = Path(__file__).parents[2]
+from sglang_ext_bench import on_gpu
+from sglang_ext_bench.__main__ import COMMANDS, main
+from sglang_ext_bench.on_gpu import ROOT, STEPS, Step
+
+BENCH = "python -m sglang_ext_bench"
 
 
-@pytest.fixture(scope="module")
-def on_gpu():
-    spec = importlib.util.spec_from_file_location("on_gpu", ROOT / "benchmarks/sglang_ext_bench/on_gpu.py")
-    made = importlib.util.module_from_spec(spec)
-    sys.modules["on_gpu"] = made  # dataclasses look it up
-    spec.loader.exec_module(made)
-    yield made
-    del sys.modules["on_gpu"]
+def bench_arguments(command: str) -> Iterator[list[str]]:
+    """Arguments of each call of the package in a command line of bash, whose variable R may stand for one."""
+    variable = re.search(r"^R='([^']*)'; ", command)
+    if variable:
+        command = command[variable.end() :].replace("$R", variable[1]).replace("$codec", "raw")
+    for part in re.split(r"; (?:do )?", command):
+        _, found, arguments = part.partition(f"{BENCH} ")
+        if found:
+            yield shlex.split(arguments)
 
 
-def test_commands_name_files_checks_and_benchmarks_that_exist(on_gpu):
-    for step in on_gpu.STEPS.values():
-        words = shlex.split(step.command)
-        for word in words:
+def test_commands_name_files_checks_and_options_that_exist():
+    assert (ROOT / "pyproject.toml").is_file()
+    for name, step in STEPS.items():
+        for word in shlex.split(step.command):
             if word.endswith(".py"):
                 assert (ROOT / word).is_file(), word
-        for name in re.findall(r"sglang_ext\.bench (\w+)", step.command):
-            assert list((ROOT / "benchmarks/sglang_ext_bench").glob(f"**/{name}*")), name
         if "kernel_checks.py" in step.command:
-            assert set(words[2:]) <= {*PLAIN, *OF_SGLANG}
+            assert set(shlex.split(step.command)[2:]) <= {*PLAIN, *OF_SGLANG}
+        calls = list(bench_arguments(step.command))
+        assert calls or BENCH not in step.command, name
+        for command, *options in calls:
+            module = importlib.import_module(f"sglang_ext_bench.{COMMANDS[command].module}")
+            if hasattr(module, "add_arguments"):
+                parser = argparse.ArgumentParser(exit_on_error=False)
+                module.add_arguments(parser)
+                parser.parse_args(options)
 
 
-def test_servers_of_all_steps_and_of_defaults_would_start_on_gpus_and_what_would_not_is_told_before(on_gpu, tmp_path):
-    model, bench = on_gpu.shapes(tmp_path / "shapes"), "python -m sglang_ext_bench"
-    benches = tuple(f"{bench} {each} " for each in ("jobs", "longcot", "methods", "transfer"))
-    steps = {name: step.command for name, step in on_gpu.STEPS.items() if step.command.startswith(benches)}
-    longcot = "python -m sglang_ext_bench longcot --model {model} --load 1:128:64 --server-arg='--attention-backend flashinfer'"
+def test_steps_find_the_packages_and_the_helpers_of_tests(monkeypatch, tmp_path, capsys):
+    names = "sglang_ext, sglang_ext_bench, check_names, gpu_machine"
+    monkeypatch.setattr(on_gpu, "STEPS", {"imports": Step(f"python -c 'import {names}'", 120)})
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    assert main(["on-gpu", "imports", "--out", str(tmp_path)]) == 0, capsys.readouterr().out
+
+
+def test_the_list_runs_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["on-gpu", "--list"]) == 0
+    assert "link-rate        1 GPU, 300 s: R='python -m sglang_ext_bench backend-rate" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_servers_of_all_steps_and_of_defaults_would_start_on_gpus_and_others_are_refused_before(tmp_path):
+    model = on_gpu.make_model_folder(tmp_path / "shapes")
+    benches = tuple(f"{BENCH} {each} " for each in ("jobs", "longcot", "methods", "transfer"))
+    steps = {name: step.command for name, step in STEPS.items() if step.command.startswith(benches)}
+    longcot = f"{BENCH} longcot --model {{model}} --load 1:128:64 --server-arg='--attention-backend flashinfer'"
     others = {
         "defaults": longcot, "packs": f"{longcot} --method stock,spade-ranks --pack-layers auto,6", "queries": f"{longcot} --method true-query",
         "GPUs": f"{longcot} --ranks 2 --method spade-ranks", "unnamed GPUs": f"{longcot} --ranks 2",
@@ -61,20 +85,16 @@ def test_servers_of_all_steps_and_of_defaults_would_start_on_gpus_and_what_would
         assert not found[name].servers and re.search(told, found[name].refused["the benchmark"]), found[name]
 
 
-def test_a_step_that_fails_or_hangs_is_told_and_the_next_runs(on_gpu, tmp_path, monkeypatch, capsys):
+def test_a_step_that_fails_or_hangs_does_not_stop_the_next(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(on_gpu, "STEPS", {
-        "hangs": on_gpu.Step("echo begun; sleep 300 & wait", 1), "fails": on_gpu.Step("echo bad >&2; exit 3", 60),
-        "well": on_gpu.Step("cp {model}/config.json {out}.json", 60),
+        "hangs": Step("echo begun; sleep 300 & wait", 1), "fails": Step("echo bad >&2; exit 3", 60),
+        "well": Step("cp {model}/config.json {out}.json", 60),
     })  # fmt: skip
-    monkeypatch.setattr(sys, "argv", ["on_gpu.py", "hangs+fails", "well", "--out", str(tmp_path)])
-    with pytest.raises(SystemExit) as ended:
-        on_gpu.main()
-    assert ended.value.code == 1
-    told = capsys.readouterr().out
-    assert "== hangs: stopped after its limit of 1 s" in told and "begun" in told
-    assert "== fails: exit code 3" in told and "bad" in (tmp_path / "fails.log").read_text()
-    assert "== well: exit code 0" in told and '"num_hidden_layers": 36' in (tmp_path / "well.json").read_text()
-    monkeypatch.setattr(sys, "argv", ["on_gpu.py", "well", "nonsense", "--out", str(tmp_path)])
-    with pytest.raises(SystemExit):
-        on_gpu.main()
-    assert "unknown steps nonsense; --list tells which there are" in capsys.readouterr().err
+    assert main(["on-gpu", "hangs+fails", "well", "--out", str(tmp_path)]) == 1
+    printed = capsys.readouterr().out
+    assert "== hangs: stopped after its limit of 1 s" in printed and "begun" in printed
+    assert "== fails: exit code 3" in printed and "bad" in (tmp_path / "fails.log").read_text()
+    assert "== well: exit code 0" in printed and '"num_hidden_layers": 36' in (tmp_path / "well.json").read_text()
+    assert main(["on-gpu", "well", "nonsense", "--out", str(tmp_path)]) == 2
+    assert "unknown steps nonsense: pass some of hangs, fails, well; --list prints their commands" in capsys.readouterr().err
+    assert main(["on-gpu"]) == 2 and "no step is named" in capsys.readouterr().err

@@ -1,24 +1,31 @@
-"""The script that tells where decode steps spend their time, of a trace as PyTorch's profiler writes it."""
+"""The command that profiles decode steps: what it computes from a trace as PyTorch's profiler writes it."""
 
 import gzip
 import json
-import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+
+from sglang_ext.tools import CommandError
+from sglang_ext_bench.__main__ import main
+from sglang_ext_bench.serving import step_profile
+from sglang_ext_bench.serving.step_profile import (
+    Total,
+    analyze,
+    describe,
+    read_trace,
+    record_events,
+    shorten,
+)
 
 
-@pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "sglang_ext_bench/scripts"))
-    import step_profile
-
-    return step_profile
-
-
-def event(cat, name, ts, dur):
+def event(cat: str, name: str, ts: float, dur: float) -> dict[str, Any]:
+    """A finished event of a trace."""
     return {"cat": cat, "name": name, "ts": ts, "dur": dur, "ph": "X"}
 
 
@@ -35,53 +42,59 @@ TRACE = [
 ]
 
 
-def test_what_streams_do_at_once_is_busy_once_and_waits_are_between_the_kernels_beside_them(script):
-    found = script.profile(TRACE)
+def test_overlapping_kernels_are_busy_once_and_gaps_name_the_kernels_around_them():
+    found = analyze(TRACE)
     assert (found.steps, found.span, found.busy) == (2, 115, 94)
-    assert found.kernels == {"attend": (2, 60), "choose": (1, 40), "join": (1, 10), "Memcpy DtoH": (1, 4)}
-    assert found.waits == {("join", "attend"): (1, 20), ("attend", "Memcpy DtoH"): (1, 1)}
-    assert found.calls == {"cudaGraphLaunch": (2, 10)}
-    told = script.tables(found)
-    assert "2 steps of 0.06 ms: 0.05 in which the device computes, 0.01 in which it does not" in told
-    assert "| attend | 1.00 | 30.0 |" in told and "| join -> attend | 0.50 | 10.0 |" in told
+    assert found.kernels == {"attend": Total(2, 60), "choose": Total(1, 40), "join": Total(1, 10), "Memcpy DtoH": Total(1, 4)}
+    assert found.gaps == {("join", "attend"): Total(1, 20), ("attend", "Memcpy DtoH"): Total(1, 1)}
+    assert found.calls == {"cudaGraphLaunch": Total(2, 10)}
+    text = describe(found)
+    assert "2 steps of 0.06 ms: the device computes for 0.05 ms, and does not for 0.01 ms" in text
+    assert "| attend | 1.00 | 30.0 |" in text and "| join -> attend | 0.50 | 10.0 |" in text
 
 
-def test_kernels_whose_long_names_differ_in_the_middle_alone_are_all_told(script):
+def test_kernels_whose_long_names_differ_only_in_the_middle_have_one_row_each():
     first, second = ("a" * 60 + middle + "b" * 60 for middle in "xy")
-    told = script.tables(script.profile([event("kernel", first, 0, 10), event("kernel", second, 15, 20), event("kernel", first, 40, 10)]))
-    assert f"| {script.short(first)} | 2.00 | 20.0 |\n| {script.short(second)} | 1.00 | 20.0 |" in told
-    assert told.count(f"| {script.short(first)} -> {script.short(first)} | 1.00 | 5.0 |") == 2
+    text = describe(analyze([event("kernel", first, 0, 10), event("kernel", second, 15, 20), event("kernel", first, 40, 10)]))
+    assert f"| {shorten(first)} | 2.00 | 20.0 |\n| {shorten(second)} | 1.00 | 20.0 |" in text
+    assert text.count(f"| {shorten(first)} -> {shorten(first)} | 1.00 | 5.0 |") == 2
 
 
-def test_a_trace_without_kernels_is_refused(script):
-    with pytest.raises(ValueError, match="no kernels"):
-        script.profile([event("cpu_op", "aten::add", 0, 4)])
+def test_a_trace_without_kernels_is_refused():
+    with pytest.raises(CommandError, match="no kernels"):
+        analyze([event("cpu_op", "aten::add", 0, 4)])
 
 
-def test_a_trace_is_read_once_it_is_whole(script, tmp_path):
+def test_a_trace_is_read_once_it_is_complete(tmp_path):
     packed = gzip.compress(json.dumps({"traceEvents": TRACE}).encode())
     (tmp_path / "a.trace.json.gz").write_bytes(packed[:-9])
-    with pytest.raises(TimeoutError, match="no trace"):
-        script.events(tmp_path, 0.1)
+    with pytest.raises(CommandError, match="no trace"):
+        read_trace(tmp_path, 0.1)
     (tmp_path / "a.trace.json.gz").write_bytes(packed)
-    assert script.events(tmp_path, 5) == TRACE
+    assert read_trace(tmp_path, 5) == TRACE
 
 
-def test_without_a_gpu_it_says_so_before_a_server_starts(script, monkeypatch, capsys):
-    monkeypatch.setattr(script.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["step_profile.py", "--model", "nowhere"])
-    with pytest.raises(SystemExit):
-        script.main()
-    assert "an NVIDIA GPU, and there is none" in capsys.readouterr().err
+def test_a_machine_without_a_gpu_is_refused_before_a_server_starts(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(step_profile, "ServerProcess", None)
+    assert main(["step-profile", "--model", "nowhere"]) == 2
+    assert "an NVIDIA GPU, and this machine has none" in capsys.readouterr().err
 
 
-class SelectionRunner:
-    """A server that takes 4 ms for a token or longer, which it notes, and counts those of answers that have ended."""
+class SlowServer:
+    """A server that needs at least 4 ms for a token.
 
-    def __init__(self):
-        self.asked, self.running, self.ended, self.gaps = [], 0, 0, []
+    Attributes:
+        gaps: Milliseconds between the tokens of a request.
+        paths: Paths of the requests that are no streams.
+    """
 
-    def stream(self, path, body):
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+        self.gaps: list[float] = []
+        self.running, self.ended = 0, 0
+
+    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         self.running, last = self.running + 1, None
         for token in range(1, body["sampling_params"]["max_new_tokens"] + 1):
             time.sleep(0.004)
@@ -91,8 +104,8 @@ class SelectionRunner:
             yield {"meta_info": {"completion_tokens": token}}
         self.running, self.ended = self.running - 1, self.ended + token
 
-    def request(self, path, body=None):
-        self.asked.append(path)
+    def request(self, path: str, body: dict[str, Any] | None = None) -> str:
+        self.paths.append(path)
         if path == "start_profile":
             self.folder = Path(body["output_dir"])
         elif path == "stop_profile":
@@ -100,14 +113,14 @@ class SelectionRunner:
         return f'sglang:num_running_reqs{{a="b"}} {self.running}\nsglang:generation_tokens_total{{a="b"}} {self.ended}\n'
 
 
-def test_the_rate_before_is_that_of_tokens_that_came_while_all_decode(script):
-    server = SelectionRunner()
+def test_the_time_before_the_profile_is_that_of_tokens_while_all_requests_decode():
+    server = SlowServer()
     options = SimpleNamespace(settle=0.4, seconds=0.05, output_len=200)
-    found, milliseconds = script.looked_at(server, [(1, 2), (3, 4)], options)
-    assert found == TRACE and server.asked[-2:] == ["start_profile", "stop_profile"]
+    found, milliseconds = record_events(server, [(1, 2), (3, 4)], options)
+    assert found == TRACE and server.paths[-2:] == ["start_profile", "stop_profile"]
     assert min(server.gaps) <= milliseconds <= max(server.gaps)
 
 
-def test_names_keep_both_ends(script):
-    assert script.short("void attend") == "attend"
-    assert script.short("a" * 90 + "b" * 90) == "a" * 46 + "..." + "b" * 20
+def test_shortened_names_keep_both_ends():
+    assert shorten("void attend") == "attend"
+    assert shorten("a" * 90 + "b" * 90) == "a" * 46 + "..." + "b" * 20

@@ -1,29 +1,27 @@
-"""How many greedy drafts full KV accepts when tokens are chosen for each step, by how they are, without a server: docs/results/longcot.md.
+"""Measures the acceptance rate of methods that select tokens for each step, with transformers and without a server.
 
-    sglang-ext-bench selection-acceptance --model MODEL --prompts FOLDER [--tokens T] [--share S] [--every N] [WAYS...]
+    sglang-ext-bench selection-acceptance --model MODEL --prompts FOLDER --tokens 2048 --answer 48 current regressed true quest
 
-Rounds are those of --kv-compressor spade: a choice before each, by queries of full KV, and one after every N steps, by those of drafts;
-true and quest wait for each layer's own query instead, and verify-guided chooses before each round alone. No answer comes late. All ways go
-through the model together, each with rounds of its own. Of predictions also the overlap with what the step's own query of full KV selects
-is told, of sets by scores alone, mean over some steps of the answer, layers and heads.
+Rounds are those of --kv-compressor spade. Before each round, tokens are selected with queries of the full KV. Every --every steps, they are
+selected again with the queries of draft steps. `true` and `quest` use each layer's own query instead, and `verify-guided` selects before
+each round only. No selection is late. All scorings run through the model as one batch, each with its own rounds.
+
+After each prompt, a line has the accepted and the offered drafts of each scoring and their ratio. For predictions of queries it also has
+the overlap: the share of the tokens selected with the step's own query that the prediction selects, too. It is the mean over every sixth
+step of the answer, over layers and over heads, with selections by scores alone. The last lines have each scoring's figures of all prompts
+and their spread.
 """
 
+import argparse
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, pstdev
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from sglang_ext_bench.acceptance.on_prompts import load, parser_of, prompts_in
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    DynamicCache,
-    PreTrainedModel,
-)
+from transformers import DynamicCache, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.spade import Spade
@@ -35,15 +33,33 @@ from sglang_ext.mem_cache.selection.scoring import (
     ScoringInputs,
 )
 from sglang_ext.mem_cache.selection.top_tokens import overlap, top_tokens
+from sglang_ext_bench.acceptance.attention_functions import (
+    AttentionOutput,
+    register_attention,
+)
+from sglang_ext_bench.acceptance.inputs import (
+    add_input_arguments,
+    load_model,
+    read_prompts,
+)
+from sglang_ext_bench.acceptance.prompt_context import (
+    ANSWER_TOKENS,
+    DRAFT_LENGTH,
+    DraftCount,
+    print_line,
+)
+from sglang_ext_bench.options import check_budgets, check_counts, check_known
 
-DRAFTS, WINDOW, NAME = 16, 32, "selection_acceptance"
-# Of an answer's steps overlaps are of each such.
-OVERLAP_EVERY = 6
+ATTENTION = "selection_acceptance"
+WINDOW = 32
+"""Newest queries that scorings read."""
+OVERLAP_INTERVAL = 6
+"""The overlap is measured at one of so many steps of the answer."""
 
 
 @dataclass(frozen=True)
-class VerifyGuided(Scoring):
-    """By the mean attention of the newest verified queries (compressors/verify_guided.py)."""
+class VerifyGuidedScoring(Scoring):
+    """Scores by the mean attention of the newest verified queries, as compressors/verify_guided.py."""
 
     name: ClassVar[str] = "verify-guided"
 
@@ -54,33 +70,38 @@ class VerifyGuided(Scoring):
 
 
 @dataclass(frozen=True)
-class Followed(PredictedScoring):
-    """Each token also has half of its predecessor's score: heads that copy attend next to what follows what they attend to now."""
+class SuccessorScoring(PredictedScoring):
+    """Adds half of the previous token's score to each token.
+
+    Heads that copy text attend next to the token after the one that they attend to now.
+    """
 
     @property
     def name(self) -> str:
-        """That of the predictor, and this."""
+        """The predictor's name, with a suffix."""
         return f"{super().name}, followed"
 
     def scores(self, seen: ScoringInputs) -> torch.Tensor:
-        """As of the predictor, and half as much of the token before."""
+        """The predictor's scores, plus half of the score of the token before."""
         found = super().scores(seen)
         return found + 0.5 * torch.nn.functional.pad(found, (1, 0))[..., :-1]
 
 
-PREDICTED = tuple(way(each()) for way in (PredictedScoring, Followed) for each in PREDICTORS.values())
-WAYS: dict[str, Scoring] = {each.name: each for each in (*PREDICTED, VerifyGuided(), *BASELINES)}
+PREDICTED = tuple(kind(predictor()) for kind in (PredictedScoring, SuccessorScoring) for predictor in PREDICTORS.values())
+SCORINGS: dict[str, Scoring] = {scoring.name: scoring for scoring in (*PREDICTED, VerifyGuidedScoring(), *BASELINES)}
 
 
 @dataclass
-class Answered:
-    """A prompt's greedy answer, its full KV, and the queries of its tokens.
+class GreedyAnswer:
+    """A prompt's greedy answer, its full KV and the newest queries.
 
     Attributes:
-        prompt, answer: token ids.
-        keys, values: by layer, [kv_heads, tokens, head_dim], rotary embedding applied.
-        queries: by layer, [heads, at least the answer's tokens and a window before them, head_dim], the newest last.
-        rotary: the model's.
+        prompt: Token ids.
+        answer: Token ids.
+        keys: By layer, [kv_heads, tokens, head_dim], rotary embedding applied.
+        values: By layer, [kv_heads, tokens, head_dim].
+        queries: By layer, [heads, tokens, head_dim], rotary embedding applied: those of the answer, and WINDOW or more before it.
+        rotary: Rotary embedding of the model.
     """
 
     prompt: list[int]
@@ -90,10 +111,10 @@ class Answered:
     queries: dict[int, torch.Tensor]
     rotary: Rotary
 
-    def overlap(self, way: Scoring, share: float) -> float:
-        """Of the set that each step's own query selects, the share that a prediction from the queries before it has."""
+    def overlap(self, scoring: Scoring, share: float) -> float:
+        """Share of the tokens selected with a step's own query that ``scoring`` selects with the queries before it, too."""
         last, found = len(self.answer) - 1, []
-        steps = torch.arange(last - 1, 0, -OVERLAP_EVERY)
+        steps = torch.arange(last - 1, 0, -OVERLAP_INTERVAL)
         lengths = len(self.prompt) + steps
         positions = lengths[:, None] + torch.arange(-WINDOW, 1)
         for layer, keys in enumerate(self.keys):
@@ -102,169 +123,199 @@ class Answered:
             own = ScoringInputs(queries, positions, keys.expand(len(steps), 1, *keys.shape), keys.shape[-1] ** -0.5, self.rotary, lengths)
             before = replace(own, queries=queries[..., :-1, :], positions=positions[:, :-1])
             count = int(share * len(self.prompt))
-            true, chosen = (top_tokens(each, count, 0, 0, lengths) for each in (TrueQueryScoring().scores(own), way.scores(before)))
-            found.append(float(overlap(true, chosen, keys.shape[1]).mean()))
+            scores = TrueQueryScoring().scores(own), scoring.scores(before)
+            true, selected = (top_tokens(each, count, 0, 0, lengths) for each in scores)
+            found.append(float(overlap(true, selected, keys.shape[1]).mean()))
         return fmean(found)
 
 
 @dataclass
-class Rounds:
-    """The rounds of one way to choose over one answer: where it is in them.
+class SelectionRounds:
+    """The rounds of one scoring over an answer, as a state machine that takes one draft step at a time.
 
     Attributes:
-        way, share, every: how tokens are chosen, how many of the context, and after how many steps anew.
-        of: the answer.
-        done: tokens of the answer before this round.
-        step: drafts of this round that full KV accepts so far; -1 between rounds.
-        accepted, offered: drafts of the rounds that are over.
-        queries, chosen: by layer; the newest [heads, up to a window, head_dim], and int64 [kv_heads, count].
-        tail: by layer, K and V of this round's tokens, [kv_heads, head_dim] each.
+        scoring: Scores the tokens of the context.
+        share: Share of the context that each KV head reads.
+        interval: Draft steps between two selections.
+        target: The prompt and its answer.
+        done: Verified tokens of the answer.
+        step: Accepted drafts of this round so far. -1 between rounds.
+        count: Accepted and offered drafts of the finished rounds.
+        queries: By layer, the newest queries, [heads, up to WINDOW, head_dim].
+        selected: By layer, positions that are read, int64 [kv_heads, count].
+        tail: By layer, keys and values of this round's tokens, [kv_heads, head_dim] each.
     """
 
-    way: Scoring
+    scoring: Scoring
     share: float
-    every: int
-    of: Answered
+    interval: int
+    target: GreedyAnswer
     done: int = 0
     step: int = -1
-    accepted: int = 0
-    offered: int = 0
+    count: DraftCount = DraftCount()
     queries: dict[int, torch.Tensor] = field(default_factory=dict)
-    chosen: dict[int, torch.Tensor] = field(default_factory=dict)
+    selected: dict[int, torch.Tensor] = field(default_factory=dict)
     tail: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
 
     @property
-    def over(self) -> bool:
-        """Whether the answer is."""
-        return self.done >= len(self.of.answer) - 1
+    def is_finished(self) -> bool:
+        """Whether the whole answer is verified."""
+        return self.done >= len(self.target.answer) - 1
 
     @property
-    def covered(self) -> int:
-        """Tokens among which is chosen."""
-        return len(self.of.prompt) + self.done
+    def context_len(self) -> int:
+        """Number of tokens among which the scoring selects."""
+        return len(self.target.prompt) + self.done
 
     def next_token(self) -> tuple[int, int]:
-        """The token of this step, and its position; begins a round where none is under way."""
+        """The token of the next step and its position. Begins a new round between rounds."""
         if self.step < 0:
-            self.step, self.tail, self.chosen = 0, defaultdict(list), {}
-            ahead = len(self.of.answer) - 1 - self.done
-            self.queries = {layer: queries[:, :-ahead][:, -WINDOW:] for layer, queries in self.of.queries.items()}
-        return self.of.answer[self.done + self.step], self.covered + self.step
+            self.step, self.tail, self.selected = 0, defaultdict(list), {}
+            remaining = len(self.target.answer) - 1 - self.done
+            self.queries = {layer: queries[:, :-remaining][:, -WINDOW:] for layer, queries in self.target.queries.items()}
+        return self.target.answer[self.done + self.step], self.context_len + self.step
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Attention of this step's token to what is chosen and to this round's tokens: [heads, head_dim]."""
+        """Attention of this step's token to the selected tokens and to this round's tokens.
+
+        Args:
+            layer: Index of the layer.
+            query: [heads, head_dim].
+            key: [kv_heads, head_dim].
+            value: [kv_heads, head_dim].
+
+        Returns:
+            [heads, head_dim].
+        """
         with_own = torch.cat([self.queries[layer], query[:, None]], dim=1)[:, -WINDOW:]
-        if self.way.synchronous:
-            self._choose(layer, with_own, self.covered + self.step)
-        elif self.step == 0 or (self.way.name != VerifyGuided.name and self.step % self.every == 0):
-            self._choose(layer, self.queries[layer], self.covered + self.step - 1)
+        if self.scoring.synchronous:
+            self._select(layer, with_own, self.context_len + self.step)
+        elif self.step == 0 or (self.scoring.name != VerifyGuidedScoring.name and self.step % self.interval == 0):
+            self._select(layer, self.queries[layer], self.context_len + self.step - 1)
         self.queries[layer] = with_own
         self.tail[layer].append((key, value))
         tails = (torch.stack(part, dim=1) for part in zip(*self.tail[layer]))
-        places = self.chosen[layer][..., None].expand(-1, -1, key.shape[-1])
-        keys, values = (torch.cat([full[layer].gather(1, places), new], dim=1) for full, new in zip((self.of.keys, self.of.values), tails))
+        positions = self.selected[layer][..., None].expand(-1, -1, key.shape[-1])
+        full = self.target.keys[layer], self.target.values[layer]
+        keys, values = (torch.cat([part.gather(1, positions), new], dim=1) for part, new in zip(full, tails))
         return torch.nn.functional.scaled_dot_product_attention(query[None, :, None], keys[None], values[None], enable_gqa=True)[0, :, 0]
 
-    def _choose(self, layer: int, queries: torch.Tensor, newest: int) -> None:
-        """Choose by queries of which the last is at position ``newest``."""
-        keys = self.of.keys[layer][:, : self.covered]
+    def _select(self, layer: int, queries: torch.Tensor, newest: int) -> None:
+        """Select tokens with ``queries``, the last of which is at position ``newest``."""
+        keys = self.target.keys[layer][:, : self.context_len]
         positions = torch.arange(newest + 1 - queries.shape[1], newest + 1)
-        seen = ScoringInputs(queries[None, None], positions[None], keys[None, None], keys.shape[-1] ** -0.5, self.of.rotary)
-        count = int(self.share * self.covered)
-        self.chosen[layer] = top_tokens(self.way.scores(seen), count, Spade.sinks, Spade.recent)[0, 0]
+        inputs = ScoringInputs(queries[None, None], positions[None], keys[None, None], keys.shape[-1] ** -0.5, self.target.rotary)
+        count = int(self.share * self.context_len)
+        self.selected[layer] = top_tokens(self.scoring.scores(inputs), count, Spade.sinks, Spade.recent)[0, 0]
 
-    def judge(self, token: int) -> None:
-        """A step has drafted this: what follows the first wrong one needs no look."""
-        most = min(DRAFTS, len(self.of.answer) - 1 - self.done)
-        right = token == self.of.answer[self.done + self.step + 1]
-        self.step += right
-        if not right or self.step == most:
-            self.accepted, self.offered, self.done = self.accepted + self.step, self.offered + most, self.done + self.step + 1
+    def verify(self, draft: int) -> None:
+        """Compare the draft of this step with the answer. A rejected draft ends the round."""
+        draft_length = min(DRAFT_LENGTH, len(self.target.answer) - 1 - self.done)
+        is_accepted = draft == self.target.answer[self.done + self.step + 1]
+        self.step += is_accepted
+        if not is_accepted or self.step == draft_length:
+            self.count += DraftCount(self.step, draft_length)
+            self.done += self.step + 1
             self.step = -1
 
 
-class Selecting:
-    """An attention function of transformers: over all that was cached, and notes queries; or of one token of each of some rounds.
+class SelectionAttention:
+    """An attention function for one sequence on full KV, or for one token of each of several rounds.
 
     Attributes:
-        noted: newest queries of each layer, [heads, tokens, head_dim].
-        rounds: by place in the batch; none for the first kind.
-        most: queries that are noted.
+        rounds: Rounds by index in the batch. Without rounds it attends to the full KV, and records queries.
+        max_recorded: Number of newest queries to record.
+        recorded: Recorded queries by layer, [heads, tokens, head_dim].
     """
 
     def __init__(self) -> None:
-        self.noted: dict[int, torch.Tensor] = {}
-        self.rounds: Sequence[Rounds] = ()
-        self.most = 0
+        self.rounds: Sequence[SelectionRounds] = ()
+        self.max_recorded = 0
+        self.recorded: dict[int, torch.Tensor] = {}
 
-    def __call__(self, module, query, key, value, attention_mask, **kwargs) -> tuple[torch.Tensor, None]:
-        """Attention of [batch, heads, tokens, head_dim]."""
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> AttentionOutput:
+        """Attention; tensors are [batch, heads, tokens, head_dim]."""
         layer = module.layer_idx
         if self.rounds:
-            rows = [each.attend(layer, *(part[i, :, 0] for part in (query, key, value))) for i, each in enumerate(self.rounds)]
+            rows = [rounds.attend(layer, *(part[i, :, 0] for part in (query, key, value))) for i, rounds in enumerate(self.rounds)]
             return torch.stack(rows)[:, None], None
-        known = [self.noted[layer]] if layer in self.noted else []
-        self.noted[layer] = torch.cat([*known, query[0]], dim=1)[:, -self.most :]
+        earlier = [self.recorded[layer]] if layer in self.recorded else []
+        self.recorded[layer] = torch.cat([*earlier, query[0]], dim=1)[:, -self.max_recorded :]
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
-def answered(model: PreTrainedModel, selecting: Selecting, prompt: list[int], tokens: int) -> Answered:
-    """The greedy answer of full KV."""
-    cache, answer, following = DynamicCache(), [], prompt
-    selecting.noted, selecting.rounds, selecting.most = {}, (), WINDOW + tokens
+def greedy_answer(model: PreTrainedModel, attention: SelectionAttention, prompt: list[int], tokens: int) -> GreedyAnswer:
+    """Decode ``tokens`` tokens on the full KV."""
+    cache, answer, new_tokens = DynamicCache(), [], prompt
+    attention.recorded, attention.rounds, attention.max_recorded = {}, (), WINDOW + tokens
     while len(answer) < tokens:
-        logits = model(torch.tensor([following]), past_key_values=cache, logits_to_keep=1).logits
-        following = [int(logits[0, -1].argmax())]
-        answer += following
+        logits = model(torch.tensor([new_tokens]), past_key_values=cache, logits_to_keep=1).logits
+        new_tokens = [int(logits[0, -1].argmax())]
+        answer += new_tokens
     keys, values = ([getattr(layer, part)[0] for layer in cache.layers] for part in ("keys", "values"))
-    return Answered(prompt, answer, keys, values, selecting.noted, Rotary(model.model.rotary_emb.inv_freq.float()))
+    return GreedyAnswer(prompt, answer, keys, values, attention.recorded, Rotary(model.model.rotary_emb.inv_freq.float()))
 
 
-def finish(model: PreTrainedModel, selecting: Selecting, rounds: Sequence[Rounds]) -> None:
-    """All rounds of all ways, together in each step."""
-    while running := [each for each in rounds if not each.over]:
-        tokens, positions = zip(*(each.next_token() for each in running))
-        selecting.rounds = running
+def run_rounds(model: PreTrainedModel, attention: SelectionAttention, all_rounds: Sequence[SelectionRounds]) -> None:
+    """Run the rounds of all scorings. Each step is one forward of the batch."""
+    while running := [rounds for rounds in all_rounds if not rounds.is_finished]:
+        tokens, positions = zip(*(rounds.next_token() for rounds in running))
+        attention.rounds = running
         logits = model(torch.tensor(tokens)[:, None], position_ids=torch.tensor(positions)[:, None], use_cache=False).logits
-        for each, token in zip(running, logits[:, -1].argmax(dim=-1).tolist()):
-            each.judge(token)
+        for rounds, draft in zip(running, logits[:, -1].argmax(dim=-1).tolist()):
+            rounds.verify(draft)
 
 
-def spread(values: Sequence[float]) -> str:
-    """Mean, standard deviation, least and most."""
+def describe_spread(values: Sequence[float]) -> str:
+    """Mean, standard deviation, smallest and largest value."""
     return f"mean {fmean(values):.3f}, deviation {pstdev(values):.3f}, {min(values):.3f} to {max(values):.3f}"
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    default = ["current", "regressed", "true", "quest"]
+    text = f"of: {'; '.join(SCORINGS)} (default: {' '.join(default)})"
+    parser.add_argument("scorings", nargs="*", metavar="SCORING", default=default, help=text)
+    add_input_arguments(parser)
+    parser.add_argument("--tokens", type=int, help="tokens of each prompt, from its beginning; default: all")
+    parser.add_argument("--answer", type=int, default=ANSWER_TOKENS, help="tokens of each answer (default: %(default)s)")
+    parser.add_argument("--share", type=float, default=0.125, help="share of the context that each KV head reads (default: %(default)s)")
+    parser.add_argument("--every", type=int, default=1, help="draft steps between two selections (default: %(default)s)")
+
+
 @torch.inference_mode()
-def main() -> None:
-    """Print accepted and offered drafts by way to choose, after each prompt, and their spread."""
-    parser = parser_of(__doc__, "ways", default=["current", "regressed", "true", "quest"], help=f"of {', '.join(WAYS)}")
-    parser.add_argument("--tokens", type=int, help="of each prompt's beginning (default: all)")
-    parser.add_argument("--answer", type=int, default=96, help="tokens of each answer")
-    parser.add_argument("--share", type=float, default=0.125, help="of the context, that each KV head reads")
-    parser.add_argument("--every", type=int, default=1, help="steps after which tokens are chosen anew")
-    args = parser.parse_args()
-    selecting = Selecting()
-    AttentionInterface.register(NAME, selecting)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
-    model, tokenizer = load(args.model, attn_implementation=NAME)
-    counts, overlaps = defaultdict(list), defaultdict(list)
-    for file in prompts_in(args.prompts):
-        of = answered(model, selecting, tokenizer.encode(file.read_text())[: args.tokens], args.answer)
-        rounds = {way: Rounds(WAYS[way], args.share, args.every, of) for way in args.ways}
-        finish(model, selecting, list(rounds.values()))
-        for way, each in rounds.items():
-            counts[way].append((each.accepted, each.offered))
-            if isinstance(each.way, PredictedScoring):
-                overlaps[way].append(of.overlap(each.way, args.share))
-        told = {way: f"{each.accepted}/{each.offered} {each.accepted / each.offered:.3f}" for way, each in rounds.items()}
-        print(file.name, told, {way: f"overlap {found[-1]:.3f}" for way, found in overlaps.items()}, flush=True)
-    for way, found in counts.items():
-        accepted, offered = map(sum, zip(*found))
-        print(f"{way}: {accepted}/{offered} {accepted / offered:.3f}; by prompt {spread([a / o for a, o in found])}")
-    for way, found in overlaps.items():
-        print(f"{way}: overlap by prompt {spread(found)}")
-
-
-if __name__ == "__main__":
-    main()
+def run(args: argparse.Namespace) -> int:
+    """Measure all prompts, and print the spread at the end. Returns 0."""
+    check_known("SCORING", args.scorings, SCORINGS)
+    check_counts({"--every": args.every, "--tokens": 1 if args.tokens is None else args.tokens})
+    check_counts({"--answer": args.answer}, least=3)
+    check_budgets([args.share], "--share")
+    attention = SelectionAttention()
+    register_attention(ATTENTION, attention)
+    model, tokenizer = load_model(args, ATTENTION)
+    counts: dict[str, list[DraftCount]] = defaultdict(list)
+    overlaps: dict[str, list[float]] = defaultdict(list)
+    for prompt in read_prompts(args, tokenizer):
+        target = greedy_answer(model, attention, list(prompt.input_ids[: args.tokens]), args.answer)
+        rounds = {name: SelectionRounds(SCORINGS[name], args.share, args.every, target) for name in args.scorings}
+        run_rounds(model, attention, list(rounds.values()))
+        for name, finished in rounds.items():
+            counts[name].append(finished.count)
+            if isinstance(finished.scoring, PredictedScoring):
+                overlaps[name].append(target.overlap(finished.scoring, args.share))
+        last = {name: f", overlap {found[-1]:.3f}" for name, found in overlaps.items()}
+        print_line(prompt.name, {name: f"{found[-1]}{last.get(name, '')}" for name, found in counts.items()})
+    for name, found in counts.items():
+        rates = [count.accepted / count.offered for count in found]
+        print(f"{name}: {sum(found, DraftCount())}; by prompt {describe_spread(rates)}")
+    for name, values in overlaps.items():
+        print(f"{name}: overlap by prompt {describe_spread(values)}")
+    return 0

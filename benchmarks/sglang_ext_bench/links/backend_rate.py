@@ -1,20 +1,18 @@
-"""How fast backend progressive moves a pool's KV without a limit, codec and all, beside a bare ZMQ stream of as many bytes.
+"""Measures the rate of transfer backend `progressive` without a rate limit, beside a bare ZMQ stream of frames of the same size.
 
-    sglang-ext-bench backend-rate [--reference raw|int8|exact] [--codec int8|...] [--transport ipc|tcp] [--mib 512] [--repeats 3] \
-        [--device cuda --dtype bfloat16 --layers 36 --heads 8 --dim 128] [--busy] [--stacks]
+    sglang-ext-bench backend-rate --mib 512 --transport tcp --repeats 7
+    sglang-ext-bench backend-rate --device cuda --dtype bfloat16 --layers 36 --heads 8 --dim 128 --mib 4608 --reference int8
 
-Two processes on this machine, without SGLang. One encodes pages of a pool and sends them; the other decodes them into its own pool.
-The bare stream has frames of the link's size, which the receiver drops (link_rate.py). Bytes are those on the link. Two rooms go one
-after the other, of which the second counts: the first takes memory of the kernel, which later ones use again. What anchors alone
-came at is told where residuals follow them. --busy has a thread of each process work in Python, as a scheduler does. --stacks tells where
-threads of both are found meanwhile, each 5 ms: it slows them a little.
+Two processes on this machine exchange the KV of a pool, without SGLang. One encodes pages of its pool and sends them. The other decodes
+them into its own pool. Two rooms are sent one after the other, and the second one is timed, because the first one allocates memory that
+later rooms use again.
+
+Prints one line of JSON: the options, the median rates in GB/s of bytes on the link, and the ratio backend/bare. With residuals, the
+receiver also prints the rate of the anchors. With --stacks, both processes print the code lines in which their threads were found.
 """
 
 import argparse
-import json
-import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
@@ -22,8 +20,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Event
+from typing import Any
 
-from sglang_ext_bench.links import link_rate
 import torch
 from sglang.srt.disaggregation.base.conn import KVArgs
 
@@ -41,181 +39,212 @@ from sglang_ext.managers.kv_transfer.progressive.pool_buffers import (
 from sglang_ext.managers.kv_transfer.progressive.room_encoder import RoomEncoder
 from sglang_ext.managers.kv_transfer.progressive.room_writer import RoomWriter
 from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
+from sglang_ext.tools import CommandError
+from sglang_ext_bench.links import two_processes
+from sglang_ext_bench.links.link_rate import SETTINGS
+from sglang_ext_bench.options import check_counts
 
-PATIENCE = 300
-# Seconds between looks at threads, and places that are told of each.
-LOOKS, TOLD_PLACES = 0.005, 6
+MAX_SECONDS = 300.0
+WARM_UP_ROOM, TIMED_ROOM = 1, 2
+# Seconds between two samples of the threads' stacks, and code lines that are printed for each thread.
+SAMPLE_INTERVAL, PRINTED_LINES = 0.005, 6
+PAGE_HASH = bytes(32)
 
 
-class Threads:
-    """What threads of this process do: keeps one busy, or notes where all are found.
+class ThreadSampler:
+    """Samples the stacks of this process's threads if --stacks is set, and keeps one thread busy if --busy is set.
 
     Args:
-        options: of the command line.
-        name: of the process.
+        args: The options.
+        name: Name of this process in the output.
     """
 
-    def __init__(self, options: argparse.Namespace, name: str) -> None:
-        self._name, self._found, self._over = name, defaultdict(Counter), Event()
-        for asked, work in ((options.busy, self._keep_busy), (options.stacks, self._look)):
-            if asked:
+    def __init__(self, args: argparse.Namespace, name: str) -> None:
+        self._name, self._ended = name, Event()
+        self._samples: dict[str, Counter[str]] = defaultdict(Counter)
+        for is_set, work in ((args.busy, self._keep_busy), (args.stacks, self._sample)):
+            if is_set:
                 threading.Thread(target=work, name=work.__name__, daemon=True).start()
 
     def _keep_busy(self) -> None:
-        while not self._over.is_set():
+        while not self._ended.is_set():
             sum(range(1000))
 
-    def _look(self) -> None:
-        while not self._over.wait(LOOKS):
-            names = {each.ident: each.name.split(" of ")[0] for each in threading.enumerate()}
+    def _sample(self) -> None:
+        while not self._ended.wait(SAMPLE_INTERVAL):
+            names = {thread.ident: thread.name.split(" of ")[0] for thread in threading.enumerate()}
             for ident, frame in sys._current_frames().items():
                 code = frame.f_code
-                self._found[names.get(ident, "?")][f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}"] += 1
+                self._samples[names.get(ident, "?")][f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}"] += 1
 
     def begin(self) -> None:
-        """Forget what was found before."""
-        self._found.clear()
+        """Discard earlier samples."""
+        self._samples.clear()
 
     def end(self) -> None:
-        """Tell what was found."""
-        self._over.set()
-        for thread, places in sorted(self._found.items()):
-            told = ", ".join(f"{place} {count}" for place, count in places.most_common(TOLD_PLACES))
-            print(f"{self._name}, {thread}: {told}", file=sys.stderr, flush=True)
+        """Stop the threads, and print the most frequent code lines of each thread."""
+        self._ended.set()
+        for thread, lines in sorted(self._samples.items()):
+            shown = ", ".join(f"{line} {count}" for line, count in lines.most_common(PRINTED_LINES))
+            print(f"{self._name}, {thread}: {shown}", file=sys.stderr, flush=True)
 
 
-class Told:
-    """Waits for a room's end."""
+class RoomListener:
+    """Waits for the end of a room.
+
+    Attributes:
+        done: Set at the end.
+        reason: Why the room failed; None if it succeeded.
+        ended_at: Time of the end, in seconds.
+        anchors_at: Time at which all anchors had arrived.
+    """
 
     def __init__(self) -> None:
-        self.done, self.reason, self.at, self.anchors_at = Event(), None, 0.0, 0.0
+        self.done = Event()
+        self.reason: str | None = None
+        self.ended_at, self.anchors_at = 0.0, 0.0
 
     def anchor_arrived(self) -> None:
-        """More follows."""
+        """Note that all anchors have arrived."""
         self.anchors_at = time.perf_counter()
 
     def succeed(self) -> None:
-        """All of it."""
-        self.at = time.perf_counter()
+        """Note the end of the room."""
+        self.ended_at = time.perf_counter()
         self.done.set()
 
     def fail(self, reason: str) -> None:
-        """Not all of it."""
+        """Note that the room failed."""
         self.reason = reason
         self.done.set()
 
+    def wait(self) -> None:
+        """Wait for the end of the room.
 
-class First(RoomWriter):
-    """Notes when the first part had come, and its size, and bytes of anchors."""
+        Raises:
+            CommandError: The room failed or is late.
+        """
+        two_processes.wait_for_end(self.done, MAX_SECONDS, lambda: self.reason)
 
-    first, skipped, anchors = 0.0, 0, 0
 
-    def write(self, header, payload) -> None:
-        """One part."""
+class TimedRoomWriter(RoomWriter):
+    """Writes a room, and notes when its first part arrived.
+
+    Attributes:
+        first_at: Time of the first part, in seconds.
+        first_bytes: Bytes of the first part, which the rates leave out.
+        anchor_bytes: Bytes of all anchors.
+    """
+
+    first_at, first_bytes, anchor_bytes = 0.0, 0, 0
+
+    def write(self, header: Any, payload: memoryview) -> None:
+        """Write a part."""
         super().write(header, payload)
-        self.anchors += len(payload) if header.stream is Stream.ANCHOR else 0
-        if not self.first:
-            self.first, self.skipped = time.perf_counter(), len(payload)
+        self.anchor_bytes += len(payload) if header.stream is Stream.ANCHOR else 0
+        if not self.first_at:
+            self.first_at, self.first_bytes = time.perf_counter(), len(payload)
 
 
-def make_pool(options: argparse.Namespace) -> PoolBuffers:
-    """Random numbers, as many as asked for."""
-    width, dtype = options.heads * options.dim, getattr(torch, options.dtype)
-    slots = (options.mib << 20) // (2 * dtype.itemsize * options.layers * width)
-    args = KVArgs()
-    args.page_size = 1
-    args.tensors = [torch.randn(slots, width, device=options.device).to(dtype) for _ in range(2 * options.layers)]
-    args.kv_data_ptrs = [each.data_ptr() for each in args.tensors]
-    args.kv_data_lens = [each.nbytes for each in args.tensors]
-    args.kv_item_lens = [each[0].nbytes for each in args.tensors]
-    args.aux = torch.zeros(16, dtype=torch.uint8)
-    args.aux_data_ptrs, args.aux_item_lens = [args.aux.data_ptr()], [16]
-    return PoolBuffers(args, dtype, options.heads, options.dim, options.dim, torch.device(options.device))
+def make_pool(args: argparse.Namespace) -> PoolBuffers:
+    """Make a pool of --mib MiB with random numbers."""
+    width, dtype = args.heads * args.dim, getattr(torch, args.dtype)
+    slots = (args.mib << 20) // (2 * dtype.itemsize * args.layers * width)
+    kv_args = KVArgs()
+    kv_args.page_size = 1
+    kv_args.tensors = [torch.randn(slots, width, device=args.device).to(dtype) for _ in range(2 * args.layers)]
+    kv_args.kv_data_ptrs = [tensor.data_ptr() for tensor in kv_args.tensors]
+    kv_args.kv_data_lens = [tensor.nbytes for tensor in kv_args.tensors]
+    kv_args.kv_item_lens = [tensor[0].nbytes for tensor in kv_args.tensors]
+    kv_args.aux = torch.zeros(16, dtype=torch.uint8)
+    kv_args.aux_data_ptrs, kv_args.aux_item_lens = [kv_args.aux.data_ptr()], [16]
+    return PoolBuffers(kv_args, dtype, args.heads, args.dim, args.dim, torch.device(args.device))
 
 
-def pages_of(pool: PoolBuffers, size: int) -> list[PlacedPage]:
-    """All slots, in pages that lie together, as a prompt's mostly do."""
+def split_pages(pool: PoolBuffers, size: int) -> list[PlacedPage]:
+    """Split all slots into pages of ``size`` adjacent slots, as most slots of a prompt are."""
     slots = torch.arange(len(pool.keys[0]), device=pool.device)
     return [PlacedPage(begin, slots[begin : begin + size]) for begin in range(0, len(slots), size)]
 
 
-def receive_backend(endpoint: str, options: argparse.Namespace, parent: Connection) -> None:
-    """Tell where it listens, then bytes per second."""
+def receive_backend(endpoint: str, args: argparse.Namespace, parent: Connection) -> None:
+    """Receive two rooms, and decode them into a pool."""
     torch.set_num_threads(1)
-    pool, told, threads = make_pool(options), Told(), Threads(options, "receiver")
-    codec, layers = make_codec(options.reference, pool, options.codec), LayerRange(0, options.layers)
-    pages = pages_of(pool, codec.page_size)
-    hashes = [bytes(32)] * len(pages)
-    first = Told()
-    before, room = (First(codec, pool, AuxRecords(pool.args), 0, layers, pages, hashes, each) for each in (first, told))
+    pool, sampler = make_pool(args), ThreadSampler(args, "receiver")
+    codec, layers = make_codec(args.reference, pool, args.codec), LayerRange(0, args.layers)
+    pages = split_pages(pool, codec.page_size)
+    hashes = [PAGE_HASH] * len(pages)
+    listeners = {room: RoomListener() for room in (WARM_UP_ROOM, TIMED_ROOM)}
+    writers = {
+        room: TimedRoomWriter(codec, pool, AuxRecords(pool.args), 0, layers, pages, hashes, listener)
+        for room, listener in listeners.items()
+    }
     limits = LinkLimits().with_part_bytes(codec.most_bytes(Stream.ANCHOR, layers))
-    server = LinkServer(endpoint, link_rate.SETTINGS, limits, take=pool.blocks.take)
-    server.register(1, before.expected, before)
-    server.register(2, room.expected, room)
+    server = LinkServer(endpoint, SETTINGS, limits, take=pool.blocks.take)
+    for room, writer in writers.items():
+        server.register(room, writer.expected, writer)
     parent.send(server.endpoint)
-    assert first.done.wait(PATIENCE) and first.reason is None, first.reason
-    threads.begin()
-    assert told.done.wait(PATIENCE) and told.reason is None, told.reason
-    threads.end()
+    listeners[WARM_UP_ROOM].wait()
+    sampler.begin()
+    timed, writer = listeners[TIMED_ROOM], writers[TIMED_ROOM]
+    timed.wait()
+    sampler.end()
     if codec.has_residual:
-        print(f"anchors: {(room.anchors - room.skipped) / (told.anchors_at - room.first) / 1e9:.3f} GB/s", file=sys.stderr, flush=True)
-    parent.send((room.size - room.skipped) / (told.at - room.first))
+        rate = (writer.anchor_bytes - writer.first_bytes) / (timed.anchors_at - writer.first_at)
+        print(f"anchors: {rate / 1e9:.3f} GB/s", file=sys.stderr, flush=True)
+    parent.send((writer.size - writer.first_bytes) / (timed.ended_at - writer.first_at))
     parent.recv()
     server.close()
 
 
-def send_backend(endpoint: str, options: argparse.Namespace) -> Callable[[], None]:
-    """Send the pool; what ends the link."""
+def send_backend(endpoint: str, args: argparse.Namespace) -> Callable[[], None]:
+    """Encode a pool and send it as two rooms. Returns a function that closes the link."""
     torch.set_num_threads(1)
-    pool = make_pool(options)
-    codec, layers = make_codec(options.reference, pool, options.codec), LayerRange(0, options.layers)
-    pages = pages_of(pool, codec.page_size)
-    link = Link(endpoint, link_rate.SETTINGS, LinkLimits())
-    peer, threads, _ = DecodePeer(link), Threads(options, "sender"), pool.blocks
-    for number in (1, 2):
-        told = Told()
-        room = RoomEncoder(number, codec, layers, [page.start for page in pages], [bytes(32)] * len(pages), told)
+    pool = make_pool(args)
+    _ = pool.blocks  # Allocate the blocks before the first room.
+    codec, layers = make_codec(args.reference, pool, args.codec), LayerRange(0, args.layers)
+    pages = split_pages(pool, codec.page_size)
+    link = Link(endpoint, SETTINGS, LinkLimits())
+    peer, sampler = DecodePeer(link), ThreadSampler(args, "sender")
+    for number in (WARM_UP_ROOM, TIMED_ROOM):
+        listener = RoomListener()
+        room = RoomEncoder(number, codec, layers, [page.start for page in pages], [PAGE_HASH] * len(pages), listener)
         peer.open(room)
         peer.send(room, tuple(page.slots for page in pages), bytes(16))
-        # It succeeds once it is encoded; all of it has arrived when nothing waits for the link.
-        assert told.done.wait(PATIENCE) and told.reason is None, told.reason
-        if number == 1:
-            while link.queued_bytes:
-                time.sleep(0.01)
-            threads.begin()
-    while options.stacks and link.queued_bytes:
-        time.sleep(0.01)
-    threads.end()
+        # The room succeeds when it is encoded. It has arrived when the link's queue is empty.
+        listener.wait()
+        if number == WARM_UP_ROOM:
+            _wait_until_sent(link)
+            sampler.begin()
+    if args.stacks:
+        _wait_until_sent(link)
+    sampler.end()
     return peer.close
 
 
-def main() -> None:
-    """Print GB/s of both and their ratio, medians over alternating runs, as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--reference", choices=("raw", "int8", "exact"), default="raw")
-    parser.add_argument("--codec", choices=BENCH_CODECS, help="of what is compared with, in place of that of --reference")
-    parser.add_argument("--transport", choices=("ipc", "tcp"), default="ipc")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where both pools lie")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    parser.add_argument("--mib", type=int, default=512, help="of a pool")
-    parser.add_argument("--repeats", type=int, default=3)
-    for name, value in (("layers", 30), ("heads", 3), ("dim", 64), ("frame-kib", LinkLimits().frame_bytes >> 10)):
-        parser.add_argument(f"--{name}", type=int, default=value)
-    for name in ("busy", "stacks"):
-        parser.add_argument(f"--{name}", action="store_true")
-    options = parser.parse_args()
-    rates: dict[str, list[float]] = {"bare": [], "backend": []}
-    with tempfile.TemporaryDirectory() as folder:
-        for number in range(options.repeats):
-            for name, receive, send in (
-                ("bare", link_rate.receive_bare, link_rate.send_bare),
-                ("backend", receive_backend, send_backend),
-            ):
-                endpoint = f"ipc://{Path(folder, f'{name}{number}')}" if options.transport == "ipc" else "tcp://127.0.0.1:0"
-                rates[name].append(link_rate.rate(receive, send, endpoint, options) / 1e9)
-    median = {name: round(statistics.median(values), 3) for name, values in rates.items()}
-    print(json.dumps({**vars(options), "GB/s": median, "backend/bare": round(median["backend"] / median["bare"], 3)}))
+def _wait_until_sent(link: Link) -> None:
+    while link.queued_bytes:
+        time.sleep(0.01)
 
 
-if __name__ == "__main__":
-    main()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add = parser.add_argument
+    two_processes.add_arguments(parser, transport="ipc", mib=512, mib_help="MiB of each pool")
+    add("--reference", choices=("raw", "int8", "exact"), default="raw", help="as --kv-reference of a server (default: %(default)s)")
+    add("--codec", choices=BENCH_CODECS, help="codec to measure in place of the one of --reference")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="device of both pools (default: %(default)s)")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the pools (default: %(default)s)")
+    add("--layers", type=int, default=30, help="of the pools (default: %(default)s)")
+    add("--heads", type=int, default=3, help="KV heads of the pools (default: %(default)s)")
+    add("--dim", type=int, default=64, help="channels of a head (default: %(default)s)")
+    add("--busy", action="store_true", help="run a Python thread in each process, as a scheduler does")
+    add("--stacks", action="store_true", help="print where the threads of both processes are found, every 5 ms; slows them a little")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure the backend and the bare stream. Returns 0."""
+    check_counts({"--layers": args.layers, "--heads": args.heads, "--dim": args.dim})
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise CommandError("--device cuda: this machine has no NVIDIA GPU; pass --device cpu")
+    return two_processes.compare(args, "backend", receive_backend, send_backend)

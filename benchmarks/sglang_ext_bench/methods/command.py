@@ -113,7 +113,7 @@ def selected_servers(args: argparse.Namespace) -> list[MethodServer]:
     known = {each.name: each for each in all_servers(args.draft_length, args.select_every, on_gpus(args))}
     if wrong := [name for name in args.server or () if name not in known]:
         raise CommandError(f"--server {wrong[0]!r}: pass some of {', '.join(known)}")
-    return [known[name] for name in args.server or known]
+    return [known[name] for name in dict.fromkeys(args.server or known)]
 
 
 def flags_of(args: argparse.Namespace, server: MethodServer) -> tuple[str, ...]:
@@ -185,9 +185,10 @@ def line(figures: MethodFigures) -> str:
     """Format figures as one line of text."""
     shares = [f"{kind} {'-' if (share := figures.acceptance(kind)) is None else f'{share:.3f}'}" for kind in KINDS]
     full = f", {figures.fallbacks} on full KV" if figures.fallbacks else ""
+    time_per_token = "- ms a token (fewer than two bursts: raise --output-len)" if figures.token_ms is None else f"{figures.token_ms:.2f} ms a token"
     return (
         f"{figures.label}, {figures.context} tokens, T = {figures.temperature:g}: accepted {', '.join(shares)}; "
-        f"bytes {figures.draft_share:.3f}, {figures.token_ms:.2f} ms a token{full}"
+        f"bytes {figures.draft_share:.3f}, {time_per_token}{full}"
     )
 
 
@@ -229,9 +230,10 @@ def table(found: Sequence[MethodFigures], shared: Mapping[str, str]) -> Iterator
 
 
 def _timed(found: Sequence[MethodFigures], label: str) -> MethodFigures | None:
-    """The figures whose time the table shows: longest prompts, lowest temperature."""
+    """The figures whose time the table shows: longest prompts, lowest temperature. None if their time is unknown."""
     own = [each for each in found if each.label == label]
-    return max(own, key=lambda each: (each.context, -each.temperature), default=None)
+    longest = max(own, key=lambda each: (each.context, -each.temperature), default=None)
+    return None if longest is None or longest.token_ms is None else longest
 
 
 def _acceptances(own: Sequence[MethodFigures], contexts: Sequence[int], kind: str, temperature: float) -> str:

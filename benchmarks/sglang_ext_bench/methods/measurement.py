@@ -30,7 +30,8 @@ class MethodFigures:
         drafts: Draft tokens that were verified, by kind of text.
         accepted: Accepted draft tokens, by kind of text.
         fallbacks: Requests that full KV served at their end. Their acceptance does not measure the method.
-        token_ms: Milliseconds per output token of each request.
+        token_ms: Milliseconds per output token of each request, without its first round. None if a request had fewer than two bursts
+            of tokens, so that its speed is unknown.
         draft_share: Bytes of compressed or selected KV that a draft step reads, over those of the full KV. The newest tokens, which
             stay exact beside packed KV, are not counted.
     """
@@ -41,7 +42,7 @@ class MethodFigures:
     drafts: dict[str, int]
     accepted: dict[str, int]
     fallbacks: int
-    token_ms: float
+    token_ms: float | None
     draft_share: float
 
     def acceptance(self, kind: str) -> float | None:
@@ -111,8 +112,6 @@ def figures_of(
         name: {kind: sum(stream.meta.get(name, 0) for stream in mine) for kind, mine in by_kind.items()}
         for name in ("kv_drafts", "kv_accepted")
     }
-    # The rate of chunks varies less, but a request with only two rounds has no such rate.
-    token_ms = 1000 * wave.running / wave.steady if wave.steady else wave.token_ms
     return MethodFigures(
         label=method.label,
         context=context,
@@ -120,6 +119,6 @@ def figures_of(
         drafts=counted["kv_drafts"],
         accepted=counted["kv_accepted"],
         fallbacks=wave.fallbacks,
-        token_ms=token_ms,
+        token_ms=wave.steady_ms,
         draft_share=draft_share,
     )

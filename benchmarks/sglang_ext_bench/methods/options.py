@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--select-every", type=int, default=1, help="draft steps between two selections of spade (default: %(default)s)")
     for kind in KINDS:
         add(f"--{kind}-file", type=Path, help=f"text from which prompts of {kind} are cut; default: text of this Python installation")
-    add("--server", type=names, help="servers to measure, by name, separated by commas; default: all")
+    add("--server", action="extend", type=names, help="servers to measure, by name, separated by commas; can be repeated; default: all")
     add("--at-once", type=int, default=1, help="servers that are started together; their memory adds up (default: %(default)s)")
     add("--server-arg", action="append", default=[], metavar="FLAGS", help="flags of all servers")
     add("--dtype", default="bfloat16", choices=DTYPES, help="(default: %(default)s)")

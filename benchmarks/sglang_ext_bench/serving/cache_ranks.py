@@ -1,93 +1,124 @@
-"""Acceptance and speed of long answers where cache ranks choose tokens, beside stock and the same choice between steps: docs/benchmarks.md.
+"""Measures acceptance and speed of long answers with cache ranks, beside stock SGLang and beside selections without cache ranks.
 
-    sglang-ext-bench cache-ranks --model MODEL --prompts FOLDER [--context 2048] [--output 64] [--ranks 1] [--mode verified]
+    sglang-ext-bench cache-ranks --model MODEL --prompts FOLDER --context 2048 --output 64 --ranks 1 --mode verified
 
-Each server answers the same prompts, the beginnings of the folder's files, one at a time, on a CPU in float32. For each: whether its
-answers are stock's, drafts that were accepted, milliseconds a token after the first, and of cache ranks what was missed and waited for.
+Each server decodes the same prompts, the beginnings of the prompts in FOLDER, one at a time, on a CPU in float32. The servers are `stock`,
+`between-steps` (spade selects between steps) and `cache-ranks` (spade selects at cache ranks).
+
+A line for each prompt has milliseconds per token after the first one, whether the output equals stock's, and counts of drafts. After the
+last prompt, a line has the acceptance rate, and further lines have the metrics of cache ranks that are not 0.
 """
 
 import argparse
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_ext_bench.acceptance.on_prompts import prompts_in
-from transformers import AutoTokenizer
-
+from sglang_ext.tools import CommandError
 from sglang_ext.tools.server_process import ServerProcess
+from sglang_ext_bench.client import SamplingSettings
+from sglang_ext_bench.options import check_counts
+from sglang_ext_bench.prompts import load_prompts, load_tokenizer
 
+STOCK, BETWEEN_STEPS, CACHE_RANKS = "stock", "between-steps", "cache-ranks"
+SERVERS = (STOCK, BETWEEN_STEPS, CACHE_RANKS)
 RANK_METRICS = ("missed_selections_total", "selection_wait_seconds_total", "choosing_seconds", "copies_total", "cache_rank_starts_total")
+DRAFT_LENGTH = "16"
 
 
-def answer(server: ServerProcess, prompt: list[int], tokens: int) -> tuple[list[int], dict[str, Any], float]:
-    """Token ids, ``meta_info``, and seconds a token after the first."""
-    body = {"input_ids": prompt, "sampling_params": {"temperature": 0, "ignore_eos": True, "max_new_tokens": tokens}, "stream": True}
-    first = last = None
-    for last in server.stream("generate", body):
-        first = first or (time.perf_counter(), len(last["output_ids"]))
-    return last["output_ids"], last["meta_info"], (time.perf_counter() - first[0]) / max(1, tokens - first[1])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="Hugging Face folder")
+    add("--prompts", type=Path, required=True, help="folder of .txt files, or JSON lines (text / messages)")
+    add("--context", type=int, default=2048, help="tokens of each prompt; shorter prompts are left out (default: %(default)s)")
+    add("--output", type=int, default=64, help="output tokens of each prompt (default: %(default)s)")
+    add("--most", type=int, default=2, help="largest number of prompts (default: %(default)s)")
+    add("--ranks", type=int, default=1, help="cache ranks (default: %(default)s)")
+    add("--mode", default="verified", choices=["verified", "lossy"], help="as --kv-mode of a server (default: %(default)s)")
+    add("--select", default="0.125", help="as --kv-select of a server (default: %(default)s)")
+    add("--flag", action="append", default=[], help="one more word of the flags of servers with spade: --flag=--kv-select-by --flag=regressed")
+    add("--only", nargs="*", choices=SERVERS, default=list(SERVERS), help=f"servers to measure, of {', '.join(SERVERS)}; default: all")
 
 
-def rank_metrics(server: ServerProcess) -> list[str]:
-    """What it tells of cache ranks."""
-    lines = server.request("metrics").splitlines()
-    told = [line for line in lines if line.startswith(tuple(f"sglang_ext:{name}" for name in RANK_METRICS))]
-    return [line for line in told if not line.endswith(" 0.0")]
+def run(args: argparse.Namespace) -> int:
+    """Measure the servers one after another. Returns 0."""
+    check_counts({"--context": args.context, "--output": args.output, "--most": args.most, "--ranks": args.ranks})
+    all_prompts = load_prompts(args.prompts, load_tokenizer(str(args.model)))
+    prompts = [prompt.input_ids[: args.context] for prompt in all_prompts if len(prompt.input_ids) >= args.context][: args.most]
+    if not prompts:
+        raise CommandError(f"--prompts {args.prompts} has no prompt of --context {args.context} tokens: pass longer prompts, or fewer tokens")
+    spade = ("--kv-mode", args.mode, "--kv-compressor", "spade", "--kv-select", args.select, *args.flag)
+    if args.mode == "verified":
+        spade = (*spade, "--kv-draft-length", DRAFT_LENGTH)
+    flags = {STOCK: (), BETWEEN_STEPS: spade, CACHE_RANKS: (*spade, "--kv-cache-ranks", str(args.ranks))}
+    stock_outputs = None
+    with tempfile.TemporaryDirectory() as folder:
+        for name in args.only:
+            outputs = measure(name, flags[name], prompts, args, Path(folder, f"{name}.log"), stock_outputs)
+            stock_outputs = outputs if name == STOCK else stock_outputs
+    return 0
 
 
 def measure(
-    name: str, flags: Sequence[str], prompts: list[list[int]], args: argparse.Namespace, stock: list[list[int]] | None
+    name: str,
+    flags: Sequence[str],
+    prompts: Sequence[tuple[int, ...]],
+    args: argparse.Namespace,
+    log: Path,
+    stock_outputs: list[list[int]] | None,
 ) -> list[list[int]]:
-    """One server's answers, told in a line for each prompt."""
+    """Start a server, decode all prompts, and print a line for each. Returns the output tokens of each prompt.
+
+    Args:
+        name: Name of the server in the output.
+        flags: Flags of the server beside those that all have.
+        prompts: Token ids.
+        args: The options.
+        log: File of the server's log.
+        stock_outputs: Output tokens of stock SGLang. None if it was not measured.
+    """
     pool = 2 * (args.context + args.output)
-    given = ("--device", "cpu", "--dtype", "float32", "--max-total-tokens", str(pool), "--enable-metrics", *flags)
-    answers, totals = [], Counter()
-    with ServerProcess(str(args.model), given, Path(args.logs, f"{name}.log")) as server:
+    common = ("--device", "cpu", "--dtype", "float32", "--max-total-tokens", str(pool), "--enable-metrics")
+    outputs, drafts, accepted = [], 0, 0
+    with ServerProcess(str(args.model), (*common, *flags), log) as server:
         for i, prompt in enumerate(prompts):
             server.flush_cache()
-            tokens, meta, seconds = answer(server, prompt, args.output)
-            answers.append(tokens)
-            same = "" if stock is None else f", stock's: {tokens == stock[i]}"
-            totals.update(drafts=meta.get("kv_drafts", 0), accepted=meta.get("kv_accepted", 0))
-            told = {key: meta.get(f"kv_{key}") for key in ("drafts", "accepted", "fallback", "accept_length")}
-            print(f"{name}: prompt {i}: {1e3 * seconds:.1f} ms a token{same}, {told}", flush=True)
-        if totals["drafts"]:
-            print(f"{name}: {totals['accepted']} of {totals['drafts']} drafts, {totals['accepted'] / totals['drafts']:.3f}", flush=True)
+            tokens, meta, seconds = generate(server, prompt, args.output)
+            outputs.append(tokens)
+            drafts, accepted = drafts + meta.get("kv_drafts", 0), accepted + meta.get("kv_accepted", 0)
+            equal = "" if stock_outputs is None else f", equal to stock: {tokens == stock_outputs[i]}"
+            counts = {key: meta.get(f"kv_{key}") for key in ("drafts", "accepted", "fallback", "accept_length")}
+            print(f"{name}: prompt {i}: {1e3 * seconds:.1f} ms a token{equal}, {counts}", flush=True)
+        if drafts:
+            print(f"{name}: {accepted} of {drafts} drafts accepted, {accepted / drafts:.3f}", flush=True)
         for line in rank_metrics(server):
             print("   ", line, flush=True)
-    return answers
+    return outputs
 
 
-def main() -> None:
-    """Stock, choices between steps, cache ranks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--model", type=Path, required=True)
-    add("--prompts", type=Path, required=True)
-    add("--context", type=int, default=2048, help="tokens of each prompt")
-    add("--output", type=int, default=64)
-    add("--most", type=int, default=2, help="prompts")
-    add("--ranks", type=int, default=1)
-    add("--mode", default="verified", choices=["verified", "lossy"])
-    add("--select", default="0.125")
-    add("--flag", action="append", default=[], help="further flag of the servers that choose, as --flag=--kv-select-by --flag=regressed")
-    add("--only", nargs="*", default=["stock", "between-steps", "cache-ranks"])
-    args = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    encoded = (tokenizer.encode(file.read_text())[: args.context] for file in prompts_in(args.prompts))
-    prompts = [prompt for prompt in encoded if len(prompt) == args.context][: args.most]
-    spade = ("--kv-mode", args.mode, "--kv-compressor", "spade", "--kv-select", args.select, *args.flag)
-    spade = (*spade, "--kv-draft-length", "16") if args.mode == "verified" else spade
-    servers = {"stock": (), "between-steps": spade, "cache-ranks": (*spade, "--kv-cache-ranks", str(args.ranks))}
-    with tempfile.TemporaryDirectory() as args.logs:
-        stock = None
-        for name in args.only:
-            found = measure(name, servers[name], prompts, args, stock)
-            stock = found if name == "stock" else stock
+def generate(server: ServerProcess, prompt: tuple[int, ...], new_tokens: int) -> tuple[list[int], dict[str, Any], float]:
+    """Decode a prompt. Returns the output tokens, the ``meta_info``, and the seconds per token after the first chunk.
+
+    Raises:
+        CommandError: The server sent no tokens.
+    """
+    body = {"input_ids": list(prompt), "sampling_params": SamplingSettings().as_json(new_tokens), "stream": True}
+    first_seconds = first_tokens = last = None
+    for last in server.stream("generate", body):
+        if "output_ids" not in last:
+            raise CommandError(f"a request failed: {last.get('error', last)}")
+        if first_seconds is None:
+            first_seconds, first_tokens = time.perf_counter(), len(last["output_ids"])
+    if last is None:
+        raise CommandError(f"a request ended without tokens\n{server.describe_log()}")
+    seconds = time.perf_counter() - first_seconds
+    return last["output_ids"], last["meta_info"], seconds / max(1, new_tokens - first_tokens)
 
 
-if __name__ == "__main__":
-    main()
+def rank_metrics(server: ServerProcess) -> list[str]:
+    """Lines of the metrics page about cache ranks, without those that are 0."""
+    prefixes = tuple(f"sglang_ext:{name}" for name in RANK_METRICS)
+    return [line for line in server.request("metrics").splitlines() if line.startswith(prefixes) and not line.endswith(" 0.0")]

@@ -1,92 +1,107 @@
-"""How many contexts run at once in one pool: stock, and lossy serving that gives full KV back (docs/benchmarks.md).
+"""Counts the contexts that run at once in one pool, with stock SGLang and with lossy methods that free the full KV.
 
-    sglang-ext-bench lossy-contexts --model MODEL [--tokens N] [--contexts N] [--methods int4,kivi:2] [--server-arg FLAGS]
+    sglang-ext-bench lossy-contexts --model MODEL --tokens 2048 --contexts 6 --methods int4,kivi:2,hack:2:quantized
 
-The pool has room for so many whole contexts of so many tokens, in bfloat16 on a CPU. Each server is sent more prompts than it can hold,
-all different, and told to answer at length; counted are the requests that run at once, on copies, when no more have joined for a while.
-A method is named as for --kv-compressor, with the bits of its codes after a colon, and after another what prompts attend to
-(--kv-prefill): hack:2:quantized. With spade a cache rank has full KV, and --kv-select stands after the colon.
+The pool has room for --contexts contexts of --tokens tokens in bfloat16. Each server gets more prompts than it can hold, all of different
+random tokens, with long outputs. When no further request has started for --patience seconds, the largest number of running requests counts.
+
+A method has the name of --kv-compressor. After a colon follow the bits of its codes, and after another one the value of --kv-prefill. With
+`spade`, a cache rank holds the full KV, and the value of --kv-select follows the colon.
+
+The table has the requests that ran at once, and their ratio to stock.
 """
 
 import argparse
-import random
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
-from sglang_ext.tools.server_process import CommandError, ServerProcess
+from sglang_ext.tools import CommandError
+from sglang_ext.tools.server_process import ServerProcess
+from sglang_ext_bench.client import SamplingSettings
+from sglang_ext.tools.options import split_flags as words
+from sglang_ext_bench.options import check_counts, names
+from sglang_ext_bench.prompts import random_prompts
 from sglang_ext_bench.client import total
 
-ANSWER, VOCABULARY = 256, 20000
-# SGLang tells how many requests run when it logs; so often it logs rounds.
-LOGGED = ("--decode-log-interval", "4")
-# Seconds between looks at the metrics page.
-LOOK = 1.0
+STOCK = "stock"
+OUTPUT_TOKENS, VOCABULARY = 256, 20000
+LOG_INTERVAL = ("--decode-log-interval", "4")
+"""SGLang updates the number of running requests only when it logs a decode round."""
+POLL_SECONDS = 1.0
+REQUEST_TIMEOUT = 3600.0
 
 
-def at_once(server: ServerProcess, prompts: list[list[int]], patience: float) -> int:
-    """Requests of ``prompts`` that run at once, when none has joined for ``patience`` seconds."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add = parser.add_argument
+    add("--model", required=True, help="Hugging Face folder")
+    add("--tokens", type=int, default=2048, help="tokens of a context (default: %(default)s)")
+    add("--contexts", type=int, default=12, help="contexts that fit into the pool (default: %(default)s)")
+    add("--methods", default="int4,kivi,hack,kivi:2,hack:2", help="separated by commas (default: %(default)s)")
+    add("--patience", type=float, default=60.0, help="seconds without a further request (default: %(default)s)")
+    add("--most", type=float, default=8.0, help="prompts that are sent, over --contexts (default: %(default)s)")
+    add("--server-arg", action="append", default=[], metavar="FLAGS", help="flags of all servers")
 
-    def ask(ids: list[int]) -> None:
+
+def run(args: argparse.Namespace) -> int:
+    """Measure one server after another, and print the table. Returns 0."""
+    check_counts({"--tokens": args.tokens, "--contexts": args.contexts})
+    if args.patience <= 0:
+        raise CommandError(f"--patience {args.patience:g}: pass seconds above 0")
+    if args.most < 1:
+        raise CommandError(f"--most {args.most:g}: pass 1 or more")
+    prompts = random_prompts(int(args.most * args.contexts), args.tokens, VOCABULARY)
+    pool = str(args.tokens * args.contexts)
+    common = ("--dtype", "bfloat16", "--max-total-tokens", pool, "--enable-metrics", *LOG_INTERVAL, *words(args.server_arg))
+    counts: dict[str, int] = {}
+    for name in dict.fromkeys((STOCK, *names(args.methods))):
+        print(name, flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            log = Path(folder, "server.log")
+            with ServerProcess(args.model, (*common, *method_flags(name)), log, request_timeout=REQUEST_TIMEOUT) as server:
+                counts[name] = count_running(server, prompts, args.patience)
+    print("\n| method | at once | over stock |\n|---|---|---|")
+    for name, count in counts.items():
+        ratio = f"{count / counts[STOCK]:.2f}" if counts[STOCK] else "-"
+        print(f"| `{name}` | {count} | {ratio} |")
+    return 0
+
+
+def count_running(server: ServerProcess, prompts: Sequence[tuple[int, ...]], patience: float) -> int:
+    """Send all prompts. Returns the largest number of running requests, once it has not grown for ``patience`` seconds."""
+    params = SamplingSettings().as_json(OUTPUT_TOKENS)
+
+    def send(input_ids: tuple[int, ...]) -> None:
         try:
-            params = {"max_new_tokens": ANSWER, "temperature": 0, "ignore_eos": True}
-            server.request("generate", {"input_ids": ids, "sampling_params": params})
+            server.request("generate", {"input_ids": list(input_ids), "sampling_params": params})
         except (CommandError, ConnectionError):
-            pass  # the server ends before the answer does
+            pass  # The server is stopped before the output ends.
 
-    for ids in prompts:
-        threading.Thread(target=ask, args=(ids,), daemon=True).start()
-    most, since = 0, time.monotonic()
-    while time.monotonic() - since < patience and most < len(prompts):
-        time.sleep(LOOK)
+    for input_ids in prompts:
+        threading.Thread(target=send, args=(input_ids,), daemon=True).start()
+    largest, grown_at = 0, time.monotonic()
+    while time.monotonic() - grown_at < patience and largest < len(prompts):
+        time.sleep(POLL_SECONDS)
         running = int(total(server.request("metrics"), "sglang:num_running_reqs"))
-        if running > most:
-            most, since = running, time.monotonic()
-            print(f"  {most} run", flush=True)
-    full = total(server.request("metrics"), "sglang_ext:fallback_tokens_total")
-    if full:
-        print(f"  {full:.0f} tokens were answered on full KV")
-    return most
+        if running > largest:
+            largest, grown_at = running, time.monotonic()
+            print(f"  {largest} run", flush=True)
+    fallback_tokens = total(server.request("metrics"), "sglang_ext:fallback_tokens_total")
+    if fallback_tokens:
+        print(f"  {fallback_tokens:.0f} tokens were decoded on the full KV")
+    return largest
 
 
-def flags_of(name: str) -> tuple[str, ...]:
-    """The flags of a server with the method of this name; none for stock."""
-    if name == "stock":
+def method_flags(name: str) -> tuple[str, ...]:
+    """The flags of the server of a method. Empty for stock."""
+    if name == STOCK:
         return ()
-    method, *rest = name.split(":")
+    method, *values = name.split(":")
     lossy = ("--kv-mode", "lossy", "--kv-compressor", method)
     if method == "spade":
-        return (*lossy, "--kv-cache-ranks", "1", "--kv-select", *(rest or ["0.125"]))
-    return (*lossy, *chain.from_iterable(zip(("--kv-bits", "--kv-prefill"), rest)))
-
-
-def main() -> None:
-    """Start one server after another, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--tokens", type=int, default=2048, help="of a context")
-    parser.add_argument("--contexts", type=int, default=12, help="that the pool holds whole")
-    parser.add_argument("--methods", default="int4,kivi,hack,kivi:2,hack:2")
-    parser.add_argument("--patience", type=float, default=60.0, help="seconds without another that joins")
-    parser.add_argument("--most", type=float, default=8.0, help="prompts that are sent, over those that fit whole")
-    parser.add_argument("--server-arg", default="", help="further flags of all servers")
-    args = parser.parse_args()
-    draw = random.Random(0)
-    prompts = [[draw.randrange(100, VOCABULARY) for _ in range(args.tokens)] for _ in range(int(args.most * args.contexts))]
-    size = str(args.tokens * args.contexts)
-    pool = ("--dtype", "bfloat16", "--max-total-tokens", size, "--enable-metrics", *LOGGED, *args.server_arg.split())
-    counts = {}
-    for name in ("stock", *args.methods.split(",")):
-        print(name, flush=True)
-        log = Path(tempfile.mkdtemp()) / "server.log"
-        with ServerProcess(args.model, (*pool, *flags_of(name)), log, request_timeout=3600) as server:
-            counts[name] = at_once(server, prompts, args.patience)
-    print("\n| method | at once | over stock's |\n|---|---|---|")
-    for name, count in counts.items():
-        print(f"| `{name}` | {count} | {count / counts['stock']:.2f} |")
-
-
-if __name__ == "__main__":
-    main()
+        return (*lossy, "--kv-cache-ranks", "1", "--kv-select", *(values or ["0.125"]))
+    return (*lossy, *chain.from_iterable(zip(("--kv-bits", "--kv-prefill"), values)))

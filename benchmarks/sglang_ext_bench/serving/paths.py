@@ -1,19 +1,18 @@
-"""Which of this project's code a steady decode round, and a whole request, go through.
+"""Lists the files and lines of this project that a steady decode round and a whole request enter.
 
-    sglang-ext-bench paths --model MODEL [--server-arg FLAGS] [--functions]
+    sglang-ext-bench paths --model MODEL --server-arg=FLAGS --functions
 
-A server runs under Python's profiler, which notes each function of this project that is called. A *round* is what a decode calls that
-SGLang asks of the worker, until it returns; a *turn* all that the scheduler's process calls from one such decode to the next, the outcome
-of the round before among it. A round is *steady* where it drafts and verifies, nobody is admitted or ended in it, and no copy is made.
-What the steady rounds in the middle half of a long answer call is counted, all together; in a request, what any process calls from when
-it is sent until its answer is there, but for the check of the prefix tree by an idle scheduler.
+A server runs under Python's profiler, which records each called function of this project. A *round* is one decode call that SGLang makes to
+the worker. A *turn* has all calls of the scheduler's process from one such call to the next, which include the output of the previous round.
+A round is *steady* if it drafts and verifies, admits and ends no request, and creates no compressed KV. Rounds and turns are the steady ones
+in the middle half of a long output, all together. A *request* has all calls of any process from its sending to its answer. The check of the
+prefix tree by an idle scheduler is left out.
 
-The *path* is what one reads to follow control: the files of which an entered function calls a function of another file of this project,
-itself or by a context or a cached property of Python's. Files of which none does are *leaves*: they answer what they are asked. Both are
-listed in the order in which they are first entered, with the files that each calls.
+The *path* has the files in which an entered function calls a function of another file of this project, directly or through a context
+manager or a cached property. The other files are *leaves*. Both are listed in the order of the first call, with the files that each calls.
 
-Of each file the table says how many lines are in functions that were entered, and in the heads of their classes (fields and docstring; a
-class that was only built counts too), and how many the file has. Functions that kernels replace on a GPU count as what runs here.
+Column *entered* counts the lines of the called functions and of the heads of their classes (fields and docstring; constructing a class
+counts as a call). Column *whole* counts the lines of the file. GPU kernels replace some of the functions that run on a CPU.
 """
 
 import argparse
@@ -23,227 +22,236 @@ import os
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import sglang_ext
+from sglang_ext.tools import CommandError
 from sglang_ext.tools.server_process import ServerProcess
+from sglang_ext_bench.client import SamplingSettings
 from sglang_ext.tools.options import split_flags as words
+from sglang_ext_bench.serving import call_recorder
+from sglang_ext_bench.serving.call_recorder import BEGIN_FILE, Function, Pair
 
 PACKAGE = Path(sglang_ext.__file__).parent
-# In each process of the server. A function is a file and a name in it; of a class whose constructor is generated, that of the class.
-WATCH = '''
-import json, os, sys, threading, time
-
-seen, passed, rounds = {}, {}, []
-PACKAGE, OUT, BEGINS = os.environ["PATHS_OF"], os.environ["PATHS_TO"], os.environ["PATHS_ROUND"]
-# What a scheduler does when it is idle.
-IDLE, idle = os.environ["PATHS_IDLE"], threading.local()
-# Python's own between a caller and a function of ours: of contexts, and of what is cached.
-BETWEEN = "contextlib.py", "functools.py"
-
-
-def tell():
-    begun = False
-    while True:
-        time.sleep(0.5)
-        if not begun and os.path.exists(os.path.join(OUT, "begin")):
-            begun = True
-            for each in (seen, passed, rounds):
-                each.clear()
-        told = {"seen": list(seen.items()), "passed": list(passed), "rounds": [[list(part) for part in each] for each in list(rounds)]}
-        with open(os.path.join(OUT, f"{os.getpid()}.json.new"), "w") as file:
-            json.dump(told, file)
-        os.replace(file.name, file.name.removesuffix(".new"))
-
-
-def called(frame):
-    code = frame.f_code
-    if code.co_filename.startswith(PACKAGE) and code.co_name != "<module>":
-        return code.co_filename, code.co_qualname
-    if code.co_filename == "<string>" and code.co_argcount:
-        first = frame.f_locals.get(code.co_varnames[0])
-        built = first if isinstance(first, type) else type(first)
-        module = sys.modules.get(built.__module__)
-        if built.__module__.startswith("sglang_ext") and module is not None:
-            return module.__file__, built.__qualname__
-    return None
-
-
-def note(frame, event, _):
-    if frame.f_code.co_qualname == IDLE:
-        idle.on = event == "call"
-    if getattr(idle, "on", False):
-        return
-    if event == "return" and frame.f_code.co_qualname == BEGINS and rounds:
-        # What was called so far is the round; what follows is the rest of its turn.
-        rounds[-1] += tuple(map(dict, rounds[-1]))
-    if event != "call" or (key := called(frame)) is None:
-        return
-    if key[1] == BEGINS:
-        rounds.append(({}, {}))
-    seen.setdefault(key, time.time())
-    back = frame.f_back
-    while back is not None and back.f_code.co_filename.endswith(BETWEEN):
-        back = back.f_back
-    caller = back.f_code.co_filename if back is not None else ""
-    pair = (caller, key[0]) if caller.startswith(PACKAGE) and caller != key[0] else None
-    if pair is not None:
-        passed[pair] = None
-    if rounds:
-        calls, pairs = rounds[-1][:2]
-        calls[key] = None
-        if pair is not None:
-            pairs[pair] = None
-
-
-threading.Thread(target=tell, daemon=True).start()
-sys.setprofile(note)
-threading.setprofile(note)
-'''
 ROUND, IDLE = "KVWorker.forward_batch_generation", "check_when_idle"
-# What a steady round calls, and what it does not.
-CALLED = {"DecodeLoop.decode", "Verifier.verify"}
-NOT_CALLED = {"CompressedKVCache.compress", "RequestStates.admit", "RequestStates.forget"}
-
-Function = tuple[str, str]
+# Functions that every steady round calls, and functions that no steady round calls.
+STEADY_CALLS = {"DecodeLoop.decode", "Verifier.verify"}
+OTHER_CALLS = {"CompressedKVCache.compress", "RequestStates.admit", "RequestStates.forget"}
+MIN_STEADY_ROUNDS = 4
+# Token ids and output tokens of a first request, and of the recorded one.
+FIRST_PROMPT, FIRST_TOKENS = range(100, 500), 40
+RECORDED_PROMPT, RECORDED_TOKENS = range(600, 1000), 120
+# Seconds until all processes have seen the file `begin`, and until they have written the last calls.
+BEGIN_SECONDS, END_SECONDS = 2.0, 1.0
+START_TIMEOUT = 600.0
 
 
 @dataclass(frozen=True)
 class Entered:
-    """What was entered, in the order in which it first was.
+    """Entered functions, in the order of their first call.
 
     Attributes:
-        functions: each with its file.
-        pairs: a file, and another one of which a function was called from there.
+        functions: Each with its file.
+        pairs: A file, and another one of which it calls a function.
     """
 
     functions: list[Function]
-    pairs: set[tuple[str, str]]
+    pairs: set[Pair]
 
     @property
-    def passing(self) -> list[str]:
-        """Files from which control passes on to another file of ours."""
+    def path(self) -> list[str]:
+        """Files that call functions of other files."""
         callers = {caller for caller, _ in self.pairs}
         return [file for file in dict.fromkeys(file for file, _ in self.functions) if file in callers]
 
+    @classmethod
+    def merge(cls, parts: Sequence["Entered"]) -> "Entered":
+        """The functions and pairs of any part."""
+        functions = list(dict.fromkeys(function for part in parts for function in part.functions))
+        return cls(functions, set().union(*(part.pairs for part in parts)))
 
-def found(folder: Path, since: float, until: float) -> tuple[Entered, Entered, Entered]:
-    """Of a request that was under way in these seconds, and of the turns, and rounds alone, of the steady ones in its middle half.
+
+@dataclass(frozen=True)
+class FileLines:
+    """Entered lines of a file.
+
+    Attributes:
+        name: The file, relative to the package.
+        whole: Lines of the file.
+        by_function: Line numbers by function, or by head of a class.
+    """
+
+    name: str
+    whole: int
+    by_function: dict[str, set[int]]
+
+    @classmethod
+    def read(cls, path: str, functions: set[str]) -> "FileLines":
+        """Read a file and find the lines of the called functions."""
+        source = Path(path).read_text()
+        return cls(Path(path).relative_to(PACKAGE).as_posix(), len(source.splitlines()), function_lines(source, functions))
+
+    @property
+    def entered(self) -> int:
+        """Number of entered lines."""
+        return len(set().union(*self.by_function.values()))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder")
+    parser.add_argument("--server-arg", action="append", default=[], metavar="FLAGS", help="flags of the server")
+    parser.add_argument("--functions", action="store_true", help="also list the functions of each file")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Send two requests to a server, record the second one, and print the tables. Returns 0."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        (folder / "sitecustomize.py").write_text(f"{Path(call_recorder.__file__).read_text()}\n\nstart()\n")
+        flags = ("--kv-mode", "verified", "--kv-draft-length", "8", *words(args.server_arg))
+        server = ServerProcess(str(args.model), flags, folder / "server.log", start_timeout=START_TIMEOUT, env=recorder_environment(folder))
+        with server:
+            server.request("generate", request_body(FIRST_PROMPT, FIRST_TOKENS))
+            (folder / BEGIN_FILE).touch()
+            time.sleep(BEGIN_SECONDS)
+            begin = time.time()
+            meta = server.request("generate", request_body(RECORDED_PROMPT, RECORDED_TOKENS))["meta_info"]
+            end = time.time()
+            time.sleep(END_SECONDS)
+            if not meta.get("kv_drafts"):
+                raise CommandError(f"the request drafted nothing (kv_fallback {meta.get('kv_fallback')}): change the flags in --server-arg")
+            request, turn, one_round = read_recorded(folder, begin, end)
+    print_table("a steady round", one_round, args.functions)
+    print_table("its turn", turn, args.functions)
+    print_table("a request", request, args.functions)
+    return 0
+
+
+def recorder_environment(folder: Path) -> dict[str, str]:
+    """Environment variables with which each process of a server records its calls to ``folder``, which has ``sitecustomize.py``."""
+    search_path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+    names = {"RECORD_PACKAGE": f"{PACKAGE}{os.sep}", "RECORD_FOLDER": str(folder), "RECORD_ROUND": ROUND, "RECORD_IDLE": IDLE}
+    return {**names, "PYTHONPATH": search_path}
+
+
+def request_body(input_ids: Iterable[int], new_tokens: int) -> dict[str, Any]:
+    """Body of a request for ``new_tokens`` tokens."""
+    return {"input_ids": list(input_ids), "sampling_params": SamplingSettings().as_json(new_tokens)}
+
+
+def read_recorded(folder: Path, begin: float, end: float) -> tuple[Entered, Entered, Entered]:
+    """Read the calls that all processes recorded.
+
+    Args:
+        folder: Folder with a file of each process.
+        begin: Time at which the request was sent, in seconds.
+        end: Time of its answer.
+
+    Returns:
+        The calls of the request, of the steady turns in its middle half, and of their rounds.
 
     Raises:
-        RuntimeError: a name in this script is no function's any more, or no round was steady.
+        CommandError: A function of this module's lists was not called, or too few rounds were steady.
     """
-    told = [json.loads(path.read_text()) for path in folder.glob("*.json")]
-    seen = {(file, name): when for each in told for (file, name), when in each["seen"] if since <= when <= until}
-    if lacking := {ROUND, *CALLED, *NOT_CALLED} - {name for _, name in seen}:
-        raise RuntimeError(f"a request does not call {', '.join(sorted(lacking))}: was it renamed? Put the names here right")
-    request = Entered(sorted(seen, key=seen.__getitem__), {tuple(pair) for each in told for pair in each["passed"]})
-    rounds = [
-        [Entered([tuple(call) for call in part[at]], {*map(tuple, part[at + 1])}) for at in (0, 2)]
-        for each in told
-        for part in each["rounds"]
-        if len(part) == 4
+    recorded = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    first_calls = {
+        (file, name): seconds for process in recorded for (file, name), seconds in process["functions"] if begin <= seconds <= end
+    }
+    missing = {ROUND, *STEADY_CALLS, *OTHER_CALLS} - {name for _, name in first_calls}
+    if missing:
+        raise CommandError(f"the request did not call {', '.join(sorted(missing))}: correct the names in {Path(__file__).name}")
+    request = Entered(sorted(first_calls, key=first_calls.__getitem__), {tuple(pair) for process in recorded for pair in process["pairs"]})
+    # A round that has not returned has two parts, and no end.
+    turns = [
+        [Entered([tuple(call) for call in parts[i]], {tuple(pair) for pair in parts[i + 1]}) for i in (0, 2)]
+        for process in recorded
+        for parts in process["rounds"]
+        if len(parts) == 4
     ]
-    steady = [one for one in rounds if CALLED <= (names := {name for _, name in one[0].functions}) and not NOT_CALLED & names]
-    if len(steady) < 4:
-        raise RuntimeError(f"{len(steady)} of {len(rounds)} rounds drafted and verified, without copies made: ask for a longer answer")
-    middle = steady[len(steady) // 4 : len(steady) - len(steady) // 4]
-    turn, alone = (together([one[place] for one in middle]) for place in (0, 1))
-    return request, turn, alone
+    steady = [turn for turn in turns if is_steady(turn[0])]
+    if len(steady) < MIN_STEADY_ROUNDS:
+        raise CommandError(
+            f"{len(steady)} of {len(turns)} rounds were steady, at least {MIN_STEADY_ROUNDS} are needed: pass flags in --server-arg with "
+            "which requests draft in more rounds"
+        )
+    quarter = len(steady) // 4
+    middle = steady[quarter : len(steady) - quarter]
+    return request, Entered.merge([turn for turn, _ in middle]), Entered.merge([one_round for _, one_round in middle])
 
 
-def together(parts: list[Entered]) -> Entered:
-    """What was entered in any of several."""
-    functions = list(dict.fromkeys(function for one in parts for function in one.functions))
-    return Entered(functions, set().union(*(one.pairs for one in parts)))
+def is_steady(turn: Entered) -> bool:
+    """Whether a turn has a round that drafts and verifies, without admission, end of a request, or new compressed KV."""
+    names = {name for _, name in turn.functions}
+    return names >= STEADY_CALLS and not names & OTHER_CALLS
 
 
-def entered(path: str, names: set[str]) -> dict[str, set[int]]:
-    """Lines, by function or head of a class, of those of a file that were called, and of the classes that they stand in."""
+def function_lines(source: str, functions: set[str]) -> dict[str, set[int]]:
+    """Line numbers of functions and of the heads of their classes.
+
+    Args:
+        source: Source of a file.
+        functions: Qualified names of functions, and of classes that were constructed.
+    """
     lines: dict[str, set[int]] = {}
 
-    def visit(node: ast.AST, within: str) -> None:
+    def visit(node: ast.AST, prefix: str) -> None:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-                if (name := within + child.name) in names:
-                    first = min([child.lineno, *(each.lineno for each in child.decorator_list)])
-                    lines[name] = lines.get(name, set()) | set(range(first, child.end_lineno + 1))
-                visit(child, f"{within}{child.name}.<locals>.")
+                name = prefix + child.name
+                if name in functions:
+                    lines[name] = lines.get(name, set()) | set(range(_first_line(child), child.end_lineno + 1))
+                visit(child, f"{name}.<locals>.")
             elif isinstance(child, ast.ClassDef):
-                name = within + child.name
-                if any(each == name or each.startswith(f"{name}.") for each in names):
-                    first = min([child.lineno, *(each.lineno for each in child.decorator_list)])
-                    bodies = [part for part in child.body if not isinstance(part, ast.FunctionDef)]
-                    lines[name] = set(range(first, child.lineno + 1)).union(*(range(p.lineno, p.end_lineno + 1) for p in bodies))
+                name = prefix + child.name
+                if any(function == name or function.startswith(f"{name}.") for function in functions):
+                    head = [part for part in child.body if not isinstance(part, ast.FunctionDef)]
+                    lines[name] = set(range(_first_line(child), child.lineno + 1)).union(
+                        *(range(part.lineno, part.end_lineno + 1) for part in head)
+                    )
                 visit(child, f"{name}.")
             else:
-                visit(child, within)
+                visit(child, prefix)
 
-    visit(ast.parse(Path(path).read_text()), "")
+    visit(ast.parse(source), "")
     return lines
 
 
-def table(title: str, what: Entered, each_function: bool) -> None:
-    """Print lines of the functions and of their files: of all, of each folder, and of each file; then the path, in its order."""
-    names = defaultdict(set)
-    for path, name in what.functions:
-        names[path].add(name)
-    rows, folders = {}, defaultdict(list)
-    for path in names:
-        lines, short = entered(path, names[path]), Path(path).relative_to(PACKAGE)
-        rows[path] = len(set().union(*lines.values())), len(Path(path).read_text().splitlines()), short.as_posix(), lines
-        folders[short.parent.as_posix()].append(rows[path])
-    print(f"{title}: {_sums([*rows.values()])}")
-    for folder, inside in sorted(folders.items(), key=lambda pair: -sum(row[0] for row in pair[1])):
-        print(f"    {folder}: {_sums(inside)}")
-    path = {file: rows[file] for file in what.passing}
-    leaves = {file: row for file, row in rows.items() if file not in path}
-    for part, those in (("path", path), ("leaves", leaves)):
-        print(f"  {part} of {title}: {_sums([*those.values()])}")
+def _first_line(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> int:
+    """The line of the first decorator, or of the definition."""
+    return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+
+
+def print_table(title: str, entered: Entered, with_functions: bool) -> None:
+    """Print sums of lines of all files and by folder, and then the files of the path and the leaves."""
+    functions: dict[str, set[str]] = defaultdict(set)
+    for path, name in entered.functions:
+        functions[path].add(name)
+    files = {path: FileLines.read(path, names) for path, names in functions.items()}
+    folders: dict[str, list[FileLines]] = defaultdict(list)
+    for file in files.values():
+        folders[Path(file.name).parent.as_posix()].append(file)
+    print(f"{title}: {describe_sums(files.values())}")
+    for folder, inside in sorted(folders.items(), key=lambda item: -sum(file.entered for file in item[1])):
+        print(f"    {folder}: {describe_sums(inside)}")
+    path_files = {path: files[path] for path in entered.path}
+    leaves = {path: file for path, file in files.items() if path not in path_files}
+    for part, shown in (("path", path_files), ("leaves", leaves)):
+        print(f"  {part} of {title}: {describe_sums(shown.values())}")
         print("    entered  whole  file")
-        for file, (some, whole, name, lines) in those.items():
-            called = sorted(rows[to][2] for caller, to in what.pairs if caller == file and to in rows)
-            print(f"    {some:7}  {whole:5}  {name}  {'-> ' if called else ''}{', '.join(called)}")
-            if each_function:
-                for function, own in lines.items():
-                    print(f"        {len(own):3}               {function}")
+        for path, file in shown.items():
+            called = sorted(files[callee].name for caller, callee in entered.pairs if caller == path and callee in files)
+            print(f"    {file.entered:7}  {file.whole:5}  {file.name}  {'-> ' if called else ''}{', '.join(called)}")
+            if with_functions:
+                for function, lines in file.by_function.items():
+                    print(f"        {len(lines):3}               {function}")
 
 
-def _sums(rows: list[tuple]) -> str:
-    of_functions, of_files = (sum(row[k] for row in rows) for k in (0, 1))
-    return f"{len(rows)} files, {of_functions} lines of functions that are entered, {of_files} lines of the files"
-
-
-def main() -> None:
-    """Serve one request of 400 tokens, which drafts, and one more of other tokens, which is watched."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--server-arg", action="append", default=[], metavar="FLAGS")
-    parser.add_argument("--functions", action="store_true", help="list the functions of each file, too")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        (folder / "sitecustomize.py").write_text(WATCH)
-        search = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
-        watched = {"PATHS_OF": str(PACKAGE), "PATHS_TO": temporary, "PATHS_ROUND": ROUND, "PATHS_IDLE": IDLE, "PYTHONPATH": search}
-        flags = ("--kv-mode", "verified", "--kv-draft-length", "8", *words(args.server_arg))
-        with ServerProcess(str(args.model), flags, folder / "server.log", start_timeout=600, env=watched) as server:
-            body = {"input_ids": list(range(100, 500)), "sampling_params": {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True}}
-            server.request("generate", body)
-            (folder / "begin").touch()
-            time.sleep(2)
-            since = time.time()
-            body["input_ids"], body["sampling_params"]["max_new_tokens"] = list(range(600, 1000)), 120
-            answer = server.request("generate", body)
-            until = time.time()
-            time.sleep(1)
-            assert answer["meta_info"]["kv_accepted"] >= 0 < answer["meta_info"]["kv_drafts"], answer
-            request, turn, round_ = found(folder, since, until)
-    table("a steady round", round_, args.functions)
-    table("its turn", turn, args.functions)
-    table("a request", request, args.functions)
-
-
-if __name__ == "__main__":
-    main()
+def describe_sums(files: Iterable[FileLines]) -> str:
+    """Sums of some files."""
+    listed = list(files)
+    entered, whole = sum(file.entered for file in listed), sum(file.whole for file in listed)
+    return f"{len(listed)} files, {entered} lines of functions that are entered, {whole} lines of the files"

@@ -1,178 +1,216 @@
-"""Where decode steps of a server spend their time: kernels, what the device waits for, and what the host launches (docs/benchmarks.md).
+"""Measures where the decode steps of a server spend their time on a GPU: kernels, gaps between kernels, and calls of the host.
 
-    sglang-ext-bench step-profile --model MODEL [--batch 16] [--tokens 32768] [--settle 3] [--seconds 0.3] --server-arg=FLAGS
+    sglang-ext-bench step-profile --model MODEL --batch 16 --tokens 32768 --settle 3 --seconds 0.3 --server-arg=FLAGS
 
-Random prompts of so many tokens are answered until all decode side by side; PyTorch's profiler then looks at the scheduler for a moment,
-by SGLang's own /start_profile. Of a *step*, which is a launch of a CUDA graph, are told the time in which the device computes, on any
-stream, and in which it does not; its kernels, those of two streams at once counted twice; between which two it waits longest; and the
-host's calls of the driver. What the profiler itself takes is the host's: the server's rate before is told beside that meanwhile.
+Sends --batch random prompts of --tokens tokens, and waits until all decode. --settle seconds later, PyTorch's profiler records the scheduler's
+process for --seconds seconds, through SGLang's /start_profile. A *step* is one launch of a CUDA graph.
+
+The first line has milliseconds per token of each request before the profiler started. The second one has the length of a step while the
+profiler runs, and how much of it the device computes on any stream. The profiler slows the host, so steps may be longer than before.
+Three tables follow, with counts and microseconds per step: kernels by name, gaps by the kernels before and after, and calls of the CUDA driver.
+Kernels that run at once on two streams count twice in the first table.
 """
 
 import argparse
 import gzip
 import json
-import random
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
-
+from sglang_ext.tools import CommandError
 from sglang_ext.tools.server_process import ServerProcess
 from sglang_ext_bench.client import SamplingSettings
 from sglang_ext.tools.options import split_flags as words
-from sglang_ext_bench.speed import decode_wave
+from sglang_ext_bench.options import check_counts
+from sglang_ext_bench.prompts import random_prompts
 from sglang_ext_bench.client import total
 
 VOCABULARY = 20000
-# Categories of the profiler's events that are work of a device, and the call that launches a step.
-DEVICE, HOST, STEP = ("kernel", "gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver"), "cudaGraphLaunch"
-# Of lines of a table; of characters of a kernel's name.
-MOST, NAME = 18, 70
+# Categories of the profiler's events for work of the device and for calls of the host, and the call that launches a step.
+DEVICE_CATEGORIES, HOST_CATEGORIES, STEP_CALL = ("kernel", "gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver"), "cudaGraphLaunch"
+# Rows of a table, the longest kernel name that is not shortened, and the characters of its beginning and end that are kept.
+MAX_ROWS, MAX_NAME, NAME_BEGIN, NAME_END = 18, 70, 46, 20
+START_TIMEOUT = 600.0
+TRACE_TIMEOUT = 60.0
+
+Event = dict[str, Any]
+"""An event of a trace in Chrome's format, with times in microseconds."""
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
-class Profile:
-    """Of some steps, in microseconds.
+class Total:
+    """Number and total microseconds of some events."""
+
+    count: int = 0
+    microseconds: float = 0.0
+
+    def add(self, microseconds: float) -> "Total":
+        """The total with one more event."""
+        return Total(self.count + 1, self.microseconds + microseconds)
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """The profile of some steps. Times are in microseconds.
 
     Attributes:
-        steps: launches of graphs.
-        span: from the first kernel's begin to the last one's end.
-        busy: of it, in which a device computes on some stream.
-        kernels: by name, how many there are and how long they take.
-        waits: between two kernels, by their names, how often and how long nothing computes.
-        calls: of the host, by name, how many and how long.
+        steps: Launches of CUDA graphs.
+        span: From the start of the first kernel to the end of the last one.
+        busy: Part of the span in which the device computes on any stream.
+        kernels: By name of the kernel.
+        gaps: Times in which the device does not compute, by the names of the kernels before and after.
+        calls: Calls of the host, by name.
     """
 
     steps: int
     span: float
     busy: float
-    kernels: dict[str, tuple[int, float]]
-    waits: dict[tuple[str, str], tuple[int, float]]
-    calls: dict[str, tuple[int, float]]
+    kernels: dict[str, Total]
+    gaps: dict[tuple[str, str], Total]
+    calls: dict[str, Total]
 
 
-def profile(events: Iterable[dict[str, Any]]) -> Profile:
-    """Of the events of a trace in Chrome's format.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add = parser.add_argument
+    add("--model", required=True, help="Hugging Face folder, or a folder with config.json and --load-format dummy")
+    add("--batch", type=int, default=16, help="requests at once (default: %(default)s)")
+    add("--tokens", type=int, default=32768, help="tokens of each prompt (default: %(default)s)")
+    add("--output-len", type=int, default=2048, help="output tokens of each request (default: %(default)s)")
+    add("--settle", type=float, default=3.0, help="seconds between the start of the last request and the profile (default: %(default)s)")
+    add("--seconds", type=float, default=0.3, help="seconds that are profiled (default: %(default)s)")
+    add("--server-arg", action="append", default=[], metavar="FLAGS", help="flags of the server")
+    add("--log", type=Path, default=Path("step_profile.log"), help="log of the server (default: %(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Profile a server and print its tables. Returns 0."""
+    import torch
+
+    check_counts({"--batch": args.batch, "--tokens": args.tokens, "--output-len": args.output_len})
+    for option, value in (("--settle", args.settle), ("--seconds", args.seconds)):
+        if value <= 0:
+            raise CommandError(f"{option} {value:g}: pass seconds above 0")
+    if not torch.cuda.is_available():
+        raise CommandError("steps are profiled on an NVIDIA GPU, and this machine has none: run the command on a machine with one")
+    prompts = random_prompts(args.batch, args.tokens, VOCABULARY)
+    flags = (*words(args.server_arg), "--enable-metrics")
+    with ServerProcess(args.model, flags, args.log, start_timeout=START_TIMEOUT) as server:
+        events, token_ms = record_events(server, prompts, args)
+    before = "-" if token_ms is None else f"{token_ms:.2f}"
+    print(f"before: {before} ms a token of each of {args.batch} requests")
+    print(describe(analyze(events)))
+    return 0
+
+
+def record_events(
+    server: ServerProcess, prompts: Sequence[tuple[int, ...]], args: argparse.Namespace
+) -> tuple[list[Event], float | None]:
+    """Profile the server while all prompts decode.
+
+    Returns:
+        The profiler's events, and milliseconds per token of each request before the profiler started; None if a request had fewer than
+        two bursts of tokens.
+    """
+    from sglang_ext_bench.speed import decode_wave
+
+    for prompt in prompts:
+        decode_wave.run(server, [prompt], SamplingSettings(), 1)
+    with ThreadPoolExecutor(1) as pool, tempfile.TemporaryDirectory() as folder:
+        sent = time.perf_counter()
+        wave = pool.submit(decode_wave.run, server, prompts, SamplingSettings(), args.output_len)
+        while total(server.request("metrics"), "sglang:num_running_reqs") < len(prompts) and not wave.done():
+            time.sleep(0.2)
+        begin = time.perf_counter() - sent
+        time.sleep(args.settle)
+        end = time.perf_counter() - sent
+        options = {"output_dir": folder, "activities": ["CPU", "GPU"], "with_stack": False, "record_shapes": False}
+        server.request("start_profile", options)
+        time.sleep(args.seconds)
+        server.request("stop_profile", {})
+        events = read_trace(Path(folder), TRACE_TIMEOUT)
+        # SGLang's own counter has only tokens of finished requests.
+        rates = [stream.rate(begin, end) for stream in wave.result()]
+    return events, 1e3 * len(prompts) / sum(rates) if all(rates) else None
+
+
+def read_trace(folder: Path, seconds: float) -> list[Event]:
+    """Wait until the profiler has written its trace to ``folder``, and read the events.
 
     Raises:
-        ValueError: no device computed meanwhile.
+        CommandError: There is no complete trace after ``seconds``.
     """
-    timed = sorted((each for each in events if "dur" in each), key=lambda each: each["ts"])
-    works = [each for each in timed if each.get("cat") in DEVICE]
-    if not works:
-        raise ValueError("the profiler saw no kernels")
-    kernels, calls, waits = (defaultdict(lambda: (0, 0.0)) for _ in range(3))
-    for each in works:
-        kernels[each["name"]] = _more(kernels[each["name"]], each["dur"])
-    for each in timed:
-        if each.get("cat") in HOST:
-            calls[each["name"]] = _more(calls[each["name"]], each["dur"])
-    busy, end, last = 0.0, works[0]["ts"], works[0]["name"]
-    for each in works:
-        if each["ts"] > end:
-            pair = last, each["name"]
-            waits[pair] = _more(waits[pair], each["ts"] - end)
-        until = each["ts"] + each["dur"]
-        if until > end:
-            busy += until - max(end, each["ts"])
-            end, last = until, each["name"]
-    return Profile(max(1, calls.get(STEP, (1, 0.0))[0]), end - works[0]["ts"], busy, dict(kernels), dict(waits), dict(calls))
-
-
-def _more(of: tuple[int, float], took: float) -> tuple[int, float]:
-    return of[0] + 1, of[1] + took
-
-
-def tables(found: Profile) -> str:
-    """In Markdown, by step."""
-    step, busy = (each / found.steps / 1e3 for each in (found.span, found.busy))
-    head = f"{found.steps} steps of {step:.2f} ms: {busy:.2f} in which the device computes, {step - busy:.2f} in which it does not"
-    named = [(short(name), each) for name, each in found.kernels.items()]
-    between = [(f"{short(before)} -> {short(after)}", each) for (before, after), each in found.waits.items()]
-    kinds = ("kernels", named), ("waits between", between), ("calls", found.calls.items())
-    parts = [_table(what, each, found.steps) for what, each in kinds]
-    return "\n\n".join([head, *parts])
-
-
-def _table(what: str, numbers: Iterable[tuple[str, tuple[int, float]]], steps: int) -> str:
-    """Of several with one name, as long ones may have once they are short, a line each."""
-    lines = [f"| {what} | a step | us a step |", "|---|---|---|"]
-    longest = sorted(numbers, key=lambda each: -each[1][1])
-    return "\n".join(lines + [f"| {name} | {count / steps:.2f} | {took / steps:.1f} |" for name, (count, took) in longest[:MOST]])
-
-
-def short(name: str) -> str:
-    """A kernel's name, of which templates are left out where it is long."""
-    plain = name.removeprefix("void ")
-    return plain if len(plain) <= NAME else f"{plain[: NAME - 24]}...{plain[-20:]}"
-
-
-def events(folder: Path, seconds: float = 60.0) -> list[dict[str, Any]]:
-    """Of the trace that the profiler writes to a folder, once it is whole.
-
-    Raises:
-        TimeoutError: it does not come.
-    """
-    ends = time.monotonic() + seconds
-    while time.monotonic() < ends:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
         for file in folder.glob("*.json.gz"):
             try:
                 return json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
             except (EOFError, gzip.BadGzipFile, json.JSONDecodeError):
                 continue
         time.sleep(0.5)
-    raise TimeoutError(f"no trace in {folder} after {seconds:.0f} s")
+    raise CommandError(f"the profiler wrote no trace within {seconds:.0f} s: see the server's log, or pass fewer --seconds")
 
 
-def looked_at(server: ServerProcess, prompts: Sequence[tuple[int, ...]], options: argparse.Namespace) -> tuple[list[dict[str, Any]], float]:
-    """The profiler's events while all prompts are answered, and milliseconds a token of each before."""
-    for prompt in prompts:
-        decode_wave.run(server, [prompt], SamplingSettings(), 1)
-    with ThreadPoolExecutor(1) as pool, tempfile.TemporaryDirectory() as folder:
-        sent, wave = time.perf_counter(), pool.submit(decode_wave.run, server, prompts, SamplingSettings(), options.output_len)
-        while total(server.request("metrics"), "sglang:num_running_reqs") < len(prompts) and not wave.done():
-            time.sleep(0.2)
-        begun = time.perf_counter() - sent
-        time.sleep(options.settle)
-        ended = time.perf_counter() - sent
-        told = {"output_dir": folder, "activities": ["CPU", "GPU"], "with_stack": False, "record_shapes": False}
-        server.request("start_profile", told)
-        time.sleep(options.seconds)
-        server.request("stop_profile", {})
-        found = events(Path(folder))
-        # Of tokens as they came: SGLang's own count of them is of requests that have ended.
-        rate = sum(stream.rate(begun, ended) for stream in wave.result())
-    return found, 1e3 * len(prompts) / rate if rate else float("nan")
+def analyze(events: Iterable[Event]) -> StepProfile:
+    """Compute the profile from the events of a trace.
+
+    Raises:
+        CommandError: The trace has no kernels.
+    """
+    timed = sorted((event for event in events if "dur" in event), key=lambda event: event["ts"])
+    works = [event for event in timed if event.get("cat") in DEVICE_CATEGORIES]
+    if not works:
+        raise CommandError("the profiler saw no kernels: pass more --seconds, or a longer --output-len")
+    kernels: dict[str, Total] = defaultdict(Total)
+    calls: dict[str, Total] = defaultdict(Total)
+    gaps: dict[tuple[str, str], Total] = defaultdict(Total)
+    for event in works:
+        _add(kernels, event["name"], event["dur"])
+    for event in timed:
+        if event.get("cat") in HOST_CATEGORIES:
+            _add(calls, event["name"], event["dur"])
+    busy, end, last = 0.0, works[0]["ts"], works[0]["name"]
+    for event in works:
+        if event["ts"] > end:
+            _add(gaps, (last, event["name"]), event["ts"] - end)
+        event_end = event["ts"] + event["dur"]
+        if event_end > end:
+            busy += event_end - max(end, event["ts"])
+            end, last = event_end, event["name"]
+    steps = calls[STEP_CALL].count if STEP_CALL in calls else 1
+    return StepProfile(steps, end - works[0]["ts"], busy, dict(kernels), dict(gaps), dict(calls))
 
 
-def main() -> None:
-    """Print the tables of one server."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--model", required=True)
-    add("--batch", type=int, default=16)
-    add("--tokens", type=int, default=32768)
-    add("--output-len", type=int, default=2048, help="tokens of an answer (default: %(default)s)")
-    add("--settle", type=float, default=3.0, help="seconds from then until the profiler looks (default: %(default)s)")
-    add("--seconds", type=float, default=0.3, help="that it looks (default: %(default)s)")
-    add("--server-arg", action="append", default=[], metavar="FLAGS")
-    add("--log", type=Path, default=Path("step_profile.log"), help="of the server (default: %(default)s)")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("steps are profiled on an NVIDIA GPU, and there is none")
-    draw = random.Random(0)
-    prompts = [tuple(draw.choices(range(1, VOCABULARY), k=options.tokens)) for _ in range(options.batch)]
-    with ServerProcess(options.model, (*words(options.server_arg), "--enable-metrics"), options.log, start_timeout=600) as server:
-        found, rate = looked_at(server, prompts, options)
-    print(f"before: {rate:.2f} ms a token of each of {options.batch} requests")
-    print(tables(profile(found)))
+def _add(totals: dict[Key, Total], key: Key, microseconds: float) -> None:
+    totals[key] = totals[key].add(microseconds)
 
 
-if __name__ == "__main__":
-    main()
+def describe(profile: StepProfile) -> str:
+    """The profile in Markdown, per step."""
+    step, busy = (microseconds / profile.steps / 1e3 for microseconds in (profile.span, profile.busy))
+    head = f"{profile.steps} steps of {step:.2f} ms: the device computes for {busy:.2f} ms, and does not for {step - busy:.2f} ms"
+    kernels = [(shorten(name), totals) for name, totals in profile.kernels.items()]
+    gaps = [(f"{shorten(before)} -> {shorten(after)}", totals) for (before, after), totals in profile.gaps.items()]
+    tables = (("kernel", kernels), ("gap between", gaps), ("call", list(profile.calls.items())))
+    return "\n\n".join([head, *(_table(title, rows, profile.steps) for title, rows in tables)])
+
+
+def _table(title: str, rows: Sequence[tuple[str, Total]], steps: int) -> str:
+    """A table of the longest entries. Entries with the same shortened name have one row each."""
+    lines = [f"| {title} | per step | us per step |", "|---|---|---|"]
+    longest = sorted(rows, key=lambda row: -row[1].microseconds)[:MAX_ROWS]
+    lines += [f"| {name} | {found.count / steps:.2f} | {found.microseconds / steps:.1f} |" for name, found in longest]
+    return "\n".join(lines)
+
+
+def shorten(name: str) -> str:
+    """A kernel's name. The middle of long names, which has template arguments, is left out."""
+    plain = name.removeprefix("void ")
+    return plain if len(plain) <= MAX_NAME else f"{plain[:NAME_BEGIN]}...{plain[-NAME_END:]}"

@@ -58,14 +58,24 @@ class Stream:
         self.tokens.append(meta_info["completion_tokens"])
         self.meta = {name: value for name, value in meta_info.items() if name.startswith("kv_")}
 
+    @property
+    def rounds(self) -> int:
+        """Decode rounds of the request. Each one adds a token that is no accepted draft; the first token is the prefill's."""
+        return self.tokens[-1] - 1 - self.meta.get("kv_accepted", 0)
+
     def tokens_at(self, seconds: float) -> int:
         """Output tokens that had arrived by this time."""
         return max((n for t, n in zip(self.times, self.tokens) if t <= seconds), default=0)
 
     def bursts(self, begin: float = -math.inf) -> list[Burst]:
-        """Group the chunks after ``begin`` into bursts."""
+        """The bursts after ``begin``.
+
+        The mean time between chunks includes the gap before the first of these chunks. Without it, the chunks of a single burst would
+        look like bursts of one token each.
+        """
         chunks = [(t, n) for t, n in zip(self.times, self.tokens) if begin < t]
-        max_gap = BURST_GAP * (chunks[-1][0] - chunks[0][0]) / (len(chunks) - 1) if len(chunks) > 1 else 0.0
+        times = [*[t for t in self.times if t <= begin][-1:], *(t for t, _ in chunks)]
+        max_gap = BURST_GAP * (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
         found: list[Burst] = []
         for seconds, tokens in chunks:
             if found and seconds - found[-1].end < max_gap:
@@ -99,6 +109,7 @@ class Wave:
         first_token: Seconds from the start of the wave to the start of the span.
         accept_length: Mean tokens per verification. None if nothing was drafted.
         fallbacks: Requests that the full KV served at their end.
+        steady_requests: Requests with two bursts or more in the span. The others add nothing to :attr:`steady`.
     """
 
     batch: int
@@ -109,6 +120,12 @@ class Wave:
     first_token: float
     accept_length: float | None
     fallbacks: int
+    steady_requests: int = 0
+
+    @property
+    def steady_ms(self) -> float | None:
+        """Milliseconds per output token of each request, without its first round. None if a request has fewer than two bursts."""
+        return 1000 * self.running / self.steady if self.steady_requests == self.running else None
 
     @property
     def token_ms(self) -> float:
@@ -157,6 +174,7 @@ def measure(streams: Sequence[Stream]) -> Wave:
             f"{len(running)} requests of {len(streams)} decoded at the same time for {end - begin:.2f} s of the {end:.2f} s until the first "
             "one ended: pass a larger --output-len"
         )
+    rates = [stream.rate(begin, end) for stream in running]
     verifies = sum(stream.meta.get("kv_verifies", 0) for stream in streams)
     accepted = sum(stream.meta.get("kv_accepted", 0) for stream in streams)
     return Wave(
@@ -164,10 +182,11 @@ def measure(streams: Sequence[Stream]) -> Wave:
         running=len(running),
         seconds=end - begin,
         tokens=tokens,
-        steady=sum(stream.rate(begin, end) for stream in running),
+        steady=sum(rates),
         first_token=begin,
         accept_length=(accepted + verifies) / verifies if verifies else None,
         fallbacks=sum(bool(stream.meta.get("kv_fallback")) for stream in streams),
+        steady_requests=sum(rate > 0 and stream.rounds > 1 for rate, stream in zip(rates, running)),
     )
 
 
