@@ -27,7 +27,6 @@ from transformers.masking_utils import sdpa_mask
 
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.spade import Spade
-from sglang_ext.mem_cache.selection.baselines import BASELINES, TrueQueryScoring
 from sglang_ext.mem_cache.selection.predictors import PREDICTORS
 from sglang_ext.mem_cache.selection.scoring import (
     PredictedScoring,
@@ -35,6 +34,8 @@ from sglang_ext.mem_cache.selection.scoring import (
     ScoringInputs,
 )
 from sglang_ext.mem_cache.selection.top_tokens import overlap, top_tokens
+from sglang_ext_bench.baselines.scorings import BASELINES
+from sglang_ext_bench.baselines.true_query import TrueQueryScoring
 
 DRAFTS, WINDOW, NAME = 16, 32, "selection_acceptance"
 # Of an answer's steps overlaps are of each such.

@@ -27,7 +27,6 @@ from sglang_ext_bench.links import link_rate
 import torch
 from sglang.srt.disaggregation.base.conn import KVArgs
 
-from sglang_ext.config.benchmark_options import CODECS as BENCH_CODECS
 from sglang_ext.managers.kv_transfer.limits import LinkLimits
 from sglang_ext.managers.kv_transfer.link import Link
 from sglang_ext.managers.kv_transfer.link_server import LinkServer
@@ -41,6 +40,7 @@ from sglang_ext.managers.kv_transfer.progressive.pool_buffers import (
 from sglang_ext.managers.kv_transfer.progressive.room_encoder import RoomEncoder
 from sglang_ext.managers.kv_transfer.progressive.room_writer import RoomWriter
 from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
+from sglang_ext_bench.baselines import CODECS
 
 PATIENCE = 300
 # Seconds between looks at threads, and places that are told of each.
@@ -143,7 +143,7 @@ def receive_backend(endpoint: str, options: argparse.Namespace, parent: Connecti
     """Tell where it listens, then bytes per second."""
     torch.set_num_threads(1)
     pool, told, threads = make_pool(options), Told(), Threads(options, "receiver")
-    codec, layers = make_codec(options.reference, pool, options.codec), LayerRange(0, options.layers)
+    codec, layers = make_codec(options.reference, pool, CODECS.get(options.codec)), LayerRange(0, options.layers)
     pages = pages_of(pool, codec.page_size)
     hashes = [bytes(32)] * len(pages)
     first = Told()
@@ -168,7 +168,7 @@ def send_backend(endpoint: str, options: argparse.Namespace) -> Callable[[], Non
     """Send the pool; what ends the link."""
     torch.set_num_threads(1)
     pool = make_pool(options)
-    codec, layers = make_codec(options.reference, pool, options.codec), LayerRange(0, options.layers)
+    codec, layers = make_codec(options.reference, pool, CODECS.get(options.codec)), LayerRange(0, options.layers)
     pages = pages_of(pool, codec.page_size)
     link = Link(endpoint, link_rate.SETTINGS, LinkLimits())
     peer, threads, _ = DecodePeer(link), Threads(options, "sender"), pool.blocks
@@ -193,7 +193,7 @@ def main() -> None:
     """Print GB/s of both and their ratio, medians over alternating runs, as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--reference", choices=("raw", "int8", "exact"), default="raw")
-    parser.add_argument("--codec", choices=BENCH_CODECS, help="of what is compared with, in place of that of --reference")
+    parser.add_argument("--codec", choices=CODECS, help="a codec to compare with, instead of the one of --reference")
     parser.add_argument("--transport", choices=("ipc", "tcp"), default="ipc")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where both pools lie")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")

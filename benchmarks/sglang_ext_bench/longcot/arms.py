@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from sglang_ext.core import PLAIN_STEPS
 from sglang_ext.tools import CommandError
+from sglang_ext_bench.baselines import SELECTORS, served_method
 from sglang_ext_bench.comparing.identity_options import words
 from sglang_ext_bench.options import numbers
 
@@ -24,8 +25,8 @@ ARMS: dict[str, tuple[str, bool]] = {
     "verify-guided": ("spade", False),
 }
 MODES = ("lossy", "verified")
-# Chosen so on a CPU alone.
-ON_CPUS = ("tova", "true-query")
+# Served on a CPU only.
+ON_CPUS = tuple(SELECTORS)
 # Layers of a pack there, unless told.
 PACKS = ("6", "12")
 
@@ -177,7 +178,7 @@ def _arms(args: argparse.Namespace, method: str, mode: str, select: int) -> Iter
     # Drafts and the bonus token; without drafts a round has plain steps.
     round_tokens = max(PLAIN_STEPS, args.draft_length + 1) if drafts else PLAIN_STEPS
     compressor = "spade" if method.startswith("spade") else method
-    flags = ("--kv-mode", mode, "--kv-compressor", compressor, *drafts)
+    flags = ("--kv-mode", mode, "--kv-compressor", served_method(compressor), *drafts)
     name = f"{method} {mode} {select}"
     if method == "verify-guided":
         # It takes a share of the context, that of the first load with so many tokens.

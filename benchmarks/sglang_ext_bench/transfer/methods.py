@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_ext.config import transports
-from sglang_ext.config.benchmark_options import CODECS
 from sglang_ext.config.options import BACKEND
 from sglang_ext.config.prefill_options import QUANTIZED
 from sglang_ext.tools import CommandError
+from sglang_ext_bench.baselines import CODECS
 from sglang_ext_bench.comparing.identity_options import given_again, words
 
 LYNX = "lynx"
@@ -74,7 +74,7 @@ def method(name: str, drafting: tuple[str, ...] = ()) -> Method:
         return Method(
             name, (*over, "--kv-reference", "raw", "--kv-mode", "lossy", "--kv-compressor", packs, "--kv-bits", str(bits), *asked)
         )
-    chosen = ("--kv-reference", "raw") if name == "raw" else ("--kv-bench-codec", name)
+    chosen = ("--kv-reference", "raw") if name == "raw" else ("--kv-bench-codec", CODECS[name])
     return Method(name, (*over, *chosen))
 
 

@@ -1,8 +1,9 @@
 """The interface of a page codec, and the size of pages."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 import torch
 
@@ -84,6 +85,19 @@ class SingleStreamCodec:
             LinkError: Always.
         """
         raise LinkError(f"codec {self.name} has no residuals, and received one of {len(residual)} bytes")
+
+
+class BenchCodec(SingleStreamCodec, ABC):
+    """Base of the codecs that benchmarks compare with: ``--kv-bench-codec`` names subclasses. They are outside this package."""
+
+    @classmethod
+    @abstractmethod
+    def for_pool(cls, pool: PoolBuffers) -> Self:
+        """Create the codec of a pool.
+
+        Raises:
+            LinkError: The codec does not support such a pool.
+        """
 
 
 class PageCodec(Protocol):
