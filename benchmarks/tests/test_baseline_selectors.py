@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from method_registry import own_methods  # noqa: F401
 from selection_helpers import HEADS, attention_by_loop, seen
 
 from sglang_ext.core import OptionError

@@ -9,9 +9,9 @@ Codecs of KV transfer, for ``--kv-bench-codec``:
 
 Selectors, for ``--kv-compressor``:
 
-    tova.py              by the query of the step before, equally in all heads of a layer
-    true_query.py        by the query of the step itself
-    scorings.py          all baselines of query prediction, without a server
+    tova.py              scores by the query of the step before, equally in all heads of a layer
+    true_query.py        scores by the query of the step itself
+    scorings.py          a table of all scores that selection is compared with; no server needs it
 
 Options of ``sglang-ext-bench`` take the short names of :data:`CODECS` and :data:`SELECTORS`. A server's flags take the classes.
 """

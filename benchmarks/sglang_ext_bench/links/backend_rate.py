@@ -23,7 +23,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Event
 
-from sglang_ext_bench.links import link_rate
 import torch
 from sglang.srt.disaggregation.base.conn import KVArgs
 
@@ -41,6 +40,7 @@ from sglang_ext.managers.kv_transfer.progressive.room_encoder import RoomEncoder
 from sglang_ext.managers.kv_transfer.progressive.room_writer import RoomWriter
 from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
 from sglang_ext_bench.baselines import CODECS
+from sglang_ext_bench.links import link_rate
 
 PATIENCE = 300
 # Seconds between looks at threads, and places that are told of each.

@@ -23,13 +23,7 @@ from transformers.masking_utils import sdpa_mask
 
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery, RegressedQuery
-from sglang_ext.mem_cache.selection.scoring import (
-    PredictedScoring,
-    QuestScoring,
-    Scoring,
-    ScoringInputs,
-    group_attention,
-)
+from sglang_ext.mem_cache.selection.scoring import PredictedScoring, QuestScoring, Scoring, ScoringInputs, group_attention
 from sglang_ext.mem_cache.selection.scoring_keys import (
     SCORE_BITS,
     KeySpec,

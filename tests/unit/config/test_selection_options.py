@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from argument_helpers import arguments
-from method_registry import own_methods  # noqa: F401
 
 from sglang_ext import flag_checks
 from sglang_ext.config import selection_options

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from argument_helpers import arguments
-from method_registry import own_methods  # noqa: F401
 from test_views import make_views
 
 from sglang_ext.tools.server_process import file_name

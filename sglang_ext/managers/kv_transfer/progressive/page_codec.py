@@ -7,10 +7,9 @@ from typing import NamedTuple, Protocol, Self
 
 import torch
 
-from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
 from sglang_ext.managers.kv_transfer.link_settings import LinkError, OptionValue
+from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
 from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
-
 
 # Page sizes are multiples of this many tokens: chunks of codecs, and blocks of quantized KV.
 UNIT = 64
