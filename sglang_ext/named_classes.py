@@ -7,7 +7,7 @@ import inspect
 import re
 from importlib import import_module
 from types import ModuleType
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 from sglang_ext.core import OptionError
 
@@ -27,7 +27,9 @@ def load_class(value: str, setting: str, base: type[Base]) -> type[Base]:
     Raises:
         OptionError: The module cannot be imported, or has no such class. The message has the remedy.
     """
-    module_name, name = NAMED.fullmatch(value).group("module", "name")
+    named = NAMED.fullmatch(value)
+    assert named is not None
+    module_name, name = named.group("module", "name")
     module = import_named(module_name, setting)
     found = getattr(module, name, None)
     if _derives(found, base):
@@ -58,6 +60,6 @@ def import_named(module: str, setting: str) -> ModuleType:
         raise OptionError(f"{setting}, but module {module} raised {type(error).__name__}: {error}: correct the module") from error
 
 
-def _derives(found: object, base: type) -> bool:
+def _derives(found: object, base: type[Base]) -> TypeGuard[type[Base]]:
     """Whether it is a class that derives from ``base`` and can be instantiated."""
     return isinstance(found, type) and issubclass(found, base) and not inspect.isabstract(found)
