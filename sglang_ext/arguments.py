@@ -48,7 +48,8 @@ class KVServerArgs(ServerArgs):
     kv_compressor: A[
         str,
         f"How the KV cache is compressed: by dropping tokens ({', '.join(catalogue.dropping())}), by packing them in few bits "
-        f"({', '.join(catalogue.packing())}), or both, as in {catalogue.DEFAULT}+kivi. Or a class of your own: ./my_method.py:KeyNorm. "
+        f"({', '.join(catalogue.packing())}), or both, as in {catalogue.DEFAULT}+kivi. Or a class of your own, in a file or in an "
+        "installed module: ./my_method.py:KeyNorm, package.module:KeyNorm. "
         f"On a CPU only: {', '.join(sorted(set(catalogue.packing()) - set(catalogue.on_gpu())))}.",
         NS("memory"),
     ] = "snapkv"
@@ -277,13 +278,9 @@ class KVServerArgs(ServerArgs):
 
     kv_bench_codec: A[
         str | None,
-        Arg(
-            help="For benchmarks: outputs are useless. With --disaggregation-transfer-backend progressive: KV is sent in one piece, "
-            "with a codec for comparison in place of --kv-reference's. bf16: 16 bits. int8, int8-tensor: 8 bits, with a scale for each "
-            "token and head, or for each page of a layer. int4: 5 bits with scales. cachegen: differences of tokens, entropy coded. "
-            "lynx-int8, lynx-int4: exact's first 8 or 4 bits. Both servers must use the same.",
-            choices=list(benchmark_options.CODECS),
-        ),
+        "For benchmarks: outputs are useless. With --disaggregation-transfer-backend progressive: KV is sent in one piece, with a codec "
+        "for comparison in place of --kv-reference's. MODULE:CLASS, for example sglang_ext_bench.baselines.quantized_codec:Int8Codec. "
+        "Both servers must use the same.",
         NS("memory"),
     ] = None
     kv_bench_timeline: A[

@@ -99,6 +99,10 @@ def _check_transfer(args: "KVServerArgs") -> None:
             _warn_of_idle(args, why, ("kv_bench_timeline",), f"--kv-mode verified --kv-compressor spade --kv-cache-ranks 1, or {remedy}")
         return
     disaggregation_options.check_transfer(args)
+    if args.kv_bench_codec is not None:
+        from sglang_ext.managers.kv_transfer.progressive.codecs import bench_codec
+
+        bench_codec(args.kv_bench_codec)
     if args.disaggregation_mode == "decode":
         _warn_of_idle(args, "--disaggregation-mode is decode, which only receives, so that", ("kv_link_gbps",), "it to the prefill server")
     benchmark_options.warn(args, benchmark_options.TRANSFER_EFFECTS)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext_bench.__main__ import main
+from sglang_ext_bench.baselines import SELECTORS
 from sglang_ext_bench.longcot import command, flops, overlap, packs, serving
 from sglang_ext.tools import CommandError
 from sglang_ext_bench.longcot.arms import make_servers, parse_loads, set_defaults
@@ -129,6 +130,13 @@ def test_each_method_mode_number_and_pack_has_a_server_and_verified_choices_no_l
     big, small = parse_loads(options().load)
     assert of_ranks.runs_load(big) and not of_ranks.runs_load(small) and found[0].runs_load(big) and found[0].runs_load(small)
     assert len({arm.name for arm in found}) == len(found)
+
+
+def test_servers_of_baselines_load_their_classes():
+    found = make_servers(options(method=("tova", "true-query"), mode=("lossy",), load="8:32768:2048"))
+    assert [(arm.name, arm.flags[:4]) for arm in found] == [
+        (f"{name} lossy 2048", ("--kv-mode", "lossy", "--kv-compressor", SELECTORS[name])) for name in ("tova", "true-query")
+    ]
 
 
 def test_on_gpus_quest_takes_pages_of_the_pool(monkeypatch):

@@ -15,6 +15,7 @@ from bench_helpers import CharTokenizer, Here
 from sglang_ext.tools import CommandError
 from sglang_ext.tools import server_process as bench_server
 from sglang_ext.tools.server_client import ServerClient
+from sglang_ext_bench.baselines import SELECTORS
 from sglang_ext_bench.prompts import Prompt
 from sglang_ext_bench.quality import arms, command, server_measurements
 from sglang_ext_bench.quality.arms import FULL, QualityArm, build_arms, collect_answers
@@ -392,6 +393,12 @@ def test_methods_that_pack_keep_all_tokens_and_have_bits():
     assert [(each.mode, each.compressor, each.budget) for each in found[:2]] == [("lossy", "kivi:2", 1), ("verified", "kivi:2", 1)]
     assert found[0].arguments[2:8] == ("--kv-compressor", "kivi", "--kv-bits", "2", "--kv-budget", "1")
     assert [each.budget for each in found[2:-1]] == [0.5, 0.5, 0.25, 0.25] and "--kv-bits" not in found[2].arguments
+
+
+@pytest.mark.usefixtures("own_methods")
+def test_baselines_have_short_names():
+    (arm, *_) = build_arms(config("--compressor", "tova", "--budget", "0.5", "--parts", "kl"))
+    assert arm.compressor == "tova" and arm.arguments[2:4] == ("--kv-compressor", SELECTORS["tova"])
 
 
 @pytest.mark.parametrize("name", ["gzip", "kivi:3", "kivi:few", "snapkv:4"])

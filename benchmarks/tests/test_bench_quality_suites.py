@@ -15,6 +15,7 @@ from bench_helpers import CharTokenizer, Here
 
 from sglang_ext.tools import CommandError, server_flags
 from sglang_ext.tools import server_process as bench_server
+from sglang_ext_bench.baselines import SELECTORS
 from sglang_ext_bench.client import Generation
 from sglang_ext_bench.prompts import load_tokenizer
 from sglang_ext_bench.quality import options
@@ -174,6 +175,14 @@ def test_the_default_arms_share_servers_where_one_can_serve_them(model):
 def test_the_bytes_of_a_step_include_those_that_the_selector_reads():
     read = [selector_share(arm) for arm in parse_arms("snapkv:0.25,kivi,quest:0.125,spade:0.125,spade:0.125 --kv-select-every 4")]
     assert read == [0, 0, 1 / 16, 1 / 2, 1 / 8]
+
+
+@pytest.mark.usefixtures("own_methods")
+def test_arms_of_baselines_have_short_names():
+    arm, _ = parse_arms("tova:0.5,true-query")
+    (server, _) = group_arms(parse_arms("tova:0.5,true-query"))
+    assert (arm.name, arm.offer.budget, arm.offer.public_name) == ("tova:0.5", 0.5, "Tova:0.5")
+    assert server.flags(on_gpus=False)[2:6] == ("--kv-compressor", SELECTORS["tova"], "--kv-budget", "0.5")
 
 
 @pytest.mark.parametrize(("flags", "interval"), [("--kv-select-every auto", 1), ("--kv-select-every=4", 4)])

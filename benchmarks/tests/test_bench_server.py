@@ -18,6 +18,7 @@ import pytest
 from sglang_ext.tools import server_flags
 from sglang_ext.tools import CommandError
 from sglang_ext.tools import server_process as server_module
+from sglang_ext_bench.baselines import CODECS
 from sglang_ext_bench.client import SamplingSettings, generate
 from sglang_ext.tools.server_client import ServerClient, free_port
 from sglang_ext.tools.server_process import ServerProcess, check_servers, leave_on_signals, stop_all
@@ -300,7 +301,7 @@ def test_what_flags_of_a_benchmark_do_is_not_said_before_its_servers_start(tmp_p
     """Warnings about benchmark flags, such as a file that is written, belong to the servers' logs."""
     links = ("--disaggregation-transfer-backend", "progressive", "--disaggregation-mode", "prefill")
     (tmp_path / "config.json").write_text("{}")
-    check_servers(str(tmp_path), {"raw prefill": (*links, "--kv-bench-timeline", str(tmp_path / "any-timeline.jsonl"), "--kv-bench-codec", "int4")})
+    check_servers(str(tmp_path), {"raw prefill": (*links, "--kv-bench-timeline", str(tmp_path / "any-timeline.jsonl"), "--kv-bench-codec", CODECS["int4"])})
     assert capfd.readouterr() == ("", "")
 
 

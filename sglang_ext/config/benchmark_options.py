@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_ext.config import refusal
-from sglang_ext.config.options import check_allowed
 from sglang_ext.core import OptionError
 
 if TYPE_CHECKING:
@@ -29,7 +28,6 @@ TRANSFER_EFFECTS = {
     "kv_bench_codec": "KV arrives as a lossy codec leaves it, so answers are of no use",
     "kv_bench_timeline": "the times of requests' KV and drafts are written to that file",
 }
-CODECS = ("bf16", "int8", "int8-tensor", "int4", "cachegen", "lynx-int8", "lynx-int4")
 
 
 def is_probability(value: object) -> bool:
@@ -58,17 +56,6 @@ def check_flags(args: "KVServerArgs") -> None:
         lack = _obstacle(args, name)
         if lack is not None:
             raise OptionError(f"{flag} is {value}, but {lack}, or leave {flag} out")
-
-
-def check_transfer(args: "KVServerArgs") -> None:
-    """Refuse an unknown codec, and a file that cannot be written, for a server that transfers KV with our backend.
-
-    Raises:
-        OptionError: Names the flag, its value, the allowed values and the remedy.
-    """
-    if args.kv_bench_codec is not None:
-        check_allowed("--kv-bench-codec", args.kv_bench_codec, CODECS)
-    check_timeline(args)
 
 
 def check_timeline(args: "KVServerArgs") -> None:

@@ -116,12 +116,12 @@ def quantized_transfer_settings(args: "KVServerArgs") -> dict[str, bool | int | 
 
 
 def check_transfer(args: "KVServerArgs") -> None:
-    """Refuse options that cannot be combined with this backend, and unknown references or codecs.
+    """Refuse options that cannot be combined with this backend, and unknown references.
 
     Raises:
         OptionError: Names the option, the reason and the remedy.
     """
     check_allowed("--kv-reference", args.kv_reference, REFERENCES)
-    benchmark_options.check_transfer(args)
+    benchmark_options.check_timeline(args)
     for refusal in PROGRESSIVE:
         refusal.check(args, f"--disaggregation-transfer-backend {BACKEND}")

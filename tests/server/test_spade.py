@@ -3,6 +3,7 @@
 import pytest
 from servers import EXPECTED_TOKENS, greedy
 
+from sglang_ext_bench.baselines import SELECTORS
 from sglang_ext_bench.soaking.soak import server_environment
 
 pytestmark = pytest.mark.server
@@ -51,12 +52,12 @@ def test_verified_answers_are_stocks_with_keys_of_few_bits_and_prefixes_that_com
     assert f"keys in few bits {(pool + 1) * token / 1e9:.2f} GB" in server.log.read_text(errors="replace")
 
 
-@pytest.mark.parametrize(("method", "least"), [("true-query", 0.7), ("quest", 0.2)])
+@pytest.mark.parametrize(("value", "method", "least"), [(SELECTORS["true-query"], "TrueQuery", 0.7), ("quest", "quest", 0.2)], ids=["true-query", "quest"])
 def test_verified_answers_are_stocks_where_each_layer_chooses_by_the_steps_own_query(
-    launch, prompts, of_all_layers, demo_model, method, least
+    launch, prompts, of_all_layers, demo_model, value, method, least
 ):
     server = launch(
-        "--kv-mode", "verified", "--kv-compressor", method, "--kv-select", "0.25", "--kv-draft-length", "8", "--enable-metrics",
+        "--kv-mode", "verified", "--kv-compressor", value, "--kv-select", "0.25", "--kv-draft-length", "8", "--enable-metrics",
         "--model-path", str(demo_model),
     )  # fmt: skip
     found = server.ask_all(prompts[:4], 4, **greedy(EXPECTED_TOKENS))

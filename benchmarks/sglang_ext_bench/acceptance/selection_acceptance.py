@@ -25,7 +25,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.spade import Spade
-from sglang_ext.mem_cache.selection.baselines import BASELINES, TrueQueryScoring
 from sglang_ext.mem_cache.selection.predictors import PREDICTORS
 from sglang_ext.mem_cache.selection.scoring import (
     PredictedScoring,
@@ -49,6 +48,8 @@ from sglang_ext_bench.acceptance.prompt_context import (
     print_line,
 )
 from sglang_ext_bench.options import check_budgets, check_counts, check_known
+from sglang_ext_bench.baselines.scorings import BASELINES
+from sglang_ext_bench.baselines.true_query import TrueQueryScoring
 
 ATTENTION = "selection_acceptance"
 WINDOW = 32

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from sglang.srt.disaggregation.base.conn import KVArgs
 
-from sglang_ext.config.benchmark_options import CODECS as BENCH_CODECS
 from sglang_ext.managers.kv_transfer.limits import LinkLimits
 from sglang_ext.managers.kv_transfer.link import Link
 from sglang_ext.managers.kv_transfer.link_server import LinkServer
@@ -43,6 +42,7 @@ from sglang_ext.tools import CommandError
 from sglang_ext_bench.links import two_processes
 from sglang_ext_bench.links.link_rate import SETTINGS
 from sglang_ext_bench.options import check_counts
+from sglang_ext_bench.baselines import CODECS
 
 MAX_SECONDS = 300.0
 WARM_UP_ROOM, TIMED_ROOM = 1, 2
@@ -171,7 +171,7 @@ def receive_backend(endpoint: str, args: argparse.Namespace, parent: Connection)
     """Receive two rooms, and decode them into a pool."""
     torch.set_num_threads(1)
     pool, sampler = make_pool(args), ThreadSampler(args, "receiver")
-    codec, layers = make_codec(args.reference, pool, args.codec), LayerRange(0, args.layers)
+    codec, layers = make_codec(args.reference, pool, CODECS.get(args.codec)), LayerRange(0, args.layers)
     pages = split_pages(pool, codec.page_size)
     hashes = [PAGE_HASH] * len(pages)
     listeners = {room: RoomListener() for room in (WARM_UP_ROOM, TIMED_ROOM)}
@@ -202,7 +202,7 @@ def send_backend(endpoint: str, args: argparse.Namespace) -> Callable[[], None]:
     torch.set_num_threads(1)
     pool = make_pool(args)
     _ = pool.blocks  # Allocate the blocks before the first room.
-    codec, layers = make_codec(args.reference, pool, args.codec), LayerRange(0, args.layers)
+    codec, layers = make_codec(args.reference, pool, CODECS.get(args.codec)), LayerRange(0, args.layers)
     pages = split_pages(pool, codec.page_size)
     link = Link(endpoint, SETTINGS, LinkLimits())
     peer, sampler = DecodePeer(link), ThreadSampler(args, "sender")
@@ -232,7 +232,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     two_processes.add_arguments(parser, transport="ipc", mib=512, mib_help="MiB of each pool")
     add("--reference", choices=("raw", "int8", "exact"), default="raw", help="as --kv-reference of a server (default: %(default)s)")
-    add("--codec", choices=BENCH_CODECS, help="codec to measure in place of the one of --reference")
+    add("--codec", choices=CODECS, help="codec to measure in place of the one of --reference")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="device of both pools (default: %(default)s)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the pools (default: %(default)s)")
     add("--layers", type=int, default=30, help="of the pools (default: %(default)s)")

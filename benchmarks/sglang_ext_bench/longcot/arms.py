@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from sglang_ext.core import PLAIN_STEPS
 from sglang_ext.tools import CommandError
 from sglang_ext.tools.options import split_flags as words
+from sglang_ext_bench.baselines import SELECTORS, served_method
 from sglang_ext_bench.options import numbers
 
 STOCK, RANKS, AUTO = "stock", "spade-ranks", "auto"
@@ -25,7 +26,7 @@ ARMS: dict[str, tuple[str, bool]] = {
 }
 MODES = ("lossy", "verified")
 # Methods that run on CPUs only.
-ON_CPUS = ("tova", "true-query")
+ON_CPUS = tuple(SELECTORS)
 # Default layers per pack on CPUs.
 PACKS = ("6", "12")
 
@@ -177,7 +178,7 @@ def _method_servers(args: argparse.Namespace, method: str, mode: str, select: in
     # A round has draft tokens and a bonus token, or plain steps.
     round_tokens = max(PLAIN_STEPS, args.draft_length + 1) if drafts else PLAIN_STEPS
     compressor = "spade" if method.startswith("spade") else method
-    flags = ("--kv-mode", mode, "--kv-compressor", compressor, *drafts)
+    flags = ("--kv-mode", mode, "--kv-compressor", served_method(compressor), *drafts)
     name = f"{method} {mode} {select}"
     if method == "verify-guided":
         # Its flag is a share of the context. It is that of the first load with this number of selected tokens.

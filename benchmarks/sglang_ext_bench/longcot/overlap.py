@@ -23,19 +23,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from sglang_ext.mem_cache.compressed.rotary import Rotary
-from sglang_ext.mem_cache.selection.baselines import (
-    QuestScoring,
-    RecentScoring,
-    TovaScoring,
-    TrueQueryScoring,
-)
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery, RegressedQuery
-from sglang_ext.mem_cache.selection.scoring import (
-    PredictedScoring,
-    Scoring,
-    ScoringInputs,
-    group_attention,
-)
+from sglang_ext.mem_cache.selection.scoring import PredictedScoring, QuestScoring, Scoring, ScoringInputs, group_attention
 from sglang_ext.mem_cache.selection.scoring_keys import (
     SCORE_BITS,
     KeySpec,
@@ -43,6 +32,9 @@ from sglang_ext.mem_cache.selection.scoring_keys import (
 )
 from sglang_ext.mem_cache.selection.top_tokens import overlap, top_tokens
 from sglang_ext.tools import CommandError
+from sglang_ext_bench.baselines.scorings import RecentScoring
+from sglang_ext_bench.baselines.tova import TovaScoring
+from sglang_ext_bench.baselines.true_query import TrueQueryScoring
 
 STEPS = 64
 """Steps of each prompt."""
@@ -138,8 +130,9 @@ def without_own_query(seen: ScoringInputs) -> ScoringInputs:
 def select(scoring: Scoring, seen: ScoringInputs, count: int) -> torch.Tensor:
     """Positions that each step selects: int64 [steps, layers, kv_heads, count]."""
     scores = scoring.scores(seen if scoring.synchronous else without_own_query(seen))
-    if not scoring.permanent:
+    if not isinstance(scoring, TovaScoring):
         return top_tokens(scores, count, 0, 0, seen.lengths)
+    # With TOVA, tokens that are not selected are lost for all later steps.
     alive, steps = torch.ones_like(scores[:1], dtype=torch.bool), []
     for step in range(len(scores)):
         steps.append(top_tokens(scores[step, None].masked_fill(~alive, -1.0), count, 0, 0, seen.lengths[step, None]))

@@ -11,6 +11,7 @@ from sglang_ext.config.prefill_options import QUANTIZED
 from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.tools import CommandError
+from sglang_ext_bench.baselines import served_method
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class NamedMethod:
         name, dashes, flags = text.partition(" --")
         words = (dashes + flags).split()
         more = tuple(part for word in words for part in (word.split("=", 1) if word.startswith("--") else (word,)))
-        compressor, bits = catalogue.split(name.strip())
+        typed, bits = catalogue.split(name.strip())
+        compressor = served_method(typed)
         if bits and not bits.isdigit():
             raise CommandError(f"--compressor {text!r}: pass a number of bits after the colon, as in kivi:2")
         if "--kv-bits" in more:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from sglang_ext.config.benchmark_options import CODECS
+from sglang_ext_bench.baselines import CODECS
 from sglang_ext_bench.quality.attention import attend
 from sglang_ext_bench.quality.capture import CapturedModel, LayerAttention
 from sglang_ext_bench.transfer.methods import LYNX, SPLIT
@@ -59,7 +59,7 @@ def measure_codec(name: str, layers: Sequence[LayerAttention], keys: torch.Tenso
     from sglang_ext.managers.kv_transfer.wire import LayerRange
 
     source, target = (LayerPool(keys.clone(), values.clone()) for _ in range(2))
-    reference, codec = (SPLIT[name], None) if name in SPLIT else ("exact", name)
+    reference, codec = (SPLIT[name], None) if name in SPLIT else ("exact", CODECS[name])
     sender, receiver = (make_codec(reference, each.pool, codec) for each in (source, target))
     tokens, parts = keys.shape[1], LayerRange(0, len(layers))
     pages = [PlacedPage(begin, torch.arange(begin, min(begin + sender.page_size, tokens))) for begin in range(0, tokens, sender.page_size)]

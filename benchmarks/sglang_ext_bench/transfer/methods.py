@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_ext.config import transports
-from sglang_ext.config.benchmark_options import CODECS
 from sglang_ext.config.options import BACKEND
 from sglang_ext.config.prefill_options import QUANTIZED
 from sglang_ext.tools import CommandError
 from sglang_ext.tools.options import find_repeated_flag as given_again, split_flags as words
+from sglang_ext_bench.baselines import CODECS
 
 LYNX = "lynx"
 STOCK = transports.MOONCAKE_TCP
@@ -72,7 +72,7 @@ def parse_method(name: str, drafting: tuple[str, ...] = ()) -> TransferMethod:
         suffix_flags = (word for each in sorted(suffixes) for word in (SUFFIX_FLAGS[each], each))
         # Prompts that are too short for compressed KV are transferred raw.
         return TransferMethod(name, (*backend, "--kv-reference", "raw", *flags, *suffix_flags))
-    chosen = ("--kv-reference", "raw") if name == "raw" else ("--kv-bench-codec", name)
+    chosen = ("--kv-reference", "raw") if name == "raw" else ("--kv-bench-codec", CODECS[name])
     return TransferMethod(name, (*backend, *chosen))
 
 

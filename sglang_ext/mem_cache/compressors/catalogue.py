@@ -1,6 +1,6 @@
 """The catalogue of compression methods that ``--kv-compressor`` may name. Each method's class declares its properties.
 
-A method is one file of this folder or of ``each_step/``, found automatically, or a user's own file (user_methods.py).
+A method is one file of this folder or of ``each_step/``, found automatically, or a user's own class (user_methods.py).
 """
 
 import re
@@ -19,8 +19,8 @@ from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer
 from sglang_ext.mem_cache.compressors.contracts.registry import COMPRESSORS, USER_METHODS, QUANTIZERS
 
 DEFAULT = "snapkv"
-# NAME or NAME:MORE. NAME may contain colons if it is a user's file.
-WITH_MORE = re.compile(r"(?P<name>(?:[^:]*?\.py:\w+)*[^:]*)(?::(?P<more>.*))?", re.DOTALL)
+# NAME or NAME:MORE. NAME contains colons if it has users' own classes: FILE.py:CLASS or PACKAGE.MODULE:CLASS.
+WITH_MORE = re.compile(r"(?P<name>(?:[^:]*?\.\w+:[^\W\d]\w*)*[^:]*)(?::(?P<more>.*))?", re.DOTALL)
 # Names with bits, as benchmarks write them: hack:2, hack4.
 WITH_BITS = re.compile(r"(?P<name>.+?):?(?P<bits>\d+)")
 
@@ -131,7 +131,7 @@ def parse(value: str, flag: str = "--kv-compressor") -> tuple[str | None, str | 
         raise OptionError(
             f"{flag} is {value!r}; allowed: one that drops tokens ({', '.join(builtin_names(dropping()))}), one that packs them in "
             f"few bits ({', '.join(builtin_names(packing()))}), one of each, as in {DEFAULT}+kivi, or one of your own, as in "
-            f"./my_method.py:KeyNorm. Pass {_apart_from_bits(value, flag) or 'one of these'}."
+            f"./my_method.py:KeyNorm or package.module:KeyNorm. Pass {_apart_from_bits(value, flag) or 'one of these'}."
         )
     if packs is not None and drops is not None and COMPRESSORS[drops].points:
         raise OptionError(
@@ -152,7 +152,7 @@ def _apart_from_bits(value: str, flag: str) -> str | None:
 def parts(value: str) -> tuple[str, str | None]:
     """Split a value into the method that drops tokens and the quantizer, as typed. Paths may contain a plus, too."""
     for place in (place for place, letter in enumerate(value) if letter == "+"):
-        if value[:place] in dropping() or user_methods.NAMED.fullmatch(value[:place]):
+        if value[:place] in dropping() or user_methods.is_own(value[:place]):
             return value[:place], value[place + 1 :]
     return value, None
 

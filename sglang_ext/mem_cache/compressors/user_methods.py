@@ -1,7 +1,8 @@
-"""Users' own methods: a class in a Python file, named by file and class, as in ``--kv-compressor ./my_method.py:KeyNorm``.
+"""Users' own methods: a class in a Python file or in an installed module.
 
-Each process of a server runs the file once. A method is a subclass of :class:`Compressor`, which drops tokens, or of
-:class:`Quantizer`, which packs them in few bits (docs/guides/adding-a-compressor.md).
+``--kv-compressor ./my_method.py:KeyNorm`` names a file, ``--kv-compressor package.module:KeyNorm`` a module. Each process of a server
+loads it once. A method is a subclass of :class:`Compressor`, which drops tokens, or of :class:`Quantizer`, which packs them in few bits
+(docs/guides/adding-a-compressor.md).
 """
 
 import re
@@ -18,9 +19,10 @@ from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.compressors.contracts import registry
 from sglang_ext.mem_cache.compressors.contracts.compressor import Compressor
 from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer
+from sglang_ext.named_classes import NAMED, import_named
 
-NAMED = re.compile(r"(?P<file>.+\.py):(?P<name>\w+)")
-"""Matches the name of a user's own method."""
+IN_FILE = re.compile(r"(?P<file>.+\.py):(?P<name>[^\W\d]\w*)")
+"""Matches FILE.py:CLASS."""
 GUIDE = "docs/guides/adding-a-compressor.md"
 BITS = (4, 2)
 """Allowed bits of a user's quantizer that does not register itself with others, the default first."""
@@ -32,29 +34,45 @@ def name_of(value: str, flag: str) -> str:
     The name is that of its class, or the one that the class registers itself with.
 
     Raises:
-        OptionError: The file or class does not exist, the file cannot be run, or its class is not a method. The message has ``flag`` and
-            the remedy.
+        OptionError: The file, module or class does not exist, the file or module raises, or its class is not a method. The message has
+            ``flag`` and the remedy.
     """
-    named = NAMED.fullmatch(value)
-    if named is None:
-        return value
-    return _registered(str(Path(named["file"]).expanduser().resolve()), named["name"], f"{flag} is {value!r}")
+    setting = f"{flag} is {value!r}"
+    if in_file := IN_FILE.fullmatch(value):
+        return _registered(str(Path(in_file["file"]).expanduser().resolve()), in_file["name"], setting)
+    if in_module := NAMED.fullmatch(value):
+        return _registered(in_module["module"], in_module["name"], setting)
+    return value
+
+
+def is_own(value: str) -> bool:
+    """Whether ``value`` names a user's own method."""
+    return any(form.fullmatch(value) for form in (IN_FILE, NAMED))
 
 
 @cache
-def _registered(path: str, name: str, setting: str) -> str:
+def _registered(source: str, name: str, setting: str) -> str:
+    """Register the class ``name`` of a file or module, and return its registered name.
+
+    Args:
+        source: Path of the file, which ends in ``.py``, or name of the module.
+        name: Name of the class.
+        setting: The flag and its value, with which messages begin.
+    """
     # A failure is not cached, and leaves nothing registered. The file is run again at the next call.
-    is_new = _module_name(path) not in sys.modules
+    module_name = _module_name(source) if source.endswith(".py") else source
+    is_new = module_name not in sys.modules
     before = [(known, dict(known)) for known in (registry.COMPRESSORS, registry.QUANTIZERS)]
     try:
-        method = _class(_run(path, setting), name, setting)
+        module = _run(source, setting) if source.endswith(".py") else import_named(source, setting)
+        method = _class(module, name, setting)
         found = _register(method, name, setting)
     except OptionError:
         if is_new:
             for known, those in before:
                 known.clear()
                 known.update(those)
-            sys.modules.pop(_module_name(path), None)
+            sys.modules.pop(module_name, None)
         raise
     registry.USER_METHODS.update({*registry.COMPRESSORS, *registry.QUANTIZERS} - {*before[0][1], *before[1][1]})
     return found
@@ -111,7 +129,7 @@ def _class(module: ModuleType, name: str, setting: str) -> type[Compressor] | ty
             key for key, value in vars(module).items()
             if isinstance(value, type) and issubclass(value, Compressor | Quantizer) and value.__module__ == module.__name__
         ]  # fmt: skip
-        found = "is not a method" if method is not None else "is not in the file"
+        found = "is not a method" if method is not None else f"is not in {module.__file__}"
         remedy = f"name one that is: {', '.join(there)}" if there else "derive a class from Compressor or Quantizer"
         raise OptionError(f"{setting}, but {name} {found}: {remedy} ({GUIDE})")
     lacking = sorted(getattr(method, "__abstractmethods__", ()))

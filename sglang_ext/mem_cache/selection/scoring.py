@@ -1,4 +1,4 @@
-"""Scores of how much each KV head needs each token in the next step, by the step's predicted or true query.
+"""Scores of how much each KV head needs each token in the next step, by the step's predicted query, or by its own.
 
 One batched product serves all attention types (AsyncSpade, section 4.3 and Figure 8). The query heads of a KV head are the rows of a
 matrix. It has one row if each head has its own keys (MHA), and all rows if heads share keys (MQA).
@@ -49,12 +49,10 @@ class Scoring(ABC):
     Attributes:
         name: Name in tables.
         synchronous: Whether it waits for the step's own query.
-        permanent: Whether tokens that it does not select are lost for all later steps.
     """
 
     name: ClassVar[str]
     synchronous: ClassVar[bool] = False
-    permanent: ClassVar[bool] = False
 
     @abstractmethod
     def scores(self, seen: ScoringInputs) -> torch.Tensor:
@@ -76,6 +74,39 @@ class PredictedScoring(Scoring):
         """Mean attention over the query heads of a KV head."""
         predicted = self.predictor.predict(seen.queries, seen.positions, seen.rotary)
         return group_attention(predicted, seen.keys, seen.scaling, seen.beyond)
+
+
+@dataclass(frozen=True)
+class QuestScoring(Scoring):
+    """Scores by page: the upper bound of the product of the page's keys with the step's own query.
+
+    Tang et al. 2024, arXiv 2406.10774.
+
+    Attributes:
+        page: Tokens of a page.
+    """
+
+    page: int = 16
+    name: ClassVar[str] = "quest"
+    synchronous: ClassVar[bool] = True
+
+    def scores(self, seen: ScoringInputs) -> torch.Tensor:
+        """Mean bound over the query heads of a KV head. All tokens of a page have the page's bound."""
+        query = grouped(seen.queries[..., -1, :], seen.keys)
+        # The larger bound per channel: negative entries of a query are multiplied with the smallest keys, others with the largest.
+        low, high = (self._bounds(seen, fill) for fill in (float("inf"), float("-inf")))
+        bound = query.clamp(min=0) @ high.transpose(-1, -2) + query.clamp(max=0) @ low.transpose(-1, -2)
+        return bound.mean(dim=-2).repeat_interleave(self.page, dim=-1)[..., : seen.keys.shape[-2]]
+
+    def _bounds(self, seen: ScoringInputs, fill: float) -> torch.Tensor:
+        """Smallest keys of each page if ``fill`` is infinity, largest if it is -infinity: float32 [..., pages, dim]; 0 without tokens."""
+        keys, tokens = seen.keys.float(), seen.keys.shape[-2]
+        if (beyond := seen.beyond) is not None:
+            keys = keys.masked_fill(beyond[..., None], fill)
+        missing = -tokens % self.page
+        paged = torch.nn.functional.pad(keys, (0, 0, 0, missing), value=fill).unflatten(-2, (-1, self.page))
+        found = paged.amin(dim=-2) if fill > 0 else paged.amax(dim=-2)
+        return found.masked_fill(found.isinf(), 0.0)
 
 
 def group_attention(

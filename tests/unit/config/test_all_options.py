@@ -33,7 +33,7 @@ ASKED: dict[str, dict[str, object]] = {
     "--disaggregation-mode decode --kv-host-gb": {"disaggregation_mode": "decode", "kv_host_gb": 1.0},
     "--disaggregation-mode decode --kv-compressor kvzap": {"disaggregation_mode": "decode", "kv_compressor": "kvzap"},
     "--kv-bench-codec": {
-        "kv_bench_codec": "int4", "kv_mode": "lossy", "kv_compressor": "kivi", "kv_budget": 1,
+        "kv_bench_codec": "sglang_ext_bench.baselines.quantized_codec:Int4Codec", "kv_mode": "lossy", "kv_compressor": "kivi", "kv_budget": 1,
         "disaggregation_mode": "decode", "disaggregation_transfer_backend": "progressive",
     },  # fmt: skip
     "--disaggregation-mode prefill --kv-full-tier": {"disaggregation_mode": "prefill", "kv_full_tier": "host"},

@@ -14,7 +14,9 @@ from sglang_ext.arguments import KVServerArgs
 from sglang_ext.config import method_options, options
 from sglang_ext.config.model_options import unsupported_model_reason
 from sglang_ext.core import OptionError
+from sglang_ext_bench.baselines import CODECS
 
+CODEC = CODECS["int4"]
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
     "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -385,9 +387,9 @@ def test_flags_for_benchmarks_parse_and_the_log_says_what_they_do(folder, caplog
 
 @pytest.mark.parametrize("method", ["kivi", "snapkv"])
 def test_a_benchmarks_codec_is_refused_where_prompts_would_travel_as_codes(folder, method):
-    over = {"disaggregation_mode": "prefill", "disaggregation_transfer_backend": "progressive", "kv_mode": "lossy", "kv_bench_codec": "int4"}
+    over = {"disaggregation_mode": "prefill", "disaggregation_transfer_backend": "progressive", "kv_mode": "lossy", "kv_bench_codec": CODEC}
     if method == "snapkv":
-        assert build(folder(), kv_compressor=method, **over).kv_bench_codec == "int4"
+        assert build(folder(), kv_compressor=method, **over).kv_bench_codec == CODEC
         return
     with pytest.raises(OptionError, match="--kv-bench-codec: in mode lossy, prompts are transferred as quantized KV .* leave out --kv-bench-codec on both servers"):
         build(folder(), kv_compressor=method, **over)
@@ -397,15 +399,15 @@ def test_a_benchmarks_codec_is_refused_where_prompts_would_travel_as_codes(folde
 def test_flags_that_benchmarks_of_transfers_need_are_told_in_any_mode_and_nobody_begins_on_a_lossy_codec(folder, caplog, tmp_path, mode):
     over = {"disaggregation_mode": "decode", "disaggregation_transfer_backend": "progressive", "kv_mode": mode}
     assert options.has_early_decoding(build(folder(), **over)) == (mode == "verified")
-    args = build(folder(), kv_bench_codec="int4", kv_bench_timeline=str(tmp_path / "times"), **over)
+    args = build(folder(), kv_bench_codec=CODEC, kv_bench_timeline=str(tmp_path / "times"), **over)
     assert not options.has_early_decoding(args)
-    assert "--kv-bench-codec is int4: KV arrives as a lossy codec leaves it, so answers are of no use" in caplog.text
+    assert f"--kv-bench-codec is {CODEC}: KV arrives as a lossy codec leaves it, so answers are of no use" in caplog.text
     assert "--kv-bench-timeline is" in caplog.text and "nothing" not in caplog.text
     caplog.clear()
-    build(folder(), kv_mode=mode, kv_bench_codec="int4")
+    build(folder(), kv_mode=mode, kv_bench_codec=CODEC)
     told = "without which --kv-bench-codec does nothing: pass"
     assert f"{told} --disaggregation-transfer-backend progressive --disaggregation-mode prefill or decode, or leave it out" in caplog.text
-    build(folder(), kv_mode=mode, kv_bench_codec="int4", disaggregation_transfer_backend="progressive")
+    build(folder(), kv_mode=mode, kv_bench_codec=CODEC, disaggregation_transfer_backend="progressive")
     assert f"{told} --disaggregation-mode prefill or decode, or" in caplog.text
     with pytest.raises(OptionError, match="--kv-bench-timeline is .*, a folder: name a file in it"):
         build(folder(), kv_bench_timeline=str(tmp_path), **over)

@@ -12,6 +12,7 @@ from sglang_ext.config import selection_options
 from sglang_ext.config.refused_options import check_combinations
 from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.compressors.each_step.quest import Quest
+from sglang_ext_bench.baselines import SELECTORS
 
 
 def spade(**given):
@@ -243,9 +244,10 @@ def test_flags_of_cache_ranks_are_named_where_there_are_none(caplog):
     assert selection_options.ranks(args) == 1
 
 
+@pytest.mark.usefixtures("own_methods")
 def test_methods_that_choose_for_each_step_take_their_number_and_pace_and_no_predictor_or_ranks(caplog):
-    for name in ("quest", "tova", "true-query"):
-        args = arguments(kv_compressor=name, kv_mode="lossy", kv_select=2048.0, kv_select_every=2, device="cpu")
+    for value, name in (("quest", "quest"), (SELECTORS["tova"], "Tova"), (SELECTORS["true-query"], "TrueQuery")):
+        args = arguments(kv_compressor=value, kv_mode="lossy", kv_select=2048.0, kv_select_every=2, device="cpu")
         flag_checks.check_flags(args)
         check_combinations(args)
         made = selection_options.stepping(args, name)
@@ -254,7 +256,7 @@ def test_methods_that_choose_for_each_step_take_their_number_and_pace_and_no_pre
     flag_checks.check_flags(arguments(kv_compressor="quest", kv_select_by="regressed", kv_cache_ranks=1))
     assert "--kv-compressor is quest, with which --kv-select-by, --kv-cache-ranks do nothing: pass --kv-compressor spade" in caplog.text
     args.device = "cuda"
-    with pytest.raises(OptionError, match="--device is cuda with --kv-compressor true-query; .*verify-guided or, on an NVIDIA GPU, quest"):
+    with pytest.raises(OptionError, match="--device is cuda with --kv-compressor .*:TrueQuery; .*verify-guided or, on an NVIDIA GPU, quest"):
         selection_options.check_resolved(args)
 
 

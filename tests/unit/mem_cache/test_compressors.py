@@ -33,11 +33,11 @@ def layer(tokens: int, heads: int = 2, group: int = 3, dim: int = 8, window: int
 
 def test_what_leads_into_full_kv_is_chosen_anew_in_each_round():
     methods = {name: create(name) for name in dropping()}
-    each_step = {"quest": 1, "spade": 1, "tova": 1, "true-query": 1}
+    each_step = {"quest": 1, "spade": 1}
     assert [name for name, method in methods.items() if method.points] == [*each_step, "verify-guided"]
     assert [name for name, method in methods.items() if method.each_round] == [*each_step, "verify-guided"]
     assert {name: method.every for name, method in methods.items() if method.every} == each_step
-    assert {name for name, method in methods.items() if method.synchronous} == {"quest", "true-query"}
+    assert {name for name, method in methods.items() if method.synchronous} == {"quest"}
 
 
 @pytest.mark.parametrize("name", dropping())
@@ -124,22 +124,6 @@ def test_spade_keeps_both_ends_and_what_the_predicted_query_attends_to_by_a_floa
     attended = expected[:, inside].topk(5, dim=-1).indices.sort(dim=-1).values + 2
     ends = torch.tensor([0, 1]).expand(2, -1), torch.arange(34, 40).expand(2, -1)
     assert torch.equal(best(scores, 13), torch.cat([ends[0], attended, ends[1]], dim=-1))
-
-
-def attended(data, head, member):
-    """What a query head of a KV head gives each token by the newest query: float64 [tokens]."""
-    logits = data.keys[:, head].double() @ data.queries[-1, head * 3 + member].double() * data.scaling
-    return logits.softmax(0)
-
-
-def test_true_queries_and_tova_choose_by_the_newest_attention_of_a_kv_head_or_of_all_by_a_float64_loop():
-    data = layer(60)
-    by_head = [torch.stack([attended(data, head, member) for member in range(3)]).mean(0) for head in range(2)]
-    inside = slice(4, 28)
-    for name, expected in (("true-query", by_head), ("tova", [sum(by_head) / 2] * 2)):
-        scores = create(name).scores(data)
-        assert torch.allclose(scores[:, inside].double(), torch.stack(expected)[:, inside], atol=1e-6)
-        assert scores[:, :4].isinf().all() and scores[:, 28:].isinf().all()
 
 
 def test_quest_scores_pages_of_16_by_the_bounds_of_their_keys_by_a_loop_over_channels():

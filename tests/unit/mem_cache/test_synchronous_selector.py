@@ -9,13 +9,13 @@ from test_views import DIM, HEADS, LAYERS
 
 from sglang_ext.core import RequestState
 from sglang_ext.managers.integrity import check_compressed
-from sglang_ext.mem_cache.compressed.remote_selector import observe_step
 from sglang_ext.mem_cache.compressed.policy import ensure_compressed_kv
 from sglang_ext.mem_cache.compressed.queries import RecordedRows
+from sglang_ext.mem_cache.compressed.remote_selector import observe_step
 from sglang_ext.mem_cache.compressors import ContextKV, best
 from sglang_ext.mem_cache.compressors.each_step.quest import Quest
-from sglang_ext.mem_cache.compressors.each_step.tova import Tova
-from sglang_ext.mem_cache.compressors.each_step.true_query import TrueQuerySelector
+from sglang_ext_bench.baselines.tova import Tova
+from sglang_ext_bench.baselines.true_query import TrueQuery
 
 
 def views_with_copy(method):
@@ -44,7 +44,7 @@ def by_own(compressed_kv, method, position):
     return [context.slots[of_layer].tolist() for of_layer in kept]
 
 
-@pytest.mark.parametrize("method", [TrueQuerySelector(), Quest()], ids=lambda each: each.name)
+@pytest.mark.parametrize("method", [TrueQuery(), Quest()], ids=lambda each: type(each).__name__)
 def test_a_layer_attends_to_what_its_own_query_chose_in_the_same_step(method):
     compressed_kv, step = views_with_copy(method)
     newest = compressed_kv.token_table[1, 150 - compressed_kv.get(1).own_tokens : 150].tolist()
@@ -59,7 +59,7 @@ def test_a_layer_attends_to_what_its_own_query_chose_in_the_same_step(method):
 
 
 def test_with_every_a_layer_chooses_in_the_first_step_and_after_so_many():
-    compressed_kv, step = views_with_copy(TrueQuerySelector(every=3))
+    compressed_kv, step = views_with_copy(TrueQuery(every=3))
     assert len({tuple(head) for layer in led_to(compressed_kv) for head in layer}) > 1, "until then by the newest query before"
     before, changed = led_to(compressed_kv), []
     for position in range(150, 157):

@@ -1,4 +1,4 @@
-"""Methods of users' own, named by file and class: served like the catalogue's, or refused with the reason."""
+"""Methods of users' own, named by file or module and by class: served like the catalogue's, or refused with the reason."""
 
 from types import SimpleNamespace
 
@@ -13,8 +13,7 @@ from sglang_ext.core import OptionError, RequestState
 from sglang_ext.managers.spec_decode.request_states import meta_info_fields, write_counters
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots
-from sglang_ext.mem_cache.compressors import catalogue, user_methods
-from sglang_ext.mem_cache.compressors.contracts import registry
+from sglang_ext.mem_cache.compressors import catalogue
 
 GOOD = '''
 from dataclasses import dataclass
@@ -84,18 +83,7 @@ def a_function():
 '''
 
 
-@pytest.fixture(autouse=True)
-def unregistered():
-    """What a test registers is gone after it."""
-    catalogue.dropping()
-    registered = [(known, dict(known)) for known in (registry.COMPRESSORS, registry.QUANTIZERS)]
-    yield
-    for known, before in registered:
-        known.clear()
-        known.update(before)
-    registry.USER_METHODS.clear()
-    for cached in (catalogue.parse, catalogue._numbers, user_methods._registered, method_options._offers):
-        cached.cache_clear()
+pytestmark = pytest.mark.usefixtures("own_methods")
 
 
 def written(folder, prefix, text=GOOD):
@@ -118,6 +106,50 @@ def test_a_class_that_drops_tokens_serves_alone_and_packed(tmp_path):
     made = catalogue.method(f"{path}:FirstNorm+{path}:FirstHalves", 2)
     assert (made.compressor.name, made.compressor.recent, made.quantizer.bits) == ("FirstNorm", 16, 2)
     assert {"FirstNorm", "named-first"} < set(catalogue.dropping()) - set(catalogue.online()) and "FirstHalves" in catalogue.packing()
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """An importable package of methods; its name."""
+    name = f"own_methods_{tmp_path.name}"
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "norms.py").write_text(GOOD.format(prefix="Tenth", name="named-tenth"))
+    (folder / "broken.py").write_text("\n1 / 0\n")
+    (folder / "lacking.py").write_text("import no_such_package\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    return name
+
+
+def test_a_class_of_an_installed_module_serves_alone_and_packed(package):
+    assert catalogue.parse(f"{package}.norms:TenthNorm") == ("TenthNorm", None)
+    assert catalogue.parse(f"{package}.norms:NamedTenth") == ("named-tenth", None), "the name that it registers itself with"
+    assert catalogue.parse(f"{package}.norms:TenthNorm+kivi") == ("TenthNorm", "kivi")
+    assert catalogue.parse(f"snapkv+{package}.norms:TenthHalves") == ("snapkv", "TenthHalves")
+    assert catalogue.method(f"{package}.norms:TenthNorm").compressor.recent == 16
+    assert not {"TenthNorm", "named-tenth"} & set(catalogue.builtin_names(catalogue.dropping())), "messages list the built-in ones"
+    assert catalogue.parse("sglang_ext.mem_cache.compressors.snapkv:SnapKV") == ("snapkv", None), "a built-in one keeps its name"
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("no_such_package.norms:Norm", "there is no module no_such_package: install its package where the server runs, or add its folder"),
+        ("{package}.missing:Norm", "there is no module own_methods_.*.missing: install"),
+        ("{package}.broken:Norm", "module own_methods_.*.broken raised ZeroDivisionError: division by zero: correct the module"),
+        ("{package}.lacking:Norm", "lacking raised ModuleNotFoundError: No module named 'no_such_package': correct the module"),
+        ("{package}.norms:Nothing", "Nothing is not in .*norms.py: name one that is: TenthNorm, NamedTenth, TenthHalves"),
+        ("{package}.norms:a_function", "a_function is not a method: name one"),
+        ("norms:TenthNorm", "allowed: one that drops tokens .* of your own, as in ./my_method.py:KeyNorm or package.module:KeyNorm"),
+    ],
+)
+def test_what_is_no_method_of_a_module_is_refused_with_the_reason(package, value, message):
+    named = value.format(package=package)
+    for _ in range(2):
+        with pytest.raises(OptionError, match=message) as raised:
+            catalogue.parse(named, "--kv-compressor")
+        assert f"--kv-compressor is {named!r}" in str(raised.value)
 
 
 def test_requests_may_ask_for_it_as_it_is_told(tmp_path):
@@ -164,6 +196,8 @@ def test_one_method_by_two_paths_is_one(tmp_path):
     [
         ("snapkv", ("snapkv", None)), ("snapkv:.5", ("snapkv", ".5")), ("kivi:2", ("kivi", "2")),
         ("./a.py:K", ("./a.py:K", None)), ("./a.py:K:0.5", ("./a.py:K", "0.5")), ("./a.py:K+kivi:2", ("./a.py:K+kivi", "2")),
+        ("a.b:K", ("a.b:K", None)), ("a.b_1.c:K:0.5", ("a.b_1.c:K", "0.5")), ("a.b:K+kivi:2", ("a.b:K+kivi", "2")),
+        ("snapkv+a.b:Q:4", ("snapkv+a.b:Q", "4")), ("a.b:K+c.py:Q:1", ("a.b:K+c.py:Q", "1")), ("a.py:0.5", ("a.py", "0.5")),
         ("a.py:K+b.py:Q", ("a.py:K+b.py:Q", None)), ("a.py:K+b.py:Q:1", ("a.py:K+b.py:Q", "1")), ("snapkv+b.py:Q:4", ("snapkv+b.py:Q", "4")),
     ],
 )  # fmt: skip
@@ -190,7 +224,7 @@ def test_a_benchmarks_log_lies_in_its_folder():
     ("value", "message"),
     [
         ("{folder}/missing.py:Norm", "there is no file .*missing.py: pass PATH.py:CLASS"),
-        ("{path}:Nothing", "Nothing is not in the file: name one that is: ThirdNorm, NamedThird, ThirdHalves, Scoreless, Demanding, "),
+        ("{path}:Nothing", "Nothing is not in .*my_method.py: name one that is: ThirdNorm, NamedThird, ThirdHalves, Scoreless, Demanding, "),
         ("{path}:a_function", "a_function is not a method: name one"),
         ("{path}:Scoreless", "Scoreless has no scores: add it"),
         ("{path}:Demanding", "Demanding cannot be created: TypeError: .*'folder': give its parameters defaults"),

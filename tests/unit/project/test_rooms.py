@@ -1,5 +1,6 @@
 """The rooms of the package: none imports one above it, and none holds more files than one can oversee."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,3 +23,8 @@ def test_rooms_are_small():
         name = folder.relative_to(package).as_posix()
         files = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
         assert len(files) <= MOST_FILES, f"{name} holds {len(files)} files: divide it"
+
+
+def test_the_served_package_does_not_import_the_benchmarks():
+    importing = re.compile(r"^\s*(from|import) sglang_ext_bench", re.MULTILINE)
+    assert [str(path) for path in (ROOT / "sglang_ext").rglob("*.py") if importing.search(path.read_text())] == []

@@ -10,6 +10,7 @@ from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.mem_cache.compressors.contracts.registry import COMPRESSORS
 from sglang_ext.mem_cache.compressors.each_step.quest import Quest
 from sglang_ext.tools import CommandError
+from sglang_ext_bench.baselines import served_method
 from sglang_ext_bench.quality.suites.options import DEFAULT_ARMS, FULL
 
 SELECT_EVERY = "--kv-select-every"
@@ -41,13 +42,14 @@ class SuiteArm:
             if dashes:
                 raise CommandError(f"--arms {text!r}: {FULL} is stock SGLang and takes no flags; pass those of all servers as --server-arg")
             return cls(FULL, None)
-        compressor, budget = catalogue.split(method)
+        named, budget = catalogue.split(method)
+        compressor = served_method(named)
         try:
             share = None if budget is None else float(budget)
         except ValueError:
             raise CommandError(f"--arms {text!r}: {budget!r} is not a number; pass METHOD:BUDGET, for example snapkv:0.25") from None
         try:
-            offer = OfferedMethod(method, compressor, resolve_budget(compressor, share, "--arms"))
+            offer = OfferedMethod(f"{compressor}{method.removeprefix(named)}", compressor, resolve_budget(compressor, share, "--arms"))
         except OptionError as error:
             raise CommandError(str(error)) from error
         if catalogue.needs_verifications(compressor):

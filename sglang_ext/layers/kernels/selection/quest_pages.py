@@ -2,7 +2,7 @@
 a step.
 
 A page's bound is the largest product that a query can have with a key between the page's minima and maxima. It is the mean over the query
-heads of the KV head, as in ``mem_cache/selection/baselines.py``. The bound is linear in the positive and negative parts of a query. So
+heads of the KV head, as in ``mem_cache/selection/scoring.py``. The bound is linear in the positive and negative parts of a query. So
 only the means of these parts over the heads are multiplied. The pages with the largest bounds become pointers to their tokens (pages.py).
 """
 

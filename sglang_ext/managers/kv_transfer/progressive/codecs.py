@@ -2,20 +2,14 @@
 
 import torch
 
-from sglang_ext.config.disaggregation_options import RAW
-from sglang_ext.managers.kv_transfer.progressive.baselines.cachegen import CacheGen
-from sglang_ext.managers.kv_transfer.progressive.baselines.quantized_codec import QuantizedCodec
-from sglang_ext.managers.kv_transfer.progressive.baselines.quantizers import Int4Quantizer, Bfloat16Quantizer, Int8Quantizer
-from sglang_ext.managers.kv_transfer.progressive.baselines.unsplit_codec import UnsplitCodec
+from sglang_ext.config.disaggregation_options import RAW, REFERENCES
+from sglang_ext.core import OptionError
 from sglang_ext.managers.kv_transfer.progressive.lynx_codec import LynxCodec
-from sglang_ext.managers.kv_transfer.progressive.page_codec import UNIT, PageCodec, PlacedPage, page_tokens
+from sglang_ext.managers.kv_transfer.progressive.page_codec import BenchCodec, PageCodec, PlacedPage, page_tokens
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
 from sglang_ext.managers.kv_transfer.progressive.raw_codec import RawCodec
 from sglang_ext.managers.kv_transfer.wire import LayerRange
-
-QUANTIZERS = {
-    each.name: each for each in (Bfloat16Quantizer(), Int8Quantizer(), Int8Quantizer(by_token=False), Int4Quantizer(), CacheGen())
-}
+from sglang_ext.named_classes import NAMED, load_class
 
 
 def make_codec(reference: str, pool: PoolBuffers, bench: str | None = None) -> PageCodec:
@@ -24,18 +18,32 @@ def make_codec(reference: str, pool: PoolBuffers, bench: str | None = None) -> P
     Args:
         reference: What the streams restore.
         pool: The pool of this rank.
-        bench: A codec that a benchmark selects instead (``--kv-bench-codec``).
+        bench: The class of a codec that a benchmark compares with, instead: a value of ``--kv-bench-codec``.
 
     Raises:
         LinkError: The codec does not support such a pool.
+        OptionError: ``bench`` names no codec.
     """
-    tokens = page_tokens(pool.bytes_per_token)
-    if bench in QUANTIZERS:
-        quantizer = QUANTIZERS[bench]
-        return QuantizedCodec(pool, quantizer, UNIT if quantizer.spans_page else tokens)
     if bench is not None:
-        return UnsplitCodec(LynxCodec(pool, "int8", tokens), whole=bench == "lynx-int8")
+        return bench_codec(bench).for_pool(pool)
+    tokens = page_tokens(pool.bytes_per_token)
     return RawCodec(pool, tokens) if reference == RAW else LynxCodec(pool, reference, tokens)
+
+
+def bench_codec(value: str) -> type[BenchCodec]:
+    """Load the codec that a value of ``--kv-bench-codec`` names.
+
+    Raises:
+        OptionError: The value names no class, or a class that is not a codec. The message has the remedy.
+    """
+    setting = f"--kv-bench-codec is {value!r}"
+    if NAMED.fullmatch(value) is None:
+        raise OptionError(
+            f"{setting}; it names the class of a codec for comparison: pass MODULE:CLASS, for example "
+            "sglang_ext_bench.baselines.quantized_codec:Int8Codec. The codecs of sglang-ext itself are values of --kv-reference: "
+            f"{', '.join(REFERENCES)}"
+        )
+    return load_class(value, setting, BenchCodec)
 
 
 def compile_kernels(codec: PageCodec, layers: LayerRange, writes: bool) -> None:

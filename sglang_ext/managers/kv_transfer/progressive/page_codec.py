@@ -1,15 +1,15 @@
 """The interface of a page codec, and the size of pages."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 import torch
 
-from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
 from sglang_ext.managers.kv_transfer.link_settings import LinkError, OptionValue
+from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
 from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
-
 
 # Page sizes are multiples of this many tokens: chunks of codecs, and blocks of quantized KV.
 UNIT = 64
@@ -84,6 +84,19 @@ class SingleStreamCodec:
             LinkError: Always.
         """
         raise LinkError(f"codec {self.name} has no residuals, and received one of {len(residual)} bytes")
+
+
+class BenchCodec(SingleStreamCodec, ABC):
+    """Base of the codecs that benchmarks compare with: ``--kv-bench-codec`` names subclasses. They are outside this package."""
+
+    @classmethod
+    @abstractmethod
+    def for_pool(cls, pool: PoolBuffers) -> Self:
+        """Create the codec of a pool.
+
+        Raises:
+            LinkError: The codec does not support such a pool.
+        """
 
 
 class PageCodec(Protocol):

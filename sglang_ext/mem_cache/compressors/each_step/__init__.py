@@ -1,1 +1,1 @@
-"""Published methods that select tokens for each step, one per file. They are compared with spade.py."""
+"""Methods that select tokens for each step by one of mem_cache/selection/'s scores: their common frame, and Quest."""

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from sglang_ext.mem_cache.compressors.contracts.registry import register
 from sglang_ext.mem_cache.compressors.each_step.step_selector import StepSelector
-from sglang_ext.mem_cache.selection import baselines
+from sglang_ext.mem_cache.selection.scoring import QuestScoring
 
 
 @register("quest")
@@ -25,7 +25,7 @@ class Quest(StepSelector):
             queries are recorded then.
     """
 
-    scoring: ClassVar[baselines.QuestScoring] = baselines.QuestScoring()
+    scoring: ClassVar[QuestScoring] = QuestScoring()
     synchronous: ClassVar[bool] = True
     in_attention: bool = False
 

@@ -1,4 +1,4 @@
-"""Common frame of published methods that select tokens for each step: pointers by layer and KV head, as spade.py's."""
+"""Common frame of methods that select tokens for each step: pointers by layer and KV head, as spade.py's."""
 
 from dataclasses import dataclass
 from typing import ClassVar

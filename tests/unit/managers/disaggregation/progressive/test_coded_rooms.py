@@ -292,7 +292,7 @@ def test_an_unknown_partition_is_refused_by_name():
     "changed",
     [
         {"kv_mode": "verified"}, {"kv_compressor": "snapkv", "kv_budget": 0.25}, {"kv_compressor": "snapkv+hack", "kv_budget": 0.25},
-        {"disaggregation_transfer_backend": "mooncake"}, {"disaggregation_mode": "null"}, {"kv_bench_codec": "lynx-int8"},
+        {"disaggregation_transfer_backend": "mooncake"}, {"disaggregation_mode": "null"}, {"kv_bench_codec": "package.module:Codec"},
         {"enable_deterministic_inference": True, "device": "cuda"},
     ],
     ids=str,

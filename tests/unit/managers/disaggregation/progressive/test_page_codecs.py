@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transfer_helpers import KEY_DIM, LAYERS, SLOTS, make_pool, rows
 
-from sglang_ext.config.benchmark_options import CODECS
 from sglang_ext.layers.kernels.lynx.codec import encode_page
 from sglang_ext.layers.kernels.lynx.layout import PageLayout
-from sglang_ext.managers.kv_transfer.progressive.codecs import compile_kernels, make_codec
+from sglang_ext.core import OptionError
+from sglang_ext.managers.kv_transfer.progressive.codecs import bench_codec, compile_kernels, make_codec
 from sglang_ext.managers.kv_transfer.progressive.host_blocks import HostBlocks
 from sglang_ext.managers.kv_transfer.progressive.lynx_codec import ALIGNED, pack_streams, unpack_streams
 from sglang_ext.managers.kv_transfer.progressive.page_codec import UNIT, PlacedPage, page_tokens
@@ -52,13 +52,12 @@ def test_exact_and_raw_restore_the_pools_bits_and_touch_no_other_slot(reference,
     assert torch.equal(rows(target, others), rows(make_pool(dtype, seed=seed + 1), others))
 
 
-@pytest.mark.parametrize("bench", [None, *CODECS])
 @pytest.mark.parametrize("reference", ["raw", "int8", "exact"])
-def test_kernels_are_compiled_with_slot_0_alone(reference, bench, monkeypatch):
+def test_kernels_are_compiled_with_slot_0_alone(reference, monkeypatch):
     pool = make_pool(torch.bfloat16)
     for tensor in pool.tensors(0, LAYERS):
         tensor[0] = float("nan")
-    codec, written = make_codec(reference, pool, bench), []
+    codec, written = make_codec(reference, pool), []
     before = rows(pool, torch.arange(1, SLOTS))
     for name in ("write_anchor", "write_residual"):
         method = getattr(type(codec), name)
@@ -159,6 +158,60 @@ def test_a_pool_that_the_codec_does_not_take_is_refused_with_a_remedy():
     assert make_codec("raw", make_pool(torch.float8_e4m3fn)).encode(PlacedPage(0, slots(4, 0)), ALL).residual is None
 
 
+CODEC_FILE = """
+from dataclasses import dataclass
+
+from sglang_ext.managers.kv_transfer.progressive.page_codec import BenchCodec
+
+
+@dataclass
+class Own(BenchCodec):
+    pool: object
+
+    @classmethod
+    def for_pool(cls, pool):
+        return cls(pool)
+
+
+class Unfinished(BenchCodec):
+    pass
+"""
+
+
+@pytest.fixture
+def own_codecs(tmp_path, monkeypatch):
+    """An installed package with a codec of a benchmark's own."""
+    (tmp_path / "own_codecs").mkdir()
+    (tmp_path / "own_codecs/__init__.py").touch()
+    (tmp_path / "own_codecs/pages.py").write_text(CODEC_FILE)
+    (tmp_path / "own_codecs/broken.py").write_text("import no_such_package")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_a_benchmarks_codec_is_loaded_by_its_module_and_class(own_codecs):
+    codec = make_codec("exact", pool := make_pool(), "own_codecs.pages:Own")
+    assert type(codec).__name__ == "Own" and codec.pool is pool
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("zip", "names the class of a codec for comparison: pass MODULE:CLASS, .* values of --kv-reference: exact, int8, raw"),
+        ("exact", "pass MODULE:CLASS, .* values of --kv-reference: exact, int8, raw"),
+        ("no_such_package.pages:Own", "there is no module no_such_package: install its package where the server runs, or add .* PYTHONPATH"),
+        ("own_codecs.missing:Own", "there is no module own_codecs.missing: install"),
+        ("own_codecs.broken:Own", "module own_codecs.broken raised ModuleNotFoundError: No module named 'no_such_package': correct the module"),
+        ("own_codecs.pages:Other", "own_codecs.pages has no subclass of BenchCodec called Other: name one that it has: Own"),
+        ("own_codecs.pages:Unfinished", "has no subclass of BenchCodec called Unfinished: name one that it has: Own"),
+        ("json.decoder:JSONDecoder", "has no subclass of BenchCodec called JSONDecoder: name a module that has a subclass of BenchCodec"),
+    ],
+)
+def test_other_names_of_codecs_are_refused_with_the_remedy(own_codecs, value, message):
+    with pytest.raises(OptionError, match=message) as raised:
+        bench_codec(value)
+    assert f"--kv-bench-codec is {value!r}" in str(raised.value)
+
+
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=5), st.integers(0, 3))
 def test_streams_are_packed_alike_wherever_they_lie(sizes, before):
     begins = [ALIGNED * (before + sum(-(-size // ALIGNED) for size in sizes[:place])) for place in range(len(sizes))]
@@ -178,7 +231,6 @@ def test_pages_of_a_pool_are_whole_units_of_some_megabytes():
     assert [page_tokens(size) for size in (1 << 10, 147456, 300000, 1 << 19, 1 << 22)] == [256, 192, 64, 64, 64]
     assert all(page_tokens(size) % UNIT == 0 for size in range(1 << 10, 1 << 20, 777))
     assert make_codec("exact", make_pool()).page_size == make_codec("raw", make_pool()).page_size == 256
-    assert [make_codec("exact", make_pool(), bench).page_size for bench in ("int8", "int8-tensor", "cachegen")] == [256, UNIT, UNIT]
 
 
 def test_keys_and_values_of_one_dim_arrive_too():

@@ -108,7 +108,7 @@ class Int8Quantizer:
 
     @property
     def name(self) -> str:
-        """Value of the flag."""
+        """Name of the codec."""
         return "int8" if self.by_token else "int8-tensor"
 
     @property

@@ -1,33 +1,39 @@
 """Pages of quantized numbers in one stream: keys of all layers, then values of all layers, in the quantizer's format."""
 
 from dataclasses import dataclass
+from typing import ClassVar, Self
 
-from sglang_ext.managers.kv_transfer.progressive.baselines.quantizers import PageQuantizer
-from sglang_ext.managers.kv_transfer.progressive.lynx_codec import pack_streams, packed_size, unpack_streams
-from sglang_ext.managers.kv_transfer.progressive.page_codec import SingleStreamCodec, PlacedPage
-from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
 from sglang_ext.managers.kv_transfer.link_settings import LOSSY, LinkError, OptionValue
+from sglang_ext.managers.kv_transfer.progressive.lynx_codec import pack_streams, packed_size, unpack_streams
+from sglang_ext.managers.kv_transfer.progressive.page_codec import UNIT, BenchCodec, PlacedPage, page_tokens
+from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
 from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
+from sglang_ext_bench.baselines.quantizers import Bfloat16Quantizer, Int4Quantizer, Int8Quantizer, PageQuantizer
 
 
 @dataclass(frozen=True)
-class QuantizedCodec(SingleStreamCodec):
-    """Writes a quantizer's output into the anchor stream.
+class QuantizedCodec(BenchCodec):
+    """Writes a quantizer's output into the anchor stream. Each baseline is a subclass with its quantizer.
 
     Attributes:
+        quantizer: Quantizer of the pool's numbers.
         pool: The pool of this rank: bfloat16, float16 or float32.
-        quantizer: Quantizer of its numbers.
         page_size: Tokens of a page.
 
     Raises:
         LinkError: The pool has another dtype.
     """
 
+    quantizer: ClassVar[PageQuantizer]
     pool: PoolBuffers
-    quantizer: PageQuantizer
-    page_size: int = 64
+    page_size: int = UNIT
     version = 1
     reference = LOSSY
+
+    @classmethod
+    def for_pool(cls, pool: PoolBuffers) -> Self:
+        """Create the codec of a pool. Pages have 64 tokens if the quantizer's scales span a page."""
+        return cls(pool, UNIT if cls.quantizer.spans_page else page_tokens(pool.bytes_per_token))
 
     def __post_init__(self) -> None:
         if self.pool.dtype.itemsize < 2:
@@ -90,3 +96,31 @@ class QuantizedCodec(SingleStreamCodec):
     def _dims(self) -> tuple[int, int]:
         """Elements of a head's keys and values."""
         return self.pool.key_dim, self.pool.value_dim
+
+
+@dataclass(frozen=True)
+class Bfloat16Codec(QuantizedCodec):
+    """16 bits of each number."""
+
+    quantizer: ClassVar[Bfloat16Quantizer] = Bfloat16Quantizer()
+
+
+@dataclass(frozen=True)
+class Int8Codec(QuantizedCodec):
+    """8 bits, with a scale for each token and head."""
+
+    quantizer: ClassVar[Int8Quantizer] = Int8Quantizer()
+
+
+@dataclass(frozen=True)
+class Int8TensorCodec(QuantizedCodec):
+    """8 bits, with a scale for the keys, and one for the values, of a layer in a page."""
+
+    quantizer: ClassVar[Int8Quantizer] = Int8Quantizer(by_token=False)
+
+
+@dataclass(frozen=True)
+class Int4Codec(QuantizedCodec):
+    """4 bits, with a least number and a step for 32 channels of a token: 5 bits together."""
+
+    quantizer: ClassVar[Int4Quantizer] = Int4Quantizer()

@@ -1,35 +1,42 @@
 """Pages of Lynx codes in one stream: the baseline for measuring what splitting them gains."""
 
 from dataclasses import dataclass
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
 
+from sglang_ext.managers.kv_transfer.link_settings import LOSSY, OptionValue
 from sglang_ext.managers.kv_transfer.progressive.host_blocks import HostBlocks
 from sglang_ext.managers.kv_transfer.progressive.lynx_codec import LynxCodec, pack_streams, packed_size, unpack_streams
-from sglang_ext.managers.kv_transfer.progressive.page_codec import SingleStreamCodec, PlacedPage
+from sglang_ext.managers.kv_transfer.progressive.page_codec import BenchCodec, PlacedPage, page_tokens
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
-from sglang_ext.managers.kv_transfer.link_settings import LOSSY, OptionValue
 from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
-
 
 # Keeps data in host memory.
 ON_HOST = HostBlocks(torch.device("cpu"))
 
 
 @dataclass(frozen=True)
-class UnsplitCodec(SingleStreamCodec):
+class UnsplitCodec(BenchCodec):
     """Anchor and residual of 8 bits in one stream, or the anchor alone.
 
     Attributes:
-        split: Codec of the anchor and the residual, with reference ``int8``.
+        name: The name that both ends compare.
         whole: True for 8 bits, False for 4.
+        split: Codec of the anchor and the residual, with reference ``int8``.
     """
 
+    name: ClassVar[str]
+    whole: ClassVar[bool]
     split: LynxCodec
-    whole: bool
     version = 1
     reference = LOSSY
+
+    @classmethod
+    def for_pool(cls, pool: PoolBuffers) -> Self:
+        """Create the codec of a pool."""
+        return cls(LynxCodec(pool, "int8", page_tokens(pool.bytes_per_token)))
 
     @property
     def pool(self) -> PoolBuffers:
@@ -40,11 +47,6 @@ class UnsplitCodec(SingleStreamCodec):
     def page_size(self) -> int:
         """Tokens of a page."""
         return self.split.page_size
-
-    @property
-    def name(self) -> str:
-        """Value of the flag."""
-        return "lynx-int8" if self.whole else "lynx-int4"
 
     @property
     def options(self) -> dict[str, OptionValue]:
@@ -75,3 +77,19 @@ class UnsplitCodec(SingleStreamCodec):
             return
         both = (memoryview(stream.numpy()) for stream in unpack_streams(anchor, 2, ON_HOST))
         self.split.write_residual(page, layers, *both)
+
+
+@dataclass(frozen=True)
+class LynxInt8Codec(UnsplitCodec):
+    """Lynx codes of 8 bits."""
+
+    name: ClassVar[str] = "lynx-int8"
+    whole: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class LynxInt4Codec(UnsplitCodec):
+    """Lynx codes of 4 bits: the anchor alone."""
+
+    name: ClassVar[str] = "lynx-int4"
+    whole: ClassVar[bool] = False

@@ -8,11 +8,13 @@ the layer's page. CacheGen fits its distributions per channel, in advance.
 import zlib
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 import torch
 
-from sglang_ext.managers.kv_transfer.progressive.baselines.quantizers import Int8Quantizer, as_bytes, to_float16
+from sglang_ext_bench.baselines.quantized_codec import QuantizedCodec
+from sglang_ext_bench.baselines.quantizers import Int8Quantizer, as_bytes, to_float16
 
 # Largest symbol of a difference, for the first, second and last third of the layers.
 MOST = (15, 11, 7)
@@ -20,7 +22,7 @@ TOKENS = 10
 
 
 @dataclass(frozen=True)
-class CacheGen:
+class CacheGenQuantizer:
     """Quantizer whose stream holds: quantized anchors, float16 steps [layers, channels], uint32 sizes of each layer's symbols, and the
     symbols."""
 
@@ -95,6 +97,13 @@ class CacheGen:
 
     def _plain_bytes(self, layers: int, tokens: int, heads: int, dim: int) -> int:
         return self._anchors.most_bytes(layers, -(-tokens // TOKENS), heads, dim) + layers * (2 * heads * dim + 4)
+
+
+@dataclass(frozen=True)
+class CacheGenCodec(QuantizedCodec):
+    """Differences of tokens, entropy coded, in pages of 64 tokens."""
+
+    quantizer: ClassVar[CacheGenQuantizer] = CacheGenQuantizer()
 
 
 def _deflate(symbols: bytes) -> bytes:

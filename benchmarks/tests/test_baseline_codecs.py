@@ -1,20 +1,29 @@
-"""Codecs that progressive transfer is compared with: how far numbers move, how many bits they take, and what is refused."""
+"""Baseline codecs of KV transfer: how far numbers move, how many bits they take, and what is refused."""
 
 import pytest
 import torch
 from transfer_helpers import LAYERS, SLOTS, make_pool, rows
 
-from sglang_ext.config.benchmark_options import CODECS
-from sglang_ext.managers.kv_transfer import link_settings as link_settings
-from sglang_ext.managers.kv_transfer.progressive.codecs import QUANTIZERS, make_codec
-from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage
+from sglang_ext.core import OptionError
+from sglang_ext.managers.kv_transfer import link_settings
 from sglang_ext.managers.kv_transfer.link_settings import LinkError, LinkSettings
+from sglang_ext.managers.kv_transfer.progressive.codecs import bench_codec, compile_kernels, make_codec
+from sglang_ext.managers.kv_transfer.progressive.page_codec import UNIT, PlacedPage
 from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
+from sglang_ext_bench.baselines import CODECS
+from sglang_ext_bench.baselines.quantized_codec import QuantizedCodec
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALL = LayerRange(0, LAYERS)
 # Heads as models have them: 30 layers, 3 heads of 64.
 SHAPE = 30, 64, 3, 64
+CLASSES = {name: bench_codec(value) for name, value in CODECS.items()}
+QUANTIZERS = {name: codec.quantizer for name, codec in CLASSES.items() if issubclass(codec, QuantizedCodec)}
+
+
+def codec_of(name, pool):
+    """The codec that a server makes of the flag's value."""
+    return make_codec("exact", pool, CODECS[name])
 
 
 def slots(tokens, seed):
@@ -41,14 +50,14 @@ def moved(name, x):
 def test_both_sides_have_the_same_numbers_at_the_pages_slots_and_touch_no_other(name, dtype):
     for tokens, start in ((64, 0), (1, 64), (33, 128)):
         source, target, again = make_pool(dtype), make_pool(dtype, seed=1), make_pool(dtype, seed=1)
-        codec = make_codec("exact", source, name)
+        codec = codec_of(name, source)
         encoded = codec.encode(PlacedPage(start, slots(tokens, 0)), ALL)
         assert encoded.residual is None and not codec.most_bytes(Stream.RESIDUAL, ALL)
         assert bytes(encoded.anchor) == bytes(codec.encode_anchor(PlacedPage(start, slots(tokens, 0)), ALL))
         assert len(encoded.anchor) <= codec.most_bytes(Stream.ANCHOR, ALL)
         there = slots(tokens, 5)
         for pool in (target, again):
-            make_codec("exact", pool, name).write_anchor(PlacedPage(start, there), ALL, encoded.anchor)
+            codec_of(name, pool).write_anchor(PlacedPage(start, there), ALL, encoded.anchor)
         assert torch.equal(rows(target, there), rows(again, there))
         others = torch.ones(SLOTS, dtype=torch.bool)
         others[there] = False
@@ -97,13 +106,13 @@ def test_numbers_without_a_code_are_refused_by_name(name):
     pool = make_pool()
     pool.keys[1][slots(8, 0)[3], 2] = float("nan")
     with pytest.raises(LinkError, match=f"not finite: codec {name} .*--kv-reference exact"):
-        make_codec("exact", pool, name).encode(PlacedPage(0, slots(8, 0)), ALL)
+        codec_of(name, pool).encode(PlacedPage(0, slots(8, 0)), ALL)
 
 
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("cut", [lambda data: data[:-1], lambda data: data[:3], lambda data: data + bytes(16)], ids=["less", "short", "more"])
 def test_streams_of_another_size_are_refused(name, cut):
-    codec, page = make_codec("exact", make_pool(), name), PlacedPage(0, slots(64, 0))
+    codec, page = codec_of(name, make_pool()), PlacedPage(0, slots(64, 0))
     anchor = codec.encode(page, ALL).anchor
     with pytest.raises(LinkError):
         codec.write_anchor(page, ALL, memoryview(cut(bytes(anchor))))
@@ -112,7 +121,7 @@ def test_streams_of_another_size_are_refused(name, cut):
 
 
 def test_symbols_that_are_no_code_are_refused():
-    codec, page = make_codec("exact", make_pool(), "cachegen"), PlacedPage(0, slots(64, 0))
+    codec, page = codec_of("cachegen", make_pool()), PlacedPage(0, slots(64, 0))
     data = bytearray(codec.encode(page, ALL).anchor)
     data[-48:] = bytes(48)
     with pytest.raises(LinkError, match="symbols"):
@@ -121,7 +130,7 @@ def test_symbols_that_are_no_code_are_refused():
 
 def test_a_peer_with_another_codec_is_refused_by_name():
     def end(name):
-        codec = make_codec("exact", make_pool(), name)
+        codec = make_codec("exact", make_pool(), CODECS.get(name))
         named = codec.name, codec.version, codec.options, codec.reference
         return LinkSettings("any", "float32", LAYERS, 2, 16, 8, codec.page_size, *named, 0, 1)
 
@@ -134,4 +143,28 @@ def test_a_peer_with_another_codec_is_refused_by_name():
 def test_a_pool_of_8_bits_is_refused():
     for name in CODECS:
         with pytest.raises(LinkError, match="float8"):
-            make_codec("exact", make_pool(torch.float8_e4m3fn), name)
+            codec_of(name, make_pool(torch.float8_e4m3fn))
+
+
+def test_pages_have_64_tokens_if_scales_span_them():
+    assert {name: codec_of(name, make_pool()).page_size for name in CODECS} == dict.fromkeys(CODECS, 256) | {"int8-tensor": UNIT, "cachegen": UNIT}
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_short_names_are_those_that_both_ends_compare(name):
+    assert codec_of(name, make_pool()).name == name
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_kernels_are_compiled_with_slot_0_alone(name):
+    pool = make_pool(torch.bfloat16)
+    for tensor in pool.tensors(0, LAYERS):
+        tensor[0] = float("nan")
+    before = rows(pool, torch.arange(1, SLOTS))
+    compile_kernels(codec_of(name, pool), ALL, True)
+    assert torch.equal(rows(pool, torch.arange(1, SLOTS)), before)
+
+
+def test_short_names_are_not_values_of_the_flag():
+    with pytest.raises(OptionError, match="--kv-bench-codec is 'int8'; .*pass MODULE:CLASS, for example sglang_ext_bench"):
+        bench_codec("int8")
