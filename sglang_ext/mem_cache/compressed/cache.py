@@ -162,12 +162,12 @@ class CompressedKVCache:
         return self._by_row.items()
 
     @property
-    def held_tokens(self) -> int:
+    def owned_slot_count(self) -> int:
         """Slots that compressed KV owns. Slots of shared segments belong to the prefix tree."""
         return sum(len(view.own) + (0 if view.back_slots is None else len(view.back_slots)) for view in self._by_row.values())
 
     def all_slots(self) -> torch.Tensor:
-        """Slots that compressed KV owns: int64 [held_tokens]."""
+        """Slots that compressed KV owns: int64 [owned_slot_count]."""
         return torch.cat([self._no_slots(), *(view.owned_slots for view in self._by_row.values())])
 
     def _no_slots(self) -> torch.Tensor:
@@ -179,7 +179,7 @@ class CompressedKVCache:
 
     def held_bytes(self) -> int:
         """Bytes of all compressed KV, over all layers. Shared segments count once."""
-        return self.buffers.bytes_per_slot * (self.held_tokens + self.tree_cache.segments.held_tokens)
+        return self.buffers.bytes_per_slot * (self.owned_slot_count + self.tree_cache.segments.held_tokens)
 
     @property
     def share(self) -> float:
