@@ -170,7 +170,7 @@ def add_kv_fields(original: Callable, manager, meta_info: dict[str, Any], recv_o
 
     - ``kv_verifies``: verifications that checked drafts.
 
-    - ``kv_drafts``: tokens drafted for them.
+    - ``kv_drafts``: draft tokens that were verified.
 
     - ``kv_accepted``: drafts that were accepted.
 

@@ -239,7 +239,7 @@ class PlacesFreed(RankMessage, tag="taken"):
 
 
 class Heartbeat(RankMessage, tag="beat"):
-    """Sign of life. ``number`` is that of the ping it answers, 0 for none."""
+    """Heartbeat of the rank. ``number`` is the number of the ping that it answers; 0 for no ping."""
 
     epoch: Epoch
     number: Annotated[int, Meta(ge=0, lt=1 << 62)] = 0

@@ -351,9 +351,9 @@ class CompressedKVCache:
     def on_row_moved(self, row: int, start: int) -> None:
         """Handle that a request's row points to other slots from position ``start`` on. The old slots are free.
 
-        With the overlap scheduler, a first round is launched before the prefix tree inserts the prompt. The insertion replaces slots of
-        tokens that the tree already has. A draft row, or pointers, would still point to the freed slots. Pointers are therefore dropped.
-        They are selected again instead if dropping them would give the request compressed KV later than a prompt new to the tree.
+        SGLang may move a prompt's tokens to other slots after the first round began: the prefix tree replaces slots of tokens that it
+        already has. Draft rows and pointers then point to freed slots. Free such pointers, or select again. Selecting again gives the
+        request compressed KV as early as a prompt that is new to the tree.
         """
         if self.layout.points_to_full_kv and not self._point_to_new_slots(row):
             self.release_compressed_kv(row)
