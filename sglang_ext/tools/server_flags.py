@@ -153,7 +153,7 @@ def _check_alike(one: tuple[str, KVServerArgs], other: tuple[str, KVServerArgs])
     _check_pages(one, other)
     if links:
         _check_pools(one, other)
-    # Empty but where prompts travel as codes, over links.
+    # Empty unless links send prompts as codes.
     codes = [quantized_transfer_settings(args) for _, args in (one, other)]
     if codes[0] != codes[1]:
         raise CommandError(f"the servers {one[0]} and {other[0]} differ in {options_mismatch(*codes)}")

@@ -148,7 +148,7 @@ class RankLink:
 
     @property
     def _silence(self) -> float:
-        """Seconds without a sign of life after which the process is ended."""
+        """Seconds without a message after which the process is ended."""
         if self.ready:
             return self.settings.silence
         return max(ATTACH_SECONDS, self.settings.silence) if self._attach_sent else START_SECONDS
