@@ -21,8 +21,8 @@ This design has these consequences:
 
 - A late rank may read a record that is partly newer, but the device does not apply its reply.
 
-- The rank sends the rows with the highest scores if not all rows fit. The compressed KV always matches its record, but some of its tokens
-  are older selections.
+- The rank sends the rows with the highest scores if not all rows fit. The compressed KV always matches its record, but may hold tokens of
+  older selections.
 
 On a CPU, for tests, the buffer is shared memory, and PyTorch does the work of the kernels.
 """

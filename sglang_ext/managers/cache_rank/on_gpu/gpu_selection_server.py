@@ -8,7 +8,7 @@ each request it answers only the newest one.
 
 If no other work is pending, the server launches the kernels of the next batch early (selection_runner.py). A first kernel waits for the
 batch. So no launch delays the reply. The server does not answer selection requests that are not published in time; the host checks
-afterwards which were. On a CPU, for tests, PyTorch selects.
+afterwards which ones were. On a CPU, for tests, PyTorch selects.
 """
 
 import os
