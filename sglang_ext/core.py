@@ -85,7 +85,7 @@ class CompressedKV:
         own_packed: Slots of ``own``, after the sinks, that hold packed blocks (quantized_blocks.py); 0 if it holds tokens.
         back_slots: int64, back buffer for the next selection, as large as ``own``; the draft row does not point to it. Empty if a selection
             overwrites ``own``, on a second stream or within the steps. None if tokens are selected between steps.
-        refresh_after: Tokens at which it is refreshed, without the newest tokens, which stay uncompressed. 0 to derive it from the size.
+        refresh_after: Context length at which it is refreshed, without the newest tokens. 0 if its size decides.
     """
 
     own: "torch.Tensor"

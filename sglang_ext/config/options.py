@@ -24,7 +24,7 @@ MAX_EARLY_DRAFTS = 64
 BACKEND, RAW = "progressive", "raw"
 # Maximum verifications of offloaded or arriving full KV in one forward. They are wide, and become ready one by one, as their loads do.
 MAX_WIDE_REQUESTS = 2
-# Their widths are captured in this step, in tokens per request. Tokens beyond the drafts are computed in vain.
+# Their widths are multiples of this number of tokens per request. Extra tokens are computed and ignored.
 WIDE_STEP = 64
 # Maximum drafts with --kv-draft-length auto: 16 tokens of 4 query heads fill a tile of verifications, a 17th begins another.
 AUTO_DRAFT_LENGTH = 15

@@ -170,7 +170,7 @@ def add_kv_fields(original: Callable, manager, meta_info: dict[str, Any], recv_o
 
     - ``kv_verifies``: verifications that checked drafts.
 
-    - ``kv_drafts``: tokens drafted for them.
+    - ``kv_drafts``: draft tokens that were verified.
 
     - ``kv_accepted``: drafts that were accepted.
 
@@ -362,7 +362,8 @@ def _check_stop_tokens(params: dict[str, Any], vocabulary: int) -> None:
         raise ValueError(f"{name} is {_short(tokens)}; pass a list of token ids, or leave it out") from None
     _check_type(name, found, TOKENS)
     if params.get("min_new_tokens"):
-        # Until then the logits of these tokens are masked. Otherwise they are only compared with the output, and need not exist.
+        # Until then the logits of these tokens are masked. Otherwise they are only compared with the output, so they may be outside the
+        # vocabulary.
         _check_tokens(name, found, vocabulary, "leave it out")
 
 

@@ -1,10 +1,10 @@
 """Admission of prompts when full KV is freed once compressed KV or cache ranks hold it (freed_full_kv.py).
 
-A prompt needs its full KV while it is computed and packed, and much less afterwards. So two bounds replace SGLang's single one. *Now*:
-there are slots for the full KV of all starting prompts, for their compressed KV, and for the next round of all requests, in which
-compressed KV is created. Nothing is decoded before that. *Later*: there are slots for what remains, as outputs grow. Full KV that
-will be freed and growing outputs never need the same slots. Prompts that attend to quantized KV hold full KV of two chunks at once, and
-need none for a quantized-only prefix (quantized_prompts.py).
+A prompt needs its full KV while it is computed and packed, and much less afterwards. So two limits replace SGLang's limit. The current
+limit: there are slots for the full KV of all starting prompts, for their compressed KV, and for the next round of all requests. That round
+creates the compressed KV, and nothing is decoded before it. The later limit: there are slots for the remaining KV of all requests while
+their outputs grow. Full KV is freed before outputs need its slots. Prompts that attend to quantized KV hold full KV of two chunks at once,
+and need none for a quantized-only prefix (quantized_prompts.py).
 """
 
 from collections.abc import Callable

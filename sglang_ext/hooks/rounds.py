@@ -1,8 +1,7 @@
 """Hooks for the scheduler's view of rounds: slots for the next round, and the results of a round.
 
-*Slots.* The slots that SGLang reserves for a request end at its output's end. In a full pool compressed KV is freed before requests are
-retracted. SGLang reserves two rounds' tokens for each request that can get several tokens at once. With these, a prompt that only just
-fits the pool would not fit: no request is left to retract, and the request ends with an error.
+*Slots.* SGLang reserves slots for two rounds. A prompt that barely fits the pool would then fail, because no request could be retracted. So
+the reservation ends at the end of the output. In a full pool compressed KV is freed before requests are retracted.
 
 *Results.* The scheduler sees the requests with output tokens, and the requests that were aborted. If a grammar cannot be walked, the
 scheduler processes a result before it launches the next round.
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def cap_slot_reservation(original: Callable, batch: "ScheduleBatch") -> None:
-    """Hook around ``eagle_prepare_for_decode``, which reserves slots: no more than the outputs need.
+    """Hook around ``eagle_prepare_for_decode``, which reserves slots. Ends the reservation at the end of each output.
 
     A round may continue after the end of its shorter requests. Their rows point to SGLang's padding page there.
     """

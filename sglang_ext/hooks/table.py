@@ -38,7 +38,7 @@ HOOKS: tuple[Hook, ...] = (
         "sglang.srt.managers.scheduler_components.batch_result_processor."
         "SchedulerBatchResultProcessor.process_batch_result_decode",
         "sglang_ext.hooks.rounds.process_output_tokens",
-        "in an iteration most requests only draft: they have no tokens to stream or count", ("self", "batch", "result"),
+        "many requests in a round have no output token to stream or count", ("self", "batch", "result"),
     ),
     Hook(
         "sglang.srt.managers.schedule_batch.ScheduleBatch.grammar_needs_sync",
@@ -82,7 +82,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         "sglang.srt.speculative.eagle_utils.eagle_prepare_for_decode",
         "sglang_ext.hooks.rounds.cap_slot_reservation",
-        "slots reserved for a request must end where its output does, or a prompt that fits would not be admitted", ("batch",),
+        "slots reserved for a request must end at the end of its output, or a prompt that barely fits the pool would fail", ("batch",),
     ),
     Hook(
         "sglang.srt.managers.schedule_batch.ScheduleBatch.check_decode_mem",
@@ -92,18 +92,18 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
         "sglang_ext.hooks.lossy_admission.admit_prompt",
-        "in mode lossy prompts are admitted if their compressed KV fits beside their full KV, which is freed only then",
+        "in mode lossy a prompt needs slots for its full KV and its compressed KV: full KV is freed after compression",
         ("self", "req", "has_chunked_req", "truncation_align_size"),
     ),
     Hook(
         "sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req",
         "sglang_ext.hooks.lossy_admission.admit_chunk",
-        "in mode lossy chunks must not shrink by the slots of future outputs: full KV is freed before", ("self", "req"),
+        "in mode lossy SGLang would shrink chunks by the slots of future outputs, but full KV is freed before", ("self", "req"),
     ),
     Hook(
         "sglang.srt.managers.schedule_batch.ScheduleBatch.retract_decode",
         "sglang_ext.mem_cache.prefix_cache.recompute.retract_lost",
-        "a request whose full KV came back changed from the host is recomputed", ("self", "server_args"),
+        "a request whose full KV changed in host memory must be recomputed", ("self", "server_args"),
     ),
     Hook(
         "sglang.srt.managers.scheduler_components.invariant_checker.SchedulerInvariantChecker._check_tree_cache",
@@ -154,7 +154,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.create_abort_task",
         "sglang_ext.hooks.stream_delivery.abort_unfinished",
-        "a request must not be aborted because it has the id of one that has just been answered",
+        "a request must not be aborted because it has the id of a request that has just finished",
         ("self", "obj"), process="frontend",
     ),
     Hook(
@@ -182,7 +182,7 @@ TRANSFER_HOOKS: tuple[Hook, ...] = (
     Hook(
         "sglang.srt.disaggregation.utils.get_kv_class",
         "sglang_ext.hooks.transfer.get_kv_class",
-        "SGLang has a name for other transfer backends, and no place for their classes", ("transfer_backend", "class_type"),
+        "SGLang's backend registry has no entry for other classes", ("transfer_backend", "class_type"),
     ),
     Hook(
         "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender",

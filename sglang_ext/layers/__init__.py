@@ -1,1 +1,1 @@
-"""Attention over views of the KV cache."""
+"""Forwards of the model, attention over full and compressed KV, and kernels."""

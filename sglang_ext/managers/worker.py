@@ -100,7 +100,7 @@ class KVWorker(BaseSpecWorker):
         verify_graphs.use_plain_decoding(self.model_runner)
         torch_native.register()
         reserve_queries(window)
-        # Last, because SGLang sizes its pool next, by the free memory.
+        # Reserve last, because SGLang sizes its pool next, by the free memory.
         self.memory = ReservedMemory(MemoryPlanner.of(server_args, self.model_runner, self.methods), self.model_runner)
 
     @property
@@ -110,10 +110,10 @@ class KVWorker(BaseSpecWorker):
 
     @property
     def spec_v2_attn_backends(self) -> tuple:
-        """Ask SGLang for the lengths on the host: rounds and compressed KV are planned by them."""
+        """Backends for which SGLang keeps the lengths on the host. The worker plans rounds and compressed KV by these lengths."""
         return (*super().spec_v2_attn_backends, self)
 
-    # SGLang reads this of each backend above.
+    # SGLang reads this attribute of each backend above.
     needs_cpu_seq_lens = True
 
     @exit_on_refusal
@@ -140,10 +140,10 @@ class KVWorker(BaseSpecWorker):
         if isinstance(self.layout, PagePointerLayout):
             self.key_sidecar = self.layout.extremes
         if self.key_sidecar is not None:
-            # Before any graph is captured: graphs call it for the keys that they write, too.
+            # Set it before any graph is captured, because graphs also call it for the keys that they write.
             set_key_write_callback(self.key_sidecar.written)
         if served.scores is not None:
-            # Before any graph is captured: graphs write scores, too.
+            # Allocate them before any graph is captured, because graphs write scores, too.
             served.scores.allocate(len(self.buffers.keys[0]), self.model_runner.device, self.model_runner.dtype)
             served.scores.watch(self.model_runner.model)
 
@@ -190,28 +190,28 @@ class KVWorker(BaseSpecWorker):
         self.loop = decode_loop(self, full_kv, policy)
 
     def _full_kv_provider(self, codes: FreedFullKV | None) -> ResidentFullKV:
-        """The full-KV provider of a server without full KV in host memory or arriving from another server."""
+        """Create the provider for a server whose full KV is never offloaded or arriving."""
         if isinstance(codes, RemoteOnlyKV):
             return RemoteOnlyFullKV(codes)
         return ResidentFullKV() if codes is None else QuantizedOnlyFullKV(codes)
 
     def _full_kv_release(self, tree_cache) -> FreedFullKV | None:
-        """Frees full KV that compressed KV or cache ranks hold, in lossy mode; None if full KV stays, for a reason that is logged."""
+        """Create the object that frees full KV in lossy mode, once compressed KV or cache ranks hold it; None if full KV stays."""
         kept, row_sender = options.why_full_kv_stays(self.server_args), self.compressed_kv.row_sender
         here = self.server_args.disaggregation_mode == "null"
         if kept is None and here and row_sender is not None:
             method = self.compressed_kv.methods[0]
             most = selection_options.max_selected_tokens(self.server_args)
-            takes = f"slots of {most} tokens" if most else f"about {method.share:.2f} of its slots"
-            logger.info("sglang-ext: full KV is freed once a cache rank has it; a compressed KV takes %s, and of the newest tokens", takes)
+            takes = f"slots of {most} tokens" if most else f"about {method.share:.2f} of the full KV's slots"
+            logger.info("sglang-ext: full KV is freed once a cache rank has it; compressed KV takes %s, plus slots for the newest tokens", takes)
             tail = max_tail(method, self.token_to_kv_pool_allocator.page_size, self.memory.model.context, self.compressed_kv.async_selector is not None)
             return RemoteOnlyKV(tree_cache, self.compressed_kv, row_sender, self._method_of, tail)
         packing = [method for method in self.compressed_kv.methods if method.packs_all]
         if kept is None and not packing:
-            kept = "they leave tokens out"
+            kept = "the methods drop tokens"
         if kept is None:
-            shares = ", ".join(f"{method.share:.2f} of it with {method.name}" for method in packing)
-            logger.info("sglang-ext: full KV is freed once it is compressed, which takes of the pool's slots about %s", shares)
+            shares = ", ".join(f"{method.share:.2f} ({method.name})" for method in packing)
+            logger.info("sglang-ext: full KV is freed once it is compressed; compressed KV takes about %s of the full KV's slots", shares)
             prompts = self._quantized_prompts(tree_cache) if here else None
             return QuantizedOnlyKV(tree_cache, self.compressed_kv, self.layout.layout, self._method_of, recomputes=here, prompts=prompts)
         if self.lossy:
@@ -219,7 +219,7 @@ class KVWorker(BaseSpecWorker):
         return None
 
     def _quantized_prompts(self, tree_cache) -> QuantizedPrompts | None:
-        """Prompts that attend to quantized KV; None if they attend to full KV."""
+        """Create the state of prompts that attend to quantized KV; None if they attend to full KV."""
         if self.quantized is None:
             return None
         chunk = self.server_args.chunked_prefill_size
@@ -230,10 +230,10 @@ class KVWorker(BaseSpecWorker):
         return None if fallback_reason(req) else self.compressed_kv.methods[self.requests.method_of(req)]
 
     def arriving_full_kv(self, req: "Req", tree_cache) -> ArrivingFullKV | None:
-        """Where to receive the KV of a request that another server prefills and that may decode early; None if all KV must arrive first.
+        """Return the provider for a request that decodes early; None if all KV must arrive first.
 
-        A request that cannot be drafted, or has no token left to draft, does not need an anchor. A request that decodes early may have to
-        be prefilled again. SGLang's second request to the prefill server names tokens only: no adapter, image or embedding.
+        A request that cannot draft, or has no tokens to draft, does not need an anchor. A request that decodes early may have to be
+        prefilled again. SGLang's second request to the prefill server has tokens only, without adapter, image or embedding.
         """
         if not options.has_early_decoding(self.server_args) or fallback_reason(req) or req.sampling_params.max_new_tokens <= 1:
             return None
@@ -244,17 +244,17 @@ class KVWorker(BaseSpecWorker):
         return self.loop.full_kv
 
     def packs_prompts(self) -> tuple[Packing, KVBuffers] | None:
-        """How this prefill server packs prompts that are transferred quantized; None if they are transferred as full KV."""
+        """Return the packing of quantized prompts, and the buffers; None if prompts are transferred as full KV."""
         return (self.layout.layout, self.buffers) if quantized_transfer_settings(self.server_args) else None
 
     def packed_ahead(self, req: "Req") -> QuantizedPrompt | None:
-        """How a computed prompt will be transferred while its decode side has no memory yet; None for full KV, or if it is not known."""
+        """Return the transfer plan of a computed prompt that waits for a decode server; None for full KV, or if it is not known yet."""
         if self.compressed_kv is None or not quantized_transfer_settings(self.server_args):
             return None
         return plan_quantized_prompt(req, len(req.origin_input_ids), self.compressed_kv.methods[self.requests.method_of(req)])
 
     def coded_prompts(self, tree_cache) -> QuantizedPromptAllocator | None:
-        """Receives another server's prompts as quantized KV; None if they arrive as full KV."""
+        """Create the allocator for prompts that arrive as quantized KV; None if they arrive as full KV."""
         if not quantized_transfer_settings(self.server_args):
             return None
         if self.loop is None:
@@ -291,13 +291,13 @@ class KVWorker(BaseSpecWorker):
             layout=layout,
             remote_selector=remote_selector,
             async_selector=async_selector,
-            # Also between requests: nothing else updates the metrics then.
+            # Also called between requests, when nothing else updates the metrics.
             on_processes_changed=lambda: self.loop.observe_pool(),
             frees_full_kv=options.why_full_kv_stays(args) is None,
         )
 
     def _warm_up(self) -> None:
-        """Run everything once that the first requests would wait for."""
+        """Run each kernel once, so that the first requests do not wait for compilation."""
         self.compressed_kv.compile_kernels(first_attention_layer(self.model_runner.model).tp_q_head_num)
         compile_slot_kernel(self.compressed_kv.token_table, self.compressed_kv.rows - 1)
         if self.graphs is not None:
@@ -305,13 +305,13 @@ class KVWorker(BaseSpecWorker):
         self.queries.warm_up()
 
     def forget(self, row: int) -> None:
-        """Drop the draft state of the request in ``row``: it finished, was aborted or retracted."""
+        """Drop the draft state of the request in ``row``, which finished, was aborted or was retracted."""
         self.requests.forget(row)
         self.loop.forget(row)
         self.loop.observe_pool()
 
     def clear_cache_pool(self) -> None:
-        """Drop all requests: the scheduler cleared the pool."""
+        """Drop all requests, because the scheduler cleared the pool."""
         self.requests.clear()
         if self.loop is not None:
             self.loop.observe_pool()
@@ -323,7 +323,7 @@ class KVWorker(BaseSpecWorker):
     update_weights_from_ipc = update_weights_from_disk
 
     def update_weights_from_tensor(self, recv_req) -> tuple[bool, str]:
-        """Update the target: SGLang asks the draft worker, if there is one."""
+        """Update the target model. SGLang calls the draft worker, if there is one."""
         return self.target_worker.update_weights_from_tensor(recv_req)
 
     def forward_batch_generation(self, batch: "ScheduleBatch", on_publish=None) -> GenerationBatchResult:

@@ -8,7 +8,7 @@ pytestmark = pytest.mark.server
 
 # SGLang says for each replay of graphs of which kind it is; with LOGGED, for each iteration whether it ran in graphs.
 REPLAYS = {"SGLANG_LOG_DECODE_GRAPH_KEY": "1"}
-CAPTURED = "capturing steps over packed copies"
+CAPTURED = "capturing steps over packed KV"
 
 
 def served(server, prompts, tokens=64):

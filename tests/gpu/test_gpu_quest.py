@@ -25,7 +25,7 @@ def test_lossy_steps_in_graphs_choose_pages(launch, prompts, backend):
     server = launch(*flags, env=REPLAYS | server_environment(None))
     answers = served(server, prompts)
     log = server.log.read_text(errors="replace")
-    assert "capturing steps over copies of --kv-compressor quest" in log and "extremes of pages" in log
+    assert "capturing steps over compressed KV of --kv-compressor quest" in log and "extremes of pages" in log
     assert "cuda graph: True" in log and "mode=DECODE" in log
     assert server.metric("sglang_ext:page_extreme_bytes") > 0
     # One in each step but those of the first rounds.

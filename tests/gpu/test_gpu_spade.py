@@ -134,7 +134,7 @@ def test_lossy_steps_in_graphs_leave_queries_that_choose(launch, prompts, select
     server = launch(*flags, env=REPLAYS | server_environment(None))
     answers = served(server, prompts)
     log = server.log.read_text(errors="replace")
-    assert "capturing steps over copies of --kv-compressor verify-guided or spade" in log
+    assert "capturing steps over compressed KV of --kv-compressor verify-guided or spade" in log
     assert "cuda graph: True" in log and "mode=DECODE" in log
     # One when a copy is made, and one after each step but those of the first rounds, whose copies the prefix tree's prompts replace.
     assert server.metric(CHOICES) > len(answers) * 40

@@ -75,7 +75,7 @@ def test_drafts_on_uneven_heads_run_in_graphs(launch, prompts, mode):
     if mode == "verified":
         assert accept_length(answers) > 1.5
     log = server.log.read_text(errors="replace")
-    assert "capturing steps over copies of --kv-head-budgets adaptive" in log
+    assert "capturing steps over compressed KV of --kv-head-budgets adaptive" in log
     assert "cuda graph: True" in log and "mode=DECODE" in log
 
 

@@ -44,7 +44,7 @@ def test_drafts_through_pointers_run_in_graphs(launch, prompts):
     server = launch(*QUICK, *LOGGED, *flags, env=REPLAYS)
     assert accept_length(served(server, prompts)) > 2
     log = server.log.read_text(errors="replace")
-    assert "capturing steps over copies of --kv-compressor verify-guided" in log
+    assert "capturing steps over compressed KV of --kv-compressor verify-guided" in log
     assert "cuda graph: True" in log and "mode=DECODE" in log
 
 

@@ -54,7 +54,7 @@ def check_slots_are_conserved(compressed_kv, steps, page_size, choose, held_of, 
         assert compressed_kv.compress(1, tokens) == (covered > 0)
         view = compressed_kv.get(1)
         held = held_of(view) if view else 0
-        assert compressed_kv.held_tokens == held and compressed_kv.allocator.available_size() == before - held
+        assert compressed_kv.owned_slot_count == held and compressed_kv.allocator.available_size() == before - held
         if view:
             check(held)
         if release:

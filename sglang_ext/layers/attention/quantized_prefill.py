@@ -59,7 +59,7 @@ class QuantizedPrefill:
 
         Args:
             seeds: By row of the token table, int32 [tokens], seed of each token of the prompt (layouts/rounding.py).
-            stored: As :attr:`stored`. There, rows need not point to full KV. The blocks end before the first token that is computed.
+            stored: As :attr:`stored`. Rows may lack full KV there. The blocks end before the first token that is computed.
         """
         self._seeds, self._stored = seeds, stored or {}
         try:

@@ -18,5 +18,5 @@ class VerifyFlashAttention(FlashAttentionBackend):
         super().__init__(model_runner, fa_impl_ver=3)
         # SGLang has a single number of draft tokens; the graphs here have several widths.
         self.speculative_num_draft_tokens = width
-        # A verification at the end of a context goes beyond it; the token table has room for that.
+        # A verification may exceed the end of a context; the token table is wide enough.
         self.max_context_len += width

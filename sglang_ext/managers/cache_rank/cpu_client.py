@@ -1,9 +1,9 @@
 """Inference-side client of the cache ranks on CPUs: hands over keys, publishes queries, and applies selections.
 
-The client hands a request over once its context is long enough. Until the first selection arrives, the request reads its full KV. From
-then on, each pack of layers publishes its queries as soon as it has computed them. When the next step reaches the pack, the pack reads
-the tokens selected with the queries of the previous step. So the rank selects while the rest of the model computes. A step waits at most
-:data:`WAIT_SECONDS` for late selections. After that the pack continues with its last selection plus the newest tokens.
+The client hands a request over once its context is long enough. Until the first selection arrives, the request reads its full KV. After
+that, each pack of layers publishes its queries as soon as they are computed. The attention of the next step reads the tokens selected with
+the previous step's queries. So the rank selects while the rest of the model computes. A step waits at most :data:`WAIT_SECONDS` for late
+selections. After that the pack continues with its last selection plus the newest tokens.
 
 Ranks that hold values send K and V of the selected tokens. The compressed KV then stores rows instead of pointers, and receives the rows
 that it lacks (row_exchange.py). The request's full KV may be freed (prefix_cache/remote_only.py), and then cannot be read as a whole. If

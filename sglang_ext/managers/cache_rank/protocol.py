@@ -152,10 +152,10 @@ class SelectionRequest(RankMessage, tag="ask"):
     """Asks for the tokens of a request's next step. A step wrote the queries of layers ``first`` to ``first + count``.
 
     With :attr:`BufferShape.rows`, the positions whose rows the compressed KV holds are stored with the queries. The rank replies with the
-    rows of selected tokens that are not among them. So the rank need not know which of its replies were applied: a late or unread reply
-    is never part of a later base. Such a rank has at most one open selection request per pack. It writes to a slot only when that slot is
-    requested. In an exchange buffer (on_gpu/exchange_buffer.py) the next selection request may follow one that was not answered in time.
-    Only the reply to the newest one is applied.
+    rows of selected tokens that are not among them. So the rank does not have to know which of its replies were applied. A later request
+    does not build on a late or unread reply. Such a rank has at most one open selection request per pack. It writes to a slot only when
+    that slot is requested. In an exchange buffer (on_gpu/exchange_buffer.py) the next selection request may follow one that was not
+    answered in time. Only the reply to the newest one is applied.
 
     Attributes:
         lane: Lane of the request.
@@ -239,7 +239,7 @@ class PlacesFreed(RankMessage, tag="taken"):
 
 
 class Heartbeat(RankMessage, tag="beat"):
-    """Sign of life. ``number`` is that of the ping it answers, 0 for none."""
+    """Heartbeat of the rank. ``number`` is the number of the ping that it answers; 0 for no ping."""
 
     epoch: Epoch
     number: Annotated[int, Meta(ge=0, lt=1 << 62)] = 0

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A process without a sign of life for this long counts as ended. It sends a heartbeat every 0.2 s, and between two selection requests.
+# The client ends a process that sends no message for this time. A process sends a heartbeat every 0.2 s, and between two selection
+# requests.
 SILENCE_SECONDS = 3.0
 # Timeouts until the first heartbeat, while the process loads PyTorch, and until it is ready. In the second phase a thread sends
 # heartbeats, but it waits for compilers.
@@ -44,7 +45,7 @@ class RankSettings:
         attach: First message; the epoch is set for each process.
         pack: Layers of a pack; 0 to measure it.
         threads: Threads of each process.
-        silence: Seconds without a sign of life after which a process is ended.
+        silence: Seconds without a message after which a process is ended.
     """
 
     attach: protocol.Attach
@@ -147,7 +148,7 @@ class RankLink:
 
     @property
     def _silence(self) -> float:
-        """Seconds without a sign of life after which the process is ended."""
+        """Seconds without a message after which the process is ended."""
         if self.ready:
             return self.settings.silence
         return max(ATTACH_SECONDS, self.settings.silence) if self._attach_sent else START_SECONDS

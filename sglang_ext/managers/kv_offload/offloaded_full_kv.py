@@ -84,8 +84,8 @@ class OffloadedFullKV(FullKVProvider):
     def schedule_verifications(self, rounds: dict[int, int], ripe: set[int]) -> set[int]:
         """Return the rows to verify in this round.
 
-        Loads to start in this iteration begin first. For them full KV leaves the device that could be verified now: otherwise the requests
-        on the device would stay there for good, and the others would wait. Requests that do not fit wait, and are scheduled again later.
+        First, start the loads of this iteration. They may drop full KV that could be verified now. Otherwise resident requests would keep
+        the device slots forever. Requests that do not fit wait, and are scheduled again later.
 
         Args:
             rounds: By row of the token table, the rounds of drafts after this one until there are enough for a load, at least 1.
@@ -108,7 +108,7 @@ class OffloadedFullKV(FullKVProvider):
         for row in [*(row for row in self._refused if row in rounds), *(row for row in rounds if row not in self._refused)]:
             tokens = 0 if row in self.verifying_rows or row in self._reserved else self.residency.missing_tokens(row)
             if tokens:
-                # A load longer than the horizon gets all of it, and is late.
+                # A load longer than the horizon is planned for the whole horizon, and is late.
                 seconds = min(tokens * self.bytes_per_token / self.residency.tree.reloads.link.restored, self.admission.max_load_seconds)
                 if self.admission.admit(row, seconds, tokens, rounds[row]) is not None:
                     self._reserved.add(row)

@@ -11,8 +11,8 @@ An iteration is a round: all requests draft, then the due requests verify. In ea
 
 4. :meth:`~VerificationScheduler.loads_to_start`. The engine starts these loads in the returned order.
 
-A load that is due in iteration d is only known to be complete at the beginning of d. So its link time is before d, and its memory is held
-until the end of d.
+The scheduler learns at the start of iteration d that a load due in d is complete. So the load's link time is before d, and its memory is
+held until the end of d.
 """
 
 import math

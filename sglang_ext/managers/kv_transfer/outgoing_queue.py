@@ -3,8 +3,8 @@
 The order over all rooms is strict: auxiliary records whose anchors were sent, then anchors, then residuals. Within a stream, parts are sent
 in the order of their offers. A room's auxiliary record waits for its last anchor, and its residuals wait for the record.
 
-There is one exception: residuals are sent earlier if the link has nothing else to send. Otherwise they would wait from one prefill chunk to
-the next.
+There is one exception. If the link has no anchor to send, it sends residuals early. Otherwise they would wait from one prefill chunk to the
+next.
 
 A part of a higher stream interrupts a lower one, which continues afterwards. At most one part of each stream is partially sent.
 """
@@ -326,7 +326,7 @@ class OutgoingQueue:
         return state
 
     def pause(self) -> None:
-        """Send nothing until the receiver has answered again which parts it has. Called when the connection breaks."""
+        """Send nothing until the receiver has reported which parts it has. Called when the connection breaks."""
         for queue in self._queues.values():
             queue.clear()
         for room in self.rooms.values():

@@ -117,14 +117,14 @@ class ForwardTimeModel:
     """
 
     fixed: float = 0.0
-    # Any value above 0 does before a time is measured: only ratios of predictions are used.
+    # Before the first measurement any value above 0 works, because only ratios of predictions are used.
     per_byte: float = 1.0
 
     @classmethod
     def fitted(cls, sizes: np.ndarray, seconds: np.ndarray) -> "ForwardTimeModel":
         """The base model with the smallest squared relative errors, and no negative part.
 
-        If the sizes hardly differ, the fixed time is 0: the times are taken as proportional to the bytes.
+        If the sizes hardly differ, the fixed time is 0, and the times are proportional to the bytes.
 
         Args:
             sizes: Bytes, above 0, [times].

@@ -253,7 +253,7 @@ class Verifier:
         width = len(positions) // len(requests)
         sampled = self.steps.verify_sampler(batch, plan, requests, width, walks).draw(output.next_token_logits, positions)
         target_tokens = sampled.tokens.view(len(requests), width)
-        # Rows after a draft that the grammar refuses, or that ends it, are not masked. KV after the output's last token has no slots.
+        # The grammar does not mask rows after a refused or final draft. Tokens after the output's end have no slots.
         max_accepted = [min(count, walks[i].answers - 1) if i in walks else count for i, count in zip(requests, offered)]
         max_accepted = [min(count, max(0, plan.remaining[i] - 1)) for i, count in zip(requests, max_accepted)]
         accepted = self._accepted_counts(part, target_tokens, drafts, max_accepted) + 1
@@ -293,7 +293,7 @@ class Verifier:
     def _accepted_counts(
         self, batch: "ScheduleBatch", target_tokens: torch.Tensor, drafts: torch.Tensor, max_accepted: list[int]
     ) -> torch.Tensor:
-        """Accepted draft tokens of each request, int64 [requests]: drafts that equal the verified tokens, up to the first that does not.
+        """Accepted draft tokens of each request, int64 [requests]: drafts that equal the verified tokens, up to the first that differs.
 
         At most ``max_accepted`` drafts of each request count.
         """
@@ -306,7 +306,7 @@ class Verifier:
             same &= torch.arange(width, device=device) < to_device(max_accepted, device)[:, None]
         agreed = same.long().cumprod(1)
         if self.simulation is not None:
-            # The output must agree with the KV.
+            # Output the accepted drafts, because the KV holds them.
             target_tokens[:, :width] = torch.where(agreed.bool(), drafts, target_tokens[:, :width])
         return agreed.sum(1)
 

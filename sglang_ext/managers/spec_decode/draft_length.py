@@ -97,7 +97,7 @@ class DraftLength:
         self.chosen = self._best(rates)
         if self.chosen:
             return 0 if self._plain_is_due(costs, load) else self.chosen
-        # A probe has the short length that loses least.
+        # A probe uses the short length with the smallest loss.
         least, most = (min(each, self.longest) for each in PROBE_DRAFTS)
         probe = least + int(rates[least : most + 1].argmax())
         loss = costs.compressing_seconds(load) + seconds[probe] * (1 - rates[probe] / rates[0])

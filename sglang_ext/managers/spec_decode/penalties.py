@@ -3,9 +3,9 @@
 SGLang counts one token per request and step. Under its overlapped loop it counts the tokens that are processed when a step is prepared,
 which depends on prefills of other requests. Here, counts are stored on the device, one row per request.
 
-A row of logits is penalized by the tokens that stock SGLang has counted there if the request is alone. Under the overlapped loop these
-are the last token of the prompt and all of the output except its newest token; otherwise all of the output. So penalized drafts are
-verified like any others, and neither other requests nor a retraction changes an output token.
+A row of logits counts the tokens that stock SGLang would have counted there, if the request ran alone. Under the overlapped loop SGLang
+counts the prompt's last token, and the output without its newest token. Otherwise SGLang counts the whole output. So penalized drafts are
+verified like other drafts, and neither other requests nor a retraction changes an output token.
 """
 
 from collections.abc import Iterator, Sequence

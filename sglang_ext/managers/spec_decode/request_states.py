@@ -1,9 +1,9 @@
 """The running requests: the draft state of each, from its prefill until it finishes, is aborted or retracted, and its counters.
 
-Some requests cannot be drafted and verified exactly; they always read the full KV, and :func:`fallback_reason` returns why.
+:func:`fallback_reason` says why a request can never draft. Such a request reads the full KV.
 
-:data:`SAMPLING_FIELDS` lists every field of SGLang's ``SamplingParams`` and how it is served. A test notices a field that a later SGLang
-adds (tests/unit/managers/test_eligibility.py).
+:data:`SAMPLING_FIELDS` lists every field of SGLang's ``SamplingParams`` and how it is served. A test fails if a later SGLang adds a field
+(tests/unit/managers/test_eligibility.py).
 
 SGLang carries a few counters of speculative decoding from the scheduler to the frontend. :func:`write_counters` fills them with ours,
 and :func:`meta_info_fields` reads them back under their own names.
@@ -45,7 +45,7 @@ SAMPLING_FIELDS: dict[str, str] = {
 
 
 def fallback_reason(req: "Req") -> int:
-    """Why a request must be served with full KV, as an index into ``FALLBACK_REASONS``; 0 if it can be drafted.
+    """Why a request can never draft, as an index into ``FALLBACK_REASONS``; 0 if it can.
 
     Custom logit processors depend on state of their own. Some grammar backends cannot take drafts back. SGLang's seeded sampler has
     no ``min_p``. Hidden states of drafts are of no use.

@@ -131,11 +131,11 @@ class RoundTimer:
         self._running.ended = Mark.now(self.device)
 
     def interrupt(self) -> None:
-        """Record that other work begins: the time from now on is not the running round's."""
+        """Record that other work begins. Its time does not count for the running round."""
         self._close(None)
 
     def _close(self, following: Mark | None) -> None:
-        """End the running round at ``following``, the beginning of the next one; None: at its own end."""
+        """End the running round at ``following``, the start of the next one. With None it ends after its own work."""
         running, self._running = self._running, None
         if running is not None and running.ended is not None:
             running.next = following or running.ended

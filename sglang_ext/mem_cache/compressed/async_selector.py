@@ -51,7 +51,7 @@ class AsyncSelector(RowSender, ABC):
 
     @abstractmethod
     def compile_kernels(self) -> None:
-        """Run one selection for no request, so that no request waits for kernel compilation."""
+        """Run a dummy selection, so that no request waits for kernel compilation."""
 
     def on_round_start(self, forwards: int, every: int) -> None:
         """Handle the start of a round.

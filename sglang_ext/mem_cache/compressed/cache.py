@@ -162,12 +162,12 @@ class CompressedKVCache:
         return self._by_row.items()
 
     @property
-    def held_tokens(self) -> int:
+    def owned_slot_count(self) -> int:
         """Slots that compressed KV owns. Slots of shared segments belong to the prefix tree."""
         return sum(len(view.own) + (0 if view.back_slots is None else len(view.back_slots)) for view in self._by_row.values())
 
     def all_slots(self) -> torch.Tensor:
-        """Slots that compressed KV owns: int64 [held_tokens]."""
+        """Slots that compressed KV owns: int64 [owned_slot_count]."""
         return torch.cat([self._no_slots(), *(view.owned_slots for view in self._by_row.values())])
 
     def _no_slots(self) -> torch.Tensor:
@@ -179,7 +179,7 @@ class CompressedKVCache:
 
     def held_bytes(self) -> int:
         """Bytes of all compressed KV, over all layers. Shared segments count once."""
-        return self.buffers.bytes_per_slot * (self.held_tokens + self.tree_cache.segments.held_tokens)
+        return self.buffers.bytes_per_slot * (self.owned_slot_count + self.tree_cache.segments.held_tokens)
 
     @property
     def share(self) -> float:
@@ -351,9 +351,9 @@ class CompressedKVCache:
     def on_row_moved(self, row: int, start: int) -> None:
         """Handle that a request's row points to other slots from position ``start`` on. The old slots are free.
 
-        With the overlap scheduler, a first round is launched before the prefix tree inserts the prompt. The insertion replaces slots of
-        tokens that the tree already has. A draft row, or pointers, would still point to the freed slots. Pointers are therefore dropped.
-        They are selected again instead if dropping them would give the request compressed KV later than a prompt new to the tree.
+        SGLang may move a prompt's tokens to other slots after the first round began: the prefix tree replaces slots of tokens that it
+        already has. Draft rows and pointers then point to freed slots. Free such pointers, or select again. Selecting again gives the
+        request compressed KV as early as a prompt that is new to the tree.
         """
         if self.layout.points_to_full_kv and not self._point_to_new_slots(row):
             self.release_compressed_kv(row)

@@ -95,7 +95,8 @@ class RowSender:
         return 0
 
     def leave_slots(self, row: int, alone: bool) -> None:
-        """Handle that slots of a request's full KV are about to be freed. With ``alone``, the request has no others to send again."""
+        """Handle that slots of a request's full KV are about to be freed. With ``alone``, no slots of the request remain, so its keys
+        cannot be sent again."""
 
     def is_lost(self, row: int) -> bool:
         """Whether a request's only full KV was lost with its process."""

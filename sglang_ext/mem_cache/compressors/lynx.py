@@ -16,10 +16,10 @@ from sglang_ext.mem_cache.compressors.contracts.registry import register_quantiz
 class Lynx(Quantizer):
     """Keys and values by channel, in chunks of tokens: ``level[code] * sigma + mu``, with levels that are finer near the mean.
 
-    ``mu`` is a chunk's mean, and ``sigma`` its largest distance from it. The chunk's extreme is exact except for their rounding.
-    Compressed KV is the anchor alone. The residual, which the paper sends after it, is what host memory stores of full KV where
-    compressed KV is shared. It is each number's index in the bin that its code, ``mu`` and ``sigma`` define (host_tier/residuals.py).
-    Neither includes the range of a page's channel: it saves nothing where ``mu`` and ``sigma`` are float16.
+    ``mu`` is a chunk's mean, and ``sigma`` its largest distance from it. The chunk's extreme is exact except for their rounding. Compressed
+    KV is the anchor. Host memory stores the residual of full KV where compressed KV is shared. The residual is each number's index within
+    the bin that code, ``mu`` and ``sigma`` define (host_tier/residuals.py). Anchor and residual do not include the range of a page's
+    channel, which saves nothing if ``mu`` and ``sigma`` are float16.
 
     Attributes:
         chunk: Tokens that share ``mu`` and ``sigma``.

@@ -1,11 +1,10 @@
 """Mode lossy: frees full KV when compressed KV holds all of its tokens quantized, and restores it if a prompt needs it.
 
-Lossy mode verifies nothing. So full KV that is also packed has two uses only: prompts with the same prefix attend to it, and methods that
-select tokens would select from it again. If a compression method packs all tokens, the prefix tree owns the packed blocks as segments.
-Nodes that are tiled by segments (segments.py:tiling) free their device slots although requests lock them. Their KV is then
-*quantized-only*. The tokens that compressed KV keeps exact stay as full KV: the first tokens, the newest ones, and a partial block. A
-request's generated tokens are in no tree node. They stay until its compressed KV packs them, together with the last prompt tokens that
-share a block with them.
+Lossy mode verifies nothing, so packed full KV is needed only by prompts with the same prefix, and by methods that select tokens again. If a
+compression method packs all tokens, the prefix tree owns the packed blocks as segments. If segments cover a node without gaps
+(segments.py:tiling), its device slots are freed although requests lock it: its KV is *quantized-only*. Compressed KV keeps the first
+tokens, the newest tokens and a partial block exact, and these stay as full KV. A request's generated tokens stay until its compressed KV
+packs them, together with the last prompt tokens of the same block.
 
 A prompt that begins with quantized-only nodes gets slots for them, and the tokens are dequantized into these slots before the next forward.
 This uses SGLang's path for full KV on the host (``TieredRadixCache.init_load_back``). Once the prompt has compressed KV that reads the same
@@ -34,7 +33,8 @@ if TYPE_CHECKING:
 
     from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 
-# Slots for the next refresh of compressed KV are reserved this many tokens before it: two rounds, and one with an unknown outcome.
+# Reserve slots for the next refresh when at most 12 tokens remain until it: the tokens of two rounds, and of a round with an unknown
+# result.
 NEAR = 12
 
 

@@ -168,7 +168,7 @@ class Residency:
 
     @property
     def offered_tokens(self) -> int:
-        """Device slots that :meth:`drop` can free for waiting requests. Slots for the longest reload are kept back."""
+        """Device slots that :meth:`drop` can free for waiting requests. Excludes the slots of the longest reload."""
         if self.most is not None and sum(holder.stale for holder in self.holders.by_row.values()) >= self.most:
             return 0
         longest = max((holder.node.end for holder in self.holders.by_row.values()), default=0)

@@ -392,7 +392,7 @@ class TieredRadixCache(RadixCache):
     def session_held_tokens(self, active_pool_idxs: set | None = None) -> int:
         """Slots of requests' own compressed KV and of segments in use, which neither the tree nor the rows account for. Freed slots that
         rows still account for are subtracted."""
-        own = 0 if self.copies is None else self.copies.held_tokens
+        own = 0 if self.copies is None else self.copies.owned_slot_count
         own -= 0 if self.codes is None else self.codes.own_tokens
         return super().session_held_tokens(active_pool_idxs) + own + self.segments.held_tokens
 

@@ -158,7 +158,7 @@ def test_spare_slots_are_counted_and_given_back_after_what_is_written_to_them():
     told, free = [], compressed_kv.allocator.free
     compressed_kv.allocator.free = lambda slots: (told.append(("free", list(compressed_kv.async_selector._side.waiting))), free(slots))
     before, view = compressed_kv.allocator.available_size(), compressed_kv.get(1)
-    assert len(view.back_slots) == len(view.own) and compressed_kv.held_tokens == 2 * len(view.own) == len(compressed_kv.all_slots().unique())
+    assert len(view.back_slots) == len(view.own) and compressed_kv.owned_slot_count == 2 * len(view.own) == len(compressed_kv.all_slots().unique())
     step(150)
     assert len(compressed_kv.async_selector._side.waiting) == 1
     compressed_kv.release_compressed_kv(1)

@@ -85,7 +85,7 @@ def test_slots_are_conserved_over_growing_renewing_and_releasing(steps, page_siz
     before = compressed_kv.allocator.available_size()
     for tokens, release in steps:
         compressed_kv.compress(1, tokens)
-        held = compressed_kv.held_tokens
+        held = compressed_kv.owned_slot_count
         assert held % page_size == 0 and compressed_kv.allocator.available_size() == before - held
         if (view := compressed_kv.get(1)) is not None:
             packing, blocks = compressed_kv.methods[0].packing, view.own_tokens // 64
@@ -95,7 +95,7 @@ def test_slots_are_conserved_over_growing_renewing_and_releasing(steps, page_siz
         if release:
             compressed_kv.release(1)
     compressed_kv.release(1)
-    assert compressed_kv.allocator.available_size() == before and compressed_kv.held_tokens == 0
+    assert compressed_kv.allocator.available_size() == before and compressed_kv.owned_slot_count == 0
 
 
 def test_a_copys_share_of_the_full_kv_counts_codes_and_parameters():
@@ -210,7 +210,7 @@ def test_requests_with_one_beginning_read_its_blocks_once(world):
         assert compressed_kv.compress(req.req_pool_idx, len(tokens), 0, SharedPrefix(req.last_node, matched))
         requests.append(req)
     assert matched == 150 and [(s.start, s.end, s.tokens) for s in cache.segments] == [(4, 132, 128)]
-    assert cache.segments.held_tokens == slots(128) and compressed_kv.held_tokens == 3 * (SINKS + slots(64))
+    assert cache.segments.held_tokens == slots(128) and compressed_kv.owned_slot_count == 3 * (SINKS + slots(64))
     for req in requests:
         view = compressed_kv.get(req.req_pool_idx)
         packing = compressed_kv.methods[0].packing

@@ -108,7 +108,7 @@ def test_slots_are_conserved_and_all_cells_hold_something_over_growing_renewing_
 def test_a_copy_of_uneven_heads_reads_no_segments_and_leaves_none():
     compressed_kv = uneven_views(scores_of(LAYERS, HEADS, 200, 1))
     assert compressed_kv.compress(1, 200, prefix=SharedPrefix(None, 200))
-    assert compressed_kv.get(1).segments == [] and compressed_kv.held_tokens == 50
+    assert compressed_kv.get(1).segments == [] and compressed_kv.owned_slot_count == 50
 
 
 def test_a_copy_whose_bounds_are_not_those_of_its_cells_is_named():

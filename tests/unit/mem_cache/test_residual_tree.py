@@ -125,7 +125,7 @@ class Copies:
         self.view = view
 
     @property
-    def held_tokens(self):
+    def owned_slot_count(self):
         return len(self.view.own)
 
     def get(self, row):

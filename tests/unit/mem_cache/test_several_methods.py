@@ -77,7 +77,7 @@ def test_requests_share_the_beginning_with_those_of_their_own_method_alone(world
     assert compressed_kv.made == {"sink-recent": 2, "sink-recent:0.125": 2, "int4": 2}
     check_compressed(compressed_kv)
     world.empty()
-    assert not segments[0].users and compressed_kv.held_tokens == 0
+    assert not segments[0].users and compressed_kv.owned_slot_count == 0
 
 
 def test_a_split_leaves_each_methods_segment_where_it_ends_and_all_are_evicted_with_their_node(world):

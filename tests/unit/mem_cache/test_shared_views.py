@@ -86,7 +86,7 @@ def test_scores_that_cannot_be_used_are_named_once_and_requests_served_with_full
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert re.search(f"compressor 'odd' scored a context with .*{named}.*scores are torch.float32 .*correct its", line)
     assert not compressed_kv.compress(kept.req_pool_idx, 24), "nor is a copy renewed"
-    assert compressed_kv.get(kept.req_pool_idx) is None and compressed_kv.held_tokens == 0
+    assert compressed_kv.get(kept.req_pool_idx) is None and compressed_kv.owned_slot_count == 0
     assert compressed_kv.made == {"sink-recent": 1}
     world.finish(kept)
     world.check()
@@ -104,7 +104,7 @@ def test_what_others_began_with_is_copied_once(world):
     done(world, COMMON)
     requests = [start(world, [*COMMON, *range(100 + 10 * i, 108 + 10 * i)]) for i in range(6)]
     compressed_kv, cache = world.cache.copies, world.cache
-    assert cache.segments.held_tokens == 8 and compressed_kv.held_tokens == 6 * 4
+    assert cache.segments.held_tokens == 8 and compressed_kv.owned_slot_count == 6 * 4
     assert compressed_kv.held_bytes() == (8 + 6 * 4) * world.buffers.bytes_per_slot
     for req in requests:
         kept = [0, 1, 2, 3, 12, 13, 14, 15, 20, 21, 22, 23]

@@ -135,12 +135,12 @@ def test_slots_are_conserved_over_growing_renewing_and_releasing(steps, page_siz
     for tokens, release in steps:
         compressed_kv.compress(1, tokens)
         held = compressed_kv.get(1).kept if compressed_kv.get(1) else 0
-        assert held % page_size == 0 and compressed_kv.held_tokens == held
+        assert held % page_size == 0 and compressed_kv.owned_slot_count == held
         assert compressed_kv.allocator.available_size() == before - held
         if release:
             compressed_kv.release(1)
     compressed_kv.release(1)
-    assert compressed_kv.allocator.available_size() == before and compressed_kv.held_tokens == 0
+    assert compressed_kv.allocator.available_size() == before and compressed_kv.owned_slot_count == 0
 
 
 def test_a_full_pool_refuses_and_keeps_the_old_copy():
@@ -162,7 +162,7 @@ def test_copies_go_before_a_request_is_retracted(monkeypatch):
     compressed_kv = make_views()
     compressed_kv.compress(1, 100)
     batch = SimpleNamespace(tree_cache=SimpleNamespace(copies=compressed_kv, residency=None, early=None, codes=None), reqs=[])
-    assert free_compressed_kv_when_full(lambda b, i: compressed_kv.held_tokens == 0, batch)
+    assert free_compressed_kv_when_full(lambda b, i: compressed_kv.owned_slot_count == 0, batch)
     assert compressed_kv.get(1) is None
     assert not free_compressed_kv_when_full(lambda b, i: False, batch)
 

@@ -140,9 +140,9 @@ def check_heads(keys: torch.Tensor, values: torch.Tensor, copies: str, remedy: s
     for kind, buffer in (("keys", keys), ("values", values)):
         if buffer.dtype not in DTYPES:
             allowed = ", ".join(str(dtype) for dtype in DTYPES)
-            raise OptionError(f"the KV pool holds {kind} as {buffer.dtype}; {copies} are stored in {allowed}: {remedy}")
+            raise OptionError(f"the KV pool holds {kind} as {buffer.dtype}; {copies} is stored in {allowed}: {remedy}")
         if not SMALLEST_HEAD <= buffer.shape[-1] <= LARGEST_HEAD:
             raise OptionError(
-                f"the model's {kind} have {buffer.shape[-1]} channels a head; {copies} are read with "
+                f"the model's {kind} have {buffer.shape[-1]} channels a head; {copies} is read with "
                 f"{SMALLEST_HEAD} to {LARGEST_HEAD}: {remedy}"
             )

@@ -167,7 +167,7 @@ def _rotated(rows: torch.Tensor, rotation: torch.Tensor | None) -> torch.Tensor:
 class PackedDecode(CompressedDecode):
     """Attends to packed blocks, whose slots are counted in a table of the layout, and to the tokens after them."""
 
-    copies = "packed copies"
+    copies = "packed KV"
     remedy = "use a --kv-compressor that only drops tokens, such as snapkv"
     # Measured on an H200: the kernels' programs have one warp.
     busy = 4096

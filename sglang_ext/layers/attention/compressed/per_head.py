@@ -109,7 +109,7 @@ def _places(bounds: list[int], device: torch.device) -> tuple[torch.Tensor, torc
 class RaggedHeadsDecode(CompressedDecode):
     """Attends to the cells of each head, which a table of the layout delimits, and to the tokens after the compressed KV."""
 
-    copies = "copies of --kv-head-budgets adaptive"
+    copies = "compressed KV of --kv-head-budgets adaptive"
     remedy = "pass --kv-head-budgets equal"
     # Measured on an H200: the heads that keep most tokens are split so finely that the other heads do not wait for them.
     busy = 4096
@@ -166,7 +166,7 @@ def pointer_split_counts(rows: int, busy: int = CompressedDecode.busy) -> tuple[
 class PointerDecode(CompressedDecode):
     """Attends to the tokens of the full KV that each head's pointers point to, and to the tokens after them."""
 
-    copies = "copies of --kv-compressor verify-guided or spade"
+    copies = "compressed KV of --kv-compressor verify-guided or spade"
     remedy = "pass --kv-compressor snapkv"
     # As in pointer_decode, if the kernel before it selects the tokens.
     arrived: torch.Tensor | None = None
@@ -189,7 +189,7 @@ class PointerDecode(CompressedDecode):
 class PagesDecode(PointerDecode):
     """Points each head to the pages with the highest bounds on its query's products, then attends as over any pointers."""
 
-    copies = "copies of --kv-compressor quest"
+    copies = "compressed KV of --kv-compressor quest"
 
     layout: PagePointerLayout
 
@@ -203,7 +203,8 @@ class PagesDecode(PointerDecode):
     ) -> torch.Tensor:
         """As :meth:`CompressedDecode.attend`."""
         layer, cells = self.layers[layer_id], as_pointers(self.token_to_kv_pool.get_key_buffer(layer_id))
-        # Made once for both kernels: attention begins while pages of the last heads are selected. Keep ``bounds`` until it is launched.
+        # Make them contiguous once for both kernels. Attention begins while pages of the last heads are selected, so keep ``bounds`` until
+        # attention is launched.
         queries = queries.contiguous()
         bounds = point_at_best_pages(self.layout, layer, queries, cells, self.req_to_token_pool.req_to_token, rows, lengths)
         result = super().attend(layer_id, queries, rows, lengths, scaling, splits)
@@ -217,7 +218,7 @@ class SentRowsDecode(PointerDecode):
     Its graphs record queries, as those over pointers do. To the kernel these are rows that begin with no pointers.
     """
 
-    copies = "copies of --kv-compressor spade whose rows cache ranks send"
+    copies = "compressed KV of --kv-compressor spade with rows from cache ranks"
     remedy = "pass --kv-cache-ranks 0"
 
     def __init__(self, model_runner: "ModelRunner", layout: ExchangedRowLayout):

@@ -5,24 +5,24 @@ The buffer is allocated apart from PyTorch's memory, and its CUDA IPC handle is 
 (layers/kernels/exchange_kernels.py). Words name the epoch, so the buffer outlives the rank's processes: a late write of an earlier
 process is not accepted as a reply.
 
-If ranks hold full KV, values are sent too. The rank sends back rows of K and V (layers/kernels/row_exchange/): those of selected tokens
-that the compressed KV lacks. The selection request names them: when it is published, the *record* of the compressed KV, that is, the
-positions of its rows, is copied to the buffer. A record changes when a selection is applied and when the request's compressed KV is
-refreshed. After either, replies to older selection requests are not applied: the host expects only the newest one, and the device
+If ranks hold full KV, values are sent too. The rank sends back rows of K and V (layers/kernels/row_exchange/) for the selected tokens that
+the compressed KV lacks. To find these, it reads the *record* of the compressed KV, the positions of its rows. The client copies the record
+to the buffer when it publishes a selection request. A record changes when a selection is applied and when the request's compressed KV is
+refreshed. After such a change, replies to older selection requests are not applied: the host expects only the newest reply, and the device
 publishes the next request after it.
 
 This design has these consequences:
 
-- The rank need not know which of its replies were applied. A late or missing reply costs only its rows.
+- The rank does not have to know which of its replies were applied. A late or missing reply costs only its rows.
 
 - A restarted process begins with the positions that the compressed KV holds.
 
-- A lane has one slot for a record and one for rows, not two. Both are written for one selection request, and only its rows are read.
+- A lane has only one slot for a record and one slot for rows, because the device reads only the rows of the newest selection request.
 
-- A late rank may read a record with newer parts, but its reply is not applied.
+- A late rank may read a record that is partly newer, but the device does not apply its reply.
 
-- If there are more rows than room, those of the highest scores are sent. The compressed KV matches its record at any time, and is only
-  older.
+- The rank sends the rows with the highest scores if not all rows fit. The compressed KV always matches its record, but may hold tokens of
+  older selections.
 
 On a CPU, for tests, the buffer is shared memory, and PyTorch does the work of the kernels.
 """

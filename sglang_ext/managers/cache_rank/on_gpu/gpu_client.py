@@ -351,8 +351,7 @@ class GpuRankClient(CacheRankClient, AsyncSelector):
             request.extend(slots)
         except (RankUnavailable, MemoryFull) as error:
             self.missed[str(error)] += 1
-        # Announce now: the rank keeps looking for announced data until it is there. Otherwise the announcement waits for the next
-        # selection requests, maybe for hours.
+        # Announce the keys now. Otherwise the rank polls until the next selection request.
         self._submit(self._arenas[request.leases.link], ())
 
     def renewed(self, row: int, covered: int, keep: int) -> NewestRows:

@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 # Share of the free memory at start that a rank uses at most if no flag sets it: on its own GPU, and on the model's GPU. The remaining
 # bytes are for its context, kernels, and the selection's scratch memory.
 OWN_SHARE, SHARED_SHARE, BESIDE_BYTES = 0.9, 0.5, 2 << 30
-# If rows are sent: bytes of an exchange buffer for full KV on its way to the rank. One reply has room for at least 1/LEAST_FRESH of the
-# kept rows, so LEAST_FRESH replies can replace a whole selection.
+# If rows are sent: bytes of an exchange buffer for full KV that is sent to the rank. One reply can hold at least 1/LEAST_FRESH of the kept
+# rows, so LEAST_FRESH replies can replace a whole selection.
 TRAVELING_BYTES, LEAST_FRESH = 384 << 20, 16
 # A rank on a GPU sends no heartbeat while a kernel is compiled for new sizes.
 SILENCE_SECONDS = 10.0

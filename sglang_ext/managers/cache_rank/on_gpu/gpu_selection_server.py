@@ -1,14 +1,14 @@
-"""The server loop of a cache rank on a GPU: copies keys out of the exchange buffer, and writes selections to it (exchange_buffer.py).
+"""The server loop of a cache rank on a GPU: copies keys from the exchange buffer, and writes selections to it (exchange_buffer.py).
 
 With values, the rank also sends K and V of selected tokens that a request's compressed KV lacks.
 
 A message arrives as soon as the inference rank's host has launched the kernels that write to the exchange buffer. The server uses the
-announced data once the words in the buffer show that it is written. It answers selection requests of several requests in one batch, only
-the newest of each.
+announced data once the words in the buffer show that it is written. It answers the selection requests of several requests in one batch. Of
+each request it answers only the newest one.
 
-If no other work is left before the next batch is published, the server launches all its kernels (selection_runner.py) *ahead*, after a
-kernel that waits for the batch. So no launch delays the reply. Selection requests that are not published in time are not answered; the
-host then checks which were. On a CPU, for tests, PyTorch selects.
+If no other work is pending, the server launches the kernels of the next batch early (selection_runner.py). A first kernel waits for the
+batch. So no launch delays the reply. The server does not answer selection requests that are not published in time; the host checks
+afterwards which ones were. On a CPU, for tests, PyTorch selects.
 """
 
 import os

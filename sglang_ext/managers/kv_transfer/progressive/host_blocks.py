@@ -25,9 +25,9 @@ AHEAD = 4
 class HostBlocks:
     """Cuts blocks of host memory into pieces. Any thread may call it. A block is reused or freed once none of its pieces is used.
 
-    For a GPU, blocks are pinned, so that its copy engines can access them. Some are pinned at start. A thread pins others ahead of need, up
-    to ``KEPT_PINNED``. Further blocks are not kept, and are copied slower. Pieces of one lane share blocks, so that long-lived pieces do
-    not hold blocks of short-lived ones.
+    For a GPU, blocks are pinned, so that its copy engines can access them. Some are pinned at start. A thread pins more blocks before they
+    are needed, up to ``KEPT_PINNED``. Further blocks are not kept, and are copied slower. Pieces of one lane share blocks, so that
+    long-lived pieces do not hold blocks of short-lived ones.
 
     Args:
         device: Device of the pages.
