@@ -95,8 +95,8 @@ def process_output_tokens(original: Callable, processor, batch: "ScheduleBatch",
         return original(processor, batch, result)
     if result.copy_done is not None:
         result.copy_done.synchronize()
-    if isinstance(result, RoundResult) and result.requests is not None:
-        batch = _subset(batch, result.requests)
+    if isinstance(result, RoundResult) and result.positions is not None:
+        batch = _subset(batch, result.positions)
     _truncate_at_finish(batch, result)
     processor.model_worker.account(batch, result)
     _finish_aborted(processor, batch, result)
@@ -104,8 +104,8 @@ def process_output_tokens(original: Callable, processor, batch: "ScheduleBatch",
     emitting = [i for i, count in enumerate(counts) if count > 0]
     if not emitting:
         return None
-    if isinstance(result, RoundResult) and result.round is not None:
-        count_full_kv_steps(processor.metrics_reporter, result.round, counts)
+    if isinstance(result, RoundResult) and result.plan is not None:
+        count_full_kv_steps(processor.metrics_reporter, result.plan, counts)
     if len(emitting) < len(batch.reqs):
         batch, result = _subset(batch, emitting), _result_subset(result, emitting)
     return _advance_grammars_last(original, processor, batch, result)
@@ -133,7 +133,7 @@ def _truncate_at_finish(batch: "ScheduleBatch", result) -> None:
         kept = count_tokens_to_finish(req, result.next_token_ids[i * stride : i * stride + count].tolist())
         if kept < count:
             result.accept_lens[i] = kept
-            result.ended.add(i)
+            result.finished_early.add(i)
 
 
 def _finish_aborted(processor, batch: "ScheduleBatch", result) -> None:

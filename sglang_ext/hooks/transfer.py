@@ -157,7 +157,7 @@ def _prompt_queries(queue: "PrefillBootstrapQueue | DecodePreallocQueue", end: A
     if not isinstance(end, ProgressiveSender | ProgressiveReceiver):
         return None
     worker = queue.scheduler.draft_worker
-    return worker.traveling if isinstance(worker, KVWorker) else None
+    return worker.prompt_queries if isinstance(worker, KVWorker) else None
 
 
 def _packs_prompts(queue: "PrefillBootstrapQueue", end: Any) -> "tuple[Packing, KVBuffers] | None":
@@ -168,7 +168,7 @@ def _packs_prompts(queue: "PrefillBootstrapQueue", end: Any) -> "tuple[Packing, 
     if not isinstance(end, ProgressiveSender):
         return None
     worker = queue.scheduler.draft_worker
-    return worker.packs_prompts() if isinstance(worker, KVWorker) else None
+    return worker.prompt_packing() if isinstance(worker, KVWorker) else None
 
 
 def _refuse_beyond_pool(queue: "DecodePreallocQueue", req: "Req", receiver: Any) -> None:

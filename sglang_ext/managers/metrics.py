@@ -147,16 +147,16 @@ class KVMetrics:
         """Count a request's draft tokens on compressed KV."""
         self._count("drafts", drafts)
 
-    def count_verify(self, answers: int) -> None:
-        """Count a verification that gave ``answers`` output tokens, with the bonus token."""
+    def count_verify(self, num_tokens: int) -> None:
+        """Count a verification that gave ``num_tokens`` output tokens, with the bonus token."""
         self._count("verifies", 1)
-        self._count("accepted_drafts", answers - 1)
+        self._count("accepted_drafts", num_tokens - 1)
         if self._accept_length is not None:
-            self._accept_length.labels(self.model_name).observe(answers)
+            self._accept_length.labels(self.model_name).observe(num_tokens)
 
-    def count_fallback(self, reason: int, answers: int) -> None:
+    def count_fallback(self, reason: int, num_tokens: int) -> None:
         """Count output tokens served with full KV; ``reason`` is an index into ``FALLBACK_REASONS``."""
-        self._count("fallback_tokens", answers, FALLBACK_REASONS[reason])
+        self._count("fallback_tokens", num_tokens, FALLBACK_REASONS[reason])
 
     def observe_round(self, drafts: int, steps: int, drafting: float, whole: float) -> None:
         """Report the seconds of a round: of all its draft steps, and of the whole round. Without drafts it has ``steps`` plain steps."""

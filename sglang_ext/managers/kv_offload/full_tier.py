@@ -91,7 +91,7 @@ def _policy(worker: "KVWorker") -> OffloadPolicy:
         bytes_per_token=compressed_kv.buffers.bytes_per_slot,
         memory=compressed_kv.allocator.size,
         drafts=options.max_draft_length(args),
-        longest=worker.stride - 1,
+        longest=worker.max_verify_tokens - 1,
         requests=min(rows, args.max_running_requests or rows),
         tier=args.kv_full_tier,
     )

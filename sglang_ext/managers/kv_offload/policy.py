@@ -160,9 +160,9 @@ class OffloadPolicy:
 
     def observe(self, plan: RoundPlan, spent: RoundTimes) -> None:
         """Record the times of a round."""
-        if not spent.drafts:
+        if not spent.num_draft_steps:
             return
-        draft = DraftTiming(len(plan.states), spent.drafting / spent.drafts)
+        draft = DraftTiming(len(plan.states), spent.drafting / spent.num_draft_steps)
         tokens = sum(plan.num_draft_tokens(i) + 1 for i in plan.verify_reqs)
         rest = VerifyTiming(len(plan.verify_reqs), tokens, spent.whole - spent.drafting)
         self._seen.append(ObservedRound(draft, rest, sum(plan.lengths) / len(plan.lengths)))

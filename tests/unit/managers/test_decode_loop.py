@@ -180,10 +180,10 @@ def rounds(toy, states, reqs, count, late=False):
                 accepted = int(result.accept_lens[i])
                 toy.committed[state.row] += result.next_token_ids.view(-1, width)[i, :accepted].tolist()
                 assert int(result.next_draft_input.bonus_tokens[i]) == toy.committed[state.row][-1]
-                if i in result.round.verify_reqs:
-                    seen.append((state.row, result.round.num_draft_tokens(i), accepted - 1))
+                if i in result.plan.verify_reqs:
+                    seen.append((state.row, result.plan.num_draft_tokens(i), accepted - 1))
                 else:
-                    assert accepted == result.round.num_output_tokens(i) * (i in result.round.full_kv_reqs)
+                    assert accepted == result.plan.num_output_tokens(i) * (i in result.plan.full_kv_reqs)
             assert result.new_seq_lens.tolist() == [len(toy.committed[s.row]) - 1 for s in states]
             waiting.append((batch, result))
             if not late or len(waiting) > 1:
@@ -253,14 +253,14 @@ def test_with_lengths_chosen_as_it_goes_the_tokens_are_those_of_full_kv(count, d
     toy, states, reqs = make(
         count, away, data.draw(st.integers(1, 3)), stays=data.draw(st.booleans()), drafts=drafts, longest=drafts * times
     )
-    toy.round_timer.lengths = Choices(data.draw(st.lists(choices, min_size=20, max_size=20)), drafts)
+    toy.round_timer.draft_length = Choices(data.draw(st.lists(choices, min_size=20, max_size=20)), drafts)
     rounds(toy, states, reqs, 24)
     correct(toy)
 
 
 def test_where_drafts_are_not_wanted_those_on_the_device_decode_plainly_and_stay():
     toy, states, reqs = make(2, away=[2], stays=True)
-    toy.round_timer.lengths = Choices([0] * 12)
+    toy.round_timer.draft_length = Choices([0] * 12)
     seen = rounds(toy, states, reqs, 12)
     assert len(toy.committed[1]) == PROMPT + 1 + 12 * PLAIN_STEPS and states[0].fallback == SLOWER
     assert [row for row, *_ in seen] == [2], "its drafts are verified, then it decodes plainly, too"
@@ -271,7 +271,7 @@ def test_where_drafts_are_not_wanted_those_on_the_device_decode_plainly_and_stay
 def test_a_load_does_not_take_the_place_of_what_is_read_in_the_round():
     toy, states, reqs = make(2, away=[1, 2], stays=True)
     toy.residency.missing, toy.residency.stale = {2}, {2}
-    toy.round_timer.lengths = Choices([0] * 8)
+    toy.round_timer.draft_length = Choices([0] * 8)
     seen = rounds(toy, states, reqs, 8)
     assert 2 in {row for row, *_ in seen}
     assert len(toy.committed[1]) == PROMPT + 1 + 8 * PLAIN_STEPS
@@ -346,7 +346,7 @@ def test_in_any_company_the_tokens_are_those_of_full_kv(count, data):
     for state, kind in zip(states, kinds):
         state.fallback = FALLBACK_REASONS.index(kind) if kind in FALLBACK_REASONS else 0
     choices = st.integers(0, drafts)
-    toy.round_timer.lengths = Choices(data.draw(st.lists(choices, max_size=20)), drafts)
+    toy.round_timer.draft_length = Choices(data.draw(st.lists(choices, max_size=20)), drafts)
     late = data.draw(st.booleans())
     for i in range(12):
         # Who must be looked at comes and goes.

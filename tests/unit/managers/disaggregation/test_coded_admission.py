@@ -50,7 +50,7 @@ class Decode:
         admitted = SimpleNamespace(method_of=lambda req: 0, admit=lambda req, matched: None)
         self.prompts = QuantizedPromptAllocator(self.compressed_kv, self.codes, admitted)
         worker = KVWorker.__new__(KVWorker)
-        worker.coded_prompts = lambda tree: self.prompts
+        worker.quantized_prompt_allocator = lambda tree: self.prompts
         self.queue = SimpleNamespace(scheduler=SimpleNamespace(draft_worker=worker), tree_cache=self.cache)
         self.rows = list(range(1, ROWS))
 
@@ -195,7 +195,7 @@ def test_a_prompt_without_room_elsewhere_is_packed_once_and_others_may_take_its_
     req.rid, req.pending_bootstrap, req.disagg_kv_sender = "waits", pending, Sender(takes)
     worker = KVWorker.__new__(KVWorker)
     planned = SimpleNamespace(tokens=20, covered=16, method=SimpleNamespace(sinks=4))
-    worker.packed_ahead = lambda req: planned if plans else None
+    worker.plan_early_packing = lambda req: planned if plans else None
     scheduler = SimpleNamespace(
         draft_worker=worker, tree_cache=world.cache, req_to_token_pool=world.table, disagg_prefill_inflight_queue=[req]
     )
