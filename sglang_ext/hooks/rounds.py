@@ -53,7 +53,7 @@ def free_compressed_kv_when_full(original: Callable, batch: "ScheduleBatch", sel
     with capped_committed_lens(batch.reqs):
         fits = original(batch, selected_indices)
         copies = batch.tree_cache.copies
-        while not fits and copies is not None and (row := copies.largest()) is not None:
+        while not fits and copies is not None and (row := copies.largest_releasable_row()) is not None:
             copies.release_compressed_kv(row)
             fits = original(batch, selected_indices)
     if batch.tree_cache.residency is not None or batch.tree_cache.codes is not None:

@@ -62,7 +62,7 @@ def check_draft_rows(compressed_kv: CompressedKVCache) -> None:
     table = compressed_kv.token_table
     for row, kv in compressed_kv.copies():
         after = kv.tail_end - kv.covered
-        own, draft = table[row, kv.covered : kv.tail_end], table[compressed_kv.draft_row(row), kv.kept : kv.kept + after]
+        own, draft = table[row, kv.covered : kv.tail_end], table[compressed_kv.draft_row(row), kv.num_slots : kv.num_slots + after]
         if not torch.equal(own, draft):
             first = int((own != draft).nonzero()[0])
             raise IntegrityError(

@@ -183,7 +183,7 @@ class KVMetrics:
         self._set_total("score_bytes", max(method.compressor.held_bytes for method in compressed_kv.methods))
         self._set_total("key_code_bytes", 0 if compressed_kv.buffers.codes is None else compressed_kv.buffers.codes.nbytes)
         self._set_total("page_extreme_bytes", compressed_kv.layout.extremes.nbytes if isinstance(compressed_kv.layout, PagePointerLayout) else 0)
-        for method, made in compressed_kv.made.items():
+        for method, made in compressed_kv.num_compressions.items():
             self._set_total("copies", made, method)
         for name, value in _host_values(compressed_kv.tree_cache, verifications) if self.host else ():
             self._set_total(name, value)

@@ -41,7 +41,7 @@ from sglang_ext.managers.spec_decode.request_states import RequestStates, fallba
 from sglang_ext.managers.spec_decode.round_result import RoundResult
 from sglang_ext.managers.spec_decode.draft import prefill
 from sglang_ext.managers.spec_decode.full_kv import ResidentFullKV
-from sglang_ext.mem_cache.compressed.key_sidecar import KeySidecar
+from sglang_ext.mem_cache.compressed.key_derived_data import KeyDerivedData
 from sglang_ext.mem_cache.compressed.async_selector import create_stream_selector
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
@@ -94,7 +94,7 @@ class KVWorker(BaseSpecWorker):
         self.unprocessed_tokens = UnprocessedTokens()
         self.prompt_queries: PromptQueries | None = None
         # Data beside the KV pool that follows its keys.
-        self.key_sidecar: KeySidecar | None = None
+        self.key_derived_data: KeyDerivedData | None = None
         # Attention of prompts, if it is not exact.
         self.quantized_prefill: QuantizedPrefill | None = None
         verify_graphs.use_plain_decoding(self.model_runner)
@@ -132,16 +132,16 @@ class KVWorker(BaseSpecWorker):
         self.buffers = KVBuffers.from_pool(self.model_runner.token_to_kv_pool, self.layers, self.methods.first_head)
         bits = selection_options.slot_code_bits(args)
         if bits:
-            self.key_sidecar = codes = SlotCodes(self.buffers.keys, self.buffers.layer_ids, bits)
+            self.key_derived_data = codes = SlotCodes(self.buffers.keys, self.buffers.layer_ids, bits)
             self.buffers = replace(self.buffers, codes=codes.held)
         served, page_size = self.methods, self.token_to_kv_pool_allocator.page_size
         adaptive, receives_rows = args.kv_head_budgets == "adaptive", selection_options.has_remote_values(args)
         self.layout = served.layout(adaptive, self.buffers, page_size, table, receives_rows)
         if isinstance(self.layout, PagePointerLayout):
-            self.key_sidecar = self.layout.extremes
-        if self.key_sidecar is not None:
+            self.key_derived_data = self.layout.extremes
+        if self.key_derived_data is not None:
             # Before any graph is captured: graphs call it for the keys that they write, too.
-            set_key_write_callback(self.key_sidecar.written)
+            set_key_write_callback(self.key_derived_data.on_keys_written)
         if served.scores is not None:
             # Before any graph is captured: graphs write scores, too.
             served.scores.allocate(len(self.buffers.keys[0]), self.model_runner.device, self.model_runner.dtype)

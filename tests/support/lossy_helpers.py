@@ -71,11 +71,11 @@ class Lossy(World):
                     begin, end = max(segment.start, node.start), min(segment.end, node.end)
                     assert_near(made[begin - segment.start : end - segment.start], expected[begin - node.start : end - node.start])
         for row, view in self.compressed_kv.copies():
-            assert torch.equal(self.table.req_to_token[ROWS + row, : view.kept].long(), view.slots)
+            assert torch.equal(self.table.req_to_token[ROWS + row, : view.num_slots].long(), view.slots)
 
     def made_of(self, segment):
         block = self.packing.read(self.lossy.keys[0], self.packing.keys, segment.slots[: segment.packed])
-        return self.packing.whole(block, self.packing.keys, None)
+        return self.packing.dequantize(block, self.packing.keys, None)
 
 
 def kv_of_path(world, node):

@@ -46,7 +46,7 @@ def dequantize(packing: Packing, buffer: torch.Tensor, layout: BlockLayout, slot
     if buffer.is_cuda:
         launch(packing, buffer, layout, slots, out)
     else:
-        out.copy_(packing.whole(packing.read(buffer, layout, slots), layout, None).transpose(0, 1))
+        out.copy_(packing.dequantize(packing.read(buffer, layout, slots), layout, None).transpose(0, 1))
 
 
 def launch(packing: Packing, buffer: torch.Tensor, layout: BlockLayout, slots: torch.Tensor, out: torch.Tensor) -> None:

@@ -140,7 +140,7 @@ class Copies:
         """What those of the first request mean, float64 [kv_heads, tokens, dim]."""
         row, means = self.table[0].long(), []
         for pool, layout in ((self.keys, self.packing.keys), (self.values, self.packing.values)):
-            far = self.packing.whole(self.packing.read(pool, layout, row[: self.packed]), layout, None).double()
+            far = self.packing.dequantize(self.packing.read(pool, layout, row[: self.packed]), layout, None).double()
             means.append(torch.cat([far, pool[row[self.packed :]].transpose(0, 1).double()], 1))
         return tuple(means)
 

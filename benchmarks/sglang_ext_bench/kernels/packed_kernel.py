@@ -85,7 +85,7 @@ class Setting:
         levels = self.packing.levels(self.keys.device)
         for buffer, layout, level, rotation in zip((self.keys, self.values), layouts, levels, rotations):
             block = self.packing.read(buffer, layout, row[: self.packed])
-            far = self.packing.whole(block, layout, level).double()
+            far = self.packing.dequantize(block, layout, level).double()
             far = far if rotation is None else far @ rotation.double().t()
             means.append(torch.cat([far, buffer[row[self.packed :]].transpose(0, 1).double()], 1))
         queries = self.queries[0].double().view(len(means[0]), -1, self.keys.shape[2])

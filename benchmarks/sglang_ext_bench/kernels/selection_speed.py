@@ -168,7 +168,7 @@ class World:
         def choose(layer: int, cut: tuple[int, int, int | None]) -> object:
             return point_at_best_pages(begins, layer, self.attended, as_pointers(keys[layer]), table, rows, lengths, cut)
 
-        return choose, begins.arrived
+        return choose, begins.finished_parts
 
     def full_step(self) -> Callable[[], None]:
         """Weights, and attention to all tokens by FlashInfer."""

@@ -117,7 +117,7 @@ def quest(options: argparse.Namespace, batch: int, rate: float) -> None:
         for layer, (keys, values) in enumerate(zip(buffers.keys, buffers.values)):
             bounds = cut and point_at_best_pages(begins, layer, queries, as_pointers(keys), table, rows, lengths, cut)
             if attends:
-                arrived = None if bounds is None else begins.arrived
+                arrived = None if bounds is None else begins.finished_parts
                 pointer_decode(begins, queries, keys, values, table, rows, lengths, DIM**-0.5, parts, arrived)
             del bounds
 

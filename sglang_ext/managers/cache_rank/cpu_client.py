@@ -83,8 +83,8 @@ class CpuRankClient(CacheRankClient, RemoteSelector):
             link.poll()
         self._process_replies()
 
-    def prepare(self, row: int, slots: torch.Tensor, keep: int, queries: torch.Tensor, positions: torch.Tensor) -> bool:
-        """See :meth:`RemoteSelector.prepare`."""
+    def request_selection(self, row: int, slots: torch.Tensor, keep: int, queries: torch.Tensor, positions: torch.Tensor) -> bool:
+        """See :meth:`RemoteSelector.request_selection`."""
         request = self._requests.get(row)
         self.poll()
         if request is not None and request.has_lost_rank:
@@ -148,31 +148,31 @@ class CpuRankClient(CacheRankClient, RemoteSelector):
             self._timeline.add_event("asked", choice.pack, lane, sequence, size=queries.nbytes)
         link.send_message(protocol.SelectionRequest(lane, *choice.pack, sequence, covered, keep, tuple(positions.tolist())))
 
-    def kept(self, row: int, covered: int, keep: int) -> torch.Tensor:
-        """See :meth:`RemoteSelector.kept`."""
+    def last_selection(self, row: int, covered: int, keep: int) -> torch.Tensor:
+        """See :meth:`RemoteSelector.last_selection`."""
         request = self._requests[row]
         for each in request.packs:
             each.written = each.sequence
         return torch.cat([extend_selection(each.kept, each.covered, covered, keep) for each in request.packs])
 
-    def moved(self, row: int, covered: int, keep: int, renewed: bool) -> RowExchange:
-        """See :meth:`RemoteSelector.moved`."""
+    def plan_row_copies(self, row: int, covered: int, keep: int, renewed: bool) -> RowExchange:
+        """See :meth:`RemoteSelector.plan_row_copies`."""
         found = []
         for each in self._requests[row].packs:
             found.append(each.moved(covered, keep, renewed))
             each.held, each.stands_for, each.written = found[-1].held, covered, each.sequence
         return merge_exchanges(found)
 
-    def holds(self, row: int) -> int:
-        """See :meth:`RowSender.holds`."""
+    def num_held_tokens(self, row: int) -> int:
+        """See :meth:`RowSender.num_held_tokens`."""
         request = self._requests.get(row)
         return 0 if request is None or request.has_lost_rank or not request.holds_rows else request.lease.held
 
-    def leave_slots(self, row: int, alone: bool) -> None:
-        """See :meth:`RowSender.leave_slots`."""
+    def on_slots_freed(self, row: int, is_remote_only: bool) -> None:
+        """See :meth:`RowSender.on_slots_freed`."""
         request = self._requests.get(row)
         if request is not None:
-            request.lease.alone |= alone
+            request.lease.alone |= is_remote_only
             request.leases.leave_slots(request.lease)
 
     def is_lost(self, row: int) -> bool:

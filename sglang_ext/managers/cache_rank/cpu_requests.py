@@ -9,7 +9,7 @@ from sglang_ext.managers.cache_rank.leases import KeyLease, KeyLeases
 from sglang_ext.managers.cache_rank.rank_link import Pack
 from sglang_ext.managers.cache_rank.shared_memory import SharedMemory
 from sglang_ext.mem_cache.compressed.remote_selector import extend_selection
-from sglang_ext.mem_cache.compressed.row_exchange import EMPTY, ReceivedRows, RowExchange, exchange, pad_places
+from sglang_ext.mem_cache.compressed.row_exchange import EMPTY, ReceivedRows, RowExchange, plan_exchange, pad_places
 
 
 @dataclass
@@ -57,9 +57,9 @@ class PackSelection:
         """
         if self.held is None or not renewed:
             wanted = extend_selection(self.kept, self.covered, covered, keep)
-            return exchange(torch.full_like(wanted, EMPTY), wanted)
+            return plan_exchange(torch.full_like(wanted, EMPTY), wanted)
         held = self.held.sort(dim=-1).values
-        return exchange(pad_places(self.held, keep), extend_selection(held, self.stands_for, covered, keep))
+        return plan_exchange(pad_places(self.held, keep), extend_selection(held, self.stands_for, covered, keep))
 
     def base(self, covered: int, keep: int) -> torch.Tensor | None:
         """Positions held once the compressed KV covers ``covered`` tokens, like :attr:`held`; None before the first selection."""
@@ -77,7 +77,7 @@ class PackSelection:
         index = torch.searchsorted(self.kept, wanted).clamp(max=count - 1)
         fresh = memory.get_fresh(lane, self.sequence, self.pack.layers, count)
         available = (self.kept.gather(-1, index) == wanted) & fresh.gather(-1, index)
-        found = exchange(self.held, wanted, available)
+        found = plan_exchange(self.held, wanted, available)
         index = index[found.layers, found.heads, found.wanted]
         parts = (part[found.layers + self.pack.first, found.heads, index] for part in memory.rows(lane, self.sequence))
         return ReceivedRows(found, *parts)

@@ -68,5 +68,5 @@ class StepObserver(LayerObserver):
         """See :meth:`LayerObserver.on_queries_recorded`."""
         for part in self._parts:
             for place, choice in enumerate(part.request.packs):
-                if part.step.asks and choice.pack.layers.stop == layer + 1:
+                if part.step.starts_selection and choice.pack.layers.stop == layer + 1:
                     self._choices.ask(part, place, self._read, self._write)

@@ -43,9 +43,9 @@ def attach_host_tier(worker: "KVWorker", tree: "TieredRadixCache") -> None:
     faults = None if corrupt is None else FaultInjector(corrupt, loads=worker.ranks.rank)
     scores = worker.methods.scores
     told = {} if scores is None else {"about_to_write": scores.forget}
-    if worker.key_sidecar is not None:
+    if worker.key_derived_data is not None:
         # Writes the sidecar before rows may point to the slots. The next forward waits for it.
-        told["arrived"] = worker.key_sidecar.write
+        told["arrived"] = worker.key_derived_data.write
     tree.use_host(HostTier(buffers, pool, residuals=residuals), worker.ranks, faults, anchoring=anchoring, **told)
     if options.can_offload_full_kv(args):
         # Repeats the page that no request owns.

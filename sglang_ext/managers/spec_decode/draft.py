@@ -171,7 +171,7 @@ class StepRunner:
     def _needs_queries(self, recorded: tuple[RecordedRows, ...]) -> bool:
         """Whether a step over the full KV must record queries: in lossy mode nothing else does before the first compression."""
         queries = self.worker.queries
-        return queries.has_step_queries and self.worker.lossy and any(queries.can_record(row.key) for row in recorded)
+        return queries.has_step_queries and self.worker.lossy and any(queries.can_record(row.row) for row in recorded)
 
     def _select_tokens(self, ends: dict[int, int], following: int, every: int) -> None:
         """Select tokens for the next steps by the queries of the step that was launched.

@@ -341,7 +341,7 @@ class RoundPlanner:
             return row, length + request.num_pending
         self.compressed_kv.write_tail(row, length + request.num_pending)
         compressed = self.compressed_kv.get(row)
-        return self.compressed_kv.draft_row(row), compressed.kept + length + request.num_pending - compressed.covered
+        return self.compressed_kv.draft_row(row), compressed.num_slots + length + request.num_pending - compressed.covered
 
 
 def _is_checked_token_by_token(request: PlannedRequest) -> bool:

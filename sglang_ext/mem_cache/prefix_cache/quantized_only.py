@@ -314,9 +314,9 @@ class QuantizedOnlyKV(FreedFullKV):
         covered = method.covered(reach)
         segments = self._known_segments(req, method, covered) if compressed is None else []
         known = segments[-1].end if segments else sinks if compressed is None else compressed.covered
-        copy = sinks * (compressed is None) + method.packing.held_slots(method.kept(covered - known))
+        copy = sinks * (compressed is None) + method.packing.held_slots(method.num_kept(covered - known))
         reads = tuple(segment for segment in segments if not segment.users)
-        _, growth = self._growth(method, tokens - covered, method.due(reach) - reach, more, expected)
+        _, growth = self._growth(method, tokens - covered, method.next_refresh(reach) - reach, more, expected)
         if not method.packs_all:
             return SlotDemand(copy, growth=growth, reads=reads)
         back = max(0, covered - max(sinks, req.cache_protected_len))

@@ -86,7 +86,7 @@ class QuantizedPrompts:
         least = held[-1].end if held else (0 if old is None else old.covered) + 1
         # If there are too few slots for all of them, full KV stays except for the quantized-only part.
         for end in (known, held[-1].end) if held else (known,):
-            if method.covered(self.copies.reach(row, end)) < least:
+            if method.covered(self.copies.max_covered(row, end)) < least:
                 break
             if self.copies.compress(row, end, prefix=prefix, is_prompt_unfinished=True):
                 self._release(self._held.pop(row, ()))
@@ -98,7 +98,7 @@ class QuantizedPrompts:
         """Slots of the blocks after the sinks that the request in ``row`` has in the pool: int64, whole blocks."""
         compressed = self.copies.get(row)
         if compressed is not None:
-            return compressed.slots[: compressed.packed]
+            return compressed.slots[: compressed.num_packed_slots]
         held = [segment.slots[: segment.packed] for segment in self._held.get(row, ())]
         return torch.cat(held) if held else self.copies.token_table.new_empty(0, dtype=torch.int64)
 

@@ -40,11 +40,11 @@ class RemoteOnlyKV(FreedFullKV):
         """Free full KV at the start of a round of ``requests``. The prefix tree already owns the prompts of those with compressed KV."""
         for req in requests:
             compressed = self.copies.get(req.req_pool_idx)
-            if compressed is None or not req.cache_protected_len <= compressed.covered <= self.ranks.holds(req.req_pool_idx):
+            if compressed is None or not req.cache_protected_len <= compressed.covered <= self.ranks.num_held_tokens(req.req_pool_idx):
                 continue
             if self.own_start(req.req_pool_idx, 0) >= compressed.covered:
                 continue
-            self.ranks.leave_slots(req.req_pool_idx, alone=True)
+            self.ranks.on_slots_freed(req.req_pool_idx, is_remote_only=True)
             if req.req_pool_idx not in self._own:
                 self._unlock_path(req)
             self._free_own_slots(req.req_pool_idx, req.cache_protected_len, compressed.covered)
@@ -95,8 +95,8 @@ class RemoteOnlyKV(FreedFullKV):
             return SlotDemand(growth=share * more)
         expected = int(share * more)
         covered = method.covered(tokens) if compressed is None else compressed.covered
-        kept = method.kept(covered)
-        growth = method.kept(method.covered(tokens + expected)) - kept + min(more, self.tail)
+        kept = method.num_kept(covered)
+        growth = method.num_kept(method.covered(tokens + expected)) - kept + min(more, self.tail)
         if self.can_lack_full_kv(row):
             return SlotDemand(growth=growth)
         nodes = [] if req.last_node is None else path(req.last_node)

@@ -144,7 +144,7 @@ class Scheduler:
         assert end <= max(known, SINKS)
         found = world.lossy.keys[0][row].clone()
         if len(blocks):
-            made = world.packing.whole(world.packing.read(world.lossy.keys[0], world.packing.keys, blocks), world.packing.keys, None)
+            made = world.packing.dequantize(world.packing.read(world.lossy.keys[0], world.packing.keys, blocks), world.packing.keys, None)
             found[SINKS:end] = made.transpose(0, 1)
         assert (found - expected).abs().max() < 0.15, "a number of 4 bits is off by a fifteenth at most, twice where it was packed twice"
 

@@ -158,9 +158,9 @@ def test_quest_scores_pages_of_16_by_the_bounds_of_their_keys_by_a_loop_over_cha
 @given(st.integers(2, 300), st.integers(1, 4096), st.sampled_from([1, 16]), st.floats(0.1, 1.0))
 def test_a_method_that_keeps_so_many_tokens_keeps_no_more_and_leaves_shorter_contexts_whole(most, tokens, page, share):
     method = CompressionMethod(Spade(most=most), share, PlainSlots(page))
-    assert method.kept(tokens) == min(kept_count(tokens, share, page), -(-most // page) * page)
-    assert method.covered(most) == 0 and method.least > most
-    assert CompressionMethod(Spade(), share, PlainSlots(page)).kept(tokens) == kept_count(tokens, share, page)
+    assert method.num_kept(tokens) == min(kept_count(tokens, share, page), -(-most // page) * page)
+    assert method.covered(most) == 0 and method.min_covered > most
+    assert CompressionMethod(Spade(), share, PlainSlots(page)).num_kept(tokens) == kept_count(tokens, share, page)
 
 
 @pytest.mark.parametrize(("recent", "most", "asked", "shortest"), [

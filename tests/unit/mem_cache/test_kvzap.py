@@ -122,7 +122,7 @@ def test_a_context_with_unknown_slots_is_compressed_by_the_online_method_until_t
     assert compressed_kv.compress(1, 40) and compressed_kv.get(1).method == "kvzap", "those before are known"
     model(states(10), slots[40:50])
     assert compressed_kv.compress(1, 100) and compressed_kv.get(1).method == "kvzap"
-    assert compressed_kv.made == {"sink-recent": 1, "kvzap": 2}
+    assert compressed_kv.num_compressions == {"sink-recent": 1, "kvzap": 2}
 
 
 def test_a_load_from_the_host_says_which_slots_it_is_about_to_write():

@@ -18,7 +18,7 @@ from sglang_ext.mem_cache.compressed.remote_selector import RemoteSelector, Free
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.layouts.base import ExchangedRowLayout, PlainSlots
-from sglang_ext.mem_cache.compressed.row_exchange import EMPTY, exchange, pad_places, renewed
+from sglang_ext.mem_cache.compressed.row_exchange import EMPTY, plan_exchange, pad_places, plan_refresh
 from sglang_ext.mem_cache.compressed.queries import QueryWindows
 from sglang_ext.mem_cache.compressors.spade import Spade
 from sglang_ext.mem_cache.prefix_cache.remote_only import RemoteOnlyKV
@@ -42,24 +42,24 @@ class Holder(RemoteSelector):
     def __init__(self):
         self.missed, self.held, self.alone, self.gone, self.free = Counter(), {}, set(), False, 1000
 
-    def prepare(self, row, slots, keep, queries, positions):
+    def request_selection(self, row, slots, keep, queries, positions):
         return True
 
-    def kept(self, row, covered, keep):
+    def last_selection(self, row, covered, keep):
         raise AssertionError("positions are no copy's here")
 
-    def moved(self, row, covered, keep, renewed):
+    def plan_row_copies(self, row, covered, keep, renewed):
         before, stood = self.held.get(row, (torch.full((1, 1, keep), EMPTY), 0))
         newest = torch.arange(covered - keep, covered).view(1, 1, -1)
-        found = exchange(pad_places(before, keep), extend_selection(before.sort(-1).values, stood, covered, keep) if renewed else newest)
+        found = plan_exchange(pad_places(before, keep), extend_selection(before.sort(-1).values, stood, covered, keep) if renewed else newest)
         self.held[row] = found.held, covered
         return found
 
-    def holds(self, row):
+    def num_held_tokens(self, row):
         return 0 if self.gone or row not in self.held else self.held[row][1]
 
-    def leave_slots(self, row, alone):
-        if alone:
+    def on_slots_freed(self, row, is_remote_only):
+        if is_remote_only:
             self.alone.add(row)
 
     def is_lost(self, row):
@@ -88,7 +88,7 @@ class Beside(AsyncSelector):
     """
 
     sends_rows, in_place = True, True
-    leave_slots, is_lost, free_blocks = Holder.leave_slots, Holder.is_lost, Holder.free_blocks
+    on_slots_freed, is_lost, free_blocks = Holder.on_slots_freed, Holder.is_lost, Holder.free_blocks
 
     def __init__(self):
         self.held, self.alone, self.gone, self.free, self.full, self.settled = {}, set(), False, 1000, False, []
@@ -99,7 +99,7 @@ class Beside(AsyncSelector):
     def on_step_end(self, compressed_kv, ends, following):
         raise AssertionError("no step is run here")
 
-    def made(self, row, covered, kept):
+    def on_compressed(self, row, covered, kept):
         assert row not in self.alone
         self.held[row] = kept.int(), covered
 
@@ -107,13 +107,13 @@ class Beside(AsyncSelector):
         assert row in self.alone
         return not self.gone and not self.full
 
-    def renewed(self, row, covered, keep):
+    def plan_refresh(self, row, covered, keep):
         held, before = self.held[row]
-        held, coming = renewed(held, before, covered, keep, 4)
+        held, coming = plan_refresh(held, before, covered, keep, 4)
         self.held[row] = held, covered
         return coming
 
-    def holds(self, row):
+    def num_held_tokens(self, row):
         return 0 if self.gone or row not in self.held else self.held[row][1]
 
     def flush(self, row):
@@ -156,7 +156,7 @@ class Handed(World):
             expected = kv_of(req.tokens[: req.length])[self.holder.held[row][0].flatten()]
             assert torch.equal(self.kv[view.own, 0, 0], expected)
             self.compressed_kv.write_tail(row, req.length)
-            tail = self.table.req_to_token[ROWS + row, view.kept : view.kept + req.length - view.covered].long()
+            tail = self.table.req_to_token[ROWS + row, view.num_slots : view.num_slots + req.length - view.covered].long()
             assert torch.equal(self.kv[tail, 0, 0], kv_of(req.tokens[: req.length])[view.covered :])
 
 
@@ -189,11 +189,11 @@ def test_generated_tokens_go_in_the_round_after_a_copy_stands_for_them():
     free, row = world.allocator.available_size(), req.req_pool_idx
     req.output_ids.extend(range(20))
     world.extend(req, 61)
-    kept = world.compressed_kv.get(row).kept
+    kept = world.compressed_kv.get(row).num_slots
     assert world.renew(req) and world.compressed_kv.get(row).covered == 60 and world.held.own_tokens == 0
     world.held.update([req])
     assert world.held.own_tokens == 20 and not world.table.req_to_token[row, :60].any()
-    assert world.allocator.available_size() == free - (world.compressed_kv.get(row).kept - kept)
+    assert world.allocator.available_size() == free - (world.compressed_kv.get(row).num_slots - kept)
     world.check()
     world.finish(req, strip=True)
     world.check()
@@ -221,7 +221,7 @@ def test_who_has_no_full_kv_anywhere_is_lost_and_keeps_its_copy_until_then():
     for req in (first, second):
         world.renew(req)
     world.held.update([first])
-    assert world.compressed_kv.largest() == second.req_pool_idx, "the other cannot do without its copy"
+    assert world.compressed_kv.largest_releasable_row() == second.req_pool_idx, "the other cannot do without its copy"
     world.holder.gone = True
     assert lost_requests(SimpleNamespace(tree_cache=world.cache, reqs=[first, second])) == [0]
     world.check()

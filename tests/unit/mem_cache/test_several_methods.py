@@ -73,8 +73,8 @@ def test_requests_share_the_beginning_with_those_of_their_own_method_alone(world
     assert found == [("half", 150, 76, 2), ("eighth", 150, 20, 2), ("int4", 132, 128, 2)]
     for row, place in world.asked.items():
         packed = compressed_kv.layout.counts[compressed_kv.draft_row(row)]
-        assert packed == compressed_kv.get(row).packed and (packed > 0) == (place == PACKED)
-    assert compressed_kv.made == {"sink-recent": 2, "sink-recent:0.125": 2, "int4": 2}
+        assert packed == compressed_kv.get(row).num_packed_slots and (packed > 0) == (place == PACKED)
+    assert compressed_kv.num_compressions == {"sink-recent": 2, "sink-recent:0.125": 2, "int4": 2}
     check_compressed(compressed_kv)
     world.empty()
     assert not segments[0].users and compressed_kv.held_tokens == 0
@@ -100,7 +100,7 @@ def test_a_row_that_held_blocks_says_so_no_longer_when_a_request_of_another_meth
     compressed_kv = world.cache.copies
     first = start(world, [*COMMON, *tokens_after(0)], PACKED)
     (row,) = world.asked
-    assert compressed_kv.layout.counts[compressed_kv.draft_row(row)] == first.packed > 0
+    assert compressed_kv.layout.counts[compressed_kv.draft_row(row)] == first.num_packed_slots > 0
     world.finish(world.running[0])
     start(world, [*COMMON, *tokens_after(1)], HALF)
     assert list(world.asked) == [row] and compressed_kv.layout.counts[compressed_kv.draft_row(row)] == 0

@@ -45,7 +45,7 @@ def start(world, tokens):
 def drafted_on(world, req):
     """The KV that the request's draft row leads to."""
     view = world.cache.copies.get(req.req_pool_idx)
-    return world.kv[world.table.req_to_token[ROWS + req.req_pool_idx, : view.kept].long(), 0, 0]
+    return world.kv[world.table.req_to_token[ROWS + req.req_pool_idx, : view.num_slots].long(), 0, 0]
 
 
 class Odd(SinkRecent):
@@ -87,7 +87,7 @@ def test_scores_that_cannot_be_used_are_named_once_and_requests_served_with_full
     assert re.search(f"compressor 'odd' scored a context with .*{named}.*scores are torch.float32 .*correct its", line)
     assert not compressed_kv.compress(kept.req_pool_idx, 24), "nor is a copy renewed"
     assert compressed_kv.get(kept.req_pool_idx) is None and compressed_kv.held_tokens == 0
-    assert compressed_kv.made == {"sink-recent": 1}
+    assert compressed_kv.num_compressions == {"sink-recent": 1}
     world.finish(kept)
     world.check()
 
@@ -175,7 +175,7 @@ def test_a_draft_row_follows_its_request_to_the_slots_that_the_tree_has_of_its_p
     view.tail_end = written
     check_draft_rows(compressed_kv)
     compressed_kv.write_tail(late.req_pool_idx, len(tokens))
-    tail = world.table.req_to_token[ROWS + late.req_pool_idx, view.kept : view.kept + len(tokens) - view.covered]
+    tail = world.table.req_to_token[ROWS + late.req_pool_idx, view.num_slots : view.num_slots + len(tokens) - view.covered]
     assert torch.equal(world.kv[tail.long(), 0, 0], kv_of(tokens)[view.covered :])
     check_draft_rows(compressed_kv)
     world.check()

@@ -49,7 +49,7 @@ def test_a_forward_codes_what_it_wrote_in_all_layers_once_the_last_has_attended(
     keys = pool()
     codes, every = SlotCodes(keys, (4, 5, 7), bits), torch.arange(40)
     before = [part.clone() for part in (codes.held.codes, codes.held.words)]
-    set_key_write_callback(codes.written)
+    set_key_write_callback(codes.on_keys_written)
     try:
         assert forward([3, 9, 21], (4, 5)) == [4, 5]
         assert all(map(torch.equal, before, (codes.held.codes, codes.held.words))), "the last layer writes yet"

@@ -55,7 +55,7 @@ def test_a_layer_attends_to_what_its_own_query_chose_in_the_same_step(method):
         check_compressed(compressed_kv)
         compressed_kv.reselect(1, position + 1, compressed_kv.method(1).compressor.every)
         assert led_to(compressed_kv) == seen, "nothing is chosen between steps"
-    assert compressed_kv.get(1).covered == 150 and compressed_kv.made == {method.name: 4}
+    assert compressed_kv.get(1).covered == 150 and compressed_kv.num_compressions == {method.name: 4}
 
 
 def test_with_every_a_layer_chooses_in_the_first_step_and_after_so_many():

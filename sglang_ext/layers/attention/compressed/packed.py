@@ -108,7 +108,7 @@ def _far_scores(packing: Packing, rows: torch.Tensor, block: Quantized, levels: 
         return product(quantize_partitions(rows, partition), partitions_of_keys(block), partition)
     if packing.keys.plain and 1 in packing.keys.grid:
         return key_scores(rows, block, packing.keys.grid, levels)
-    return rows @ packing.whole(block, packing.keys, levels).mT
+    return rows @ packing.dequantize(block, packing.keys, levels).mT
 
 
 def _far_sums(packing: Packing, weights: torch.Tensor, block: Quantized, levels: torch.Tensor | None) -> torch.Tensor:
@@ -118,7 +118,7 @@ def _far_sums(packing: Packing, weights: torch.Tensor, block: Quantized, levels:
         return product(quantize_partitions(weights, partition), partitions_of_values(block), partition)
     if packing.values.plain and packing.values.grid.tokens == 1:
         return weighted_values(weights, block, levels)
-    return weights @ packing.whole(block, packing.values, levels)
+    return weights @ packing.dequantize(block, packing.values, levels)
 
 
 def key_scores(rows: torch.Tensor, block: Quantized, grid: Grid, levels: torch.Tensor | None) -> torch.Tensor:

@@ -196,7 +196,7 @@ class PagesDecode(PointerDecode):
     def __init__(self, model_runner: "ModelRunner", layout: PagePointerLayout):
         super().__init__(model_runner, layout)
         self.layers = {layer_id: index for index, layer_id in enumerate(layout.extremes.layer_ids)}
-        self.arrived = layout.arrived
+        self.arrived = layout.finished_parts
 
     def attend(
         self, layer_id: int, queries: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, scaling: float, splits: tuple[int, int]

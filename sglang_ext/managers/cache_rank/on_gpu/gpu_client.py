@@ -46,7 +46,7 @@ from sglang_ext.managers.cache_rank.on_gpu.interval_tuner import IntervalTuner
 from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector, compile_lengths
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
-from sglang_ext.mem_cache.compressed.row_exchange import NewestRows, renewed
+from sglang_ext.mem_cache.compressed.row_exchange import NewestRows, plan_refresh
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.queries import QueryWindows
 
@@ -109,7 +109,7 @@ class GpuRankClient(CacheRankClient, AsyncSelector):
         window, record = self._method.compressor.window, None
         if self.sends_rows:
             record = slots.int().expand(len(self.buffers.keys), self.buffers.keys[0].shape[1], -1).contiguous()
-            coming = renewed(record, 1, 2, 1, 1)[1]
+            coming = plan_refresh(record, 1, 2, 1, 1)[1]
             self.buffers.move_newest(coming, slots.expand(2), slots)
         for arena in self._arenas.values():
             word = arena.word(1 << 31)
@@ -135,16 +135,16 @@ class GpuRankClient(CacheRankClient, AsyncSelector):
             if self._made is not None and grown["taken"]:
                 self._made[self._method_name] += grown["taken"]
 
-    def on_round_start(self, forwards: int, every: int) -> None:
+    def on_round_start(self, forwards: int, interval: int) -> None:
         """See :meth:`AsyncSelector.on_round_start`. Cache ranks choose their own selection interval."""
         self.pace.record_round(time.monotonic(), self.waited, forwards)
 
     def on_step_end(self, compressed_kv: CompressedKVCache, ends: dict[int, int], following: int | None) -> None:
         """See :meth:`AsyncSelector.on_step_end`."""
-        every, self._made = self._selection_interval(compressed_kv, ends), compressed_kv.made
+        every, self._made = self._selection_interval(compressed_kv, ends), compressed_kv.num_compressions
         if self._launched is not None:
             self._since += 1
-            if self._since >= self._queries.spare:
+            if self._since >= self._queries.extra_queries:
                 # The next step overwrites queries that the second stream may not have read yet.
                 self._wait_for_launched()
         due = self._due_rows(compressed_kv, ends, every, following is not None)
@@ -331,8 +331,8 @@ class GpuRankClient(CacheRankClient, AsyncSelector):
         for request in self._requests.values():
             request.asked = None
 
-    def made(self, row: int, covered: int, kept: torch.Tensor) -> None:
-        """See :meth:`AsyncSelector.made`."""
+    def on_compressed(self, row: int, covered: int, kept: torch.Tensor) -> None:
+        """See :meth:`AsyncSelector.on_compressed`."""
         self._records[row] = RowRecord(kept.int().contiguous(), covered)
 
     def extend(self, row: int, slots: torch.Tensor) -> bool:
@@ -355,22 +355,22 @@ class GpuRankClient(CacheRankClient, AsyncSelector):
         # selection requests, maybe for hours.
         self._submit(self._arenas[request.leases.link], ())
 
-    def renewed(self, row: int, covered: int, keep: int) -> NewestRows:
-        """See :meth:`AsyncSelector.renewed`."""
+    def plan_refresh(self, row: int, covered: int, keep: int) -> NewestRows:
+        """See :meth:`AsyncSelector.plan_refresh`."""
         before = self._records[row]
-        positions, coming = renewed(before.positions, before.covered, covered, keep, self._method.compressor.recent)
+        positions, coming = plan_refresh(before.positions, before.covered, covered, keep, self._method.compressor.recent)
         self._records[row] = RowRecord(positions, covered)
         return coming
 
-    def holds(self, row: int) -> int:
-        """See :meth:`RowSender.holds`."""
+    def num_held_tokens(self, row: int) -> int:
+        """See :meth:`RowSender.num_held_tokens`."""
         request = self._requests.get(row)
         return 0 if request is None or request.has_lost_rank or row not in self._records else request.lease.held
 
-    def leave_slots(self, row: int, alone: bool) -> None:
-        """See :meth:`RowSender.leave_slots`. Waits for the second stream, which reads the slots."""
+    def on_slots_freed(self, row: int, is_remote_only: bool) -> None:
+        """See :meth:`RowSender.on_slots_freed`. Waits for the second stream, which reads the slots."""
         self._wait_for_launched()
-        if alone and row in self._requests:
+        if is_remote_only and row in self._requests:
             self._requests[row].alone = True
 
     def is_lost(self, row: int) -> bool:

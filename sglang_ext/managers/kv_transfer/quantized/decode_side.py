@@ -137,7 +137,7 @@ class QuantizedPromptAllocator:
         packed = method.packing.packed_slots(prompt.covered - method.sinks)
         compressed = CompressedKV(
             own, prompt.covered, sinks=method.sinks, own_tokens=prompt.covered - method.sinks, own_packed=packed,
-            refresh_after=method.due(prompt.tokens - method.recent),
+            refresh_after=method.next_refresh(prompt.tokens - method.recent),
         )  # fmt: skip
         self.requests.admit(req, 0)
         self.compressed_kv.insert(req.req_pool_idx, compressed)

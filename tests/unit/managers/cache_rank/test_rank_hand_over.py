@@ -25,7 +25,7 @@ def test_keys_go_in_as_many_steps_as_there_are_places_for_them_and_blocks():
         world.until(lambda: len(world.links[0]._free_places) == 2)
         world.step()
     world.steps.poll()
-    assert 1 <= world.steps.missed["hand-over"] < 6 and world.compressed_kv.made["spade"] > 5
+    assert 1 <= world.steps.missed["hand-over"] < 6 and world.compressed_kv.num_compressions["spade"] > 5
     assert torch.equal(world.led(1), world.chosen(1, world.ends[1] - 1, 300))
     world.begin(2, 150, 40)
     world.step()

@@ -42,7 +42,7 @@ def test_a_rank_that_steps_outrun_is_asked_as_often_as_it_keeps_up_and_what_it_c
     for _ in range(60):
         world.step()
         world.steps.poll()
-    made = world.compressed_kv.made["spade"]
+    made = world.compressed_kv.num_compressions["spade"]
     assert (world.steps.pace.every, +world.steps.missed) == (8, {}) and 8 <= made < 60, made
     assert [value for name, value, *_ in _rank_values(world.steps, None) if name == "selection_steps"] == [8]
     while (world.ends[1] - 300) % 8:
@@ -99,7 +99,7 @@ def test_a_second_stream_that_is_behind_reads_queries_before_they_are_written_ov
     world.steps._side = Behind(world.arenas[0])
     for _ in range(16):
         world.step()
-    assert world.queries.spare < 8 and torch.equal(world.led(1), world.chosen(1, 308, 300))
+    assert world.queries.extra_queries < 8 and torch.equal(world.led(1), world.chosen(1, 308, 300))
     world.steps.end()
 
 
@@ -133,7 +133,7 @@ def test_each_step_reads_what_the_queries_of_the_one_before_the_last_choose(worl
         for row, length in ((1, 300), (2, 150)):
             assert torch.equal(world.led(row), world.chosen(row, world.ends[row] - 1, length))
     world.steps.poll()
-    assert world.compressed_kv.made["spade"] == world.steps.taken >= 12 and not +world.steps.missed
+    assert world.compressed_kv.num_compressions["spade"] == world.steps.taken >= 12 and not +world.steps.missed
     told = {name: value for name, value, *_ in _rank_values(world.steps, None)}
     assert told["cache_ranks_ready"] == told["cache_rank_starts"] == 1 and told["cache_rank_tokens"] == 8 * 64
     assert told["choosing_seconds"] > 0 and told["selection_wait_seconds"] > 0 and told["selection_rows"] == 0
@@ -346,7 +346,7 @@ def test_a_rank_that_is_stopped_is_waited_for_twice_and_ended_after_its_silence(
     world.steps.poll()
     assert 0.25 < world.steps.waited < 1.5, "one wait for each place, and none for what found no place"
     assert world.steps.missed["late"] >= 6
-    assert torch.equal(world.led(1), kept) or world.compressed_kv.made["spade"]
+    assert torch.equal(world.led(1), kept) or world.compressed_kv.num_compressions["spade"]
     world.until(lambda: world.steps.ready == 0, 10)
     world.step()
     assert world.steps.missed["silent"] == 1

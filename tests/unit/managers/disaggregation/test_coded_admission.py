@@ -109,7 +109,7 @@ def test_a_prompt_takes_what_it_is_charged_and_gives_all_of_it_back(page, length
         # To SGLang's padding page, then to the tokens that are not packed.
         assert (row[req.req_pool_idx, : view.covered] < page).all()
         assert torch.equal(row[req.req_pool_idx, view.covered : tokens].long(), slots) and (slots >= page).all()
-        assert torch.equal(row[req.req_pool_idx + ROWS, : view.kept].long(), view.slots)
+        assert torch.equal(row[req.req_pool_idx + ROWS, : view.num_slots].long(), view.slots)
         where = decode.prompts.slots(req, planned)
         assert len(where.sinks) == where.begin == view.sinks and torch.equal(where.tail, slots)
         assert torch.equal(where.blocks, view.own[view.sinks :][: view.own_packed])
