@@ -52,11 +52,11 @@ def free_compressed_kv_when_full(original: Callable, batch: "ScheduleBatch", sel
         return False
     with capped_committed_lens(batch.reqs):
         fits = original(batch, selected_indices)
-        copies = batch.tree_cache.copies
-        while not fits and copies is not None and (row := copies.largest_releasable_row()) is not None:
-            copies.release_compressed_kv(row)
+        compressed_kv = batch.tree_cache.compressed_kv
+        while not fits and compressed_kv is not None and (row := compressed_kv.largest_releasable_row()) is not None:
+            compressed_kv.release_compressed_kv(row)
             fits = original(batch, selected_indices)
-    if batch.tree_cache.residency is not None or batch.tree_cache.codes is not None:
+    if batch.tree_cache.residency is not None or batch.tree_cache.freed_full_kv is not None:
         # SGLang looks for free slots again only when a request finishes. Here slots are also freed when full KV leaves the device.
         batch.batch_is_full = False
     return fits

@@ -176,8 +176,8 @@ class KVMetrics:
         if not self._gauges:
             return
         self._set_total("compressed_bytes", compressed_kv.held_bytes())
-        codes = compressed_kv.tree_cache.codes
-        self._set_total("codes_alone_tokens", codes.tokens if isinstance(codes, QuantizedOnlyKV) else 0)
+        freed_full_kv = compressed_kv.tree_cache.freed_full_kv
+        self._set_total("codes_alone_tokens", freed_full_kv.tokens if isinstance(freed_full_kv, QuantizedOnlyKV) else 0)
         self._set_total("recomputed_requests", compressed_kv.tree_cache.recomputed)
         self._set_total("query_bytes", compressed_kv.queries.used_bytes)
         self._set_total("score_bytes", max(method.compressor.held_bytes for method in compressed_kv.methods))
@@ -188,7 +188,7 @@ class KVMetrics:
         for name, value in _host_values(compressed_kv.tree_cache, verifications) if self.host else ():
             self._set_total(name, value)
         ranks = compressed_kv.remote_selector or compressed_kv.async_selector
-        for name, value, *label in _rank_values(ranks, codes) if self.ranks and isinstance(ranks, CpuRankClient | GpuRankClient) else ():
+        for name, value, *label in _rank_values(ranks, freed_full_kv) if self.ranks and isinstance(ranks, CpuRankClient | GpuRankClient) else ():
             self._set_total(name, value, *label)
 
 
@@ -205,14 +205,14 @@ def _host_values(tree: "TieredRadixCache", verifications: "OffloadedFullKV | Non
     yield "host_failed_pages", reloads.failed_pages
     if verifications is None:
         return
-    residency, admission = verifications.residency, verifications.admission
+    residency, scheduler = verifications.residency, verifications.scheduler
     yield "offloaded_bytes", verifications.bytes_per_token * residency.offloaded_tokens
-    yield "link_reserved", admission.occupancy.link
-    yield "reload_room_reserved", admission.occupancy.memory
-    yield "reservations", admission.admitted
-    yield "waits", admission.refused
-    yield "late_verifications", admission.num_postponed
-    yield "slack_rounds", verifications.slack
+    yield "link_reserved", scheduler.occupancy.link
+    yield "reload_room_reserved", scheduler.occupancy.memory
+    yield "reservations", scheduler.admitted
+    yield "waits", scheduler.refused
+    yield "late_verifications", scheduler.num_postponed
+    yield "slack_rounds", verifications.waited_rounds
 
 
 def _rank_values(client: CpuRankClient | GpuRankClient, freed: FreedFullKV | None) -> Iterator[tuple]:

@@ -182,18 +182,18 @@ class KVWorker(BaseSpecWorker):
         if args.kv_host_gb:
             full_tier.attach_host_tier(self, tree_cache)
         early = ArrivingFullKV(self.ranks) if options.has_early_decoding(args) else None
-        codes = self._create_freed_full_kv(tree_cache)
-        full_kv, policy = early or self._full_kv_provider(codes), None
+        freed_full_kv = self._create_freed_full_kv(tree_cache)
+        full_kv, policy = early or self._full_kv_provider(freed_full_kv), None
         if options.can_offload_full_kv(args):
             full_kv, policy = full_tier.create_offloaded_full_kv(self, tree_cache)
-        tree_cache.serve(self.compressed_kv, self.forget, not self.lossy, full_kv.residency, early, codes)
+        tree_cache.bind(self.compressed_kv, self.forget, not self.lossy, full_kv.residency, early, freed_full_kv)
         self.loop = decode_loop(self, full_kv, policy)
 
-    def _full_kv_provider(self, codes: FreedFullKV | None) -> ResidentFullKV:
+    def _full_kv_provider(self, freed_full_kv: FreedFullKV | None) -> ResidentFullKV:
         """The full-KV provider of a server without full KV in host memory or arriving from another server."""
-        if isinstance(codes, RemoteOnlyKV):
-            return RemoteOnlyFullKV(codes)
-        return ResidentFullKV() if codes is None else QuantizedOnlyFullKV(codes)
+        if isinstance(freed_full_kv, RemoteOnlyKV):
+            return RemoteOnlyFullKV(freed_full_kv)
+        return ResidentFullKV() if freed_full_kv is None else QuantizedOnlyFullKV(freed_full_kv)
 
     def _create_freed_full_kv(self, tree_cache) -> FreedFullKV | None:
         """Frees full KV that compressed KV or cache ranks hold, in lossy mode; None if full KV stays, for a reason that is logged."""
@@ -259,7 +259,7 @@ class KVWorker(BaseSpecWorker):
             return None
         if self.loop is None:
             self.bind_tree_cache(tree_cache)
-        return None if tree_cache.codes is None else QuantizedPromptAllocator(self.compressed_kv, tree_cache.codes, self.requests)
+        return None if tree_cache.freed_full_kv is None else QuantizedPromptAllocator(self.compressed_kv, tree_cache.freed_full_kv, self.requests)
 
     def _create_compressed_kv(self, tree_cache) -> CompressedKVCache:
         args, layout, served, allocator = self.server_args, self.layout, self.methods, self.token_to_kv_pool_allocator
@@ -331,8 +331,8 @@ class KVWorker(BaseSpecWorker):
         if self.loop is None:
             self.bind_tree_cache(batch.tree_cache)
         self.compressed_kv.poll()
-        if batch.tree_cache.codes is not None:
-            batch.tree_cache.codes.write()
+        if batch.tree_cache.freed_full_kv is not None:
+            batch.tree_cache.freed_full_kv.write()
         result = self._forward(batch, on_publish)
         self.unprocessed_tokens = UnprocessedTokens.from_result(batch, result)
         if batch.tree_cache.host is not None:

@@ -154,7 +154,7 @@ class DecodeLoop:
             return
         worker, residency = self.worker, self.full_kv.residency
         found = self.policy.choose(worker.requests.overall_acceptance.probability, residency.tree.reloads.link.restored, worker.compressed_kv.share)
-        residency.most, self.full_kv.drafts_per_load = worker.ranks.agree(found)
+        residency.max_offloaded, self.full_kv.drafts_per_load = worker.ranks.agree(found)
 
     def _check(self, batch: "ScheduleBatch", plan: RoundPlan) -> None:
         """Check in strict mode that no slot has two owners."""

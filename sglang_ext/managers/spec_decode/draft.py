@@ -324,9 +324,9 @@ def prefill(worker: "KVWorker", batch: "ScheduleBatch", on_publish=None) -> Gene
     if on_publish is not None:
         # The lengths are known before the forward, so the scheduler can prepare the next round while it runs.
         on_publish(batch.seq_lens)
-    if worker.quantized_prefill is not None and batch.tree_cache.codes is not None:
+    if worker.quantized_prefill is not None and batch.tree_cache.freed_full_kv is not None:
         begun = zip(batch.reqs, [state.cached_prompt_len for state in states], batch.prefix_lens)
-        batch.tree_cache.codes.begin_prompts(begun)
+        batch.tree_cache.freed_full_kv.begin_prompts(begun)
     recorded = select_useful_rows(worker.compressed_kv, states, _recorded_queries(batch))
     with worker.queries.recording(recorded), _quantized_prefill_context(worker, batch, states):
         result = worker.target_worker.forward_batch_generation(batch, is_verify=True)
@@ -344,8 +344,8 @@ def _quantized_prefill_context(worker: "KVWorker", batch: "ScheduleBatch", state
     lengths = [prefix + length for prefix, length in zip(batch.prefix_lens, batch.extend_lens)]
     device = batch.seq_lens.device
     seeds = {state.row: token_seeds(state.prompt, length, device) for state, length in zip(states, lengths)}
-    codes = batch.tree_cache.codes
-    found = {} if codes is None else {row: codes.stored(row) for row in seeds}
+    freed_full_kv = batch.tree_cache.freed_full_kv
+    found = {} if freed_full_kv is None else {row: freed_full_kv.block_slots(row) for row in seeds}
     return worker.quantized_prefill.computing_prompts(seeds, {row: slots for row, slots in found.items() if slots is not None and len(slots)})
 
 

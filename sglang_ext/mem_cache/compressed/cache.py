@@ -134,8 +134,8 @@ class CompressedKVCache:
 
     def can_lack_full_kv(self, row: int) -> bool:
         """Whether the full KV of the request in ``row`` may be missing here, so that the request needs its compressed KV."""
-        codes = self.tree_cache.codes
-        return codes is not None and codes.can_lack_full_kv(row)
+        freed_full_kv = self.tree_cache.freed_full_kv
+        return freed_full_kv is not None and freed_full_kv.can_lack_full_kv(row)
 
     def is_usable_without_refresh(self, row: int) -> bool:
         """Whether the compressed KV of the request in ``row`` stays usable if it cannot be refreshed.
@@ -157,7 +157,7 @@ class CompressedKVCache:
             if each.processes != before:
                 self.on_processes_changed()
 
-    def copies(self) -> ItemsView[int, CompressedKV]:
+    def items(self) -> ItemsView[int, CompressedKV]:
         """All compressed KV, by request row."""
         return self._by_row.items()
 

@@ -138,7 +138,7 @@ class Scheduler:
         world = self.world
         if not self.on_codes:
             return
-        blocks, row = world.codes.stored(req.req_pool_idx), world.table.req_to_token[req.req_pool_idx, : req.length].long()
+        blocks, row = world.codes.block_slots(req.req_pool_idx), world.table.req_to_token[req.req_pool_idx, : req.length].long()
         expected = numbers(kv_of(req.tokens[: req.length]))
         end = SINKS + len(blocks) // world.packing.block_slots * world.packing.block_tokens
         assert end <= max(known, SINKS)

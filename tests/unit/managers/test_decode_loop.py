@@ -53,7 +53,7 @@ class FakeResidency:
             reloads=SimpleNamespace(link=SimpleNamespace(restored=bandwidth)),
             host=SimpleNamespace(tier=SimpleNamespace(defer_transfers=nullcontext)),
         )
-        self.room = 10**6
+        self.load_capacity = 10**6
 
     def collect_loads(self):
         self.loading = {row: left - 1 for row, left in self.loading.items() if left > 1}
@@ -82,7 +82,7 @@ class FakeResidency:
     def ready(self, row):
         return row in self.pinned and row not in self.missing and row not in self.loading
 
-    def waits(self, row):
+    def is_loaded(self, row):
         return self.ready(row)
 
     def restore(self, row):
@@ -120,7 +120,7 @@ class Toy(DecodeLoop):
         compressed_kv.rows = count + 1
         full_kv, policy = ResidentFullKV(), None
         if residency is not None:
-            full_kv = OffloadedFullKV(VerificationScheduler(PROMPT, residency.room, horizon=8), residency, 1, drafts_per_load=longest)
+            full_kv = OffloadedFullKV(VerificationScheduler(PROMPT, residency.load_capacity, horizon=8), residency, 1, drafts_per_load=longest)
             policy = SimpleNamespace(observe=lambda round_, spent: None, choose=lambda p, link, share: OffloadDecision(None, longest))
         steps = SimpleNamespace(
             table=compressed_kv.token_table, slots=lambda *args: torch.zeros(1), run=self.draw,
@@ -298,7 +298,7 @@ def test_those_on_the_device_make_room_for_the_loads_of_the_others(count, took):
     toy, states, reqs = make(count, away=rows)
     residency = toy.residency = toy.full_kv.residency = Crowded(rows, took, stays=True)
     residency.missing, residency.stale = set(rows[2:]), set(rows[2:])
-    residency.room = 2 * PROMPT
+    residency.load_capacity = 2 * PROMPT
     seen = [row for row, *_ in rounds(toy, states, reqs, 30 * count)]
     assert min(seen.count(row) for row in rows) >= 5, "none waits for good"
     correct(toy)
@@ -315,7 +315,7 @@ def test_what_has_to_be_loaded_gathers_drafts_first_and_the_others_verify_in_eac
 def test_drafts_stop_at_the_longest_while_the_link_is_busy():
     toy, states, reqs = make(1, away=[1], rounds=6)
     seen = rounds(toy, states, reqs, 20)
-    assert seen and all(offered == LONGEST for _, offered, _ in seen) and toy.full_kv.admission.num_postponed > 0
+    assert seen and all(offered == LONGEST for _, offered, _ in seen) and toy.full_kv.scheduler.num_postponed > 0
     correct(toy)
 
 
@@ -400,10 +400,10 @@ def test_a_copy_that_cannot_be_renewed_at_its_turn_costs_no_token():
 def test_gone_requests_give_back_what_was_reserved():
     toy, states, reqs = make(3, away=[1, 2, 3], rounds=3)
     rounds(toy, states, reqs, 2)
-    assert toy.full_kv.admission.occupancy.memory > 0
+    assert toy.full_kv.scheduler.occupancy.memory > 0
     for state in states:
         toy.forget(state.row)
-    assert toy.full_kv.admission.memory_peak == 0 and not toy.full_kv.verifying_rows
+    assert toy.full_kv.scheduler.memory_peak == 0 and not toy.full_kv.verifying_rows
 
 
 @pytest.mark.parametrize("left", [1, 2, 5])
@@ -427,10 +427,10 @@ def test_loads_that_are_planned_take_as_long_as_the_link_needs_now():
     assert reserved() == 2
     residency.tree.reloads.link.restored *= 1.05
     verifications.on_round_start({}, None)
-    before = admission._loads.link.load
+    before = admission._loads.link.mean_occupancy
     residency.tree.reloads.link.restored /= 4.2
     verifications.on_round_start({}, None)
-    assert admission._loads.link.load == pytest.approx(4 * before), "small changes are not followed, this one is"
+    assert admission._loads.link.mean_occupancy == pytest.approx(4 * before), "small changes are not followed, this one is"
 
 
 def test_the_timeline_has_each_rounds_drafts_and_what_became_of_them(tmp_path):

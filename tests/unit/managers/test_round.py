@@ -67,7 +67,7 @@ class Views:
     def mark_tail_written(self, row, end):
         self.tails.append((row, end))
 
-    def reach(self, row, tokens):
+    def max_covered(self, row, tokens):
         return tokens
 
     def draft_row(self, row):

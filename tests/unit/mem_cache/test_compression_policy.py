@@ -42,7 +42,7 @@ class FakeViews:
     def draft_row(self, row):
         return row + 100
 
-    def reach(self, row, tokens):
+    def max_covered(self, row, tokens):
         return min(tokens, self.queried)
 
     def compress(self, row, tokens, headroom, prefix=None):

@@ -132,7 +132,7 @@ def test_a_load_from_the_host_says_which_slots_it_is_about_to_write():
         assert not world.kv[slots].any(), "not loaded yet"
         told.append(slots.clone())
 
-    world.cache.use_host(world.tier, about_to_write=forget)
+    world.cache.use_host(world.tier, on_load_start=forget)
     world.finish(world.start(tokens))
     world.offload(world.node(tokens))
     world.kv.zero_()

@@ -189,7 +189,7 @@ def world(monkeypatch):
     noise = torch.Generator().manual_seed(0)
     buffers = KVBuffers((0,), (1.0,), *((torch.randn(1402, HEADS, DIM, generator=noise),) for _ in "kv"))
     packing = Packing.for_pool(method("int4").quantizer, buffers, PAGE)
-    made.cache.serve(CompressedKVCache(
+    made.cache.bind(CompressedKVCache(
         methods=(CompressionMethod(method("int4").compressor, 1.0, packing),), token_table=made.table.req_to_token, rows=ROWS,
         buffers=buffers, allocator=made.allocator, tree_cache=made.cache, queries=QueryWindows(0, (0,), 0),
         layout=QuantizedLayout.for_table(packing, made.table.req_to_token),
@@ -200,7 +200,7 @@ def world(monkeypatch):
 def test_requests_with_one_beginning_read_its_blocks_once(world):
     common = list(range(1, 151))
     done(world, common)
-    compressed_kv, cache = world.cache.copies, world.cache
+    compressed_kv, cache = world.cache.compressed_kv, world.cache
     slots = compressed_kv.methods[0].packing.held_slots
     requests = []
     for number in range(3):
@@ -233,7 +233,7 @@ def test_a_copy_of_shared_blocks_alone_has_the_first_tokens_for_itself(world):
     common = list(range(1, 151))
     done(world, common)
     req = world.start([*common, 900, 901])
-    compressed_kv = world.cache.copies
+    compressed_kv = world.cache.compressed_kv
     assert compressed_kv.compress(req.req_pool_idx, 152, 0, SharedPrefix(req.last_node, 150))
     view = compressed_kv.get(req.req_pool_idx)
     assert (view.covered, view.shared_len, view.own_tokens) == (132, 132, 0) and len(view.own) == SINKS

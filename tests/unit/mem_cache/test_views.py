@@ -39,7 +39,7 @@ class Allocator:
 class Tree:
     """A prefix tree with nothing to evict."""
 
-    residency = codes = None
+    residency = freed_full_kv = None
 
     def __init__(self, allocator):
         self.token_to_kv_pool_allocator, self.segments = allocator, SimpleNamespace(held_tokens=0)
@@ -161,7 +161,7 @@ def test_copies_go_before_a_request_is_retracted(monkeypatch):
     monkeypatch.setattr("sglang_ext.hooks.rounds.get_alloc_reserve_per_decode", lambda: 0)
     compressed_kv = make_views()
     compressed_kv.compress(1, 100)
-    batch = SimpleNamespace(tree_cache=SimpleNamespace(copies=compressed_kv, residency=None, early=None, codes=None), reqs=[])
+    batch = SimpleNamespace(tree_cache=SimpleNamespace(compressed_kv=compressed_kv, residency=None, early=None, freed_full_kv=None), reqs=[])
     assert free_compressed_kv_when_full(lambda b, i: compressed_kv.held_tokens == 0, batch)
     assert compressed_kv.get(1) is None
     assert not free_compressed_kv_when_full(lambda b, i: False, batch)
@@ -171,7 +171,8 @@ def test_copies_go_before_a_request_is_retracted(monkeypatch):
 def test_where_full_kv_leaves_the_device_the_scheduler_looks_for_room_in_each_iteration(offloads, monkeypatch):
     monkeypatch.setattr("sglang_ext.hooks.rounds.get_alloc_reserve_per_decode", lambda: 0)
     residency = SimpleNamespace(is_lost=lambda row: False) if offloads else None
-    batch = SimpleNamespace(tree_cache=SimpleNamespace(copies=make_views(), residency=residency, early=None, codes=None), batch_is_full=True, reqs=[])
+    tree_cache = SimpleNamespace(compressed_kv=make_views(), residency=residency, early=None, freed_full_kv=None)
+    batch = SimpleNamespace(tree_cache=tree_cache, batch_is_full=True, reqs=[])
     assert free_compressed_kv_when_full(lambda b, i: True, batch)
     assert batch.batch_is_full == (not offloads)
 
