@@ -220,7 +220,7 @@ def _rank_values(client: CpuRankClient | GpuRankClient, freed: FreedFullKV | Non
     yield "cache_rank_tokens", client.held_tokens
     yield "choosing_seconds", client.slowest
     if isinstance(client, GpuRankClient):
-        yield "selection_steps", client.pace.every
+        yield "selection_steps", client.interval_tuner.every
     yield "cache_rank_starts", client.starts
     yield "selections", client.taken
     yield "selection_wait_seconds", client.waited

@@ -48,7 +48,7 @@ def rank_here(arena, apart=False):
     """A rank in this process that was told what it serves, and what it says."""
     socket = Told()
     rank = GpuSelectionServer(socket, arena.begin(1), 1, torch.device("cpu"))
-    rank._take(attach(apart=apart))
+    rank._handle(attach(apart=apart))
     return rank, socket
 
 
@@ -117,7 +117,7 @@ class RankWorld:
         if flags.get("apart") and self.device.type == "cpu":
             self.steps._side = Later(arenas)
         # Steps of tests take no time.
-        self.steps.pace = IntervalTuner(every, every if most is None else most)
+        self.steps.interval_tuner = IntervalTuner(every, every if most is None else most)
         self.copies, self.ends, self._free = {}, {}, CONTEXT_SLOTS
         # Of rows whose full KV was given back, where it was.
         self._given = {}

@@ -131,7 +131,7 @@ class Rank:
         leases, slots = KeyLeases(self.link, self.layers.buffers), self.layers.context_slots
         lease, nobody, until = leases.open(), torch.empty(0, device=self.layers.device), monotonic() + PATIENCE
         # What its slots are is not looked at.
-        lease.alone = True
+        lease.is_remote_only = True
         while not leases.extend(lease, slots):
             self.arena.publish(nobody, [])
             self.hear(until, "full KV was not taken")
@@ -217,7 +217,7 @@ class Asking:
         """
         rank, load, queries, device = self._rank, self._load, self._queries, self._table.device
         arena, link = rank.arena, rank.link
-        link.answers.clear()
+        link.replies.clear()
         queries.next()
         sequences = [rank.next_sequence(lane) for lane in range(load.batch)]
         words = [arena.word(each) for each in sequences]
@@ -241,13 +241,13 @@ class Asking:
         taken = Mark.now(device)
         wait_for(device)
         until = monotonic() + PATIENCE
-        while len(link.answers) < load.batch:
-            rank.hear(until, f"{len(link.answers)} of {load.batch} questions were answered")
+        while len(link.replies) < load.batch:
+            rank.hear(until, f"{len(link.replies)} of {load.batch} questions were answered")
         grown = dict(zip(COUNTERS, (now - then for now, then in zip(arena.counters.tolist(), before))))
         if grown["late"] or grown["unasked"]:
             raise RuntimeError(f"answers of {rank.kind.name} bits were not there: {grown}")
         # Those that were answered together say the same seconds.
-        times = {answer.seconds for answer in link.answers}
+        times = {answer.seconds for answer in link.replies}
         return begun.until(seen), seen.until(taken), sum(times), len(times), grown["rows"]
 
     def agreement(self) -> float:

@@ -25,7 +25,7 @@ class PackSelection:
         written: Sequence of the selection that the compressed KV has applied. Also advanced past a selection whose slot is requested
             again.
         held: int64 [pack layers, kv_heads, places], positions of the rows in the compressed KV; None if it holds no rows yet.
-        stands_for: Tokens that the compressed KV covered when ``held`` was set.
+        held_covered: Tokens that the compressed KV covered when ``held`` was set.
     """
 
     pack: Pack
@@ -35,7 +35,7 @@ class PackSelection:
     kept: torch.Tensor | None = None
     written: int = 0
     held: torch.Tensor | None = None
-    stands_for: int = 0
+    held_covered: int = 0
 
     def can_ask(self, sequence: int, rows: bool) -> bool:
         """Whether no open selection request uses the slots of this sequence's parity.
@@ -59,13 +59,13 @@ class PackSelection:
             wanted = extend_selection(self.kept, self.covered, covered, keep)
             return plan_exchange(torch.full_like(wanted, EMPTY), wanted)
         held = self.held.sort(dim=-1).values
-        return plan_exchange(pad_places(self.held, keep), extend_selection(held, self.stands_for, covered, keep))
+        return plan_exchange(pad_places(self.held, keep), extend_selection(held, self.held_covered, covered, keep))
 
     def base(self, covered: int, keep: int) -> torch.Tensor | None:
         """Positions held once the compressed KV covers ``covered`` tokens, like :attr:`held`; None before the first selection."""
         if self.kept is None:
             return None
-        return self.held if self.held is not None and self.stands_for == covered else self.moved(covered, keep).held
+        return self.held if self.held is not None and self.held_covered == covered else self.moved(covered, keep).held
 
     def arrived(self, memory: SharedMemory, lane: int, covered: int, keep: int) -> ReceivedRows:
         """Return the rows of the newest reply that compressed KV, covering ``covered`` tokens with ``keep`` per head, can exchange.
