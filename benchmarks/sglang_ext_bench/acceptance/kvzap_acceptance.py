@@ -60,7 +60,7 @@ class Context:
 
     def accepted(self, scores: torch.Tensor, budget: float) -> tuple[int, int]:
         """Drafts that are accepted, and offered, over the whole answer."""
-        kept = best(scores, int(len(self.prompt) * budget))
+        kept = top_positions(scores, int(len(self.prompt) * budget))
         return self.rounds(lambda done: self._compressed(kept, done))
 
     def rounds(self, cache_of: Callable[[int], DynamicCache]) -> tuple[int, int]:

@@ -44,7 +44,7 @@ def chosen_by(compressed_kv, queries, positions, row, length, count, ahead):
     (method,), slots = compressed_kv.methods, compressed_kv.token_table[row, :length].long()
     (predicted,) = method.compressor.predictor.predict(queries, positions, compressed_kv.rotary, ahead)
     scores = [attention(predicted[None, i], keys[slots], compressed_kv.buffers.scaling[i]) for i, keys in enumerate(compressed_kv.buffers.keys)]
-    return best(mark_always(torch.stack(scores), *method.compressor.always(None)), count)
+    return top_positions(mark_always(torch.stack(scores), *method.compressor.always(None)), count)
 
 
 class Late(SideStream):

@@ -207,7 +207,7 @@ def spade_of(compressed_kv, positions, covered, predictor):
     """Slots that each head is led to by the queries of ``positions`` alone, by layer and head, as its own scores say."""
     queries, found = compressed_kv.queries.get(1, positions.stop, predictor.window)
     context = ContextKV(compressed_kv.buffers, compressed_kv.token_table[1, :covered].long(), queries, found, compressed_kv.rotary)
-    kept = [best(Spade(predictor).scores(context.layer(layer)), compressed_kv.get(1).own_tokens) for layer in range(LAYERS)]
+    kept = [top_positions(Spade(predictor).scores(context.layer(layer)), compressed_kv.get(1).own_tokens) for layer in range(LAYERS)]
     return [context.slots[of_layer].tolist() for of_layer in kept]
 
 

@@ -101,7 +101,7 @@ def test_copies_lead_to_what_is_chosen_by_the_codes_of_a_rank_when_made_and_betw
         slots, (queries, positions) = compressed_kv.token_table[1, : view.covered].long(), compressed_kv.queries.get(1, end, 1)
         predicted = method.compressor.predictor.predict(queries.transpose(1, 2)[None], positions[None], compressed_kv.rotary)
         scores = [attention(predicted[:, i], by(i, slots), compressed_kv.buffers.scaling[i]) for i in range(LAYERS)]
-        return [slots[each].tolist() for each in best(mark_always(torch.stack(scores), *method.compressor.always(None)), view.own_tokens)]
+        return [slots[each].tolist() for each in top_positions(mark_always(torch.stack(scores), *method.compressor.always(None)), view.own_tokens)]
 
     keep(range(149, 150), 1)
     assert ensure_compressed_kv(compressed_kv, SimpleNamespace(last_node=None), RequestState(rid="r", row=1, seed=0), 150, 0) == 0

@@ -40,7 +40,7 @@ def by_own(compressed_kv, method, position):
     """Slots that each head is led to by the query of ``position``, by layer and head, as the method's own scores say."""
     queries, found = compressed_kv.queries.get(1, position + 1, 1)
     context = ContextKV(compressed_kv.buffers, compressed_kv.token_table[1, :150].long(), queries, found, compressed_kv.rotary)
-    kept = [best(method.scores(context.layer(layer)), compressed_kv.get(1).own_tokens) for layer in range(LAYERS)]
+    kept = [top_positions(method.scores(context.layer(layer)), compressed_kv.get(1).own_tokens) for layer in range(LAYERS)]
     return [context.slots[of_layer].tolist() for of_layer in kept]
 
 
