@@ -388,8 +388,8 @@ def _check_bias(bias: dict[str, float] | None, vocabulary: int) -> None:
             ) from None
         if not (-MAX_PARAMETER <= value <= MAX_PARAMETER or value == -inf):
             raise ValueError(
-                f"sampling_params.logit_bias has {_short(value)} for token {_short(token)}; pass a number from {-MAX_PARAMETER:g} to {MAX_PARAMETER:g}, or "
-                "leave it out"
+                f"sampling_params.logit_bias has {_short(value)} for token {_short(token)}; pass a number from {-MAX_PARAMETER:g} to "
+                f"{MAX_PARAMETER:g}, or leave it out"
             )
 
 
