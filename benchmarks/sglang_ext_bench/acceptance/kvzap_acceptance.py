@@ -14,7 +14,7 @@ from sglang_ext_bench.acceptance.on_prompts import load, parser_of, prompts_in
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from sglang_ext.mem_cache.compressors import LayerKV, best
+from sglang_ext.mem_cache.compressors import LayerKV, top_positions
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
 from sglang_ext.mem_cache.scores.model_key import model_key
 from sglang_ext.mem_cache.scores.predictor import Predictor

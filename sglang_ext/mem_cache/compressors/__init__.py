@@ -10,5 +10,5 @@ from sglang_ext.mem_cache.compressors.contracts.registry import register, regist
 
 __all__ = [
     *("Always", "Compressor", "ContextKV", "LayerKV", "Part", "Quantizer"),
-    *("best", "kept_count", "register", "register_quantizer"),
+    *("top_positions", "kept_count", "register", "register_quantizer"),
 ]

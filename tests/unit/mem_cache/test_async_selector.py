@@ -16,7 +16,7 @@ from sglang_ext.managers.spec_decode.draft import StepRunner
 from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector, StreamSelector, compile_lengths
 from sglang_ext.mem_cache.compressed.policy import REFRESH_AFTER, ensure_compressed_kv, tokens_until_refresh
 from sglang_ext.mem_cache.compressed.queries import QueryWindows, RecordedRows
-from sglang_ext.mem_cache.compressors import best
+from sglang_ext.mem_cache.compressors import top_positions
 from sglang_ext.mem_cache.compressors.spade import Spade, attention
 from sglang_ext.mem_cache.selection.on_gpu import shares
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery, RegressedQuery

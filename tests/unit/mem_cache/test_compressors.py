@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots
 from sglang_ext.mem_cache.compressed.rotary import Rotary
-from sglang_ext.mem_cache.compressors import LayerKV, best, kept_count
+from sglang_ext.mem_cache.compressors import LayerKV, top_positions, kept_count
 from sglang_ext.mem_cache.compressors.catalogue import create, dropping
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
 from sglang_ext.mem_cache.compressors.spade import Spade

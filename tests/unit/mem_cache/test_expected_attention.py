@@ -3,7 +3,7 @@
 import torch
 
 from sglang_ext.mem_cache.compressed.rotary import Rotary
-from sglang_ext.mem_cache.compressors import LayerKV, best
+from sglang_ext.mem_cache.compressors import LayerKV, top_positions
 from sglang_ext.mem_cache.compressors.expected_attention import ExpectedAttention
 
 TOKENS, HEADS, GROUP, DIM, WINDOW = 40, 2, 3, 8, 12

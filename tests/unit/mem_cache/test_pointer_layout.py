@@ -18,7 +18,7 @@ from sglang_ext.mem_cache.compressed.policy import ensure_compressed_kv
 from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.queries import QueryWindows, RecordedRows
 from sglang_ext.mem_cache.compressed.rotary import Rotary
-from sglang_ext.mem_cache.compressors import ContextKV, best, catalogue
+from sglang_ext.mem_cache.compressors import ContextKV, top_positions, catalogue
 from sglang_ext.mem_cache.compressors.spade import Spade
 from sglang_ext.mem_cache.compressors.verify_guided import VerifyGuided
 from sglang_ext.mem_cache.prefix_cache.nodes import SharedPrefix

@@ -12,7 +12,7 @@ from sglang_ext.managers.integrity import check_compressed
 from sglang_ext.mem_cache.compressed.remote_selector import observe_step
 from sglang_ext.mem_cache.compressed.policy import ensure_compressed_kv
 from sglang_ext.mem_cache.compressed.queries import RecordedRows
-from sglang_ext.mem_cache.compressors import ContextKV, best
+from sglang_ext.mem_cache.compressors import ContextKV, top_positions
 from sglang_ext.mem_cache.compressors.each_step.quest import Quest
 from sglang_ext.mem_cache.compressors.each_step.tova import Tova
 from sglang_ext.mem_cache.compressors.each_step.true_query import TrueQuerySelector
