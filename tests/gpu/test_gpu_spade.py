@@ -94,7 +94,7 @@ def test_steps_and_choices_run_beside_each_other_and_each_reads_what_was_there(p
         there.step(number)
     torch.cuda.synchronize()
     there.check(7 * every)
-    assert there.compressed_kv.made["spade"] == 2 * 7
+    assert there.compressed_kv.num_compressions["spade"] == 2 * 7
 
 
 @PREDICTORS
