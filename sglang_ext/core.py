@@ -131,7 +131,7 @@ class CompressedKV:
     def has_all_tokens(self) -> bool:
         """Whether all covered tokens are kept, in blocks except for the sinks: the full KV could be restored from them."""
         kept = self.sinks + sum(segment.tokens for segment in self.segments) + self.own_tokens
-        return self.packed > 0 and kept == self.covered
+        return self.num_packed_slots > 0 and kept == self.covered
 
     def detach_blocks(self, tokens: int, packed: int) -> "torch.Tensor":
         """Detach the slots of ``own`` with the blocks of its first ``tokens``, ``packed`` slots; they become a segment's.
@@ -147,13 +147,13 @@ class CompressedKV:
         return slots
 
     @property
-    def kept(self) -> int:
+    def num_slots(self) -> int:
         """Slots of the compressed KV in the draft row."""
         own = self.own_packed + self.sinks if self.own_packed else len(self.own)
         return sum(segment.packed or len(segment.slots) for segment in self.segments) + own
 
     @property
-    def packed(self) -> int:
+    def num_packed_slots(self) -> int:
         """Slots among them with packed blocks: all but the sinks, or none."""
         return sum(segment.packed for segment in self.segments) + self.own_packed
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from selection_helpers import HEADS, attention_by_loop, seen
 
 from sglang_ext.core import OptionError
-from sglang_ext.mem_cache.compressors import LayerKV, best, catalogue, kept_count
+from sglang_ext.mem_cache.compressors import LayerKV, top_positions, catalogue, kept_count
 from sglang_ext.mem_cache.selection.top_tokens import top_tokens
 from sglang_ext_bench.baselines import SELECTORS, served_method
 from sglang_ext_bench.baselines.scorings import BASELINES, RecentScoring
@@ -70,7 +70,7 @@ def test_recent_selects_the_newest_and_quest_and_true_queries_wait_for_the_steps
 def test_methods_keep_the_ends_and_select_sorted_tokens_within_the_context(method, tokens, share, window):
     scores = method().scores(layer(tokens, window=window))
     assert scores[:, :4].isinf().all() and scores[:, -32:].isinf().all() and not scores[:, 4 : max(4, tokens - 32)].isinf().any()
-    kept = best(scores, count := kept_count(tokens, share, 1))
+    kept = top_positions(scores, count := kept_count(tokens, share, 1))
     assert kept.shape == (2, count) and (kept[:, 1:] > kept[:, :-1]).all() and 0 <= kept.min() and kept.max() < tokens
 
 

@@ -79,7 +79,7 @@ def test_copies_have_codes_that_are_drawn_as_a_server_draws_them() -> None:
     seeds = token_seeds(range(300), 300, torch.device("cpu"))[places]
     for is_value, (exact, meant, layout) in enumerate(zip(full.first_request(), copies.first_request(), (packing.keys, packing.values))):
         numbers = exact[:, 4:260].float()
-        drawn, nearest = (packing.whole(packing.codes(numbers, places, bool(is_value), 0, 0, by), layout, None) for by in (seeds, None))
+        drawn, nearest = (packing.dequantize(packing.codes(numbers, places, bool(is_value), 0, 0, by), layout, None) for by in (seeds, None))
         assert torch.equal(meant[:, :256], drawn.double()) and relative_error(drawn, numbers) > 1.2 * relative_error(nearest, numbers)
 
 

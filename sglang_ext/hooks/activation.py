@@ -100,13 +100,13 @@ def apply(chosen: tuple[Hook, ...]) -> None:
 @contextmanager
 def _only_warnings(name: str) -> Iterator[None]:
     """Suppress a logger's messages below warnings inside the context."""
-    teller = logging.getLogger(name)
-    level = teller.level
-    teller.setLevel(max(level, logging.WARNING))
+    sglang_logger = logging.getLogger(name)
+    level = sglang_logger.level
+    sglang_logger.setLevel(max(level, logging.WARNING))
     try:
         yield
     finally:
-        teller.setLevel(level)
+        sglang_logger.setLevel(level)
 
 
 def _register(hook: Hook) -> None:

@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
 
 INT32, INT64, MAX_PORT = (1 << 31) - 1, (1 << 63) - 1, (1 << 16) - 1
-LARGE = 1e30
+MAX_PARAMETER = 1e30
 """Divided by the least temperature, 1e-6, it is still finite in float32. Infinite logits crash the sampler."""
-SHOWN = 60
+MAX_SHOWN_CHARS = 60
 """Maximum characters of a value in a message."""
 TOKENS = msgspec.msgpack.Decoder(list[int])
 DERIVED_FIELDS = ("input_text", "input_ids", "input_embeds", "mm_inputs", "sampling_params", "session_params", "time_stats", "lora_id")
@@ -337,8 +337,8 @@ def _plain(limit: float) -> str:
 
 def _sampling_limits(read: SamplingParams, deterministic: bool) -> Iterator[tuple[str, Any, float, float, str]]:
     yield "sampling_params.top_k", read.top_k, -1, INT32, ", -1 for all tokens"
-    yield "sampling_params.temperature", read.temperature, 0, LARGE, ""
-    yield "sampling_params.repetition_penalty", read.repetition_penalty, 1 / LARGE, 2, ""
+    yield "sampling_params.temperature", read.temperature, 0, MAX_PARAMETER, ""
+    yield "sampling_params.repetition_penalty", read.repetition_penalty, 1 / MAX_PARAMETER, 2, ""
     if deterministic:
         if read.min_p > 0 and read.top_k != 1:
             # SGLang's seeded sampler asserts that min_p is not used.
@@ -387,10 +387,10 @@ def _check_bias(bias: dict[str, float] | None, vocabulary: int) -> None:
                 f"sampling_params.logit_bias has {_short(token)}, which is not a token id; pass token ids from 0 to {vocabulary - 1}, as "
                 """in {"5": -1.5}, or leave it out"""
             ) from None
-        if not (-LARGE <= value <= LARGE or value == -inf):
+        if not (-MAX_PARAMETER <= value <= MAX_PARAMETER or value == -inf):
             raise ValueError(
-                f"sampling_params.logit_bias has {_short(value)} for token {_short(token)}; pass a number from {-LARGE:g} to {LARGE:g}, or "
-                "leave it out"
+                f"sampling_params.logit_bias has {_short(value)} for token {_short(token)}; pass a number from {-MAX_PARAMETER:g} to "
+                f"{MAX_PARAMETER:g}, or leave it out"
             )
 
 
@@ -426,4 +426,4 @@ def _short(value: object) -> str:
         text = repr(value)
     except (ValueError, RecursionError):  # integers of thousands of digits, deep lists
         return f"a {type(value).__name__} too large to show"
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."

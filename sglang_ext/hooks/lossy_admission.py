@@ -32,19 +32,19 @@ def admit_prompt(original: Callable, adder: "PrefillAdder", req: "Req", has_chun
 
     A prompt that has the pool for itself is admitted as in stock SGLang.
     """
-    codes = getattr(adder.tree_cache, "codes", None)
-    if codes is None or not (adder.can_run_list or _running_reqs(adder)):
+    freed_full_kv = getattr(adder.tree_cache, "freed_full_kv", None)
+    if freed_full_kv is None or not (adder.can_run_list or _running_reqs(adder)):
         found = original(adder, req, has_chunked_req, truncation_align_size)
     else:
-        found = _with_offset(adder, _occupied_slots(adder, codes, req), original, adder, req, has_chunked_req, truncation_align_size)
-    if codes is not None and adder.can_run_list and adder.can_run_list[-1] is req:
-        codes.admitted(req)
+        found = _with_offset(adder, _occupied_slots(adder, freed_full_kv, req), original, adder, req, has_chunked_req, truncation_align_size)
+    if freed_full_kv is not None and adder.can_run_list and adder.can_run_list[-1] is req:
+        freed_full_kv.on_admitted(req)
     return found
 
 
 def admit_chunk(original: Callable, adder: "PrefillAdder", req: "Req"):
     """Hook around ``PrefillAdder.add_chunked_req``: a prompt in progress keeps the slots with which it was admitted."""
-    if getattr(adder.tree_cache, "codes", None) is None:
+    if getattr(adder.tree_cache, "freed_full_kv", None) is None:
         return original(adder, req)
     return _with_offset(adder, min(adder.rem_total_token_offset, adder.cur_rem_token_offset), original, adder, req)
 
@@ -58,17 +58,18 @@ def _with_offset(adder: "PrefillAdder", offset: float, original: Callable, *args
     return found
 
 
-def _occupied_slots(adder: "PrefillAdder", codes: "FreedFullKV", req: "Req") -> float:
+def _occupied_slots(adder: "PrefillAdder", freed_full_kv: "FreedFullKV", req: "Req") -> float:
     """Free or evictable slots that ``req`` must leave to others, minus those that SGLang adds for its output."""
     running, begins = _running_reqs(adder), [*adder.can_run_list, req]
     kept_free = (adder.page_size + HEADROOM) * (len(running) + len(begins))
     rests = [len(each.full_untruncated_fill_ids) - each.extend_range.start for each in adder.can_run_list]
-    slot_demands = codes.slot_demands([(each, _remaining_tokens(each)) for each in [*running, *begins]], adder.new_token_ratio)
-    reads = {segment for slot_demand in slot_demands for segment in slot_demand.reads}
-    held = kept_free + sum(slot_demand.copy for slot_demand in slot_demands) + sum(len(segment.slots) for segment in reads)
-    now = held + sum(map(codes.peak_slots, adder.can_run_list, rests)) - _deferred_slots(codes, req)
+    slot_demands = freed_full_kv.slot_demands([(each, _remaining_tokens(each)) for each in [*running, *begins]], adder.new_token_ratio)
+    reads = {segment for slot_demand in slot_demands for segment in slot_demand.new_segments}
+    held = kept_free + sum(slot_demand.compressed_slots for slot_demand in slot_demands) + sum(len(segment.slots) for segment in reads)
+    now = held + sum(map(freed_full_kv.peak_slots, adder.can_run_list, rests)) - _deferred_slots(freed_full_kv, req)
     now += sum(map(_reserved_slots, running)) + sum(min(_remaining_tokens(each), get_alloc_reserve_per_decode()) for each in begins)
-    later = held + sum(rests) + sum(slot_demand.growth - slot_demand.back for slot_demand in slot_demands) - _freed_prefix_slots(slot_demands, req)
+    growth = sum(slot_demand.growth - slot_demand.own_slots_freed for slot_demand in slot_demands)
+    later = held + sum(rests) + growth - _freed_prefix_slots(slot_demands, req)
     return max(now, later) - _remaining_tokens(req)
 
 
@@ -77,16 +78,16 @@ def _freed_prefix_slots(slot_demands: list["SlotDemand"], req: "Req") -> int:
     begins = set() if req.last_node is None else set(path(req.last_node))
     leaving: dict[TieredNode, list[int]] = {}
     for slot_demand in slot_demands:
-        for node, slots in slot_demand.leaves.items():
+        for node, slots in slot_demand.path_slots_freed.items():
             leaving.setdefault(node, []).append(slots)
     return sum(min(slots) for node, slots in leaving.items() if len(slots) >= node.lock_ref + (node in begins))
 
 
-def _deferred_slots(codes: "FreedFullKV", req: "Req") -> int:
+def _deferred_slots(freed_full_kv: "FreedFullKV", req: "Req") -> int:
     """Slots that SGLang counts for a waiting prompt's full KV but that are not allocated at once."""
     rest = len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
-    as_codes = req.host_hit_length if req.host_hit_length and codes.reads(req, req.best_match_node) else 0
-    return rest - codes.peak_slots(req, rest - as_codes)
+    as_codes = req.host_hit_length if req.host_hit_length and freed_full_kv.reads_quantized(req, req.best_match_node) else 0
+    return rest - freed_full_kv.peak_slots(req, rest - as_codes)
 
 
 def _running_reqs(adder: "PrefillAdder") -> list["Req"]:

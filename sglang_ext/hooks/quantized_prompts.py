@@ -96,7 +96,7 @@ def pack_ahead(original: Callable, scheduler: "Scheduler", rids_to_check: list[s
         sender = req.disagg_kv_sender
         if not req.pending_bootstrap or not isinstance(sender, ProgressiveSender) or sender.is_waiting_packed:
             continue
-        planned = worker.packed_ahead(req)
+        planned = worker.plan_early_packing(req)
         if planned is not None:
             slots = scheduler.req_to_token_pool.req_to_token[req.req_pool_idx, : planned.tokens].long()
             if sender.pack_early(planned.method.sinks, planned.covered, slots):
@@ -109,4 +109,4 @@ def _prompts(queue: "DecodePreallocQueue") -> "QuantizedPromptAllocator | None":
     from sglang_ext.managers.worker import KVWorker
 
     worker = queue.scheduler.draft_worker
-    return worker.coded_prompts(queue.tree_cache) if isinstance(worker, KVWorker) else None
+    return worker.quantized_prompt_allocator(queue.tree_cache) if isinstance(worker, KVWorker) else None

@@ -51,11 +51,11 @@ def free_compressed_kv_when_full(original: Callable, batch: "ScheduleBatch", sel
         return False
     with capped_committed_lens(batch.reqs):
         fits = original(batch, selected_indices)
-        copies = batch.tree_cache.copies
-        while not fits and copies is not None and (row := copies.largest()) is not None:
-            copies.release_compressed_kv(row)
+        compressed_kv = batch.tree_cache.compressed_kv
+        while not fits and compressed_kv is not None and (row := compressed_kv.largest_releasable_row()) is not None:
+            compressed_kv.release_compressed_kv(row)
             fits = original(batch, selected_indices)
-    if batch.tree_cache.residency is not None or batch.tree_cache.codes is not None:
+    if batch.tree_cache.residency is not None or batch.tree_cache.freed_full_kv is not None:
         # SGLang looks for free slots again only when a request finishes. Here slots are also freed when full KV leaves the device.
         batch.batch_is_full = False
     return fits
@@ -94,8 +94,8 @@ def process_output_tokens(original: Callable, processor, batch: "ScheduleBatch",
         return original(processor, batch, result)
     if result.copy_done is not None:
         result.copy_done.synchronize()
-    if isinstance(result, RoundResult) and result.requests is not None:
-        batch = _subset(batch, result.requests)
+    if isinstance(result, RoundResult) and result.positions is not None:
+        batch = _subset(batch, result.positions)
     _truncate_at_finish(batch, result)
     processor.model_worker.account(batch, result)
     _finish_aborted(processor, batch, result)
@@ -103,8 +103,8 @@ def process_output_tokens(original: Callable, processor, batch: "ScheduleBatch",
     emitting = [i for i, count in enumerate(counts) if count > 0]
     if not emitting:
         return None
-    if isinstance(result, RoundResult) and result.round is not None:
-        count_full_kv_steps(processor.metrics_reporter, result.round, counts)
+    if isinstance(result, RoundResult) and result.plan is not None:
+        count_full_kv_steps(processor.metrics_reporter, result.plan, counts)
     if len(emitting) < len(batch.reqs):
         batch, result = _subset(batch, emitting), _result_subset(result, emitting)
     return _advance_grammars_last(original, processor, batch, result)
@@ -132,7 +132,7 @@ def _truncate_at_finish(batch: "ScheduleBatch", result) -> None:
         kept = count_tokens_to_finish(req, result.next_token_ids[i * stride : i * stride + count].tolist())
         if kept < count:
             result.accept_lens[i] = kept
-            result.ended.add(i)
+            result.finished_early.add(i)
 
 
 def _finish_aborted(processor, batch: "ScheduleBatch", result) -> None:

@@ -109,13 +109,13 @@ class ChunkQueue:
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
-    def _holds_nothing(self) -> bool:
+    def _delivers_at_once(self) -> bool:
         """Whether messages are delivered at once, because no client waits for single chunks."""
         return self._is_closed or self._is_stalled
 
     def take_directly(self) -> bool:
         """Whether the caller may deliver the next message itself, because nothing delays it. The message then counts as delivered."""
-        if self._holds_nothing:
+        if self._delivers_at_once:
             return True
         if self._messages or not self._is_wanted or self._pacer is not None:
             return False
@@ -128,7 +128,7 @@ class ChunkQueue:
         if self._pacer is not None:
             self._pacer.note_arrival(round_number, monotonic())
         reason = message.finished_reasons[0]
-        if self._holds_nothing or (reason is not None and reason.get("type") == "abort"):
+        if self._delivers_at_once or (reason is not None and reason.get("type") == "abort"):
             await self._deliver_all(but=0)
         else:
             await self._advance()

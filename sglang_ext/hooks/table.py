@@ -159,7 +159,7 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         "sglang.srt.layers.sampler.multinomial_with_seed",
-        "sglang_ext.managers.spec_decode.sampling.own_noise",
+        "sglang_ext.managers.spec_decode.sampling.draw_with_finite_noise",
         "SGLang's seeded noise is infinite once in 2**32 numbers, and then draws a token of any probability",
         ("logprobs", "seed", "positions"),
     ),

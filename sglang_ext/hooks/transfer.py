@@ -31,7 +31,7 @@ FAILED = {
     "prefill": "the prefill server could not send the prompt's KV to the decode server",
     "decode": "the decode server could not get the prompt's KV from the prefill server",
 }
-AGAIN = "send the request again"
+RETRY_ADVICE = "send the request again"
 
 
 def register_backend() -> None:
@@ -157,7 +157,7 @@ def _prompt_queries(queue: "PrefillBootstrapQueue | DecodePreallocQueue", end: A
     if not isinstance(end, ProgressiveSender | ProgressiveReceiver):
         return None
     worker = queue.scheduler.draft_worker
-    return worker.traveling if isinstance(worker, KVWorker) else None
+    return worker.prompt_queries if isinstance(worker, KVWorker) else None
 
 
 def _packs_prompts(queue: "PrefillBootstrapQueue", end: Any) -> "tuple[Packing, KVBuffers] | None":
@@ -168,7 +168,7 @@ def _packs_prompts(queue: "PrefillBootstrapQueue", end: Any) -> "tuple[Packing, 
     if not isinstance(end, ProgressiveSender):
         return None
     worker = queue.scheduler.draft_worker
-    return worker.packs_prompts() if isinstance(worker, KVWorker) else None
+    return worker.prompt_packing() if isinstance(worker, KVWorker) else None
 
 
 def _refuse_beyond_pool(queue: "DecodePreallocQueue", req: "Req", receiver: Any) -> None:
@@ -238,4 +238,4 @@ def describe_failure(message: str, room: int | None, status: int | None) -> tupl
     failed = FAILED["prefill" if before.startswith("Prefill") else "decode"]
     if RETRYABLE_REASONS.search(reason) is None:
         return f"{failed}: {reason}", status
-    return f"{failed}: {reason.rstrip('.')}; {AGAIN}", HTTPStatus.SERVICE_UNAVAILABLE
+    return f"{failed}: {reason.rstrip('.')}; {RETRY_ADVICE}", HTTPStatus.SERVICE_UNAVAILABLE

@@ -60,9 +60,9 @@ def check_draft_rows(compressed_kv: CompressedKVCache) -> None:
         IntegrityError: With the draft row and the first position that differs.
     """
     table = compressed_kv.token_table
-    for row, kv in compressed_kv.copies():
+    for row, kv in compressed_kv.items():
         after = kv.tail_end - kv.covered
-        own, draft = table[row, kv.covered : kv.tail_end], table[compressed_kv.draft_row(row), kv.kept : kv.kept + after]
+        own, draft = table[row, kv.covered : kv.tail_end], table[compressed_kv.draft_row(row), kv.num_slots : kv.num_slots + after]
         if not torch.equal(own, draft):
             first = int((own != draft).nonzero()[0])
             raise IntegrityError(
@@ -77,7 +77,7 @@ def check_compressed(compressed_kv: CompressedKVCache) -> None:
     Raises:
         IntegrityError: With the row of the wrong compressed KV.
     """
-    for row, kv in compressed_kv.copies():
+    for row, kv in compressed_kv.items():
         own = compressed_kv.method(row).name
         others = sorted({segment.method for segment in kv.segments} - {own})
         if others:

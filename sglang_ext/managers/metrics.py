@@ -147,16 +147,16 @@ class KVMetrics:
         """Count a request's draft tokens on compressed KV."""
         self._count("drafts", drafts)
 
-    def count_verify(self, answers: int) -> None:
-        """Count a verification that gave ``answers`` output tokens, with the bonus token."""
+    def count_verify(self, num_tokens: int) -> None:
+        """Count a verification that gave ``num_tokens`` output tokens, with the bonus token."""
         self._count("verifies", 1)
-        self._count("accepted_drafts", answers - 1)
+        self._count("accepted_drafts", num_tokens - 1)
         if self._accept_length is not None:
-            self._accept_length.labels(self.model_name).observe(answers)
+            self._accept_length.labels(self.model_name).observe(num_tokens)
 
-    def count_fallback(self, reason: int, answers: int) -> None:
+    def count_fallback(self, reason: int, num_tokens: int) -> None:
         """Count output tokens served with full KV; ``reason`` is an index into ``FALLBACK_REASONS``."""
-        self._count("fallback_tokens", answers, FALLBACK_REASONS[reason])
+        self._count("fallback_tokens", num_tokens, FALLBACK_REASONS[reason])
 
     def observe_round(self, drafts: int, steps: int, drafting: float, whole: float) -> None:
         """Report the seconds of a round: of all its draft steps, and of the whole round. Without drafts it has ``steps`` plain steps."""
@@ -176,19 +176,19 @@ class KVMetrics:
         if not self._gauges:
             return
         self._set_total("compressed_bytes", compressed_kv.held_bytes())
-        codes = compressed_kv.tree_cache.codes
-        self._set_total("codes_alone_tokens", codes.tokens if isinstance(codes, QuantizedOnlyKV) else 0)
+        freed_full_kv = compressed_kv.tree_cache.freed_full_kv
+        self._set_total("codes_alone_tokens", freed_full_kv.tokens if isinstance(freed_full_kv, QuantizedOnlyKV) else 0)
         self._set_total("recomputed_requests", compressed_kv.tree_cache.recomputed)
         self._set_total("query_bytes", compressed_kv.queries.used_bytes)
         self._set_total("score_bytes", max(method.compressor.held_bytes for method in compressed_kv.methods))
         self._set_total("key_code_bytes", 0 if compressed_kv.buffers.codes is None else compressed_kv.buffers.codes.nbytes)
         self._set_total("page_extreme_bytes", compressed_kv.layout.extremes.nbytes if isinstance(compressed_kv.layout, PagePointerLayout) else 0)
-        for method, made in compressed_kv.made.items():
+        for method, made in compressed_kv.num_compressions.items():
             self._set_total("copies", made, method)
         for name, value in _host_values(compressed_kv.tree_cache, verifications) if self.host else ():
             self._set_total(name, value)
         ranks = compressed_kv.remote_selector or compressed_kv.async_selector
-        for name, value, *label in _rank_values(ranks, codes) if self.ranks and isinstance(ranks, CpuRankClient | GpuRankClient) else ():
+        for name, value, *label in _rank_values(ranks, freed_full_kv) if self.ranks and isinstance(ranks, CpuRankClient | GpuRankClient) else ():
             self._set_total(name, value, *label)
 
 
@@ -205,14 +205,14 @@ def _host_values(tree: "TieredRadixCache", verifications: "OffloadedFullKV | Non
     yield "host_failed_pages", reloads.failed_pages
     if verifications is None:
         return
-    residency, admission = verifications.residency, verifications.admission
+    residency, scheduler = verifications.residency, verifications.scheduler
     yield "offloaded_bytes", verifications.bytes_per_token * residency.offloaded_tokens
-    yield "link_reserved", admission.occupancy.link
-    yield "reload_room_reserved", admission.occupancy.memory
-    yield "reservations", admission.admitted
-    yield "waits", admission.refused
-    yield "late_verifications", admission.num_postponed
-    yield "slack_rounds", verifications.slack
+    yield "link_reserved", scheduler.occupancy.link
+    yield "reload_room_reserved", scheduler.occupancy.memory
+    yield "reservations", scheduler.admitted
+    yield "waits", scheduler.refused
+    yield "late_verifications", scheduler.num_postponed
+    yield "slack_rounds", verifications.waited_rounds
 
 
 def _rank_values(client: CpuRankClient | GpuRankClient, freed: FreedFullKV | None) -> Iterator[tuple]:
@@ -220,7 +220,7 @@ def _rank_values(client: CpuRankClient | GpuRankClient, freed: FreedFullKV | Non
     yield "cache_rank_tokens", client.held_tokens
     yield "choosing_seconds", client.slowest
     if isinstance(client, GpuRankClient):
-        yield "selection_steps", client.pace.every
+        yield "selection_steps", client.interval_tuner.every
     yield "cache_rank_starts", client.starts
     yield "selections", client.taken
     yield "selection_wait_seconds", client.waited

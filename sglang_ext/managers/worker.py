@@ -41,7 +41,7 @@ from sglang_ext.managers.spec_decode.request_states import RequestStates, fallba
 from sglang_ext.managers.spec_decode.round_result import RoundResult
 from sglang_ext.managers.spec_decode.draft import prefill
 from sglang_ext.managers.spec_decode.full_kv import ResidentFullKV
-from sglang_ext.mem_cache.compressed.key_sidecar import KeySidecar
+from sglang_ext.mem_cache.compressed.key_derived_data import KeyDerivedData
 from sglang_ext.mem_cache.compressed.async_selector import create_stream_selector
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
@@ -77,12 +77,12 @@ class KVWorker(BaseSpecWorker):
         self._target_worker = target_worker
         self.model_runner = target_worker.model_runner
         self.lossy = server_args.kv_mode == "lossy"
-        self.stride = server_args.speculative_num_draft_tokens
+        self.max_verify_tokens = server_args.speculative_num_draft_tokens
         self.layers = attention_scaling(self.model_runner.model)
         self.methods = ServedMethods.of(server_args, self.model_runner, tuple(self.layers))
         self.requests = RequestStates(server_args, self.methods.offered_methods)
         window = self.methods.window
-        self.queries = QueryWindows(window, tuple(self.layers), max(self.stride, self.methods.every))
+        self.queries = QueryWindows(window, tuple(self.layers), max(self.max_verify_tokens, self.methods.every))
         self.ranks = TPRanks.from_group(self.model_runner.tp_group)
         self.metrics = KVMetrics.create(server_args, self.ranks.first)
         self.strict = integrity.is_strict()
@@ -91,12 +91,12 @@ class KVWorker(BaseSpecWorker):
         self.graphs: verify_graphs.VerifyGraphSet | None = None
         self.compressed_kv: CompressedKVCache | None = None
         self.loop: DecodeLoop | None = None
-        self.new_tokens = UnprocessedTokens()
-        self.traveling: PromptQueries | None = None
+        self.unprocessed_tokens = UnprocessedTokens()
+        self.prompt_queries: PromptQueries | None = None
         # Data beside the KV pool that follows its keys.
-        self.key_sidecar: KeySidecar | None = None
+        self.key_derived_data: KeyDerivedData | None = None
         # Attention of prompts, if it is not exact.
-        self.quantized: QuantizedPrefill | None = None
+        self.quantized_prefill: QuantizedPrefill | None = None
         verify_graphs.use_plain_decoding(self.model_runner)
         torch_native.register()
         reserve_queries(window)
@@ -128,20 +128,20 @@ class KVWorker(BaseSpecWorker):
         like = torch.empty(0, dtype=self.model_runner.dtype, device=table.device)
         heads, dim = self.memory.model.query_heads, self.memory.model.head_dim
         self.queries.allocate(plan.rings, heads, dim, like)
-        self.traveling = PromptQueries(self.queries, (len(self.layers), heads, dim), like.dtype)
+        self.prompt_queries = PromptQueries(self.queries, (len(self.layers), heads, dim), like.dtype)
         self.buffers = KVBuffers.from_pool(self.model_runner.token_to_kv_pool, self.layers, self.methods.first_head)
         bits = selection_options.slot_code_bits(args)
         if bits:
-            self.key_sidecar = codes = SlotCodes(self.buffers.keys, self.buffers.layer_ids, bits)
+            self.key_derived_data = codes = SlotCodes(self.buffers.keys, self.buffers.layer_ids, bits)
             self.buffers = replace(self.buffers, codes=codes.held)
         served, page_size = self.methods, self.token_to_kv_pool_allocator.page_size
-        adaptive, rows = args.kv_head_budgets == "adaptive", selection_options.has_remote_values(args)
-        self.layout = served.layout(adaptive, self.buffers, page_size, table, rows)
+        adaptive, receives_rows = args.kv_head_budgets == "adaptive", selection_options.has_remote_values(args)
+        self.layout = served.layout(adaptive, self.buffers, page_size, table, receives_rows)
         if isinstance(self.layout, PagePointerLayout):
-            self.key_sidecar = self.layout.extremes
-        if self.key_sidecar is not None:
+            self.key_derived_data = self.layout.extremes
+        if self.key_derived_data is not None:
             # Set it before any graph is captured, because graphs also call it for the keys that they write.
-            set_key_write_callback(self.key_sidecar.written)
+            set_key_write_callback(self.key_derived_data.on_keys_written)
         if served.scores is not None:
             # Allocate them before any graph is captured, because graphs write scores, too.
             served.scores.allocate(len(self.buffers.keys[0]), self.model_runner.device, self.model_runner.dtype)
@@ -154,7 +154,7 @@ class KVWorker(BaseSpecWorker):
         self.attentions = AttentionOverrides(None if verifier is None else AttentionOverride(verifier), compressed)
         self.graphs = capture_verify_graphs(self.server_args, self.model_runner, self.queries, verifier)
         if self.server_args.kv_prefill == QUANTIZED:
-            self.quantized = self._use_quantized_prefill(QuantizedPrefill(self.layout.layout, self.buffers.first_head))
+            self.quantized_prefill = self._use_quantized_prefill(QuantizedPrefill(self.layout.layout, self.buffers.first_head))
 
     def _use_quantized_prefill(self, prefill: QuantizedPrefill) -> QuantizedPrefill:
         """Let the attention of prompts read quantized KV."""
@@ -182,24 +182,24 @@ class KVWorker(BaseSpecWorker):
         if args.kv_host_gb:
             full_tier.attach_host_tier(self, tree_cache)
         early = ArrivingFullKV(self.ranks) if options.has_early_decoding(args) else None
-        codes = self._full_kv_release(tree_cache)
-        full_kv, policy = early or self._full_kv_provider(codes), None
+        freed_full_kv = self._create_freed_full_kv(tree_cache)
+        full_kv, policy = early or self._full_kv_provider(freed_full_kv), None
         if options.can_offload_full_kv(args):
             full_kv, policy = full_tier.create_offloaded_full_kv(self, tree_cache)
-        tree_cache.serve(self.compressed_kv, self.forget, not self.lossy, full_kv.residency, early, codes)
+        tree_cache.bind(self.compressed_kv, self.forget, not self.lossy, full_kv.residency, early, freed_full_kv)
         self.loop = decode_loop(self, full_kv, policy)
 
-    def _full_kv_provider(self, codes: FreedFullKV | None) -> ResidentFullKV:
+    def _full_kv_provider(self, freed_full_kv: FreedFullKV | None) -> ResidentFullKV:
         """Create the provider for a server whose full KV is never offloaded or arriving."""
-        if isinstance(codes, RemoteOnlyKV):
-            return RemoteOnlyFullKV(codes)
-        return ResidentFullKV() if codes is None else QuantizedOnlyFullKV(codes)
+        if isinstance(freed_full_kv, RemoteOnlyKV):
+            return RemoteOnlyFullKV(freed_full_kv)
+        return ResidentFullKV() if freed_full_kv is None else QuantizedOnlyFullKV(freed_full_kv)
 
-    def _full_kv_release(self, tree_cache) -> FreedFullKV | None:
+    def _create_freed_full_kv(self, tree_cache) -> FreedFullKV | None:
         """Create the object that frees full KV in lossy mode, once compressed KV or cache ranks hold it; None if full KV stays."""
-        kept, row_sender = options.why_full_kv_stays(self.server_args), self.compressed_kv.row_sender
-        here = self.server_args.disaggregation_mode == "null"
-        if kept is None and here and row_sender is not None:
+        reason, row_sender = options.why_full_kv_stays(self.server_args), self.compressed_kv.row_sender
+        is_single_server = self.server_args.disaggregation_mode == "null"
+        if reason is None and is_single_server and row_sender is not None:
             method = self.compressed_kv.methods[0]
             most = selection_options.max_selected_tokens(self.server_args)
             takes = f"slots of {most} tokens" if most else f"about {method.share:.2f} of the full KV's slots"
@@ -207,20 +207,20 @@ class KVWorker(BaseSpecWorker):
             tail = max_tail(method, self.token_to_kv_pool_allocator.page_size, self.memory.model.context, self.compressed_kv.async_selector is not None)
             return RemoteOnlyKV(tree_cache, self.compressed_kv, row_sender, self._method_of, tail)
         packing = [method for method in self.compressed_kv.methods if method.packs_all]
-        if kept is None and not packing:
-            kept = "the methods drop tokens"
-        if kept is None:
+        if reason is None and not packing:
+            reason = "the methods drop tokens"
+        if reason is None:
             shares = ", ".join(f"{method.share:.2f} ({method.name})" for method in packing)
             logger.info("sglang-ext: full KV is freed once it is compressed; compressed KV takes about %s of the full KV's slots", shares)
-            prompts = self._quantized_prompts(tree_cache) if here else None
-            return QuantizedOnlyKV(tree_cache, self.compressed_kv, self.layout.layout, self._method_of, recomputes=here, prompts=prompts)
+            prompts = self._quantized_prompts(tree_cache) if is_single_server else None
+            return QuantizedOnlyKV(tree_cache, self.compressed_kv, self.layout.layout, self._method_of, recomputes=is_single_server, prompts=prompts)
         if self.lossy:
-            logger.info("sglang-ext: full KV stays beside the compressed KV: %s", kept)
+            logger.info("sglang-ext: full KV stays beside the compressed KV: %s", reason)
         return None
 
     def _quantized_prompts(self, tree_cache) -> QuantizedPrompts | None:
         """Create the state of prompts that attend to quantized KV; None if they attend to full KV."""
-        if self.quantized is None:
+        if self.quantized_prefill is None:
             return None
         chunk = self.server_args.chunked_prefill_size
         return QuantizedPrompts(tree_cache, self.compressed_kv, self._method_of, chunk if chunk and chunk > 0 else None)
@@ -243,23 +243,23 @@ class KVWorker(BaseSpecWorker):
             self.bind_tree_cache(tree_cache)
         return self.loop.full_kv
 
-    def packs_prompts(self) -> tuple[Packing, KVBuffers] | None:
+    def prompt_packing(self) -> tuple[Packing, KVBuffers] | None:
         """Return the packing of quantized prompts, and the buffers; None if prompts are transferred as full KV."""
         return (self.layout.layout, self.buffers) if quantized_transfer_settings(self.server_args) else None
 
-    def packed_ahead(self, req: "Req") -> QuantizedPrompt | None:
+    def plan_early_packing(self, req: "Req") -> QuantizedPrompt | None:
         """Return the transfer plan of a computed prompt that waits for a decode server; None for full KV, or if it is not known yet."""
         if self.compressed_kv is None or not quantized_transfer_settings(self.server_args):
             return None
         return plan_quantized_prompt(req, len(req.origin_input_ids), self.compressed_kv.methods[self.requests.method_of(req)])
 
-    def coded_prompts(self, tree_cache) -> QuantizedPromptAllocator | None:
+    def quantized_prompt_allocator(self, tree_cache) -> QuantizedPromptAllocator | None:
         """Create the allocator for prompts that arrive as quantized KV; None if they arrive as full KV."""
         if not quantized_transfer_settings(self.server_args):
             return None
         if self.loop is None:
             self.bind_tree_cache(tree_cache)
-        return None if tree_cache.codes is None else QuantizedPromptAllocator(self.compressed_kv, tree_cache.codes, self.requests)
+        return None if tree_cache.freed_full_kv is None else QuantizedPromptAllocator(self.compressed_kv, tree_cache.freed_full_kv, self.requests)
 
     def _create_compressed_kv(self, tree_cache) -> CompressedKVCache:
         args, layout, served, allocator = self.server_args, self.layout, self.methods, self.token_to_kv_pool_allocator
@@ -331,10 +331,10 @@ class KVWorker(BaseSpecWorker):
         if self.loop is None:
             self.bind_tree_cache(batch.tree_cache)
         self.compressed_kv.poll()
-        if batch.tree_cache.codes is not None:
-            batch.tree_cache.codes.write()
+        if batch.tree_cache.freed_full_kv is not None:
+            batch.tree_cache.freed_full_kv.write()
         result = self._forward(batch, on_publish)
-        self.new_tokens = UnprocessedTokens.from_result(batch, result)
+        self.unprocessed_tokens = UnprocessedTokens.from_result(batch, result)
         if batch.tree_cache.host is not None:
             batch.tree_cache.host.tier.on_forward_launched()
         return result

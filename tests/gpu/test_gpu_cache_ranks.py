@@ -57,7 +57,7 @@ def test_each_step_reads_what_the_queries_of_the_one_before_the_last_choose(pred
     for _ in range(6):
         world.step()
         assert led_as_chosen(world, 1, 300) and led_as_chosen(world, 2, 150), world.arenas[0].counters.tolist()
-    world.until(lambda: world.compressed_kv.made["spade"] == 12)
+    world.until(lambda: world.compressed_kv.num_compressions["spade"] == 12)
     assert not +world.steps.missed
     world.steps.end()
 
@@ -131,7 +131,7 @@ def test_a_rank_that_is_killed_costs_choices_and_another_takes_its_place():
     assert world.steps.missed["ended"] >= 1
     world.until(lambda: world.steps.ready == 1)
     assert world.steps.starts == 2
-    world.steps._patience = 2.0
+    world.steps._max_wait_seconds = 2.0
     world.step(), world.step()
     assert led_as_chosen(world, 1, 200)
     world.steps.end()
@@ -169,7 +169,7 @@ def test_copies_hold_the_rows_of_their_records_and_what_the_queries_of_the_step_
             new = missing_mask(found, before[row]).sum(-1)
             assert new.min() > 0 and new.max() <= fresh
             assert fresh < 256 or led_as_chosen(world, row, length), world.arenas[0].counters.tolist()
-    world.until(lambda: world.compressed_kv.made["spade"] == 12)
+    world.until(lambda: world.compressed_kv.num_compressions["spade"] == 12)
     assert not +world.steps.missed and world.steps.rows > 0
     world.steps.end()
 
@@ -193,7 +193,7 @@ def test_copies_of_rows_go_on_where_full_kv_was_given_back_and_are_renewed_witho
     assert led_as_chosen(world, 1, 290)
     os.kill(world.links[0].pid, signal.SIGKILL)
     world.until(lambda: world.steps.ready == 0, 20)
-    assert world.steps.is_lost(1) and world.steps.holds(1) == 0
+    assert world.steps.is_lost(1) and world.steps.num_held_tokens(1) == 0
     world.steps.end()
 
 
@@ -210,7 +210,7 @@ def test_the_host_waits_for_no_rows():
     for _ in range(3):
         world.step()
         world.steps.poll()
-    world.steps.leave_slots(1, alone=True)
+    world.steps.on_slots_freed(1, is_remote_only=True)
     world.ends[1] = 380
     assert world.renew(1, 64)
     assert not torch.cuda.current_stream().query(), "the host waited for the device"

@@ -49,7 +49,7 @@ class OnGpu:
             own, spare = slots.cuda().chunk(2)
             view = CompressedKV(own, length, own_tokens=count, own_packed=len(own), back_slots=spare, method="spade")
             copies[row] = view
-        self.compressed_kv = SimpleNamespace(get=copies.get, draft_row=lambda row: row + 4, made=Counter())
+        self.compressed_kv = SimpleNamespace(get=copies.get, draft_row=lambda row: row + 4, num_compressions=Counter())
         spade = Spade(predictor, every, each_round=False)
         self.queries = QueryWindows(spade.window, range(LAYERS), every)
         self.queries.allocate(2, HEADS * GROUP, DIM, keys[0][:0])
@@ -94,7 +94,7 @@ def test_steps_and_choices_run_beside_each_other_and_each_reads_what_was_there(p
         there.step(number)
     torch.cuda.synchronize()
     there.check(7 * every)
-    assert there.compressed_kv.made["spade"] == 2 * 7
+    assert there.compressed_kv.num_compressions["spade"] == 2 * 7
 
 
 @PREDICTORS

@@ -331,7 +331,7 @@ def check_overlapped(compiled):
     begins = PagePointerLayout.of_pool(Pointers(cells.shape[-1], 16), table, PageExtremes((keys,), (0,), 16), Quest(in_attention=True))
     with patch.object(gpu_launch, "capability", lambda tensor: gpu_launch.HOPPER):
         quest_pages.point_at_best_pages(begins, 0, queries, cells, table, numbers, numbers)
-        pointer_decode.pointer_decode(begins, queries, keys, keys, table, numbers, numbers, 0.1, (7, 1), begins.arrived)
+        pointer_decode.pointer_decode(begins, queries, keys, keys, table, numbers, numbers, 0.1, (7, 1), begins.finished_parts)
     choice, attention = (made.asm["ptx"] for _, made in compiled[-3:-1])
     words = ("atom.global.gpu.acq_rel.add", "griddepcontrol.launch_dependents", "atom.global.gpu.release.exch")
     arrives, lets, done = (choice.index(word) for word in words)

@@ -20,7 +20,7 @@ from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import ExchangeBuffer
 from sglang_ext.managers.cache_rank.on_gpu.mapped_exchange_buffer import MappedExchangeBuffer
 from sglang_ext.managers.cache_rank.protocol import BLOCK, StagedTokens, BufferShape
 from sglang_ext.mem_cache.compressed.layouts.pointers import Pointers
-from sglang_ext.mem_cache.compressed.row_exchange import NewestRows, missing_mask, renewed
+from sglang_ext.mem_cache.compressed.row_exchange import NewestRows, missing_mask, plan_refresh
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.selection.on_gpu import MarkedPart
 
@@ -392,7 +392,7 @@ def rows(device, fresh, dtype, dim, heads=2):
         pair.true_records()
     assert int(pair.plain.counters[4]) > 0
     slots, held, _ = pair.copies[0]
-    _, coming = renewed(held, 100, 130, 40, 8)
+    _, coming = plan_refresh(held, 100, 130, 40, 8)
     there = NewestRows(coming.places.to(pair.device), coming.first)
     pair.buffers.move_newest(coming, pair.table[0].long(), slots)
     if device == "cuda":

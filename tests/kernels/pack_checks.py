@@ -8,7 +8,7 @@ from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
-from sglang_ext.mem_cache.compressors.contracts.quantizer import grouped, meant
+from sglang_ext.mem_cache.compressors.contracts.quantizer import grouped, code_values
 
 # Method, bits, channels of a head, KV heads, dtype, blocks.
 CASES = (
@@ -40,7 +40,7 @@ def check_block(packing, layout, numbers, kernel, plain):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=2e-6)
     scale, zero = (part.double()[:, :, :, None, :, None] for part in (kernel.scale, kernel.zero))
     wanted = grouped(numbers.view(kernel.codes.shape), layout.grid)
-    distance = [(grouped(meant(b.codes, levels).double(), layout.grid) * scale + zero - wanted).abs() for b in (kernel, plain)]
+    distance = [(grouped(code_values(b.codes, levels).double(), layout.grid) * scale + zero - wanted).abs() for b in (kernel, plain)]
     assert torch.all(distance[0] <= distance[1] * (1 + 1e-3) + 2e-5 * (scale + zero.abs()))
     assert (kernel.codes != plain.codes).double().mean() < 1e-3
 

@@ -171,7 +171,7 @@ def check_whole_blocks(device):
         pool = packed_pool(name, bits, 3, 0, dim=dim, dtype=torch.float16)
         slots = pool.row[: pool.packed].to(device)
         for buffer, layout in ((pool.buffers.keys[0], pool.packing.keys), (pool.buffers.values[0], pool.packing.values)):
-            expected = pool.packing.whole(pool.packing.read(buffer, layout, slots.cpu()), layout, None).transpose(0, 1)
+            expected = pool.packing.dequantize(pool.packing.read(buffer, layout, slots.cpu()), layout, None).transpose(0, 1)
             out = torch.empty(expected.shape, dtype=torch.float16, device=device)
             launch_dequantize(pool.packing, buffer.to(device), layout, slots, out)
             torch.testing.assert_close(out.cpu().float(), expected, rtol=1e-3, atol=1e-6)

@@ -64,7 +64,7 @@ class Paged:
     def begin(self):
         """All copies are made."""
         for row, view in enumerate(self.views, 1):
-            self.begins.begins(row + self.rows, view)
+            self.begins.on_filled(row + self.rows, view)
 
     def choose(self, layer, queries, rows, lengths, cut=None):
         """As a step's attention does; the bounds."""
@@ -158,7 +158,7 @@ def check_choice(device, cut=None):
                     found, meant = bounds[request, :, : pages[request]], there.bounds(request, layer, queries[request])
                     torch.testing.assert_close(found, meant, rtol=1e-3, atol=1e-3 * max(scale, 1.0))
                     assert torch.equal(there.led(request, layer), there.expected(request, found)), (dim, turn, layer, request)
-                assert not there.begins.arrived.any()
+                assert not there.begins.finished_parts.any()
         copies = torch.cat([view.own[: view.owned_slots] for view in there.views])
         rest = torch.ones(len(before[0]), dtype=torch.bool).index_fill(0, copies, False)
         for keys, old in zip(there.there.keys, before):
@@ -188,13 +188,13 @@ def check_turns(device):
     # The second copy is made anew before its fifth step, over the same pages.
     for step in range(8):
         if step == 4:
-            there.begins.begins(there.rows + 2, there.views[1])
+            there.begins.on_filled(there.rows + 2, there.views[1])
         before = [[there.led(request, layer) for layer in range(2)] for request in range(2)]
         since = step, step if step < 4 else step - 4
         lengths = [view.owned_slots + 5 + more for view, more in zip(there.views, since)]
         for layer in range(2):
             there.choose(layer, there.queries(2, 2 * step + layer), [there.rows + 1, there.rows + 2], lengths)
-        told = [there.begins.step_chooses(there.rows + 1 + request, 5 + more) for request, more in enumerate(since)]
+        told = [there.begins.step_selects(there.rows + 1 + request, 5 + more) for request, more in enumerate(since)]
         for request in range(2):
             different = {not torch.equal(there.led(request, layer), before[request][layer]) for layer in range(2)}
             assert different == {told[request]}
@@ -261,7 +261,7 @@ def check_pages_backend(device):
             found.append(record_queries(attend, backend, *given))
         return torch.stack(found)
 
-    set_key_write_callback(extremes.written)
+    set_key_write_callback(extremes.on_keys_written)
     try:
         run = captured(step, device)
         there.begin()
@@ -349,7 +349,7 @@ def overlapped_steps(device):
             keys, values = there.there.keys[layer], there.there.values[layer]
             given = there.there_table, rows, lengths
             bounds = point_at_best_pages(there.begins, layer, queries, as_pointers(keys), *given)
-            waits = there.begins.arrived if overlapped else None
+            waits = there.begins.finished_parts if overlapped else None
             if not overlapped:
                 # What was not launched early ends before attention begins, and the choice before that: its pointers are there.
                 queries.add_(0)
@@ -361,7 +361,7 @@ def overlapped_steps(device):
     for seed in range(steps):
         queries.copy_(there.queries(requests, seed))
         found, meant = (run().clone() for run in runs)
-        assert torch.equal(found, meant) and not there.begins.arrived.any(), seed
+        assert torch.equal(found, meant) and not there.begins.finished_parts.any(), seed
 
 
 def check_quest(device):

@@ -45,7 +45,7 @@ def rank_of(pair, plain, predictor, bits, apart=False, blocks=8):
     descriptor = os.dup(pair.plain._held.descriptor) if plain else None
     rank = GpuSelectionServer(socket, descriptor, 3, torch.device("cpu") if plain else pair.device)
     before, mapped_exchange_buffer.open_ipc_handle = mapped_exchange_buffer.open_ipc_handle, lambda handle, device: pair.arena._held.memory.data_ptr()
-    rank._take(told)
+    rank._handle(told)
     mapped_exchange_buffer.open_ipc_handle = before
     return rank, socket
 
@@ -66,8 +66,8 @@ def hand_over_contexts(pair, ranks, lengths):
             number = pair.arena.put_keys(put, pair.there, slots.to(pair.device))
             pair.plain.put_keys(put, pair.buffers, slots)
             for rank, _ in ranks:
-                rank._take(protocol.Lease(lane, place, (2 * lane + place,)))
-                rank._take(protocol.Append((protocol.KeyPiece(2 * lane + place, 0, tokens, place),), number))
+                rank._handle(protocol.Lease(lane, place, (2 * lane + place,)))
+                rank._handle(protocol.Append((protocol.KeyPiece(2 * lane + place, 0, tokens, place),), number))
         pair.publish()
         for rank, socket in ranks:
             rank._answer_next()
@@ -87,7 +87,7 @@ def check_rank(device):
             for rank, socket in ranks:
                 for lane, positions in ((0, (99,)), (1, (38, 39))):
                     ask = (lane, 0, pair.shape.layers, number, lengths[lane], keeps[lane], positions)
-                    rank._take(protocol.SelectionRequest(*ask, ahead=2, number=pair.arena.number))
+                    rank._handle(protocol.SelectionRequest(*ask, ahead=2, number=pair.arena.number))
         for rank, socket in ranks:
             rank._answer_next()
             answers = [(each.lane, each.sequence, each.chosen) for each in socket.messages if isinstance(each, protocol.SelectionReply)]
@@ -135,7 +135,7 @@ def check_rank_ahead(device):
         for lane, sequence in questions:
             ask = lane, 0, pair.shape.layers, sequence, lengths[lane], keeps[lane], (99,)
             for rank, _ in ranks:
-                rank._take(protocol.SelectionRequest(*ask, ahead=2, number=number, together=together))
+                rank._handle(protocol.SelectionRequest(*ask, ahead=2, number=number, together=together))
 
     def put(*questions):
         pair.publish(*(([(3 + sequence) % 9], lane, sequence) for lane, sequence in questions))
@@ -203,7 +203,7 @@ def check_row_rank(device, bits):
         for rank, _ in ranks:
             for lane, covered in ((0, 100), (1, 40)):
                 ask = lane, 0, 4, number, covered, pair.keeps[lane], (99,)
-                rank._take(protocol.SelectionRequest(*ask, number=pair.arena.number + 1, together=2))
+                rank._handle(protocol.SelectionRequest(*ask, number=pair.arena.number + 1, together=2))
         put_meanwhile(ranks[0][0], put, device)
         for rank, socket in ranks:
             rank._answer_next()

@@ -48,7 +48,7 @@ def rank_here(arena, apart=False):
     """A rank in this process that was told what it serves, and what it says."""
     socket = Told()
     rank = GpuSelectionServer(socket, arena.begin(1), 1, torch.device("cpu"))
-    rank._take(attach(apart=apart))
+    rank._handle(attach(apart=apart))
     return rank, socket
 
 
@@ -117,14 +117,14 @@ class RankWorld:
         if flags.get("apart") and self.device.type == "cpu":
             self.steps._side = Later(arenas)
         # Steps of tests take no time.
-        self.steps.pace = IntervalTuner(every, every if most is None else most)
+        self.steps.interval_tuner = IntervalTuner(every, every if most is None else most)
         self.copies, self.ends, self._free = {}, {}, CONTEXT_SLOTS
         # Of rows whose full KV was given back, where it was.
         self._given = {}
         # Of rows whose requests begin alike.
         self.prompts, self.namespaces = {}, {}
         self.compressed_kv = SimpleNamespace(
-            get=self.copies.get, made=Counter(), prompt_of=lambda row: self.prompts.get(row, ()),
+            get=self.copies.get, num_compressions=Counter(), prompt_of=lambda row: self.prompts.get(row, ()),
             namespace_of=lambda row: self.namespaces.get(row, ""),
         )  # fmt: skip
 
@@ -158,7 +158,7 @@ class RankWorld:
         newest = torch.arange(length - keep, length, device=self.device).expand(LAYERS, HEADS, -1)
         self.method.packing.write(self.buffers, newest, self.table[row, :length].long(), own)
         if self.rows:
-            self.steps.made(row, length, newest)
+            self.steps.on_compressed(row, length, newest)
         self.ends[row] = length
 
     def renew(self, row, keep):
@@ -171,7 +171,7 @@ class RankWorld:
         more = torch.arange(self._free, self._free + keep - len(view.own), device=self.device)
         self._free += len(more)
         view.own, view.covered, view.own_tokens = torch.cat([view.own, more]), end, keep
-        self.buffers.move_newest(self.steps.renewed(row, end, keep), slots, view.own)
+        self.buffers.move_newest(self.steps.plan_refresh(row, end, keep), slots, view.own)
         return True
 
     def leave(self, row):
@@ -181,7 +181,7 @@ class RankWorld:
 
     def give_back(self, row):
         """Full KV of what a copy stands for is overwritten, as others' would be."""
-        self.steps.leave_slots(row, alone=True)
+        self.steps.on_slots_freed(row, is_remote_only=True)
         self._given[row] = self.context(row)[: self.copies[row].covered]
         slots = self.table[row, : self.copies[row].covered].long()
         for part in (*self.buffers.keys, *self.buffers.values):

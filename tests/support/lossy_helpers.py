@@ -34,11 +34,11 @@ class Lossy(World):
         )
         prompts = QuantizedPrompts(self.cache, self.compressed_kv, lambda req: of_copies, chunk) if on_codes else None
         self.codes = QuantizedOnlyKV(self.cache, self.compressed_kv, self.packing, lambda req: of_copies, prompts=prompts)
-        self.cache.serve(self.compressed_kv, keeps_answers=False, codes=self.codes)
+        self.cache.bind(self.compressed_kv, keeps_answers=False, freed_full_kv=self.codes)
 
     def write(self, slots, kv):
         # Before the forward that computes this, as the worker does.
-        self.codes.write()
+        self.codes.write_restored()
         super().write(slots, kv)
         self.lossy.keys[0][slots], self.lossy.values[0][slots] = numbers(kv), -numbers(kv)
 
@@ -48,7 +48,7 @@ class Lossy(World):
 
     def round(self, *requests):
         """The beginning of a round of these."""
-        self.codes.update({req.req_pool_idx: (req.last_node, self.compressed_kv.get(req.req_pool_idx).covered) for req in requests})
+        self.codes.free_full_kv({req.req_pool_idx: (req.last_node, self.compressed_kv.get(req.req_pool_idx).covered) for req in requests})
 
     def decoding(self, tokens):
         """A request that was prefilled and decodes on its copy; its match."""
@@ -65,17 +65,17 @@ class Lossy(World):
             expected = numbers(kv_of_path(self, node))[node.start :]
             if node.on_device:
                 assert_near(self.lossy.keys[0][node.value], expected)
-            if node.codes:
-                for segment in node.codes:
+            if node.replacing_segments:
+                for segment in node.replacing_segments:
                     made = self.made_of(segment)[:, : segment.end - segment.start].transpose(0, 1)
                     begin, end = max(segment.start, node.start), min(segment.end, node.end)
                     assert_near(made[begin - segment.start : end - segment.start], expected[begin - node.start : end - node.start])
-        for row, view in self.compressed_kv.copies():
-            assert torch.equal(self.table.req_to_token[ROWS + row, : view.kept].long(), view.slots)
+        for row, view in self.compressed_kv.items():
+            assert torch.equal(self.table.req_to_token[ROWS + row, : view.num_slots].long(), view.slots)
 
     def made_of(self, segment):
         block = self.packing.read(self.lossy.keys[0], self.packing.keys, segment.slots[: segment.packed])
-        return self.packing.whole(block, self.packing.keys, None)
+        return self.packing.dequantize(block, self.packing.keys, None)
 
 
 def kv_of_path(world, node):

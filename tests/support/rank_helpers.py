@@ -84,8 +84,8 @@ class Ranks:
 
     def prepared(self, row, slots, keep, asked, positions, seconds=30.0):
         """A request for which the newest question was answered: what was chosen."""
-        self.until(lambda: self.choices.prepare(row, slots, keep, asked, positions), seconds)
-        return self.choices.kept(row, len(slots), keep)
+        self.until(lambda: self.choices.request_selection(row, slots, keep, asked, positions), seconds)
+        return self.choices.last_selection(row, len(slots), keep)
 
 
 def signalled(pid, number):

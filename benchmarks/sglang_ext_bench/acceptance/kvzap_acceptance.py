@@ -12,7 +12,7 @@ import argparse
 
 import torch
 
-from sglang_ext.mem_cache.compressors import best
+from sglang_ext.mem_cache.compressors import top_positions
 from sglang_ext_bench.acceptance.inputs import (
     add_input_arguments,
     add_predictor_argument,
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         for method in args.methods:
             scores = token_scores(method, context, tokenizer, predictor)
             for budget in BUDGETS:
-                kept = best(scores, int(len(context.prompt) * budget))
+                kept = top_positions(scores, int(len(context.prompt) * budget))
                 counts[method, budget] += context.run_rounds(lambda done, kept=kept: context.compressed_cache(kept, done))
         print_line(prompt.name, {f"{method} {budget:g}": count for (method, budget), count in counts.items()})
     return 0

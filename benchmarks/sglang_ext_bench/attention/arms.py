@@ -231,7 +231,7 @@ def dequantize(packing: Packing, buffer: torch.Tensor, layout: BlockLayout, slot
     if buffer.is_cuda:
         launch_dequantize(packing, buffer, layout, slots, out)
     else:
-        out.copy_(packing.whole(packing.read(buffer, layout, slots), layout, None).transpose(0, 1))
+        out.copy_(packing.dequantize(packing.read(buffer, layout, slots), layout, None).transpose(0, 1))
 
 
 def launch_dequantize(packing: Packing, buffer: torch.Tensor, layout: BlockLayout, slots: torch.Tensor, out: torch.Tensor) -> None:

@@ -85,7 +85,7 @@ def _meaning(full: FullKV, packing: Packing, seeds: torch.Tensor, block_tokens: 
         exact = pool[slots].transpose(0, 1).double()
         layout = packing.values if is_value else packing.keys
         block = packing.codes(exact[:, sinks:end].float(), positions, bool(is_value), 0, 0, seeds[sinks:end].expand(heads, -1))
-        result.append(torch.cat([exact[:, :sinks], packing.whole(block, layout, None).double(), exact[:, end:]], 1))
+        result.append(torch.cat([exact[:, :sinks], packing.dequantize(block, layout, None).double(), exact[:, end:]], 1))
     return tuple(result)
 
 

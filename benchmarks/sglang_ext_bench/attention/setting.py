@@ -151,7 +151,7 @@ class QuantizedKV:
         """Dequantized keys and values of the first request, float64 [kv_heads, tokens, dim]."""
         row, result = self.table[0].long(), []
         for pool, layout in ((self.keys, self.packing.keys), (self.values, self.packing.values)):
-            blocks = self.packing.whole(self.packing.read(pool, layout, row[: self.packed]), layout, None).double()
+            blocks = self.packing.dequantize(self.packing.read(pool, layout, row[: self.packed]), layout, None).double()
             result.append(torch.cat([blocks, pool[row[self.packed :]].transpose(0, 1).double()], 1))
         return tuple(result)
 

@@ -111,7 +111,7 @@ class PackedBatch:
         levels = self.packing.levels(self.keys.device)
         for buffer, layout, level, rotation in zip((self.keys, self.values), layouts, levels, rotations):
             block = self.packing.read(buffer, layout, row[: self.num_packed])
-            dequantized = self.packing.whole(block, layout, level).double()
+            dequantized = self.packing.dequantize(block, layout, level).double()
             dequantized = dequantized if rotation is None else dequantized @ rotation.double().t()
             numbers.append(torch.cat([dequantized, buffer[row[self.num_packed :]].transpose(0, 1).double()], 1))
         keys, values = numbers

@@ -282,7 +282,7 @@ class SparseBatch:
             cells, rows = as_pointers(keys[layer]), (table, self._draft_rows, self._lengths)
             return point_at_best_pages(layout, layer, self._step_queries, cells, *rows, grid)
 
-        return select, layout.arrived
+        return select, layout.finished_parts
 
 
 def selections_alone(batch: SparseBatch, bandwidth: float, bits: int) -> Iterator[str]:

@@ -138,7 +138,7 @@ def time_quest(args: argparse.Namespace, batch: int, bandwidth: float) -> None:
         for layer, (keys, values) in enumerate(zip(buffers.keys, buffers.values)):
             bounds = grid and point_at_best_pages(layout, layer, queries, as_pointers(keys), table, rows, lengths, grid)
             if attends:
-                arrived = None if bounds is None else layout.arrived
+                arrived = None if bounds is None else layout.finished_parts
                 pointer_decode(layout, queries, keys, values, table, rows, lengths, SCALING, splits, arrived)
             # The selection uses this memory while the attention starts.
             del bounds

@@ -145,7 +145,7 @@ class PackRank:
         leases, slots = KeyLeases(self.link, self.pack.buffers), self.pack.context_slots
         lease, no_queries, until = leases.open(), torch.empty(0, device=self.pack.device), monotonic() + PATIENCE
         # Blocks get no names, since no other request shares them.
-        lease.alone = True
+        lease.is_remote_only = True
         while not leases.extend(lease, slots):
             self.exchange.publish(no_queries, [])
             self.wait_for_messages(until, "the full KV was not taken")
@@ -245,7 +245,7 @@ class CycleRunner:
         """
         rank, load, queries, device = self._rank, self._load, self._queries, self._table.device
         exchange, link = rank.exchange, rank.link
-        link.answers.clear()
+        link.replies.clear()
         queries.advance()
         sequences = [rank.next_sequence(lane) for lane in range(load.batch)]
         words = [exchange.word(each) for each in sequences]
@@ -269,13 +269,13 @@ class CycleRunner:
         applied = Mark.now(device)
         synchronize(device)
         until = monotonic() + PATIENCE
-        while len(link.answers) < load.batch:
-            rank.wait_for_messages(until, f"{len(link.answers)} of {load.batch} selection requests were answered")
+        while len(link.replies) < load.batch:
+            rank.wait_for_messages(until, f"{len(link.replies)} of {load.batch} selection requests were answered")
         counted = dict(zip(COUNTERS, (now - then for now, then in zip(exchange.counters.tolist(), before))))
         if counted["late"] or counted["unasked"]:
             raise RuntimeError(f"cache rank of {rank.kind.name} bits: selections were late: {counted}")
         # Replies of a group have the same seconds.
-        times = {answer.seconds for answer in link.answers}
+        times = {answer.seconds for answer in link.replies}
         return begun.until(arrived), arrived.until(applied), sum(times), len(times), counted["rows"]
 
     def agreement(self) -> float:

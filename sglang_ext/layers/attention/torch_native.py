@@ -58,7 +58,7 @@ class RaggedTorchNativeBackend(TorchNativeAttnBackend):
         """
         start = 0
         rows = req_pool_indices
-        lengths = zip(rows.tolist(), seq_lens.tolist(), extend_seq_lens.tolist(), self.layout.on_host(rows))
+        lengths = zip(rows.tolist(), seq_lens.tolist(), extend_seq_lens.tolist(), self.layout.compressed_lengths(rows))
         for row, length, count, begun in lengths:
             slots, queries = req_to_token[row, :length], query[start : start + count]
             if begun:
@@ -86,7 +86,7 @@ class RaggedTorchNativeBackend(TorchNativeAttnBackend):
     ) -> torch.Tensor:
         """As SGLang's if all rows hold plain tokens; otherwise as an extend of one token per request."""
         shared = query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens
-        if not any(self.layout.on_host(req_pool_indices)):
+        if not any(self.layout.compressed_lengths(req_pool_indices)):
             return super()._run_sdpa_forward_decode(*shared, encoder_lens, **options)
         counts = torch.ones_like(seq_lens)
         return self._run_sdpa_forward_extend(*shared, seq_lens - counts, counts, encoder_lens, **options)

@@ -83,12 +83,12 @@ class CpuRankClient(CacheRankClient, RemoteSelector):
             link.poll()
         self._process_replies()
 
-    def prepare(self, row: int, slots: torch.Tensor, keep: int, queries: torch.Tensor, positions: torch.Tensor) -> bool:
-        """See :meth:`RemoteSelector.prepare`."""
+    def request_selection(self, row: int, slots: torch.Tensor, keep: int, queries: torch.Tensor, positions: torch.Tensor) -> bool:
+        """See :meth:`RemoteSelector.request_selection`."""
         request = self._requests.get(row)
         self.poll()
         if request is not None and request.has_lost_rank:
-            if request.lease.alone:
+            if request.lease.is_remote_only:
                 # The request is lost: its tokens have no slots to send to another rank.
                 self.missed[request.leases.link.down_reason] += 1
                 return False
@@ -99,7 +99,7 @@ class CpuRankClient(CacheRankClient, RemoteSelector):
                 request = self._requests[row] = self._hand_over(len(slots))
             whole = request.leases.extend(request.lease, slots)
             if whole:
-                self._ask_all(request, len(slots), keep, queries, positions)
+                self._request_all_packs(request, len(slots), keep, queries, positions)
         except (RankUnavailable, MemoryFull) as error:
             self.missed[str(error)] += 1
             if request is None or not request.holds_rows:
@@ -122,7 +122,7 @@ class CpuRankClient(CacheRankClient, RemoteSelector):
         self._lanes[leases.link, lease.lane] = request
         return request
 
-    def _ask_all(self, request: CpuRankRequest, covered: int, keep: int, queries: torch.Tensor, positions: torch.Tensor) -> None:
+    def _request_all_packs(self, request: CpuRankRequest, covered: int, keep: int, queries: torch.Tensor, positions: torch.Tensor) -> None:
         """Publish selection requests for all packs when compressed KV is created or refreshed."""
         request.lease.sequence += 1
         for each in request.packs:
@@ -148,37 +148,37 @@ class CpuRankClient(CacheRankClient, RemoteSelector):
             self._timeline.add_event("asked", choice.pack, lane, sequence, size=queries.nbytes)
         link.send_message(protocol.SelectionRequest(lane, *choice.pack, sequence, covered, keep, tuple(positions.tolist())))
 
-    def kept(self, row: int, covered: int, keep: int) -> torch.Tensor:
-        """See :meth:`RemoteSelector.kept`."""
+    def last_selection(self, row: int, covered: int, keep: int) -> torch.Tensor:
+        """See :meth:`RemoteSelector.last_selection`."""
         request = self._requests[row]
         for each in request.packs:
             each.written = each.sequence
         return torch.cat([extend_selection(each.kept, each.covered, covered, keep) for each in request.packs])
 
-    def moved(self, row: int, covered: int, keep: int, renewed: bool) -> RowExchange:
-        """See :meth:`RemoteSelector.moved`."""
+    def plan_row_copies(self, row: int, covered: int, keep: int, renewed: bool) -> RowExchange:
+        """See :meth:`RemoteSelector.plan_row_copies`."""
         found = []
         for each in self._requests[row].packs:
             found.append(each.moved(covered, keep, renewed))
-            each.held, each.stands_for, each.written = found[-1].held, covered, each.sequence
+            each.held, each.held_covered, each.written = found[-1].held, covered, each.sequence
         return merge_exchanges(found)
 
-    def holds(self, row: int) -> int:
-        """See :meth:`RowSender.holds`."""
+    def num_held_tokens(self, row: int) -> int:
+        """See :meth:`RowSender.num_held_tokens`."""
         request = self._requests.get(row)
         return 0 if request is None or request.has_lost_rank or not request.holds_rows else request.lease.held
 
-    def leave_slots(self, row: int, alone: bool) -> None:
-        """See :meth:`RowSender.leave_slots`."""
+    def on_slots_freed(self, row: int, is_remote_only: bool) -> None:
+        """See :meth:`RowSender.on_slots_freed`."""
         request = self._requests.get(row)
         if request is not None:
-            request.lease.alone |= alone
+            request.lease.is_remote_only |= is_remote_only
             request.leases.leave_slots(request.lease)
 
     def is_lost(self, row: int) -> bool:
         """See :meth:`RowSender.is_lost`."""
         request = self._requests.get(row)
-        return request is not None and request.lease.alone and request.has_lost_rank
+        return request is not None and request.lease.is_remote_only and request.has_lost_rank
 
     def step(self, requests: Sequence[StepRequest], read: ReadQueryWindow, write: WriteSelection) -> LayerObserver:
         """See :meth:`RemoteSelector.step`."""
@@ -214,7 +214,7 @@ class CpuRankClient(CacheRankClient, RemoteSelector):
         if self.sends_rows:
             found = choice.arrived(request.leases.link.memory, request.lease.lane, covered, keep)
             write(part.step.row, choice.pack.layers, found)
-            choice.held, choice.stands_for = found.exchange.held, covered
+            choice.held, choice.held_covered = found.exchange.held, covered
             self.rows += len(found.keys)
             size = found.keys.nbytes + found.values.nbytes
         else:
@@ -255,14 +255,14 @@ class CpuRankClient(CacheRankClient, RemoteSelector):
         except RankUnavailable:
             return  # counted when the selection is missing
 
-    def reach(self, layer: int, packs: Sequence[PackSelection]) -> None:
+    def on_layer_reached(self, layer: int, packs: Sequence[PackSelection]) -> None:
         """Record that a step's attention reaches a layer; ``packs`` are those of one request."""
         if self._timeline is not None:
             for choice in packs:
                 if choice.pack.first == layer:
                     self._timeline.add_event("reached", choice.pack)
 
-    def miss(self, part: RequestStep, pack: Pack) -> None:
+    def count_missed(self, part: RequestStep, pack: Pack) -> None:
         """Count a missing selection: the step continues with the previous selection, first in ``pack``."""
         if self._timeline is not None:
             self._timeline.add_event("missed", pack, part.request.lease.lane, part.expected)
@@ -271,29 +271,29 @@ class CpuRankClient(CacheRankClient, RemoteSelector):
     def _process_replies(self) -> None:
         """Process received replies. Replies to selection requests that are no longer open are ignored."""
         for link in self.links:
-            answers, link.answers = link.answers, []
-            for answer in answers:
-                request = self._lanes.get((link, answer.lane))
+            replies, link.replies = link.replies, []
+            for reply in replies:
+                request = self._lanes.get((link, reply.lane))
                 if request is not None and not request.has_lost_rank:
-                    self._process_reply(request, answer)
+                    self._process_reply(request, reply)
 
-    def _process_reply(self, request: CpuRankRequest, answer: protocol.SelectionReply) -> None:
-        choice = next((each for each in request.packs if each.pack == (answer.first, answer.count)), None)
-        if choice is None or answer.sequence not in choice.asked:
+    def _process_reply(self, request: CpuRankRequest, reply: protocol.SelectionReply) -> None:
+        choice = next((each for each in request.packs if each.pack == (reply.first, reply.count)), None)
+        if choice is None or reply.sequence not in choice.asked:
             return
-        covered, keep = choice.asked.pop(answer.sequence)
-        if not answer.chosen or answer.sequence <= choice.sequence:
+        covered, keep = choice.asked.pop(reply.sequence)
+        if not reply.chosen or reply.sequence <= choice.sequence:
             return
         memory, lane = request.leases.link.memory, request.lease.lane
         try:
-            kept = memory.get_selection(request.leases.epoch, lane, answer.sequence, choice.pack.layers, covered, keep)
+            kept = memory.get_selection(request.leases.epoch, lane, reply.sequence, choice.pack.layers, covered, keep)
         except StaleSelection:
             self.missed["wrong"] += 1
             return
-        choice.sequence, choice.covered, choice.kept = answer.sequence, covered, kept
+        choice.sequence, choice.covered, choice.kept = reply.sequence, covered, kept
         if self._timeline is not None:
             size = kept.numel() * POSITION_BYTES
-            self._timeline.add_event("chosen", choice.pack, lane, answer.sequence, answer.at, answer.seconds, size)
+            self._timeline.add_event("chosen", choice.pack, lane, reply.sequence, reply.at, reply.seconds, size)
 
     def forget(self, row: int) -> None:
         """See :meth:`RemoteSelector.forget`."""

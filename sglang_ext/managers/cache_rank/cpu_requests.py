@@ -9,7 +9,7 @@ from sglang_ext.managers.cache_rank.leases import KeyLease, KeyLeases
 from sglang_ext.managers.cache_rank.rank_link import Pack
 from sglang_ext.managers.cache_rank.shared_memory import SharedMemory
 from sglang_ext.mem_cache.compressed.remote_selector import extend_selection
-from sglang_ext.mem_cache.compressed.row_exchange import EMPTY, ReceivedRows, RowExchange, exchange, pad_places
+from sglang_ext.mem_cache.compressed.row_exchange import EMPTY, ReceivedRows, RowExchange, plan_exchange, pad_places
 
 
 @dataclass
@@ -25,7 +25,7 @@ class PackSelection:
         written: Sequence of the selection that the compressed KV has applied. Also advanced past a selection whose slot is requested
             again.
         held: int64 [pack layers, kv_heads, places], positions of the rows in the compressed KV; None if it holds no rows yet.
-        stands_for: Tokens that the compressed KV covered when ``held`` was set.
+        held_covered: Tokens that the compressed KV covered when ``held`` was set.
     """
 
     pack: Pack
@@ -35,7 +35,7 @@ class PackSelection:
     kept: torch.Tensor | None = None
     written: int = 0
     held: torch.Tensor | None = None
-    stands_for: int = 0
+    held_covered: int = 0
 
     def can_ask(self, sequence: int, rows: bool) -> bool:
         """Whether no open selection request uses the slots of this sequence's parity.
@@ -57,15 +57,15 @@ class PackSelection:
         """
         if self.held is None or not renewed:
             wanted = extend_selection(self.kept, self.covered, covered, keep)
-            return exchange(torch.full_like(wanted, EMPTY), wanted)
+            return plan_exchange(torch.full_like(wanted, EMPTY), wanted)
         held = self.held.sort(dim=-1).values
-        return exchange(pad_places(self.held, keep), extend_selection(held, self.stands_for, covered, keep))
+        return plan_exchange(pad_places(self.held, keep), extend_selection(held, self.held_covered, covered, keep))
 
     def base(self, covered: int, keep: int) -> torch.Tensor | None:
         """Positions held once the compressed KV covers ``covered`` tokens, like :attr:`held`; None before the first selection."""
         if self.kept is None:
             return None
-        return self.held if self.held is not None and self.stands_for == covered else self.moved(covered, keep).held
+        return self.held if self.held is not None and self.held_covered == covered else self.moved(covered, keep).held
 
     def arrived(self, memory: SharedMemory, lane: int, covered: int, keep: int) -> ReceivedRows:
         """Return the rows of the newest reply that compressed KV, covering ``covered`` tokens with ``keep`` per head, can exchange.
@@ -77,7 +77,7 @@ class PackSelection:
         index = torch.searchsorted(self.kept, wanted).clamp(max=count - 1)
         fresh = memory.get_fresh(lane, self.sequence, self.pack.layers, count)
         available = (self.kept.gather(-1, index) == wanted) & fresh.gather(-1, index)
-        found = exchange(self.held, wanted, available)
+        found = plan_exchange(self.held, wanted, available)
         index = index[found.layers, found.heads, found.wanted]
         parts = (part[found.layers + self.pack.first, found.heads, index] for part in memory.rows(lane, self.sequence))
         return ReceivedRows(found, *parts)

@@ -83,7 +83,7 @@ def build_attach(
     keys, context, spade = buffers.keys[0], args.get_model_config().context_len, selection_options.spade(args)
     slots, kv_heads, dim = keys.shape
     longest, bits = min(context, slots), selection_options.score_bits(args)
-    most = method.kept(longest // method.unit * method.unit)
+    most = method.num_kept(longest // method.unit * method.unit)
     held = KeySpec(len(buffers.keys), kv_heads, dim, keys.dtype, bits, selection_options.has_remote_values(args))
     block_bytes = BLOCK * replace(held, bits=EXACT).token_bytes
     blocks = slots // BLOCK + requests

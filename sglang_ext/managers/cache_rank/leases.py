@@ -36,14 +36,14 @@ class KeyLease:
         held: Tokens whose keys were sent.
         sequence: Sequence of the newest selection request. A lane's sequence continues across requests, so no reply is applied to another
             request.
-        alone: The request's full KV is remote-only; its first tokens have no slots here.
+        is_remote_only: The request's full KV is remote-only; its first tokens have no slots here.
     """
 
     lane: int
     blocks: list[int] = field(default_factory=list)
     held: int = 0
     sequence: int = 0
-    alone: bool = False
+    is_remote_only: bool = False
 
 
 class KeyLeases:
@@ -121,7 +121,7 @@ class KeyLeases:
                 self._forget_name(block)
                 self._free.append(block)
 
-    def extend(self, lease: KeyLease, slots: torch.Tensor, name: Name | None = None) -> bool:
+    def extend(self, lease: KeyLease, slots: torch.Tensor, block_name: Name | None = None) -> bool:
         """Send the missing keys of a request, as many as there are free staging slots.
 
         Another request may have sent blocks with the same keys since. Then this request uses those blocks and releases its own. So
@@ -129,9 +129,9 @@ class KeyLeases:
 
         Args:
             lease: The request's lease.
-            slots: int64 [tokens], pool slots from the first token on. On a CPU they also name the blocks unless ``name`` is given. For a
+            slots: int64 [tokens], pool slots from the first token on. On a CPU they also name the blocks unless ``block_name`` is given. For a
                 remote-only lease (``alone``), slots of tokens that the rank already has are ignored.
-            name: Returns the names of full blocks.
+            block_name: Returns the names of full blocks.
 
         Returns:
             Whether the rank now has all keys.
@@ -140,11 +140,11 @@ class KeyLeases:
             MemoryFull: Too few free blocks; nothing was sent.
             RankUnavailable: The rank accepts no messages.
         """
-        name = name or (lambda index: None if lease.alone else _slots_name(slots, index))
-        self._take_blocks(lease, len(slots), name)
+        block_name = block_name or (lambda index: None if lease.is_remote_only else _slots_name(slots, index))
+        self._take_blocks(lease, len(slots), block_name)
         pieces, puts = [], []
         while lease.held < len(slots):
-            if self._use_shared_blocks(lease, len(slots), name):
+            if self._use_shared_blocks(lease, len(slots), block_name):
                 continue
             place = self.link.place()
             if place is None:
@@ -159,25 +159,25 @@ class KeyLeases:
             self.sent += sum(piece.tokens for piece in pieces)
             for piece, put in zip(pieces, puts):
                 if piece.offset + piece.tokens == BLOCK:
-                    self._register_name(piece.block, name(put.first // BLOCK))
+                    self._register_name(piece.block, block_name(put.first // BLOCK))
         return lease.held >= len(slots)
 
-    def _find_shared_blocks(self, first: int, tokens: int, name: Name) -> list[int]:
+    def _find_shared_blocks(self, first: int, tokens: int, block_name: Name) -> list[int]:
         """Return blocks, filled by other requests, that match a request's blocks from ``first`` on. Stops at the first block that does
         not match."""
         found: list[int] = []
         for index in range(first, tokens // BLOCK):
-            named = name(index)
+            named = block_name(index)
             block = None if named is None else self._by_name.get(named)
             if block is None:
                 break
             found.append(block)
         return found
 
-    def _take_blocks(self, lease: KeyLease, tokens: int, name: Name) -> None:
+    def _take_blocks(self, lease: KeyLease, tokens: int, block_name: Name) -> None:
         """Allocate blocks for all tokens of a request, using matching blocks of other requests first."""
         first, needed = len(lease.blocks), -(-tokens // BLOCK)
-        taken = self._find_shared_blocks(first, tokens, name) if lease.held == first * BLOCK else []
+        taken = self._find_shared_blocks(first, tokens, block_name) if lease.held == first * BLOCK else []
         shared = len(taken)
         missing = needed - first - shared
         if missing > len(self._free):
@@ -186,10 +186,10 @@ class KeyLeases:
         self._assign(lease, first, taken)
         lease.held += shared * BLOCK
 
-    def _use_shared_blocks(self, lease: KeyLease, tokens: int, name: Name) -> bool:
+    def _use_shared_blocks(self, lease: KeyLease, tokens: int, block_name: Name) -> bool:
         """Replace the next blocks by matching blocks of other requests. Return whether any matched."""
         first, inside = divmod(lease.held, BLOCK)
-        found = [] if inside else self._find_shared_blocks(first, tokens, name)
+        found = [] if inside else self._find_shared_blocks(first, tokens, block_name)
         if not found:
             return False
         before = lease.blocks[first:]

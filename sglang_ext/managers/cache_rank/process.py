@@ -36,17 +36,17 @@ class RankProcess:
         OSError: The system has no memory or cannot start a process.
     """
 
-    def __init__(self, shape: BufferShape, epoch: int, threads: int, arena: "ExchangeBuffer | None" = None):
+    def __init__(self, shape: BufferShape, epoch: int, threads: int, exchange_buffer: "ExchangeBuffer | None" = None):
         self._folder = tempfile.TemporaryDirectory(prefix="sglang-ext-cache-rank-")  # mode 700
-        descriptor = allocate(shape) if arena is None else arena.begin(epoch)
+        descriptor = allocate(shape) if exchange_buffer is None else exchange_buffer.begin(epoch)
         try:
-            self.memory: SharedMemory | ExchangeBuffer = map_memory(shape, descriptor) if arena is None else arena
+            self.memory: SharedMemory | ExchangeBuffer = map_memory(shape, descriptor) if exchange_buffer is None else exchange_buffer
             self.socket = zmq.Context.instance().socket(zmq.DEALER)
             self.socket.set_hwm(QUEUED)
             self.socket.linger, self.socket.maxmsgsize = 0, MAX_MESSAGE_BYTES
             endpoint = f"ipc://{Path(self._folder.name, 'socket')}"
             self._bind(endpoint)
-            self._process = self._start(endpoint, descriptor, epoch, threads, None if arena is None else arena.rank_device)
+            self._process = self._start(endpoint, descriptor, epoch, threads, None if exchange_buffer is None else exchange_buffer.rank_device)
         finally:
             if descriptor is not None:
                 os.close(descriptor)

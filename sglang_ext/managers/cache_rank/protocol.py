@@ -194,7 +194,7 @@ class RankPing(RankMessage, tag="ping"):
 
 
 class Attached(RankMessage, tag="attached"):
-    """The rank is ready. ``layer_seconds``: time of one layer's selection among :data:`~.selection_server.PROBED` tokens."""
+    """The rank is ready. ``layer_seconds``: time of one layer's selection among :data:`~.selection_server.PROBE_TOKENS` tokens."""
 
     epoch: Epoch
     layer_seconds: Annotated[float, Meta(ge=0)]

@@ -85,17 +85,17 @@ class RankLink:
         packs: Division of the layers; set once the rank is :attr:`ready`.
         starts: Number of processes started.
         seconds: Duration of the last pack's selection.
-        answers: Replies of this process that were not processed yet, newest last.
+        replies: Replies of this process that were not processed yet, newest last.
     """
 
-    def __init__(self, settings: RankSettings, begin: Callable[..., RankProcess] = RankProcess):
+    def __init__(self, settings: RankSettings, start_process: Callable[..., RankProcess] = RankProcess):
         self.settings = settings
         self.epoch = 0
         self.packs: tuple[Pack, ...] = ()
         self.starts = 0
         self.seconds = 0.0
-        self.answers: list[protocol.SelectionReply] = []
-        self._begin = begin
+        self.replies: list[protocol.SelectionReply] = []
+        self._start_process = start_process
         self._process: RankProcess | None = None
         self._down_reason = "starting"
         self._failures = 0
@@ -167,14 +167,14 @@ class RankLink:
         shape = self.settings.attach.shape
         self._free_places = list(range(shape.places))
         try:
-            self._process = self._begin(shape, self.epoch, self.settings.threads)
+            self._process = self._start_process(shape, self.epoch, self.settings.threads)
         except OSError as error:
             self._fail("ended", f"it did not start: {error}")
 
     def _fail(self, down_reason: str, told: str) -> None:
         if self.ready and time.monotonic() - self._ready_since >= SETTLED_SECONDS:
             self._failures = 0
-        self.packs, self.answers, self._free_places, self._down_reason = (), [], [], down_reason
+        self.packs, self.replies, self._free_places, self._down_reason = (), [], [], down_reason
         if self._process is not None:
             alone = "; requests with remote-only KV there are computed again" if self.settings.attach.shape.rows else ""
             logger.warning("sglang-ext: cache rank (process %s): %s; its requests continue without it for now%s", self.pid, told, alone)
@@ -249,7 +249,7 @@ class RankLink:
             case protocol.SelectionReply():
                 self._failures = 0
                 self.seconds = message.seconds if message.chosen else self.seconds
-                self.answers.append(message)
+                self.replies.append(message)
             case protocol.PlacesFreed():
                 self._free_places += (place for place in message.places if place not in self._free_places)
             case protocol.Heartbeat() if not self._attach_sent:

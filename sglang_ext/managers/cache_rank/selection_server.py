@@ -30,7 +30,7 @@ from sglang_ext.mem_cache.selection.predictors import query_predictor
 
 BEAT_SECONDS = 0.2
 # Tokens of the selection at start that measures its duration.
-PROBED = 1024
+PROBE_TOKENS = 1024
 
 
 @dataclass
@@ -39,11 +39,11 @@ class SelectionQueue:
 
     waiting: dict[tuple[int, int], protocol.SelectionRequest] = field(default_factory=dict)
 
-    def add(self, ask: protocol.SelectionRequest) -> protocol.SelectionRequest | None:
+    def add(self, selection_request: protocol.SelectionRequest) -> protocol.SelectionRequest | None:
         """Add a selection request. Return the one that it replaces, or None."""
         # Append at the end: the oldest selection request is served first.
-        older = self.waiting.pop((ask.lane, ask.first), None)
-        self.waiting[ask.lane, ask.first] = ask
+        older = self.waiting.pop((selection_request.lane, selection_request.first), None)
+        self.waiting[selection_request.lane, selection_request.first] = selection_request
         return older
 
     def drop(self, lane: int) -> list[protocol.SelectionRequest]:
@@ -75,42 +75,42 @@ class SelectionServer:
         self._device = device
         self._descriptor = descriptor
         self._epoch = epoch
-        self._questions = SelectionQueue()
+        self._queue = SelectionQueue()
         self._memory: SharedMemory | None = None
         self._taken: list[int] = []
         # Guards the socket, because another thread may send heartbeats.
-        self._sending, self._beaten = threading.Lock(), 0.0
+        self._sending, self._last_heartbeat = threading.Lock(), 0.0
 
-    def serve(self, goes_on: Callable[[], bool]) -> None:
-        """Run until ``goes_on`` returns False. It is called several times a second.
+    def serve(self, is_running: Callable[[], bool]) -> None:
+        """Run until ``is_running`` returns False. It is called several times a second.
 
         Raises:
             ProtocolError: The inference rank sent an invalid message.
         """
-        self._say(protocol.Heartbeat(self._epoch))
-        while goes_on():
-            self._hear(0 if self._busy else int(BEAT_SECONDS * 1000))
+        self._send(protocol.Heartbeat(self._epoch))
+        while is_running():
+            self._receive(0 if self._busy else int(BEAT_SECONDS * 1000))
             self._answer_next()
-            if time.monotonic() - self._beaten > BEAT_SECONDS:
+            if time.monotonic() - self._last_heartbeat > BEAT_SECONDS:
                 self._beat()
 
     @property
     def _busy(self) -> bool:
         """Whether work waits, so that the loop must not block for the next message."""
-        return bool(self._questions.waiting)
+        return bool(self._queue.waiting)
 
     def _beat(self) -> None:
         """Send a heartbeat. Skip it if the queue is full because an idle inference rank does not read."""
-        self._beaten = time.monotonic()
+        self._last_heartbeat = time.monotonic()
         with suppress(zmq.Again), self._sending:
             self._socket.send(protocol.encode(protocol.Heartbeat(self._epoch)), zmq.NOBLOCK)
 
-    def _say(self, message: protocol.FromRank) -> None:
+    def _send(self, message: protocol.FromRank) -> None:
         with self._sending:
             self._socket.send(protocol.encode(message))
-        self._beaten = time.monotonic()
+        self._last_heartbeat = time.monotonic()
 
-    def _hear(self, milliseconds: int) -> None:
+    def _receive(self, milliseconds: int) -> None:
         """Process all received messages; wait up to ``milliseconds`` for the first."""
         if not self._socket.poll(milliseconds):
             return
@@ -119,32 +119,32 @@ class SelectionServer:
                 frame = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            self._take(protocol.decode_to_rank(frame))
+            self._handle(protocol.decode_to_rank(frame))
         if self._taken:
-            self._say(protocol.PlacesFreed(self._epoch, tuple(self._taken)))
+            self._send(protocol.PlacesFreed(self._epoch, tuple(self._taken)))
             self._taken = []
 
-    def _take(self, message: protocol.ToRank) -> None:
+    def _handle(self, message: protocol.ToRank) -> None:
         match message:
             case protocol.Attach():
                 self._attach(message)
             case protocol.RankPing():
-                self._say(protocol.Heartbeat(self._epoch, message.number))
+                self._send(protocol.Heartbeat(self._epoch, message.number))
             case _ if self._memory is None:
                 raise ProtocolError(f"the first message must be Attach, not {type(message).__name__}")
             case protocol.SelectionRequest():
-                self._asked(message)
+                self._on_selection_request(message)
             case protocol.Append():
                 self._append(message)
             case protocol.Lease():
                 self._lease(message)
             case protocol.Free():
-                for ask in self._drop(message.lane):
-                    self._skip(ask)
+                for selection_request in self._drop(message.lane):
+                    self._skip(selection_request)
                 self._store.free(message.lane)
 
-    def _asked(self, ask: protocol.SelectionRequest) -> None:
-        self._skip(self._questions.add(ask))
+    def _on_selection_request(self, selection_request: protocol.SelectionRequest) -> None:
+        self._skip(self._queue.add(selection_request))
 
     def _append(self, told: protocol.Append) -> None:
         memory = self._memory
@@ -157,7 +157,7 @@ class SelectionServer:
 
     def _drop(self, lane: int) -> list[protocol.SelectionRequest]:
         """Remove and return the selection requests of a lane."""
-        return self._questions.drop(lane)
+        return self._queue.drop(lane)
 
     def _attach(self, told: protocol.Attach) -> None:
         if told.version != VERSION or told.epoch != self._epoch:
@@ -169,10 +169,10 @@ class SelectionServer:
         with run_periodically(self._beat, BEAT_SECONDS):
             self._open(told)
             seconds = self._probe()
-        self._say(protocol.Attached(self._epoch, seconds))
+        self._send(protocol.Attached(self._epoch, seconds))
 
     def _refuse(self, reason: str) -> NoReturn:
-        self._say(protocol.AttachRefused(self._epoch, reason[:MAX_REASON_CHARS]))
+        self._send(protocol.AttachRefused(self._epoch, reason[:MAX_REASON_CHARS]))
         raise ProtocolError(reason)
 
     def _open(self, told: protocol.Attach) -> None:
@@ -183,7 +183,7 @@ class SelectionServer:
 
     def _probe(self) -> float:
         """Return seconds of one layer's selection, measured the second time because the first is slower."""
-        tokens, shape = min(PROBED, self._store.blocks * BLOCK), self._memory.shape
+        tokens, shape = min(PROBE_TOKENS, self._store.blocks * BLOCK), self._memory.shape
         self._store.held.write(0, torch.zeros(shape.layers, tokens, shape.kv_heads, shape.dim))
         queries = self._memory.get_queries(0, 1, slice(0, 1), 1)
         for _ in range(2):
@@ -192,31 +192,34 @@ class SelectionServer:
         return time.perf_counter() - begun
 
     def _answer_next(self) -> None:
-        ask = self._questions.next()
-        if ask is None:
+        selection_request = self._queue.next()
+        if selection_request is None:
             return
-        begun, memory, layers = time.perf_counter(), self._memory, slice(ask.first, ask.first + ask.count)
+        begun, memory, layers = time.perf_counter(), self._memory, slice(selection_request.first, selection_request.first + selection_request.count)
         shape = memory.shape
-        if layers.stop > shape.layers or not ask.keep <= min(ask.covered, shape.most) or ask.lane >= shape.lanes:
-            raise ProtocolError(f"{ask} goes beyond {shape}")
-        queries = memory.get_queries(ask.lane, ask.sequence, layers, len(ask.positions))
-        slots = self._store.slots(ask.lane, ask.covered)
-        kept = self._choose(slots, layers, queries, ask.positions, ask.keep)
+        is_valid = layers.stop <= shape.layers and selection_request.lane < shape.lanes
+        if not is_valid or selection_request.keep > min(selection_request.covered, shape.most):
+            raise ProtocolError(f"{selection_request} goes beyond {shape}")
+        queries = memory.get_queries(selection_request.lane, selection_request.sequence, layers, len(selection_request.positions))
+        slots = self._store.slots(selection_request.lane, selection_request.covered)
+        kept = self._choose(slots, layers, queries, selection_request.positions, selection_request.keep)
         if self._store.rows is not None:
-            self._put_rows(ask, slots, kept)
-        memory.put_selection(self._epoch, ask.lane, ask.sequence, ask.first, ask.covered, kept)
-        self._say(self._about(ask, True, time.perf_counter() - begun))
+            self._put_rows(selection_request, slots, kept)
+        memory.put_selection(
+            self._epoch, selection_request.lane, selection_request.sequence, selection_request.first, selection_request.covered, kept
+        )
+        self._send(self._build_reply(selection_request, True, time.perf_counter() - begun))
 
-    def _put_rows(self, ask: protocol.SelectionRequest, slots: torch.Tensor, kept: torch.Tensor) -> None:
+    def _put_rows(self, selection_request: protocol.SelectionRequest, slots: torch.Tensor, kept: torch.Tensor) -> None:
         """Write K and V of selected positions, int64 [pack layers, kv_heads, keep], that the compressed KV lacks."""
-        memory, layers = self._memory, slice(ask.first, ask.first + ask.count)
-        fresh = missing_mask(kept, memory.get_held(ask.lane, ask.sequence, layers, ask.keep))
-        row_keys, row_values = memory.rows(ask.lane, ask.sequence)
-        for layer, (these, positions) in enumerate(zip(fresh, kept), ask.first):
+        memory, layers = self._memory, slice(selection_request.first, selection_request.first + selection_request.count)
+        fresh = missing_mask(kept, memory.get_held(selection_request.lane, selection_request.sequence, layers, selection_request.keep))
+        row_keys, row_values = memory.rows(selection_request.lane, selection_request.sequence)
+        for layer, (these, positions) in enumerate(zip(fresh, kept), selection_request.first):
             heads, index = these.nonzero(as_tuple=True)
             keys, values = self._store.rows.read(layer, slots[positions[heads, index]], heads)
             row_keys[layer, heads, index], row_values[layer, heads, index] = keys, values
-        memory.put_fresh(ask.lane, ask.sequence, ask.first, fresh)
+        memory.put_fresh(selection_request.lane, selection_request.sequence, selection_request.first, fresh)
 
     def _choose(
         self, slots: torch.Tensor, layers: slice, queries: torch.Tensor, positions: tuple[int, ...], keep: int
@@ -227,11 +230,12 @@ class SelectionServer:
         context = ContextKV(buffers, places, queries, torch.tensor(positions), self._rotary)
         return self._method.select(context, [Part(0, len(slots), keep)])[0]
 
-    def _skip(self, ask: protocol.SelectionRequest | None) -> None:
-        if ask is not None:
-            self._say(self._about(ask, False, 0.0))
+    def _skip(self, selection_request: protocol.SelectionRequest | None) -> None:
+        if selection_request is not None:
+            self._send(self._build_reply(selection_request, False, 0.0))
 
-    def _about(self, ask: protocol.SelectionRequest, chosen: bool, seconds: float, together: int = 1) -> protocol.SelectionReply:
+    def _build_reply(self, selection_request: protocol.SelectionRequest, chosen: bool, seconds: float, together: int = 1) -> protocol.SelectionReply:
         return protocol.SelectionReply(
-            self._epoch, ask.lane, ask.first, ask.count, ask.sequence, chosen, seconds, time.monotonic(), together
+            self._epoch, selection_request.lane, selection_request.first, selection_request.count, selection_request.sequence, chosen, seconds,
+            time.monotonic(), together,
         )

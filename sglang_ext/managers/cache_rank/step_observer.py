@@ -51,7 +51,7 @@ class StepObserver(LayerObserver):
     def on_layer_start(self, layer: int) -> None:
         """See :meth:`LayerObserver.on_layer_start`."""
         if self._parts:
-            self._choices.reach(layer, self._parts[0].request.packs)
+            self._choices.on_layer_reached(layer, self._parts[0].request.packs)
         for part in self._parts:
             for place, choice in enumerate(part.request.packs):
                 if choice.pack.first == layer:
@@ -61,12 +61,12 @@ class StepObserver(LayerObserver):
         begun = time.monotonic()
         if not self._choices.commit(part, pack, begun + self._left, self._write) and not part.late:
             part.late, self._left = True, 0.0
-            self._choices.miss(part, part.request.packs[pack].pack)
+            self._choices.count_missed(part, part.request.packs[pack].pack)
         self._left = max(0.0, self._left - (time.monotonic() - begun))
 
     def on_queries_recorded(self, layer: int) -> None:
         """See :meth:`LayerObserver.on_queries_recorded`."""
         for part in self._parts:
             for place, choice in enumerate(part.request.packs):
-                if part.step.asks and choice.pack.layers.stop == layer + 1:
+                if part.step.starts_selection and choice.pack.layers.stop == layer + 1:
                     self._choices.ask(part, place, self._read, self._write)

@@ -61,7 +61,7 @@ class Costs:
         return self.context - self.recent
 
     @property
-    def copy(self) -> float:
+    def compressed_bytes(self) -> float:
         """Bytes that a request reads in a draft step. An offloaded request holds as many."""
         return self.budget * self.loaded + self.recent
 
@@ -78,7 +78,7 @@ class Costs:
 
 def draft_seconds(costs: Costs, requests: float) -> float:
     """Seconds of a draft step of ``requests`` requests."""
-    return (costs.weights + requests * costs.copy) / costs.bandwidth
+    return (costs.weights + requests * costs.compressed_bytes) / costs.bandwidth
 
 
 def verify_seconds(costs: Costs, requests: float, tokens: float = 0.0) -> float:

@@ -42,10 +42,10 @@ def attach_host_tier(worker: "KVWorker", tree: "TieredRadixCache") -> None:
     corrupt = args.kv_bench_corrupt_loads
     faults = None if corrupt is None else FaultInjector(corrupt, loads=worker.ranks.rank)
     scores = worker.methods.scores
-    told = {} if scores is None else {"about_to_write": scores.forget}
-    if worker.key_sidecar is not None:
+    told = {} if scores is None else {"on_load_start": scores.forget}
+    if worker.key_derived_data is not None:
         # Writes the sidecar before rows may point to the slots. The next forward waits for it.
-        told["arrived"] = worker.key_sidecar.write
+        told["on_load_done"] = worker.key_derived_data.write
     tree.use_host(HostTier(buffers, pool, residuals=residuals), worker.ranks, faults, anchoring=anchoring, **told)
     if options.can_offload_full_kv(args):
         # Repeats the page that no request owns.
@@ -76,10 +76,10 @@ def create_offloaded_full_kv(worker: "KVWorker", tree: "TieredRadixCache") -> tu
     """Create the full-KV provider and the policy for servers where full KV of running requests in ``tree`` leaves the device."""
     args, compressed_kv = worker.server_args, worker.compressed_kv
     policy = _policy(worker)
-    first = policy.unknown
-    residency = Residency(tree, compressed_kv.token_table, args.kv_full_tier == "host", most=first.requests)
+    first = policy.initial_decision
+    residency = Residency(tree, compressed_kv.token_table, args.kv_full_tier == "host", max_offloaded=first.requests)
     # The initial value does not matter: it is measured from the first round on.
-    admission = VerificationScheduler(iteration_seconds=1.0, memory=residency.room)
+    admission = VerificationScheduler(iteration_seconds=1.0, memory=residency.load_capacity)
     return OffloadedFullKV(admission, residency, compressed_kv.buffers.bytes_per_slot, first.drafts), policy
 
 
@@ -91,7 +91,7 @@ def _policy(worker: "KVWorker") -> OffloadPolicy:
         bytes_per_token=compressed_kv.buffers.bytes_per_slot,
         memory=compressed_kv.allocator.size,
         drafts=options.max_draft_length(args),
-        longest=worker.stride - 1,
+        longest=worker.max_verify_tokens - 1,
         requests=min(rows, args.max_running_requests or rows),
         tier=args.kv_full_tier,
     )

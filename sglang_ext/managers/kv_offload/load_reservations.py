@@ -54,7 +54,7 @@ class ReservationRing:
         return max(self._totals)
 
     @property
-    def load(self) -> float:
+    def mean_occupancy(self) -> float:
         """Reserved share of the capacity of all iterations. Infinite if the capacity is 0."""
         total = math.fsum(self._totals)
         return total / self._capacity / self.horizon if self._capacity else math.inf
@@ -159,7 +159,7 @@ class LoadReservation:
     tokens: float
 
     @property
-    def loads(self) -> bool:
+    def has_load(self) -> bool:
         """Whether full KV must be loaded."""
         return bool(self.parts)
 
@@ -215,7 +215,7 @@ class LoadSchedule:
             others: All planned loads.
         """
         span = self.span(seconds)
-        joined = self.link.load >= self.memory.load
+        joined = self.link.mean_occupancy >= self.memory.mean_occupancy
         for due in nearest_first(wanted, span, self.link.horizon - 1):
             for parts in self._forms(seconds, due, span, joined):
                 start = due - len(parts)
@@ -276,7 +276,7 @@ def _in_order(start: int, due: int, others: Collection[LoadReservation]) -> bool
     return all(
         (each.due <= due or each.start >= start) and (each.due >= due or each.start <= start)
         for each in others
-        if each.loads
+        if each.has_load
     )
 
 

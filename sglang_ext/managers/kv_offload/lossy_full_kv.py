@@ -18,18 +18,18 @@ class QuantizedOnlyFullKV(ResidentFullKV):
     """Full-KV provider of one scheduler process whose compressed KV replaces full KV.
 
     Attributes:
-        codes: Frees the full KV.
+        freed_full_kv: Frees the full KV.
     """
 
-    codes: QuantizedOnlyKV
+    freed_full_kv: QuantizedOnlyKV
 
     def on_round_start(self, drafting: dict[int, tuple[TieredNode, int]], iteration_seconds: float | None) -> None:
         """Free full KV at the start of a round. The prefix tree already owns the prompts of requests with compressed KV."""
-        self.codes.update(drafting)
+        self.freed_full_kv.free_full_kv(drafting)
 
     def full_kv_start(self, row: int, protected: int) -> int:
         """The first position from which a request's row points to its own full KV."""
-        return self.codes.full_kv_start(row, protected)
+        return self.freed_full_kv.full_kv_start(row, protected)
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,15 @@ class RemoteOnlyFullKV(ResidentFullKV):
     """Full-KV provider of one scheduler process with cache ranks.
 
     Attributes:
-        held: Frees the full KV that the ranks hold.
+        remote_only: Frees the full KV that the ranks hold.
     """
 
-    held: RemoteOnlyKV
+    remote_only: RemoteOnlyKV
 
     def free_full_kv(self, requests: "Sequence[Req]") -> None:
         """See :meth:`FullKVProvider.free_full_kv`."""
-        self.held.update(requests)
+        self.remote_only.free_full_kv(requests)
 
     def full_kv_start(self, row: int, protected: int) -> int:
         """The first position from which a request's row points to its own full KV."""
-        return self.held.full_kv_start(row, protected)
+        return self.remote_only.full_kv_start(row, protected)

@@ -13,7 +13,7 @@ from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode
 from sglang_ext.mem_cache.prefix_cache.residency import Residency
 
 # Relative change of the link's bandwidth from which planned loads are rescaled.
-DRIFT = 0.1
+BANDWIDTH_TOLERANCE = 0.1
 
 
 @dataclass
@@ -21,23 +21,23 @@ class OffloadedFullKV(FullKVProvider):
     """Full-KV provider of one scheduler process whose full KV may be on the host.
 
     Attributes:
-        admission: The reservations, by row of the token table.
+        scheduler: The reservations, by row of the token table.
         residency: Tracks whose full KV is on the device.
         bytes_per_token: Bytes of full KV per token.
         drafts_per_load: Pending drafts of a request before its full KV is loaded.
         verifying_rows: Rows that verify in this iteration.
-        slack: Iterations that loaded full KV waited for its verification, in total.
+        waited_rounds: Iterations that loaded full KV waited for its verification, in total.
     """
 
-    admission: VerificationScheduler
+    scheduler: VerificationScheduler
     residency: Residency
     bytes_per_token: int
     drafts_per_load: int
     verifying_rows: set[int] = field(default_factory=set)
-    slack: int = 0
+    waited_rounds: int = 0
     _reserved: set[int] = field(default_factory=set)
     _refused: dict[int, None] = field(default_factory=dict)
-    _kept: set[int] = field(default_factory=set)
+    _pinned: set[int] = field(default_factory=set)
     _bandwidth: float | None = None
 
     def deferring_loads(self) -> AbstractContextManager[None]:
@@ -54,12 +54,12 @@ class OffloadedFullKV(FullKVProvider):
         self.residency.collect_loads()
         self.residency.update(drafting)
         if iteration_seconds:
-            self.admission.iteration_seconds = iteration_seconds
-        self.admission.memory = self.residency.room
+            self.scheduler.iteration_seconds = iteration_seconds
+        self.scheduler.memory = self.residency.load_capacity
         self._measure_link()
-        self.admission.advance()
+        self.scheduler.advance()
         self.verifying_rows = set()
-        for row in self.admission.due():
+        for row in self.scheduler.due():
             if self.residency.missing_tokens(row):
                 # The loaded KV had changed, or its device slots were freed: it needs another reservation.
                 self._cancel(row)
@@ -67,17 +67,17 @@ class OffloadedFullKV(FullKVProvider):
                 self._reserved.discard(row)
                 self.verifying_rows.add(row)
             else:
-                displaced = self.admission.late(row)
+                displaced = self.scheduler.late(row)
                 self._reserved.difference_update(displaced)
                 self._refused.update(dict.fromkeys(displaced))
-        self.slack += sum(self.residency.waits(row) for row in self._reserved)
+        self.waited_rounds += sum(self.residency.is_loaded(row) for row in self._reserved)
 
     def _measure_link(self) -> None:
         """Rescale the planned loads to the measured bandwidth."""
         bandwidth = self.residency.tree.reloads.link.restored
         before = self._bandwidth or bandwidth
-        if bandwidth is not None and abs(bandwidth - before) > DRIFT * before:
-            self.admission.rescale_link(before / bandwidth)
+        if bandwidth is not None and abs(bandwidth - before) > BANDWIDTH_TOLERANCE * before:
+            self.scheduler.rescale_link(before / bandwidth)
             before = bandwidth
         self._bandwidth = before
 
@@ -91,15 +91,15 @@ class OffloadedFullKV(FullKVProvider):
             rounds: By row of the token table, the rounds of drafts after this one until there are enough for a load, at least 1.
             ripe: Rows with enough drafts for a verification of full KV on the device.
         """
-        away = {row for row in rounds if row in self._reserved or self.residency.missing_tokens(row)}
-        here = [row for row in rounds if row in ripe and row not in away]
+        offloaded = {row for row in rounds if row in self._reserved or self.residency.missing_tokens(row)}
+        resident = [row for row in rounds if row in ripe and row not in offloaded]
         self._reserve(rounds)
         self._start()
-        for row in here:
+        for row in resident:
             if not self.residency.missing_tokens(row) and self.residency.load(row) and self.residency.ready(row):
                 self.verifying_rows.add(row)
         # Their full KV left the device for a load.
-        self._reserve({row: rounds[row] for row in here})
+        self._reserve({row: rounds[row] for row in resident})
         self._start()
         return self.verifying_rows
 
@@ -109,8 +109,8 @@ class OffloadedFullKV(FullKVProvider):
             tokens = 0 if row in self.verifying_rows or row in self._reserved else self.residency.missing_tokens(row)
             if tokens:
                 # A load longer than the horizon is planned for the whole horizon, and is late.
-                seconds = min(tokens * self.bytes_per_token / self.residency.tree.reloads.link.restored, self.admission.max_load_seconds)
-                if self.admission.admit(row, seconds, tokens, rounds[row]) is not None:
+                seconds = min(tokens * self.bytes_per_token / self.residency.tree.reloads.link.restored, self.scheduler.max_load_seconds)
+                if self.scheduler.admit(row, seconds, tokens, rounds[row]) is not None:
                     self._reserved.add(row)
                     self._refused.pop(row, None)
                 else:
@@ -139,19 +139,19 @@ class OffloadedFullKV(FullKVProvider):
     def pin_for_round(self, row: int) -> None:
         """Keep the full KV on the device of the request in ``row``, which decodes on it in this iteration."""
         self.residency.load(row)
-        self._kept.add(row)
+        self._pinned.add(row)
 
     def _start(self) -> None:
         """Start the loads scheduled for this iteration."""
-        for row in self.admission.loads_to_start():
+        for row in self.scheduler.loads_to_start():
             if not self.residency.load(row):
                 self._cancel(row)
 
     def on_round_launched(self) -> None:
         """Allow full KV that this iteration reads to leave the device again, after the iteration was launched."""
-        for row in self.verifying_rows | self._kept:
+        for row in self.verifying_rows | self._pinned:
             self.residency.release(row)
-        self._kept.clear()
+        self._pinned.clear()
 
     def forget(self, row: int) -> None:
         """Remove the request in ``row``, which has ended."""
@@ -162,5 +162,5 @@ class OffloadedFullKV(FullKVProvider):
         """Cancel the reservations of the request in ``row``. It must be scheduled again."""
         self._reserved.discard(row)
         self._refused.pop(row, None)
-        self.admission.cancel(row)
+        self.scheduler.cancel(row)
         self.residency.release(row)

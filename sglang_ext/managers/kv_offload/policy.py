@@ -71,7 +71,7 @@ def fit_costs(
         CostError: A time is not above 0.
     """
     known = Costs(weights, context, 1.0, link, memory, budget, drafts)
-    copies = draft.requests * known.copy
+    copies = draft.requests * known.compressed_bytes
     verifying = np.array([rest.requests > 0 for rest in rests])
     # Time in addition to a forward that reads as many bytes as a draft step.
     seconds = np.array([rest.seconds for rest in rests]) - verifying * draft.seconds
@@ -151,63 +151,63 @@ class OffloadPolicy:
     requests: int
     tier: throughput_model.Tier = "auto"
     is_offloading: bool = False
-    _seen: deque[ObservedRound] = field(default_factory=lambda: deque(maxlen=RECENT_ROUNDS))
+    _rounds: deque[ObservedRound] = field(default_factory=lambda: deque(maxlen=RECENT_ROUNDS))
 
     @property
-    def unknown(self) -> OffloadDecision:
+    def initial_decision(self) -> OffloadDecision:
         """The decision before there are enough measurements."""
         return OffloadDecision(None if self.tier == "host" else 0, min(self.longest, FIRST_DRAFTS))
 
     def observe(self, plan: RoundPlan, spent: RoundTimes) -> None:
         """Record the times of a round."""
-        if not spent.drafts:
+        if not spent.num_draft_steps:
             return
-        draft = DraftTiming(len(plan.states), spent.drafting / spent.drafts)
+        draft = DraftTiming(len(plan.states), spent.drafting / spent.num_draft_steps)
         tokens = sum(plan.num_draft_tokens(i) + 1 for i in plan.verify_reqs)
         rest = VerifyTiming(len(plan.verify_reqs), tokens, spent.whole - spent.drafting)
-        self._seen.append(ObservedRound(draft, rest, sum(plan.lengths) / len(plan.lengths)))
+        self._rounds.append(ObservedRound(draft, rest, sum(plan.lengths) / len(plan.lengths)))
 
     def choose(self, probability: float, link: float, share: float) -> OffloadDecision:
-        """Decide what may leave the device from now on. :attr:`unknown` before there are enough measurements.
+        """Decide what may leave the device from now on. :attr:`initial_decision` before there are enough measurements.
 
         Args:
             probability: Probability that a draft is accepted if all previous ones were.
             link: Bandwidth of loads, bytes of full KV per second.
             share: Share of full KV that compressed KV keeps.
         """
-        telling = self._usable_rounds()
-        if not any(seen.rest.requests for seen in telling):
-            return self.unknown
-        running = telling[-1].draft.requests
+        usable = self._usable_rounds()
+        if not any(seen.rest.requests for seen in usable):
+            return self.initial_decision
+        running = usable[-1].draft.requests
         try:
             costs = fit_costs(
-                DraftTiming(running, median_low(seen.draft.seconds for seen in telling)),
-                _fastest_half([seen.rest for seen in telling]),
+                DraftTiming(running, median_low(seen.draft.seconds for seen in usable)),
+                _fastest_half([seen.rest for seen in usable]),
                 weights=self.weights,
-                context=telling[-1].context * self.bytes_per_token,
+                context=usable[-1].context * self.bytes_per_token,
                 link=link,
                 memory=self.memory * self.bytes_per_token,
                 budget=share,
                 drafts=self.drafts,
             )
         except CostError:
-            return self.unknown
+            return self.initial_decision
 
         def best(requests: int, tier: throughput_model.Tier) -> throughput_model.OffloadPlan:
             return throughput_model.best_plan(costs, round(probability, 3), requests, tier, self.longest)
 
         if self.tier == "auto":
-            both, device = best(self.requests, "auto"), best(self.requests, "device")
-            self.is_offloading = both.tokens_per_second >= (KEEP_OFFLOAD_GAIN if self.is_offloading else OFFLOAD_GAIN) * device.tokens_per_second
+            mixed, device = best(self.requests, "auto"), best(self.requests, "device")
+            self.is_offloading = mixed.tokens_per_second >= (KEEP_OFFLOAD_GAIN if self.is_offloading else OFFLOAD_GAIN) * device.tokens_per_second
             if self.is_offloading:
-                return OffloadDecision(both.offloaded, both.drafts_offloaded or self.longest)
+                return OffloadDecision(mixed.offloaded, mixed.drafts_offloaded or self.longest)
         # Uses the running requests, because more may not arrive. With ``auto`` these were offloaded earlier, and stay so until they finish.
         host = best(running, "host")
-        return OffloadDecision(self.unknown.requests, host.drafts_offloaded or self.longest)
+        return OffloadDecision(self.initial_decision.requests, host.drafts_offloaded or self.longest)
 
     def _usable_rounds(self) -> list[ObservedRound]:
         """Rounds with as many requests as the last one, if there are enough. Otherwise all rounds."""
-        rounds = list(self._seen)
+        rounds = list(self._rounds)
         alike = [seen for seen in rounds if seen.draft.requests == rounds[-1].draft.requests]
         return alike if sum(seen.rest.requests > 0 for seen in alike) >= ENOUGH_ROUNDS else rounds
 

@@ -97,7 +97,7 @@ def best_plan(costs: Costs, p: float, requests: int, tier: Tier = "auto", longes
     """
     if longest < costs.drafts:
         raise CostError(f"at most {longest} drafts: pass at least {costs.drafts}, those of a round")
-    most = [_max_requests(costs, requests, size) for size in (costs.copy, costs.resident)]
+    most = [_max_requests(costs, requests, size) for size in (costs.compressed_bytes, costs.resident)]
     ranges = [
         (0, 0 if tier == "device" else most[0]),
         (0, 0 if tier == "host" else most[1]),
@@ -155,5 +155,5 @@ def _throughput(
     seconds = np.maximum(computing, due_c * costs.load_seconds)
     spans = np.maximum(1, np.ceil(costs.load_seconds / seconds - ROUNDING))
     buffers = np.ceil(due_c * (spans + 1) - ROUNDING)
-    memory = resident * costs.resident + offloaded * costs.copy + buffers * costs.loaded
+    memory = resident * costs.resident + offloaded * costs.compressed_bytes + buffers * costs.loaded
     return np.where(memory <= costs.memory * (1 + ROUNDING), tokens / seconds, 0.0)

@@ -187,7 +187,7 @@ class VerificationScheduler:
 
     def loads_to_start(self) -> list[Hashable]:
         """Requests whose load begins in this iteration, in the order in which the link must serve them."""
-        found = [(each.due, key) for key, each in self._planned.items() if each.loads and each.start == self._loads.now]
+        found = [(each.due, key) for key, each in self._planned.items() if each.has_load and each.start == self._loads.now]
         return [key for _, key in sorted(found, key=lambda pair: pair[0])]
 
     def due(self) -> list[Hashable]:

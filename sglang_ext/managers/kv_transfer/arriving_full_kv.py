@@ -74,7 +74,7 @@ class ArrivingFullKV(ResidentFullKV):
         """Return whether the rest of a request's KV will not arrive."""
         return row in self._lost
 
-    def arrival(self, row: int) -> Arrival | None:
+    def recompute_source(self, row: int) -> Arrival | None:
         """Return the remaining KV of an early request; None for other requests."""
         return self._arrivals.get(row)
 

@@ -23,7 +23,7 @@ from sglang_ext.managers.kv_transfer.endpoints import LinkKeys, check_endpoint
 from sglang_ext.managers.kv_transfer.limits import LinkLimits
 from sglang_ext.managers.kv_transfer.link_metrics import LinkMetrics, WaitTimer, stream_label
 from sglang_ext.managers.kv_transfer.pacing import NetworkInterface
-from sglang_ext.managers.kv_transfer.outgoing_queue import SOON, ListenerNotifier, OutgoingRoom, OutgoingPart, SendListener, OutgoingQueue
+from sglang_ext.managers.kv_transfer.outgoing_queue import POLL_SECONDS, ListenerNotifier, OutgoingRoom, OutgoingPart, SendListener, OutgoingQueue
 from sglang_ext.managers.kv_transfer.link_settings import LinkError, LinkSettings
 from sglang_ext.managers.kv_transfer.wire import FRAME_OVERHEAD, RoomShape, Stream
 
@@ -34,7 +34,7 @@ MAX_IN_A_ROW = 32
 # Maximum of cancelled rooms to report once an unreachable receiver is back.
 MAX_CANCELS = 4096
 # Seconds between timeout checks, before a reconnection, and for the last messages of a link that closes.
-CHECK_SECONDS, PAUSE, CLOSE_SECONDS = 0.05, 0.1, 0.2
+CHECK_SECONDS, RECONNECT_SECONDS, CLOSE_SECONDS = 0.05, 0.1, 0.2
 # Seconds without an anchor after which residuals are sent before the room's remaining anchors.
 QUIET_SECONDS = 0.02
 
@@ -215,7 +215,7 @@ class Link:
         if not self._closing and not self._refusal:
             self._check_timeouts(None, time.monotonic())
             self._listeners.notify_ended()
-            time.sleep(PAUSE)
+            time.sleep(RECONNECT_SECONDS)
 
     def _serve(self, connection: Connection) -> None:
         """Send and read until the link is closed or refused.
@@ -233,7 +233,7 @@ class Link:
                 self._check_timeouts(connection, now)
                 checked = now
             wait = self._send_frames(connection)
-            ready = dict(poller.poll(math.ceil(1000 * min(wait, SOON if self._listeners.waiting else CHECK_SECONDS))))
+            ready = dict(poller.poll(math.ceil(1000 * min(wait, POLL_SECONDS if self._listeners.waiting else CHECK_SECONDS))))
             if self._wake in ready:
                 os.eventfd_read(self._wake)
             if connection.socket in ready:
@@ -264,39 +264,39 @@ class Link:
         now = time.monotonic()
         quiet = now >= self._quiet_from
         with self._lock:
-            sending = self._queue.next() or (self._queue.next_early_residual() if quiet else None)
-            room = self._queue.rooms.get(sending.room) if sending is not None else None
+            queued_part = self._queue.next() or (self._queue.next_early_residual() if quiet else None)
+            room = self._queue.rooms.get(queued_part.room) if queued_part is not None else None
         if room is None:
             self._waits.set_wait_reason(None)
             self._interface.set_urgent(id(self), False)
             return CHECK_SECONDS if quiet else QUIET_SECONDS
-        begin = sending.offset
-        payload = sending.part.payload[begin : begin + self._frame_bytes]
-        is_residual = sending.part.stream is Stream.RESIDUAL
-        late = is_residual and connection.outstanding >= self._limits.max_residual_bytes(connection.rate)
-        takes = len(payload) + FRAME_OVERHEAD <= connection.credit and not late
+        begin = queued_part.offset
+        payload = queued_part.part.payload[begin : begin + self._frame_bytes]
+        is_residual = queued_part.part.stream is Stream.RESIDUAL
+        exceeds_limit = is_residual and connection.outstanding >= self._limits.max_residual_bytes(connection.rate)
+        takes = len(payload) + FRAME_OVERHEAD <= connection.credit and not exceeds_limit
         self._interface.set_urgent(id(self), takes and not is_residual)
         if not takes:
             self._waits.set_wait_reason("credit")
             return CHECK_SECONDS
         if is_residual and self._interface.is_another_urgent(id(self)):
             self._waits.set_wait_reason("priority")
-            return SOON
+            return POLL_SECONDS
         wait = self._interface.wait(now)
         if wait:
             self._waits.set_wait_reason("rate")
             return wait
         self._waits.set_wait_reason(None)
-        size, tracker = connection.send_frame(wire.Frame(sending.header, begin), payload)
+        size, tracker = connection.send_frame(wire.Frame(queued_part.header, begin), payload)
         self._outstanding = connection.outstanding
         self._interface.take(size, now := time.monotonic())
         if not is_residual:
             self._quiet_from = now + QUIET_SECONDS
-        self._metrics.count_sent(len(payload), stream_label(sending.part.stream, room.shape))
+        self._metrics.count_sent(len(payload), stream_label(queued_part.part.stream, room.shape))
         room.is_idle()
         room.reading.append(tracker)
         with self._lock:
-            self._queue.advance(sending, len(payload))
+            self._queue.advance(queued_part, len(payload))
         return 0.0
 
     def _send_message(self, connection: Connection, message: wire.FromSender) -> None:

@@ -31,7 +31,7 @@ from sglang_ext.managers.kv_transfer.wire import MAX_ACKS, PageHeader, RoomShape
 logger = logging.getLogger(__name__)
 
 # Maximum of messages read in a row; seconds between timeout checks; seconds without messages before small grants are sent.
-MAX_IN_A_ROW, CHECK_SECONDS, SOON = 64, 0.1, 0.001
+MAX_IN_A_ROW, CHECK_SECONDS, POLL_SECONDS = 64, 0.1, 0.001
 # While there is much to read: number of grants per window, and per limit of residual bytes.
 GRANTS, GRANTS_OF_RESIDUALS = 8, 2
 
@@ -152,7 +152,7 @@ class LinkServer:
             poller.register(source, zmq.POLLIN)
         checked = time.monotonic()
         while not self._closing:
-            ready = dict(poller.poll(1000 * (SOON if self._to_grant else CHECK_SECONDS)))
+            ready = dict(poller.poll(1000 * (POLL_SECONDS if self._to_grant else CHECK_SECONDS)))
             if not ready:
                 self._grant_all()
             if self._wake in ready:

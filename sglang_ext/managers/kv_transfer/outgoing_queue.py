@@ -24,7 +24,7 @@ from sglang_ext.managers.kv_transfer.wire import MAX_PART_BYTES, Have, LayerRang
 logger = logging.getLogger(__name__)
 
 # Seconds between checks whether libzmq still reads the bytes of a room that ended.
-SOON = 0.002
+POLL_SECONDS = 0.002
 # Streams by descending priority.
 _ORDER = (Stream.AUX, Stream.ANCHOR, Stream.RESIDUAL)
 
@@ -94,9 +94,9 @@ class OutgoingRoom:
         confirmed: Whether the receiver has answered on this connection which parts it has.
         offered: Parts that are not acknowledged, by stream and number.
         waiting: Offered parts that wait for other parts of the room.
-        gone: Numbers of parts that were completely sent on this connection, or are acknowledged.
-        there: Numbers of acknowledged parts.
-        told: Streams whose completion was reported to the listener.
+        sent_parts: Numbers of parts that were completely sent on this connection, or are acknowledged.
+        acknowledged_parts: Numbers of acknowledged parts.
+        reported_streams: Streams whose completion was reported to the listener.
     """
 
     number: int
@@ -107,9 +107,9 @@ class OutgoingRoom:
     confirmed: bool = False
     offered: dict[tuple[Stream, int], QueuedPart] = field(default_factory=dict)
     waiting: dict[Stream, deque[QueuedPart]] = field(default_factory=lambda: {stream: deque() for stream in Stream})
-    gone: dict[Stream, set[int]] = field(default_factory=lambda: {stream: set() for stream in Stream})
-    there: dict[Stream, set[int]] = field(default_factory=lambda: {stream: set() for stream in Stream})
-    told: set[Stream] = field(default_factory=set)
+    sent_parts: dict[Stream, set[int]] = field(default_factory=lambda: {stream: set() for stream in Stream})
+    acknowledged_parts: dict[Stream, set[int]] = field(default_factory=lambda: {stream: set() for stream in Stream})
+    reported_streams: set[Stream] = field(default_factory=set)
 
     def is_idle(self) -> bool:
         """Return whether libzmq no longer reads any of its bytes."""
@@ -120,18 +120,19 @@ class OutgoingRoom:
     @property
     def complete(self) -> bool:
         """Whether all parts are acknowledged."""
-        return all(len(self.there[stream]) == self.shape.parts(stream) for stream in Stream)
+        return all(len(self.acknowledged_parts[stream]) == self.shape.parts(stream) for stream in Stream)
 
     def newly_complete(self) -> list[Stream]:
         """Return complete streams that were not reported before, and mark them as reported. Streams without parts are never reported."""
-        streams = [one for one in Stream if one not in self.told and 0 < self.shape.parts(one) == len(self.there[one])]
-        self.told.update(streams)
+        complete = [stream for stream in Stream if 0 < self.shape.parts(stream) == len(self.acknowledged_parts[stream])]
+        streams = [stream for stream in complete if stream not in self.reported_streams]
+        self.reported_streams.update(streams)
         return streams
 
     def can_send(self, stream: Stream) -> bool:
         """Return whether no part of the room must be sent before those of a stream."""
         before = {Stream.ANCHOR: (), Stream.AUX: (Stream.ANCHOR,), Stream.RESIDUAL: (Stream.ANCHOR, Stream.AUX)}[stream]
-        return self.confirmed and all(len(self.gone[one]) == self.shape.parts(one) for one in before)
+        return self.confirmed and all(len(self.sent_parts[earlier]) == self.shape.parts(earlier) for earlier in before)
 
 
 class ListenerNotifier:
@@ -166,7 +167,7 @@ class ListenerNotifier:
         for _ in range(len(self._ended)):
             room, reason = self._ended.popleft()
             while not room.is_idle() and time.monotonic() < until:
-                time.sleep(SOON)
+                time.sleep(POLL_SECONDS)
             if room.is_idle() or seconds:
                 self._call(room.listener.ended, room.number, reason)
             else:
@@ -221,7 +222,7 @@ class OutgoingQueue:
         number = state.shape.part(part.stream, part.page, part.layers)
         if number is None:
             raise LinkError(f"room {room} has no {part.stream} of page {part.page} and {part.layers}; it is {state.shape}")
-        if (part.stream, number) in state.offered or number in state.there[part.stream]:
+        if (part.stream, number) in state.offered or number in state.acknowledged_parts[part.stream]:
             raise LinkError(f"{part.stream} of page {part.page} and {part.layers} of room {room} was offered before; offer each part once")
         self.queued += len(part.payload)
         state.offered[part.stream, number] = sending = QueuedPart(room, number, part, header)
@@ -266,7 +267,7 @@ class OutgoingQueue:
         sent."""
         for room in self.rooms.values():
             waiting = room.waiting[Stream.RESIDUAL]
-            if room.confirmed and waiting and waiting[0].number in room.gone[Stream.ANCHOR]:
+            if room.confirmed and waiting and waiting[0].number in room.sent_parts[Stream.ANCHOR]:
                 self._queues[Stream.RESIDUAL].append(sending := waiting.popleft())
                 return sending
         return None
@@ -282,13 +283,13 @@ class OutgoingQueue:
         if room is None or sending.offset < len(sending.part.payload):
             return
         self._queues[sending.part.stream].popleft()
-        room.gone[sending.part.stream].add(sending.number)
+        room.sent_parts[sending.part.stream].add(sending.number)
         self._release(room)
 
     def arrived(self, room: int, stream: Stream, number: int) -> list[Stream]:
         """Record the acknowledgement of a part. Return the streams that this completes. Unexpected acknowledgements are ignored."""
         state = self.rooms.get(room)
-        if state is None or (stream, number) not in state.offered or number not in state.gone[stream]:
+        if state is None or (stream, number) not in state.offered or number not in state.sent_parts[stream]:
             return []
         self._arrived(state, stream, number)
         return state.newly_complete()
@@ -303,7 +304,7 @@ class OutgoingQueue:
         if state is None:
             return
         sending = state.offered.get((stream, number))
-        if sending is None or number not in state.gone[stream]:
+        if sending is None or number not in state.sent_parts[stream]:
             raise LinkError(f"part {number} of {stream} cannot be retransmitted, it is not under way: its header was corrupted")
         if sending.repeats == most:
             raise LinkError(
@@ -311,7 +312,7 @@ class OutgoingQueue:
             )
         sending.repeats += 1
         sending.offset = 0
-        state.gone[stream].discard(number)
+        state.sent_parts[stream].discard(number)
         queue = self._queues[stream]
         # Not between the frames of another part.
         queue.insert(1 if queue and queue[0].offset else 0, sending)
@@ -331,7 +332,7 @@ class OutgoingQueue:
             queue.clear()
         for room in self.rooms.values():
             room.confirmed = False
-            room.gone = {stream: set(numbers) for stream, numbers in room.there.items()}
+            room.sent_parts = {stream: set(numbers) for stream, numbers in room.acknowledged_parts.items()}
             room.waiting = {stream: deque() for stream in Stream}
             for (stream, _), sending in room.offered.items():
                 sending.offset = 0
@@ -341,8 +342,8 @@ class OutgoingQueue:
         sending = room.offered.pop((stream, number), None)
         if sending is not None:
             self.queued -= len(sending.part.payload)
-        room.gone[stream].add(number)
-        room.there[stream].add(number)
+        room.sent_parts[stream].add(number)
+        room.acknowledged_parts[stream].add(number)
 
     def _release(self, room: OutgoingRoom) -> None:
         for stream, waiting in room.waiting.items():

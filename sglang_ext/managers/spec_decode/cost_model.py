@@ -22,7 +22,7 @@ RECENT_TIMES = 5
 # Times are kept by cells of a grid over the logarithms of a load, with this number of cells per doubling.
 CELLS_PER_DOUBLING = 2
 # Doublings over which a measured correction fades. Weight of "no correction"; a time at the same load has weight 1.
-REACH, NO_CORRECTION = 0.4, 0.02
+CORRECTION_RANGE, NO_CORRECTION = 0.4, 0.02
 # A doubling of a verification's width counts as this share of a doubling of the load.
 WIDTH_DISTANCE = 0.5
 # A doubling of the selection interval counts as this number of doublings of the load: times at one interval predict little at another.
@@ -54,7 +54,7 @@ class BatchLoad(NamedTuple):
         return cls(len(lengths), sum(lengths), uncompressed)
 
     @property
-    def place(self) -> tuple[float, float]:
+    def coordinates(self) -> tuple[float, float]:
         """Coordinates of the load: log2 of the number of requests, log2 of their mean context. A distance of 1 is a doubling."""
         return log2(self.requests), log2(max(1.0, self.tokens / self.requests))
 
@@ -63,15 +63,15 @@ class RoundTimes(NamedTuple):
     """The steps of a round, and its measured seconds.
 
     Attributes:
-        drafts: Number of draft steps; 0 in plain decoding.
-        steps: Number of plain steps; 0 in a round with drafts.
+        num_draft_steps: Number of draft steps; 0 in plain decoding.
+        num_plain_steps: Number of plain steps; 0 in a round with drafts.
         compressing: Seconds from the beginning of the round to its first step, in which compressed KV is created and refreshed.
         drafting: Seconds of all draft steps.
         whole: Seconds from the first step to the next round.
     """
 
-    drafts: int
-    steps: int
+    num_draft_steps: int
+    num_plain_steps: int
     compressing: float
     drafting: float
     whole: float
@@ -97,12 +97,12 @@ class TimeSample(NamedTuple):
     """A measured time.
 
     Attributes:
-        place: Coordinates of the load, in doublings.
+        coordinates: Coordinates of the load, in doublings.
         size: Bytes that the forward read.
         seconds: Its time.
     """
 
-    place: tuple[float, ...]
+    coordinates: tuple[float, ...]
     size: float
     seconds: float
 
@@ -174,32 +174,32 @@ class MeasuredTimes:
 
     def observe(self, sample: TimeSample) -> None:
         """Record a measured time."""
-        cell = tuple(round(CELLS_PER_DOUBLING * each) for each in sample.place)
+        cell = tuple(round(CELLS_PER_DOUBLING * each) for each in sample.coordinates)
         samples = self.cells.setdefault(cell, deque(maxlen=RECENT_TIMES))
         samples.append(sample)
         self._median[cell] = sorted(samples, key=lambda each: each.seconds)[(len(samples) - 1) // 2]
         self.__dict__.pop("_medians", None)
 
-    def is_near(self, place: tuple[float, ...], doublings: float) -> bool:
-        """Whether a time was measured at most ``doublings`` away from ``place``."""
-        return bool(self.cells) and bool(self._squares(place).min() <= doublings**2)
+    def is_near(self, coordinates: tuple[float, ...], doublings: float) -> bool:
+        """Whether a time was measured at most ``doublings`` away from ``coordinates``."""
+        return bool(self.cells) and bool(self._squares(coordinates).min() <= doublings**2)
 
-    def is_confirmed(self, place: tuple[float, ...]) -> bool:
-        """Whether the measured cell nearest to ``place`` has at least two times."""
-        return bool(self.cells) and bool(self._medians[3][self._squares(place).argmin()] > 1)
+    def is_confirmed(self, coordinates: tuple[float, ...]) -> bool:
+        """Whether the measured cell nearest to ``coordinates`` has at least two times."""
+        return bool(self.cells) and bool(self._medians[3][self._squares(coordinates).argmin()] > 1)
 
-    def predict(self, place: tuple[float, ...], size: float, base: ForwardTimeModel) -> float:
-        """Seconds of a forward at ``place`` that reads ``size`` bytes."""
+    def predict(self, coordinates: tuple[float, ...], size: float, base: ForwardTimeModel) -> float:
+        """Seconds of a forward at ``coordinates`` that reads ``size`` bytes."""
         seconds = base.seconds(size)
         if not self.cells:
             return seconds
-        weights = np.exp(-self._squares(place) / (2 * REACH**2))
+        weights = np.exp(-self._squares(coordinates) / (2 * CORRECTION_RANGE**2))
         corrections = np.log(self.seconds / (base.fixed + base.per_byte * self.sizes))
         weights[(self._medians[3] == 1) & (corrections > np.log(STALL))] = 0.0
         return seconds * float(np.exp(weights @ corrections / (weights.sum() + NO_CORRECTION)))
 
-    def _squares(self, place: tuple[float, ...]) -> np.ndarray:
-        return ((self._medians[0] - np.array(place)) ** 2).sum(1)
+    def _squares(self, coordinates: tuple[float, ...]) -> np.ndarray:
+        return ((self._medians[0] - np.array(coordinates)) ** 2).sum(1)
 
 
 @dataclass
@@ -211,9 +211,9 @@ class RoundCosts:
         token_bytes: Bytes of a token's full KV, in all layers.
         share: Approximate share of a context's bytes that a draft step reads.
         widths: Tokens per request of the captured verification graphs, ascending; empty without graphs.
-        step: Times of plain steps.
-        draft: Times of draft steps.
-        rest: Times of rounds without their draft steps, up to the beginning of the next round.
+        plain_step_times: Times of plain steps.
+        draft_times: Times of draft steps.
+        rest_times: Times of rounds without their draft steps, up to the beginning of the next round.
         compressing: Seconds to create compressed KV, per context token.
     """
 
@@ -221,27 +221,27 @@ class RoundCosts:
     token_bytes: float = 0.0
     share: float = 1.0
     widths: tuple[int, ...] = ()
-    step: MeasuredTimes = field(default_factory=MeasuredTimes)
-    draft: MeasuredTimes = field(default_factory=MeasuredTimes)
-    rest: MeasuredTimes = field(default_factory=MeasuredTimes)
+    plain_step_times: MeasuredTimes = field(default_factory=MeasuredTimes)
+    draft_times: MeasuredTimes = field(default_factory=MeasuredTimes)
+    rest_times: MeasuredTimes = field(default_factory=MeasuredTimes)
     compressing: RecentTimes = field(default_factory=RecentTimes)
     _base: ForwardTimeModel = field(default_factory=ForwardTimeModel)
 
     def observe(self, load: BatchLoad, spent: RoundTimes) -> None:
         """Record the seconds of a round."""
-        if not spent.drafts:
+        if not spent.num_draft_steps:
             if spent.whole > 0:
-                self.step.observe(TimeSample(load.place, self._bytes(load), spent.whole / spent.steps))
-                self._base = ForwardTimeModel.fitted(self.step.sizes, self.step.seconds)
+                self.plain_step_times.observe(TimeSample(load.coordinates, self._bytes(load), spent.whole / spent.num_plain_steps))
+                self._base = ForwardTimeModel.fitted(self.plain_step_times.sizes, self.plain_step_times.seconds)
             return
         if load.uncompressed:
             self.compressing.newest.append(spent.compressing / load.uncompressed)
         if spent.drafting > 0:
-            self.draft.observe(TimeSample(self._place_of_draft(load), self._bytes(load, self.share), spent.drafting / spent.drafts))
-            if not self.step.cells:
-                self._base = ForwardTimeModel.fitted(self.draft.sizes, self.draft.seconds)
+            self.draft_times.observe(TimeSample(self._draft_coordinates(load), self._bytes(load, self.share), spent.drafting / spent.num_draft_steps))
+            if not self.plain_step_times.cells:
+                self._base = ForwardTimeModel.fitted(self.draft_times.sizes, self.draft_times.seconds)
         if spent.whole > spent.drafting:
-            self.rest.observe(TimeSample(self._place_of_rest(load, spent.drafts), self._bytes(load), spent.whole - spent.drafting))
+            self.rest_times.observe(TimeSample(self._rest_coordinates(load, spent.num_draft_steps), self._bytes(load), spent.whole - spent.drafting))
 
     def step_seconds(self, load: BatchLoad) -> float:
         """Seconds of a plain step.
@@ -249,16 +249,16 @@ class RoundCosts:
         A single measured step may have stalled. So until a second one is measured near the load, the time of a verification, which reads as
         much, is the upper limit.
         """
-        step = self.step.predict(load.place, self._bytes(load), self._base)
-        return min(step, self.rest_seconds(load, 1)) if self.rest.cells and not self.step.is_confirmed(load.place) else step
+        step = self.plain_step_times.predict(load.coordinates, self._bytes(load), self._base)
+        return min(step, self.rest_seconds(load, 1)) if self.rest_times.cells and not self.plain_step_times.is_confirmed(load.coordinates) else step
 
     def draft_seconds(self, load: BatchLoad) -> float:
         """Seconds of a draft step."""
-        return self.draft.predict(self._place_of_draft(load), self._bytes(load, self.share), self._base)
+        return self.draft_times.predict(self._draft_coordinates(load), self._bytes(load, self.share), self._base)
 
     def rest_seconds(self, load: BatchLoad, drafts: int) -> float:
         """Seconds of a round with ``drafts`` draft steps, without these steps."""
-        return self.rest.predict(self._place_of_rest(load, drafts), self._bytes(load), self._base)
+        return self.rest_times.predict(self._rest_coordinates(load, drafts), self._bytes(load), self._base)
 
     def compressing_seconds(self, load: BatchLoad) -> float:
         """Seconds to create compressed KV for the requests that have none. Before it is measured: the time to read their full KV once."""
@@ -283,8 +283,8 @@ class RoundCosts:
         return next((width for width in self.widths if width > drafts), self.widths[-1])
 
     @staticmethod
-    def _place_of_draft(load: BatchLoad) -> tuple[float, ...]:
-        return *load.place, INTERVAL_DISTANCE * log2(load.every)
+    def _draft_coordinates(load: BatchLoad) -> tuple[float, ...]:
+        return *load.coordinates, INTERVAL_DISTANCE * log2(load.every)
 
-    def _place_of_rest(self, load: BatchLoad, drafts: int) -> tuple[float, ...]:
-        return *load.place, WIDTH_DISTANCE * log2(self._width(drafts))
+    def _rest_coordinates(self, load: BatchLoad, drafts: int) -> tuple[float, ...]:
+        return *load.coordinates, WIDTH_DISTANCE * log2(self._width(drafts))

@@ -119,7 +119,7 @@ class DecodeLoop:
         output = merge_outputs(parts, batch.seq_lens, batch.return_logprob)
         penalized.count_output(batch.spec_info.bonus_tokens, output)
         if lengths is None:
-            lengths = batch.seq_lens + output.accepted
+            lengths = batch.seq_lens + output.num_output
             # SGLang's event marks an earlier read of the token table than the last one of this round.
             self.worker.model_runner.war_fastpath_read_done_event = None
             if on_publish is not None:
@@ -139,7 +139,7 @@ class DecodeLoop:
             worker.queries.drop_rejected(state.row, length)
         wanted = self.round_timer.start_round(lengths, states)
         self._update_placement()
-        seconds = worker.ranks.agree(self.round_timer.rounds.seconds or None) if self.policy is not None else None
+        seconds = worker.ranks.agree(self.round_timer.recent_rounds.seconds or None) if self.policy is not None else None
         plan = self.setup.plan(batch, states, lengths, wanted, seconds, self.round_timer.every)
         self.round_timer.on_planned(plan)
         if worker.strict:
@@ -155,7 +155,7 @@ class DecodeLoop:
             return
         worker, residency = self.worker, self.full_kv.residency
         found = self.policy.choose(worker.requests.overall_acceptance.probability, residency.tree.reloads.link.restored, worker.compressed_kv.share)
-        residency.most, self.full_kv.drafts_per_load = worker.ranks.agree(found)
+        residency.max_offloaded, self.full_kv.drafts_per_load = worker.ranks.agree(found)
 
     def _check(self, batch: "ScheduleBatch", plan: RoundPlan) -> None:
         """Check in strict mode that no slot has two owners."""
@@ -196,7 +196,7 @@ class DecodeLoop:
 
     def account(self, batch: "ScheduleBatch", result: RoundResult) -> None:
         """Count the outcome of a round, once it is on the host."""
-        metrics, plan, report, tokens = self.worker.metrics, result.round, self.round_timer.report, 0
+        metrics, plan, report, tokens = self.worker.metrics, result.plan, self.round_timer.report, 0
         verify_reqs, full_kv_reqs = set(plan.verify_reqs), set(plan.full_kv_reqs)
         for i, (req, state, num_tokens) in enumerate(zip(batch.reqs, plan.states, result.accept_lens.tolist())):
             if req.finished() or req.is_retracted:
@@ -210,9 +210,9 @@ class DecodeLoop:
                 metrics.count_drafts(plan.num_steps)
                 if i in verify_reqs:
                     # Drafts after the end of the output were not rejected.
-                    offered = num_tokens - 1 if i in result.ended else min(plan.num_draft_tokens(i), plan.remaining[i] - 1)
+                    offered = num_tokens - 1 if i in result.finished_early else min(plan.num_draft_tokens(i), plan.remaining[i] - 1)
                     self.worker.requests.count_verify(state, offered, num_tokens - 1)
-                    self.round_timer.interval.observe(plan.selection_interval, offered, num_tokens - 1)
+                    self.round_timer.selection_interval.observe(plan.selection_interval, offered, num_tokens - 1)
                     metrics.count_verify(num_tokens)
                     if report is not None:
                         report.count_verify(offered, num_tokens - 1)
@@ -226,8 +226,8 @@ class DecodeLoop:
 
     def _record_timeline(self, room: int, result: RoundResult, i: int, num_tokens: int) -> None:
         """Record the events of one request's round in the timeline."""
-        plan, timeline = result.round, self.timeline
-        drafted, ended = (timeline.at(mark) for mark in (result.timed.drafted, result.timed.ended))
+        plan, timeline = result.plan, self.timeline
+        drafted, ended = (timeline.at(mark) for mark in (result.marks.drafted, result.marks.ended))
         if i in plan.full_kv_reqs:
             timeline.add_event(room, "answered", drafted, num_tokens)
             return
@@ -269,7 +269,7 @@ def decode_unfinished(decode: DecodeBatch, batch: "ScheduleBatch", on_publish: P
         result = decode(select_batch(batch, running, where), publish if on_publish is not None else None)
     newest = result.next_draft_input.bonus_tokens
     result.next_draft_input = KVDraftInput(newest.new_zeros(len(batch.reqs)).index_copy(0, where, newest))
-    result.requests = running
+    result.positions = running
     return result
 
 
@@ -303,7 +303,7 @@ def decode_loop(worker: "KVWorker", full_kv: "ResidentFullKV | OffloadedFullKV",
     longest = options.max_draft_length(args)
     # If compressed KV has an attention kernel of its own, its steps use that kernel for full KV, too.
     separates_full_kv = bool(args.enable_deterministic_inference) and worker.attentions.compressed is not None
-    planner = RoundPlanner(worker.stride - 1, longest, worker.lossy, separates_full_kv)
+    planner = RoundPlanner(worker.max_verify_tokens - 1, longest, worker.lossy, separates_full_kv)
     setup = RoundSetup(planner, worker.compressed_kv, full_kv, worker.queries.can_record)
     lengths = DraftLength(longest) if args.kv_draft_length == "auto" else FixedDraftLength(longest)
     costs = RoundCosts(
@@ -317,7 +317,7 @@ def decode_loop(worker: "KVWorker", full_kv: "ResidentFullKV | OffloadedFullKV",
     interval = SelectionInterval(selection_options.selection_intervals(args))
     chooses_interval = len(interval.intervals) > 1
     report = None if worker.lossy else DraftReport(lengths, costs, worker.metrics, worker.ranks.first, chooses_interval)
-    round_timer = RoundTimer(lengths, device, worker.metrics, worker.ranks, costs, compresses_each_round, interval=interval, report=report)
+    round_timer = RoundTimer(lengths, device, worker.metrics, worker.ranks, costs, compresses_each_round, selection_interval=interval, report=report)
     verifier = Verifier(worker, steps, worker.graphs, worker.simulation)
     asked = args.kv_bench_timeline if options.has_progressive_transfer(args) and worker.ranks.first else None
     return DecodeLoop(worker, round_timer, steps, verifier, setup, policy, TransferTimeline.of(asked, device))

@@ -46,7 +46,7 @@ class StepRunner:
     def __init__(self, worker: "KVWorker"):
         self.worker = worker
         self.table = worker.compressed_kv.token_table
-        self._samplings = SamplerCache(worker.model_runner)
+        self._sampler_cache = SamplerCache(worker.model_runner)
 
     def slots(self, batch: "ScheduleBatch", width: int, starts: torch.Tensor) -> torch.Tensor:
         """Slots of the KV of ``width`` tokens per request, from positions ``starts``, int64 [requests], on."""
@@ -80,7 +80,7 @@ class StepRunner:
             pairs = ((i, j) for i in requests for j in range(width))
             return [LogitRow.from_state(i, plan.states[i], walks[i].row(j) if i in walks else None) for i, j in pairs]
 
-        return self._samplings.get(batch, plan.states, tuple(requests), width, batch.return_logprob, rows)
+        return self._sampler_cache.get(batch, plan.states, tuple(requests), width, batch.return_logprob, rows)
 
     def _step_sampler(self, batch: "ScheduleBatch", plan: RoundPlan) -> RowSampler:
         """The sampler of a round's steps. Grammars mask output tokens, not drafts."""
@@ -94,7 +94,7 @@ class StepRunner:
             ]
 
         logprobs = bool(full_kv_reqs) and batch.return_logprob
-        return self._samplings.get(batch, plan.states, tuple(range(len(plan.states))), 1, logprobs, rows)
+        return self._sampler_cache.get(batch, plan.states, tuple(range(len(plan.states))), 1, logprobs, rows)
 
     def walks(
         self, batch: "ScheduleBatch", plan: RoundPlan, requests: list[int], drafts: torch.Tensor | None = None
@@ -112,7 +112,7 @@ class StepRunner:
         for k, tokens in zip(rows, known):
             i = requests[k]
             req = batch.reqs[i]
-            before = self.worker.new_tokens.before(req, plan.lengths[i])
+            before = self.worker.unprocessed_tokens.tokens_of(req, plan.lengths[i])
             walks[i] = GrammarWalk(req.grammar, tokens[: plan.num_draft_tokens(i)], before)
         return walks
 
@@ -141,8 +141,8 @@ class StepRunner:
         # Compute these for all steps at once: each operation between the graphs of two steps costs device time.
         ahead = torch.arange(plan.num_steps, device=slots.device)[:, None]
         positions, lengths = starts + ahead, row_lens + ahead + 1
-        slots, viewed_cpu = slots[:, : plan.num_steps].T.contiguous(), torch.tensor(plan.row_lens)
-        sampling, done, selecting = self._step_sampler(batch, plan), [], self._selecting_reqs(plan)
+        slots, row_lens_cpu = slots[:, : plan.num_steps].T.contiguous(), torch.tensor(plan.row_lens)
+        sampling, step_outputs, selecting = self._step_sampler(batch, plan), [], self._selecting_reqs(plan)
         for index in range(plan.num_steps):
             inputs = forward.ForwardInputs(
                 tokens=tokens,
@@ -150,7 +150,7 @@ class StepRunner:
                 slots=slots[index],
                 rows=rows,
                 lengths=lengths[index],
-                lengths_cpu=viewed_cpu + index + 1,
+                lengths_cpu=row_lens_cpu + index + 1,
                 counts=[1] * len(plan.rows),
             )
             ends = {plan.states[i].row: plan.starts[i] + index + 1 for i in selecting}
@@ -165,13 +165,13 @@ class StepRunner:
             penalized.penalize_step(index, tokens, output.next_token_logits)
             sampled = sampling.draw(output.next_token_logits, inputs.positions)
             tokens = sampled.tokens
-            done.append((output, sampled))
-        return done
+            step_outputs.append((output, sampled))
+        return step_outputs
 
     def _needs_queries(self, recorded: tuple[RecordedRows, ...]) -> bool:
         """Whether a step over the full KV must record queries: in lossy mode nothing else does before the first compression."""
         queries = self.worker.queries
-        return queries.has_step_queries and self.worker.lossy and any(queries.can_record(row.key) for row in recorded)
+        return queries.has_step_queries and self.worker.lossy and any(queries.can_record(row.row) for row in recorded)
 
     def _select_tokens(self, ends: dict[int, int], following: int, every: int) -> None:
         """Select tokens for the next steps by the queries of the step that was launched.
@@ -237,13 +237,13 @@ class Verifier:
             gathered: Pending drafts, including those of this round, of requests that have some from earlier rounds.
             penalized: Applies penalties to the logits.
         """
-        offered = [plan.num_draft_tokens(i) for i in requests]
+        num_drafts = [plan.num_draft_tokens(i) for i in requests]
         whole = len(requests) == len(batch.reqs)
         where = slice(None) if whole else to_device(requests, newest.device)
         part = batch if whole else forward.select_requests(batch, requests, where)
         # Each request's own number of drafts counts; the rest is padding.
         with_earlier = any(plan.num_pending[i] for i in requests)
-        drafts = gathered.of(part.req_pool_indices, max(offered)) if with_earlier else newest[where]
+        drafts = gathered.of(part.req_pool_indices, max(num_drafts)) if with_earlier else newest[where]
         tokens = torch.cat([batch.spec_info.bonus_tokens[where, None], drafts], 1)
         lengths = [plan.lengths[i] for i in requests]
         # The host waits for the drafts here if a request has a grammar.
@@ -254,7 +254,7 @@ class Verifier:
         sampled = self.steps.verify_sampler(batch, plan, requests, width, walks).draw(output.next_token_logits, positions)
         target_tokens = sampled.tokens.view(len(requests), width)
         # The grammar does not mask rows after a refused or final draft. Tokens after the output's end have no slots.
-        max_accepted = [min(count, walks[i].answers - 1) if i in walks else count for i, count in zip(requests, offered)]
+        max_accepted = [min(count, walks[i].num_masked_rows - 1) if i in walks else count for i, count in zip(requests, num_drafts)]
         max_accepted = [min(count, max(0, plan.remaining[i] - 1)) for i, count in zip(requests, max_accepted)]
         accepted = self._accepted_counts(part, target_tokens, drafts, max_accepted) + 1
         return PartialOutput(requests, OutputTokens(target_tokens, accepted, sampled))
@@ -324,10 +324,11 @@ def prefill(worker: "KVWorker", batch: "ScheduleBatch", on_publish=None) -> Gene
     if on_publish is not None:
         # The lengths are known before the forward, so the scheduler can prepare the next round while it runs.
         on_publish(batch.seq_lens)
-    if worker.quantized is not None and batch.tree_cache.codes is not None:
+    if worker.quantized_prefill is not None and batch.tree_cache.freed_full_kv is not None:
         begun = zip(batch.reqs, [state.cached_prompt_len for state in states], batch.prefix_lens)
-        batch.tree_cache.codes.begin_prompts(begun)
-    with worker.queries.recording(select_useful_rows(worker.compressed_kv, states, _recorded_queries(batch))), _on_quantized_kv(worker, batch, states):
+        batch.tree_cache.freed_full_kv.begin_prompts(begun)
+    recorded = select_useful_rows(worker.compressed_kv, states, _recorded_queries(batch))
+    with worker.queries.recording(recorded), _quantized_prefill_context(worker, batch, states):
         result = worker.target_worker.forward_batch_generation(batch, is_verify=True)
     result.next_token_ids = _first_tokens(worker, batch, states, result)
     worker.loop.interrupt()
@@ -336,16 +337,16 @@ def prefill(worker: "KVWorker", batch: "ScheduleBatch", on_publish=None) -> Gene
     return result
 
 
-def _on_quantized_kv(worker: "KVWorker", batch: "ScheduleBatch", states: list[RequestState]) -> AbstractContextManager[None]:
+def _quantized_prefill_context(worker: "KVWorker", batch: "ScheduleBatch", states: list[RequestState]) -> AbstractContextManager[None]:
     """A context in which prompts attend to quantized KV, if the server does so."""
-    if worker.quantized is None:
+    if worker.quantized_prefill is None:
         return nullcontext()
     lengths = [prefix + length for prefix, length in zip(batch.prefix_lens, batch.extend_lens)]
     device = batch.seq_lens.device
     seeds = {state.row: token_seeds(state.prompt, length, device) for state, length in zip(states, lengths)}
-    codes = batch.tree_cache.codes
-    found = {} if codes is None else {row: codes.stored(row) for row in seeds}
-    return worker.quantized.computing_prompts(seeds, {row: slots for row, slots in found.items() if slots is not None and len(slots)})
+    freed_full_kv = batch.tree_cache.freed_full_kv
+    found = {} if freed_full_kv is None else {row: freed_full_kv.block_slots(row) for row in seeds}
+    return worker.quantized_prefill.computing_prompts(seeds, {row: slots for row, slots in found.items() if slots is not None and len(slots)})
 
 
 def _recorded_queries(batch: "ScheduleBatch") -> Iterator[RecordedRows]:

@@ -106,7 +106,7 @@ class DraftLength:
     def observe(self, spent: RoundTimes) -> None:
         """Record the seconds of a round."""
         self._allowance += PROBE_SHARE * (spent.compressing + spent.whole)
-        self._since_plain = self._since_plain + spent.drafts if spent.drafts else 0
+        self._since_plain = self._since_plain + spent.num_draft_steps if spent.num_draft_steps else 0
 
     def _best(self, rates: np.ndarray) -> int:
         """The length with the highest rate. The last choice stays if it is nearly as good, and better than plain decoding."""
@@ -120,8 +120,8 @@ class DraftLength:
         if self._since_plain >= PLAIN_AFTER:
             self._since_plain = 0
             return True
-        near = tuple(map(round, load.place))
-        if near in self._asked or costs.step.is_near(load.place, PLAIN_REACH):
+        near = tuple(map(round, load.coordinates))
+        if near in self._asked or costs.plain_step_times.is_near(load.coordinates, PLAIN_REACH):
             return False
         # Ask once: the measured time arrives some rounds later.
         self._asked.add(near)

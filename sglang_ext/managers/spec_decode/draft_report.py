@@ -52,7 +52,7 @@ class DraftTotals:
         offered, accepted: Draft tokens that were verified, and accepted.
         seconds: Measured time of the rounds with draft steps at loads near a measured plain step.
         plain_seconds: Predicted time of plain steps for the tokens of the same rounds.
-        plain: Tokens without drafts, by index into ``FALLBACK_REASONS``.
+        undrafted_tokens: Tokens without drafts, by index into ``FALLBACK_REASONS``.
     """
 
     rounds: int = 0
@@ -63,7 +63,7 @@ class DraftTotals:
     accepted: int = 0
     seconds: float = 0.0
     plain_seconds: float = 0.0
-    plain: Counter[int] = field(default_factory=Counter)
+    undrafted_tokens: Counter[int] = field(default_factory=Counter)
 
     @property
     def draft_length(self) -> float:
@@ -94,7 +94,7 @@ class DraftReport:
         lengths: Chooses the draft length, and predicts its gain.
         costs: Predicts the time of plain steps.
         metrics: Receives the figures.
-        first: Whether this process writes the log line for all ranks.
+        writes_log: Whether this process writes the log line for all ranks.
         chooses_interval: Whether the server chooses the selection interval; only then it is reported.
         clock: Returns seconds.
         totals: Sums over the rounds since the last log line.
@@ -103,11 +103,11 @@ class DraftReport:
     lengths: "DraftLength | FixedDraftLength"
     costs: RoundCosts
     metrics: KVMetrics
-    first: bool = True
+    writes_log: bool = True
     chooses_interval: bool = False
     clock: Callable[[], float] = time.monotonic
     totals: DraftTotals = field(default_factory=DraftTotals)
-    _before: DraftTotals = field(default_factory=DraftTotals)
+    _last_totals: DraftTotals = field(default_factory=DraftTotals)
     _since: float | None = None
 
     def add_seconds(self, plan: "RoundPlan", seconds: float) -> None:
@@ -123,7 +123,7 @@ class DraftReport:
 
     def count_fallback(self, reason: int, tokens: int) -> None:
         """Count tokens without drafts; ``reason`` is an index into ``FALLBACK_REASONS``."""
-        self.totals.plain[reason] += tokens
+        self.totals.undrafted_tokens[reason] += tokens
 
     def on_round_end(self, plan: "RoundPlan", tokens: int) -> None:
         """Count a round, and report if a minute has passed. ``tokens`` is the sum over its requests."""
@@ -138,14 +138,14 @@ class DraftReport:
                 totals.plain_seconds += tokens / len(plan.states) * self.costs.step_seconds(load)
         self.metrics.observe_drafting(self.figures)
         if now - self._since >= LOG_INTERVAL_SECONDS:
-            if self.first:
+            if self.writes_log:
                 logger.info("sglang-ext: %s", self.line(now - self._since))
-            self._before, self.totals, self._since = totals, DraftTotals(), None
+            self._last_totals, self.totals, self._since = totals, DraftTotals(), None
 
     @property
     def figures(self) -> dict[str, float | None]:
         """The metrics of drafting, by name; None if unknown. Until a round drafts after a log line, they are those of that line."""
-        totals = self.totals if self.totals.rounds else self._before
+        totals = self.totals if self.totals.rounds else self._last_totals
         return {
             "draft_length": totals.draft_length,
             "draft_acceptance_rate": totals.acceptance_rate,
@@ -156,12 +156,12 @@ class DraftReport:
         }
 
     def _is_measured(self, load: BatchLoad) -> bool:
-        return self.costs.step.is_near(load.place, MAX_LOAD_DISTANCE)
+        return self.costs.plain_step_times.is_near(load.coordinates, MAX_LOAD_DISTANCE)
 
     def line(self, seconds: float) -> str:
         """The log line for the rounds of the last ``seconds``."""
         totals = self.totals
-        plain, reasons = totals.plain.total(), [self._why(reason) for reason, _ in totals.plain.most_common(2)]
+        plain, reasons = totals.undrafted_tokens.total(), [self._why(reason) for reason, _ in totals.undrafted_tokens.most_common(2)]
         if not totals.rounds:
             return f"drafting is off in the last {seconds:.0f} s, {plain} tokens: {'; '.join(reasons) or 'requests ended'}"
         gain = "not known, as no plain step was measured near this load" if totals.gain is None else f"{totals.gain:.2f} over plain steps"

@@ -58,10 +58,10 @@ class UnprocessedTokens:
         """The unprocessed tokens of a forward of ``batch``."""
         if all(req.grammar is None for req in batch.reqs):
             return cls()
-        places = getattr(result, "requests", None)
+        places = getattr(result, "positions", None)
         return cls(list(batch.reqs) if places is None else [batch.reqs[i] for i in places], result)
 
-    def before(self, req: "Req", length: int) -> list[int]:
+    def tokens_of(self, req: "Req", length: int) -> list[int]:
         """Tokens of a request that are not in its output yet. Waits for the forward that produces them.
 
         Args:
@@ -84,15 +84,15 @@ class GrammarWalk:
     Attributes:
         grammar: The grammar, which is at the end of the request's output before and after each call.
         drafts: Draft tokens, of which the first :data:`MAX_WALKED_DRAFTS` count.
-        before: Tokens between the output and the drafts.
-        answers: Number of masked rows, from the first on, whose tokens may become output tokens; :meth:`fill_mask` sets it. The last row
-            follows a draft that the grammar refuses, or is the one that ends the grammar.
+        unprocessed: Tokens between the output and the drafts.
+        num_masked_rows: Number of masked rows, from the first on, whose tokens may become output tokens; :meth:`fill_mask` sets it. The
+            last row follows a draft that the grammar refuses, or is the one that ends the grammar.
     """
 
     grammar: BaseGrammarObject
     drafts: Sequence[int] = ()
-    before: Sequence[int] = ()
-    answers: int = field(default=1, init=False)
+    unprocessed: Sequence[int] = ()
+    num_masked_rows: int = field(default=1, init=False)
 
     def row(self, index: int) -> "DraftGrammar | None":
         """The mask of the row after ``index`` drafts; None if its token never becomes an output token."""
@@ -115,7 +115,7 @@ class GrammarWalk:
     def _fill(self, vocab_mask: torch.Tensor, rows: dict[int, int]) -> None:
         grammar, taken = self.grammar, 0
         try:
-            for token in self.before:
+            for token in self.unprocessed:
                 grammar.accept_token(token)
                 taken += 1
                 if grammar.finished:
@@ -128,7 +128,7 @@ class GrammarWalk:
                 if grammar.is_terminated():
                     break
                 grammar.fill_vocab_mask(vocab_mask, rows[index])
-                self.answers = index + 1
+                self.num_masked_rows = index + 1
                 if index == len(self.drafts) or not _allows(vocab_mask[rows[index]], token := self.drafts[index]):
                     break
                 grammar.accept_token(token)

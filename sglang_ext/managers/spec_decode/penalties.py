@@ -148,12 +148,12 @@ class RoundPenalties:
             logits: float [requests * at least width, vocabulary]; rows beyond the width are ignored.
         """
 
-    def count_output(self, newest: torch.Tensor, answers: "OutputTokens") -> None:
+    def count_output(self, newest: torch.Tensor, output_tokens: "OutputTokens") -> None:
         """Count the tokens that became part of the outputs, except the newest token of each.
 
         Args:
             newest: int64 [batch], newest output token of each request before the round.
-            answers: Output tokens of the whole batch.
+            output_tokens: Output tokens of the whole batch.
         """
 
 
@@ -164,48 +164,48 @@ class PenalizedRound(RoundPenalties):
         counts: float32 [places, vocabulary], counts of all requests; :meth:`count_output` changes them.
         places: int64 [requests], rows of ``counts`` of the penalized requests.
         requests: Positions of the penalized requests in the batch.
-        asked: Their penalties.
+        penalties: The penalties of these requests.
         overlapped: Whether counts lag behind the outputs by one token.
         given: Output tokens of each when the round begins.
-        gathered: Pending drafts of each from earlier rounds.
+        num_pending: Pending drafts of each from earlier rounds.
     """
 
-    def __init__(self, counts: torch.Tensor, places: torch.Tensor, asked: dict[int, Penalty], batch: "ScheduleBatch", plan: "RoundPlan"):
+    def __init__(self, counts: torch.Tensor, places: torch.Tensor, penalties: dict[int, Penalty], batch: "ScheduleBatch", plan: "RoundPlan"):
         self.counts = counts
         self.places = places
-        self.requests = list(asked)
-        self.asked = PenaltyBatch.of(list(asked.values()), counts.device, counts.shape[1])
+        self.requests = list(penalties)
+        self.penalties = PenaltyBatch.of(list(penalties.values()), counts.device, counts.shape[1])
         self.overlapped = batch.enable_overlap
-        self.given = [plan.lengths[i] + 1 - len(batch.reqs[i].origin_input_ids) for i in asked]
-        self.gathered = [plan.num_pending[i] for i in asked]
+        self.given = [plan.lengths[i] + 1 - len(batch.reqs[i].origin_input_ids) for i in penalties]
+        self.num_pending = [plan.num_pending[i] for i in penalties]
         self._where = to_device(self.requests, counts.device)
-        self._along = counts
+        self._step_counts = counts
 
     def begin_steps(self, newest: torch.Tensor, gathered: "PendingDrafts", rows: torch.Tensor) -> None:
-        self._along = self.counts[self.places]
-        if any(self.gathered):
+        self._step_counts = self.counts[self.places]
+        if any(self.num_pending):
             # The last of them is the input of the first step, and is counted there.
-            before = torch.cat([newest[self._where, None], gathered.of(rows[self._where], max(self.gathered))], 1)
-            valid = _mask_of_first(before, to_device(self.gathered, before.device))
-            self._along.scatter_add_(1, before, valid * self.asked.addends)
+            before = torch.cat([newest[self._where, None], gathered.of(rows[self._where], max(self.num_pending))], 1)
+            valid = _mask_of_first(before, to_device(self.num_pending, before.device))
+            self._step_counts.scatter_add_(1, before, valid * self.penalties.addends)
 
     def penalize_step(self, index: int, tokens: torch.Tensor, logits: torch.Tensor) -> None:
         tokens = tokens[self._where, None]
         if not self.overlapped:
-            self._along.scatter_add_(1, tokens, self.asked.addends)
+            self._step_counts.scatter_add_(1, tokens, self.penalties.addends)
         rows = logits[self._where, None]
-        self.asked.apply(rows, self._along[:, None], [sum(before) + index for before in zip(self.given, self.gathered)])
+        self.penalties.apply(rows, self._step_counts[:, None], [sum(before) + index for before in zip(self.given, self.num_pending)])
         logits[self._where] = rows[:, 0]
         if self.overlapped:
-            self._along.scatter_add_(1, tokens, self.asked.addends)
+            self._step_counts.scatter_add_(1, tokens, self.penalties.addends)
 
     def penalize_verify(self, requests: list[int], tokens: torch.Tensor, logits: torch.Tensor) -> None:
         width = tokens.shape[1]
         by_request = logits.view(len(requests), -1, logits.shape[-1])[:, :width]
         verified = {i: k for k, i in enumerate(requests)}
-        some = [(verified[i], place) for place, i in enumerate(self.requests) if i in verified]
-        for part in _at_once(len(some), width):
-            self._verification(*map(list, zip(*some[part])), tokens, by_request)
+        pairs = [(verified[i], place) for place, i in enumerate(self.requests) if i in verified]
+        for part in _at_once(len(pairs), width):
+            self._verification(*map(list, zip(*pairs[part])), tokens, by_request)
 
     def _verification(self, verified: list[int], places: list[int], tokens: torch.Tensor, by_request: torch.Tensor) -> None:
         """Penalize some requests. ``verified``: their positions among the verified requests; ``places``: among the penalized ones."""
@@ -215,17 +215,17 @@ class PenalizedRound(RoundPenalties):
         counts = self.counts[self.places[own], None].repeat(1, width, 1)
         # A row counts the tokens before its own input. It also counts its input, if counts do not lag.
         before = torch.ones(width, width, dtype=counts.dtype, device=tokens.device).tril(-1 if self.overlapped else 0)
-        asked = self.asked.part(places, own)
-        counts.scatter_add_(2, tokens[:, None].expand(-1, width, -1), before * asked.addends[:, None])
-        asked.apply(rows, counts, [self.given[place] for place in places])
+        penalties = self.penalties.part(places, own)
+        counts.scatter_add_(2, tokens[:, None].expand(-1, width, -1), before * penalties.addends[:, None])
+        penalties.apply(rows, counts, [self.given[place] for place in places])
         by_request[where] = rows
 
-    def count_output(self, newest: torch.Tensor, answers: "OutputTokens") -> None:
-        tokens = torch.cat([newest[:, None], answers.tokens[:, :-1]], 1)[self._where]
-        accepted = _mask_of_first(tokens, answers.accepted[self._where])
+    def count_output(self, newest: torch.Tensor, output_tokens: "OutputTokens") -> None:
+        tokens = torch.cat([newest[:, None], output_tokens.tokens[:, :-1]], 1)[self._where]
+        accepted = _mask_of_first(tokens, output_tokens.num_output[self._where])
         # Add one token after another, as stock SGLang does: a sum of several would round differently.
         where = self.places[:, None] * self.counts.shape[1] + tokens
-        self.counts.view(-1).scatter_add_(0, where.flatten(), (accepted * self.asked.addends).flatten())
+        self.counts.view(-1).scatter_add_(0, where.flatten(), (accepted * self.penalties.addends).flatten())
 
 
 def _at_once(requests: int, width: int) -> Iterator[slice]:
@@ -264,17 +264,17 @@ class Penalties:
                 continue
             output = req.output_ids
             before = self._counted(req, len(output) - batch.enable_overlap, batch.enable_overlap) if output else []
-            asked = PenaltyBatch.of([penalty], logits.device, logits.shape[1])
-            counts = self._add(torch.zeros_like(logits[i], dtype=torch.float32), before, asked)
-            asked.apply(logits[i : i + 1, None], counts[None, None], [len(output)])
+            penalties = PenaltyBatch.of([penalty], logits.device, logits.shape[1])
+            counts = self._add(torch.zeros_like(logits[i], dtype=torch.float32), before, penalties)
+            penalties.apply(logits[i : i + 1, None], counts[None, None], [len(output)])
 
     def for_round(self, batch: "ScheduleBatch", plan: "RoundPlan") -> RoundPenalties:
         """The penalties of a round, for the requests that have any."""
-        asked = {i: penalty for i, penalty in enumerate(map(Penalty.of, batch.reqs)) if penalty is not None}
-        if not asked:
+        penalties = {i: penalty for i, penalty in enumerate(map(Penalty.of, batch.reqs)) if penalty is not None}
+        if not penalties:
             return RoundPenalties()
-        places = [self._place(batch, i, plan, penalty) for i, penalty in asked.items()]
-        return PenalizedRound(self.counts, to_device(places, self.counts.device), asked, batch, plan)
+        places = [self._place(batch, i, plan, penalty) for i, penalty in penalties.items()]
+        return PenalizedRound(self.counts, to_device(places, self.counts.device), penalties, batch, plan)
 
     def _place(self, batch: "ScheduleBatch", i: int, plan: "RoundPlan", penalty: Penalty) -> int:
         req, state = batch.reqs[i], plan.states[i]
@@ -299,7 +299,7 @@ class Penalties:
         return [*req.origin_input_ids[-1:], *req.output_ids[:outputs]] if overlapped else list(req.output_ids[:outputs])
 
     @staticmethod
-    def _add(counts: torch.Tensor, tokens: Sequence[int], asked: PenaltyBatch) -> torch.Tensor:
-        """Count ``tokens`` in ``counts``, float32 [vocabulary], in place. ``asked``: penalties of one request."""
+    def _add(counts: torch.Tensor, tokens: Sequence[int], penalties: PenaltyBatch) -> torch.Tensor:
+        """Count ``tokens`` in ``counts``, float32 [vocabulary], in place. ``penalties``: penalties of one request."""
         where = to_device(list(tokens), counts.device)
-        return counts.scatter_add_(0, where, asked.addends[0].expand(len(where)))
+        return counts.scatter_add_(0, where, penalties.addends[0].expand(len(where)))

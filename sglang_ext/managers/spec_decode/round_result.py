@@ -24,12 +24,12 @@ class OutputTokens:
 
     Attributes:
         tokens: int64 [requests, width].
-        accepted: int64 [requests], how many of the tokens count, from the first on.
+        num_output: int64 [requests], how many of the tokens count, from the first on.
         sampled: The sampled rows that the tokens come from, ``width`` rows per request.
     """
 
     tokens: torch.Tensor
-    accepted: torch.Tensor
+    num_output: torch.Tensor
     sampled: SampledTokens
 
     @classmethod
@@ -54,11 +54,11 @@ class OutputTokens:
         sampled = SampledTokens(tokens.flatten(), None, [], [])
         if found[0].logprobs is not None:
             sampled.logprobs = torch.stack([each.logprobs for each in found], dim=1)[where].flatten()
-            sampled.top = [each.top[i] for i in requests for each in found]
-            sampled.chosen = [each.chosen[i] for i in requests for each in found]
+            sampled.top_logprobs = [each.top_logprobs[i] for i in requests for each in found]
+            sampled.requested_logprobs = [each.requested_logprobs[i] for i in requests for each in found]
         whole = min(counts) == len(steps)
-        accepted = tokens.new_full((len(requests),), len(steps)) if whole else to_device(counts, tokens.device)
-        return cls(tokens, accepted, sampled)
+        num_output = tokens.new_full((len(requests),), len(steps)) if whole else to_device(counts, tokens.device)
+        return cls(tokens, num_output, sampled)
 
     @property
     def width(self) -> int:
@@ -90,30 +90,30 @@ def merge_outputs(parts: list[PartialOutput], lengths: torch.Tensor, logprobs: b
     if len(parts) == 1 and parts[0].requests == list(range(len(lengths))):
         return parts[0].output_tokens
     count, width = len(lengths), max([1, *(part.output_tokens.width for part in parts)])
-    tokens, accepted = lengths.new_zeros(count, width), lengths.new_zeros(count)
+    tokens, num_output = lengths.new_zeros(count, width), lengths.new_zeros(count)
     for part in parts:
         where = to_device(part.requests, tokens.device)
         tokens[where, : part.output_tokens.width] = part.output_tokens.tokens
-        accepted[where] = part.output_tokens.accepted
+        num_output[where] = part.output_tokens.num_output
     sampled = SampledTokens(tokens.flatten(), None, [], [])
     if logprobs:
         _put_logprobs(sampled, parts, width)
-    return OutputTokens(tokens, accepted, sampled)
+    return OutputTokens(tokens, num_output, sampled)
 
 
 def _put_logprobs(sampled: SampledTokens, parts: list[PartialOutput], width: int) -> None:
     """Copy the log-probabilities of all parts to ``sampled``. Those of requests without an output token are not read."""
     rows = len(sampled.tokens)
     sampled.logprobs = torch.zeros(rows)
-    sampled.top, sampled.chosen = ([(torch.empty(0), [])] * rows for _ in range(2))
+    sampled.top_logprobs, sampled.requested_logprobs = ([(torch.empty(0), [])] * rows for _ in range(2))
     for part in parts:
         theirs, each = part.output_tokens.sampled, part.output_tokens.width
         sampled.logprobs = sampled.logprobs.to(theirs.logprobs.device)
         for k, i in enumerate(part.requests):
             mine, there = slice(i * width, i * width + each), slice(k * each, (k + 1) * each)
             sampled.logprobs[mine] = theirs.logprobs[there]
-            sampled.top[mine] = theirs.top[there]
-            sampled.chosen[mine] = theirs.chosen[there]
+            sampled.top_logprobs[mine] = theirs.top_logprobs[there]
+            sampled.requested_logprobs[mine] = theirs.requested_logprobs[there]
 
 
 @dataclass
@@ -121,17 +121,17 @@ class RoundResult(GenerationBatchResult):
     """SGLang's result, with the plan of its round.
 
     Attributes:
-        round: Plan of the round.
-        timed: When the parts of the round ended.
-        requests: Positions, in SGLang's batch, of the requests that ran; None for all (decode_loop.py).
-        ended: Positions, among the requests that ran, of requests whose output ended before their last token. SGLang processes the result
+        plan: Plan of the round.
+        marks: When the parts of the round ended.
+        positions: Positions, in SGLang's batch, of the requests that ran; None for all (decode_loop.py).
+        finished_early: Positions, among the requests that ran, of requests whose output ended before their last token. SGLang processes the result
             without the tokens after the end (hooks/rounds.py).
     """
 
-    round: RoundPlan | None = None
-    timed: RoundMarks | None = None
-    requests: list[int] | None = None
-    ended: set[int] = field(default_factory=set)
+    plan: RoundPlan | None = None
+    marks: RoundMarks | None = None
+    positions: list[int] | None = None
+    finished_early: set[int] = field(default_factory=set)
 
     @classmethod
     def empty(cls, like: torch.Tensor) -> "RoundResult":
@@ -145,7 +145,7 @@ class RoundResult(GenerationBatchResult):
             next_draft_input=KVDraftInput(nothing),
             speculative_num_draft_tokens=1,
             can_run_cuda_graph=False,
-            round=RoundPlan.empty(),
+            plan=RoundPlan.empty(),
         )
 
     @classmethod
@@ -157,7 +157,7 @@ class RoundResult(GenerationBatchResult):
         output_tokens: OutputTokens,
         lengths: torch.Tensor,
         output: LogitsProcessorOutput,
-        timed: RoundMarks | None = None,
+        marks: RoundMarks | None = None,
     ) -> "RoundResult":
         """The result of a round that gave ``output_tokens``. Requests that only drafted keep their newest output token.
 
@@ -168,25 +168,25 @@ class RoundResult(GenerationBatchResult):
             output_tokens: Output tokens of all requests.
             lengths: int64 [requests], tokens of each after the round.
             output: Output of the last step. Only requests that decode one token on the full KV ask for its hidden states.
-            timed: When the parts of the round ended.
+            marks: When the parts of the round ended.
         """
-        accepted, shown = output_tokens.accepted, LogitsProcessorOutput(next_token_logits=None)
+        num_output, shown = output_tokens.num_output, LogitsProcessorOutput(next_token_logits=None)
         if batch.return_logprob:
             output_tokens.sampled.fill_logprobs(shown, list(range(output_tokens.tokens.numel())), stride=output_tokens.width)
         if output.hidden_states is not None:
             shown.hidden_states = output.hidden_states.repeat_interleave(output_tokens.width, 0)
-        last = output_tokens.tokens.gather(1, (accepted - 1).clamp(min=0)[:, None])[:, 0]
-        newest = torch.where(accepted > 0, last, batch.spec_info.bonus_tokens)
+        last = output_tokens.tokens.gather(1, (num_output - 1).clamp(min=0)[:, None])[:, 0]
+        newest = torch.where(num_output > 0, last, batch.spec_info.bonus_tokens)
         return cls(
             logits_output=shown,
             next_token_ids=output_tokens.tokens.flatten(),
-            accept_lens=accepted,
+            accept_lens=num_output,
             new_seq_lens=lengths,
             next_draft_input=KVDraftInput(newest),
             speculative_num_draft_tokens=output_tokens.width,
             can_run_cuda_graph=model_runner.decode_cuda_graph_runner is not None,
-            round=plan,
-            timed=timed,
+            plan=plan,
+            marks=marks,
         )
 
 

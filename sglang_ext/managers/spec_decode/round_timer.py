@@ -27,7 +27,7 @@ class RoundMarks:
     """The marks of a round on the device. The host sets each one when it launches the work.
 
     Attributes:
-        round: Plan of the round.
+        plan: Plan of the round.
         load: Load of its batch.
         start: The round begins; compressed KV is created and refreshed.
         planned: Compressed KV is complete; drafting begins.
@@ -36,7 +36,7 @@ class RoundMarks:
         next: The next round of the same requests begins; :attr:`ended` if other work came between.
     """
 
-    round: "RoundPlan"
+    plan: "RoundPlan"
     load: BatchLoad
     start: Mark
     planned: Mark
@@ -55,34 +55,34 @@ class RoundTimer:
     """Measures rounds, and chooses the draft length and the selection interval of the next one.
 
     Attributes:
-        lengths: Chooses the draft length.
+        draft_length: Chooses the draft length.
         device: The device whose work is timed.
         metrics: Receives the times of each round.
         ranks: Ranks that must all use rank 0's choice.
         costs: Predicts the times of rounds from measured ones.
         compresses_each_round: Whether each round refreshes compressed KV; the time for it then counts as the round's.
         on_round_timed: Called with each round and its seconds.
-        interval: Chooses the selection interval.
+        selection_interval: Chooses the selection interval.
         report: Receives the seconds of each round; None if nothing is reported.
-        rounds: Seconds of the newest rounds.
+        recent_rounds: Seconds of the newest rounds.
     """
 
-    lengths: DraftLength | FixedDraftLength
+    draft_length: DraftLength | FixedDraftLength
     device: torch.device
     metrics: KVMetrics
     ranks: TPRanks = TPRanks()
     costs: RoundCosts = field(default_factory=RoundCosts)
     compresses_each_round: bool = False
     on_round_timed: "Callable[[RoundPlan, RoundTimes], None] | None" = None
-    interval: SelectionInterval = field(default_factory=lambda: SelectionInterval((1,)))
+    selection_interval: SelectionInterval = field(default_factory=lambda: SelectionInterval((1,)))
     report: "DraftReport | None" = None
-    rounds: RecentTimes = field(default_factory=RecentTimes)
+    recent_rounds: RecentTimes = field(default_factory=RecentTimes)
     _begun: Mark | None = None
     _load: BatchLoad = BatchLoad(0, 0)
     _drafts: int = 1
     _running: RoundMarks | None = None
     _pending: list[RoundMarks] = field(default_factory=list)
-    _gathering: RoundTimes | None = None
+    _short_rounds: RoundTimes | None = None
 
     def start_round(self, lengths: list[int], states: list[RequestState]) -> int:
         """Begin a round, and choose its draft length.
@@ -94,7 +94,7 @@ class RoundTimer:
         Returns:
             The draft length; 0 for plain decoding.
         """
-        before = [] if self._running is None else self._running.round.states
+        before = [] if self._running is None else self._running.plan.states
         same = len(before) == len(states) and all(a is b for a, b in zip(before, states))
         self._begun = Mark.now(self.device)
         self._close(self._begun if same else None)
@@ -103,8 +103,8 @@ class RoundTimer:
         able = [state.acceptance.probability for state in states if state.fallback in RETRYABLE]
         uncompressed = sum(length for length, state in zip(lengths, states) if not state.compressor and state.fallback in RETRYABLE)
         load = BatchLoad.of(lengths, uncompressed)
-        load = load._replace(every=self.interval.choose(self.costs, load, self._drafts))
-        drafts, every = self.ranks.agree((self.lengths.choose(self.costs, load, able or [0.0]), load.every))
+        load = load._replace(every=self.selection_interval.choose(self.costs, load, self._drafts))
+        drafts, every = self.ranks.agree((self.draft_length.choose(self.costs, load, able or [0.0]), load.every))
         self._load, self._drafts = load._replace(every=every), drafts or self._drafts
         return drafts
 
@@ -145,17 +145,17 @@ class RoundTimer:
         done = [timed for timed in self._pending if timed.is_complete]
         self._pending = [timed for timed in self._pending if not timed.is_complete]
         for timed in done:
-            plan = timed.round
+            plan = timed.plan
             compressing = timed.start.until(timed.planned)
             drafting = timed.planned.until(timed.drafted)
             whole = timed.planned.until(timed.next)
             spent = RoundTimes(plan.num_draft_steps, plan.num_plain_steps, compressing, drafting, whole)
             if self._is_typical(plan) and (learned := self._merge_short_rounds(plan, spent)) is not None:
-                if self.compresses_each_round and learned.drafts:
+                if self.compresses_each_round and learned.num_draft_steps:
                     learned = learned._replace(compressing=0.0, whole=learned.whole + learned.compressing)
-                self.lengths.observe(learned)
+                self.draft_length.observe(learned)
                 self.costs.observe(timed.load, learned)
-            self.rounds.newest.append(compressing + whole)
+            self.recent_rounds.newest.append(compressing + whole)
             if self.on_round_timed is not None:
                 self.on_round_timed(plan, spent)
             if self.report is not None:
@@ -176,11 +176,11 @@ class RoundTimer:
         out, because the time of its verification is missing.
         """
         if not plan.is_shortened:
-            self._gathering = None
+            self._short_rounds = None
             return spent if plan.verify_reqs or not plan.num_draft_steps else None
         if not plan.num_draft_steps:
             return spent
-        before = self._gathering or RoundTimes(0, 0, 0.0, 0.0, 0.0)
+        before = self._short_rounds or RoundTimes(0, 0, 0.0, 0.0, 0.0)
         whole = RoundTimes(*(a + b for a, b in zip(before, spent)))
-        self._gathering = None if plan.verify_reqs else whole
+        self._short_rounds = None if plan.verify_reqs else whole
         return whole if plan.verify_reqs else None

@@ -141,14 +141,14 @@ class SampledTokens:
     Attributes:
         tokens: int64 [rows], on the device of the logits.
         logprobs: float [rows], log-probability of each sampled token; None if not requested.
-        top: For each row, (values, token ids) of the most likely tokens.
-        chosen: For each row, (values, token ids) of the token ids that the request asked for.
+        top_logprobs: For each row, (values, token ids) of the most likely tokens.
+        requested_logprobs: For each row, (values, token ids) of the token ids that the request asked for.
     """
 
     tokens: torch.Tensor
     logprobs: torch.Tensor | None
-    top: list[tuple]
-    chosen: list[tuple]
+    top_logprobs: list[tuple]
+    requested_logprobs: list[tuple]
 
     def fill_logprobs(self, output: LogitsProcessorOutput, rows: list[int], stride: int | None = None) -> None:
         """Write the log-probabilities of ``rows`` to ``output`` as SGLang expects them.
@@ -157,10 +157,10 @@ class SampledTokens:
         """
         values = self.logprobs[rows]
         output.next_token_logprobs = values if stride is None else values.view(-1, stride)
-        output.next_token_top_logprobs_val = [torch.as_tensor(self.top[row][0]) for row in rows]
-        output.next_token_top_logprobs_idx = [torch.as_tensor(self.top[row][1]) for row in rows]
-        output.next_token_token_ids_logprobs_val = [torch.as_tensor(self.chosen[row][0]) for row in rows]
-        output.next_token_token_ids_logprobs_idx = [list(self.chosen[row][1]) for row in rows]
+        output.next_token_top_logprobs_val = [torch.as_tensor(self.top_logprobs[row][0]) for row in rows]
+        output.next_token_top_logprobs_idx = [torch.as_tensor(self.top_logprobs[row][1]) for row in rows]
+        output.next_token_token_ids_logprobs_val = [torch.as_tensor(self.requested_logprobs[row][0]) for row in rows]
+        output.next_token_token_ids_logprobs_idx = [list(self.requested_logprobs[row][1]) for row in rows]
 
 
 @dataclass(frozen=True)
@@ -222,8 +222,8 @@ class RowSampler:
         out = SampledTokens(
             tokens=torch.empty(self.count, dtype=torch.int64, device=logits.device),
             logprobs=torch.empty(self.count, device=logits.device) if self.logprobs else None,
-            top=[empty] * self.count,
-            chosen=[empty] * self.count,
+            top_logprobs=[empty] * self.count,
+            requested_logprobs=[empty] * self.count,
         )
         for group in self.groups:
             _collect(out, group, *self._draw(group, logits, positions))
@@ -237,7 +237,7 @@ class RowSampler:
         return self.model_runner.sample(output, group.batch).long(), output
 
 
-def own_noise(original: Callable, logprobs: torch.Tensor, seed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def draw_with_finite_noise(original: Callable, logprobs: torch.Tensor, seed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Draw with Gumbel noise from a hash, as SGLang's ``multinomial_with_seed``, but never with infinite noise.
 
     SGLang divides the hash by its largest value, so that the quotient can be 1. Once in ``2**32 / vocabulary`` tokens the noise is
@@ -273,9 +273,9 @@ def _collect(out: SampledTokens, group: SamplingGroup, tokens: torch.Tensor, out
     out.logprobs[places] = output.next_token_logprobs
     for k, row in enumerate(group.rows):
         if output.next_token_top_logprobs_val is not None:
-            out.top[row] = (output.next_token_top_logprobs_val[k], output.next_token_top_logprobs_idx[k])
+            out.top_logprobs[row] = (output.next_token_top_logprobs_val[k], output.next_token_top_logprobs_idx[k])
         if output.next_token_token_ids_logprobs_val is not None:
-            out.chosen[row] = (
+            out.requested_logprobs[row] = (
                 output.next_token_token_ids_logprobs_val[k],
                 output.next_token_token_ids_logprobs_idx[k],
             )

@@ -53,12 +53,12 @@ class AsyncSelector(RowSender, ABC):
     def compile_kernels(self) -> None:
         """Run a dummy selection, so that no request waits for kernel compilation."""
 
-    def on_round_start(self, forwards: int, every: int) -> None:
+    def on_round_start(self, forwards: int, interval: int) -> None:
         """Handle the start of a round.
 
         Args:
             forwards: Draft steps and verifications of the round.
-            every: Selection interval, in steps.
+            interval: Selection interval, in steps.
         """
 
     @abstractmethod
@@ -92,11 +92,11 @@ class AsyncSelector(RowSender, ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} sends no rows")
 
-    def made(self, row: int, covered: int, kept: torch.Tensor) -> None:
+    def on_compressed(self, row: int, covered: int, kept: torch.Tensor) -> None:
         """Record new compressed KV of rows from full KV: its tokens, int64 [layers, kv_heads, keep], of the first ``covered``."""
         raise NotImplementedError(f"{type(self).__name__} sends no rows")
 
-    def renewed(self, row: int, covered: int, keep: int) -> NewestRows:
+    def plan_refresh(self, row: int, covered: int, keep: int) -> NewestRows:
         """The rows that a refresh copies, after :meth:`extend` has returned True for it.
 
         The compressed KV is to cover ``covered`` tokens, and to keep ``keep`` per head.
@@ -134,14 +134,14 @@ class StreamSelector(AsyncSelector):
         self,
         method: CompressionMethod,
         token_table: torch.Tensor,
-        choice: GpuSelector,
+        selector: GpuSelector,
         queries: QueryWindows,
         intervals: Sequence[int] = (),
     ):
-        self._method, self._table, self._choice, self._queries = method, token_table, choice, queries
+        self._method, self._table, self._selector, self._queries = method, token_table, selector, queries
         self._side = SideStream(token_table.device)
-        self._every = method.compressor.every
-        self._intervals = intervals or (self._every,)
+        self._interval = method.compressor.every
+        self._intervals = intervals or (self._interval,)
         # For each launched selection, the event after its pointers are written; None if they already are.
         self._in_progress: dict[int, torch.cuda.Event | None] = {}
 
@@ -150,33 +150,33 @@ class StreamSelector(AsyncSelector):
         from sglang_ext.layers.kernels.select_tokens import SelectionContexts
 
         always = self._method.compressor.sinks, self._method.compressor.recent
-        compile_lengths(self._method, self._table, self._choice.buffers, self._choice.query_heads)
+        compile_lengths(self._method, self._table, self._selector.buffers, self._selector.query_heads)
         count, window = sum(always) + 1, self._method.compressor.window
         tokens, device = count + window, self._table.device
         targets = torch.zeros(self._method.packing.held_slots(count), dtype=torch.int64, device=device)
         contexts = SelectionContexts(self._table, to_device([[0, tokens, count, 0]], device), (tokens,), always, targets)
         places, positions = torch.zeros(1, window, dtype=torch.int64, device=device), torch.arange(window, device=device)[None]
-        for every in self._intervals:
+        for interval in self._intervals:
             # Rotate as far ahead as steps do: the first rotation by a new distance makes the host wait for the device.
-            self._side.wait(self._launch_on_side(contexts, places, positions, every + 1))
+            self._side.wait(self._launch_on_side(contexts, places, positions, interval + 1))
 
-    def on_round_start(self, forwards: int, every: int) -> None:
+    def on_round_start(self, forwards: int, interval: int) -> None:
         """Record the interval, as :meth:`AsyncSelector.on_round_start`."""
-        self._every = every
+        self._interval = interval
 
     def on_step_end(self, compressed_kv: "CompressedKVCache", ends: dict[int, int], following: int | None) -> None:
         """Apply and start selections, as :meth:`AsyncSelector.on_step_end`. After a verification, compressed KV is refreshed anyway."""
-        every = self._every
-        due = {row: end for row, end in ends.items() if not (end - compressed_kv.get(row).covered) % every}
+        interval = self._interval
+        due = {row: end for row, end in ends.items() if not (end - compressed_kv.get(row).covered) % interval}
         self._apply(compressed_kv, [row for row in due if row in self._in_progress])
-        if following is not None and following <= every:
+        if following is not None and following <= interval:
             return  # no step would read it
         alike: dict[tuple[int, int], list[QueryWindow]] = {}
         for row, end in due.items():
             places, positions = self._queries.newest_places(row, end, self._method.compressor.window)
             if places:
                 # The first step that reads this selection has the token at position end + every.
-                alike.setdefault((len(places), end + every - positions[-1]), []).append(QueryWindow(row, places, positions))
+                alike.setdefault((len(places), end + interval - positions[-1]), []).append(QueryWindow(row, places, positions))
         for (_, ahead), windows in alike.items():
             self._launch_requests(compressed_kv, windows, ahead)
 
@@ -197,12 +197,12 @@ class StreamSelector(AsyncSelector):
             self.flush(row)
         heads, at = [], [[], []]
         for row in rows:
-            view = compressed_kv.get(row)
-            view.swap_back_slots()
-            heads.append(view.own[: view.kept])
-            at[0] += [compressed_kv.draft_row(row)] * view.kept
-            at[1] += range(view.kept)
-            compressed_kv.made[view.method] += 1
+            compressed = compressed_kv.get(row)
+            compressed.swap_back_slots()
+            heads.append(compressed.own[: compressed.num_slots])
+            at[0] += [compressed_kv.draft_row(row)] * compressed.num_slots
+            at[1] += range(compressed.num_slots)
+            compressed_kv.num_compressions[compressed.method] += 1
         where = to_device(at, self._table.device)
         self._table[where[0], where[1]] = torch.cat(heads).to(self._table.dtype)
 
@@ -211,12 +211,12 @@ class StreamSelector(AsyncSelector):
         from sglang_ext.layers.kernels.select_tokens import SelectionContexts
 
         copies, first, numbers = [compressed_kv.get(window.row) for window in windows], 0, []
-        for window, view in zip(windows, copies):
-            numbers.append([window.row, view.covered, view.own_tokens, first])
-            first += len(view.back_slots)
-        targets = torch.cat([view.back_slots for view in copies])
+        for window, compressed in zip(windows, copies):
+            numbers.append([window.row, compressed.covered, compressed.own_tokens, first])
+            first += len(compressed.back_slots)
+        targets = torch.cat([compressed.back_slots for compressed in copies])
         always = self._method.compressor.sinks, self._method.compressor.recent
-        lengths = tuple(view.covered for view in copies)
+        lengths = tuple(compressed.covered for compressed in copies)
         contexts = SelectionContexts(self._table, to_device(numbers, targets.device), lengths, always, targets)
         places, positions = to_device([[each.places for each in windows], [each.positions for each in windows]], targets.device)
         done = self._launch_on_side(contexts, places, positions, ahead)
@@ -229,7 +229,7 @@ class StreamSelector(AsyncSelector):
         """Select on the second stream. Returns the event after the pointers are written."""
 
         def choose() -> None:
-            self._choice.choose(contexts, lambda requests, layers: self._queries.at(places[requests], layers), positions, ahead)
+            self._selector.choose(contexts, lambda requests, layers: self._queries.read(places[requests], layers), positions, ahead)
 
         return self._side.launch(choose, (contexts.numbers, contexts.targets, places, positions))
 
@@ -246,5 +246,5 @@ def create_stream_selector(
     """Create the asynchronous selector for ``method``; None on a CPU, or if the method does not select by queries of steps."""
     if not buffers.on_gpu or not isinstance(method.compressor, Spade):
         return None
-    choice = GpuSelector(method.compressor.predictor, buffers, query_heads, rotary)
-    return StreamSelector(method, token_table, choice, queries, intervals)
+    selector = GpuSelector(method.compressor.predictor, buffers, query_heads, rotary)
+    return StreamSelector(method, token_table, selector, queries, intervals)

@@ -57,7 +57,7 @@ class CompressedKVCache:
         async_selector: Selects tokens on a GPU asynchronously; None if methods select between steps.
         on_processes_changed: Called when selecting processes started or ended.
         frees_full_kv: Whether full KV is freed where compressed KV holds all of it (quantized_only.py).
-        made: Number of compressions and refreshes, by the name of the compressed KV.
+        num_compressions: Number of compressions and refreshes, by the name of the compressed KV.
         refused: Names of compressors whose scores cannot be used. They create no compressed KV any more.
     """
 
@@ -77,7 +77,7 @@ class CompressedKVCache:
     async_selector: AsyncSelector | None = None
     on_processes_changed: Callable[[], None] = lambda: None
     frees_full_kv: bool = False
-    made: Counter[str] = field(default_factory=Counter)
+    num_compressions: Counter[str] = field(default_factory=Counter)
     refused: set[str] = field(default_factory=set)
     _by_row: dict[int, CompressedKV] = field(default_factory=dict)
 
@@ -93,7 +93,7 @@ class CompressedKVCache:
         """Index of the draft row of the request in ``row``."""
         return row + self.rows
 
-    def reach(self, row: int, tokens: int) -> int:
+    def max_covered(self, row: int, tokens: int) -> int:
         """How many of a request's first ``tokens`` tokens new compressed KV would cover, before rounding to units.
 
         Tokens after the newest recorded queries have no queries that attend to them. If the method scores by queries, these tokens stay
@@ -134,15 +134,15 @@ class CompressedKVCache:
 
     def can_lack_full_kv(self, row: int) -> bool:
         """Whether the full KV of the request in ``row`` may be missing here, so that the request needs its compressed KV."""
-        codes = self.tree_cache.codes
-        return codes is not None and codes.can_lack_full_kv(row)
+        freed_full_kv = self.tree_cache.freed_full_kv
+        return freed_full_kv is not None and freed_full_kv.can_lack_full_kv(row)
 
     def is_usable_without_refresh(self, row: int) -> bool:
         """Whether the compressed KV of the request in ``row`` stays usable if it cannot be refreshed.
 
         It does if another process exchanges its rows, or if it is the only KV of the request.
         """
-        return self.row_sender is not None and (self.row_sender.holds(row) > 0 or self.can_lack_full_kv(row))
+        return self.row_sender is not None and (self.row_sender.num_held_tokens(row) > 0 or self.can_lack_full_kv(row))
 
     @property
     def row_sender(self) -> RowSender | None:
@@ -157,18 +157,18 @@ class CompressedKVCache:
             if each.processes != before:
                 self.on_processes_changed()
 
-    def copies(self) -> ItemsView[int, CompressedKV]:
+    def items(self) -> ItemsView[int, CompressedKV]:
         """All compressed KV, by request row."""
         return self._by_row.items()
 
     @property
     def owned_slot_count(self) -> int:
         """Slots that compressed KV owns. Slots of shared segments belong to the prefix tree."""
-        return sum(len(view.own) + (0 if view.back_slots is None else len(view.back_slots)) for view in self._by_row.values())
+        return sum(len(compressed.own) + (0 if compressed.back_slots is None else len(compressed.back_slots)) for compressed in self._by_row.values())
 
     def all_slots(self) -> torch.Tensor:
         """Slots that compressed KV owns: int64 [owned_slot_count]."""
-        return torch.cat([self._no_slots(), *(view.owned_slots for view in self._by_row.values())])
+        return torch.cat([self._no_slots(), *(compressed.owned_slots for compressed in self._by_row.values())])
 
     def _no_slots(self) -> torch.Tensor:
         return self.token_table.new_empty(0, dtype=torch.int64)
@@ -184,17 +184,17 @@ class CompressedKVCache:
     @property
     def share(self) -> float:
         """Approximate slots of compressed KV, as a share of full KV's. Without compressed KV, the first method's share."""
-        covered = sum(view.covered for view in self._by_row.values())
+        covered = sum(compressed.covered for compressed in self._by_row.values())
         if not covered:
             return self.methods[0].share
-        return sum(self.method(row).share * view.covered for row, view in self._by_row.items()) / covered
+        return sum(self.method(row).share * compressed.covered for row, compressed in self._by_row.items()) / covered
 
     def compress(
         self, row: int, tokens: int, headroom: int = 0, prefix: SharedPrefix | None = None, is_prompt_unfinished: bool = False
     ) -> bool:
         """Create or refresh the compressed KV of the request in ``row`` over its first ``tokens`` tokens.
 
-        It covers the sinks and whole units after them, up to the newest recorded queries (:meth:`reach`). New compressed KV reads the
+        It covers the sinks and whole units after them, up to the newest recorded queries (:meth:`max_covered`). New compressed KV reads the
         prefix tree's segments of its method for ``prefix``, and attaches a new segment for the rest of the prefix. A refresh keeps the
         shared segments, and overwrites and grows the owned slots. Some layouts share nothing (:attr:`KVLayout.shareable`).
 
@@ -209,17 +209,17 @@ class CompressedKVCache:
             False if the pool lacks the slots. Existing compressed KV then stays as it is, and nothing was evicted. Also False if the
             method's scores cannot be used (:meth:`is_refused`). The request then has no compressed KV.
         """
-        method, reach = self.method(row), self.reach(row, tokens)
-        covered = method.covered(reach)
+        method, max_covered = self.method(row), self.max_covered(row, tokens)
+        covered = method.covered(max_covered)
         if covered == 0:
             return False
-        due = method.due(reach) if self.frees_full_kv and method.packs_all else 0
-        due = covered if is_prompt_unfinished else due
+        refresh_after = method.next_refresh(max_covered) if self.frees_full_kv and method.packs_all else 0
+        refresh_after = covered if is_prompt_unfinished else refresh_after
         old = self._by_row.get(row)
         if old is not None:
             self._flush_selection(row)
             grown = CompressedKV(
-                old.own, covered, old.segments, sinks=old.sinks, own_tokens=old.own_tokens, back_slots=old.back_slots, refresh_after=due
+                old.own, covered, old.segments, sinks=old.sinks, own_tokens=old.own_tokens, back_slots=old.back_slots, refresh_after=refresh_after
             )
             return self._resize(row, grown, headroom, None, tokens)
         prefix = prefix if self.layout.shareable else None
@@ -230,66 +230,66 @@ class CompressedKVCache:
         for segment in segments:
             # Otherwise the allocation for the rest could evict them.
             self.tree_cache.segments.use(segment)
-        view = CompressedKV(self._no_slots(), covered, segments, sinks=method.sinks, refresh_after=due)
-        made = self._resize(row, view, headroom, prefix, tokens)
-        if not made:
+        compressed = CompressedKV(self._no_slots(), covered, segments, sinks=method.sinks, refresh_after=refresh_after)
+        is_created = self._resize(row, compressed, headroom, prefix, tokens)
+        if not is_created:
             for segment in segments:
                 self.tree_cache.segments.release(segment)
-        return made
+        return is_created
 
-    def _resize(self, row: int, view: CompressedKV, headroom: int, prefix: SharedPrefix | None, tokens: int) -> bool:
-        """Allocate the missing slots of ``view``, fill it, and publish it to the draft row. Returns False if the pool lacks the slots."""
-        method, end = self.method(row), view.shared_len
+    def _resize(self, row: int, compressed: CompressedKV, headroom: int, prefix: SharedPrefix | None, tokens: int) -> bool:
+        """Allocate the missing slots of ``compressed``, fill it, and publish it to the draft row. Returns False if the pool lacks the slots."""
+        method, end = self.method(row), compressed.shared_len
         packing = method.packing
         if prefix is not None:
-            shareable = method.covered(min(prefix.tokens, view.covered))
+            shareable = method.covered(min(prefix.tokens, compressed.covered))
             end = shareable if shareable - end >= MIN_SHARED else end
-        shared = method.kept(end - view.shared_len)
-        own = method.own(view, end, shared)
-        held = packing.held_slots(shared)
-        end_of_own = held + view.sinks + packing.held_slots(own)
+        shared = method.num_kept(end - compressed.shared_len)
+        own = method.num_owned(compressed, end, shared)
+        segment_slots = packing.held_slots(shared)
+        end_of_own = segment_slots + compressed.sinks + packing.held_slots(own)
         spare = packing.held_slots(own) if self.async_selector is not None and not self.async_selector.in_place else 0
-        slots = self._slots_for(view.owned_slots, end_of_own + spare, headroom)
+        slots = self._slots_for(compressed.owned_slots, end_of_own + spare, headroom)
         if slots is None:
             return False
-        renewed = len(view.own) > 0
+        renewed = len(compressed.own) > 0
         # Cloned: Triton would compile its kernels again for a tensor that is not aligned to 16 bytes.
-        view.own, made = slots[held:end_of_own].clone(), None
-        in_steps = self.async_selector is not None or self.layout.chooses
-        view.back_slots = slots[end_of_own:].clone() if in_steps else None
+        compressed.own, new_segment = slots[segment_slots:end_of_own].clone(), None
+        selects_in_steps = self.async_selector is not None or self.layout.selects_in_attention
+        compressed.back_slots = slots[end_of_own:].clone() if selects_in_steps else None
         # If all tokens are kept, packed tokens stay as they are: full KV does not change.
-        done = min(view.own_tokens, own) if method.compressor.keeps_all else 0
-        view.own_tokens, view.own_packed = own, packing.packed_slots(own)
+        done = min(compressed.own_tokens, own) if method.compressor.keeps_all else 0
+        compressed.own_tokens, compressed.own_packed = own, packing.packed_slots(own)
         if shared:
-            made = Segment(
-                view.shared_len, end, slots[:held].clone(), tokens=shared, packed=packing.packed_slots(shared), method=method.name
+            new_segment = Segment(
+                compressed.shared_len, end, slots[:segment_slots].clone(), tokens=shared, packed=packing.packed_slots(shared), method=method.name
             )
-            view.segments.append(made)
+            compressed.segments.append(new_segment)
         try:
-            kept = resolve_selection(self, row, view, renewed, lambda: self._writer.chosen(method, row, view))
-            self._writer.write(method, row, self.draft_row(row), view, made, done, tokens, renewed, kept)
+            kept = resolve_selection(self, row, compressed, renewed, lambda: self._writer.select(method, row, compressed))
+            self._writer.write(method, row, self.draft_row(row), compressed, new_segment, done, tokens, renewed, kept)
         except ScoresError as error:
             self._refuse(method, error)
-            if made is not None:
-                view.segments.remove(made)
-            self._drop(slots, view.segments if self._by_row.pop(row, None) else [])
+            if new_segment is not None:
+                compressed.segments.remove(new_segment)
+            self._free(slots, compressed.segments if self._by_row.pop(row, None) else [])
             return False
-        self.made[view.method] += 1
-        if made is not None:
-            self.tree_cache.nodes.attach(prefix.node, made)
-            self.tree_cache.segments.use(made)
-        self._by_row[row] = view
+        self.num_compressions[compressed.method] += 1
+        if new_segment is not None:
+            self.tree_cache.nodes.attach(prefix.node, new_segment)
+            self.tree_cache.segments.use(new_segment)
+        self._by_row[row] = compressed
         if not method.compressor.follows_queries:
             # Its queries are useless until the next refresh. Another request may need the ring.
             self.queries.forget(row)
         return True
 
-    def insert(self, row: int, view: CompressedKV) -> None:
+    def insert(self, row: int, compressed: CompressedKV) -> None:
         """Give the request in ``row`` compressed KV that another server packs. Its slots may not be filled yet."""
-        view.method = self.method(row).called(self.method(row).compressor)
-        self.token_table[self.draft_row(row), : view.kept] = view.slots.to(self.token_table.dtype)
-        self.layout.begins(self.draft_row(row), view)
-        self._by_row[row] = view
+        compressed.method = self.method(row).full_name(self.method(row).compressor)
+        self.token_table[self.draft_row(row), : compressed.num_slots] = compressed.slots.to(self.token_table.dtype)
+        self.layout.on_filled(self.draft_row(row), compressed)
+        self._by_row[row] = compressed
 
     def reselect(self, row: int, end: int, every: int) -> None:
         """Select tokens again for the request in ``row`` between two steps of a round, if its selection interval has ended.
@@ -302,25 +302,25 @@ class CompressedKVCache:
             end: Position after that of the newest query.
             every: Selection interval, in steps.
         """
-        method, view = self.method(row), self._by_row[row]
+        method, compressed = self.method(row), self._by_row[row]
         if self.remote_selector is not None or method.compressor.synchronous:
             return
-        if (end - view.covered) % every or self.is_refused(row):
+        if (end - compressed.covered) % every or self.is_refused(row):
             return
         try:
-            self._writer.reselect(method, row, self.draft_row(row), view, end)
+            self._writer.reselect(method, row, self.draft_row(row), compressed, end)
         except ScoresError as error:
             self._refuse(method, error)
         else:
-            self.made[view.method] += 1
+            self.num_compressions[compressed.method] += 1
 
     def write_selection(self, row: int, layers: slice, kept: torch.Tensor | ReceivedRows) -> None:
         """Replace the selection of some layers with one that another process made. Arguments as
         :meth:`CompressedKVWriter.write_selection`'s."""
-        view = self._by_row[row]
-        self._writer.write_selection(self.method(row), row, view, layers, kept)
+        compressed = self._by_row[row]
+        self._writer.write_selection(self.method(row), row, compressed, layers, kept)
         # Count once for all groups of layers.
-        self.made[view.method] += layers.stop == len(self.buffers.keys)
+        self.num_compressions[compressed.method] += layers.stop == len(self.buffers.keys)
 
     def _slots_for(self, slots: torch.Tensor, count: int, headroom: int) -> torch.Tensor | None:
         """Grow or shrink ``slots``, int64, to ``count``. Returns None if the pool lacks the slots."""
@@ -339,14 +339,14 @@ class CompressedKVCache:
 
         A position keeps its slot unless :meth:`on_row_moved` is called, so only new positions are written.
         """
-        view = self._by_row[row]
-        start = view.tail_end
+        compressed = self._by_row[row]
+        start = compressed.tail_end
         if start >= end:
             return
-        shift = view.kept - view.covered
+        shift = compressed.num_slots - compressed.covered
         tail = self.token_table[row, start:end]
         self.token_table[self.draft_row(row), start + shift : end + shift] = tail
-        view.tail_end = end
+        compressed.tail_end = end
 
     def on_row_moved(self, row: int, start: int) -> None:
         """Handle that a request's row points to other slots from position ``start`` on. The old slots are free.
@@ -361,25 +361,25 @@ class CompressedKVCache:
                 self.remote_selector.forget(row)
             return
         if self.row_sender is not None:
-            self.row_sender.leave_slots(row, alone=False)
-        if (view := self._by_row.get(row)) is not None:
-            view.tail_end = max(view.covered, min(view.tail_end, start))
+            self.row_sender.on_slots_freed(row, is_remote_only=False)
+        if (compressed := self._by_row.get(row)) is not None:
+            compressed.tail_end = max(compressed.covered, min(compressed.tail_end, start))
 
     def _point_to_new_slots(self, row: int) -> bool:
         """Point to the new slots of the same tokens. Returns whether that worked: False with a remote or an asynchronous selector."""
-        view, here = self._by_row.get(row), self.remote_selector is None and self.async_selector is None
-        return view is not None and here and self._writer.choose_again(self.method(row), row, self.draft_row(row), view)
+        compressed, here = self._by_row.get(row), self.remote_selector is None and self.async_selector is None
+        return compressed is not None and here and self._writer.rewrite_selection(self.method(row), row, self.draft_row(row), compressed)
 
     def on_segment_split(self, first: Segment, rest: Segment) -> None:
         """Handle that ``first`` took over the first blocks of ``rest``. Readers of ``rest`` now read both, in the same slots."""
-        for view in self._by_row.values():
-            if rest in view.segments:
-                view.segments.insert(view.segments.index(rest), first)
+        for compressed in self._by_row.values():
+            if rest in compressed.segments:
+                compressed.segments.insert(compressed.segments.index(rest), first)
 
     def mark_tail_written(self, row: int, end: int) -> None:
         """Record that the draft row points to all positions before ``end``."""
-        view = self._by_row[row]
-        view.tail_end = max(view.tail_end, end)
+        compressed = self._by_row[row]
+        compressed.tail_end = max(compressed.tail_end, end)
 
     def release(self, row: int) -> None:
         """Free the compressed KV and the recorded queries of the request in ``row``."""
@@ -391,28 +391,28 @@ class CompressedKVCache:
 
     def release_compressed_kv(self, row: int) -> None:
         """Free the compressed KV of the request in ``row``; no-op without one. Its recorded queries stay."""
-        view = self._by_row.pop(row, None)
-        if view is None:
+        compressed = self._by_row.pop(row, None)
+        if compressed is None:
             return
         self._flush_selection(row)
-        self._drop(view.owned_slots, view.segments)
+        self._free(compressed.owned_slots, compressed.segments)
 
     def _flush_selection(self, row: int) -> None:
         """Order later work after all launched writes to the slots of the request's compressed KV."""
         if self.async_selector is not None:
             self.async_selector.flush(row)
 
-    def _drop(self, own: torch.Tensor, segments: list[Segment]) -> None:
+    def _free(self, own: torch.Tensor, segments: list[Segment]) -> None:
         self.allocator.free(own)
         for segment in segments:
             self.tree_cache.segments.release(segment)
 
-    def largest(self) -> int | None:
+    def largest_releasable_row(self) -> int | None:
         """Row of the request with the largest compressed KV that it does not need. Requests with offloaded or no full KV need theirs."""
         residency = self.tree_cache.residency
         rows = [row for row in self._by_row if residency is None or not residency.is_offloaded(row)]
         rows = [row for row in rows if not self.can_lack_full_kv(row)]
-        return max(rows, key=lambda row: self._by_row[row].kept, default=None)
+        return max(rows, key=lambda row: self._by_row[row].num_slots, default=None)
 
     def forget_all(self) -> None:
         """Drop all records. The pool itself is being cleared."""

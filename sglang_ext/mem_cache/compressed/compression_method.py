@@ -79,7 +79,7 @@ class CompressionMethod:
         """Largest number of exact tokens after such compressed KV before it packs new ones."""
         return self.recent + self.pack_after + PLAIN_STEPS - 1
 
-    def due(self, reach: int) -> int:
+    def next_refresh(self, reach: int) -> int:
         """Context length at which such compressed KV, made over ``reach`` tokens, packs new tokens.
 
         That is as soon as :attr:`pack_after` new tokens exist, rounded up to whole rounds of the request. No round of other requests
@@ -94,38 +94,38 @@ class CompressionMethod:
         return self.budget * self.packing.share
 
     @property
-    def least(self) -> int:
+    def min_covered(self) -> int:
         """Smallest number of tokens that compressed KV covers. With fewer than the tokens it may keep, it would drop none."""
         return max(self.sinks + self.unit, self.compressor.most + 1)
 
     @property
     def shortest(self) -> int:
         """Tokens of the shortest context that is compressed."""
-        return max(self.sparse_from, max(MIN_CONTEXT, self.least) + self.recent)
+        return max(self.sparse_from, max(MIN_CONTEXT, self.min_covered) + self.recent)
 
     def covered(self, tokens: int) -> int:
         """How many of a context's first ``tokens`` tokens compressed KV can cover; 0 if they are too few."""
-        return self.sinks + (tokens - self.sinks) // self.unit * self.unit if tokens >= self.least else 0
+        return self.sinks + (tokens - self.sinks) // self.unit * self.unit if tokens >= self.min_covered else 0
 
-    def kept(self, tokens: int) -> int:
+    def num_kept(self, tokens: int) -> int:
         """Tokens kept of ``tokens`` tokens after the sinks, a multiple of :attr:`unit`."""
         count = kept_count(tokens, self.budget, self.unit) if tokens else 0
         most = -(-self.compressor.most // self.unit) * self.unit
         return min(count, most) if most else count
 
-    def own(self, view: CompressedKV, end: int, shared: int) -> int:
-        """Tokens from ``end`` on that ``view`` keeps in owned slots. ``shared`` tokens and the segments' cover the positions before.
+    def num_owned(self, compressed: CompressedKV, end: int, shared: int) -> int:
+        """Tokens from ``end`` on that ``compressed`` keeps in owned slots. ``shared`` tokens and the segments' cover the positions before.
 
         This is the rest of the budget, and at least the newest tokens: their queries attend to tokens that no earlier query attended to.
         """
-        before = shared + sum(segment.tokens for segment in view.segments)
-        newest = -(-max(1, self.compressor.window) // self.unit) * self.unit if end > view.sinks else 0
-        return min(view.covered - end, max(self.kept(view.covered - view.sinks) - before, newest))
+        before = shared + sum(segment.tokens for segment in compressed.segments)
+        newest = -(-max(1, self.compressor.window) // self.unit) * self.unit if end > compressed.sinks else 0
+        return min(compressed.covered - end, max(self.num_kept(compressed.covered - compressed.sinks) - before, newest))
 
-    def called(self, chooser: Compressor) -> str:
-        """Name of the compressed KV. ``chooser`` selected its tokens: the method's compressor, or the one that it delegates to."""
+    def full_name(self, compressor: Compressor) -> str:
+        """Name of the compressed KV. ``compressor`` selected its tokens: the method's compressor, or the one that it delegates to."""
         # A helper that is in no catalogue selects on behalf of its method.
-        name = chooser.name if chooser.name in COMPRESSORS else self.compressor.name
+        name = compressor.name if compressor.name in COMPRESSORS else self.compressor.name
         return "+".join(part for part in (name, self.packs) if part) + self.suffix
 
 
@@ -163,7 +163,7 @@ class CompressedKVWriter:
         positions = torch.arange(tokens - window, tokens, device=keys.device)
         seeds = slots.int() if method.packing.stochastic else None
         context = ContextKV(self.buffers, slots, queries, positions, self.rotary, seeds=seeds)
-        self._keep_sinks(slots, slots.new_zeros(method.sinks))
+        self._copy_sinks(slots, slots.new_zeros(method.sinks))
         targets = {Part(0, tokens, count): slots.new_zeros(method.packing.held_slots(count))}
         with self._reported(method):
             self.layout.fill(None, method.packing, method.compressor, context, targets)
@@ -173,8 +173,8 @@ class CompressedKVWriter:
         method: CompressionMethod,
         row: int,
         draft_row: int,
-        view: CompressedKV,
-        made: Segment | None,
+        compressed: CompressedKV,
+        new_segment: Segment | None,
         done: int,
         tokens: int,
         renewed: bool,
@@ -187,8 +187,8 @@ class CompressedKVWriter:
         Args:
             method: The compression method.
             row, draft_row: The request's rows of the token table.
-            view: The compressed KV, with all slots that it reads. This method sets its name.
-            made: The one of its segments that is still empty; None for none.
+            compressed: The compressed KV, with all slots that it reads. This method sets its name.
+            new_segment: The one of its segments that is still empty; None for none.
             done: Tokens that the owned slots already hold.
             tokens: Tokens of the request whose full KV is exact. If all tokens are kept, the full KV of the tokens held may be freed.
             renewed: Whether the owned slots already hold the sinks.
@@ -198,17 +198,17 @@ class CompressedKVWriter:
         Raises:
             ScoresError: The method's scores cannot be used for a selection. Nothing was written.
         """
-        source = self.token_table[row, : view.covered].long()
-        rest = Part(view.shared_len + done, view.covered, view.own_tokens - done)
-        targets = {rest: view.own[view.sinks + method.packing.packed_slots(done) :]}
-        if made is not None:
-            targets[Part(made.start, made.end, made.tokens)] = made.slots
+        source = self.token_table[row, : compressed.covered].long()
+        rest = Part(compressed.shared_len + done, compressed.covered, compressed.own_tokens - done)
+        targets = {rest: compressed.own[compressed.sinks + method.packing.packed_slots(done) :]}
+        if new_segment is not None:
+            targets[Part(new_segment.start, new_segment.end, new_segment.tokens)] = new_segment.slots
         # If blocks leave tokens out, the newest queries belong to tokens that stay exact.
-        context = self._context(row, method, source, tokens if view.packed else view.covered)
+        context = self._context(row, method, source, tokens if compressed.num_packed_slots else compressed.covered)
         with self._reported(method):
-            chooser = method.compressor.for_context(context)
+            compressor = method.compressor.for_context(context)
             if kept is None:
-                self.layout.fill(draft_row, method.packing, chooser, context, targets)
+                self.layout.fill(draft_row, method.packing, compressor, context, targets)
             elif isinstance(kept, RowExchange):
                 self.buffers.move_rows(kept, source, targets[rest])
             elif isinstance(kept, NewestRows):
@@ -216,68 +216,68 @@ class CompressedKVWriter:
             else:
                 method.packing.write(self.buffers, kept, source, targets[rest])
         if not renewed:
-            self._keep_sinks(source, view.own[: view.sinks])
-        self.token_table[draft_row, : view.kept] = view.slots.to(self.token_table.dtype)
-        self.layout.begins(draft_row, view)
-        view.method = method.called(chooser)
+            self._copy_sinks(source, compressed.own[: compressed.sinks])
+        self.token_table[draft_row, : compressed.num_slots] = compressed.slots.to(self.token_table.dtype)
+        self.layout.on_filled(draft_row, compressed)
+        compressed.method = method.full_name(compressor)
 
-    def chosen(self, method: CompressionMethod, row: int, view: CompressedKV) -> torch.Tensor:
+    def select(self, method: CompressionMethod, row: int, compressed: CompressedKV) -> torch.Tensor:
         """The method's selection for compressed KV that shares nothing: int64 [layers, kv_heads, own tokens]."""
-        context = self._context(row, method, self.token_table[row, : view.covered].long(), view.covered)
-        return method.compressor.select(context, [Part(view.shared_len, view.covered, view.own_tokens)])[0]
+        context = self._context(row, method, self.token_table[row, : compressed.covered].long(), compressed.covered)
+        return method.compressor.select(context, [Part(compressed.shared_len, compressed.covered, compressed.own_tokens)])[0]
 
     def write_selection(
-        self, method: CompressionMethod, row: int, view: CompressedKV, layers: slice, kept: torch.Tensor | ReceivedRows
+        self, method: CompressionMethod, row: int, compressed: CompressedKV, layers: slice, kept: torch.Tensor | ReceivedRows
     ) -> None:
-        """Overwrite the tokens that ``view``, which shares nothing, keeps in some layers.
+        """Overwrite the tokens that ``compressed``, which shares nothing, keeps in some layers.
 
         ``kept`` has as many tokens that another process selected, int64 [layers, kv_heads, count], or rows that it sent.
         """
         if isinstance(kept, ReceivedRows):
-            self.buffers.of_layers(layers).put_rows(kept, view.own)
+            self.buffers.of_layers(layers).put_rows(kept, compressed.own)
             return
-        source = self.token_table[row, : view.covered].long()
-        method.packing.write(self.buffers.of_layers(layers), kept, source, view.own[view.sinks :])
+        source = self.token_table[row, : compressed.covered].long()
+        method.packing.write(self.buffers.of_layers(layers), kept, source, compressed.own[compressed.sinks :])
 
-    def choose_again(self, method: CompressionMethod, row: int, draft_row: int, view: CompressedKV) -> bool:
-        """Write the first selection of ``view`` again, by the same queries, after the row's slots have changed.
+    def rewrite_selection(self, method: CompressionMethod, row: int, draft_row: int, compressed: CompressedKV) -> bool:
+        """Write the first selection of ``compressed`` again, by the same queries, after the row's slots have changed.
 
         Arguments as :meth:`write`'s. Layers that select by themselves repeat their selection.
 
         Returns:
             False if a round selects again in any case, the queries are gone, or the method's scores cannot be used any more.
         """
-        found = self.queries.newest_places(row, view.covered, method.compressor.window)[0]
+        found = self.queries.newest_places(row, compressed.covered, method.compressor.window)[0]
         if method.compressor.each_round or len(found) < method.compressor.window:
             return False
-        kept = initial_selection(method.compressor, self.buffers, view.covered, view.own_tokens)
+        kept = initial_selection(method.compressor, self.buffers, compressed.covered, compressed.own_tokens)
         try:
-            self.write(method, row, draft_row, view, None, 0, view.covered, True, kept)
+            self.write(method, row, draft_row, compressed, None, 0, compressed.covered, True, kept)
         except ScoresError:
             return False
         return True
 
-    def reselect(self, method: CompressionMethod, row: int, draft_row: int, view: CompressedKV, end: int) -> None:
-        """Overwrite the previous selection of ``view``, which shares nothing, with a new one of the same size over the covered tokens.
+    def reselect(self, method: CompressionMethod, row: int, draft_row: int, compressed: CompressedKV, end: int) -> None:
+        """Overwrite the previous selection of ``compressed``, which shares nothing, with a new one of the same size over the covered tokens.
 
         Args:
             method: The compression method.
             row, draft_row: The request's rows of the token table.
-            view: The compressed KV.
+            compressed: The compressed KV.
             end: Only queries before this position are used.
 
         Raises:
             ScoresError: The method's scores cannot be used for a selection. Nothing was written.
         """
-        context = self._context(row, method, self.token_table[row, : view.covered].long(), end)
+        context = self._context(row, method, self.token_table[row, : compressed.covered].long(), end)
         with self._reported(method):
-            whole = Part(view.shared_len, view.covered, view.own_tokens)
-            self.layout.fill(draft_row, method.packing, method.compressor, context, {whole: view.own[view.sinks :]})
+            whole = Part(compressed.shared_len, compressed.covered, compressed.own_tokens)
+            self.layout.fill(draft_row, method.packing, method.compressor, context, {whole: compressed.own[compressed.sinks :]})
 
     def _reported(self, method: CompressionMethod) -> AbstractContextManager[None]:
         return as_scores_error(method.compressor.name) if method.compressor.name in USER_METHODS else nullcontext()
 
-    def _keep_sinks(self, source: torch.Tensor, targets: torch.Tensor) -> None:
+    def _copy_sinks(self, source: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy the context's first tokens, in slots ``source``, int64, unchanged to ``targets``, int64 [sinks]."""
         if not len(targets):
             return

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 
 from sglang_ext.device import to_device
-from sglang_ext.mem_cache.compressed.key_sidecar import KeySidecar
+from sglang_ext.mem_cache.compressed.key_derived_data import KeyDerivedData
 
 
-class PageExtremes(KeySidecar):
+class PageExtremes(KeyDerivedData):
     """Extremes of all pages.
 
     Args:
@@ -38,7 +38,7 @@ class PageExtremes(KeySidecar):
         self.compile_kernels(device)
 
     def write(self, slots: torch.Tensor) -> None:
-        """Update the extremes of the slots' pages, as :meth:`KeySidecar.write`."""
+        """Update the extremes of the slots' pages, as :meth:`KeyDerivedData.write`."""
         if not len(slots):
             return
         if slots.is_cuda:

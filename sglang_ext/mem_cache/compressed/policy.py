@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from sglang_ext.core import (
     RETRYABLE, NO_FREE_SLOTS, NO_QUERIES, NO_SELECTION, PLAIN_STEPS, SHORT_CONTEXT, WRONG_SCORES, CompressedKV, RequestState,
 )  # fmt: skip
-from sglang_ext.mem_cache.compressed.remote_selector import prepare
+from sglang_ext.mem_cache.compressed.remote_selector import request_selection
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.queries import RecordedRows
@@ -33,20 +33,20 @@ def ensure_compressed_kv(compressed_kv: CompressedKVCache, req: "Req", state: Re
         length: Tokens of the request whose full KV is in the pool.
         headroom: Slots that must stay free or evictable for decoding.
     """
-    view, method = compressed_kv.get(state.row), compressed_kv.method(state.row)
-    if view is None:
+    compressed, method = compressed_kv.get(state.row), compressed_kv.method(state.row)
+    if compressed is None:
         if is_short(compressed_kv, state.row, length):
             return SHORT_CONTEXT
         if compressed_kv.is_refused(state.row):
             return WRONG_SCORES
         if not compressed_kv.has_queries(state.row):
             return NO_QUERIES
-        if compressed_kv.remote_selector is not None and not prepare(compressed_kv, state.row, length):
+        if compressed_kv.remote_selector is not None and not request_selection(compressed_kv, state.row, length):
             return NO_SELECTION
         prefix = SharedPrefix(req.last_node, state.cached_prompt_len) if state.cached_prompt_len else None
         if not compressed_kv.compress(state.row, length, headroom, prefix):
             return WRONG_SCORES if compressed_kv.is_refused(state.row) else NO_FREE_SLOTS
-    elif compressed_kv.has_queries(state.row) and compressed_kv.reach(state.row, length) >= refresh_position(view, method.compressor):
+    elif compressed_kv.has_queries(state.row) and compressed_kv.max_covered(state.row, length) >= refresh_position(compressed, method.compressor):
         if reason := _refresh(compressed_kv, state.row, length, headroom):
             return reason
     state.compressor = catalogue.number(compressed_kv.get(state.row).method.partition(":")[0])
@@ -80,11 +80,11 @@ def _refresh(compressed_kv: CompressedKVCache, row: int, length: int, headroom: 
 def _is_refresh_ready(compressed_kv: CompressedKVCache, row: int, length: int) -> bool:
     """Whether other processes have what a refresh needs from them."""
     if compressed_kv.remote_selector is not None:
-        return prepare(compressed_kv, row, length)
+        return request_selection(compressed_kv, row, length)
     if compressed_kv.row_sender is None or not compressed_kv.can_lack_full_kv(row):
         return True
     return compressed_kv.async_selector.extend(
-        row, compressed_kv.token_table[row, : compressed_kv.method(row).covered(compressed_kv.reach(row, length))].long()
+        row, compressed_kv.token_table[row, : compressed_kv.method(row).covered(compressed_kv.max_covered(row, length))].long()
     )
 
 
@@ -93,7 +93,7 @@ def max_exact_tail(kept: int) -> int:
     return 1 + int(max(REFRESH_AFTER, REFRESH_SHARE * kept))
 
 
-def max_tail(method: CompressionMethod, page_size: int, context: int, beside: bool) -> int:
+def max_tail(method: CompressionMethod, page_size: int, context: int, is_async: bool) -> int:
     """Largest number of tokens after compressed KV in a server that frees full KV.
 
     It is the sum of the tokens of two rounds (slots are freed one round later), of an incomplete page, and of tokens that arrive before
@@ -103,9 +103,9 @@ def max_tail(method: CompressionMethod, page_size: int, context: int, beside: bo
         method: The compression method.
         page_size: Slots that the pool allocates together.
         context: Tokens of the longest context.
-        beside: Whether tokens are selected asynchronously. Then the number of exact tokens alone decides when to refresh.
+        is_async: Whether tokens are selected asynchronously. Then the number of exact tokens alone decides when to refresh.
     """
-    before = max_exact_tail(method.kept(context)) if beside else method.compressor.every - 1
+    before = max_exact_tail(method.num_kept(context)) if is_async else method.compressor.every - 1
     return 2 * PLAIN_STEPS + page_size + before
 
 
@@ -115,22 +115,22 @@ def is_compression_near(compressed_kv: CompressedKVCache, state: RequestState, e
     Older queries need not be recorded, nor those of requests that are never drafted. Compressed KV covers whole units. The newest
     queries before its end may therefore begin one unit earlier.
     """
-    method, view = compressed_kv.method(state.row), compressed_kv.get(state.row)
+    method, compressed = compressed_kv.method(state.row), compressed_kv.get(state.row)
     if not method.compressor.window or state.fallback not in RETRYABLE or compressed_kv.is_refused(state.row):
         return False
-    if view is not None and method.compressor.follows_queries:
+    if compressed is not None and method.compressor.follows_queries:
         return True
-    due = method.shortest if view is None else refresh_position(view, method.compressor)
+    due = method.shortest if compressed is None else refresh_position(compressed, method.compressor)
     return end + method.compressor.window + method.unit >= due
 
 
 def tokens_until_refresh(compressed_kv: CompressedKVCache, state: RequestState, length: int) -> int:
     """Tokens until a request of ``length`` tokens gets or refreshes compressed KV; 0 if that is due now, or never happens."""
-    method, view = compressed_kv.method(state.row), compressed_kv.get(state.row)
-    if state.fallback not in RETRYABLE or (view is not None and _refreshes_with_queries(view, method.compressor)):
+    method, compressed = compressed_kv.method(state.row), compressed_kv.get(state.row)
+    if state.fallback not in RETRYABLE or (compressed is not None and _refreshes_with_queries(compressed, method.compressor)):
         # Methods that follow queries select again within rounds.
         return 0
-    due = method.shortest if view is None else refresh_position(view, method.compressor) + method.recent
+    due = method.shortest if compressed is None else refresh_position(compressed, method.compressor) + method.recent
     return max(0, due - length)
 
 
@@ -141,18 +141,18 @@ def select_useful_rows(
     return tuple(row for state, row in zip(states, rows) if is_compression_near(compressed_kv, state, row.position + row.end - row.start))
 
 
-def refresh_position(view: CompressedKV, compressor: Compressor) -> int:
+def refresh_position(compressed: CompressedKV, compressor: Compressor) -> int:
     """Context length, in tokens, at which compressed KV is refreshed over all tokens.
 
     A method that follows queries refreshes after each round that added tokens, or every selection interval. If it selects asynchronously
     (async_selector.py), it refreshes when many exact tokens follow the compressed KV.
     """
-    if _refreshes_with_queries(view, compressor):
-        return view.covered + (1 if compressor.each_round else compressor.every)
-    if view.refresh_after:
-        return view.refresh_after
-    return view.covered + max_exact_tail(view.kept)
+    if _refreshes_with_queries(compressed, compressor):
+        return compressed.covered + (1 if compressor.each_round else compressor.every)
+    if compressed.refresh_after:
+        return compressed.refresh_after
+    return compressed.covered + max_exact_tail(compressed.num_slots)
 
 
-def _refreshes_with_queries(view: CompressedKV, compressor: Compressor) -> bool:
-    return compressor.follows_queries and (compressor.each_round or view.back_slots is None)
+def _refreshes_with_queries(compressed: CompressedKV, compressor: Compressor) -> bool:
+    return compressor.follows_queries and (compressor.each_round or compressed.back_slots is None)

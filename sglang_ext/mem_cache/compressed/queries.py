@@ -20,7 +20,7 @@ from sglang_ext.mem_cache.compressed.remote_selector import LayerObserver
 # written keys, and the number of tokens that prefix hits leave uncached.
 _active: "QueryWindows | None" = None
 _key_write_callback: "Callable[[int, torch.Tensor], None] | None" = None
-prefix_reserve = 0
+uncached_tokens = 0
 
 
 @contextmanager
@@ -58,14 +58,14 @@ def record_queries(original: Callable, backend, q, k, v, layer, forward_batch, *
 
 def reserve_queries(count: int) -> None:
     """Make prefix hits leave at least ``count`` tokens of each prompt uncached."""
-    global prefix_reserve
-    prefix_reserve = count
+    global uncached_tokens
+    uncached_tokens = count
 
 
 def cap_prefix_match(original: Callable, req, input_len: int) -> int:
     """Hook around ``Req._compute_max_prefix_len``: leave the query window uncached."""
     longest = original(req, input_len)
-    return max(0, min(longest, input_len - prefix_reserve)) if prefix_reserve else longest
+    return max(0, min(longest, input_len - uncached_tokens)) if uncached_tokens else longest
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,13 @@ class RecordedRows:
     """Rows of a forward whose queries are recorded.
 
     Attributes:
-        key: The request's row in the token table.
+        row: The request's row in the token table.
         start: The request's first row in the forward's token dimension.
         end: One past its last row.
         position: Absolute position of the first row's token.
     """
 
-    key: int
+    row: int
     start: int
     end: int
     position: int
@@ -143,12 +143,12 @@ class QueryWindows:
     Attributes:
         window: Largest number of queries that compressors need; 0 keeps nothing and makes every call free of cost.
         layers: Indices of the model's attention layers, in pool order.
-        spare: Extra queries per ring, for tokens that are recorded and rejected, or recorded while older queries are read.
+        extra_queries: Extra queries per ring, for tokens that are recorded and rejected, or recorded while older queries are read.
     """
 
     window: int
     layers: Sequence[int]
-    spare: int
+    extra_queries: int
     _rings: dict[int, QueryRing] = field(default_factory=dict)
     _free: list[int] = field(default_factory=list)
     _pool: torch.Tensor | None = None
@@ -163,7 +163,7 @@ class QueryWindows:
     @property
     def span(self) -> int:
         """Queries that a ring holds."""
-        return self.window + self.spare
+        return self.window + self.extra_queries
 
     @cached_property
     def _index(self) -> dict[int, int]:
@@ -288,7 +288,7 @@ class QueryWindows:
         tokens: list[int] = []
         places: list[int] = []
         for row in rows:
-            ring = self._ring(row.key)
+            ring = self._ring(row.row)
             if ring is not None:
                 tokens += range(row.start, row.end)
                 places += ring.reserve(range(row.position, row.position + row.end - row.start))
@@ -334,12 +334,12 @@ class QueryWindows:
     def newest_places(self, key: int, end: int, count: int) -> tuple[list[int], list[int]]:
         """Pool indices and positions of the queries that :meth:`get` returns; empty if there are none.
 
-        :meth:`at` can read them until more than :attr:`spare` further tokens are recorded.
+        :meth:`read` can read them until more than :attr:`extra_queries` further tokens are recorded.
         """
         ring = self._rings.get(key)
         return ([], []) if ring is None else ring.newest(count, end)
 
-    def at(self, places: torch.Tensor, layers: slice) -> torch.Tensor:
+    def read(self, places: torch.Tensor, layers: slice) -> torch.Tensor:
         """Queries at ``places``, int64 [requests, window], in some layers: [requests, layers, heads, window, head_dim]."""
         found = self._pool[layers].index_select(1, places.flatten()).unflatten(1, places.shape)
         return found.permute(1, 0, 3, 2, 4)

@@ -33,14 +33,14 @@ class StepRequest:
         covered: Tokens that its compressed KV covers.
         keep: Selected tokens per KV head.
         end: Position after the step's token.
-        asks: Whether the step's queries start a new selection.
+        starts_selection: Whether the step's queries start a new selection.
     """
 
     row: int
     covered: int
     keep: int
     end: int
-    asks: bool
+    starts_selection: bool
 
 
 @dataclass
@@ -90,12 +90,12 @@ class RowSender:
     sends_rows: bool = False
     processes: tuple[int, int] = (0, 0)
 
-    def holds(self, row: int) -> int:
+    def num_held_tokens(self, row: int) -> int:
         """Number of a request's first tokens whose K and V it holds and sends; 0 if it cannot, or the compressed KV has no rows yet."""
         return 0
 
-    def leave_slots(self, row: int, alone: bool) -> None:
-        """Handle that slots of a request's full KV are about to be freed. With ``alone``, no slots of the request remain, so its keys
+    def on_slots_freed(self, row: int, is_remote_only: bool) -> None:
+        """Handle that slots of a request's full KV are about to be freed. With ``is_remote_only``, no slots of the request remain, so its keys
         cannot be sent again."""
 
     def is_lost(self, row: int) -> bool:
@@ -121,7 +121,7 @@ class RemoteSelector(RowSender, ABC):
     missed: Counter[str]
 
     @abstractmethod
-    def prepare(self, row: int, slots: torch.Tensor, keep: int, queries: torch.Tensor, positions: torch.Tensor) -> bool:
+    def request_selection(self, row: int, slots: torch.Tensor, keep: int, queries: torch.Tensor, positions: torch.Tensor) -> bool:
         """Send a request's new keys and ask for a selection, before its compressed KV is created or refreshed. Does not wait.
 
         Args:
@@ -136,11 +136,11 @@ class RemoteSelector(RowSender, ABC):
         """
 
     @abstractmethod
-    def kept(self, row: int, covered: int, keep: int) -> torch.Tensor:
+    def last_selection(self, row: int, covered: int, keep: int) -> torch.Tensor:
         """The last selection for a prepared request, and the newest tokens: int64 [layers, kv_heads, keep], ascending."""
 
-    def moved(self, row: int, covered: int, keep: int, renewed: bool) -> RowExchange:
-        """The rows to copy from the request's own full KV, over all layers, where rows are sent; see :meth:`kept`.
+    def plan_row_copies(self, row: int, covered: int, keep: int, renewed: bool) -> RowExchange:
+        """The rows to copy from the request's own full KV, over all layers, where rows are sent; see :meth:`last_selection`.
 
         Args:
             row: Row of a prepared request.
@@ -166,18 +166,18 @@ class RemoteSelector(RowSender, ABC):
         """Forget all requests."""
 
 
-def prepare(compressed_kv: "CompressedKVCache", row: int, tokens: int) -> bool:
+def request_selection(compressed_kv: "CompressedKVCache", row: int, tokens: int) -> bool:
     """Ask for the selection for compressed KV over a request's first ``tokens`` tokens. Returns whether compressed KV can be made."""
     method = compressed_kv.method(row)
-    covered, found = method.covered(compressed_kv.reach(row, tokens)), compressed_kv.queries.get(row, tokens, method.compressor.window)
+    covered, found = method.covered(compressed_kv.max_covered(row, tokens)), compressed_kv.queries.get(row, tokens, method.compressor.window)
     if not covered or found is None:
         return False
     slots = compressed_kv.token_table[row, :covered].long()
-    keep = method.own(CompressedKV(slots[:0], covered, sinks=method.sinks), method.sinks, 0)
-    return compressed_kv.remote_selector.prepare(row, slots, keep, *found)
+    keep = method.num_owned(CompressedKV(slots[:0], covered, sinks=method.sinks), method.sinks, 0)
+    return compressed_kv.remote_selector.request_selection(row, slots, keep, *found)
 
 
-def observe_step(compressed_kv: "CompressedKVCache", ends: dict[int, int], asks: bool) -> LayerObserver | None:
+def observe_step(compressed_kv: "CompressedKVCache", ends: dict[int, int], starts_selection: bool) -> LayerObserver | None:
     """The observer of a step's layers; None if no selector needs it, or no request reads compressed KV.
 
     Remote selectors need it, and methods that select by a step's own query.
@@ -185,7 +185,7 @@ def observe_step(compressed_kv: "CompressedKVCache", ends: dict[int, int], asks:
     Args:
         compressed_kv: The compressed KV cache.
         ends: Position after the step's token, by row, of requests that read their compressed KV.
-        asks: Whether a later step reads the same compressed KV.
+        starts_selection: Whether a later step reads the same compressed KV.
     """
     if compressed_kv.remote_selector is None:
         return synchronous_selector(compressed_kv, ends)
@@ -193,8 +193,8 @@ def observe_step(compressed_kv: "CompressedKVCache", ends: dict[int, int], asks:
         return None
     requests = []
     for row, end in ends.items():
-        view, every = compressed_kv.get(row), compressed_kv.method(row).compressor.every
-        requests.append(StepRequest(row, view.covered, view.own_tokens, end, asks and not (end - view.covered) % every))
+        compressed, every = compressed_kv.get(row), compressed_kv.method(row).compressor.every
+        requests.append(StepRequest(row, compressed.covered, compressed.own_tokens, end, starts_selection and not (end - compressed.covered) % every))
 
     def read(row: int, end: int, layers: slice) -> tuple[torch.Tensor, torch.Tensor]:
         return compressed_kv.queries.get(row, end, compressed_kv.method(row).compressor.window, layers)

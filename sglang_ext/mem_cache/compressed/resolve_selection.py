@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def resolve_selection(
-    compressed_kv: "CompressedKVCache", row: int, view: CompressedKV, renewed: bool, choose: Callable[[], torch.Tensor]
+    compressed_kv: "CompressedKVCache", row: int, compressed: CompressedKV, renewed: bool, choose: Callable[[], torch.Tensor]
 ) -> torch.Tensor | RowExchange | NewestRows | None:
     """The tokens that a request's compressed KV keeps, int64 [layers, kv_heads, count], or the rows to add to existing ones.
 
@@ -23,21 +23,21 @@ def resolve_selection(
     Args:
         compressed_kv: The compressed KV cache.
         row: The request's row in the token table.
-        view: The compressed KV, with all slots that it reads.
+        compressed: The compressed KV, with all slots that it reads.
         renewed: Whether its slots already hold the first tokens.
         choose: Returns the method's selection from the full KV here.
     """
-    wanted = row, view.covered, view.own_tokens
+    wanted = row, compressed.covered, compressed.own_tokens
     if compressed_kv.remote_selector is not None:
         return (
-            compressed_kv.remote_selector.moved(*wanted, renewed)
+            compressed_kv.remote_selector.plan_row_copies(*wanted, renewed)
             if compressed_kv.remote_selector.sends_rows
-            else compressed_kv.remote_selector.kept(*wanted)
+            else compressed_kv.remote_selector.last_selection(*wanted)
         )
     if compressed_kv.row_sender is None:
         return initial_selection(compressed_kv.method(row).compressor, compressed_kv.buffers, *wanted[1:])
     if compressed_kv.can_lack_full_kv(row):
-        return compressed_kv.async_selector.renewed(*wanted)
+        return compressed_kv.async_selector.plan_refresh(*wanted)
     kept = choose()
-    compressed_kv.async_selector.made(row, view.covered, kept)
+    compressed_kv.async_selector.on_compressed(row, compressed.covered, kept)
     return kept

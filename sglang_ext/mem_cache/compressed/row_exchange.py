@@ -57,7 +57,7 @@ class NewestRows:
     first: int
 
 
-def exchange(held: torch.Tensor, wanted: torch.Tensor, available: torch.Tensor | None = None) -> RowExchange:
+def plan_exchange(held: torch.Tensor, wanted: torch.Tensor, available: torch.Tensor | None = None) -> RowExchange:
     """Plan an exchange after which the places hold the wanted rows. Rows that are wanted and held stay in their place.
 
     If a wanted row is neither held nor available, its place keeps the previous row. ``RowExchange.held`` then has that row's position.
@@ -67,13 +67,13 @@ def exchange(held: torch.Tensor, wanted: torch.Tensor, available: torch.Tensor |
         wanted: int64 [layers, kv_heads, places], distinct positions.
         available: bool, like ``wanted``: whether the row can be copied; None for all.
     """
-    coming, going = missing_mask(wanted, held), missing_mask(held, wanted)
+    missing, unwanted = missing_mask(wanted, held), missing_mask(held, wanted)
     if available is not None:
-        coming &= available
+        missing &= available
     # Replace only as many rows as arrive, in the first places that are free.
-    going &= going.cumsum(-1) <= coming.sum(-1, keepdim=True)
-    layers, heads, index = coming.nonzero(as_tuple=True)
-    places, positions = going.nonzero(as_tuple=True)[2], wanted[layers, heads, index]
+    unwanted &= unwanted.cumsum(-1) <= missing.sum(-1, keepdim=True)
+    layers, heads, index = missing.nonzero(as_tuple=True)
+    places, positions = unwanted.nonzero(as_tuple=True)[2], wanted[layers, heads, index]
     after = held.clone()
     after[layers, heads, places] = positions
     return RowExchange(after, layers, heads, places, positions, index)
@@ -101,7 +101,7 @@ def top_mask(these: torch.Tensor, scores: torch.Tensor, most: int | torch.Tensor
     return these & (rank < most)
 
 
-def renewed(held: torch.Tensor, before: int, covered: int, keep: int, recent: int) -> tuple[torch.Tensor, NewestRows]:
+def plan_refresh(held: torch.Tensor, before: int, covered: int, keep: int, recent: int) -> tuple[torch.Tensor, NewestRows]:
     """Extend compressed KV from ``before`` to ``covered`` tokens without reading its rows.
 
     The newest tokens, as many as each selection contains in any case, replace the previously newest ones and fill the added places.

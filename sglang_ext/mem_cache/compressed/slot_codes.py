@@ -14,11 +14,11 @@ from collections.abc import Sequence
 
 import torch
 
-from sglang_ext.mem_cache.compressed.key_sidecar import KeySidecar
+from sglang_ext.mem_cache.compressed.key_derived_data import KeyDerivedData
 from sglang_ext.mem_cache.selection.scoring_keys import QuantizedKeys, KeyQuantizer, KeySpec
 
 
-class SlotCodes(KeySidecar):
+class SlotCodes(KeyDerivedData):
     """Codes of all slots.
 
     Args:
@@ -38,5 +38,5 @@ class SlotCodes(KeySidecar):
         self.compile_kernels(device)
 
     def write(self, slots: torch.Tensor) -> None:
-        """Quantize the keys of the slots, as :meth:`KeySidecar.write`."""
+        """Quantize the keys of the slots, as :meth:`KeyDerivedData.write`."""
         self._coder.code(slots)

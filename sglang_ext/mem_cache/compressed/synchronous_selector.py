@@ -33,13 +33,13 @@ class SynchronousSelector:
             self._choose(row, end, slice(layer, layer + 1))
 
     def _choose(self, row: int, end: int, layers: slice) -> None:
-        compressed_kv, view, chooser = self._compressed_kv, self._compressed_kv.get(row), self._compressed_kv.method(row).compressor
+        compressed_kv, compressed, chooser = self._compressed_kv, self._compressed_kv.get(row), self._compressed_kv.method(row).compressor
         found = compressed_kv.queries.get(row, end, chooser.window, layers)
         if found is None:
             return
-        slots = compressed_kv.token_table[row, : view.covered].long()
+        slots = compressed_kv.token_table[row, : compressed.covered].long()
         context = ContextKV(compressed_kv.buffers.of_layers(layers), slots, *found, compressed_kv.rotary)
-        compressed_kv.write_selection(row, layers, chooser.select(context, [Part(0, view.covered, view.own_tokens)])[0])
+        compressed_kv.write_selection(row, layers, chooser.select(context, [Part(0, compressed.covered, compressed.own_tokens)])[0])
 
 
 def synchronous_selector(compressed_kv: "CompressedKVCache", ends: Mapping[int, int]) -> SynchronousSelector | None:
@@ -55,9 +55,9 @@ def synchronous_selector(compressed_kv: "CompressedKVCache", ends: Mapping[int, 
     if not waiting:
         return None
     after = {row: end - compressed_kv.get(row).covered for row, end in waiting.items()}
-    if compressed_kv.layout.chooses:
-        chosen = (row for row in waiting if compressed_kv.layout.step_chooses(compressed_kv.draft_row(row), after[row]))
-        compressed_kv.made.update(compressed_kv.get(row).method for row in chosen)
+    if compressed_kv.layout.selects_in_attention:
+        chosen = (row for row in waiting if compressed_kv.layout.step_selects(compressed_kv.draft_row(row), after[row]))
+        compressed_kv.num_compressions.update(compressed_kv.get(row).method for row in chosen)
         return None
     due = {row: end for row, end in waiting.items() if not (after[row] - 1) % compressed_kv.method(row).compressor.every}
     return SynchronousSelector(compressed_kv, due) if due else None

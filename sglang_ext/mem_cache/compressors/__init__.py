@@ -4,11 +4,11 @@ contracts/ has the interfaces: one for methods that drop tokens, one for methods
 method needs.
 """
 
-from sglang_ext.mem_cache.compressors.contracts.compressor import Always, Compressor, ContextKV, LayerKV, Part, best, kept_count
+from sglang_ext.mem_cache.compressors.contracts.compressor import Always, Compressor, ContextKV, LayerKV, Part, top_positions, kept_count
 from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer
 from sglang_ext.mem_cache.compressors.contracts.registry import register, register_quantizer
 
 __all__ = [
     *("Always", "Compressor", "ContextKV", "LayerKV", "Part", "Quantizer"),
-    *("best", "kept_count", "register", "register_quantizer"),
+    *("top_positions", "kept_count", "register", "register_quantizer"),
 ]

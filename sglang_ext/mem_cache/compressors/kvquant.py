@@ -11,7 +11,7 @@ import numpy
 import torch
 
 from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid, Outliers, Quantized
-from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer, grouped, meant, nearest, squeezed, stored
+from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer, grouped, code_values, nearest, squeezed, round_to_float16
 from sglang_ext.mem_cache.compressors.contracts.registry import register_quantizer
 
 # Standard deviations of the normal distribution between the middle of a group's range and its ends. A real group has more. But with 1.5
@@ -68,7 +68,7 @@ class KVQuant(Quantizer):
         codes = nearest(shares, levels).view(numbers.shape)
         block = Quantized(codes, squeezed(scale), squeezed(zero))
         rest = numbers.flatten(2).gather(-1, places) - meant_at(block, grid, levels, places)
-        return block._replace(outliers=Outliers(places, stored(rest)))
+        return block._replace(outliers=Outliers(places, round_to_float16(rest)))
 
 
 def levels_of(count: int) -> torch.Tensor:
@@ -133,8 +133,8 @@ def range_of_others(numbers: torch.Tensor, grid: Grid, places: torch.Tensor) -> 
         return grouped(numbers.flatten(2).scatter(-1, places, filling).view(numbers.shape), grid)
 
     least, most = others(math.inf).amin((3, 5), keepdim=True), others(-math.inf).amax((3, 5), keepdim=True)
-    zero = stored(torch.where(least <= most, least, 0.0))
-    return zero, stored((torch.where(least <= most, most, 0.0) - zero).clamp(min=0))
+    zero = round_to_float16(torch.where(least <= most, least, 0.0))
+    return zero, round_to_float16((torch.where(least <= most, most, 0.0) - zero).clamp(min=0))
 
 
 def meant_at(block: Quantized, grid: Grid, levels: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -142,4 +142,4 @@ def meant_at(block: Quantized, grid: Grid, levels: torch.Tensor, places: torch.T
     dim = block.codes.shape[-1]
     groups = places // dim // grid.tokens * (dim // grid.channels) + places % dim // grid.channels
     scale, zero = (part.flatten(2).gather(-1, groups) for part in (block.scale, block.zero))
-    return meant(block.codes.flatten(2).gather(-1, places), levels) * scale + zero
+    return code_values(block.codes.flatten(2).gather(-1, places), levels) * scale + zero

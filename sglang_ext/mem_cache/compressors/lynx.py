@@ -7,7 +7,7 @@ import torch
 
 from sglang_ext.layers.kernels.lynx import levels
 from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid, Quantized
-from sglang_ext.mem_cache.compressors.contracts.quantizer import Finding, Quantizer, grouped, squeezed, stored, stored_above, stored_next
+from sglang_ext.mem_cache.compressors.contracts.quantizer import Finding, Quantizer, grouped, squeezed, round_to_float16, stored_above, stored_next
 from sglang_ext.mem_cache.compressors.contracts.registry import register_quantizer
 
 
@@ -45,7 +45,7 @@ class Lynx(Quantizer):
     def quantize(self, numbers: torch.Tensor, grid: Grid) -> Quantized:
         """Quantize with means as zero points and largest distances as scales. A code is the number of bounds that a distance reaches."""
         groups = grouped(numbers, grid)
-        zero = stored(groups.mean((3, 5), keepdim=True))
+        zero = round_to_float16(groups.mean((3, 5), keepdim=True))
         low, high = groups.amin((3, 5), keepdim=True), groups.amax((3, 5), keepdim=True)
         scale = stored_above(torch.maximum(high - zero, zero - low))
         # Distances are rounded: increase scales until the first and last code's bins cover all numbers.

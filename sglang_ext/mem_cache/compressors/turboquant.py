@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid, Quantized
-from sglang_ext.mem_cache.compressors.contracts.quantizer import Finding, Quantizer, nearest, stored
+from sglang_ext.mem_cache.compressors.contracts.quantizer import Finding, Quantizer, nearest, round_to_float16
 from sglang_ext.mem_cache.compressors.contracts.registry import register_quantizer
 
 # Seed of the rotation, which is the same in all ranks and for all compressed KV.
@@ -44,7 +44,7 @@ class TurboQuant(Quantizer):
         norm = numbers.norm(dim=-1, keepdim=True)
         levels = self.levels_on(numbers.device, numbers.shape[-1])
         codes = nearest(numbers / norm.clamp(min=1e-30), levels)
-        return Quantized(codes, stored(norm), torch.zeros_like(norm))
+        return Quantized(codes, round_to_float16(norm), torch.zeros_like(norm))
 
 
 @lru_cache

@@ -44,7 +44,7 @@ class Eviction:
                 evicted += self._free(segment)
             elif node in leaves:
                 evicted += self._evict_node(node, host)
-                for coded in node.codes:
+                for coded in node.replacing_segments:
                     if not coded.users:
                         heapq.heappush(heap, self._ranked(node, node.end, -next(numbers), coded))
             if node.parent in leaves:
@@ -54,7 +54,7 @@ class Eviction:
     def _is_after_full_kv(self, segment: Segment) -> bool:
         """Whether a segment must be evicted after the full KV that it replaces, which can be evicted."""
         node = segment.node
-        return segment in node.codes and node.value is not None and node.lock_ref == 0
+        return segment in node.replacing_segments and node.value is not None and node.lock_ref == 0
 
     def _free(self, segment: Segment) -> int:
         """Free a segment, and drop its node if nothing else is left. A locked node stays until it is recomputed or unlocked."""
@@ -73,11 +73,11 @@ class Eviction:
         Segments that replace full KV of locked nodes are last: a prompt in progress restored full KV from them, and its compressed KV will
         read them.
         """
-        awaited = segment is not None and segment in node.codes and node.lock_ref > 0
+        awaited = segment is not None and segment in node.replacing_segments and node.lock_ref > 0
         return awaited, self._priority(node), -depth, rank, node, segment
 
     def _evict_node(self, node: TieredNode, host: HostStore | None) -> int:
-        if node.codes:
+        if node.replacing_segments:
             return self._nodes.free_value(node)
         if host is not None:
             host.back_up(node)

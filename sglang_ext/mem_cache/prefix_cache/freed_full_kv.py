@@ -22,19 +22,19 @@ class SlotDemand:
     """Pool slots that a request will need.
 
     Attributes:
-        copy: Slots for its compressed KV, or for the next refresh of it, while its full KV still exists.
-        back: Slots of its own full KV that are freed after that.
-        leaves: For nodes on its path, the slots whose full KV it no longer needs after that. They are freed when no request that locks the
-            node needs them.
+        compressed_slots: Slots for its compressed KV, or for the next refresh of it, while its full KV still exists.
+        own_slots_freed: Slots of its own full KV that are freed after that.
+        path_slots_freed: For nodes on its path, the slots whose full KV it no longer needs after that. They are freed when no request that
+            locks the node needs them.
         growth: Slots that the remaining output needs.
-        reads: Segments of the tree that its compressed KV will include and that have no users yet, so that they count as evictable.
+        new_segments: Segments of the tree that its compressed KV will include and that have no users yet, so that they count as evictable.
     """
 
-    copy: int = 0
-    back: int = 0
-    leaves: "Mapping[TieredNode, int]" = field(default_factory=dict)
+    compressed_slots: int = 0
+    own_slots_freed: int = 0
+    path_slots_freed: "Mapping[TieredNode, int]" = field(default_factory=dict)
     growth: float = 0
-    reads: "tuple[Segment, ...]" = ()
+    new_segments: "tuple[Segment, ...]" = ()
 
 
 @dataclass
@@ -43,11 +43,11 @@ class FreedFullKV(ABC):
 
     Attributes:
         tree: The prefix tree.
-        copies: The running requests' compressed KV.
+        compressed_kv: The running requests' compressed KV.
     """
 
     tree: "TieredRadixCache"
-    copies: "CompressedKVCache"
+    compressed_kv: "CompressedKVCache"
     # For each row, positions of its own tokens whose slots were freed, or never existed.
     _own: dict[int, range] = field(default_factory=dict, init=False)
 
@@ -70,7 +70,7 @@ class FreedFullKV(ABC):
         begin = self.own_start(row, protected)
         if covered <= begin:
             return
-        slots = self.copies.token_table[row, begin:covered]
+        slots = self.compressed_kv.token_table[row, begin:covered]
         self.tree.token_to_kv_pool_allocator.free_segment(slots.to(torch.int64, copy=True), start_pos=begin)
         slots.zero_()
         self._own[row] = range(self._own[row].start if row in self._own else begin, covered)
@@ -107,14 +107,14 @@ class FreedFullKV(ABC):
         """Remove all requests. The pool is being cleared."""
         self._own.clear()
 
-    def admitted(self, req: "Req") -> None:
+    def on_admitted(self, req: "Req") -> None:
         """Hold what a waiting request attends to. It begins in the next forward."""
 
     def peak_slots(self, req: "Req", rest: int) -> int:
         """Maximum slots for full KV of a prompt's last ``rest`` tokens while they are computed, in addition to the slots that it has."""
         return rest
 
-    def reads(self, req: "Req | None", best: "TieredNode") -> bool:
+    def reads_quantized(self, req: "Req | None", best: "TieredNode") -> bool:
         """Whether a prompt reads the replacement of full KV on the path to ``best`` directly, so that it needs no slots for it."""
         return False
 
@@ -125,7 +125,7 @@ class FreedFullKV(ABC):
             prompts: For each, the request, the tokens that were in the tree when it arrived, and the tokens before the next ones.
         """
 
-    def stored(self, row: int) -> torch.Tensor | None:
+    def block_slots(self, row: int) -> torch.Tensor | None:
         """Slots of the blocks in the pool that a prompt attends to. None if there are none."""
         return None
 
@@ -137,13 +137,13 @@ class FreedFullKV(ABC):
         """Whether the replacement of a request's full KV is lost, so that the request must be recomputed."""
         return False
 
-    def arrival(self, row: int) -> "RecomputeSource | None":
+    def recompute_source(self, row: int) -> "RecomputeSource | None":
         """The source that recomputes a request without full KV. None if it has all full KV, or is recomputed here."""
         return None
 
-    def whole(self, tokens: int) -> int:
+    def max_node_end(self, tokens: int) -> int:
         """Of a context's first ``tokens`` tokens, those after which a tree node may end while the prompt is computed in chunks."""
         return tokens
 
-    def write(self) -> None:
+    def write_restored(self) -> None:
         """Write full KV that the next forward reads and that must be restored from its replacement."""

@@ -30,7 +30,7 @@ class TieredNode(TreeNode):
         store: The transfer that writes ``host_value``. It may be in progress.
         load: The transfer that writes ``value``, until its checksums are compared. None if ``value`` holds exact KV.
         anchors: For each page on the host, the segment with which a load transfers fewer bytes (anchors.py).
-        codes: The segments that replace its full KV when that is freed (quantized_only.py). () if they do not cover it, or must not.
+        replacing_segments: The segments that replace its full KV when that is freed (quantized_only.py). () if they do not cover it, or must not.
         dropped: Whether it was removed from the tree.
     """
 
@@ -45,7 +45,7 @@ class TieredNode(TreeNode):
         self.store: Transfer | None = None
         self.load: Transfer | None = None
         self.anchors: PageSegments = ()
-        self.codes: tuple[Segment, ...] = ()
+        self.replacing_segments: tuple[Segment, ...] = ()
         self.dropped = False
 
     @property
@@ -66,19 +66,19 @@ class TieredNode(TreeNode):
     @property
     def is_void(self) -> bool:
         """Whether its KV is lost: it is in no tier and in no segment, but the paths of requests contain the node."""
-        return self.value is None and self.host_value is None and not self.codes
+        return self.value is None and self.host_value is None and not self.replacing_segments
 
     @property
     def is_quantized_only(self) -> bool:
         """Whether it has quantized-only KV: compressed, and neither on the device nor on the host."""
-        return self.value is None and self.host_value is None and bool(self.codes)
+        return self.value is None and self.host_value is None and bool(self.replacing_segments)
 
     @property
     def is_device_leaf(self) -> bool:
         """Whether its device slots may be evicted next: it is unlocked, and no child has device slots, or it stays as quantized-only KV."""
         if self.value is None or self.lock_ref:
             return False
-        return bool(self.codes) or all(child.value is None and not child.codes for child in self.children.values())
+        return bool(self.replacing_segments) or all(child.value is None and not child.replacing_segments for child in self.children.values())
 
     @property
     def is_host_leaf(self) -> bool:
@@ -226,10 +226,10 @@ class PrefixTree:
 
         Without segments that is one node. With segments, a node that ends with a block, if any, then a node with full KV only, if any.
         """
-        if not node.codes:
+        if not node.replacing_segments:
             return [self.split(node, tokens)]
         parts, at = [], node.start + tokens
-        segment = next(segment for segment in node.codes if segment.start < at <= segment.end)
+        segment = next(segment for segment in node.replacing_segments if segment.start < at <= segment.end)
         cut = self.segments.boundary(segment, at)
         if cut > node.start:
             if segment.start < cut < segment.end:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 # Reserve slots for the next refresh when at most 12 tokens remain until it: the tokens of two rounds, and of a round with an unknown
 # result.
-NEAR = 12
+REFRESH_RESERVE_TOKENS = 12
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,11 @@ class QuantizedOnlyKV(FreedFullKV):
         self.tree.segments.blocks = SegmentBlocks(self.packing.block_tokens, self.packing.block_slots, self._on_segment_split)
 
     def _on_segment_split(self, first: Segment, rest: Segment) -> None:
-        self.copies.on_segment_split(first, rest)
+        self.compressed_kv.on_segment_split(first, rest)
         if self.prompts is not None:
             self.prompts.on_segment_split(first, rest)
 
-    def update(self, running: dict[int, tuple[TieredNode, int]]) -> None:
+    def free_full_kv(self, running: dict[int, tuple[TieredNode, int]]) -> None:
         """Free full KV that compressed KV holds. Called at the start of a round.
 
         Args:
@@ -103,8 +103,8 @@ class QuantizedOnlyKV(FreedFullKV):
                 # A request's generated tokens follow the tokens in the tree.
                 self._free_own_slots(row, holder.node.end, holder.covered)
 
-    def admitted(self, req: "Req") -> None:
-        """See :meth:`FreedFullKV.admitted`."""
+    def on_admitted(self, req: "Req") -> None:
+        """See :meth:`FreedFullKV.on_admitted`."""
         if self.prompts is not None:
             self.prompts.hold(req)
 
@@ -119,7 +119,7 @@ class QuantizedOnlyKV(FreedFullKV):
                 self.prompts.begin(req, matched, known)
             self._update()
 
-    def stored(self, row: int) -> torch.Tensor | None:
+    def block_slots(self, row: int) -> torch.Tensor | None:
         """Slots of the quantized blocks that a prompt attends to, as :meth:`QuantizedPrompts.codes`. None if there are none."""
         return None if self.prompts is None else self.prompts.codes(row)
 
@@ -138,7 +138,7 @@ class QuantizedOnlyKV(FreedFullKV):
         self.holders.update(whole)
         for node, holders in self.holders.by_node.items():
             # The last prompt tokens can share a block with the first generated ones. They are in no segment.
-            if node.value is not None and (node.codes or not node.children) and self._can_free(node, holders):
+            if node.value is not None and (node.replacing_segments or not node.children) and self._can_free(node, holders):
                 self._free_full_kv(node, holders)
 
     def begin(self, row: int, tokens: int) -> None:
@@ -149,7 +149,7 @@ class QuantizedOnlyKV(FreedFullKV):
         """Allow the request in ``row`` to lack full KV: ``sent`` lets another server recompute it."""
         self._recompute_sources[row] = sent
 
-    def arrival(self, row: int) -> RecomputeSource | None:
+    def recompute_source(self, row: int) -> RecomputeSource | None:
         """The source that recomputes a request without full KV. None if it has all full KV, or is recomputed here."""
         return self._recompute_sources.get(row) if row in self._own else None
 
@@ -161,14 +161,14 @@ class QuantizedOnlyKV(FreedFullKV):
 
         No data is moved: the draft row points to the same slots.
         """
-        compressed, segments = self.copies.get(row), self.tree.segments
+        compressed, segments = self.compressed_kv.get(row), self.tree.segments
         if compressed.own_packed:
             start, own = compressed.shared_len, Segment(compressed.shared_len, covered, compressed.own[compressed.sinks :])
             tokens = segments.boundary(own, min(covered, node.end)) - start
             if tokens > 0:
                 packed = self.packing.packed_slots(tokens)
                 slots = compressed.detach_blocks(tokens, packed)
-                made = Segment(start, start + tokens, slots, tokens=tokens, packed=packed, method=self.copies.method(row).name)
+                made = Segment(start, start + tokens, slots, tokens=tokens, packed=packed, method=self.compressed_kv.method(row).name)
                 compressed.segments.append(made)
                 self.tree.nodes.attach(node, made)
                 segments.use(made)
@@ -200,7 +200,7 @@ class QuantizedOnlyKV(FreedFullKV):
         self.tree.nodes.free_value(node)
         for holder in holders:
             # To SGLang's padding page.
-            self.copies.token_table[holder.row, node.start : node.end] = 0
+            self.compressed_kv.token_table[holder.row, node.start : node.end] = 0
 
     def full_kv_start(self, row: int, protected: int) -> int:
         """The first position from which a request's row points to its own full KV."""
@@ -231,7 +231,7 @@ class QuantizedOnlyKV(FreedFullKV):
         return sum(len(node.key) for node in self.tree.nodes.quantized_only) + self.own_tokens
 
     def restore(self, nodes: Sequence[TieredNode], allocate: Callable[[int], torch.Tensor | None]) -> bool:
-        """Allocate device slots for quantized-only nodes. :meth:`write` fills them before the next forward.
+        """Allocate device slots for quantized-only nodes. :meth:`write_restored` fills them before the next forward.
 
         Args:
             nodes: Nodes of one locked path.
@@ -243,7 +243,7 @@ class QuantizedOnlyKV(FreedFullKV):
         """
         if self.prompts is not None:
             return False
-        segments = {segment: None for node in nodes for segment in node.codes}
+        segments = {segment: None for node in nodes for segment in node.replacing_segments}
         for segment in segments:
             # Protects them from eviction for the slots that they will fill.
             self.tree.segments.use(segment)
@@ -254,25 +254,25 @@ class QuantizedOnlyKV(FreedFullKV):
             return False
         for node, part in zip(nodes, slots.split([len(node.key) for node in nodes])):
             self.tree.nodes.set_value(node, part)
-            for segment in node.codes:
+            for segment in node.replacing_segments:
                 begin, end = max(node.start, segment.start), min(node.end, segment.end)
                 wanted = part[begin - node.start : end - node.start]
                 self._pending.append(PendingRestore(segment.slots[: segment.packed], begin - segment.start, wanted))
         self.restored_tokens += len(slots)
         return True
 
-    def write(self) -> None:
+    def write_restored(self) -> None:
         """Restore the requested full KV before the next forward, on its stream. Later owners of freed slots write after it."""
         for each in self._pending:
-            self.packing.restore(self.copies.buffers, each.blocks, each.first, each.targets)
+            self.packing.restore(self.compressed_kv.buffers, each.blocks, each.first, each.targets)
         self._pending.clear()
 
     def can_lack_full_kv(self, row: int) -> bool:
         """Whether the request in ``row`` may lack full KV, so that it depends on its compressed KV."""
-        compressed = self.copies.get(row)
+        compressed = self.compressed_kv.get(row)
         return compressed is not None and compressed.has_all_tokens and self._recomputable(row)
 
-    def whole(self, tokens: int) -> int:
+    def max_node_end(self, tokens: int) -> int:
         """Tokens, of a context's first ``tokens``, before the last position where segments can be split. ``tokens`` if there is none."""
         size, page = self.packing.block_tokens, self.tree.page_size
         blocks = lcm(page // gcd(size, page), page // gcd(self.packing.block_slots, page))
@@ -290,7 +290,7 @@ class QuantizedOnlyKV(FreedFullKV):
             share: Expected share of ``more``.
         """
         method, tokens = self.method_of(req), len(req.origin_input_ids) + len(req.output_ids)
-        compressed = None if req.req_pool_idx is None else self.copies.get(req.req_pool_idx)
+        compressed = None if req.req_pool_idx is None else self.compressed_kv.get(req.req_pool_idx)
         if method is None or (compressed is None and tokens < method.shortest):
             return SlotDemand(growth=share * more)
         # While its prompt is computed, its compressed KV covers at most the beginning.
@@ -298,9 +298,9 @@ class QuantizedOnlyKV(FreedFullKV):
             return self._prompt_demand(req, method, compressed, tokens, more, share * more)
         left = compressed.refresh_after - (tokens - method.recent)
         taken, growth = self._growth(method, tokens - compressed.covered, left, more, share * more)
-        copy = taken if left <= NEAR else 0
-        leaves = self._freed_nodes(req, method.sinks, compressed.covered) if self.can_lack_full_kv(req.req_pool_idx) else {}
-        return SlotDemand(copy, leaves=leaves, growth=growth - copy)
+        compressed_slots = taken if left <= REFRESH_RESERVE_TOKENS else 0
+        path_slots_freed = self._freed_nodes(req, method.sinks, compressed.covered) if self.can_lack_full_kv(req.req_pool_idx) else {}
+        return SlotDemand(compressed_slots, path_slots_freed=path_slots_freed, growth=growth - compressed_slots)
 
     def _prompt_demand(
         self, req: "Req", method: "CompressionMethod", compressed: CompressedKV | None, tokens: int, more: int, expected: float
@@ -314,13 +314,13 @@ class QuantizedOnlyKV(FreedFullKV):
         covered = method.covered(reach)
         segments = self._known_segments(req, method, covered) if compressed is None else []
         known = segments[-1].end if segments else sinks if compressed is None else compressed.covered
-        copy = sinks * (compressed is None) + method.packing.held_slots(method.kept(covered - known))
-        reads = tuple(segment for segment in segments if not segment.users)
-        _, growth = self._growth(method, tokens - covered, method.due(reach) - reach, more, expected)
+        compressed_slots = sinks * (compressed is None) + method.packing.held_slots(method.num_kept(covered - known))
+        new_segments = tuple(segment for segment in segments if not segment.users)
+        _, growth = self._growth(method, tokens - covered, method.next_refresh(reach) - reach, more, expected)
         if not method.packs_all:
-            return SlotDemand(copy, growth=growth, reads=reads)
-        back = max(0, covered - max(sinks, req.cache_protected_len))
-        return SlotDemand(copy, back, self._freed_nodes(req, sinks, covered), growth, reads)
+            return SlotDemand(compressed_slots, growth=growth, new_segments=new_segments)
+        own_slots_freed = max(0, covered - max(sinks, req.cache_protected_len))
+        return SlotDemand(compressed_slots, own_slots_freed, self._freed_nodes(req, sinks, covered), growth, new_segments)
 
     def _growth(self, method: "CompressionMethod", exact: int, left: int, more: int, expected: float) -> tuple[int, float]:
         """Slots for the next refresh of compressed KV, while the full KV that it replaces still exists. And all slots that the remaining
@@ -334,16 +334,16 @@ class QuantizedOnlyKV(FreedFullKV):
         if not method.packs_all:
             return 0, expected
         # If the output ends before the refresh, nothing is packed.
-        taken = method.packing.held_slots(method.pack_after) if left <= max(more, NEAR) else 0
+        taken = method.packing.held_slots(method.pack_after) if left <= max(more, REFRESH_RESERVE_TOKENS) else 0
         return taken, max(method.share * expected, taken) + min(more, max(0, method.max_exact_tail - exact))
 
     def peak_slots(self, req: "Req", rest: int) -> int:
         """Maximum slots for full KV of a prompt's last ``rest`` tokens while they are computed, in addition to the slots that it has."""
         return rest if self.prompts is None else self.prompts.peak_slots(req, rest)
 
-    def reads(self, req: "Req | None", best: TieredNode) -> bool:
+    def reads_quantized(self, req: "Req | None", best: TieredNode) -> bool:
         """Whether a prompt attends to all quantized-only KV on the path to ``best`` directly, so that it needs no slots for it."""
-        return self.prompts is not None and self.prompts.reads(req, best)
+        return self.prompts is not None and self.prompts.reads_quantized(req, best)
 
     def _known_segments(self, req: "Req", method: "CompressionMethod", covered: int) -> list[Segment]:
         """Segments of the tree that the compressed KV of a waiting request will begin with."""
@@ -360,6 +360,6 @@ class QuantizedOnlyKV(FreedFullKV):
                 continue
             # No segment crosses the position where paths diverge.
             parts = len(node.children) > (node is not req.last_node)
-            end = min(self.whole(node.end) if parts else node.end, covered)
+            end = min(self.max_node_end(node.end) if parts else node.end, covered)
             found[node] = max(0, end - max(node.start, sinks))
         return found

@@ -31,14 +31,14 @@ class QuantizedPrompts:
 
     Attributes:
         tree: The prefix tree.
-        copies: The requests' compressed KV.
+        compressed_kv: The requests' compressed KV.
         method_of: Returns the method that compresses a request. None if it decodes on full KV.
         chunk: Maximum number of prompt tokens per forward. None for no limit.
         computed: Prompts with compressed KV that do not decode yet, by row: the last node of their path, and the tokens covered.
     """
 
     tree: "TieredRadixCache"
-    copies: "CompressedKVCache"
+    compressed_kv: "CompressedKVCache"
     method_of: "Callable[[Req], CompressionMethod | None]"
     chunk: int | None = None
     computed: dict[int, tuple[TieredNode, int]] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class QuantizedPrompts:
     # Rows that begin with slots of the padding page.
     _padded: set[int] = field(default_factory=set)
 
-    def reads(self, req: "Req | None", best: TieredNode) -> bool:
+    def reads_quantized(self, req: "Req | None", best: TieredNode) -> bool:
         """Whether a request attends to all quantized-only KV on the path to ``best`` directly. If not, it recomputes that KV."""
         method = None if req is None else self._packing_method(req)
         if method is None:
@@ -60,7 +60,7 @@ class QuantizedPrompts:
     def hold(self, req: "Req") -> None:
         """Hold the segments of an admitted request's prefix, the path to its ``last_node``."""
         self._release(self._admitted.pop(req.rid, ()))
-        segments = self._segments(req.last_node, self._packing_method(req) or self.copies.methods[0])
+        segments = self._segments(req.last_node, self._packing_method(req) or self.compressed_kv.methods[0])
         for segment in segments:
             self.tree.segments.use(segment)
         self._admitted[req.rid] = segments
@@ -80,27 +80,27 @@ class QuantizedPrompts:
                 self._padded.add(row)
         if method is None:
             return
-        old, held = self.copies.get(row), self._held.get(row)
+        old, held = self.compressed_kv.get(row), self._held.get(row)
         prefix = SharedPrefix(req.last_node, matched) if matched else None
         # The compressed KV must hold all quantized-only tokens.
         least = held[-1].end if held else (0 if old is None else old.covered) + 1
         # If there are too few slots for all of them, full KV stays except for the quantized-only part.
         for end in (known, held[-1].end) if held else (known,):
-            if method.covered(self.copies.reach(row, end)) < least:
+            if method.covered(self.compressed_kv.max_covered(row, end)) < least:
                 break
-            if self.copies.compress(row, end, prefix=prefix, is_prompt_unfinished=True):
+            if self.compressed_kv.compress(row, end, prefix=prefix, is_prompt_unfinished=True):
                 self._release(self._held.pop(row, ()))
                 break
-        if (compressed := self.copies.get(row)) is not None:
+        if (compressed := self.compressed_kv.get(row)) is not None:
             self.computed[row] = req.last_node, compressed.covered
 
     def codes(self, row: int) -> torch.Tensor:
         """Slots of the blocks after the sinks that the request in ``row`` has in the pool: int64, whole blocks."""
-        compressed = self.copies.get(row)
+        compressed = self.compressed_kv.get(row)
         if compressed is not None:
-            return compressed.slots[: compressed.packed]
+            return compressed.slots[: compressed.num_packed_slots]
         held = [segment.slots[: segment.packed] for segment in self._held.get(row, ())]
-        return torch.cat(held) if held else self.copies.token_table.new_empty(0, dtype=torch.int64)
+        return torch.cat(held) if held else self.compressed_kv.token_table.new_empty(0, dtype=torch.int64)
 
     def peak_slots(self, req: "Req", rest: int) -> int:
         """Maximum slots for full KV of a prompt's last ``rest`` tokens while they are computed, in addition to the slots that it has."""
@@ -124,7 +124,7 @@ class QuantizedPrompts:
 
     def is_lost(self, row: int) -> bool:
         """Whether a request lacks full KV and has no compressed KV, so that it cannot decode."""
-        return row in self._padded and self.copies.get(row) is None
+        return row in self._padded and self.compressed_kv.get(row) is None
 
     def forget(self, row: int) -> None:
         """Remove the request in ``row``, which has ended."""

@@ -28,7 +28,7 @@ class EarlyRequests(Protocol):
     def is_lost(self, row: int) -> bool:
         """Whether the rest will not arrive."""
 
-    def arrival(self, row: int) -> RecomputeSource | None:
+    def recompute_source(self, row: int) -> RecomputeSource | None:
         """The source of the rest of a request's KV. None if all of it has arrived."""
 
 
@@ -38,8 +38,8 @@ def lost_requests(batch) -> list[int]:
     Their full KV is in no tier, will not arrive, or was lost with a cache rank, or they need compressed KV and have none.
     """
     tree = batch.tree_cache
-    tellers = [each for each in (tree.residency, tree.early, tree.codes) if each is not None]
-    return [i for i, req in enumerate(batch.reqs) if any(each.is_lost(req.req_pool_idx) for each in tellers)]
+    providers = [each for each in (tree.residency, tree.early, tree.freed_full_kv) if each is not None]
+    return [i for i, req in enumerate(batch.reqs) if any(each.is_lost(req.req_pool_idx) for each in providers)]
 
 
 def retract_lost(original: Callable, batch, server_args) -> tuple[list, float, list]:
@@ -48,15 +48,15 @@ def retract_lost(original: Callable, batch, server_args) -> tuple[list, float, l
     Returns:
         As SGLang's: retracted requests, SGLang's new estimate of the new token ratio, and requests to abort.
     """
-    tellers = [each for each in (batch.tree_cache.early, batch.tree_cache.codes) if each is not None]
-    sent = {req.rid: each.arrival(req.req_pool_idx) for req in batch.reqs for each in tellers}
-    gone, ratio, aborted = _retract(original, batch, server_args)
-    again = [req for req in gone if sent.get(req.rid) is not None]
+    providers = [each for each in (batch.tree_cache.early, batch.tree_cache.freed_full_kv) if each is not None]
+    sent = {req.rid: each.recompute_source(req.req_pool_idx) for req in batch.reqs for each in providers}
+    retracted, ratio, aborted = _retract(original, batch, server_args)
+    again = [req for req in retracted if sent.get(req.rid) is not None]
     for req in again:
         # SGLang saved its KV on the CPU to resume with it.
         del req.kv_cache_cpu
         sent[req.rid].prefill_again(req)
-    return [req for req in gone if req not in again], ratio, aborted
+    return [req for req in retracted if req not in again], ratio, aborted
 
 
 def _retract(original: Callable, batch, server_args) -> tuple[list, float, list]:
@@ -64,12 +64,12 @@ def _retract(original: Callable, batch, server_args) -> tuple[list, float, list]
     if not lost:
         return original(batch, server_args)
     rest = [i for i in range(len(batch.reqs)) if i not in lost]
-    gone = [batch.reqs[i] for i in lost]
+    retracted = [batch.reqs[i] for i in lost]
     for i in lost:
         batch.release_req(i, len(rest), server_args)
     batch.tree_cache.recomputed += len(lost)
     batch.filter_batch(keep_indices=rest)
     if not batch.reqs or batch.check_decode_mem():
-        return gone, NewTokenRatioTracker.estimate_new_token_ratio_after_retract(batch.reqs), []
+        return retracted, NewTokenRatioTracker.estimate_new_token_ratio_after_retract(batch.reqs), []
     more, ratio, aborted = original(batch, server_args)
-    return [*gone, *more], ratio, aborted
+    return [*retracted, *more], ratio, aborted

@@ -35,7 +35,7 @@ class FaultInjector:
 
 
 @dataclass
-class LinkBandwidth:
+class TransferBandwidth:
     """Bandwidth of completed transfers in one direction, weighted towards recent ones.
 
     Attributes:
@@ -109,7 +109,7 @@ class Reloads:
         host: The nodes' KV on the host.
         allocate: Returns this many device slots, int64, evicting from the tree if necessary. None if there are not enough.
         faults: Fault injection for tests. None otherwise.
-        about_to_write, arrived: Called with slots, int64 [tokens]: those that a load is about to write, and those of a completed load.
+        on_load_start, on_load_done: Called with slots, int64 [tokens]: those that a load is about to write, and those of a completed load.
 
     Attributes:
         link: Measured bandwidth of loads.
@@ -122,12 +122,12 @@ class Reloads:
         host: HostStore,
         allocate: Callable[[int], torch.Tensor | None],
         faults: FaultInjector | None = None,
-        about_to_write: Callable[[torch.Tensor], None] = lambda slots: None,
-        arrived: Callable[[torch.Tensor], None] = lambda slots: None,
+        on_load_start: Callable[[torch.Tensor], None] = lambda slots: None,
+        on_load_done: Callable[[torch.Tensor], None] = lambda slots: None,
     ) -> None:
         self.host, self._nodes, self._allocate = host, host.nodes, allocate
-        self.faults, self._about_to_write, self._arrived = faults, about_to_write, arrived
-        self.link = LinkBandwidth()
+        self.faults, self._on_load_start, self._on_load_done = faults, on_load_start, on_load_done
+        self.link = TransferBandwidth()
         self.loaded_bytes = self.restored_bytes = self.failed_pages = 0
 
     def load_into(self, nodes: list[TieredNode], slots: torch.Tensor) -> Transfer:
@@ -150,7 +150,7 @@ class Reloads:
             for node in nodes:
                 node.store.synchronize()
             self.faults.flip_bit(self.host.tier.pool, pages)
-        self._about_to_write(slots)
+        self._on_load_start(slots)
         load = self.host.tier.load(pages, slots, self.host.blocks(nodes))
         for segment in distinct_segments(tuple(chain.from_iterable(node.anchors for node in nodes))):
             segment.loaded = load
@@ -235,7 +235,7 @@ class Reloads:
             node.load = None
             del loading[node]
         if there:
-            self._arrived(torch.cat([node.value for node in there]))
+            self._on_load_done(torch.cat([node.value for node in there]))
         return lost
 
     def _lose(self, node: TieredNode, page: int) -> None:

@@ -36,15 +36,15 @@ class RemoteOnlyKV(FreedFullKV):
     method_of: "Callable[[Req], CompressionMethod | None]"
     tail: int
 
-    def update(self, requests: "Sequence[Req]") -> None:
+    def free_full_kv(self, requests: "Sequence[Req]") -> None:
         """Free full KV at the start of a round of ``requests``. The prefix tree already owns the prompts of those with compressed KV."""
         for req in requests:
-            compressed = self.copies.get(req.req_pool_idx)
-            if compressed is None or not req.cache_protected_len <= compressed.covered <= self.ranks.holds(req.req_pool_idx):
+            compressed = self.compressed_kv.get(req.req_pool_idx)
+            if compressed is None or not req.cache_protected_len <= compressed.covered <= self.ranks.num_held_tokens(req.req_pool_idx):
                 continue
             if self.own_start(req.req_pool_idx, 0) >= compressed.covered:
                 continue
-            self.ranks.leave_slots(req.req_pool_idx, alone=True)
+            self.ranks.on_slots_freed(req.req_pool_idx, is_remote_only=True)
             if req.req_pool_idx not in self._own:
                 self._unlock_path(req)
             self._free_own_slots(req.req_pool_idx, req.cache_protected_len, compressed.covered)
@@ -55,7 +55,7 @@ class RemoteOnlyKV(FreedFullKV):
         if not self.tree.disable and req.last_node is not None:
             self.tree.dec_lock_ref(req.last_node)
             req.last_node = self.tree.root_node
-        self.copies.token_table[row, :protected] = 0
+        self.compressed_kv.token_table[row, :protected] = 0
         self._own[row] = range(protected, protected)
 
     def full_kv_start(self, row: int, protected: int) -> int:
@@ -90,19 +90,19 @@ class RemoteOnlyKV(FreedFullKV):
 
     def _demand(self, req: "Req", more: int, share: float, free: "FreeBlocks") -> SlotDemand:
         method, row, tokens = self.method_of(req), req.req_pool_idx, len(req.origin_input_ids) + len(req.output_ids)
-        compressed = None if row is None else self.copies.get(row)
+        compressed = None if row is None else self.compressed_kv.get(row)
         if method is None or (compressed is None and (tokens < method.shortest or not self._is_handed_over(row, tokens, free))):
             return SlotDemand(growth=share * more)
         expected = int(share * more)
         covered = method.covered(tokens) if compressed is None else compressed.covered
-        kept = method.kept(covered)
-        growth = method.kept(method.covered(tokens + expected)) - kept + min(more, self.tail)
+        kept = method.num_kept(covered)
+        growth = method.num_kept(method.covered(tokens + expected)) - kept + min(more, self.tail)
         if self.can_lack_full_kv(row):
             return SlotDemand(growth=growth)
         nodes = [] if req.last_node is None else path(req.last_node)
         # It unlocks its whole path: nodes that no other request locks may be evicted.
-        leaves, back = {node: node.device_tokens for node in nodes}, max(0, covered - req.cache_protected_len)
-        return SlotDemand(method.packing.held_slots(kept) if compressed is None else 0, back, leaves, growth)
+        path_slots_freed, own_slots_freed = {node: node.device_tokens for node in nodes}, max(0, covered - req.cache_protected_len)
+        return SlotDemand(method.packing.held_slots(kept) if compressed is None else 0, own_slots_freed, path_slots_freed, growth)
 
     def _is_handed_over(self, row: int | None, tokens: int, free: "FreeBlocks") -> bool:
         """Whether a request without compressed KV was handed over, or will be. In the second case it takes its blocks from ``free``."""

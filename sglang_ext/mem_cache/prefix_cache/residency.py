@@ -94,15 +94,15 @@ class Residency:
     Attributes:
         tree: The prefix tree, with a host tier.
         token_table: int32, SGLang's token table.
-        always: Full KV leaves the device as soon as it is on the host. Otherwise it leaves when its slots are needed.
-        most: Maximum number of requests whose full KV may be off the device when more requests wait. None for no limit.
+        offload_at_once: Full KV leaves the device as soon as it is on the host. Otherwise it leaves when its slots are needed.
+        max_offloaded: Maximum number of requests whose full KV may be off the device when more requests wait. None for no limit.
         holders: Requests whose full KV may leave.
     """
 
     tree: "TieredRadixCache"
     token_table: torch.Tensor
-    always: bool
-    most: int | None = None
+    offload_at_once: bool
+    max_offloaded: int | None = None
     holders: CompressedRequests = field(default_factory=CompressedRequests)
 
     def update(self, running: dict[int, tuple[TieredNode, int]]) -> None:
@@ -121,7 +121,7 @@ class Residency:
                         self.tree.host.back_up(node)
                     else:
                         self.tree.host.store_as_residual(node)
-        if self.always:
+        if self.offload_at_once:
             for node in self._droppable():
                 self._drop(node)
 
@@ -130,11 +130,11 @@ class Residency:
 
         No data is moved: the draft row points to the same slots.
         """
-        copies, node = self.tree.copies, holder.node
-        compressed = copies.get(holder.row)
+        compressed_kv, node = self.tree.compressed_kv, holder.node
+        compressed = compressed_kv.get(holder.row)
         if not compressed.own_packed or compressed.shared_len + compressed.own_tokens < compressed.covered or compressed.covered > node.end:
             return
-        method, tokens, packed = copies.method(holder.row).name, compressed.own_tokens, compressed.own_packed
+        method, tokens, packed = compressed_kv.method(holder.row).name, compressed.own_tokens, compressed.own_packed
         start, slots = compressed.shared_len, compressed.detach_blocks(tokens, packed)
         made = Segment(start, compressed.covered, slots, tokens=tokens, packed=packed, method=method)
         compressed.segments.append(made)
@@ -159,7 +159,7 @@ class Residency:
         return sum(len(node.key) for node in self.holders.by_node if node.value is None)
 
     @property
-    def room(self) -> int:
+    def load_capacity(self) -> int:
         """Device slots that all loads may use together: free slots, slots that can be freed, and slots that loads use now."""
         tree = self.tree
         free = tree.token_to_kv_pool_allocator.available_size() + tree.nodes.evictable + tree.segments.unused_tokens
@@ -167,9 +167,9 @@ class Residency:
         return free + sum(node.device_tokens for node in {*self._droppable(), *pinned})
 
     @property
-    def offered_tokens(self) -> int:
+    def droppable_tokens(self) -> int:
         """Device slots that :meth:`drop` can free for waiting requests. Excludes the slots of the longest reload."""
-        if self.most is not None and sum(holder.stale for holder in self.holders.by_row.values()) >= self.most:
+        if self.max_offloaded is not None and sum(holder.stale for holder in self.holders.by_row.values()) >= self.max_offloaded:
             return 0
         longest = max((holder.node.end for holder in self.holders.by_row.values()), default=0)
         return max(0, sum(node.device_tokens for node in self._droppable()) - longest)
@@ -244,7 +244,7 @@ class Residency:
         holder = self.holders.get(row)
         return holder is None or (holder.pinned and all(node.on_device for node in path(holder.node)))
 
-    def waits(self, row: int) -> bool:
+    def is_loaded(self, row: int) -> bool:
         """Whether the loads of a request have completed."""
         return self.holders.get(row) is not None and self.ready(row)
 

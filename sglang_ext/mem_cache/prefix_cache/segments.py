@@ -167,7 +167,7 @@ class Segments:
 
     def update_codes(self, node: TreeNode) -> None:
         """Update which of a node's segments replace its full KV, after they changed."""
-        node.codes = () if self.blocks is None else tiling(node)
+        node.replacing_segments = () if self.blocks is None else tiling(node)
 
     def boundary(self, segment: Segment, position: int) -> int:
         """Return the last position up to ``position`` where the segment can be split: a block boundary, in whole pages.

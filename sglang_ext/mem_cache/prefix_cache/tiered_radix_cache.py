@@ -49,7 +49,7 @@ class TieredRadixCache(RadixCache):
     """A radix cache whose nodes hold full KV on the device or the host, and compressed chunks of it.
 
     SGLang creates it before the worker has compressed KV, and before full KV can be stored outside the device. The worker passes both with
-    :meth:`use_host` and :meth:`serve`, before the first forward.
+    :meth:`use_host` and :meth:`bind`, before the first forward.
 
     Attributes:
         nodes: The tree.
@@ -58,9 +58,9 @@ class TieredRadixCache(RadixCache):
         host: The nodes' KV on the host. None if full KV is stored on the device only.
         reloads: Loads from the host. None without a host tier.
         residency: Running requests whose full KV may leave the device. None if it stays.
-        copies: The requests' own compressed KV, in the same pool. None if no request has any.
+        compressed_kv: The requests' own compressed KV, in the same pool. None if no request has any.
         early: Running requests that still receive a part of their full KV from another server. None if there are none.
-        codes: Full KV that was freed, because compressed KV or a cache rank holds it. None if full KV stays.
+        freed_full_kv: Full KV that was freed, because compressed KV or a cache rank holds it. None if full KV stays.
         recomputed: Running requests so far that lost their full KV and are computed again (recompute.py).
     """
 
@@ -70,9 +70,9 @@ class TieredRadixCache(RadixCache):
         self.host: HostStore | None = None
         self.reloads: Reloads | None = None
         self.residency: Residency | None = None
-        self.copies: CompressedKVCache | None = None
+        self.compressed_kv: CompressedKVCache | None = None
         self.early: EarlyRequests | None = None
-        self.codes: FreedFullKV | None = None
+        self.freed_full_kv: FreedFullKV | None = None
         self.recomputed = 0
         self._ended: Callable[[int], None] = lambda row: None
         self._keeps_answers = True
@@ -84,8 +84,8 @@ class TieredRadixCache(RadixCache):
         tier: HostTier,
         ranks: TPRanks = TPRanks(),
         faults: FaultInjector | None = None,
-        about_to_write: Callable[[torch.Tensor], None] = lambda slots: None,
-        arrived: Callable[[torch.Tensor], None] = lambda slots: None,
+        on_load_start: Callable[[torch.Tensor], None] = lambda slots: None,
+        on_load_done: Callable[[torch.Tensor], None] = lambda slots: None,
         anchoring: Anchoring | None = None,
     ) -> None:
         """Store full KV in ``tier`` too. The trees of all ``ranks`` do the same.
@@ -98,39 +98,39 @@ class TieredRadixCache(RadixCache):
             ValueError: The tier's page size differs from the tree's.
         """
         self.host = HostStore(self.nodes, tier, self.eviction_strategy.get_priority, ranks, anchoring)
-        self.reloads = Reloads(self.host, self._allocate, faults, about_to_write, arrived)
+        self.reloads = Reloads(self.host, self._allocate, faults, on_load_start, on_load_done)
 
-    def serve(
+    def bind(
         self,
-        copies: CompressedKVCache | None,
+        compressed_kv: CompressedKVCache | None,
         ended: Callable[[int], None] = lambda row: None,
         keeps_answers: bool = True,
         residency: Residency | None = None,
         early: EarlyRequests | None = None,
-        codes: FreedFullKV | None = None,
+        freed_full_kv: FreedFullKV | None = None,
     ) -> None:
         """Set what the tree needs to serve requests that have compressed KV.
 
         Args:
-            copies: The requests' compressed KV. None if no request has any.
+            compressed_kv: The requests' compressed KV. None if no request has any.
             ended: Called with the row of a request that finished, was aborted or retracted, after its compressed KV was released.
             keeps_answers: Whether generated tokens enter the tree. In lossy mode only prompts do, because the KV of generated tokens
                 differs from that of the full cache.
             residency: Requests whose full KV may leave the device. None if it stays.
             early: Requests that start before all their full KV has arrived. None if there are none.
-            codes: Frees full KV that compressed KV or cache ranks hold. None if full KV stays.
+            freed_full_kv: Frees full KV that compressed KV or cache ranks hold. None if full KV stays.
         """
-        self.copies, self._ended, self._keeps_answers = copies, ended, keeps_answers
-        self.residency, self.early, self.codes = residency, early, codes
+        self.compressed_kv, self._ended, self._keeps_answers = compressed_kv, ended, keeps_answers
+        self.residency, self.early, self.freed_full_kv = residency, early, freed_full_kv
 
     def reset(self) -> None:
         """Clear the tree, all segments and all compressed KV, and free the host pages."""
-        if self.copies is not None:
-            self.copies.forget_all()
+        if self.compressed_kv is not None:
+            self.compressed_kv.forget_all()
         if self.residency is not None:
             self.residency.clear()
-        if self.codes is not None:
-            self.codes.clear()
+        if self.freed_full_kv is not None:
+            self.freed_full_kv.clear()
         self.nodes.clear()
         super().reset()
         self.root_node = root = self.nodes.root
@@ -171,12 +171,12 @@ class TieredRadixCache(RadixCache):
         """
         best, begin = params.best_match_node, params.best_match_node.end - params.host_hit_length
         nodes = [node for node in path(best) if node.start >= begin]
-        anchor = nodes[0].parent if nodes else best
+        parent = nodes[0].parent if nodes else best
         if best.dropped:
             nodes = []
         if nodes:
             self.inc_lock_ref(best)
-            as_codes = self.codes is not None and self.codes.reads(params.req, best)
+            as_codes = self.freed_full_kv is not None and self.freed_full_kv.reads_quantized(params.req, best)
             if not as_codes:
                 self._load(nodes, params.mem_quota)
             # Nodes were split at changed pages.
@@ -185,7 +185,7 @@ class TieredRadixCache(RadixCache):
             self.dec_lock_ref(best)
         slots = [node.value if node.on_device else self._padding(node) for node in nodes]
         indices = concat_slots(slots, self._empty_match_result.device_indices)
-        return indices, nodes[-1] if nodes else anchor
+        return indices, nodes[-1] if nodes else parent
 
     def _padding(self, node: TieredNode) -> torch.Tensor:
         """Slots for a quantized-only node, in SGLang's padding page, in the order of a page: int64 [tokens of the node]."""
@@ -194,7 +194,7 @@ class TieredRadixCache(RadixCache):
     def _load(self, nodes: list[TieredNode], quota: int | None) -> None:
         nodes = list(takewhile(lambda node: not node.is_void, nodes))
         coded = [node for node in nodes if node.is_quantized_only]
-        if coded and not self.codes.restore(coded, self._allocate):
+        if coded and not self.freed_full_kv.restore(coded, self._allocate):
             return
         missing = [node for node in nodes if node.value is None]
         if missing and (quota is None or sum(len(node.key) for node in missing) <= quota):
@@ -232,12 +232,12 @@ class TieredRadixCache(RadixCache):
         """
         own = req.cache_protected_len
         own_start = 0
-        if self.codes is not None:
-            is_insert &= self.codes.can_insert(req.req_pool_idx)
-            own_start = self.codes.own_start(req.req_pool_idx, 0)
-            self.codes.forget(req.req_pool_idx)
-        if self.copies is not None:
-            self.copies.release(req.req_pool_idx)
+        if self.freed_full_kv is not None:
+            is_insert &= self.freed_full_kv.can_insert(req.req_pool_idx)
+            own_start = self.freed_full_kv.own_start(req.req_pool_idx, 0)
+            self.freed_full_kv.forget(req.req_pool_idx)
+        if self.compressed_kv is not None:
+            self.compressed_kv.release(req.req_pool_idx)
             self._ended(req.req_pool_idx)
         allocated = req.kv.kv_allocated_len
         row = self.req_to_token_pool.req_to_token[req.req_pool_idx, :allocated]
@@ -273,17 +273,17 @@ class TieredRadixCache(RadixCache):
                 req.prefix_indices = row.to(torch.int64, copy=True)
             return
         row, key = self._row_and_key(req, req.get_fill_ids())
-        if chunked and self.codes is not None:
+        if chunked and self.freed_full_kv is not None:
             # Tokens that fill no block stay the request's own until the block is full: a node that ends within a block would keep them.
-            key = key[: max(req.cache_protected_len, self.codes.whole(len(key)))]
+            key = key[: max(req.cache_protected_len, self.freed_full_kv.max_node_end(len(key)))]
         slots, own = row[: len(key)].to(torch.int64, copy=True), req.cache_protected_len
         last, unneeded = self._insert(key, slots, own, getattr(req, "priority", 0) or 0, chunked)
         self._free_parts(row, unneeded)
         parts = [node.value if node.on_device else slots[node.start : node.end] for node in path(last)]
         indices = concat_slots(parts, self._empty_match_result.device_indices)
         self.req_to_token_pool.write((req.req_pool_idx, slice(own, len(indices))), indices[own:])
-        if unneeded and self.copies is not None:
-            self.copies.on_row_moved(req.req_pool_idx, unneeded[0][0])
+        if unneeded and self.compressed_kv is not None:
+            self.compressed_kv.on_row_moved(req.req_pool_idx, unneeded[0][0])
         req.cache_protected_len = len(indices)
         # Lock first: otherwise a node that lost its KV would be dropped although the request's path contains it.
         self.inc_lock_ref(last)
@@ -387,13 +387,13 @@ class TieredRadixCache(RadixCache):
 
     @property
     def _offered(self) -> int:
-        return self.residency.offered_tokens if self.residency is not None else 0
+        return self.residency.droppable_tokens if self.residency is not None else 0
 
     def session_held_tokens(self, active_pool_idxs: set | None = None) -> int:
         """Slots of requests' own compressed KV and of segments in use, which neither the tree nor the rows account for. Freed slots that
         rows still account for are subtracted."""
-        own = 0 if self.copies is None else self.copies.owned_slot_count
-        own -= 0 if self.codes is None else self.codes.own_tokens
+        own = 0 if self.compressed_kv is None else self.compressed_kv.owned_slot_count
+        own -= 0 if self.freed_full_kv is None else self.freed_full_kv.own_tokens
         return super().session_held_tokens(active_pool_idxs) + own + self.segments.held_tokens
 
     def total_size(self) -> int:

@@ -27,8 +27,8 @@ def check_when_idle(original: Callable, checker) -> None:
     """
     original(checker)
     tree = checker.tree_cache
-    if tree.copies is not None:
-        tree.copies.poll()
+    if tree.compressed_kv is not None:
+        tree.compressed_kv.poll()
     if not tree.nodes.changed:
         return
     tree.nodes.changed = False
@@ -92,7 +92,7 @@ def _check_tiers(tree: "TieredRadixCache", node: TieredNode) -> None:
 
 def _check_codes(tree: "TieredRadixCache", node: TieredNode) -> None:
     expected = tiling(node) if tree.segments.blocks is not None else ()
-    _require(node.codes == expected, node, "the recorded segments that replace its full KV are not those that cover it")
+    _require(node.replacing_segments == expected, node, "the recorded segments that replace its full KV are not those that cover it")
     alone = node in tree.nodes.quantized_only
     _require(node.is_quantized_only == alone, node, f"it is {'' if alone else 'not '}among the quantized-only nodes")
 

@@ -84,7 +84,7 @@ def test_each_method_makes_copies_in_its_own_way_and_equal_ones_share_what_they_
     assert plain.packing == PlainSlots(16) and packed.packing is both.packing is rows.layout
     assert made[1].quantizer == made[2].quantizer and made[1].quantizer.bits == 2
     assert plain.compressor is both.compressor and (plain.budget, packed.budget, both.budget) == (0.25, 1.0, 0.5)
-    assert [method.called(method.compressor) for method in (plain, packed, both)] == ["snapkv", "kivi", "snapkv+kivi:0.5"]
+    assert [method.full_name(method.compressor) for method in (plain, packed, both)] == ["snapkv", "kivi", "snapkv+kivi:0.5"]
 
 
 NAMES = offered_methods(resolved(kv_more_compressors="snapkv:0.125,kivi"))

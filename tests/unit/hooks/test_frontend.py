@@ -9,7 +9,7 @@ from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_ext.core import OptionError
-from sglang_ext.hooks.frontend import SHOWN, check_preferred, check_request, check_shape
+from sglang_ext.hooks.frontend import MAX_SHOWN_CHARS, check_preferred, check_request, check_shape
 
 VOCABULARY = 1000
 
@@ -138,7 +138,7 @@ def test_numbers_of_log_probabilities_count_where_these_are_asked_for():
 def test_a_large_value_is_not_written_out():
     with pytest.raises(ValueError) as raised:  # noqa: PT011 - its length is what counts
         checked({"sampling_params": {"stop": [[1] * 10_000]}})
-    assert len(str(raised.value)) < 6 * SHOWN
+    assert len(str(raised.value)) < 6 * MAX_SHOWN_CHARS
 
 
 def shaped(body):

@@ -138,13 +138,13 @@ class Scheduler:
         world = self.world
         if not self.on_codes:
             return
-        blocks, row = world.codes.stored(req.req_pool_idx), world.table.req_to_token[req.req_pool_idx, : req.length].long()
+        blocks, row = world.codes.block_slots(req.req_pool_idx), world.table.req_to_token[req.req_pool_idx, : req.length].long()
         expected = numbers(kv_of(req.tokens[: req.length]))
         end = SINKS + len(blocks) // world.packing.block_slots * world.packing.block_tokens
         assert end <= max(known, SINKS)
         found = world.lossy.keys[0][row].clone()
         if len(blocks):
-            made = world.packing.whole(world.packing.read(world.lossy.keys[0], world.packing.keys, blocks), world.packing.keys, None)
+            made = world.packing.dequantize(world.packing.read(world.lossy.keys[0], world.packing.keys, blocks), world.packing.keys, None)
             found[SINKS:end] = made.transpose(0, 1)
         assert (found - expected).abs().max() < 0.15, "a number of 4 bits is off by a fifteenth at most, twice where it was packed twice"
 

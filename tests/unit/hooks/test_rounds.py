@@ -82,7 +82,7 @@ def test_what_a_round_gave_after_an_end_is_neither_counted_nor_processed():
     seen, processor = [], Processor()
     process_output_tokens(lambda _, b, r: seen.append(r.accept_lens.tolist()), processor, batch, result)
     ((_, counted),) = processor.counted
-    assert (counted.accept_lens.tolist(), counted.ended) == ([2, 0, 4], {0})
+    assert (counted.accept_lens.tolist(), counted.finished_early) == ([2, 0, 4], {0})
     assert seen == [[2, 4]]
     assert all(req.output_ids == [] and not req.finished() for req in batch.reqs)
 
@@ -109,7 +109,7 @@ def test_a_grammar_stays_where_it_is_while_tokens_of_its_retracted_request_are_d
 
 def test_a_round_of_those_that_still_ran_is_processed_for_them_alone():
     batch, made = make_result()
-    result = dataclasses.replace(made, requests=[1, 2, 4])
+    result = dataclasses.replace(made, positions=[1, 2, 4])
     batch.reqs = [request(name) for name in "xabyc"]
     seen = []
     processor = Processor()

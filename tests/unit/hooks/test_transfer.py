@@ -167,9 +167,9 @@ def test_who_is_aborted_while_it_waits_to_be_prefilled_ends_its_room_and_no_othe
 
 def test_both_ends_learn_where_the_newest_queries_of_a_request_are_kept():
     worker, asked = KVWorker.__new__(KVWorker), []
-    worker.traveling = SimpleNamespace(read=lambda *given: asked.append(given) or b"queries", write=lambda *given: asked.append(given))
+    worker.prompt_queries = SimpleNamespace(read=lambda *given: asked.append(given) or b"queries", write=lambda *given: asked.append(given))
     worker.arriving_full_kv = lambda req, tree: None
-    worker.packs_prompts, worker.coded_prompts = lambda: None, lambda tree: None
+    worker.prompt_packing, worker.quantized_prompt_allocator = lambda: None, lambda tree: None
     queue = queue_of(worker)
     queue.tree_cache = None
     req = SimpleNamespace(disagg_kv_sender=made(ProgressiveSender), origin_input_ids=[1, 2], output_ids=[], to_finish=None, req_pool_idx=None)
@@ -178,7 +178,7 @@ def test_both_ends_learn_where_the_newest_queries_of_a_request_are_kept():
     transfer.create_receiver(lambda queue, req, is_rebootstrap: found, queue, req)
     req.req_pool_idx = 5  # it gets its row later
     assert req.disagg_kv_sender._query_reader(100) == b"queries" and asked == [(5, 2, 100)]
-    assert found.kv_receiver._queries is worker.traveling and found.kv_receiver._row() == 5
+    assert found.kv_receiver._queries is worker.prompt_queries and found.kv_receiver._row() == 5
 
 
 def test_ends_of_other_backends_are_left_alone():

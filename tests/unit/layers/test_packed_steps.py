@@ -96,7 +96,7 @@ class Worker(KVWorker):
         self.model_runner = SimpleNamespace(token_to_kv_pool=kv, attn_backend=SimpleNamespace(), dtype=torch.float32)
         model = SimpleNamespace(query_heads=2, head_dim=64)
         self.memory = SimpleNamespace(ahead=5, model=model, release=lambda requests, tokens: MemoryPlan(rings=requests))
-        self.queries, self.key_sidecar = QueryWindows(2, (0, 2), 1), None
+        self.queries, self.key_derived_data = QueryWindows(2, (0, 2), 1), None
         self.layers, self.methods = {0: 0.1, 2: 0.1}, ServedMethods((), (method("snapkv"), method(name)))
 
     def allocate(self):
@@ -130,7 +130,7 @@ def test_extremes_of_pages_lie_beside_the_pool_where_attention_chooses_and_forwa
     try:
         worker.allocate()
         assert type(worker.layout) is (PagePointerLayout if name == "quest" else PointerLayout)
-        assert (worker.key_sidecar is not None) == (queries._key_write_callback is not None) == (name == "quest")
+        assert (worker.key_derived_data is not None) == (queries._key_write_callback is not None) == (name == "quest")
         if name == "quest":
             keys = worker.model_runner.token_to_kv_pool.get_key_buffer(0)
             keys[20] = 7.0

@@ -39,7 +39,7 @@ def test_batches_whose_parts_are_more_than_flashinfers_workspace_have_no_graph(m
 
 
 def windows_with_rings():
-    windows = QueryWindows(4, (0,), spare=5)
+    windows = QueryWindows(4, (0,), extra_queries=5)
     windows.allocate(2, 1, 1, torch.empty(0))
     return windows
 

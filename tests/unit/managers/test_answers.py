@@ -32,12 +32,12 @@ def test_parts_of_different_widths_come_to_the_places_of_their_requests(order, c
             expected = [10 * request + place for place in range(width)]
             rows = slice(request * found.width, request * found.width + width)
             assert found.tokens[request, :width].tolist() == expected == found.sampled.tokens[rows].tolist()
-            assert found.accepted[request] == 1 + request % width
+            assert found.num_output[request] == 1 + request % width
             if logprobs:
                 assert found.sampled.logprobs[rows].tolist() == expected
-                assert [ids for _, ids in found.sampled.top[rows]] == [[token] for token in expected]
+                assert [ids for _, ids in found.sampled.top_logprobs[rows]] == [[token] for token in expected]
     absent = set(range(5)) - {request for some, _ in groups for request in some}
-    assert all(found.accepted[request] == 0 for request in absent)
+    assert all(found.num_output[request] == 0 for request in absent)
     assert (found.sampled.logprobs is not None) == logprobs
 
 
@@ -47,8 +47,8 @@ def test_of_steps_the_tokens_and_log_probabilities_of_some_requests_are_picked()
     steps[1][1].logprobs.add_(5)
     tokens = torch.stack([sampled.tokens for _, sampled in steps], 1)
     found = OutputTokens.from_steps(steps, tokens, [3, 1], [len(steps), 1])
-    assert found.tokens.tolist() == [[30, 30], [10, 10]] and found.accepted.tolist() == [2, 1]
-    assert found.sampled.logprobs.tolist() == [30, 35, 10, 15] and found.sampled.chosen[2] == ([10.0], [10])
+    assert found.tokens.tolist() == [[30, 30], [10, 10]] and found.num_output.tolist() == [2, 1]
+    assert found.sampled.logprobs.tolist() == [30, 35, 10, 15] and found.sampled.requested_logprobs[2] == ([10.0], [10])
 
 
 def test_drafts_of_several_rounds_stand_one_behind_the_other_and_a_row_without_any_goes_on_from_its_bonus():

@@ -54,7 +54,7 @@ class FakeResidency:
             reloads=SimpleNamespace(link=SimpleNamespace(restored=bandwidth)),
             host=SimpleNamespace(tier=SimpleNamespace(defer_transfers=nullcontext)),
         )
-        self.room = 10**6
+        self.load_capacity = 10**6
 
     def collect_loads(self):
         self.loading = {row: left - 1 for row, left in self.loading.items() if left > 1}
@@ -83,7 +83,7 @@ class FakeResidency:
     def ready(self, row):
         return row in self.pinned and row not in self.missing and row not in self.loading
 
-    def waits(self, row):
+    def is_loaded(self, row):
         return self.ready(row)
 
     def restore(self, row):
@@ -121,7 +121,7 @@ class Toy(DecodeLoop):
         compressed_kv.rows = count + 1
         full_kv, policy = ResidentFullKV(), None
         if residency is not None:
-            full_kv = OffloadedFullKV(VerificationScheduler(PROMPT, residency.room, horizon=8), residency, 1, drafts_per_load=longest)
+            full_kv = OffloadedFullKV(VerificationScheduler(PROMPT, residency.load_capacity, horizon=8), residency, 1, drafts_per_load=longest)
             policy = SimpleNamespace(observe=lambda round_, spent: None, choose=lambda p, link, share: OffloadDecision(None, longest))
         steps = SimpleNamespace(
             table=compressed_kv.token_table, slots=lambda *args: torch.zeros(1), run=self.draw,
@@ -181,10 +181,10 @@ def rounds(toy, states, reqs, count, late=False):
                 accepted = int(result.accept_lens[i])
                 toy.committed[state.row] += result.next_token_ids.view(-1, width)[i, :accepted].tolist()
                 assert int(result.next_draft_input.bonus_tokens[i]) == toy.committed[state.row][-1]
-                if i in result.round.verify_reqs:
-                    seen.append((state.row, result.round.num_draft_tokens(i), accepted - 1))
+                if i in result.plan.verify_reqs:
+                    seen.append((state.row, result.plan.num_draft_tokens(i), accepted - 1))
                 else:
-                    assert accepted == result.round.num_output_tokens(i) * (i in result.round.full_kv_reqs)
+                    assert accepted == result.plan.num_output_tokens(i) * (i in result.plan.full_kv_reqs)
             assert result.new_seq_lens.tolist() == [len(toy.committed[s.row]) - 1 for s in states]
             waiting.append((batch, result))
             if not late or len(waiting) > 1:
@@ -254,14 +254,14 @@ def test_with_lengths_chosen_as_it_goes_the_tokens_are_those_of_full_kv(count, d
     toy, states, reqs = make(
         count, away, data.draw(st.integers(1, 3)), stays=data.draw(st.booleans()), drafts=drafts, longest=drafts * times
     )
-    toy.round_timer.lengths = Choices(data.draw(st.lists(choices, min_size=20, max_size=20)), drafts)
+    toy.round_timer.draft_length = Choices(data.draw(st.lists(choices, min_size=20, max_size=20)), drafts)
     rounds(toy, states, reqs, 24)
     correct(toy)
 
 
 def test_where_drafts_are_not_wanted_those_on_the_device_decode_plainly_and_stay():
     toy, states, reqs = make(2, away=[2], stays=True)
-    toy.round_timer.lengths = Choices([0] * 12)
+    toy.round_timer.draft_length = Choices([0] * 12)
     seen = rounds(toy, states, reqs, 12)
     assert len(toy.committed[1]) == PROMPT + 1 + 12 * PLAIN_STEPS and states[0].fallback == SLOWER
     assert [row for row, *_ in seen] == [2], "its drafts are verified, then it decodes plainly, too"
@@ -272,7 +272,7 @@ def test_where_drafts_are_not_wanted_those_on_the_device_decode_plainly_and_stay
 def test_a_load_does_not_take_the_place_of_what_is_read_in_the_round():
     toy, states, reqs = make(2, away=[1, 2], stays=True)
     toy.residency.missing, toy.residency.stale = {2}, {2}
-    toy.round_timer.lengths = Choices([0] * 8)
+    toy.round_timer.draft_length = Choices([0] * 8)
     seen = rounds(toy, states, reqs, 8)
     assert 2 in {row for row, *_ in seen}
     assert len(toy.committed[1]) == PROMPT + 1 + 8 * PLAIN_STEPS
@@ -299,7 +299,7 @@ def test_those_on_the_device_make_room_for_the_loads_of_the_others(count, took):
     toy, states, reqs = make(count, away=rows)
     residency = toy.residency = toy.full_kv.residency = Crowded(rows, took, stays=True)
     residency.missing, residency.stale = set(rows[2:]), set(rows[2:])
-    residency.room = 2 * PROMPT
+    residency.load_capacity = 2 * PROMPT
     seen = [row for row, *_ in rounds(toy, states, reqs, 30 * count)]
     assert min(seen.count(row) for row in rows) >= 5, "none waits for good"
     correct(toy)
@@ -316,7 +316,7 @@ def test_what_has_to_be_loaded_gathers_drafts_first_and_the_others_verify_in_eac
 def test_drafts_stop_at_the_longest_while_the_link_is_busy():
     toy, states, reqs = make(1, away=[1], rounds=6)
     seen = rounds(toy, states, reqs, 20)
-    assert seen and all(offered == LONGEST for _, offered, _ in seen) and toy.full_kv.admission.num_postponed > 0
+    assert seen and all(offered == LONGEST for _, offered, _ in seen) and toy.full_kv.scheduler.num_postponed > 0
     correct(toy)
 
 
@@ -347,7 +347,7 @@ def test_in_any_company_the_tokens_are_those_of_full_kv(count, data):
     for state, kind in zip(states, kinds):
         state.fallback = FALLBACK_REASONS.index(kind) if kind in FALLBACK_REASONS else 0
     choices = st.integers(0, drafts)
-    toy.round_timer.lengths = Choices(data.draw(st.lists(choices, max_size=20)), drafts)
+    toy.round_timer.draft_length = Choices(data.draw(st.lists(choices, max_size=20)), drafts)
     late = data.draw(st.booleans())
     for i in range(12):
         # Who must be looked at comes and goes.
@@ -401,10 +401,10 @@ def test_a_copy_that_cannot_be_renewed_at_its_turn_costs_no_token():
 def test_gone_requests_give_back_what_was_reserved():
     toy, states, reqs = make(3, away=[1, 2, 3], rounds=3)
     rounds(toy, states, reqs, 2)
-    assert toy.full_kv.admission.occupancy.memory > 0
+    assert toy.full_kv.scheduler.occupancy.memory > 0
     for state in states:
         toy.forget(state.row)
-    assert toy.full_kv.admission.memory_peak == 0 and not toy.full_kv.verifying_rows
+    assert toy.full_kv.scheduler.memory_peak == 0 and not toy.full_kv.verifying_rows
 
 
 @pytest.mark.parametrize("left", [1, 2, 5])
@@ -428,10 +428,10 @@ def test_loads_that_are_planned_take_as_long_as_the_link_needs_now():
     assert reserved() == 2
     residency.tree.reloads.link.restored *= 1.05
     verifications.on_round_start({}, None)
-    before = admission._loads.link.load
+    before = admission._loads.link.mean_occupancy
     residency.tree.reloads.link.restored /= 4.2
     verifications.on_round_start({}, None)
-    assert admission._loads.link.load == pytest.approx(4 * before), "small changes are not followed, this one is"
+    assert admission._loads.link.mean_occupancy == pytest.approx(4 * before), "small changes are not followed, this one is"
 
 
 def test_the_timeline_has_each_rounds_drafts_and_what_became_of_them(tmp_path):

@@ -160,7 +160,7 @@ def test_predictions_have_no_steps_where_requests_double():
 def test_a_load_tells_its_requests_and_tokens(lengths):
     load = BatchLoad.of(lengths)
     assert (load.requests, load.tokens) == (len(lengths), sum(lengths))
-    assert 2 ** sum(load.place) == pytest.approx(sum(lengths))
+    assert 2 ** sum(load.coordinates) == pytest.approx(sum(lengths))
 
 
 class Machine:
@@ -170,7 +170,7 @@ class Machine:
         self.now = 0.0
         monkeypatch.setattr(Mark, "now", lambda device: Mark(seconds=self.now))
         self.round_timer = RoundTimer(DraftLength(8), torch.device("cpu"), KVMetrics("model"), costs=SimpleNamespace(observe=self._observe))
-        self.round_timer.lengths.choose = lambda *_: 0
+        self.round_timer.draft_length.choose = lambda *_: 0
         self.seen = []
         self.states = {n: [RequestState(rid=str(i), row=i, seed=0) for i in range(n)] for n in range(1, 9)}
 
@@ -235,8 +235,8 @@ def test_short_rounds_whose_drafts_gather_are_learned_from_together():
     def short(due):
         return RoundPlan(states, 1, [500, 500], rows, [8, 9], rows, [0, 0], full_kv_reqs=[1], remaining=[40, 40], verify_batches=[[0]] if due else [], is_shortened=True)
 
-    spent = RoundTimes(drafts=1, steps=0, compressing=0.1, drafting=1.0, whole=1.5)
+    spent = RoundTimes(num_draft_steps=1, num_plain_steps=0, compressing=0.1, drafting=1.0, whole=1.5)
     assert round_timer._merge_short_rounds(short(False), spent) is round_timer._merge_short_rounds(short(False), spent) is None
     found = round_timer._merge_short_rounds(short(True), spent)
-    assert (found.drafts, found.drafting, found.whole) == (3, 3.0, 4.5)
+    assert (found.num_draft_steps, found.drafting, found.whole) == (3, 3.0, 4.5)
     assert round_timer._merge_short_rounds(short(True), spent) == spent, "the next begins anew"

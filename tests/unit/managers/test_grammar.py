@@ -61,7 +61,7 @@ def walked(one, drafts):
     """Of the rows of a verification: the walk, and allowed tokens of each that may be an answer."""
     walk = GrammarWalk(one, list(drafts))
     rows = [row for i in range(len(drafts) + 3) if (row := walk.row(i)) is not None]
-    return walk, filled(rows)[: walk.answers]
+    return walk, filled(rows)[: walk.num_masked_rows]
 
 
 @given(text=words, data=st.data())
@@ -70,7 +70,7 @@ def test_masks_after_drafts_are_those_after_output(text, data):
     one = grammar(text[:start])
     expected = [mask_of(grammar(text[:end])) for end in range(start, len(text) + 1)]
     walk, masks = walked(one, text[start:])
-    assert masks == expected and walk.answers == len(text) - start + 1
+    assert masks == expected and walk.num_masked_rows == len(text) - start + 1
     assert mask_of(one) == expected[0], "the grammar stands at the output again"
 
 
@@ -82,10 +82,10 @@ def test_whatever_is_drafted_each_row_that_counts_is_masked_as_after_output(draf
     at = grammar(start)
     for index, mask in enumerate(masks):
         assert mask == mask_of(at)
-        if index + 1 < walk.answers:
+        if index + 1 < walk.num_masked_rows:
             assert drafts[index] in mask
             at.accept_token(drafts[index])
-    last = walk.answers - 1
+    last = walk.num_masked_rows - 1
     ended = last < len(drafts) and drafts[last] in masks[last]
     assert last == len(drafts) or drafts[last] not in masks[last] or drafts[last] == END, "a draft that is refused, or the end"
     assert not ended or drafts[last] == END
@@ -107,7 +107,7 @@ def test_an_end_that_is_not_in_the_output_yet_lets_ends_follow_with_ignore_eos_a
     one = grammar(b"abab")
     walk = GrammarWalk(one, [END, END], [ord("x"), END])
     rows = filled([walk.row(0), walk.row(1), walk.row(2)])
-    assert rows[0] == {END} and walk.answers == 1
+    assert rows[0] == {END} and walk.num_masked_rows == 1
     assert not one.is_terminated() and mask_of(one) == mask_of(grammar(b"abab"))
 
 
@@ -116,7 +116,7 @@ def test_rows_after_an_xgrammar_that_ended_unknown_to_its_output_stay_open():
     walk = GrammarWalk(one, [ord("a")], [ord("x"), 256])
     mask = torch.full((2, 9), -1, dtype=torch.int32)
     walk.fill_mask(mask, {0: 0, 1: 1})
-    assert mask.eq(-1).all() and walk.answers == 1 and not one.is_terminated()
+    assert mask.eq(-1).all() and walk.num_masked_rows == 1 and not one.is_terminated()
 
 
 @pytest.mark.parametrize("made", [grammar, xgrammar_at])
@@ -124,7 +124,7 @@ def test_a_refused_token_between_the_output_and_the_drafts_leaves_all_rows_open_
     # A sampler that has no token to choose from gives token 0.
     mask, walk = torch.full((2, 9), -1, dtype=torch.int32), GrammarWalk(made(b"ab"), [ord("c")], [ord("a"), 0])
     walk.fill_mask(mask, {0: 0, 1: 1})
-    assert mask.eq(-1).all() and walk.answers == 1
+    assert mask.eq(-1).all() and walk.num_masked_rows == 1
 
 
 def test_the_newest_forward_tells_what_an_output_lacks():
@@ -135,15 +135,15 @@ def test_the_newest_forward_tells_what_an_output_lacks():
     batch = SimpleNamespace(reqs=reqs)
     done = SimpleNamespace(synchronize=lambda: copied.append(1))
     answers = SimpleNamespace(
-        requests=[1, 2], copy_done=done, accept_lens=torch.tensor([2, 1]), speculative_num_draft_tokens=3,
+        positions=[1, 2], copy_done=done, accept_lens=torch.tensor([2, 1]), speculative_num_draft_tokens=3,
         next_token_ids=torch.tensor([10, 11, 12, 20, 21, 22]),
     )
     tokens = UnprocessedTokens.from_result(batch, answers)
     # Five of the prompt and one of the output are known to SGLang, two came now; the KV of the newest is not there.
-    assert tokens.before(reqs[1], 7) == [10, 11] and tokens.before(reqs[2], 7) == [20]
-    assert tokens.before(reqs[1], 5) == [] and len(copied) == 2, "nothing is waited for where the output has all"
+    assert tokens.tokens_of(reqs[1], 7) == [10, 11] and tokens.tokens_of(reqs[2], 7) == [20]
+    assert tokens.tokens_of(reqs[1], 5) == [] and len(copied) == 2, "nothing is waited for where the output has all"
     first = SimpleNamespace(copy_done=done, accept_lens=None, next_token_ids=torch.tensor([30, 31, 32]))
-    assert UnprocessedTokens.from_result(batch, first).before(reqs[1], 6) == [31]
+    assert UnprocessedTokens.from_result(batch, first).tokens_of(reqs[1], 6) == [31]
     assert UnprocessedTokens.from_result(SimpleNamespace(reqs=[reqs[0]]), answers).reqs == (), "no grammar has to know"
 
 
@@ -153,7 +153,7 @@ def test_only_grammars_that_are_taken_back_may_lag_behind():
 
 def test_no_token_follows_the_end_of_a_grammar():
     walk, masks = walked(grammar(b"abab"), [ord("x"), END, 5])
-    assert walk.answers == 2 and masks[1] == {END}
+    assert walk.num_masked_rows == 2 and masks[1] == {END}
     assert walk.row(3) is not None and walk.row(4) is None
 
 
@@ -165,7 +165,7 @@ def test_a_row_after_the_end_of_an_xgrammar_stays_open():
     rows[0].fill_vocab_mask_batched([GrammarRow(i, row) for i, row in enumerate(rows)], mask)
     bits = [{i for i in range(257) if row[i // 32] >> (i % 32) & 1} for row in mask.tolist()]
     assert bits == [{ord("a"), ord("c"), ord("x"), 256}, {256}, set(range(257))]
-    assert walk.answers == 2 and not one.is_terminated()
+    assert walk.num_masked_rows == 2 and not one.is_terminated()
     assert can_roll_back(one)
 
 
@@ -173,7 +173,7 @@ def test_walks_of_several_requests_share_a_mask():
     first, second = GrammarWalk(grammar(b"ab"), list(b"cd")), GrammarWalk(grammar(), [])
     rows = [first.row(0), second.row(0), first.row(1), first.row(2)]
     assert filled(rows) == [mask_of(grammar(text)) for text in (b"ab", b"", b"abc", b"abcd")]
-    assert (first.answers, second.answers) == (3, 1)
+    assert (first.num_masked_rows, second.num_masked_rows) == (3, 1)
 
 
 def test_a_walk_is_no_longer_than_what_can_be_taken_back():

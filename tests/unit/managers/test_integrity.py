@@ -15,7 +15,7 @@ def compressed_kv(copies=(11, 12), free=(13, 14), cached=(1, 2, 15), page_size=1
     return SimpleNamespace(
         token_table=TABLE,
         layout=PlainLayout(),
-        copies=lambda: (),
+        items=lambda: (),
         all_slots=lambda: torch.tensor(copies, dtype=torch.int64),
         free_slots=lambda: torch.tensor(free, dtype=torch.int64),
         allocator=SimpleNamespace(page_size=page_size),

@@ -36,7 +36,7 @@ def test_a_machine_that_was_seen_in_different_rounds_is_told(costs, drafting, ve
 def test_what_was_seen_again_and_again_is_foretold_whatever_the_weights_are_said_to_be(costs, drafting, requests, tokens, factor):
     """One kind of round does not tell reading from computing, but it tells itself."""
     # One that reads less than a draft may take no longer than that: a forward's weights are what a draft tells.
-    assume(requests * costs.context >= drafting * costs.copy)
+    assume(requests * costs.context >= drafting * costs.compressed_bytes)
     seen = rest(costs, requests, requests * tokens)
     found = told(costs, drafting, [seen] * 4, weights=factor * costs.weights)
     foretold = verify_seconds(found, requests, requests * tokens) + found.turnaround

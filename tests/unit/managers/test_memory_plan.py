@@ -86,7 +86,7 @@ def test_without_a_method_that_scores_by_queries_there_are_none():
 
 @pytest.mark.parametrize("rings", [0, 1, 5])
 def test_rings_take_as_many_bytes_as_are_planned(rings):
-    windows = QueryWindows(32, (0, 1), spare=17)
+    windows = QueryWindows(32, (0, 1), extra_queries=17)
     windows.allocate(rings, TINY.query_heads, TINY.head_dim, torch.empty(0))
     assert windows.held_bytes == planner(TINY).plan(8, 1000, rings).query_rings
 
@@ -120,7 +120,7 @@ def test_choices_of_steps_take_as_much_as_two_at_once_on_a_gpu_alone():
 
 
 def test_rings_have_room_for_what_steps_leave_between_two_choices():
-    windows = QueryWindows(1, (0, 1), spare=40)
+    windows = QueryWindows(1, (0, 1), extra_queries=40)
     windows.allocate(3, TINY.query_heads, TINY.head_dim, torch.empty(0))
     every = planner(TINY, methods=("spade",), on_gpu=False)
     rare = replace(every, served=replace(every.served, methods=tuple(replace(m, compressor=Spade(every=40)) for m in every.served.methods)))
@@ -228,7 +228,7 @@ def test_extremes_of_pages_are_counted_where_attention_chooses_by_them_and_the_p
     extremes = PageExtremes(keys, (0, 1), 16)
     assert extremes.nbytes == found.extremes
     rows = PagePointerLayout.of_pool(Pointers(8, 16), table, extremes, Quest(every=every, in_attention=True))
-    assert sum(part.nbytes for part in (rows.counts, rows.pages, rows.chosen_at, rows.arrived)) == found.compressed_tables
+    assert sum(part.nbytes for part in (rows.counts, rows.pages, rows.selected_at, rows.finished_parts)) == found.compressed_tables
     room = 64 * MIB
     memory = ReservedMemory(paged(planner(TINY, **flags)), runner(room))
     tokens = (room - memory.held_bytes) // TINY.slot_bytes

@@ -83,7 +83,7 @@ def test_where_verified_tokens_take_long_to_compute_drafts_are_not_fewer_than_th
 
 def test_where_all_full_kv_leaves_the_optimum_says_after_how_many_drafts_it_comes_back():
     found = policy(tier="host")
-    assert found.unknown == OffloadDecision(None, FIRST_DRAFTS)
+    assert found.initial_decision == OffloadDecision(None, FIRST_DRAFTS)
     measured(found)
     chosen = {(p, link): found.choose(p, link, SHARE) for p in (0.9, 0.99) for link in (50e9, 1e12)}
     assert all(each.requests is None and 16 <= each.drafts <= 256 for each in chosen.values())

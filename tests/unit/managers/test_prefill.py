@@ -26,7 +26,7 @@ def test_lengths_of_a_prefill_are_known_before_it_runs(monkeypatch):
         queries=SimpleNamespace(recording=lambda rows: nullcontext()),
         target_worker=SimpleNamespace(forward_batch_generation=forward),
         model_runner=None,
-        quantized=None,
+        quantized_prefill=None,
         requests=SimpleNamespace(admit=lambda req, matched: SimpleNamespace(fallback=0, seed=5, row=1)),
         compressed_kv=SimpleNamespace(method=lambda row: SimpleNamespace(compressor=SimpleNamespace(window=0)), get=lambda row: None),
         loop=SimpleNamespace(interrupt=lambda: None, penalties=penalties),

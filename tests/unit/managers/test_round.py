@@ -68,7 +68,7 @@ class Views:
     def mark_tail_written(self, row, end):
         self.tails.append((row, end))
 
-    def reach(self, row, tokens):
+    def max_covered(self, row, tokens):
         return tokens
 
     def draft_row(self, row):
@@ -151,7 +151,7 @@ def test_who_lacks_queries_drafts_on_full_kv_though_nobody_has_a_copy():
 
 def test_rounds_in_which_a_request_lacks_queries_tell_nothing_of_drafts():
     seen = []
-    costs = SimpleNamespace(observe=lambda load, spent: seen.append(spent.drafts))
+    costs = SimpleNamespace(observe=lambda load, spent: seen.append(spent.num_draft_steps))
     round_timer = RoundTimer(FixedDraftLength(4), torch.device("cpu"), KVMetrics("model"), costs=costs)
     for lacking in ((1,), (2,), ()):
         found = states(2)
@@ -299,7 +299,9 @@ def run(round_, tokens, answers=(), order=None):
     found.steps.run = lambda *_: published.append("run") or [(nothing, sampled([token])) for token in tokens]
     found.steps.verify_sampler = lambda *_: SimpleNamespace(draw=lambda logits, positions: sampled(answers))
     found.verifier._forward = lambda *_: (nothing, torch.zeros(len(answers)))
-    found.round_timer = SimpleNamespace(on_drafted=lambda: None, on_launched=lambda: None, running=None, report=None, interval=SelectionInterval((1,)))
+    found.round_timer = SimpleNamespace(
+        on_drafted=lambda: None, on_launched=lambda: None, running=None, report=None, selection_interval=SelectionInterval((1,))
+    )
     found.worker.requests.of = lambda batch: round_.states
     result = found.decode(asked, lambda lengths: published.append(lengths.tolist()))
     return found, result, published
@@ -326,7 +328,7 @@ def test_plain_steps_are_published_before_they_run():
 def test_drafts_that_gather_are_no_answers_and_the_next_round_goes_on_after_them():
     found, result, order = run(a_round(2, verify_batches=()), (5, 6))
     assert order == [[100], "run"] and result.accept_lens.tolist() == [0]
-    assert result.next_draft_input.bonus_tokens.tolist() == [9] and result.round.states[0].num_pending == 2
+    assert result.next_draft_input.bonus_tokens.tolist() == [9] and result.plan.states[0].num_pending == 2
     assert found.gathered.tokens[1, :2].tolist() == [5, 6]
 
 
@@ -384,7 +386,7 @@ def test_a_captured_verification_is_aimed_before_it_is_replayed():
     planned = plan(asked := batch([200, 300]), states(2), 3)
     part = verifier.verify(asked, planned, [0, 1], torch.tensor([[1, 2, 3], [1, 2, 3]]), None, RoundPenalties())
     assert seen == [(RecordedRows(1, 0, 5, 200), RecordedRows(2, 5, 10, 300)), "replay"]
-    assert part.output_tokens.accepted.tolist() == [4, 3] and part.output_tokens.width == 5, "the graph is wider than the drafts"
+    assert part.output_tokens.num_output.tolist() == [4, 3] and part.output_tokens.width == 5, "the graph is wider than the drafts"
 
 
 def test_the_last_token_does_not_hide_why_full_kv_gave_those_before():
@@ -405,14 +407,14 @@ def test_an_answer_gets_no_more_tokens_than_it_lacks():
     steps = SimpleNamespace(slots=lambda *_: torch.zeros(2, 5), verify_sampler=lambda *_: draw, walks=lambda *_: {})
     verifier = Verifier(worker, steps, SimpleNamespace(fit=lambda count, width: graph), None)
     part = verifier.verify(batch([200, 300]), planned, [0, 1], torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4]]), None, RoundPenalties())
-    assert part.output_tokens.accepted.tolist() == [2, 5]
+    assert part.output_tokens.num_output.tolist() == [2, 5]
 
 
 def test_a_draft_after_the_end_of_an_output_counts_neither_as_right_nor_as_wrong():
     found, result, _ = outcome([1, 2], [1, 2, 0])
-    result.accept_lens, result.ended = torch.tensor([2]), {0}
+    result.accept_lens, result.finished_early = torch.tensor([2]), {0}
     found.account(batch([100]), result)
-    state = result.round.states[0]
+    state = result.plan.states[0]
     assert (state.verifies, state.offered, state.accepted) == (1, 1, 1)
 
 
@@ -426,9 +428,9 @@ def test_counts_leave_out_requests_that_ended_before():
     ended = request()
     ended.finished = lambda: True
     found.account(batch([100], [ended]), result)
-    assert result.round.states[0].verifies == 0
+    assert result.plan.states[0].verifies == 0
     found.account(batch([100]), result)
-    state = result.round.states[0]
+    state = result.plan.states[0]
     assert (state.verifies, state.offered, state.accepted) == (1, 2, 2)
 
 

@@ -55,14 +55,14 @@ def round_of(seen):
 def test_where_all_run_the_batch_is_decoded_as_it_is():
     batch, seen = batch_of(False, False), []
     result = decode_unfinished(round_of(seen), batch, None)
-    assert seen == [batch] and result.requests is None
+    assert seen == [batch] and result.positions is None
 
 
 def test_who_finished_is_left_out_and_the_others_keep_their_places():
     batch, seen, published = batch_of(True, False, True, False), [], []
     result = decode_unfinished(round_of(seen), batch, published.append)
     (part,) = seen
-    assert [req.name for req in part.reqs] == [1, 3] == result.requests
+    assert [req.name for req in part.reqs] == [1, 3] == result.positions
     assert part.seq_lens.tolist() == part.seq_lens_cpu.tolist() == [11, 13] and part.req_pool_indices.tolist() == [2, 4]
     assert part.sampling_info.temperatures.tolist() == [[2.0], [4.0]] and part.sampling_info.logit_bias[:, 0].tolist() == [2.0, 4.0]
     assert not part.return_logprob, "nobody of them asks for log-probabilities"
@@ -75,6 +75,6 @@ def test_who_finished_is_left_out_and_the_others_keep_their_places():
 def test_where_nobody_runs_nothing_is_decoded(published):
     batch = batch_of(True, True)
     result = decode_unfinished(lambda *_: 1 / 0, batch, None if published is None else published.append)
-    assert result.requests == [] and len(result.accept_lens) == 0
+    assert result.positions == [] and len(result.accept_lens) == 0
     assert result.next_draft_input.bonus_tokens.tolist() == [0, 0]
     assert published is None or [lengths.tolist() for lengths in published] == [[10, 11]]

@@ -10,7 +10,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_ext.managers.spec_decode import sampling
-from sglang_ext.managers.spec_decode.sampling import LogitRow, RowSampler, SamplerCache, own_noise, select_rows
+from sglang_ext.managers.spec_decode.sampling import LogitRow, RowSampler, SamplerCache, draw_with_finite_noise, select_rows
 from sglang_ext.platforms.torch_kernels import murmur_hash32
 
 DISALLOWED = {"token_ids": [3]}
@@ -154,6 +154,6 @@ def test_no_noise_of_ours_draws_a_token_that_has_no_probability(monkeypatch):
     deterministic = SimpleNamespace(enable_deterministic_inference=False)
     monkeypatch.setattr(sampling, "get_exec", lambda: SimpleNamespace(deterministic=deterministic))
     with torch._dynamo.config.patch(disable=True):
-        assert own_noise(stocks, logprobs, seed, position).item() in (3, 5)
+        assert draw_with_finite_noise(stocks, logprobs, seed, position).item() in (3, 5)
     deterministic.enable_deterministic_inference = True
-    assert own_noise(stocks, logprobs, seed, position) == "stock's", "seeds of requests draw what stock's draw"
+    assert draw_with_finite_noise(stocks, logprobs, seed, position) == "stock's", "seeds of requests draw what stock's draw"

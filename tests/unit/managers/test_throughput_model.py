@@ -103,7 +103,7 @@ def test_loads_bound_a_round_and_their_room_counts_until_they_are_verified():
 
 def test_recent_tokens_stay_on_the_device_and_in_copies():
     costs = replace(H200, context=10.0, recent=2.0, budget=0.25)
-    assert (costs.loaded, costs.copy, costs.resident) == (8, 4, 12)
+    assert (costs.loaded, costs.compressed_bytes, costs.resident) == (8, 4, 12)
 
 
 def test_rounds_without_a_verification_do_not_read_weights_for_one():

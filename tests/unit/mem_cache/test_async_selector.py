@@ -16,7 +16,7 @@ from sglang_ext.managers.spec_decode.draft import StepRunner
 from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector, StreamSelector, compile_lengths
 from sglang_ext.mem_cache.compressed.policy import REFRESH_AFTER, ensure_compressed_kv, tokens_until_refresh
 from sglang_ext.mem_cache.compressed.queries import QueryWindows, RecordedRows
-from sglang_ext.mem_cache.compressors import best
+from sglang_ext.mem_cache.compressors import top_positions
 from sglang_ext.mem_cache.compressors.spade import Spade, attention
 from sglang_ext.mem_cache.selection.on_gpu import shares
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery, RegressedQuery
@@ -44,7 +44,7 @@ def chosen_by(compressed_kv, queries, positions, row, length, count, ahead):
     (method,), slots = compressed_kv.methods, compressed_kv.token_table[row, :length].long()
     (predicted,) = method.compressor.predictor.predict(queries, positions, compressed_kv.rotary, ahead)
     scores = [attention(predicted[None, i], keys[slots], compressed_kv.buffers.scaling[i]) for i, keys in enumerate(compressed_kv.buffers.keys)]
-    return best(mark_always(torch.stack(scores), *method.compressor.always(None)), count)
+    return top_positions(mark_always(torch.stack(scores), *method.compressor.always(None)), count)
 
 
 class Late(SideStream):
@@ -109,9 +109,9 @@ def test_a_choice_is_read_when_the_next_begins_however_late_it_is_made(predictor
         turn = 150 + (end - 150) // every * every - every
         assert led_to(compressed_kv) == (wanted[turn] if turn > 150 else first), "the one before the last: that is being made"
         view = compressed_kv.get(1)
-        assert compressed_kv.token_table[5, : view.kept].tolist() == view.own[: view.kept].tolist()
+        assert compressed_kv.token_table[5, : view.num_slots].tolist() == view.own[: view.num_slots].tolist()
         check_compressed(compressed_kv)
-    assert compressed_kv.made["spade"] == 6, "when the copy was made, and five times since"
+    assert compressed_kv.num_compressions["spade"] == 6, "when the copy was made, and five times since"
     assert len({str(each) for each in wanted.values()}) == 6 and compressed_kv.get(1).covered == 150
 
 
@@ -121,13 +121,15 @@ def test_a_round_selects_at_the_interval_that_was_chosen_for_it(every):
     compressed_kv.async_selector.on_round_start(8, every)
     for position in range(150, 158):
         step(position)
-    assert compressed_kv.made["spade"] == 8 // every, "when the copy was made, and at each interval but the first"
+    assert compressed_kv.num_compressions["spade"] == 8 // every, "when the copy was made, and at each interval but the first"
 
 
 def test_what_is_done_before_any_request_is_as_far_ahead_as_steps_ask():
     compressed_kv, step, _ = world(Spade(every=3, each_round=False))
     told = []
-    compressed_kv.async_selector._choice = SimpleNamespace(choose=lambda contexts, read, positions, ahead: told.append(ahead), buffers=None, query_heads=1)
+    compressed_kv.async_selector._selector = SimpleNamespace(
+        choose=lambda contexts, read, positions, ahead: told.append(ahead), buffers=None, query_heads=1
+    )
     compressed_kv.async_selector.compile_kernels()
     for position in range(150, 153):
         step(position)
@@ -186,7 +188,7 @@ def test_within_a_round_that_ends_in_a_verification_nothing_is_chosen_that_no_st
     for position in range(150, 158):
         step(position, following=157 - position)
     # Of the last one, position 153, steps from 156 on are led: the copy leads to it after 155.
-    assert launched == [151, 153] and compressed_kv.made["spade"] == 3
+    assert launched == [151, 153] and compressed_kv.num_compressions["spade"] == 3
 
 
 def test_where_nothing_is_verified_a_copy_grows_when_many_exact_tokens_follow_it():
@@ -304,10 +306,10 @@ def test_places_are_read_as_long_as_no_more_than_the_spare_tokens_came_since():
     assert positions == [0, 1] and windows.newest_places(2, 2, 2) == ([], [])
     for position in (2, 3, 4):
         keep(position)
-        assert windows.at(torch.tensor([places]), slice(0, 2)).flatten().tolist() == [0, 1, 10, 11]
-        assert windows.at(torch.tensor([places]), slice(1, 2)).shape == (1, 1, 1, 2, 1)
+        assert windows.read(torch.tensor([places]), slice(0, 2)).flatten().tolist() == [0, 1, 10, 11]
+        assert windows.read(torch.tensor([places]), slice(1, 2)).shape == (1, 1, 1, 2, 1)
     keep(5)
-    assert windows.at(torch.tensor([places]), slice(0, 1)).flatten().tolist() == [5, 1]
+    assert windows.read(torch.tensor([places]), slice(0, 1)).flatten().tolist() == [5, 1]
 
 
 @pytest.mark.parametrize(("lossy", "expected"), [(False, [2, 1, 0]), (True, [None] * 3)])

@@ -42,7 +42,7 @@ class FakeViews:
     def draft_row(self, row):
         return row + 100
 
-    def reach(self, row, tokens):
+    def max_covered(self, row, tokens):
         return min(tokens, self.queried)
 
     def compress(self, row, tokens, headroom, prefix=None):
@@ -81,7 +81,7 @@ def test_no_more_tokens_follow_a_copy_than_is_said_where_full_kv_is_given_back(e
             given = view.covered
         if view is None or length >= refresh_position(view, method.compressor):
             covered = method.covered(length)
-            view = CompressedKV(torch.zeros(method.kept(covered), dtype=torch.int64), covered, back_slots=none if beside else None)
+            view = CompressedKV(torch.zeros(method.num_kept(covered), dtype=torch.int64), covered, back_slots=none if beside else None)
         if given is not None:
             # With those that the round writes.
             most = max(most, length + PLAIN_STEPS - given)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots
 from sglang_ext.mem_cache.compressed.rotary import Rotary
-from sglang_ext.mem_cache.compressors import LayerKV, best, kept_count
+from sglang_ext.mem_cache.compressors import LayerKV, top_positions, kept_count
 from sglang_ext.mem_cache.compressors.catalogue import create, dropping
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
 from sglang_ext.mem_cache.compressors.spade import Spade
@@ -45,7 +45,7 @@ def test_what_leads_into_full_kv_is_chosen_anew_in_each_round():
 @settings(max_examples=40, deadline=None)
 def test_selection_is_sorted_unique_and_in_range(name, tokens, share):
     count = kept_count(tokens, share, 1)
-    kept = best(create(name).scores(layer(tokens)), count)
+    kept = top_positions(create(name).scores(layer(tokens)), count)
     assert kept.shape == (2, count) and kept.dtype == torch.int64
     assert (kept[:, 1:] > kept[:, :-1]).all()
     assert kept.min() >= 0 and kept.max() < tokens
@@ -62,7 +62,7 @@ def test_the_tokens_of_infinite_scores_are_those_that_a_method_names(name, token
 
 
 def test_sink_recent_keeps_the_first_four_and_the_newest():
-    kept = best(create("sink-recent").scores(layer(50)), 10)
+    kept = top_positions(create("sink-recent").scores(layer(50)), 10)
     assert kept.tolist() == [[0, 1, 2, 3, 44, 45, 46, 47, 48, 49]] * 2
 
 
@@ -70,7 +70,7 @@ def test_snapkv_keeps_its_window_and_the_attended_token():
     data = layer(60)
     data.keys[20] *= 4
     data.queries[:] = 8 * data.keys[20].repeat_interleave(3, dim=0)
-    kept = best(create("snapkv").scores(data), 12)
+    kept = top_positions(create("snapkv").scores(data), 12)
     for head in kept.tolist():
         assert set(range(56, 60)) <= set(head) and 20 in head
 
@@ -105,7 +105,7 @@ def test_verify_guided_keeps_the_newest_and_what_verified_queries_attend_to_by_a
     scores = method.scores(data)
     assert torch.allclose(scores[:, :34].double(), expected[:, :34], atol=1e-6) and scores[:, 34:].isinf().all()
     attended = expected[:, :34].topk(5, dim=-1).indices.sort(dim=-1).values
-    assert torch.equal(best(scores, 11), torch.cat([attended, torch.arange(34, 40).expand(2, -1)], dim=-1))
+    assert torch.equal(top_positions(scores, 11), torch.cat([attended, torch.arange(34, 40).expand(2, -1)], dim=-1))
 
 
 @pytest.mark.parametrize("predictor", PREDICTORS)
@@ -123,7 +123,7 @@ def test_spade_keeps_both_ends_and_what_the_predicted_query_attends_to_by_a_floa
     assert scores[:, :2].isinf().all() and scores[:, 34:].isinf().all()
     attended = expected[:, inside].topk(5, dim=-1).indices.sort(dim=-1).values + 2
     ends = torch.tensor([0, 1]).expand(2, -1), torch.arange(34, 40).expand(2, -1)
-    assert torch.equal(best(scores, 13), torch.cat([ends[0], attended, ends[1]], dim=-1))
+    assert torch.equal(top_positions(scores, 13), torch.cat([ends[0], attended, ends[1]], dim=-1))
 
 
 def test_quest_scores_pages_of_16_by_the_bounds_of_their_keys_by_a_loop_over_channels():
@@ -142,9 +142,9 @@ def test_quest_scores_pages_of_16_by_the_bounds_of_their_keys_by_a_loop_over_cha
 @given(st.integers(2, 300), st.integers(1, 4096), st.sampled_from([1, 16]), st.floats(0.1, 1.0))
 def test_a_method_that_keeps_so_many_tokens_keeps_no_more_and_leaves_shorter_contexts_whole(most, tokens, page, share):
     method = CompressionMethod(Spade(most=most), share, PlainSlots(page))
-    assert method.kept(tokens) == min(kept_count(tokens, share, page), -(-most // page) * page)
-    assert method.covered(most) == 0 and method.least > most
-    assert CompressionMethod(Spade(), share, PlainSlots(page)).kept(tokens) == kept_count(tokens, share, page)
+    assert method.num_kept(tokens) == min(kept_count(tokens, share, page), -(-most // page) * page)
+    assert method.covered(most) == 0 and method.min_covered > most
+    assert CompressionMethod(Spade(), share, PlainSlots(page)).num_kept(tokens) == kept_count(tokens, share, page)
 
 
 @pytest.mark.parametrize(("recent", "most", "asked", "shortest"), [

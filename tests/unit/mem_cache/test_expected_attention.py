@@ -3,7 +3,7 @@
 import torch
 
 from sglang_ext.mem_cache.compressed.rotary import Rotary
-from sglang_ext.mem_cache.compressors import LayerKV, best
+from sglang_ext.mem_cache.compressors import LayerKV, top_positions
 from sglang_ext.mem_cache.compressors.expected_attention import ExpectedAttention
 
 TOKENS, HEADS, GROUP, DIM, WINDOW = 40, 2, 3, 8, 12
@@ -48,7 +48,7 @@ def test_scores_match_a_float64_loop_over_heads_and_keys():
 def test_the_first_tokens_are_kept_and_their_queries_are_not_looked_at():
     data, _ = layer(first_query=0)
     method = ExpectedAttention()
-    assert best(method.scores(data), 6)[:, :4].tolist() == [[0, 1, 2, 3]] * HEADS
+    assert top_positions(method.scores(data), 6)[:, :4].tolist() == [[0, 1, 2, 3]] * HEADS
     changed = data.queries.clone()
     changed[:4] *= 100
     again = method.scores(LayerKV(data.keys, data.values, changed, data.query_positions, data.scaling, 0, ROTARY))
@@ -61,12 +61,12 @@ def test_the_key_that_coming_queries_point_to_is_kept_and_one_without_a_value_is
     # Slow pairs turn little over the coming positions.
     data.keys[20, :, [3, 7]] = 20 * direction[[3, 7]]
     method = ExpectedAttention(coming=1)
-    assert all(20 in kept for kept in best(method.scores(data), 5).tolist())
+    assert all(20 in kept for kept in top_positions(method.scores(data), 5).tolist())
     data.values[20] = 0
-    assert all(20 not in kept for kept in best(method.scores(data), 5).tolist())
+    assert all(20 not in kept for kept in top_positions(method.scores(data), 5).tolist())
 
 
 def test_without_queries_the_first_and_the_newest_are_kept():
     data, _ = layer()
     nothing = LayerKV(data.keys, data.values, data.queries[:0], data.query_positions[:0], data.scaling, 0, ROTARY)
-    assert best(ExpectedAttention().scores(nothing), 6).tolist() == [[0, 1, 2, 3, 38, 39]] * HEADS
+    assert top_positions(ExpectedAttention().scores(nothing), 6).tolist() == [[0, 1, 2, 3, 38, 39]] * HEADS

@@ -25,7 +25,7 @@ def test_new_blocks_are_packed_in_the_first_whole_round_in_which_they_are_there(
     for first in range(600, 600 + made.unit):
         reach = first
         for _ in range(3):
-            covered, due = made.covered(reach), made.due(reach)
+            covered, due = made.covered(reach), made.next_refresh(reach)
             assert (due - first) % PLAIN_STEPS == 0, "no round of others is cut"
             assert made.covered(due) == covered + made.pack_after, "both blocks are there"
             assert made.covered(due - PLAIN_STEPS) < made.covered(due) or due - PLAIN_STEPS < reach, "a round before they were not"

@@ -15,7 +15,7 @@ from sglang_ext.mem_cache.host_tier.host_pool import HostPool
 from sglang_ext.mem_cache.host_tier.pieces import pieces
 from sglang_ext.mem_cache.host_tier.tier import HostTier, staging_bytes
 from sglang_ext.mem_cache.host_tier.transfers import TransferTracker, TransferError
-from sglang_ext.mem_cache.prefix_cache.reloads import LinkBandwidth
+from sglang_ext.mem_cache.prefix_cache.reloads import TransferBandwidth
 
 LAYERS, SLOTS, HEADS, DIM = 3, 64, 2, 8
 
@@ -237,7 +237,7 @@ def test_too_little_host_memory_names_the_flag(monkeypatch):
 
 
 def test_the_rate_follows_what_was_measured_last():
-    rate = LinkBandwidth(decay=0.5)
+    rate = TransferBandwidth(decay=0.5)
     assert rate.bandwidth is None
     rate.add(100, 1.0)
     assert rate.bandwidth == 100
@@ -250,7 +250,7 @@ def test_the_rate_follows_what_was_measured_last():
 
 def test_a_rate_is_measured_before_anything_is_served():
     buffers = kv_buffers()
-    tier, rate = host_tier(buffers), LinkBandwidth()
+    tier, rate = host_tier(buffers), TransferBandwidth()
     before = contents(buffers, torch.arange(SLOTS))
     assert rate.measure(tier, torch.arange(4).repeat(6), TransferTracker()) == rate.bandwidth > 0
     assert tier.pool.pages.free_pages == 12

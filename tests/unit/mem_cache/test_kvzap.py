@@ -122,7 +122,7 @@ def test_a_context_with_unknown_slots_is_compressed_by_the_online_method_until_t
     assert compressed_kv.compress(1, 40) and compressed_kv.get(1).method == "kvzap", "those before are known"
     model(states(10), slots[40:50])
     assert compressed_kv.compress(1, 100) and compressed_kv.get(1).method == "kvzap"
-    assert compressed_kv.made == {"sink-recent": 1, "kvzap": 2}
+    assert compressed_kv.num_compressions == {"sink-recent": 1, "kvzap": 2}
 
 
 def test_a_load_from_the_host_says_which_slots_it_is_about_to_write():
@@ -132,7 +132,7 @@ def test_a_load_from_the_host_says_which_slots_it_is_about_to_write():
         assert not world.kv[slots].any(), "not loaded yet"
         told.append(slots.clone())
 
-    world.cache.use_host(world.tier, about_to_write=forget)
+    world.cache.use_host(world.tier, on_load_start=forget)
     world.finish(world.start(tokens))
     world.offload(world.node(tokens))
     world.kv.zero_()

@@ -57,19 +57,19 @@ def test_the_draft_row_leads_to_blocks_then_to_a_copy_of_the_first_tokens_and_th
     view, packing = compressed_kv.get(1), compressed_kv.methods[0].packing
     blocks = (length - packing.recent - SINKS) // 64
     covered = SINKS + 64 * blocks
-    assert (view.covered, view.packed, view.kept) == (covered, blocks * packing.block_slots, view.packed + SINKS)
-    assert compressed_kv.held_bytes() == view.kept * 2 * HEADS * DIM * 4 < 0.3 * covered * 2 * HEADS * DIM * 4
-    assert compressed_kv.layout.counts.tolist() == [0] * 5 + [view.packed] + [0] * 2
+    assert (view.covered, view.num_packed_slots, view.num_slots) == (covered, blocks * packing.block_slots, view.num_packed_slots + SINKS)
+    assert compressed_kv.held_bytes() == view.num_slots * 2 * HEADS * DIM * 4 < 0.3 * covered * 2 * HEADS * DIM * 4
+    assert compressed_kv.layout.counts.tolist() == [0] * 5 + [view.num_packed_slots] + [0] * 2
     compressed_kv.write_tail(1, length)
-    row = compressed_kv.token_table[5, : view.kept + length - covered].long()
-    assert torch.equal(row[view.kept :], compressed_kv.token_table[1, covered:length].long())
+    row = compressed_kv.token_table[5, : view.num_slots + length - covered].long()
+    assert torch.equal(row[view.num_slots :], compressed_kv.token_table[1, covered:length].long())
     full = compressed_kv.token_table[1, SINKS:covered].long()
-    copied, first = row[view.packed : view.kept], compressed_kv.token_table[1, :SINKS].long()
+    copied, first = row[view.num_packed_slots : view.num_slots], compressed_kv.token_table[1, :SINKS].long()
     assert not set(copied.tolist()) & set(compressed_kv.token_table[1, :length].tolist()), "they are there when full KV is not"
     assert all(torch.equal(kind[0][copied], kind[0][first]) for kind in (compressed_kv.buffers.keys, compressed_kv.buffers.values))
     levels, rotations = packing.levels(full.device), packing.rotations(full.device)
     for kind, (buffer, layout) in enumerate(((compressed_kv.buffers.keys[0], packing.keys), (compressed_kv.buffers.values[0], packing.values))):
-        back = meant(packing.read(buffer, layout, row[: view.packed]), levels[kind], rotations[kind])
+        back = meant(packing.read(buffer, layout, row[: view.num_packed_slots]), levels[kind], rotations[kind])
         error = (back - buffer[full].transpose(0, 1)).norm() / back.norm()
         assert error < 0.15
 
@@ -106,21 +106,21 @@ def test_a_copys_share_of_the_full_kv_counts_codes_and_parameters():
 def test_contexts_of_less_than_a_block_and_what_stays_exact_get_no_copy():
     compressed_kv = views_of("kivi")
     assert not compressed_kv.compress(1, 195) and compressed_kv.get(1) is None
-    assert compressed_kv.compress(1, 196) and compressed_kv.get(1).covered == 68 and compressed_kv.methods[0].least == 68
+    assert compressed_kv.compress(1, 196) and compressed_kv.get(1).covered == 68 and compressed_kv.methods[0].min_covered == 68
 
 
 def test_a_longer_context_adds_blocks_behind_those_that_are_packed():
     compressed_kv = views_of("kivi")
     compressed_kv.compress(1, 320)
-    packing, (early, first) = compressed_kv.methods[0].packing, compressed_kv.get(1).slots.tensor_split([compressed_kv.get(1).packed])
+    packing, (early, first) = compressed_kv.methods[0].packing, compressed_kv.get(1).slots.tensor_split([compressed_kv.get(1).num_packed_slots])
     before = as_bytes(compressed_kv.buffers.keys[0])[early]
     # If they were packed anew, they would change.
     compressed_kv.buffers.keys[0][compressed_kv.token_table[1, :132].long()] = 0
     compressed_kv.compress(1, 520)
     view = compressed_kv.get(1)
-    assert view.covered == 388 and torch.equal(view.slots[: len(early)], early) and torch.equal(view.slots[view.packed :], first)
+    assert view.covered == 388 and torch.equal(view.slots[: len(early)], early) and torch.equal(view.slots[view.num_packed_slots :], first)
     assert torch.equal(as_bytes(compressed_kv.buffers.keys[0])[early], before)
-    back = meant(packing.read(compressed_kv.buffers.keys[0], packing.keys, view.slots[len(early) : view.packed]), None, None)
+    back = meant(packing.read(compressed_kv.buffers.keys[0], packing.keys, view.slots[len(early) : view.num_packed_slots]), None, None)
     full = compressed_kv.buffers.keys[0][compressed_kv.token_table[1, 132:388].long()].transpose(0, 1)
     assert (back - full).norm() / full.norm() < 0.15
     assert compressed_kv.compress(1, 520) and torch.equal(compressed_kv.get(1).slots, view.slots)
@@ -130,11 +130,11 @@ def test_selected_tokens_are_packed_for_each_head():
     compressed_kv = views_of("sink-recent+int8", budget=0.25)
     assert compressed_kv.compress(1, 512)
     view, packing = compressed_kv.get(1), compressed_kv.methods[0].packing
-    assert view.own_tokens == 128 and view.packed == 2 * packing.block_slots
+    assert view.own_tokens == 128 and view.num_packed_slots == 2 * packing.block_slots
     # Of the tokens after the first ones, which are there already.
     kept = range(452 - 128, 452)
     assert view.covered == 452
-    back = meant(packing.read(compressed_kv.buffers.keys[0], packing.keys, view.slots[: view.packed]), None, None)
+    back = meant(packing.read(compressed_kv.buffers.keys[0], packing.keys, view.slots[: view.num_packed_slots]), None, None)
     original = compressed_kv.buffers.keys[0][compressed_kv.token_table[1, kept].long()].transpose(0, 1).double()
     assert (back - original).abs().max() < 0.03
 
@@ -162,7 +162,7 @@ def test_one_decode_reads_rows_with_and_without_blocks():
     view, backend = compressed_kv.get(1), object.__new__(RaggedTorchNativeBackend)
     backend.layout = compressed_kv.layout
     keys, values = compressed_kv.buffers.keys[0], compressed_kv.buffers.values[0]
-    rows, lengths = torch.tensor([1, 5]), torch.tensor([length, view.kept + length - view.covered])
+    rows, lengths = torch.tensor([1, 5]), torch.tensor([length, view.num_slots + length - view.covered])
     queries = torch.randn(2, 6, DIM, generator=torch.Generator().manual_seed(1))
     table = compressed_kv.token_table
     found = backend._run_sdpa_forward_decode(
@@ -174,7 +174,7 @@ def test_one_decode_reads_rows_with_and_without_blocks():
     drafted = []
     packing = compressed_kv.methods[0].packing
     for layout, buffer, whole in ((packing.keys, keys, exact[0]), (packing.values, values, exact[1])):
-        far = meant(packing.read(buffer, layout, view.slots[: view.packed]), None, None)
+        far = meant(packing.read(buffer, layout, view.slots[: view.num_packed_slots]), None, None)
         drafted.append(torch.cat([far, whole[:, :SINKS], whole[:, view.covered :]], 1))
     assert torch.allclose(found[1:].double(), attention(queries[1:], *drafted, 0.125), atol=1e-5)
     assert not torch.allclose(found[0], found[1])
@@ -189,7 +189,7 @@ def world(monkeypatch):
     noise = torch.Generator().manual_seed(0)
     buffers = KVBuffers((0,), (1.0,), *((torch.randn(1402, HEADS, DIM, generator=noise),) for _ in "kv"))
     packing = Packing.for_pool(method("int4").quantizer, buffers, PAGE)
-    made.cache.serve(CompressedKVCache(
+    made.cache.bind(CompressedKVCache(
         methods=(CompressionMethod(method("int4").compressor, 1.0, packing),), token_table=made.table.req_to_token, rows=ROWS,
         buffers=buffers, allocator=made.allocator, tree_cache=made.cache, queries=QueryWindows(0, (0,), 0),
         layout=QuantizedLayout.for_table(packing, made.table.req_to_token),
@@ -200,7 +200,7 @@ def world(monkeypatch):
 def test_requests_with_one_beginning_read_its_blocks_once(world):
     common = list(range(1, 151))
     done(world, common)
-    compressed_kv, cache = world.cache.copies, world.cache
+    compressed_kv, cache = world.cache.compressed_kv, world.cache
     slots = compressed_kv.methods[0].packing.held_slots
     requests = []
     for number in range(3):
@@ -214,9 +214,9 @@ def test_requests_with_one_beginning_read_its_blocks_once(world):
     for req in requests:
         view = compressed_kv.get(req.req_pool_idx)
         packing = compressed_kv.methods[0].packing
-        assert (view.covered, view.shared_len, view.packed) == (196, 132, packing.packed_slots(192))
-        row = world.table.req_to_token[ROWS + req.req_pool_idx, : view.kept].long()
-        back = meant(packing.read(compressed_kv.buffers.keys[0], packing.keys, row[: view.packed]), None, None)
+        assert (view.covered, view.shared_len, view.num_packed_slots) == (196, 132, packing.packed_slots(192))
+        row = world.table.req_to_token[ROWS + req.req_pool_idx, : view.num_slots].long()
+        back = meant(packing.read(compressed_kv.buffers.keys[0], packing.keys, row[: view.num_packed_slots]), None, None)
         full = world.table.req_to_token[req.req_pool_idx, SINKS:196].long()
         assert (back - compressed_kv.buffers.keys[0][full].transpose(0, 1)).abs().max() < 0.3
     world.check()
@@ -233,11 +233,11 @@ def test_a_copy_of_shared_blocks_alone_has_the_first_tokens_for_itself(world):
     common = list(range(1, 151))
     done(world, common)
     req = world.start([*common, 900, 901])
-    compressed_kv = world.cache.copies
+    compressed_kv = world.cache.compressed_kv
     assert compressed_kv.compress(req.req_pool_idx, 152, 0, SharedPrefix(req.last_node, 150))
     view = compressed_kv.get(req.req_pool_idx)
     assert (view.covered, view.shared_len, view.own_tokens) == (132, 132, 0) and len(view.own) == SINKS
-    assert view.kept == view.packed + SINKS and torch.equal(view.slots[view.packed :], view.own)
+    assert view.num_slots == view.num_packed_slots + SINKS and torch.equal(view.slots[view.num_packed_slots :], view.own)
     first = world.table.req_to_token[req.req_pool_idx, :SINKS].long()
     assert torch.equal(compressed_kv.buffers.keys[0][view.own], compressed_kv.buffers.keys[0][first])
     world.check()

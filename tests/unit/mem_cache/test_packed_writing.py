@@ -37,7 +37,7 @@ def blocks_of(prompt, *lengths):
         assert compressed_kv.compress(1, length)
     view, packing = compressed_kv.get(1), compressed_kv.methods[0].packing
     kinds = (compressed_kv.buffers.keys[0], packing.keys), (compressed_kv.buffers.values[0], packing.values)
-    return [packing.read(kind, layout, view.slots[: view.packed]).codes for kind, layout in kinds]
+    return [packing.read(kind, layout, view.slots[: view.num_packed_slots]).codes for kind, layout in kinds]
 
 
 def test_codes_that_are_drawn_follow_from_the_prompt_whenever_and_wherever_they_are():

@@ -37,7 +37,7 @@ def test_after_each_forward_pages_that_it_wrote_have_the_extremes_of_the_keys_th
     extremes = PageExtremes(keys, (4, 5, 7), PAGE)
     assert extremes.nbytes == sum(each.nbytes for each in keys) // 8
     extremes.write(torch.arange(80))
-    set_key_write_callback(extremes.written)
+    set_key_write_callback(extremes.on_keys_written)
     try:
         for turn, slots in enumerate(writes):
             for layer_id, buffer, new in zip((4, 5, 7), keys, pool(3, 80, 2, 8, seed + turn + 1)):
@@ -82,8 +82,8 @@ def test_a_copy_leads_to_the_newest_tokens_until_attention_chooses_among_its_who
     newest = compressed_kv.token_table[1, 128:176].tolist()
     assert led_to(compressed_kv) == [[newest] * HEADS] * LAYERS
     assert compressed_kv.layout.counts.tolist() == [0] * 5 + [48, 0, 0] and compressed_kv.layout.pages.tolist() == [0] * 5 + [11, 0, 0]
-    assert compressed_kv.layout.chosen_at.shape == (LAYERS, 8 if every > 1 else 0, HEADS)
-    assert every == 1 or compressed_kv.layout.chosen_at[:, 5].unique().tolist() == [-every], "the next step chooses"
+    assert compressed_kv.layout.selected_at.shape == (LAYERS, 8 if every > 1 else 0, HEADS)
+    assert every == 1 or compressed_kv.layout.selected_at[:, 5].unique().tolist() == [-every], "the next step chooses"
     check_compressed(compressed_kv)
     compressed_kv.release(1)
     assert compressed_kv.allocator.available_size() == 200
@@ -96,7 +96,7 @@ def test_the_host_watches_no_layer_and_counts_choices(every):
     for end in range(191, 199):
         assert observe_step(compressed_kv, {1: end}, True) is None
         compressed_kv.reselect(1, end, 1)
-    assert compressed_kv.made == {"quest": 1 + 8 // every}
+    assert compressed_kv.num_compressions == {"quest": 1 + 8 // every}
     assert compressed_kv.queries.held_bytes == 0 and select_useful_rows(compressed_kv, [state()], [RecordedRows(1, 0, 1, 190)]) == (), "no queries are kept"
 
 
@@ -105,14 +105,14 @@ def test_with_every_choices_are_counted_from_the_first_step_over_a_copy_on_as_at
     ensure(compressed_kv, 190)
 
     def chosen(end):
-        before = compressed_kv.made["quest"]
+        before = compressed_kv.num_compressions["quest"]
         observe_step(compressed_kv, {1: end}, True)
-        return compressed_kv.made["quest"] - before
+        return compressed_kv.num_compressions["quest"] - before
 
     # Fourteen tokens follow the copy before its first step.
     assert [chosen(end) for end in range(191, 200)] == [1, 0, 0, 0, 1, 0, 0, 0, 1]
     assert [chosen(end) for end in range(198, 204)] == [0, 0, 0, 0, 0, 1], "drafts that were rejected are stepped again"
-    compressed_kv.layout.begins(5, compressed_kv.get(1))
+    compressed_kv.layout.on_filled(5, compressed_kv.get(1))
     assert [chosen(end) for end in range(204, 209)] == [1, 0, 0, 0, 1], "as a copy that is made anew"
 
 
@@ -121,7 +121,7 @@ def test_where_nothing_is_verified_a_copy_grows_when_many_tokens_follow_it_and_a
         compressed_kv = paged_views(each_round=each_round)
         ensure(compressed_kv, 160)
         view, chooser = compressed_kv.get(1), compressed_kv.methods[0].compressor
-        assert refresh_position(view, chooser) == 160 + (1 if each_round else max_exact_tail(view.kept))
+        assert refresh_position(view, chooser) == 160 + (1 if each_round else max_exact_tail(view.num_slots))
         ensure(compressed_kv, 190)
         assert compressed_kv.get(1).covered == (176 if each_round else 160)
         assert compressed_kv.layout.pages[5] == compressed_kv.get(1).covered // PAGE and compressed_kv.get(1).own_tokens == compressed_kv.layout.counts[5]
@@ -131,7 +131,7 @@ def test_pointers_leave_slots_that_the_prefix_tree_has_exchanged_and_are_chosen_
     compressed_kv = paged_views(every=3)
     ensure(compressed_kv, 160)
     compressed_kv.write_tail(1, 163)
-    compressed_kv.layout.chosen_at[:, 5] = 2
+    compressed_kv.layout.selected_at[:, 5] = 2
     other = compressed_kv.allocator.alloc(64)
     other = other[int(-other[0] % PAGE) :][:48]
     compressed_kv.token_table[1, 112:160] = other.int()
@@ -141,7 +141,7 @@ def test_pointers_leave_slots_that_the_prefix_tree_has_exchanged_and_are_chosen_
     kept = compressed_kv.get(1).own_tokens
     newest = compressed_kv.token_table[1, 160 - kept : 160].tolist()
     assert compressed_kv.get(1).covered == 160 and led_to(compressed_kv) == [[newest] * HEADS] * LAYERS
-    assert compressed_kv.layout.chosen_at[:, 5].unique().tolist() == [-3]
+    assert compressed_kv.layout.selected_at[:, 5].unique().tolist() == [-3]
     check_compressed(compressed_kv)
 
 

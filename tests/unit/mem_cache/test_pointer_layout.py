@@ -18,7 +18,7 @@ from sglang_ext.mem_cache.compressed.policy import ensure_compressed_kv
 from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.queries import QueryWindows, RecordedRows
 from sglang_ext.mem_cache.compressed.rotary import Rotary
-from sglang_ext.mem_cache.compressors import ContextKV, best, catalogue
+from sglang_ext.mem_cache.compressors import ContextKV, top_positions, catalogue
 from sglang_ext.mem_cache.compressors.spade import Spade
 from sglang_ext.mem_cache.compressors.verify_guided import VerifyGuided
 from sglang_ext.mem_cache.prefix_cache.nodes import SharedPrefix
@@ -84,7 +84,7 @@ def test_attention_over_pointers_and_the_tail_is_that_over_what_each_head_keeps(
     assert compressed_kv.layout.counts.tolist() == [0, 0, 0, 0, 0, view.own_tokens, 0, 0]
     kept = chosen(scores, covered, view.own_tokens)
     # The draft row beside the request's own, which begins with no pointers.
-    rows, lengths = torch.tensor([5, 1]), torch.tensor([view.kept + length - covered, length])
+    rows, lengths = torch.tensor([5, 1]), torch.tensor([view.num_slots + length - covered, length])
     noise, full = torch.Generator().manual_seed(seed), compressed_kv.token_table[1].long()
     for layer in range(LAYERS):
         queries = torch.randn(2 * count, HEADS * group, DIM, generator=noise)
@@ -200,14 +200,14 @@ def test_each_verification_chooses_anew_and_rejected_drafts_have_no_say():
         assert all(set(newest) <= set(head) for layer in led_to(compressed_kv) for head in layer), "the newest 32"
         found.append(led_to(compressed_kv))
     assert found[0] == found[1] == found[2] and catalogue.method_name(state.compressor) == "verify-guided"
-    assert compressed_kv.made == {"verify-guided": 2}
+    assert compressed_kv.num_compressions == {"verify-guided": 2}
 
 
 def spade_of(compressed_kv, positions, covered, predictor):
     """Slots that each head is led to by the queries of ``positions`` alone, by layer and head, as its own scores say."""
     queries, found = compressed_kv.queries.get(1, positions.stop, predictor.window)
     context = ContextKV(compressed_kv.buffers, compressed_kv.token_table[1, :covered].long(), queries, found, compressed_kv.rotary)
-    kept = [best(Spade(predictor).scores(context.layer(layer)), compressed_kv.get(1).own_tokens) for layer in range(LAYERS)]
+    kept = [top_positions(Spade(predictor).scores(context.layer(layer)), compressed_kv.get(1).own_tokens) for layer in range(LAYERS)]
     return [context.slots[of_layer].tolist() for of_layer in kept]
 
 
@@ -233,7 +233,7 @@ def test_between_steps_a_choice_follows_the_newest_query_over_the_same_tokens(pr
     compressed_kv.queries.drop_rejected(1, 151)
     assert ensure_compressed_kv(compressed_kv, SimpleNamespace(last_node=None), state, 151, 0) == 0
     assert led_to(compressed_kv) == spade_of(compressed_kv, range(100, 151), 151, predictor)
-    assert compressed_kv.made == {"spade": 5}
+    assert compressed_kv.num_compressions == {"spade": 5}
 
 
 def test_between_steps_a_choice_is_made_after_so_many_of_them():
@@ -268,7 +268,7 @@ def test_without_new_queries_a_choice_stays_and_what_came_since_is_exact():
     state = RequestState(rid="r", row=1, seed=0)
     for length in (150, 154):
         assert ensure_compressed_kv(compressed_kv, SimpleNamespace(last_node=None), state, length, 0) == 0
-    assert compressed_kv.made == {"verify-guided": 1} and compressed_kv.get(1).covered == 150
+    assert compressed_kv.num_compressions == {"verify-guided": 1} and compressed_kv.get(1).covered == 150
 
 
 def test_a_choice_that_finds_no_slot_for_more_pointers_is_given_up():

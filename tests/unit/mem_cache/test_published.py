@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from sglang_ext.mem_cache.compressed.rotary import Rotary
-from sglang_ext.mem_cache.compressors import LayerKV, best
+from sglang_ext.mem_cache.compressors import LayerKV, top_positions
 from sglang_ext.mem_cache.compressors.expected_attention import ExpectedAttention
 from sglang_ext.mem_cache.compressors.sink_recent import SinkRecent
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
@@ -73,7 +73,7 @@ def layers(published, window):
 
 def kept(scores):
     """The sets that each head keeps at all budgets."""
-    return [set(row) for budget in BUDGETS for row in best(scores, int(TOKENS * budget)).flatten(0, -2).tolist()]
+    return [set(row) for budget in BUDGETS for row in top_positions(scores, int(TOKENS * budget)).flatten(0, -2).tolist()]
 
 
 def overlap(one, other):
@@ -111,7 +111,7 @@ def test_sink_recent_keeps_what_the_published_code_keeps(published, presses):
     for budget in BUDGETS:
         press = presses.streaming_llm.StreamingLLMPress(compression_ratio=1 - budget)
         theirs = press.score(None, None, kv.keys, kv.values, None, {})[0]
-        assert torch.equal(best(theirs, int(TOKENS * budget)), best(SinkRecent().scores(layer), int(TOKENS * budget)))
+        assert torch.equal(top_positions(theirs, int(TOKENS * budget)), top_positions(SinkRecent().scores(layer), int(TOKENS * budget)))
 
 
 @torch.inference_mode()

@@ -116,13 +116,13 @@ def test_what_is_evicted_goes_in_full_first_and_then_in_codes():
     world.finish(first)
     longer = world.start(distinct(1, 600))
     world.finish(longer)
-    both = [node for node in below(world.cache.root_node) if node.codes]
+    both = [node for node in below(world.cache.root_node) if node.replacing_segments]
     assert [node.value is not None for node in both] == [True]
     assert world.cache.evict(EvictParams(num_tokens=1)).num_tokens_evicted > 0
     while both[0].value is not None:
         world.cache.evict(EvictParams(num_tokens=1))
         world.check()
-    assert both[0].is_quantized_only and both[0].codes
+    assert both[0].is_quantized_only and both[0].replacing_segments
     world.empty()
 
 
@@ -211,7 +211,7 @@ class GivingBack(RuleBasedStateMachine):
             nodes = path(req.last_node)
             covered = self.world.compressed_kv.get(req.req_pool_idx).covered
             # Its copy is all there is of a prompt's last tokens, in a block with generated ones, and of what was another's and was evicted.
-            assert all(node.codes or node.value is not None or node.end <= covered for node in nodes)
+            assert all(node.replacing_segments or node.value is not None or node.end <= covered for node in nodes)
 
     @precondition(lambda self: self.decoding)
     @rule(pick=st.integers(0, 9), tokens=st.integers(1, 300))
@@ -251,7 +251,7 @@ def test_a_match_within_the_last_tokens_of_a_prompt_that_a_block_has_with_genera
     req.output_ids.extend(distinct(90, 16))
     assert world.extend(req, req.length + 16) and world.compress(req)
     world.round(req)
-    bare = [node for node in path(req.last_node) if node.value is None and not node.codes]
+    bare = [node for node in path(req.last_node) if node.value is None and not node.replacing_segments]
     assert [node.end for node in bare] == [180] and bare[0].start < 170
     match = world.match(distinct(2, 170))
     assert len(match.device_indices) + match.host_hit_length <= bare[0].start
@@ -259,7 +259,7 @@ def test_a_match_within_the_last_tokens_of_a_prompt_that_a_block_has_with_genera
     world.check()
     # Who computes them gives them to the tree.
     second = world.start(distinct(2, 180))
-    assert all(node.value is not None for node in path(second.last_node) if not node.codes)
+    assert all(node.value is not None for node in path(second.last_node) if not node.replacing_segments)
     world.check()
     for each in (req, second):
         world.finish(each)
@@ -274,7 +274,7 @@ def test_where_codes_that_one_of_several_equal_copies_gave_the_tree_are_evicted_
     world.finish(reqs.pop(), is_insert=False)
     world.cache.evict(EvictParams(num_tokens=1))
     world.round(*reqs)
-    assert [(node.start, node.end) for node in path(reqs[0].last_node) if node.value is None and not node.codes] == [(SINKS, 68)]
+    assert [(node.start, node.end) for node in path(reqs[0].last_node) if node.value is None and not node.replacing_segments] == [(SINKS, 68)]
     match = world.match(distinct(1, 180))
     assert len(match.device_indices) + match.host_hit_length == SINKS
     for _ in range(2):
@@ -301,10 +301,10 @@ def test_codes_that_a_prompts_copy_is_going_to_read_are_evicted_last():
         world.round(first)
         world.finish(first)
     prefilled = world.start(distinct(1, 600))
-    mine, others = (next(node for node in path(world.node(distinct(n, 388))) if node.codes) for n in (1, 2))
-    kept, gone = mine.codes, others.codes
+    mine, others = (next(node for node in path(world.node(distinct(n, 388))) if node.replacing_segments) for n in (1, 2))
+    kept, gone = mine.replacing_segments, others.replacing_segments
     world.cache.evict(EvictParams(num_tokens=len(gone[0].slots)))
-    assert kept[0] in world.cache.segments and not others.codes
+    assert kept[0] in world.cache.segments and not others.replacing_segments
     assert world.compress(prefilled, 399) and world.compressed_kv.get(prefilled.req_pool_idx).segments[0] is kept[0]
     world.check()
     world.empty()
@@ -327,7 +327,7 @@ def test_segments_are_parted_where_blocks_begin_a_page(blocks, position, page, s
         assert rest is whole and (first.start, first.end, rest.start) == (64, cut, cut)
         assert torch.equal(torch.cat([first.slots, rest.slots]), taken) and len(first.slots) % page == 0
         assert first.packed == len(first.slots) == first.tokens // 64 * slots and rest.packed == rest.tokens // 64 * slots
-        assert node.codes == () and segments.unused_tokens == len(taken), "what lies before the first is in neither"
+        assert node.replacing_segments == () and segments.unused_tokens == len(taken), "what lies before the first is in neither"
         after.segments = [segment for segment in node.segments if segment.end > 100]
         assert tiling(after) == (first, rest)[-len(after.segments) :]
     else:

@@ -66,7 +66,7 @@ def test_a_chunks_full_kv_goes_as_the_next_one_begins():
         before = (req.length - SINKS) // BLOCK * BLOCK
         compute(world, req, end)
         assert world.codes.tokens == max(0, before)
-        assert len(world.codes.stored(req.req_pool_idx)) == world.packing.packed_slots(max(0, before))
+        assert len(world.codes.block_slots(req.req_pool_idx)) == world.packing.packed_slots(max(0, before))
         world.check()
     copy = world.compressed_kv.get(req.req_pool_idx)
     decode(world, req)
@@ -84,7 +84,7 @@ def test_a_prompt_that_begins_so_reads_the_codes_where_they_lie():
     second = admitted(world, distinct(1, 394) + distinct(2, 206))
     assert second.begun == SINKS + (394 - SINKS) // BLOCK * BLOCK
     compute(world, second, 600)
-    read = world.codes.stored(second.req_pool_idx)
+    read = world.codes.block_slots(second.req_pool_idx)
     assert torch.equal(read, torch.cat(slots)[: len(read)]) and len(read) == world.packing.packed_slots(second.begun - SINKS)
     # Its own tokens, and its sinks once more.
     assert free - world.allocator.available_size() == 600 - second.begun + SINKS
@@ -102,9 +102,9 @@ def test_a_copy_that_leaves_newest_tokens_exact_takes_no_place_of_codes_that_rea
     second = admitted(world, distinct(1, 330) + distinct(2, 300))
     assert second.begun == 330 and SINKS + 4 * BLOCK > second.begun - recent
     compute(world, second, 400)
-    assert len(world.codes.stored(second.req_pool_idx)) == world.packing.packed_slots(4 * BLOCK)
+    assert len(world.codes.block_slots(second.req_pool_idx)) == world.packing.packed_slots(4 * BLOCK)
     compute(world, second, 630)
-    assert len(world.codes.stored(second.req_pool_idx)) == world.packing.packed_slots((400 - recent - SINKS) // BLOCK * BLOCK)
+    assert len(world.codes.block_slots(second.req_pool_idx)) == world.packing.packed_slots((400 - recent - SINKS) // BLOCK * BLOCK)
     decode(world, second)
     world.check_owners()
     world.empty()
@@ -120,7 +120,7 @@ def test_codes_of_an_admitted_prompts_beginning_are_not_evicted_also_where_other
     world.check_owners()
     compute(world, reading, 600)
     world.codes.prompts.computed.clear()
-    found = world.codes.stored(reading.req_pool_idx)
+    found = world.codes.block_slots(reading.req_pool_idx)
     assert torch.equal(found, expected[: len(found)]) and len(found) == world.packing.packed_slots(reading.begun - SINKS)
     world.finish(reading, is_insert=False)
     world.check_owners()
@@ -138,7 +138,7 @@ def test_who_lacks_full_kv_and_gets_no_copy_reads_the_codes_and_is_computed_agai
     world.codes.begin_prompts([(reading, reading.begun, reading.begun)])
     row = reading.req_pool_idx
     assert world.compressed_kv.get(row) is None and world.codes.is_lost(row)
-    assert len(world.codes.stored(row)) == world.packing.packed_slots(reading.begun - SINKS)
+    assert len(world.codes.block_slots(row)) == world.packing.packed_slots(reading.begun - SINKS)
     world.allocator.free(torch.cat([others, *([more] if more is not None else [])]))
     world.finish(reading, is_insert=False)
     assert not world.codes.is_lost(row)
@@ -153,7 +153,7 @@ def test_who_decodes_on_full_kv_computes_anew_what_is_codes_alone():
     assert full.begun == SINKS and world.match(distinct(1, 300)).best_match_node.end == 260
     compute(world, full, 300)
     row = world.table.req_to_token[full.req_pool_idx, :300].long()
-    assert len(row.unique()) == 300 and not len(world.codes.stored(full.req_pool_idx))
+    assert len(row.unique()) == 300 and not len(world.codes.block_slots(full.req_pool_idx))
     assert all(node.value is not None for node in path(full.last_node))
     world.check()
     world.finish(full)

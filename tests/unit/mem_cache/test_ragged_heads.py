@@ -49,9 +49,9 @@ def test_attention_over_a_copy_and_its_tail_is_that_over_what_each_head_keeps(se
     compressed_kv.write_tail(1, length)
     view, backend = compressed_kv.get(1), object.__new__(RaggedTorchNativeBackend)
     backend.layout = compressed_kv.layout
-    kept = compressed_kv.methods[0].compressor.select_ragged(context(LAYERS, HEADS, covered), Part(0, covered, view.kept))
+    kept = compressed_kv.methods[0].compressor.select_ragged(context(LAYERS, HEADS, covered), Part(0, covered, view.num_slots))
     # The draft row beside the request's own, which has no copy.
-    rows, lengths = torch.tensor([5, 1]), torch.tensor([view.kept + length - covered, length])
+    rows, lengths = torch.tensor([5, 1]), torch.tensor([view.num_slots + length - covered, length])
     noise = torch.Generator().manual_seed(seed)
     for layer in range(LAYERS):
         queries = torch.randn(2 * count, HEADS * group, DIM, generator=noise)
@@ -100,9 +100,9 @@ def test_slots_are_conserved_and_all_cells_hold_something_over_growing_renewing_
 
     def check(held):
         check_compressed(compressed_kv)
-        assert compressed_kv.layout.on_host(torch.tensor([1, 5])) == [0, held]
+        assert compressed_kv.layout.compressed_lengths(torch.tensor([1, 5])) == [0, held]
 
-    check_slots_are_conserved(compressed_kv, steps, page_size, choose, lambda view: view.kept, check)
+    check_slots_are_conserved(compressed_kv, steps, page_size, choose, lambda view: view.num_slots, check)
 
 
 def test_a_copy_of_uneven_heads_reads_no_segments_and_leaves_none():

@@ -18,7 +18,7 @@ from sglang_ext.mem_cache.compressed.remote_selector import RemoteSelector, Free
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.layouts.base import ExchangedRowLayout, PlainSlots
-from sglang_ext.mem_cache.compressed.row_exchange import EMPTY, exchange, pad_places, renewed
+from sglang_ext.mem_cache.compressed.row_exchange import EMPTY, plan_exchange, pad_places, plan_refresh
 from sglang_ext.mem_cache.compressed.queries import QueryWindows
 from sglang_ext.mem_cache.compressors.spade import Spade
 from sglang_ext.mem_cache.prefix_cache.remote_only import RemoteOnlyKV
@@ -42,24 +42,24 @@ class Holder(RemoteSelector):
     def __init__(self):
         self.missed, self.held, self.alone, self.gone, self.free = Counter(), {}, set(), False, 1000
 
-    def prepare(self, row, slots, keep, queries, positions):
+    def request_selection(self, row, slots, keep, queries, positions):
         return True
 
-    def kept(self, row, covered, keep):
+    def last_selection(self, row, covered, keep):
         raise AssertionError("positions are no copy's here")
 
-    def moved(self, row, covered, keep, renewed):
+    def plan_row_copies(self, row, covered, keep, renewed):
         before, stood = self.held.get(row, (torch.full((1, 1, keep), EMPTY), 0))
         newest = torch.arange(covered - keep, covered).view(1, 1, -1)
-        found = exchange(pad_places(before, keep), extend_selection(before.sort(-1).values, stood, covered, keep) if renewed else newest)
+        found = plan_exchange(pad_places(before, keep), extend_selection(before.sort(-1).values, stood, covered, keep) if renewed else newest)
         self.held[row] = found.held, covered
         return found
 
-    def holds(self, row):
+    def num_held_tokens(self, row):
         return 0 if self.gone or row not in self.held else self.held[row][1]
 
-    def leave_slots(self, row, alone):
-        if alone:
+    def on_slots_freed(self, row, is_remote_only):
+        if is_remote_only:
             self.alone.add(row)
 
     def is_lost(self, row):
@@ -88,7 +88,7 @@ class Beside(AsyncSelector):
     """
 
     sends_rows, in_place = True, True
-    leave_slots, is_lost, free_blocks = Holder.leave_slots, Holder.is_lost, Holder.free_blocks
+    on_slots_freed, is_lost, free_blocks = Holder.on_slots_freed, Holder.is_lost, Holder.free_blocks
 
     def __init__(self):
         self.held, self.alone, self.gone, self.free, self.full, self.settled = {}, set(), False, 1000, False, []
@@ -99,7 +99,7 @@ class Beside(AsyncSelector):
     def on_step_end(self, compressed_kv, ends, following):
         raise AssertionError("no step is run here")
 
-    def made(self, row, covered, kept):
+    def on_compressed(self, row, covered, kept):
         assert row not in self.alone
         self.held[row] = kept.int(), covered
 
@@ -107,13 +107,13 @@ class Beside(AsyncSelector):
         assert row in self.alone
         return not self.gone and not self.full
 
-    def renewed(self, row, covered, keep):
+    def plan_refresh(self, row, covered, keep):
         held, before = self.held[row]
-        held, coming = renewed(held, before, covered, keep, 4)
+        held, coming = plan_refresh(held, before, covered, keep, 4)
         self.held[row] = held, covered
         return coming
 
-    def holds(self, row):
+    def num_held_tokens(self, row):
         return 0 if self.gone or row not in self.held else self.held[row][1]
 
     def flush(self, row):
@@ -141,7 +141,7 @@ class Handed(World):
             **{"async_selector" if beside else "remote_selector": self.holder},
         )  # fmt: skip
         self.held = RemoteOnlyKV(self.cache, self.compressed_kv, self.holder, lambda req: method, TAIL)
-        self.cache.serve(self.compressed_kv, keeps_answers=False, codes=self.held)
+        self.cache.bind(self.compressed_kv, keeps_answers=False, freed_full_kv=self.held)
 
     def renew(self, req):
         """As rounds do: a copy is made, or made anew where that can be."""
@@ -151,12 +151,12 @@ class Handed(World):
 
     def check(self):
         self.check_owners()
-        for row, view in self.compressed_kv.copies():
+        for row, view in self.compressed_kv.items():
             req = next(each for each in self.running if each.req_pool_idx == row)
             expected = kv_of(req.tokens[: req.length])[self.holder.held[row][0].flatten()]
             assert torch.equal(self.kv[view.own, 0, 0], expected)
             self.compressed_kv.write_tail(row, req.length)
-            tail = self.table.req_to_token[ROWS + row, view.kept : view.kept + req.length - view.covered].long()
+            tail = self.table.req_to_token[ROWS + row, view.num_slots : view.num_slots + req.length - view.covered].long()
             assert torch.equal(self.kv[tail, 0, 0], kv_of(req.tokens[: req.length])[view.covered :])
 
 
@@ -166,7 +166,7 @@ def test_a_prompts_slots_can_be_others_while_its_request_runs():
     assert world.renew(req)
     free = world.allocator.available_size()
     assert world.cache.evictable_size() == 0
-    world.held.update([req])
+    world.held.free_full_kv([req])
     world.check()
     assert world.cache.evictable_size() == 60 and world.allocator.available_size() == free
     assert not world.table.req_to_token[req.req_pool_idx, :60].any() and world.held.tokens == 60 and world.held.own_tokens == 0
@@ -185,15 +185,15 @@ def test_generated_tokens_go_in_the_round_after_a_copy_stands_for_them():
     world = Handed()
     req = world.start(range(100, 141))
     world.renew(req)
-    world.held.update([req])
+    world.held.free_full_kv([req])
     free, row = world.allocator.available_size(), req.req_pool_idx
     req.output_ids.extend(range(20))
     world.extend(req, 61)
-    kept = world.compressed_kv.get(row).kept
+    kept = world.compressed_kv.get(row).num_slots
     assert world.renew(req) and world.compressed_kv.get(row).covered == 60 and world.held.own_tokens == 0
-    world.held.update([req])
+    world.held.free_full_kv([req])
     assert world.held.own_tokens == 20 and not world.table.req_to_token[row, :60].any()
-    assert world.allocator.available_size() == free - (world.compressed_kv.get(row).kept - kept)
+    assert world.allocator.available_size() == free - (world.compressed_kv.get(row).num_slots - kept)
     world.check()
     world.finish(req, strip=True)
     world.check()
@@ -205,10 +205,10 @@ def test_what_the_rank_lacks_stays():
     req = world.start(range(100, 141))
     world.renew(req)
     world.holder.held[req.req_pool_idx] = world.holder.held[req.req_pool_idx][0], 38
-    world.held.update([req])
+    world.held.free_full_kv([req])
     assert world.held.tokens == 0 and not world.held.can_lack_full_kv(req.req_pool_idx) and world.cache.evictable_size() == 0
     world.holder.gone = True
-    world.held.update([req])
+    world.held.free_full_kv([req])
     assert world.held.tokens == 0 and lost_requests(SimpleNamespace(tree_cache=world.cache, reqs=[req])) == []
     world.finish(req)
     assert world.match(list(range(100, 141))).device_indices.numel() == 40
@@ -220,8 +220,8 @@ def test_who_has_no_full_kv_anywhere_is_lost_and_keeps_its_copy_until_then():
     first, second = world.start(range(100, 141)), world.start(range(100, 130))
     for req in (first, second):
         world.renew(req)
-    world.held.update([first])
-    assert world.compressed_kv.largest() == second.req_pool_idx, "the other cannot do without its copy"
+    world.held.free_full_kv([first])
+    assert world.compressed_kv.largest_releasable_row() == second.req_pool_idx, "the other cannot do without its copy"
     world.holder.gone = True
     assert lost_requests(SimpleNamespace(tree_cache=world.cache, reqs=[first, second])) == [0]
     world.check()
@@ -236,16 +236,16 @@ def test_a_request_is_admitted_by_its_copy_and_its_tail_where_a_rank_has_room():
         origin_input_ids=range(200), output_ids=[], req_pool_idx=None, cache_protected_len=0, last_node=world.cache.root_node
     )
     slot_demand = world.held.slot_demand(waiting, 16)
-    assert (slot_demand.copy, slot_demand.back, slot_demand.growth) == (50, 200, 4 + TAIL)
+    assert (slot_demand.compressed_slots, slot_demand.own_slots_freed, slot_demand.growth) == (50, 200, 4 + TAIL)
     world.holder.free = 199
     slot_demand = world.held.slot_demand(waiting, 16)
-    assert (slot_demand.copy, slot_demand.back, slot_demand.growth) == (0, 0, 16)
+    assert (slot_demand.compressed_slots, slot_demand.own_slots_freed, slot_demand.growth) == (0, 0, 16)
     req = world.start(range(100, 141))
     world.renew(req)
-    assert sum(world.held.slot_demand(req, 4).leaves.values()) == 40, "all of its path, which lies in the prefix tree"
-    world.held.update([req])
+    assert sum(world.held.slot_demand(req, 4).path_slots_freed.values()) == 40, "all of its path, which lies in the prefix tree"
+    world.held.free_full_kv([req])
     slot_demand = world.held.slot_demand(req, 4)
-    assert not slot_demand.leaves and (slot_demand.copy, slot_demand.back, slot_demand.growth) == (0, 0, 4 + 2)
+    assert not slot_demand.path_slots_freed and (slot_demand.compressed_slots, slot_demand.own_slots_freed, slot_demand.growth) == (0, 0, 4 + 2)
 
 
 @dataclass
@@ -297,14 +297,14 @@ def test_beside_a_gpu_a_copy_is_made_of_full_kv_and_renewed_without_it_once_its_
     row = req.req_pool_idx
     assert world.renew(req) and world.renew(req), "of full KV, which is here"
     world.check()
-    world.held.update([req])
+    world.held.free_full_kv([req])
     assert world.compressed_kv.can_lack_full_kv(row) and world.compressed_kv.is_usable_without_refresh(row) and world.holder.alone == {row}
     assert not world.table.req_to_token[row, :40].any()
     req.output_ids.extend(range(20))
     world.extend(req, 61)
     world.holder.full = True
     assert not world.renew(req) and world.compressed_kv.get(row).covered == 40
-    world.held.update([req])
+    world.held.free_full_kv([req])
     world.check()
     world.holder.full = False
     held = world.holder.held[row][0].clone()
@@ -312,7 +312,7 @@ def test_beside_a_gpu_a_copy_is_made_of_full_kv_and_renewed_without_it_once_its_
     now = world.holder.held[row][0]
     assert now.shape[-1] > held.shape[-1] and {*range(56, 60)} <= {*now.flatten().tolist()}
     world.check()
-    world.held.update([req])
+    world.held.free_full_kv([req])
     assert world.held.own_tokens == 20 and not world.table.req_to_token[row, :60].any()
     world.check()
     world.finish(req, is_insert=False)
@@ -357,7 +357,7 @@ class Rounds(RuleBasedStateMachine):
 
     @rule()
     def begins_a_round(self):
-        self.world.held.update(self.world.running)
+        self.world.held.free_full_kv(self.world.running)
 
     @precondition(lambda self: self.world.running)
     @rule(seed=st.integers(0, 9), is_insert=st.booleans(), strip=st.booleans())

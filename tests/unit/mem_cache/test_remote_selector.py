@@ -31,12 +31,12 @@ class Others(RemoteSelector):
         context = ContextKV(self.compressed_kv.buffers, slots, queries, positions, self.compressed_kv.rotary)
         return Spade().select(context, [Part(0, len(slots), keep)])[0]
 
-    def prepare(self, row, slots, keep, queries, positions):
+    def request_selection(self, row, slots, keep, queries, positions):
         self.told.append(("prepare", len(slots), keep, positions.tolist()))
         self.chosen = self.choose(slots, keep, queries, positions)
         return not self.slow or len(self.told) > 1
 
-    def kept(self, row, covered, keep):
+    def last_selection(self, row, covered, keep):
         return self.chosen
 
     def step(self, requests, read, write):
@@ -49,7 +49,7 @@ class Others(RemoteSelector):
 
             def on_queries_recorded(self, layer):
                 others.told.append(("recorded", layer))
-                if told.asks and layer == LAYERS - 1:
+                if told.starts_selection and layer == LAYERS - 1:
                     slots = others.compressed_kv.token_table[told.row, : told.covered].long()
                     others.chosen = others.choose(slots, told.keep, *read(told.row, told.end, slice(None)))
 
@@ -91,7 +91,7 @@ def test_there_is_a_copy_once_others_have_chosen_and_none_any_more_when_they_fai
     assert led_to(compressed_kv) == spade_of(compressed_kv, range(100, 150), 150, Spade().predictor)
     check_compressed(compressed_kv)
     free = compressed_kv.allocator.available_size()
-    compressed_kv.remote_selector.prepare = lambda *given: False
+    compressed_kv.remote_selector.request_selection = lambda *given: False
     compressed_kv.queries.insert(1, 151, torch.zeros(LAYERS, 1, HEADS, DIM))
     assert copy(compressed_kv, 151) == NO_SELECTION and compressed_kv.get(1) is None and compressed_kv.allocator.available_size() > free
 
@@ -107,12 +107,12 @@ def test_steps_lead_the_copy_to_what_was_chosen_by_the_step_before_layer_by_laye
     expected = spade_of(compressed_kv, range(100, 151), 150, Spade().predictor)
     compressed_kv.reselect(1, 151, 1)
     assert led_to(compressed_kv) == first, "nothing is chosen between steps in this process"
-    step(151, asks=False)
+    step(151, starts_selection=False)
     assert led_to(compressed_kv) == expected != first
     check_compressed(compressed_kv)
     step(152)
     assert led_to(compressed_kv) == expected, "the step before asked for nothing"
-    assert compressed_kv.made["spade"] == 4 and compressed_kv.get(1).covered == 150
+    assert compressed_kv.num_compressions["spade"] == 4 and compressed_kv.get(1).covered == 150
 
 
 def test_others_hear_of_requests_that_go_and_whose_full_kv_moves():

@@ -15,7 +15,7 @@ B = list(range(11, 19))
 
 def world(slots=40, always=False, host_pages=30):
     made = World(slots=slots, host_pages=host_pages)
-    made.cache.serve(None, residency=Residency(made.cache, made.table.req_to_token, always))
+    made.cache.bind(None, residency=Residency(made.cache, made.table.req_to_token, always))
     return made, made.cache.residency
 
 
@@ -95,7 +95,7 @@ def test_always_all_leaves_as_soon_as_it_is_stored_and_what_is_read_stays():
     track(made, req)
     stored(made)
     track(made, req)
-    assert residency.missing_tokens(req.req_pool_idx) == 8 and residency.offered_tokens == 0
+    assert residency.missing_tokens(req.req_pool_idx) == 8 and residency.droppable_tokens == 0
     assert load(made, req) and not residency.missing_tokens(req.req_pool_idx)
     residency.restore(req.req_pool_idx)
     track(made, req)
@@ -143,7 +143,7 @@ def test_what_the_host_has_no_room_for_is_not_offered_to_requests_that_wait():
     on_host = sum(req.last_node.host_value is not None for req in (first, second, third))
     assert on_host == 1 and len(residency._droppable()) == 1
     # As much as the longest reload takes is kept back: nothing is left.
-    assert residency.offered_tokens == made.cache.evictable_size() == 0 and balanced(made)
+    assert residency.droppable_tokens == made.cache.evictable_size() == 0 and balanced(made)
 
 
 def test_without_room_a_load_is_not_begun_and_nothing_is_lost():
@@ -226,7 +226,7 @@ def test_whatever_happens_what_is_ready_is_exact_and_the_sums_are_right(steps, a
     for req in list(made.running):
         residency.forget(req.req_pool_idx)
     residency.update({})
-    made.cache.serve(None)
+    made.cache.bind(None)
     for req in made.running:
         req.stale = set()
     made.empty()

@@ -147,8 +147,8 @@ def test_what_a_copy_packs_of_a_prompt_becomes_a_segment_before_its_full_kv_is_s
     world = ResidualWorld()
     req = world.start(A)
     view = packed_view(world, req, 6 * PAGE)
-    residency = Residency(world.cache, world.table.req_to_token, always=False)
-    world.cache.serve(Copies(view), residency=residency)
+    residency = Residency(world.cache, world.table.req_to_token, offload_at_once=False)
+    world.cache.bind(Copies(view), residency=residency)
     slots = view.slots.tolist()
     residency.update({req.req_pool_idx: (req.last_node, 4 * PAGE)})
     assert view.slots.tolist() == slots and len(view.own) == PAGE and view.own_packed == 0 and view.shared_len == 6 * PAGE
@@ -166,8 +166,8 @@ def test_a_copy_that_stands_for_more_than_the_tree_has_stays_the_requests_own():
     req.output_ids.extend(range(2 * PAGE))
     assert world.extend(req, 6 * PAGE)
     view = packed_view(world, req, 6 * PAGE)
-    residency = Residency(world.cache, world.table.req_to_token, always=False)
-    world.cache.serve(Copies(view), residency=residency)
+    residency = Residency(world.cache, world.table.req_to_token, offload_at_once=False)
+    world.cache.bind(Copies(view), residency=residency)
     residency.update({req.req_pool_idx: (req.last_node, 6 * PAGE)})
     assert view.own_packed == 50 and req.last_node.segments == [] and world.residual_pages() == 0
     world.check()

@@ -4,7 +4,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.mem_cache.compressed.row_exchange import EMPTY, ReceivedRows, missing_mask, exchange, pad_places, top_mask, merge_exchanges, renewed
+from sglang_ext.mem_cache.compressed.row_exchange import (
+    EMPTY, ReceivedRows, merge_exchanges, missing_mask, pad_places, plan_exchange, plan_refresh, top_mask,
+)  # fmt: skip
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
 LAYERS, HEADS, DIM, TOKENS = 2, 3, 4, 40
@@ -20,7 +22,7 @@ def some(seed, count, tokens=TOKENS):
 def test_a_copy_holds_what_is_wanted_and_nothing_that_stays_is_moved(before, after, count, empty):
     held, wanted = some(before, count), some(after, count).sort(-1).values
     held[..., :empty] = EMPTY
-    found = exchange(held, wanted)
+    found = plan_exchange(held, wanted)
     assert torch.equal(found.held.sort(-1).values, wanted)
     stays = ~missing_mask(held, wanted)
     assert torch.equal(found.held[stays], held[stays]) and len(found.positions) == (~stays).sum()
@@ -34,7 +36,7 @@ def test_a_copy_holds_what_is_wanted_and_nothing_that_stays_is_moved(before, aft
 def test_what_is_not_available_leaves_its_place_to_what_is_there(seed, count, data):
     held, wanted = some(seed, count), some(seed + 1, count)
     available = torch.tensor(data.draw(st.lists(st.booleans(), min_size=wanted.numel(), max_size=wanted.numel()))).view_as(wanted)
-    found = exchange(held, wanted, available.clone())
+    found = plan_exchange(held, wanted, available.clone())
     for layer in range(LAYERS):
         for head in range(HEADS):
             was, now = set(held[layer, head].tolist()), found.held[layer, head].tolist()
@@ -47,8 +49,8 @@ def test_copies_grow_and_packs_are_joined():
     held = some(3, 5)
     more = pad_places(held, 7)
     assert torch.equal(more[..., :5], held) and (more[..., 5:] == EMPTY).all()
-    found = merge_exchanges([exchange(more[:1], some(4, 7)[:1]), exchange(more[1:], some(4, 7)[1:])])
-    whole = exchange(more, some(4, 7))
+    found = merge_exchanges([plan_exchange(more[:1], some(4, 7)[:1]), plan_exchange(more[1:], some(4, 7)[1:])])
+    whole = plan_exchange(more, some(4, 7))
     for name in ("held", "layers", "heads", "places", "positions", "wanted"):
         assert torch.equal(getattr(found, name), getattr(whole, name))
     assert [found.of_layer(layer).start for layer in range(LAYERS)] == [0, int((found.layers == 0).sum())]
@@ -57,7 +59,7 @@ def test_copies_grow_and_packs_are_joined():
 @given(st.integers(0, 99), st.integers(1, 30), st.integers(0, 12), st.integers(0, 9), st.integers(0, 12))
 def test_a_copy_that_is_renewed_without_a_look_takes_in_the_newest(seed, count, new, more, recent):
     held, keep = some(seed, count).int(), count + min(more, new)
-    after, coming = renewed(held, TOKENS, TOKENS + new, keep, recent)
+    after, coming = plan_refresh(held, TOKENS, TOKENS + new, keep, recent)
     assert after.shape[-1] == keep and after.dtype == torch.int32 and after.min() >= 0
     many = coming.places.shape[-1]
     assert many == max(keep - count, min(new, recent, keep)) and coming.first == TOKENS + new - many
@@ -87,9 +89,9 @@ def test_rows_go_where_the_exchange_says_from_the_pool_or_from_elsewhere():
     buffers = KVBuffers((0, 1), (1.0, 1.0), keys, values)
     sources, targets = torch.arange(50, 50 + TOKENS), torch.arange(10, 22)
     wanted = some(1, 12)
-    first = exchange(torch.full_like(wanted, EMPTY), wanted)
+    first = plan_exchange(torch.full_like(wanted, EMPTY), wanted)
     buffers.move_rows(first, sources, targets)
-    second = exchange(first.held, some(2, 12))
+    second = plan_exchange(first.held, some(2, 12))
     at = list(zip(second.layers.tolist(), second.heads.tolist(), second.positions.tolist()))
     rows = [torch.stack([part[layer][sources[position], head] for layer, head, position in at]) for part in (keys, values)]
     buffers.put_rows(ReceivedRows(second, *rows), targets)

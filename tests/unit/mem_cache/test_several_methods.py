@@ -40,7 +40,7 @@ def world(monkeypatch):
         CompressionMethod(newest, 0.125, PlainSlots(PAGE), "eighth", suffix=":0.125"),
         CompressionMethod(method("int4").compressor, 1.0, rows.layout, "int4", "int4"),
     )
-    made.cache.serve(CompressedKVCache(
+    made.cache.bind(CompressedKVCache(
         methods=methods, token_table=table, rows=ROWS, buffers=buffers, allocator=made.allocator, tree_cache=made.cache,
         queries=QueryWindows(0, (0,), 0), layout=rows, method_index_of=made.asked.__getitem__,
     ))
@@ -53,8 +53,8 @@ def start(world, tokens, place):
     req = world.start(tokens)
     world.asked[req.req_pool_idx] = place
     prefix = SharedPrefix(req.last_node, matched) if matched else None
-    assert world.cache.copies.compress(req.req_pool_idx, len(tokens), 0, prefix)
-    return world.cache.copies.get(req.req_pool_idx)
+    assert world.cache.compressed_kv.compress(req.req_pool_idx, len(tokens), 0, prefix)
+    return world.cache.compressed_kv.get(req.req_pool_idx)
 
 
 def tokens_after(number):
@@ -66,15 +66,15 @@ def test_requests_share_the_beginning_with_those_of_their_own_method_alone(world
     done(world, COMMON)
     for number, place in enumerate((HALF, EIGHTH, PACKED, HALF, EIGHTH, PACKED)):
         view = start(world, [*COMMON, *tokens_after(number)], place)
-        assert {segment.method for segment in view.segments} == {world.cache.copies.methods[place].name}
+        assert {segment.method for segment in view.segments} == {world.cache.compressed_kv.methods[place].name}
         world.check()
-    segments, compressed_kv = list(world.cache.segments), world.cache.copies
+    segments, compressed_kv = list(world.cache.segments), world.cache.compressed_kv
     found = [(s.method, s.end, s.tokens, s.users) for s in segments]
     assert found == [("half", 150, 76, 2), ("eighth", 150, 20, 2), ("int4", 132, 128, 2)]
     for row, place in world.asked.items():
         packed = compressed_kv.layout.counts[compressed_kv.draft_row(row)]
-        assert packed == compressed_kv.get(row).packed and (packed > 0) == (place == PACKED)
-    assert compressed_kv.made == {"sink-recent": 2, "sink-recent:0.125": 2, "int4": 2}
+        assert packed == compressed_kv.get(row).num_packed_slots and (packed > 0) == (place == PACKED)
+    assert compressed_kv.num_compressions == {"sink-recent": 2, "sink-recent:0.125": 2, "int4": 2}
     check_compressed(compressed_kv)
     world.empty()
     assert not segments[0].users and compressed_kv.owned_slot_count == 0
@@ -97,10 +97,10 @@ def test_a_split_leaves_each_methods_segment_where_it_ends_and_all_are_evicted_w
 
 def test_a_row_that_held_blocks_says_so_no_longer_when_a_request_of_another_method_has_it(world):
     done(world, COMMON)
-    compressed_kv = world.cache.copies
+    compressed_kv = world.cache.compressed_kv
     first = start(world, [*COMMON, *tokens_after(0)], PACKED)
     (row,) = world.asked
-    assert compressed_kv.layout.counts[compressed_kv.draft_row(row)] == first.packed > 0
+    assert compressed_kv.layout.counts[compressed_kv.draft_row(row)] == first.num_packed_slots > 0
     world.finish(world.running[0])
     start(world, [*COMMON, *tokens_after(1)], HALF)
     assert list(world.asked) == [row] and compressed_kv.layout.counts[compressed_kv.draft_row(row)] == 0
@@ -109,7 +109,7 @@ def test_a_row_that_held_blocks_says_so_no_longer_when_a_request_of_another_meth
 
 def test_the_share_of_full_kv_is_that_of_the_copies_that_there_are(world):
     done(world, COMMON)
-    compressed_kv = world.cache.copies
+    compressed_kv = world.cache.compressed_kv
     assert compressed_kv.share == 0.5
     covered = [start(world, [*COMMON, *tokens_after(place)], place).covered for place in (EIGHTH, PACKED)]
     expected = sum(compressed_kv.methods[place].share * tokens for place, tokens in zip((EIGHTH, PACKED), covered)) / sum(covered)
@@ -120,7 +120,7 @@ def test_the_share_of_full_kv_is_that_of_the_copies_that_there_are(world):
 @pytest.mark.parametrize("wrong", ["segment", "packed"])
 def test_a_copy_of_two_methods_and_a_row_with_other_blocks_are_found(world, wrong):
     done(world, COMMON)
-    view, compressed_kv = start(world, [*COMMON, *tokens_after(0)], PACKED), world.cache.copies
+    view, compressed_kv = start(world, [*COMMON, *tokens_after(0)], PACKED), world.cache.compressed_kv
     (row,) = world.asked
     check_compressed(compressed_kv)
     if wrong == "segment":

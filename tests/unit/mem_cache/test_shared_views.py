@@ -26,7 +26,7 @@ def world(monkeypatch):
     monkeypatch.setattr(cache, "MIN_SHARED", 8)
     made = World(slots=160)
     made.table.req_to_token = torch.zeros(2 * ROWS, 128, dtype=torch.int32)
-    made.cache.serve(CompressedKVCache(
+    made.cache.bind(CompressedKVCache(
         methods=(CompressionMethod(create("sink-recent"), 0.5, PlainSlots(PAGE)),), token_table=made.table.req_to_token, rows=ROWS,
         buffers=made.buffers, allocator=made.allocator, tree_cache=made.cache, queries=QueryWindows(0, (0,), 0),
     ))
@@ -38,14 +38,14 @@ def start(world, tokens):
     matched = len(world.match(tokens[:-1]).device_indices)
     req = world.start(tokens)
     prefix = SharedPrefix(req.last_node, matched) if matched else None
-    assert world.cache.copies.compress(req.req_pool_idx, len(tokens), 0, prefix)
+    assert world.cache.compressed_kv.compress(req.req_pool_idx, len(tokens), 0, prefix)
     return req
 
 
 def drafted_on(world, req):
     """The KV that the request's draft row leads to."""
-    view = world.cache.copies.get(req.req_pool_idx)
-    return world.kv[world.table.req_to_token[ROWS + req.req_pool_idx, : view.kept].long(), 0, 0]
+    view = world.cache.compressed_kv.get(req.req_pool_idx)
+    return world.kv[world.table.req_to_token[ROWS + req.req_pool_idx, : view.num_slots].long(), 0, 0]
 
 
 class Odd(SinkRecent):
@@ -69,7 +69,7 @@ class Odd(SinkRecent):
     ids=["dtype", "tokens", "transposed", "list"],
 )
 def test_scores_that_cannot_be_used_are_named_once_and_requests_served_with_full_kv(world, monkeypatch, caplog, change, named):
-    compressed_kv = world.cache.copies
+    compressed_kv = world.cache.compressed_kv
     monkeypatch.setattr(compression_method, "MIN_CONTEXT", 8)
     done(world, COMMON)
     kept = start(world, [*COMMON, *range(90, 98)])
@@ -87,13 +87,13 @@ def test_scores_that_cannot_be_used_are_named_once_and_requests_served_with_full
     assert re.search(f"compressor 'odd' scored a context with .*{named}.*scores are torch.float32 .*correct its", line)
     assert not compressed_kv.compress(kept.req_pool_idx, 24), "nor is a copy renewed"
     assert compressed_kv.get(kept.req_pool_idx) is None and compressed_kv.owned_slot_count == 0
-    assert compressed_kv.made == {"sink-recent": 1}
+    assert compressed_kv.num_compressions == {"sink-recent": 1}
     world.finish(kept)
     world.check()
 
 
 def test_a_method_that_fails_when_the_server_tries_it_is_refused_and_named(world, monkeypatch, caplog):
-    compressed_kv = world.cache.copies
+    compressed_kv = world.cache.compressed_kv
     monkeypatch.setattr(Odd, "change", staticmethod(torch.Tensor.half))
     compressed_kv.methods = (*compressed_kv.methods, CompressionMethod(Odd(), 0.5, PlainSlots(PAGE)))
     compressed_kv.compile_kernels(1)
@@ -103,7 +103,7 @@ def test_a_method_that_fails_when_the_server_tries_it_is_refused_and_named(world
 def test_what_others_began_with_is_copied_once(world):
     done(world, COMMON)
     requests = [start(world, [*COMMON, *range(100 + 10 * i, 108 + 10 * i)]) for i in range(6)]
-    compressed_kv, cache = world.cache.copies, world.cache
+    compressed_kv, cache = world.cache.compressed_kv, world.cache
     assert cache.segments.held_tokens == 8 and compressed_kv.owned_slot_count == 6 * 4
     assert compressed_kv.held_bytes() == (8 + 6 * 4) * world.buffers.bytes_per_slot
     for req in requests:
@@ -128,7 +128,7 @@ def test_a_turn_adds_to_what_the_turns_before_share(world):
     for turn in range(4):
         history += [50 + turn] * 12
         req = start(world, history)
-        shared.append(world.cache.copies.get(req.req_pool_idx).shared_len)
+        shared.append(world.cache.compressed_kv.get(req.req_pool_idx).shared_len)
         world.check()
         world.finish(req)
     assert shared == [16, 28, 40, 52]
@@ -139,7 +139,7 @@ def test_a_turn_adds_to_what_the_turns_before_share(world):
 def test_a_renewal_leaves_what_is_shared_and_covers_what_was_generated(world):
     done(world, COMMON)
     first, second = (start(world, [*COMMON, *[60 + i] * 8]) for i in range(2))
-    compressed_kv, before = world.cache.copies, drafted_on(world, second)
+    compressed_kv, before = world.cache.compressed_kv, drafted_on(world, second)
     for token in range(20):
         first.output_ids.append(token)
         world.extend(first, len(first.tokens))
@@ -155,7 +155,7 @@ def test_a_renewal_leaves_what_is_shared_and_covers_what_was_generated(world):
 
 def test_a_draft_row_follows_its_request_to_the_slots_that_the_tree_has_of_its_prompt(world):
     # As under the overlapped loop: a round is launched, and the tree takes the prompt over afterwards.
-    compressed_kv, insert = world.cache.copies, world.cache.cache_unfinished_req
+    compressed_kv, insert = world.cache.compressed_kv, world.cache.cache_unfinished_req
     tokens = [*COMMON, 71, 72, 73, 74, 75, 76]
     world.cache.cache_unfinished_req = lambda req: None
     late = world.start(tokens)
@@ -175,7 +175,7 @@ def test_a_draft_row_follows_its_request_to_the_slots_that_the_tree_has_of_its_p
     view.tail_end = written
     check_draft_rows(compressed_kv)
     compressed_kv.write_tail(late.req_pool_idx, len(tokens))
-    tail = world.table.req_to_token[ROWS + late.req_pool_idx, view.kept : view.kept + len(tokens) - view.covered]
+    tail = world.table.req_to_token[ROWS + late.req_pool_idx, view.num_slots : view.num_slots + len(tokens) - view.covered]
     assert torch.equal(world.kv[tail.long(), 0, 0], kv_of(tokens)[view.covered :])
     check_draft_rows(compressed_kv)
     world.check()
@@ -185,15 +185,15 @@ def test_a_draft_row_follows_its_request_to_the_slots_that_the_tree_has_of_its_p
 def test_a_short_beginning_is_not_shared_and_a_full_pool_loses_nothing(world):
     done(world, COMMON[:4])
     short = start(world, [*COMMON[:4], *range(70, 90)])
-    assert not list(world.cache.segments) and world.cache.copies.get(short.req_pool_idx).shared_len == 0
+    assert not list(world.cache.segments) and world.cache.compressed_kv.get(short.req_pool_idx).shared_len == 0
     done(world, [*COMMON, 3, 3])
     one = start(world, [*COMMON, 5, 5, 5, 5])
     world.finish(one)
     unused = world.cache.segments.unused
     rest = world.start([*COMMON, 6, 6, 6, 6])
     prefix = SharedPrefix(rest.last_node, 16)
-    assert unused and not world.cache.copies.compress(rest.req_pool_idx, 20, headroom=1000, prefix=prefix)
-    assert world.cache.segments.unused == unused and world.cache.copies.get(rest.req_pool_idx) is None
+    assert unused and not world.cache.compressed_kv.compress(rest.req_pool_idx, 20, headroom=1000, prefix=prefix)
+    assert world.cache.segments.unused == unused and world.cache.compressed_kv.get(rest.req_pool_idx) is None
     world.check()
     world.empty()
 
@@ -203,7 +203,7 @@ def test_a_copy_that_is_given_back_leaves_its_segments_to_be_evicted(world):
     req = start(world, [*COMMON, 5, 5, 5, 5])
     world.cache.evict(EvictParams(num_tokens=1000))
     assert len(list(world.cache.segments)) == 1, "nobody takes what is read"
-    world.cache.copies.release_compressed_kv(req.req_pool_idx)
+    world.cache.compressed_kv.release_compressed_kv(req.req_pool_idx)
     world.cache.evict(EvictParams(num_tokens=PAGE))
     assert not list(world.cache.segments)
     world.check()

@@ -12,7 +12,7 @@ from sglang_ext.core import RequestState
 from sglang_ext.mem_cache.compressed.policy import ensure_compressed_kv
 from sglang_ext.mem_cache.compressed.queries import record_queries, set_key_write_callback
 from sglang_ext.mem_cache.compressed.slot_codes import SlotCodes
-from sglang_ext.mem_cache.compressors import best
+from sglang_ext.mem_cache.compressors import top_positions
 from sglang_ext.mem_cache.compressors.spade import Spade, attention
 from sglang_ext.mem_cache.selection import scoring_keys as held_keys_module
 from sglang_ext.mem_cache.selection.scoring_keys import KeySpec, scoring_keys
@@ -49,7 +49,7 @@ def test_a_forward_codes_what_it_wrote_in_all_layers_once_the_last_has_attended(
     keys = pool()
     codes, every = SlotCodes(keys, (4, 5, 7), bits), torch.arange(40)
     before = [part.clone() for part in (codes.held.codes, codes.held.words)]
-    set_key_write_callback(codes.written)
+    set_key_write_callback(codes.on_keys_written)
     try:
         assert forward([3, 9, 21], (4, 5)) == [4, 5]
         assert all(map(torch.equal, before, (codes.held.codes, codes.held.words))), "the last layer writes yet"
@@ -101,7 +101,7 @@ def test_copies_lead_to_what_is_chosen_by_the_codes_of_a_rank_when_made_and_betw
         slots, (queries, positions) = compressed_kv.token_table[1, : view.covered].long(), compressed_kv.queries.get(1, end, 1)
         predicted = method.compressor.predictor.predict(queries.transpose(1, 2)[None], positions[None], compressed_kv.rotary)
         scores = [attention(predicted[:, i], by(i, slots), compressed_kv.buffers.scaling[i]) for i in range(LAYERS)]
-        return [slots[each].tolist() for each in best(mark_always(torch.stack(scores), *method.compressor.always(None)), view.own_tokens)]
+        return [slots[each].tolist() for each in top_positions(mark_always(torch.stack(scores), *method.compressor.always(None)), view.own_tokens)]
 
     keep(range(149, 150), 1)
     assert ensure_compressed_kv(compressed_kv, SimpleNamespace(last_node=None), RequestState(rid="r", row=1, seed=0), 150, 0) == 0

@@ -12,7 +12,7 @@ from sglang_ext.managers.integrity import check_compressed
 from sglang_ext.mem_cache.compressed.policy import ensure_compressed_kv
 from sglang_ext.mem_cache.compressed.queries import RecordedRows
 from sglang_ext.mem_cache.compressed.remote_selector import observe_step
-from sglang_ext.mem_cache.compressors import ContextKV, best
+from sglang_ext.mem_cache.compressors import ContextKV, top_positions
 from sglang_ext.mem_cache.compressors.each_step.quest import Quest
 from sglang_ext_bench.baselines.tova import Tova
 from sglang_ext_bench.baselines.true_query import TrueQuery
@@ -40,7 +40,7 @@ def by_own(compressed_kv, method, position):
     """Slots that each head is led to by the query of ``position``, by layer and head, as the method's own scores say."""
     queries, found = compressed_kv.queries.get(1, position + 1, 1)
     context = ContextKV(compressed_kv.buffers, compressed_kv.token_table[1, :150].long(), queries, found, compressed_kv.rotary)
-    kept = [best(method.scores(context.layer(layer)), compressed_kv.get(1).own_tokens) for layer in range(LAYERS)]
+    kept = [top_positions(method.scores(context.layer(layer)), compressed_kv.get(1).own_tokens) for layer in range(LAYERS)]
     return [context.slots[of_layer].tolist() for of_layer in kept]
 
 
@@ -55,7 +55,7 @@ def test_a_layer_attends_to_what_its_own_query_chose_in_the_same_step(method):
         check_compressed(compressed_kv)
         compressed_kv.reselect(1, position + 1, compressed_kv.method(1).compressor.every)
         assert led_to(compressed_kv) == seen, "nothing is chosen between steps"
-    assert compressed_kv.get(1).covered == 150 and compressed_kv.made == {method.name: 4}
+    assert compressed_kv.get(1).covered == 150 and compressed_kv.num_compressions == {method.name: 4}
 
 
 def test_with_every_a_layer_chooses_in_the_first_step_and_after_so_many():

@@ -444,10 +444,10 @@ def test_an_idle_scheduler_looks_at_what_changed_once(monkeypatch, caplog):
     check()
     assert len(calls) == 2, "nothing was told to have changed"
     tended = []
-    world.cache.copies = SimpleNamespace(poll=lambda: tended.append(True))
+    world.cache.compressed_kv = SimpleNamespace(poll=lambda: tended.append(True))
     check()
     assert tended, "processes that choose are looked after, though no request comes"
-    world.cache.copies = None
+    world.cache.compressed_kv = None
     world.cache.inc_lock_ref(world.node(A))
     monkeypatch.setenv("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE", "1")
     with pytest.raises(IntegrityError, match="4 device slots"):
@@ -461,7 +461,7 @@ def test_an_idle_scheduler_looks_at_what_changed_once(monkeypatch, caplog):
 def test_answers_of_copies_alone_do_not_enter_the_tree():
     """In lossy mode the KV of generated tokens is of what copies said, and no prompt's."""
     world = World()
-    world.cache.serve(None, keeps_answers=False)
+    world.cache.bind(None, keeps_answers=False)
     req = world.start(A)
     req.output_ids.extend([31, 32, 33, 34])
     assert world.extend(req, len(req.tokens))
@@ -474,7 +474,7 @@ def test_answers_of_copies_alone_do_not_enter_the_tree():
 def test_a_prompt_whose_answer_is_one_token_is_kept_where_answers_are_not():
     """SGLang tells the tree of it once, when it ends; of a prompt that it computed in chunks, its beginning before."""
     world = World()
-    world.cache.serve(None, keeps_answers=False)
+    world.cache.bind(None, keeps_answers=False)
     prompt = [*A, 11, 12, 13, 14, 15]
     req = world.start(prompt[: len(A)])
     req.origin_input_ids.extend(prompt[len(A) :])
@@ -496,7 +496,7 @@ def test_a_prompt_whose_answer_is_one_token_is_kept_where_answers_are_not():
 def test_who_writes_beside_loads_is_told_of_their_slots_before_and_once_they_are_there():
     world, told = World(), []
     tells = lambda slots: told.append((slots.tolist(), world.kv[slots, 0, 0].tolist()))  # noqa: E731
-    world.cache.use_host(world.tier, about_to_write=tells, arrived=tells)
+    world.cache.use_host(world.tier, on_load_start=tells, on_load_done=tells)
     done(world, A)
     node = world.node(A)
     assert world.offload(node) == len(A)

@@ -178,7 +178,7 @@ def test_requests_ask_for_it_by_what_the_flag_says_and_meta_info_tells_its_name(
     req, helper = SimpleNamespace(), SimpleNamespace(name="")
     for chooser in (method.compressor, helper):
         state = RequestState("rid", 1, seed=0, method=1)
-        state.compressor = catalogue.number(method.called(chooser).partition(":")[0])
+        state.compressor = catalogue.number(method.full_name(chooser).partition(":")[0])
         write_counters(req, state)
         told = meta_info_fields(req.spec_cap_lens_histogram, [offer.suffix for offer in (first, half, packed)])
         assert told["kv_compressor"] == "SecondNorm:0.5"

@@ -39,7 +39,7 @@ class Allocator:
 class Tree:
     """A prefix tree with nothing to evict."""
 
-    residency = codes = None
+    residency = freed_full_kv = None
 
     def __init__(self, allocator):
         self.token_to_kv_pool_allocator, self.segments = allocator, SimpleNamespace(held_tokens=0)
@@ -101,7 +101,7 @@ def test_the_copy_of_a_prompt_that_begins_with_a_document_keeps_what_its_scores_
     assert compressed_kv.compress(1, 100) and compressed_kv.compress(2, 100)
     assert torch.equal(compressed_kv.buffers.keys[0][compressed_kv.get(1).own], compressed_kv.buffers.keys[0][compressed_kv.token_table[1, 30:55].long()])
     assert [compressed_kv.get(row).method for row in (1, 2)] == ["kvzip", "sink-recent"]
-    assert compressed_kv.made == {"kvzip": 1, "sink-recent": 1}
+    assert compressed_kv.num_compressions == {"kvzip": 1, "sink-recent": 1}
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.sampled_from(["write", "noted", "renew", "skip"])), max_size=15))
@@ -117,7 +117,7 @@ def test_the_draft_row_leads_to_the_copy_and_then_to_all_tokens_after_it(steps):
             view = compressed_kv.get(1)
         elif what == "noted":
             compressed_kv.write_tail(1, length - tokens)
-            shift = view.kept - view.covered
+            shift = view.num_slots - view.covered
             compressed_kv.token_table[5, length - tokens + shift : length + shift] = compressed_kv.token_table[1, length - tokens : length]
             compressed_kv.mark_tail_written(1, length)
         if what == "skip":
@@ -134,7 +134,7 @@ def test_slots_are_conserved_over_growing_renewing_and_releasing(steps, page_siz
     before = compressed_kv.allocator.available_size()
     for tokens, release in steps:
         compressed_kv.compress(1, tokens)
-        held = compressed_kv.get(1).kept if compressed_kv.get(1) else 0
+        held = compressed_kv.get(1).num_slots if compressed_kv.get(1) else 0
         assert held % page_size == 0 and compressed_kv.owned_slot_count == held
         assert compressed_kv.allocator.available_size() == before - held
         if release:
@@ -161,7 +161,7 @@ def test_copies_go_before_a_request_is_retracted(monkeypatch):
     monkeypatch.setattr("sglang_ext.hooks.rounds.get_alloc_reserve_per_decode", lambda: 0)
     compressed_kv = make_views()
     compressed_kv.compress(1, 100)
-    batch = SimpleNamespace(tree_cache=SimpleNamespace(copies=compressed_kv, residency=None, early=None, codes=None), reqs=[])
+    batch = SimpleNamespace(tree_cache=SimpleNamespace(compressed_kv=compressed_kv, residency=None, early=None, freed_full_kv=None), reqs=[])
     assert free_compressed_kv_when_full(lambda b, i: compressed_kv.owned_slot_count == 0, batch)
     assert compressed_kv.get(1) is None
     assert not free_compressed_kv_when_full(lambda b, i: False, batch)
@@ -171,7 +171,8 @@ def test_copies_go_before_a_request_is_retracted(monkeypatch):
 def test_where_full_kv_leaves_the_device_the_scheduler_looks_for_room_in_each_iteration(offloads, monkeypatch):
     monkeypatch.setattr("sglang_ext.hooks.rounds.get_alloc_reserve_per_decode", lambda: 0)
     residency = SimpleNamespace(is_lost=lambda row: False) if offloads else None
-    batch = SimpleNamespace(tree_cache=SimpleNamespace(copies=make_views(), residency=residency, early=None, codes=None), batch_is_full=True, reqs=[])
+    tree_cache = SimpleNamespace(compressed_kv=make_views(), residency=residency, early=None, freed_full_kv=None)
+    batch = SimpleNamespace(tree_cache=tree_cache, batch_is_full=True, reqs=[])
     assert free_compressed_kv_when_full(lambda b, i: True, batch)
     assert batch.batch_is_full == (not offloads)
 
@@ -336,15 +337,15 @@ def test_a_graph_leaves_the_queries_of_those_it_was_aimed_at_and_of_nobody_else(
 def test_a_copy_covers_no_more_than_what_queries_were_kept_for():
     compressed_kv = make_views(name="snapkv")
     count = compressed_kv.methods[0].compressor.window
-    assert compressed_kv.reach(1, 100) == 100, "without any, the compressor says what it does"
+    assert compressed_kv.max_covered(1, 100) == 100, "without any, the compressor says what it does"
     queries = torch.randn(count, HEADS * DIM)
     with compressed_kv.queries.recording((RecordedRows(1, 0, count, 80 - count),)):
         for layer in range(LAYERS):
             run_layer(queries, layer, HEADS, DIM)
-    assert (compressed_kv.reach(1, 70), compressed_kv.reach(1, 100)) == (70, 80)
+    assert (compressed_kv.max_covered(1, 70), compressed_kv.max_covered(1, 100)) == (70, 80)
     assert compressed_kv.compress(1, 100)
     view = compressed_kv.get(1)
-    assert (view.covered, view.kept, view.tail_end) == (80, 20, 80)
+    assert (view.covered, view.num_slots, view.tail_end) == (80, 20, 80)
     compressed_kv.write_tail(1, 100)
     assert torch.equal(compressed_kv.token_table[5, 20:40], compressed_kv.token_table[1, 80:100]), "the rest is exact"
 
@@ -386,5 +387,5 @@ def test_windows_under_tensor_outputs_do_not_alias_the_forward():
 
 @pytest.mark.parametrize(("reserve", "expected"), [(0, 99), (32, 68), (200, 0)])
 def test_a_prefix_hit_leaves_the_query_window_to_compute(monkeypatch, reserve, expected):
-    monkeypatch.setattr(query_module, "prefix_reserve", reserve)
+    monkeypatch.setattr(query_module, "uncached_tokens", reserve)
     assert cap_prefix_match(lambda req, length: length - 1, None, 100) == expected

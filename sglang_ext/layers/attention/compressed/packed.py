@@ -21,7 +21,7 @@ from sglang_ext.layers.kernels.hack.product import Partitioned, quantize_partiti
 from sglang_ext.layers.kernels.packed.packed_decode import packed_decode, max_resident_programs
 from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid, Quantized
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import QuantizedLayout, Packing
-from sglang_ext.mem_cache.compressors.contracts.quantizer import meant
+from sglang_ext.mem_cache.compressors.contracts.quantizer import code_values
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -54,14 +54,14 @@ def packed_attention(
     rows = group_by_kv_head(queries, kv_heads, scaling)
     of_keys = packing.read(keys, packing.keys, slots[:packed])
     (to_keys, to_values), (key_levels, value_levels) = packing.rotations(slots.device), packing.levels(slots.device)
-    far = _far_scores(packing, _rotated(rows, to_keys), of_keys, key_levels)
+    packed_scores = _packed_scores(packing, _rotated(rows, to_keys), of_keys, key_levels)
 
-    def far_sums(weights: torch.Tensor) -> torch.Tensor:
+    def packed_sums(weights: torch.Tensor) -> torch.Tensor:
         of_values = packing.read(values, packing.values, slots[:packed])
-        summed = _far_sums(packing, weights, of_values, value_levels)
+        summed = _packed_sums(packing, weights, of_values, value_levels)
         return _rotated(summed, None if to_values is None else to_values.t())
 
-    return ungroup_heads(attend_packed_and_exact(rows, far, far_sums, keys[exact], values[exact], count), count)
+    return ungroup_heads(attend_packed_and_exact(rows, packed_scores, packed_sums, keys[exact], values[exact], count), count)
 
 
 def group_by_kv_head(queries: torch.Tensor, kv_heads: int, scaling: float) -> torch.Tensor:
@@ -76,8 +76,8 @@ def ungroup_heads(rows: torch.Tensor, count: int) -> torch.Tensor:
 
 def attend_packed_and_exact(
     rows: torch.Tensor,
-    far: torch.Tensor,
-    far_sums: Callable[[torch.Tensor], torch.Tensor],
+    packed_scores: torch.Tensor,
+    packed_sums: Callable[[torch.Tensor], torch.Tensor],
     keys: torch.Tensor,
     values: torch.Tensor,
     count: int,
@@ -86,45 +86,45 @@ def attend_packed_and_exact(
 
     Args:
         rows: float32 [kv_heads, rows, dim], grouped queries of the last ``count`` exact tokens (:func:`group_by_kv_head`).
-        far: float32 [kv_heads, rows, packed tokens], products with packed keys.
-        far_sums: Takes weights of the shape of ``far``, and returns sums of packed values: float32 [kv_heads, rows, value_dim].
+        packed_scores: float32 [kv_heads, rows, packed tokens], products with packed keys.
+        packed_sums: Takes weights of the shape of ``packed_scores``, and returns sums of packed values: float32 [kv_heads, rows, value_dim].
         keys, values: Of the exact tokens, [tokens, kv_heads, dim].
         count: Tokens that ``rows`` belong to.
 
     Returns:
         float32 [kv_heads, rows, value_dim].
     """
-    near = rows @ keys.float().permute(1, 2, 0)
+    exact_scores = rows @ keys.float().permute(1, 2, 0)
     newest = torch.arange(count, device=keys.device).repeat_interleave(rows.shape[1] // count) + len(keys) - count
-    near = near.masked_fill(torch.arange(len(keys), device=keys.device) > newest[:, None], float("-inf"))
-    far, near = torch.cat([far, near], -1).softmax(-1).split([far.shape[-1], len(keys)], -1)
-    return far_sums(far) + near @ values.float().transpose(0, 1)
+    exact_scores = exact_scores.masked_fill(torch.arange(len(keys), device=keys.device) > newest[:, None], float("-inf"))
+    packed_scores, exact_scores = torch.cat([packed_scores, exact_scores], -1).softmax(-1).split([packed_scores.shape[-1], len(keys)], -1)
+    return packed_sums(packed_scores) + exact_scores @ values.float().transpose(0, 1)
 
 
-def _far_scores(packing: Packing, rows: torch.Tensor, block: Quantized, levels: torch.Tensor | None) -> torch.Tensor:
+def _packed_scores(packing: Packing, rows: torch.Tensor, block: Quantized, levels: torch.Tensor | None) -> torch.Tensor:
     """Products with packed keys, as :func:`key_scores`."""
     if packing.keys.sums:
         partition = packing.keys.grid.channels
         return product(quantize_partitions(rows, partition), partitions_of_keys(block), partition)
     if packing.keys.plain and 1 in packing.keys.grid:
         return key_scores(rows, block, packing.keys.grid, levels)
-    return rows @ packing.whole(block, packing.keys, levels).mT
+    return rows @ packing.dequantize(block, packing.keys, levels).mT
 
 
-def _far_sums(packing: Packing, weights: torch.Tensor, block: Quantized, levels: torch.Tensor | None) -> torch.Tensor:
+def _packed_sums(packing: Packing, weights: torch.Tensor, block: Quantized, levels: torch.Tensor | None) -> torch.Tensor:
     """Sums of packed values, as :func:`weighted_values`."""
     if packing.values.sums:
         partition = packing.values.grid.tokens
         return product(quantize_partitions(weights, partition), partitions_of_values(block), partition)
     if packing.values.plain and packing.values.grid.tokens == 1:
         return weighted_values(weights, block, levels)
-    return weights @ packing.whole(block, packing.values, levels)
+    return weights @ packing.dequantize(block, packing.values, levels)
 
 
 def key_scores(rows: torch.Tensor, block: Quantized, grid: Grid, levels: torch.Tensor | None) -> torch.Tensor:
     """Products of ``rows``, float32 [heads, rows, dim], with keys packed by channel or by token: [heads, rows, tokens]."""
     heads, count, dim = rows.shape
-    numbers = meant(block.codes, levels)
+    numbers = code_values(block.codes, levels)
     if grid.channels == 1:
         scale, zero = (part.reshape(heads, -1, 1, dim) for part in (block.scale, block.zero))
         groups = rows[:, None] * scale @ numbers.reshape(heads, -1, grid.tokens, dim).mT + (rows[:, None] * zero).sum(-1, True)
@@ -136,7 +136,7 @@ def key_scores(rows: torch.Tensor, block: Quantized, grid: Grid, levels: torch.T
 
 def weighted_values(weights: torch.Tensor, block: Quantized, levels: torch.Tensor | None) -> torch.Tensor:
     """Sums of values packed by token with ``weights``, float32 [heads, rows, tokens]: [heads, rows, dim]."""
-    numbers, scale, zero = _by_token(meant(block.codes, levels), block)
+    numbers, scale, zero = _by_token(code_values(block.codes, levels), block)
     weights = weights[:, None]
     return (weights * scale @ numbers + (weights * zero).sum(-1, True)).transpose(1, 2).flatten(2)
 

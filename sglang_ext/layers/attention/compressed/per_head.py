@@ -63,7 +63,7 @@ def attend_kept_and_tail(
 def uneven_attention(
     cells: RaggedHeadLayout,
     row: int,
-    copied: int,
+    num_compressed_slots: int,
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -75,7 +75,7 @@ def uneven_attention(
     Args:
         cells: Layout of the compressed KV.
         row: Row of the token table.
-        copied: Slots of the compressed KV, at the beginning of the row.
+        num_compressed_slots: Slots of the compressed KV, at the beginning of the row.
         queries: [count, heads, head_dim], queries of the last ``count`` tokens, which come after the compressed KV.
         keys, values: A layer's buffers, [slots, kv_heads, head_dim].
         slots: int64, slots of the row.
@@ -84,7 +84,7 @@ def uneven_attention(
     Returns:
         [count, heads, head_dim], in the dtype of ``queries``.
     """
-    bounds, copy, tail = cells.of_layer(row, keys), slots[:copied], slots[copied:]
+    bounds, copy, tail = cells.of_layer(row, keys), slots[:num_compressed_slots], slots[num_compressed_slots:]
     places, kept = _places(bounds, slots.device)
     # On a CPU, index_select is several times as fast as indexing with brackets.
     far = (
@@ -196,7 +196,7 @@ class PagesDecode(PointerDecode):
     def __init__(self, model_runner: "ModelRunner", layout: PagePointerLayout):
         super().__init__(model_runner, layout)
         self.layers = {layer_id: index for index, layer_id in enumerate(layout.extremes.layer_ids)}
-        self.arrived = layout.arrived
+        self.arrived = layout.finished_parts
 
     def attend(
         self, layer_id: int, queries: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, scaling: float, splits: tuple[int, int]

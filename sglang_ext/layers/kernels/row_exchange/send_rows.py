@@ -153,7 +153,7 @@ def _push_rows(
 
 
 class GpuRowExchange(NamedTuple):
-    """Arriving rows of some requests in some layers, and the indices of compressed KV that they take, as in row_exchange.py:exchange.
+    """Arriving rows of some requests in some layers, and the indices of compressed KV that they take, as in row_exchange.py:plan_exchange.
 
     Attributes:
         counts: int32 [layers, requests, kv_heads], number of arriving tokens.

@@ -396,7 +396,7 @@ def point_at_best_pages(
     width = _width(most)
     bounds, listed = torch.empty(2, requests, heads, width, dtype=torch.float32, device=queries.device)
     _choose_pages[(heads, parts, requests)](
-        queries.contiguous(), extremes, token_table, rows, lengths, begins.counts, begins.pages, begins.chosen_at[layer], begins.arrived,
+        queries.contiguous(), extremes, token_table, rows, lengths, begins.counts, begins.pages, begins.selected_at[layer], begins.finished_parts,
         cells, bounds, listed.view(torch.int32), width, most, len(token_table) // 2, token_table.stride(0), cells.stride(0),
         cells.stride(1), HEADS=heads, GROUP=queries.shape[1] // heads, DIM=dim, PADDED_DIM=padded, PER_SLOT=begins.layout.per_slot,
         EVERY=begins.every, FIRST=begins.first, NEWEST=begins.newest, PAGE=page, PAGES=at_once,

@@ -270,37 +270,37 @@ class ExchangeBuffer:
         """Whether there are writes, or a reserved number, that were not announced to the rank."""
         return self.number != self._announced
 
-    def publish(self, pool: torch.Tensor, questions: Sequence[QueryUpload]) -> None:
+    def publish(self, pool: torch.Tensor, selection_requests: Sequence[QueryUpload]) -> None:
         """Write the queries of selection requests whose slots are free, and announce them and all earlier writes.
 
         Args:
             pool: Pool of queries, [layers, places, query_heads, dim].
-            questions: Selection requests, one per lane.
+            selection_requests: Selection requests, one per lane.
         """
-        recorded = [each for each in questions if each.record is not None]
+        recorded = [each for each in selection_requests if each.record is not None]
         if recorded:
             places = [self.records[each.lane, : each.record.numel()] for each in recorded]
             torch._foreach_copy_(places, [each.record.flatten() for each in recorded])
-        groups = [list(group) for _, group in groupby(sorted(questions, key=_num_queries), key=_num_queries)]
+        groups = [list(group) for _, group in groupby(sorted(selection_requests, key=_num_queries), key=_num_queries)]
         for group in groups or [[]]:
             # Announce the number only with the last group.
             self._announced = self.number if not groups or group is groups[-1] else self._announced
             self._publish(pool, group, self.word(self._announced))
 
-    def _publish(self, pool: torch.Tensor, questions: Sequence[QueryUpload], written: int) -> None:
+    def _publish(self, pool: torch.Tensor, selection_requests: Sequence[QueryUpload], written: int) -> None:
         """Publish selection requests that have equal numbers of queries."""
         device = self.heads.device
         if self._by_kernels:
             from sglang_ext.layers.kernels.exchange_kernels import put_queries, signal_written
 
-            numbers = to_device([[each.lane, each.word] for each in questions], device)
-            if questions:
-                opened = put_queries(self.heads, self.queries, pool, to_device([each.places for each in questions], device), numbers)
+            numbers = to_device([[each.lane, each.word] for each in selection_requests], device)
+            if selection_requests:
+                opened = put_queries(self.heads, self.queries, pool, to_device([each.places for each in selection_requests], device), numbers)
             else:
                 opened = torch.empty(0, dtype=torch.int32, device=device)
             signal_written(self.heads, self.written, numbers, opened, written)
             return
-        for places, lane, word, _ in questions:
+        for places, lane, word, _ in selection_requests:
             if int(self.heads[lane, DONE]) >= word - 2:
                 self.queries[lane, word % 2, :, : len(places)] = pool[:, places]
                 self.heads[lane, word % 2] = word
@@ -335,11 +335,11 @@ class ExchangeBuffer:
 
     def _await_reply(self, copy: SelectionTarget, until: int) -> bool:
         head, parity = self.heads[copy.lane], copy.word % 2
-        asked = int(head[parity]) == copy.word
-        while asked and int(head[DONE]) < copy.word and time.monotonic_ns() < until:
+        is_requested = int(head[parity]) == copy.word
+        while is_requested and int(head[DONE]) < copy.word and time.monotonic_ns() < until:
             time.sleep(1e-4)
-        hit = asked and int(head[CHOSEN + parity]) == copy.word
-        self.counters[COUNTERS.index("taken" if hit else "late" if asked else "unasked")] += 1
+        hit = is_requested and int(head[CHOSEN + parity]) == copy.word
+        self.counters[COUNTERS.index("taken" if hit else "late" if is_requested else "unasked")] += 1
         return hit
 
     def _commit_pointers(self, copy: SelectionTarget, token_table: torch.Tensor, buffers: KVBuffers) -> None:
@@ -376,8 +376,8 @@ class ExchangeBuffer:
         self.counters[COUNTERS.index("rows")] += len(pair)
 
 
-def _num_queries(asked: QueryUpload) -> int:
-    return len(asked.places)
+def _num_queries(selection_request: QueryUpload) -> int:
+    return len(selection_request.places)
 
 
 def check_peer_access(device: torch.device, other: torch.device) -> None:

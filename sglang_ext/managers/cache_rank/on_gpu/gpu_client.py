@@ -46,7 +46,7 @@ from sglang_ext.managers.cache_rank.on_gpu.interval_tuner import IntervalTuner
 from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector, compile_lengths
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
-from sglang_ext.mem_cache.compressed.row_exchange import NewestRows, renewed
+from sglang_ext.mem_cache.compressed.row_exchange import NewestRows, plan_refresh
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.queries import QueryWindows
 
@@ -73,26 +73,26 @@ class GpuRankClient(CacheRankClient, AsyncSelector):
         waited: Seconds that steps have waited on the device.
         rows: Received and applied rows of K and V, each of one layer and KV head.
         sends_rows: See :class:`RowSender`.
-        pace: Tuner of the selection interval, in steps.
+        interval_tuner: Tuner of the selection interval, in steps.
     """
 
     in_place = True
 
     def __init__(
-        self, links: Sequence[RankLink], arenas: Sequence[ExchangeBuffer], method: CompressionMethod, token_table: torch.Tensor,
-        buffers: KVBuffers, queries: QueryWindows, patience: float = WAIT_SECONDS,
+        self, links: Sequence[RankLink], exchange_buffers: Sequence[ExchangeBuffer], method: CompressionMethod, token_table: torch.Tensor,
+        buffers: KVBuffers, queries: QueryWindows, max_wait_seconds: float = WAIT_SECONDS,
     ):  # fmt: skip
         super().__init__(links, buffers)
-        self._arenas = dict(zip(links, arenas))
-        self._method, self._table, self._queries, self._patience = method, token_table, queries, patience
+        self._exchange_buffers = dict(zip(links, exchange_buffers))
+        self._method, self._table, self._queries, self._max_wait_seconds = method, token_table, queries, max_wait_seconds
         self._side, self._launched, self._since = SideStream(token_table.device), None, 0
-        self.sends_rows = arenas[0].shape.rows
-        self.pace = IntervalTuner(method.compressor.every)
+        self.sends_rows = exchange_buffers[0].shape.rows
+        self.interval_tuner = IntervalTuner(method.compressor.every)
         self._requests: dict[int, GpuRankRequest] = {}
         # Steps so far. For each verified row, the step of its last selection request.
         self._steps, self._last_due_step = 0, {}
         self._records: dict[int, RowRecord] = {}
-        self._device_counters = {arena: GpuCounters(arena.counters) for arena in arenas}
+        self._device_counters = {exchange_buffer: GpuCounters(exchange_buffer.counters) for exchange_buffer in exchange_buffers}
         self._method_name = ""
         self._made: Counter[str] | None = None
 
@@ -109,23 +109,23 @@ class GpuRankClient(CacheRankClient, AsyncSelector):
         window, record = self._method.compressor.window, None
         if self.sends_rows:
             record = slots.int().expand(len(self.buffers.keys), self.buffers.keys[0].shape[1], -1).contiguous()
-            coming = renewed(record, 1, 2, 1, 1)[1]
+            coming = plan_refresh(record, 1, 2, 1, 1)[1]
             self.buffers.move_newest(coming, slots.expand(2), slots)
-        for arena in self._arenas.values():
-            word = arena.word(1 << 31)
-            arena.put_keys([protocol.StagedTokens(0, 1, 0)], self.buffers, slots)
-            arena.publish(self._queries.pool, [QueryUpload([0] * window, 0, word, record)])
-            arena.apply_selections([SelectionTarget(0, word, 0, 1, 1, slots, record)], self._table, self.buffers, 0.0)
-            arena.counters.zero_()
+        for exchange_buffer in self._exchange_buffers.values():
+            word = exchange_buffer.word(1 << 31)
+            exchange_buffer.put_keys([protocol.StagedTokens(0, 1, 0)], self.buffers, slots)
+            exchange_buffer.publish(self._queries.pool, [QueryUpload([0] * window, 0, word, record)])
+            exchange_buffer.apply_selections([SelectionTarget(0, word, 0, 1, 1, slots, record)], self._table, self.buffers, 0.0)
+            exchange_buffer.counters.zero_()
 
     def poll(self) -> None:
         """See :meth:`AsyncSelector.poll`. Also reads the device's counters."""
         for link in self.links:
             link.poll()
             # Selection requests answered in one batch share one duration.
-            for (seconds, together), _ in groupby((each.seconds, each.together) for each in link.answers if each.chosen):
-                self.pace.answered(seconds, together)
-            link.answers.clear()
+            for (seconds, together), _ in groupby((each.seconds, each.together) for each in link.replies if each.chosen):
+                self.interval_tuner.record_replies(seconds, together)
+            link.replies.clear()
         for counts in self._device_counters.values():
             grown = counts.look()
             self.missed["late"] += grown["late"] + grown["unasked"]
@@ -135,16 +135,16 @@ class GpuRankClient(CacheRankClient, AsyncSelector):
             if self._made is not None and grown["taken"]:
                 self._made[self._method_name] += grown["taken"]
 
-    def on_round_start(self, forwards: int, every: int) -> None:
+    def on_round_start(self, forwards: int, interval: int) -> None:
         """See :meth:`AsyncSelector.on_round_start`. Cache ranks choose their own selection interval."""
-        self.pace.record_round(time.monotonic(), self.waited, forwards)
+        self.interval_tuner.record_round(time.monotonic(), self.waited, forwards)
 
     def on_step_end(self, compressed_kv: CompressedKVCache, ends: dict[int, int], following: int | None) -> None:
         """See :meth:`AsyncSelector.on_step_end`."""
-        every, self._made = self._selection_interval(compressed_kv, ends), compressed_kv.made
+        every, self._made = self._selection_interval(compressed_kv, ends), compressed_kv.num_compressions
         if self._launched is not None:
             self._since += 1
-            if self._since >= self._queries.spare:
+            if self._since >= self._queries.extra_queries:
                 # The next step overwrites queries that the second stream may not have read yet.
                 self._wait_for_launched()
         due = self._due_rows(compressed_kv, ends, every, following is not None)
@@ -152,10 +152,10 @@ class GpuRankClient(CacheRankClient, AsyncSelector):
         self._apply(compressed_kv, self._take_open_requests(compressed_kv, due))
         for link in self.links:
             link.wait(0)
-        behind = [row for row in ends if row not in due and self._is_behind(compressed_kv, row)]
-        if due or behind:
+        rows_with_missing_keys = [row for row in ends if row not in due and self._lacks_keys(compressed_kv, row)]
+        if due or rows_with_missing_keys:
             # Its tensors are allocated on the second stream; tables, buffers and pools persist.
-            self._launched = self._side.launch(lambda: self._publish(compressed_kv, due, behind, every), ())
+            self._launched = self._side.launch(lambda: self._publish(compressed_kv, due, rows_with_missing_keys, every), ())
         if following == 0:
             # Verification overwrites the queries of drafts.
             self._wait_for_launched()
@@ -176,11 +176,11 @@ class GpuRankClient(CacheRankClient, AsyncSelector):
             rows: Rows of all requests of the step.
         """
         at_ranks = Counter(self._requests[row].leases.link for row in rows if self._has_keys(compressed_kv, row))
-        before, every = self.pace.every, self.pace.record_step(max(at_ranks.values(), default=0))
+        before, every = self.interval_tuner.every, self.interval_tuner.record_step(max(at_ranks.values(), default=0))
         if every != before:
             logger.info(
                 "sglang-ext: cache ranks select every %d steps for each of %d concurrent requests, as often as they can "
-                "(--kv-select-every %d)", every, sum(at_ranks.values()), self.pace.least,
+                "(--kv-select-every %d)", every, sum(at_ranks.values()), self.interval_tuner.least,
             )  # fmt: skip
         return every
 
@@ -190,12 +190,12 @@ class GpuRankClient(CacheRankClient, AsyncSelector):
         """Take the open selection requests of some rows whose compressed KV still matches. Afterwards none of the rows has one open."""
         found = []
         for row in rows:
-            request, view = self._requests.get(row), compressed_kv.get(row)
+            request, compressed = self._requests.get(row), compressed_kv.get(row)
             if request is None:
                 continue
-            asked, request.asked = request.asked, None
-            if asked is not None and not request.has_lost_rank and (asked.covered, asked.keep) == (view.covered, view.own_tokens):
-                found.append((row, request, asked))
+            pending, request.pending = request.pending, None
+            if pending is not None and not request.has_lost_rank and (pending.covered, pending.keep) == (compressed.covered, compressed.own_tokens):
+                found.append((row, request, pending))
         return found
 
     def _has_keys(self, compressed_kv: CompressedKVCache, row: int) -> bool:
@@ -203,7 +203,7 @@ class GpuRankClient(CacheRankClient, AsyncSelector):
         request = self._requests.get(row)
         return request is not None and not request.has_lost_rank and request.lease.held >= compressed_kv.get(row).covered
 
-    def _is_behind(self, compressed_kv: CompressedKVCache, row: int) -> bool:
+    def _lacks_keys(self, compressed_kv: CompressedKVCache, row: int) -> bool:
         """Whether the rank lacks keys of a request that it has begun, and a staging slot is free to send some."""
         request = self._requests.get(row)
         return (
@@ -211,48 +211,47 @@ class GpuRankClient(CacheRankClient, AsyncSelector):
             and not self._has_keys(compressed_kv, row)
         )  # fmt: skip
 
-    def _publish(self, compressed_kv: CompressedKVCache, due: dict[int, int], behind: Sequence[int], every: int) -> None:
-        """Write queries and keys of requests that are ``due``, and keys of those that are ``behind``, to exchange buffers, and notify the
-        ranks."""
+    def _publish(self, compressed_kv: CompressedKVCache, due: dict[int, int], rows_with_missing_keys: Sequence[int], every: int) -> None:
+        """Write queries and keys of requests that are ``due`` to exchange buffers, and missing keys of other requests. Notify the ranks."""
         whole = {row: end for row, end in due.items() if self._has_keys(compressed_kv, row)}
         # First, or these would wait until the rank has copied the keys of others.
         self._publish_batch(compressed_kv, whole, every)
-        for row in behind:
+        for row in rows_with_missing_keys:
             # An earlier request may have taken the last staging slot.
-            if self._is_behind(compressed_kv, row):
+            if self._lacks_keys(compressed_kv, row):
                 with suppress(RankUnavailable, MemoryFull):  # counted when it is due
                     self._requests[row].extend(self._table[row, : compressed_kv.get(row).covered].long())
         self._publish_batch(compressed_kv, {row: end for row, end in due.items() if row not in whole}, every)
 
     def _publish_batch(self, compressed_kv: CompressedKVCache, due: dict[int, int], every: int) -> None:
         """Publish the selection requests of some requests in one batch per rank, after their missing keys. Announces earlier writes too."""
-        asked: dict[ExchangeBuffer, list[SelectionSubmission]] = {arena: [] for arena in self._arenas.values()}
+        submissions: dict[ExchangeBuffer, list[SelectionSubmission]] = {exchange_buffer: [] for exchange_buffer in self._exchange_buffers.values()}
         for row, end in due.items():
             try:
                 request = self._hand_over_keys(compressed_kv, row)
-                if request is not None and (question := self._build_request(compressed_kv, row, request, end, every)):
-                    asked[self._arenas[request.leases.link]].append(question)
+                if request is not None and (submission := self._build_request(compressed_kv, row, request, end, every)):
+                    submissions[self._exchange_buffers[request.leases.link]].append(submission)
             except RankUnavailable as error:
                 self.missed[str(error)] += 1
             except MemoryFull as error:
                 # Only requests with full KV here get this error: for the others the rank has all covered tokens.
                 self.missed[str(error)] += 1
                 self._close_lease(row)
-        for arena, questions in asked.items():
-            self._submit(arena, questions)
+        for exchange_buffer, batch in submissions.items():
+            self._submit(exchange_buffer, batch)
 
-    def _submit(self, arena: ExchangeBuffer, questions: Sequence[SelectionSubmission]) -> None:
+    def _submit(self, exchange_buffer: ExchangeBuffer, submissions: Sequence[SelectionSubmission]) -> None:
         """Write selection requests to an exchange buffer, and announce them and all earlier writes to the rank."""
-        number = arena.reserve_number() if questions else arena.number
-        if arena.has_unannounced:
-            arena.publish(self._queries.pool, [each.asked for each in questions])
-        for request, ask, _ in questions:
+        number = exchange_buffer.reserve_number() if submissions else exchange_buffer.number
+        if exchange_buffer.has_unannounced:
+            exchange_buffer.publish(self._queries.pool, [each.upload for each in submissions])
+        for request, selection_request, _ in submissions:
             try:
-                request.leases.link.send_message(msgspec.structs.replace(ask, number=number, together=len(questions)))
+                request.leases.link.send_message(msgspec.structs.replace(selection_request, number=number, together=len(submissions)))
             except RankUnavailable as error:
                 self.missed[str(error)] += 1
             else:
-                request.asked = PendingSelection(ask.sequence, ask.covered, ask.keep)
+                request.pending = PendingSelection(selection_request.sequence, selection_request.covered, selection_request.keep)
 
     def _hand_over_keys(self, compressed_kv: CompressedKVCache, row: int) -> GpuRankRequest | None:
         """Return the request in ``row`` once its rank has, or is sent, the keys that its compressed KV covers; None before.
@@ -263,7 +262,7 @@ class GpuRankClient(CacheRankClient, AsyncSelector):
         """
         request, covered = self._requests.get(row), compressed_kv.get(row).covered
         if request is not None and request.has_lost_rank:
-            if request.alone:
+            if request.is_remote_only:
                 raise RankUnavailable(request.leases.link.down_reason)
             del self._requests[row]
             request = None
@@ -284,36 +283,38 @@ class GpuRankClient(CacheRankClient, AsyncSelector):
         self, compressed_kv: CompressedKVCache, row: int, request: GpuRankRequest, end: int, every: int
     ) -> SelectionSubmission | None:
         """Return a selection request with the queries before ``end``; None if there are none."""
-        view, lease, arena = compressed_kv.get(row), request.lease, self._arenas[request.leases.link]
+        compressed, lease, exchange_buffer = compressed_kv.get(row), request.lease, self._exchange_buffers[request.leases.link]
         places, positions = self._queries.newest_places(row, end, self._method.compressor.window)
         record = self._records.get(row)
         if not places or (self.sends_rows and record is None):
             return None
         lease.sequence += 1
-        ask = protocol.SelectionRequest(
-            lease.lane, 0, arena.shape.layers, lease.sequence, view.covered, view.own_tokens, tuple(positions),
+        selection_request = protocol.SelectionRequest(
+            lease.lane, 0, exchange_buffer.shape.layers, lease.sequence, compressed.covered, compressed.own_tokens, tuple(positions),
             ahead=end + every - positions[-1],
         )  # fmt: skip
-        self._method_name = view.method
+        self._method_name = compressed.method
         return SelectionSubmission(
-            request, ask, QueryUpload(places, lease.lane, arena.word(lease.sequence), None if record is None else record.positions)
+            request,
+            selection_request,
+            QueryUpload(places, lease.lane, exchange_buffer.word(lease.sequence), None if record is None else record.positions),
         )
 
-    def _apply(self, compressed_kv: CompressedKVCache, questions: Sequence[tuple[int, GpuRankRequest, PendingSelection]]) -> None:
+    def _apply(self, compressed_kv: CompressedKVCache, open_requests: Sequence[tuple[int, GpuRankRequest, PendingSelection]]) -> None:
         """Point compressed KV to the selections that arrive in time."""
-        if questions:
+        if open_requests:
             # The wait ignores selection requests that are not written yet.
             self._wait_for_launched()
-        by_arena: dict[ExchangeBuffer, list[SelectionTarget]] = {}
-        for row, request, asked in questions:
-            arena, view, record = self._arenas[request.leases.link], compressed_kv.get(row), self._records.get(row)
+        by_buffer: dict[ExchangeBuffer, list[SelectionTarget]] = {}
+        for row, request, pending in open_requests:
+            exchange_buffer, compressed, record = self._exchange_buffers[request.leases.link], compressed_kv.get(row), self._records.get(row)
             copy = SelectionTarget(
-                request.lease.lane, arena.word(asked.sequence), row, asked.covered, asked.keep, view.own[view.sinks :],
+                request.lease.lane, exchange_buffer.word(pending.sequence), row, pending.covered, pending.keep, compressed.own[compressed.sinks :],
                 None if record is None else record.positions,
             )  # fmt: skip
-            by_arena.setdefault(arena, []).append(copy)
-        for arena, copies in by_arena.items():
-            arena.apply_selections(copies, self._table, self.buffers, self._patience / len(by_arena))
+            by_buffer.setdefault(exchange_buffer, []).append(copy)
+        for exchange_buffer, copies in by_buffer.items():
+            exchange_buffer.apply_selections(copies, self._table, self.buffers, self._max_wait_seconds / len(by_buffer))
 
     def _wait_for_launched(self) -> None:
         self._side.wait(self._launched)
@@ -323,16 +324,16 @@ class GpuRankClient(CacheRankClient, AsyncSelector):
         """See :meth:`AsyncSelector.flush`. Waits for the second stream, which reads full KV and queries."""
         self._wait_for_launched()
         if row in self._requests:
-            self._requests[row].asked = None
+            self._requests[row].pending = None
 
     def flush_all(self) -> None:
         """See :meth:`AsyncSelector.flush_all`."""
         self._wait_for_launched()
         for request in self._requests.values():
-            request.asked = None
+            request.pending = None
 
-    def made(self, row: int, covered: int, kept: torch.Tensor) -> None:
-        """See :meth:`AsyncSelector.made`."""
+    def on_compressed(self, row: int, covered: int, kept: torch.Tensor) -> None:
+        """See :meth:`AsyncSelector.on_compressed`."""
         self._records[row] = RowRecord(kept.int().contiguous(), covered)
 
     def extend(self, row: int, slots: torch.Tensor) -> bool:
@@ -352,30 +353,30 @@ class GpuRankClient(CacheRankClient, AsyncSelector):
         except (RankUnavailable, MemoryFull) as error:
             self.missed[str(error)] += 1
         # Announce the keys now. Otherwise the rank polls until the next selection request.
-        self._submit(self._arenas[request.leases.link], ())
+        self._submit(self._exchange_buffers[request.leases.link], ())
 
-    def renewed(self, row: int, covered: int, keep: int) -> NewestRows:
-        """See :meth:`AsyncSelector.renewed`."""
+    def plan_refresh(self, row: int, covered: int, keep: int) -> NewestRows:
+        """See :meth:`AsyncSelector.plan_refresh`."""
         before = self._records[row]
-        positions, coming = renewed(before.positions, before.covered, covered, keep, self._method.compressor.recent)
+        positions, coming = plan_refresh(before.positions, before.covered, covered, keep, self._method.compressor.recent)
         self._records[row] = RowRecord(positions, covered)
         return coming
 
-    def holds(self, row: int) -> int:
-        """See :meth:`RowSender.holds`."""
+    def num_held_tokens(self, row: int) -> int:
+        """See :meth:`RowSender.num_held_tokens`."""
         request = self._requests.get(row)
         return 0 if request is None or request.has_lost_rank or row not in self._records else request.lease.held
 
-    def leave_slots(self, row: int, alone: bool) -> None:
-        """See :meth:`RowSender.leave_slots`. Waits for the second stream, which reads the slots."""
+    def on_slots_freed(self, row: int, is_remote_only: bool) -> None:
+        """See :meth:`RowSender.on_slots_freed`. Waits for the second stream, which reads the slots."""
         self._wait_for_launched()
-        if alone and row in self._requests:
-            self._requests[row].alone = True
+        if is_remote_only and row in self._requests:
+            self._requests[row].is_remote_only = True
 
     def is_lost(self, row: int) -> bool:
         """See :meth:`RowSender.is_lost`."""
         request = self._requests.get(row)
-        return request is not None and request.alone and request.has_lost_rank
+        return request is not None and request.is_remote_only and request.has_lost_rank
 
     def forget(self, row: int) -> None:
         """See :meth:`AsyncSelector.forget`. Frees the request's lane and blocks at its rank."""

@@ -65,8 +65,8 @@ def start_gpu_cache_ranks(
     if rows:
         check_capacity(args, told.blocks * BLOCK, gpus)
     told = msgspec.structs.replace(told, shape=fit_shape(told.shape, selection_options.exchange_buffer_bytes(args)))
-    arenas = [ExchangeBuffer(told.shape, device, f"cuda:{gpu}") for gpu in gpus]
-    links = [connect_rank(told, arena) for arena in arenas]
+    exchange_buffers = [ExchangeBuffer(told.shape, device, f"cuda:{gpu}") for gpu in gpus]
+    links = [connect_rank(told, exchange_buffer) for exchange_buffer in exchange_buffers]
     logger.info(
         "sglang-ext: cache ranks on GPU %s, the model on GPU %d; exchange buffers of %.0f MB each, for %d concurrent requests",
         ", ".join(map(str, gpus)), device.index, ExchangeLayout.from_shape(told.shape).size / 1e6, told.shape.lanes,
@@ -79,14 +79,14 @@ def start_gpu_cache_ranks(
             told.blocks * BLOCK, told.bits, told.shape.fresh, told.shape.most,
         )  # fmt: skip
     wait_until_ready(links, "until one is ready, requests read the selection made with their compressed KV")
-    return GpuRankClient(links, arenas, method, token_table, buffers, queries)
+    return GpuRankClient(links, exchange_buffers, method, token_table, buffers, queries)
 
 
-def connect_rank(told: Attach, arena: ExchangeBuffer, silence: float = SILENCE_SECONDS) -> RankLink:
+def connect_rank(told: Attach, exchange_buffer: ExchangeBuffer, silence: float = SILENCE_SECONDS) -> RankLink:
     """Return the connection to a rank with this configuration and exchange buffer. One selection request covers all layers of a step."""
-    apart = told.apart or arena.device != torch.device(arena.rank_device)
-    settings = RankSettings(msgspec.structs.replace(told, arena=arena.handle, apart=apart), told.shape.layers, 1, silence)
-    return RankLink(settings, partial(RankProcess, arena=arena))
+    apart = told.apart or exchange_buffer.device != torch.device(exchange_buffer.rank_device)
+    settings = RankSettings(msgspec.structs.replace(told, arena=exchange_buffer.handle, apart=apart), told.shape.layers, 1, silence)
+    return RankLink(settings, partial(RankProcess, exchange_buffer=exchange_buffer))
 
 
 def fit_shape(shape: BufferShape, size: int) -> BufferShape:

@@ -41,15 +41,15 @@ class GpuRankRequest:
         leases: Leases at the process that has the keys.
         lease: The request's lease.
         names: Names of its prompt's blocks, which requests with the same prefix share.
-        asked: Open selection request, whose selection the compressed KV will apply; None if none is open.
-        alone: The request's full KV is remote-only.
+        pending: Open selection request, whose selection the compressed KV will apply; None if none is open.
+        is_remote_only: The request's full KV is remote-only.
     """
 
     leases: KeyLeases
     lease: KeyLease
     names: Sequence[bytes] = ()
-    asked: PendingSelection | None = None
-    alone: bool = False
+    pending: PendingSelection | None = None
+    is_remote_only: bool = False
 
     @property
     def has_lost_rank(self) -> bool:
@@ -65,5 +65,5 @@ class SelectionSubmission(NamedTuple):
     """A selection request to publish: its request, the message to the rank, and the data for the exchange buffer."""
 
     request: GpuRankRequest
-    ask: protocol.SelectionRequest
-    asked: QueryUpload
+    selection_request: protocol.SelectionRequest
+    upload: QueryUpload

@@ -30,7 +30,7 @@ from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import ExchangeBuffer
 from sglang_ext.managers.cache_rank.on_gpu.gpu_keys import GpuKeys
 from sglang_ext.managers.cache_rank.on_gpu.mapped_exchange_buffer import MappedExchangeBuffer
 from sglang_ext.managers.cache_rank.protocol import BLOCK, StagedTokens, ProtocolError
-from sglang_ext.managers.cache_rank.selection_server import BEAT_SECONDS, PROBED, SelectionServer
+from sglang_ext.managers.cache_rank.selection_server import BEAT_SECONDS, PROBE_TOKENS, SelectionServer
 
 # Maximum wait of the device, and the host, for the batch of a launch ahead. A heartbeat fits in between.
 AHEAD_SECONDS = BEAT_SECONDS / 2
@@ -75,11 +75,11 @@ class GpuSelectionServer(SelectionServer):
 
     def _probe(self) -> float:
         """Compile and load all kernels, then return seconds of one layer's selection."""
-        shape, tokens = self._memory.shape, min(PROBED, self._store.blocks * BLOCK)
+        shape, tokens = self._memory.shape, min(PROBE_TOKENS, self._store.blocks * BLOCK)
         self._keys.clear(tokens)
         if self._by_kernels:
             try:
-                self._meet_lengths(tokens)
+                self._warm_up_lengths(tokens)
             except torch.OutOfMemoryError as error:
                 self._refuse_room("selections in addition to the stored KV", error)
             except OptionError as error:
@@ -101,14 +101,14 @@ class GpuSelectionServer(SelectionServer):
         word is the initial word of lanes."""
         shape = self._memory.shape
         keep = max(1, min(shape.most, tokens // 8))
-        ask = protocol.SelectionRequest(0, 0, shape.layers, 0, tokens, keep, tuple(range(shape.window)))
+        selection_request = protocol.SelectionRequest(0, 0, shape.layers, 0, tokens, keep, tuple(range(shape.window)))
         self._answering.hold(0, torch.arange(tokens, device=self._device) % cleared)
-        prepared = self._answering.prepare([ask], [self._word(ask)], again=True)
+        prepared = self._answering.prepare([selection_request], [self._word(selection_request)], again=True)
         self._memory.await_words(prepared.inputs.asked, prepared.inputs.there, epoch_word(self._epoch, 0), AHEAD_SECONDS)()
         prepared.launch()
         self._answering.forget(0)
 
-    def _meet_lengths(self, cleared: int) -> None:
+    def _warm_up_lengths(self, cleared: int) -> None:
         """Run one selection for each context length that uses a different kernel, up to the capacity, with the cleared keys.
 
         So no request waits for a compiler, or for a kernel to load.
@@ -127,14 +127,15 @@ class GpuSelectionServer(SelectionServer):
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
 
-    def _word(self, ask: protocol.SelectionRequest) -> int:
-        return epoch_word(self._epoch, ask.sequence)
+    def _word(self, selection_request: protocol.SelectionRequest) -> int:
+        return epoch_word(self._epoch, selection_request.sequence)
 
-    def _asked(self, ask: protocol.SelectionRequest) -> None:
+    def _on_selection_request(self, selection_request: protocol.SelectionRequest) -> None:
         shape = self._memory.shape
-        if ask.count != shape.layers or ask.lane >= shape.lanes or not ask.keep <= min(ask.covered, shape.most):
-            raise ProtocolError(f"{ask} goes beyond {shape}")
-        self._announced.append(ask)
+        is_valid = selection_request.count == shape.layers and selection_request.lane < shape.lanes
+        if not is_valid or selection_request.keep > min(selection_request.covered, shape.most):
+            raise ProtocolError(f"{selection_request} goes beyond {shape}")
+        self._announced.append(selection_request)
 
     def _append(self, told: protocol.Append) -> None:
         last = max(piece.place for piece in told.pieces)
@@ -147,15 +148,15 @@ class GpuSelectionServer(SelectionServer):
         self._answering.forget(told.lane)
 
     def _drop(self, lane: int) -> list[protocol.SelectionRequest]:
-        asks = [each for each in self._announced if isinstance(each, protocol.SelectionRequest) and each.lane == lane]
-        self._announced = deque(each for each in self._announced if each not in asks)
+        selection_requests = [each for each in self._announced if isinstance(each, protocol.SelectionRequest) and each.lane == lane]
+        self._announced = deque(each for each in self._announced if each not in selection_requests)
         self._answering.forget(lane)
-        return super()._drop(lane) + asks
+        return super()._drop(lane) + selection_requests
 
-    def _skip(self, ask: protocol.SelectionRequest | None) -> None:
-        if ask is not None:
-            self._memory.skip_requests([(ask.lane, self._word(ask))])
-        super()._skip(ask)
+    def _skip(self, selection_request: protocol.SelectionRequest | None) -> None:
+        if selection_request is not None:
+            self._memory.skip_requests([(selection_request.lane, self._word(selection_request))])
+        super()._skip(selection_request)
 
     def _answer_next(self) -> None:
         # Keys that arrived with selection requests count in their duration.
@@ -165,10 +166,10 @@ class GpuSelectionServer(SelectionServer):
         if coming := self._next_batch():
             answered += self._answer_ahead(coming)
             begun = Mark.now(self._device)
-        for _, group in groupby(sorted(self._questions.all(), key=_batch_key), key=_batch_key):
+        for _, group in groupby(sorted(self._queue.all(), key=_batch_key), key=_batch_key):
             answered += self._answer(list(group), begun)
             begun = Mark.now(self._device)
-        newest = {ask.lane: self._word(ask) for ask in answered}
+        newest = {selection_request.lane: self._word(selection_request) for selection_request in answered}
         passed = [(lane, word) for lane, word in self._unwritten.items() if word > newest.get(lane, 0)]
         if passed:
             # Mark their predecessors in the lanes as done, so that slots are free again.
@@ -178,35 +179,36 @@ class GpuSelectionServer(SelectionServer):
     def _next_batch(self) -> list[protocol.SelectionRequest]:
         """Return the batch that is published next, if it is the only pending work and can be answered together; otherwise an empty list."""
         if (
-            not self._on_other_gpu or self._questions.waiting or not self._announced
+            not self._on_other_gpu or self._queue.waiting or not self._announced
             or not isinstance(self._announced[0], protocol.SelectionRequest)
         ):  # fmt: skip
             return []
         first = self._announced[0]
-        asks = [*takewhile(lambda each: isinstance(each, protocol.SelectionRequest) and each.number == first.number, self._announced)]
-        whole = len(asks) == first.together == len({ask.lane for ask in asks})
-        return asks if whole and len({_batch_key(ask) for ask in asks}) == 1 else []
+        selection_requests = [*takewhile(lambda each: isinstance(each, protocol.SelectionRequest) and each.number == first.number, self._announced)]
+        whole = len(selection_requests) == first.together == len({selection_request.lane for selection_request in selection_requests})
+        return selection_requests if whole and len({_batch_key(selection_request) for selection_request in selection_requests}) == 1 else []
 
-    def _answer_ahead(self, asks: Sequence[protocol.SelectionRequest]) -> list[protocol.SelectionRequest]:
+    def _answer_ahead(self, selection_requests: Sequence[protocol.SelectionRequest]) -> list[protocol.SelectionRequest]:
         """Launch the batch that is published next, ahead of its publication. Return the selection requests that were published in time,
         and take other data that has arrived."""
-        words = [self._word(ask) for ask in asks]
+        words = [self._word(selection_request) for selection_request in selection_requests]
         # Prepare before the device waits: copies from the host would wait for it.
-        (inputs, launch), number = self._answering.prepare(asks, words, again=True), epoch_word(self._epoch, asks[0].number)
+        inputs, launch = self._answering.prepare(selection_requests, words, again=True)
+        number = epoch_word(self._epoch, selection_requests[0].number)
         seen = self._memory.await_words(inputs.asked, inputs.there, number, AHEAD_SECONDS)
         begun = Mark.now(self._device)
         launch()
         done = Mark.now(self._device)
         written, heads = seen()
         # Use the same words as the device.
-        there = [ask for ask in asks if written >= number and self._is_published(ask, heads)]
+        there = [selection_request for selection_request in selection_requests if written >= number and self._is_published(selection_request, heads)]
         self._announced = deque(each for each in self._announced if each not in there)
         self._pull(written, heads)
         self._send_replies(there, begun, done)
         return there
 
-    def _is_published(self, ask: protocol.SelectionRequest, heads: Sequence[Sequence[int]]) -> bool:
-        return heads[ask.lane][self._word(ask) % 2] == self._word(ask)
+    def _is_published(self, selection_request: protocol.SelectionRequest, heads: Sequence[Sequence[int]]) -> bool:
+        return heads[selection_request.lane][self._word(selection_request) % 2] == self._word(selection_request)
 
     def _pull(self, written: int, heads: Sequence[Sequence[int]]) -> None:
         """Take the announced data that the words show as written. Keys announced after a selection request wait until it is answered."""
@@ -214,34 +216,34 @@ class GpuSelectionServer(SelectionServer):
         while self._announced and epoch_word(self._epoch, self._announced[0].number) <= written:
             message = self._announced[0]
             if isinstance(message, protocol.Append):
-                if self._questions.waiting:
+                if self._queue.waiting:
                     break
                 taken += (StagedTokens(piece.place, piece.tokens, self._store.first_slot(piece)) for piece in message.pieces)
             elif self._is_published(message, heads):
-                self._skip(self._questions.add(message))
+                self._skip(self._queue.add(message))
             else:
                 self._unwritten[message.lane] = self._word(message)
-                self._say(self._about(message, False, 0.0))
+                self._send(self._build_reply(message, False, 0.0))
             self._announced.popleft()
         if taken:
             self._keys.pull(self._memory, taken)
             self._wait()
-            self._say(protocol.PlacesFreed(self._epoch, tuple(each.place for each in taken)))
+            self._send(protocol.PlacesFreed(self._epoch, tuple(each.place for each in taken)))
 
-    def _answer(self, asks: Sequence[protocol.SelectionRequest], begun: Mark) -> Sequence[protocol.SelectionRequest]:
+    def _answer(self, selection_requests: Sequence[protocol.SelectionRequest], begun: Mark) -> Sequence[protocol.SelectionRequest]:
         """Answer and return published selection requests with equal numbers of queries and equal ``ahead``. ``begun``: start of their
         work."""
-        self._answering.prepare(asks, [self._word(ask) for ask in asks]).launch()
-        self._send_replies(asks, begun, Mark.now(self._device))
-        return asks
+        self._answering.prepare(selection_requests, [self._word(selection_request) for selection_request in selection_requests]).launch()
+        self._send_replies(selection_requests, begun, Mark.now(self._device))
+        return selection_requests
 
-    def _send_replies(self, asks: Sequence[protocol.SelectionRequest], begun: Mark, done: Mark) -> None:
+    def _send_replies(self, selection_requests: Sequence[protocol.SelectionRequest], begun: Mark, done: Mark) -> None:
         """Wait until selection requests are answered, and send the replies."""
         self._wait()
-        for ask in asks:
-            self._say(self._about(ask, True, begun.until(done), len(asks)))
+        for selection_request in selection_requests:
+            self._send(self._build_reply(selection_request, True, begun.until(done), len(selection_requests)))
 
 
-def _batch_key(ask: protocol.SelectionRequest) -> tuple[int, int]:
+def _batch_key(selection_request: protocol.SelectionRequest) -> tuple[int, int]:
     """Key of the selection requests that can be answered together."""
-    return len(ask.positions), ask.ahead
+    return len(selection_request.positions), selection_request.ahead

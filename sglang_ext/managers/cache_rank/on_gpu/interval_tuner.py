@@ -17,7 +17,7 @@ WINDOW, ANSWERS, LEAST = 32, 16, 8
 # Time in addition to the selection: messages, transfer of queries and rows, and the rank's polling.
 BESIDE_SECONDS = 1e-3
 # Reduce the interval only if a selection takes at most this share of the shorter one. This avoids oscillation.
-ROOM = 0.85
+SHORTEN_SHARE = 0.85
 MOST_STEPS = 16
 # Minimum seconds of a step.
 SHORTEST = 1e-4
@@ -44,7 +44,7 @@ class IntervalTuner:
     def __post_init__(self) -> None:
         self.every = self.least
 
-    def answered(self, seconds: float, together: int) -> None:
+    def record_replies(self, seconds: float, together: int) -> None:
         """Record one batch of ``together`` replies and its seconds. Call once per batch, so that a slow launch for many requests counts
         once in the median."""
         self._costs.append(seconds / together)
@@ -62,7 +62,7 @@ class IntervalTuner:
     def record_step(self, requests: int) -> int:
         """Record a launched step and return the new :attr:`every`. ``requests``: maximum requests at one rank."""
         if len(self._rounds) > LEAST and len(self._costs) >= LEAST and requests:
-            self._settle(requests * median(self._costs) + BESIDE_SECONDS)
+            self._update_interval(requests * median(self._costs) + BESIDE_SECONDS)
         return self.every
 
     @property
@@ -72,7 +72,7 @@ class IntervalTuner:
         rounds = zip(self._rounds, list(self._rounds)[1:])
         return max(SHORTEST, median((after[0] - before[0] - (after[1] - before[1])) / before[2] for before, after in rounds))
 
-    def _settle(self, cycle: float) -> None:
+    def _update_interval(self, cycle: float) -> None:
         steps = cycle / self.step_seconds
-        if steps > self.every or steps < ROOM * (self.every - 1):
+        if steps > self.every or steps < SHORTEN_SHARE * (self.every - 1):
             self.every = max(self.least, min(self.most, math.ceil(steps)))

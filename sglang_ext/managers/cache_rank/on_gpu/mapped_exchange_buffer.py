@@ -16,7 +16,7 @@ from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import (
     QUESTION_NUMBERS, CHOSEN, DONE, LANE_WORDS, ExchangeBufferError, ExchangeLayout, BufferRegion,
 )  # fmt: skip
 from sglang_ext.managers.cache_rank.protocol import BLOCK, StagedTokens, BufferShape
-from sglang_ext.mem_cache.compressed.row_exchange import missing_mask, exchange, top_mask
+from sglang_ext.mem_cache.compressed.row_exchange import missing_mask, plan_exchange, top_mask
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.selection.on_gpu import MarkedPart
 
@@ -218,7 +218,7 @@ class MappedExchangeBuffer:
         # Leaving and arriving rows are equal in number, except if the record is overwritten meanwhile. Then the reply is not applied.
         going = missing_mask(record, chosen).sum(-1, keepdim=True)
         coming = top_mask(missing_mask(chosen, record), bits, going.clamp(max=self.shape.fresh))
-        found = exchange(record, chosen, coming)
+        found = plan_exchange(record, chosen, coming)
         counts, moves, *rows = (part[lane] for part in self._row_regions)
         counts.copy_(coming.sum(-1).flatten())
         pair = found.layers * self.shape.kv_heads + found.heads

@@ -25,11 +25,11 @@ MAX_BYTES_BEFORE_RESIDUALS, MAX_ENCODED_BYTES = 1 << 29, 1 << 30
 # Limit on the encoded bytes for all decode ranks of a prefill rank together. They are in host memory, pinned on a GPU.
 MAX_TOTAL_BYTES = 1 << 31
 # Minimum of anchors queued for the link. Below it, the next anchor is encoded without its residual, which follows after all anchors.
-AHEAD = 4
+MIN_QUEUED_ANCHORS = 4
 # Pages encoded at a time, so that a GPU has work while the host finishes one page and launches the next.
 DEPTH = 3
 # Seconds between checks for free space.
-SOON = 0.005
+POLL_SECONDS = 0.005
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class DecodePeer:
     def _run(self) -> None:
         while not self._closing:
             try:
-                work = self._work.get(timeout=SOON if self._deferred else None)
+                work = self._work.get(timeout=POLL_SECONDS if self._deferred else None)
             except queue.Empty:
                 self._start_deferred()
                 continue
@@ -148,23 +148,23 @@ class DecodePeer:
             work.ready.synchronize()
         for slots in work.pages:
             self._wait_for_space(work.room)
-            if work.room.over or self._closing:
+            if work.room.is_closed or self._closing:
                 return
             now = self._has_time(work.room) and self._has_space(work.room, Stream.RESIDUAL, self._most_before_residuals)
             self._queue_started(started := work.room.start_page(slots, now))
             if not now:
                 self._deferred.append((work.room, started.page, slots))
-        if work.record is not None and not work.room.over:
+        if work.record is not None and not work.room.is_closed:
             self._queue_started(_Record(work.room, work.record))
 
     def _start_deferred(self) -> None:
         """Encode deferred residuals, oldest first, while there is space and no anchor to encode."""
         while self._deferred and self._work.empty() and not self._closing:
             room, page, slots = self._deferred[0]
-            if not room.over and not self._has_space(room, Stream.RESIDUAL, self._most_before_residuals):
+            if not room.is_closed and not self._has_space(room, Stream.RESIDUAL, self._most_before_residuals):
                 return
             self._deferred.popleft()
-            if not room.over:
+            if not room.is_closed:
                 self._guard(room, lambda room=room, page=page, slots=slots: self._queue_started(room.start_residual(page, slots)))
 
     def _queue_started(self, started: "PageEncoding | _Record") -> None:
@@ -193,7 +193,7 @@ class DecodePeer:
     def _offer(self, first: "PageEncoding | _Record") -> None:
         if isinstance(first, PageEncoding):
             first.room.offer(self._link, first)
-        elif not first.room.over:
+        elif not first.room.is_closed:
             first.room.send_record(self._link, first.record)
 
     def _guard(self, room: RoomEncoder, send: Callable[[], None]) -> None:
@@ -211,7 +211,7 @@ class DecodePeer:
             return True
         with self._changed:
             begun = sum(Stream.ANCHOR in started.sizes for started in self._started)
-        return begun + self._link.unsent(Stream.ANCHOR) >= AHEAD
+        return begun + self._link.unsent(Stream.ANCHOR) >= MIN_QUEUED_ANCHORS
 
     @property
     def held_bytes(self) -> int:
@@ -230,8 +230,8 @@ class DecodePeer:
         return not held or not size or held + size <= min(most, self._free_bytes() * most / self._most_encoded)
 
     def _wait_for_space(self, room: RoomEncoder) -> None:
-        while not (room.over or self._closing or self._has_space(room, Stream.ANCHOR, self._most_encoded)):
-            time.sleep(SOON)
+        while not (room.is_closed or self._closing or self._has_space(room, Stream.ANCHOR, self._most_encoded)):
+            time.sleep(POLL_SECONDS)
 
 
 class DecodePeers:

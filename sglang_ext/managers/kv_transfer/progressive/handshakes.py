@@ -60,12 +60,12 @@ class Handshakes:
         self._ended: list[_Ended] = []
         self._attempts: list[RoomMetadata | Abort] = []
         # By link_room: senders that were matched with an attempt, and attempts whose sender has left.
-        self._met: dict[int, WaitingSender] = {}
+        self._matched: dict[int, WaitingSender] = {}
         self._over: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:
         """The number of senders that have not left."""
-        return len(self._senders) + len(self._met)
+        return len(self._senders) + len(self._matched)
 
     def join(self, sender: WaitingSender) -> None:
         """Add a sender. Match it with an unmatched attempt at its room, if there is one."""
@@ -79,7 +79,7 @@ class Handshakes:
             attempt = attempts[0]
             self._attempts.remove(attempt)
             if isinstance(attempt, RoomMetadata):
-                self._met[attempt.link_room] = sender
+                self._matched[attempt.link_room] = sender
         if isinstance(attempt, RoomMetadata):
             sender.on_metadata(attempt)
         else:
@@ -92,8 +92,8 @@ class Handshakes:
                 self._senders.remove(sender)
                 self._ended.append(_Ended(sender.room, reason))
                 del self._ended[:-MAX_WAITING]
-            for link_room in [link_room for link_room, each in self._met.items() if each is sender]:
-                del self._met[link_room]
+            for link_room in [link_room for link_room, each in self._matched.items() if each is sender]:
+                del self._matched[link_room]
                 self._over[link_room] = None
                 if len(self._over) > MAX_WAITING:
                     self._over.popitem(last=False)
@@ -110,7 +110,7 @@ class Handshakes:
         with self._lock:
             sender = self._pop_sender(metadata.room, metadata.tokens)
             if sender is not None:
-                self._met[metadata.link_room] = sender
+                self._matched[metadata.link_room] = sender
             else:
                 reason = self._pop_ended(metadata.room)
                 if reason is None:
@@ -124,7 +124,7 @@ class Handshakes:
     def _take_abort(self, abort: Abort) -> None:
         dropped = None
         with self._lock:
-            sender = self._met.get(abort.link_room)
+            sender = self._matched.get(abort.link_room)
             if sender is None and abort.link_room not in self._over:
                 waiting = [each for each in self._attempts if isinstance(each, RoomMetadata) and each.link_room == abort.link_room]
                 if waiting:

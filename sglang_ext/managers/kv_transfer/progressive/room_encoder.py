@@ -36,12 +36,12 @@ class RoomEncoder:
     """
 
     def __init__(
-        self, number: int, codec: PageCodec, layers: LayerRange, starts: Sequence[int], hashes: Sequence[bytes], told: RoomEncoderListener
+        self, number: int, codec: PageCodec, layers: LayerRange, starts: Sequence[int], hashes: Sequence[bytes], listener: RoomEncoderListener
     ) -> None:
         self.number, self._codec, self._layers, self._starts = number, codec, layers, starts
-        self._hashes, self._listener = hashes, told
+        self._hashes, self._listener = hashes, listener
         self._lock = threading.Lock()
-        self._over = False
+        self._is_closed = False
         # Pages started, deferred residuals not offered yet, and whether the record was offered.
         self._num_started = self._num_deferred = 0
         self._recorded = False
@@ -52,9 +52,9 @@ class RoomEncoder:
         return RoomShape(len(self._hashes), (self._layers,), self._codec.has_residual and bool(self._hashes))
 
     @property
-    def over(self) -> bool:
+    def is_closed(self) -> bool:
         """Whether the room sends nothing more."""
-        return self._over
+        return self._is_closed
 
     def most_bytes(self, stream: Stream) -> int:
         """Return the maximum bytes of a page's stream; 0 if the room has no such stream."""
@@ -81,7 +81,7 @@ class RoomEncoder:
         """Start to encode the residual of a page that was started without it."""
         with self._codec.pool.use_stream():
             encoded = self._codec.start(self._placed(page, slots), self._layers, anchor=False)
-        return PageEncoding(self, page, self._sizes((Stream.RESIDUAL,)), encoded, slots, owed=True)
+        return PageEncoding(self, page, self._sizes((Stream.RESIDUAL,)), encoded, slots, is_deferred=True)
 
     def offer(self, link: Link, started: "PageEncoding") -> None:
         """Wait for streams that were started, and offer them to the link on which the room is open."""
@@ -90,7 +90,7 @@ class RoomEncoder:
         for stream, payload in zip((Stream.ANCHOR, Stream.RESIDUAL), encoded, strict=True):
             if payload is not None:
                 link.offer(self.number, OutgoingPart(stream, payload, started.page, self._layers, self._hashes[started.page]))
-        if started.owed:
+        if started.is_deferred:
             with self._lock:
                 self._num_deferred -= 1
             self._notify_if_encoded()
@@ -104,15 +104,15 @@ class RoomEncoder:
     def cancel(self, link: Link, reason: str) -> None:
         """Send nothing more, without a call of the listener."""
         with self._lock:
-            over, self._over = self._over, True
-        if not over:
+            was_closed, self._is_closed = self._is_closed, True
+        if not was_closed:
             link.cancel(self.number, reason)
 
     def fail(self, reason: str) -> None:
         """Send nothing more, and notify the listener."""
         with self._lock:
-            over, self._over = self._over, True
-        if not over:
+            was_closed, self._is_closed = self._is_closed, True
+        if not was_closed:
             self._listener.fail(reason)
 
     def arrived(self, room: int, stream: Stream) -> None:
@@ -124,12 +124,12 @@ class RoomEncoder:
             self.fail(reason)
             return
         with self._lock:
-            self._over = True
+            self._is_closed = True
         self._listener.succeed()
 
     def _notify_if_encoded(self) -> None:
         with self._lock:
-            if self._recorded and not self._num_deferred and not self._over:
+            if self._recorded and not self._num_deferred and not self._is_closed:
                 self._listener.succeed()
 
     def _placed(self, page: int, slots: torch.Tensor) -> PlacedPage:
@@ -147,7 +147,7 @@ class PageEncoding:
         sizes: The streams, and the maximum bytes of each.
         encoded: Waits for the streams and returns them.
         slots: Kept until then: a GPU may still read them, on another stream than the one that would reuse their memory.
-        owed: Whether it is a deferred residual.
+        is_deferred: Whether it is a deferred residual.
     """
 
     room: RoomEncoder
@@ -155,4 +155,4 @@ class PageEncoding:
     sizes: dict[Stream, int]
     encoded: Callable[[], EncodedPage]
     slots: torch.Tensor | None = None
-    owed: bool = False
+    is_deferred: bool = False

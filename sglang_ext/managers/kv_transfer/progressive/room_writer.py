@@ -58,12 +58,12 @@ class RoomWriter:
         layers: LayerRange,
         pages: Sequence[PlacedPage],
         hashes: Sequence[bytes],
-        told: RoomWriterListener,
-        traveling: PromptQueries | None = None,
+        listener: RoomWriterListener,
+        expected_queries: PromptQueries | None = None,
     ) -> None:
         self._codec, self._pool, self._aux, self._aux_index = codec, pool, aux, aux_index
-        self._layers, self._pages, self._hashes, self._listener = layers, pages, tuple(hashes), told
-        self._expected_queries, self.queries = traveling, b""
+        self._layers, self._pages, self._hashes, self._listener = layers, pages, tuple(hashes), listener
+        self._expected_queries, self.queries = expected_queries, b""
         # Anchors of pages whose residual has not arrived: the residual cannot be decoded without its anchor. Residuals of pages whose
         # anchor is retransmitted, because its bytes were corrupted: the sender may have sent them already.
         self._anchors: dict[int, memoryview] = {}

@@ -101,12 +101,12 @@ class QuantizedPromptAllocator:
 
     Attributes:
         compressed_kv: Compressed KV of the requests.
-        codes: Records which full KV does not exist.
+        freed_full_kv: Records which full KV does not exist.
         requests: State of the requests.
     """
 
     compressed_kv: CompressedKVCache
-    codes: QuantizedOnlyKV
+    freed_full_kv: QuantizedOnlyKV
     requests: RequestStates
 
     def plan(self, req: "Req", tokens: int) -> QuantizedPrompt | None:
@@ -137,11 +137,11 @@ class QuantizedPromptAllocator:
         packed = method.packing.packed_slots(prompt.covered - method.sinks)
         compressed = CompressedKV(
             own, prompt.covered, sinks=method.sinks, own_tokens=prompt.covered - method.sinks, own_packed=packed,
-            refresh_after=method.due(prompt.tokens - method.recent),
+            refresh_after=method.next_refresh(prompt.tokens - method.recent),
         )  # fmt: skip
         self.requests.admit(req, 0)
         self.compressed_kv.insert(req.req_pool_idx, compressed)
-        self.codes.begin(req.req_pool_idx, prompt.covered)
+        self.freed_full_kv.begin(req.req_pool_idx, prompt.covered)
         return slots
 
     def slots(self, req: "Req", prompt: QuantizedPrompt) -> QuantizedPromptSlots:
@@ -156,4 +156,4 @@ class QuantizedPromptAllocator:
     def enable_recompute(self, req: "Req", sent: RecomputeSource) -> None:
         """Allow to free the full KV of a request with a row: ``sent`` lets the prefill server compute it again."""
         if is_token_only(req):
-            self.codes.set_recompute_source(req.req_pool_idx, sent)
+            self.freed_full_kv.set_recompute_source(req.req_pool_idx, sent)

@@ -103,15 +103,15 @@ class KVLayout(ABC):
     Attributes:
         shareable: Whether several requests may read the compressed KV of a shared prefix.
         points_to_full_kv: Whether compressed KV becomes useless when its request's full KV moves to other slots.
-        chooses: Whether attention selects the tokens during a step, without the host.
+        selects_in_attention: Whether attention selects the tokens during a step, without the host.
     """
 
     shareable: ClassVar[bool] = True
     points_to_full_kv: ClassVar[bool] = False
-    chooses: ClassVar[bool] = False
+    selects_in_attention: ClassVar[bool] = False
 
-    def step_chooses(self, row: int, after: int) -> bool:
-        """Whether attention selects tokens for a row in the next launched step, if the layout :attr:`chooses`.
+    def step_selects(self, row: int, after: int) -> bool:
+        """Whether attention selects tokens for a row in the next launched step, if the layout :attr:`selects_in_attention`.
 
         Args:
             row: A row that begins with such compressed KV. Call this once for each step over it.
@@ -127,16 +127,16 @@ class KVLayout(ABC):
         self,
         row: int | None,
         slot_layout: SlotLayout,
-        chooser: "Compressor",
+        compressor: "Compressor",
         context: "ContextKV",
         targets: "dict[Part, torch.Tensor]",
     ) -> None:
-        """Let ``chooser`` select the tokens of each part, and store them in its slots.
+        """Let ``compressor`` select the tokens of each part, and store them in its slots.
 
         Args:
             row: The draft row that will begin with these slots; None for none.
             slot_layout: The method's slot layout.
-            chooser: The compressor that selects the tokens of each head.
+            compressor: The compressor that selects the tokens of each head.
             context: The full KV to select from.
             targets: int64 slots, by part.
 
@@ -144,22 +144,22 @@ class KVLayout(ABC):
             ScoresError: The scores cannot be used for a selection. Nothing was written.
         """
         parts = [part for part in targets if part.count]
-        for part, kept in zip(parts, chooser.select(context, parts)):
+        for part, kept in zip(parts, compressor.select(context, parts)):
             slot_layout.write(context.buffers, kept, context.slots, targets[part], context.seeds)
 
-    def begins(self, row: int, view: CompressedKV) -> None:
-        """Record that ``row``, a draft row of the token table, begins with the filled compressed KV ``view``."""
+    def on_filled(self, row: int, compressed: CompressedKV) -> None:
+        """Record that ``row``, a draft row of the token table, begins with the filled compressed KV ``compressed``."""
 
     @abstractmethod
-    def on_host(self, rows: torch.Tensor) -> list[int]:
+    def compressed_lengths(self, rows: torch.Tensor) -> list[int]:
         """How much compressed KV each of ``rows``, int64 [batch], begins with; 0 for none. Waits for the device."""
 
-    def check(self, row: int, view: CompressedKV, covered: torch.Tensor, buffers: KVBuffers) -> None:
+    def check(self, row: int, compressed: CompressedKV, covered: torch.Tensor, buffers: KVBuffers) -> None:
         """Check that a draft row agrees with its compressed KV.
 
         Args:
             row: Row of the token table.
-            view: The compressed KV.
+            compressed: The compressed KV.
             covered: int64, slots of the full KV of the covered tokens.
             buffers: The pool's buffers.
 
@@ -171,7 +171,7 @@ class KVLayout(ABC):
 class PlainLayout(KVLayout):
     """Stores tokens unchanged, so that any attention backend can read them."""
 
-    def on_host(self, rows: torch.Tensor) -> list[int]:
+    def compressed_lengths(self, rows: torch.Tensor) -> list[int]:
         """0 for each row: no row begins with another layout."""
         return [0] * len(rows)
 
@@ -202,6 +202,6 @@ class RowCountLayout(KVLayout, Generic[Form]):
         """Create the table for the rows of a token table, all 0."""
         return cls(layout, torch.zeros(len(token_table), dtype=torch.int32, device=token_table.device))
 
-    def on_host(self, rows: torch.Tensor) -> list[int]:
+    def compressed_lengths(self, rows: torch.Tensor) -> list[int]:
         """:attr:`counts` of ``rows``, int64 [batch], on the host. Waits for the device."""
         return self.counts[rows].tolist()

@@ -23,24 +23,24 @@ class PagePointerLayout(PointerLayout):
 
     Attributes:
         pages: int32 [rows], pages of the context that a row's compressed KV covers; 0 for rows without it.
-        chosen_at: int32 [layers, rows, kv_heads], tokens after the compressed KV at the last selection; no rows if each step selects.
-        arrived: int32 [rows, kv_heads], finished parts of a selection; zeros between launches.
+        selected_at: int32 [layers, rows, kv_heads], tokens after the compressed KV at the last selection; no rows if each step selects.
+        finished_parts: int32 [rows, kv_heads], finished parts of a selection; zeros between launches.
         extremes: The extremes that bound the scores of pages.
         every: Selection interval, in steps.
         first, newest: Numbers of first and newest pages that are always selected.
-        last_selections: The host's copy of :attr:`chosen_at`, for rows that selected since their compressed KV was made.
+        last_selections: The host's copy of :attr:`selected_at`, for rows that selected since their compressed KV was made.
     """
 
     pages: torch.Tensor
-    chosen_at: torch.Tensor
-    arrived: torch.Tensor
+    selected_at: torch.Tensor
+    finished_parts: torch.Tensor
     extremes: PageExtremes
     every: int
     first: int
     newest: int
     last_selections: dict[int, int] = field(default_factory=dict)
 
-    chooses = True
+    selects_in_attention = True
 
     @classmethod
     def of_pool(cls, layout: Pointers, token_table: torch.Tensor, extremes: PageExtremes, method: Quest) -> Self:
@@ -51,48 +51,48 @@ class PagePointerLayout(PointerLayout):
             return torch.zeros(shape, dtype=torch.int32, device=token_table.device)
 
         rows, page = len(token_table), extremes.page
-        counts, pages, arrived = zeros(rows), zeros(rows), zeros(rows, heads)
-        chosen_at = zeros(layers, rows if method.every > 1 else 0, heads)
+        counts, pages, finished_parts = zeros(rows), zeros(rows), zeros(rows, heads)
+        selected_at = zeros(layers, rows if method.every > 1 else 0, heads)
         always = (-(-tokens // page) for tokens in (method.sinks, method.recent))
-        return cls(layout, counts, pages, chosen_at, arrived, extremes, method.every, *always)
+        return cls(layout, counts, pages, selected_at, finished_parts, extremes, method.every, *always)
 
     @property
     def page(self) -> int:
         """Tokens of a page."""
         return self.extremes.page
 
-    def begins(self, row: int, view: CompressedKV) -> None:
+    def on_filled(self, row: int, compressed: CompressedKV) -> None:
         """Record the numbers of pointers and pages. The row's next step selects."""
-        super().begins(row, view)
-        self.pages[row] = view.covered // self.page
+        super().on_filled(row, compressed)
+        self.pages[row] = compressed.covered // self.page
         # Clear counts that a launch left if it ended early for another request.
-        self.arrived[row] = 0
+        self.finished_parts[row] = 0
         if self.every > 1:
-            self.chosen_at[:, row] = -self.every
+            self.selected_at[:, row] = -self.every
             self.last_selections.pop(row, None)
 
-    def step_chooses(self, row: int, after: int) -> bool:
-        """Predict as :meth:`KVLayout.step_chooses` what the kernel decides by itself."""
+    def step_selects(self, row: int, after: int) -> bool:
+        """Predict as :meth:`KVLayout.step_selects` what the kernel decides by itself."""
         if self.every > 1:
             if after - self.last_selections.get(row, -self.every) < self.every:
                 return False
             self.last_selections[row] = after
         return True
 
-    def check(self, row: int, view: CompressedKV, covered: torch.Tensor, buffers: KVBuffers) -> None:
+    def check(self, row: int, compressed: CompressedKV, covered: torch.Tensor, buffers: KVBuffers) -> None:
         """Check that the covered tokens and the pointers' targets are whole pages, and that their extremes match the stored keys."""
-        super().check(row, view, covered, buffers)
+        super().check(row, compressed, covered, buffers)
         among = int(self.pages[row])
         if among * self.page != len(covered):
             raise IntegrityError(f"attention selects among {among} pages for draft row {row}, which covers {len(covered)} tokens")
         pages = self._page_starts(covered, f"draft row {row} covers") // self.page
         for layer, keys, held in zip(buffers.layer_ids, buffers.keys, self.extremes.held):
-            led = self.layout.read(keys, view.own, view.own_tokens)
-            self._page_starts(led.flatten(), f"pointers of draft row {row} in layer {layer} point to")
-            late = (held[pages] != compute_extremes(keys, self.page, pages)).flatten(1).any(1)
-            if bool(late.any()):
+            targets = self.layout.read(keys, compressed.own, compressed.own_tokens)
+            self._page_starts(targets.flatten(), f"pointers of draft row {row} in layer {layer} point to")
+            is_stale = (held[pages] != compute_extremes(keys, self.page, pages)).flatten(1).any(1)
+            if bool(is_stale.any()):
                 raise IntegrityError(
-                    f"extremes of pages {pages[late].tolist()[:8]} of the request of draft row {row} in layer {layer} do not match the "
+                    f"extremes of pages {pages[is_stale].tolist()[:8]} of the request of draft row {row} in layer {layer} do not match the "
                     "keys that are stored there"
                 )
 

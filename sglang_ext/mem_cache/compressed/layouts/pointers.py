@@ -105,19 +105,19 @@ class PointerLayout(RowCountLayout[Pointers]):
         """The pointer layout, for all methods."""
         return self.layout
 
-    def begins(self, row: int, view: CompressedKV) -> None:
+    def on_filled(self, row: int, compressed: CompressedKV) -> None:
         """Record the number of pointers per head."""
-        self.counts[row] = view.own_tokens
+        self.counts[row] = compressed.own_tokens
 
-    def check(self, row: int, view: CompressedKV, covered: torch.Tensor, buffers: KVBuffers) -> None:
+    def check(self, row: int, compressed: CompressedKV, covered: torch.Tensor, buffers: KVBuffers) -> None:
         """Check that all pointers point to tokens of the request."""
         mine = torch.zeros(len(buffers.keys[0]), dtype=torch.bool, device=covered.device)
         mine[covered] = True
         for layer, keys in zip(buffers.layer_ids, buffers.keys):
-            led = self.layout.read(keys, view.own, view.own_tokens).flatten()
-            if not bool(mine[led].all()):
+            targets = self.layout.read(keys, compressed.own, compressed.own_tokens).flatten()
+            if not bool(mine[targets].all()):
                 raise IntegrityError(
-                    f"pointers of draft row {row} in layer {layer} point to slots {led[~mine[led]].tolist()[:8]}, which belong to no "
+                    f"pointers of draft row {row} in layer {layer} point to slots {targets[~mine[targets]].tolist()[:8]}, which belong to no "
                     "token of its request"
                 )
 

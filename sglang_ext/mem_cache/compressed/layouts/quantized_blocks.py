@@ -168,9 +168,9 @@ class Packing:
         if seeds is not None:
             lanes = lane(layer, first_head, is_value) + 2 * torch.arange(len(numbers), device=numbers.device)
             drawn = noise(seeds, lanes, layout.dim)
-        return self.quantized(numbers, tokens, layout, self.rotations(numbers.device)[is_value], drawn)
+        return self.quantize_numbers(numbers, tokens, layout, self.rotations(numbers.device)[is_value], drawn)
 
-    def quantized(
+    def quantize_numbers(
         self,
         numbers: torch.Tensor,
         tokens: torch.Tensor,
@@ -191,7 +191,7 @@ class Packing:
         block = self.quantizer.quantize(numbers.view(len(numbers), -1, layout.tokens, layout.dim), layout.grid, *by)
         return block._replace(positions=tokens.view(block.codes.shape[:3])) if layout.positions else block
 
-    def whole(
+    def dequantize(
         self, block: Quantized, layout: BlockLayout, levels: torch.Tensor | None, rotation: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Dequantize blocks: float32 [heads, tokens, dim]. ``rotation`` is undone. Keys get rotary embedding at their positions."""
@@ -220,7 +220,7 @@ class Packing:
             for is_value, kind in enumerate((buffers.keys, buffers.values)):
                 layout = self.values if is_value else self.keys
                 for buffer in kind:
-                    numbers = self.whole(self.read(buffer, layout, packed), layout, levels[is_value], rotations[is_value])
+                    numbers = self.dequantize(self.read(buffer, layout, packed), layout, levels[is_value], rotations[is_value])
                     buffer[slots] = numbers[:, start % size :][:, : len(slots)].transpose(0, 1).to(buffer.dtype)
 
     def read(self, buffer: torch.Tensor, layout: BlockLayout, slots: torch.Tensor) -> Quantized:
@@ -236,15 +236,15 @@ class QuantizedLayout(RowCountLayout[Packing]):
         """Blocks if the method packs, plain slots otherwise."""
         return plain if method.quantizer is None else self.layout
 
-    def begins(self, row: int, view: CompressedKV) -> None:
+    def on_filled(self, row: int, compressed: CompressedKV) -> None:
         """Record the number of packed slots."""
-        self.counts[row] = view.packed
+        self.counts[row] = compressed.num_packed_slots
 
-    def check(self, row: int, view: CompressedKV, covered: torch.Tensor, buffers: KVBuffers) -> None:
+    def check(self, row: int, compressed: CompressedKV, covered: torch.Tensor, buffers: KVBuffers) -> None:
         """Check that the row's count agrees with its compressed KV."""
-        if int(self.counts[row]) != view.packed:
+        if int(self.counts[row]) != compressed.num_packed_slots:
             raise IntegrityError(
-                f"the compressed KV of draft row {row} has {view.packed} packed slots, but the row's count is {int(self.counts[row])}"
+                f"the compressed KV of draft row {row} has {compressed.num_packed_slots} packed slots, but the row's count is {int(self.counts[row])}"
             )
 
 

@@ -72,7 +72,7 @@ class RaggedHeadLayout(KVLayout):
         """KV heads of a layer."""
         return self.buffers.keys[0].shape[1]
 
-    def on_host(self, rows: torch.Tensor) -> list[int]:
+    def compressed_lengths(self, rows: torch.Tensor) -> list[int]:
         """Slots of the compressed KV at the beginning of each of ``rows``, int64 [batch]; 0 without it."""
         return (self.bounds[rows, -1] // (self.bounds.shape[1] - 1)).tolist()
 
@@ -89,13 +89,13 @@ class RaggedHeadLayout(KVLayout):
         self,
         row: int | None,
         slot_layout: SlotLayout,
-        chooser: "Compressor",
+        compressor: "Compressor",
         context: "ContextKV",
         targets: "dict[Part, torch.Tensor]",
     ) -> None:
         """Fill as :meth:`KVLayout.fill`, with exactly one part. Also records the heads' cells."""
         ((part, slots),) = targets.items()
-        kept = chooser.select_ragged(context, part)
+        kept = compressor.select_ragged(context, part)
         if row is None:
             self.copy(kept, context.slots, slots)
         else:
@@ -106,14 +106,14 @@ class RaggedHeadLayout(KVLayout):
         self.copy(kept, sources, targets)
         self.bounds[row] = kept.bounds
 
-    def check(self, row: int, view: CompressedKV, covered: torch.Tensor, buffers: KVBuffers) -> None:
+    def check(self, row: int, compressed: CompressedKV, covered: torch.Tensor, buffers: KVBuffers) -> None:
         """Check that the heads partition the cells of the compressed KV."""
         bounds = self.bounds[row]
-        cells = len(view.own) * (len(bounds) - 1)
+        cells = len(compressed.own) * (len(bounds) - 1)
         if not (bounds[0] == 0 and bool((bounds.diff() >= 0).all()) and bounds[-1] == cells):
             raise IntegrityError(
                 f"heads of draft row {row} begin and end at cells {bounds.tolist()[:8]}..., which do not partition the {cells} cells "
-                f"of its {len(view.own)} slots"
+                f"of its {len(compressed.own)} slots"
             )
 
     def copy(self, kept: RaggedSelection, sources: torch.Tensor, targets: torch.Tensor) -> None:

@@ -239,7 +239,7 @@ class Compressor(ABC):
         """
         scores = self.checked_scores(context)
         return [
-            torch.cat([best(scores[..., cut.start : cut.end], cut.count) + cut.start for cut in self.cuts(context, part)], dim=-1)
+            torch.cat([top_positions(scores[..., cut.start : cut.end], cut.count) + cut.start for cut in self.cuts(context, part)], dim=-1)
             for part in parts
         ]
 
@@ -259,7 +259,7 @@ class Compressor(ABC):
         return RaggedSelection.of(torch.cat(chosen), scores[..., 0].numel(), tokens)
 
 
-def best(scores: torch.Tensor, count: int) -> torch.Tensor:
+def top_positions(scores: torch.Tensor, count: int) -> torch.Tensor:
     """Positions of the ``count`` highest scores, ascending: int64 [..., count]."""
     return scores.topk(count, dim=-1).indices.sort(dim=-1).values
 

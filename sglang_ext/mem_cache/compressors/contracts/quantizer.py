@@ -103,8 +103,8 @@ class Quantizer(ABC):
         """
         groups = grouped(numbers, grid)
         least, most = groups.amin((3, 5), keepdim=True), groups.amax((3, 5), keepdim=True)
-        zero = stored(least)
-        scale = stored((most - zero) / (2**self.bits - 1))
+        zero = round_to_float16(least)
+        scale = round_to_float16((most - zero) / (2**self.bits - 1))
         steps = torch.where(scale > 0, (groups - zero) / scale, 0.0)
         codes = steps.round().clamp(0, 2**self.bits - 1).to(torch.uint8)
         return Quantized(codes.view(numbers.shape), squeezed(scale), squeezed(zero))
@@ -127,14 +127,14 @@ def squeezed(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.squeeze(5).squeeze(3)
 
 
-def meant(codes: torch.Tensor, levels: torch.Tensor | None) -> torch.Tensor:
+def code_values(codes: torch.Tensor, levels: torch.Tensor | None) -> torch.Tensor:
     """Numbers of codes before scale and zero point: float32. ``levels`` as :meth:`Quantizer.levels`."""
     return codes.float() if levels is None else levels.take(codes.long())
 
 
 def whole(block: Quantized, grid: Grid, levels: torch.Tensor | None) -> torch.Tensor:
     """Dequantize blocks, including outliers: float32 [heads, blocks, tokens, dim]. ``levels`` as :meth:`Quantizer.levels`."""
-    codes = meant(block.codes, levels)
+    codes = code_values(block.codes, levels)
     scale, zero = (part[:, :, :, None, :, None] for part in (block.scale, block.zero))
     numbers = (grouped(codes, grid) * scale + zero).reshape(codes.shape)
     if block.outliers is None:
@@ -142,7 +142,7 @@ def whole(block: Quantized, grid: Grid, levels: torch.Tensor | None) -> torch.Te
     return numbers.flatten(2).scatter_add(2, *block.outliers).view(codes.shape)
 
 
-def stored(parameter: torch.Tensor) -> torch.Tensor:
+def round_to_float16(parameter: torch.Tensor) -> torch.Tensor:
     """Scales or zero points as readers see them: float32, rounded to float16, finite."""
     return parameter.clamp(-LARGEST, LARGEST).to(PARAMETER).float()
 

@@ -74,10 +74,10 @@ def test_a_rank_gives_up_what_it_recorded_where_other_questions_have_no_room_bes
     arena = ExchangeBuffer(attach().shape, torch.device("cpu"), "cpu")
     rank, socket = rank_here(arena, apart=True)
     graphs, launched, refused = rank._answering, rank._answering._answer, []
-    rank._take(protocol.Lease(0, 0, (0, 1, 2, 3)))
+    rank._handle(protocol.Lease(0, 0, (0, 1, 2, 3)))
 
     def ask(sequence, covered):
-        rank._take(protocol.SelectionRequest(0, 0, 5, sequence, covered, 8, (63,), number=arena.reserve_number()))
+        rank._handle(protocol.SelectionRequest(0, 0, 5, sequence, covered, 8, (63,), number=arena.reserve_number()))
         arena.publish(torch.randn(5, 8, 6, 8), [QueryUpload([3], 0, arena.word(sequence))])
         rank._answer_next()
         return socket.messages[-1].chosen
@@ -108,7 +108,7 @@ def test_where_tokens_lie_is_looked_up_anew_once_blocks_of_their_lane_are_others
     rank, _ = rank_here(ExchangeBuffer(attach().shape, torch.device("cpu"), "cpu"), apart=True)
     asks, table = [[protocol.SelectionRequest(0, 0, 5, 1, 64, 8, (63,), ahead=ahead)] for ahead in (1, 2)], torch.arange(64)
     for block in (3, 5):
-        rank._take(protocol.Lease(0, 0, (block,)))
+        rank._handle(protocol.Lease(0, 0, (block,)))
         # Of all forms that are known, and of others.
         for again in (True, False):
             for ask in asks:

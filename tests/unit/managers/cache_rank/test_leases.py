@@ -83,7 +83,7 @@ class Requests:
 
     def begin(self):
         like, count = self.chance.choice([None, *self.running]), self.chance.randrange(1, 500)
-        first = 0 if like is None or like.lease.alone else self.chance.randrange(min(count, len(like.tokens)) + 1)
+        first = 0 if like is None or like.lease.is_remote_only else self.chance.randrange(min(count, len(like.tokens)) + 1)
         tokens = [*like.tokens[:first]] if first else []
         if self.by_slots or self.chance.random() < 0.5:
             slots = like.slots[:first] if first else []
@@ -105,19 +105,19 @@ class Requests:
 
     def give_back(self, request):
         if request.lease.held == len(request.tokens) and self.by_slots:
-            request.lease.alone = True
+            request.lease.is_remote_only = True
             self.leases.leave_slots(request.lease)
             self.left(request.slots)
             request.slots = []
 
     def move(self, request):
-        if self.by_slots and not request.lease.alone:
+        if self.by_slots and not request.lease.is_remote_only:
             self.leases.leave_slots(request.lease)
             before, request.slots = request.slots, self.written(request.tokens)
             self.left(before)
 
     def grow(self, request):
-        if request.lease.alone:
+        if request.lease.is_remote_only:
             return
         request.covered = min(len(request.tokens), request.covered + self.chance.choice((0, 0, 10, 100, 1000)))
         names = None if self.by_slots else dict(enumerate(request.names)).get

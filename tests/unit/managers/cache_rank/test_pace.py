@@ -14,7 +14,7 @@ def run(pace, steps, step, cost, requests, waits=True, begun=0.0):
         pace.record_round(now, waited, 1)
         every = pace.record_step(requests)
         late = max(0.0, requests * cost - every * step) / every if waits else 0.0
-        pace.answered(requests * cost, requests)
+        pace.record_replies(requests * cost, requests)
         now, waited = now + step + late, waited + late
     return now
 
@@ -52,7 +52,7 @@ def test_a_prefill_between_two_steps_and_a_kernel_that_is_compiled_say_nothing()
     pace, now = IntervalTuner(1), 0.0
     for number in range(100):
         now += 0.6 if number % 10 == 0 else 8e-3
-        pace.answered(20.0 if number == 0 else 14e-3, 16)
+        pace.record_replies(20.0 if number == 0 else 14e-3, 16)
         pace.record_round(now, 0.0, 1)
         every = pace.record_step(16)
     assert every == 2
@@ -64,7 +64,7 @@ def test_steps_that_the_host_launches_at_once_take_as_long_as_the_device_takes_f
     for _ in range(40):
         pace.record_round(now, 0.0, steps + verifications)
         for _ in range(steps):
-            pace.answered(14e-3, 16)
+            pace.record_replies(14e-3, 16)
             every = pace.record_step(16)
         now += 8e-3 * (steps + verifications)
     assert pace.step_seconds == pytest.approx(8e-3) and every == 2
@@ -83,9 +83,9 @@ def test_without_requests_or_answers_nothing_changes():
     for number in range(50):
         pace.record_round(number * 1e-4, 0.0, 1)
         assert pace.record_step(5) == 3
-    pace.answered(1.0, 1)
+    pace.record_replies(1.0, 1)
     for number in range(50):
-        pace.answered(1.0, 1)
+        pace.record_replies(1.0, 1)
         pace.record_round(number, 0.0, 1)
         assert pace.record_step(0) == 3
 
@@ -95,5 +95,5 @@ def test_one_slow_answer_for_many_requests_at_the_start_does_not_set_the_pace():
     for number in range(9):
         now += 8e-3
         pace.record_round(now, 0.0, 1)
-        pace.answered(20.0 if number == 0 else 1e-3, 16)
+        pace.record_replies(20.0 if number == 0 else 1e-3, 16)
         assert pace.record_step(16) == 1

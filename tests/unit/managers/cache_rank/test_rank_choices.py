@@ -20,7 +20,7 @@ NEWEST = torch.tensor([299])
 
 def prepare(choices, tokens=300, row=1, keep=KEEP):
     """Prepare a request whose tokens lie in slots from 100 on."""
-    return choices.prepare(row, SLOTS[:tokens], keep, queries(1, tokens), torch.tensor([tokens - 1]))
+    return choices.request_selection(row, SLOTS[:tokens], keep, queries(1, tokens), torch.tensor([tokens - 1]))
 
 
 def handed_over(pack=5):
@@ -83,7 +83,7 @@ def test_a_request_is_read_whole_until_something_was_chosen_for_it():
     assert not prepare(choices) and choices.missed == {"hand-over": 2}
     for ask in rank.asks()[:3]:
         rank.answer(ask)
-    assert prepare(choices) and choices.kept(1, 300, KEEP).shape == (LAYERS, HEADS, KEEP)
+    assert prepare(choices) and choices.last_selection(1, 300, KEEP).shape == (LAYERS, HEADS, KEEP)
     assert choices.missed == {"hand-over": 2}
 
 
@@ -102,7 +102,7 @@ def test_keys_travel_once_and_each_is_where_the_message_says():
 
 def test_answers_in_time_lead_the_copy_and_are_asked_for_by_packs_as_the_step_goes_on():
     choices, rank = handed_over(pack=2)
-    choices.kept(1, 300, KEEP)
+    choices.last_selection(1, 300, KEEP)
     for ask in rank.asks()[-3:]:
         rank.answer(ask, last_chosen(1)[ask.first : ask.first + ask.count])
     steps = Steps(choices).run()
@@ -128,7 +128,7 @@ def test_what_is_late_costs_one_wait_a_step_and_the_last_choice_is_kept(monkeypa
 
 def test_a_late_answer_is_taken_by_the_step_that_finds_it():
     choices, rank = handed_over()
-    choices.kept(1, 300, KEEP)
+    choices.last_selection(1, 300, KEEP)
     late = rank.asks()[-1]
     steps = Steps(choices).run()
     rank.answer(late, last_chosen(2))
@@ -151,7 +151,7 @@ def test_no_more_than_two_questions_of_a_pack_are_open_so_that_no_place_is_writt
 
 def test_an_answer_that_comes_twice_counts_once():
     choices, rank = handed_over()
-    choices.kept(1, 300, KEEP)
+    choices.last_selection(1, 300, KEEP)
     ask = rank.asks()[-1]
     rank.answer(ask, last_chosen(3))
     rank.answer(ask, last_chosen(4))
@@ -159,12 +159,12 @@ def test_an_answer_that_comes_twice_counts_once():
     assert len(steps.written) == 1
     rank.answer(ask, last_chosen(5))
     prepare(choices)
-    assert not torch.equal(choices.kept(1, 300, KEEP), last_chosen(5))
+    assert not torch.equal(choices.last_selection(1, 300, KEEP), last_chosen(5))
 
 
 def test_an_answer_of_another_epoch_is_none():
     choices, rank = handed_over()
-    choices.kept(1, 300, KEEP)
+    choices.last_selection(1, 300, KEEP)
     rank.answer(rank.asks()[-1], last_chosen(3), epoch=rank.epoch + 1)
     steps = Steps(choices).run()
     assert steps.written == [] and choices.missed["late"] == 1
@@ -176,7 +176,7 @@ def test_an_answer_of_another_epoch_is_none():
 
 def test_positions_beyond_the_context_never_reach_a_copy():
     choices, rank = handed_over()
-    choices.kept(1, 300, KEEP)
+    choices.last_selection(1, 300, KEEP)
     ask = rank.asks()[-1]
     rank.answer(ask, newest_of(ask) + 1)
     steps = Steps(choices).run()
@@ -224,7 +224,7 @@ def test_where_memory_is_full_a_request_is_read_whole_and_nothing_is_sent():
     assert not prepare(choices, 300, row=2) and choices.missed["no-lane"] == 1
     choices.forget(1)
     before = len(rank.hear())
-    assert not choices.prepare(3, torch.arange(500), KEEP, queries(1, 1), torch.tensor([499]))
+    assert not choices.request_selection(3, torch.arange(500), KEEP, queries(1, 1), torch.tensor([499]))
     assert choices.missed["memory-full"] == 1 and choices.held_tokens == 0
     assert not rank.pieces(before)
     prepare(choices, 300, row=4)
@@ -261,7 +261,7 @@ def test_what_is_carried_has_the_newest_tokens_and_most_of_what_was_chosen(befor
 def test_nothing_waits_for_a_rank_that_is_gone(monkeypatch):
     monkeypatch.setattr(choosing, "WAIT_SECONDS", 5.0)
     choices, rank = handed_over()
-    choices.kept(1, 300, KEEP)
+    choices.last_selection(1, 300, KEEP)
     rank.ended = -9
     choices.links[0].poll()
     steps = Steps(choices).run()
@@ -298,7 +298,7 @@ def test_a_timeline_tells_of_each_pack_when_it_was_reached_asked_chosen_and_writ
     assert not prepare(choices)
     rank.answer(*rank.asks())
     assert prepare(choices)
-    choices.kept(1, 300, KEEP)
+    choices.last_selection(1, 300, KEEP)
     steps = Steps(choices)
     steps.run()
     rank.answer(rank.asks()[-1])

@@ -44,7 +44,7 @@ def world(shared):
     for there, here in zip((*shared.buffers.keys, *shared.buffers.values), (*shared.on_host.keys, *shared.on_host.values)):
         there.copy_(here)
     shared.steps.missed.clear()
-    shared.steps._patience, shared._free = 20.0, 800
+    shared.steps._max_wait_seconds, shared._free = 20.0, 800
     return shared
 
 
@@ -58,10 +58,10 @@ def test_each_step_holds_the_rows_that_the_queries_of_the_one_before_the_last_ch
         for row, length in ((1, 300), (2, 150)):
             assert torch.equal(world.led(row), world.chosen(row, world.ends[row] - 1, length))
     world.steps.poll()
-    assert world.compressed_kv.made["spade"] >= 10 and not +world.steps.missed
+    assert world.compressed_kv.num_compressions["spade"] >= 10 and not +world.steps.missed
     told = {name: value for name, value, *_ in _rank_values(world.steps, None)}
     assert told["selection_rows"] == world.steps.rows > rows
-    assert world.steps.holds(1) == 300 and world.steps.has_request(2) and not world.steps.has_request(3)
+    assert world.steps.num_held_tokens(1) == 300 and world.steps.has_request(2) and not world.steps.has_request(3)
     assert world.steps.free_blocks().blocks == [32 - 5 - 3] and world.steps.free_blocks().requests == [2]
 
 
@@ -89,7 +89,7 @@ def test_of_more_rows_than_an_answer_has_room_for_those_of_the_highest_scores_co
 def test_full_kv_goes_and_the_copy_goes_on_to_hold_what_is_chosen_among_all_tokens(world):
     world.begin(1, 200, 48)
     world.step()
-    assert not world.steps.is_lost(1) and world.steps.holds(1) == 200
+    assert not world.steps.is_lost(1) and world.steps.num_held_tokens(1) == 200
     world.give_back(1)
     for _ in range(3):
         world.step()
@@ -98,7 +98,7 @@ def test_full_kv_goes_and_the_copy_goes_on_to_hold_what_is_chosen_among_all_toke
     before, sent = world.positions(1), world.steps._leases[world.links[0]].sent
     assert world.renew(1, 60)
     after = world.positions(1)
-    assert world.steps._leases[world.links[0]].sent == sent + 90 and world.steps.holds(1) == 290
+    assert world.steps._leases[world.links[0]].sent == sent + 90 and world.steps.num_held_tokens(1) == 290
     newest = torch.arange(290 - 32, 290)
     assert torch.equal(after[..., -32:], newest.expand(5, 2, -1)), "the newest tokens are among what it holds"
     assert (missing_mask(before, after).sum(-1) == 32 - 12).all(), "they take the places of those that were the newest, and those that came"
@@ -136,13 +136,13 @@ def test_where_a_rank_has_no_room_for_what_is_new_the_copy_stands_for_what_it_st
     world.step()
     world.give_back(1)
     world.ends[1] = 330
-    assert not world.renew(1, 60) and world.steps.missed["memory-full"] == 1 and world.steps.holds(1) == 240
+    assert not world.renew(1, 60) and world.steps.missed["memory-full"] == 1 and world.steps.num_held_tokens(1) == 240
     for _ in range(3):
         world.step()
     assert torch.equal(world.led(1), world.chosen(1, world.ends[1] - 1, 240))
     world.begin(2, 150, 40)
     world.step()
-    assert world.steps.missed["memory-full"] == 2 and not world.steps.has_request(2) and world.steps.holds(2) == 0
+    assert world.steps.missed["memory-full"] == 2 and not world.steps.has_request(2) and world.steps.num_held_tokens(2) == 0
     assert torch.equal(world.steps._records[2].positions[0, 0], torch.arange(110, 150).int()), "it has its full KV here, and a copy of that"
     world.steps.end()
 
@@ -151,20 +151,20 @@ def test_a_request_whose_only_full_kv_went_with_its_rank_is_lost_and_others_are_
     world = RankWorld(patience=0.2, places=16, fresh=MOST).ready()
     world.begin(1, 200, 48), world.begin(2, 150, 40)
     world.step(), world.step()
-    world.steps.leave_slots(1, alone=True)
+    world.steps.on_slots_freed(1, is_remote_only=True)
     os.kill(world.links[0].pid, signal.SIGKILL)
     time.sleep(0.2)
     world.step()
     kept = [world.positions(row) for row in (1, 2)]
     world.until(lambda: world.steps.ready == 0)
     world.step()
-    assert world.steps.is_lost(1) and not world.steps.is_lost(2) and world.steps.holds(1) == world.steps.holds(2) == 0
+    assert world.steps.is_lost(1) and not world.steps.is_lost(2) and world.steps.num_held_tokens(1) == world.steps.num_held_tokens(2) == 0
     assert not world.steps.extend(1, world.table[1, :200].long())
     world.until(lambda: world.steps.ready == 1)
-    world.steps._patience = 20.0
+    world.steps._max_wait_seconds = 20.0
     world.step(), world.step()
     assert all(torch.equal(world.positions(row), before) for row, before in zip((1,), kept))
-    assert torch.equal(world.led(2), world.chosen(2, world.ends[2] - 1, 150)) and world.steps.holds(2) == 150
+    assert torch.equal(world.led(2), world.chosen(2, world.ends[2] - 1, 150)) and world.steps.num_held_tokens(2) == 150
     assert world.steps.is_lost(1)
     world.leave(1)
     assert not world.steps.is_lost(1)
@@ -187,7 +187,7 @@ def test_a_rank_that_was_late_goes_on_from_what_the_copy_holds():
         time.sleep(pause)
     world.steps.poll()
     assert world.steps.missed["late"] > 3
-    world.steps._patience = 20.0
+    world.steps._max_wait_seconds = 20.0
     for _ in range(3):
         world.step()
     before = world.positions(1)
@@ -202,7 +202,7 @@ def test_a_rank_that_was_late_goes_on_from_what_the_copy_holds():
 def test_requests_come_grow_and_go_at_random_and_hold_what_their_records_say(world):
     """For 6 s; what changes is by the newest choice alone."""
     chance, until, taken, begun = random.Random(7), time.monotonic() + 6, 0, {}
-    free, world.steps._patience = [1, 2, 3, 4, 5], 1.0
+    free, world.steps._max_wait_seconds = [1, 2, 3, 4, 5], 1.0
     while time.monotonic() < until:
         if free and chance.random() < 0.4:
             row = free.pop()

@@ -25,7 +25,7 @@ def test_keys_go_in_as_many_steps_as_there_are_places_for_them_and_blocks():
         world.until(lambda: len(world.links[0]._free_places) == 2)
         world.step()
     world.steps.poll()
-    assert 1 <= world.steps.missed["hand-over"] < 6 and world.compressed_kv.made["spade"] > 5
+    assert 1 <= world.steps.missed["hand-over"] < 6 and world.compressed_kv.num_compressions["spade"] > 5
     assert torch.equal(world.led(1), world.chosen(1, world.ends[1] - 1, 300))
     world.begin(2, 150, 40)
     world.step()
@@ -67,12 +67,13 @@ def test_a_question_that_was_put_before_keys_is_answered_before_they_are_taken()
     keys, queries = pool(), torch.randn(5, 8, 6, 8)
 
     def put(lane, *blocks):
-        rank._take(protocol.Lease(lane, 0, blocks))
+        rank._handle(protocol.Lease(lane, 0, blocks))
         placed = [protocol.StagedTokens(block, 64, 0) for block in blocks]
-        rank._take(protocol.Append(tuple(protocol.KeyPiece(block, 0, 64, block) for block in blocks), arena.put_keys(placed, keys, torch.arange(64))))
+        pieces = tuple(protocol.KeyPiece(block, 0, 64, block) for block in blocks)
+        rank._handle(protocol.Append(pieces, arena.put_keys(placed, keys, torch.arange(64))))
 
     def ask(lane):
-        rank._take(protocol.SelectionRequest(lane, 0, 5, 1, 64, 8, (63,), number=arena.reserve_number()))
+        rank._handle(protocol.SelectionRequest(lane, 0, 5, 1, 64, 8, (63,), number=arena.reserve_number()))
         arena.publish(queries, [QueryUpload([3], lane, arena.word(1))])
 
     put(0, 0), ask(0), put(1, 1, 2), ask(1)
@@ -229,8 +230,8 @@ def test_prompts_are_not_named_before_a_rank_has_a_lane(monkeypatch):
 
 def test_ranks_are_asked_as_rarely_as_those_requests_want_whose_keys_they_have(monkeypatch):
     world = RankWorld(places=2, most=8).ready()
-    told, stepped = [], world.steps.pace.record_step
-    monkeypatch.setattr(world.steps.pace, "record_step", lambda requests: told.append(requests) or stepped(requests))
+    told, stepped = [], world.steps.interval_tuner.record_step
+    monkeypatch.setattr(world.steps.interval_tuner, "record_step", lambda requests: told.append(requests) or stepped(requests))
     world.begin(1, 100, 40), world.begin(2, 480, 64)
 
     def handed_over():

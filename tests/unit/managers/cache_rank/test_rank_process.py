@@ -53,8 +53,8 @@ def test_a_rank_chooses_bit_for_bit_what_the_method_does_between_steps(ranks, pr
         found = [torch.empty(0)]
 
         def arrived():
-            made.choices.prepare(1, SLOTS[:tokens], keep, asked, positions)
-            found[0] = made.choices.kept(1, tokens, keep)
+            made.choices.request_selection(1, SLOTS[:tokens], keep, asked, positions)
+            found[0] = made.choices.last_selection(1, tokens, keep)
             return torch.equal(found[0], expected)
 
         made.until(arrived, 20)
@@ -90,7 +90,7 @@ def test_a_rank_that_is_killed_costs_choices_until_another_has_the_keys(ranks):
     killed = made.choices.links[0].pid
     os.kill(killed, signal.SIGKILL)
     made.until(lambda: not made.choices.ready, 10)
-    assert not made.choices.prepare(1, SLOTS[:300], 64, queries(1, 1), NEWEST) and made.choices.missed["ended"] == 1
+    assert not made.choices.request_selection(1, SLOTS[:300], 64, queries(1, 1), NEWEST) and made.choices.missed["ended"] == 1
     kept = made.prepared(1, SLOTS[:300], 64, queries(1, 2), NEWEST, 60)
     assert torch.equal(kept, chosen_here(made.buffers, SLOTS[:300], 64, queries(1, 2), NEWEST))
     assert made.choices.starts == 2 and made.choices.links[0].pid != killed and gone(killed)
@@ -105,7 +105,7 @@ def test_a_rank_that_is_stopped_delays_no_round_and_is_ended_once_it_is_silent(r
 
     def prepare():
         assert time.monotonic() < end, f"{len(read)} rounds; missed: {dict(made.choices.missed)}"
-        read.append(made.choices.prepare(1, SLOTS[:300], 64, queries(1, 1), NEWEST))
+        read.append(made.choices.request_selection(1, SLOTS[:300], 64, queries(1, 1), NEWEST))
         time.sleep(0.02)
 
     while not gone(stopped):

@@ -40,13 +40,13 @@ class Copied:
 
     def prepare(self):
         covered = self.end
-        return self.choices.prepare(1, SLOTS[:covered], keep_of(covered), queries(1, covered), torch.tensor([covered - 1]))
+        return self.choices.request_selection(1, SLOTS[:covered], keep_of(covered), queries(1, covered), torch.tensor([covered - 1]))
 
     def renew(self, renewed=True):
         """A round begins: the copy comes to stand for all tokens, where the rank has them."""
         if self.prepare():
             self.covered, self.keep = self.end, keep_of(self.end)
-            moved = self.choices.moved(1, self.covered, self.keep, renewed)
+            moved = self.choices.plan_row_copies(1, self.covered, self.keep, renewed)
             self.buffers.move_rows(moved, SLOTS, COPY)
 
     def write(self, row, layers, arrived):
@@ -165,30 +165,30 @@ def test_after_any_pattern_of_answers_slots_hold_the_rows_of_the_record(pattern)
 def test_where_full_kv_is_given_back_nobody_finds_blocks_by_its_slots_and_what_grows_is_sent():
     copied, rank = begun()
     choices = copied.choices
-    assert choices.holds(1) == 200
-    choices.leave_slots(1, alone=True)
+    assert choices.num_held_tokens(1) == 200
+    choices.on_slots_freed(1, is_remote_only=True)
     for _ in range(80):
         copied.step()
     rank.answer(rank.asks()[-1])
     slots = torch.cat([torch.zeros(200, dtype=torch.int64), SLOTS[200:280]])
-    assert choices.prepare(1, slots, keep_of(280), queries(1, 280), torch.tensor([279])) and choices.holds(1) == 280
+    assert choices.request_selection(1, slots, keep_of(280), queries(1, 280), torch.tensor([279])) and choices.num_held_tokens(1) == 280
     appended = rank.pieces()[4:]
     assert [(message.offset, message.tokens) for message in appended] == [(8, 56), (0, 24)]
     values = rank.memory.values[appended[0].place]
     for layer in range(LAYERS):
         assert torch.equal(values[layer, :56], choices.buffers.values[layer][SLOTS[200:256]])
     before = choices.held_tokens
-    choices.prepare(2, SLOTS[:128], keep_of(128), queries(1, 1), torch.tensor([127]))
+    choices.request_selection(2, SLOTS[:128], keep_of(128), queries(1, 1), torch.tensor([127]))
     assert choices.held_tokens == before + 2 * BLOCK, "others' slots may be the same, and hold other tokens"
 
 
 def test_a_request_whose_only_kv_went_with_its_rank_is_lost_and_not_handed_over_again():
     copied, rank = begun()
-    copied.choices.leave_slots(1, alone=True)
+    copied.choices.on_slots_freed(1, is_remote_only=True)
     assert not copied.choices.is_lost(1)
     rank.ended = -9
     copied.choices.links[0].poll()
-    assert copied.choices.is_lost(1) and copied.choices.holds(1) == 0
+    assert copied.choices.is_lost(1) and copied.choices.num_held_tokens(1) == 0
     assert not copied.prepare() and copied.choices.is_lost(1)
     copied.step()
     copied.check()
@@ -198,7 +198,7 @@ def test_a_request_whose_only_kv_went_with_its_rank_is_lost_and_not_handed_over_
 
 def test_an_answer_that_was_heard_goes_with_its_process_before_it_is_taken():
     copied, rank = begun()
-    copied.choices.leave_slots(1, alone=True)
+    copied.choices.on_slots_freed(1, is_remote_only=True)
     for ask in rank.asks()[3:]:
         rank.answer(ask, of_seed(1, ask))
     copied.choices.poll()
@@ -233,7 +233,7 @@ def test_a_full_rank_leaves_the_copy_what_it_is():
     copied, rank = begun(lanes=1)
     other, _ = scripted(attach(blocks=4, rows=True, places=64, most=160), 2)
     full = Copied(other)
-    other.prepare(1, SLOTS[:200], keep_of(200), queries(1, 1), torch.tensor([199]))
+    other.request_selection(1, SLOTS[:200], keep_of(200), queries(1, 1), torch.tensor([199]))
     assert other.has_request(1) and not other.has_request(2)
     assert not other.free_blocks().take(1), "no block is free"
     assert not copied.choices.free_blocks().take(1), "its one lane is taken"
@@ -246,8 +246,8 @@ def test_a_process_sends_the_rows_that_a_copy_lacks():
     choices, slots, keep = ranks.choices, torch.arange(50, 350), 64
     try:
         first = queries(1, 5)
-        ranks.until(lambda: choices.prepare(1, slots, keep, first, torch.tensor([299])))
-        choices.moved(1, 300, keep, False)
+        ranks.until(lambda: choices.request_selection(1, slots, keep, first, torch.tensor([299])))
+        choices.plan_row_copies(1, 300, keep, False)
         (pack,) = choices._requests[1].packs
         ranks.until(lambda: (choices._process_replies(), not pack.asked)[1])
         lane, sequence = choices._requests[1].lease.lane, pack.sequence

@@ -44,8 +44,8 @@ def traffic(made, seconds, draw):
         # Half of them share their first tokens, and so blocks.
         own = slots[:tokens] if row % 2 else slots.roll(row)[:tokens]
         keep = tokens // 2
-        if choices.prepare(row, own, keep, queries(1, row), torch.tensor([tokens - 1])):
-            choices.kept(row, tokens, keep)
+        if choices.request_selection(row, own, keep, queries(1, row), torch.tensor([tokens - 1])):
+            choices.last_selection(row, tokens, keep)
             told = StepRequest(row, tokens, keep, tokens + 1, True)
             watch = choices.step([told], lambda *asked: (queries(1, row)[asked[2]], torch.tensor([tokens])), lambda *written: None)
             for layer in range(LAYERS):

@@ -59,11 +59,11 @@ def test_it_beats_while_it_attaches(monkeypatch):
     told = attach()
     made = SelectionServer(socket, os.dup(allocate(told.shape)), told.epoch)
     monkeypatch.setattr(made, "_probe", lambda: until(lambda: len(said) > 3) or 1e-3)
-    made._take(told)
+    made._handle(told)
     *beats, attached = said
     assert isinstance(attached, protocol.Attached) and len(beats) > 3 and {type(each) for each in beats} == {protocol.Heartbeat}
     time.sleep(0.1)
     assert said[-1] is attached, "nobody else beats any more"
     with pytest.raises(protocol.ProtocolError, match="version and epoch"):
-        made._take(msgspec.structs.replace(told, version=0))
+        made._handle(msgspec.structs.replace(told, version=0))
     assert isinstance(said[-1], protocol.AttachRefused)

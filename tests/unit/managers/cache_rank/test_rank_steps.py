@@ -35,15 +35,15 @@ def shared(request):
 
 def test_a_rank_that_steps_outrun_is_asked_as_often_as_it_keeps_up_and_what_it_chose_is_read(monkeypatch):
     # It says that it takes a second for each request.
-    told = interval_tuner.IntervalTuner.answered
-    monkeypatch.setattr(interval_tuner.IntervalTuner, "answered", lambda self, seconds, together: told(self, 1.0, 1))
+    told = interval_tuner.IntervalTuner.record_replies
+    monkeypatch.setattr(interval_tuner.IntervalTuner, "record_replies", lambda self, seconds, together: told(self, 1.0, 1))
     world = RankWorld(places=16, most=8).ready()
     world.begin(1, 300, 64), world.begin(2, 150, 48)
     for _ in range(60):
         world.step()
         world.steps.poll()
-    made = world.compressed_kv.made["spade"]
-    assert (world.steps.pace.every, +world.steps.missed) == (8, {}) and 8 <= made < 60, made
+    made = world.compressed_kv.num_compressions["spade"]
+    assert (world.steps.interval_tuner.every, +world.steps.missed) == (8, {}) and 8 <= made < 60, made
     assert [value for name, value, *_ in _rank_values(world.steps, None) if name == "selection_steps"] == [8]
     while (world.ends[1] - 300) % 8:
         world.step()
@@ -63,14 +63,14 @@ def test_copies_of_contexts_of_all_lengths_are_compiled_for_before_any_request(w
 
 def test_questions_that_are_answered_together_cost_once_however_many_they_are(world, monkeypatch):
     (link,), costs = world.links, []
-    monkeypatch.setattr(world.steps.pace, "answered", lambda *cost: costs.append(cost))
+    monkeypatch.setattr(world.steps.interval_tuner, "record_replies", lambda *cost: costs.append(cost))
 
     def answered(count, seconds, chosen=True):
         return [protocol.SelectionReply(1, lane, 0, 5, 9, chosen, seconds, 0.0, count) for lane in range(count)]
 
-    world.until(lambda: not link.answers)
+    world.until(lambda: not link.replies)
     costs.clear()
-    link.answers += [*answered(4, 20.0), *answered(4, 0.5), *answered(2, 0.0, chosen=False), *answered(1, 0.25)]
+    link.replies += [*answered(4, 20.0), *answered(4, 0.5), *answered(2, 0.0, chosen=False), *answered(1, 0.25)]
     world.steps.poll()
     assert costs == [(20.0, 4), (0.5, 4), (0.25, 1)]
 
@@ -95,11 +95,11 @@ class Behind:
 def test_a_second_stream_that_is_behind_reads_queries_before_they_are_written_over():
     world = RankWorld(places=16, most=8).ready()
     world.begin(1, 300, 64)
-    world.steps.pace.every = world.every = 8
+    world.steps.interval_tuner.every = world.every = 8
     world.steps._side = Behind(world.arenas[0])
     for _ in range(16):
         world.step()
-    assert world.queries.spare < 8 and torch.equal(world.led(1), world.chosen(1, 308, 300))
+    assert world.queries.extra_queries < 8 and torch.equal(world.led(1), world.chosen(1, 308, 300))
     world.steps.end()
 
 
@@ -133,7 +133,7 @@ def test_each_step_reads_what_the_queries_of_the_one_before_the_last_choose(worl
         for row, length in ((1, 300), (2, 150)):
             assert torch.equal(world.led(row), world.chosen(row, world.ends[row] - 1, length))
     world.steps.poll()
-    assert world.compressed_kv.made["spade"] == world.steps.taken >= 12 and not +world.steps.missed
+    assert world.compressed_kv.num_compressions["spade"] == world.steps.taken >= 12 and not +world.steps.missed
     told = {name: value for name, value, *_ in _rank_values(world.steps, None)}
     assert told["cache_ranks_ready"] == told["cache_rank_starts"] == 1 and told["cache_rank_tokens"] == 8 * 64
     assert told["choosing_seconds"] > 0 and told["selection_wait_seconds"] > 0 and told["selection_rows"] == 0
@@ -173,7 +173,7 @@ def test_what_the_last_step_of_a_round_asked_is_taken_in_the_next_round_from_whi
 @pytest.mark.parametrize(("every", "length"), [(8, 3), (3, 8), (5, 1), (2, 2)])
 def test_rounds_of_any_length_ask_from_their_first_step_on_and_as_rarely_as_ranks_keep_up(every, length):
     world = RankWorld(places=16, most=8).ready()
-    world.steps.pace.every = world.every = every
+    world.steps.interval_tuner.every = world.every = every
     world.begin(1, 300, 64)
     turns, asked, sequence = [], [], 0
     for number in range(24):
@@ -289,9 +289,10 @@ def test_keys_that_come_with_a_question_are_part_of_what_it_takes(monkeypatch):
     keys = pool()
     for sequence, (keys_come, least, most) in enumerate(((True, 1.0, 10), (False, 0, 1.0)), 1):
         if keys_come:
-            rank._take(protocol.Lease(0, 0, (0,)))
-            rank._take(protocol.Append((protocol.KeyPiece(0, 0, 64, 0),), arena.put_keys([protocol.StagedTokens(0, 64, 0)], keys, torch.arange(64))))
-        rank._take(protocol.SelectionRequest(0, 0, 5, sequence, 64, 8, (63,), number=arena.reserve_number()))
+            rank._handle(protocol.Lease(0, 0, (0,)))
+            pieces = (protocol.KeyPiece(0, 0, 64, 0),)
+            rank._handle(protocol.Append(pieces, arena.put_keys([protocol.StagedTokens(0, 64, 0)], keys, torch.arange(64))))
+        rank._handle(protocol.SelectionRequest(0, 0, 5, sequence, 64, 8, (63,), number=arena.reserve_number()))
         arena.publish(torch.randn(5, 8, 6, 8), [QueryUpload([3], 0, arena.word(sequence))])
         rank._answer_next()
         assert socket.messages[-1].chosen and least <= socket.messages[-1].seconds < most
@@ -303,8 +304,8 @@ def test_a_choice_that_was_launched_ahead_costs_what_it_takes_from_when_the_ques
     rank, socket = rank_here(arena, apart=True)
     choose = rank._answering._select_positions
     monkeypatch.setattr(rank._answering, "_select_positions", lambda *given: time.sleep(0.2) or choose(*given))
-    rank._take(protocol.Lease(0, 0, (0,)))
-    rank._take(protocol.SelectionRequest(0, 0, 5, 1, 64, 8, (63,), number=arena.reserve_number()))
+    rank._handle(protocol.Lease(0, 0, (0,)))
+    rank._handle(protocol.SelectionRequest(0, 0, 5, 1, 64, 8, (63,), number=arena.reserve_number()))
     put = threading.Timer(2.0, arena.publish, (torch.randn(5, 8, 6, 8), [QueryUpload([3], 0, arena.word(1))]))
     put.start()
     rank._answer_next()
@@ -329,7 +330,7 @@ def test_a_rank_that_is_killed_costs_choices_and_another_takes_its_place():
     assert world.steps.missed["ended"] >= 1 and world.steps.missed.total() >= 4 and world.steps.ready == 0
     world.until(lambda: world.steps.ready == 1)
     assert world.steps.starts == 2 and world.links[0].epoch == 2
-    world.steps._patience = 20.0
+    world.steps._max_wait_seconds = 20.0
     world.step(), world.step()
     assert torch.equal(world.led(1), world.chosen(1, world.ends[1] - 1, 200))
     end(world)
@@ -346,7 +347,7 @@ def test_a_rank_that_is_stopped_is_waited_for_twice_and_ended_after_its_silence(
     world.steps.poll()
     assert 0.25 < world.steps.waited < 1.5, "one wait for each place, and none for what found no place"
     assert world.steps.missed["late"] >= 6
-    assert torch.equal(world.led(1), kept) or world.compressed_kv.made["spade"]
+    assert torch.equal(world.led(1), kept) or world.compressed_kv.num_compressions["spade"]
     world.until(lambda: world.steps.ready == 0, 10)
     world.step()
     assert world.steps.missed["silent"] == 1
@@ -364,7 +365,7 @@ def test_a_late_rank_catches_up_after_questions_that_found_no_place():
     (arena,), (request,) = world.arenas, world.steps._requests.values()
     newest = arena.word(request.lease.sequence)
     world.until(lambda: int(arena.heads[request.lease.lane, DONE]) >= newest, 20)
-    world.steps._patience = 20.0
+    world.steps._max_wait_seconds = 20.0
     world.step(), world.step()
     assert torch.equal(world.led(1), world.chosen(1, world.ends[1] - 1, 200))
     end(world)
@@ -391,7 +392,7 @@ def test_a_rank_ends_where_it_is_asked_for_what_cannot_be():
         protocol.Append((protocol.KeyPiece(0, 0, 64, 0), protocol.KeyPiece(0, 0, 64, 8))),
     ):  # fmt: skip
         with pytest.raises(protocol.ProtocolError, match="goes beyond|place 8 was named, of 8"):
-            rank._take(wrong)
+            rank._handle(wrong)
 
 
 NO_ROOM = "its GPU has no room for keys of 2048 tokens: pass a smaller --kv-cache-rank-gb, or select another GPU with --kv-cache-rank-gpu"
@@ -409,7 +410,7 @@ def test_a_rank_that_cannot_map_the_arena_or_hold_the_keys_says_why(monkeypatch,
     monkeypatch.setattr(gpu_selection_server, "MappedExchangeBuffer", refuse)
     socket = Told()
     with pytest.raises(protocol.ProtocolError):
-        GpuSelectionServer(socket, None, 1, torch.device("cpu"))._take(attach())
+        GpuSelectionServer(socket, None, 1, torch.device("cpu"))._handle(attach())
     assert isinstance(socket.messages[-1], protocol.AttachRefused) and socket.messages[-1].reason == said
 
 
@@ -418,10 +419,10 @@ def test_a_rank_whose_gpu_has_no_kernels_that_choose_says_why(monkeypatch):
         raise OptionError("no products of integers: pass --kv-score-bits 16")
 
     monkeypatch.setattr(gpu_selection_server, "MappedExchangeBuffer", lambda shape, *given: SimpleNamespace(shape=shape))
-    monkeypatch.setattr(GpuSelectionServer, "_meet_lengths", refuse)
+    monkeypatch.setattr(GpuSelectionServer, "_warm_up_lengths", refuse)
     socket = Told()
     with pytest.raises(protocol.ProtocolError):
-        GpuSelectionServer(socket, None, 1, torch.device("cpu"))._take(attach(bits=8))
+        GpuSelectionServer(socket, None, 1, torch.device("cpu"))._handle(attach(bits=8))
     assert socket.messages[-1].reason == "its GPU cannot select tokens: no products of integers: pass --kv-score-bits 16"
 
 
@@ -447,7 +448,7 @@ def test_an_arena_has_as_many_lanes_as_its_bytes_hold():
 def test_requests_come_grow_and_go_at_random_and_each_is_led_by_its_own_questions(world):
     """For 6 s: what a copy leads to is what it led to before, or what the queries of the last turn choose."""
     chance, until, taken, begun = random.Random(5), time.monotonic() + 6, 0, {}
-    free, world.steps._patience = [1, 2, 3, 4, 5], 1.0
+    free, world.steps._max_wait_seconds = [1, 2, 3, 4, 5], 1.0
     while time.monotonic() < until:
         if free and chance.random() < 0.4:
             row = free.pop()
@@ -467,7 +468,7 @@ def test_requests_come_grow_and_go_at_random_and_each_is_led_by_its_own_question
             if not torch.equal(led, before[row]):
                 taken += 1
                 assert torch.equal(led, world.chosen(row, world.ends[row] - 1, begun[row]))
-    world.steps._patience = 20.0
+    world.steps._max_wait_seconds = 20.0
     forget_all(world)
     world.until(lambda: world.steps.held_tokens == 0)
     assert taken > 5 and world.steps.starts == 1 and not world.steps.missed["wrong"]

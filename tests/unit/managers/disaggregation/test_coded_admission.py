@@ -46,11 +46,11 @@ class Decode:
             tree_cache=self.cache, queries=QueryWindows(0, (0,), 0), layout=QuantizedLayout.for_table(packing, self.table.req_to_token),
         )  # fmt: skip
         self.codes = QuantizedOnlyKV(self.cache, self.compressed_kv, packing, lambda req: self.method, recomputes=False)
-        self.cache.serve(self.compressed_kv, keeps_answers=False, codes=self.codes)
+        self.cache.bind(self.compressed_kv, keeps_answers=False, freed_full_kv=self.codes)
         admitted = SimpleNamespace(method_of=lambda req: 0, admit=lambda req, matched: None)
         self.prompts = QuantizedPromptAllocator(self.compressed_kv, self.codes, admitted)
         worker = KVWorker.__new__(KVWorker)
-        worker.coded_prompts = lambda tree: self.prompts
+        worker.quantized_prompt_allocator = lambda tree: self.prompts
         self.queue = SimpleNamespace(scheduler=SimpleNamespace(draft_worker=worker), tree_cache=self.cache)
         self.rows = list(range(1, ROWS))
 
@@ -109,14 +109,14 @@ def test_a_prompt_takes_what_it_is_charged_and_gives_all_of_it_back(page, length
         # To SGLang's padding page, then to the tokens that are not packed.
         assert (row[req.req_pool_idx, : view.covered] < page).all()
         assert torch.equal(row[req.req_pool_idx, view.covered : tokens].long(), slots) and (slots >= page).all()
-        assert torch.equal(row[req.req_pool_idx + ROWS, : view.kept].long(), view.slots)
+        assert torch.equal(row[req.req_pool_idx + ROWS, : view.num_slots].long(), view.slots)
         where = decode.prompts.slots(req, planned)
         assert len(where.sinks) == where.begin == view.sinks and torch.equal(where.tail, slots)
         assert torch.equal(where.blocks, view.own[view.sinks :][: view.own_packed])
-    decode.codes.update({row: (decode.cache.root_node, view.covered) for row, view in decode.compressed_kv.copies()})
+    decode.codes.free_full_kv({row: (decode.cache.root_node, view.covered) for row, view in decode.compressed_kv.items()})
     for req, tokens in running:
         decode.end(req, tokens)
-    assert decode.allocator.available_size() == SLOTS and decode.codes.own_tokens == 0 and not decode.compressed_kv.copies()
+    assert decode.allocator.available_size() == SLOTS and decode.codes.own_tokens == 0 and not decode.compressed_kv.items()
 
 
 @pytest.mark.parametrize(
@@ -166,10 +166,10 @@ def test_codes_of_a_request_that_nobody_could_send_again_do_not_take_its_full_kv
     row = req.req_pool_idx
     assert decode.compressed_kv.compress(row, 500)
     running = {row: (decode.cache.root_node, decode.compressed_kv.get(row).covered)}
-    decode.codes.update(running)
+    decode.codes.free_full_kv(running)
     assert decode.codes.own_tokens == 0 and not decode.codes.can_lack_full_kv(row)
     decode.prompts.enable_recompute(decode.request(500, req_pool_idx=row), None)
-    decode.codes.update(running)
+    decode.codes.free_full_kv(running)
     assert decode.codes.own_tokens == decode.compressed_kv.get(row).covered and decode.codes.can_lack_full_kv(row)
 
 
@@ -195,7 +195,7 @@ def test_a_prompt_without_room_elsewhere_is_packed_once_and_others_may_take_its_
     req.rid, req.pending_bootstrap, req.disagg_kv_sender = "waits", pending, Sender(takes)
     worker = KVWorker.__new__(KVWorker)
     planned = SimpleNamespace(tokens=20, covered=16, method=SimpleNamespace(sinks=4))
-    worker.packed_ahead = lambda req: planned if plans else None
+    worker.plan_early_packing = lambda req: planned if plans else None
     scheduler = SimpleNamespace(
         draft_worker=worker, tree_cache=world.cache, req_to_token_pool=world.table, disagg_prefill_inflight_queue=[req]
     )

@@ -283,7 +283,7 @@ def test_more_residuals_are_under_way_to_a_receiver_that_takes_more(ends, outsta
 
 
 def test_residuals_do_not_wait_for_a_quiet_moment_where_the_window_is_large(ends, monkeypatch):
-    monkeypatch.setattr(link_server, "SOON", 60.0)
+    monkeypatch.setattr(link_server, "POLL_SECONDS", 60.0)
     limits = LinkLimits(frame_bytes=1 << 12, window_bytes=1 << 20, residual_bytes=1 << 13, ping_seconds=20, silence_seconds=30)
     server = ends.server(limits=limits)
     link, sink, listener, of = ends.link(server.endpoint, limits), Sink(), Listener(), shape(20, aux=False)

@@ -109,7 +109,7 @@ def test_rooms_that_are_aborted_cancelled_or_closed_are_not_open(ends, sending, 
 
 
 def test_a_link_that_broke_is_counted_once_it_is_there_again(ends, sending, receiving, monkeypatch):
-    monkeypatch.setattr(sender_end, "PAUSE", 1.0)
+    monkeypatch.setattr(sender_end, "RECONNECT_SECONDS", 1.0)
     server = ends.server(metrics=receiving.metrics)
     proxy = Proxy(server.endpoint)
     try:

@@ -11,7 +11,7 @@ import torch
 from waiting import until
 
 from sglang_ext.managers.kv_transfer.progressive.page_codec import EncodedPage
-from sglang_ext.managers.kv_transfer.progressive.decode_peers import AHEAD, DEPTH, DecodePeer, DecodePeers
+from sglang_ext.managers.kv_transfer.progressive.decode_peers import MIN_QUEUED_ANCHORS, DEPTH, DecodePeer, DecodePeers
 from sglang_ext.managers.kv_transfer.progressive.room_encoder import RoomEncoder
 from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
 
@@ -118,7 +118,7 @@ def test_a_link_with_enough_to_do_has_residuals_encoded_with_their_anchors():
     asked, _ = sent(quick=False)
     # What is offered at this moment may count twice.
     count = sum(kind == "anchor" for kind, _ in asked)
-    assert count in (AHEAD - 1, AHEAD)
+    assert count in (MIN_QUEUED_ANCHORS - 1, MIN_QUEUED_ANCHORS)
     alone = [("anchor", page) for page in range(count)]
     both = [("both", page) for page in range(count, PAGES)]
     assert asked == alone + both + [("residual", page) for page in range(count)]
@@ -129,7 +129,7 @@ def test_where_too_much_waits_residuals_are_put_off_all_the_same():
     told = SimpleNamespace(succeed=pytest.fail, fail=pytest.fail)
     room = RoomEncoder(1, codec, LayerRange(0, 1), range(PAGES), [bytes(32)] * PAGES, told)
     room.send_record = lambda link, record: recorded.set()
-    peer = DecodePeer(link, most_before_residuals=(AHEAD + 2) * SIZE)
+    peer = DecodePeer(link, most_before_residuals=(MIN_QUEUED_ANCHORS + 2) * SIZE)
     peer.send(room, tuple(torch.tensor([page]) for page in range(PAGES)), bytes(16))
     assert recorded.wait(10)
     peer.close()

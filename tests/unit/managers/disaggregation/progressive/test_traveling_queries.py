@@ -17,7 +17,7 @@ LAYERS, HEADS, DIM = (4, 9), 2, 8
 
 
 def traveling(window=6, dtype=torch.float32, heads=HEADS, rings=2):
-    windows = QueryWindows(window, LAYERS, spare=3)
+    windows = QueryWindows(window, LAYERS, extra_queries=3)
     windows.allocate(rings, heads, DIM, torch.empty(0, dtype=dtype))
     return PromptQueries(windows, (len(LAYERS), heads, DIM), dtype)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 
-class KeySidecar(ABC):
+class KeyDerivedData(ABC):
     """Data that each forward updates, once for all layers, after its last layer has attended.
 
     Args:
@@ -21,7 +21,7 @@ class KeySidecar(ABC):
         """Compile kernels before a request needs them. No request owns slot 0."""
         self.write(torch.zeros(1, dtype=torch.int64, device=device))
 
-    def written(self, layer_id: int, slots: torch.Tensor) -> None:
+    def on_keys_written(self, layer_id: int, slots: torch.Tensor) -> None:
         """Handle that a layer's keys were written to ``slots``, int64 [tokens], after those of all earlier layers of the forward."""
         if layer_id == self._last:
             self.write(slots)
