@@ -107,7 +107,7 @@ def test_steps_lead_the_copy_to_what_was_chosen_by_the_step_before_layer_by_laye
     expected = spade_of(compressed_kv, range(100, 151), 150, Spade().predictor)
     compressed_kv.reselect(1, 151, 1)
     assert led_to(compressed_kv) == first, "nothing is chosen between steps in this process"
-    step(151, starts_selection=False)
+    step(151, asks=False)
     assert led_to(compressed_kv) == expected != first
     check_compressed(compressed_kv)
     step(152)
