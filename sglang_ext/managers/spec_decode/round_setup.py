@@ -150,7 +150,7 @@ class RoundSetup:
             if plan.reads_compressed and i not in failed:
                 self.compressed_kv.write_tail(view.row, view.length + drafts.num_pending[i])
                 compressed = self.compressed_kv.get(view.row)
-                found[view.row] = DraftRow(self.compressed_kv.draft_row(view.row), compressed.kept - compressed.covered)
+                found[view.row] = DraftRow(self.compressed_kv.draft_row(view.row), compressed.num_slots - compressed.covered)
         return found
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext import manual
+from sglang_ext.tools import manual
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
@@ -44,7 +44,7 @@ def dead_links(path, text):
 
 def test_pages_that_follow_from_the_code_are_up_to_date():
     late = [name(path) for path in manual.outdated_pages(DOCS)]
-    assert not late, f"{late}: run python -m sglang_ext.manual"
+    assert not late, f"{late}: run python -m sglang_ext.tools.manual"
 
 
 def test_a_page_that_differs_or_is_missing_is_written_anew_and_keeps_what_is_written_by_hand(tmp_path, capsys):

@@ -1,7 +1,7 @@
 """Writes the pages of the manual that are generated from code: ``docs/flags.md`` and ``docs/compatibility.md``.
 
-    python -m sglang_ext.manual            # writes both
-    python -m sglang_ext.manual --check    # exit code 1 if one is out of date
+    python -m sglang_ext.tools.manual            # writes both
+    python -m sglang_ext.tools.manual --check    # exit code 1 if one is out of date
 
 Flags come from the help of :class:`~sglang_ext.arguments.KVServerArgs`, refusals from the tables that the server checks. Text between the
 marks :data:`BEGIN` and :data:`END` is handwritten and kept.
@@ -24,7 +24,7 @@ from sglang_ext.config.refused_options import CACHES, PARALLELISM, REFUSALS
 from sglang_ext.mem_cache.compressors import catalogue
 
 BEGIN, END = "<!-- by hand: begin -->", "<!-- by hand: end -->"
-GENERATED = "<!-- Written by `python -m sglang_ext.manual`, except the text between the marks. -->"
+GENERATED = "<!-- Written by `python -m sglang_ext.tools.manual`, except the text between the marks. -->"
 WIDTH = 110
 VALUES = "|".join((*map(re.escape, catalogue.names()), *MODES, "auto", "null", r"\d+"))
 # Fields in the order of the page.
@@ -150,13 +150,13 @@ def _wrapped(text: str, indent: str = "") -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the pages, or with ``--check`` report the outdated ones. Return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m sglang_ext.manual", description=__doc__.partition("\n")[0])
-    parser.add_argument("--docs", type=Path, default=Path(__file__).parents[1] / "docs", help="folder (default: %(default)s)")
+    parser = argparse.ArgumentParser(prog="python -m sglang_ext.tools.manual", description=__doc__.partition("\n")[0])
+    parser.add_argument("--docs", type=Path, default=Path(__file__).parents[2] / "docs", help="folder (default: %(default)s)")
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where a page is out of date")
     args = parser.parse_args(arguments)
     late = outdated_pages(args.docs)
     for path in late:
-        print(f"{path} is out of date: python -m sglang_ext.manual" if args.check else f"{path} written")
+        print(f"{path} is out of date: python -m sglang_ext.tools.manual" if args.check else f"{path} written")
     if args.check:
         return int(bool(late))
     for path, text in render(args.docs).items():
