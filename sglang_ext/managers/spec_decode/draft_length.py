@@ -97,6 +97,9 @@ class DraftLength:
         self.chosen = self._best(rates)
         if self.chosen:
             return 0 if self._plain_is_due(costs, load) else self.chosen
+        if costs.draft_times.cells and not costs.plain_step_times.is_near(load.coordinates, PLAIN_REACH):
+            # The loss of a probe is not known before a plain step is measured.
+            return 0
         # A probe uses the short length with the smallest loss.
         least, most = (min(each, self.longest) for each in PROBE_DRAFTS)
         probe = least + int(rates[least : most + 1].argmax())
