@@ -332,7 +332,7 @@ class KVWorker(BaseSpecWorker):
             self.bind_tree_cache(batch.tree_cache)
         self.compressed_kv.poll()
         if batch.tree_cache.freed_full_kv is not None:
-            batch.tree_cache.freed_full_kv.write()
+            batch.tree_cache.freed_full_kv.write_restored()
         result = self._forward(batch, on_publish)
         self.unprocessed_tokens = UnprocessedTokens.from_result(batch, result)
         if batch.tree_cache.host is not None:

@@ -24,6 +24,10 @@ LogprobRow = tuple[float | None, ...]
 """Log-probabilities at one position. None where SGLang sends none."""
 
 
+ABORTED_WAITING = "Abort in waiting queue"
+"""SGLang's message for a request that is aborted in its waiting queue."""
+
+
 class AnswerError(CommandError):
     """An answer is wrong. The message describes the error."""
 
@@ -49,6 +53,7 @@ class Sample:
             position of ``logprobs`` and ``rows`` is empty if it is lost.
         text: Detokenized answer. None if the server sent none.
         message: Message of a chat completion, as canonical JSON. Such a sample has no token ids.
+        is_waiting: SGLang aborted the request in its waiting queue.
     """
 
     ids: tuple[int, ...]
@@ -62,6 +67,15 @@ class Sample:
     known_deviations: frozenset[str] = frozenset()
     text: str | None = None
     message: str | None = None
+    is_waiting: bool = False
+
+    @property
+    def leaves_text(self) -> bool:
+        """Whether SGLang's detokenizer may keep the text of an aborted request, so that its id must not be used again.
+
+        A request with tokens that is retracted and then aborted in the waiting queue never gets to the detokenizer again.
+        """
+        return self.message is not None or (self.is_waiting and bool(self.ids))
 
     @property
     def is_aborted(self) -> bool:
@@ -92,6 +106,7 @@ def _read_sample(payload: Mapping[str, Any]) -> Sample:
         accepted=int(meta.get("kv_accepted", 0)),
         fallback=meta.get("kv_fallback"),
         text=payload.get("text"),
+        is_waiting=meta["finish_reason"].get("message") == ABORTED_WAITING,
     )
     if sample.is_aborted or meta.get("output_token_logprobs") is None:
         return sample

@@ -102,7 +102,7 @@ def run_traffic(soak: Soak, args: argparse.Namespace) -> None:
 
 
 def send(soak: Soak, request: SoakRequest) -> bool:
-    """Send one request and check its answer. Return whether it was aborted.
+    """Send one request and check its answer. Return whether it was aborted, and its id can be used again.
 
     A malformed request must be refused with status 400.
     """
@@ -132,7 +132,7 @@ def send(soak: Soak, request: SoakRequest) -> bool:
     tally.count_known_deviations(request, deviations)
     is_aborted = samples[0].is_aborted
     tally.add("aborted" if is_aborted else "answered", request, samples)
-    return is_aborted
+    return is_aborted and not any(sample.leaves_text for sample in samples)
 
 
 @contextmanager
