@@ -78,6 +78,7 @@ def test_the_speed_of_one_burst_is_unknown(bench, tmp_path, capsys):
 def test_stored_arms_are_not_measured_again(bench, capsys):
     more = "--output-len=33", "--repeats=1"
     assert bench(*more, "--arms=stock") == 0
+    capsys.readouterr()
     assert bench(*more) == 0 and BurstServer.started == ["stock", "auto", "15"]
     assert "-" not in cells(capsys.readouterr().out)
     assert bench("--output-len=34", "--repeats=1") == 2 and "other values of --output-len: pass the same" in capsys.readouterr().err
