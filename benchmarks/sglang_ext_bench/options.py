@@ -1,13 +1,21 @@
 """Parses and checks the options that several commands have."""
 
+import argparse
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sglang_ext.tools import CommandError
-from sglang_ext.tools.options import LAST_PORT
+from sglang_ext.tools.options import LAST_PORT, seconds
 
 DTYPES = ("bfloat16", "float16", "float32")
 """Values of ``--dtype``. SGLang's ``auto`` is not allowed, because it depends on the model's config."""
+
+
+def add_start_timeout(parser: argparse.ArgumentParser, default: float = 600.0) -> None:
+    """Add the option --start-timeout, with its default in seconds."""
+    parser.add_argument(
+        "--start-timeout", type=seconds, default=default, metavar="SECONDS", help="seconds until servers must be ready (default: %(default)g)"
+    )
 
 
 def names(text: str) -> tuple[str, ...]:

@@ -4,10 +4,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from selection_helpers import HEADS, attention_by_loop, seen
+from selection_helpers import HEADS, attention_by_loop, random_layer, seen
 
 from sglang_ext.core import OptionError
-from sglang_ext.mem_cache.compressors import LayerKV, top_positions, catalogue, kept_count
+from sglang_ext.mem_cache.compressors import catalogue, kept_count, top_positions
 from sglang_ext.mem_cache.selection.top_tokens import top_tokens
 from sglang_ext_bench.baselines import SELECTORS, served_method
 from sglang_ext_bench.baselines.scorings import BASELINES, RecentScoring
@@ -15,19 +15,6 @@ from sglang_ext_bench.baselines.tova import Tova, TovaScoring
 from sglang_ext_bench.baselines.true_query import TrueQuery, TrueQueryScoring
 
 METHODS = (Tova, TrueQuery)
-
-
-def layer(tokens: int, heads: int = 2, group: int = 3, dim: int = 8, window: int = 4) -> LayerKV:
-    generator = torch.Generator().manual_seed(tokens)
-    return LayerKV(
-        keys=torch.randn(tokens, heads, dim, generator=generator),
-        values=torch.randn(tokens, heads, dim, generator=generator),
-        queries=torch.randn(window, heads * group, dim, generator=generator),
-        query_positions=torch.arange(tokens - window, tokens),
-        scaling=dim**-0.5,
-        layer_id=0,
-        rotary=None,
-    )
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -68,14 +55,14 @@ def test_recent_selects_the_newest_and_quest_and_true_queries_wait_for_the_steps
 @pytest.mark.parametrize("method", METHODS)
 @given(tokens=st.integers(8, 80), share=st.floats(0.05, 1.0), window=st.integers(0, 8))
 def test_methods_keep_the_ends_and_select_sorted_tokens_within_the_context(method, tokens, share, window):
-    scores = method().scores(layer(tokens, window=window))
+    scores = method().scores(random_layer(tokens, window=window))
     assert scores[:, :4].isinf().all() and scores[:, -32:].isinf().all() and not scores[:, 4 : max(4, tokens - 32)].isinf().any()
     kept = top_positions(scores, count := kept_count(tokens, share, 1))
     assert kept.shape == (2, count) and (kept[:, 1:] > kept[:, :-1]).all() and 0 <= kept.min() and kept.max() < tokens
 
 
 def test_methods_score_by_the_newest_attention_of_a_kv_head_or_of_all():
-    data = layer(60)
+    data = random_layer(60)
     attended = [
         torch.stack([attention_by_loop(data.queries[-1, head * 3 + member], data.keys[:, head], data.scaling) for member in range(3)]).mean(0)
         for head in range(2)

@@ -3,6 +3,7 @@
 import torch
 
 from sglang_ext.mem_cache.compressed.rotary import Rotary
+from sglang_ext.mem_cache.compressors import LayerKV
 from sglang_ext.mem_cache.selection.scoring import ScoringInputs
 
 DIM = 16
@@ -37,3 +38,17 @@ def turned(vector, angle):
 
 def attention_by_loop(query, keys, scaling):
     return (keys.double() @ query.double() * scaling).softmax(dim=0)
+
+
+def random_layer(tokens, heads=2, group=3, dim=8, window=4, rotary=None):
+    """Random keys, values and newest queries of a layer, as a compressor gets them."""
+    generator = torch.Generator().manual_seed(tokens)
+    return LayerKV(
+        keys=torch.randn(tokens, heads, dim, generator=generator),
+        values=torch.randn(tokens, heads, dim, generator=generator),
+        queries=torch.randn(window, heads * group, dim, generator=generator),
+        query_positions=torch.arange(tokens - window, tokens),
+        scaling=dim**-0.5,
+        layer_id=0,
+        rotary=rotary,
+    )

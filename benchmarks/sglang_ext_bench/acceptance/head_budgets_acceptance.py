@@ -19,8 +19,7 @@ from sglang_ext_bench.acceptance.attention_functions import (
     use_attention,
 )
 from sglang_ext_bench.acceptance.inputs import (
-    add_input_arguments,
-    add_predictor_argument,
+    add_scoring_arguments,
     load_model,
     read_predictor,
     read_prompts,
@@ -41,11 +40,7 @@ SCOPES = {"head": (2,), "layer": (1, 2), "model": (0, 1, 2)}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    known = ", ".join(SCORING_METHODS)
-    default = ["kvzip", "snapkv", "expected-attention"]
-    parser.add_argument("methods", nargs="*", metavar="METHOD", default=default, help=f"of {known}; default: {' '.join(default)}")
-    add_input_arguments(parser)
-    add_predictor_argument(parser)
+    add_scoring_arguments(parser, SCORING_METHODS, ["kvzip", "snapkv", "expected-attention"])
 
 
 @torch.inference_mode()

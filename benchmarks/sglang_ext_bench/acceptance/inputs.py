@@ -25,8 +25,11 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=Path, required=True, help="folder of .txt files, or JSON lines (text / messages)")
 
 
-def add_predictor_argument(parser: argparse.ArgumentParser) -> None:
-    """Add the option --predictor."""
+def add_scoring_arguments(parser: argparse.ArgumentParser, known: Sequence[str], default: list[str]) -> None:
+    """Add the options of a command that compares scoring methods: the methods, --model, --prompts and --predictor."""
+    help_text = f"of {', '.join(known)}; default: {' '.join(default)}"
+    parser.add_argument("methods", nargs="*", metavar="METHOD", default=default, help=help_text)
+    add_input_arguments(parser)
     parser.add_argument("--predictor", type=Path, help=f"folder of the fitted predictor, for {PREDICTED_METHOD}")
 
 

@@ -14,8 +14,7 @@ import torch
 
 from sglang_ext.mem_cache.compressors import top_positions
 from sglang_ext_bench.acceptance.inputs import (
-    add_input_arguments,
-    add_predictor_argument,
+    add_scoring_arguments,
     load_model,
     read_predictor,
     read_prompts,
@@ -33,11 +32,7 @@ BUDGETS = (0.5, 0.25, 0.125)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    known = ", ".join(SCORING_METHODS)
-    default = ["snapkv", "kvzip", "kvzap"]
-    parser.add_argument("methods", nargs="*", metavar="METHOD", default=default, help=f"of {known}; default: {' '.join(default)}")
-    add_input_arguments(parser)
-    add_predictor_argument(parser)
+    add_scoring_arguments(parser, SCORING_METHODS, ["snapkv", "kvzip", "kvzap"])
 
 
 @torch.inference_mode()

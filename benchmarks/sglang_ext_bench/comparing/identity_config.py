@@ -7,16 +7,10 @@ from typing import Final, Literal
 
 from sglang_ext.core import OptionError
 from sglang_ext.tools import CommandError
-from sglang_ext.tools.options import seconds, split_flags
+from sglang_ext.tools.options import split_flags
 from sglang_ext_bench.client import SamplingSettings
 from sglang_ext_bench.comparing.verdict import Rules
-from sglang_ext_bench.options import (
-    DTYPES,
-    check_budgets,
-    check_counts,
-    check_port,
-    names,
-)
+from sglang_ext_bench.options import DTYPES, add_start_timeout, check_budgets, check_counts, check_port, names
 
 AUTO: Final = "auto"
 """Value of ``--margin-tolerance`` for a measured tolerance."""
@@ -211,7 +205,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--limit", type=int, help="number of prompts to use; default: all")
     add("--port", type=int, default=0, help="port of the servers; default: any free one")
-    add("--start-timeout", type=seconds, default=300.0, metavar="SECONDS", help="seconds until a server must be ready (default: %(default)g)")
+    add_start_timeout(parser, 300.0)
     add("--request-timeout", type=float, default=1800.0, metavar="SECONDS", help="time limit of one request (default: %(default)g)")
     add("--logs", type=Path, help="folder for the servers' logs; default: none are kept")
     add("--json", type=Path, help="write the report to this file")

@@ -11,7 +11,7 @@ from sglang_ext.managers.kv_transfer.timeline import TransferEvent
 from sglang_ext.tools import ROLES, CommandError
 from sglang_ext.tools.server_process import check_servers
 from sglang_ext_bench import report
-from sglang_ext.tools.options import split_flags as words
+from sglang_ext.tools.options import split_flags
 from sglang_ext_bench.jobs.options import (
     AUTO,
     add_arguments,
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     rates = None if args.rate == AUTO else [rate or None for rate in numbers(args.rate, "--rate", float, zero=True)]
     check_options(args)
     check_port(args.port, max(ports_taken(*count) for count in counts))
-    methods = [parse_method(name, words(args.draft_arg)) for name in args.method]
+    methods = [parse_method(name, split_flags(args.draft_arg)) for name in args.method]
     possible = [(method, link) for method in methods for link in links if obstacle(method, link) is None]
     # The folder of timelines does not matter for this check.
     file = timeline_file(args.logs or Path(), "any")

@@ -25,8 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sglang_ext.tools import CommandError
-from sglang_ext.tools.options import seconds
-from sglang_ext_bench.options import DTYPES, check_counts, names
+from sglang_ext_bench.options import DTYPES, add_start_timeout, check_counts, names
 
 DEFAULT = "raw,int8,int4"
 AUTO = "auto"
@@ -51,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--decode-arg", action="append", default=[], metavar="FLAGS", help="flags of all decode servers, for example '--base-gpu-id 1'")
     add("--dtype", default="bfloat16", choices=DTYPES, help="data type of the model (default: %(default)s)")
     add("--port", type=int, default=0, help="port of the first server; the others use the next ports (default: any)")
-    add("--start-timeout", type=seconds, default=600, help="seconds until servers must be ready (default: %(default)s)")
+    add_start_timeout(parser)
     add("--logs", type=Path, help="folder for logs and timelines of the servers (default: none are kept)")
     add("--json", type=Path, help="write all results to this file")
 

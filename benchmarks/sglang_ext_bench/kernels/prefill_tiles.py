@@ -36,7 +36,7 @@ from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.tools import CommandError
 from sglang_ext_bench.attention import prefill
-from sglang_ext_bench.attention.setting import FullKV as Full, AttentionShape as Shape
+from sglang_ext_bench.attention.setting import FullKV, AttentionShape
 from sglang_ext_bench.attention.timing import seconds
 from sglang_ext_bench.kernels.options import (
     add_list,
@@ -73,8 +73,8 @@ def run(args: argparse.Namespace) -> int:
     kinds = {"rows": positive_int, "warps": positive_int, "stages": positive_int}
     tiles = [None if text == SPECIALIZED else PrefillTile(*parse_group(text, "--tiles", kinds)) for text in args.tiles]
     require_gpu()
-    shape = Shape(32, 8, 128, torch.device("cuda"))
-    full, queries = Full.of(shape, 1, args.tokens), shape.queries(args.tokens)
+    shape = AttentionShape(32, 8, 128, torch.device("cuda"))
+    full, queries = FullKV.of(shape, 1, args.tokens), shape.queries(args.tokens)
     stock = seconds(prefill._whole(full, queries), shape.device)
     print(f"{torch.cuda.get_device_name()}, {args.tokens} tokens: FlashInfer {stock * 1e3:.3f} ms", flush=True)
     for bits, partition in forms:
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure_form(
-    full: Full, queries: torch.Tensor, bits: int, partition: int, tiles: list[PrefillTile | None], stock: float
+    full: FullKV, queries: torch.Tensor, bits: int, partition: int, tiles: list[PrefillTile | None], stock: float
 ) -> None:
     """Print the time of quantizing, and one line per tile.
 

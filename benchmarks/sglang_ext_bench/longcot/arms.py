@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sglang_ext.core import PLAIN_STEPS
 from sglang_ext.tools import CommandError
-from sglang_ext.tools.options import split_flags as words
+from sglang_ext.tools.options import split_flags
 from sglang_ext_bench.baselines import SELECTORS, served_method
 from sglang_ext_bench.options import numbers
 
@@ -103,7 +103,7 @@ def on_gpus(args: argparse.Namespace) -> bool:
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--device")
-    return expected_device(parser.parse_known_args(words(args.server_arg))[0].device) == "cuda"
+    return expected_device(parser.parse_known_args(split_flags(args.server_arg))[0].device) == "cuda"
 
 
 def set_defaults(args: argparse.Namespace) -> None:

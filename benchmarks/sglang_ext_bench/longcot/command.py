@@ -29,7 +29,7 @@ from sglang_ext_bench.options import numbers
 from sglang_ext_bench.prompts import load_prompts, load_tokenizer
 from sglang_ext_bench.speed import settings
 from sglang_ext_bench.prompts import make_prompts
-from sglang_ext_bench.speed.settings import ServerSetting as Setting
+from sglang_ext_bench.speed.settings import ServerSetting
 
 __all__ = ["add_arguments", "run"]
 
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     measurements = LongcotMeasurements(part_times, measure_overlaps(args))
     by_name = {server.name: server for server in servers}
 
-    def measure_server(setting: Setting, logs: Path) -> None:
+    def measure_server(setting: ServerSetting, logs: Path) -> None:
         server = by_name[setting.name]
         file = logs / f"{file_name(server.name)}-timeline.jsonl"
         file.unlink(missing_ok=True)
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
                     measurements.steps = steps
                 measurements.write(args, {})
 
-    failed = settings.each(args, [Setting(server.name) for server in servers], measure_server)
+    failed = settings.each(args, [ServerSetting(server.name) for server in servers], measure_server)
     for lines in (
         results.serving_tables(measurements.summaries),
         results.pack_table(measurements.pack_summaries),
@@ -123,10 +123,10 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def make_setting(server: LongcotServer, file: Path) -> Setting:
+def make_setting(server: LongcotServer, file: Path) -> ServerSetting:
     """The setting that starts a server. Cache ranks with a timeline write it to ``file``."""
     timeline_flags = ("--kv-bench-timeline", str(file)) if server.has_timeline else ()
-    return Setting(server.name, (*server.flags, *timeline_flags))
+    return ServerSetting(server.name, (*server.flags, *timeline_flags))
 
 
 def summarize(

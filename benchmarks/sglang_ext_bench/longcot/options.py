@@ -20,9 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sglang_ext.tools import CommandError
-from sglang_ext.tools.options import seconds
 from sglang_ext_bench.longcot.arms import ARMS, AUTO, LENGTHS, LOADS, ON_CPUS, PACKS
-from sglang_ext_bench.options import DTYPES, check_counts, names
+from sglang_ext_bench.options import DTYPES, add_start_timeout, check_counts, names
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--overlap-share", type=float, default=0.125, help="share of the context that is selected for overlaps (default: %(default)s)")
     add("--server-arg", action="append", default=[], metavar="FLAGS", help="flags of all servers")
     add("--dtype", default="bfloat16", choices=DTYPES, help="data type of the model (default: %(default)s)")
-    add("--start-timeout", type=seconds, default=600, help="seconds until servers must be ready (default: %(default)s)")
+    add_start_timeout(parser)
     add("--logs", type=Path, help="folder for logs and timelines of the servers (default: none are kept)")
     add("--json", type=Path, help="write all results to this file")
     add("--plot", type=Path, help="write a plot to this PNG file")

@@ -11,9 +11,8 @@ Without --model nothing is measured, and the table of --json is printed. --write
 import argparse
 from pathlib import Path
 
-from sglang_ext.tools.options import seconds
 from sglang_ext_bench.methods.servers import KINDS
-from sglang_ext_bench.options import DTYPES, names
+from sglang_ext_bench.options import DTYPES, add_start_timeout, names
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--at-once", type=int, default=1, help="servers that are started together; their memory adds up (default: %(default)s)")
     add("--server-arg", action="append", default=[], metavar="FLAGS", help="flags of all servers")
     add("--dtype", default="bfloat16", choices=DTYPES, help="(default: %(default)s)")
-    add("--start-timeout", type=seconds, default=600, help="seconds until servers must be ready (default: %(default)s)")
+    add_start_timeout(parser)
     add("--logs", type=Path, help="folder for the servers' logs; default: none are kept")
     add("--json", type=Path, help="keep all figures here; a second run measures what is missing")
     add("--write", type=Path, metavar="DOCUMENT", help="put the table between the marks of this document")

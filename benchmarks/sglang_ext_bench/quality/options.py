@@ -24,17 +24,9 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from sglang_ext.tools import CommandError
-from sglang_ext.tools.options import seconds
 from sglang_ext_bench.client import SamplingSettings
-from sglang_ext.tools.options import split_flags as words
-from sglang_ext_bench.options import (
-    DTYPES,
-    check_budgets,
-    check_counts,
-    check_port,
-    names,
-    numbers,
-)
+from sglang_ext.tools.options import split_flags
+from sglang_ext_bench.options import DTYPES, add_start_timeout, check_budgets, check_counts, check_port, names, numbers
 from sglang_ext_bench.quality.scorers import BY_NAME
 from sglang_ext_bench.quality.suites.options import add_suite_arguments, check_unread
 
@@ -102,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--limit", type=int, help="use only the first prompts, and the first lines of the benchmark")
     add("--port", type=int, default=0, help="port of the servers (default: any free one)")
-    add("--start-timeout", type=seconds, default=300.0, metavar="SECONDS", help="for the start of a server (default: %(default)s)")
+    add_start_timeout(parser, 300.0)
     add("--request-timeout", type=float, default=1800.0, metavar="SECONDS", help="for one request (default: %(default)s)")
     add("--logs", type=Path, help="folder for the servers' logs")
     add("--json", type=Path, help="write the report to this file")
@@ -285,8 +277,8 @@ def config_from(args: argparse.Namespace) -> QualityConfig:
         tails=names(args.tail),  # type: ignore[arg-type]  # QualityConfig checks the values
         keep_cache=args.keep_cache,
         dtype=args.dtype,
-        server_args=words(args.server_arg),
-        kv_args=words(args.kv_arg),
+        server_args=split_flags(args.server_arg),
+        kv_args=split_flags(args.kv_arg),
         limit=args.limit,
         port=args.port,
         start_timeout=args.start_timeout,

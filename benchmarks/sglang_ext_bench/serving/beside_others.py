@@ -22,7 +22,7 @@ from typing import Any
 from sglang_ext.tools import CommandError
 from sglang_ext.tools.server_process import ServerProcess
 from sglang_ext_bench.client import SamplingSettings
-from sglang_ext.tools.options import split_flags as words
+from sglang_ext.tools.options import split_flags
 from sglang_ext_bench.options import check_counts, probabilities
 from sglang_ext_bench.prompts import LOWEST_RANDOM_ID, random_prompts
 
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     check_counts({"--vocabulary": args.vocabulary}, least=LOWEST_RANDOM_ID + 1)
     probabilities(str(args.acceptance), "--acceptance")
     prompts = random_prompts(BATCH, args.context_len, args.vocabulary)
-    flags = ("--kv-mode", "verified", "--kv-bench-acceptance", str(args.acceptance), *words(args.server_arg))
+    flags = ("--kv-mode", "verified", "--kv-bench-acceptance", str(args.acceptance), *split_flags(args.server_arg))
     rates: dict[str, list[float]] = {kind: [] for kind in KINDS}
     with tempfile.TemporaryDirectory() as folder, ServerProcess(str(args.model), flags, Path(folder) / "server.log") as server:
         for prompt in prompts:

@@ -22,7 +22,7 @@ from pathlib import Path
 from sglang_ext.tools import CommandError
 from sglang_ext.tools.server_process import ServerProcess
 from sglang_ext_bench.client import SamplingSettings
-from sglang_ext.tools.options import split_flags as words
+from sglang_ext.tools.options import split_flags
 from sglang_ext_bench.options import check_counts, names
 from sglang_ext_bench.prompts import random_prompts
 from sglang_ext_bench.client import total
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(f"--most {args.most:g}: pass 1 or more")
     prompts = random_prompts(int(args.most * args.contexts), args.tokens, VOCABULARY)
     pool = str(args.tokens * args.contexts)
-    common = ("--dtype", "bfloat16", "--max-total-tokens", pool, "--enable-metrics", *LOG_INTERVAL, *words(args.server_arg))
+    common = ("--dtype", "bfloat16", "--max-total-tokens", pool, "--enable-metrics", *LOG_INTERVAL, *split_flags(args.server_arg))
     counts: dict[str, int] = {}
     for name in dict.fromkeys((STOCK, *names(args.methods))):
         print(name, flush=True)

@@ -31,7 +31,7 @@ import sglang_ext
 from sglang_ext.tools import CommandError
 from sglang_ext.tools.server_process import ServerProcess
 from sglang_ext_bench.client import SamplingSettings
-from sglang_ext.tools.options import split_flags as words
+from sglang_ext.tools.options import split_flags
 from sglang_ext_bench.serving import call_recorder
 from sglang_ext_bench.serving.call_recorder import BEGIN_FILE, Function, Pair
 
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         (folder / "sitecustomize.py").write_text(f"{Path(call_recorder.__file__).read_text()}\n\nstart()\n")
-        flags = ("--kv-mode", "verified", "--kv-draft-length", "8", *words(args.server_arg))
+        flags = ("--kv-mode", "verified", "--kv-draft-length", "8", *split_flags(args.server_arg))
         server = ServerProcess(str(args.model), flags, folder / "server.log", start_timeout=START_TIMEOUT, env=recorder_environment(folder))
         with server:
             server.request("generate", request_body(FIRST_PROMPT, FIRST_TOKENS))

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from sglang_ext.tools import CommandError
 from sglang_ext.tools.server_process import ServerProcess
 from sglang_ext_bench.client import SamplingSettings
-from sglang_ext.tools.options import split_flags as words
+from sglang_ext.tools.options import split_flags
 from sglang_ext_bench.options import check_counts
 from sglang_ext_bench.prompts import random_prompts
 from sglang_ext_bench.client import total
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         raise CommandError("steps are profiled on an NVIDIA GPU, and this machine has none: run the command on a machine with one")
     prompts = random_prompts(args.batch, args.tokens, VOCABULARY)
-    flags = (*words(args.server_arg), "--enable-metrics")
+    flags = (*split_flags(args.server_arg), "--enable-metrics")
     with ServerProcess(args.model, flags, args.log, start_timeout=START_TIMEOUT) as server:
         events, token_ms = record_events(server, prompts, args)
     before = "-" if token_ms is None else f"{token_ms:.2f}"

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from sglang_ext.tools import CommandError
 from sglang_ext.tools.server_client import ServerClient, describe_error
 from sglang_ext.tools.server_process import ServerProcess, check_servers
-from sglang_ext.tools.options import split_flags as words
+from sglang_ext.tools.options import split_flags
 from sglang_ext_bench.prompts import Prompt, load_prompts, load_tokenizer
 from sglang_ext_bench.report import write_json
 from sglang_ext_bench.soaking.answers import Sample
@@ -49,8 +49,8 @@ Server = ServerProcess | ExternalServer | DisaggregatedServers
 def run(args: argparse.Namespace) -> int:
     """Collect stock's answers, send the traffic, and report. Return 0 if there is no problem, else 1."""
     env = server_environment(args.force_retraction)
-    kv, is_overlapped = words([args.kv]), not args.disable_overlap
-    common = ("--dtype", "float32", *SERVER_FLAGS, *(() if is_overlapped else (PLAIN_LOOP,)), *words(args.server_arg))
+    kv, is_overlapped = split_flags([args.kv]), not args.disable_overlap
+    common = ("--dtype", "float32", *SERVER_FLAGS, *(() if is_overlapped else (PLAIN_LOOP,)), *split_flags(args.server_arg))
     verified = (*common, "--kv-mode", args.mode, *kv)
     small = ("--max-total-tokens", str(args.pool_tokens), "--schedule-conservativeness", "0.1")
     flags = disaggregated_flags(verified, small, args.link_gbps) if args.apart else {"verified": (*verified, *small)}

@@ -11,10 +11,10 @@ from typing import Any
 
 from sglang_ext.core import DEFAULT_BUDGET, OptionError
 from sglang_ext.tools import CommandError
-from sglang_ext.tools.options import find_repeated_flag, seconds, split_flags
+from sglang_ext.tools.options import find_repeated_flag, split_flags
 from sglang_ext.tools.server_process import ServerProcess, check_servers, file_name
 from sglang_ext_bench import report
-from sglang_ext_bench.options import DTYPES, check_budgets, numbers, probabilities
+from sglang_ext_bench.options import DTYPES, add_start_timeout, check_budgets, numbers, probabilities
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--baseline", action="append", default=[], metavar="FLAGS", help=stock)
     add("--server-arg", action="append", default=[], metavar="FLAGS", help="flags of all servers")
     add("--dtype", default="bfloat16", choices=DTYPES, help="(default: %(default)s)")
-    add("--start-timeout", type=seconds, default=600, help="seconds until servers must be ready (default: %(default)s)")
+    add_start_timeout(parser)
     add("--logs", type=Path, help="folder for the servers' logs; default: none are kept")
     add("--json", type=Path, help="write all measurements to this file")
     add("--plot", type=Path, help="write a plot to this PNG file")

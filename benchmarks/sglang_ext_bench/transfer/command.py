@@ -12,7 +12,7 @@ from sglang_ext.config.model_folder import read_config
 from sglang_ext.tools import CommandError
 from sglang_ext.tools.server_process import check_servers
 from sglang_ext_bench import report
-from sglang_ext.tools.options import split_flags as words
+from sglang_ext.tools.options import split_flags
 from sglang_ext_bench.options import check_counts, check_port, numbers
 from sglang_ext_bench.servers_apart import ports_taken
 from sglang_ext_bench.prompts import make_prompts
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     check_counts({"--prompts": args.prompts, "--output-len": args.output_len, "--at-once": args.at_once})
     check_counts({"--repeats": args.repeats, "--accuracy-tokens": args.accuracy_tokens}, least=0)
     check_port(args.port, PORTS * args.at_once)
-    pairs = possible_pairs([parse_method(name, words(args.draft_arg)) for name in args.method], rates)
+    pairs = possible_pairs([parse_method(name, split_flags(args.draft_arg)) for name in args.method], rates)
     # The folder of timelines does not matter for this check.
     file = timeline_file(args.logs or Path(), "any")
     flags = {f"{method.name} {role}": found for method, gbps in pairs for role, found in make_flags(args, method, gbps, file).items()}

@@ -8,7 +8,7 @@ from sglang_ext.config import transports
 from sglang_ext.config.options import BACKEND
 from sglang_ext.config.prefill_options import QUANTIZED
 from sglang_ext.tools import CommandError
-from sglang_ext.tools.options import find_repeated_flag as given_again, split_flags as words
+from sglang_ext.tools.options import find_repeated_flag, split_flags
 from sglang_ext_bench.baselines import CODECS
 
 LYNX = "lynx"
@@ -106,13 +106,13 @@ def make_flags(args: argparse.Namespace, method: TransferMethod, gbps: float | N
     if method.name.split(":")[0] in WITH_SUFFIXES:
         own |= set(SUFFIX_FLAGS.values())
     for option, given in (("--server-arg", args.server_arg), ("--decode-arg", args.decode_arg)):
-        if repeated := given_again(given, own):
+        if repeated := find_repeated_flag(given, own):
             others = f"{', '.join(METHODS)}; or hack4:32, hack4:{QUANTIZED}"
             raise CommandError(f"{option} has {repeated}, which --method {method.name} sets: leave it out, or pass another method: {others}")
     timeline = () if method.is_stock else ("--kv-bench-timeline", str(file))
-    shared = ("--dtype", args.dtype, "--skip-server-warmup", *method.both, *timeline, *words(args.server_arg))
+    shared = ("--dtype", args.dtype, "--skip-server-warmup", *method.both, *timeline, *split_flags(args.server_arg))
     link = () if gbps is None or method.is_stock else ("--kv-link-gbps", f"{gbps:g}")
     return {
         "prefill": ("--disaggregation-mode", "prefill", *shared, *link),
-        "decode": ("--disaggregation-mode", "decode", *shared, *words(args.decode_arg), *method.decode),
+        "decode": ("--disaggregation-mode", "decode", *shared, *split_flags(args.decode_arg), *method.decode),
     }

@@ -33,8 +33,7 @@ mooncake_tcp           SGLang's own backend, without a limit of the link.
 import argparse
 from pathlib import Path
 
-from sglang_ext.tools.options import seconds
-from sglang_ext_bench.options import DTYPES, names
+from sglang_ext_bench.options import DTYPES, add_start_timeout, names
 
 DEFAULT = "raw,int8,int4,lynx"
 
@@ -57,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--accuracy-tokens", type=int, default=0, help="also measure errors of attention outputs, on so many tokens of the first prompt")
     add("--at-once", type=int, default=1, help="pairs of servers that start together; each needs its own memory (default: %(default)s)")
     add("--port", type=int, default=0, help="port of the first prefill server; each pair also uses the next two ports (default: any)")
-    add("--start-timeout", type=seconds, default=600, help="seconds until servers must be ready (default: %(default)s)")
+    add_start_timeout(parser)
     add("--logs", type=Path, help="folder for logs and timelines of the servers (default: none are kept)")
     add("--json", type=Path, help="write all results to this file")
     add("--plot", type=Path, help="write a plot to this PNG file")

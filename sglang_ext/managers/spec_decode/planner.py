@@ -263,9 +263,9 @@ class RoundPlanner:
         """Slots that must stay free for decoding when KV is compressed, in addition to SGLang's own reserve for each request."""
         return 2 * (self.max_steps(wanted) + 1) * num_requests
 
-    def may_compress(self, views: Sequence[RequestView], wanted: int) -> bool:
+    def may_compress(self, states: Sequence[RequestState], wanted: int) -> bool:
         """Whether requests get compressed KV in a round of ``wanted`` draft steps."""
-        if self.separates_full_kv and any(view.state.fallback not in RETRYABLE for view in views):
+        if self.separates_full_kv and any(state.fallback not in RETRYABLE for state in states):
             # Requests that cannot be drafted need a round in which no request reads compressed KV.
             return False
         return self.lossy or wanted > 0

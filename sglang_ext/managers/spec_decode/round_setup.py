@@ -65,13 +65,12 @@ class RoundSetup:
         """
         self.full_kv.on_round_start(self._compressed_prefixes(batch.reqs, states), iteration_seconds)
         self.full_kv.free_full_kv(batch.reqs)
-        views = self._views(batch.reqs, states, lengths)
-        self._end_early_decoding(view for view in views if view.is_early and not view.stays_early)
-        headroom = self.planner.headroom(wanted, len(views))
-        may_compress = self.planner.may_compress(views, wanted)
+        headroom = self.planner.headroom(wanted, len(states))
+        may_compress = self.planner.may_compress(states, wanted)
         compressed = self._compress(zip(batch.reqs, states, lengths), may_compress, headroom)
-        # Compression changes when the next refresh is due.
-        drafts = self.planner.draft(self._views(batch.reqs, states, lengths), wanted, compressed)
+        # Compression changes what requests have, and when the next refresh is due.
+        views = [self._view(*each) for each in zip(batch.reqs, states, lengths)]
+        drafts = self.planner.draft(views, wanted, compressed)
         ready, failed = self._load(batch.reqs, drafts, headroom)
         return self.planner.verify(drafts, ready, failed, self._draft_rows(drafts, failed), every)
 
@@ -79,9 +78,6 @@ class RoundSetup:
         """By row of each drafting request with compressed KV: the last node of its path in the prefix tree, and the covered tokens."""
         pairs = ((req, state, self.compressed_kv.get(state.row)) for req, state in zip(reqs, states) if state.fallback in RETRYABLE)
         return {state.row: (req.last_node, compressed.covered) for req, state, compressed in pairs if compressed is not None}
-
-    def _views(self, reqs: list["Req"], states: list[RequestState], lengths: list[int]) -> list[RequestView]:
-        return [self._view(*each) for each in zip(reqs, states, lengths)]
 
     def _view(self, req: "Req", state: RequestState, length: int) -> RequestView:
         row, full_kv = state.row, self.full_kv
@@ -101,10 +97,6 @@ class RoundSetup:
             tokens_until_refresh=tokens_until_refresh(self.compressed_kv, state, length) if self.planner.lossy else 0,
         )
 
-    def _end_early_decoding(self, views: Iterable[RequestView]) -> None:
-        for view in views:
-            self.full_kv.end_early_decoding(view.row)
-
     def _compress(self, requests: Iterable[tuple["Req", RequestState, int]], may_compress: bool, headroom: int) -> dict[int, int]:
         """Create or refresh compressed KV. Pins the full KV of requests that read it, before later requests are given memory.
 
@@ -115,6 +107,8 @@ class RoundSetup:
         for i, (req, state, length) in enumerate(requests):
             # The compression of earlier requests may have moved this one's full KV to the host.
             view = self._view(req, state, length)
+            if view.is_early and not view.stays_early:
+                self.full_kv.end_early_decoding(view.row)
             if not view.is_open:
                 continue
             if may_compress and self.planner.wants_compressed(view):
@@ -133,9 +127,11 @@ class RoundSetup:
         Returns:
             Rows whose full KV can be verified in this round; and by position, why a refresh failed.
         """
-        self._end_early_decoding(view for view in drafts.views if view.row in drafts.arrived)
+        arrived = drafts.arrived
+        for row in arrived:
+            self.full_kv.end_early_decoding(row)
         scheduled = self.full_kv.schedule_verifications(drafts.rounds_until_load(self.full_kv.drafts_per_load), drafts.ripe)
-        ready, failed = drafts.arrived | scheduled, {}
+        ready, failed = arrived | scheduled, {}
         for i, view in enumerate(drafts.views):
             if view.row in ready and self.full_kv.is_offloaded(view.row):
                 self.full_kv.restore(view.row)

@@ -33,7 +33,7 @@ def round_of(draw):
     outcomes = {
         i: draw(st.sampled_from((0, NO_FREE_SLOTS, NO_QUERIES, NO_SELECTION)))
         for i, each in enumerate(views)
-        if planner.may_compress(views, wanted) and each.is_open and planner.wants_compressed(each)
+        if planner.may_compress([view.state for view in views], wanted) and each.is_open and planner.wants_compressed(each)
     }
     return planner, views, wanted, outcomes
 
@@ -98,6 +98,6 @@ def test_requests_that_all_wait_for_their_residual_have_short_rounds():
 
 def test_nothing_is_compressed_in_plain_rounds():
     planner = RoundPlanner(MAX_PENDING, NARROW)
-    assert not planner.may_compress([plain(1)], 0) and planner.may_compress([plain(1)], 4)
+    assert not planner.may_compress([plain(1).state], 0) and planner.may_compress([plain(1).state], 4)
     plan = complete(planner, planner.draft([plain(1)], 0, {}))
     assert plan.num_plain_steps > 0 and plan.fallbacks == [SLOWER]

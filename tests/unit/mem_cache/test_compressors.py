@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from selection_helpers import random_layer
 
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots
@@ -19,16 +20,7 @@ from sglang_ext.mem_cache.selection.predictors import PREDICTORS, query_predicto
 
 
 def layer(tokens: int, heads: int = 2, group: int = 3, dim: int = 8, window: int = 4) -> LayerKV:
-    generator = torch.Generator().manual_seed(tokens)
-    return LayerKV(
-        keys=torch.randn(tokens, heads, dim, generator=generator),
-        values=torch.randn(tokens, heads, dim, generator=generator),
-        queries=torch.randn(window, heads * group, dim, generator=generator),
-        query_positions=torch.arange(tokens - window, tokens),
-        scaling=dim**-0.5,
-        layer_id=0,
-        rotary=Rotary(1 / 10 ** torch.arange(dim // 2)),
-    )
+    return random_layer(tokens, heads, group, dim, window, Rotary(1 / 10 ** torch.arange(dim // 2)))
 
 
 def test_what_leads_into_full_kv_is_chosen_anew_in_each_round():

@@ -8,7 +8,7 @@ from pathlib import Path
 from sglang_ext.tools import CommandError
 from sglang_ext.tools.server_process import check_servers
 from sglang_ext_bench import report
-from sglang_ext.tools.options import split_flags as words
+from sglang_ext.tools.options import split_flags
 from sglang_ext_bench.longcot.arms import on_gpus
 from sglang_ext_bench.options import check_counts, check_port, names, numbers
 from sglang_ext_bench.prompts import Tokenizer, load_tokenizer
@@ -83,7 +83,7 @@ def run_suites(args: argparse.Namespace) -> int:
     settings = ServerSettings(
         model=args.model,
         dtype=args.dtype,
-        flags=words(args.server_arg),
+        flags=split_flags(args.server_arg),
         on_gpus=on_gpus(args),
         at_once=args.servers_at_once,
         concurrency=args.concurrency,
@@ -104,7 +104,7 @@ def run_suites(args: argparse.Namespace) -> int:
 
 def _stored_results(config: SuiteConfig, args: argparse.Namespace) -> dict[str, StoredResults]:
     """The stored results of each arm, in the order of the command line."""
-    common = {"model": Path(args.model).resolve().name, "dtype": args.dtype, "server_args": list(words(args.server_arg))}
+    common = {"model": Path(args.model).resolve().name, "dtype": args.dtype, "server_args": list(split_flags(args.server_arg))}
     config.results.mkdir(parents=True, exist_ok=True)
     return {arm.name: StoredResults(config.results, arm.name, common) for arm in config.arms}
 
