@@ -31,7 +31,8 @@ pytestmark = pytest.mark.server
 # More ask than run at once, so that prefills join batches that decode.
 BATCH = ("--cuda-graph-max-bs", "16", "--max-running-requests", "16", "--enable-custom-logit-processor")
 RETRACTED_EVERY = 5
-ASKED = {option.name: option for option in OPTIONS if option.name != "hidden-states"}
+# A chat completion does not say whether it was retracted, so tools are compared in float32, on a CPU.
+ASKED = {option.name: option for option in OPTIONS if option.name != "hidden-states" and option.tool_choice is None}
 # Retracted answers to these are not compared further than rounding may have changed them.
 PENALIZED = {"frequency-penalty", "presence-penalty", "repetition-penalty", "penalty-logprobs"}
 # What goes on from a token otherwise than in the middle of an answer: it counts tokens, or its grammar begins anew.
