@@ -1,0 +1,164 @@
+"""The interface of a prefix store's backend, and the backend of a URL.
+
+A backend holds objects. An object is a name and bytes that never change: the name says what the bytes are. So a reader needs no lock, and
+two servers that write one object write the same bytes. A backend may lose any object at any time; readers compute what they do not find.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from sglang_ext.core import OptionError
+
+NAME = re.compile(r"[0-9a-f]{16,64}/[0-9a-f]{64}")
+"""Names of objects: the namespace and the hash of a page, in hexadecimal digits. So a name is safe in a path, a key and a URL."""
+MAX_OBJECT_BYTES = 1 << 30
+"""Largest object. A larger one is another program's, and is not read."""
+
+
+class StoreError(RuntimeError):
+    """The backend failed. What the caller asked for is not done, and may be tried again."""
+
+
+@dataclass(frozen=True)
+class ReadRange:
+    """A part of an object that is read into memory of the caller.
+
+    Attributes:
+        name: Name of the object.
+        offset: Its first byte.
+        memory: Writable bytes, which are filled to their end.
+    """
+
+    name: str
+    offset: int
+    memory: memoryview
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    """An object of a listing.
+
+    Attributes:
+        name: Its name.
+        size: Its bytes.
+        used_at: When it was last written or read, in seconds since 1970. None if the backend does not know.
+    """
+
+    name: str
+    size: int
+    used_at: float | None
+
+
+@dataclass(frozen=True)
+class StoreStatistics:
+    """The contents of a backend.
+
+    Attributes:
+        objects: Number of objects.
+        size: Their bytes.
+        max_size: Bytes at which old objects are deleted. None if the store behind the backend decides that.
+    """
+
+    objects: int
+    size: int
+    max_size: int | None
+
+
+class StoreBackend(Protocol):
+    """Holds objects. Every method may be called from any thread, and raises :class:`StoreError` if the store fails."""
+
+    def put(self, name: str, parts: Sequence[memoryview]) -> bool:
+        """Store an object, whole or not at all. Returns False if the store has it already.
+
+        Args:
+            name: Its name.
+            parts: Its bytes, which are joined in this order.
+        """
+        ...
+
+    def count_run(self, names: Sequence[str]) -> int:
+        """Number of leading ``names`` that the store has: the pages of a prefix that can be read."""
+        ...
+
+    def read(self, ranges: Sequence[ReadRange]) -> list[bool]:
+        """Fill the memory of each range. Returns for each whether it was filled; the memory of the others may have changed."""
+        ...
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Delete objects. Names that the store lacks are ignored."""
+        ...
+
+    def objects(self) -> Iterator[StoredObject]:
+        """All objects, in any order. Objects that come or go meanwhile may be missing."""
+        ...
+
+    def statistics(self) -> StoreStatistics:
+        """Count the objects."""
+        ...
+
+    def close(self) -> None:
+        """Release connections and files. Closing twice is allowed."""
+        ...
+
+
+def check_name(name: str) -> str:
+    """Return a name of an object.
+
+    Raises:
+        ValueError: It is not a namespace and a page's hash.
+    """
+    if NAME.fullmatch(name) is None:
+        raise ValueError(f"object {name!r}: pass 16 to 64 hexadecimal digits, a slash, and the 64 digits of a page's hash")
+    return name
+
+
+def _open_file(url: str, max_bytes: int | None) -> StoreBackend:
+    from sglang_ext.mem_cache.prefix_store.file_backend import FileBackend
+
+    return FileBackend.from_url(url, max_bytes)
+
+
+def _open_redis(url: str, max_bytes: int | None) -> StoreBackend:
+    from sglang_ext.mem_cache.prefix_store.redis_backend import RedisBackend
+
+    return RedisBackend.from_url(url, max_bytes)
+
+
+def _open_s3(url: str, max_bytes: int | None) -> StoreBackend:
+    from sglang_ext.mem_cache.prefix_store.s3_backend import S3Backend
+
+    return S3Backend.from_url(url, max_bytes)
+
+
+def _open_mooncake(url: str, max_bytes: int | None) -> StoreBackend:
+    from sglang_ext.mem_cache.prefix_store.mooncake_backend import MooncakeBackend
+
+    return MooncakeBackend.from_url(url, max_bytes)
+
+
+BACKENDS: dict[str, tuple[str, Callable[[str, int | None], StoreBackend]]] = {
+    "file": ("file:FOLDER", _open_file),
+    "redis": ("redis://HOST:PORT/DATABASE", _open_redis),
+    "mooncake": ("mooncake://MASTER:PORT", _open_mooncake),
+    "s3": ("s3://BUCKET/PREFIX?endpoint=URL", _open_s3),
+}
+"""For each scheme of a URL the form of its URLs, and a function that opens one. A backend's library is imported if a URL needs it."""
+
+
+def open_backend(url: str, max_bytes: int | None = None) -> StoreBackend:
+    """Open the backend of a URL.
+
+    Args:
+        url: For example ``file:/mnt/prefixes``.
+        max_bytes: Bytes at which old objects are deleted. None: the default of the backend.
+
+    Raises:
+        OptionError: The URL is malformed, its library is not installed, or the backend cannot be bounded.
+        StoreError: The store cannot be reached.
+    """
+    scheme = url.partition(":")[0]
+    if scheme not in BACKENDS:
+        raise OptionError(f"prefix store {url!r}: pass one of {', '.join(form for form, _ in BACKENDS.values())}")
+    return BACKENDS[scheme][1](url, max_bytes)

@@ -1,0 +1,338 @@
+"""What every backend of a prefix store promises, on real servers of this machine."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from sglang_ext.core import OptionError
+from sglang_ext.mem_cache.prefix_store.backend import ReadRange, StoreBackend, StoreError, open_backend
+
+SPACE = "0123456789abcdef"
+OTHER = "f" * 16
+
+
+def name(number: int, space: str = SPACE) -> str:
+    return f"{space}/{number:064x}"
+
+
+def path(number: int) -> str:
+    """Where a folder has an object."""
+    return f"{SPACE}/00/{number:064x}"
+
+
+def content(number: int, size: int = 5000) -> bytes:
+    return Random(number).randbytes(size)
+
+
+def parts(value: bytes) -> list[memoryview]:
+    return [memoryview(value)[:100], memoryview(value)[100:]]
+
+
+def read(store: StoreBackend, wanted: str, offset: int, size: int) -> bytes | None:
+    memory = bytearray(size)
+    (filled,) = store.read([ReadRange(wanted, offset, memoryview(memory))])
+    return bytes(memory) if filled else None
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+@contextmanager
+def running(*command: str, port: int) -> Iterator[None]:
+    """A server of this machine, which listens on ``port``."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(300):
+            with socket.socket() as asked:
+                if asked.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            assert process.poll() is None, f"{command} ended"
+            time.sleep(0.1)
+        yield
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+@contextmanager
+def file_url(folder: Path) -> Iterator[str]:
+    yield f"file:{folder}/store"
+
+
+@contextmanager
+def redis_url(folder: Path) -> Iterator[str]:
+    pytest.importorskip("redis")
+    program, port = shutil.which("redis-server"), free_port()
+    if program is None:
+        pytest.skip("redis-server is not installed")
+    with running(program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder), port=port):
+        yield f"redis://127.0.0.1:{port}/0"
+
+
+@contextmanager
+def s3_url(folder: Path) -> Iterator[str]:
+    boto3, port = pytest.importorskip("boto3"), free_port()
+    pytest.importorskip("moto.server")
+    keys = {"AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any", "AWS_DEFAULT_REGION": "us-east-1"}
+    with running(sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port), port=port), pytest.MonkeyPatch.context() as patch:
+        for key, value in keys.items():
+            patch.setenv(key, value)
+        boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}").create_bucket(Bucket="prefixes")
+        yield f"s3://prefixes/a/b?endpoint=http://127.0.0.1:{port}"
+
+
+MEMORY_OF_A_HOST = """
+import sys, time
+from mooncake.store import MooncakeDistributedStore
+host = MooncakeDistributedStore()
+assert host.setup("127.0.0.1", "P2PHANDSHAKE", 64 << 20, 16 << 20, "tcp", "", sys.argv[1]) == 0
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def mooncake_url(folder: Path) -> Iterator[str]:
+    try:
+        import mooncake.store
+    except ImportError as error:
+        pytest.skip(f"Mooncake is not installed: {error}")
+    master, port = Path(mooncake.store.__file__).with_name("mooncake_master"), free_port()
+    with running(str(master), "--rpc_port", str(port), "--metrics_port", str(free_port()), port=port):
+        host = subprocess.Popen([sys.executable, "-c", MEMORY_OF_A_HOST, f"127.0.0.1:{port}"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        try:
+            assert host.stdout.readline() == b"ready\n"
+            yield f"mooncake://127.0.0.1:{port}"
+        finally:
+            host.kill()
+            host.wait()
+
+
+URLS: dict[str, Callable] = {"file": file_url, "redis": redis_url, "s3": s3_url, "mooncake": mooncake_url}
+LISTED = ("file", "redis", "s3")
+"""Backends that can list their objects."""
+
+
+@pytest.fixture(scope="module", params=URLS)
+def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with URLS[request.param](tmp_path_factory.mktemp(request.param)) as made:
+        yield made
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[StoreBackend]:
+    """An empty store."""
+    opened = open_backend(url)
+    opened.delete([name(number, space) for number in range(200) for space in (SPACE, OTHER)])
+    yield opened
+    opened.close()
+    opened.close()
+
+
+def test_an_object_is_read_as_it_was_written_by_another_connection_too(store: StoreBackend, url: str) -> None:
+    assert store.put(name(1), parts(content(1)))
+    other = open_backend(url)
+    assert read(other, name(1), 0, 5000) == content(1)
+    assert read(other, name(1), 90, 200) == content(1)[90:290]
+    assert read(other, name(1), 4999, 1) == content(1)[-1:]
+    other.close()
+
+
+def test_a_range_beyond_the_end_is_not_filled(store: StoreBackend) -> None:
+    store.put(name(1), parts(content(1)))
+    assert read(store, name(1), 4999, 2) is None
+    assert read(store, name(1), 5000, 1) is None
+    assert read(store, name(2), 0, 1) is None
+
+
+def test_an_object_is_written_once(store: StoreBackend) -> None:
+    assert store.put(name(1), parts(content(1)))
+    assert not store.put(name(1), parts(content(1)))
+    assert read(store, name(1), 0, 5000) == content(1)
+
+
+def test_a_run_ends_at_the_first_missing_object(store: StoreBackend) -> None:
+    names = [name(number) for number in range(200)]
+    assert store.count_run(names) == 0 == store.count_run([])
+    for number in (*range(70), *range(71, 80)):
+        store.put(name(number), parts(content(number, 200)))
+    assert store.count_run(names) == 70
+    assert store.count_run(names[71:]) == 9
+    assert store.count_run(names[:30]) == 30
+    assert store.count_run([name(0, OTHER), *names]) == 0
+
+
+def test_many_ranges_are_read_together(store: StoreBackend) -> None:
+    for number in range(0, 150, 2):
+        store.put(name(number), parts(content(number, 300 + number)))
+    memories = [bytearray(200) for _ in range(150)]
+    filled = store.read([ReadRange(name(number), 50, memoryview(memory)) for number, memory in enumerate(memories)])
+    assert filled == [number % 2 == 0 for number in range(150)]
+    assert all(memories[number] == content(number, 300 + number)[50:250] for number in range(0, 150, 2))
+
+
+def test_deleted_objects_are_gone(store: StoreBackend) -> None:
+    for number in range(3):
+        store.put(name(number), parts(content(number)))
+    store.delete([name(0), name(2), name(7)])
+    assert [store.count_run([name(number)]) for number in range(3)] == [0, 1, 0]
+    assert store.put(name(0), parts(content(0)))
+
+
+@pytest.mark.parametrize("url", LISTED, indirect=True)
+def test_a_listing_has_names_sizes_and_times(store: StoreBackend) -> None:
+    before = time.time()
+    for number in range(3):
+        store.put(name(number), parts(content(number, 400 + number)))
+    store.put(name(1, OTHER), parts(content(1, 1000)))
+    found = {each.name: each for each in store.objects()}
+    assert {each: found[each].size for each in found} == {name(0): 400, name(1): 401, name(2): 402, name(1, OTHER): 1000}
+    assert all(each.used_at is None or before - 2 < each.used_at < time.time() + 2 for each in found.values())
+    counted = store.statistics()
+    assert (counted.objects, counted.size) == (4, 2203)
+
+
+def test_threads_may_share_a_backend(store: StoreBackend) -> None:
+    wrong = []
+
+    def work(worker: int) -> None:
+        random = Random(worker)
+        for _ in range(60):
+            number = random.randrange(20)
+            store.put(name(number), parts(content(number, 3000)))
+            if read(store, name(number), 0, 3000) != content(number, 3000):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("url", ["mooncake"], indirect=True)
+def test_a_store_without_a_listing_says_so(store: StoreBackend) -> None:
+    with pytest.raises(StoreError, match="cannot be listed"):
+        next(iter(store.objects()))
+    with pytest.raises(StoreError, match="cannot be listed"):
+        store.statistics()
+
+
+@pytest.mark.parametrize("bad", ["../../etc/passwd", f"{SPACE}/../{'0' * 61}", f"{SPACE}/{'0' * 63}", f"{SPACE}/{'G' * 64}", "", f"/{'0' * 64}", name(1) + "\n"])
+def test_names_that_are_no_hashes_are_refused(store: StoreBackend, bad: str) -> None:
+    for use in (lambda: store.put(bad, parts(content(1))), lambda: store.count_run([bad]), lambda: read(store, bad, 0, 1), lambda: store.delete([bad])):
+        with pytest.raises(ValueError, match="pass 16 to 64 hexadecimal digits"):
+            use()
+
+
+@pytest.mark.parametrize("bad", ["", "ftp://host/x", "file:", "file://host/folder", "s3://", "s3://b?endpoint=ftp://x", "s3://b?region=x", "mooncake://", "mooncake://m?protocol=udp"])
+def test_malformed_urls_are_refused_with_the_allowed_form(bad: str) -> None:
+    with pytest.raises(OptionError, match="pass"):
+        open_backend(bad)
+
+
+@pytest.mark.parametrize("unbounded", ["redis://127.0.0.1:1/0", "s3://bucket", "mooncake://127.0.0.1:1"])
+def test_stores_that_bound_themselves_take_no_bound(unbounded: str) -> None:
+    with pytest.raises(OptionError, match="cannot be bounded from here"):
+        open_backend(unbounded, 10**9)
+
+
+def test_a_store_that_is_gone_is_an_error() -> None:
+    pytest.importorskip("redis")
+    with pytest.raises(StoreError, match="connecting"):
+        open_backend(f"redis://127.0.0.1:{free_port()}/0")
+
+
+class TestFolder:
+    def test_links_folders_pipes_and_huge_files_are_no_objects(self, tmp_path: Path) -> None:
+        store = open_backend(f"file:{tmp_path}")
+        folder = tmp_path / SPACE / "00"
+        folder.mkdir(parents=True)
+        target = tmp_path / "secret"
+        target.write_bytes(content(1))
+        (tmp_path / path(1)).symlink_to(target)
+        (tmp_path / path(2)).mkdir()
+        os.mkfifo(tmp_path / path(3))
+        with (tmp_path / path(4)).open("wb") as file:
+            file.truncate(10 * 10**9)
+        (tmp_path / "notes.txt").write_text("of somebody else")
+        assert store.count_run([name(1)]) == store.count_run([name(2)]) == store.count_run([name(3)]) == store.count_run([name(4)]) == 0
+        assert [read(store, name(number), 0, 10) for number in (1, 2, 3, 4)] == [None] * 4
+        assert (tmp_path / "notes.txt").exists()
+
+    def test_the_objects_that_were_not_used_for_longest_make_room(self, tmp_path: Path) -> None:
+        store = open_backend(f"file:{tmp_path}", 100_000)
+        for number in range(9):
+            store.put(name(number), parts(content(number, 10_000)))
+            os.utime(tmp_path / path(number), (time.time() - 1000 + number,) * 2)
+        assert read(store, name(0), 0, 10) is not None  # used now
+        for number in range(9, 12):
+            store.put(name(number), parts(content(number, 10_000)))
+        left = {found.name for found in store.objects()}
+        assert name(0) in left and name(11) in left and name(1) not in left and len(left) > 5
+        assert store.statistics().size <= 100_000
+
+    def test_an_object_larger_than_the_bound_is_refused_and_nothing_is_deleted(self, tmp_path: Path) -> None:
+        store = open_backend(f"file:{tmp_path}", 10_000)
+        store.put(name(1), parts(content(1, 7_000)))
+        with pytest.raises(StoreError, match="at most 8000 fit"):
+            store.put(name(2), parts(content(2, 11_000)))
+        assert store.count_run([name(1)]) == 1
+
+    def test_an_interrupted_write_leaves_no_object(self, tmp_path: Path) -> None:
+        code = (
+            "import os, sys; from sglang_ext.mem_cache.prefix_store import file_backend as f\n"
+            "from sglang_ext.mem_cache.prefix_store.backend import open_backend\n"
+            "write = os.write\n"
+            "def half(file, data):\n    write(file, data[:50]); os._exit(9)\n"
+            "f.os.write = half\n"
+            f"open_backend('file:{tmp_path}').put('{name(1)}', [memoryview(bytes(5000))])"
+        )
+        assert subprocess.run([sys.executable, "-c", code]).returncode == 9
+        store = open_backend(f"file:{tmp_path}")
+        assert store.count_run([name(1)]) == 0 and len(list((tmp_path / ".new").iterdir())) == 1
+        # The file is deleted once nobody can be writing it any more.
+        for file in (tmp_path / ".new").iterdir():
+            os.utime(file, (time.time() - 4000,) * 2)
+        store.put(name(2), parts(content(2)))
+        assert not list((tmp_path / ".new").iterdir())
+
+    def test_two_servers_keep_one_bound(self, tmp_path: Path) -> None:
+        code = (
+            "import sys; from random import Random\n"
+            "from sglang_ext.mem_cache.prefix_store.backend import ReadRange, open_backend\n"
+            f"store, random = open_backend('file:{tmp_path}', 1_000_000), Random(int(sys.argv[1]))\n"
+            "for _ in range(400):\n"
+            "    number = random.randrange(300)\n"
+            f"    name, memory = f'{SPACE}/{{number:064x}}', bytearray(10_000)\n"
+            "    if store.read([ReadRange(name, 0, memoryview(memory))])[0]:\n"
+            "        assert memory == Random(number).randbytes(10_000), number\n"
+            "    else:\n"
+            "        store.put(name, [memoryview(Random(number).randbytes(10_000))])\n"
+        )
+        servers = [subprocess.Popen([sys.executable, "-c", code, str(seed)]) for seed in (1, 2)]
+        largest = 0
+        while any(server.poll() is None for server in servers):
+            largest = max(largest, open_backend(f"file:{tmp_path}", 1_000_000).statistics().size)
+            time.sleep(0.05)
+        assert [server.returncode for server in servers] == [0, 0]
+        assert 0 < largest <= 1_000_000
+
+    def test_a_folder_that_cannot_be_written_is_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        with pytest.raises(OptionError, match="pass a folder that this user may write"):
+            open_backend(f"file:{tmp_path}/file/store")
