@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from sglang_ext.arguments import KVServerArgs
     from sglang_ext.managers.kv_offload.offloaded_full_kv import OffloadedFullKV
+    from sglang_ext.managers.spec_decode.cost_model import RoundTimes
     from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
     from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
 
@@ -158,11 +159,11 @@ class KVMetrics:
         """Count output tokens served with full KV; ``reason`` is an index into ``FALLBACK_REASONS``."""
         self._count("fallback_tokens", num_tokens, FALLBACK_REASONS[reason])
 
-    def observe_round(self, drafts: int, steps: int, drafting: float, whole: float) -> None:
-        """Report the seconds of a round: of all its draft steps, and of the whole round. Without drafts it has ``steps`` plain steps."""
+    def observe_round(self, spent: "RoundTimes") -> None:
+        """Report the seconds of a round's parts."""
         if not self._gauges:
             return
-        parts = {"draft": drafting / drafts, "rest": whole - drafting} if drafts else {"step": whole / steps}
+        parts = {"draft": spent.draft_step, "rest": spent.rest} if spent.num_draft_steps else {"step": spent.whole / spent.num_plain_steps}
         for part, seconds in parts.items():
             self._set_total("round_seconds", seconds, part)
 

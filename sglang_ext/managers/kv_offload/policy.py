@@ -162,9 +162,9 @@ class OffloadPolicy:
         """Record the times of a round."""
         if not spent.num_draft_steps:
             return
-        draft = DraftTiming(len(plan.states), spent.drafting / spent.num_draft_steps)
+        draft = DraftTiming(len(plan.states), spent.draft_step)
         tokens = sum(plan.num_draft_tokens(i) + 1 for i in plan.verify_reqs)
-        rest = VerifyTiming(len(plan.verify_reqs), tokens, spent.whole - spent.drafting)
+        rest = VerifyTiming(len(plan.verify_reqs), tokens, spent.rest)
         self._rounds.append(ObservedRound(draft, rest, sum(plan.lengths) / len(plan.lengths)))
 
     def choose(self, probability: float, link: float, share: float) -> OffloadDecision:

@@ -66,8 +66,10 @@ class RoundTimes(NamedTuple):
         num_draft_steps: Number of draft steps; 0 in plain decoding.
         num_plain_steps: Number of plain steps; 0 in a round with drafts.
         compressing: Seconds from the beginning of the round to its first step, in which compressed KV is created and refreshed.
-        drafting: Seconds of all draft steps.
-        whole: Seconds from the first step to the next round.
+        drafting: Seconds of all draft steps, from the moment when the first one is prepared.
+        whole: Seconds of the round without ``compressing``, up to the next round.
+        later_steps: Seconds of the draft steps after the first one; None if there are none.
+        num_rounds: Number of rounds that are added up.
     """
 
     num_draft_steps: int
@@ -75,6 +77,26 @@ class RoundTimes(NamedTuple):
     compressing: float
     drafting: float
     whole: float
+    later_steps: float | None = None
+    num_rounds: int = 1
+
+    @property
+    def draft_step(self) -> float:
+        """Seconds of a draft step. The device waits for the first step of a round, so if there are others, their mean counts."""
+        if self.later_steps is None:
+            return self.drafting / self.num_draft_steps
+        return self.later_steps / (self.num_draft_steps - self.num_rounds)
+
+    @property
+    def rest(self) -> float:
+        """Seconds of the round without its draft steps: the wait for the first step, the verification, and the time to the next round."""
+        return self.whole - self.num_draft_steps * self.draft_step
+
+    def plus(self, other: "RoundTimes") -> "RoundTimes":
+        """The times of both together."""
+        known = [each for each in (self.later_steps, other.later_steps) if each is not None]
+        sums = (a + b for a, b in zip(self[:5], other[:5]))
+        return RoundTimes(*sums, sum(known) if known else None, self.num_rounds + other.num_rounds)
 
 
 @dataclass
@@ -236,12 +258,15 @@ class RoundCosts:
             return
         if load.uncompressed:
             self.compressing.newest.append(spent.compressing / load.uncompressed)
-        if spent.drafting > 0:
-            self.draft_times.observe(TimeSample(self._draft_coordinates(load), self._bytes(load, self.share), spent.drafting / spent.num_draft_steps))
+        # The time of a round's only draft step includes the wait for it. So it counts only if no other time is known.
+        has_later_steps = spent.num_draft_steps > spent.num_rounds
+        if spent.drafting > 0 and (has_later_steps or not self.draft_times.cells):
+            self.draft_times.observe(TimeSample(self._draft_coordinates(load), self._bytes(load, self.share), spent.draft_step))
             if not self.plain_step_times.cells:
                 self._base = ForwardTimeModel.fitted(self.draft_times.sizes, self.draft_times.seconds)
-        if spent.whole > spent.drafting:
-            self.rest_times.observe(TimeSample(self._rest_coordinates(load, spent.num_draft_steps), self._bytes(load), spent.whole - spent.drafting))
+        rest = spent.rest if has_later_steps else spent.whole - spent.num_draft_steps * self.draft_seconds(load)
+        if rest > 0:
+            self.rest_times.observe(TimeSample(self._rest_coordinates(load, spent.num_draft_steps), self._bytes(load), rest))
 
     def step_seconds(self, load: BatchLoad) -> float:
         """Seconds of a plain step.

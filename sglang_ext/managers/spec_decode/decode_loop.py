@@ -188,7 +188,8 @@ class DecodeLoop:
         if any(plan.num_pending):
             before = to_device(plan.num_pending, own.device)
             newest, starts = self.gathered.newest(own, before, newest), starts + before
-        steps = self.steps.run(batch, plan, newest, self.steps.slots(batch, plan.width, starts), starts, penalized)
+        slots = self.steps.slots(batch, plan.width, starts)
+        steps = self.steps.run(batch, plan, newest, slots, starts, penalized, self.round_timer.on_first_step)
         tokens = torch.stack([sampled.tokens for _, sampled in steps], dim=1)
         if before is not None or len(plan.verify_reqs) + len(plan.full_kv_reqs) < len(plan.states):
             self.gathered.put(own, torch.zeros_like(own) if before is None else before, tokens)

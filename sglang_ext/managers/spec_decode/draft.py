@@ -4,7 +4,7 @@ A verification replays the narrowest captured graph that holds the drafts (verif
 record queries for compressors that score keys by them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -124,6 +124,7 @@ class StepRunner:
         slots: torch.Tensor,
         starts: torch.Tensor,
         penalized: RoundPenalties,
+        on_first_step: Callable[[], None],
     ) -> list[tuple[LogitsProcessorOutput, SampledTokens]]:
         """Run the steps of a round, one after another.
 
@@ -134,6 +135,7 @@ class StepRunner:
             slots: int64 [requests, at least steps], slots for the KV of the steps and of later tokens. All are written to the rows.
             starts: int64 [requests], positions of ``tokens``.
             penalized: Applies penalties to the logits.
+            on_first_step: Called after the launch of the first step, if there are others.
         """
         if self.worker.compressed_kv.async_selector is not None:
             self.worker.compressed_kv.async_selector.on_round_start(plan.num_steps + len(plan.verify_batches), plan.selection_interval)
@@ -166,6 +168,8 @@ class StepRunner:
             sampled = sampling.draw(output.next_token_logits, inputs.positions)
             tokens = sampled.tokens
             step_outputs.append((output, sampled))
+            if index == 0 and plan.num_steps > 1:
+                on_first_step()
         return step_outputs
 
     def _needs_queries(self, recorded: tuple[RecordedRows, ...]) -> bool:

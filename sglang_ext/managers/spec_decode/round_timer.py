@@ -31,6 +31,7 @@ class RoundMarks:
         load: Load of its batch.
         start: The round begins; compressed KV is created and refreshed.
         planned: Compressed KV is complete; drafting begins.
+        first_step: The first draft step is done; None if no other follows.
         drafted: The last draft step is done.
         ended: The round is done.
         next: The next round of the same requests begins; :attr:`ended` if other work came between.
@@ -40,6 +41,7 @@ class RoundMarks:
     load: BatchLoad
     start: Mark
     planned: Mark
+    first_step: Mark | None = None
     drafted: Mark | None = None
     ended: Mark | None = None
     next: Mark | None = None
@@ -122,6 +124,10 @@ class RoundTimer:
         """Record that drafting begins. The round may have fewer draft steps than were chosen."""
         self._running = RoundMarks(plan, self._load, self._begun, Mark.now(self.device))
 
+    def on_first_step(self) -> None:
+        """Record that the first of several steps was launched."""
+        self._running.first_step = Mark.now(self.device)
+
     def on_drafted(self) -> None:
         """Record that the last draft step was launched."""
         self._running.drafted = Mark.now(self.device)
@@ -146,21 +152,32 @@ class RoundTimer:
         self._pending = [timed for timed in self._pending if not timed.is_complete]
         for timed in done:
             plan = timed.plan
-            compressing = timed.start.until(timed.planned)
-            drafting = timed.planned.until(timed.drafted)
-            whole = timed.planned.until(timed.next)
-            spent = RoundTimes(plan.num_draft_steps, plan.num_plain_steps, compressing, drafting, whole)
+            spent = self._times_of(timed)
             if self._is_typical(plan) and (learned := self._merge_short_rounds(plan, spent)) is not None:
-                if self.compresses_each_round and learned.num_draft_steps:
-                    learned = learned._replace(compressing=0.0, whole=learned.whole + learned.compressing)
                 self.draft_length.observe(learned)
                 self.costs.observe(timed.load, learned)
-            self.recent_rounds.newest.append(compressing + whole)
+            self.recent_rounds.newest.append(spent.compressing + spent.whole)
             if self.on_round_timed is not None:
                 self.on_round_timed(plan, spent)
             if self.report is not None:
-                self.report.add_seconds(plan, compressing + whole)
-            self.metrics.observe_round(plan.num_draft_steps, plan.num_steps, drafting, whole)
+                self.report.add_seconds(plan, spent.compressing + spent.whole)
+            self.metrics.observe_round(spent)
+
+    def _times_of(self, timed: RoundMarks) -> RoundTimes:
+        """The seconds of a round. Planning counts as the round's, unless compressed KV was created meanwhile."""
+        plan = timed.plan
+        planning = timed.start.until(timed.planned)
+        whole = timed.planned.until(timed.next)
+        later_steps = None if timed.first_step is None else timed.first_step.until(timed.drafted)
+        is_part = not (plan.num_draft_steps and timed.load.uncompressed) or self.compresses_each_round
+        return RoundTimes(
+            plan.num_draft_steps,
+            plan.num_plain_steps,
+            compressing=0.0 if is_part else planning,
+            drafting=timed.planned.until(timed.drafted),
+            whole=whole + planning if is_part else whole,
+            later_steps=later_steps if plan.num_draft_steps else None,
+        )
 
     @staticmethod
     def _is_typical(plan: "RoundPlan") -> bool:
@@ -180,7 +197,6 @@ class RoundTimer:
             return spent if plan.verify_reqs or not plan.num_draft_steps else None
         if not plan.num_draft_steps:
             return spent
-        before = self._short_rounds or RoundTimes(0, 0, 0.0, 0.0, 0.0)
-        whole = RoundTimes(*(a + b for a, b in zip(before, spent)))
+        whole = spent if self._short_rounds is None else self._short_rounds.plus(spent)
         self._short_rounds = None if plan.verify_reqs else whole
         return whole if plan.verify_reqs else None

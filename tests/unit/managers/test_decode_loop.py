@@ -135,7 +135,7 @@ class Toy(DecodeLoop):
         self.residency = residency
         self.committed = {row: [row] * (PROMPT + 1) for row in range(1, count + 1)}
 
-    def draw(self, batch, round_, tokens, slots, starts, penalized):
+    def draw(self, batch, round_, tokens, slots, starts, penalized, on_first_step):
         drawn = []
         for i, state in enumerate(round_.states):
             before = self.gathered.tokens[state.row, : round_.num_pending[i]].tolist()

@@ -178,8 +178,10 @@ class Machine:
     def _observe(self, load, spent):
         self.seen.append(spent)
 
-    def iterate(self, drafts, planning, drafting, rest, batch=2, turnaround=0.0):
+    def iterate(self, drafts, planning, drafting, rest, batch=2, turnaround=0.0, first=None, compressed=False):
         states, lengths = self.states[batch], [500] * batch
+        for state in states:
+            state.compressor = "snapkv" if compressed else ""
         self.round_timer.start_round(lengths, states)
         self.now += planning
         rows = list(range(len(states)))
@@ -187,7 +189,10 @@ class Machine:
         self.round_timer.on_planned(
             RoundPlan(states, drafts or 2, lengths, rows, row_lens=rows, full_kv_reqs=[] if drafts else rows, remaining=[40] * len(rows), verify_batches=[rows] if drafts else [], **more)
         )
-        self.now += drafting
+        if first is not None:
+            self.now += first
+            self.round_timer.on_first_step()
+        self.now += drafting - (first or 0.0)
         self.round_timer.on_drafted()
         self.now += rest - turnaround
         self.round_timer.on_launched()
@@ -203,7 +208,7 @@ def test_times_run_to_the_next_iteration_and_leave_out_copies(monkeypatch):
     machine.iterate(4, planning=50.0, drafting=2.0, rest=1.0)
     machine.iterate(0, planning=0.0, drafting=0.0, rest=0.7)
     machine.iterate(0, planning=0.0, drafting=0.0, rest=0.7)
-    assert [pytest.approx(tuple(spent)) for spent in machine.times()] == [(4, 0, 50.0, 2.0, 3.0), *[(0, 2, 0.0, 0.0, 0.7)] * 2]
+    assert [pytest.approx(tuple(spent)[:5]) for spent in machine.times()] == [(4, 0, 50.0, 2.0, 3.0), *[(0, 2, 0.0, 0.0, 0.7)] * 2]
 
 
 def test_copies_that_each_round_makes_anew_belong_to_its_time(monkeypatch):
@@ -211,7 +216,27 @@ def test_copies_that_each_round_makes_anew_belong_to_its_time(monkeypatch):
     machine.round_timer.compresses_each_round = True
     machine.iterate(4, planning=50.0, drafting=2.0, rest=1.0)
     machine.round_timer.interrupt()
-    assert machine.times() == [(4, 0, 0.0, 2.0, 53.0)]
+    assert [tuple(spent)[:5] for spent in machine.times()] == [(4, 0, 0.0, 2.0, 53.0)]
+
+
+def test_planning_and_the_wait_for_the_first_step_belong_to_the_rest_of_a_round(monkeypatch):
+    machine = Machine(monkeypatch)
+    machine.iterate(4, planning=1.5, drafting=5.0, rest=2.0, first=3.5, compressed=True)
+    machine.round_timer.interrupt()
+    (spent,) = machine.times()
+    assert (spent.compressing, spent.whole) == (0.0, 8.5)
+    assert (spent.draft_step, spent.rest) == pytest.approx((0.5, 6.5))
+
+
+def test_a_single_draft_step_counts_as_a_step_only_before_others_are_known():
+    costs, load = RoundCosts(), BatchLoad.of([1000] * 4)
+    costs.observe(load, RoundTimes(1, 0, 0.0, 5.0, 7.0))
+    assert costs.draft_seconds(load) == pytest.approx(5.0, rel=0.1)
+    for _ in range(3):
+        costs.observe(load, RoundTimes(4, 0, 0.0, 6.5, 8.5, 1.5))
+    assert costs.draft_seconds(load) == pytest.approx(0.5, rel=0.1)
+    costs.observe(load, RoundTimes(1, 0, 0.0, 5.5, 7.5))
+    assert costs.draft_seconds(load) == pytest.approx(0.5, rel=0.1)
 
 
 @pytest.mark.parametrize("other", ["prefill", "other-batch", "none"])
@@ -239,5 +264,5 @@ def test_short_rounds_whose_drafts_gather_are_learned_from_together():
     spent = RoundTimes(num_draft_steps=1, num_plain_steps=0, compressing=0.1, drafting=1.0, whole=1.5)
     assert round_timer._merge_short_rounds(short(False), spent) is round_timer._merge_short_rounds(short(False), spent) is None
     found = round_timer._merge_short_rounds(short(True), spent)
-    assert (found.num_draft_steps, found.drafting, found.whole) == (3, 3.0, 4.5)
+    assert (found.num_draft_steps, found.num_rounds, found.drafting, found.whole) == (3, 3, 3.0, 4.5)
     assert round_timer._merge_short_rounds(short(True), spent) == spent, "the next begins anew"

@@ -300,7 +300,7 @@ def run(round_, tokens, answers=(), order=None):
     found.steps.verify_sampler = lambda *_: SimpleNamespace(draw=lambda logits, positions: sampled(answers))
     found.verifier._forward = lambda *_: (nothing, torch.zeros(len(answers)))
     found.round_timer = SimpleNamespace(
-        on_drafted=lambda: None, on_launched=lambda: None, running=None, report=None, selection_interval=SelectionInterval((1,))
+        on_first_step=lambda: None, on_drafted=lambda: None, on_launched=lambda: None, running=None, report=None, selection_interval=SelectionInterval((1,))
     )
     found.worker.requests.of = lambda batch: round_.states
     result = found.decode(asked, lambda lengths: published.append(lengths.tolist()))

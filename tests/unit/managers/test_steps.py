@@ -48,7 +48,10 @@ def test_who_chooses_beside_steps_hears_of_each_round_before_them_with_its_verif
     rows = torch.tensor([1, 2])
     batch = SimpleNamespace(req_pool_indices=rows, seq_lens=rows + 6)
     penalized = SimpleNamespace(penalize_step=lambda index, tokens, logits: None)
-    found = OnFullKV(worker).run(batch, round_, rows, torch.zeros(2, 4, dtype=torch.int64), rows + 6, penalized)
+    launched = []
+    slots = torch.zeros(2, 4, dtype=torch.int64)
+    found = OnFullKV(worker).run(batch, round_, rows, slots, rows + 6, penalized, lambda: launched.append(len(beside.told)))
     assert len(found) == 3
+    assert launched == [2], "after the first step"
     left = [None] * 3 if lossy else [2, 1, 0]
     assert beside.told == [("begun", 3 if lossy else 4, 4), *(("stepped", following) for following in left)]
