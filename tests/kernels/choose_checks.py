@@ -8,7 +8,7 @@ import torch
 from backend_steps import on
 from marked_helpers import written
 
-from sglang_ext.mem_cache.compressed.layouts.pointers import Pointers, as_pointers
+from sglang_ext.mem_cache.compressed.layouts.pointers import Pointers
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery, RegressedQuery
