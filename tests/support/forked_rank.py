@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import zmq
 
 from sglang_ext.managers.cache_rank import __main__ as cache_rank
 from sglang_ext.managers.cache_rank import process
@@ -58,7 +57,7 @@ def _run(flags: Sequence[str], pass_fds: Sequence[int]) -> None:
     try:
         # Objects of the parent must not be freed: they would close files that this process opens.
         gc.disable()
-        kept, parents = sorted({0, 1, 2, *pass_fds}), zmq.Context.instance()
+        kept = sorted({0, 1, 2, *pass_fds})
         for first, end in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")]):
             os.closerange(first + 1, end)
         sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))
@@ -66,7 +65,6 @@ def _run(flags: Sequence[str], pass_fds: Sequence[int]) -> None:
         sys.argv = ["cache_rank", *flags]
         cache_rank.main()
         status = 0
-        del parents
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else 1
     finally:
