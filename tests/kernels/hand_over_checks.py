@@ -295,7 +295,8 @@ class RowPair(Pair):
         places, lanes = [self.table[i, :100] for i in range(len(self.keeps))], [*range(len(self.keeps))]
         table = torch.nn.utils.rnn.pad_sequence(list(places), batch_first=True)
         asked = [(lane, 0, keep) for lane, keep in zip(lanes, self.keeps)]
-        for put in ((0,) * len(lanes), (0, *(1,) * (len(lanes) - 1)), (1,) * len(lanes)):
+        puts = (1,) * len(lanes), (0,) * len(lanes), (0, *(1,) * (len(lanes) - 1))
+        for put in (*puts[1:], puts[0]) if seed == 1 else puts[:1]:
             before = [part.clone() for part in self.plain.arrived]
             self.plain_rank.push_rows_on_cpu(*asked_of("cpu", *asked, put=put), chosen, bits, table, self.buffers)
             numbers, there = asked_of(self.device, *asked, put=put)
@@ -357,7 +358,7 @@ def check_rows(device):
     for fresh, dtype, dim in some(shapes, device):
         rows(device, fresh, dtype, dim)
     with patch.multiple(send_rows, COPYING=3, COPIED=4, LOOKED_AT=8, WORDS=2, COUNTED=4):
-        for fresh in (40, 3):
+        for fresh in (3, 40)[: 2 if device == "cuda" else 1]:
             rows(device, fresh, torch.float32, 24)
 
 

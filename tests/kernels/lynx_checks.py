@@ -124,9 +124,9 @@ def check_lynx(device):
             continue
         sizes = FEW if device == "cpu" else SIZES
         for size in sizes if kind == 0 and (dtype == DTYPES[0] or device != "cpu") else sizes[:1]:
-            # There with one kind of codes and scales, and where streams belong with one size.
+            # There with one kind of codes and scales, and where streams belong with one size and dtype.
             tokens, channels, sinks = size
-            placed = device != "cpu" or kind == 0 and size == sizes[0]
+            placed = device != "cpu" or kind == 0 and size == sizes[0] and dtype == DTYPES[0]
             check_page(device, PageLayout(tokens, channels, dtype, bits, sinks, short), noise, False, placed)
         if device == "cpu" and kind == 0 and dtype != DTYPES[0]:
             continue

@@ -25,6 +25,8 @@ from sglang_ext.mem_cache.compressed.row_exchange import missing_mask, top_mask
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors.spade import Spade
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 MOST = 256
 
 

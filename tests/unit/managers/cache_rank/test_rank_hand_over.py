@@ -14,6 +14,8 @@ from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.on_gpu import gpu_client
 from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import ExchangeBuffer, QueryUpload
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 
 def test_keys_go_in_as_many_steps_as_there_are_places_for_them_and_blocks():
     world = RankWorld(places=2, blocks=6).ready()

@@ -11,6 +11,8 @@ from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.protocol import BLOCK
 from sglang_ext.mem_cache.compressed.remote_selector import StepRequest
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 SLOTS, RECENT = torch.arange(100, 700), 32
 ROUNDS = ("goes on", "renews", "finds no slots")
 COPY = torch.arange(800, 900)

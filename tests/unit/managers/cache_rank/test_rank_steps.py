@@ -24,6 +24,8 @@ from sglang_ext.managers.cache_rank.on_gpu.mapped_exchange_buffer import int32_w
 from sglang_ext.managers.metrics import _rank_values
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery, RegressedQuery
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 
 @pytest.fixture(scope="module", params=[False, True], ids=["", "apart"])
 def shared(request):
