@@ -4,7 +4,7 @@ A connection starts with Hello and Welcome. The sender then opens each room, and
 room, none. When a connection breaks, the next one repeats this, and missing parts are sent again.
 
 The receiver's grants bound the bytes in flight, and a token bucket paces them, so that an anchor waits for few earlier bytes. All links of
-a prefill rank share the bucket. No link sends a residual while another link has an anchor to send (pacing.py:NetworkInterface).
+a prefill rank share the bucket. No link sends a residual while another link has an anchor to send (limits.py:NetworkInterface).
 """
 
 import logging
@@ -20,11 +20,10 @@ import zmq
 from sglang_ext.managers.kv_transfer import wire
 from sglang_ext.managers.kv_transfer.connection import BrokenConnection, Connection, Reachability
 from sglang_ext.managers.kv_transfer.endpoints import LinkKeys, check_endpoint
-from sglang_ext.managers.kv_transfer.limits import LinkLimits
+from sglang_ext.managers.kv_transfer.limits import LinkLimits, NetworkInterface
 from sglang_ext.managers.kv_transfer.link_metrics import LinkMetrics, WaitTimer, stream_label
-from sglang_ext.managers.kv_transfer.pacing import NetworkInterface
-from sglang_ext.managers.kv_transfer.outgoing_queue import POLL_SECONDS, ListenerNotifier, OutgoingRoom, OutgoingPart, SendListener, OutgoingQueue
 from sglang_ext.managers.kv_transfer.link_settings import LinkError, LinkSettings
+from sglang_ext.managers.kv_transfer.outgoing_queue import POLL_SECONDS, ListenerNotifier, OutgoingPart, OutgoingQueue, OutgoingRoom, SendListener
 from sglang_ext.managers.kv_transfer.wire import FRAME_OVERHEAD, RoomShape, Stream
 
 logger = logging.getLogger(__name__)

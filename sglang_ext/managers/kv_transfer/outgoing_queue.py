@@ -38,7 +38,7 @@ class OutgoingPart:
         payload: Contiguous bytes; they are not copied.
         page: Index of the page, counted from the first page that is transferred; 0 for aux.
         layers: Layers of the KV; any value for aux.
-        prefix_hash: 32 bytes (page_hashes.py), or empty.
+        prefix_hash: 32 bytes (page_codec.py), or empty.
     """
 
     stream: Stream

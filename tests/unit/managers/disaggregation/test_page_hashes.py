@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.mem_cache.utils import get_hash_str
 
-from sglang_ext.managers.kv_transfer.page_hashes import page_hashes
+from sglang_ext.managers.kv_transfer.progressive.page_codec import page_hashes
 
 TOKENS = st.lists(st.integers(0, (1 << 32) - 1), max_size=40)
 

@@ -1,0 +1,311 @@
+"""The two ends of a room: the prefill side encodes its pages, the decode side writes its parts into slots."""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from sglang_ext.managers.kv_transfer.incoming_rooms import ExpectedRoom
+from sglang_ext.managers.kv_transfer.link import Link
+from sglang_ext.managers.kv_transfer.link_server import LinkServer
+from sglang_ext.managers.kv_transfer.outgoing_queue import OutgoingPart
+from sglang_ext.managers.kv_transfer.progressive.page_codec import EncodedPage, PageCodec, PlacedPage
+from sglang_ext.managers.kv_transfer.progressive.pool_buffers import AuxRecords, PoolBuffers
+from sglang_ext.managers.kv_transfer.prompt_queries import PromptQueries
+from sglang_ext.managers.kv_transfer.wire import LayerRange, PageHeader, RoomShape, Stream
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+class RoomEncoderListener(Protocol):
+    """Callbacks for the outcome of a room. Called by threads of links."""
+
+    def succeed(self) -> None:
+        """The KV is no longer needed. May be called twice."""
+
+    def fail(self, reason: str) -> None:
+        """Not all of the KV will arrive. May follow ``succeed``."""
+
+
+class RoomEncoder:
+    """Encodes pages and offers their streams to a link. One thread starts pages, another waits for them; any thread may cancel.
+
+    Args:
+        number: Number of the room on its link.
+        codec: Codec of the pool.
+        layers: Layers of one part of a page.
+        starts: Prompt position at which each page begins.
+        hashes: Hash of each page (page_codec.py).
+        told: Listener for success and failure.
+    """
+
+    def __init__(
+        self, number: int, codec: PageCodec, layers: LayerRange, starts: Sequence[int], hashes: Sequence[bytes], listener: RoomEncoderListener
+    ) -> None:
+        self.number, self._codec, self._layers, self._starts = number, codec, layers, starts
+        self._hashes, self._listener = hashes, listener
+        self._lock = threading.Lock()
+        self._is_closed = False
+        # Pages started, deferred residuals not offered yet, and whether the record was offered.
+        self._num_started = self._num_deferred = 0
+        self._recorded = False
+
+    @property
+    def shape(self) -> RoomShape:
+        """The parts of the room."""
+        return RoomShape(len(self._hashes), (self._layers,), self._codec.has_residual and bool(self._hashes))
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the room sends nothing more."""
+        return self._is_closed
+
+    def most_bytes(self, stream: Stream) -> int:
+        """Return the maximum bytes of a page's stream; 0 if the room has no such stream."""
+        return self._codec.most_bytes(stream, self._layers) if self.shape.parts(stream) else 0
+
+    def start_page(self, slots: torch.Tensor | memoryview, residual: bool) -> "PageEncoding":
+        """Start to encode the next page.
+
+        Args:
+            slots: int64 [tokens], slots in the pool; or the bytes of a page that is encoded already and has no residual.
+            residual: Whether to encode the residual too. If False, ``start_residual`` must follow, and the KV must be kept until then.
+        """
+        page, self._num_started = self._num_started, self._num_started + 1
+        if isinstance(slots, memoryview):
+            return PageEncoding(self, page, {Stream.ANCHOR: len(slots)}, lambda: EncodedPage(slots, None))
+        if not residual:
+            with self._lock:
+                self._num_deferred += 1
+        with self._codec.pool.use_stream():
+            encoded = self._codec.start(self._placed(page, slots), self._layers, residual=residual)
+        return PageEncoding(self, page, self._sizes((Stream.ANCHOR, Stream.RESIDUAL) if residual else (Stream.ANCHOR,)), encoded, slots)
+
+    def start_residual(self, page: int, slots: torch.Tensor) -> "PageEncoding":
+        """Start to encode the residual of a page that was started without it."""
+        with self._codec.pool.use_stream():
+            encoded = self._codec.start(self._placed(page, slots), self._layers, anchor=False)
+        return PageEncoding(self, page, self._sizes((Stream.RESIDUAL,)), encoded, slots, is_deferred=True)
+
+    def offer(self, link: Link, started: "PageEncoding") -> None:
+        """Wait for streams that were started, and offer them to the link on which the room is open."""
+        with self._codec.pool.use_stream():
+            encoded = started.encoded()
+        for stream, payload in zip((Stream.ANCHOR, Stream.RESIDUAL), encoded, strict=True):
+            if payload is not None:
+                link.offer(self.number, OutgoingPart(stream, payload, started.page, self._layers, self._hashes[started.page]))
+        if started.is_deferred:
+            with self._lock:
+                self._num_deferred -= 1
+            self._notify_if_encoded()
+
+    def send_record(self, link: Link, record: bytes) -> None:
+        """Offer the auxiliary record, after the last page."""
+        link.offer(self.number, OutgoingPart(Stream.AUX, record))
+        self._recorded = True
+        self._notify_if_encoded()
+
+    def cancel(self, link: Link, reason: str) -> None:
+        """Send nothing more, without a call of the listener."""
+        with self._lock:
+            was_closed, self._is_closed = self._is_closed, True
+        if not was_closed:
+            link.cancel(self.number, reason)
+
+    def fail(self, reason: str) -> None:
+        """Send nothing more, and notify the listener."""
+        with self._lock:
+            was_closed, self._is_closed = self._is_closed, True
+        if not was_closed:
+            self._listener.fail(reason)
+
+    def arrived(self, room: int, stream: Stream) -> None:
+        """Does nothing: no component waits for a single stream. Called by the link."""
+
+    def ended(self, room: int, reason: str | None) -> None:
+        """The room ended: complete (None), or failed for this reason. Called by the link."""
+        if reason is not None:
+            self.fail(reason)
+            return
+        with self._lock:
+            self._is_closed = True
+        self._listener.succeed()
+
+    def _notify_if_encoded(self) -> None:
+        with self._lock:
+            if self._recorded and not self._num_deferred and not self._is_closed:
+                self._listener.succeed()
+
+    def _placed(self, page: int, slots: torch.Tensor) -> PlacedPage:
+        return PlacedPage(self._starts[page], slots)
+
+    def _sizes(self, streams: Sequence[Stream]) -> dict[Stream, int]:
+        return {stream: self.most_bytes(stream) for stream in streams}
+
+
+@dataclass(frozen=True)
+class PageEncoding:
+    """Streams of a page that are being encoded.
+
+    Attributes:
+        sizes: The streams, and the maximum bytes of each.
+        encoded: Waits for the streams and returns them.
+        slots: Kept until then: a GPU may still read them, on another stream than the one that would reuse their memory.
+        is_deferred: Whether it is a deferred residual.
+    """
+
+    room: RoomEncoder
+    page: int
+    sizes: dict[Stream, int]
+    encoded: Callable[[], EncodedPage]
+    slots: torch.Tensor | None = None
+    is_deferred: bool = False
+
+
+class RoomWriterListener(Protocol):
+    """Callbacks for the progress of a room. Called by threads of links."""
+
+    def anchor_arrived(self) -> None:
+        """All anchors and the auxiliary record are written: the request can start to decode."""
+
+    def succeed(self) -> None:
+        """All parts are written."""
+
+    def fail(self, reason: str) -> None:
+        """The rest of the room will not arrive."""
+
+
+class RoomWriter:
+    """Writes the parts of a room into the slots of a request.
+
+    Args:
+        codec: Codec of the pool.
+        pool: Pool that is written to.
+        aux: Auxiliary records; the room's record is written to row ``aux_index``.
+        layers: Layers of one part of a page.
+        pages: Pages of the request, from the first page that is transferred.
+        hashes: Hash of each page (page_codec.py).
+        told: Listener for the room's progress.
+        traveling: Expected queries after the auxiliary record; None if no queries are expected.
+
+    Attributes:
+        queries: Bytes after the auxiliary record.
+        anchor_ready: Whether all anchors and the auxiliary record are written.
+        complete: Whether all parts are written.
+        failure: Why the rest will not arrive; None while it may.
+        size, anchor_size: Received bytes of KV, and of its anchors.
+    """
+
+    def __init__(
+        self,
+        codec: PageCodec,
+        pool: PoolBuffers,
+        aux: AuxRecords,
+        aux_index: int,
+        layers: LayerRange,
+        pages: Sequence[PlacedPage],
+        hashes: Sequence[bytes],
+        listener: RoomWriterListener,
+        expected_queries: PromptQueries | None = None,
+    ) -> None:
+        self._codec, self._pool, self._aux, self._aux_index = codec, pool, aux, aux_index
+        self._layers, self._pages, self._hashes, self._listener = layers, pages, tuple(hashes), listener
+        self._expected_queries, self.queries = expected_queries, b""
+        # Anchors of pages whose residual has not arrived: the residual cannot be decoded without its anchor. Residuals of pages whose
+        # anchor is retransmitted, because its bytes were corrupted: the sender may have sent them already.
+        self._anchors: dict[int, memoryview] = {}
+        self._residuals: dict[int, memoryview] = {}
+        self._complete_streams: set[Stream] = set() if pages else {Stream.ANCHOR}
+        self.anchor_ready = self.complete = False
+        self.failure: str | None = None
+        self.size = self.anchor_size = 0
+
+    @property
+    def expected(self) -> ExpectedRoom:
+        """The parts that the link server accepts for this room."""
+        shape = RoomShape(len(self._pages), (self._layers,), self._codec.has_residual and bool(self._pages))
+        most = {stream: self._codec.most_bytes(stream, self._layers) for stream in (Stream.ANCHOR, Stream.RESIDUAL)}
+        record = sum(self._aux.sizes) + (self._expected_queries.most_bytes if self._expected_queries is not None else 0)
+        return ExpectedRoom(shape, most | {Stream.AUX: record}, self._hashes)
+
+    def write(self, header: PageHeader, payload: memoryview) -> None:
+        """Write a part. Called by the link with an expected part.
+
+        Raises:
+            LinkError: The part cannot be written.
+        """
+        if header.stream is Stream.AUX:
+            size = sum(self._aux.sizes)
+            self._aux.write(self._aux_index, payload[:size])
+            self.queries = bytes(payload[size:])
+            if self.queries:
+                self._expected_queries.parse(self.queries)
+            return
+        self.size += len(payload)
+        self.anchor_size += len(payload) * (header.stream is Stream.ANCHOR)
+        of_page, others = (self._anchors, self._residuals) if header.stream is Stream.ANCHOR else (self._residuals, self._anchors)
+        if self._codec.has_residual:
+            of_page[header.page] = payload
+        page = self._pages[header.page]
+        if header.page in others:
+            with self._pool.use_stream():
+                self._codec.write_residual(page, self._layers, self._anchors.pop(header.page), self._residuals.pop(header.page))
+        elif header.stream is Stream.ANCHOR:
+            with self._pool.use_stream():
+                self._codec.write_anchor(page, self._layers, payload)
+
+    def arrived(self, stream: Stream) -> None:
+        """All parts of a stream are written. Called by the link. A retransmitted anchor may arrive after the auxiliary record."""
+        self._complete_streams.add(stream)
+        if not self.anchor_ready and {Stream.ANCHOR, Stream.AUX} <= self._complete_streams:
+            self._pool.synchronize_links()
+            self.anchor_ready = True
+            self._listener.anchor_arrived()
+
+    def ended(self, reason: str | None) -> None:
+        """The room ended: complete (None), or failed for this reason. Called by the link."""
+        if reason is not None:
+            self.failure = reason
+            self._listener.fail(reason)
+            return
+        self._pool.synchronize_links()
+        self.complete = True
+        self._listener.succeed()
+
+
+@dataclass(frozen=True)
+class EarlyRoom:
+    """A room of a running request, whose residuals are still written to the request's slots. Used by the scheduler's thread.
+
+    Attributes:
+        number: ``link_room`` of the room.
+        received: Writer of the room.
+        links: Link server that receives the room.
+        pool: Pool that is written to.
+        prefill_again: Lets the prefill server compute the request again, after its slots were freed.
+    """
+
+    number: int
+    received: RoomWriter
+    links: LinkServer
+    pool: PoolBuffers
+    prefill_again: "Callable[[Req], None]"
+
+    @property
+    def complete(self) -> bool:
+        """Whether all residuals are written."""
+        return self.received.complete
+
+    @property
+    def failure(self) -> str | None:
+        """Why the rest will not arrive; None while it may."""
+        return self.received.failure
+
+    def cancel(self) -> None:
+        """Stop the writes to the request's slots. When this returns, none is under way."""
+        complete = self.complete
+        self.links.abort(self.number)
+        if not complete:
+            self.pool.synchronize_links()
