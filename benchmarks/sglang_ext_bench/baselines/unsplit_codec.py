@@ -63,7 +63,7 @@ class UnsplitCodec(BenchCodec):
     def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
         """Encode the page to its one stream."""
         if not self.whole:
-            return self.split.encode_anchor(page, layers)
+            return self.split.start(page, layers, residual=False)().anchor
         return pack_streams([torch.from_numpy(np.asarray(stream)) for stream in self.split.encode(page, layers)], self.pool.blocks)
 
     def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:

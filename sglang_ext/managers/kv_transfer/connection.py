@@ -31,34 +31,27 @@ MUCH = 1 << 18
 
 @dataclass(eq=False)
 class ReceivedPart:
-    """A part whose frames have all arrived.
+    """A part of which at least one frame has arrived.
 
     Attributes:
         header: Header of the part.
-        content: Its bytes, which may be kept.
+        digest: Its checksum so far.
+        reading: The last update of the checksum in another thread; None if there is none.
+        content: Its bytes, which may be kept. None until the first of several frames has arrived.
+        filled: Received bytes.
     """
-
-    header: PageHeader
-    content: memoryview
-    _digest: xxhash.xxh3_64
-    _reading: Future | None = None
-
-    def has_valid_checksum(self) -> bool:
-        """Return whether the checksum is correct. Waits until it is computed over all bytes."""
-        if self._reading is not None:
-            self._reading.result()
-        return self._digest.intdigest() == self.header.checksum
-
-
-@dataclass(eq=False)
-class _PartialPart:
-    """A partial part: its header, its checksum so far with the pending update, and memory for it if it has several frames."""
 
     header: PageHeader
     digest: xxhash.xxh3_64
     reading: Future | None = None
-    content: np.ndarray | None = None
+    content: memoryview | None = None
     filled: int = 0
+
+    def has_valid_checksum(self) -> bool:
+        """Return whether the checksum of the complete part is correct. Waits until it is computed over all bytes."""
+        if self.reading is not None:
+            self.reading.result()
+        return self.digest.intdigest() == self.header.checksum
 
 
 @dataclass(eq=False)
@@ -72,7 +65,7 @@ class Assembly:
 
     take: Callable[[int], bytearray | np.ndarray] = bytearray
     reader: ThreadPoolExecutor | None = None
-    _partial: dict[Stream, _PartialPart] = field(default_factory=dict)
+    _partial: dict[Stream, ReceivedPart] = field(default_factory=dict)
 
     def add(self, frame: Frame, payload: memoryview) -> ReceivedPart | None:
         """Add a frame to its part. Return the part once it is complete.
@@ -83,7 +76,7 @@ class Assembly:
         header, stream = frame.header, frame.header.stream
         end = frame.offset + len(payload)
         if frame.offset == 0:
-            self._partial[stream] = _PartialPart(header, header.digest())
+            self._partial[stream] = ReceivedPart(header, header.digest())
         partial = self._partial.get(stream)
         if (
             partial is None
@@ -100,14 +93,13 @@ class Assembly:
         else:
             partial.digest.update(payload)
         if end < header.size and partial.content is None:
-            partial.content = np.frombuffer(self.take(header.size), np.uint8)
-        if partial.content is not None:
+            partial.content = memoryview(self.take(header.size))
+        if partial.content is None:
+            partial.content = payload
+        else:
             # Unlike an assignment to a memoryview, this releases the GIL.
-            np.copyto(partial.content[frame.offset : end], np.frombuffer(payload, np.uint8))
-        if end < header.size:
-            return None
-        del self._partial[stream]
-        return ReceivedPart(header, payload if partial.content is None else memoryview(partial.content), partial.digest, partial.reading)
+            np.copyto(np.frombuffer(partial.content, np.uint8)[frame.offset : end], np.frombuffer(payload, np.uint8))
+        return None if end < header.size else self._partial.pop(stream)
 
     def drop(self, stream: Stream) -> None:
         """Discard a partial part."""

@@ -23,7 +23,7 @@ from sglang_ext.managers.kv_transfer.endpoints import LinkKeys, check_endpoint
 from sglang_ext.managers.kv_transfer.limits import LinkLimits, NetworkInterface
 from sglang_ext.managers.kv_transfer.link_metrics import LinkMetrics, WaitTimer, stream_label
 from sglang_ext.managers.kv_transfer.link_settings import LinkError, LinkSettings
-from sglang_ext.managers.kv_transfer.outgoing_queue import POLL_SECONDS, ListenerNotifier, OutgoingPart, OutgoingQueue, OutgoingRoom, SendListener
+from sglang_ext.managers.kv_transfer.outgoing_queue import POLL_SECONDS, ListenerNotifier, OutgoingPart, OutgoingQueue, SendListener
 from sglang_ext.managers.kv_transfer.wire import FRAME_OVERHEAD, RoomShape, Stream
 
 logger = logging.getLogger(__name__)
@@ -344,13 +344,13 @@ class Link:
             if state is None or state.confirmed:
                 return
             try:
-                complete = self._queue.confirm(have)
+                self._queue.confirm(have)
             except LinkError as error:
                 self._end(have.room, str(error))
                 self._cancels.append((have.room, str(error)))
                 return
+            self._end_complete(have.room)
         self._receiver.record_progress()
-        self._notify_arrived(state, complete)
 
     def _acknowledge(self, connection: Connection, granted: int, acked: tuple[wire.Acked, ...]) -> None:
         connection.grant(granted)
@@ -358,16 +358,14 @@ class Link:
         self._receiver.record_progress(acknowledged=bool(acked))
         for part in acked:
             with self._lock:
-                complete, room = self._queue.arrived(part.room, part.stream, part.part), self._queue.rooms.get(part.room)
-            if complete:
-                self._notify_arrived(room, complete)
+                self._queue.arrived(part.room, part.stream, part.part)
+                self._end_complete(part.room)
 
-    def _notify_arrived(self, room: OutgoingRoom, streams: list[Stream]) -> None:
-        self._listeners.notify_arrived(room, streams)
-        with self._lock:
-            # The room may have ended in the meantime, and another room with its number may be open.
-            if self._queue.rooms.get(room.number) is room and room.complete:
-                self._end(room.number, None)
+    def _end_complete(self, number: int) -> None:
+        """End a room if the receiver has all of it. The caller holds the lock."""
+        room = self._queue.rooms.get(number)
+        if room is not None and room.complete:
+            self._end(number, None)
 
     def _fail_all(self, reason: str, opened_before: float = float("inf")) -> None:
         with self._lock:

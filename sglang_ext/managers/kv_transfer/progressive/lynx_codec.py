@@ -200,14 +200,6 @@ class LynxCodec:
         """Encode both streams."""
         return self.start(page, layers)()
 
-    def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
-        """Encode the first stream only, without the exact residual, which takes longer."""
-        return self.start(page, layers, residual=False)().anchor
-
-    def encode_residual(self, page: PlacedPage, layers: LayerRange) -> memoryview:
-        """Encode the second stream only."""
-        return self.start(page, layers, anchor=False)().residual
-
     def start(self, page: PlacedPage, layers: LayerRange, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
         """Start to encode a page. Return a function that waits for it, and encodes it again if a tensor turns out to be raw.
 

@@ -12,7 +12,7 @@ import torch
 
 from sglang_ext.managers.kv_transfer.link_settings import LinkError, OptionValue
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
-from sglang_ext.managers.kv_transfer.wire import HASH_BYTES, LayerRange, Stream
+from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
 
 # Page sizes are multiples of this many tokens: chunks of codecs, and blocks of quantized KV.
 UNIT = 64
@@ -55,30 +55,13 @@ class EncodedPage(NamedTuple):
 
 
 class SingleStreamCodec:
-    """Common base of codecs that write a whole page into its anchor stream."""
+    """Common base of codecs that write a whole page into its anchor stream. Their callers never request a residual alone."""
 
     has_residual = False
 
     def encode(self, page: PlacedPage, layers: LayerRange) -> EncodedPage:
         """Encode the one stream."""
-        return EncodedPage(self.encode_anchor(page, layers), None)
-
-    def start(self, page: PlacedPage, layers: LayerRange, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
-        """Encode the one stream at once.
-
-        Raises:
-            LinkError: Only a residual is requested.
-        """
-        found = self.encode(page, layers) if anchor else EncodedPage(None, self.encode_residual(page, layers))
-        return lambda: found
-
-    def encode_residual(self, page: PlacedPage, layers: LayerRange) -> memoryview:
-        """Refuse: there is no residual.
-
-        Raises:
-            LinkError: Always.
-        """
-        raise LinkError(f"codec {self.name} has no residuals")
+        return self.start(page, layers)()
 
     def write_residual(self, page: PlacedPage, layers: LayerRange, anchor: memoryview, residual: memoryview) -> None:
         """Refuse: there is no residual.
@@ -100,6 +83,15 @@ class BenchCodec(SingleStreamCodec, ABC):
         Raises:
             LinkError: The codec does not support such a pool.
         """
+
+    @abstractmethod
+    def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
+        """Encode the current KV of the page to its one stream."""
+
+    def start(self, page: PlacedPage, layers: LayerRange, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
+        """Encode the one stream at once."""
+        found = EncodedPage(self.encode_anchor(page, layers), None)
+        return lambda: found
 
 
 class PageCodec(Protocol):
@@ -132,12 +124,6 @@ class PageCodec(Protocol):
 
         The function may be called from another thread. The pool must keep the page, and the arguments must be kept alive, until it returns.
         """
-
-    def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
-        """Encode only the first stream, to the same bytes."""
-
-    def encode_residual(self, page: PlacedPage, layers: LayerRange) -> memoryview:
-        """Encode only the second stream, to the same bytes. For codecs that have one."""
 
     def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
         """Fill the page's slots with the values that the anchor alone restores.
@@ -178,18 +164,8 @@ class RawCodec(SingleStreamCodec):
         """Return the bytes of a full page."""
         return self._bytes(self.page_size, layers) if stream is Stream.ANCHOR else 0
 
-    def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
-        """Copy the pool's bytes."""
-        return self.start(page, layers)().anchor
-
     def start(self, page: PlacedPage, layers: LayerRange, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
-        """Start to copy the page; there is no residual.
-
-        Raises:
-            LinkError: Only a residual is requested.
-        """
-        if not anchor:
-            self.encode_residual(page, layers)
+        """Start to copy the page; there is no residual."""
         tokens, size = len(page.slots), self._bytes(len(page.slots), layers)
         if self.pool.device.type == "cpu":
             content, where = self.pool.blocks.take(size), _slot_index(page.slots)
@@ -267,12 +243,7 @@ def page_hashes(tokens: Sequence[int], page_size: int, before: bytes = b"") -> l
         tokens: Token ids below 2^32.
         page_size: Tokens in a page; the last page may hold fewer.
         before: Hash of the page before the first one, 32 bytes; empty at the start of a request.
-
-    Raises:
-        ValueError: ``before`` or ``page_size`` is out of range.
     """
-    if len(before) not in (0, HASH_BYTES) or page_size < 1:
-        raise ValueError(f"page_hashes of pages of {page_size} tokens after {len(before)} bytes; pass at least 1, and 0 or {HASH_BYTES}")
     return page_hashes_at(tokens, page_ends(page_size, len(tokens)), before)
 
 

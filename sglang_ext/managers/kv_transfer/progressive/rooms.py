@@ -121,9 +121,6 @@ class RoomEncoder:
         if not was_closed:
             self._listener.fail(reason)
 
-    def arrived(self, room: int, stream: Stream) -> None:
-        """Does nothing: no component waits for a single stream. Called by the link."""
-
     def ended(self, room: int, reason: str | None) -> None:
         """The room ended: complete (None), or failed for this reason. Called by the link."""
         if reason is not None:

@@ -130,7 +130,7 @@ class ProgressiveSender(CommonKVSender):
             return False
         codec = self._codec(begin, end)
         ends = codec.ends(len(self._prompt))
-        parts = (codec.encode_anchor(PlacedPage(start, slots[start:stop]), self.kv_mgr.layers) for start, stop in zip([0, *ends], ends))
+        parts = (codec.encode(PlacedPage(start, slots[start:stop]), self.kv_mgr.layers).anchor for start, stop in zip([0, *ends], ends))
         # The pages are copied. Otherwise they would keep the blocks that links need.
         waiting.put(self, (begin, end), tuple(memoryview(bytes(part)) for part in parts))
         self.kv_mgr.add_event(self.room, "computed")

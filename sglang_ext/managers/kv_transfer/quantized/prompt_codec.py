@@ -93,18 +93,10 @@ class QuantizedPromptCodec(SingleStreamCodec):
         blocks = self.page_size // self.packing.block_tokens
         return max(self._raw_codec.most_bytes(stream, layers), sum(self._sizes(blocks, layers)))
 
-    def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
-        """Encode the page's blocks, or its exact values."""
-        return self.start(page, layers)().anchor
-
     def start(self, page: PlacedPage, layers: LayerRange, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
-        """Start to encode the page; there is no residual. All layers are packed together, outside the pool.
-
-        Raises:
-            LinkError: Only a residual is requested.
-        """
-        if not anchor or not self._is_packed(page):
-            return self._raw_codec.start(page, layers, anchor, residual)
+        """Start to encode the page; there is no residual. All layers are packed together, outside the pool."""
+        if not self._is_packed(page):
+            return self._raw_codec.start(page, layers)
         own, count = self._staging_buffers(page.slots, layers), len(page.slots)
         # The kept tokens are indexed by prompt position. Only this page's part of the prompt is available.
         kept = torch.arange(page.start, page.start + count, device=page.slots.device).expand(layers.count, self.pool.heads, -1)

@@ -41,9 +41,3 @@ def test_another_token_changes_all_hashes_from_its_page_on(tokens, page_size, da
         changed = [*tokens[:place], tokens[place] ^ 1, *tokens[place + 1 :]]
         pairs = list(zip(page_hashes(tokens, page_size), page_hashes(changed, page_size)))
         assert [a == b for a, b in pairs] == [page < place // page_size for page in range(len(pairs))]
-
-
-@pytest.mark.parametrize("size, before", [(0, b""), (4, b"short")])
-def test_what_is_no_page_or_no_hash_is_refused(size, before):
-    with pytest.raises(ValueError, match="pass at least 1, and 0 or 32"):
-        page_hashes([1], size, before)

@@ -71,7 +71,7 @@ def test_blocks_are_those_of_a_copy_on_one_server_and_other_tokens_are_exact(nam
     where = QuantizedPromptSlots(packing, there, begin, end, exact[:begin], blocks, exact[begin : begin + 400 - end])
     ends, sizes = sent.ends(400), []
     for start, stop in zip([0, *ends], ends):
-        part = sent.encode_anchor(PlacedPage(start, slots[start:stop]), ALL)
+        part = sent.encode(PlacedPage(start, slots[start:stop]), ALL).anchor
         sizes.append(len(part))
         assert len(part) <= sent.most_bytes(Stream.ANCHOR, ALL)
         received.write_anchor(PlacedPage(start, where.slots(start, stop)), ALL, part)
