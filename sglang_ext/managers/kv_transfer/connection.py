@@ -37,14 +37,14 @@ class ReceivedPart:
         header: Header of the part.
         digest: Its checksum so far.
         reading: The last update of the checksum in another thread; None if there is none.
-        content: Its bytes, which may be kept. None until the first of several frames has arrived.
+        content: Its bytes, which may be kept.
         filled: Received bytes.
     """
 
     header: PageHeader
     digest: xxhash.xxh3_64
+    content: memoryview
     reading: Future | None = None
-    content: memoryview | None = None
     filled: int = 0
 
     def has_valid_checksum(self) -> bool:
@@ -76,7 +76,8 @@ class Assembly:
         header, stream = frame.header, frame.header.stream
         end = frame.offset + len(payload)
         if frame.offset == 0:
-            self._partial[stream] = ReceivedPart(header, header.digest())
+            content = memoryview(self.take(header.size)) if 0 < end < header.size else payload
+            self._partial[stream] = ReceivedPart(header, header.digest(), content)
         partial = self._partial.get(stream)
         if (
             partial is None
@@ -92,11 +93,7 @@ class Assembly:
             partial.reading = self.reader.submit(partial.digest.update, payload)
         else:
             partial.digest.update(payload)
-        if end < header.size and partial.content is None:
-            partial.content = memoryview(self.take(header.size))
-        if partial.content is None:
-            partial.content = payload
-        else:
+        if partial.content is not payload:
             # Unlike an assignment to a memoryview, this releases the GIL.
             np.copyto(np.frombuffer(partial.content, np.uint8)[frame.offset : end], np.frombuffer(payload, np.uint8))
         return None if end < header.size else self._partial.pop(stream)
