@@ -297,7 +297,7 @@ class TPRanks:
 
 @contextmanager
 def run_periodically(look: Callable[[], None], seconds: float) -> Iterator[None]:
-    """Call ``look`` in a background thread every ``seconds`` inside this context, for the first time after one interval. On exit, wait for a running call."""
+    """Call ``look`` in a background thread every ``seconds``, for the first time after one interval. On exit, wait for a running call."""
     over = threading.Event()
 
     def repeat() -> None:
