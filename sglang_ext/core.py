@@ -1,14 +1,17 @@
-"""Types and constants that cross modules. The description of a field names the code that sets it.
+"""Types, constants and helpers that cross modules. The description of a field names the code that sets it.
 
 Nothing here loads PyTorch: command lines import this module to show their help.
 """
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
 
     from sglang_ext.mem_cache.prefix_cache.segments import Segment
 
@@ -239,3 +242,72 @@ class RequestState:
 def _count(histogram: list[int], value: int) -> None:
     histogram.extend([0] * (value + 1 - len(histogram)))
     histogram[value] += 1
+
+
+class RankError(RuntimeError):
+    """Ranks made different decisions, so their collectives would mix up requests."""
+
+
+@dataclass(frozen=True)
+class TPRanks:
+    """The position of this process among the tensor-parallel ranks of a model. Each rank holds some of the heads.
+
+    All ranks must make the same decisions. Compressed KV, rounds and accepted tokens depend on token ids and lengths, which all ranks have.
+    Decisions that depend on measured times could differ, so rank 0 makes them for all ranks.
+
+    Attributes:
+        group: SGLang's group of the ranks; None for a single rank.
+    """
+
+    group: "GroupCoordinator | None" = None
+
+    @classmethod
+    def from_group(cls, group: "GroupCoordinator") -> "TPRanks":
+        """The ranks of SGLang's tensor-parallel ``group``."""
+        return cls(group if group.world_size > 1 else None)
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0, which reports counts for all ranks."""
+        return self.rank == 0
+
+    @property
+    def rank(self) -> int:
+        """Index of this process among the ranks."""
+        return 0 if self.group is None else self.group.rank_in_group
+
+    def agree(self, value: Any) -> Any:
+        """Rank 0's value, on all ranks. Waits for them on the host."""
+        return value if self.group is None else self.group.broadcast_object(value, src=0)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, in rank order. Waits for them on the host."""
+        return [value] if self.group is None else self.group.all_gather_object(value)
+
+    def check_equal(self, what: str, value: Any) -> None:
+        """Check that all ranks have this value.
+
+        Raises:
+            RankError: With the name of the value, and the values by rank.
+        """
+        values = self.gather(value)
+        if any(other != value for other in values):
+            raise RankError(f"{what} differs between tensor-parallel ranks: {values}")
+
+
+@contextmanager
+def run_periodically(look: Callable[[], None], seconds: float) -> Iterator[None]:
+    """Call ``look`` in a background thread every ``seconds``, for the first time after one interval. On exit, wait for a running call."""
+    over = threading.Event()
+
+    def repeat() -> None:
+        while not over.wait(seconds):
+            look()
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

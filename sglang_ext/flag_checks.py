@@ -16,7 +16,7 @@ from sglang_ext.config import (
 from sglang_ext.config.options import FULL_TIERS, MAX_DRAFT_LENGTH, MAX_OFFLOAD_DRAFT_LENGTH, MODES, offload_obstacle, check_allowed
 from sglang_ext.core import OptionError
 from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
-from sglang_ext.managers.kv_transfer.pacing import TokenBucket
+from sglang_ext.managers.kv_transfer.limits import TokenBucket
 from sglang_ext.managers.kv_transfer.link_settings import LinkError
 from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer
 from sglang_ext.mem_cache.compressors.kvzap import KVzap
@@ -100,7 +100,7 @@ def _check_transfer(args: "KVServerArgs") -> None:
         return
     disaggregation_options.check_transfer(args)
     if args.kv_bench_codec is not None:
-        from sglang_ext.managers.kv_transfer.progressive.codecs import bench_codec
+        from sglang_ext.managers.kv_transfer.progressive.compatibility import bench_codec
 
         bench_codec(args.kv_bench_codec)
     if args.disaggregation_mode == "decode":

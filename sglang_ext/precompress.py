@@ -19,7 +19,7 @@ from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
 from sglang_ext.tools.output_files import check_folder, exit_code
 from sglang_ext.tools.precompress import PrecompressError
-from sglang_ext.tools.precompress.documents import PromptPrefix
+from sglang_ext.tools.precompress.job import PromptPrefix
 from sglang_ext.tools.precompress.reconstruction import ReconstructionConfig
 from sglang_ext.tools.precompress.job import ScoringJob
 

@@ -97,7 +97,7 @@ def create_receiver(original: Callable, queue: "DecodePreallocQueue", req: "Req"
     not fit an empty pool is refused. The KV of a request that was retracted and is prefilled again includes its output. Such a request gets a new
     room, and begins when all KV has arrived.
     """
-    from sglang_ext.managers.kv_transfer.progressive.control import retry_room
+    from sglang_ext.managers.kv_transfer.progressive.handshakes import retry_room
     from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
 
     if is_rebootstrap and isinstance(queue.kv_manager, ProgressiveManager):

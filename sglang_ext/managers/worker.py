@@ -55,7 +55,7 @@ from sglang_ext.mem_cache.prefix_cache.quantized_only import QuantizedOnlyKV
 from sglang_ext.mem_cache.prefix_cache.freed_full_kv import FreedFullKV
 from sglang_ext.mem_cache.prefix_cache.remote_only import RemoteOnlyKV
 from sglang_ext.mem_cache.prefix_cache.quantized_prompts import QuantizedPrompts
-from sglang_ext.tp_ranks import TPRanks
+from sglang_ext.core import TPRanks
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch

@@ -9,12 +9,12 @@ import torch
 
 from sglang_ext.hooks import chunk_transfer
 from sglang_ext.managers.kv_transfer.quantized.prompt_codec import QuantizedPromptCodec
-from sglang_ext.managers.kv_transfer.progressive.codecs import compile_kernels, make_codec
+from sglang_ext.managers.kv_transfer.progressive.compatibility import compile_kernels, make_codec
 from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import AuxRecords, PoolBuffers
-from sglang_ext.managers.kv_transfer.progressive.room_writer import RoomWriter
+from sglang_ext.managers.kv_transfer.progressive.rooms import RoomWriter
 from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
-from sglang_ext.managers.kv_transfer.progressive.room_encoder import RoomEncoder
+from sglang_ext.managers.kv_transfer.progressive.rooms import RoomEncoder
 from sglang_ext.managers.kv_transfer.wire import LayerRange, PageHeader, Stream
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds
@@ -131,11 +131,11 @@ def test_prompts_leave_as_the_codes_that_a_cpu_finds_and_soon(named):
         packing = Packing.for_pool(method(*named).quantizer, buffers, 1)
         room = QuantizedPromptCodec(pool, packing, buffers, begin, begin + 256, 128, seeds.to(pool.device) if packing.stochastic else None)
         slots = torch.arange(100, 100 + 128, device=pool.device)
-        found.append(torch.tensor(list(room.encode_anchor(PlacedPage(begin, slots), layers))))
+        found.append(torch.tensor(list(room.encode(PlacedPage(begin, slots), layers).anchor)))
         times = []
         for _ in range(5):
             begun = time.monotonic()
-            room.encode_anchor(PlacedPage(begin, slots), layers)
+            room.encode(PlacedPage(begin, slots), layers)
             times.append(1000 * (time.monotonic() - begun))
         assert pool.device.type == "cpu" or min(times) < CODED_MS, times
         into = torch.arange(packing.packed_slots(128), device=pool.device)

@@ -48,7 +48,8 @@ from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayou
 from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid  # noqa: E402
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers  # noqa: E402
 from sglang_ext.mem_cache.compressors.catalogue import quantizer  # noqa: E402
-from sglang_ext.mem_cache.host_tier.checksums import SUMMED_WORD, PageChecksums, as_words  # noqa: E402
+from sglang_ext.mem_cache.host_tier.tier import SUMMED_WORD, PageChecksums
+from sglang_ext.mem_cache.host_tier.host_pool import as_words
 
 
 def pools(layers, slots, heads, dim, seed):

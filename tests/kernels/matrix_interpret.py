@@ -58,7 +58,8 @@ from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayou
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing  # noqa: E402
 from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, Pointers  # noqa: E402
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers  # noqa: E402
-from sglang_ext.mem_cache.host_tier.checksums import SUMMED_WORD, PageChecksums, as_words  # noqa: E402
+from sglang_ext.mem_cache.host_tier.tier import SUMMED_WORD, PageChecksums
+from sglang_ext.mem_cache.host_tier.host_pool import as_words
 from sglang_ext.mem_cache.compressed.page_extremes import compute_extremes  # noqa: E402
 from sglang_ext.mem_cache.selection.scoring_keys import QuantizedKeys, KeySpec  # noqa: E402
 

@@ -38,7 +38,8 @@ from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayou
 from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
 from sglang_ext.mem_cache.compressors.each_step.quest import Quest
-from sglang_ext.mem_cache.host_tier.checksums import SUMMED_WORD, as_words
+from sglang_ext.mem_cache.host_tier.tier import SUMMED_WORD
+from sglang_ext.mem_cache.host_tier.host_pool import as_words
 from sglang_ext.mem_cache.host_tier.residuals import ResidualPages
 from sglang_ext.mem_cache.selection.scoring_keys import QuantizedKeys, KeySpec
 

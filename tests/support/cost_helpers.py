@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from sglang_ext.managers.kv_offload.costs import Costs
+from sglang_ext.managers.kv_offload.throughput_model import Costs
 
 NUMBERS = {
     "weights": st.floats(0, 20),

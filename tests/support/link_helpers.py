@@ -71,13 +71,7 @@ class Listener:
     """Remembers what a sender was told, by room."""
 
     def __init__(self) -> None:
-        self.streams: dict[int, list[Stream]] = {}
         self.reasons: dict[int, str | None] = {}
-
-    def arrived(self, room: int, stream: Stream) -> None:
-        """Keep the stream."""
-        assert room not in self.reasons
-        self.streams.setdefault(room, []).append(stream)
 
     def ended(self, room: int, reason: str | None) -> None:
         """Keep the reason; it is the only one."""

@@ -16,11 +16,8 @@ from sglang_ext.mem_cache.compressors import LayerKV
 from sglang_ext.mem_cache.compressors.expected_attention import ExpectedAttention
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
 from sglang_ext.mem_cache.scores.predictor import Predictor
-from sglang_ext.tools.precompress.attention_inputs import (
-    AttentionInputs,
-    attention_layers,
-)
-from sglang_ext.tools.precompress.documents import PromptPrefix
+from sglang_ext.tools.precompress.reconstruction import AttentionInputs, attention_layers
+from sglang_ext.tools.precompress.job import PromptPrefix
 from sglang_ext.tools.precompress.reconstruction import (
     ReconstructionConfig,
     reconstruction_scores,

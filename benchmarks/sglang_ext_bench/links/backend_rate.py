@@ -28,15 +28,15 @@ from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang_ext.managers.kv_transfer.limits import LinkLimits
 from sglang_ext.managers.kv_transfer.link import Link
 from sglang_ext.managers.kv_transfer.link_server import LinkServer
-from sglang_ext.managers.kv_transfer.progressive.codecs import make_codec
+from sglang_ext.managers.kv_transfer.progressive.compatibility import make_codec
 from sglang_ext.managers.kv_transfer.progressive.decode_peers import DecodePeer
 from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import (
     AuxRecords,
     PoolBuffers,
 )
-from sglang_ext.managers.kv_transfer.progressive.room_encoder import RoomEncoder
-from sglang_ext.managers.kv_transfer.progressive.room_writer import RoomWriter
+from sglang_ext.managers.kv_transfer.progressive.rooms import RoomEncoder
+from sglang_ext.managers.kv_transfer.progressive.rooms import RoomWriter
 from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
 from sglang_ext.tools import CommandError
 from sglang_ext_bench.links import two_processes

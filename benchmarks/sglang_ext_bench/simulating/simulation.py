@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from sglang_ext.managers.kv_offload.costs import draft_seconds
+from sglang_ext.managers.kv_offload.throughput_model import draft_seconds
 from sglang_ext.managers.kv_offload.load_reservations import Occupancy
 from sglang_ext.managers.kv_offload.throughput_model import OffloadPlan
 from sglang_ext.managers.kv_offload.verification_scheduler import VerificationScheduler

@@ -1,4 +1,4 @@
-"""Checksums of KV pages, all layers in one launch. ``mem_cache/host_tier/checksums.py`` defines the sum."""
+"""Checksums of KV pages, all layers in one launch. ``mem_cache/host_tier/tier.py`` defines the sum."""
 
 import torch
 import triton

@@ -17,7 +17,7 @@ from typing import NoReturn
 import torch
 import zmq
 
-from sglang_ext.periodic import run_periodically
+from sglang_ext.core import run_periodically
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.key_store import KeyStore
 from sglang_ext.managers.cache_rank.protocol import BLOCK, MAX_REASON_CHARS, VERSION, ProtocolError

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_ext.config import options
-from sglang_ext.managers.kv_offload.verification_scheduler import VerificationScheduler
-from sglang_ext.managers.kv_offload.policy import OffloadPolicy
 from sglang_ext.managers.kv_offload.offloaded_full_kv import OffloadedFullKV
+from sglang_ext.managers.kv_offload.policy import OffloadPolicy
+from sglang_ext.managers.kv_offload.verification_scheduler import VerificationScheduler
 from sglang_ext.mem_cache.compressors.lynx import Lynx
 from sglang_ext.mem_cache.host_tier.host_pool import HostPool
 from sglang_ext.mem_cache.host_tier.residuals import ResidualPages, unsupported_reason

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang_ext.managers.spec_decode.full_kv import ResidentFullKV
+from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode
 from sglang_ext.mem_cache.prefix_cache.quantized_only import QuantizedOnlyKV
 from sglang_ext.mem_cache.prefix_cache.remote_only import RemoteOnlyKV
-from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

@@ -19,9 +19,9 @@ import numpy as np
 from scipy.optimize import nnls
 
 from sglang_ext.managers.kv_offload import throughput_model
-from sglang_ext.managers.kv_offload.costs import CostError, Costs
-from sglang_ext.managers.spec_decode.planner import RoundPlan
+from sglang_ext.managers.kv_offload.throughput_model import CostError, Costs
 from sglang_ext.managers.spec_decode.cost_model import RoundTimes
+from sglang_ext.managers.spec_decode.planner import RoundPlan
 
 # Lower bound of the seconds per byte, as a share of the value derived from draft steps.
 LEAST_SHARE = 1e-3
@@ -65,7 +65,7 @@ def fit_costs(
         draft: The current time of a draft step.
         rests: Times of some rounds, at least one of them with a verification.
         weights: Bytes of the model.
-        context: Bytes of full KV per request. For the other arguments see :class:`~sglang_ext.managers.kv_offload.costs.Costs`.
+        context: Bytes of full KV per request. For the other arguments see :class:`~sglang_ext.managers.kv_offload.throughput_model.Costs`.
 
     Raises:
         CostError: A time is not above 0.

@@ -21,7 +21,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from sglang_ext.managers.kv_offload.load_reservations import LoadSchedule, Occupancy, LoadReservation, nearest_first
+from sglang_ext.managers.kv_offload.load_reservations import LoadReservation, LoadSchedule, Occupancy, nearest_first
 
 
 class VerificationScheduleError(ValueError):

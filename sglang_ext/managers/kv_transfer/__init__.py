@@ -2,15 +2,12 @@
 
     link_settings.py      settings that both ends must agree on, and the error that names the difference
     wire.py               messages, their bounds and their encoding
-    page_hashes.py        identifies a page by the tokens up to its end
-    limits.py             sizes and timeouts of a link
+    limits.py             sizes, timeouts and rates of links
     endpoints.py          addresses that links listen on, cleanup of stale sockets, and keys for links between machines
-    pacing.py             token bucket
     outgoing_queue.py     the sender's rooms: order of frames, acknowledgements, retransmissions
-    connection.py         one connection until it breaks, at either end
+    connection.py         one connection until it breaks, at either end, and parts that are partly received
     link.py               the sender's end: a thread that reconnects when a connection breaks
     incoming_rooms.py     the receiver's rooms: parts received, checked and written, until the room ends
-    part_assembly.py      assembles parts from frames
     link_server.py        the receiver's end: one thread reads all links, another writes the parts
     link_metrics.py       metrics of both ends on /metrics
     prompt_queries.py     a prompt's newest queries, which compression methods select tokens by

@@ -8,8 +8,8 @@ Before that, drafts on an anchor are not output, and the KV is not inserted into
 
 from typing import TYPE_CHECKING, Protocol
 
+from sglang_ext.core import TPRanks
 from sglang_ext.managers.spec_decode.full_kv import ResidentFullKV
-from sglang_ext.tp_ranks import TPRanks
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

@@ -1,22 +1,107 @@
-"""Connections, seen from each end: the sender's socket until it breaks, the receiver's reachability over successive connections, and the
-flow control of a sender at its receiver."""
+"""Connections, seen from each end.
+
+- The sender: its socket until it breaks, and the receiver's reachability over successive connections.
+- The receiver: the flow control of a sender, and the assembly of parts from frames. A link has at most one partial part of each stream,
+  since a sender completes a part before the next one.
+"""
 
 import logging
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+import numpy as np
+import xxhash
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from sglang_ext.managers.kv_transfer import wire
-from sglang_ext.managers.kv_transfer.part_assembly import Assembly, ReceivedPart
 from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
 from sglang_ext.managers.kv_transfer.limits import LinkLimits
 from sglang_ext.managers.kv_transfer.link_metrics import LinkMetrics
 from sglang_ext.managers.kv_transfer.link_settings import LinkError
-from sglang_ext.managers.kv_transfer.wire import FRAME_OVERHEAD, MAX_ACKS
+from sglang_ext.managers.kv_transfer.wire import FRAME_OVERHEAD, MAX_ACKS, Frame, PageHeader, Stream
 
 logger = logging.getLogger(__name__)
+
+# From this many bytes, another thread computes a frame's checksum while this one copies the frame.
+MUCH = 1 << 18
+
+
+@dataclass(eq=False)
+class ReceivedPart:
+    """A part of which at least one frame has arrived.
+
+    Attributes:
+        header: Header of the part.
+        digest: Its checksum so far.
+        reading: The last update of the checksum in another thread; None if there is none.
+        content: Its bytes, which may be kept.
+        filled: Received bytes.
+    """
+
+    header: PageHeader
+    digest: xxhash.xxh3_64
+    content: memoryview
+    reading: Future | None = None
+    filled: int = 0
+
+    def has_valid_checksum(self) -> bool:
+        """Return whether the checksum of the complete part is correct. Waits until it is computed over all bytes."""
+        if self.reading is not None:
+            self.reading.result()
+        return self.digest.intdigest() == self.header.checksum
+
+
+@dataclass(eq=False)
+class Assembly:
+    """Partial parts of one link.
+
+    Attributes:
+        take: Allocates this many bytes, for a part in several frames.
+        reader: Thread that updates checksums, in order; None to use the caller's thread.
+    """
+
+    take: Callable[[int], bytearray | np.ndarray] = bytearray
+    reader: ThreadPoolExecutor | None = None
+    _partial: dict[Stream, ReceivedPart] = field(default_factory=dict)
+
+    def add(self, frame: Frame, payload: memoryview) -> ReceivedPart | None:
+        """Add a frame to its part. Return the part once it is complete.
+
+        Raises:
+            LinkError: The frame does not follow the previous one.
+        """
+        header, stream = frame.header, frame.header.stream
+        end = frame.offset + len(payload)
+        if frame.offset == 0:
+            content = memoryview(self.take(header.size)) if 0 < end < header.size else payload
+            self._partial[stream] = ReceivedPart(header, header.digest(), content)
+        partial = self._partial.get(stream)
+        if (
+            partial is None
+            or partial.header != header
+            or partial.filled != frame.offset
+            or end > header.size
+            or not (payload or end == header.size)
+        ):
+            raise LinkError(f"a frame of bytes {frame.offset} to {end} of a part of {header.size} does not follow the previous frame")
+        partial.filled = end
+        # Small frames after a large one go to that thread too, because a checksum reads its bytes in order.
+        if self.reader is not None and (partial.reading is not None or len(payload) >= MUCH):
+            partial.reading = self.reader.submit(partial.digest.update, payload)
+        else:
+            partial.digest.update(payload)
+        if partial.content is not payload:
+            # Unlike an assignment to a memoryview, this releases the GIL.
+            np.copyto(np.frombuffer(partial.content, np.uint8)[frame.offset : end], np.frombuffer(payload, np.uint8))
+        return None if end < header.size else self._partial.pop(stream)
+
+    def drop(self, stream: Stream) -> None:
+        """Discard a partial part."""
+        self._partial.pop(stream, None)
+
 
 # Milliseconds to wait for libzmq's reason why it gave up a connection.
 EVENT_MS = 100

@@ -40,7 +40,7 @@ class ExpectedRoom:
     Attributes:
         shape: Its parts. The sender must announce the same shape.
         most_bytes: Maximum bytes of one part, for each stream of the shape.
-        prefix_hashes: Hash of each page (page_hashes.py), which anchors and residuals must carry; empty to skip the comparison.
+        prefix_hashes: Hash of each page (page_codec.py), which anchors and residuals must carry; empty to skip the comparison.
     """
 
     shape: RoomShape

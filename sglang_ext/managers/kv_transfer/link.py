@@ -4,7 +4,7 @@ A connection starts with Hello and Welcome. The sender then opens each room, and
 room, none. When a connection breaks, the next one repeats this, and missing parts are sent again.
 
 The receiver's grants bound the bytes in flight, and a token bucket paces them, so that an anchor waits for few earlier bytes. All links of
-a prefill rank share the bucket. No link sends a residual while another link has an anchor to send (pacing.py:NetworkInterface).
+a prefill rank share the bucket. No link sends a residual while another link has an anchor to send (limits.py:NetworkInterface).
 """
 
 import logging
@@ -20,11 +20,10 @@ import zmq
 from sglang_ext.managers.kv_transfer import wire
 from sglang_ext.managers.kv_transfer.connection import BrokenConnection, Connection, Reachability
 from sglang_ext.managers.kv_transfer.endpoints import LinkKeys, check_endpoint
-from sglang_ext.managers.kv_transfer.limits import LinkLimits
+from sglang_ext.managers.kv_transfer.limits import LinkLimits, NetworkInterface
 from sglang_ext.managers.kv_transfer.link_metrics import LinkMetrics, WaitTimer, stream_label
-from sglang_ext.managers.kv_transfer.pacing import NetworkInterface
-from sglang_ext.managers.kv_transfer.outgoing_queue import POLL_SECONDS, ListenerNotifier, OutgoingRoom, OutgoingPart, SendListener, OutgoingQueue
 from sglang_ext.managers.kv_transfer.link_settings import LinkError, LinkSettings
+from sglang_ext.managers.kv_transfer.outgoing_queue import POLL_SECONDS, ListenerNotifier, OutgoingPart, OutgoingQueue, SendListener
 from sglang_ext.managers.kv_transfer.wire import FRAME_OVERHEAD, RoomShape, Stream
 
 logger = logging.getLogger(__name__)
@@ -345,13 +344,13 @@ class Link:
             if state is None or state.confirmed:
                 return
             try:
-                complete = self._queue.confirm(have)
+                self._queue.confirm(have)
             except LinkError as error:
                 self._end(have.room, str(error))
                 self._cancels.append((have.room, str(error)))
                 return
+            self._end_complete(have.room)
         self._receiver.record_progress()
-        self._notify_arrived(state, complete)
 
     def _acknowledge(self, connection: Connection, granted: int, acked: tuple[wire.Acked, ...]) -> None:
         connection.grant(granted)
@@ -359,16 +358,14 @@ class Link:
         self._receiver.record_progress(acknowledged=bool(acked))
         for part in acked:
             with self._lock:
-                complete, room = self._queue.arrived(part.room, part.stream, part.part), self._queue.rooms.get(part.room)
-            if complete:
-                self._notify_arrived(room, complete)
+                self._queue.arrived(part.room, part.stream, part.part)
+                self._end_complete(part.room)
 
-    def _notify_arrived(self, room: OutgoingRoom, streams: list[Stream]) -> None:
-        self._listeners.notify_arrived(room, streams)
-        with self._lock:
-            # The room may have ended in the meantime, and another room with its number may be open.
-            if self._queue.rooms.get(room.number) is room and room.complete:
-                self._end(room.number, None)
+    def _end_complete(self, number: int) -> None:
+        """End a room if the receiver has all of it. The caller holds the lock."""
+        room = self._queue.rooms.get(number)
+        if room is not None and room.complete:
+            self._end(number, None)
 
     def _fail_all(self, reason: str, opened_before: float = float("inf")) -> None:
         with self._lock:

@@ -12,7 +12,7 @@ A part of a higher stream interrupts a lower one, which continues afterwards. At
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -38,7 +38,7 @@ class OutgoingPart:
         payload: Contiguous bytes; they are not copied.
         page: Index of the page, counted from the first page that is transferred; 0 for aux.
         layers: Layers of the KV; any value for aux.
-        prefix_hash: 32 bytes (page_hashes.py), or empty.
+        prefix_hash: 32 bytes (page_codec.py), or empty.
     """
 
     stream: Stream
@@ -73,10 +73,7 @@ class QueuedPart:
 
 
 class SendListener(Protocol):
-    """Callbacks for an outgoing room. The link's thread calls them, so they must be quick. They may call methods for other rooms."""
-
-    def arrived(self, room: int, stream: Stream) -> None:
-        """The receiver has checked and written all parts of a stream."""
+    """Callback for an outgoing room. The link's thread calls it, so it must be quick. It may call methods for other rooms."""
 
     def ended(self, room: int, reason: str | None) -> None:
         """The room is complete (None), or failed for this reason. The last call, made once the link reads none of the room's bytes any
@@ -96,7 +93,6 @@ class OutgoingRoom:
         waiting: Offered parts that wait for other parts of the room.
         sent_parts: Numbers of parts that were completely sent on this connection, or are acknowledged.
         acknowledged_parts: Numbers of acknowledged parts.
-        reported_streams: Streams whose completion was reported to the listener.
     """
 
     number: int
@@ -109,7 +105,6 @@ class OutgoingRoom:
     waiting: dict[Stream, deque[QueuedPart]] = field(default_factory=lambda: {stream: deque() for stream in Stream})
     sent_parts: dict[Stream, set[int]] = field(default_factory=lambda: {stream: set() for stream in Stream})
     acknowledged_parts: dict[Stream, set[int]] = field(default_factory=lambda: {stream: set() for stream in Stream})
-    reported_streams: set[Stream] = field(default_factory=set)
 
     def is_idle(self) -> bool:
         """Return whether libzmq no longer reads any of its bytes."""
@@ -121,13 +116,6 @@ class OutgoingRoom:
     def complete(self) -> bool:
         """Whether all parts are acknowledged."""
         return all(len(self.acknowledged_parts[stream]) == self.shape.parts(stream) for stream in Stream)
-
-    def newly_complete(self) -> list[Stream]:
-        """Return complete streams that were not reported before, and mark them as reported. Streams without parts are never reported."""
-        complete = [stream for stream in Stream if 0 < self.shape.parts(stream) == len(self.acknowledged_parts[stream])]
-        streams = [stream for stream in complete if stream not in self.reported_streams]
-        self.reported_streams.update(streams)
-        return streams
 
     def can_send(self, stream: Stream) -> bool:
         """Return whether no part of the room must be sent before those of a stream."""
@@ -155,11 +143,6 @@ class ListenerNotifier:
         """Record that a room has ended. The link's thread notifies its listener later. Called from any thread."""
         self._ended.append((room, reason))
 
-    def notify_arrived(self, room: OutgoingRoom, streams: Sequence[Stream]) -> None:
-        """Report streams whose parts have all arrived."""
-        for stream in streams:
-            self._call(room.listener.arrived, room.number, stream)
-
     def notify_ended(self, seconds: float = 0.0) -> None:
         """Notify the listeners of ended rooms whose bytes libzmq no longer reads. With ``seconds``, wait at most that long, then notify
         all."""
@@ -169,13 +152,13 @@ class ListenerNotifier:
             while not room.is_idle() and time.monotonic() < until:
                 time.sleep(POLL_SECONDS)
             if room.is_idle() or seconds:
-                self._call(room.listener.ended, room.number, reason)
+                self._call(room, reason)
             else:
                 self._ended.append((room, reason))
 
-    def _call(self, function: Callable[..., None], *arguments: object) -> None:
+    def _call(self, room: OutgoingRoom, reason: str | None) -> None:
         try:
-            function(*arguments)
+            room.listener.ended(room.number, reason)
         except Exception:  # An error of a listener must not end the other rooms.
             logger.exception("a listener of the link to %s raised", self._endpoint)
 
@@ -230,8 +213,8 @@ class OutgoingQueue:
         self._release(state)
         return True
 
-    def confirm(self, have: Have) -> list[Stream]:
-        """Record which parts of a room the receiver has; the room may then be sent. Return the streams that this completes.
+    def confirm(self, have: Have) -> None:
+        """Record which parts of a room the receiver has; the room may then be sent.
 
         Raises:
             LinkError: The receiver claims a part that the room does not have.
@@ -253,7 +236,6 @@ class OutgoingQueue:
                 self._arrived(room, stream, number)
             room.waiting[stream] = deque(sending for sending in room.waiting[stream] if sending.number not in numbers)
         self._release(room)
-        return room.newly_complete()
 
     def next(self) -> QueuedPart | None:
         """Return the part whose next frame is sent, until a part of higher priority is queued."""
@@ -286,13 +268,11 @@ class OutgoingQueue:
         room.sent_parts[sending.part.stream].add(sending.number)
         self._release(room)
 
-    def arrived(self, room: int, stream: Stream, number: int) -> list[Stream]:
-        """Record the acknowledgement of a part. Return the streams that this completes. Unexpected acknowledgements are ignored."""
+    def arrived(self, room: int, stream: Stream, number: int) -> None:
+        """Record the acknowledgement of a part. Unexpected acknowledgements are ignored."""
         state = self.rooms.get(room)
-        if state is None or (stream, number) not in state.offered or number not in state.sent_parts[stream]:
-            return []
-        self._arrived(state, stream, number)
-        return state.newly_complete()
+        if state is not None and (stream, number) in state.offered and number in state.sent_parts[stream]:
+            self._arrived(state, stream, number)
 
     def retransmit(self, room: int, stream: Stream, number: int, most: int) -> None:
         """Send a part again, before other parts of its stream.

@@ -1,5 +1,4 @@
-"""The newest queries of a prompt, sent after a room's auxiliary record. Compression methods select tokens by them, and no cache holds them.
-"""
+"""The newest queries of a prompt, sent after a room's auxiliary record. Compression methods select tokens by them, and no cache holds them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

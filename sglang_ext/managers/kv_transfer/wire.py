@@ -11,7 +11,6 @@ import msgspec
 import xxhash
 from msgspec import Meta, Struct
 
-from sglang_ext.managers.kv_transfer.page_hashes import HASH_BYTES
 from sglang_ext.managers.kv_transfer.link_settings import LinkSettings, Name
 
 VERSION = 2
@@ -23,6 +22,9 @@ MAX_MESSAGE_BYTES = MAX_FRAME_BYTES + 1024
 FRAME_OVERHEAD = 512
 # Maximum of parts in a stream of one room, and of acknowledgements in one message.
 MAX_PARTS, MAX_ACKS = 1 << 20, 4096
+
+# Bytes of a hash.
+HASH_BYTES = 32
 
 Room = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Index = Annotated[int, Meta(ge=0, lt=MAX_PARTS)]
@@ -101,7 +103,7 @@ class PageHeader(Message):
         rank: Rank of the sender.
         codec: Name of the codec that encoded the bytes.
         size: Bytes of the part.
-        prefix_hash: Hash of the tokens up to the page's end (page_hashes.py), 32 bytes; empty if there is none.
+        prefix_hash: Hash of the tokens up to the page's end (page_codec.py), 32 bytes; empty if there is none.
         checksum: xxh3_64 of this header with checksum 0, followed by the part's bytes.
     """
 

@@ -12,7 +12,7 @@ from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.managers.spec_decode.draft_length import DraftLength, FixedDraftLength
 from sglang_ext.managers.spec_decode.cost_model import BatchLoad, RecentTimes, RoundCosts, RoundTimes
 from sglang_ext.managers.spec_decode.selection_interval import SelectionInterval
-from sglang_ext.tp_ranks import TPRanks
+from sglang_ext.core import TPRanks
 
 if TYPE_CHECKING:
     from sglang_ext.managers.spec_decode.draft_report import DraftReport

@@ -12,7 +12,7 @@ from sglang_ext.mem_cache.host_tier.tier import HostTier
 from sglang_ext.mem_cache.host_tier.transfers import TransferTracker, Transfer
 from sglang_ext.mem_cache.prefix_cache.anchors import Anchoring, PageSegments, distinct_segments
 from sglang_ext.mem_cache.prefix_cache.nodes import PrefixTree, TieredNode, below
-from sglang_ext.tp_ranks import TPRanks
+from sglang_ext.core import TPRanks
 
 
 class HostStore:

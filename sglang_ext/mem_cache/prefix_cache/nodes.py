@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 from sglang.srt.mem_cache.utils import split_node_hash_value
 
-from sglang_ext.mem_cache.host_tier.host_pages import HostPages
+from sglang_ext.mem_cache.host_tier.host_pool import HostPages
 from sglang_ext.mem_cache.host_tier.transfers import Transfer
 from sglang_ext.mem_cache.prefix_cache.anchors import PageSegments, anchor
 from sglang_ext.mem_cache.prefix_cache.segments import Segment, Segments, covering_segments

@@ -42,7 +42,7 @@ from sglang_ext.mem_cache.prefix_cache.recompute import EarlyRequests
 from sglang_ext.mem_cache.prefix_cache.reloads import FaultInjector, Reloads
 from sglang_ext.mem_cache.prefix_cache.residency import Residency
 from sglang_ext.mem_cache.prefix_cache.segments import Segments
-from sglang_ext.tp_ranks import TPRanks
+from sglang_ext.core import TPRanks
 
 
 class TieredRadixCache(RadixCache):

@@ -9,7 +9,7 @@ import torch
 from sglang.srt.environ import envs
 
 from sglang_ext.core import IntegrityError
-from sglang_ext.mem_cache.host_tier.host_pages import HostPageError
+from sglang_ext.mem_cache.host_tier.host_pool import HostPageError
 from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode
 from sglang_ext.mem_cache.prefix_cache.segments import Segment, free_slots, tiling
 

@@ -26,7 +26,7 @@ from sglang_ext.managers.spec_decode.sampling import SampledTokens
 from sglang_ext.managers.spec_decode.draft import Verifier
 from sglang_ext.managers.spec_decode.full_kv import ResidentFullKV
 from sglang_ext.platforms.plain_cpu import run_without_pinning
-from sglang_ext.tp_ranks import TPRanks
+from sglang_ext.core import TPRanks
 
 DRAFTS, LONGEST, PROMPT = 3, 9, 200
 

@@ -21,7 +21,7 @@ from sglang_ext.managers.spec_decode.draft import StepRunner, Verifier
 from sglang_ext.managers.spec_decode.full_kv import ResidentFullKV
 from sglang_ext.mem_cache.compressed.policy import is_compression_near
 from sglang_ext.mem_cache.compressed.queries import RecordedRows
-from sglang_ext.tp_ranks import TPRanks
+from sglang_ext.core import TPRanks
 
 ROWS = 8
 

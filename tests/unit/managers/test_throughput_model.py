@@ -8,8 +8,8 @@ from cost_helpers import machines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.managers.kv_offload import costs as costs_module
-from sglang_ext.managers.kv_offload.costs import CostError, Costs, round_seconds, verify_seconds
+from sglang_ext.managers.kv_offload import throughput_model as costs_module
+from sglang_ext.managers.kv_offload.throughput_model import CostError, Costs, round_seconds, verify_seconds
 from sglang_ext.managers.kv_offload.throughput_model import OffloadPlan, best_plan, stock_throughput, throughput
 
 # Qwen3-8B in bfloat16 at 32k tokens, memory for 8 of them, on an H200 (docs/benchmarks.md).

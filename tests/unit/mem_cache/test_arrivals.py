@@ -12,7 +12,7 @@ from sglang_ext.device import Mark
 from sglang_ext.mem_cache.host_tier.transfers import TransferTracker, LaunchedTransfer, Transfer, TransferError
 from sglang_ext.mem_cache.prefix_cache.nodes import path
 from sglang_ext.mem_cache.prefix_cache.reloads import FaultInjector
-from sglang_ext.tp_ranks import TPRanks
+from sglang_ext.core import TPRanks
 
 A = list(range(1, 13))
 

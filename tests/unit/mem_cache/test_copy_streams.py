@@ -10,8 +10,8 @@ from hypothesis import given, settings, strategies as st
 from sglang_ext.device import Mark
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.host_tier.host_pool import HostPool
-from sglang_ext.mem_cache.host_tier.copy_streams import LastTransfers, DoubleBuffer
-from sglang_ext.mem_cache.host_tier.pieces import LayerCopies
+from sglang_ext.mem_cache.host_tier.transfers import LastTransfers, DoubleBuffer
+from sglang_ext.mem_cache.host_tier.page_copies import LayerCopies
 from sglang_ext.mem_cache.host_tier.tier import HostTier
 
 

@@ -11,8 +11,8 @@ from sglang_ext.mem_cache.scores.model_key import model_key
 from sglang_ext.tools.precompress import job
 from sglang_ext.tools.precompress import reconstruction
 from sglang_ext.precompress import main
-from sglang_ext.tools.precompress.attention_inputs import AttentionInputs
-from sglang_ext.tools.precompress.documents import PromptPrefix
+from sglang_ext.tools.precompress.reconstruction import AttentionInputs
+from sglang_ext.tools.precompress.job import PromptPrefix
 from sglang_ext.tools.precompress.reconstruction import ReconstructionConfig, reconstruction_scores
 
 LAYERS = 2

@@ -14,7 +14,7 @@ from types import MappingProxyType
 import torch
 
 from sglang_ext.managers.kv_transfer.link import Link
-from sglang_ext.managers.kv_transfer.progressive.room_encoder import RoomEncoder, PageEncoding
+from sglang_ext.managers.kv_transfer.progressive.rooms import PageEncoding, RoomEncoder
 from sglang_ext.managers.kv_transfer.wire import Stream
 
 logger = logging.getLogger(__name__)

@@ -13,10 +13,9 @@ import torch
 from sglang_ext.layers.kernels.lynx.codec import decode_page, decode_page_from, encode_page, encode_page_into
 from sglang_ext.layers.kernels.lynx.layout import RAW, UNIT, PageLayout
 from sglang_ext.layers.kernels.lynx.page_tensors import StreamBatch
-from sglang_ext.managers.kv_transfer.progressive.host_blocks import HostBlocks
-from sglang_ext.managers.kv_transfer.progressive.page_codec import EncodedPage, PlacedPage
-from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
 from sglang_ext.managers.kv_transfer.link_settings import LinkError, OptionValue
+from sglang_ext.managers.kv_transfer.progressive.page_codec import EncodedPage, PlacedPage
+from sglang_ext.managers.kv_transfer.progressive.pool_buffers import HostBlocks, PoolBuffers
 from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
 
 ALIGNED = 16
@@ -200,14 +199,6 @@ class LynxCodec:
     def encode(self, page: PlacedPage, layers: LayerRange) -> EncodedPage:
         """Encode both streams."""
         return self.start(page, layers)()
-
-    def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
-        """Encode the first stream only, without the exact residual, which takes longer."""
-        return self.start(page, layers, residual=False)().anchor
-
-    def encode_residual(self, page: PlacedPage, layers: LayerRange) -> memoryview:
-        """Encode the second stream only."""
-        return self.start(page, layers, anchor=False)().residual
 
     def start(self, page: PlacedPage, layers: LayerRange, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
         """Start to encode a page. Return a function that waits for it, and encodes it again if a tensor turns out to be raw.

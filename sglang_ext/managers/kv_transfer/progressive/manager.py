@@ -1,11 +1,21 @@
-"""The transfer manager of one rank: state shared by its senders or receivers, and the thread that receives control messages."""
+"""The transfer manager of one rank: state shared by its senders or receivers, and the thread that receives control messages. On the decode
+side, also the prefill servers that it knows.
+
+SGLang's decode scheduler reads a bootstrap server over HTTP in its own thread. A bootstrap server that accepts connections and does not
+answer then stops all requests of the decode server for 5 s per attempt. The directory never waits: the scheduler polls it.
+"""
 
 import logging
 import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 from uuid import uuid4
 
+import requests
 import zmq
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver, KVTransferError, PrefillServerInfo
@@ -15,35 +25,114 @@ from sglang.srt.utils.network import NetworkAddress
 
 from sglang_ext.command_line import exit_on_refusal
 from sglang_ext.core import OptionError
-from sglang_ext.managers.kv_transfer.quantized.packed_prompts import PackedPromptStore
 from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
-from sglang_ext.managers.kv_transfer.limits import LinkLimits
+from sglang_ext.managers.kv_transfer.limits import LinkLimits, NetworkInterface, PollThrottle
 from sglang_ext.managers.kv_transfer.link import Link
 from sglang_ext.managers.kv_transfer.link_metrics import LinkMetrics
 from sglang_ext.managers.kv_transfer.link_server import LinkServer
-from sglang_ext.managers.kv_transfer.pacing import NetworkInterface, PollThrottle
-from sglang_ext.managers.kv_transfer.progressive import control
-from sglang_ext.managers.kv_transfer.progressive import compatibility
-from sglang_ext.managers.kv_transfer.progressive.codecs import compile_kernels, make_codec
-from sglang_ext.managers.kv_transfer.progressive.control import Control, Failed, RoomMetadata
-from sglang_ext.managers.kv_transfer.progressive.handshakes import Handshakes
-from sglang_ext.managers.kv_transfer.progressive.decode_peers import MAX_TOTAL_BYTES, DecodePeers
-from sglang_ext.managers.kv_transfer.progressive.pool_buffers import AuxRecords
-from sglang_ext.managers.kv_transfer.progressive.prefill_servers import (
-    PrefillDirectory,
-    PrefillServerRecord,
-    RankPosition,
-    fetch_prefill_server,
-)
 from sglang_ext.managers.kv_transfer.link_settings import LinkError
+from sglang_ext.managers.kv_transfer.progressive import compatibility, handshakes
+from sglang_ext.managers.kv_transfer.progressive.compatibility import compile_kernels, make_codec
+from sglang_ext.managers.kv_transfer.progressive.decode_peers import MAX_TOTAL_BYTES, DecodePeers
+from sglang_ext.managers.kv_transfer.progressive.handshakes import Control, Failed, Handshakes, RoomMetadata
+from sglang_ext.managers.kv_transfer.progressive.pool_buffers import AuxRecords
+from sglang_ext.managers.kv_transfer.quantized.prompt_codec import PackedPromptStore
 from sglang_ext.managers.kv_transfer.timeline import TransferEventKind, TransferTimeline
 from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream, WireError
 from sglang_ext.mem_cache.host_tier.host_memory import AvailableMemory
 
 logger = logging.getLogger(__name__)
 
+# Bootstrap servers that are read at once.
+MAX_FETCHES = 16
+# Seconds: for one HTTP response, between two attempts at one address, and that a request waits for its prefill server.
+FETCH_TIMEOUT, RETRY_INTERVAL, PATIENCE = 5.0, 1.0, 30.0
+
+# A prefill rank's position: data parallel, context parallel, tensor parallel and pipeline rank.
+RankPosition = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True)
+class PrefillServerRecord:
+    """A bootstrap server's data about its prefill server.
+
+    Attributes:
+        info: Topology. Its rank mapping is resolved for this decode rank.
+        ranks: For each prefill rank that this decode rank needs, ``rank_ip`` and ``rank_port`` of its control socket.
+    """
+
+    info: PrefillServerInfo
+    ranks: dict[RankPosition, dict[str, Any]]
+
+
+class PrefillDirectory:
+    """Fetches prefill servers by bootstrap address. At most one fetch per address runs at a time. Used by one thread.
+
+    Args:
+        fetch: Reads one bootstrap server, in a background thread. Any exception is a failed attempt.
+        retry_interval: Seconds between two attempts at one address.
+        patience: Seconds that a request waits for its prefill server before it fails.
+    """
+
+    def __init__(
+        self, fetch: Callable[[str], PrefillServerRecord], retry_interval: float = RETRY_INTERVAL, patience: float = PATIENCE
+    ) -> None:
+        self.patience = patience
+        self._fetch, self._retry_interval = fetch, retry_interval
+        self._executor = ThreadPoolExecutor(MAX_FETCHES, thread_name_prefix="kv-bootstrap")
+        self._running: dict[str, Future[PrefillServerRecord]] = {}
+        self._retry_at: dict[str, float] = {}
+        self._problems: dict[str, str] = {}
+
+    def poll(self, address: str) -> PrefillServerRecord | None:
+        """Return the prefill server once it is fetched. Until then, start a fetch if none runs, and return None. Does not block."""
+        running = self._running.get(address)
+        if running is None:
+            if time.monotonic() >= self._retry_at.get(address, 0.0):
+                self._running[address] = self._executor.submit(self._fetch, address)
+            return None
+        if not running.done():
+            return None
+        del self._running[address]
+        error = running.exception()
+        if error is None:
+            self._retry_at.pop(address, None)
+            self._problems.pop(address, None)
+            return running.result()
+        if self._problems.get(address) != str(error):
+            logger.warning("the bootstrap server at %s cannot be read: %s; next attempt in %g s", address, error, self._retry_interval)
+        self._problems[address] = str(error)
+        self._retry_at[address] = time.monotonic() + self._retry_interval
+        return None
+
+    def problem(self, address: str) -> str:
+        """Why the last attempt at an address failed."""
+        return self._problems.get(address, "it does not answer")
+
+
+def fetch_prefill_server(address: str, resolve: Callable[[PrefillServerInfo], list[RankPosition]]) -> PrefillServerRecord:
+    """Read the topology and the rank addresses of a prefill server from its bootstrap server.
+
+    Args:
+        address: ``host:port`` of the bootstrap server.
+        resolve: Maps the topology to this decode rank, and returns the prefill ranks that it needs.
+
+    Raises:
+        requests.RequestException: The server does not answer within ``FETCH_TIMEOUT``, or answers with an error status.
+    """
+    info = PrefillServerInfo(**_get_route(address, (-1, -1, -1, -1)))
+    return PrefillServerRecord(info, {position: _get_route(address, position) for position in resolve(info)})
+
+
+def _get_route(address: str, position: RankPosition) -> dict[str, Any]:
+    names = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
+    response = requests.get(f"http://{address}/route", params=dict(zip(names, position)), timeout=FETCH_TIMEOUT)
+    response.raise_for_status()
+    return response.json()
+
+
 # Share of the free host memory that a decode server pins at start for the anchors of all its ranks. Each rank pins at most the limit in
-# host_blocks.py.
+# pool_buffers.py.
 PINNED_SHARE = 0.25
 
 
@@ -126,7 +215,7 @@ class ProgressiveManager(CommonKVManager):
         socket, lock = CommonKVReceiver._connect(address.to_tcp(), is_ipv6=address.is_ipv6)
         try:
             with lock:
-                socket.send(control.encode(message), zmq.NOBLOCK)
+                socket.send(handshakes.encode_control(message), zmq.NOBLOCK)
         except zmq.ZMQError as error:
             logger.warning("%s cannot be reached, %s is not sent: %s", address.to_tcp(), type(message).__name__, error)
             return False
@@ -218,7 +307,7 @@ class ProgressiveManager(CommonKVManager):
         while True:
             frames = self.server_socket.recv_multipart()
             try:
-                self._hear(control.decode(frames[0] if len(frames) == 1 else b""))
+                self._hear(handshakes.decode_control(frames[0] if len(frames) == 1 else b""))
             except WireError as error:
                 logger.warning("ignored a control message: %s", error)
             except Exception:

@@ -1,10 +1,13 @@
-"""The interface of a page codec, and the size of pages."""
+"""Codecs of pages: their interface, the size of pages, the codec without encoding, and the hashes that identify pages."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
 from typing import NamedTuple, Protocol, Self
 
+import numpy as np
 import torch
 
 from sglang_ext.managers.kv_transfer.link_settings import LinkError, OptionValue
@@ -52,30 +55,13 @@ class EncodedPage(NamedTuple):
 
 
 class SingleStreamCodec:
-    """Common base of codecs that write a whole page into its anchor stream."""
+    """Common base of codecs that write a whole page into its anchor stream. Their callers never request a residual alone."""
 
     has_residual = False
 
     def encode(self, page: PlacedPage, layers: LayerRange) -> EncodedPage:
         """Encode the one stream."""
-        return EncodedPage(self.encode_anchor(page, layers), None)
-
-    def start(self, page: PlacedPage, layers: LayerRange, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
-        """Encode the one stream at once.
-
-        Raises:
-            LinkError: Only a residual is requested.
-        """
-        found = self.encode(page, layers) if anchor else EncodedPage(None, self.encode_residual(page, layers))
-        return lambda: found
-
-    def encode_residual(self, page: PlacedPage, layers: LayerRange) -> memoryview:
-        """Refuse: there is no residual.
-
-        Raises:
-            LinkError: Always.
-        """
-        raise LinkError(f"codec {self.name} has no residuals")
+        return self.start(page, layers)()
 
     def write_residual(self, page: PlacedPage, layers: LayerRange, anchor: memoryview, residual: memoryview) -> None:
         """Refuse: there is no residual.
@@ -97,6 +83,15 @@ class BenchCodec(SingleStreamCodec, ABC):
         Raises:
             LinkError: The codec does not support such a pool.
         """
+
+    @abstractmethod
+    def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
+        """Encode the current KV of the page to its one stream."""
+
+    def start(self, page: PlacedPage, layers: LayerRange, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
+        """Encode the one stream at once."""
+        found = EncodedPage(self.encode_anchor(page, layers), None)
+        return lambda: found
 
 
 class PageCodec(Protocol):
@@ -130,12 +125,6 @@ class PageCodec(Protocol):
         The function may be called from another thread. The pool must keep the page, and the arguments must be kept alive, until it returns.
         """
 
-    def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
-        """Encode only the first stream, to the same bytes."""
-
-    def encode_residual(self, page: PlacedPage, layers: LayerRange) -> memoryview:
-        """Encode only the second stream, to the same bytes. For codecs that have one."""
-
     def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
         """Fill the page's slots with the values that the anchor alone restores.
 
@@ -149,3 +138,126 @@ class PageCodec(Protocol):
         Raises:
             LinkError: The data are not streams of such a page.
         """
+
+
+@dataclass(frozen=True)
+class RawCodec(SingleStreamCodec):
+    """Copies the pool's bytes, all of them in the anchor stream.
+
+    Attributes:
+        pool: The pool of this rank.
+        page_size: Tokens of a page.
+    """
+
+    pool: PoolBuffers
+    page_size: int = 64
+    name = "raw"
+    version = 1
+    reference = "raw"
+
+    @property
+    def options(self) -> dict[str, OptionValue]:
+        """No option changes the bytes."""
+        return {}
+
+    def most_bytes(self, stream: Stream, layers: LayerRange) -> int:
+        """Return the bytes of a full page."""
+        return self._bytes(self.page_size, layers) if stream is Stream.ANCHOR else 0
+
+    def start(self, page: PlacedPage, layers: LayerRange, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
+        """Start to copy the page; there is no residual."""
+        tokens, size = len(page.slots), self._bytes(len(page.slots), layers)
+        if self.pool.device.type == "cpu":
+            content, where = self.pool.blocks.take(size), _slot_index(page.slots)
+            for rows, part in zip(self._rows(layers), self._parts(content, tokens, layers), strict=True):
+                part[:] = rows[where]
+            return lambda: EncodedPage(memoryview(content), None)
+        brought = self.pool.copy_to_host(self.pool.gather(layers, page.slots), size)
+        return lambda: EncodedPage(brought(), None)
+
+    def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
+        """Copy the bytes back to the pool.
+
+        Raises:
+            LinkError: The page has another size.
+        """
+        tokens, expected = len(page.slots), self._bytes(len(page.slots), layers)
+        if len(anchor) != expected:
+            raise LinkError(f"a page of {tokens} tokens has {len(anchor)} bytes; expected are {expected}")
+        if self.pool.device.type == "cpu":
+            where = _slot_index(page.slots)
+            for rows, part in zip(self._rows(layers), self._parts(np.frombuffer(anchor, np.uint8), tokens, layers), strict=True):
+                rows[where] = part
+            return
+        content, split = (
+            self.pool.blocks.to_device(anchor).view(self.pool.dtype),
+            tokens * layers.count * self.pool.heads * self.pool.key_dim,
+        )
+        halves = (half.view(layers.count, tokens, -1) for half in (content[:split], content[split:]))
+        self.pool.scatter(layers, page.slots, tuple(halves))
+
+    @cached_property
+    def _widths(self) -> tuple[int, ...]:
+        """Bytes per token of the keys, then of the values, of each layer."""
+        return tuple(tensor.shape[1] * tensor.itemsize for tensor in self.pool.tensors(0, self.pool.layers))
+
+    @cached_property
+    def _pool_bytes(self) -> tuple[np.ndarray, ...]:
+        """Keys, then values, of each layer of a pool in host memory: uint8 [slots, bytes per token]."""
+        return tuple(tensor.view(torch.uint8).numpy() for tensor in self.pool.tensors(0, self.pool.layers))
+
+    def _select_layers(self, of_pool: tuple, layers: LayerRange) -> tuple:
+        """Select the keys, then the values, of a range of layers."""
+        keys = slice(layers.first, layers.first + layers.count)
+        values = slice(self.pool.layers + layers.first, self.pool.layers + layers.first + layers.count)
+        return of_pool[keys] + of_pool[values]
+
+    def _rows(self, layers: LayerRange) -> tuple[np.ndarray, ...]:
+        return self._select_layers(self._pool_bytes, layers)
+
+    def _bytes(self, tokens: int, layers: LayerRange) -> int:
+        return tokens * sum(self._select_layers(self._widths, layers))
+
+    def _parts(self, content: np.ndarray, tokens: int, layers: LayerRange) -> Iterator[np.ndarray]:
+        """Split a page's bytes into keys and values of each layer: uint8 [tokens, bytes per token] each."""
+        begin = 0
+        for width in self._select_layers(self._widths, layers):
+            yield content[begin : begin + tokens * width].reshape(tokens, width)
+            begin += tokens * width
+
+
+def _slot_index(slots: torch.Tensor) -> np.ndarray | slice:
+    """Return slots in host memory as an index. Consecutive slots become a slice, which is copied faster."""
+    places = slots.numpy()
+    if len(places) == 0 or (np.diff(places) != 1).any():
+        return places
+    return slice(int(places[0]), int(places[0]) + len(places))
+
+
+def page_hashes(tokens: Sequence[int], page_size: int, before: bytes = b"") -> list[bytes]:
+    """Return a hash for each page: SHA-256 of the previous hash and the page's tokens, as 32-bit integers.
+
+    They equal SGLang's names of HiCache pages (``sglang.srt.mem_cache.utils.get_hash_str``).
+
+    Args:
+        tokens: Token ids below 2^32.
+        page_size: Tokens in a page; the last page may hold fewer.
+        before: Hash of the page before the first one, 32 bytes; empty at the start of a request.
+    """
+    return page_hashes_at(tokens, page_ends(page_size, len(tokens)), before)
+
+
+def page_hashes_at(tokens: Sequence[int], ends: Sequence[int], before: bytes = b"") -> list[bytes]:
+    """Return the hashes of pages that end at ``ends``, ascending. Each page begins where the previous one ends."""
+    row = np.asarray(tokens, "<u4")
+    hashes, start = [], 0
+    for end in ends:
+        before = sha256(before + row[start:end].tobytes()).digest()
+        hashes.append(before)
+        start = end
+    return hashes
+
+
+def page_ends(page_size: int, end: int, start: int = 0) -> list[int]:
+    """Return the ends of pages of ``page_size`` tokens that cover ``start`` to ``end``. The last page may hold fewer tokens."""
+    return [min(begin + page_size, end) for begin in range(start, end, page_size)]

@@ -12,15 +12,14 @@ from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.utils.network import NetworkAddress
 
 from sglang_ext.managers.kv_transfer import wire
+from sglang_ext.managers.kv_transfer.link_settings import LinkError
+from sglang_ext.managers.kv_transfer.progressive.handshakes import CONTROL_VERSION, Abort, RoomMetadata
+from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
+from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage, page_hashes, page_hashes_at
+from sglang_ext.managers.kv_transfer.progressive.rooms import EarlyRoom, RoomWriter
+from sglang_ext.managers.kv_transfer.prompt_queries import PromptQueries
 from sglang_ext.managers.kv_transfer.quantized.decode_side import QuantizedPromptSlots
 from sglang_ext.managers.kv_transfer.quantized.prompt_codec import QuantizedPromptCodec
-from sglang_ext.managers.kv_transfer.page_hashes import page_hashes_at, page_hashes
-from sglang_ext.managers.kv_transfer.progressive.control import VERSION, Abort, RoomMetadata
-from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
-from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage
-from sglang_ext.managers.kv_transfer.progressive.room_writer import EarlyRoom, RoomWriter
-from sglang_ext.managers.kv_transfer.prompt_queries import PromptQueries
-from sglang_ext.managers.kv_transfer.link_settings import LinkError
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -159,7 +158,7 @@ class ProgressiveReceiver(CommonKVReceiver):
         sizes = (*self.kv_mgr.aux.sizes, self._queries.most_bytes if self._queries is not None else 0)
         here = self.kv_mgr.local_ip, self.kv_mgr.rank_port, self.kv_mgr.links.endpoint, settings, sizes
         places = (0, 0) if coded is None else (coded.begin, coded.end)
-        metadata = RoomMetadata(VERSION, self.room, *here, prefix, len(self._prompt), self.bootstrap_room, places)
+        metadata = RoomMetadata(CONTROL_VERSION, self.room, *here, prefix, len(self._prompt), self.bootstrap_room, places)
         if not all(self.kv_mgr.send_message(address, metadata) for address in self._prefill_ranks()):
             self._give_up(f"the prefill rank at {self.bootstrap_infos} cannot be reached")
             return

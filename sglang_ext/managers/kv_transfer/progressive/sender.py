@@ -11,19 +11,18 @@ import torch
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVSender, KVTransferError
 
-from sglang_ext.managers.kv_transfer.quantized.prompt_codec import QuantizedPromptCodec
-from sglang_ext.managers.kv_transfer.page_hashes import page_hashes_at, page_ends, page_hashes
-from sglang_ext.managers.kv_transfer.progressive import compatibility
-from sglang_ext.managers.kv_transfer.progressive.control import RoomMetadata
-from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
-from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage
-from sglang_ext.managers.kv_transfer.progressive.decode_peers import DecodePeer
-from sglang_ext.managers.kv_transfer.progressive.room_encoder import RoomEncoder
-from sglang_ext.managers.kv_transfer.prompt_queries import QueryReader
 from sglang_ext.managers.kv_transfer.link_settings import LinkError
+from sglang_ext.managers.kv_transfer.progressive import compatibility
+from sglang_ext.managers.kv_transfer.progressive.decode_peers import DecodePeer
+from sglang_ext.managers.kv_transfer.progressive.handshakes import RoomMetadata
+from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
+from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage, page_ends, page_hashes, page_hashes_at
+from sglang_ext.managers.kv_transfer.progressive.rooms import RoomEncoder
+from sglang_ext.managers.kv_transfer.prompt_queries import QueryReader
+from sglang_ext.managers.kv_transfer.quantized.prompt_codec import QuantizedPromptCodec
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds
-from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
 # The message of SGLang's own class.
 ABORTED = "Aborted by AbortReq."
@@ -131,7 +130,7 @@ class ProgressiveSender(CommonKVSender):
             return False
         codec = self._codec(begin, end)
         ends = codec.ends(len(self._prompt))
-        parts = (codec.encode_anchor(PlacedPage(start, slots[start:stop]), self.kv_mgr.layers) for start, stop in zip([0, *ends], ends))
+        parts = (codec.encode(PlacedPage(start, slots[start:stop]), self.kv_mgr.layers).anchor for start, stop in zip([0, *ends], ends))
         # The pages are copied. Otherwise they would keep the blocks that links need.
         waiting.put(self, (begin, end), tuple(memoryview(bytes(part)) for part in parts))
         self.kv_mgr.add_event(self.room, "computed")

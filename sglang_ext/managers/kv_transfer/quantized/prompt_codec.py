@@ -6,23 +6,25 @@ and exact pages after them.
 
 A page of blocks has keys, then values, of each layer: for each KV head the bytes of its blocks (block_layout.py), without the padding of
 their cells.
+
+SGLang prefills prompts ahead of their decode side (``--optimistic-prefill-attempts``), and keeps their full KV until that side has slots. A
+prompt that will be sent as quantized KV is packed as soon as it is prefilled, and its full KV can be freed.
+:class:`PackedPromptStore` holds it in host memory until then.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 
-from sglang_ext.managers.kv_transfer.page_hashes import page_ends
-from sglang_ext.managers.kv_transfer.progressive.page_codec import EncodedPage, SingleStreamCodec, PlacedPage
-from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
-from sglang_ext.managers.kv_transfer.progressive.raw_codec import RawCodec
 from sglang_ext.managers.kv_transfer.link_settings import LinkError, OptionValue
+from sglang_ext.managers.kv_transfer.progressive.page_codec import EncodedPage, PlacedPage, RawCodec, SingleStreamCodec, page_ends
+from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
 from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.block_layout import BlockLayout
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing, as_bytes
-from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
 
 @dataclass(frozen=True)
@@ -91,18 +93,10 @@ class QuantizedPromptCodec(SingleStreamCodec):
         blocks = self.page_size // self.packing.block_tokens
         return max(self._raw_codec.most_bytes(stream, layers), sum(self._sizes(blocks, layers)))
 
-    def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
-        """Encode the page's blocks, or its exact values."""
-        return self.start(page, layers)().anchor
-
     def start(self, page: PlacedPage, layers: LayerRange, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
-        """Start to encode the page; there is no residual. All layers are packed together, outside the pool.
-
-        Raises:
-            LinkError: Only a residual is requested.
-        """
-        if not anchor or not self._is_packed(page):
-            return self._raw_codec.start(page, layers, anchor, residual)
+        """Start to encode the page; there is no residual. All layers are packed together, outside the pool."""
+        if not self._is_packed(page):
+            return self._raw_codec.start(page, layers)
         own, count = self._staging_buffers(page.slots, layers), len(page.slots)
         # The kept tokens are indexed by prompt position. Only this page's part of the prompt is available.
         kept = torch.arange(page.start, page.start + count, device=page.slots.device).expand(layers.count, self.pool.heads, -1)
@@ -162,3 +156,44 @@ class QuantizedPromptCodec(SingleStreamCodec):
     @property
     def _layouts(self) -> tuple[BlockLayout, BlockLayout]:
         return self.packing.keys, self.packing.values
+
+
+# Bytes of packed prompts at one rank from which no more are packed ahead. Full KV stays in the pool then.
+MOST_WAITING = 4 << 30
+
+
+@dataclass
+class PackedPromptStore:
+    """Packed prompts of one rank. Used by the scheduler's thread.
+
+    Attributes:
+        most: Bytes from which no more prompts are accepted.
+        held: Bytes of all stored pages.
+    """
+
+    most: int = MOST_WAITING
+    held: int = 0
+    _pages: dict[object, tuple[tuple[int, int], tuple[memoryview, ...]]] = field(default_factory=dict)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another prompt can be stored."""
+        return self.held < self.most
+
+    def __contains__(self, owner: object) -> bool:
+        return owner in self._pages
+
+    def put(self, owner: object, coded: tuple[int, int], pages: tuple[memoryview, ...]) -> None:
+        """Store the pages of a prompt whose tokens from ``coded[0]`` to ``coded[1]`` are packed."""
+        self._pages[owner] = coded, pages
+        self.held += sum(map(len, pages))
+
+    def coded(self, owner: object) -> tuple[int, int] | None:
+        """Return the range of packed tokens of an owner's prompt; None if it is not stored."""
+        return self._pages[owner][0] if owner in self._pages else None
+
+    def take(self, owner: object) -> tuple[memoryview, ...]:
+        """Remove and return an owner's pages; empty if there are none."""
+        _, pages = self._pages.pop(owner, ((0, 0), ()))
+        self.held -= sum(map(len, pages))
+        return pages

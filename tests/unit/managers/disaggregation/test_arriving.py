@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.managers.kv_transfer.arriving_full_kv import ArrivingFullKV
-from sglang_ext.tp_ranks import TPRanks
+from sglang_ext.core import TPRanks
 
 
 @dataclass

@@ -436,7 +436,8 @@ def test_a_sink_that_raises_fails_its_room_alone(ends):
 
 def test_a_listener_that_raises_is_logged_and_the_link_goes_on(ends, caplog):
     class Rude(Listener):
-        def arrived(self, *_):
+        def ended(self, room, reason):
+            super().ended(room, reason)
             raise RuntimeError("rude")
 
     server, listener = ends.server(), Rude()

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.managers.kv_transfer.pacing import LEAST_FRAME, PAUSE, NetworkInterface, PollThrottle, TokenBucket
+from sglang_ext.managers.kv_transfer.limits import LEAST_FRAME, PAUSE, NetworkInterface, PollThrottle, TokenBucket
 from sglang_ext.managers.kv_transfer.link_settings import LinkError
 
 RATES = st.floats(1e3, 1e9)

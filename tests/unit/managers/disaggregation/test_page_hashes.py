@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.mem_cache.utils import get_hash_str
 
-from sglang_ext.managers.kv_transfer.page_hashes import page_hashes
+from sglang_ext.managers.kv_transfer.progressive.page_codec import page_hashes
 
 TOKENS = st.lists(st.integers(0, (1 << 32) - 1), max_size=40)
 
@@ -41,9 +41,3 @@ def test_another_token_changes_all_hashes_from_its_page_on(tokens, page_size, da
         changed = [*tokens[:place], tokens[place] ^ 1, *tokens[place + 1 :]]
         pairs = list(zip(page_hashes(tokens, page_size), page_hashes(changed, page_size)))
         assert [a == b for a, b in pairs] == [page < place // page_size for page in range(len(pairs))]
-
-
-@pytest.mark.parametrize("size, before", [(0, b""), (4, b"short")])
-def test_what_is_no_page_or_no_hash_is_refused(size, before):
-    with pytest.raises(ValueError, match="pass at least 1, and 0 or 32"):
-        page_hashes([1], size, before)

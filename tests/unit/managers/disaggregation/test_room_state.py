@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from link_helpers import MOST, Sink, expected, header, shape
 from waiting import until
 
-from sglang_ext.managers.kv_transfer.part_assembly import Assembly
+from sglang_ext.managers.kv_transfer.connection import Assembly
 from sglang_ext.managers.kv_transfer.link_metrics import LinkMetrics
 from sglang_ext.managers.kv_transfer.incoming_rooms import ExpectedRoom, IncomingRoom, IncomingRooms
 from sglang_ext.managers.kv_transfer.link_settings import LinkError

@@ -420,7 +420,7 @@ def test_residuals_that_come_between_chunks_are_none_of_the_anchors_bytes(server
     until(lambda: settled(sender) and settled(receiver))
     assert torch.equal(rows(both.decode.pool, there), rows(both.prefill.pool, here))
     codec = both.prefill.codec
-    anchors = [codec.encode_anchor(PlacedPage(begin, here[begin:][:UNIT]), both.prefill.layers) for begin in range(0, 200, UNIT)]
+    anchors = [codec.encode(PlacedPage(begin, here[begin:][:UNIT]), both.prefill.layers).anchor for begin in range(0, 200, UNIT)]
     events = {event.kind: event for event in timeline.read(tmp_path / "times")}
     assert events["anchor"].number == sum(map(len, anchors)) < events["complete"].number
 
