@@ -15,8 +15,6 @@ from sglang_ext.layers.kernels.decode_tile_sizes import MOST_ROWS, DecodeTile, t
 from sglang_ext.layers.kernels.system_memory import load_acquired_count
 from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, as_pointers
 
-# Tokens in a step, and steps that are loaded ahead.
-TOKENS, STAGES = 32, 3
 # Polls for selected pointers before a program waits for the end of the selection kernel: some milliseconds.
 POLLS = tl.constexpr(1 << 13)
 
@@ -197,5 +195,5 @@ def pointer_decode(
         return f"attention over pointers with {shape_name(dim, group, keys.dtype)}"
 
     key = ("pointers", dim, values.shape[2], group, keys.dtype, keys.device)
-    launch_first_fitting(tile_choices(group, MOST_ROWS, TOKENS, STAGES), launch, key, what, "pass --kv-compressor snapkv")
+    launch_first_fitting(tile_choices(group, MOST_ROWS, TOKENS, POINTER_STAGES), launch, key, what, "pass --kv-compressor snapkv")
     return parts.merged_output()

@@ -14,8 +14,8 @@ from sglang_ext.layers.kernels.flash_decoding import SplitOutputs, exact_split, 
 from sglang_ext.layers.kernels.decode_tile_sizes import MOST_ROWS, DecodeTile, tile_choices
 from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
 
-# Tokens in a step, and steps that are loaded ahead; tuned on an H200.
-TOKENS, STAGES = 32, 2
+# Tokens in a step, and steps of ragged heads and of pointers that are loaded ahead; tuned on an H200.
+TOKENS, RAGGED_STAGES, POINTER_STAGES = 32, 2, 3
 
 
 @triton.jit
@@ -148,5 +148,5 @@ def ragged_decode(
         return f"attention over heads of different budgets with {shape_name(dim, group, keys.dtype)}"
 
     key = ("cells", dim, values.shape[2], group, keys.dtype, keys.device)
-    launch_first_fitting(tile_choices(group, MOST_ROWS, TOKENS, STAGES), launch, key, what, "pass --kv-head-budgets equal")
+    launch_first_fitting(tile_choices(group, MOST_ROWS, TOKENS, RAGGED_STAGES), launch, key, what, "pass --kv-head-budgets equal")
     return parts.merged_output()

@@ -6,6 +6,7 @@ import triton.language as tl
 
 from sglang_ext.layers.kernels.addresses import buffer_pointer
 
+# Tokens that a program copies at a time.
 BLOCK = 32
 
 

@@ -6,8 +6,7 @@ import triton.language as tl
 
 from sglang_ext.layers.kernels.addresses import buffer_pointer
 
-# Cells that a program copies at a time, and programs per head.
-BLOCK = 32
+# Programs per head.
 PROGRAMS = 16
 
 

@@ -4,7 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 128
+# Pointers that a program writes.
+POINTERS = 128
 
 
 @triton.jit(do_not_specialize=("count",))
@@ -37,7 +38,7 @@ def write_pointers(
     """
     layers, heads, count = kept.shape
     cells = like.view(torch.int32)
-    write_kept_pointers[(layers * heads, triton.cdiv(count, BLOCK))](
+    write_kept_pointers[(layers * heads, triton.cdiv(count, POINTERS))](
         key_table, kept.contiguous(), sources, targets, count, cells.stride(0), cells.stride(1),
-        HEADS=heads, PER_SLOT=cells.shape[2], BLOCK=BLOCK,
+        HEADS=heads, PER_SLOT=cells.shape[2], BLOCK=POINTERS,
     )  # fmt: skip

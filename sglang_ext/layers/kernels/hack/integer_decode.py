@@ -19,8 +19,8 @@ from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import as_bytes
 
 # Minimum bytes of an int8 product along its inner dimension, and minimum channels along another dimension.
 INNER, OUTER = 32, 16
-# Tokens of a step per warp, and steps that are loaded ahead.
-WARP_TOKENS, STAGES = 64, 3
+# Tokens of a step per warp.
+WARP_TOKENS = 64
 
 
 def launch_integers(call: PackedAttentionCall, stored_sums: bool = True, exact_tail: bool = True) -> None:

@@ -14,7 +14,7 @@ import torch
 from sglang_ext.core import OptionError
 from sglang_ext.layers.kernels.gpu_launch import capability, gpu_name, has_ptx
 from sglang_ext.layers.kernels.flash_decoding import SplitOutputs
-from sglang_ext.layers.kernels.gluon import occupancy
+from sglang_ext.layers.kernels.gluon.occupancy import RESIDENT
 from sglang_ext.layers.kernels.gluon.constants import PackedFragments
 from sglang_ext.layers.kernels.gluon.fragments import TOKENS
 from sglang_ext.layers.kernels.gluon.integer_fragments import PARTITIONS, IntegerFragments
@@ -89,7 +89,7 @@ def max_resident_programs(packing: Packing, keys: torch.Tensor, values: torch.Te
     """Programs of a Gluon kernel that run at the same time. None if neither Gluon kernel supports the blocks."""
     if fragments(packing, keys, values, group) is None and integer_fragments(packing, keys, values, group) is None:
         return None
-    return torch.cuda.get_device_properties(keys.device).multi_processor_count * occupancy.RESIDENT
+    return torch.cuda.get_device_properties(keys.device).multi_processor_count * RESIDENT
 
 
 def check_readable(packing: Packing, keys: torch.Tensor) -> None:

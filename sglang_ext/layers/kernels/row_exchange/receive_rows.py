@@ -12,7 +12,7 @@ NUMBERS = tl.constexpr(COMMIT_NUMBERS)
 # Index of applied rows among the counters (exchange_kernels.py:COUNTERS).
 ROWS_COUNTER = tl.constexpr(4)
 # Rows that a program copies at once.
-COPIED = 16
+COMMITTED = 16
 
 
 @triton.jit(do_not_specialize=("fresh",))
@@ -77,9 +77,9 @@ def commit_rows(
     """
     heads, dim = like.shape[1:]
     fresh = arrived[1].shape[2]
-    _commit_rows[(len(tables[0]) * heads, triton.cdiv(fresh, COPIED), len(numbers))](
+    _commit_rows[(len(tables[0]) * heads, triton.cdiv(fresh, COMMITTED), len(numbers))](
         *arrived, hits, numbers, records, counters, *tables, targets, fresh, like.stride(0), like.stride(1),
-        HEADS=heads, DIM=dim, PADDED_DIM=triton.next_power_of_2(dim), ROWS=COPIED,
+        HEADS=heads, DIM=dim, PADDED_DIM=triton.next_power_of_2(dim), ROWS=COMMITTED,
     )  # fmt: skip
 
 
@@ -98,7 +98,7 @@ def move_newest(
     """
     layers, heads, count = places.shape
     dim = keys.shape[2]
-    _move_newest[(layers * heads, triton.cdiv(count, COPIED))](
+    _move_newest[(layers * heads, triton.cdiv(count, COMMITTED))](
         *tables, keys, values, places.contiguous(), sources, targets, count, keys.stride(0), keys.stride(1),
-        HEADS=heads, DIM=dim, PADDED_DIM=triton.next_power_of_2(dim), ROWS=COPIED,
+        HEADS=heads, DIM=dim, PADDED_DIM=triton.next_power_of_2(dim), ROWS=COMMITTED,
     )  # fmt: skip
