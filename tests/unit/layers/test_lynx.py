@@ -9,11 +9,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.layers.kernels.lynx import planes
-from sglang_ext.layers.kernels.lynx.levels import ANCHORS, bounds, fine_bounds, fine_levels, level_step, levels, max_level
+from sglang_ext.layers.kernels.lynx import pytorch_codec
+from sglang_ext.layers.kernels.lynx.layout import (
+    ANCHORS,
+    bounds,
+    fine_bounds,
+    fine_levels,
+    level_step,
+    levels,
+    max_level,
+    CHUNK,
+    DTYPES,
+    HEADER,
+    PageLayout,
+)
 from sglang_ext.layers.kernels.lynx.codec import decode, decode_page, encode, encode_page
 from sglang_ext.layers.kernels.lynx.encode_tiles import CELLS, REACH, cells
-from sglang_ext.layers.kernels.lynx.layout import CHUNK, DTYPES, HEADER, PageLayout
 from sglang_ext.layers.kernels.lynx.pytorch_codec import CLEAR, as_bytes
 
 PATTERNS = {2: torch.int16, 4: torch.int32}
@@ -160,9 +171,9 @@ def test_algorithm_1s_split():
 @given(st.integers(2, 6), st.integers(1, 40), st.integers(1, 9), st.integers(0, 2**20))
 def test_planes_hold_codes(bits, tokens, words, seed):
     codes = torch.randint(2**bits, (tokens, 8 * words), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
-    packed = planes.pack_planes(codes, bits)
+    packed = pytorch_codec.pack_planes(codes, bits)
     assert len(packed) == tokens * words * bits
-    assert torch.equal(planes.unpack_planes(packed, bits, tokens), codes)
+    assert torch.equal(pytorch_codec.unpack_planes(packed, bits, tokens), codes)
 
 
 def test_a_page_goes_from_slots_to_slots_and_touches_no_others():

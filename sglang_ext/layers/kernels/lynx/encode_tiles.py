@@ -16,9 +16,8 @@ import triton
 import triton.language as tl
 
 from sglang_ext.layers.kernels.lynx import pytorch_codec
-from sglang_ext.layers.kernels.lynx.chunk_scales import find_scales
-from sglang_ext.layers.kernels.lynx.levels import fine_bounds, max_level, level_step
-from sglang_ext.layers.kernels.lynx.quads import extremes, padded_tokens, float32_of, load_quads, numbers_of, quarters
+from sglang_ext.layers.kernels.lynx.chunk_scales import extremes, find_scales, float32_of, load_quads, numbers_of, padded_tokens, quarters
+from sglang_ext.layers.kernels.lynx.layout import fine_bounds, level_step, max_level
 from sglang_ext.layers.kernels.lynx.tiles import CHUNK, at_address, slots_of, store_plane
 
 CLEAR = tl.constexpr(pytorch_codec.CLEAR)

@@ -11,12 +11,11 @@ import numpy as np
 import torch
 
 from sglang_ext.layers.kernels.lynx.codec import decode_page, decode_page_from, encode_page, encode_page_into
-from sglang_ext.layers.kernels.lynx.layout import RAW, UNIT, PageLayout
-from sglang_ext.layers.kernels.lynx.page_tensors import StreamBatch
+from sglang_ext.layers.kernels.lynx.layout import RAW, UNIT, PageLayout, StreamBatch
+from sglang_ext.managers.kv_transfer.link_settings import LinkError, OptionValue
 from sglang_ext.managers.kv_transfer.progressive.host_blocks import HostBlocks
 from sglang_ext.managers.kv_transfer.progressive.page_codec import EncodedPage, PlacedPage
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
-from sglang_ext.managers.kv_transfer.link_settings import LinkError, OptionValue
 from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
 
 ALIGNED = 16

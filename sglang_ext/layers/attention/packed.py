@@ -15,17 +15,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_ext.layers.attention.compressed.decode_backend import CompressedDecode
-from sglang_ext.layers.kernels.gluon.occupancy import choose_splits
-from sglang_ext.layers.kernels.hack.product import Partitioned, quantize_partitions, product
-from sglang_ext.layers.kernels.packed.packed_decode import packed_decode, max_resident_programs
+from sglang_ext.layers.attention.decode_backend import CompressedDecode
+from sglang_ext.layers.kernels.hack.product import Partitioned, product, quantize_partitions
+from sglang_ext.layers.kernels.packed.packed_decode import choose_splits, max_resident_programs, packed_decode
 from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid, Quantized
-from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import QuantizedLayout, Packing
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing, QuantizedLayout
 from sglang_ext.mem_cache.compressors.contracts.quantizer import code_values
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
-
 
 def packed_attention(
     packing: Packing,
