@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
+
 def check_supported(layer: "RadixAttention", options: dict[str, object], where: str, remedy: str) -> None:
     """Check that a layer asks for no attention option except a scale or a cap.
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, PPProxyTensors
     from sglang.srt.model_executor.model_runner import ModelRunner
 
+
 class LayoutReader(NamedTuple):
     """Attention over rows that begin with compressed KV of one layout.
 

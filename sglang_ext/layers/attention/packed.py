@@ -25,6 +25,7 @@ from sglang_ext.mem_cache.compressors.contracts.quantizer import code_values
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
+
 def packed_attention(
     packing: Packing,
     queries: torch.Tensor,

@@ -22,6 +22,7 @@ from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayou
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
+
 def attend_kept_and_tail(
     queries: torch.Tensor,
     kept: tuple[torch.Tensor, torch.Tensor],

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
+
 class QuantizedPrefill:
     """Attention of the prompts that are computed in a forward.
 

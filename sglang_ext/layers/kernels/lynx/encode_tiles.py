@@ -139,22 +139,6 @@ def _split(first, second, BITS: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def _again(words, MOVE: tl.constexpr, PTX: tl.constexpr):
-    """The quarters of ``words``, hidden from the compiler, which would otherwise keep numbers that are cheaper to recompute.
-
-    Each branch has its own MOVE.
-    """
-    if PTX:
-        a = tl.inline_asm_elementwise(MOVE, "=r,r", [words[0]], tl.int32, True, 1)
-        b = tl.inline_asm_elementwise(MOVE, "=r,r", [words[1]], tl.int32, True, 1)
-        c = tl.inline_asm_elementwise(MOVE, "=r,r", [words[2]], tl.int32, True, 1)
-        d = tl.inline_asm_elementwise(MOVE, "=r,r", [words[3]], tl.int32, True, 1)
-        return quarters(a), quarters(b), quarters(c), quarters(d)
-    else:
-        return quarters(words[0]), quarters(words[1]), quarters(words[2]), quarters(words[3])
-
-
-@triton.jit
 def _hidden(word, ASSEMBLY: tl.constexpr):
     return tl.inline_asm_elementwise(ASSEMBLY, "=r,r", [word], tl.int32, True, 1)
 

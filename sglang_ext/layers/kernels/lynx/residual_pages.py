@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 
 BLOCK, UNIT = tl.constexpr(streams.BLOCK), tl.constexpr(8 * streams.UNIT)
-UNIT_BYTES = tl.constexpr(streams.UNIT)
 
 
 @triton.jit
