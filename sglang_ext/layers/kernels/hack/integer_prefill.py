@@ -4,7 +4,7 @@ layers/attention/quantized_prefill.py is the PyTorch version. Each layer has thr
 
 1. prompt_codes.py quantizes the keys and values of whole blocks.
 2. prefill_attention.py attends to exact tokens. On Hopper it stores the query codes that the third launch needs.
-3. gluon/prefill_codes.py attends to codes on Hopper, with specialized warps, and adds its result to the output. If it does not support
+3. gluon/prefill_codes.py attends to codes on Hopper, with specialized warps. It adds its result to the output. If it does not support
    the prompts, the second kernel attends to all tokens.
 """
 

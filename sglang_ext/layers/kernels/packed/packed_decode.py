@@ -8,8 +8,8 @@ accepts them, else hack/integer_attention.py. For other blocks it is gluon/packe
 packed_attention.py. No kernel reads blocks that hold more than codes, scales, zero points and sums (:func:`check_readable`). No kernel
 reads blocks whose scales are shared by both tokens and channels.
 
-Integer products (HACK, arXiv 2502.03589) read exact tokens, including those that do not fill a partition of values yet, in the other
-splits. :func:`choose_splits` chooses the number of splits so that a GPU's multiprocessors are busy to the end.
+With integer products (HACK, arXiv 2502.03589), tokens that do not fill a partition of values yet are exact tokens, too.
+:func:`choose_splits` chooses the number of splits so that a GPU's multiprocessors are busy to the end.
 """
 
 from collections.abc import Callable, Sequence
