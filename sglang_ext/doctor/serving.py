@@ -13,10 +13,10 @@ import zmq
 from sglang_ext import serve_pd
 from sglang_ext.config import model_folder, model_options, options, transports
 from sglang_ext.config.disaggregation_options import BACKEND
-from sglang_ext.doctor.installation import SGLANG_VERSION, Check, one_line, make_check
+from sglang_ext.doctor.installation import SGLANG_VERSION, Check, make_check, one_line
 from sglang_ext.hooks import activation as hooking
-from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressors import catalogue
 
 logger = logging.getLogger(__name__)
@@ -185,7 +185,7 @@ def packed_kernels(dim: int, group: int, dtype: torch.dtype, device: str = "cuda
         dtype: Dtype of the KV pool.
         device: Device of the KV pool.
     """
-    from sglang_ext.layers.attention.compressed.decode_backend import LARGEST_HEAD, SMALLEST_HEAD
+    from sglang_ext.layers.attention.decode_backend import LARGEST_HEAD, SMALLEST_HEAD
     from sglang_ext.layers.kernels.packed.pack_blocks import can_pack
     from sglang_ext.layers.kernels.packed.packed_decode import fragments, multiplies_integers
 

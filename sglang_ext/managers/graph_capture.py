@@ -10,7 +10,7 @@ from sglang.srt.mem_cache import allocation
 from sglang.srt.model_executor.runner.base_cuda_graph_runner import get_batch_sizes_to_capture
 
 from sglang_ext.config import options
-from sglang_ext.layers.attention import plan_memory
+from sglang_ext.layers.attention import verify_graphs
 from sglang_ext.layers.attention.verify_attention import VerifyAttention
 from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet, capture, make_room_for_logits
 from sglang_ext.mem_cache.compressed.queries import QueryWindows
@@ -73,9 +73,9 @@ def create_verify_attention(args: "KVServerArgs", model_runner: "ModelRunner") -
 
 
 def unpin_plans(model_runner: "ModelRunner", graphs: VerifyGraphSet | None) -> None:
-    """Let rounds be launched further ahead of the device than SGLang's forwards (plan_memory.py)."""
+    """Let rounds be launched further ahead of the device than SGLang's forwards (verify_graphs.py:unpin)."""
     captured = [graph.attn_backend for graph in graphs.graphs] if graphs else []
-    count = sum(plan_memory.unpin(backend) for backend in [model_runner.attn_backend, *captured])
+    count = sum(verify_graphs.unpin(backend) for backend in [model_runner.attn_backend, *captured])
     if count:
         logger.info("sglang-ext: FlashInfer's plans of %s wrappers are not in pinned memory", count)
 

@@ -18,8 +18,8 @@ from sglang_ext.config import options, selection_options
 from sglang_ext.config.prefill_options import QUANTIZED
 from sglang_ext.core import OptionError
 from sglang_ext.layers.attention import verify_attention
-from sglang_ext.layers.attention.model_layers import first_attention_layer, attention_scaling
-from sglang_ext.layers.kernels.hack import specialized_prefill
+from sglang_ext.layers.attention.common import attention_scaling, first_attention_layer
+from sglang_ext.layers.kernels.hack import integer_prefill
 from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes
 from sglang_ext.layers.kernels.packed import packed_decode
 from sglang_ext.managers.served_methods import ServedMethods
@@ -27,8 +27,8 @@ from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
 from sglang_ext.mem_cache.compressors.each_step.quest import Quest
 from sglang_ext.mem_cache.compressors.spade import Spade
 from sglang_ext.mem_cache.host_tier.tier import staging_bytes
-from sglang_ext.mem_cache.selection.scoring_keys import KeySpec
 from sglang_ext.mem_cache.selection.on_gpu import planned_bytes as selection_bytes
+from sglang_ext.mem_cache.selection.scoring_keys import KeySpec
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -298,14 +298,14 @@ class MemoryPlanner:
         return selection_options.exchange_buffer_bytes(self.args) * selection_options.ranks(self.args) + records
 
     def _prompt_codes(self, tokens: int) -> int:
-        """Bytes of a prompt of at most ``tokens`` tokens in quantized_extend.py."""
+        """Bytes of a prompt of at most ``tokens`` tokens in quantized_prefill.py."""
         if not self.on_gpu or self.args.kv_prefill != QUANTIZED:
             return 0
         model, quantizer = self.model, next(m.quantizer for m in self.served.methods if m.quantizer is not None)
         partition = quantizer.partition
         token = model.kv_heads * PromptCodes.token_bytes(model.head_dim, model.value_dim, partition)
-        if specialized_prefill.is_supported_shape(self.capability, partition, quantizer.block, model.query_heads // model.kv_heads):
-            token += model.query_heads * specialized_prefill.PrefillQueryCodes.query_bytes(model.head_dim, partition)
+        if integer_prefill.is_supported_shape(self.capability, partition, quantizer.block, model.query_heads // model.kv_heads):
+            token += model.query_heads * integer_prefill.PrefillQueryCodes.query_bytes(model.head_dim, partition)
         return tokens * token
 
     def _workspaces(self, requests: int) -> int:

@@ -10,14 +10,14 @@ import torch
 from sglang_ext.config import selection_options
 from sglang_ext.config.method_options import OfferedMethod, methods, offered_methods
 from sglang_ext.core import OptionError
-from sglang_ext.layers.attention.model_layers import first_attention_layer, is_attention
+from sglang_ext.layers.attention.common import first_attention_layer, is_attention
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
-from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
-from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
-from sglang_ext.mem_cache.compressed.layouts.base import KVLayout, PlainLayout, ExchangedRowLayout, PlainSlots
-from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import QuantizedLayout, Packing
-from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, Pointers
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.layouts.base import ExchangedRowLayout, KVLayout, PlainLayout, PlainSlots
+from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
+from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, Pointers
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing, QuantizedLayout
+from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
 from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
 from sglang_ext.mem_cache.compressed.rotary import Rotary, find_rotary
 from sglang_ext.mem_cache.compressed.slot_scores import SlotScores

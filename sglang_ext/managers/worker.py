@@ -16,44 +16,41 @@ from sglang_ext.command_line import exit_on_refusal
 from sglang_ext.config import options, selection_options
 from sglang_ext.config.disaggregation_options import quantized_transfer_settings
 from sglang_ext.config.prefill_options import QUANTIZED
-from sglang_ext.layers.attention import torch_native, verify_graphs
-from sglang_ext.layers.attention.compressed import decode_graphs
-from sglang_ext.layers.attention.model_layers import first_attention_layer, attention_scaling
-from sglang_ext.layers.attention.quantized_extend import QuantizedExtend
-from sglang_ext.layers.attention.quantized_prefill import QuantizedPrefill
+from sglang_ext.layers.attention import decode_graphs, torch_native, verify_graphs
+from sglang_ext.layers.attention.common import attention_scaling, first_attention_layer
+from sglang_ext.layers.attention.quantized_prefill import QuantizedExtend, QuantizedPrefill
 from sglang_ext.layers.forward import AttentionOverride, AttentionOverrides, KVDraftInput
 from sglang_ext.managers import integrity, served_methods
-from sglang_ext.managers.cache_rank.on_gpu.gpu_launch import start_gpu_cache_ranks
 from sglang_ext.managers.cache_rank.launch import start_cache_ranks
-from sglang_ext.managers.graph_capture import compile_slot_kernel, record_step_queries, unpin_plans, create_verify_attention, capture_verify_graphs
-from sglang_ext.managers.kv_transfer.arriving_full_kv import ArrivingFullKV
-from sglang_ext.managers.kv_transfer.quantized.decode_side import QuantizedPrompt, QuantizedPromptAllocator, plan_quantized_prompt
-from sglang_ext.managers.kv_transfer.prompt_queries import PromptQueries
-from sglang_ext.managers.memory_plan import ReservedMemory, MemoryPlanner
-from sglang_ext.managers.metrics import KVMetrics
+from sglang_ext.managers.cache_rank.on_gpu.gpu_launch import start_gpu_cache_ranks
+from sglang_ext.managers.graph_capture import capture_verify_graphs, compile_slot_kernel, create_verify_attention, record_step_queries, unpin_plans
 from sglang_ext.managers.kv_offload import full_tier
 from sglang_ext.managers.kv_offload.lossy_full_kv import QuantizedOnlyFullKV, RemoteOnlyFullKV
+from sglang_ext.managers.kv_transfer.arriving_full_kv import ArrivingFullKV
+from sglang_ext.managers.kv_transfer.prompt_queries import PromptQueries
+from sglang_ext.managers.kv_transfer.quantized.decode_side import QuantizedPrompt, QuantizedPromptAllocator, plan_quantized_prompt
+from sglang_ext.managers.memory_plan import MemoryPlanner, ReservedMemory
+from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.managers.served_methods import ServedMethods
 from sglang_ext.managers.simulated_acceptance import SimulatedAcceptance
-from sglang_ext.managers.spec_decode.grammar import UnprocessedTokens
 from sglang_ext.managers.spec_decode.decode_loop import DecodeLoop, decode_loop
-from sglang_ext.managers.spec_decode.request_states import RequestStates, fallback_reason, is_token_only
-from sglang_ext.managers.spec_decode.round_result import RoundResult
 from sglang_ext.managers.spec_decode.draft import prefill
 from sglang_ext.managers.spec_decode.full_kv import ResidentFullKV
-from sglang_ext.mem_cache.compressed.key_derived_data import KeyDerivedData
+from sglang_ext.managers.spec_decode.grammar import UnprocessedTokens
+from sglang_ext.managers.spec_decode.request_states import RequestStates, fallback_reason, is_token_only
+from sglang_ext.managers.spec_decode.round_result import RoundResult
 from sglang_ext.mem_cache.compressed.async_selector import create_stream_selector
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
-from sglang_ext.mem_cache.compressed.policy import max_tail
+from sglang_ext.mem_cache.compressed.key_derived_data import KeyDerivedData
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
-from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.policy import max_tail
 from sglang_ext.mem_cache.compressed.queries import QueryWindows, reserve_queries, set_key_write_callback
 from sglang_ext.mem_cache.compressed.slot_codes import SlotCodes
-from sglang_ext.mem_cache.prefix_cache.quantized_only import QuantizedOnlyKV
 from sglang_ext.mem_cache.prefix_cache.freed_full_kv import FreedFullKV
-from sglang_ext.mem_cache.prefix_cache.remote_only import RemoteOnlyKV
+from sglang_ext.mem_cache.prefix_cache.quantized_only import QuantizedOnlyKV
 from sglang_ext.mem_cache.prefix_cache.quantized_prompts import QuantizedPrompts
 from sglang_ext.core import TPRanks
 

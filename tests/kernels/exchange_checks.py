@@ -7,13 +7,13 @@ from backend_steps import on
 from choose_checks import Asked
 from marked_helpers import written
 
-from sglang_ext.layers.kernels.row_exchange import send_rows
+from sglang_ext.layers.kernels import row_exchange
 
 
 def expected(chosen, scores, held, fresh):
     """Of a KV head, places and positions of moves: of what was ``chosen`` what is not ``held``, no more than ``fresh`` of the highest scores,
     and no more than places are free; what is held again in another block of places is free, too."""
-    wanted, known, free, block = set(chosen.tolist()), set(held.tolist()), [], send_rows.LOOKED_AT
+    wanted, known, free, block = set(chosen.tolist()), set(held.tolist()), [], row_exchange.LOOKED_AT
     for place, token in enumerate(held.tolist()):
         if token not in wanted or token in held[: place // block * block].tolist():
             free.append(place)
@@ -57,7 +57,7 @@ def check_exchanged(device):
 
 def exchanged(device, asked, part, fresh):
     """What comes of some requests in some layers is what PyTorch's scores say."""
-    from sglang_ext.layers.kernels.select_tokens import mark_tokens
+    from sglang_ext.layers.kernels.selection.select_tokens import mark_tokens
 
     # Of a second chunk some query heads have much, and others little.
     for row, length in zip(asked.rows.tolist(), asked.lengths):
@@ -69,7 +69,7 @@ def exchanged(device, asked, part, fresh):
     marked = mark_tokens(*shared, contexts, *part)
     chosen[part] = written(marked, most).cpu()
     held = records(asked, chosen, most, torch.Generator().manual_seed(fresh))
-    counts, moves, slots = (each.cpu() for each in send_rows.exchange(marked, held.to(device), most, fresh))
+    counts, moves, slots = (each.cpu() for each in row_exchange.exchange(marked, held.to(device), most, fresh))
     for layer in range(2)[part[0]]:
         for request in range(len(asked.lengths))[part[1]]:
             scores, keep = asked.scores(request, layer), asked.counts[request]

@@ -15,7 +15,7 @@ from ptx_emulator import Assembly
 
 KERNELS = Path(__file__).parents[2] / "sglang_ext/layers/kernels/gluon"
 # Of each kernel, in the order in which they import each other.
-MODULES = {"packed_splits_gluon": ("tiles", "exact_tokens", "float_products", "packed_blocks")}
+MODULES = {"packed_splits_gluon": ("tiles", "packed_blocks")}
 MODULES["integer_splits_gluon"] = (*MODULES["packed_splits_gluon"], "integer_products", "integer_blocks")
 
 

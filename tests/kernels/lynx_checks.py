@@ -5,11 +5,9 @@ from itertools import product
 
 import torch
 
-from sglang_ext.layers.kernels.lynx import pytorch_codec
+from sglang_ext.layers.kernels.lynx import pytorch_codec, triton_codec
 
-from sglang_ext.layers.kernels.lynx import triton_codec
-from sglang_ext.layers.kernels.lynx.layout import PageLayout
-from sglang_ext.layers.kernels.lynx.page_tensors import ALIGNMENT, PageTensors, StreamBatch
+from sglang_ext.layers.kernels.lynx.layout import PageLayout, ALIGNMENT, PageTensors, StreamBatch
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Tokens, channels and sinks of a page: full and cut chunks, blocks of channels cut too, a row of sinks alone. FEW: in the interpreter.

@@ -36,23 +36,17 @@ from quest_checks import Paged  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 from uneven_checks import uneven_copy  # noqa: E402
 
-from sglang_ext.layers.kernels.select_tokens import SelectionContexts, mark_tokens  # noqa: E402
-from sglang_ext.layers.kernels.quantized_keys.quantize_keys import quantize_keys  # noqa: E402
-from sglang_ext.layers.kernels.quantized_keys.quantized_logits import QuantizedKeyTensors  # noqa: E402
-from sglang_ext.layers.kernels.compressed.gather_kept import gather_kept  # noqa: E402
-from sglang_ext.layers.kernels.compressed.scatter_cells import scatter_cells  # noqa: E402
-from sglang_ext.layers.kernels.compressed.write_pointers import write_pointers  # noqa: E402
-from sglang_ext.layers.kernels.hack import integer_decode, integer_prefill, specialized_prefill  # noqa: E402
+from sglang_ext.layers.kernels.selection.select_tokens import SelectionContexts, mark_tokens  # noqa: E402
+from sglang_ext.layers.kernels.selection.quantized_keys import quantize_keys, QuantizedKeyTensors  # noqa: E402
+from sglang_ext.layers.kernels.compressed_kv import gather_kept, scatter_cells, write_pointers  # noqa: E402
+from sglang_ext.layers.kernels.packed import packed_decode  # noqa: E402
+from sglang_ext.layers.kernels.hack import integer_prefill  # noqa: E402
 from sglang_ext.layers.kernels.hack.prompt_codes import prompt_codes  # noqa: E402
 from sglang_ext.layers.kernels.lynx.layout import PageLayout  # noqa: E402
-from sglang_ext.layers.kernels.packed import launches, packed_decode  # noqa: E402
 from sglang_ext.layers.kernels.packed.pack_blocks import can_pack  # noqa: E402
-from sglang_ext.layers.kernels.page_checksum import page_checksum  # noqa: E402
-from sglang_ext.layers.kernels.page_rows import gather_rows, scatter_rows  # noqa: E402
-from sglang_ext.layers.kernels.pointer_decode import pointer_decode  # noqa: E402
-from sglang_ext.layers.kernels.ragged_decode import ragged_decode  # noqa: E402
-from sglang_ext.layers.kernels.verify_attention import verify_attention  # noqa: E402
-from sglang_ext.layers.kernels.verify_tile_sizes import EXACT, ContextSplits, VerifyTokens, fast_tile  # noqa: E402
+from sglang_ext.layers.kernels.pages import page_checksum, gather_rows, scatter_rows  # noqa: E402
+from sglang_ext.layers.kernels.per_head_decode import pointer_decode, ragged_decode  # noqa: E402
+from sglang_ext.layers.kernels.verify_attention import verify_attention, EXACT, ContextSplits, VerifyTokens, fast_tile  # noqa: E402
 from sglang_ext.layers.kernels.window_scores import window_scores  # noqa: E402
 from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout, RaggedSelection  # noqa: E402
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing  # noqa: E402
@@ -347,7 +341,7 @@ def prompts(shape: Shape, bits: int, kernel: integer_prefill.Kernel | None = "ti
 
 def specialized_prompts(shape: Shape):
     """The same by the kernel with specialized warps, emulated, where it takes them."""
-    with mock.patch.object(specialized_prefill, "prefill_codes", HopperEmulated("prefill_codes")):
+    with mock.patch.object(integer_prefill, "prefill_codes", HopperEmulated("prefill_codes")):
         with mock.patch.object(packed_decode, "capability", lambda keys: (9, 0)):
             yield from prompts(shape, 4, None)
 
@@ -398,8 +392,8 @@ def main() -> int:
     teach_bfloat16()
     lynx_checks.teach_bfloat16()
     if asked.tensor_cores:
-        launches.packed_splits_gluon = Emulated("packed_splits_gluon")
-        integer_decode.integer_splits_gluon = Emulated("integer_splits_gluon")
+        packed_decode.packed_splits_gluon = Emulated("packed_splits_gluon")
+        packed_decode.integer_splits_gluon = Emulated("integer_splits_gluon")
         packed_decode.has_tensor_cores = lambda keys: True
     jobs = [
         (shape, [name for name in asked.launches if name not in ONCE or shape.group == asked.groups[0]])

@@ -250,7 +250,7 @@ def check_in_graph(device):
 def check_pages_backend(device):
     """Each layer of a step attends to the pages that its own query chooses and to the tokens after them, beside a row of full KV; a graph
     of it follows its tables, and leaves extremes of what it wrote when its last layer has attended."""
-    from sglang_ext.layers.attention.compressed.per_head import PagesDecode
+    from sglang_ext.layers.attention.per_head import PagesDecode
 
     layers, group, tail = 2, 2, 3
     there = Paged(device, layers, 2, group, 32, torch.float32, (40, 21), (8, 6))
@@ -316,7 +316,7 @@ def launched_early(device):
     if device == "cuda":
         yield counts
         return
-    from sglang_ext.layers.kernels import pointer_decode
+    from sglang_ext.layers.kernels import per_head_decode
     from sglang_ext.layers.kernels.selection import quest_pages
 
     def left(arrived):
@@ -327,7 +327,7 @@ def launched_early(device):
         counts["waited"] += 1
 
     early = {"pdl_options": lambda keys: {"EARLY": True}, "gdc_wait": wait, "gdc_launch_dependents": lambda: None}
-    with patch.multiple(pointer_decode, load_acquired_count=left, **early), patch.multiple(quest_pages, **early):
+    with patch.multiple(per_head_decode, load_acquired_count=left, **early), patch.multiple(quest_pages, **early):
         yield counts
 
 
@@ -343,7 +343,7 @@ def check_overlapped(device):
 def overlapped_steps(device):
     """As :func:`check_overlapped` has it."""
     from sglang_ext.layers.kernels.selection.quest_pages import point_at_best_pages
-    from sglang_ext.layers.kernels.pointer_decode import pointer_decode
+    from sglang_ext.layers.kernels.per_head_decode import pointer_decode
 
     on_gpu = device == "cuda"
     requests, heads, layers, steps = (24, 8, 3, 30) if on_gpu else (2, 2, 2, 2)

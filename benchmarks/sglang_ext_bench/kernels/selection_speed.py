@@ -22,9 +22,9 @@ from time import perf_counter
 import torch
 
 from sglang_ext.device import SideStream
-from sglang_ext.layers.attention.compressed.per_head import pointer_split_counts
-from sglang_ext.layers.kernels.pointer_decode import pointer_decode
-from sglang_ext.layers.kernels.select_tokens import SelectionContexts
+from sglang_ext.layers.attention.per_head import pointer_split_counts
+from sglang_ext.layers.kernels.per_head_decode import pointer_decode
+from sglang_ext.layers.kernels.selection.select_tokens import SelectionContexts
 from sglang_ext.layers.kernels.selection.quest_pages import (
     QUEST_GRIDS,
     QuestGrid,

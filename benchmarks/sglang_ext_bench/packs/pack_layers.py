@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
-from sglang_ext.layers.attention.compressed.per_head import pointer_split_counts
-from sglang_ext.layers.kernels.pointer_decode import pointer_decode
+from sglang_ext.layers.attention.per_head import pointer_split_counts
+from sglang_ext.layers.kernels.per_head_decode import pointer_decode
 from sglang_ext.managers.cache_rank.protocol import BLOCK
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, Pointers

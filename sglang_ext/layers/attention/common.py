@@ -1,4 +1,4 @@
-"""Common parts of our attention backends: writing the KV of new tokens, and refusing layers with unsupported options."""
+"""Common parts of attention: finding a model's attention layers, writing the KV of new tokens, and refusing unsupported layers."""
 
 from typing import TYPE_CHECKING
 
@@ -36,3 +36,20 @@ def write_kv(
     """Write the KV of the new tokens, [tokens, kv_heads, dim], to their slots in SGLang's pool."""
     where = KVWriteLoc(forward_batch.out_cache_loc, None)
     pool.set_kv_buffer(layer, where, keys, values, layer.k_scale, layer.v_scale)
+
+
+def is_attention(module: torch.nn.Module) -> bool:
+    """Whether a module is one of SGLang's attention layers."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    return isinstance(module, RadixAttention)
+
+
+def first_attention_layer(model: torch.nn.Module) -> torch.nn.Module:
+    """The first of the model's attention layers. All have the same heads."""
+    return next(module for module in model.modules() if is_attention(module))
+
+
+def attention_scaling(model: torch.nn.Module) -> dict[int, float]:
+    """Factor on query-key products by layer index, from the model's attention layers."""
+    return {module.layer_id: module.scaling for module in model.modules() if is_attention(module)}

@@ -10,7 +10,7 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from torch.nn.functional import scaled_dot_product_attention
 
-from sglang_ext.layers.attention.compressed.layout_readers import LAYOUT_READERS
+from sglang_ext.layers.attention.decode_graphs import LAYOUT_READERS
 from sglang_ext.layers.attention.quantized_prefill import QuantizedPrefill
 from sglang_ext.mem_cache.compressed.layouts.base import KVLayout, PlainLayout
 

@@ -13,15 +13,15 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.utils import get_int_env_var
 
 from sglang_ext.layers.attention.common import check_supported, write_kv
-from sglang_ext.layers.kernels.verify_attention import verify_attention
-from sglang_ext.layers.kernels.verify_tile_sizes import (
+from sglang_ext.layers.kernels.verify_attention import (
     EXACT,
-    VerifyTile,
     ContextSplits,
+    VerifyTile,
     VerifyTokens,
     fast_tile,
     partial_buffers,
     partial_numbers,
+    verify_attention,
 )
 
 if TYPE_CHECKING:

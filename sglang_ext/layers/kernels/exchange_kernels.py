@@ -14,8 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.addresses import buffer_pointer
-from sglang_ext.layers.kernels.system_memory import load_acquire, nanoseconds, store_release
+from sglang_ext.layers.kernels.gpu_launch import buffer_pointer, load_acquire, nanoseconds, store_release
 
 # Words of a lane: the selection request in either slot, the newest request that is done, and the reply in either slot.
 LANE_WORDS = 8
@@ -31,7 +30,7 @@ QUESTION_STRIDE = tl.constexpr(QUESTION_NUMBERS)
 # Numbers of a block of keys: staging slot, tokens, and source or target index of the first token.
 BLOCK_NUMBERS = tl.constexpr(3)
 # Device counters: applied selections, late ones, selection requests not written because their slot was in use, nanoseconds of waiting,
-# and applied rows of K and V (row_exchange/receive_rows.py).
+# and applied rows of K and V (row_exchange.py).
 COUNTERS = ("taken", "late", "unasked", "waited", "rows")
 # Numbers, and pointers, that a program copies at once.
 COPIED, POINTERS = 1024, 128

@@ -1,4 +1,4 @@
-"""Shared parts of the decode kernels: online softmax, attention over exact tokens, and the merge of splits.
+"""Shared parts of the decode kernels: tile sizes, online softmax, attention over exact tokens, and the merge of splits.
 
 A request's row holds compressed tokens first, then exact tokens. The kernels split a row over programs (flash decoding). The first splits
 read the compressed KV, and the other splits read the exact tokens. :func:`merge_splits` merges all splits by log-sum-exp. It can keep
@@ -6,14 +6,49 @@ the two kinds apart, because the output of compressed tokens may have to be rota
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sglang_ext.layers.kernels.gpu_launch import pdl_options
+from sglang_ext.layers.kernels.gpu_launch import halvings, pdl_options
+
+# Maximum number of query rows of a program of four warps. Registers suffice for this many.
+MOST_ROWS = 64
+
+
+@dataclass(frozen=True)
+class DecodeTile:
+    """Sizes of one program's work.
+
+    Attributes:
+        rows: Queries of a KV head, a power of 2.
+        tokens: Tokens per step, a power of 2.
+        stages: Pipeline stages of the loads.
+    """
+
+    rows: int
+    tokens: int
+    stages: int
+
+
+@lru_cache
+def tile_choices(group: int, most_rows: int, tokens: int, stages: int, fewest_rows: int = 16) -> tuple[DecodeTile, ...]:
+    """Tile sizes for ``group`` queries that share a KV head, in order of preference.
+
+    Args:
+        group: Queries that share a KV head.
+        most_rows: Maximum rows of a program.
+        tokens, stages: The preferred values.
+        fewest_rows: Minimum rows of a matrix product. Fewer queries are padded to this number.
+    """
+    rows = min(most_rows, max(fewest_rows, triton.next_power_of_2(group)))
+    fewer = [DecodeTile(rows, tokens, stage) for stage in range(stages, 0, -1)]
+    smaller = [DecodeTile(less, tokens, 1) for less in halvings(rows, fewest_rows)[1:]]
+    return *fewer, *smaller, *(DecodeTile(min(rows, fewest_rows), less, 1) for less in halvings(tokens)[1:])
+
 
 # Float32 numbers of partial results that one warp merges, and the maximum number of warps.
 JOINED, MOST_WARPS = 2048, 4

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_ext.device import to_device
-from sglang_ext.mem_cache.compressed.row_exchange import ReceivedRows, RowExchange, NewestRows
+from sglang_ext.mem_cache.compressed.row_exchange import NewestRows, ReceivedRows, RowExchange
 
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.selection.scoring_keys import QuantizedKeys
@@ -91,7 +91,7 @@ class KVBuffers:
             targets: int64 [count], slots of the compressed KV.
         """
         if self.on_gpu:
-            from sglang_ext.layers.kernels.compressed.gather_kept import gather_kept
+            from sglang_ext.layers.kernels.compressed_kv import gather_kept
 
             gather_kept(self.key_table, self.value_table, self.keys[0], self.values[0], kept, sources, targets)
             return
@@ -128,7 +128,7 @@ class KVBuffers:
         # Cloned: Triton would compile its kernel again for a tensor that is not aligned to 16 bytes.
         newest = sources[coming.first : coming.first + coming.places.shape[-1]].clone()
         if self.on_gpu:
-            from sglang_ext.layers.kernels.row_exchange.receive_rows import move_newest
+            from sglang_ext.layers.kernels.row_exchange import move_newest
 
             move_newest((self.key_table, self.value_table), self.keys[0], self.values[0], coming.places, newest, targets)
             return

@@ -5,9 +5,9 @@ from typing import ClassVar
 
 import torch
 
-from sglang_ext.layers.kernels.lynx import levels
+from sglang_ext.layers.kernels.lynx import layout
 from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid, Quantized
-from sglang_ext.mem_cache.compressors.contracts.quantizer import Finding, Quantizer, grouped, squeezed, round_to_float16, stored_above, stored_next
+from sglang_ext.mem_cache.compressors.contracts.quantizer import Finding, Quantizer, grouped, round_to_float16, squeezed, stored_above, stored_next
 from sglang_ext.mem_cache.compressors.contracts.registry import register_quantizer
 
 
@@ -36,11 +36,11 @@ class Lynx(Quantizer):
 
     def levels(self, dim: int) -> torch.Tensor:
         """Companded levels from -1 to 1: float32 [2 ** bits], ascending."""
-        return torch.tensor(levels.levels(self.bits))
+        return torch.tensor(layout.levels(self.bits))
 
     def bounds(self, dim: int) -> torch.Tensor:
         """Lower bounds of all codes but the first: float32 [2 ** bits - 1], ascending."""
-        return torch.tensor(levels.bounds(self.bits)[1:-1])
+        return torch.tensor(layout.bounds(self.bits)[1:-1])
 
     def quantize(self, numbers: torch.Tensor, grid: Grid) -> Quantized:
         """Quantize with means as zero points and largest distances as scales. A code is the number of bounds that a distance reaches."""
@@ -52,6 +52,6 @@ class Lynx(Quantizer):
         scale = stored_next(scale, (zero + scale < high) | (zero - scale > low))
         codes = torch.zeros_like(groups, dtype=torch.uint8)
         for bound in self.bounds_on(numbers.device, numbers.shape[-1]):
-            # The product is exact (levels.py), so that the code's bin begins exactly here (bins.py) on every device.
+            # The product is exact (layers/kernels/lynx/layout.py), so that the code's bin begins exactly here on every device.
             codes += (groups >= zero + bound * scale).view(torch.uint8)
         return Quantized(codes.view(numbers.shape), squeezed(scale), squeezed(zero))

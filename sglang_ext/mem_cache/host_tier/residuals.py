@@ -1,7 +1,7 @@
 """Pages of full KV as anchors and residuals: packed blocks of the same tokens, and the bits that restore the pool's numbers from them.
 
 For each number a packed block holds a code, and for each chunk mu and sigma: Lynx's anchor (compressors/lynx.py). They define a bin, the
-numbers of the pool's dtype between two bounds. The residual is the number's index in its bin (layers/kernels/lynx/bins.py). While the
+numbers of the pool's dtype between two bounds. The residual is the number's index in its bin (layers/kernels/lynx/pytorch_codec.py). While the
 blocks are on the device, a load needs the residual only. Afterwards it needs the anchor too.
 
 A page has a frame of as many bytes as its full KV. The frame begins with the exact residual stream of layers/kernels/lynx/layout.py. In it
@@ -18,7 +18,7 @@ from functools import cached_property
 
 import torch
 
-from sglang_ext.layers.kernels.lynx import bins
+from sglang_ext.layers.kernels.lynx import pytorch_codec
 from sglang_ext.layers.kernels.lynx.layout import CHUNK, DTYPES, UNIT, PageLayout
 from sglang_ext.layers.kernels.lynx.scales import ChunkScales
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
@@ -170,27 +170,27 @@ class ResidualPages:
                 codes, mu, sigma = (each.flatten(1, 2).transpose(0, 1).flatten(1) for each in (block.codes, block.zero, block.scale))
                 found.append((codes.view(-1, CHUNK, codes.shape[1]).long(), mu, sigma))
         codes, mu, sigma = (torch.cat(each) for each in zip(*found))
-        return bins.bins(codes, ChunkScales(mu, sigma), self.layout.bits, self.layout.dtype)
+        return pytorch_codec.bins(codes, ChunkScales(mu, sigma), self.layout.bits, self.layout.dtype)
 
     def _stream(self, slots: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor | None:
         """A page's residual, uint8 [bytes]. None if the page must be stored whole."""
         numbers = torch.cat([buffer[slots].flatten(1) for buffer in self._all])
         first, last = self._bins(self._cells(blocks))
-        index = bins.ordinals(numbers.view(first.shape)) - first
+        index = pytorch_codec.ordinals(numbers.view(first.shape)) - first
         if not torch.all((index >= 0) & (index <= last)):
             return None
-        stream = bins.encode_indices(index, last, self._coded, self.layout)
+        stream = pytorch_codec.encode_indices(index, last, self._coded, self.layout)
         return stream if len(stream) + self.anchor_bytes < self.page_bytes else None
 
     def _numbers(self, stream: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
         """Decode :meth:`_stream`: [buffers, page_size, kv_heads, head_dim]. Zeros if the stream has a wrong size."""
         first, last = self._bins(cells)
         try:
-            ranks = first + bins.decode_indices(stream, last, self._coded, self.layout)
+            ranks = first + pytorch_codec.decode_indices(stream, last, self._coded, self.layout)
         except ValueError:  # the checksum detects it
             ranks = torch.zeros_like(first)
         key = self.buffers.keys[0]
-        return bins.from_ordinals(ranks, key.dtype).view(len(self._all), self.page_size, *key.shape[1:])
+        return pytorch_codec.from_ordinals(ranks, key.dtype).view(len(self._all), self.page_size, *key.shape[1:])
 
 
 def unsupported_reason(packing: Packing, buffers: KVBuffers, page_size: int) -> str:

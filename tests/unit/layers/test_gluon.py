@@ -11,7 +11,7 @@ from packed_helpers import Gridded, packed_pool, pool_by
 from ptx_emulator import registers, run
 
 from sglang_ext.layers.kernels.gluon import assembly
-from sglang_ext.layers.kernels.gluon.constants import PackedFragments
+from sglang_ext.layers.kernels.gluon.fragments import PackedFragments
 from sglang_ext.layers.kernels.packed import packed_decode
 from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid, unpack_codes
 

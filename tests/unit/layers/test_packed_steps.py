@@ -9,10 +9,10 @@ from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCuda
 
 from sglang_ext.core import OptionError
 from sglang_ext.layers import forward
-from sglang_ext.layers.attention.compressed import decode_graphs
-from sglang_ext.layers.attention.compressed.decode_backend import check_heads
-from sglang_ext.layers.attention.compressed.per_head import PagesDecode
-from sglang_ext.layers.attention.compressed.layout_readers import LAYOUT_READERS
+from sglang_ext.layers.attention import decode_graphs
+from sglang_ext.layers.attention.decode_backend import check_heads
+from sglang_ext.layers.attention.per_head import PagesDecode
+from sglang_ext.layers.attention.decode_graphs import LAYOUT_READERS
 from sglang_ext.layers.forward import AttentionOverride, AttentionOverrides
 from sglang_ext.managers.memory_plan import MemoryPlan
 from sglang_ext.managers.served_methods import ServedMethods

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from sglang_ext.core import OptionError
-from sglang_ext.layers.attention import quantized_extend
-from sglang_ext.layers.attention.quantized_extend import QuantizedExtend
-from sglang_ext.layers.attention.quantized_prefill import QuantizedPrefill
+from sglang_ext.layers.attention import quantized_prefill
+from sglang_ext.layers.attention.quantized_prefill import QuantizedExtend, QuantizedPrefill
 from sglang_ext.layers.kernels.hack.integer_prefill import check_prefill
 from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes, PromptBatch
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
@@ -34,8 +33,8 @@ class World:
         )  # fmt: skip
         packing = Packing.for_pool(Hack(4), KVBuffers((LAYER,), (0.1,), *((pool,) for pool in self.pools)), 1)
         self.prefill, self.asked, self.written = QuantizedPrefill(packing, 0), [], []
-        monkeypatch.setattr(quantized_extend, "integer_prefill", self._in_pytorch)
-        monkeypatch.setattr(quantized_extend, "write_kv", lambda *given: self.written.append(given))
+        monkeypatch.setattr(quantized_prefill, "integer_prefill", self._in_pytorch)
+        monkeypatch.setattr(quantized_prefill, "write_kv", lambda *given: self.written.append(given))
         QuantizedExtend(runner, self.prefill).install()
         assert self.asked.pop().lengths == [69], "compiled at the start"
         self.seeds = {row: torch.arange(length, dtype=torch.int32) for row, length in zip(ROWS, LENGTHS)}

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_helpers import attention
 
-from sglang_ext.layers.attention.compressed import packed
-from sglang_ext.layers.attention.compressed.packed import packed_attention
+from sglang_ext.layers.attention import packed
+from sglang_ext.layers.attention.packed import packed_attention
 from sglang_ext.layers.attention.quantized_prefill import QuantizedPrefill
 from sglang_ext.layers.kernels.hack.product import quantize_partitions
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing

@@ -12,7 +12,7 @@ from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang_ext.config.selection_options import EXCHANGE_BUFFER_BYTES, ROW_EXCHANGE_BUFFER_BYTES
 from sglang_ext.core import OptionError
 from sglang_ext.layers.kernels.selection import quest_pages
-from sglang_ext.layers.kernels.hack import integer_prefill, specialized_prefill
+from sglang_ext.layers.kernels.hack import integer_prefill
 from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes
 from sglang_ext.layers.kernels.packed import packed_decode
 from sglang_ext.managers import memory_plan
@@ -325,7 +325,7 @@ def test_what_one_kernel_leaves_another_of_queries_is_counted_where_that_one_is_
     monkeypatch.setattr(packed_decode, "capability", lambda keys: capability)
     batch, launched = Batch(4, partition, 128, 1, group, 1, torch.float16, ((0, 150),), "cpu"), []
     monkeypatch.setattr(integer_prefill, "_launch_tiles", lambda *given: launched.append(given[-1]))
-    monkeypatch.setattr(specialized_prefill, "attend_to_codes", lambda *given: None)
+    monkeypatch.setattr(integer_prefill, "attend_to_codes", lambda *given: None)
     codes = PromptCodes.empty(batch.packing, 1, batch.prompts.total, batch.keys.device)
     integer_prefill.attend(batch.prompts, codes, batch.queries, batch.keys, batch.values, 0.1)
     (left,) = launched
@@ -351,5 +351,5 @@ def test_heads_of_a_rank_and_its_gpu_are_those_that_count(monkeypatch, heads, kv
     made = MemoryPlanner.of(asked.args, runner, asked.served)
     assert made.capability == (9, 0) and not made.on_gpu
     of_keys = kv_heads * PromptCodes.token_bytes(128, 128, 64)
-    left = heads * specialized_prefill.PrefillQueryCodes.query_bytes(128, 64) if specialized else 0
+    left = heads * integer_prefill.PrefillQueryCodes.query_bytes(128, 64) if specialized else 0
     assert replace(made, on_gpu=True).plan(8, 1000, 0).prompt_codes == (8192 + 21 + made.ahead) * (of_keys + left)

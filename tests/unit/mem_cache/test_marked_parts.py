@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from sglang_ext.device import SideStream
-from sglang_ext.layers.kernels import select_tokens
-from sglang_ext.layers.kernels.select_tokens import SelectionContexts
-from sglang_ext.layers.kernels.row_exchange import send_rows
+from sglang_ext.layers.kernels.selection import select_tokens
+from sglang_ext.layers.kernels.selection.select_tokens import SelectionContexts
+from sglang_ext.layers.kernels import row_exchange
 from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import ExchangeLayout
 from sglang_ext.managers.cache_rank.on_gpu.mapped_exchange_buffer import MappedExchangeBuffer
 from sglang_ext.managers.cache_rank.protocol import BufferShape
@@ -110,8 +110,8 @@ def test_rows_are_found_once_they_are_marked_and_sent_once_they_are_found_and_al
     arena = object.__new__(MappedExchangeBuffer)
     arena.shape, arena._device, arena._layout, arena._base = shape, torch.device("cpu"), ExchangeLayout.from_shape(shape), 0
     monkeypatch.setattr(on_gpu, "current_event", lambda device: f"event {len(log)}")
-    monkeypatch.setattr(send_rows, "exchange", lambda marked, records, most, fresh: log.append(("find", marked, most, fresh)) or marked)
-    monkeypatch.setattr(send_rows, "push_rows", lambda *given: log.append(("send", given[2], *given[-2:])))
+    monkeypatch.setattr(row_exchange, "exchange", lambda marked, records, most, fresh: log.append(("find", marked, most, fresh)) or marked)
+    monkeypatch.setattr(row_exchange, "push_rows", lambda *given: log.append(("send", given[2], *given[-2:])))
     held = SimpleNamespace(key_table=None, value_table=None, keys=[None])
     given = [MarkedPart(slice(0, 1), slice(0, 1), "first", "there 0"), MarkedPart(slice(1, 2), slice(0, 1), "second", "there 1")]
     arena.push_rows(None, None, iter(given), torch.zeros(1, 2 * 4), held, (Logged("finding", log), Logged("sending", log)))

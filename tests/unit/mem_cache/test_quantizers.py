@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_helpers import KINDS, Gridded, attention, attention_over, meant, packed_pool, pool_by
 
-from sglang_ext.layers.attention.compressed.packed import packed_attention
+from sglang_ext.layers.attention.packed import packed_attention
 from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid
 from sglang_ext.mem_cache.compressors.catalogue import code_bits, method, on_gpu, packing, quantizer
 from sglang_ext.mem_cache.compressors.kivi import Kivi

@@ -22,7 +22,7 @@ from sglang_ext.layers.kernels.gluon.fragments import SUM, TOKENS, BlockFragment
 PARTITIONS = (TOKENS, 2 * TOKENS)
 # Layouts of the int8 operands.
 A8, B8 = (gl.DotOperandLayout(operand, SUM, 4) for operand in range(2))
-# As in constants.py: the sources of the layouts and of the assembly.
+# As in fragments.py: the sources of the layouts and of the assembly.
 _FILES = ("integer_fragments.py", "fragments.py", "assembly.py")
 SOURCES = sha256(b"".join((Path(__file__).parent / name).read_bytes() for name in _FILES)).hexdigest()[:16]
 

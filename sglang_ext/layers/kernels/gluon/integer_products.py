@@ -196,7 +196,7 @@ def scores_of_products(products, of_queries, of_keys, F: gl.constexpr):
 
 @gluon.jit
 def coded_weights(scores, best, there, mask, F: gl.constexpr):
-    """Quantize weights, 2 ** ``scores``, to 8 bits, as ``quantize_8bit`` of int8_codes.py does.
+    """Quantize weights, 2 ** ``scores``, to 8 bits, as ``quantize_8bit`` of hack/integer_attention.py does.
 
     Args:
         scores: float32 [tokens, columns].

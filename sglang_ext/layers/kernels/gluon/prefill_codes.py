@@ -1,6 +1,6 @@
 """Prefill attention over the codes of earlier blocks, in Gluon for Hopper.
 
-It is the second of the two kernels that hack/specialized_prefill.py launches. It computes the loop over steps of hack/prefill_attention.py,
+It is the second of the two kernels that hack/integer_prefill.py launches. It computes the loop over steps of hack/prefill_attention.py,
 in the same units.
 
 A program has three roles, each with its own warps. Two warp groups attend, with 64 rows each, so that one group's tensor-core products
@@ -254,7 +254,7 @@ def prefill_codes(keys, scales, terms, values, value_scales, zeros, left, out, r
 
     Args:
         keys, scales, terms, values, value_scales, zeros: TMA descriptors of codes (hack/prompt_codes.py). A step is one box.
-        left: ``PrefillQueryCodes`` of specialized_prefill.py.
+        left: ``PrefillQueryCodes`` of hack/integer_prefill.py.
         out: [tokens, heads, channels of a value]. Holds the output over exact tokens, and receives the output over all tokens.
         requests: ``PromptBatch.numbers`` of ``count`` requests.
         blocks: Blocks of all requests.

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from sglang_ext.layers.kernels.hack.prompt_codes import MEANS, SHIFT
 
-# As in constants.py.
+# As in fragments.py.
 SOURCES = sha256(Path(__file__).read_bytes()).hexdigest()[:16]
 # Rows of a warp group and of a program, and supported partitions.
 ROWS, PROGRAM_ROWS, PARTITIONS = 64, 128, (64, 128)

@@ -3,8 +3,9 @@
 layers/attention/quantized_prefill.py is the PyTorch version. Each layer has three launches for all prompts of a forward:
 
 1. prompt_codes.py quantizes the keys and values of whole blocks.
-2. prefill_attention.py attends to exact tokens.
-3. specialized_prefill.py attends to codes. If it does not support the prompts, the second kernel attends to all tokens.
+2. prefill_attention.py attends to exact tokens. On Hopper it stores the query codes that the third launch needs.
+3. gluon/prefill_codes.py attends to codes on Hopper, with specialized warps. It adds its result to the output. If it does not support
+   the prompts, the second kernel attends to all tokens.
 """
 
 from dataclasses import dataclass
@@ -13,18 +14,126 @@ from typing import Literal
 
 import torch
 import triton
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sglang_ext.core import OptionError
+from sglang_ext.layers.kernels.gluon.prefill_codes import prefill_codes
+from sglang_ext.layers.kernels.gluon.prefill_steps import PARTITIONS, PROGRAM_ROWS, PrefillSteps
 from sglang_ext.layers.kernels.gpu_launch import launch_first_fitting, shape_name
-from sglang_ext.layers.kernels.hack import specialized_prefill
 from sglang_ext.layers.kernels.hack.prefill_attention import prefill_tiles
-from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes, PromptBatch, prompt_codes
+from sglang_ext.layers.kernels.hack.prompt_codes import PromptBatch, PromptCodes, padded_terms, prompt_codes
+from sglang_ext.layers.kernels.packed import packed_decode
 from sglang_ext.layers.kernels.packed.packed_decode import check_readable
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 
+# Pipeline stages that shared memory holds, by partition: 185 and 164 KiB.
+STAGES = {64: 8, 128: 4}
+# Major compute capability.
+HOPPER = 9
+NUMBERS = {torch.int8: gl.int8, torch.float16: gl.float16, torch.float32: gl.float32}
+
+
+@dataclass(frozen=True)
+class PrefillQueryCodes:
+    """Query codes that the first kernel stores for the second. Each tensor begins with [tokens, heads].
+
+    Attributes:
+        codes: int8, one per channel.
+        scales: float32, one per partition.
+        terms: float16, factors of the keys' terms.
+        sums: float32, log2 of the sum of exact tokens' weights.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    terms: torch.Tensor
+    sums: torch.Tensor
+
+    @classmethod
+    def empty(cls, queries: torch.Tensor, codes: PromptCodes) -> "PrefillQueryCodes":
+        """Uninitialized buffers for ``queries``, [tokens, heads, dim]."""
+        heads = queries.shape[:2]
+        return cls(
+            torch.empty_like(queries, dtype=torch.int8),
+            queries.new_empty(*heads, codes.key_scales.shape[1], dtype=torch.float32),
+            queries.new_empty(*heads, codes.key_terms.shape[2], dtype=torch.float16),
+            queries.new_empty(heads, dtype=torch.float32),
+        )
+
+    @staticmethod
+    def query_bytes(dim: int, partition: int) -> int:
+        """Bytes of one head's query."""
+        count = dim // partition
+        return dim + 4 * count + 2 * padded_terms(count) + 4
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """The tensors in the order of the kernels' arguments."""
+        return self.codes, self.scales, self.terms, self.sums
+
+
+def is_supported_shape(capability: tuple[int, int] | None, partition: int, block: int, group: int) -> bool:
+    """Whether the kernels support a shape: on Hopper, partitions of 64 or 128, and a block's rows that fill programs.
+
+    Args:
+        capability: Compute capability of an NVIDIA GPU; None for other devices.
+        partition: Channels of a key that share a scale.
+        block: Tokens that are packed as one block.
+        group: Query heads that share a KV head.
+    """
+    return capability is not None and capability[0] == HOPPER and partition in PARTITIONS and block * group % PROGRAM_ROWS == 0
+
+
+def is_supported(prompts: PromptBatch, queries: torch.Tensor, keys: torch.Tensor) -> bool:
+    """Whether the kernels support these prompts on their device (:func:`is_supported_shape`).
+
+    Args:
+        prompts: The prompts.
+        queries: [tokens, heads, dim].
+        keys: The layer's buffer, [slots, kv_heads, dim].
+    """
+    packing, group = prompts.packing, queries.shape[1] // keys.shape[1]
+    return is_supported_shape(packed_decode.capability(keys), packing.keys.grid.channels, packing.block_tokens, group)
+
+
+def attend_to_codes(prompts: PromptBatch, codes: PromptCodes, left: PrefillQueryCodes, out: torch.Tensor) -> None:
+    """Add the attention over codes to an output over exact tokens. Does nothing without codes. Does not wait for the device.
+
+    Args:
+        prompts: The prompts.
+        codes: Codes of their whole blocks.
+        left: Query codes from the first kernel.
+        out: [tokens, heads, dim of a value]. Holds the output over exact tokens, and receives the output over all tokens.
+    """
+    if not prompts.total:
+        return
+    packing, (kv_heads, _, _, partition) = prompts.packing, codes.keys.shape
+    steps = PrefillSteps(
+        partition, packing.keys.dim, packing.values.dim, kv_heads, out.shape[1] // kv_heads, packing.block_tokens, packing.sinks,
+        codes.key_terms.shape[2], codes.value_zeros.shape[2], STAGES[partition],
+    )  # fmt: skip
+    tile = steps.tile
+    boxes = (
+        _box(codes.keys, partition, (tile, partition)), _box(codes.key_scales, tile, (1, tile)),
+        _box(codes.key_terms, steps.columns, (tile, steps.columns)), _box(codes.values, partition, (steps.value_dim, tile)),
+        _box(codes.value_scales, steps.value_dim, (1, steps.value_dim)),
+        _box(codes.value_zeros, steps.value_dim, (steps.zeros, steps.value_dim)),
+    )  # fmt: skip
+    prefill_codes[(prompts.most_blocks * steps.tiles, kv_heads, len(prompts.rows))](
+        *boxes, left.parts, out, prompts.numbers, len(prompts.rows), prompts.total, F=steps, num_warps=4
+    )
+
+
+def _box(numbers: torch.Tensor, columns: int, shape: tuple[int, int]) -> TensorDescriptor:
+    """TMA descriptor of ``numbers`` as rows of ``columns``. One copy moves a box of ``shape``."""
+    layout = gl.NVMMASharedLayout.get_default_for(list(shape), NUMBERS[numbers.dtype])
+    return TensorDescriptor.from_tensor(numbers.view(-1, columns), list(shape), layout)
+
+
 # Supported channels of a head, and dtypes of a pool.
 DIMS, DTYPES = (64, 128), (torch.bfloat16, torch.float16, torch.float32)
-# The attention kernels: one Triton kernel, or that kernel and a Gluon kernel for Hopper (specialized_prefill.py).
+# The attention kernels: one Triton kernel, or that kernel and a Gluon kernel for Hopper (gluon/prefill_codes.py).
 Kernel = Literal["tiles", "specialized"]
 # Maximum sinks of a step.
 SINK_STEP = 64
@@ -105,7 +214,7 @@ def attend(
     """The second part of :func:`integer_prefill`, after the codes are computed. Benchmarks pass the other arguments.
 
     Args:
-        stored_sums: As in ``launch_integers`` (integer_decode.py).
+        stored_sums: As in ``launch_integers`` (packed_decode.py).
         kernel: The kernel. None selects the specialized kernel if it supports the prompts.
 
     Raises:
@@ -115,16 +224,16 @@ def attend(
     queries = queries.contiguous()
     out = queries.new_empty(*queries.shape[:2], values.shape[2])
     given = prompts, codes, queries, out, keys, values, scaling, stored_sums
-    taken = stored_sums and specialized_prefill.is_supported(prompts, queries, keys)
+    taken = stored_sums and is_supported(prompts, queries, keys)
     if kernel == "specialized" and not taken:
         raise ValueError(
             f"kernel is 'specialized', stored_sums {stored_sums}, with {queries.shape[1] // keys.shape[1]} query heads a KV head on "
-            f"{keys.device}, which specialized_prefill.py does not support: pass 'tiles'"
+            f"{keys.device}, which the specialized kernel does not support: pass 'tiles'"
         )
     if taken and kernel != "tiles":
-        left = specialized_prefill.PrefillQueryCodes.empty(queries, codes)
+        left = PrefillQueryCodes.empty(queries, codes)
         _launch_tiles(*given, left)
-        specialized_prefill.attend_to_codes(prompts, codes, left, out)
+        attend_to_codes(prompts, codes, left, out)
     else:
         _launch_tiles(*given, None)
     return out
@@ -132,7 +241,7 @@ def attend(
 
 def _launch_tiles(
     prompts: PromptBatch, codes: PromptCodes, queries: torch.Tensor, out: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
-    scaling: float, stored_sums: bool, left: specialized_prefill.PrefillQueryCodes | None,
+    scaling: float, stored_sums: bool, left: PrefillQueryCodes | None,
 ) -> None:  # fmt: skip
     """Attend to all tokens. With ``left``, attend to exact tokens only, and store there the query codes for the other kernel."""
     packing, kv_heads = prompts.packing, keys.shape[1]

@@ -15,7 +15,7 @@ from math import log2
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.hack.int8_codes import LAST_CODE, quantize_8bit
+from sglang_ext.layers.kernels.hack.integer_attention import LAST_CODE, quantize_8bit
 from sglang_ext.layers.kernels.hack.prompt_codes import MEANS, SHIFT, SUM_ROW, TERMS, high_and_low
 
 # Adding ROUNDING rounds a float32 from 0 to 255. The bits of the sum are ROUNDED plus the rounded number. The lowest byte is its code,
@@ -132,7 +132,7 @@ def prefill_tiles(
     Args:
         blocks: Blocks with codes, of all requests.
         scaling: Factor on query-key products, times log2(e).
-        left: None, or buffers for another kernel that attends to codes (specialized_prefill.py): int8 query codes, their scales, their
+        left: None, or buffers for another kernel that attends to codes (gluon/prefill_codes.py): int8 query codes, their scales, their
             terms, and the log2 of the sum of exact tokens' weights. ``out`` is then the mean of the exact tokens' values.
         STORED: Read the stored sums of codes. If false, each step computes them.
     """

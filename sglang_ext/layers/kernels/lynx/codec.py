@@ -10,8 +10,7 @@ from typing import NamedTuple
 import torch
 
 from sglang_ext.layers.kernels.lynx import pytorch_codec
-from sglang_ext.layers.kernels.lynx.layout import RAW, PageLayout
-from sglang_ext.layers.kernels.lynx.page_tensors import PageTensors, StreamBatch
+from sglang_ext.layers.kernels.lynx.layout import RAW, PageLayout, PageTensors, StreamBatch
 
 
 class Streams(NamedTuple):

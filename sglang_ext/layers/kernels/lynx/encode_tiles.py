@@ -16,9 +16,8 @@ import triton
 import triton.language as tl
 
 from sglang_ext.layers.kernels.lynx import pytorch_codec
-from sglang_ext.layers.kernels.lynx.chunk_scales import find_scales
-from sglang_ext.layers.kernels.lynx.levels import fine_bounds, max_level, level_step
-from sglang_ext.layers.kernels.lynx.quads import extremes, padded_tokens, float32_of, load_quads, numbers_of, quarters
+from sglang_ext.layers.kernels.lynx.chunk_scales import extremes, find_scales, float32_of, load_quads, numbers_of, padded_tokens, quarters
+from sglang_ext.layers.kernels.lynx.layout import fine_bounds, level_step, max_level
 from sglang_ext.layers.kernels.lynx.tiles import CHUNK, at_address, slots_of, store_plane
 
 CLEAR = tl.constexpr(pytorch_codec.CLEAR)
@@ -137,22 +136,6 @@ def _split(first, second, BITS: tl.constexpr, PTX: tl.constexpr):
         word = (first & 65535) | (second << 16)
         below = ((word >> 7) & 0x01010101) * 255
     return word ^ (below | ~REST)
-
-
-@triton.jit
-def _again(words, MOVE: tl.constexpr, PTX: tl.constexpr):
-    """The quarters of ``words``, hidden from the compiler, which would otherwise keep numbers that are cheaper to recompute.
-
-    Each branch has its own MOVE.
-    """
-    if PTX:
-        a = tl.inline_asm_elementwise(MOVE, "=r,r", [words[0]], tl.int32, True, 1)
-        b = tl.inline_asm_elementwise(MOVE, "=r,r", [words[1]], tl.int32, True, 1)
-        c = tl.inline_asm_elementwise(MOVE, "=r,r", [words[2]], tl.int32, True, 1)
-        d = tl.inline_asm_elementwise(MOVE, "=r,r", [words[3]], tl.int32, True, 1)
-        return quarters(a), quarters(b), quarters(c), quarters(d)
-    else:
-        return quarters(words[0]), quarters(words[1]), quarters(words[2]), quarters(words[3])
 
 
 @triton.jit

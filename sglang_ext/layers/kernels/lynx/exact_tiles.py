@@ -1,9 +1,9 @@
-"""Kernels for exact residuals: count, write and read a block of 64 channels of a row. bins.py is the PyTorch version."""
+"""Kernels for exact residuals: count, write and read a block of 64 channels of a row. pytorch_codec.py is the PyTorch version."""
 
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.addresses import buffer_pointer
+from sglang_ext.layers.kernels.gpu_launch import buffer_pointer
 from sglang_ext.layers.kernels.lynx import layout
 from sglang_ext.layers.kernels.lynx.tiles import CHUNK, load_codes, load_scales, stream
 

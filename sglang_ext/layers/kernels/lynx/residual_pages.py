@@ -11,20 +11,19 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.addresses import buffer_pointer
+from sglang_ext.layers.kernels.gpu_launch import buffer_pointer
 from sglang_ext.layers.kernels.lynx import layout as streams
-from sglang_ext.layers.kernels.lynx.exact_tiles import bins_of, index_places, from_ordinals, or_bits, to_ordinals, read_bits
-from sglang_ext.layers.kernels.lynx.triton_codec import LIKE, device_table
-from sglang_ext.layers.kernels.lynx.levels import bounds
+from sglang_ext.layers.kernels.lynx.exact_tiles import bins_of, from_ordinals, index_places, or_bits, read_bits, to_ordinals
+from sglang_ext.layers.kernels.lynx.layout import bounds
 from sglang_ext.layers.kernels.lynx.tiles import CHUNK
+from sglang_ext.layers.kernels.lynx.triton_codec import LIKE, device_table
 
 if TYPE_CHECKING:
     from sglang_ext.layers.kernels.lynx.layout import PageLayout
-    from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
     from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+    from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 
 BLOCK, UNIT = tl.constexpr(streams.BLOCK), tl.constexpr(8 * streams.UNIT)
-UNIT_BYTES = tl.constexpr(streams.UNIT)
 
 
 @triton.jit

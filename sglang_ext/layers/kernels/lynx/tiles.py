@@ -1,13 +1,13 @@
 """Parts that the Lynx kernels share: planes of codes, scales, and bounds.
 
-They give the same bits as PyTorch (scales.py, planes.py, bins.py), whether or not the compiler fuses products and sums. A product that is
+They give the same bits as PyTorch (scales.py, pytorch_codec.py), whether or not the compiler fuses products and sums. A product that is
 followed by a sum is exact. No result depends on the order of a reduction.
 """
 
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.addresses import buffer_pointer
+from sglang_ext.layers.kernels.gpu_launch import buffer_pointer
 from sglang_ext.layers.kernels.lynx import scales
 
 CHUNK = tl.constexpr(32)

@@ -9,12 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.addresses import buffer_pointer
-from sglang_ext.layers.kernels.gpu_launch import dtype_name, launch_first_fitting
+from sglang_ext.layers.kernels.gpu_launch import buffer_pointer, dtype_name, launch_first_fitting
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts import rounding
 from sglang_ext.mem_cache.compressed.layouts.block_layout import BlockLayout
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
-from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
 # Supported channels of a head, tokens of a stochastically rounded block and of other blocks, and dtypes of a pool.
 DIMS, DRAWN_TOKENS, TOKENS, DTYPES = (64, 128), (64, 128), (64,), (torch.bfloat16, torch.float16, torch.float32)
@@ -97,7 +96,7 @@ def _quantize_centred(groups, bounds, LAST: tl.constexpr):
     scale = _next(scale, (zero + scale < high) | (zero - scale > low))
     codes = tl.zeros_like(groups) + ROUNDING
     for code in tl.static_range(LAST):
-        # The product is exact: fused with the sum or not, the code's bin begins here (lynx/bins.py).
+        # The product is exact: fused with the sum or not, the code's bin begins here (lynx/pytorch_codec.py).
         codes += tl.where(groups >= tl.load(bounds + code) * scale + zero, 1.0, 0.0)
     return codes.to(tl.int32, bitcast=True) & LAST, scale, zero
 

@@ -7,20 +7,205 @@ The kernel for the splits depends on the blocks. For blocks with sums of codes i
 accepts them, else hack/integer_attention.py. For other blocks it is gluon/packed_blocks.py if :func:`fragments` accepts them, else
 packed_attention.py. No kernel reads blocks that hold more than codes, scales, zero points and sums (:func:`check_readable`). No kernel
 reads blocks whose scales are shared by both tokens and channels.
+
+With integer products (HACK, arXiv 2502.03589), tokens that do not fill a partition of values yet are exact tokens, too.
+:func:`choose_splits` chooses the number of splits so that a GPU's multiprocessors are busy to the end.
 """
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import gcd
+
 import torch
+import triton
 
 from sglang_ext.core import OptionError
-from sglang_ext.layers.kernels.gpu_launch import capability, gpu_name, has_ptx
-from sglang_ext.layers.kernels.flash_decoding import SplitOutputs
-from sglang_ext.layers.kernels.gluon import occupancy
-from sglang_ext.layers.kernels.gluon.constants import PackedFragments
-from sglang_ext.layers.kernels.gluon.fragments import TOKENS
+from sglang_ext.layers.kernels.flash_decoding import DecodeTile, SplitOutputs, tile_choices
+from sglang_ext.layers.kernels.gluon.fragments import TOKENS, PackedFragments
+from sglang_ext.layers.kernels.gluon.integer_blocks import integer_splits_gluon
 from sglang_ext.layers.kernels.gluon.integer_fragments import PARTITIONS, IntegerFragments
-from sglang_ext.layers.kernels.hack.integer_decode import launch_gluon_integers, launch_integers
-from sglang_ext.layers.kernels.packed.launches import BY_CHANNEL, PackedAttentionCall, launch_gluon, launch_triton
-from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
+from sglang_ext.layers.kernels.gluon.packed_blocks import packed_splits_gluon
+from sglang_ext.layers.kernels.gpu_launch import capability, gpu_name, has_ptx, launch_first_fitting, padded_size, shape_name
+from sglang_ext.layers.kernels.hack.integer_attention import integer_splits, query_codes
+from sglang_ext.layers.kernels.packed.packed_attention import packed_splits
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing, as_bytes
+
+# Tuned on an H200: programs of one warp are fastest. Tokens per step: BY_TOKEN if a token's channels share a key scale, BY_CHANNEL if
+# tokens of a channel do, EXACT for exact tokens.
+BY_TOKEN, BY_CHANNEL, EXACT = 64, 32, 32
+WARPS = 1
+# Steps that are loaded ahead, and queries for which the registers of one warp suffice.
+STAGES, PACKED_ROWS = 3, 16
+# Options of the Gluon kernel's compiler.
+GLUON_OPTIONS = {"num_warps": 1}
+
+
+@dataclass(frozen=True)
+class PackedAttentionCall:
+    """Arguments of both kernels, from packed_decode.py.
+
+    Attributes:
+        rotated: Queries, rotated as the packed keys are.
+        parts: Partial results of the splits.
+    """
+
+    packing: Packing
+    queries: torch.Tensor
+    rotated: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    rows: tuple[torch.Tensor, int, torch.Tensor, torch.Tensor, torch.Tensor]
+    scaling: float
+    parts: SplitOutputs
+
+    @property
+    def group(self) -> int:
+        """Queries that share a KV head."""
+        return self.queries.shape[1] // self.keys.shape[1]
+
+    def grid(self, rows: int) -> tuple[int, int, int]:
+        """Grid for programs of ``rows`` queries of a KV head."""
+        return self.parts.num_splits, self.keys.shape[1] * triton.cdiv(self.group, rows), len(self.queries)
+
+    def launch(self, name: str, choices: Sequence[DecodeTile], with_tile: Callable[[DecodeTile], None]) -> None:
+        """Launch the kernel ``name`` with the first of ``choices`` that fits the GPU.
+
+        Raises:
+            OptionError: None fits.
+        """
+        packing, keys = self.packing, self.keys
+
+        def what() -> str:
+            method, about = type(packing.quantizer).__name__.lower(), shape_name(keys.shape[2], self.group, keys.dtype)
+            return f"attention over tokens in {packing.keys.bits} bits ({method}) with {about}"
+
+        key = (name, packing.keys, packing.values, self.group, keys.dtype, keys.device)
+        launch_first_fitting(choices, with_tile, key, what, "pass --kv-compressor snapkv")
+
+    @property
+    def outcome(self) -> tuple[torch.Tensor, torch.Tensor, float, int, int, int, int]:
+        """The output buffers of the splits and the arguments that follow them in both kernels."""
+        steps = *self.keys.stride()[:2], *self.values.stride()[:2]
+        return self.parts.partial, self.parts.lse, self.scaling, *steps
+
+
+def launch_gluon(call: PackedAttentionCall, constants: PackedFragments) -> None:
+    """Launch the kernel of gluon/packed_blocks.py. It needs little shared memory, so its sizes are the same for all GPUs."""
+    keys, values = call.keys, call.values
+    words, numbers = ([part.view(dtype) for part in (keys, values)] for dtype in (torch.int32, torch.float16))
+    packed_splits_gluon[call.grid(call.group)](
+        call.queries, call.rotated, keys, values, words[0], numbers[0], words[1], numbers[1], *call.rows, *call.outcome,
+        *call.parts.splits, HEADS=keys.shape[1], BLOCK_SLOTS=call.packing.block_slots, F=constants, **GLUON_OPTIONS,
+    )  # fmt: skip
+
+
+def launch_triton(call: PackedAttentionCall, fast: bool) -> None:
+    """Launch the kernel of packed_attention.py. ``fast`` sets FAST of :func:`~.packed_codes.dequantize`, if the method allows it."""
+    keys, values, key, value = call.keys, call.values, call.packing.keys, call.packing.values
+    dim, kv_heads, by_channel = call.queries.shape[2], keys.shape[1], max(key.grid.tokens, value.grid.tokens) > 1
+    key_levels, value_levels = call.packing.levels(keys.device)
+    table = key_levels is not None
+    # Without a table the kernel does not read the levels. Any tensor will do.
+    levels = (key_levels, value_levels) if table else (call.parts.lse, call.parts.lse)
+
+    def with_tile(tile: DecodeTile) -> None:
+        packed_splits[call.grid(tile.rows)](
+            call.queries, call.rotated, keys, values, as_bytes(keys), keys.view(torch.float16), as_bytes(values),
+            values.view(torch.float16), *levels, *call.rows, *call.outcome, HEADS=kv_heads, GROUP=call.group, M=tile.rows,
+            DIM=dim, PADDED_DIM=triton.next_power_of_2(dim), COLUMNS=padded_size(key.token_bytes),
+            VALUE_COLUMNS=padded_size(value.token_bytes), BITS=key.bits, BLOCK_TOKENS=key.tokens,
+            BLOCK_SLOTS=call.packing.block_slots, CODE_CELLS=key.code_cells, KEY_CELL=key.cell_bytes // 2,
+            VALUE_CELL=value.cell_bytes // 2, KEY_TOKENS=key.grid.tokens, KEY_UNIT=key.grid.channels,
+            VALUE_TOKENS=value.grid.tokens, VALUE_UNIT=value.grid.channels, TABLE=table,
+            FAST=fast and key.bits < 8 and not table, STEP=tile.tokens, EXACT=call.parts.splits[1], N=min(EXACT, tile.tokens),
+            num_warps=WARPS, num_stages=tile.stages, **call.parts.shape,
+        )  # fmt: skip
+
+    # If tokens share scales, a step has whole groups of them.
+    choices = tile_choices(call.group, PACKED_ROWS, BY_CHANNEL if by_channel else BY_TOKEN, STAGES, fewest_rows=8)
+    call.launch("packed", [tile for tile in choices if not by_channel or tile.tokens == BY_CHANNEL], with_tile)
+
+
+# Minimum bytes of an int8 product along its inner dimension, and minimum channels along another dimension.
+INNER, OUTER = 32, 16
+# Tokens of a step per warp.
+WARP_TOKENS = 64
+
+
+def launch_integers(call: PackedAttentionCall, stored_sums: bool = True, exact_tail: bool = True) -> None:
+    """Launch the Triton kernel that reads the splits.
+
+    Args:
+        call: The arguments of the attention.
+        stored_sums: Read the stored sums of codes. If false, each step computes them (for benchmarks).
+        exact_tail: Read tokens after the blocks exactly. If false, each step quantizes their values (for benchmarks).
+    """
+    keys, values, key, value = call.keys, call.values, call.packing.keys, call.packing.values
+    partition, dim = key.grid.channels, key.dim
+    # Channels that are in one part of bytes and in one partition.
+    width = gcd(partition, key.token_bytes)
+    views = [(as_bytes(kind), kind.view(torch.float16), kind.view(torch.int16)) for kind in (keys, values)]
+    codes, parameters = query_codes(call.queries, partition, call.scaling)
+
+    def with_tile(tile: DecodeTile) -> None:
+        integer_splits[call.grid(tile.rows)](
+            call.queries, codes, parameters, keys, values, *views[0], *views[1], *call.rows, *call.outcome,
+            HEADS=keys.shape[1], GROUP=call.group, M=tile.rows, DIM=dim, PADDED_DIM=triton.next_power_of_2(dim), PARTITION=partition,
+            WIDTH=width, COLUMNS=max(INNER, width), VALUE_COLUMNS=max(OUTER, triton.next_power_of_2(value.token_bytes)),
+            BITS=key.bits, BLOCK_TOKENS=key.tokens, BLOCK_SLOTS=call.packing.block_slots, CODE_CELLS=key.code_cells,
+            KEY_CELL=key.cell_bytes // 2, VALUE_CELL=value.cell_bytes // 2, EXACT=call.parts.splits[1],
+            N=min(EXACT, tile.tokens), STORED=stored_sums, EXACT_TAIL=exact_tail, num_warps=max(1, partition // WARP_TOKENS),
+            num_stages=tile.stages, **call.parts.shape,
+        )  # fmt: skip
+
+    # A step is one partition of values.
+    choices = [tile for tile in tile_choices(call.group, PACKED_ROWS, partition, STAGES, fewest_rows=8) if tile.tokens == partition]
+    call.launch("integers", choices, with_tile)
+
+
+def launch_gluon_integers(call: PackedAttentionCall, constants: IntegerFragments) -> None:
+    """Launch the kernel of gluon/integer_blocks.py, whose sizes are the same for all GPUs."""
+    keys, values = call.keys, call.values
+    words, numbers = ([part.view(dtype) for part in (keys, values)] for dtype in (torch.int32, torch.float16))
+    integer_splits_gluon[call.grid(call.group)](
+        call.queries, keys, values, words[0], numbers[0], words[1], numbers[1], *call.rows, *call.outcome,
+        *call.parts.splits, HEADS=keys.shape[1], BLOCK_SLOTS=call.packing.block_slots, F=constants, **GLUON_OPTIONS,
+    )  # fmt: skip
+
+
+# Programs of one warp per multiprocessor: two in each of its four partitions, which have 16,384 registers.
+RESIDENT = 8
+MOST_PARTS = 128
+# One of this many splits of a row reads exact tokens, because a context's exact tokens are few compared to its blocks.
+PARTS_TO_AN_EXACT_ONE = 16
+# Fixed cost of a split relative to the time of a whole row, by bits of a code. Measured on an H100 with 8 and 16 requests of 32,768 tokens.
+# With 2 bits, time is mostly computation, which needs all multiprocessors. With more bits it is reading, which a second wave only delays.
+OVERHEAD = {2: 0.005, 4: 0.03, 8: 0.03}
+
+
+@cache
+def choose_splits(rows: int, room: int, bits: int) -> tuple[int, int]:
+    """Numbers of splits of each row's blocks, and of its exact tokens, with the shortest total time.
+
+    All splits take the same time. The total depends on the number of waves and the duration of a split.
+
+    Args:
+        rows: Rows of the batch, times KV heads.
+        room: Programs that run at the same time.
+        bits: Bits of a code.
+    """
+
+    def time(parts: int) -> float:
+        return -(-rows * parts // room) * (1 / (parts - _exact(parts)) + OVERHEAD[bits])
+
+    best = min(range(2, MOST_PARTS + 1), key=time)
+    return best - _exact(best), _exact(best)
+
+
+def _exact(parts: int) -> int:
+    return max(1, parts // PARTS_TO_AN_EXACT_ONE)
+
 
 # Gluon kernel: tokens that share a channel's scale, sizes of a head, and maximum queries that share a KV head.
 SHARED_TOKENS, DIMS, MOST_QUERIES = 32, (64, 128), 16
@@ -89,7 +274,7 @@ def max_resident_programs(packing: Packing, keys: torch.Tensor, values: torch.Te
     """Programs of a Gluon kernel that run at the same time. None if neither Gluon kernel supports the blocks."""
     if fragments(packing, keys, values, group) is None and integer_fragments(packing, keys, values, group) is None:
         return None
-    return torch.cuda.get_device_properties(keys.device).multi_processor_count * occupancy.RESIDENT
+    return torch.cuda.get_device_properties(keys.device).multi_processor_count * RESIDENT
 
 
 def check_readable(packing: Packing, keys: torch.Tensor) -> None:

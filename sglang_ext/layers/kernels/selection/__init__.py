@@ -1,7 +1,6 @@
-"""Kernels of token selection, launched by select_tokens.py, and of Quest's page selection, launched by attention (quest_pages.py).
+"""Kernels of token selection (select_tokens.py), and of Quest's page selection, launched by attention (quest_pages.py).
 
-- `exact_logits.py`: logits of queries with the pool's keys, and normalizers of each chunk of a context. For quantized keys:
-  quantized_keys/quantized_logits.py.
-- `token_marks.py`: computes scores from the logits, marks the highest, and writes the marked tokens.
-- `rotate_queries.py`: rotates queries to later positions.
+- `exact_logits.py`: rotates queries to later positions; logits of queries with the pool's keys, and normalizers of each chunk of a context.
+- `quantized_keys.py`: the same logits with quantized keys, and the quantization of keys.
+- `select_tokens.py`: computes scores from the logits, marks the highest, and writes the marked tokens.
 """

@@ -1,4 +1,8 @@
-"""Logits of queries with the pool's exact keys, and their normalizers, for token selection (select_tokens.py)."""
+"""Logits of queries with the pool's exact keys, and their normalizers, for token selection (select_tokens.py).
+
+Before, :func:`rotate_queries` rotates queries (RoPE) to later positions, for many layers and requests in one launch
+(mem_cache/compressed/rotary.py:advanced).
+"""
 
 from typing import NamedTuple
 
@@ -6,8 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.addresses import buffer_pointer
-from sglang_ext.layers.kernels.gpu_launch import launch_first_fitting, padded_size, shape_name
+from sglang_ext.layers.kernels.gpu_launch import buffer_pointer, launch_first_fitting, padded_size, shape_name
 from sglang_ext.layers.kernels.window_scores import LOG2_E
 
 # Tokens whose logits a program computes; and tokens per step, where more is faster if it fits.
@@ -130,3 +133,40 @@ def layer_major(queries: torch.Tensor) -> torch.Tensor:
 def logits_dtype(dtype: torch.dtype) -> torch.dtype:
     """dtype of stored logits: float32 only for float32 keys, because logits of keys with fewer bits are not exact."""
     return torch.float32 if dtype == torch.float32 else torch.float16
+
+
+# Entries that a program rotates at once.
+BLOCK_ENTRIES = 1024
+
+
+@triton.jit(do_not_specialize=("requests", "of_request", "of_layer", "size"))
+def _rotate_queries(
+    queries, cos, sin, other, out, requests, of_request, of_layer, size, DIM: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Rotate the queries of a layer and request: ``size`` contiguous entries."""
+    pair = tl.program_id(0).to(tl.int64)
+    source = queries + pair % requests * of_request + pair // requests * of_layer
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside, entry = at < size, at % DIM
+    partner = at - entry + tl.load(other + entry, mask=inside, other=0)
+    found = tl.load(source + at, mask=inside, other=0.0).to(tl.float32) * tl.load(cos + entry, mask=inside, other=0.0)
+    found += tl.load(source + partner, mask=inside, other=0.0).to(tl.float32) * tl.load(sin + entry, mask=inside, other=0.0)
+    tl.store(out + pair * size + at, found, mask=inside)
+
+
+def rotate_queries(queries: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Rotate queries by a number of positions.
+
+    Args:
+        queries: float [requests, layers, query_heads, dim]; those of a request and layer are contiguous.
+        turn: For each entry the cosine, the signed sine, and the index of its pair's other entry: float32, float32 and int64 [dim].
+
+    Returns:
+        float32 [requests, layers, query_heads, dim]; those of a layer are contiguous.
+    """
+    requests, layers, heads, dim = queries.shape
+    out = torch.empty(layers, requests, heads, dim, device=queries.device)
+    _rotate_queries[(layers * requests, triton.cdiv(heads * dim, BLOCK_ENTRIES))](
+        queries, *turn, out, requests, queries.stride(0), queries.stride(1), heads * dim, DIM=dim, BLOCK=BLOCK_ENTRIES
+    )
+    return out.transpose(0, 1)

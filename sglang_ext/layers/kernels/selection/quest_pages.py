@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sglang_ext.layers.kernels.addresses import buffer_pointer
-from sglang_ext.layers.kernels.gpu_launch import pdl_options
+from sglang_ext.layers.kernels.gpu_launch import buffer_pointer, pdl_options
 
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout

@@ -5,7 +5,7 @@ The buffer is allocated apart from PyTorch's memory, and its CUDA IPC handle is 
 (layers/kernels/exchange_kernels.py). Words name the epoch, so the buffer outlives the rank's processes: a late write of an earlier
 process is not accepted as a reply.
 
-If ranks hold full KV, values are sent too. The rank sends back rows of K and V (layers/kernels/row_exchange/) for the selected tokens that
+If ranks hold full KV, values are sent too. The rank sends back rows of K and V (layers/kernels/row_exchange.py) for the selected tokens that
 the compressed KV lacks. To find these, it reads the *record* of the compressed KV, the positions of its rows. The client copies the record
 to the buffer when it publishes a selection request. A record changes when a selection is applied and when the request's compressed KV is
 refreshed. After such a change, replies to older selection requests are not applied: the host expects only the newest reply, and the device
@@ -40,10 +40,10 @@ import torch
 
 from sglang_ext.core import OptionError
 from sglang_ext.device import to_device
-from sglang_ext.managers.cache_rank.protocol import BLOCK, NUMBER_BITS, StagedTokens, BufferShape
+from sglang_ext.managers.cache_rank.protocol import BLOCK, NUMBER_BITS, BufferShape, StagedTokens
 from sglang_ext.managers.cache_rank.shared_memory import copy_tokens
-from sglang_ext.mem_cache.compressed.layouts.pointers import as_pointers
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.layouts.pointers import as_pointers
 
 # Equal to those of layers/kernels/exchange_kernels.py, which is not imported on a CPU.
 LANE_WORDS, DONE, CHOSEN, QUESTION_NUMBERS = 8, 2, 4, 3
@@ -313,7 +313,7 @@ class ExchangeBuffer:
             numbers.append([*copy[:5], first])
             first += len(copy.slots)
         if self._by_kernels:
-            from sglang_ext.layers.kernels.exchange_kernels import write_selected_pointers, wait_for_selections
+            from sglang_ext.layers.kernels.exchange_kernels import wait_for_selections, write_selected_pointers
 
             there = to_device(numbers, device)
             hits, most = wait_for_selections(self.heads, there, self.counters, seconds), max(copy.keep for copy in copies)
@@ -354,7 +354,7 @@ class ExchangeBuffer:
     def _commit_rows_by_kernel(
         self, copies: Sequence[SelectionTarget], hits: torch.Tensor, numbers: torch.Tensor, buffers: KVBuffers, targets: torch.Tensor
     ) -> None:
-        from sglang_ext.layers.kernels.row_exchange.receive_rows import commit_rows
+        from sglang_ext.layers.kernels.row_exchange import commit_rows
 
         records = to_device([copy.record.data_ptr() for copy in copies], self.heads.device)
         tables = buffers.key_table, buffers.value_table

@@ -25,11 +25,11 @@ from sglang_ext.core import OptionError
 from sglang_ext.device import Mark
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.key_store import KeyStore
-from sglang_ext.managers.cache_rank.on_gpu.selection_runner import SelectionRunner
 from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import ExchangeBufferError, epoch_word
 from sglang_ext.managers.cache_rank.on_gpu.gpu_keys import GpuKeys
 from sglang_ext.managers.cache_rank.on_gpu.mapped_exchange_buffer import MappedExchangeBuffer
-from sglang_ext.managers.cache_rank.protocol import BLOCK, StagedTokens, ProtocolError
+from sglang_ext.managers.cache_rank.on_gpu.selection_runner import SelectionRunner
+from sglang_ext.managers.cache_rank.protocol import BLOCK, ProtocolError, StagedTokens
 from sglang_ext.managers.cache_rank.selection_server import BEAT_SECONDS, PROBE_TOKENS, SelectionServer
 
 # Maximum wait of the device, and the host, for the batch of a launch ahead. A heartbeat fits in between.
@@ -113,7 +113,7 @@ class GpuSelectionServer(SelectionServer):
 
         So no request waits for a compiler, or for a kernel to load.
         """
-        from sglang_ext.layers.kernels.select_tokens import compile_ahead, kernel_lengths
+        from sglang_ext.layers.kernels.selection.select_tokens import compile_ahead, kernel_lengths
 
         longest, always = self._store.blocks * BLOCK, (self._method.sinks, self._method.recent)
         compile_ahead(self._keys.buffers.keys[0], self._memory.shape.query_heads, always, longest)

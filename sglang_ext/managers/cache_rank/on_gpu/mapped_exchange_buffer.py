@@ -13,11 +13,17 @@ import torch
 
 from sglang_ext.device import SideStream, to_device
 from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import (
-    QUESTION_NUMBERS, CHOSEN, DONE, LANE_WORDS, ExchangeBufferError, ExchangeLayout, BufferRegion,
+    CHOSEN,
+    DONE,
+    LANE_WORDS,
+    QUESTION_NUMBERS,
+    BufferRegion,
+    ExchangeBufferError,
+    ExchangeLayout,
 )  # fmt: skip
-from sglang_ext.managers.cache_rank.protocol import BLOCK, StagedTokens, BufferShape
-from sglang_ext.mem_cache.compressed.row_exchange import missing_mask, plan_exchange, top_mask
+from sglang_ext.managers.cache_rank.protocol import BLOCK, BufferShape, StagedTokens
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.row_exchange import missing_mask, plan_exchange, top_mask
 from sglang_ext.mem_cache.selection.on_gpu import MarkedPart
 
 # The written word, and the words of each lane.
@@ -180,17 +186,17 @@ class MappedExchangeBuffer:
             held: K and V at the rank.
             streams: The first stream finds the rows to send; the second sends those of one part while the next parts are marked.
         """
-        from sglang_ext.layers.kernels.row_exchange import send_rows
+        from sglang_ext.layers.kernels import row_exchange
 
         layout, (finding, sending), tables, kept = self._layout, streams, (held.key_table, held.value_table), []
         targets = tuple(self._address(part) for part in (layout.counts, layout.moves, layout.row_keys, layout.row_values))
         most = records.shape[1] // (self.shape.layers * self.shape.kv_heads)
         for part in parts:
             with finding.after(part.there):
-                comes = send_rows.exchange(part.marked, records, most, self.shape.fresh)
+                comes = row_exchange.exchange(part.marked, records, most, self.shape.fresh)
                 part.was_read(self._device)
             with sending.after(part.read):
-                send_rows.push_rows(tables, held.keys[0], comes, asked, there, targets, part.layers.start, part.requests.start)
+                row_exchange.push_rows(tables, held.keys[0], comes, asked, there, targets, part.layers.start, part.requests.start)
             # Keep it, or the first stream would reuse its memory before it is sent.
             kept.append(comes)
         finding.join()

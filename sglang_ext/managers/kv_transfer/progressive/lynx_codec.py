@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from sglang_ext.layers.kernels.lynx.codec import decode_page, decode_page_from, encode_page, encode_page_into
-from sglang_ext.layers.kernels.lynx.layout import RAW, UNIT, PageLayout
-from sglang_ext.layers.kernels.lynx.page_tensors import StreamBatch
+from sglang_ext.layers.kernels.lynx.layout import RAW, UNIT, PageLayout, StreamBatch
 from sglang_ext.managers.kv_transfer.link_settings import LinkError, OptionValue
 from sglang_ext.managers.kv_transfer.progressive.page_codec import EncodedPage, PlacedPage
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import HostBlocks, PoolBuffers

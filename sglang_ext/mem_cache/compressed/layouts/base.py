@@ -4,7 +4,7 @@
 also has the plain layouts, which store tokens unchanged.
 
 A draft row of the token table begins with the slots of the compressed KV. Only the layout knows what these slots contain. A second table
-records how much compressed KV each row begins with. layers/attention/compressed/ has the attention over rows of each layout.
+records how much compressed KV each row begins with. layers/attention/ has the attention over rows of each layout.
 """
 
 from abc import ABC, abstractmethod

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from sglang_ext.core import CompressedKV, IntegrityError
-from sglang_ext.mem_cache.compressed.layouts.base import RowCountLayout, PlainSlots
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots, RowCountLayout
 
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressors.catalogue import MethodSpec
@@ -74,7 +74,7 @@ class Pointers:
             seeds: Unused.
         """
         if buffers.on_gpu:
-            from sglang_ext.layers.kernels.compressed.write_pointers import write_pointers
+            from sglang_ext.layers.kernels.compressed_kv import write_pointers
 
             write_pointers(buffers.key_table, buffers.keys[0], kept, sources, targets)
             return

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import torch
 
 from sglang_ext.core import CompressedKV, IntegrityError
-from sglang_ext.mem_cache.compressed.layouts.base import KVLayout, SlotLayout
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.layouts.base import KVLayout, SlotLayout
 
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressors.contracts.compressor import Compressor, ContextKV, Part
@@ -125,7 +125,7 @@ class RaggedHeadLayout(KVLayout):
             targets: int64, slots of the compressed KV, disjoint from ``sources``.
         """
         if self.buffers.on_gpu:
-            from sglang_ext.layers.kernels.compressed.scatter_cells import scatter_cells
+            from sglang_ext.layers.kernels.compressed_kv import scatter_cells
 
             tables, layer = (self.buffers.key_table, self.buffers.value_table), (self.buffers.keys[0], self.buffers.values[0])
             scatter_cells(*tables, *layer, kept.tokens, kept.bounds, sources, targets)

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_ext.layers.attention.compressed.decode_backend import CompressedDecode
-from sglang_ext.layers.kernels.gluon import occupancy
-from sglang_ext.layers.kernels.hack.product import Partitioned, quantize_partitions, product
-from sglang_ext.layers.kernels.packed.packed_decode import packed_decode, max_resident_programs
+from sglang_ext.layers.attention.decode_backend import CompressedDecode
+from sglang_ext.layers.kernels.hack.product import Partitioned, product, quantize_partitions
+from sglang_ext.layers.kernels.packed.packed_decode import choose_splits, max_resident_programs, packed_decode
 from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid, Quantized
-from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import QuantizedLayout, Packing
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing, QuantizedLayout
 from sglang_ext.mem_cache.compressors.contracts.quantizer import code_values
 
 if TYPE_CHECKING:
@@ -183,7 +182,7 @@ class PackedDecode(CompressedDecode):
         """Parts of each request's blocks and exact tokens."""
         if self._room is None:
             return super().splits(requests)
-        return occupancy.choose_splits(requests * self.kv_heads, self._room, self.layout.layout.keys.bits)
+        return choose_splits(requests * self.kv_heads, self._room, self.layout.layout.keys.bits)
 
     def attend(
         self, layer_id: int, queries: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, scaling: float, splits: tuple[int, int]

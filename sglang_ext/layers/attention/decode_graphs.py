@@ -1,20 +1,62 @@
-"""CUDA graphs of steps over compressed KV (decode_backend.py): one token per request. SGLang's own graphs read plain tokens."""
+"""Attention by layout of the compressed KV, and CUDA graphs of steps over it (decode_backend.py): one token per request.
+
+SGLang's own graphs read plain tokens.
+"""
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+from torch import Tensor
 
 from sglang_ext.layers import forward
-from sglang_ext.layers.attention.compressed.layout_readers import LAYOUT_READERS
+from sglang_ext.layers.attention.decode_backend import CompressedDecode
+from sglang_ext.layers.attention.packed import PackedDecode, packed_attention
+from sglang_ext.layers.attention.per_head import PagesDecode, PointerDecode, RaggedHeadsDecode, SentRowsDecode, pointer_attention, uneven_attention
 from sglang_ext.layers.attention.verify_graphs import dummy_batch
-from sglang_ext.mem_cache.compressed.layouts.base import KVLayout
+from sglang_ext.mem_cache.compressed.layouts.base import ExchangedRowLayout, KVLayout
+from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
+from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import QuantizedLayout
+from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, PPProxyTensors
     from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+class LayoutReader(NamedTuple):
+    """Attention over rows that begin with compressed KV of one layout.
+
+    Attributes:
+        attend: Causal attention of a request's newest tokens over its row, in PyTorch. Returns [count, heads, value_dim]. None if rows are
+            read as plain tokens. Its arguments are the layout, the row, the length of the compressed part, and queries [count, heads, dim].
+            Then come a layer's key and value buffers [slots, kv_heads, dim], the row's slots int64, and the factor on query-key products.
+        decode: The backend for one token per request.
+    """
+
+    attend: Callable[[KVLayout, int, int, Tensor, Tensor, Tensor, Tensor, float | None], Tensor] | None
+    decode: type[CompressedDecode]
+
+
+def _packed(
+    rows: QuantizedLayout, row: int, packed: int, queries: Tensor, keys: Tensor, values: Tensor, slots: Tensor, scaling: float
+) -> Tensor:
+    return packed_attention(rows.layout, queries, keys, values, slots, packed, scaling)
+
+
+LAYOUT_READERS: dict[type[KVLayout], LayoutReader] = {
+    QuantizedLayout: LayoutReader(_packed, PackedDecode),
+    RaggedHeadLayout: LayoutReader(uneven_attention, RaggedHeadsDecode),
+    PointerLayout: LayoutReader(pointer_attention, PointerDecode),
+    PagePointerLayout: LayoutReader(pointer_attention, PagesDecode),
+    ExchangedRowLayout: LayoutReader(None, SentRowsDecode),
+}
+"""All layouts except plain tokens, which any attention reads."""
+
 
 logger = logging.getLogger(__name__)
 
