@@ -53,6 +53,7 @@ from sglang_ext.mem_cache.prefix_cache.freed_full_kv import FreedFullKV
 from sglang_ext.mem_cache.prefix_cache.quantized_only import QuantizedOnlyKV
 from sglang_ext.mem_cache.prefix_cache.quantized_prompts import QuantizedPrompts
 from sglang_ext.core import TPRanks
+from sglang_ext.mem_cache.prefix_cache.remote_only import RemoteOnlyKV
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
