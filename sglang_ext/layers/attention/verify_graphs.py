@@ -178,9 +178,4 @@ def speculative(model_runner: "ModelRunner") -> Iterator[None]:
     try:
         yield
     finally:
-        use_plain_decoding(model_runner)
-
-
-def use_plain_decoding(model_runner: "ModelRunner") -> None:
-    """Let SGLang treat the target's runner as one of plain decoding, with one token per request."""
-    model_runner.spec_algorithm = SpeculativeAlgorithm.NONE
+        forward.use_plain_decoding(model_runner)

@@ -12,7 +12,8 @@ from functools import partial
 import torch
 
 from sglang_ext.mem_cache.host_tier.host_pool import HostPool
-from sglang_ext.mem_cache.host_tier.pieces import Moves, PageRun, runs
+from sglang_ext.mem_cache.host_tier.host_pages import PageRun, runs
+from sglang_ext.mem_cache.host_tier.pieces import Moves
 from sglang_ext.mem_cache.host_tier.residuals import WHOLE, PageBlocks, ResidualPages
 
 SIZE_BYTES = 8

@@ -2,11 +2,34 @@
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
 
-from sglang_ext.mem_cache.host_tier.pieces import runs
+
+@dataclass(frozen=True)
+class PageRun:
+    """Consecutive pages in a list of pages.
+
+    Attributes:
+        place: Index of the first one in the list.
+        first: The first page.
+        count: Number of pages.
+    """
+
+    place: int
+    first: int
+    count: int
+
+
+def runs(pages: torch.Tensor) -> tuple[PageRun, ...]:
+    """Return the maximal runs of ``pages`` (int64 [pages], on the host), in the list's order."""
+    if not len(pages):
+        return ()
+    breaks = (pages.diff() != 1).nonzero().flatten() + 1
+    ends = [0, *breaks.tolist(), len(pages)]
+    return tuple(PageRun(place, int(pages[place]), end - place) for place, end in pairwise(ends))
 
 
 class HostPageError(ValueError):

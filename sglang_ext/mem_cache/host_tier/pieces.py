@@ -3,40 +3,17 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
+
+from sglang_ext.mem_cache.host_tier.host_pages import PageRun, runs
 
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.host_tier.host_pool import HostPool
 
 # Pairs of functions that fill and empty a buffer of a double buffer.
 Moves = Iterator[tuple[Callable[[torch.Tensor], None], Callable[[torch.Tensor], None]]]
-
-
-@dataclass(frozen=True)
-class PageRun:
-    """Consecutive pages in a list of pages.
-
-    Attributes:
-        place: Index of the first one in the list.
-        first: The first page.
-        count: Number of pages.
-    """
-
-    place: int
-    first: int
-    count: int
-
-
-def runs(pages: torch.Tensor) -> tuple[PageRun, ...]:
-    """Return the maximal runs of ``pages`` (int64 [pages], on the host), in the list's order."""
-    if not len(pages):
-        return ()
-    breaks = (pages.diff() != 1).nonzero().flatten() + 1
-    ends = [0, *breaks.tolist(), len(pages)]
-    return tuple(PageRun(place, int(pages[place]), end - place) for place, end in pairwise(ends))
 
 
 @dataclass(frozen=True)

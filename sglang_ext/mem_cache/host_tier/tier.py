@@ -17,7 +17,8 @@ from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.host_tier.checksums import PageChecksums, as_words
 from sglang_ext.mem_cache.host_tier.host_pool import HostPool, check_alike
 from sglang_ext.mem_cache.host_tier.copy_streams import CopyStream, LastTransfers, DoubleBuffer
-from sglang_ext.mem_cache.host_tier.pieces import LayerCopies, runs
+from sglang_ext.mem_cache.host_tier.host_pages import runs
+from sglang_ext.mem_cache.host_tier.pieces import LayerCopies
 from sglang_ext.mem_cache.host_tier.residuals import PageBlocks, ResidualPages
 from sglang_ext.mem_cache.host_tier.frame_copies import FrameCopies
 from sglang_ext.mem_cache.host_tier.transfers import DeferredLaunches, LaunchedTransfer, Transfer
