@@ -13,12 +13,11 @@ import torch
 from sglang.srt.arg_groups.arg_utils import NS, A, Arg
 from sglang.srt.server_args import ServerArgs
 
-from sglang_ext import command_line, flag_checks
-from sglang_ext.config import benchmark_options, disaggregation_options, model_folder, options, refused_options, stream_options
+from sglang_ext import command_line
+from sglang_ext.config import benchmark_options, disaggregation_options, options, stream_options
 from sglang_ext.config.prefill_options import EXACT, PREFILL_MODES
-from sglang_ext.core import RADIX_CACHE_BACKEND, SPECULATIVE_ALGORITHM, HookError, OptionError
+from sglang_ext.core import RADIX_CACHE_BACKEND, SCORE_BITS, SPECULATIVE_ALGORITHM, HookError, OptionError
 from sglang_ext.mem_cache.compressors import catalogue
-from sglang_ext.mem_cache.selection.scoring_keys import SCORE_BITS
 from sglang_ext.mem_cache.selection.predictors import PREDICTORS
 
 logger = logging.getLogger(__name__)
@@ -316,6 +315,9 @@ class KVServerArgs(ServerArgs):
 
     def __post_init__(self) -> None:
         """Check the flags, prepare SGLang's own options for the mode, then let SGLang resolve."""
+        # SGLang's other processes get the checked arguments, and do not need the checks.
+        from sglang_ext import flag_checks
+
         flag_checks.check_flags(self)
         if self.kv_mode == "full":
             super().__post_init__()
@@ -327,13 +329,15 @@ class KVServerArgs(ServerArgs):
             # Errors of the operating system have a number. Those of Hugging Face's library, for a model that it does not find, have none.
             if error.errno is not None:
                 raise
+            from sglang_ext.config import model_folder
+
             raise model_folder.unreadable_model(self.model_path, error) from error
         if self.model_path.lower() in ("none", "dummy"):
             return
         flag_checks.check_resolved(self)
         from sglang_ext.hooks import activation as hooking
 
-        hooking.activate_frontend()
+        hooking.activate_frontend(self.kv_mode)
 
     def check_lora_server_args(self) -> None:
         """SGLang's check. Of all speculative algorithms it allows LoRA with NGRAM only."""
@@ -347,6 +351,8 @@ class KVServerArgs(ServerArgs):
 
     def _prepare_speculation(self) -> None:
         """Set SGLang's options for its own registries: speculative algorithm and radix cache backend."""
+        from sglang_ext.config import refused_options
+
         on_gpu = self.device in (None, "cuda") and torch.cuda.is_available()
         refused_options.check_combinations(self)
         if self.kv_full_tier == "auto" and (obstacle := options.offload_obstacle(self)) is not None:

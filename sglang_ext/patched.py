@@ -12,6 +12,7 @@ from sglang_ext.config import disaggregation_options, options
 from sglang_ext.hooks import activation as hooking
 from sglang_ext.hooks import table as hooks
 from sglang_ext.hooks.table import Hook
+from sglang_ext.hooks.transfer_table import TRANSFER_HOOKS
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -26,7 +27,7 @@ def prepare(args: "ServerArgs") -> None:
     """
     flag_checks.check_flags(args)
     if options.has_progressive_transfer(args):
-        _check_marks(hooks.TRANSFER_HOOKS, f"--disaggregation-transfer-backend {disaggregation_options.BACKEND}")
+        _check_marks(TRANSFER_HOOKS, f"--disaggregation-transfer-backend {disaggregation_options.BACKEND}")
     if args.kv_mode != "full":
         KVServerArgs._prepare_speculation(args)
 

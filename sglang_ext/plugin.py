@@ -5,6 +5,11 @@ without ``--kv-mode`` or ``--disaggregation-transfer-backend progressive``.
 """
 
 import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.utils import KVClassType, TransferBackend
 
 ARGUMENTS = "sglang.srt.server_args.ServerArgs"
 
@@ -41,7 +46,6 @@ def register_backends() -> None:
 
     from sglang_ext.core import RADIX_CACHE_BACKEND, SPECULATIVE_ALGORITHM
     from sglang_ext.hooks.algorithm import KVVerifiedAlgorithm, worker_class
-    from sglang_ext.hooks.transfer import register_backend
 
     if get_spec(SPECULATIVE_ALGORITHM) is None:
         SpeculativeAlgorithm.register(
@@ -49,10 +53,55 @@ def register_backends() -> None:
         )(worker_class)
     if get_radix_cache_factory(RADIX_CACHE_BACKEND) is None:
         register_radix_cache_backend(RADIX_CACHE_BACKEND, _radix_cache)
-    register_backend()
+    register_transfer_backend()
 
 
 def _radix_cache(context) -> object:
     from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
 
     return TieredRadixCache(context.params)
+
+
+def register_transfer_backend() -> None:
+    """Add the backend's name to SGLang's flags and its enumeration of backends, once per process."""
+    from sglang.srt import server_args
+    from sglang.srt.disaggregation.utils import TransferBackend
+
+    from sglang_ext.config.disaggregation_options import BACKEND
+
+    if BACKEND not in server_args.DISAGG_TRANSFER_BACKEND_CHOICES:
+        server_args.add_disagg_transfer_backend_choices([BACKEND])
+    if BACKEND not in TransferBackend._value2member_map_:
+        member = object.__new__(TransferBackend)
+        member._name_, member._value_ = BACKEND.upper(), BACKEND
+        member.__objclass__, member._sort_order_ = TransferBackend, len(TransferBackend)
+        TransferBackend._member_names_.append(member.name)
+        TransferBackend._member_map_[member.name] = TransferBackend._value2member_map_[BACKEND] = member
+
+
+def get_kv_class(original: Callable, transfer_backend: "TransferBackend", class_type: "KVClassType") -> type | None:
+    """Hook around ``get_kv_class``: returns the classes of this backend, or SGLang's own for other backends."""
+    from sglang_ext.config.disaggregation_options import BACKEND
+
+    if transfer_backend.value != BACKEND:
+        return original(transfer_backend, class_type)
+    from sglang.srt.disaggregation.base.conn import KVArgs
+    from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
+    from sglang.srt.disaggregation.utils import KVClassType
+
+    if class_type in (KVClassType.KVARGS, KVClassType.BOOTSTRAP_SERVER):
+        return {KVClassType.KVARGS: KVArgs, KVClassType.BOOTSTRAP_SERVER: CommonKVBootstrapServer}[class_type]
+    from sglang_ext.hooks.activation import activate_transfer
+    from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
+    from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
+    from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
+
+    if class_type is KVClassType.MANAGER:
+        # Once per scheduler process, before its first request.
+        activate_transfer()
+    classes = {
+        KVClassType.MANAGER: ProgressiveManager,
+        KVClassType.SENDER: ProgressiveSender,
+        KVClassType.RECEIVER: ProgressiveReceiver,
+    }
+    return classes[class_type]

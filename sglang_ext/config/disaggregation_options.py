@@ -12,7 +12,6 @@ from sglang_ext.config.method_options import offered_methods
 from sglang_ext.config.options import BACKEND, RAW, check_allowed, has_progressive_transfer
 from sglang_ext.config.refusal import Refusal, above, when_set
 from sglang_ext.mem_cache.compressors import catalogue
-from sglang_ext.mem_cache.compressors.kvzap import KVzap
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
@@ -46,7 +45,7 @@ ROLES: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--disaggregation-mode decode --kv-compressor kvzap",
-        lambda args: _decodes(args) and any(offer.drop_method == KVzap.name for offer in offered_methods(args)),
+        lambda args: _decodes(args) and any(offer.drop_method == catalogue.KVZAP for offer in offered_methods(args)),
         "it predicts scores when a prompt is computed, and they are not transferred with its KV",
         "use another method there, for example snapkv",
     ),

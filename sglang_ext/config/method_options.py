@@ -9,12 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_ext.config import model_options
 from sglang_ext.config.options import DEFAULT_BUDGET, attention_backends, expected_device, check_allowed
-from sglang_ext.core import OptionError
+from sglang_ext.core import SCORE_BITS, OptionError
 from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.mem_cache.compressors.contracts.registry import COMPRESSORS
-from sglang_ext.mem_cache.compressors.kvzap import KVzap
-from sglang_ext.mem_cache.compressors.spade import Spade
-from sglang_ext.mem_cache.selection.scoring_keys import SCORE_BITS
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
@@ -136,7 +133,7 @@ def _why_no_bits(offer: OfferedMethod, bits: int) -> str:
     """Message that refuses ``--kv-bits`` with a method that packs nothing, with the remedy."""
     named = offer.compressor
     why = f"--kv-bits is {bits}, but --kv-compressor {named} keeps tokens as they are"
-    if offer.drop_method == Spade.name:
+    if offer.drop_method == catalogue.SPADE:
         wanted = bits if bits in SCORE_BITS else min(SCORE_BITS)
         allowed = f"{', '.join(map(str, SCORE_BITS[:-1]))} or {SCORE_BITS[-1]}"
         return (
@@ -223,7 +220,7 @@ def check_resolved(args: "KVServerArgs") -> None:
         OptionError: Names SGLang's selection, and the remedy.
     """
     found = offered_methods(args)
-    predicted = any(offer.drop_method == KVzap.name for offer in found)
+    predicted = any(offer.drop_method == catalogue.KVZAP for offer in found)
     if predicted and args.cuda_graph_config.prefill.backend == "tc_piecewise":
         raise OptionError(
             "--cuda-graph-backend-prefill is 'tc_piecewise'; --kv-compressor kvzap reads hidden states with hooks, which are "

@@ -1,4 +1,4 @@
-"""Checks and applies all uses of private SGLang names: the tables in table.py and private_names.py.
+"""Checks and applies all uses of private SGLang names: the tables in table.py, private_names.py and transfer_table.py.
 
 :func:`check` resolves all of them when a mode is enabled. A target that moved or changed its signature stops the start, with a message
 that names it.
@@ -45,8 +45,10 @@ def check_transfer() -> None:
     Raises:
         HookError: A target is missing or has unexpected parameters.
     """
+    from sglang_ext.hooks import transfer_table
+
     flag = "--disaggregation-transfer-backend"
-    _check(hooks.TRANSFER_HOOKS + private_names.TRANSFER_USES, f"{flag} progressive", f"{flag} mooncake")
+    _check(transfer_table.TRANSFER_HOOKS + transfer_table.TRANSFER_USES, f"{flag} progressive", f"{flag} mooncake")
 
 
 def _check(chosen: Iterable[Hook | PrivateName], asked: str, remedy: str) -> None:
@@ -121,31 +123,38 @@ def is_patched_fork() -> bool:
     return importlib.util.find_spec("sglang.srt.kv_seams") is not None
 
 
-def activate_frontend() -> None:
+def activate_frontend(mode: str) -> None:
     """Apply the hooks of the tokenizer and HTTP process, and log the number of hooks of all processes in one line."""
     if not is_patched_fork():
         from sglang.srt.plugins.hook_registry import HookRegistry
 
-        count = len(hooks.HOOKS) + sum(hook.target in HookRegistry._patched for hook in hooks.PLAIN_CPU_HOOKS)
+        count = len(_needed(mode)) + sum(hook.target in HookRegistry._patched for hook in hooks.PLAIN_CPU_HOOKS)
         logger.info("sglang-ext: %d functions of SGLang are hooked, see sglang_ext/hooks/table.py", count)
-        apply(tuple(hook for hook in hooks.HOOKS if hook.process == "frontend"))
+        apply(tuple(hook for hook in _needed(mode) if hook.process == "frontend"))
 
 
-def activate_scheduler() -> None:
-    """Apply the hooks of the scheduler process."""
+def activate_scheduler(mode: str) -> None:
+    """Apply the hooks that the scheduler process needs in this ``--kv-mode``."""
     if not is_patched_fork():
-        apply(tuple(hook for hook in hooks.HOOKS if hook.process == "scheduler"))
+        apply(tuple(hook for hook in _needed(mode) if hook.process == "scheduler"))
+
+
+def _needed(mode: str) -> tuple[Hook, ...]:
+    """The hooks that a server in this ``--kv-mode`` needs."""
+    return tuple(hook for hook in hooks.HOOKS if hook.mode in (None, mode))
 
 
 def register_transfer() -> None:
     """Register the hook that provides the classes of the transfer backend ``progressive``. The others are applied when it is used."""
-    _register(hooks.TRANSFER_HOOKS[0])
+    _register(hooks.KV_CLASS_HOOK)
 
 
 def activate_transfer() -> None:
     """Apply the hooks of the transfer backend ``progressive``, in a scheduler process that uses it."""
     if not is_patched_fork():
-        apply(hooks.TRANSFER_HOOKS)
+        from sglang_ext.hooks import transfer_table
+
+        apply(transfer_table.TRANSFER_HOOKS)
 
 
 def activate_plain_cpu() -> None:

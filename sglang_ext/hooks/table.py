@@ -16,6 +16,7 @@ class Hook:
         why: What would fail without it. Completes "It is needed because" in a message.
         expects: Parameter names of the target, in order.
         kind: ``around`` (called with the original first) or ``replace``.
+        mode: The ``--kv-mode`` that needs it; None if each mode but ``full`` does.
         process: ``frontend`` (tokenizer and HTTP server) or ``scheduler``.
     """
 
@@ -24,6 +25,7 @@ class Hook:
     why: str
     expects: tuple[str, ...]
     kind: str = "around"
+    mode: str | None = None
     process: str = "scheduler"
 
 
@@ -93,12 +95,13 @@ HOOKS: tuple[Hook, ...] = (
         "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
         "sglang_ext.hooks.lossy_admission.admit_prompt",
         "in mode lossy a prompt needs slots for its full KV and its compressed KV: full KV is freed after compression",
-        ("self", "req", "has_chunked_req", "truncation_align_size"),
+        ("self", "req", "has_chunked_req", "truncation_align_size"), mode="lossy",
     ),
     Hook(
         "sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req",
         "sglang_ext.hooks.lossy_admission.admit_chunk",
         "in mode lossy SGLang would shrink chunks by the slots of future outputs, but full KV is freed before", ("self", "req"),
+        mode="lossy",
     ),
     Hook(
         "sglang.srt.managers.schedule_batch.ScheduleBatch.retract_decode",
@@ -177,65 +180,11 @@ HOOKS: tuple[Hook, ...] = (
     ),
 )
 
-# Hooks of the transfer backend ``progressive``, in any mode.
-TRANSFER_HOOKS: tuple[Hook, ...] = (
-    Hook(
-        "sglang.srt.disaggregation.utils.get_kv_class",
-        "sglang_ext.hooks.transfer.get_kv_class",
-        "SGLang's backend registry has no entry for other classes", ("transfer_backend", "class_type"),
-    ),
-    Hook(
-        "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender",
-        "sglang_ext.hooks.transfer.create_sender",
-        "pages of KV are identified by the tokens before them, which SGLang does not pass to senders", ("self", "req", "num_kv_heads"),
-    ),
-    Hook(
-        "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue",
-        "sglang_ext.hooks.transfer.create_receiver",
-        "pages of KV are compared with the tokens before them, which SGLang does not pass to receivers",
-        ("self", "req", "is_rebootstrap"),
-    ),
-    *(
-        Hook(
-            f"sglang.srt.disaggregation.decode.DecodePreallocQueue.{name}",
-            "sglang_ext.hooks.quantized_prompts.count_prompt_slots",
-            "a prompt that arrives quantized needs fewer slots than tokens, and requests are admitted by their tokens", ("req",),
-        )
-        for name in ("_pre_alloc_fill_len", "_rebootstrap_prefill_len")
-    ),
-    Hook(
-        "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.process_disagg_prefill_inflight_queue",
-        "sglang_ext.hooks.quantized_prompts.pack_ahead",
-        "a prompt that waits for space at a decode server must be quantized in host memory, without full KV", ("self", "rids_to_check"),
-    ),
-    Hook(
-        "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.send_kv_chunk",
-        "sglang_ext.hooks.chunk_transfer.send_kv_chunk",
-        "a chunk would be sent after the next forward, and no chunk would be encoded during one",
-        ("self", "req", "last_chunk", "end_idx"),
-    ),
-    Hook(
-        "sglang.srt.managers.scheduler.Scheduler._apply_war_barrier",
-        "sglang_ext.hooks.chunk_transfer.note_launch",
-        "a chunk's slots are read in parallel with the launched forward, and SGLang does not record its work before the launch", ("self",),
-    ),
-    Hook(
-        "sglang.srt.disaggregation.decode.DecodePreallocQueue._pre_alloc",
-        "sglang_ext.hooks.quantized_prompts.pre_alloc",
-        "a prompt that arrives quantized gets no slots for the full KV of packed tokens",
-        ("self", "req", "prefix_indices", "prefix_len", "total_prefix_len"),
-    ),
-    Hook(
-        "sglang.srt.disaggregation.utils.prepare_abort",
-        "sglang_ext.hooks.transfer.prepare_abort",
-        "a request that cannot be served must end as on one server, and not with status 500 and details of its room",
-        ("req", "error_message", "status_code"),
-    ),
-    Hook(
-        "sglang.srt.managers.scheduler.Scheduler.abort_request",
-        "sglang_ext.hooks.transfer.abort_request",
-        "a request that is aborted while it waits for prefill must not leave its decode side waiting", ("self", "recv_req"),
-    ),
+# Registered in each process. The other hooks of the transfer backend ``progressive`` are in transfer_table.py.
+KV_CLASS_HOOK = Hook(
+    "sglang.srt.disaggregation.utils.get_kv_class",
+    "sglang_ext.plugin.get_kv_class",
+    "SGLang's backend registry has no entry for other classes", ("transfer_backend", "class_type"),
 )
 
 PLAIN_CPU_HOOKS: tuple[Hook, ...] = (

@@ -1,4 +1,10 @@
-"""SGLang's transfer backend ``progressive``: its name in SGLang's registries, its classes, and the prompts of its rooms."""
+"""SGLang's transfer backend ``progressive``: the prompts of its rooms, chunks of prompts, and messages of failed rooms.
+
+A prefill server sends a chunk of a prompt while the next chunk is computed. SGLang's overlapped loop launches a forward, makes later device
+work of the scheduler wait for it, and sends the previous forward's chunk. To send, it reads the chunk's slots with a copy that waits for
+the new forward, and that blocks the device for all other threads of the process. So a chunk would be sent one forward late, and no chunk
+would be encoded during a forward.
+"""
 
 import re
 import sys
@@ -6,13 +12,13 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from sglang_ext.config.disaggregation_options import BACKEND
+import torch
+
 from sglang_ext.hooks import quantized_prompts
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeRequest
     from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
-    from sglang.srt.disaggregation.utils import KVClassType, TransferBackend
     from sglang.srt.managers.io_struct import AbortReq
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
@@ -21,7 +27,8 @@ if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
     from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
-
+# Attribute of SGLang's scheduler: an event of its stream, after its device work before the last launch.
+LAUNCH_EVENT_ATTRIBUTE = "kv_before_launch"
 # Failure reasons are text: SGLang's, or another server's. These reasons mean that the other server is gone, or too slow.
 RETRYABLE_REASONS = re.compile(
     r"is silent for|not reached for|cannot be reached|no prefill server answers|no prefill rank is known|"
@@ -32,47 +39,6 @@ FAILED = {
     "decode": "the decode server could not get the prompt's KV from the prefill server",
 }
 RETRY_ADVICE = "send the request again"
-
-
-def register_backend() -> None:
-    """Add the backend's name to SGLang's flags and its enumeration of backends, once per process."""
-    from sglang.srt import server_args
-    from sglang.srt.disaggregation.utils import TransferBackend
-
-    if BACKEND not in server_args.DISAGG_TRANSFER_BACKEND_CHOICES:
-        server_args.add_disagg_transfer_backend_choices([BACKEND])
-    if BACKEND not in TransferBackend._value2member_map_:
-        member = object.__new__(TransferBackend)
-        member._name_, member._value_ = BACKEND.upper(), BACKEND
-        member.__objclass__, member._sort_order_ = TransferBackend, len(TransferBackend)
-        TransferBackend._member_names_.append(member.name)
-        TransferBackend._member_map_[member.name] = TransferBackend._value2member_map_[BACKEND] = member
-
-
-def get_kv_class(original: Callable, transfer_backend: "TransferBackend", class_type: "KVClassType") -> type | None:
-    """Hook around ``get_kv_class``: returns the classes of this backend, or SGLang's own for other backends."""
-    if transfer_backend.value != BACKEND:
-        return original(transfer_backend, class_type)
-    from sglang.srt.disaggregation.base.conn import KVArgs
-    from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
-    from sglang.srt.disaggregation.utils import KVClassType
-
-    if class_type in (KVClassType.KVARGS, KVClassType.BOOTSTRAP_SERVER):
-        return {KVClassType.KVARGS: KVArgs, KVClassType.BOOTSTRAP_SERVER: CommonKVBootstrapServer}[class_type]
-    from sglang_ext.hooks import activation as hooking
-    from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
-    from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
-    from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
-
-    if class_type is KVClassType.MANAGER:
-        # Once per scheduler process, before its first request.
-        hooking.activate_transfer()
-    classes = {
-        KVClassType.MANAGER: ProgressiveManager,
-        KVClassType.SENDER: ProgressiveSender,
-        KVClassType.RECEIVER: ProgressiveReceiver,
-    }
-    return classes[class_type]
 
 
 def create_sender(original: Callable, queue: "PrefillBootstrapQueue", req: "Req", num_kv_heads: int) -> bool:
@@ -142,6 +108,36 @@ def abort_request(original: Callable, scheduler: "Scheduler", recv_req: "AbortRe
             req.disagg_kv_sender.abort()
 
 
+def note_launch(original: Callable, scheduler: "Scheduler") -> None:
+    """Hook around ``Scheduler._apply_war_barrier``, which follows each launch: records the scheduler's earlier work."""
+    if torch.cuda.is_available():
+        setattr(scheduler, LAUNCH_EVENT_ATTRIBUTE, torch.cuda.current_stream().record_event())
+    original(scheduler)
+
+
+def send_kv_chunk(original: Callable, scheduler: "Scheduler", req: "Req", last_chunk: bool = False, end_idx: int | None = None) -> None:
+    """Hook around ``send_kv_chunk``: reads the slots of a chunk on a second stream, in parallel with the launched forward.
+
+    This does not apply to the last chunk, nor to a prefix from the cache: the scheduler has written their slots since, after that forward.
+    This function waits for them before the copy. SGLang treats a chunk whose forward may still run as a prefix of the next chunk, and would
+    launch the next one only after that forward. Such a chunk is sent with its result instead, after the launch. If no forward was launched
+    after the one whose results are processed, there is nothing to wait for.
+    """
+    from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
+
+    before, sender = getattr(scheduler, LAUNCH_EVENT_ATTRIBUTE, None), req.disagg_kv_sender
+    if before is None or not scheduler.result_queue or not isinstance(sender, ProgressiveSender):
+        original(scheduler, req, last_chunk, end_idx)
+    elif sender.is_sending_prefix and end_idx == req.tmp_end_idx:
+        sender.defer_prefix()
+    elif last_chunk or sender.is_sending_prefix:
+        torch.cuda.current_stream().record_event().synchronize()
+        original(scheduler, req, last_chunk, end_idx)
+    else:
+        with sender.kv_mgr.pool.on_side_stream(before):
+            original(scheduler, req, last_chunk, end_idx)
+
+
 def _sends(req: "Req") -> bool:
     from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
 
@@ -152,23 +148,17 @@ def _prompt_queries(queue: "PrefillBootstrapQueue | DecodePreallocQueue", end: A
     """The queries of this rank's requests, if compressors use some and this backend transfers them."""
     from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
     from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
-    from sglang_ext.managers.worker import KVWorker
 
-    if not isinstance(end, ProgressiveSender | ProgressiveReceiver):
-        return None
-    worker = queue.scheduler.draft_worker
-    return worker.prompt_queries if isinstance(worker, KVWorker) else None
+    feature = quantized_prompts.transfer_feature(queue.scheduler) if isinstance(end, ProgressiveSender | ProgressiveReceiver) else None
+    return None if feature is None else feature.prompt_queries
 
 
 def _packs_prompts(queue: "PrefillBootstrapQueue", end: Any) -> "tuple[Packing, KVBuffers] | None":
     """How this rank packs prompts that are transferred quantized. None if it does not."""
     from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
-    from sglang_ext.managers.worker import KVWorker
 
-    if not isinstance(end, ProgressiveSender):
-        return None
-    worker = queue.scheduler.draft_worker
-    return worker.prompt_packing() if isinstance(worker, KVWorker) else None
+    feature = quantized_prompts.transfer_feature(queue.scheduler) if isinstance(end, ProgressiveSender) else None
+    return None if feature is None else feature.prompt_packing()
 
 
 def _refuse_beyond_pool(queue: "DecodePreallocQueue", req: "Req", receiver: Any) -> None:
@@ -201,12 +191,9 @@ def _poll_prefill_servers(queue: "DecodePreallocQueue", receiver: Any) -> None:
 
 def _enable_early_decoding(queue: "DecodePreallocQueue", req: "Req", receiver: Any) -> None:
     from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
-    from sglang_ext.managers.worker import KVWorker
 
-    worker = queue.scheduler.draft_worker
-    if not (isinstance(receiver, ProgressiveReceiver) and isinstance(worker, KVWorker)):
-        return
-    full_kv = worker.arriving_full_kv(req, queue.tree_cache)
+    feature = quantized_prompts.transfer_feature(queue.scheduler) if isinstance(receiver, ProgressiveReceiver) else None
+    full_kv = None if feature is None else feature.arriving_full_kv(req, queue.tree_cache)
     if full_kv is not None:
         receiver.enable_early_decoding(lambda room: full_kv.expect(req.req_pool_idx, room), quantized_prompts.RecomputeQueue(queue).prefill_again)
 

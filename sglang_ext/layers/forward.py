@@ -18,7 +18,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
 )
-from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
+from sglang.srt.speculative.spec_info import SpecInput, SpecInputType, SpeculativeAlgorithm
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -339,3 +339,8 @@ class KVDraftInput:
             self.future_indices = torch.cat([self.future_indices, spec_info.future_indices])
         else:
             self.bonus_tokens = torch.cat([self.bonus_tokens, spec_info.bonus_tokens])
+
+
+def use_plain_decoding(model_runner: "ModelRunner") -> None:
+    """Let SGLang treat the target's runner as one of plain decoding, with one token per request."""
+    model_runner.spec_algorithm = SpeculativeAlgorithm.NONE

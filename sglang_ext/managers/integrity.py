@@ -5,15 +5,9 @@ The checks read all slots in use. So they run only if SGLang's own invariant che
 """
 
 import torch
-from sglang.srt.environ import envs
 
 from sglang_ext.core import IntegrityError
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
-
-
-def is_strict() -> bool:
-    """Whether SGLang was started with strict invariant checks."""
-    return bool(envs.SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY.get())
 
 
 def check(exact_tokens: dict[int, range], written: torch.Tensor, compressed_kv: CompressedKVCache) -> None:

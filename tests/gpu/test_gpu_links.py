@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_ext.hooks import chunk_transfer
+from sglang_ext.hooks import transfer
 from sglang_ext.managers.kv_transfer.quantized.prompt_codec import QuantizedPromptCodec
 from sglang_ext.managers.kv_transfer.progressive.compatibility import compile_kernels, make_codec
 from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage
@@ -177,9 +177,9 @@ def test_slots_of_a_chunk_are_read_while_the_next_forward_runs_and_as_they_were_
         with torch.cuda.stream(forward):
             for _ in range(200):
                 factor @ factor
-        chunk_transfer.note_launch(barrier, scheduler)
-        chunk_transfer.send_kv_chunk(read, scheduler, req, False, 8192)
+        transfer.note_launch(barrier, scheduler)
+        transfer.send_kv_chunk(read, scheduler, req, False, 8192)
         runs = not forward.query()
-        chunk_transfer.send_kv_chunk(read, scheduler, req, True, 8192)
+        transfer.send_kv_chunk(read, scheduler, req, True, 8192)
     assert runs and forward.query(), took
     torch.cuda.synchronize()

@@ -51,7 +51,7 @@ def check_exchanged(device):
         rooms = (max(counts), 2048, 1024), (5, 8, 2), (5, 2048, 1024), (1, 8, 2), (0, 2048, 1024)
         # The interpreter is slow: of long contexts it checks two.
         for fresh, looked_at, words in rooms[:2] if device == "cpu" and max(lengths) > 1000 else rooms:
-            with patch.multiple(send_rows, LOOKED_AT=looked_at, WORDS=words):
+            with patch.multiple(row_exchange, LOOKED_AT=looked_at, WORDS=words):
                 exchanged(device, Asked(2, 2, 3, 16, torch.float32, lengths, counts, always), part, fresh)
 
 

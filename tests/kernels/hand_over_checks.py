@@ -357,7 +357,7 @@ def check_rows(device):
     shapes = ((40, torch.float32, 24), (1, torch.float16, 40), (3, torch.bfloat16, 64))
     for fresh, dtype, dim in some(shapes, device):
         rows(device, fresh, dtype, dim)
-    with patch.multiple(send_rows, COPYING=3, COPIED=4, LOOKED_AT=8, WORDS=2, COUNTED=4):
+    with patch.multiple(row_exchange, COPYING=3, COPIED=4, LOOKED_AT=8, WORDS=2, COUNTED=4):
         for fresh in (3, 40)[: 2 if device == "cuda" else 1]:
             rows(device, fresh, torch.float32, 24)
 

@@ -19,10 +19,11 @@ from sglang_ext import patched
 from sglang_ext.arguments import KVServerArgs
 from sglang_ext.hooks import activation as hooking
 from sglang_ext.hooks import table as hooks
+from sglang_ext.hooks.transfer_table import TRANSFER_HOOKS
 
 ROOT = Path(__file__).parents[2]
 SERIES = sorted((ROOT / "patches/sglang-0.5.17").glob("*.patch"))
-MARKED = hooks.HOOKS + hooks.TRANSFER_HOOKS
+MARKED = hooks.HOOKS + TRANSFER_HOOKS
 # Large, and not part of the server.
 LEFT_OUT = ("multimodal_gen", "test", "benchmark", "eval")
 FLAGS = ("--kv-mode", "verified", "--kv-budget", "0.5", "--kv-draft-length", "8", "--max-total-tokens", "8192")

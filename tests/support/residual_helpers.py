@@ -10,7 +10,7 @@ from sglang_ext.mem_cache.compressors.catalogue import quantizer
 from sglang_ext.mem_cache.host_tier.host_pool import HostPool
 from sglang_ext.mem_cache.host_tier.residuals import ResidualPages
 from sglang_ext.mem_cache.host_tier.tier import HostTier
-from sglang_ext.mem_cache.prefix_cache.anchors import Anchoring
+from sglang_ext.mem_cache.prefix_cache.host_store import Anchoring
 from sglang_ext.mem_cache.prefix_cache.nodes import below
 from sglang_ext.mem_cache.prefix_cache.segments import Segment
 from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache

@@ -10,12 +10,12 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from torch.nn.functional import scaled_dot_product_attention
 
-from sglang_ext.layers.attention.decode_graphs import LAYOUT_READERS
-from sglang_ext.layers.attention.quantized_prefill import QuantizedPrefill
 from sglang_ext.mem_cache.compressed.layouts.base import KVLayout, PlainLayout
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
+
+    from sglang_ext.layers.attention.quantized_prefill import QuantizedPrefill
 
 
 class RaggedTorchNativeBackend(TorchNativeAttnBackend):
@@ -27,7 +27,7 @@ class RaggedTorchNativeBackend(TorchNativeAttnBackend):
     """
 
     layout: KVLayout = PlainLayout()
-    prefill: QuantizedPrefill | None = None
+    prefill: "QuantizedPrefill | None" = None
 
     def forward_extend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: "RadixAttention", *given, **named) -> torch.Tensor:
         """As SGLang's, which does not pass the layer to :meth:`_run_sdpa_forward_extend`."""
@@ -62,8 +62,9 @@ class RaggedTorchNativeBackend(TorchNativeAttnBackend):
         for row, length, count, begun in lengths:
             slots, queries = req_to_token[row, :length], query[start : start + count]
             if begun:
-                reader = LAYOUT_READERS[type(self.layout)]
-                result = reader.attend(self.layout, row, begun, queries, k_cache, v_cache, slots, scaling)
+                from sglang_ext.layers.attention.decode_graphs import LAYOUT_READERS
+
+                result = LAYOUT_READERS[type(self.layout)].attend(self.layout, row, begun, queries, k_cache, v_cache, slots, scaling)
             elif self.prefill is not None and self.prefill.is_computing(row):
                 result = self.prefill.attend(self._layer, row, queries, k_cache, v_cache, slots, scaling)
             else:

@@ -186,43 +186,4 @@ def speculative(model_runner: "ModelRunner") -> Iterator[None]:
     try:
         yield
     finally:
-        use_plain_decoding(model_runner)
-
-
-def use_plain_decoding(model_runner: "ModelRunner") -> None:
-    """Let SGLang treat the target's runner as one of plain decoding, with one token per request."""
-    model_runner.spec_algorithm = SpeculativeAlgorithm.NONE
-
-
-# FlashInfer's name of the plan's memory, in all of its wrappers.
-PLAN = "_pin_memory_int_workspace_buffer"
-
-
-def unpin(backend: AttentionBackend) -> int:
-    """Let FlashInfer write the plans of ``backend`` to unpinned memory. Returns the number of changed wrappers.
-
-    Call this after the graphs of the backend are captured: each graph has a wrapper of its own.
-    """
-    wrappers = list(_planned(backend, set()))
-    for wrapper in wrappers:
-        setattr(wrapper, PLAN, torch.empty_like(getattr(wrapper, PLAN), pin_memory=False))
-    return len(wrappers)
-
-
-def _planned(value: object, seen: set[int]) -> Iterator[object]:
-    """FlashInfer's wrappers in a backend, in its nested backends, and in its lists and dictionaries."""
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    if hasattr(value, PLAN):
-        yield value
-        return
-    inner = ()
-    if isinstance(value, AttentionBackend):
-        inner = vars(value).values()
-    elif isinstance(value, dict):
-        inner = value.values()
-    elif isinstance(value, list | tuple):
-        inner = value
-    for part in inner:
-        yield from _planned(part, seen)
+        forward.use_plain_decoding(model_runner)

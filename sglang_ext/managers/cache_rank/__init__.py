@@ -6,7 +6,7 @@ Shared by both sides:
 
 Inference rank:
 
-- `launch.py`, `process.py`: start and end the rank processes. `rank_link.py`: connection to one rank.
+- `feature.py`: what the worker needs. `launch.py`, `process.py`: start and end the rank processes. `rank_link.py`: connection to one rank.
 - `leases.py`: memory of requests at a rank. `client.py`: base of the clients.
 - `cpu_client.py`, `cpu_requests.py`, `step_observer.py`: client for ranks on CPUs. `on_gpu/`: ranks on GPUs.
 

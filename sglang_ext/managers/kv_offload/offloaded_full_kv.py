@@ -7,6 +7,7 @@ Full KV on the device is verified when a round's drafts are complete. For full K
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
+from sglang_ext.managers.kv_offload.policy import OffloadPolicy
 from sglang_ext.managers.kv_offload.verification_scheduler import VerificationScheduler
 from sglang_ext.managers.spec_decode.full_kv import FullKVProvider
 from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode
@@ -25,6 +26,7 @@ class OffloadedFullKV(FullKVProvider):
         residency: Tracks whose full KV is on the device.
         bytes_per_token: Bytes of full KV per token.
         drafts_per_load: Pending drafts of a request before its full KV is loaded.
+        policy: Chooses how much full KV may leave the device, and how many drafts are pending per load; None if that is fixed.
         verifying_rows: Rows that verify in this iteration.
         waited_rounds: Iterations that loaded full KV waited for its verification, in total.
     """
@@ -33,6 +35,7 @@ class OffloadedFullKV(FullKVProvider):
     residency: Residency
     bytes_per_token: int
     drafts_per_load: int
+    policy: OffloadPolicy | None = None
     verifying_rows: set[int] = field(default_factory=set)
     waited_rounds: int = 0
     _reserved: set[int] = field(default_factory=set)

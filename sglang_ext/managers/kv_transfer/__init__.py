@@ -1,5 +1,6 @@
 """Progressive KV transfer for SGLang's prefill-decode disaggregation: anchors first, residuals when no anchor waits.
 
+    feature.py            what the worker needs for it
     link_settings.py      settings that both ends must agree on, and the error that names the difference
     wire.py               messages, their bounds and their encoding
     limits.py             sizes, timeouts and rates of links

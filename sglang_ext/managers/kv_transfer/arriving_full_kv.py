@@ -14,6 +14,7 @@ from sglang_ext.managers.spec_decode.full_kv import ResidentFullKV
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
+
 class Arrival(Protocol):
     """The remaining KV of one request. Threads of links advance it.
 
@@ -44,6 +45,7 @@ class ArrivingFullKV(ResidentFullKV):
         self._arrivals: dict[int, Arrival] = {}
         self._here: set[int] = set()
         self._lost: set[int] = set()
+        self.early = self
 
     def expect(self, row: int, arrival: Arrival) -> None:
         """Register the request in ``row`` of the token table, which decodes on its anchor. Called on all ranks between the same two rounds.

@@ -12,15 +12,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
-from sglang_ext.config import options, selection_options
+from sglang_ext.config import options
 from sglang_ext.core import RequestState
 from sglang_ext.device import to_device
 from sglang_ext.layers.forward import KVDraftInput, select_requests
-from sglang_ext.managers import integrity
-from sglang_ext.managers.kv_transfer.timeline import TransferTimeline
-from sglang_ext.managers.kv_offload.policy import OffloadPolicy
 from sglang_ext.managers.spec_decode.draft_length import DraftLength, FixedDraftLength
 from sglang_ext.managers.spec_decode.draft_report import DraftReport
 from sglang_ext.managers.spec_decode.round_timer import RoundTimer
@@ -31,15 +29,19 @@ from sglang_ext.managers.spec_decode.planner import RoundPlan, RoundPlanner
 from sglang_ext.managers.spec_decode.round_setup import RoundSetup
 from sglang_ext.managers.spec_decode.cost_model import RoundCosts
 from sglang_ext.managers.spec_decode.sampling import SampledTokens, pick_requests
-from sglang_ext.managers.spec_decode.selection_interval import SelectionInterval
 from sglang_ext.managers.spec_decode.draft import StepRunner, Verifier
 from sglang_ext.managers.spec_decode.full_kv import ResidentFullKV
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
+    from sglang.srt.managers.utils import GenerationBatchResult
+
+    from sglang_ext.managers.feature import Worker
     from sglang_ext.managers.kv_offload.offloaded_full_kv import OffloadedFullKV
-    from sglang_ext.managers.worker import KVWorker
+    from sglang_ext.managers.kv_transfer.timeline import TransferTimeline
+    from sglang_ext.managers.simulated_acceptance import SimulatedAcceptance
+    from sglang_ext.managers.spec_decode.selection_interval import SelectionInterval
 
 PublishLengths = Callable[[torch.Tensor], None]
 DecodeBatch = Callable[["ScheduleBatch", PublishLengths | None], RoundResult]
@@ -58,7 +60,9 @@ class DecodeLoop:
         verifier: Runs verifications.
         setup: Plans rounds, and compresses and loads the KV that they need.
         full_kv: Says when the full KV of a request is ready for a verification.
-        policy: Chooses how much full KV may leave the device, and how many drafts are pending per load; None if none may leave.
+        policy: Chooses how much full KV may leave the device, and how many drafts are pending per load; None if none may leave. It belongs
+            to the provider.
+        strict: Whether to check in each round that no slot has two owners, and that ranks plan alike.
         timeline: Records events for a benchmark; None otherwise.
         gathered: Pending drafts of each row.
         penalties: Token counts of the outputs that have penalties.
@@ -66,13 +70,12 @@ class DecodeLoop:
 
     def __init__(
         self,
-        worker: "KVWorker",
+        worker: "Worker",
         round_timer: RoundTimer,
         steps: StepRunner,
         verifier: Verifier,
         setup: RoundSetup,
-        policy: OffloadPolicy | None = None,
-        timeline: TransferTimeline | None = None,
+        timeline: "TransferTimeline | None" = None,
     ):
         self.worker = worker
         self.round_timer = round_timer
@@ -80,10 +83,11 @@ class DecodeLoop:
         self.verifier = verifier
         self.setup = setup
         self.full_kv: "ResidentFullKV | OffloadedFullKV" = setup.full_kv
-        self.policy = policy
+        self.policy = self.full_kv.policy
+        self.strict = bool(envs.SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY.get())
         self.timeline = timeline
-        if policy is not None:
-            round_timer.on_round_timed = policy.observe
+        if self.policy is not None:
+            round_timer.on_round_timed = self.policy.observe
         self.gathered = PendingDrafts(worker.compressed_kv.rows, setup.planner.max_pending, steps.table.device)
         self.penalties = Penalties(steps.table.device)
         self._rounds = 0
@@ -142,7 +146,7 @@ class DecodeLoop:
         seconds = worker.ranks.agree(self.round_timer.recent_rounds.seconds or None) if self.policy is not None else None
         plan = self.setup.plan(batch, states, lengths, wanted, seconds, self.round_timer.every)
         self.round_timer.on_planned(plan)
-        if worker.strict:
+        if self.strict:
             alike = (plan.num_steps, plan.rows, plan.row_lens, plan.num_pending, plan.fallbacks, plan.full_kv_reqs, plan.verify_batches)
             worker.ranks.check_equal("a round", alike)
             self._check(batch, plan)
@@ -159,6 +163,8 @@ class DecodeLoop:
 
     def _check(self, batch: "ScheduleBatch", plan: RoundPlan) -> None:
         """Check in strict mode that no slot has two owners."""
+        from sglang_ext.managers import integrity
+
         table, verify_reqs = self.steps.table, set(plan.verify_reqs)
         written, exact = [], {}
         for i, (req, state, start) in enumerate(zip(batch.reqs, plan.states, plan.starts)):
@@ -195,8 +201,10 @@ class DecodeLoop:
             self.gathered.put(own, torch.zeros_like(own) if before is None else before, tokens)
         return steps, tokens
 
-    def account(self, batch: "ScheduleBatch", result: RoundResult) -> None:
-        """Count the outcome of a round, once it is on the host."""
+    def account(self, batch: "ScheduleBatch", result: "GenerationBatchResult") -> None:
+        """Count the outcome of a round, once it is on the host. Does nothing for a prefill."""
+        if not isinstance(result, RoundResult):
+            return
         metrics, plan, report, tokens = self.worker.metrics, result.plan, self.round_timer.report, 0
         verify_reqs, full_kv_reqs = set(plan.verify_reqs), set(plan.full_kv_reqs)
         for i, (req, state, num_tokens) in enumerate(zip(batch.reqs, plan.states, result.accept_lens.tolist())):
@@ -213,7 +221,8 @@ class DecodeLoop:
                     # Drafts after the end of the output were not rejected.
                     offered = num_tokens - 1 if i in result.finished_early else min(plan.num_draft_tokens(i), plan.remaining[i] - 1)
                     self.worker.requests.count_verify(state, offered, num_tokens - 1)
-                    self.round_timer.selection_interval.observe(plan.selection_interval, offered, num_tokens - 1)
+                    if self.round_timer.selection_interval is not None:
+                        self.round_timer.selection_interval.observe(plan.selection_interval, offered, num_tokens - 1)
                     metrics.count_verify(num_tokens)
                     if report is not None:
                         report.count_verify(offered, num_tokens - 1)
@@ -238,7 +247,8 @@ class DecodeLoop:
 
     def observe_pool(self) -> None:
         """Report the contents of the pool, and where full KV is stored."""
-        self.worker.metrics.observe_pool(self.worker.compressed_kv, None if self.policy is None else self.full_kv)
+        values = (value for feature in self.worker.features for value in feature.metrics(self.worker))
+        self.worker.metrics.observe_pool(self.worker.compressed_kv, values)
 
 
 def decode_unfinished(decode: DecodeBatch, batch: "ScheduleBatch", on_publish: PublishLengths | None) -> RoundResult:
@@ -293,13 +303,8 @@ def select_batch(batch: "ScheduleBatch", requests: list[int], where: torch.Tenso
     return part
 
 
-def decode_loop(worker: "KVWorker", full_kv: "ResidentFullKV | OffloadedFullKV", policy: OffloadPolicy | None) -> DecodeLoop:
-    """Create the decode loop of a worker whose compressed KV cache exists.
-
-    Args:
-        full_kv: Says when the full KV of a request is ready for a verification.
-        policy: Chooses how much full KV leaves the device; None if none may.
-    """
+def decode_loop(worker: "Worker", full_kv: "ResidentFullKV | OffloadedFullKV") -> DecodeLoop:
+    """Create the decode loop of a worker whose compressed KV cache exists. ``full_kv`` says when full KV is ready for a verification."""
     args, steps = worker.server_args, StepRunner(worker)
     longest = options.max_draft_length(args)
     # If compressed KV has an attention kernel of its own, its steps use that kernel for full KV, too.
@@ -315,10 +320,38 @@ def decode_loop(worker: "KVWorker", full_kv: "ResidentFullKV | OffloadedFullKV",
     )
     compresses_each_round = any(method.compressor.each_round for method in worker.compressed_kv.methods)
     device = torch.device(worker.model_runner.device)
-    interval = SelectionInterval(selection_options.selection_intervals(args))
-    chooses_interval = len(interval.intervals) > 1
+    interval = _selection_interval(worker)
+    chooses_interval = interval is not None and len(interval.intervals) > 1
     report = None if worker.lossy else DraftReport(lengths, costs, worker.metrics, worker.ranks.first, chooses_interval)
     round_timer = RoundTimer(lengths, device, worker.metrics, worker.ranks, costs, compresses_each_round, selection_interval=interval, report=report)
-    verifier = Verifier(worker, steps, worker.graphs, worker.simulation)
-    asked = args.kv_bench_timeline if options.has_progressive_transfer(args) and worker.ranks.first else None
-    return DecodeLoop(worker, round_timer, steps, verifier, setup, policy, TransferTimeline.of(asked, device))
+    verifier = Verifier(worker, steps, worker.graphs, _simulation(worker))
+    return DecodeLoop(worker, round_timer, steps, verifier, setup, _timeline(worker))
+
+
+def _selection_interval(worker: "Worker") -> "SelectionInterval | None":
+    """Chooses the selection interval; None if no method selects by the queries of steps."""
+    if not worker.methods.every:
+        return None
+    from sglang_ext.config import selection_options
+    from sglang_ext.managers.spec_decode.selection_interval import SelectionInterval
+
+    return SelectionInterval(selection_options.selection_intervals(worker.server_args))
+
+
+def _simulation(worker: "Worker") -> "SimulatedAcceptance | None":
+    """Acceptance that a benchmark simulates; None otherwise."""
+    if worker.server_args.kv_bench_acceptance is None:
+        return None
+    from sglang_ext.managers.simulated_acceptance import SimulatedAcceptance
+
+    return SimulatedAcceptance.of(worker.server_args.kv_bench_acceptance, torch.device(worker.model_runner.device))
+
+
+def _timeline(worker: "Worker") -> "TransferTimeline | None":
+    """The timeline that a benchmark of KV transfers asks for; None otherwise."""
+    args = worker.server_args
+    if args.kv_bench_timeline is None or not options.has_progressive_transfer(args) or not worker.ranks.first:
+        return None
+    from sglang_ext.managers.kv_transfer.timeline import TransferTimeline
+
+    return TransferTimeline.of(args.kv_bench_timeline, torch.device(worker.model_runner.device))

@@ -13,26 +13,26 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.utils import GenerationBatchResult
 
+from sglang_ext.config.prefill_options import QUANTIZED
 from sglang_ext.core import RequestState
 from sglang_ext.device import to_device
 from sglang_ext.layers import forward
 from sglang_ext.layers.forward import KVDraftInput
-from sglang_ext.managers.simulated_acceptance import SimulatedAcceptance
 from sglang_ext.managers.spec_decode.grammar import MAX_WALKED_DRAFTS, GrammarWalk
-from sglang_ext.managers.spec_decode.penalties import RoundPenalties
+from sglang_ext.managers.spec_decode.penalties import Penalties, RoundPenalties
 from sglang_ext.managers.spec_decode.round_result import OutputTokens, PendingDrafts, PartialOutput
 from sglang_ext.managers.spec_decode.planner import RoundPlan
 from sglang_ext.managers.spec_decode.sampling import LogitRow, SampledTokens, RowSampler, SamplerCache, sampling_batch
-from sglang_ext.mem_cache.compressed.remote_selector import observe_step
 from sglang_ext.mem_cache.compressed.policy import select_useful_rows
-from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds
 from sglang_ext.mem_cache.compressed.queries import RecordedRows
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
     from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet
-    from sglang_ext.managers.worker import KVWorker
+    from sglang_ext.managers.feature import Worker
+    from sglang_ext.managers.simulated_acceptance import SimulatedAcceptance
+    from sglang_ext.mem_cache.compressed.remote_selector import LayerObserver
 
 
 class StepRunner:
@@ -43,7 +43,7 @@ class StepRunner:
         table: int32, SGLang's token table with the draft rows.
     """
 
-    def __init__(self, worker: "KVWorker"):
+    def __init__(self, worker: "Worker"):
         self.worker = worker
         self.table = worker.compressed_kv.token_table
         self._sampler_cache = SamplerCache(worker.model_runner)
@@ -112,7 +112,7 @@ class StepRunner:
         for k, tokens in zip(rows, known):
             i = requests[k]
             req = batch.reqs[i]
-            before = self.worker.unprocessed_tokens.tokens_of(req, plan.lengths[i])
+            before = self.worker.requests.unprocessed_tokens.tokens_of(req, plan.lengths[i])
             walks[i] = GrammarWalk(req.grammar, tokens[: plan.num_draft_tokens(i)], before)
         return walks
 
@@ -156,7 +156,7 @@ class StepRunner:
                 counts=[1] * len(plan.rows),
             )
             ends = {plan.states[i].row: plan.starts[i] + index + 1 for i in selecting}
-            watch = observe_step(self.worker.compressed_kv, ends, index + 1 < plan.num_steps)
+            watch = self._observe_step(ends, index + 1 < plan.num_steps)
             recorded = self._recorded_queries(plan, index, selecting)
             on_full_kv = plan.on_full_kv and not self._needs_queries(recorded)
             if not on_full_kv:
@@ -171,6 +171,14 @@ class StepRunner:
             if index == 0 and plan.num_steps > 1:
                 on_first_step()
         return step_outputs
+
+    def _observe_step(self, ends: dict[int, int], starts_selection: bool) -> "LayerObserver | None":
+        """The observer of a step's layers, as :func:`observe_step`. None if the step selects for no request."""
+        if not ends:
+            return None
+        from sglang_ext.mem_cache.compressed.remote_selector import observe_step
+
+        return observe_step(self.worker.compressed_kv, ends, starts_selection)
 
     def _needs_queries(self, recorded: tuple[RecordedRows, ...]) -> bool:
         """Whether a step over the full KV must record queries: in lossy mode nothing else does before the first compression."""
@@ -216,7 +224,7 @@ class Verifier:
         simulation: Simulated acceptance; None outside benchmarks.
     """
 
-    def __init__(self, worker: "KVWorker", steps: StepRunner, graphs: "VerifyGraphSet | None", simulation: SimulatedAcceptance | None):
+    def __init__(self, worker: "Worker", steps: StepRunner, graphs: "VerifyGraphSet | None", simulation: "SimulatedAcceptance | None"):
         self.worker = worker
         self.steps = steps
         self.graphs = graphs
@@ -315,12 +323,15 @@ class Verifier:
         return agreed.sum(1)
 
 
-def prefill(worker: "KVWorker", batch: "ScheduleBatch", on_publish=None) -> GenerationBatchResult:
+def prefill(
+    worker: "Worker", batch: "ScheduleBatch", penalties: Penalties, on_publish: Callable[[torch.Tensor], None] | None = None
+) -> GenerationBatchResult:
     """Admit a batch's requests, compute the KV of their prompts, and sample the token after each prompt.
 
     Args:
         worker: Owns the requests' draft states.
         batch: SGLang's batch, in extend mode.
+        penalties: Token counts of the outputs that have penalties.
         on_publish: Gives SGLang's scheduler the new lengths, int64 [requests]; None if it does not wait for them.
     """
     # Admit first: which queries are recorded depends on the method that a request asks for.
@@ -328,29 +339,23 @@ def prefill(worker: "KVWorker", batch: "ScheduleBatch", on_publish=None) -> Gene
     if on_publish is not None:
         # The lengths are known before the forward, so the scheduler can prepare the next round while it runs.
         on_publish(batch.seq_lens)
-    if worker.quantized_prefill is not None and batch.tree_cache.freed_full_kv is not None:
-        begun = zip(batch.reqs, [state.cached_prompt_len for state in states], batch.prefix_lens)
-        batch.tree_cache.freed_full_kv.begin_prompts(begun)
+    computing_prompts = _quantized_prompts_context(worker, batch, states)
     recorded = select_useful_rows(worker.compressed_kv, states, _recorded_queries(batch))
-    with worker.queries.recording(recorded), _quantized_prefill_context(worker, batch, states):
+    with worker.queries.recording(recorded), computing_prompts:
         result = worker.target_worker.forward_batch_generation(batch, is_verify=True)
-    result.next_token_ids = _first_tokens(worker, batch, states, result)
-    worker.loop.interrupt()
+    result.next_token_ids = _first_tokens(worker, batch, states, result, penalties)
     result.next_draft_input = KVDraftInput(result.next_token_ids)
     result.new_seq_lens = batch.seq_lens
     return result
 
 
-def _quantized_prefill_context(worker: "KVWorker", batch: "ScheduleBatch", states: list[RequestState]) -> AbstractContextManager[None]:
+def _quantized_prompts_context(worker: "Worker", batch: "ScheduleBatch", states: list[RequestState]) -> AbstractContextManager[None]:
     """A context in which prompts attend to quantized KV, if the server does so."""
-    if worker.quantized_prefill is None:
+    if worker.server_args.kv_prefill != QUANTIZED:
         return nullcontext()
-    lengths = [prefix + length for prefix, length in zip(batch.prefix_lens, batch.extend_lens)]
-    device = batch.seq_lens.device
-    seeds = {state.row: token_seeds(state.prompt, length, device) for state, length in zip(states, lengths)}
-    freed_full_kv = batch.tree_cache.freed_full_kv
-    found = {} if freed_full_kv is None else {row: freed_full_kv.block_slots(row) for row in seeds}
-    return worker.quantized_prefill.computing_prompts(seeds, {row: slots for row, slots in found.items() if slots is not None and len(slots)})
+    from sglang_ext.managers.quantized_attention import QuantizedAttention
+
+    return worker.feature(QuantizedAttention).computing_prompts(batch, states)
 
 
 def _recorded_queries(batch: "ScheduleBatch") -> Iterator[RecordedRows]:
@@ -361,7 +366,7 @@ def _recorded_queries(batch: "ScheduleBatch") -> Iterator[RecordedRows]:
 
 
 def _first_tokens(
-    worker: "KVWorker", batch: "ScheduleBatch", states: list[RequestState], result: GenerationBatchResult
+    worker: "Worker", batch: "ScheduleBatch", states: list[RequestState], result: GenerationBatchResult, penalties: Penalties
 ) -> torch.Tensor:
     """Sample the token after each prompt.
 
@@ -377,7 +382,7 @@ def _first_tokens(
     rows = [LogitRow.for_output(i, state, walk) for i, (state, walk) in enumerate(zip(states, walks))]
     output = result.logits_output
     if output.next_token_logits is not None:
-        worker.loop.penalties.penalize_prefill(batch, output.next_token_logits)
+        penalties.penalize_prefill(batch, output.next_token_logits)
     if all(req.sampling_params.max_new_tokens == 0 and req.grammar is None for req in batch.reqs):
         # As SGLang without speculation: sample nothing, and return the requested log-probabilities whatever the temperature.
         if batch.return_logprob and output.next_token_logits is not None:

@@ -1,7 +1,8 @@
 """Full-KV providers: they say where the full KV of a request is, and when it can be verified.
 
-This file has the provider of a server on which full KV never leaves the device. ``managers/kv_offload/`` has those for full KV in host
-memory and for freed full KV. ``managers/kv_transfer/arriving_full_kv.py`` has the one for full KV that a prefill server sends.
+This file has the provider of a server on which full KV never leaves the device. Features (managers/feature.py) have the others. That of
+full KV in host memory is in ``kv_offload/offloaded_full_kv.py``, that of full KV from a prefill server in
+``kv_transfer/arriving_full_kv.py``. Those of freed full KV are in ``quantized_attention.py`` and ``cache_rank/feature.py``.
 """
 
 from collections.abc import Sequence
@@ -11,9 +12,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
+    from sglang_ext.mem_cache.prefix_cache.freed_full_kv import FreedFullKV
+    from sglang_ext.mem_cache.prefix_cache.recompute import EarlyRequests
+
 
 class FullKVProvider:
-    """Base of the providers. Here, requests do not begin before all of their full KV has arrived, and nothing is freed."""
+    """Base of the providers. Here, requests do not begin before all of their full KV has arrived, and nothing is freed.
+
+    Attributes:
+        early: Requests that may draft before all of their full KV has arrived; None if there are none.
+        freed_full_kv: Full KV that was freed, because compressed KV or a cache rank holds it; None if full KV stays.
+    """
+
+    early: "EarlyRequests | None" = None
+    freed_full_kv: "FreedFullKV | None" = None
 
     def is_early(self, row: int) -> bool:
         """Whether a request drafts on the anchor of its full KV (managers/kv_transfer/arriving_full_kv.py)."""
@@ -38,10 +50,12 @@ class ResidentFullKV(FullKVProvider):
     Attributes:
         drafts_per_load: Drafts that a request collects while its full KV is loaded; 0, since nothing is loaded.
         residency: Requests whose full KV may leave the device; None.
+        policy: Chooses how much full KV may leave the device; None.
     """
 
     drafts_per_load = 0
     residency = None
+    policy = None
 
     def deferring_loads(self) -> AbstractContextManager[None]:
         """A context for planning and launching a round, in which loads may be deferred to its end."""

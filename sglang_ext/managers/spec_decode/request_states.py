@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_ext.config.method_options import OfferedMethod, method_index
 from sglang_ext.core import FALLBACK_REASONS, SLOW_DECAY, AcceptanceTracker, RequestState
-from sglang_ext.managers.spec_decode.grammar import can_roll_back
+from sglang_ext.managers.spec_decode.grammar import UnprocessedTokens, can_roll_back
 from sglang_ext.mem_cache.compressors import catalogue
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.utils import GenerationBatchResult
 
     from sglang_ext.arguments import KVServerArgs
 
@@ -84,12 +85,14 @@ class RequestStates:
         args: The server's.
         offered_methods: Methods that requests may ask for.
         overall_acceptance: Acceptance of all requests.
+        unprocessed_tokens: Tokens of the newest forward, which SGLang has not appended to the outputs yet.
     """
 
     def __init__(self, args: "KVServerArgs", offered_methods: Sequence[OfferedMethod]):
         self.args = args
         self.offered_methods = offered_methods
         self.overall_acceptance = AcceptanceTracker(decay=SLOW_DECAY)
+        self.unprocessed_tokens = UnprocessedTokens()
         # Acceptance of the requests of each method. A new request starts with it.
         self._by_method = [AcceptanceTracker(decay=SLOW_DECAY) for _ in offered_methods] or [self.overall_acceptance]
         self._states: dict[int, RequestState] = {}
@@ -127,6 +130,10 @@ class RequestStates:
         state.count_verify(offered, accepted)
         self.overall_acceptance.observe(offered, accepted)
         self._by_method[state.method].observe(offered, accepted)
+
+    def record_result(self, batch: "ScheduleBatch", result: "GenerationBatchResult") -> None:
+        """Record the result of the newest forward."""
+        self.unprocessed_tokens = UnprocessedTokens.from_result(batch, result)
 
     def method_of(self, req: "Req") -> int:
         """Index of the method that a request asks for."""

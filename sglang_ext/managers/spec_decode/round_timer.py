@@ -11,11 +11,11 @@ from sglang_ext.device import Mark
 from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.managers.spec_decode.draft_length import DraftLength, FixedDraftLength
 from sglang_ext.managers.spec_decode.cost_model import BatchLoad, RecentTimes, RoundCosts, RoundTimes
-from sglang_ext.managers.spec_decode.selection_interval import SelectionInterval
 from sglang_ext.core import TPRanks
 
 if TYPE_CHECKING:
     from sglang_ext.managers.spec_decode.draft_report import DraftReport
+    from sglang_ext.managers.spec_decode.selection_interval import SelectionInterval
     from sglang_ext.managers.spec_decode.planner import RoundPlan
 
 # Fallback reasons that end after a few rounds. The time of a round with such a request does not predict later rounds.
@@ -64,7 +64,7 @@ class RoundTimer:
         costs: Predicts the times of rounds from measured ones.
         compresses_each_round: Whether each round refreshes compressed KV; the time for it then counts as the round's.
         on_round_timed: Called with each round and its seconds.
-        selection_interval: Chooses the selection interval.
+        selection_interval: Chooses the selection interval; None if no method selects by the queries of steps.
         report: Receives the seconds of each round; None if nothing is reported.
         recent_rounds: Seconds of the newest rounds.
     """
@@ -76,7 +76,7 @@ class RoundTimer:
     costs: RoundCosts = field(default_factory=RoundCosts)
     compresses_each_round: bool = False
     on_round_timed: "Callable[[RoundPlan, RoundTimes], None] | None" = None
-    selection_interval: SelectionInterval = field(default_factory=lambda: SelectionInterval((1,)))
+    selection_interval: "SelectionInterval | None" = None
     report: "DraftReport | None" = None
     recent_rounds: RecentTimes = field(default_factory=RecentTimes)
     _begun: Mark | None = None
@@ -105,7 +105,8 @@ class RoundTimer:
         able = [state.acceptance.probability for state in states if state.fallback in RETRYABLE]
         uncompressed = sum(length for length, state in zip(lengths, states) if not state.compressor and state.fallback in RETRYABLE)
         load = BatchLoad.of(lengths, uncompressed)
-        load = load._replace(every=self.selection_interval.choose(self.costs, load, self._drafts))
+        if self.selection_interval is not None:
+            load = load._replace(every=self.selection_interval.choose(self.costs, load, self._drafts))
         drafts, every = self.ranks.agree((self.draft_length.choose(self.costs, load, able or [0.0]), load.every))
         self._load, self._drafts = load._replace(every=every), drafts or self._drafts
         return drafts

@@ -19,9 +19,7 @@ from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.queries import QueryWindows
 from sglang_ext.mem_cache.compressed.remote_selector import RowSender
-from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressed.row_exchange import NewestRows
-from sglang_ext.mem_cache.compressors.spade import Spade
 from sglang_ext.mem_cache.selection.on_gpu import GpuSelector
 
 if TYPE_CHECKING:
@@ -232,19 +230,3 @@ class StreamSelector(AsyncSelector):
             self._selector.choose(contexts, lambda requests, layers: self._queries.read(places[requests], layers), positions, ahead)
 
         return self._side.launch(choose, (contexts.numbers, contexts.targets, places, positions))
-
-
-def create_stream_selector(
-    method: CompressionMethod,
-    token_table: torch.Tensor,
-    buffers: KVBuffers,
-    query_heads: int,
-    queries: QueryWindows,
-    rotary: Rotary | None,
-    intervals: Sequence[int] = (),
-) -> StreamSelector | None:
-    """Create the asynchronous selector for ``method``; None on a CPU, or if the method does not select by queries of steps."""
-    if not buffers.on_gpu or not isinstance(method.compressor, Spade):
-        return None
-    selector = GpuSelector(method.compressor.predictor, buffers, query_heads, rotary)
-    return StreamSelector(method, token_table, selector, queries, intervals)

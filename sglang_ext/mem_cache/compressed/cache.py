@@ -12,23 +12,25 @@ from collections import Counter
 from collections.abc import Callable, ItemsView, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 
 from sglang_ext.core import CompressedKV
-from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector
-from sglang_ext.mem_cache.compressed.remote_selector import RemoteSelector, RowSender
-from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod, CompressedKVWriter
+from sglang_ext.mem_cache.compressed.compression_method import CompressedKVWriter, CompressionMethod, initial_selection
 from sglang_ext.mem_cache.compressed.layouts.base import KVLayout, PlainLayout
-from sglang_ext.mem_cache.compressed.row_exchange import ReceivedRows
-from sglang_ext.mem_cache.compressed.resolve_selection import resolve_selection
-from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.queries import QueryWindows
-from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.contracts.compressor import ScoresError
 from sglang_ext.mem_cache.prefix_cache.nodes import SharedPrefix
 from sglang_ext.mem_cache.prefix_cache.segments import Segment, free_slots
+
+if TYPE_CHECKING:
+    from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector
+    from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+    from sglang_ext.mem_cache.compressed.queries import QueryWindows
+    from sglang_ext.mem_cache.compressed.remote_selector import RemoteSelector, RowSender
+    from sglang_ext.mem_cache.compressed.rotary import Rotary
+    from sglang_ext.mem_cache.compressed.row_exchange import NewestRows, ReceivedRows, RowExchange
 
 logger = logging.getLogger(__name__)
 
@@ -64,17 +66,17 @@ class CompressedKVCache:
     methods: tuple[CompressionMethod, ...]
     token_table: torch.Tensor
     rows: int
-    buffers: KVBuffers
+    buffers: "KVBuffers"
     allocator: object
     tree_cache: object
-    queries: QueryWindows
-    rotary: Rotary | None = None
+    queries: "QueryWindows"
+    rotary: "Rotary | None" = None
     method_index_of: Callable[[int], int] = lambda row: 0
     prompt_of: Callable[[int], Sequence[int]] = lambda row: ()
     namespace_of: Callable[[int], str | None] = lambda row: ""
     layout: KVLayout = PlainLayout()
-    remote_selector: RemoteSelector | None = None
-    async_selector: AsyncSelector | None = None
+    remote_selector: "RemoteSelector | None" = None
+    async_selector: "AsyncSelector | None" = None
     on_processes_changed: Callable[[], None] = lambda: None
     frees_full_kv: bool = False
     num_compressions: Counter[str] = field(default_factory=Counter)
@@ -145,7 +147,7 @@ class CompressedKVCache:
         return self.row_sender is not None and (self.row_sender.num_held_tokens(row) > 0 or self.can_lack_full_kv(row))
 
     @property
-    def row_sender(self) -> RowSender | None:
+    def row_sender(self) -> "RowSender | None":
         """The selector whose process may hold the full KV of requests and sends rows of it; None if there is none."""
         return next((each for each in (self.remote_selector, self.async_selector) if each is not None and each.sends_rows), None)
 
@@ -266,7 +268,7 @@ class CompressedKVCache:
             )
             compressed.segments.append(new_segment)
         try:
-            kept = resolve_selection(self, row, compressed, renewed, lambda: self._writer.select(method, row, compressed))
+            kept = self._resolve_selection(row, compressed, renewed)
             self._writer.write(method, row, self.draft_row(row), compressed, new_segment, done, tokens, renewed, kept)
         except ScoresError as error:
             self._refuse(method, error)
@@ -283,6 +285,43 @@ class CompressedKVCache:
             # Its queries are useless until the next refresh. Another request may need the ring.
             self.queries.forget(row)
         return True
+
+    def _resolve_selection(
+        self, row: int, compressed: CompressedKV, renewed: bool
+    ) -> "torch.Tensor | RowExchange | NewestRows | None":
+        """The tokens that a request's compressed KV keeps, int64 [layers, kv_heads, count], or the rows to add to existing ones.
+
+        None if the method selects while it writes.
+
+        Args:
+            row: The request's row in the token table.
+            compressed: The compressed KV, with all slots that it reads.
+            renewed: Whether its slots already hold the first tokens.
+        """
+        wanted, remote, method = (row, compressed.covered, compressed.own_tokens), self.remote_selector, self.method(row)
+        if remote is not None:
+            return remote.plan_row_copies(*wanted, renewed) if remote.sends_rows else remote.last_selection(*wanted)
+        if self.row_sender is None:
+            return initial_selection(method.compressor, self.buffers, *wanted[1:])
+        if self.can_lack_full_kv(row):
+            return self.async_selector.plan_refresh(*wanted)
+        kept = self._writer.select(method, row, compressed)
+        self.async_selector.on_compressed(row, compressed.covered, kept)
+        return kept
+
+    def request_selection(self, row: int, tokens: int) -> bool:
+        """Ask the remote selector for the selection for compressed KV over a request's first ``tokens`` tokens.
+
+        Returns:
+            Whether compressed KV can be made.
+        """
+        method = self.method(row)
+        covered, found = method.covered(self.max_covered(row, tokens)), self.queries.get(row, tokens, method.compressor.window)
+        if not covered or found is None:
+            return False
+        slots = self.token_table[row, :covered].long()
+        keep = method.num_owned(CompressedKV(slots[:0], covered, sinks=method.sinks), method.sinks, 0)
+        return self.remote_selector.request_selection(row, slots, keep, *found)
 
     def insert(self, row: int, compressed: CompressedKV) -> None:
         """Give the request in ``row`` compressed KV that another server packs. Its slots may not be filled yet."""
@@ -314,7 +353,7 @@ class CompressedKVCache:
         else:
             self.num_compressions[compressed.method] += 1
 
-    def write_selection(self, row: int, layers: slice, kept: torch.Tensor | ReceivedRows) -> None:
+    def write_selection(self, row: int, layers: slice, kept: "torch.Tensor | ReceivedRows") -> None:
         """Replace the selection of some layers with one that another process made. Arguments as
         :meth:`CompressedKVWriter.write_selection`'s."""
         compressed = self._by_row[row]

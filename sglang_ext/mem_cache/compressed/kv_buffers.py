@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_ext.device import to_device
-from sglang_ext.mem_cache.compressed.row_exchange import NewestRows, ReceivedRows, RowExchange
 
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.selection.scoring_keys import QuantizedKeys
+    from sglang_ext.mem_cache.compressed.row_exchange import ReceivedRows, RowExchange, NewestRows
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class KVBuffers:
             for buffer in (self.keys[layer], self.values[layer]):
                 buffer[targets] = buffer[read, heads]
 
-    def put_rows(self, arrived: ReceivedRows, targets: torch.Tensor) -> None:
+    def put_rows(self, arrived: "ReceivedRows", targets: torch.Tensor) -> None:
         """Store rows that another process sent at their places in the compressed KV's slots ``targets``, int64 [places]."""
         found = arrived.exchange
         for layer in range(len(self.keys)):
@@ -109,7 +109,14 @@ class KVBuffers:
             slots, heads = targets[found.places[rows]], found.heads[rows]
             self.keys[layer][slots, heads], self.values[layer][slots, heads] = arrived.keys[rows], arrived.values[rows]
 
-    def move_rows(self, exchange: RowExchange, sources: torch.Tensor, targets: torch.Tensor) -> None:
+    def move(self, kept: "RowExchange | NewestRows", source: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy rows as :meth:`move_rows` or :meth:`move_newest`."""
+        from sglang_ext.mem_cache.compressed.row_exchange import RowExchange
+
+        move = self.move_rows if isinstance(kept, RowExchange) else self.move_newest
+        move(kept, source, targets)
+
+    def move_rows(self, exchange: "RowExchange", sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy rows of a context to their places in compressed KV.
 
         Args:
@@ -123,7 +130,7 @@ class KVBuffers:
             for buffer in (self.keys[layer], self.values[layer]):
                 buffer[targets[exchange.places[rows]], heads] = buffer[read, heads]
 
-    def move_newest(self, coming: NewestRows, sources: torch.Tensor, targets: torch.Tensor) -> None:
+    def move_newest(self, coming: "NewestRows", sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy rows of a context's newest tokens to their places in compressed KV. Arguments as :meth:`move_rows`'s."""
         # Cloned: Triton would compile its kernel again for a tensor that is not aligned to 16 bytes.
         newest = sources[coming.first : coming.first + coming.places.shape[-1]].clone()

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 from sglang_ext.core import (
     RETRYABLE, NO_FREE_SLOTS, NO_QUERIES, NO_SELECTION, PLAIN_STEPS, SHORT_CONTEXT, WRONG_SCORES, CompressedKV, RequestState,
 )  # fmt: skip
-from sglang_ext.mem_cache.compressed.remote_selector import request_selection
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.queries import RecordedRows
@@ -41,7 +40,7 @@ def ensure_compressed_kv(compressed_kv: CompressedKVCache, req: "Req", state: Re
             return WRONG_SCORES
         if not compressed_kv.has_queries(state.row):
             return NO_QUERIES
-        if compressed_kv.remote_selector is not None and not request_selection(compressed_kv, state.row, length):
+        if compressed_kv.remote_selector is not None and not compressed_kv.request_selection(state.row, length):
             return NO_SELECTION
         prefix = SharedPrefix(req.last_node, state.cached_prompt_len) if state.cached_prompt_len else None
         if not compressed_kv.compress(state.row, length, headroom, prefix):
@@ -80,7 +79,7 @@ def _refresh(compressed_kv: CompressedKVCache, row: int, length: int, headroom: 
 def _is_refresh_ready(compressed_kv: CompressedKVCache, row: int, length: int) -> bool:
     """Whether other processes have what a refresh needs from them."""
     if compressed_kv.remote_selector is not None:
-        return request_selection(compressed_kv, row, length)
+        return compressed_kv.request_selection(row, length)
     if compressed_kv.row_sender is None or not compressed_kv.can_lack_full_kv(row):
         return True
     return compressed_kv.async_selector.extend(

@@ -5,6 +5,7 @@ Queries exist only during a forward. A hook on SGLang's attention backends (:fun
 Graphs captured with the hook active therefore write queries to the pool indices in a device table, which is set before each replay.
 """
 
+from typing import TYPE_CHECKING
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,9 @@ from functools import cached_property
 import torch
 
 from sglang_ext.device import to_device
-from sglang_ext.mem_cache.compressed.remote_selector import LayerObserver
+
+if TYPE_CHECKING:
+    from sglang_ext.mem_cache.compressed.remote_selector import LayerObserver
 
 # SGLang calls the hooks below without a context argument, so the state is global: the recorder of the running forward, the callback for
 # written keys, and the number of tokens that prefix hits leave uncached.
@@ -154,7 +157,7 @@ class QueryWindows:
     _pool: torch.Tensor | None = None
     _running: tuple[RecordedRows, ...] = ()
     _reserved: tuple[torch.Tensor, torch.Tensor] | None = None
-    _observer: LayerObserver | None = None
+    _observer: "LayerObserver | None" = None
     _targets: torch.Tensor | None = None
     _capturing: bool = False
     _has_targets: bool = False
@@ -189,7 +192,7 @@ class QueryWindows:
         return self._pool
 
     @contextmanager
-    def recording(self, rows: tuple[RecordedRows, ...], watch: LayerObserver | None = None) -> Iterator[None]:
+    def recording(self, rows: tuple[RecordedRows, ...], watch: "LayerObserver | None" = None) -> Iterator[None]:
         """Record the queries of ``rows`` of the forward inside this context. ``watch`` observes its layers."""
         rows = self._fitting(rows)
         if not rows:

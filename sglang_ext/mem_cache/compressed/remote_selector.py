@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from sglang_ext.core import CompressedKV
 from sglang_ext.mem_cache.compressed.row_exchange import ReceivedRows, RowExchange
 from sglang_ext.mem_cache.compressed.synchronous_selector import synchronous_selector
 
@@ -164,17 +163,6 @@ class RemoteSelector(RowSender, ABC):
     @abstractmethod
     def forget_all(self) -> None:
         """Forget all requests."""
-
-
-def request_selection(compressed_kv: "CompressedKVCache", row: int, tokens: int) -> bool:
-    """Ask for the selection for compressed KV over a request's first ``tokens`` tokens. Returns whether compressed KV can be made."""
-    method = compressed_kv.method(row)
-    covered, found = method.covered(compressed_kv.max_covered(row, tokens)), compressed_kv.queries.get(row, tokens, method.compressor.window)
-    if not covered or found is None:
-        return False
-    slots = compressed_kv.token_table[row, :covered].long()
-    keep = method.num_owned(CompressedKV(slots[:0], covered, sinks=method.sinks), method.sinks, 0)
-    return compressed_kv.remote_selector.request_selection(row, slots, keep, *found)
 
 
 def observe_step(compressed_kv: "CompressedKVCache", ends: dict[int, int], starts_selection: bool) -> LayerObserver | None:

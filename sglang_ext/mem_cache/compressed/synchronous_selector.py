@@ -3,10 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import torch
-
-from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressors import Compressor, ContextKV, Part
+from sglang_ext.mem_cache.compressors import ContextKV, Part
 
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
@@ -61,18 +58,3 @@ def synchronous_selector(compressed_kv: "CompressedKVCache", ends: Mapping[int, 
         return None
     due = {row: end for row, end in waiting.items() if not (after[row] - 1) % compressed_kv.method(row).compressor.every}
     return SynchronousSelector(compressed_kv, due) if due else None
-
-
-def initial_selection(chooser: Compressor, buffers: KVBuffers, covered: int, keep: int) -> torch.Tensor | None:
-    """The selection until layers select themselves: the newest tokens. None if a recorded query must select before.
-
-    Args:
-        chooser: The request's compressor.
-        buffers: The pool's buffers.
-        covered: Tokens that the compressed KV covers.
-        keep: Tokens per head.
-    """
-    if not chooser.synchronous or (chooser.every > 1 and chooser.window):
-        return None
-    keys = buffers.keys[0]
-    return torch.arange(covered - keep, covered, device=keys.device).expand(len(buffers.keys), keys.shape[1], keep)

@@ -1,24 +1,24 @@
 """The catalogue of compression methods that ``--kv-compressor`` may name. Each method's class declares its properties.
 
-A method is one file of this folder or of ``each_step/``, found automatically, or a user's own class (user_methods.py).
+A method is one file of this folder or of ``each_step/``, with an entry in contracts/registry.py, or a user's own class (user_methods.py).
 """
 
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from itertools import product
-from pkgutil import iter_modules
 
 from sglang_ext.core import OptionError
-from sglang_ext.mem_cache import compressors
-from sglang_ext.mem_cache.compressors import each_step, user_methods
 from sglang_ext.mem_cache.compressors.contracts.compressor import Compressor, KeepAll
 from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer
-from sglang_ext.mem_cache.compressors.contracts.registry import COMPRESSORS, USER_METHODS, QUANTIZERS
+from sglang_ext.mem_cache.compressors.contracts.registry import (
+    COMPRESSORS, DROPPING, PACKING, USER_METHODS, QUANTIZERS, DroppingMethod, PackingMethod, QuantizerEntry,
+)  # fmt: skip
 
 DEFAULT = "snapkv"
+# Names that flags are checked for.
+KVZAP, KVZIP, SPADE = "kvzap", "kvzip", "spade"
 # NAME or NAME:MORE. NAME contains colons if it has users' own classes: FILE.py:CLASS or PACKAGE.MODULE:CLASS.
 WITH_MORE = re.compile(r"(?P<name>(?:[^:]*?\.\w+:[^\W\d]\w*)*[^:]*)(?::(?P<more>.*))?", re.DOTALL)
 # Names with bits, as benchmarks write them: hack:2, hack4.
@@ -43,23 +43,25 @@ class MethodSpec:
         return self.compressor.needs_rotary or (self.quantizer is not None and self.quantizer.before_rotary)
 
 
-@cache
-def _load() -> None:
-    for folder in (compressors, each_step):
-        for module in iter_modules(folder.__path__, f"{folder.__name__}."):
-            import_module(module.name)
+def _properties(name: str) -> DroppingMethod:
+    """Properties of a method that drops tokens."""
+    return DROPPING[name] if name in DROPPING else DroppingMethod.of(COMPRESSORS[name])
+
+
+def _quantizer_properties(name: str) -> PackingMethod | QuantizerEntry:
+    """Properties of a quantizer."""
+    return PACKING[name] if name in PACKING else QUANTIZERS[name]
 
 
 def dropping() -> tuple[str, ...]:
     """Names of all methods that drop tokens: the default, then those that need no files, then the others."""
-    _load()
-    return tuple(sorted(COMPRESSORS, key=lambda name: (name != DEFAULT, not is_online(name), COMPRESSORS[name].points, name)))
+    names = {*DROPPING, *COMPRESSORS}
+    return tuple(sorted(names, key=lambda name: (name != DEFAULT, not is_online(name), _properties(name).points, name)))
 
 
 def packing() -> tuple[str, ...]:
     """Names of all methods that quantize tokens, sorted."""
-    _load()
-    return tuple(sorted(QUANTIZERS))
+    return tuple(sorted({*PACKING, *QUANTIZERS}))
 
 
 def builtin_names(names: Iterable[str]) -> tuple[str, ...]:
@@ -69,7 +71,7 @@ def builtin_names(names: Iterable[str]) -> tuple[str, ...]:
 
 def is_online(name: str) -> bool:
     """Whether a method that drops tokens scores KV and queries during serving, and stores the kept KV."""
-    return COMPRESSORS[name].reads is None and not COMPRESSORS[name].points
+    return not _properties(name).needs_folder and not _properties(name).points
 
 
 def online() -> tuple[str, ...]:
@@ -79,22 +81,22 @@ def online() -> tuple[str, ...]:
 
 def packable() -> tuple[str, ...]:
     """Names of methods that drop tokens and can be combined with a quantizer, because they store KV."""
-    return tuple(name for name in dropping() if not COMPRESSORS[name].points)
+    return tuple(name for name in dropping() if not _properties(name).points)
 
 
 def comparable() -> tuple[str, ...]:
     """Names of methods whose heads can share a budget: scores compare over heads and layers, and compressed KV is stored."""
-    return tuple(name for name in packable() if COMPRESSORS[name].comparable)
+    return tuple(name for name in packable() if _properties(name).comparable)
 
 
 def better_uneven() -> tuple[str, ...]:
     """Names of methods whose acceptance rate is higher if heads keep different numbers of tokens."""
-    return tuple(name for name in dropping() if COMPRESSORS[name].better_uneven)
+    return tuple(name for name in dropping() if _properties(name).better_uneven)
 
 
 def on_gpu() -> tuple[str, ...]:
     """Names of quantizers that have kernels."""
-    return tuple(name for name in packing() if QUANTIZERS[name].quantizer_class.has_kernels)
+    return tuple(name for name in packing() if _quantizer_properties(name).has_kernels)
 
 
 def names() -> Iterator[str]:
@@ -104,12 +106,17 @@ def names() -> Iterator[str]:
 
 def number(name: str) -> int:
     """Number that identifies a method among the processes of one server, from 1; 0 for no method."""
-    return _numbers(len(COMPRESSORS) + len(QUANTIZERS)).get(name, 0)
+    return _numbers(_count()).get(name, 0)
 
 
 def method_name(number: int) -> str:
     """Name of the method with this number."""
-    return list(_numbers(len(COMPRESSORS) + len(QUANTIZERS)))[number - 1]
+    return list(_numbers(_count()))[number - 1]
+
+
+def _count() -> int:
+    """Number of names of all methods. It grows when a user's own method is registered."""
+    return len({*DROPPING, *COMPRESSORS}) + len({*PACKING, *QUANTIZERS})
 
 
 @cache
@@ -124,8 +131,7 @@ def parse(value: str, flag: str = "--kv-compressor") -> tuple[str | None, str | 
     Raises:
         OptionError: The value is unknown. The message has the value and the allowed ones.
     """
-    _load()
-    first, second = (None if part is None else user_methods.name_of(part, flag) for part in parts(value))
+    first, second = (None if part is None else _registered_name(part, flag) for part in parts(value))
     drops, packs = (first, second) if first in dropping() or second is not None else (None, first)
     if (drops is not None and drops not in dropping()) or (packs is not None and packs not in packing()):
         raise OptionError(
@@ -133,12 +139,30 @@ def parse(value: str, flag: str = "--kv-compressor") -> tuple[str | None, str | 
             f"few bits ({', '.join(builtin_names(packing()))}), one of each, as in {DEFAULT}+kivi, or one of your own, as in "
             f"./my_method.py:KeyNorm or package.module:KeyNorm. Pass {_apart_from_bits(value, flag) or 'one of these'}."
         )
-    if packs is not None and drops is not None and COMPRESSORS[drops].points:
+    if packs is not None and drops is not None and _properties(drops).points:
         raise OptionError(
             f"{flag} is {value!r}; {drops} points to full KV and stores none that could be packed: pass {drops} alone, "
             f"or one of {', '.join(builtin_names(packable()))} before +{packs}"
         )
     return drops, packs
+
+
+def _registered_name(value: str, flag: str) -> str:
+    """As :func:`user_methods.name_of`."""
+    if ":" not in value:
+        return value
+    from sglang_ext.mem_cache.compressors import user_methods
+
+    return user_methods.name_of(value, flag)
+
+
+def _is_own(value: str) -> bool:
+    """As :func:`user_methods.is_own`."""
+    if ":" not in value:
+        return False
+    from sglang_ext.mem_cache.compressors import user_methods
+
+    return user_methods.is_own(value)
 
 
 def _apart_from_bits(value: str, flag: str) -> str | None:
@@ -152,7 +176,7 @@ def _apart_from_bits(value: str, flag: str) -> str | None:
 def parts(value: str) -> tuple[str, str | None]:
     """Split a value into the method that drops tokens and the quantizer, as typed. Paths may contain a plus, too."""
     for place in (place for place, letter in enumerate(value) if letter == "+"):
-        if value[:place] in dropping() or user_methods.is_own(value[:place]):
+        if value[:place] in dropping() or _is_own(value[:place]):
             return value[:place], value[place + 1 :]
     return value, None
 
@@ -176,15 +200,15 @@ def needs_verifications(value: str) -> bool:
 
 def per_step_methods() -> tuple[str, ...]:
     """Names of methods that select tokens per step. The selection flags apply to them."""
-    return tuple(name for name in dropping() if COMPRESSORS[name].every)
+    return tuple(name for name in dropping() if _properties(name).every)
 
 
-def _dropping_of(value: str) -> type[Compressor] | None:
+def _dropping_of(value: str) -> DroppingMethod | None:
     try:
         drops, _ = parse(value)
     except OptionError:
         return None
-    return None if drops is None else COMPRESSORS[drops]
+    return None if drops is None else _properties(drops)
 
 
 def code_bits(packs: str, bits: int | None) -> int:
@@ -204,8 +228,7 @@ def code_bits(packs: str, bits: int | None) -> int:
 
 def allowed_bits(packs: str) -> tuple[int, ...]:
     """Allowed bits of a quantizer's codes, the default first."""
-    _load()
-    return QUANTIZERS[packs].bits
+    return _quantizer_properties(packs).bits
 
 
 def partition_size(packs: str, partition: int | None) -> int | None:
@@ -226,13 +249,12 @@ def partition_size(packs: str, partition: int | None) -> int | None:
 
 def allowed_partitions(packs: str) -> tuple[int, ...]:
     """Allowed sizes of a quantizer's partitions, the default first; empty if they are fixed."""
-    _load()
-    return QUANTIZERS[packs].partitions
+    return _quantizer_properties(packs).partitions
 
 
 def partitioned() -> tuple[str, ...]:
     """Names of quantizers whose partition size can be chosen."""
-    return tuple(name for name in packing() if QUANTIZERS[name].partitions)
+    return tuple(name for name in packing() if _quantizer_properties(name).partitions)
 
 
 def create(name: str) -> Compressor:

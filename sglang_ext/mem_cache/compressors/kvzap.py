@@ -1,14 +1,16 @@
 """KVzap (Jegou and Jeblick 2026, arXiv 2601.07891): keep the tokens that KVzip would keep, as a small network predicts."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from sglang_ext.mem_cache.compressed.slot_scores import SlotScores
 from sglang_ext.mem_cache.compressors.contracts.compressor import Always, Compressor, ContextKV, RequiredFolder, LayerKV
 from sglang_ext.mem_cache.compressors.contracts.registry import register
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
+
+if TYPE_CHECKING:
+    from sglang_ext.mem_cache.compressed.slot_scores import SlotScores
 
 
 @register("kvzap")
@@ -23,7 +25,7 @@ class KVzap(Compressor):
         recent: Newest tokens, always kept. The paper keeps 128 of a whole cache; here the tokens after the compressed KV are exact.
     """
 
-    slots: SlotScores | None = None
+    slots: "SlotScores | None" = None
     online: Compressor | None = SnapKV()
     sinks: int = 4
     recent: int = 32

@@ -1,7 +1,7 @@
 """KVzip (Kim et al. 2025, arXiv 2505.23416): keep what the model needs to repeat the context, whatever is asked later."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -9,7 +9,9 @@ from sglang_ext.device import sent
 from sglang_ext.mem_cache.compressors.contracts.compressor import Always, Compressor, ContextKV, RequiredFolder, LayerKV, Part
 from sglang_ext.mem_cache.compressors.contracts.registry import register
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
-from sglang_ext.mem_cache.scores.index import ScoreIndex
+
+if TYPE_CHECKING:
+    from sglang_ext.mem_cache.scores.index import ScoreIndex
 
 
 @register("kvzip")
@@ -19,12 +21,12 @@ class KVzip(Compressor):
 
     Attributes:
         online: Scores contexts that begin with no stored document, and the tokens after a document.
-        index: The stored documents.
+        index: The stored documents; None for none.
         heads: The KV heads of this tensor-parallel rank, among all KV heads.
     """
 
     online: Compressor = SnapKV()
-    index: ScoreIndex = field(default_factory=ScoreIndex)
+    index: "ScoreIndex | None" = None
     heads: slice = field(default_factory=lambda: slice(None))
     comparable: ClassVar[bool] = True
     better_uneven: ClassVar[bool] = True
@@ -42,7 +44,7 @@ class KVzip(Compressor):
 
     def for_context(self, context: ContextKV) -> Compressor:
         """Stored scores if the context begins with a document, otherwise the online method."""
-        found = self.index.match(context.prompt[: len(context.slots)])
+        found = None if self.index is None else self.index.match(context.prompt[: len(context.slots)])
         return self.online if found is None else StoredScores(found[:, self.heads], self.online)
 
     def always(self, context: ContextKV) -> Always:

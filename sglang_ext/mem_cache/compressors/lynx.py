@@ -5,7 +5,6 @@ from typing import ClassVar
 
 import torch
 
-from sglang_ext.layers.kernels.lynx import layout
 from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid, Quantized
 from sglang_ext.mem_cache.compressors.contracts.quantizer import Finding, Quantizer, grouped, round_to_float16, squeezed, stored_above, stored_next
 from sglang_ext.mem_cache.compressors.contracts.registry import register_quantizer
@@ -36,10 +35,14 @@ class Lynx(Quantizer):
 
     def levels(self, dim: int) -> torch.Tensor:
         """Companded levels from -1 to 1: float32 [2 ** bits], ascending."""
+        from sglang_ext.layers.kernels.lynx import layout
+
         return torch.tensor(layout.levels(self.bits))
 
     def bounds(self, dim: int) -> torch.Tensor:
         """Lower bounds of all codes but the first: float32 [2 ** bits - 1], ascending."""
+        from sglang_ext.layers.kernels.lynx import layout
+
         return torch.tensor(layout.bounds(self.bits)[1:-1])
 
     def quantize(self, numbers: torch.Tensor, grid: Grid) -> Quantized:

@@ -9,7 +9,6 @@ import torch
 from sglang_ext.device import to_device
 from sglang_ext.mem_cache.compressors.contracts.compressor import Always, Compressor, ContextKV, LayerKV, Part
 from sglang_ext.mem_cache.compressors.contracts.registry import register
-from sglang_ext.mem_cache.selection.on_gpu import GpuSelector
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery, QueryPredictor
 from sglang_ext.mem_cache.selection.scoring import group_attention
 from sglang_ext.mem_cache.selection.top_tokens import mark_always
@@ -65,6 +64,7 @@ class Spade(Compressor):
     def _select_whole(self, context: ContextKV, count: int) -> torch.Tensor:
         """Positions in a whole context, with at least one query: int64 [layers, kv_heads, count], ascending."""
         from sglang_ext.layers.kernels.selection.select_tokens import SelectionContexts
+        from sglang_ext.mem_cache.selection.on_gpu import GpuSelector
 
         tokens, queries = len(context.slots), context.queries.transpose(1, 2)
         numbers = to_device([[0, tokens, count, 0]], context.slots.device)

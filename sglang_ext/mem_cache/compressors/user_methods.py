@@ -74,7 +74,9 @@ def _registered(source: str, name: str, setting: str) -> str:
                 known.update(those)
             sys.modules.pop(module_name, None)
         raise
-    registry.USER_METHODS.update({*registry.COMPRESSORS, *registry.QUANTIZERS} - {*before[0][1], *before[1][1]})
+    # A user's module may import built-in methods, which registers them.
+    builtin = {*registry.DROPPING, *registry.PACKING}
+    registry.USER_METHODS.update({*registry.COMPRESSORS, *registry.QUANTIZERS} - {*before[0][1], *before[1][1]} - builtin)
     return found
 
 

@@ -3,11 +3,13 @@
 import heapq
 from collections.abc import Callable
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sglang_ext.mem_cache.prefix_cache.host_store import HostStore
 from sglang_ext.mem_cache.prefix_cache.nodes import PrefixTree, TieredNode
 from sglang_ext.mem_cache.prefix_cache.segments import Segment, Segments
+
+if TYPE_CHECKING:
+    from sglang_ext.mem_cache.prefix_cache.host_store import HostStore
 
 
 class Eviction:
@@ -22,7 +24,7 @@ class Eviction:
     def __init__(self, nodes: PrefixTree, segments: Segments, priority: Callable[[TieredNode], Any]) -> None:
         self._nodes, self._segments, self._priority = nodes, segments, priority
 
-    def free(self, wanted: int, host: HostStore | None) -> int:
+    def free(self, wanted: int, host: "HostStore | None") -> int:
         """Free at least ``wanted`` slots, or all that can be freed, from the leaves up. Return the number of freed slots.
 
         A segment has the age of its node and is evicted before it. If the host stores residuals, it is evicted after all nodes that it
@@ -76,7 +78,7 @@ class Eviction:
         awaited = segment is not None and segment in node.replacing_segments and node.lock_ref > 0
         return awaited, self._priority(node), -depth, rank, node, segment
 
-    def _evict_node(self, node: TieredNode, host: HostStore | None) -> int:
+    def _evict_node(self, node: TieredNode, host: "HostStore | None") -> int:
         if node.replacing_segments:
             return self._nodes.free_value(node)
         if host is not None:

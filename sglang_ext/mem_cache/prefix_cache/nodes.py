@@ -4,17 +4,21 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 from sglang.srt.mem_cache.utils import split_node_hash_value
 
-from sglang_ext.mem_cache.host_tier.host_pool import HostPages
-from sglang_ext.mem_cache.host_tier.transfers import Transfer
-from sglang_ext.mem_cache.prefix_cache.anchors import PageSegments, anchor
 from sglang_ext.mem_cache.prefix_cache.segments import Segment, Segments, covering_segments
+
+if TYPE_CHECKING:
+    from sglang_ext.mem_cache.host_tier.host_pool import HostPages
+    from sglang_ext.mem_cache.host_tier.transfers import Transfer
+
+# For each page of a node, the segment with which it was stored, if that still exists. () if none does.
+PageSegments = tuple[Segment | None, ...]
 
 
 class TieredNode(TreeNode):
@@ -29,7 +33,7 @@ class TieredNode(TreeNode):
         segments: Compressed chunks that end in it.
         store: The transfer that writes ``host_value``. It may be in progress.
         load: The transfer that writes ``value``, until its checksums are compared. None if ``value`` holds exact KV.
-        anchors: For each page on the host, the segment with which a load transfers fewer bytes (anchors.py).
+        anchors: For each page on the host, the segment with which a load transfers fewer bytes (host_store.py).
         replacing_segments: The segments that replace its full KV when that is freed (quantized_only.py). () if they do not cover it, or must not.
         dropped: Whether it was removed from the tree.
     """
@@ -40,10 +44,10 @@ class TieredNode(TreeNode):
     def __init__(self, start: int, priority: int = 0) -> None:
         super().__init__(priority=priority)
         self.start = start
-        self.host_pages: HostPages | None = None
+        self.host_pages: "HostPages | None" = None
         self.segments: list[Segment] = []
-        self.store: Transfer | None = None
-        self.load: Transfer | None = None
+        self.store: "Transfer | None" = None
+        self.load: "Transfer | None" = None
         self.anchors: PageSegments = ()
         self.replacing_segments: tuple[Segment, ...] = ()
         self.dropped = False
@@ -283,7 +287,7 @@ class PrefixTree:
         self.update_eviction_sets(node, node.parent)
         return len(slots)
 
-    def set_host(self, node: TieredNode, pages: torch.Tensor, of: HostPages, anchors: PageSegments = ()) -> None:
+    def set_host(self, node: TieredNode, pages: torch.Tensor, of: "HostPages", anchors: PageSegments = ()) -> None:
         """Let a node own host ``pages``, int64 [pages of the node], stored with ``anchors``."""
         node.host_value, node.host_pages = pages, of
         anchor(node, anchors)
@@ -395,3 +399,23 @@ def _free_pages(node: TieredNode) -> None:
         anchor(node, ())
         node.host_pages.free(node.host_value)
         node.host_value = node.host_pages = node.store = None
+
+
+def anchor(node: TieredNode, anchors: PageSegments) -> None:
+    """Set the anchors of a node's pages on the host, replacing the previous ones."""
+    for segment in distinct_segments(node.anchors):
+        del segment.anchored_nodes[node]
+    node.anchors = anchors if any(anchors) else ()
+    for segment in distinct_segments(anchors):
+        segment.anchored_nodes[node] = None
+
+
+def drop_anchors(segment: Segment) -> None:
+    """Remove a segment whose slots are freed from all anchors. Later loads of pages stored with it transfer the anchor too."""
+    for node in list(segment.anchored_nodes):
+        anchor(node, tuple(None if each is segment else each for each in node.anchors))
+
+
+def distinct_segments(anchors: PageSegments) -> list[Segment]:
+    """The distinct segments among the anchors of pages."""
+    return list(dict.fromkeys(segment for segment in anchors if segment is not None))

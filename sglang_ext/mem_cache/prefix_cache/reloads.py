@@ -10,8 +10,7 @@ from sglang_ext.mem_cache.host_tier.host_pool import HostPool
 from sglang_ext.mem_cache.host_tier.tier import HostTier
 from sglang_ext.mem_cache.host_tier.transfers import TransferTracker, Transfer, TransferError
 from sglang_ext.mem_cache.prefix_cache.host_store import HostStore
-from sglang_ext.mem_cache.prefix_cache.anchors import distinct_segments
-from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode, path
+from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode, distinct_segments, path
 
 
 @dataclass

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.radix_cache import TreeNode
 
-from sglang_ext.mem_cache.host_tier.transfers import Transfer
+if TYPE_CHECKING:
+    from sglang_ext.mem_cache.host_tier.transfers import Transfer
+
 
 
 @dataclass(eq=False)
@@ -24,7 +26,7 @@ class Segment:
         tokens: Tokens that it keeps.
         packed: Slots, from the beginning of ``slots``, that hold packed blocks (quantized_blocks.py). 0 if each slot holds a token.
         method: Name of the method that created it. Only compressed KV of this method may read it (compression_method.py).
-        anchored_nodes: Nodes whose loads transfer fewer bytes while it exists (anchors.py), in the order in which they were stored.
+        anchored_nodes: Nodes whose loads transfer fewer bytes while it exists (host_store.py), in the order in which they were stored.
         stored, loaded: The last transfers that read its slots. None if there are none.
     """
 
@@ -37,8 +39,8 @@ class Segment:
     packed: int = 0
     method: str = ""
     anchored_nodes: dict[TreeNode, None] = field(default_factory=dict)
-    stored: Transfer | None = None
-    loaded: Transfer | None = None
+    stored: "Transfer | None" = None
+    loaded: "Transfer | None" = None
 
     @property
     def whole(self) -> bool:

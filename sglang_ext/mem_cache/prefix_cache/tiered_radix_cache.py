@@ -12,6 +12,7 @@ import time
 from array import array
 from collections.abc import Callable
 from itertools import takewhile
+from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import (
@@ -30,19 +31,20 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
-from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
-from sglang_ext.mem_cache.host_tier.tier import HostTier
 from sglang_ext.mem_cache.prefix_cache import tree_integrity
-from sglang_ext.mem_cache.prefix_cache.anchors import Anchoring, drop_anchors
 from sglang_ext.mem_cache.prefix_cache.eviction import Eviction
-from sglang_ext.mem_cache.prefix_cache.freed_full_kv import FreedFullKV
-from sglang_ext.mem_cache.prefix_cache.host_store import HostStore
-from sglang_ext.mem_cache.prefix_cache.nodes import PrefixTree, TieredNode, concat_slots, path
-from sglang_ext.mem_cache.prefix_cache.recompute import EarlyRequests
-from sglang_ext.mem_cache.prefix_cache.reloads import FaultInjector, Reloads
-from sglang_ext.mem_cache.prefix_cache.residency import Residency
+from sglang_ext.mem_cache.prefix_cache.nodes import PrefixTree, TieredNode, concat_slots, drop_anchors, path
 from sglang_ext.mem_cache.prefix_cache.segments import Segments
 from sglang_ext.core import TPRanks
+
+if TYPE_CHECKING:
+    from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
+    from sglang_ext.mem_cache.host_tier.tier import HostTier
+    from sglang_ext.mem_cache.prefix_cache.freed_full_kv import FreedFullKV
+    from sglang_ext.mem_cache.prefix_cache.host_store import Anchoring, HostStore
+    from sglang_ext.mem_cache.prefix_cache.recompute import EarlyRequests
+    from sglang_ext.mem_cache.prefix_cache.reloads import FaultInjector, Reloads
+    from sglang_ext.mem_cache.prefix_cache.residency import Residency
 
 
 class TieredRadixCache(RadixCache):
@@ -67,12 +69,12 @@ class TieredRadixCache(RadixCache):
     def __init__(self, params: CacheInitParams) -> None:
         self.segments = Segments(params.token_to_kv_pool_allocator, params.page_size, drop_anchors)
         self.nodes = PrefixTree(params.token_to_kv_pool_allocator, params.page_size, self.segments, self._record_remove_event)
-        self.host: HostStore | None = None
-        self.reloads: Reloads | None = None
-        self.residency: Residency | None = None
-        self.compressed_kv: CompressedKVCache | None = None
-        self.early: EarlyRequests | None = None
-        self.freed_full_kv: FreedFullKV | None = None
+        self.host: "HostStore | None" = None
+        self.reloads: "Reloads | None" = None
+        self.residency: "Residency | None" = None
+        self.compressed_kv: "CompressedKVCache | None" = None
+        self.early: "EarlyRequests | None" = None
+        self.freed_full_kv: "FreedFullKV | None" = None
         self.recomputed = 0
         self._ended: Callable[[int], None] = lambda row: None
         self._keeps_answers = True
@@ -81,12 +83,12 @@ class TieredRadixCache(RadixCache):
 
     def use_host(
         self,
-        tier: HostTier,
+        tier: "HostTier",
         ranks: TPRanks = TPRanks(),
-        faults: FaultInjector | None = None,
+        faults: "FaultInjector | None" = None,
         on_load_start: Callable[[torch.Tensor], None] = lambda slots: None,
         on_load_done: Callable[[torch.Tensor], None] = lambda slots: None,
-        anchoring: Anchoring | None = None,
+        anchoring: "Anchoring | None" = None,
     ) -> None:
         """Store full KV in ``tier`` too. The trees of all ``ranks`` do the same.
 
@@ -97,17 +99,20 @@ class TieredRadixCache(RadixCache):
         Raises:
             ValueError: The tier's page size differs from the tree's.
         """
+        from sglang_ext.mem_cache.prefix_cache.host_store import HostStore
+        from sglang_ext.mem_cache.prefix_cache.reloads import Reloads
+
         self.host = HostStore(self.nodes, tier, self.eviction_strategy.get_priority, ranks, anchoring)
         self.reloads = Reloads(self.host, self._allocate, faults, on_load_start, on_load_done)
 
     def bind(
         self,
-        compressed_kv: CompressedKVCache | None,
+        compressed_kv: "CompressedKVCache | None",
         ended: Callable[[int], None] = lambda row: None,
         keeps_answers: bool = True,
-        residency: Residency | None = None,
-        early: EarlyRequests | None = None,
-        freed_full_kv: FreedFullKV | None = None,
+        residency: "Residency | None" = None,
+        early: "EarlyRequests | None" = None,
+        freed_full_kv: "FreedFullKV | None" = None,
     ) -> None:
         """Set what the tree needs to serve requests that have compressed KV.
 

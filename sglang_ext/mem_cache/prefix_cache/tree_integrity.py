@@ -9,7 +9,6 @@ import torch
 from sglang.srt.environ import envs
 
 from sglang_ext.core import IntegrityError
-from sglang_ext.mem_cache.host_tier.host_pool import HostPageError
 from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode
 from sglang_ext.mem_cache.prefix_cache.segments import Segment, free_slots, tiling
 
@@ -140,6 +139,10 @@ def _check_owners(tree: "TieredRadixCache", nodes: list[TieredNode]) -> None:
     for node, slots in held:
         wrong = slots[torch.isin(slots, free)].tolist()
         _require(not wrong, node, f"its slots {wrong[:8]} are free")
+    if not pages:
+        return
+    from sglang_ext.mem_cache.host_tier.host_pool import HostPageError
+
     for node, part in pages:
         try:
             node.host_pages.check_owned(part)

@@ -6,12 +6,14 @@ matrix. It has one row if each head has its own keys (MHA), and all rows if head
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.selection.predictors import QueryPredictor
+
+if TYPE_CHECKING:
+    from sglang_ext.mem_cache.compressed.rotary import Rotary
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class ScoringInputs:
     positions: torch.Tensor
     keys: torch.Tensor
     scaling: float
-    rotary: Rotary | None = None
+    rotary: "Rotary | None" = None
     lengths: torch.Tensor | None = None
 
     @property

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang_ext.core import SCORE_BITS
 from sglang_ext.mem_cache.compressed.layouts.block_layout import PARAMETER, Grid, Quantized, pack_codes, unpack_codes
 from sglang_ext.mem_cache.compressors.contracts.quantizer import whole
 from sglang_ext.mem_cache.compressors.plain_int import PlainInt
@@ -14,9 +15,8 @@ from sglang_ext.mem_cache.compressors.plain_int import PlainInt
 if TYPE_CHECKING:
     from sglang_ext.layers.kernels.selection.quantized_keys import QuantizedKeyTensors
 
-EXACT = 16
-SCORE_BITS = (EXACT, 8, 4)
-"""Values of ``--kv-score-bits``: exact, or the number of bits."""
+EXACT = SCORE_BITS[0]
+"""Bits of unchanged keys."""
 # Channels of a token and head that share a scale and a zero point, if the number divides the head dimension.
 GROUP = 32
 # Numbers of keys that are quantized together, on a CPU.

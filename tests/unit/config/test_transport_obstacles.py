@@ -8,7 +8,7 @@ from sglang.srt.server_args import DISAGG_TRANSFER_BACKEND_CHOICES
 from sglang_ext.tools import server_flags
 from sglang_ext.tools import CommandError
 from sglang_ext.config import transports
-from sglang_ext.hooks.transfer import register_backend
+from sglang_ext.plugin import register_transfer_backend
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def installed(monkeypatch):
 @pytest.fixture
 def check(monkeypatch):
     """Flags as SGLang's parser reads them, in this process."""
-    monkeypatch.setattr(server_flags, "load_plugins", register_backend)
+    monkeypatch.setattr(server_flags, "load_plugins", register_transfer_backend)
     return lambda **flags: server_flags.check("m", {role: ("--disaggregation-mode", role, *each) for role, each in flags.items()})
 
 

@@ -12,18 +12,20 @@ from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, prepar
 from sglang.srt.disaggregation.utils import get_kv_class as stock
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
+from sglang_ext import plugin
 from sglang_ext.hooks import transfer
 from sglang_ext.managers.kv_transfer.progressive.handshakes import Handshakes
 from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
 from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
 from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
+from sglang_ext.managers.kv_transfer.feature import KVTransfer
 from sglang_ext.managers.worker import KVWorker
 
 
 @pytest.fixture
 def backend():
-    transfer.register_backend()
-    transfer.register_backend()
+    plugin.register_transfer_backend()
+    plugin.register_transfer_backend()
     return TransferBackend("progressive")
 
 
@@ -34,10 +36,10 @@ def test_the_name_is_registered_once_beside_sglangs_own(backend):
 
 
 def test_classes_are_found_and_those_of_other_backends_are_sglangs(backend):
-    found = {kind: transfer.get_kv_class(stock, backend, kind) for kind in KVClassType if kind is not KVClassType.MANAGER}
+    found = {kind: plugin.get_kv_class(stock, backend, kind) for kind in KVClassType if kind is not KVClassType.MANAGER}
     expected = (KVArgs, ProgressiveSender, ProgressiveReceiver, CommonKVBootstrapServer)
     assert tuple(found.values()) == expected
-    asked = transfer.get_kv_class(lambda *arguments: arguments, TransferBackend.FAKE, KVClassType.SENDER)
+    asked = plugin.get_kv_class(lambda *arguments: arguments, TransferBackend.FAKE, KVClassType.SENDER)
     assert asked == (TransferBackend.FAKE, KVClassType.SENDER)
 
 
@@ -166,10 +168,11 @@ def test_who_is_aborted_while_it_waits_to_be_prefilled_ends_its_room_and_no_othe
 
 
 def test_both_ends_learn_where_the_newest_queries_of_a_request_are_kept():
-    worker, asked = KVWorker.__new__(KVWorker), []
-    worker.prompt_queries = SimpleNamespace(read=lambda *given: asked.append(given) or b"queries", write=lambda *given: asked.append(given))
-    worker.arriving_full_kv = lambda req, tree: None
-    worker.prompt_packing, worker.quantized_prompt_allocator = lambda: None, lambda tree: None
+    worker, feature, asked = KVWorker.__new__(KVWorker), KVTransfer(SimpleNamespace()), []
+    worker.features = (feature,)
+    feature.prompt_queries = SimpleNamespace(read=lambda *given: asked.append(given) or b"queries", write=lambda *given: asked.append(given))
+    feature.arriving_full_kv = lambda req, tree: None
+    feature.prompt_packing, feature.quantized_prompt_allocator = lambda: None, lambda tree: None
     queue = queue_of(worker)
     queue.tree_cache = None
     req = SimpleNamespace(disagg_kv_sender=made(ProgressiveSender), origin_input_ids=[1, 2], output_ids=[], to_finish=None, req_pool_idx=None)
@@ -178,7 +181,7 @@ def test_both_ends_learn_where_the_newest_queries_of_a_request_are_kept():
     transfer.create_receiver(lambda queue, req, is_rebootstrap: found, queue, req)
     req.req_pool_idx = 5  # it gets its row later
     assert req.disagg_kv_sender._query_reader(100) == b"queries" and asked == [(5, 2, 100)]
-    assert found.kv_receiver._queries is worker.prompt_queries and found.kv_receiver._row() == 5
+    assert found.kv_receiver._queries is feature.prompt_queries and found.kv_receiver._row() == 5
 
 
 def test_ends_of_other_backends_are_left_alone():

@@ -14,6 +14,7 @@ from sglang_ext.layers.attention.decode_backend import check_heads
 from sglang_ext.layers.attention.per_head import PagesDecode
 from sglang_ext.layers.attention.decode_graphs import LAYOUT_READERS
 from sglang_ext.layers.forward import AttentionOverride, AttentionOverrides
+from sglang_ext.managers.graph_capture import create_compressed_attention
 from sglang_ext.managers.memory_plan import MemoryPlan
 from sglang_ext.managers.served_methods import ServedMethods
 from sglang_ext.managers.spec_decode.penalties import RoundPenalties
@@ -86,18 +87,24 @@ def test_all_steps_of_a_round_in_which_one_request_reads_a_copy_read_copies(monk
     assert chosen == [(2, 20 + step, 1) for step in (1, 2) if expected and every]
 
 
+SCALING = {0: 0.1, 2: 0.1}
+
+
 class Worker(KVWorker):
     """A worker with a pool and no model."""
 
     def __init__(self, name, head_budgets="equal"):
-        self.server_args = SimpleNamespace(page_size=1, kv_head_budgets=head_budgets, kv_compressor=name)
+        self.server_args = SimpleNamespace(page_size=1, kv_head_budgets=head_budgets, kv_compressor=name, kv_cache_ranks=0)
         pool = torch.zeros(50, 2, 64)
         kv = SimpleNamespace(get_key_buffer=lambda layer: pool, get_value_buffer=lambda layer: pool)
         self.model_runner = SimpleNamespace(token_to_kv_pool=kv, attn_backend=SimpleNamespace(), dtype=torch.float32)
         model = SimpleNamespace(query_heads=2, head_dim=64)
         self.memory = SimpleNamespace(ahead=5, model=model, release=lambda requests, tokens: MemoryPlan(rings=requests))
-        self.queries, self.key_derived_data = QueryWindows(2, (0, 2), 1), None
-        self.layers, self.methods = {0: 0.1, 2: 0.1}, ServedMethods((), (method("snapkv"), method(name)))
+        self.queries = QueryWindows(2, (0, 2), 1)
+        self.methods = ServedMethods((), (method("snapkv"), method(name)), scaling=SCALING)
+
+    def compressed_attention(self):
+        return create_compressed_attention(self.server_args, self.model_runner, self.queries, self.methods.every, self.layout, self.buffers.on_gpu)
 
     def allocate(self):
         table = SimpleNamespace(req_to_token=torch.zeros(4, 30, dtype=torch.int32), size=3)
@@ -111,7 +118,7 @@ def test_what_rows_begin_with_has_its_place_before_graphs_are_captured():
     pointing = Worker("verify-guided")
     for worker in (packed, uneven, plain, pointing):
         worker.allocate()
-        assert worker._compressed_attention() is None, "on a CPU the model's own attention reads copies"
+        assert worker.compressed_attention() is None, "on a CPU the model's own attention reads copies"
         assert worker.model_runner.attn_backend.layout is worker.layout
     packed, uneven, plain, pointing = (worker.layout for worker in (packed, uneven, plain, pointing))
     assert isinstance(plain, PlainLayout)
@@ -126,7 +133,7 @@ def test_extremes_of_pages_lie_beside_the_pool_where_attention_chooses_and_forwa
     worker = Worker(name)
     made = method(name)
     chooser = replace(made.compressor, in_attention=True) if name == "quest" else made.compressor
-    worker.methods = ServedMethods((), (replace(made, compressor=chooser),))
+    worker.methods = ServedMethods((), (replace(made, compressor=chooser),), scaling=SCALING)
     try:
         worker.allocate()
         assert type(worker.layout) is (PagePointerLayout if name == "quest" else PointerLayout)
@@ -145,7 +152,7 @@ def test_on_a_gpu_steps_over_copies_have_an_attention_of_their_own(monkeypatch):
     monkeypatch.setattr(decode_graphs, "create_attention", lambda *given: AttentionOverride(given))
     worker = Worker("kivi")
     worker.buffers, worker.layout = SimpleNamespace(on_gpu=True), "packed"
-    assert worker._compressed_attention().backend == (worker.model_runner, worker.layout)
+    assert worker.compressed_attention().backend == (worker.model_runner, worker.layout)
     assert not vars(worker.model_runner.attn_backend)
 
 

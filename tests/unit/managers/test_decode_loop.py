@@ -113,16 +113,17 @@ class Toy(DecodeLoop):
     def __init__(self, count, residency, compressed_kv, drafts=DRAFTS, longest=LONGEST):
         metrics = KVMetrics("model")
         worker = SimpleNamespace(
-            compressed_kv=compressed_kv, lossy=False, strict=False, metrics=metrics,
+            compressed_kv=compressed_kv, lossy=False, features=(), metrics=metrics,
             requests=SimpleNamespace(count_verify=RequestState.count_verify, overall_acceptance=AcceptanceTracker()),
             model_runner=SimpleNamespace(war_fastpath_read_done_event="earlier", decode_cuda_graph_runner=None),
             queries=SimpleNamespace(drop_rejected=lambda row, length: None), ranks=TPRanks(),
         )
         compressed_kv.rows = count + 1
-        full_kv, policy = ResidentFullKV(), None
+        full_kv = ResidentFullKV()
         if residency is not None:
-            full_kv = OffloadedFullKV(VerificationScheduler(PROMPT, residency.load_capacity, horizon=8), residency, 1, drafts_per_load=longest)
+            scheduler = VerificationScheduler(PROMPT, residency.load_capacity, horizon=8)
             policy = SimpleNamespace(observe=lambda round_, spent: None, choose=lambda p, link, share: OffloadDecision(None, longest))
+            full_kv = OffloadedFullKV(scheduler, residency, 1, longest, policy)
         steps = SimpleNamespace(
             table=compressed_kv.token_table, slots=lambda *args: torch.zeros(1), run=self.draw,
             verify_sampler=lambda *args: SimpleNamespace(draw=lambda logits, positions: self.answers),
@@ -131,7 +132,7 @@ class Toy(DecodeLoop):
         round_timer = RoundTimer(FixedDraftLength(drafts), torch.device("cpu"), metrics)
         verifier = Verifier(worker, steps, None, None)
         verifier._forward = self.verify
-        super().__init__(worker, round_timer, steps, verifier, RoundSetup(RoundPlanner(longest, drafts), compressed_kv, full_kv), policy)
+        super().__init__(worker, round_timer, steps, verifier, RoundSetup(RoundPlanner(longest, drafts), compressed_kv, full_kv))
         self.residency = residency
         self.committed = {row: [row] * (PROMPT + 1) for row in range(1, count + 1)}
 

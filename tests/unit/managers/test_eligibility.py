@@ -9,7 +9,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_ext.config import options
 from sglang_ext.core import FALLBACK_REASONS
 from sglang_ext.managers.spec_decode.request_states import SAMPLING_FIELDS, VERIFIED, fallback_reason
-from sglang_ext.managers.worker import KVWorker
+from sglang_ext.core import TPRanks
+from sglang_ext.managers.kv_transfer.feature import KVTransfer
 
 USED = {"min_p": 0.1}
 
@@ -81,9 +82,14 @@ def test_custom_processors_and_hidden_states_are_served_with_full_kv():
 def test_who_is_more_than_tokens_waits_for_all_kv_of_another_server(monkeypatch, given):
     """As SGLang asks for a second prefill by tokens alone."""
     monkeypatch.setattr(options, "has_early_decoding", lambda args: True)
-    worker = KVWorker.__new__(KVWorker)
-    worker.server_args, worker.loop = None, SimpleNamespace(full_kv="turns")
+    feature = KVTransfer(None)
+    model = SimpleNamespace(layers=1, query_heads=1, head_dim=8)
+    worker = SimpleNamespace(
+        memory=SimpleNamespace(model=model), model_runner=SimpleNamespace(dtype=None), queries=None, ranks=TPRanks(), compressed_kv="there"
+    )
+    feature.on_graphs_captured(worker)
+    full_kv = feature.full_kv(worker, None)
     asked = request(max_new_tokens=8)
     asked.lora_id = asked.multimodal_inputs = asked.input_embeds = asked.positional_embed_overrides = asked.extra_key = None
     vars(asked).update(given)
-    assert worker.arriving_full_kv(asked, None) == (None if given else "turns")
+    assert full_kv is not None and feature.arriving_full_kv(asked, None) is (None if given else full_kv)

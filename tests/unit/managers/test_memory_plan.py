@@ -16,6 +16,7 @@ from sglang_ext.layers.kernels.hack import integer_prefill
 from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes
 from sglang_ext.layers.kernels.packed import packed_decode
 from sglang_ext.managers import memory_plan
+from sglang_ext.managers.feature import load_features
 from sglang_ext.managers.memory_plan import ALLOCATION_GRAIN, ReservedMemory, MemoryPlan, MemoryPlanner, ModelSizes
 from sglang_ext.managers.served_methods import ServedMethods
 from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
@@ -47,6 +48,7 @@ def planner(model=LLAMA, methods=("snapkv",), backend="flashinfer", on_gpu=True,
         **{
             "kv_mode": "verified", "kv_draft_length": 16, "kv_max_burst": None, "disaggregation_mode": "null",
             "kv_full_tier": "device", "kv_host_gb": 0, "kv_compressor": methods[0], "kv_offload_draft_length": 64,
+            "kv_budget": None, "kv_more_compressors": ",".join(methods[1:]),
             "kv_head_budgets": "equal", "kv_prefill": "exact", "disable_radix_cache": False, "page_size": 1, "max_total_tokens": None,
             "enable_deterministic_inference": False, "mem_fraction_static": 0.9, "speculative_algorithm": "KV_VERIFIED",
             "speculative_num_draft_tokens": draft, "max_speculative_num_draft_tokens": draft,
@@ -55,7 +57,7 @@ def planner(model=LLAMA, methods=("snapkv",), backend="flashinfer", on_gpu=True,
         } | flags,
     )  # fmt: skip
     served = ServedMethods((), tuple(method(name) for name in methods), scores)
-    return MemoryPlanner(args, model, served, backend, on_gpu, capability)
+    return MemoryPlanner(args, model, served, backend, on_gpu, capability, load_features(args))
 
 
 def plan(requests=2048, tokens=800_000, **more):
@@ -343,12 +345,12 @@ def test_heads_of_a_rank_and_its_gpu_are_those_that_count(monkeypatch, heads, kv
     ranks = {"tp_q_head_num": heads, "tp_k_head_num": kv_heads, "qk_head_dim": 128, "v_head_dim": 128}
     monkeypatch.setattr(memory_plan, "first_attention_layer", lambda model: SimpleNamespace(**ranks))
     monkeypatch.setattr(memory_plan, "attention_scaling", lambda model: {0: 0.1})
-    monkeypatch.setattr(packed_decode, "capability", lambda keys: (9, 0))
+    monkeypatch.setattr(memory_plan, "capability", lambda keys: (9, 0))
     config = SimpleNamespace(num_attention_heads=12, vocab_size=50, context_len=8192)
     runner = SimpleNamespace(model=None, model_config=config, dtype=torch.float16, device="cpu")
     asked = planner(**ON_CODES)
     asked.args.get_attention_backends = lambda: ("flashinfer", "flashinfer")
-    made = MemoryPlanner.of(asked.args, runner, asked.served)
+    made = MemoryPlanner.of(asked.args, runner, asked.served, asked.features)
     assert made.capability == (9, 0) and not made.on_gpu
     of_keys = kv_heads * PromptCodes.token_bytes(128, 128, 64)
     left = heads * integer_prefill.PrefillQueryCodes.query_bytes(128, 64) if specialized else 0

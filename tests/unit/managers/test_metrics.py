@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import prometheus_client
 
+from sglang_ext.managers.feature import load_features
 from sglang_ext.managers.metrics import KVMetrics
 
 # A user's own, which goes by its class.
@@ -17,9 +18,10 @@ def first_page() -> str:
     """The metrics page of a server that has served nothing."""
     args = SimpleNamespace(
         served_model_name="m", model_path="p", enable_metrics=True, speculative_num_draft_tokens=3, kv_host_gb=1, kv_cache_ranks=1,
+        kv_prefill="exact", kv_mode="verified", disaggregation_mode="null",
         kv_compressor="snapkv", kv_budget=0.25, kv_more_compressors=f"kivi,snapkv:0.125,{OWN}:0.5",
     )  # fmt: skip
-    KVMetrics.create(args)
+    KVMetrics.create(args, sources=load_features(args))
     return prometheus_client.generate_latest().decode()
 
 

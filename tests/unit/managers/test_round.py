@@ -91,7 +91,7 @@ def loop(compressed_kv=None):
     compressed_kv = compressed_kv or Views()
     compressed_kv.rows = ROWS
     worker = SimpleNamespace(
-        compressed_kv=compressed_kv, lossy=False, strict=False, metrics=metrics, requests=SimpleNamespace(count_verify=RequestState.count_verify, overall_acceptance=AcceptanceTracker()), ranks=TPRanks(),
+        compressed_kv=compressed_kv, lossy=False, features=(), metrics=metrics, requests=SimpleNamespace(count_verify=RequestState.count_verify, overall_acceptance=AcceptanceTracker()), ranks=TPRanks(),
         model_runner=SimpleNamespace(war_fastpath_read_done_event="earlier", decode_cuda_graph_runner=None),
         queries=SimpleNamespace(drop_rejected=lambda row, length: None),
     )

@@ -1,5 +1,6 @@
 """Compressors keep what their papers say, within the interface's contract."""
 
+from pkgutil import iter_modules
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +12,10 @@ from selection_helpers import random_layer
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots
 from sglang_ext.mem_cache.compressed.rotary import Rotary
-from sglang_ext.mem_cache.compressors import LayerKV, top_positions, kept_count
+from sglang_ext.mem_cache import compressors
+from sglang_ext.mem_cache.compressors import LayerKV, each_step, top_positions, kept_count
 from sglang_ext.mem_cache.compressors.catalogue import create, dropping
+from sglang_ext.mem_cache.compressors.contracts import registry
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
 from sglang_ext.mem_cache.compressors.spade import Spade
 from sglang_ext.mem_cache.compressors.verify_guided import VerifyGuided
@@ -21,6 +24,20 @@ from sglang_ext.mem_cache.selection.predictors import PREDICTORS, query_predicto
 
 def layer(tokens: int, heads: int = 2, group: int = 3, dim: int = 8, window: int = 4) -> LayerKV:
     return random_layer(tokens, heads, group, dim, window, Rotary(1 / 10 ** torch.arange(dim // 2)))
+
+
+def test_flags_know_the_properties_of_each_built_in_method_before_its_module_is_imported():
+    assert {name: registry.DroppingMethod.of(registry.COMPRESSORS[name]) for name in registry.DROPPING} == registry.DROPPING
+    assert all(registry.COMPRESSORS[name].name == name for name in registry.DROPPING)
+    for name, method in registry.PACKING.items():
+        entry = registry.QUANTIZERS[name]
+        assert (entry.bits, entry.partitions, entry.has_kernels) == (method.bits, method.partitions, method.has_kernels), name
+
+
+def test_each_module_of_a_method_is_in_the_registry():
+    modules = {module.name for module in iter_modules(compressors.__path__) if not module.ispkg} - {"catalogue", "user_methods"}
+    modules |= {f"each_step.{module.name}" for module in iter_modules(each_step.__path__)} - {"each_step.step_selector"}
+    assert {method.target.rpartition(".")[0] for method in (*registry.DROPPING.values(), *registry.PACKING.values())} == modules
 
 
 def test_what_leads_into_full_kv_is_chosen_anew_in_each_round():

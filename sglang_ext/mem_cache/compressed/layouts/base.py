@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, Self, TypeVar
 import torch
 
 from sglang_ext.core import CompressedKV
-from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
 if TYPE_CHECKING:
+    from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
     from sglang_ext.mem_cache.compressors.catalogue import MethodSpec
     from sglang_ext.mem_cache.compressors.contracts.compressor import Compressor, ContextKV, Part
+    from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
 
 class SlotLayout(Protocol):
@@ -46,7 +47,7 @@ class SlotLayout(Protocol):
 
     def write(
         self,
-        buffers: KVBuffers,
+        buffers: "KVBuffers",
         kept: torch.Tensor,
         sources: torch.Tensor,
         targets: torch.Tensor,
@@ -87,7 +88,7 @@ class PlainSlots:
 
     def write(
         self,
-        buffers: KVBuffers,
+        buffers: "KVBuffers",
         kept: torch.Tensor,
         sources: torch.Tensor,
         targets: torch.Tensor,
@@ -109,6 +110,11 @@ class KVLayout(ABC):
     shareable: ClassVar[bool] = True
     points_to_full_kv: ClassVar[bool] = False
     selects_in_attention: ClassVar[bool] = False
+
+    @property
+    def key_derived_data(self) -> "PageExtremes | None":
+        """Data beside the pool by which attention selects pages; None if it selects none."""
+        return None
 
     def step_selects(self, row: int, after: int) -> bool:
         """Whether attention selects tokens for a row in the next launched step, if the layout :attr:`selects_in_attention`.
@@ -154,7 +160,7 @@ class KVLayout(ABC):
     def compressed_lengths(self, rows: torch.Tensor) -> list[int]:
         """How much compressed KV each of ``rows``, int64 [batch], begins with; 0 for none. Waits for the device."""
 
-    def check(self, row: int, compressed: CompressedKV, covered: torch.Tensor, buffers: KVBuffers) -> None:
+    def check(self, row: int, compressed: CompressedKV, covered: torch.Tensor, buffers: "KVBuffers") -> None:
         """Check that a draft row agrees with its compressed KV.
 
         Args:

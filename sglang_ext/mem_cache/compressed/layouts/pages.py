@@ -57,6 +57,11 @@ class PagePointerLayout(PointerLayout):
         return cls(layout, counts, pages, selected_at, finished_parts, extremes, method.every, *always)
 
     @property
+    def key_derived_data(self) -> PageExtremes:
+        """The extremes."""
+        return self.extremes
+
+    @property
     def page(self) -> int:
         """Tokens of a page."""
         return self.extremes.page

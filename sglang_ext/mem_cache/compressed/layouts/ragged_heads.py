@@ -13,35 +13,14 @@ The tokens of the heads follow one another, layer by layer and head by head.
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 
 from sglang_ext.core import CompressedKV, IntegrityError
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.base import KVLayout, SlotLayout
-
-if TYPE_CHECKING:
-    from sglang_ext.mem_cache.compressors.contracts.compressor import Compressor, ContextKV, Part
-
-
-class RaggedSelection(NamedTuple):
-    """The tokens that all heads keep of a context. Index ``i`` of a head is ``layer * kv_heads + head``.
-
-    Attributes:
-        tokens: int64 [cells], positions in the context, ascending within a head.
-        bounds: int32 [layers * kv_heads + 1]. Head ``i`` has cells ``[bounds[i], bounds[i + 1])``.
-    """
-
-    tokens: torch.Tensor
-    bounds: torch.Tensor
-
-    @classmethod
-    def of(cls, chosen: torch.Tensor, heads: int, tokens: int) -> "RaggedSelection":
-        """Create it from ``chosen``, int64 [cells]: ``i * tokens + position``, in any order. ``heads`` counts those of all layers."""
-        chosen = chosen.sort().values
-        firsts = torch.arange(heads + 1, device=chosen.device) * tokens
-        return cls(chosen % tokens, torch.searchsorted(chosen, firsts, out_int32=True))
+from sglang_ext.mem_cache.compressors.contracts.compressor import Compressor, ContextKV, Part, RaggedSelection
 
 
 @dataclass(frozen=True)
@@ -89,8 +68,8 @@ class RaggedHeadLayout(KVLayout):
         self,
         row: int | None,
         slot_layout: SlotLayout,
-        compressor: "Compressor",
-        context: "ContextKV",
+        compressor: Compressor,
+        context: ContextKV,
         targets: "dict[Part, torch.Tensor]",
     ) -> None:
         """Fill as :meth:`KVLayout.fill`, with exactly one part. Also records the heads' cells."""

@@ -14,13 +14,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
-from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedSelection
-from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.rotary import Rotary
+
+if TYPE_CHECKING:
+    from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+    from sglang_ext.mem_cache.compressed.rotary import Rotary
 
 
 class ScoresError(Exception):
@@ -100,7 +101,7 @@ class LayerKV:
     query_positions: torch.Tensor
     scaling: float
     layer_id: int
-    rotary: Rotary | None = None
+    rotary: "Rotary | None" = None
 
 
 @dataclass(frozen=True)
@@ -117,11 +118,11 @@ class ContextKV:
         seeds: int32 [tokens], rounding seeds of a stochastic method (layouts/rounding.py); None if no method needs them.
     """
 
-    buffers: KVBuffers
+    buffers: "KVBuffers"
     slots: torch.Tensor
     queries: torch.Tensor
     query_positions: torch.Tensor
-    rotary: Rotary | None = None
+    rotary: "Rotary | None" = None
     prompt: Sequence[int] = ()
     seeds: torch.Tensor | None = None
 
@@ -146,6 +147,25 @@ class Part(NamedTuple):
     count: int
 
 
+class RaggedSelection(NamedTuple):
+    """The tokens that all heads keep of a context. Index ``i`` of a head is ``layer * kv_heads + head``.
+
+    Attributes:
+        tokens: int64 [cells], positions in the context, ascending within a head.
+        bounds: int32 [layers * kv_heads + 1]. Head ``i`` has cells ``[bounds[i], bounds[i + 1])``.
+    """
+
+    tokens: torch.Tensor
+    bounds: torch.Tensor
+
+    @classmethod
+    def of(cls, chosen: torch.Tensor, heads: int, tokens: int) -> "RaggedSelection":
+        """Create it from ``chosen``, int64 [cells]: ``i * tokens + position``, in any order. ``heads`` counts those of all layers."""
+        chosen = chosen.sort().values
+        firsts = torch.arange(heads + 1, device=chosen.device) * tokens
+        return cls(chosen % tokens, torch.searchsorted(chosen, firsts, out_int32=True))
+
+
 class Compressor(ABC):
     """Scores how much each token of a context matters. Compressed KV keeps the highest scores.
 
@@ -166,6 +186,7 @@ class Compressor(ABC):
         each_round: Whether it selects again after each verification, by the verification's queries.
         every: Selection interval in steps: it also selects between steps of a round, by the steps' queries. 0 for none.
         synchronous: Whether each layer selects by the step's own query, while attention waits. :attr:`every` counts the steps.
+        in_attention: Whether attention itself selects (compressed/layouts/pages.py).
         most: Tokens that each head keeps, whatever the budget. Shorter contexts are not compressed. 0: the budget decides.
         always_kept: Of the tokens that each head keeps, those that a method with step queries keeps whatever the queries.
         points: Whether compressed KV points to the kept tokens in full KV instead of storing them (pointers.py).
@@ -181,6 +202,7 @@ class Compressor(ABC):
     each_round: bool = False
     every: int = 0
     synchronous: ClassVar[bool] = False
+    in_attention: bool = False
     most: int = 0
     always_kept: int = 0
     points: ClassVar[bool] = False

@@ -18,7 +18,7 @@ from sglang_ext.core import OptionError
 from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import ExchangeLayout
 from sglang_ext.managers.cache_rank.on_gpu.gpu_launch import LEAST_FRESH, check_capacity, check_value_layout, fit_shape, rank_capacity_bytes
 from sglang_ext.managers.cache_rank.launch import build_attach
-from sglang_ext.managers.metrics import _rank_values
+from sglang_ext.managers.cache_rank.feature import rank_values
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots
 from sglang_ext.mem_cache.compressed.row_exchange import missing_mask, top_mask
@@ -61,7 +61,7 @@ def test_each_step_holds_the_rows_that_the_queries_of_the_one_before_the_last_ch
             assert torch.equal(world.led(row), world.chosen(row, world.ends[row] - 1, length))
     world.steps.poll()
     assert world.compressed_kv.num_compressions["spade"] >= 10 and not +world.steps.missed
-    told = {name: value for name, value, *_ in _rank_values(world.steps, None)}
+    told = {name: value for name, value, *_ in rank_values(world.steps, None)}
     assert told["selection_rows"] == world.steps.rows > rows
     assert world.steps.num_held_tokens(1) == 300 and world.steps.has_request(2) and not world.steps.has_request(3)
     assert world.steps.free_blocks().blocks == [32 - 5 - 3] and world.steps.free_blocks().requests == [2]

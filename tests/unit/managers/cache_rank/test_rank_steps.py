@@ -21,7 +21,7 @@ from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import CHOSEN, DONE, 
 from sglang_ext.managers.cache_rank.on_gpu.gpu_selection_server import GpuSelectionServer
 from sglang_ext.managers.cache_rank.on_gpu.gpu_launch import fit_shape, warn_if_few_lanes
 from sglang_ext.managers.cache_rank.on_gpu.mapped_exchange_buffer import int32_words
-from sglang_ext.managers.metrics import _rank_values
+from sglang_ext.managers.cache_rank.feature import rank_values
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery, RegressedQuery
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -46,7 +46,7 @@ def test_a_rank_that_steps_outrun_is_asked_as_often_as_it_keeps_up_and_what_it_c
         world.steps.poll()
     made = world.compressed_kv.num_compressions["spade"]
     assert (world.steps.interval_tuner.every, +world.steps.missed) == (8, {}) and 8 <= made < 60, made
-    assert [value for name, value, *_ in _rank_values(world.steps, None) if name == "selection_steps"] == [8]
+    assert [value for name, value, *_ in rank_values(world.steps, None) if name == "selection_steps"] == [8]
     while (world.ends[1] - 300) % 8:
         world.step()
     for _ in range(16):
@@ -136,7 +136,7 @@ def test_each_step_reads_what_the_queries_of_the_one_before_the_last_choose(worl
             assert torch.equal(world.led(row), world.chosen(row, world.ends[row] - 1, length))
     world.steps.poll()
     assert world.compressed_kv.num_compressions["spade"] == world.steps.taken >= 12 and not +world.steps.missed
-    told = {name: value for name, value, *_ in _rank_values(world.steps, None)}
+    told = {name: value for name, value, *_ in rank_values(world.steps, None)}
     assert told["cache_ranks_ready"] == told["cache_rank_starts"] == 1 and told["cache_rank_tokens"] == 8 * 64
     assert told["choosing_seconds"] > 0 and told["selection_wait_seconds"] > 0 and told["selection_rows"] == 0
     assert world.steps.held_tokens == 5 * 64 + 3 * 64

@@ -1,0 +1,209 @@
+"""Optional capabilities of the worker: KV transfer, host offload, quantized attention, sparse attention, cache ranks.
+
+Each is a class beside its code that extends :class:`Feature`. :data:`FEATURES` lists the classes by dotted name, with the flags that enable
+them. The worker loads the enabled features and calls the methods of the interface. A feature that no flag enables is not imported.
+Code that serves one feature asks the worker for it: ``worker.feature(KVTransfer)``.
+"""
+
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, TypeVar
+
+from sglang_ext.config import options
+from sglang_ext.config.method_options import offered_methods
+from sglang_ext.config.prefill_options import QUANTIZED
+from sglang_ext.managers.spec_decode.full_kv import ResidentFullKV
+from sglang_ext.mem_cache.compressors import catalogue
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.tp_worker import TpModelWorker
+    from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from sglang_ext.arguments import KVServerArgs
+    from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet
+    from sglang_ext.layers.forward import AttentionOverrides
+    from sglang_ext.managers.kv_offload.offloaded_full_kv import OffloadedFullKV
+    from sglang_ext.managers.memory_plan import MemoryPlanner, ReservedMemory
+    from sglang_ext.managers.metrics import KVMetrics
+    from sglang_ext.managers.served_methods import ServedMethods
+    from sglang_ext.managers.spec_decode.request_states import RequestStates
+    from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector
+    from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
+    from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
+    from sglang_ext.mem_cache.compressed.key_derived_data import KeyDerivedData
+    from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+    from sglang_ext.mem_cache.compressed.layouts.base import KVLayout
+    from sglang_ext.mem_cache.compressed.queries import QueryWindows
+    from sglang_ext.mem_cache.compressed.remote_selector import RemoteSelector
+    from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
+    from sglang_ext.core import TPRanks
+
+
+FeatureType = TypeVar("FeatureType", bound="Feature")
+
+
+class Worker(Protocol):
+    """The part of the worker (worker.py) that features and rounds read.
+
+    Attributes:
+        server_args: The server's arguments.
+        model_runner: The target's.
+        target_worker: SGLang's worker of the target, which runs prefills.
+        req_to_token_pool: SGLang's token table, with the draft rows.
+        token_to_kv_pool_allocator: SGLang's slot allocator.
+        lossy: Whether nothing is verified.
+        max_verify_tokens: Largest number of tokens of a request in a verification.
+        methods: The compression methods that requests may ask for.
+        requests: The draft states of the requests.
+        ranks: The tensor-parallel ranks.
+        metrics: Metrics on SGLang's page.
+        memory: The memory plan, with the sizes of the model.
+        attentions: Attention of verifications and of steps over compressed KV, if it is not the model's own.
+        graphs: Captured verifications; None if there are none.
+        queries: The newest queries of each request.
+        buffers: The layers of SGLang's KV pool.
+        layout: How compressed KV is stored in slots.
+        key_derived_data: Data beside the pool that follows its keys; None if there is none.
+        compressed_kv: Compressed KV of all requests; None before the prefix tree exists.
+        features: The enabled features.
+    """
+
+    server_args: "KVServerArgs"
+    model_runner: "ModelRunner"
+    target_worker: "TpModelWorker"
+    req_to_token_pool: "ReqToTokenPool"
+    token_to_kv_pool_allocator: "BaseTokenToKVPoolAllocator"
+    lossy: bool
+    max_verify_tokens: int
+    methods: "ServedMethods"
+    requests: "RequestStates"
+    ranks: "TPRanks"
+    metrics: "KVMetrics"
+    memory: "ReservedMemory"
+    attentions: "AttentionOverrides"
+    graphs: "VerifyGraphSet | None"
+    queries: "QueryWindows"
+    buffers: "KVBuffers"
+    layout: "KVLayout"
+    key_derived_data: "KeyDerivedData | None"
+    compressed_kv: "CompressedKVCache | None"
+    features: "tuple[Feature, ...]"
+
+    @property
+    def max_requests(self) -> int:
+        """Maximum number of running requests."""
+
+    def feature(self, kind: "type[FeatureType]") -> "FeatureType | None":
+        """The feature of this class; None if no flag enables it."""
+
+    def bind_tree_cache(self, tree_cache: "TieredRadixCache") -> None:
+        """Create the compressed KV cache and the decode loop, once the prefix tree exists."""
+
+    def method_of(self, req: "Req") -> "CompressionMethod | None":
+        """The compression method of a waiting request; None if it is served with full KV."""
+
+
+class Selectors(NamedTuple):
+    """Objects that select tokens for steps, outside the compression methods.
+
+    Attributes:
+        remote: Selects in another process; None if none does.
+        asynchronous: Selects on a GPU while steps run; None if none does.
+    """
+
+    remote: "RemoteSelector | None" = None
+    asynchronous: "AsyncSelector | None" = None
+
+
+# Name of a metric after "sglang_ext:", its value, and the value of its label if it has one.
+MetricValue = tuple[str, float] | tuple[str, float, str]
+
+
+class Feature:
+    """Base of the features. Here, each method does nothing.
+
+    The worker calls the methods in the order of their definition. It calls :meth:`memory` before SGLang sizes its pool, and
+    :meth:`on_graphs_captured` after SGLang captured its graphs. It calls :meth:`selectors` and :meth:`full_kv` once the prefix tree exists,
+    before the first forward.
+
+    Attributes:
+        args: The server's arguments.
+        gauges, counters: Metrics that the feature adds: help text, then the name of a label and its known values if there is one.
+    """
+
+    gauges: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    counters: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+
+    def __init__(self, args: "KVServerArgs") -> None:
+        self.args = args
+
+    def memory(self, planner: "MemoryPlanner", requests: int, tokens: int, rings: int) -> dict[str, int]:
+        """Bytes on the device outside SGLang's pool, by field of :class:`MemoryPlan`. Arguments as :meth:`MemoryPlanner.plan`'s."""
+        return {}
+
+    def on_graphs_captured(self, worker: Worker) -> None:
+        """Handle that the pool, the attention backends and all graphs exist. Errors end the start of the server."""
+
+    def selectors(self, worker: Worker, method: "CompressionMethod") -> Selectors:
+        """Create the selectors of the server, whose only method is ``method`` if it selects in steps. The first feature with one wins."""
+        return Selectors()
+
+    def full_kv(self, worker: Worker, tree_cache: "TieredRadixCache") -> "ResidentFullKV | OffloadedFullKV | None":
+        """Create the full-KV provider, once the worker has compressed KV. None if the feature does not change where full KV is."""
+
+    def metrics(self, worker: Worker) -> Iterator[MetricValue]:
+        """Current values of :attr:`gauges`, and totals of :attr:`counters`."""
+        yield from ()
+
+
+class FeatureEntry(NamedTuple):
+    """One feature.
+
+    Attributes:
+        target: Dotted name of the class, imported only if the feature is enabled.
+        is_enabled: Whether the server's arguments enable it. Called after SGLang resolved them.
+    """
+
+    target: str
+    is_enabled: "Callable[[KVServerArgs], bool]"
+
+
+def _reads_quantized_kv(args: "KVServerArgs") -> bool:
+    """Whether full KV is freed once quantized blocks hold all tokens, or prompts attend to quantized KV."""
+    if args.kv_prefill == QUANTIZED:
+        return True
+    frees = args.kv_mode == "lossy" and options.why_full_kv_stays(args) is None
+    return frees and any(offer.quant_method for offer in offered_methods(args))
+
+
+def _selects_in_steps(args: "KVServerArgs") -> bool:
+    """Whether the server's method selects tokens for each step."""
+    return catalogue.parse(args.kv_compressor)[0] in catalogue.per_step_methods()
+
+
+FEATURES: tuple[FeatureEntry, ...] = (
+    FeatureEntry("sglang_ext.managers.kv_transfer.feature.KVTransfer", options.has_progressive_transfer),
+    FeatureEntry("sglang_ext.managers.kv_offload.feature.HostOffload", lambda args: bool(args.kv_host_gb)),
+    FeatureEntry("sglang_ext.managers.quantized_attention.QuantizedAttention", _reads_quantized_kv),
+    FeatureEntry("sglang_ext.managers.cache_rank.feature.CacheRanks", lambda args: bool(args.kv_cache_ranks)),
+    FeatureEntry("sglang_ext.managers.sparse_attention.SparseAttention", _selects_in_steps),
+)
+
+
+def load_features(args: "KVServerArgs") -> tuple[Feature, ...]:
+    """Import and create the features that a server's arguments enable, in the order of :data:`FEATURES`."""
+    return tuple(pkgutil.resolve_name(entry.target)(args) for entry in FEATURES if entry.is_enabled(args))
+
+
+def create_selectors(worker: Worker, method: "CompressionMethod") -> Selectors:
+    """Create the selectors of the first feature that has one. ``method``: the server's first compression method."""
+    return next(filter(any, (feature.selectors(worker, method) for feature in worker.features)), Selectors())
+
+
+def create_full_kv(worker: Worker, tree_cache: "TieredRadixCache") -> "ResidentFullKV | OffloadedFullKV":
+    """Create the full-KV provider of a server. At most one feature has one; without any, full KV stays on the device."""
+    providers = [feature.full_kv(worker, tree_cache) for feature in worker.features]
+    return next((provider for provider in providers if provider is not None), None) or ResidentFullKV()
