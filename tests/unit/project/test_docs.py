@@ -148,6 +148,12 @@ def test_links_to_files_outside_docs_lead_to_their_place_in_the_site(page, link,
     assert SITE["rewrite_links"](link, page) == in_site
 
 
+def test_the_diagrams_are_those_that_the_script_draws():
+    script = runpy.run_path(str(DOCS / "site/diagrams.py"))
+    late = [file for file, draw in script["DIAGRAMS"].items() if (DOCS / "diagrams" / file).read_text() != draw()]
+    assert not late, f"{late}: run python docs/site/diagrams.py"
+
+
 def test_what_is_inside_a_list_is_indented_by_four_spaces_in_the_site():
     found = SITE["indent_lists"]("1. a\n\n   b\n   - c\n     d\n\n- e\n  - f\n\ntext\n\n    code\n")
     assert found == "1. a\n\n    b\n    - c\n      d\n\n- e\n    - f\n\ntext\n\n    code\n"
