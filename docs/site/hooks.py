@@ -23,6 +23,7 @@ PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "examples/monitoring/README.md": "monitoring.md",
     "patches/sglang-0.5.17/README.md": "patches.md",
 }
 # Code is matched first, so that links in it are left alone.
