@@ -158,7 +158,7 @@ $(DOCS_STAMP):
 
 docs: $(DOCS_STAMP)  ## build the documents as a site in build/docs; a link that leads nowhere is an error
 	@NO_MKDOCS_2_WARNING=1 build/docs-venv/bin/mkdocs build --strict
-	echo "==> open build/docs/index.html"
+	echo "==> open build/docs/index.html, or with search: python3 -m http.server --directory build/docs"
 
 matrix: $(TEST_STAMP)  ## compile and run all kernels for all shapes of attention and GPUs (hours; docs/kernel-matrix.md)
 	@export PATH="$(CURDIR)/.venv/bin:$$PATH"

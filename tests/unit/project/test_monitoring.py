@@ -50,3 +50,9 @@ def test_legends_name_labels_that_their_query_keeps() -> None:
 def test_panels_have_a_description_and_an_id_of_their_own() -> None:
     assert all(panel["description"] for panel in PANELS)
     assert len({panel["id"] for panel in PANELS}) == len(PANELS)
+
+
+def test_each_exported_metric_is_in_the_manual() -> None:
+    page = (FOLDER.parents[1] / "docs/metrics.md").read_text()
+    names = {re.sub(r"^accept_length_\w+", "accept_length", name) for name in exported()}
+    assert not [name for name in names if f"`{name}" not in page]
