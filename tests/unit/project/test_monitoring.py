@@ -4,6 +4,9 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+import yaml
+
 from sglang_ext.managers import metrics
 from sglang_ext.managers.kv_transfer import link_metrics
 
@@ -56,3 +59,13 @@ def test_each_exported_metric_is_in_the_manual() -> None:
     page = (FOLDER.parents[1] / "docs/metrics.md").read_text()
     names = {re.sub(r"^accept_length_\w+", "accept_length", name) for name in exported()}
     assert not [name for name in names if f"`{name}" not in page]
+
+
+@pytest.mark.parametrize("name", ["sglang_ext:drafts_total", "sglang_ext:kv_links", "sglang:num_running_reqs", "process_cpu_seconds_total"])
+def test_prometheus_renames_metrics_whose_colon_became_an_underscore(name: str) -> None:
+    (job,) = yaml.safe_load((FOLDER / "prometheus.yml").read_text())["scrape_configs"]
+    for scraped in (name, name.replace(":", "_")):
+        for rule in job["metric_relabel_configs"]:
+            found = re.fullmatch(rule["regex"], scraped)
+            scraped = rule["replacement"].replace("$1", found[1]) if found else scraped
+        assert scraped == name
