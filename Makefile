@@ -17,16 +17,17 @@ DEMO_MODEL := .cache/models/SmolLM2-135M-Instruct
 PIP := .venv/bin/python -m pip --disable-pip-version-check --quiet
 
 # An install is named by what went into it; a changed requirement, or a moved folder, is a new name.
-KEY := $(shell { cat requirements/*.txt pyproject.toml; echo $(CURDIR); } | sha256sum | cut -c1-12)
+KEY := $(shell { cat $(filter-out requirements/docs.txt,$(wildcard requirements/*.txt)) pyproject.toml; echo $(CURDIR); } | sha256sum | cut -c1-12)
 STAMP := .venv/.installed-$(HARDWARE)-$(KEY)
 PD_STAMP := .venv/.installed-pd-$(HARDWARE)-$(KEY)
 TEST_STAMP := .venv/.installed-test-$(HARDWARE)-$(KEY)
+DOCS_STAMP := build/docs-venv/.installed-$(shell sha256sum requirements/docs.txt | cut -c1-12)
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help install serve serve-pd port-is-free test matrix clean
+.PHONY: help install serve serve-pd port-is-free test docs matrix clean
 # The steps share one environment, so they never run side by side, even under `make -j`.
 .NOTPARALLEL:
 
@@ -152,6 +153,16 @@ test: $(TEST_STAMP)  ## run the tests (at most 30 minutes on 2 cores)
 	echo $$status > .venv/.test-status  # make itself exits with 2 whatever failed; .ci/run reads this
 	exit $$status
 
+$(DOCS_STAMP):
+	@echo "==> installing mkdocs in build/docs-venv (60 MB)"
+	'$(PYTHON)' -m venv --clear build/docs-venv
+	build/docs-venv/bin/python -m pip --disable-pip-version-check --quiet install -r requirements/docs.txt
+	touch $@
+
+docs: $(DOCS_STAMP)  ## build the documents as a site in build/docs; a link that leads nowhere is an error
+	@NO_MKDOCS_2_WARNING=1 build/docs-venv/bin/mkdocs build --strict
+	echo "==> open build/docs/index.html, or with search: python3 -m http.server --directory build/docs"
+
 matrix: $(TEST_STAMP)  ## compile and run all kernels for all shapes of attention and GPUs (hours; docs/kernel-matrix.md)
 	@export PATH="$(CURDIR)/.venv/bin:$$PATH"
 	.venv/bin/python tests/kernels/compile_checks.py --all
@@ -164,5 +175,5 @@ matrix: $(TEST_STAMP)  ## compile and run all kernels for all shapes of attentio
 	.venv/bin/python tests/kernels/matrix_interpret.py --tensor-cores --dims 64,128 --dtypes bfloat16,float16 \
 		--launches 'decode int88,decode int44,decode kivi4,decode kivi2,decode rotatekv4,decode rotatekv2,decode hack4,decode hack2'
 
-clean:  ## remove .venv and .cache
-	rm -rf .venv .cache
+clean:  ## remove .venv, .cache and build
+	rm -rf .venv .cache build
