@@ -6,7 +6,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from sglang_ext.config.disaggregation_options import BACKEND
+from sglang_ext.config.options import BACKEND
 from sglang_ext.hooks import quantized_prompts
 
 if TYPE_CHECKING:
