@@ -287,7 +287,7 @@ class KVFlags:
                 "a server that only decodes keeps no prefixes, and only nodes of the prefix tree can leave the device",
                 "pass it to the prefill server",
             ),
-            refused("disable_radix_cache", "only nodes of the prefix tree can leave the device, and there would be none", "leave out --disable-radix-cache"),
+            refused("disable_radix_cache", "only nodes of the prefix tree can leave the device", "leave out --disable-radix-cache"),
         ),
     ), MEMORY] = 0.0
     kv_full_tier: A[str, Flag(
@@ -368,7 +368,8 @@ class KVFlags:
     ), MEMORY] = None
 
 
+HINTS = get_type_hints(KVFlags, include_extras=True)
 FLAGS: tuple[Flag, ...] = tuple(
-    dataclasses.replace(get_type_hints(KVFlags, include_extras=True)[field.name].__metadata__[0], name=field.name, default=field.default)
-    for field in dataclasses.fields(KVFlags)
+    dataclasses.replace(HINTS[field.name].__metadata__[0], name=field.name, default=field.default) for field in dataclasses.fields(KVFlags)
 )
+"""The entries of the table, with names and defaults."""

@@ -8,8 +8,6 @@ from sglang_ext.mem_cache.compressors import catalogue
 EXACT, QUANTIZED = PREFILL_MODES = ("exact", "quantized")
 # Devices on which prompts can attend to quantized KV.
 DEVICES = ("cpu", "cuda")
-
-
 CONFLICTS = (
     Refusal(
         "--kv-compressor {args.kv_compressor}",
