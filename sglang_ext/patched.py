@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from sglang_ext import flag_checks
 from sglang_ext.arguments import KVServerArgs
-from sglang_ext.config import disaggregation_options, options
+from sglang_ext.config import options
 from sglang_ext.hooks import activation as hooking
 from sglang_ext.hooks import table as hooks
 from sglang_ext.hooks.table import Hook
@@ -27,7 +27,7 @@ def prepare(args: "ServerArgs") -> None:
     """
     flag_checks.check_flags(args)
     if options.has_progressive_transfer(args):
-        _check_marks(TRANSFER_HOOKS, f"--disaggregation-transfer-backend {disaggregation_options.BACKEND}")
+        _check_marks(TRANSFER_HOOKS, f"--disaggregation-transfer-backend {options.BACKEND}")
     if args.kv_mode != "full":
         KVServerArgs._prepare_speculation(args)
 

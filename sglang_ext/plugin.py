@@ -67,7 +67,7 @@ def register_transfer_backend() -> None:
     from sglang.srt import server_args
     from sglang.srt.disaggregation.utils import TransferBackend
 
-    from sglang_ext.config.disaggregation_options import BACKEND
+    from sglang_ext.config.options import BACKEND
 
     if BACKEND not in server_args.DISAGG_TRANSFER_BACKEND_CHOICES:
         server_args.add_disagg_transfer_backend_choices([BACKEND])
@@ -81,7 +81,7 @@ def register_transfer_backend() -> None:
 
 def get_kv_class(original: Callable, transfer_backend: "TransferBackend", class_type: "KVClassType") -> type | None:
     """Hook around ``get_kv_class``: returns the classes of this backend, or SGLang's own for other backends."""
-    from sglang_ext.config.disaggregation_options import BACKEND
+    from sglang_ext.config.options import BACKEND
 
     if transfer_backend.value != BACKEND:
         return original(transfer_backend, class_type)

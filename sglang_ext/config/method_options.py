@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_ext.config import model_options
-from sglang_ext.config.options import DEFAULT_BUDGET, attention_backends, expected_device, check_allowed
-from sglang_ext.core import SCORE_BITS, OptionError
+from sglang_ext.config.options import attention_backends, expected_device
+from sglang_ext.config.rules import Range
+from sglang_ext.core import DEFAULT_BUDGET, OptionError
 from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.mem_cache.compressors.contracts.registry import COMPRESSORS
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
 
 FIRST, MORE = "--kv-compressor", "--kv-more-compressors"
+BUDGETS = Range(0, 1, is_open=True, whole=False)
 
 
 @dataclass(frozen=True)
@@ -90,14 +92,18 @@ def methods(args: "KVServerArgs") -> tuple[catalogue.MethodSpec, ...]:
     return tuple(catalogue.method(offer.compressor, *(sizes if offer.quant_method else ())) for offer in offered_methods(args))
 
 
+def drop_methods(args: "KVServerArgs") -> set[str]:
+    """Names of the methods of a server that drop tokens."""
+    return {offer.drop_method for offer in offered_methods(args) if offer.drop_method is not None}
+
+
 def shared_quant_method(found: tuple[OfferedMethod, ...]) -> str | None:
     """The packing method of those methods that pack. None if none does."""
     return next((offer.quant_method for offer in found if offer.quant_method), None)
 
 
 def resolve(args: "KVServerArgs") -> None:
-    """Refuse wrong values of ``--kv-compressor``, ``--kv-more-compressors``, ``--kv-budget``, ``--kv-bits`` and ``--kv-partition``, and
-    set the default budget.
+    """Set the default budget. Refuse methods that the server does not have or cannot combine, and bits that they do not have.
 
     Raises:
         OptionError: Names the flag, its value and the remedy.
@@ -117,32 +123,7 @@ def resolve(args: "KVServerArgs") -> None:
     if packs is not None:
         catalogue.code_bits(packs, args.kv_bits)
         catalogue.partition_size(packs, args.kv_partition)
-    elif args.kv_bits is not None:
-        raise OptionError(_why_no_bits(found[0], args.kv_bits))
-    elif args.kv_partition is not None:
-        raise OptionError(
-            f"--kv-partition is {args.kv_partition}, but --kv-compressor {found[0].compressor} keeps tokens as they are: leave it out, or "
-            f"pass --kv-compressor {catalogue.partitioned()[0]}"
-        )
-    check_allowed("--kv-online-compressor", args.kv_online_compressor, catalogue.online())
-    compressors = tuple(offer.compressor for offer in found)
-    _check_folders(args, compressors)
-
-
-def _why_no_bits(offer: OfferedMethod, bits: int) -> str:
-    """Message that refuses ``--kv-bits`` with a method that packs nothing, with the remedy."""
-    named = offer.compressor
-    why = f"--kv-bits is {bits}, but --kv-compressor {named} keeps tokens as they are"
-    if offer.drop_method == catalogue.SPADE:
-        wanted = bits if bits in SCORE_BITS else min(SCORE_BITS)
-        allowed = f"{', '.join(map(str, SCORE_BITS[:-1]))} or {SCORE_BITS[-1]}"
-        return (
-            f"{why}, and selects with keys in {allowed} bits: pass --kv-score-bits {wanted} instead, leave it out, or pass "
-            "--kv-compressor kivi"
-        )
-    # Compressed KV that points into full KV has no tokens of its own to pack.
-    remedy = "pass --kv-compressor kivi" if catalogue.points(named) else f"add a packing method: --kv-compressor {named}+kivi"
-    return f"{why}: leave it out, or {remedy}"
+    _check_folders(args, tuple(offer.compressor for offer in found))
 
 
 def resolve_budget(compressor: str, budget: float | None, flag: str = FIRST, told: str = "--kv-budget is {}") -> float:
@@ -160,11 +141,8 @@ def resolve_budget(compressor: str, budget: float | None, flag: str = FIRST, tol
     drops, packs = catalogue.parse(compressor, flag)
     if budget is None:
         return 1.0 if drops is None else DEFAULT_BUDGET
-    if not (isinstance(budget, int | float) and 0 < budget <= 1):
-        raise OptionError(
-            f"{told.format(budget)}; it is the share of the KV cache that is kept: pass a number above 0 and at most 1, for "
-            "example 0.25"
-        )
+    if not BUDGETS.allows(budget):
+        raise OptionError(f"{told.format(budget)}; it is the share of the KV cache that is kept: pass {BUDGETS}, for example 0.25")
     if drops is None and budget < 1:
         raise OptionError(
             f"{told.format(budget)}, but {flag} {packs} keeps all tokens, in few bits: leave it out, or add a method that drops "
@@ -220,8 +198,7 @@ def check_resolved(args: "KVServerArgs") -> None:
         OptionError: Names SGLang's selection, and the remedy.
     """
     found = offered_methods(args)
-    predicted = any(offer.drop_method == catalogue.KVZAP for offer in found)
-    if predicted and args.cuda_graph_config.prefill.backend == "tc_piecewise":
+    if catalogue.KVZAP in drop_methods(args) and args.cuda_graph_config.prefill.backend == "tc_piecewise":
         raise OptionError(
             "--cuda-graph-backend-prefill is 'tc_piecewise'; --kv-compressor kvzap reads hidden states with hooks, which are "
             "untested in compiled graphs. Pass breakable or disabled."
@@ -233,7 +210,11 @@ def check_resolved(args: "KVServerArgs") -> None:
     if packed is None:
         return
     flag = FIRST if packed is found[0] else MORE
-    _check_has_kernels(args, packed, flag)
+    if packed.quant_method not in catalogue.on_gpu() and args.device != "cpu":
+        raise OptionError(
+            f"--device is {args.device} with {flag} {packed.name}; {packed.quant_method} packs tokens on a CPU only, on a GPU "
+            f"{', '.join(catalogue.builtin_names(catalogue.on_gpu()))} do. Pass {flag} {_packed_by(packed, 'kivi')}, or --device cpu."
+        )
     check_partitions(args, lambda: args.get_model_config().head_dim)
     copies = f"packed KV of {flag} {packed.name}"
     model_options.check_compressed_kv_backends(args, copies, f"a compressor that only drops tokens: {others}")
@@ -243,15 +224,6 @@ def _packed_by(offer: OfferedMethod, packs: str) -> str:
     """The method that drops the same tokens, as it was typed, and packs them with ``packs``."""
     first, second = catalogue.parts(offer.compressor)
     return (f"{first}+{packs}" if second is not None else packs) + offer.suffix
-
-
-def _check_has_kernels(args: "KVServerArgs", packed: OfferedMethod, flag: str) -> None:
-    """Refuse a method without GPU kernels on a GPU. ``flag`` names it."""
-    if packed.quant_method not in catalogue.on_gpu() and args.device != "cpu":
-        raise OptionError(
-            f"--device is {args.device} with {flag} {packed.name}; {packed.quant_method} packs tokens on a CPU only, on a GPU "
-            f"{', '.join(catalogue.builtin_names(catalogue.on_gpu()))} do. Pass {flag} {_packed_by(packed, 'kivi')}, or --device cpu."
-        )
 
 
 def check_partitions(args: "KVServerArgs", head_dim: Callable[[], int | None]) -> None:
@@ -265,60 +237,31 @@ def check_partitions(args: "KVServerArgs", head_dim: Callable[[], int | None]) -
         OptionError: Names the partition, and the allowed ones.
     """
     found = offered_methods(args)
-    for offer in found:
-        if offer.quant_method:
-            _check_partition(args, offer, FIRST if offer is found[0] else MORE, head_dim)
-
-
-def _check_partition(args: "KVServerArgs", packed: OfferedMethod, flag: str, head_dim: Callable[[], int | None]) -> None:
-    """Refuse partitions of keys that do not divide the model's heads. ``flag`` names the method."""
-    partition = catalogue.partition_size(packed.quant_method, args.kv_partition)
-    if partition is None or (dim := head_dim()) is None or dim % partition == 0:
-        return
-    smaller = [str(size) for size in sorted(catalogue.allowed_partitions(packed.quant_method)) if dim % size == 0]
-    remedy = f"--kv-partition {' or '.join(smaller)}" if smaller else f"{flag} {_packed_by(packed, 'kivi')}"
-    raise OptionError(
-        f"--kv-partition is {partition}, which does not divide the {dim} channels of the model's heads, along which {flag} {packed.name} "
-        f"partitions keys: pass {remedy}"
-    )
-
-
-HEAD_BUDGETS = ("auto", "equal", "adaptive")
+    for packed in (offer for offer in found if offer.quant_method):
+        partition = catalogue.partition_size(packed.quant_method, args.kv_partition)
+        if partition is None or (dim := head_dim()) is None or dim % partition == 0:
+            continue
+        flag = FIRST if packed is found[0] else MORE
+        smaller = [str(size) for size in sorted(catalogue.allowed_partitions(packed.quant_method)) if dim % size == 0]
+        remedy = f"--kv-partition {' or '.join(smaller)}" if smaller else f"{flag} {_packed_by(packed, 'kivi')}"
+        raise OptionError(
+            f"--kv-partition is {partition}, which does not divide the {dim} channels of the model's heads, along which {flag} {packed.name} "
+            f"partitions keys: pass {remedy}"
+        )
 
 
 def resolve_head_budgets(args: "KVServerArgs") -> None:
-    """Refuse options that cannot be combined with ``adaptive``, and resolve ``auto``.
+    """Resolve ``--kv-head-budgets auto``.
 
     ``auto`` is based on measurements (docs/benchmarks.md, "Budgets that differ by head"). For methods whose scores are more informative
     over all heads than within one, a verification gives half as many tokens again. A draft takes a quarter longer on an H200. So adaptive
     pays for these methods, and for no other.
-
-    Raises:
-        OptionError: Names the flag, its value and the remedy.
     """
-    check_allowed("--kv-head-budgets", args.kv_head_budgets, HEAD_BUDGETS)
     first, *others = offered_methods(args)
-    drops, packs = first.drop_method, first.quant_method
     if args.kv_head_budgets == "auto":
-        better = drops is not None and COMPRESSORS[drops].better_uneven
-        args.kv_head_budgets = "adaptive" if better and not others and packs is None and _are_read(args) else "equal"
-    if args.kv_head_budgets == "equal":
-        return
-    if others:
-        raise OptionError(
-            f"--kv-head-budgets is 'adaptive' with --kv-more-compressors {args.kv_more_compressors}: if heads keep different "
-            "numbers of tokens, all requests must use one method. Pass equal, or leave --kv-more-compressors out"
-        )
-    if packs is not None:
-        raise OptionError(
-            f"--kv-head-budgets is 'adaptive' with --kv-compressor {args.kv_compressor}: packed heads keep equal numbers of "
-            f"tokens. Pass equal, or one of {', '.join(catalogue.builtin_names(catalogue.comparable()))}"
-        )
-    if drops not in catalogue.comparable():
-        raise OptionError(
-            f"--kv-head-budgets is 'adaptive' with --kv-compressor {args.kv_compressor}, whose scores do not compare over heads: pass equal, "
-            f"or one of {', '.join(catalogue.builtin_names(catalogue.comparable()))}"
-        )
+        better = first.drop_method is not None and COMPRESSORS[first.drop_method].better_uneven
+        alone = better and not others and first.quant_method is None
+        args.kv_head_budgets = "adaptive" if alone and _are_read(args) else "equal"
 
 
 def check_head_budgets(args: "KVServerArgs") -> None:

@@ -1,13 +1,11 @@
-"""Allowed values of the flags, and settings derived from them: draft lengths and verification widths.
-
-Defined in one place, so that ``--help``, the checks at start, the doctor and the tests agree.
-"""
+"""Settings derived from the flags: draft lengths, verification widths, and where full KV is stored."""
 
 from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_ext.core import DEFAULT_BUDGET, MIN_CONTEXT, PLAIN_STEPS, OptionError
+from sglang_ext.config.rules import Refusal, words
+from sglang_ext.core import PLAIN_STEPS
 from sglang_ext.mem_cache.compressors import catalogue
 
 if TYPE_CHECKING:
@@ -35,16 +33,6 @@ ATTENTION_BACKENDS = ("torch_native", "flashinfer", "triton", "fa3")
 DETERMINISTIC_BACKENDS = ("torch_native", "triton")
 
 
-def check_allowed(flag: str, value: object, allowed: tuple[str, ...]) -> None:
-    """Refuse a flag's value that is not allowed.
-
-    Raises:
-        OptionError: Names the flag, its value and the allowed values.
-    """
-    if value not in allowed:
-        raise OptionError(f"{flag} is {value!r}; allowed: {', '.join(allowed)}. Pass one of these.")
-
-
 def expected_device(device: str | None) -> str:
     """The device of a server with this ``--device``, before SGLang selects it. If None, the device that torch finds."""
     return (device or ("cuda" if torch.cuda.is_available() else "cpu")).split(":")[0]
@@ -60,14 +48,15 @@ def ranks_per_host(args: "KVServerArgs") -> int:
     return -(-args.tp_size // args.nnodes)
 
 
-def parse_int_or_word(text: str) -> int | str:
-    """Parse a flag's value: a whole number, or a word such as ``auto``, which is checked later."""
-    return int(text) if text.lstrip("-").isdigit() else text
-
-
 def requested_draft_length(args: "KVServerArgs") -> int:
     """Maximum drafts of a round according to ``--kv-draft-length``."""
     return AUTO_DRAFT_LENGTH if args.kv_draft_length == "auto" else args.kv_draft_length
+
+
+def max_verified_tokens(args: "KVServerArgs") -> int:
+    """Maximum tokens that a verification gives without ``--kv-max-burst``."""
+    offloaded = args.kv_offload_draft_length if can_offload_full_kv(args) else 0
+    return max(requested_draft_length(args), offloaded, MAX_EARLY_DRAFTS if has_early_decoding(args) else 0) + 1
 
 
 def max_draft_length(args: "KVServerArgs") -> int:
@@ -78,25 +67,25 @@ def max_draft_length(args: "KVServerArgs") -> int:
     return longest if args.kv_max_burst is None else min(longest, args.kv_max_burst - 1)
 
 
-def offload_obstacle(args: "KVServerArgs") -> str | None:
-    """Why full KV of running requests cannot leave the device, and the remedy. None if it can."""
-    for refused, why in (
-        (not args.kv_host_gb, "there is no host memory for full KV: pass --kv-host-gb"),
-        (args.kv_mode != "verified", f"--kv-mode {args.kv_mode} verifies nothing: pass --kv-mode verified"),
-        (
-            catalogue.points(args.kv_compressor),
-            f"drafts of --kv-compressor {args.kv_compressor} read full KV on the device: pass --kv-compressor snapkv",
-        ),
-        (args.disable_radix_cache, "only nodes of the prefix tree can leave the device: leave out --disable-radix-cache"),
-    ):
-        if refused:
-            return why
-    return None
+OFFLOAD_OBSTACLES = (
+    Refusal("--kv-host-gb 0", lambda args: not args.kv_host_gb, "there is no host memory for full KV", "pass --kv-host-gb"),
+    Refusal("--kv-mode lossy", lambda args: args.kv_mode != "verified", "--kv-mode lossy verifies nothing", "pass --kv-mode verified"),
+    Refusal(
+        "--kv-compressor {args.kv_compressor}", lambda args: catalogue.points(args.kv_compressor),
+        "drafts of --kv-compressor {args.kv_compressor} read full KV on the device", "pass --kv-compressor snapkv",
+    ),
+)  # fmt: skip
+"""Why full KV of running requests cannot leave the device. ``--kv-host-gb`` also needs the prefix tree."""
+
+
+def offload_obstacle(args: "KVServerArgs") -> tuple[str, str]:
+    """Why full KV of running requests cannot leave the device, and the remedy. Both are empty if it can."""
+    return next(((words(each.why, args), words(each.remedy, args)) for each in OFFLOAD_OBSTACLES if each.asked(args)), ("", ""))
 
 
 def can_offload_full_kv(args: "KVServerArgs") -> bool:
     """Whether full KV of running requests may leave the device."""
-    return args.kv_full_tier != "device" and offload_obstacle(args) is None
+    return args.kv_full_tier != "device" and not any(offload_obstacle(args))
 
 
 def why_full_kv_stays(args: "KVServerArgs") -> str | None:

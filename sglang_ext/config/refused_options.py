@@ -1,14 +1,7 @@
-"""Options of SGLang and of this plugin that cannot be combined with a compressed KV cache yet, each with reason and remedy."""
-
-from typing import TYPE_CHECKING
+"""Options of SGLang that cannot be combined with a compressed KV cache yet, each with reason and remedy."""
 
 from sglang_ext.config.disaggregation_options import ROLES
-from sglang_ext.config.refusal import Refusal, at_most_one, refused, variable
-from sglang_ext.mem_cache.compressors import catalogue
-
-if TYPE_CHECKING:
-    from sglang_ext.arguments import KVServerArgs
-
+from sglang_ext.config.rules import Refusal, at_most_one, refused, variable
 
 HICACHE = (
     *("hicache_ratio", "hicache_size", "hicache_write_policy", "hicache_io_backend", "hicache_mem_layout"),
@@ -29,10 +22,6 @@ CACHES: tuple[Refusal, ...] = (
     refused("enable_flexkv", IDLE, f"leave it out, and {OF_HOST}", ("flexkv_config_file",)),
     variable("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", IDLE),
     variable("SGLANG_ENABLE_UNIFIED_RADIX_TREE", IDLE),
-    Refusal(
-        "--disable-radix-cache", lambda args: args.disable_radix_cache and bool(args.kv_host_gb),
-        "--kv-host-gb stores prefixes of the tree, and there would be none", "leave out --disable-radix-cache, or --kv-host-gb",
-    ),
     Refusal(
         "--kv-cache-dtype", lambda args: args.kv_cache_dtype not in (None, "auto"), "compressing a quantized cache is untested",
         "use --kv-cache-dtype auto", ("quantization_param_path",),
@@ -114,10 +103,6 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     refused("enable_mixed_chunk", "SGLang has it without speculation only"),
     refused("enable_two_batch_overlap", "its split assumes equal lengths"),
-    Refusal(
-        "--kv-compressor verify-guided", lambda args: args.kv_mode == "lossy" and catalogue.needs_verifications(args.kv_compressor),
-        "nothing is verified, and verifications select the tokens that it keeps", "use --kv-mode verified, or --kv-compressor snapkv",
-    ),
     refused("torchao_config", "quantized weights are untested"),
     refused("is_embedding", "embeddings are not decoded", "use --kv-mode full"),
     at_most_one("tokenizer_worker_num", "only the first tokenizer would report drafts and verifies"),
@@ -144,14 +129,3 @@ REFUSALS: tuple[Refusal, ...] = (
     refused("enable_return_routed_experts", "experts of rejected drafts would be returned"),
     refused("enable_return_indexer_topk", "models with an indexer are not served"),
 )
-
-
-def check_combinations(args: "KVServerArgs") -> None:
-    """Refuse SGLang options that cannot be combined with a compressed KV cache yet.
-
-    Raises:
-        OptionError: Names the option, the reason and the remedy.
-    """
-    for refusal in REFUSALS:
-        refusal.check(args)
-

@@ -12,7 +12,7 @@ import zmq
 
 from sglang_ext import serve_pd
 from sglang_ext.config import model_folder, model_options, options, transports
-from sglang_ext.config.disaggregation_options import BACKEND
+from sglang_ext.config.options import BACKEND
 from sglang_ext.doctor.installation import SGLANG_VERSION, Check, make_check, one_line
 from sglang_ext.hooks import activation as hooking
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers

@@ -25,8 +25,8 @@ from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_ext.config import method_options, request_params
-from sglang_ext.config.benchmark_options import request_acceptance
 from sglang_ext.config.options import BACKEND, has_progressive_transfer
+from sglang_ext.config.request_params import request_acceptance
 from sglang_ext.core import OptionError
 from sglang_ext.hooks.request_body import add_custom_params
 from sglang_ext.managers.spec_decode.request_states import meta_info_fields

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import BackgroundTasks
 from sglang.srt.managers.io_struct import BatchStrOutput, BatchTokenIDOutput, GenerateReqInput, unwrap_from_pickle, wrap_as_pickle
 
-from sglang_ext.config import stream_options
+from sglang_ext.config import request_params
 from sglang_ext.hooks.frontend import sampling_params_of
 
 if TYPE_CHECKING:
@@ -276,7 +276,7 @@ def _queue_of(original: Callable[..., Awaitable[None]], manager: "TokenizerManag
 
 def _pacer_of(manager: "TokenizerManager", state: "ReqState") -> Pacer | None:
     asked = sampling_params_of(manager, state.obj).get("custom_params")
-    return Pacer() if stream_options.request_pacing(manager.server_args.kv_stream_pacing, asked) == stream_options.EVEN else None
+    return Pacer() if request_params.request_pacing(manager.server_args.kv_stream_pacing, asked) == request_params.EVEN else None
 
 
 def _round_number(recv_obj: Outputs, i: int) -> int:

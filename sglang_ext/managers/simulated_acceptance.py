@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_ext.config.benchmark_options import request_acceptance
+from sglang_ext.config.request_params import request_acceptance
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

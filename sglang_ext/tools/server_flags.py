@@ -13,7 +13,6 @@ from sglang_ext.arguments import KVServerArgs
 from sglang_ext.config import (
     method_options,
     options,
-    refused_options,
     selection_options,
     transports,
 )
@@ -51,9 +50,8 @@ class _UnresolvedArgs(KVServerArgs):
     def __post_init__(self) -> None:
         flag_checks.check_flags(self)
         if self.kv_mode != "full":
-            refused_options.check_combinations(self)
             self.device = options.expected_device(self.device)
-            selection_options.check_device(self)
+            flag_checks.check_device(self)
 
 
 def check(

@@ -129,9 +129,7 @@ def check_servers(
 def _silence_warnings() -> None:
     """Silence the warnings of the process that checks flags. The servers log the same warnings."""
     warnings.simplefilter("ignore")
-    from sglang_ext.config import benchmark_options
-
-    benchmark_options.logger.setLevel(logging.ERROR)
+    logging.getLogger("sglang_ext").setLevel(logging.ERROR)
 
 
 def _check_flags(model: str, servers: Mapping[str, Sequence[str]], max_tokens: int, length_option: str) -> None:

@@ -70,7 +70,6 @@ class LinkLimits:
             raise LinkError(f"{name} of a link is {getattr(self, name)!r}: pass {allowed}")
 
 
-LEAST_GBPS = 0.01
 # Maximum seconds to send a frame, unless it has the minimum size in bytes. Urgent parts wait for the current frame.
 FRAME_SECONDS, LEAST_FRAME = 0.002, 1 << 14
 # Maximum seconds that a late thread may catch up.
@@ -98,16 +97,8 @@ class TokenBucket:
 
     @classmethod
     def from_gbps(cls, gbps: float | None) -> "TokenBucket":
-        """Create a bucket for a rate in Gbit/s (10^9 bits); None for no limit.
-
-        Raises:
-            LinkError: The rate is below the minimum.
-        """
-        if gbps is None:
-            return cls(None)
-        if not LEAST_GBPS <= gbps < float("inf"):
-            raise LinkError(f"a link's rate of {gbps!r} Gbit/s: pass {LEAST_GBPS} or more, or leave it out for no limit")
-        return cls(gbps * 1e9 / 8, gbps * 1e9 / 8 * BURST_SECONDS)
+        """Create a bucket for a rate in Gbit/s (10^9 bits), as ``--kv-link-gbps`` allows it; None for no limit."""
+        return cls(None) if gbps is None else cls(gbps * 1e9 / 8, gbps * 1e9 / 8 * BURST_SECONDS)
 
     def frame_bytes(self, most: int) -> int:
         """Return the bytes of a frame that does not delay others for long, at most ``most``."""
@@ -142,9 +133,6 @@ class NetworkInterface:
     Args:
         gbps: Gbit/s (10^9 bits) that all prefill ranks of this host send at most, 0.01 or more; None for no limit.
         ranks: Prefill ranks of this host. They send equally much, so each has an equal part of the rate.
-
-    Raises:
-        LinkError: The rate is refused.
     """
 
     def __init__(self, gbps: float | None = None, ranks: int = 1) -> None:

@@ -13,7 +13,7 @@ from sglang_ext.core import OptionError
 
 def instead(monkeypatch: pytest.MonkeyPatch, looks: Callable[[KVServerArgs], None]) -> None:
     """Let ``looks`` be what SGLang's own arguments do."""
-    monkeypatch.setattr(KVServerArgs.__base__, "__post_init__", looks)
+    monkeypatch.setattr(KVServerArgs.__bases__[-1], "__post_init__", looks)
 
 
 @pytest.fixture(autouse=True)

@@ -113,11 +113,6 @@ def test_heads_share_a_budget_where_it_is_better_and_can_be(compressor, asked, c
     method_options.check_head_budgets(args)
 
 
-def test_uneven_heads_are_refused_beside_other_methods():
-    with pytest.raises(OptionError, match="adaptive' with --kv-more-compressors snapkv:0.5: .* or leave"):
-        method_options.resolve_head_budgets(adaptive_args(kv_more_compressors="snapkv:0.5"))
-
-
 @pytest.mark.parametrize(
     ("change", "found"),
     [

@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.managers.kv_transfer.limits import LEAST_FRAME, PAUSE, NetworkInterface, PollThrottle, TokenBucket
-from sglang_ext.managers.kv_transfer.link_settings import LinkError
 
 RATES = st.floats(1e3, 1e9)
 SIZES = st.lists(st.integers(1, 1 << 20), min_size=1, max_size=30)
@@ -59,12 +58,6 @@ def test_slow_links_have_short_frames():
     assert TokenBucket.from_gbps(0.01).frame_bytes(1 << 18) == LEAST_FRAME
     assert TokenBucket.from_gbps(0.1).frame_bytes(1 << 18) == 25000
     assert TokenBucket.from_gbps(10).frame_bytes(1 << 18) == 1 << 18
-
-
-@pytest.mark.parametrize("gbps", [0, 0.009, -1, float("inf"), float("nan")])
-def test_rates_out_of_bounds_are_refused(gbps):
-    with pytest.raises(LinkError, match="pass 0.01 or more"):
-        TokenBucket.from_gbps(gbps)
 
 
 def test_a_loop_without_work_pauses_once_however_many_rooms_it_asks_for():

@@ -1,0 +1,256 @@
+"""The classes of the table of flags (flags.py): a flag, its allowed values, the conditions for its effect, and refused combinations.
+
+Texts may name values of the arguments, as in ``--tp-size {args.tp_size}``.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.arg_groups.arg_utils import Arg
+from sglang.srt.environ import envs
+
+from sglang_ext.core import OptionError
+
+if TYPE_CHECKING:
+    from sglang_ext.arguments import KVServerArgs
+
+Predicate = Callable[["KVServerArgs"], bool]
+
+
+def option(name: str) -> str:
+    """The flag of a field, as users type it."""
+    return f"--{name.replace('_', '-')}"
+
+
+def given(args: "KVServerArgs", name: str) -> bool:
+    """Whether a field differs from its default."""
+    field = type(args).__dataclass_fields__[name]
+    default = field.default_factory() if field.default is dataclasses.MISSING else field.default
+    return getattr(args, name) != default
+
+
+def round_up(least: float) -> str:
+    """Round up to two digits, for messages: the advised number is never too small."""
+    step = 10.0 ** (math.floor(math.log10(least)) - 1)
+    return f"{math.ceil(least / step) * step:.3g}"
+
+
+def parse_int_or_word(text: str) -> int | str:
+    """Parse a flag's value: a whole number, or a word such as ``auto``, which is checked later."""
+    return int(text) if text.lstrip("-").isdigit() else text
+
+
+def one_of(values: Iterable[object]) -> str:
+    """Values as text: ``auto, device or host``."""
+    *first, last = map(str, values)
+    comma = "," if any(" " in each for each in first) else ""
+    return f"{', '.join(first)}{comma} or {last}" if first else last
+
+
+@dataclass(frozen=True)
+class Range:
+    """Finite numbers that a flag allows. As text: ``a whole number of tokens from 1 to 64``.
+
+    Attributes:
+        least, most: The limits. Both are allowed.
+        unit: Plural of what the number counts.
+        is_open: ``least`` itself is not allowed.
+        whole: Only whole numbers are allowed.
+        is_float: A whole number may be a ``float``, such as 2048.0.
+    """
+
+    least: float
+    most: float = math.inf
+    unit: str = ""
+    is_open: bool = False
+    whole: bool = True
+    is_float: bool = False
+
+    def allows(self, value: object) -> bool:
+        """Whether the flag may have this value."""
+        if isinstance(value, bool) or not isinstance(value, int if self.whole and not self.is_float else int | float):
+            return False
+        inside = self.least <= value <= self.most and value < math.inf and not (self.is_open and value == self.least)
+        return inside and (not self.whole or value == int(value))
+
+    def __str__(self) -> str:
+        number = f"a {'whole ' * self.whole}number{self.unit and f' of {self.unit}'}"
+        most = "" if self.most == math.inf else f" {'and at most' if self.is_open else 'to'} {self.most}"
+        return f"{number} {'above' if self.is_open else 'from'} {self.least}{most}"
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A condition under which a flag has an effect.
+
+    Attributes:
+        text: The condition, for the help and the documents. Empty for the one that most flags share.
+        holds: Whether the arguments meet it.
+        unmet: Why the flag has no effect if they do not.
+        remedy: What to do so that it has an effect.
+    """
+
+    text: str
+    holds: Predicate
+    unmet: str | Callable[["KVServerArgs"], str]
+    remedy: str | Callable[["KVServerArgs"], str]
+
+
+def words(text: str | Callable[["KVServerArgs"], str], args: "KVServerArgs") -> str:
+    """A text of the table, for a message about these arguments."""
+    return text(args) if callable(text) else text.format(args=args)
+
+
+COMPRESSES = Condition("", lambda args: args.kv_mode != "full", "--kv-mode is full, stock SGLang", "pass --kv-mode verified or lossy")
+"""Scope of all flags, except those of transfers."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An option that a flag cannot be combined with.
+
+    Attributes:
+        option: The option as users type it, or an environment variable.
+        asked: Whether the arguments request it.
+        why: The reason.
+        remedy: What to do instead.
+        parts: Fields of SGLang's arguments that only have an effect with this option. They are refused if given.
+        value: The only value of the flag that is refused. None for any value other than the default.
+        needs_device: The option is known only after SGLang selected the device.
+    """
+
+    option: str
+    asked: Predicate
+    why: str
+    remedy: str
+    parts: tuple[str, ...] = ()
+    value: object = None
+    needs_device: bool = False
+
+    def check(self, args: "KVServerArgs", flag: str, otherwise: str = "") -> None:
+        """Raise if the arguments request the option, or a dependent one.
+
+        Args:
+            args: The server's arguments.
+            flag: The flag, with its value.
+            otherwise: Another remedy.
+
+        Raises:
+            OptionError: Names the flag, the option, the reason and the remedy.
+        """
+        refused = f"{flag} cannot be combined with"
+        if self.asked(args):
+            raise OptionError(f"{refused} {words(self.option, args)}: {words(self.why, args)}; {words(self.remedy, args)}{otherwise}.")
+        for name in self.parts:
+            if given(args, name):
+                raise OptionError(
+                    f"{refused} {option(name)} ({getattr(args, name)!r}): it is part of {self.option}, which is refused: "
+                    f"{self.why}; leave it out, or use --kv-mode full."
+                )
+
+
+def refused(name: str, why: str, remedy: str = "leave it out", parts: tuple[str, ...] = ()) -> Refusal:
+    """Refusal of an option, given by its field, whenever it is set."""
+    return Refusal(option(name), lambda args: bool(getattr(args, name)), why, remedy, parts)
+
+
+def at_most_one(name: str, why: str, parts: tuple[str, ...] = (), remedy: str = "") -> Refusal:
+    """Refusal of a numeric option, given by its field, above 1."""
+    return Refusal(option(name), lambda args: (getattr(args, name) or 0) > 1, why, remedy or f"use {option(name)} 1", parts)
+
+
+def variable(name: str, why: str) -> Refusal:
+    """Refusal of one of SGLang's environment variables when it is set."""
+    return Refusal(name, lambda args: getattr(envs, name).get(), why, "unset that variable")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag(Arg):
+    """A flag of the table. SGLang's parser reads the fields of ``Arg``, which are set from the others.
+
+    Attributes:
+        text: What the flag does.
+        group: Section of the documents.
+        values: Allowed values and ranges. Empty if a function checks the flag.
+        example: A usual value, for messages.
+        scope: Without it the flag is ignored: its value is not checked, and the log names it.
+        requires: Further conditions for an effect. The log names a flag of which one is not met.
+        conflicts: Combinations that are refused.
+        warning: Consequence of the flag that the log names.
+        name: Field of the arguments.
+        default: Value of a flag that is not given.
+    """
+
+    text: str
+    group: str
+    values: tuple[object, ...] = ()
+    example: object = None
+    scope: Condition = COMPRESSES
+    requires: tuple[Condition, ...] = ()
+    conflicts: tuple[Refusal, ...] = ()
+    warning: str = ""
+    name: str = ""
+    default: Any = None
+
+    def __post_init__(self) -> None:
+        has_range = any(isinstance(each, Range) for each in self.values)
+        allowed = f" Allowed: {self.allowed}." if has_range else ""
+        needs = f" Needs {', '.join(self.needs)}." if self.needs else ""
+        object.__setattr__(self, "help", self.text + allowed + needs)
+        object.__setattr__(self, "choices", None if has_range else list(self.values) or None)
+        object.__setattr__(self, "type_parser", parse_int_or_word if has_range and "auto" in self.values else None)
+
+    @property
+    def option(self) -> str:
+        """The flag as users type it."""
+        return option(self.name)
+
+    @property
+    def allowed(self) -> str:
+        """The allowed values as text."""
+        return one_of(self.values)
+
+    @property
+    def needs(self) -> list[str]:
+        """The conditions for an effect as texts."""
+        return [condition.text for condition in (self.scope, *self.requires) if condition.text]
+
+    def is_given(self, args: "KVServerArgs") -> bool:
+        """Whether the flag differs from its default."""
+        return getattr(args, self.name) != self.default
+
+    def check_value(self, args: "KVServerArgs") -> None:
+        """Refuse a value out of range.
+
+        Raises:
+            OptionError: Names the flag, its value and the allowed values.
+        """
+        value = getattr(args, self.name)
+        is_unset = value is None and self.default is None
+        if self.values and not is_unset and not any(each.allows(value) if isinstance(each, Range) else each == value for each in self.values):
+            example = "" if self.example is None else f", for example {self.example}"
+            raise OptionError(f"{self.option} is {value!r}; pass {self.allowed}{example}, or leave it out")
+
+    def check_conflicts(self, args: "KVServerArgs", has_device: bool = False) -> None:
+        """Refuse combinations with the flag, if it is given.
+
+        Args:
+            args: The server's arguments.
+            has_device: Check the combinations that depend on the device, or those that do not.
+
+        Raises:
+            OptionError: Names the flag, the other option, the reason and the remedy.
+        """
+        value = getattr(args, self.name)
+        otherwise = "" if self.name == "kv_mode" else f", or leave {self.option} out"
+        for each in self.conflicts if self.is_given(args) else ():
+            if each.needs_device == has_device and each.value in (None, value):
+                each.check(args, f"{self.option} {value}", otherwise)
+
+    def find_unmet(self, args: "KVServerArgs") -> Condition | None:
+        """The first condition for an effect that is not met. None if the flag is not given, or has an effect."""
+        conditions = (self.scope, *self.requires) if self.is_given(args) else ()
+        return next((each for each in conditions if not each.holds(args)), None)
