@@ -1,13 +1,14 @@
 """The Grafana dashboard of the examples: its metrics and labels exist, and it leaves out only what its README lists."""
 
 import json
+import pkgutil
 import re
 from pathlib import Path
 
 import pytest
 import yaml
 
-from sglang_ext.managers import metrics
+from sglang_ext.managers import feature, metrics
 from sglang_ext.managers.kv_transfer import link_metrics
 
 FOLDER = Path(__file__).parents[3] / "examples/monitoring"
@@ -17,10 +18,14 @@ QUERIES = [target["expr"] for panel in PANELS for target in panel["targets"]]
 
 def exported() -> dict[str, set[str]]:
     """The labels of each metric ``sglang_ext:*``, by the name that Prometheus has, without that prefix."""
-    gauges = metrics.GAUGES | metrics.HOST_GAUGES | metrics.RANK_GAUGES
-    counters = metrics.COUNTERS | metrics.HOST_COUNTERS | metrics.RANK_COUNTERS
+    sources = [pkgutil.resolve_name(entry.target) for entry in feature.FEATURES]
+    gauges, counters = dict(metrics.GAUGES), dict(metrics.COUNTERS)
+    for source in sources:
+        gauges.update(source.gauges)
+        counters.update(source.counters)
     found = {name: set(label) for name, (_, *label) in gauges.items()}
-    found |= {f"{name}_total": set(label) for name, (_, *label) in counters.items()}
+    # The known values of a counter's label follow it.
+    found |= {f"{name}_total": set(rest[:1]) for name, (_, *rest) in counters.items()}
     found |= {name: set() for name in (*link_metrics.GAUGES, f"{link_metrics.RECONNECTS}_total")}
     found |= {f"{name}_total": {label} for role in link_metrics.COUNTERS.values() for name, (_, label, _) in role.items()}
     return found | {"accept_length_bucket": {"le"}, "accept_length_sum": set(), "accept_length_count": set()}
