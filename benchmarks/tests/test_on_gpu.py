@@ -79,7 +79,7 @@ def test_servers_of_all_steps_and_of_defaults_would_start_on_gpus_and_others_are
     assert (found["defaults"], found["unnamed GPUs"]) == (gpu_machine.Asked(8), gpu_machine.Asked(6))
     for name, told in (
         ("packs", "--pack-layers '6': cache ranks on GPUs .*: pass auto, or leave it out"),
-        ("queries", "the server true-query lossy 64 cannot start: --device is cuda .* on a CPU alone: pass --kv-compressor spade"),
+        ("queries", "the server true-query lossy 64 cannot start: --kv-compressor .*TrueQuery.* pass --kv-compressor spade.* or --device cpu"),
         ("GPUs", "the server spade-ranks lossy 64 cannot start: .* there are 2 GPUs: pass fewer ranks"),
     ):
         assert not found[name].servers and re.search(told, found[name].refused["the benchmark"]), found[name]
