@@ -12,10 +12,10 @@ from sglang.srt.arg_groups.arg_utils import NS, A
 from sglang_ext.config import disaggregation_options, method_options, options, prefill_options, refused_options, request_params
 from sglang_ext.config import selection_options as selection
 from sglang_ext.config.conditions import (
-    BACKEND, DECODES, HAS_RANKS, IS_SPADE, LEAVES_DEVICE, LEAVES_OUT, LOADS_KVZAP, OFFLOADS, SCORES_AHEAD, SELECTS, SENDS, SHORTENS, TIMED,
-    TRANSFERS, VERIFIES,
+    BACKEND, BURST_LIMITS_ROUND, CAN_OFFLOAD_FULL_KV, HAS_NO_OFFLOAD_OBSTACLE, HAS_ONLINE_METHOD, HAS_PROGRESSIVE_TRANSFER, HAS_RANKS,
+    HAS_SELECTOR, HAS_TIMELINE, IS_NOT_PREFILL_SERVER, IS_PREFILL_SERVER, IS_SPADE, IS_VERIFIED, NEEDS_ONLINE_METHOD, SELECTS_FEWER_THAN_ALL,
 )  # fmt: skip
-from sglang_ext.config.rules import Flag, Range, Refusal, one_of, refused
+from sglang_ext.config.rules import Flag, Range, Refusal, one_of, refuse_if_set
 from sglang_ext.core import DEFAULT_BUDGET, MIN_CONTEXT
 from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.mem_cache.compressors.each_step.quest import Quest
@@ -174,21 +174,22 @@ class KVFlags:
     kv_online_compressor: A[str, Flag(
         text="With kvzip: the method for contexts that begin with none of the documents, and for tokens after a document. With kvzap: "
         "the method for contexts whose KV is loaded from host memory.",
-        group=KEPT, values=catalogue.online(), requires=(SCORES_AHEAD, LOADS_KVZAP),
+        group=KEPT, values=catalogue.online(), requires=(HAS_ONLINE_METHOD, NEEDS_ONLINE_METHOD),
     ), MEMORY] = catalogue.DEFAULT
 
     kv_select: A[float | None, Flag(
         text="Tokens of the context that each KV head reads in a step, as a share or as a number. Shorter contexts are read whole. The "
         "first 4 and the newest 32 tokens are always included. On a GPU quest rounds all of these up to pages of 16, and needs "
         "--page-size 16. Default: the share of --kv-budget.",
-        group=SELECTED, values=(Range(0, 1, is_open=True, whole=False), Range(2, unit="tokens", is_float=True)), example="0.125 or 2048",
-        requires=(SELECTS, LEAVES_OUT),
+        group=SELECTED, example="0.125 or 2048",
+        values=(Range(0, 1, excludes_minimum=True, integers_only=False), Range(2, unit="tokens", accepts_float_type=True)),
+        requires=(HAS_SELECTOR, SELECTS_FEWER_THAN_ALL),
     ), MEMORY] = None
     kv_select_every: A[int | str, Flag(
         text="Steps between two selections of tokens. With --kv-mode verified, tokens are also selected after each verification. Cache "
         "ranks on GPUs select less often if they need longer for all requests. auto: the fastest interval by measured times and "
         "acceptance, with spade and --kv-mode verified without cache ranks; else 1.",
-        group=SELECTED, values=(Range(1, unit="steps"), "auto"), example=4, requires=(SELECTS,),
+        group=SELECTED, values=(Range(1, unit="steps"), "auto"), example=4, requires=(HAS_SELECTOR,),
     ), MEMORY] = "auto"
     kv_select_by: A[str, Flag(
         text="The query that selects tokens before a step has its own. current: the query of the previous step. regressed: a prediction "
@@ -200,7 +201,7 @@ class KVFlags:
         "distributed among them. With a model on a GPU, each has a GPU of its own. In mode lossy they also hold values and send the "
         "selected rows, and full KV is freed. 0: tokens are selected between steps, which wait for it, or on a second stream of the "
         "GPU.",
-        group=SELECTED, values=(Range(0),), example=1, requires=(IS_SPADE, DECODES),
+        group=SELECTED, values=(Range(0),), example=1, requires=(IS_SPADE, IS_NOT_PREFILL_SERVER),
         conflicts=(
             Refusal(
                 "--tp-size {args.tp_size}", lambda args: selection.is_spade(args) and args.tp_size > 1,
@@ -215,7 +216,7 @@ class KVFlags:
     kv_cache_rank_gpu: A[int | None, Flag(
         text="With a model on a GPU: the GPU of the first cache rank. The others use the next ones. Run nothing else there: a kernel "
         "waits on it for the queries of each step. Default: the GPU after the model's.",
-        group=SELECTED, values=(Range(0),), example=1, requires=(IS_SPADE, HAS_RANKS, DECODES),
+        group=SELECTED, values=(Range(0),), example=1, requires=(IS_SPADE, HAS_RANKS, IS_NOT_PREFILL_SERVER),
         conflicts=(
             Refusal(
                 "--device {args.device}", lambda args: selection.ranks(args) > 0 and not selection.has_gpu_ranks(args),
@@ -226,7 +227,7 @@ class KVFlags:
     kv_pack_layers: A[int | str, Flag(
         text="Layers whose queries are sent to a cache rank together. Fewer are used if they divide the model's layers more evenly: 12 "
         "becomes 10 in a model of 30 layers. auto: 4 to 12, by the times of messages and of selection.",
-        group=SELECTED, values=(Range(1, unit="layers"), "auto"), example=6, requires=(IS_SPADE, HAS_RANKS, DECODES),
+        group=SELECTED, values=(Range(1, unit="layers"), "auto"), example=6, requires=(IS_SPADE, HAS_RANKS, IS_NOT_PREFILL_SERVER),
         conflicts=(
             Refusal(
                 "--kv-cache-ranks on GPUs", selection.has_gpu_ranks, "all layers of a step are sent at once", "pass auto", needs_device=True
@@ -238,7 +239,8 @@ class KVFlags:
         "lossy, also for exact keys and values. It is allocated when needed, on a GPU at once. Requests without space are read whole. "
         "Default: the size of the keys of SGLang's pool. In mode lossy the size of the contexts whose compressed KV fits the pool. The "
         "default uses at most half of the memory that is free at start, on a GPU of its own nine tenths.",
-        group=SELECTED, values=(Range(0, unit="GB", is_open=True, whole=False),), example=8, requires=(IS_SPADE, HAS_RANKS, DECODES),
+        group=SELECTED, values=(Range(0, unit="GB", excludes_minimum=True, integers_only=False),), example=8,
+        requires=(IS_SPADE, HAS_RANKS, IS_NOT_PREFILL_SERVER),
     ), MEMORY] = None
     kv_score_bits: A[int | None, Flag(
         text="Bits of the keys with which tokens are selected. 16: the keys of the pool. 8, 4: integers with a scale for each token, "
@@ -247,7 +249,7 @@ class KVFlags:
         "also hold exact keys to send: they hold .78 and .86 of the tokens that they hold with 16. Default: 8 for cache ranks on "
         "GPUs, which then select for some layers in less time than the model computes them, else 16. Outputs in mode lossy depend "
         "on it.",
-        group=SELECTED, values=SCORE_BITS, requires=(IS_SPADE, DECODES),
+        group=SELECTED, values=SCORE_BITS, requires=(IS_SPADE, IS_NOT_PREFILL_SERVER),
         conflicts=(
             Refusal(
                 "--disaggregation-mode decode", lambda args: args.disaggregation_mode == "decode" and selection.slot_code_bits(args) > 0,
@@ -260,12 +262,12 @@ class KVFlags:
     kv_draft_length: A[int | str, Flag(
         text="Tokens drafted on compressed KV before each verification. auto: the fastest length by measured acceptance and times, "
         "without drafts if full KV is faster.",
-        group=DRAFTS, values=(Range(1, options.MAX_DRAFT_LENGTH), "auto"), example=15, requires=(VERIFIES,),
+        group=DRAFTS, values=(Range(1, options.MAX_DRAFT_LENGTH), "auto"), example=15, requires=(IS_VERIFIED,),
     ), MEMORY] = "auto"
     kv_max_burst: A[int | None, Flag(
         text="Maximum number of tokens that a request gets at once. Limits the draft length, for an even stream. A round gives at least "
         "a draft and the bonus token.",
-        group=DRAFTS, values=(Range(2, unit="tokens"),), requires=(VERIFIES, SHORTENS),
+        group=DRAFTS, values=(Range(2, unit="tokens"),), requires=(IS_VERIFIED, BURST_LIMITS_ROUND),
     ), MEMORY] = None
 
     kv_stream_pacing: A[str, Flag(
@@ -280,20 +282,20 @@ class KVFlags:
         "loaded, and its checksums compared, when a prompt begins with such a prefix. With --kv-compressor lynx alone and --page-size "
         "64, a load of packed tokens only transfers the residual of the compressed KV on the device: 7 bits per bfloat16 number. 0: "
         "none.",
-        group=HOST, values=(Range(0, unit="GB", whole=False),), example=16,
+        group=HOST, values=(Range(0, unit="GB", integers_only=False),), example=16,
         conflicts=(
             Refusal(
                 "--disaggregation-mode decode", lambda args: args.disaggregation_mode == "decode",
                 "a server that only decodes keeps no prefixes, and only nodes of the prefix tree can leave the device",
                 "pass it to the prefill server",
             ),
-            refused("disable_radix_cache", "only nodes of the prefix tree can leave the device", "leave out --disable-radix-cache"),
+            refuse_if_set("disable_radix_cache", "only nodes of the prefix tree can leave the device", "leave out --disable-radix-cache"),
         ),
     ), MEMORY] = 0.0
     kv_full_tier: A[str, Flag(
         text="Where full KV of running requests is stored. device: on the device. host: in host memory, loaded for each verification. "
         "auto: on the device while it fits.",
-        group=HOST, values=options.FULL_TIERS, requires=(OFFLOADS,),
+        group=HOST, values=options.FULL_TIERS, requires=(HAS_NO_OFFLOAD_OBSTACLE,),
         conflicts=(
             Refusal(
                 "--disaggregation-mode prefill", lambda args: args.disaggregation_mode == "prefill",
@@ -305,24 +307,25 @@ class KVFlags:
     kv_offload_draft_length: A[int, Flag(
         text="Maximum number of drafts before a verification that loads full KV from the host. It is rounded down to whole rounds of "
         "--kv-draft-length.",
-        group=HOST, values=(Range(1, options.MAX_OFFLOAD_DRAFT_LENGTH),), example=64, requires=(VERIFIES, LEAVES_DEVICE),
+        group=HOST, values=(Range(1, options.MAX_OFFLOAD_DRAFT_LENGTH),), example=64, requires=(IS_VERIFIED, CAN_OFFLOAD_FULL_KV),
     ), MEMORY] = 64
 
     kv_reference: A[str, Flag(
         text="The KV that arrives at the decode server, and is verified against. exact: the prefill server's KV, bit for bit, as 4 bits "
         "of each number and then the rest. int8: as 4 bits and then 4 more. raw: unchanged, in one piece. Both servers must use the "
         "same.",
-        group=TRANSFER, values=disaggregation_options.REFERENCES, scope=TRANSFERS,
+        group=TRANSFER, values=disaggregation_options.REFERENCES, scope=HAS_PROGRESSIVE_TRANSFER,
     ), MEMORY] = "exact"
     kv_link_gbps: A[float | None, Flag(
         text="Maximum Gbit/s (10^9 bits) that the prefill server sends from one host to all decode servers together. Its ranks share it "
         "equally. Default: no limit.",
-        group=TRANSFER, values=(Range(0.01, unit="Gbit/s", whole=False),), example=100, scope=TRANSFERS, requires=(SENDS,),
+        group=TRANSFER, values=(Range(0.01, unit="Gbit/s", integers_only=False),), example=100, scope=HAS_PROGRESSIVE_TRANSFER,
+        requires=(IS_PREFILL_SERVER,),
     ), MEMORY] = None
     kv_link_keys: A[str | None, Flag(
         text="File of the CURVE keys that both servers hold, mode 600. With it they may be on different machines. Written by python -m "
         "sglang_ext.link_keys FILE.",
-        group=TRANSFER, scope=TRANSFERS,
+        group=TRANSFER, scope=HAS_PROGRESSIVE_TRANSFER,
     ), MEMORY] = None
 
     kv_bench_acceptance: A[float | None, Flag(
@@ -344,7 +347,7 @@ class KVFlags:
     kv_bench_codec: A[str | None, Flag(
         text="For benchmarks: outputs are useless. KV is sent in one piece, with a codec for comparison in place of --kv-reference's. "
         "MODULE:CLASS, for example sglang_ext_bench.baselines.quantized_codec:Int8Codec. Both servers must use the same.",
-        group=BENCH, scope=TRANSFERS, warning="KV arrives as a lossy codec leaves it, so answers are of no use",
+        group=BENCH, scope=HAS_PROGRESSIVE_TRANSFER, warning="KV arrives as a lossy codec leaves it, so answers are of no use",
         conflicts=(
             Refusal(
                 "--kv-mode lossy --kv-compressor {args.kv_compressor}",
@@ -358,7 +361,7 @@ class KVFlags:
         text=f"For benchmarks. With {BACKEND}: file to which rank 0 appends, as JSON lines, when the KV of each bootstrap_room was "
         "computed, sent and received, and when its tokens were drafted and verified. With --kv-cache-ranks: when each step reached "
         "each pack of layers, and when its tokens were requested, selected and written.",
-        group=BENCH, scope=TIMED, warning="the times of requests' KV and drafts are written to that file",
+        group=BENCH, scope=HAS_TIMELINE, warning="the times of requests' KV and drafts are written to that file",
         conflicts=(
             Refusal(
                 "--kv-cache-ranks on GPUs", selection.has_gpu_ranks, "such times are not known for a device",
