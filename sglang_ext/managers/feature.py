@@ -1,8 +1,8 @@
 """Optional capabilities of the worker: KV transfer, host offload, quantized attention, sparse attention, cache ranks.
 
 Each feature is a subclass of :class:`Feature`, stored with the code it enables. :data:`FEATURES` lists the classes by dotted name, with the
-flags that enable them. The worker loads the enabled features and calls the methods of the interface. A feature that no flag enables is not imported.
-Code that serves one feature asks the worker for it: ``worker.feature(KVTransfer)``.
+flags that enable them. The worker loads the enabled features and calls the methods of the interface. A feature that no flag enables is not
+imported. Code that serves one feature asks the worker for it: ``worker.feature(KVTransfer)``.
 """
 
 import pkgutil
