@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_ext.config import disaggregation_options, method_options, model_folder, model_options, options, selection_options
-from sglang_ext.config.conditions import BACKEND, HAS_PROGRESSIVE_TRANSFER
+from sglang_ext.config.conditions import BACKEND_OPTION, HAS_PROGRESSIVE_TRANSFER
 from sglang_ext.config.flags import FLAGS
 from sglang_ext.config.rules import IS_NOT_FULL_MODE, option, render_text, round_up
 from sglang_ext.core import MIN_CONTEXT, OptionError
@@ -98,7 +98,7 @@ def _check_transfer(args: "KVServerArgs") -> None:
     from sglang_ext.hooks import activation as hooking
 
     for refusal in disaggregation_options.PROGRESSIVE:
-        refusal.check(args, BACKEND)
+        refusal.check(args, BACKEND_OPTION)
     if args.kv_bench_codec is not None:
         from sglang_ext.managers.kv_transfer.progressive.compatibility import bench_codec
 

@@ -7,25 +7,25 @@ from sglang_ext.config import selection_options as selection
 from sglang_ext.config.method_options import drop_methods
 from sglang_ext.config.rules import Condition
 from sglang_ext.mem_cache.compressors import catalogue
-from sglang_ext.mem_cache.compressors.kvzap import KVzap
-from sglang_ext.mem_cache.compressors.kvzip import KVzip
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
 
-BACKEND = f"--disaggregation-transfer-backend {options.BACKEND}"
-PASS_BACKEND = f"pass {BACKEND} with --disaggregation-mode prefill or decode"
+BACKEND_OPTION = f"--disaggregation-transfer-backend {options.BACKEND}"
+PASS_BACKEND = f"pass {BACKEND_OPTION} with --disaggregation-mode prefill or decode"
 
 
 def _names_kvzip(args: "KVServerArgs") -> bool:
-    return KVzip.name in drop_methods(args)
+    return catalogue.KVZIP in drop_methods(args)
 
 
-HAS_PROGRESSIVE_TRANSFER = Condition(BACKEND, options.has_progressive_transfer, f"KV is not transferred with {BACKEND}", PASS_BACKEND)
+HAS_PROGRESSIVE_TRANSFER = Condition(
+    BACKEND_OPTION, options.has_progressive_transfer, f"KV is not transferred with {BACKEND_OPTION}", PASS_BACKEND
+)
 HAS_TIMELINE = Condition(
-    f"{BACKEND} or --kv-cache-ranks",
+    f"{BACKEND_OPTION} or --kv-cache-ranks",
     lambda args: options.has_progressive_transfer(args) or (args.kv_mode != "full" and selection.ranks(args) > 0),
-    f"there are no cache ranks, and KV is not transferred with {BACKEND}",
+    f"there are no cache ranks, and KV is not transferred with {BACKEND_OPTION}",
     f"pass --kv-mode verified --kv-compressor spade --kv-cache-ranks 1, or {PASS_BACKEND}",
 )
 IS_PREFILL_SERVER = Condition(
@@ -63,8 +63,8 @@ IS_NOT_PREFILL_SERVER = Condition(
     "--disaggregation-mode is prefill, which has no decode steps", "pass that to the decode server",
 )
 HAS_ONLINE_METHOD = Condition(
-    "--kv-compressor kvzip or kvzap", lambda args: _names_kvzip(args) or KVzap.name in drop_methods(args),
-    "--kv-compressor is {args.kv_compressor}", f"pass --kv-compressor {KVzip.name}",
+    "--kv-compressor kvzip or kvzap", lambda args: _names_kvzip(args) or catalogue.KVZAP in drop_methods(args),
+    "--kv-compressor is {args.kv_compressor}", f"pass --kv-compressor {catalogue.KVZIP}",
 )
 NEEDS_ONLINE_METHOD = Condition(
     "", lambda args: _names_kvzip(args) or bool(args.kv_host_gb),

@@ -13,7 +13,7 @@ from sglang.srt.arg_groups.arg_utils import NS, A
 from sglang_ext.config import disaggregation_options, method_options, options, prefill_options, refused_options, request_params
 from sglang_ext.config import selection_options as selection
 from sglang_ext.config.conditions import (
-    BACKEND, BURST_LIMITS_ROUND, CAN_OFFLOAD_FULL_KV, HAS_NO_OFFLOAD_OBSTACLE, HAS_ONLINE_METHOD, HAS_PROGRESSIVE_TRANSFER, HAS_RANKS,
+    BACKEND_OPTION, BURST_LIMITS_ROUND, CAN_OFFLOAD_FULL_KV, HAS_NO_OFFLOAD_OBSTACLE, HAS_ONLINE_METHOD, HAS_PROGRESSIVE_TRANSFER, HAS_RANKS,
     HAS_SELECTOR, HAS_TIMELINE, IS_NOT_PREFILL_SERVER, IS_PREFILL_SERVER, IS_SPADE, IS_VERIFIED, NEEDS_ONLINE_METHOD, SELECTS_FEWER_THAN_ALL,
 )  # fmt: skip
 from sglang_ext.config.rules import Flag, Range, Refusal, one_of, refuse_if_set
@@ -352,7 +352,7 @@ class KVFlags:
         ),
     ), MEMORY_NAMESPACE] = None
     kv_bench_timeline: A[str | None, Flag(
-        text=f"For benchmarks. With {BACKEND}: file to which rank 0 appends, as JSON lines, when the KV of each bootstrap_room was "
+        text=f"For benchmarks. With {BACKEND_OPTION}: file to which rank 0 appends, as JSON lines, when the KV of each bootstrap_room was "
         "computed, sent and received, and when its tokens were drafted and verified. With --kv-cache-ranks: when each step reached "
         "each pack of layers, and when its tokens were requested, selected and written.",
         group=SECTION_BENCH, scope=HAS_TIMELINE, warning="the times of requests' KV and drafts are written to that file",

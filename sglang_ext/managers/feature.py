@@ -9,11 +9,10 @@ import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, TypeVar
 
-from sglang_ext.config import options
+from sglang_ext.config import options, selection_options
 from sglang_ext.config.method_options import offered_methods
 from sglang_ext.config.prefill_options import QUANTIZED
 from sglang_ext.managers.spec_decode.full_kv import ResidentFullKV
-from sglang_ext.mem_cache.compressors import catalogue
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -191,17 +190,12 @@ def _uses_quantized_attention(args: "KVServerArgs") -> bool:
     return frees and any(offer.quant_method for offer in offered_methods(args))
 
 
-def _selects_in_steps(args: "KVServerArgs") -> bool:
-    """Whether the server's method selects tokens for each step."""
-    return catalogue.parse(args.kv_compressor)[0] in catalogue.per_step_methods()
-
-
 FEATURES: tuple[FeatureEntry, ...] = (
     FeatureEntry("sglang_ext.managers.kv_transfer.feature.KVTransfer", options.has_progressive_transfer),
     FeatureEntry("sglang_ext.managers.kv_offload.feature.HostOffload", lambda args: bool(args.kv_host_gb)),
     FeatureEntry("sglang_ext.managers.quantized_attention.QuantizedAttention", _uses_quantized_attention),
     FeatureEntry("sglang_ext.managers.cache_rank.feature.CacheRanks", lambda args: bool(args.kv_cache_ranks)),
-    FeatureEntry("sglang_ext.managers.sparse_attention.SparseAttention", _selects_in_steps),
+    FeatureEntry("sglang_ext.managers.sparse_attention.SparseAttention", selection_options.has_selector),
 )
 
 

@@ -12,13 +12,13 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from sglang_ext.command_line import exit_on_refusal
-from sglang_ext.config import options
+from sglang_ext.config import options, selection_options
 from sglang_ext.layers.forward import AttentionOverride, AttentionOverrides, KVDraftInput
 from sglang_ext.managers import graph_capture
 from sglang_ext.managers.feature import FeatureType, create_full_kv, create_selectors, load_features
 from sglang_ext.managers.memory_plan import MemoryPlanner, ReservedMemory
 from sglang_ext.managers.metrics import KVMetrics
-from sglang_ext.managers.served_methods import ServedMethods, copy_methods, receives_rows
+from sglang_ext.managers.served_methods import ServedMethods, copy_methods
 from sglang_ext.managers.spec_decode.decode_loop import DecodeLoop, decode_loop
 from sglang_ext.managers.spec_decode.draft import prefill
 from sglang_ext.managers.spec_decode.request_states import RequestStates, fallback_reason
@@ -95,7 +95,8 @@ class KVWorker(BaseSpecWorker):
         self.queries.allocate(plan.rings, self.memory.model.query_heads, self.memory.model.head_dim, query_template)
         served, page_size = self.methods, self.token_to_kv_pool_allocator.page_size
         self.buffers, codes = served.buffers(args, self.model_runner.token_to_kv_pool)
-        self.layout = served.layout(args.kv_head_budgets == "adaptive", self.buffers, page_size, table, receives_rows(args))
+        adaptive, receives_rows = args.kv_head_budgets == "adaptive", selection_options.has_remote_values(args)
+        self.layout = served.layout(adaptive, self.buffers, page_size, table, receives_rows)
         self.key_derived_data = codes or self.layout.key_derived_data
         if self.key_derived_data is not None:
             # Set it before any graph is captured, because graphs also call it for the keys that they write.
