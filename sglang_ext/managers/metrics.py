@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from sglang_ext.config.method_options import offered_methods
 from sglang_ext.core import FALLBACK_REASONS
-from sglang_ext.managers.cache_rank.cpu_client import MISSES, CpuRankClient
-from sglang_ext.managers.cache_rank.on_gpu.gpu_client import GpuRankClient
+from sglang_ext.managers.cache_rank.client import MISSES, CacheRankClient
 from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
 from sglang_ext.mem_cache.prefix_cache.quantized_only import QuantizedOnlyKV
 from sglang_ext.mem_cache.prefix_cache.freed_full_kv import FreedFullKV
@@ -187,8 +186,8 @@ class KVMetrics:
             self._set_total("copies", made, method)
         for name, value in _host_values(compressed_kv.tree_cache, verifications) if self.host else ():
             self._set_total(name, value)
-        ranks = compressed_kv.remote_selector or compressed_kv.async_selector
-        for name, value, *label in _rank_values(ranks, freed_full_kv) if self.ranks and isinstance(ranks, CpuRankClient | GpuRankClient) else ():
+        ranks = compressed_kv.async_selector
+        for name, value, *label in _rank_values(ranks, freed_full_kv) if self.ranks and isinstance(ranks, CacheRankClient) else ():
             self._set_total(name, value, *label)
 
 
@@ -215,12 +214,11 @@ def _host_values(tree: "TieredRadixCache", verifications: "OffloadedFullKV | Non
     yield "slack_rounds", verifications.waited_rounds
 
 
-def _rank_values(client: CpuRankClient | GpuRankClient, freed: FreedFullKV | None) -> Iterator[tuple]:
+def _rank_values(client: CacheRankClient, freed: FreedFullKV | None) -> Iterator[tuple]:
     yield "cache_ranks_ready", client.ready
     yield "cache_rank_tokens", client.held_tokens
     yield "choosing_seconds", client.slowest
-    if isinstance(client, GpuRankClient):
-        yield "selection_steps", client.interval_tuner.every
+    yield "selection_steps", client.interval
     yield "cache_rank_starts", client.starts
     yield "selections", client.taken
     yield "selection_wait_seconds", client.waited

@@ -23,7 +23,6 @@ from sglang_ext.layers.attention.quantized_extend import QuantizedExtend
 from sglang_ext.layers.attention.quantized_prefill import QuantizedPrefill
 from sglang_ext.layers.forward import AttentionOverride, AttentionOverrides, KVDraftInput
 from sglang_ext.managers import integrity, served_methods
-from sglang_ext.managers.cache_rank.on_gpu.gpu_launch import start_gpu_cache_ranks
 from sglang_ext.managers.cache_rank.launch import start_cache_ranks
 from sglang_ext.managers.graph_capture import compile_slot_kernel, record_step_queries, unpin_plans, create_verify_attention, capture_verify_graphs
 from sglang_ext.managers.kv_transfer.arriving_full_kv import ArrivingFullKV
@@ -204,7 +203,7 @@ class KVWorker(BaseSpecWorker):
             most = selection_options.max_selected_tokens(self.server_args)
             takes = f"slots of {most} tokens" if most else f"about {method.share:.2f} of the full KV's slots"
             logger.info("sglang-ext: full KV is freed once a cache rank has it; compressed KV takes %s, plus slots for the newest tokens", takes)
-            tail = max_tail(method, self.token_to_kv_pool_allocator.page_size, self.memory.model.context, self.compressed_kv.async_selector is not None)
+            tail = max_tail(method, self.token_to_kv_pool_allocator.page_size, self.memory.model.context)
             return RemoteOnlyKV(tree_cache, self.compressed_kv, row_sender, self._method_of, tail)
         packing = [method for method in self.compressed_kv.methods if method.packs_all]
         if reason is None and not packing:
@@ -265,14 +264,10 @@ class KVWorker(BaseSpecWorker):
         args, layout, served, allocator = self.server_args, self.layout, self.methods, self.token_to_kv_pool_allocator
         table = self.req_to_token_pool.req_to_token
         methods = served_methods.copy_methods(args, served.methods, allocator.page_size, layout)
-        remote_selector, query_heads = None, self.memory.model.query_heads
+        query_heads = self.memory.model.query_heads
         requests = min(self._rows - 1, args.max_running_requests or self._rows)
-        if selection_options.has_gpu_ranks(args):
-            async_selector = start_gpu_cache_ranks(
-                args, methods[0], table, self.buffers, self.queries, query_heads, served.rotary, requests
-            )
-        elif selection_options.ranks(args):
-            remote_selector, async_selector = start_cache_ranks(args, methods[0], self.buffers, query_heads, served.rotary, requests), None
+        if selection_options.ranks(args):
+            async_selector = start_cache_ranks(args, methods[0], table, self.buffers, self.queries, query_heads, served.rotary, requests)
         else:
             intervals = selection_options.selection_intervals(args)
             async_selector = create_stream_selector(methods[0], table, self.buffers, query_heads, self.queries, served.rotary, intervals)
@@ -289,7 +284,6 @@ class KVWorker(BaseSpecWorker):
             prompt_of=self.requests.prompt_of,
             namespace_of=self.requests.namespace_of,
             layout=layout,
-            remote_selector=remote_selector,
             async_selector=async_selector,
             # Also called between requests, when nothing else updates the metrics.
             on_processes_changed=lambda: self.loop.observe_pool(),

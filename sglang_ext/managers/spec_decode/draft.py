@@ -23,7 +23,7 @@ from sglang_ext.managers.spec_decode.penalties import RoundPenalties
 from sglang_ext.managers.spec_decode.round_result import OutputTokens, PendingDrafts, PartialOutput
 from sglang_ext.managers.spec_decode.planner import RoundPlan
 from sglang_ext.managers.spec_decode.sampling import LogitRow, SampledTokens, RowSampler, SamplerCache, sampling_batch
-from sglang_ext.mem_cache.compressed.remote_selector import observe_step
+from sglang_ext.mem_cache.compressed.synchronous_selector import observe_step
 from sglang_ext.mem_cache.compressed.policy import select_useful_rows
 from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds
 from sglang_ext.mem_cache.compressed.queries import RecordedRows
@@ -154,7 +154,7 @@ class StepRunner:
                 counts=[1] * len(plan.rows),
             )
             ends = {plan.states[i].row: plan.starts[i] + index + 1 for i in selecting}
-            watch = observe_step(self.worker.compressed_kv, ends, index + 1 < plan.num_steps)
+            watch = observe_step(self.worker.compressed_kv, ends, None if self.worker.lossy else plan.num_steps - index - 1)
             recorded = self._recorded_queries(plan, index, selecting)
             on_full_kv = plan.on_full_kv and not self._needs_queries(recorded)
             if not on_full_kv:

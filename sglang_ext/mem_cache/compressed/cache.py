@@ -18,10 +18,8 @@ from sglang.srt.mem_cache.common import evict_from_tree_cache
 
 from sglang_ext.core import CompressedKV
 from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector
-from sglang_ext.mem_cache.compressed.remote_selector import RemoteSelector, RowSender
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod, CompressedKVWriter
 from sglang_ext.mem_cache.compressed.layouts.base import KVLayout, PlainLayout
-from sglang_ext.mem_cache.compressed.row_exchange import ReceivedRows
 from sglang_ext.mem_cache.compressed.resolve_selection import resolve_selection
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.queries import QueryWindows
@@ -53,8 +51,7 @@ class CompressedKVCache:
         prompt_of: Prompt token ids of the request in a row.
         namespace_of: The prefix tree's namespace for KV that depends on more than tokens; None where tokens do not identify the KV.
         layout: How compressed KV is stored in slots.
-        remote_selector: Selects tokens in another process; None if methods select here.
-        async_selector: Selects tokens on a GPU asynchronously; None if methods select between steps.
+        async_selector: Selects tokens while steps run, on a second stream or in other processes; None if methods select between steps.
         on_processes_changed: Called when selecting processes started or ended.
         frees_full_kv: Whether full KV is freed where compressed KV holds all of it (quantized_only.py).
         num_compressions: Number of compressions and refreshes, by the name of the compressed KV.
@@ -73,7 +70,6 @@ class CompressedKVCache:
     prompt_of: Callable[[int], Sequence[int]] = lambda row: ()
     namespace_of: Callable[[int], str | None] = lambda row: ""
     layout: KVLayout = PlainLayout()
-    remote_selector: RemoteSelector | None = None
     async_selector: AsyncSelector | None = None
     on_processes_changed: Callable[[], None] = lambda: None
     frees_full_kv: bool = False
@@ -145,17 +141,18 @@ class CompressedKVCache:
         return self.row_sender is not None and (self.row_sender.num_held_tokens(row) > 0 or self.can_lack_full_kv(row))
 
     @property
-    def row_sender(self) -> RowSender | None:
-        """The selector whose process may hold the full KV of requests and sends rows of it; None if there is none."""
-        return next((each for each in (self.remote_selector, self.async_selector) if each is not None and each.sends_rows), None)
+    def row_sender(self) -> AsyncSelector | None:
+        """The selector whose processes may hold the full KV of requests and send rows of it; None if there is none."""
+        return self.async_selector if self.async_selector is not None and self.async_selector.sends_rows else None
 
     def poll(self) -> None:
         """Poll the processes that select tokens, if any. Called between forwards, and while the scheduler is idle."""
-        for each in filter(None, (self.remote_selector, self.async_selector)):
-            before = each.processes
-            each.poll()
-            if each.processes != before:
-                self.on_processes_changed()
+        if self.async_selector is None:
+            return
+        before = self.async_selector.processes
+        self.async_selector.poll()
+        if self.async_selector.processes != before:
+            self.on_processes_changed()
 
     def items(self) -> ItemsView[int, CompressedKV]:
         """All compressed KV, by request row."""
@@ -266,7 +263,7 @@ class CompressedKVCache:
             )
             compressed.segments.append(new_segment)
         try:
-            kept = resolve_selection(self, row, compressed, renewed, lambda: self._writer.select(method, row, compressed))
+            kept = resolve_selection(self, row, compressed, lambda: self._writer.select(method, row, compressed))
             self._writer.write(method, row, self.draft_row(row), compressed, new_segment, done, tokens, renewed, kept)
         except ScoresError as error:
             self._refuse(method, error)
@@ -303,7 +300,7 @@ class CompressedKVCache:
             every: Selection interval, in steps.
         """
         method, compressed = self.method(row), self._by_row[row]
-        if self.remote_selector is not None or method.compressor.synchronous:
+        if method.compressor.synchronous:
             return
         if (end - compressed.covered) % every or self.is_refused(row):
             return
@@ -314,8 +311,8 @@ class CompressedKVCache:
         else:
             self.num_compressions[compressed.method] += 1
 
-    def write_selection(self, row: int, layers: slice, kept: torch.Tensor | ReceivedRows) -> None:
-        """Replace the selection of some layers with one that another process made. Arguments as
+    def write_selection(self, row: int, layers: slice, kept: torch.Tensor) -> None:
+        """Replace the selection of some layers with one that was made in or for a step. Arguments as
         :meth:`CompressedKVWriter.write_selection`'s."""
         compressed = self._by_row[row]
         self._writer.write_selection(self.method(row), row, compressed, layers, kept)
@@ -357,8 +354,6 @@ class CompressedKVCache:
         """
         if self.layout.points_to_full_kv and not self._point_to_new_slots(row):
             self.release_compressed_kv(row)
-            if self.remote_selector is not None:
-                self.remote_selector.forget(row)
             return
         if self.row_sender is not None:
             self.row_sender.on_slots_freed(row, is_remote_only=False)
@@ -366,9 +361,11 @@ class CompressedKVCache:
             compressed.tail_end = max(compressed.covered, min(compressed.tail_end, start))
 
     def _point_to_new_slots(self, row: int) -> bool:
-        """Point to the new slots of the same tokens. Returns whether that worked: False with a remote or an asynchronous selector."""
-        compressed, here = self._by_row.get(row), self.remote_selector is None and self.async_selector is None
-        return compressed is not None and here and self._writer.rewrite_selection(self.method(row), row, self.draft_row(row), compressed)
+        """Point to the new slots of the same tokens. Returns whether that worked: False with an asynchronous selector."""
+        compressed = self._by_row.get(row)
+        if compressed is None or self.async_selector is not None:
+            return False
+        return self._writer.rewrite_selection(self.method(row), row, self.draft_row(row), compressed)
 
     def on_segment_split(self, first: Segment, rest: Segment) -> None:
         """Handle that ``first`` took over the first blocks of ``rest``. Readers of ``rest`` now read both, in the same slots."""
@@ -385,9 +382,8 @@ class CompressedKVCache:
         """Free the compressed KV and the recorded queries of the request in ``row``."""
         self.release_compressed_kv(row)
         self.queries.forget(row)
-        for each in (self.remote_selector, self.async_selector):
-            if each is not None:
-                each.forget(row)
+        if self.async_selector is not None:
+            self.async_selector.forget(row)
 
     def release_compressed_kv(self, row: int) -> None:
         """Free the compressed KV of the request in ``row``; no-op without one. Its recorded queries stay."""
@@ -418,6 +414,5 @@ class CompressedKVCache:
         """Drop all records. The pool itself is being cleared."""
         self._by_row.clear()
         self.queries.clear()
-        for each in (self.remote_selector, self.async_selector):
-            if each is not None:
-                each.forget_all()
+        if self.async_selector is not None:
+            self.async_selector.forget_all()

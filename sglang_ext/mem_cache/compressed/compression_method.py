@@ -12,7 +12,7 @@ import torch
 from sglang_ext.core import MIN_CONTEXT, PLAIN_STEPS, CompressedKV
 from sglang_ext.mem_cache.compressed.layouts.base import KVLayout, SlotLayout
 from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds
-from sglang_ext.mem_cache.compressed.row_exchange import ReceivedRows, RowExchange, NewestRows
+from sglang_ext.mem_cache.compressed.row_exchange import NewestRows
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.synchronous_selector import initial_selection
 from sglang_ext.mem_cache.compressed.queries import QueryWindows
@@ -178,7 +178,7 @@ class CompressedKVWriter:
         done: int,
         tokens: int,
         renewed: bool,
-        kept: torch.Tensor | RowExchange | NewestRows | None = None,
+        kept: torch.Tensor | NewestRows | None = None,
     ) -> None:
         """Copy the selected KV of each layer to the owned slots, after the ``done`` tokens there, and to a new segment's slots.
 
@@ -209,8 +209,6 @@ class CompressedKVWriter:
             compressor = method.compressor.for_context(context)
             if kept is None:
                 self.layout.fill(draft_row, method.packing, compressor, context, targets)
-            elif isinstance(kept, RowExchange):
-                self.buffers.move_rows(kept, source, targets[rest])
             elif isinstance(kept, NewestRows):
                 self.buffers.move_newest(kept, source, targets[rest])
             else:
@@ -227,15 +225,12 @@ class CompressedKVWriter:
         return method.compressor.select(context, [Part(compressed.shared_len, compressed.covered, compressed.own_tokens)])[0]
 
     def write_selection(
-        self, method: CompressionMethod, row: int, compressed: CompressedKV, layers: slice, kept: torch.Tensor | ReceivedRows
+        self, method: CompressionMethod, row: int, compressed: CompressedKV, layers: slice, kept: torch.Tensor
     ) -> None:
         """Overwrite the tokens that ``compressed``, which shares nothing, keeps in some layers.
 
-        ``kept`` has as many tokens that another process selected, int64 [layers, kv_heads, count], or rows that it sent.
+        ``kept`` are as many tokens, int64 [layers, kv_heads, count].
         """
-        if isinstance(kept, ReceivedRows):
-            self.buffers.of_layers(layers).put_rows(kept, compressed.own)
-            return
         source = self.token_table[row, : compressed.covered].long()
         method.packing.write(self.buffers.of_layers(layers), kept, source, compressed.own[compressed.sinks :])
 

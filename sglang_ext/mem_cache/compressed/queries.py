@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Protocol
 
 import torch
 
 from sglang_ext.device import to_device
-from sglang_ext.mem_cache.compressed.remote_selector import LayerObserver
 
 # SGLang calls the hooks below without a context argument, so the state is global: the recorder of the running forward, the callback for
 # written keys, and the number of tokens that prefix hits leave uncached.
@@ -66,6 +66,16 @@ def cap_prefix_match(original: Callable, req, input_len: int) -> int:
     """Hook around ``Req._compute_max_prefix_len``: leave the query window uncached."""
     longest = original(req, input_len)
     return max(0, min(longest, input_len - uncached_tokens)) if uncached_tokens else longest
+
+
+class LayerObserver(Protocol):
+    """Receives the progress of a forward. Layers are counted from 0."""
+
+    def on_layer_start(self, layer: int) -> None:
+        """Called before the layer's attention."""
+
+    def on_queries_recorded(self, layer: int) -> None:
+        """Called when the layer's queries are recorded."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_ext.core import CompressedKV
-from sglang_ext.mem_cache.compressed.row_exchange import RowExchange, NewestRows
+from sglang_ext.mem_cache.compressed.row_exchange import NewestRows
 from sglang_ext.mem_cache.compressed.synchronous_selector import initial_selection
 
 if TYPE_CHECKING:
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def resolve_selection(
-    compressed_kv: "CompressedKVCache", row: int, compressed: CompressedKV, renewed: bool, choose: Callable[[], torch.Tensor]
-) -> torch.Tensor | RowExchange | NewestRows | None:
+    compressed_kv: "CompressedKVCache", row: int, compressed: CompressedKV, choose: Callable[[], torch.Tensor]
+) -> torch.Tensor | NewestRows | None:
     """The tokens that a request's compressed KV keeps, int64 [layers, kv_heads, count], or the rows to add to existing ones.
 
     None if the method selects while it writes.
@@ -24,20 +24,12 @@ def resolve_selection(
         compressed_kv: The compressed KV cache.
         row: The request's row in the token table.
         compressed: The compressed KV, with all slots that it reads.
-        renewed: Whether its slots already hold the first tokens.
         choose: Returns the method's selection from the full KV here.
     """
-    wanted = row, compressed.covered, compressed.own_tokens
-    if compressed_kv.remote_selector is not None:
-        return (
-            compressed_kv.remote_selector.plan_row_copies(*wanted, renewed)
-            if compressed_kv.remote_selector.sends_rows
-            else compressed_kv.remote_selector.last_selection(*wanted)
-        )
     if compressed_kv.row_sender is None:
-        return initial_selection(compressed_kv.method(row).compressor, compressed_kv.buffers, *wanted[1:])
+        return initial_selection(compressed_kv.method(row).compressor, compressed_kv.buffers, compressed.covered, compressed.own_tokens)
     if compressed_kv.can_lack_full_kv(row):
-        return compressed_kv.async_selector.plan_refresh(*wanted)
+        return compressed_kv.async_selector.plan_refresh(row, compressed.covered, compressed.own_tokens)
     kept = choose()
     compressed_kv.async_selector.on_compressed(row, compressed.covered, kept)
     return kept
