@@ -85,8 +85,9 @@ class LayerwiseClient(CacheRankClient):
                 self._send_missing_keys(compressed_kv, row)
         for link in self.links:
             self._announce(link)
+        # A rank may have ended since its requests were found ready.
         requests = {row: self._requests[row] for row in ends if self.has_request(row)}
-        return StepObserver(self, compressed_kv, requests, {row: ends[row] for row in ready})
+        return StepObserver(self, compressed_kv, requests, {row: ends[row] for row in ready if row in requests})
 
     def on_step_end(self, compressed_kv: CompressedKVCache, ends: dict[int, int], following: int | None) -> None:
         """See :meth:`AsyncSelector.on_step_end`. The observer has done all work."""

@@ -89,8 +89,8 @@ class MappedExchangeBuffer:
             until = time.monotonic() + seconds
             while int(self._written[0]) < least and time.monotonic() < until:
                 time.sleep(1e-4)
-            # A view, so that many packs cost nothing.
-            found = int(self._written[0]), self._heads.numpy()
+            # With packs, a view of the words: a list of so many would take as long as a selection.
+            found = int(self._written[0]), self._heads.tolist() if self.shape.packs == 1 else self._heads.numpy()
             put = [int(found[0] >= least and found[1][entry][word % 2] == word) for entry, word, _ in asked.tolist()]
             there.copy_(torch.tensor(put, dtype=torch.int32))
             return lambda: found

@@ -4,7 +4,7 @@ With values, the rank also sends K and V of selected tokens that a request's com
 
 A message arrives as soon as the inference rank's host has launched the kernels that write to the exchange buffer, on a CPU after the data is
 written. The server uses the announced data once the words in the buffer show that it is written. Of two selection requests for the same
-request and pack of layers it answers only the newer. On a GPU it answers the selection requests of several requests in one batch; on a CPU
+request and pack of layers it answers only the newer. It answers the selection requests of several requests in one batch, but those of packs
 one after another, oldest first.
 
 If no other work is pending, the server on a GPU launches the kernels of the next batch early (selection_runner.py). A first kernel waits for
@@ -284,7 +284,7 @@ class SelectionServer:
         if coming := self._next_batch():
             answered += self._answer_ahead(coming)
             begun = Mark.now(self._device)
-        waiting = sorted(self._queue.all(), key=_batch_key) if self._by_kernels else self._queue.next()
+        waiting = self._queue.next() if self._memory.shape.packs > 1 else sorted(self._queue.all(), key=_batch_key)
         for _, group in groupby(waiting, key=_batch_key):
             answered += self._answer(list(group), begun)
             begun = Mark.now(self._device)
