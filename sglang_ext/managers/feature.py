@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
     from sglang_ext.mem_cache.compressed.layouts.base import KVLayout
     from sglang_ext.mem_cache.compressed.queries import QueryWindows
-    from sglang_ext.mem_cache.compressed.remote_selector import RemoteSelector
     from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
     from sglang_ext.core import TPRanks
 
@@ -106,18 +105,6 @@ class Worker(Protocol):
         """The compression method of a waiting request; None if it is served with full KV."""
 
 
-class Selectors(NamedTuple):
-    """Objects that select tokens for steps, outside the compression methods.
-
-    Attributes:
-        remote: Selects in another process; None if none does.
-        asynchronous: Selects on a GPU while steps run; None if none does.
-    """
-
-    remote: "RemoteSelector | None" = None
-    asynchronous: "AsyncSelector | None" = None
-
-
 # Name of a metric after "sglang_ext:", its value, and the value of its label if it has one.
 MetricValue = tuple[str, float] | tuple[str, float, str]
 
@@ -126,7 +113,7 @@ class Feature:
     """Base of the features. Here, each method does nothing.
 
     The worker calls the methods in the order of their definition. It calls :meth:`memory` before SGLang sizes its pool, and
-    :meth:`on_graphs_captured` after SGLang captured its graphs. It calls :meth:`selectors` and :meth:`full_kv` once the prefix tree exists,
+    :meth:`on_graphs_captured` after SGLang captured its graphs. It calls :meth:`selector` and :meth:`full_kv` once the prefix tree exists,
     before the first forward.
 
     Attributes:
@@ -147,9 +134,11 @@ class Feature:
     def on_graphs_captured(self, worker: Worker) -> None:
         """Handle that the pool, the attention backends and all graphs exist. Errors end the start of the server."""
 
-    def selectors(self, worker: Worker, method: "CompressionMethod") -> Selectors:
-        """Create the selectors of the server, whose only method is ``method`` if it selects in steps. The first feature with one wins."""
-        return Selectors()
+    def selector(self, worker: Worker, method: "CompressionMethod") -> "AsyncSelector | None":
+        """Create the object that selects tokens while steps run, outside the compression methods. None if the feature has none.
+
+        The first feature with one wins. If ``method`` selects in steps, it is the server's only method.
+        """
 
     def full_kv(self, worker: Worker, tree_cache: "TieredRadixCache") -> "ResidentFullKV | OffloadedFullKV | None":
         """Create the full-KV provider, once the worker has compressed KV. None if the feature does not change where full KV is."""
@@ -198,9 +187,10 @@ def load_features(args: "KVServerArgs") -> tuple[Feature, ...]:
     return tuple(pkgutil.resolve_name(entry.target)(args) for entry in FEATURES if entry.is_enabled(args))
 
 
-def create_selectors(worker: Worker, method: "CompressionMethod") -> Selectors:
-    """Create the selectors of the first feature that has one. ``method``: the server's first compression method."""
-    return next(filter(any, (feature.selectors(worker, method) for feature in worker.features)), Selectors())
+def create_selector(worker: Worker, method: "CompressionMethod") -> "AsyncSelector | None":
+    """Create the selector of the first feature that has one. ``method``: the server's first compression method."""
+    found = (feature.selector(worker, method) for feature in worker.features)
+    return next((selector for selector in found if selector is not None), None)
 
 
 def create_full_kv(worker: Worker, tree_cache: "TieredRadixCache") -> "ResidentFullKV | OffloadedFullKV":

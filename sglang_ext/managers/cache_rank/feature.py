@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang_ext.config import options, selection_options
-from sglang_ext.managers.cache_rank.cpu_client import MISSES, CpuRankClient
+from sglang_ext.managers.cache_rank.client import MISSES, CacheRankClient
 from sglang_ext.managers.cache_rank.launch import start_cache_ranks
-from sglang_ext.managers.cache_rank.on_gpu.gpu_client import GpuRankClient
-from sglang_ext.managers.cache_rank.on_gpu.gpu_launch import start_gpu_cache_ranks
-from sglang_ext.managers.feature import Feature, MetricValue, Selectors, Worker
+from sglang_ext.managers.feature import Feature, MetricValue, Worker
 from sglang_ext.managers.spec_decode.full_kv import ResidentFullKV
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.policy import max_tail
@@ -61,7 +59,7 @@ class CacheRanks(Feature):
         "selection_wait_seconds": ("Seconds that steps waited for selected tokens.",),
         "selection_rows": ("Rows of K and V received from cache ranks, each of a token, layer and KV head.",),
     }
-    _client: CpuRankClient | GpuRankClient | None = None
+    _client: CacheRankClient | None = None
 
     def memory(self, planner: "MemoryPlanner", requests: int, tokens: int, rings: int) -> dict[str, int]:
         """The exchange buffers. If ranks send rows, also records of compressed KV: a number per token of the pool, layer and KV head."""
@@ -70,24 +68,20 @@ class CacheRanks(Feature):
         records = 4 * tokens * planner.model.layers * planner.model.kv_heads if selection_options.has_remote_values(self.args) else 0
         return {"exchange_buffers": selection_options.exchange_buffer_bytes(self.args) * selection_options.ranks(self.args) + records}
 
-    def selectors(self, worker: Worker, method: CompressionMethod) -> Selectors:
-        """Start the cache ranks.
+    def selector(self, worker: Worker, method: CompressionMethod) -> CacheRankClient | None:
+        """Start the cache ranks, and create their client.
 
         Raises:
             ExchangeBufferError: A GPU cannot read this GPU's memory.
             OptionError: Rows of this model cannot be sent.
         """
-        query_heads, rotary = worker.memory.model.query_heads, worker.methods.rotary
-        if selection_options.has_gpu_ranks(self.args):
-            table = worker.req_to_token_pool.req_to_token
-            self._client = start_gpu_cache_ranks(
-                self.args, method, table, worker.buffers, worker.queries, query_heads, rotary, worker.max_requests
-            )
-            return Selectors(asynchronous=self._client)
-        if selection_options.ranks(self.args):
-            self._client = start_cache_ranks(self.args, method, worker.buffers, query_heads, rotary, worker.max_requests)
-            return Selectors(remote=self._client)
-        return Selectors()
+        if not selection_options.ranks(self.args):
+            return None
+        table, query_heads = worker.req_to_token_pool.req_to_token, worker.memory.model.query_heads
+        self._client = start_cache_ranks(
+            self.args, method, table, worker.buffers, worker.queries, query_heads, worker.methods.rotary, worker.max_requests
+        )
+        return self._client
 
     def full_kv(self, worker: Worker, tree_cache: "TieredRadixCache") -> RemoteOnlyFullKV | None:
         """Create the provider that frees full KV in mode lossy. None if full KV stays."""
@@ -98,8 +92,7 @@ class CacheRanks(Feature):
         method, most = compressed_kv.methods[0], selection_options.max_selected_tokens(self.args)
         takes = f"slots of {most} tokens" if most else f"about {method.share:.2f} of the full KV's slots"
         logger.info("sglang-ext: full KV is freed once a cache rank has it; compressed KV takes %s, plus slots for the newest tokens", takes)
-        page_size, is_async = compressed_kv.allocator.page_size, compressed_kv.async_selector is not None
-        tail = max_tail(method, page_size, worker.memory.model.context, is_async)
+        tail = max_tail(method, compressed_kv.allocator.page_size, worker.memory.model.context)
         return RemoteOnlyFullKV(RemoteOnlyKV(tree_cache, compressed_kv, compressed_kv.row_sender, worker.method_of, tail))
 
     def metrics(self, worker: Worker) -> Iterator[MetricValue]:
@@ -109,13 +102,12 @@ class CacheRanks(Feature):
             yield from rank_values(self._client, freed_full_kv if isinstance(freed_full_kv, RemoteOnlyKV) else None)
 
 
-def rank_values(client: CpuRankClient | GpuRankClient, remote_only: RemoteOnlyKV | None) -> Iterator[MetricValue]:
+def rank_values(client: CacheRankClient, remote_only: RemoteOnlyKV | None) -> Iterator[MetricValue]:
     """Values of the metrics of cache ranks. ``remote_only``: the full KV that was freed; None if full KV stays."""
     yield "cache_ranks_ready", client.ready
     yield "cache_rank_tokens", client.held_tokens
     yield "choosing_seconds", client.slowest
-    if isinstance(client, GpuRankClient):
-        yield "selection_steps", client.interval_tuner.every
+    yield "selection_steps", client.interval
     yield "cache_rank_starts", client.starts
     yield "selections", client.taken
     yield "selection_wait_seconds", client.waited

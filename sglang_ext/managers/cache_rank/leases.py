@@ -1,9 +1,7 @@
 """Allocates lanes and blocks of a cache rank to requests. Runs on the inference rank, which thus knows in advance when the rank is full.
 
-Requests with a common prefix share full blocks of keys. Blocks are found by name. If the host knows the KV slots, a block's name is its
-slots in SGLang's pool, because rows with a common prefix in the tree share these slots. While one of the rows has a lease, its full KV is
-locked, so the slots keep their contents. Once full KV is freed or moved, slots no longer identify blocks (:meth:`KeyLeases.leave_slots`).
-On a GPU, a block's name is a hash of the tokens up to the block's end (:func:`block_hashes`).
+Requests with a common prefix share full blocks of keys. A block's name is a hash of the tokens up to the block's end
+(:func:`block_hashes`). Slots would not identify a block, because they change when full KV is freed or moved.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,10 +11,10 @@ import numpy
 import torch
 
 from sglang_ext.managers.cache_rank import protocol
-from sglang_ext.managers.cache_rank.rank_link import RankLink
 from sglang_ext.managers.cache_rank.protocol import BLOCK, MAX_BLOCKS_PER_LEASE
-from sglang_ext.mem_cache.compressed.layouts.rounding import chained
+from sglang_ext.managers.cache_rank.rank_link import RankLink
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.layouts.rounding import chained
 
 # Returns the name of a full block, by its index in the request; None for a block that is not shared.
 Name = Callable[[int], bytes | None]
@@ -34,16 +32,14 @@ class KeyLease:
         lane: Lane of the request.
         blocks: Blocks of its tokens, in order.
         held: Tokens whose keys were sent.
-        sequence: Sequence of the newest selection request. A lane's sequence continues across requests, so no reply is applied to another
-            request.
-        is_remote_only: The request's full KV is remote-only; its first tokens have no slots here.
+        sequence: Sequence of the newest selection request for all layers. A lane's sequence continues across requests, so no reply is
+            applied to another request.
     """
 
     lane: int
     blocks: list[int] = field(default_factory=list)
     held: int = 0
     sequence: int = 0
-    is_remote_only: bool = False
 
 
 class KeyLeases:
@@ -105,11 +101,6 @@ class KeyLeases:
         lease.blocks = []
         self.link.send_message(protocol.Free(lease.lane))
 
-    def leave_slots(self, lease: KeyLease) -> None:
-        """Remove the names of a lease's blocks, because their source slots may get other tokens."""
-        for block in lease.blocks:
-            self._forget_name(block)
-
     def _forget_name(self, block: int) -> None:
         self._by_name.pop(self._names.pop(block, b""), None)
 
@@ -121,7 +112,7 @@ class KeyLeases:
                 self._forget_name(block)
                 self._free.append(block)
 
-    def extend(self, lease: KeyLease, slots: torch.Tensor, block_name: Name | None = None) -> bool:
+    def extend(self, lease: KeyLease, slots: torch.Tensor, block_name: Name = lambda index: None) -> bool:
         """Send the missing keys of a request, as many as there are free staging slots.
 
         Another request may have sent blocks with the same keys since. Then this request uses those blocks and releases its own. So
@@ -129,9 +120,8 @@ class KeyLeases:
 
         Args:
             lease: The request's lease.
-            slots: int64 [tokens], pool slots from the first token on. On a CPU they also name the blocks unless ``block_name`` is given. For a
-                remote-only lease (``alone``), slots of tokens that the rank already has are ignored.
-            block_name: Returns the names of full blocks.
+            slots: int64 [tokens], pool slots from the first token on. Slots of tokens that the rank already has are ignored.
+            block_name: Returns the names of full blocks. By default blocks have no names, so that no other request shares them.
 
         Returns:
             Whether the rank now has all keys.
@@ -140,7 +130,6 @@ class KeyLeases:
             MemoryFull: Too few free blocks; nothing was sent.
             RankUnavailable: The rank accepts no messages.
         """
-        block_name = block_name or (lambda index: None if lease.is_remote_only else _slots_name(slots, index))
         self._take_blocks(lease, len(slots), block_name)
         pieces, puts = [], []
         while lease.held < len(slots):
@@ -155,7 +144,7 @@ class KeyLeases:
             puts.append(protocol.StagedTokens(place, tokens, first))
             lease.held += tokens
         if pieces:
-            self.link.send_message(protocol.Append(tuple(pieces), self.link.memory.put_keys(puts, self.buffers, slots)))
+            self.link.send_message(protocol.Append(tuple(pieces), self.link.exchange_buffer.put_keys(puts, self.buffers, slots)))
             self.sent += sum(piece.tokens for piece in pieces)
             for piece, put in zip(pieces, puts):
                 if piece.offset + piece.tokens == BLOCK:
@@ -212,11 +201,6 @@ class KeyLeases:
         """Register a sent block under its name, unless another block has that name."""
         if named is not None and named not in self._by_name:
             self._by_name[named], self._names[block] = block, named
-
-
-def _slots_name(slots: torch.Tensor, index: int) -> bytes:
-    """Name of a full block: its index in the request, and its slots in the pool."""
-    return index.to_bytes(4, "little") + slots[index * BLOCK : (index + 1) * BLOCK].numpy().tobytes()
 
 
 def block_hashes(namespace: str, tokens: Sequence[int]) -> list[bytes]:

@@ -1,19 +1,15 @@
-"""Starts and ends the process of a cache rank, and creates its socket and shared memory."""
+"""Starts and ends the process of a cache rank, and creates its socket."""
 
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import zmq
 
-from sglang_ext.managers.cache_rank.protocol import MAX_MESSAGE_BYTES, BufferShape
-from sglang_ext.managers.cache_rank.shared_memory import SharedMemory, allocate, map_memory
-
-if TYPE_CHECKING:
-    from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import ExchangeBuffer
+from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer
+from sglang_ext.managers.cache_rank.protocol import MAX_MESSAGE_BYTES
 
 # Maximum queued messages to a process that reads none. Beyond that, sending fails at once.
 QUEUED = 4096
@@ -23,30 +19,27 @@ class RankProcess:
     """One process of a cache rank, from start to end.
 
     Args:
-        shape: Sizes of the shared memory.
+        exchange_buffer: Memory that both map. Its words are reset for this process.
         epoch: Number of this process among those started for the rank.
         threads: Threads for its matrix products.
-        arena: Exchange buffer in GPU memory that both map, used instead of shared memory; None on a CPU.
 
     Attributes:
         socket: Socket to the process. No other user can connect, because the folder belongs to this user.
-        memory: Memory that both map; on a CPU new for each process.
 
     Raises:
         OSError: The system has no memory or cannot start a process.
     """
 
-    def __init__(self, shape: BufferShape, epoch: int, threads: int, exchange_buffer: "ExchangeBuffer | None" = None):
+    def __init__(self, exchange_buffer: ExchangeBuffer, epoch: int, threads: int):
         self._folder = tempfile.TemporaryDirectory(prefix="sglang-ext-cache-rank-")  # mode 700
-        descriptor = allocate(shape) if exchange_buffer is None else exchange_buffer.begin(epoch)
+        descriptor = exchange_buffer.begin(epoch)
         try:
-            self.memory: SharedMemory | ExchangeBuffer = map_memory(shape, descriptor) if exchange_buffer is None else exchange_buffer
             self.socket = zmq.Context.instance().socket(zmq.DEALER)
             self.socket.set_hwm(QUEUED)
             self.socket.linger, self.socket.maxmsgsize = 0, MAX_MESSAGE_BYTES
             endpoint = f"ipc://{Path(self._folder.name, 'socket')}"
             self._bind(endpoint)
-            self._process = self._start(endpoint, descriptor, epoch, threads, None if exchange_buffer is None else exchange_buffer.rank_device)
+            self._process = self._start(endpoint, descriptor, epoch, threads, exchange_buffer.rank_device)
         finally:
             if descriptor is not None:
                 os.close(descriptor)
@@ -60,7 +53,7 @@ class RankProcess:
             self.socket.close(0)
             raise OSError(error.errno, f"{error.strerror}; set TMPDIR to a shorter path", endpoint) from error
 
-    def _start(self, endpoint: str, descriptor: int | None, epoch: int, threads: int, device: str | None) -> subprocess.Popen:
+    def _start(self, endpoint: str, descriptor: int | None, epoch: int, threads: int, device: str) -> subprocess.Popen:
         given = {
             "endpoint": endpoint, "memory": descriptor, "epoch": epoch, "threads": threads, "parent": os.getpid(), "device": device
         }  # fmt: skip

@@ -4,16 +4,15 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+import msgspec
+import torch
 import zmq
 
 from sglang_ext.managers.cache_rank import protocol
+from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer
 from sglang_ext.managers.cache_rank.process import RankProcess
-from sglang_ext.managers.cache_rank.shared_memory import SharedMemory
-
-if TYPE_CHECKING:
-    from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import ExchangeBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +77,8 @@ class RankLink:
 
     Args:
         settings: Configuration of all ranks.
-        begin: Starts a process.
+        exchange_buffer: Memory that is shared with each process of the rank.
+        start_process: Starts a process.
 
     Attributes:
         epoch: Number of the process. Leases name it, and are void in another epoch.
@@ -88,8 +88,11 @@ class RankLink:
         replies: Replies of this process that were not processed yet, newest last.
     """
 
-    def __init__(self, settings: RankSettings, start_process: Callable[..., RankProcess] = RankProcess):
-        self.settings = settings
+    def __init__(
+        self, settings: RankSettings, exchange_buffer: ExchangeBuffer,
+        start_process: Callable[[ExchangeBuffer, int, int], RankProcess] = RankProcess,
+    ):  # fmt: skip
+        self.settings, self.exchange_buffer = settings, exchange_buffer
         self.epoch = 0
         self.packs: tuple[Pack, ...] = ()
         self.starts = 0
@@ -128,11 +131,6 @@ class RankLink:
         """Process id; None if no process runs."""
         return None if self._process is None else self._process.pid
 
-    @property
-    def memory(self) -> "SharedMemory | ExchangeBuffer":
-        """Memory shared with the running process."""
-        return self._process.memory
-
     def poll(self) -> None:
         """Receive messages, end a silent process, and start a new one if none runs. Does not block."""
         if self._process is None:
@@ -164,10 +162,9 @@ class RankLink:
         self.epoch += 1
         self.starts += 1
         self._last_message_time, self._attach_sent, self._pinged, self._round_trips = time.monotonic(), False, {}, []
-        shape = self.settings.attach.shape
-        self._free_places = list(range(shape.places))
+        self._free_places = list(range(self.settings.attach.shape.places))
         try:
-            self._process = self._start_process(shape, self.epoch, self.settings.threads)
+            self._process = self._start_process(self.exchange_buffer, self.epoch, self.settings.threads)
         except OSError as error:
             self._fail("ended", f"it did not start: {error}")
 
@@ -284,6 +281,24 @@ class RankLink:
             self.pid, self.epoch, self.settings.attach.blocks * protocol.BLOCK, max(pack.count for pack in self.packs),
             min(self._round_trips) * 1e3, self._layer_seconds * 1e3,
         )  # fmt: skip
+
+
+def connect_rank(
+    attach: protocol.Attach, exchange_buffer: ExchangeBuffer, silence: float = SILENCE_SECONDS, pack: int | None = None, threads: int = 1
+) -> RankLink:
+    """Return the connection to a rank with this configuration.
+
+    Args:
+        attach: First message, without the device's numbers.
+        exchange_buffer: Its exchange buffer.
+        silence: Seconds without a message after which a process is ended.
+        pack: Layers of a pack; 0 to measure it; None for all layers of a step in one selection request.
+        threads: Threads of each process.
+    """
+    apart = attach.apart or exchange_buffer.device != torch.device(exchange_buffer.rank_device)
+    pack = attach.shape.layers if pack is None else pack
+    settings = RankSettings(msgspec.structs.replace(attach, arena=exchange_buffer.handle, apart=apart), pack, threads, silence)
+    return RankLink(settings, exchange_buffer)
 
 
 def choose_pack_size(message_seconds: float, layer_seconds: float) -> int:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_ext.managers.feature import FEATURES, Feature, Selectors, create_full_kv, create_selectors, load_features
+from sglang_ext.managers.feature import FEATURES, Feature, create_full_kv, create_selector, load_features
 from sglang_ext.managers.spec_decode.full_kv import ResidentFullKV
 
 # Source of a process: the modules of this project that a scheduler with --kv-mode verified and --kv-compressor snapkv imports.
@@ -68,15 +68,15 @@ def test_each_method_of_the_interface_serves_several_features():
 
 def test_the_first_selector_and_the_only_provider_serve():
     class Selecting(Feature):
-        def selectors(self, worker, method):
-            return Selectors(asynchronous=(self.args, method))
+        def selector(self, worker, method):
+            return self.args, method
 
     class Freeing(Feature):
         def full_kv(self, worker, tree_cache):
             return tree_cache
 
     worker = SimpleNamespace(features=(Feature("none"), Selecting("first"), Freeing("none"), Selecting("second")))
-    assert create_selectors(worker, "method") == (None, ("first", "method"))
+    assert create_selector(worker, "method") == ("first", "method")
     assert create_full_kv(worker, "tree") == "tree"
     worker.features = (Feature("none"),)
-    assert create_selectors(worker, "method") == (None, None) and isinstance(create_full_kv(worker, "tree"), ResidentFullKV)
+    assert create_selector(worker, "method") is None and isinstance(create_full_kv(worker, "tree"), ResidentFullKV)

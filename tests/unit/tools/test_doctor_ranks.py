@@ -44,10 +44,10 @@ def test_a_process_that_says_nothing_is_given_up_in_time(monkeypatch: pytest.Mon
 
 
 def test_without_memory_to_share_the_line_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(shape: object) -> int:
+    def none(*given: object) -> int:
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(process, "allocate", none)
+    monkeypatch.setattr(os, "memfd_create", none)
     assert not cache_ranks.check_cache_ranks(seconds=5).ok
 
 

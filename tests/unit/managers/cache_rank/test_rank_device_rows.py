@@ -15,14 +15,20 @@ from device_rank_helpers import RankWorld
 from rank_helpers import ROTARY, attach, pool
 
 from sglang_ext.core import OptionError
-from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import ExchangeLayout
-from sglang_ext.managers.cache_rank.on_gpu.gpu_launch import LEAST_FRESH, check_capacity, check_value_layout, fit_shape, rank_capacity_bytes
-from sglang_ext.managers.cache_rank.launch import build_attach
+from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeLayout
 from sglang_ext.managers.cache_rank.feature import rank_values
+from sglang_ext.managers.cache_rank.launch import (
+    LEAST_FRESH,
+    build_attach,
+    check_capacity,
+    check_value_layout,
+    fit_shape,
+    rank_capacity_bytes,
+)  # fmt: skip
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots
 from sglang_ext.mem_cache.compressed.row_exchange import missing_mask, top_mask
-from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors.spade import Spade
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -46,7 +52,7 @@ def world(shared):
     for there, here in zip((*shared.buffers.keys, *shared.buffers.values), (*shared.on_host.keys, *shared.on_host.values)):
         there.copy_(here)
     shared.steps.missed.clear()
-    shared.steps._max_wait_seconds, shared._free = 20.0, 800
+    shared.steps.max_wait_seconds, shared._free = 20.0, 800
     return shared
 
 
@@ -163,7 +169,7 @@ def test_a_request_whose_only_full_kv_went_with_its_rank_is_lost_and_others_are_
     assert world.steps.is_lost(1) and not world.steps.is_lost(2) and world.steps.num_held_tokens(1) == world.steps.num_held_tokens(2) == 0
     assert not world.steps.extend(1, world.table[1, :200].long())
     world.until(lambda: world.steps.ready == 1)
-    world.steps._max_wait_seconds = 20.0
+    world.steps.max_wait_seconds = 20.0
     world.step(), world.step()
     assert all(torch.equal(world.positions(row), before) for row, before in zip((1,), kept))
     assert torch.equal(world.led(2), world.chosen(2, world.ends[2] - 1, 150)) and world.steps.num_held_tokens(2) == 150
@@ -189,7 +195,7 @@ def test_a_rank_that_was_late_goes_on_from_what_the_copy_holds():
         time.sleep(pause)
     world.steps.poll()
     assert world.steps.missed["late"] > 3
-    world.steps._max_wait_seconds = 20.0
+    world.steps.max_wait_seconds = 20.0
     for _ in range(3):
         world.step()
     before = world.positions(1)
@@ -204,7 +210,7 @@ def test_a_rank_that_was_late_goes_on_from_what_the_copy_holds():
 def test_requests_come_grow_and_go_at_random_and_hold_what_their_records_say(world):
     """For 6 s; what changes is by the newest choice alone."""
     chance, until, taken, begun = random.Random(7), time.monotonic() + 6, 0, {}
-    free, world.steps._max_wait_seconds = [1, 2, 3, 4, 5], 1.0
+    free, world.steps.max_wait_seconds = [1, 2, 3, 4, 5], 1.0
     while time.monotonic() < until:
         if free and chance.random() < 0.4:
             row = free.pop()

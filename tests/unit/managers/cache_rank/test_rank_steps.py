@@ -13,14 +13,19 @@ from device_rank_helpers import RankWorld, Told, rank_here
 from rank_helpers import attach, pool
 
 from sglang_ext.core import OptionError
-from sglang_ext.managers.cache_rank import protocol
-from sglang_ext.managers.cache_rank.on_gpu import gpu_client
-from sglang_ext.managers.cache_rank.on_gpu import interval_tuner
-from sglang_ext.managers.cache_rank.on_gpu import gpu_selection_server
-from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import CHOSEN, DONE, ExchangeBuffer, ExchangeBufferError, ExchangeLayout, QueryUpload, check_peer_access
-from sglang_ext.managers.cache_rank.on_gpu.gpu_selection_server import GpuSelectionServer
-from sglang_ext.managers.cache_rank.on_gpu.gpu_launch import fit_shape, warn_if_few_lanes
-from sglang_ext.managers.cache_rank.on_gpu.mapped_exchange_buffer import int32_words
+from sglang_ext.managers.cache_rank import interval_tuner, protocol, selection_server, stepwise_client
+from sglang_ext.managers.cache_rank.exchange_buffer import (
+    CHOSEN,
+    DONE,
+    ExchangeBuffer,
+    ExchangeBufferError,
+    ExchangeLayout,
+    QueryUpload,
+    check_peer_access,
+)
+from sglang_ext.managers.cache_rank.launch import fit_shape, warn_if_few_lanes
+from sglang_ext.managers.cache_rank.mapped_exchange_buffer import int32_words
+from sglang_ext.managers.cache_rank.selection_server import SelectionServer
 from sglang_ext.managers.cache_rank.feature import rank_values
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery, RegressedQuery
 
@@ -58,7 +63,7 @@ def test_a_rank_that_steps_outrun_is_asked_as_often_as_it_keeps_up_and_what_it_c
 
 def test_copies_of_contexts_of_all_lengths_are_compiled_for_before_any_request(world, monkeypatch):
     told = []
-    monkeypatch.setattr(gpu_client, "compile_lengths", lambda method, table, buffers, heads: told.append((method, table, heads)))
+    monkeypatch.setattr(stepwise_client, "compile_lengths", lambda method, table, buffers, heads: told.append((method, table, heads)))
     world.steps.compile_kernels()
     assert told == [(world.method, world.table, world.queries.pool.shape[2])]
 
@@ -286,8 +291,8 @@ def test_a_rank_that_holds_few_bits_chooses_by_what_they_mean(bits):
 def test_keys_that_come_with_a_question_are_part_of_what_it_takes(monkeypatch):
     arena = ExchangeBuffer(attach().shape, torch.device("cpu"), "cpu")
     rank, socket = rank_here(arena)
-    pull = rank._keys.pull
-    monkeypatch.setattr(rank._keys, "pull", lambda *given: (time.sleep(1.0), pull(*given)))
+    pull = rank._store.pull
+    monkeypatch.setattr(rank._store, "pull", lambda *given: (time.sleep(1.0), pull(*given)))
     keys = pool()
     for sequence, (keys_come, least, most) in enumerate(((True, 1.0, 10), (False, 0, 1.0)), 1):
         if keys_come:
@@ -301,7 +306,7 @@ def test_keys_that_come_with_a_question_are_part_of_what_it_takes(monkeypatch):
 
 
 def test_a_choice_that_was_launched_ahead_costs_what_it_takes_from_when_the_question_is_put(monkeypatch):
-    monkeypatch.setattr(gpu_selection_server, "AHEAD_SECONDS", 20.0)
+    monkeypatch.setattr(selection_server, "AHEAD_SECONDS", 20.0)
     arena = ExchangeBuffer(attach().shape, torch.device("cpu"), "cpu")
     rank, socket = rank_here(arena, apart=True)
     choose = rank._answering._select_positions
@@ -332,7 +337,7 @@ def test_a_rank_that_is_killed_costs_choices_and_another_takes_its_place():
     assert world.steps.missed["ended"] >= 1 and world.steps.missed.total() >= 4 and world.steps.ready == 0
     world.until(lambda: world.steps.ready == 1)
     assert world.steps.starts == 2 and world.links[0].epoch == 2
-    world.steps._max_wait_seconds = 20.0
+    world.steps.max_wait_seconds = 20.0
     world.step(), world.step()
     assert torch.equal(world.led(1), world.chosen(1, world.ends[1] - 1, 200))
     end(world)
@@ -367,7 +372,7 @@ def test_a_late_rank_catches_up_after_questions_that_found_no_place():
     (arena,), (request,) = world.arenas, world.steps._requests.values()
     newest = arena.word(request.lease.sequence)
     world.until(lambda: int(arena.heads[request.lease.lane, DONE]) >= newest, 20)
-    world.steps._max_wait_seconds = 20.0
+    world.steps.max_wait_seconds = 20.0
     world.step(), world.step()
     assert torch.equal(world.led(1), world.chosen(1, world.ends[1] - 1, 200))
     end(world)
@@ -409,10 +414,10 @@ def test_a_rank_that_cannot_map_the_arena_or_hold_the_keys_says_why(monkeypatch,
     def refuse(*given, **named):
         raise error
 
-    monkeypatch.setattr(gpu_selection_server, "MappedExchangeBuffer", refuse)
+    monkeypatch.setattr(selection_server, "MappedExchangeBuffer", refuse)
     socket = Told()
     with pytest.raises(protocol.ProtocolError):
-        GpuSelectionServer(socket, None, 1, torch.device("cpu"))._handle(attach())
+        SelectionServer(socket, None, 1, torch.device("cpu"))._handle(attach())
     assert isinstance(socket.messages[-1], protocol.AttachRefused) and socket.messages[-1].reason == said
 
 
@@ -420,11 +425,11 @@ def test_a_rank_whose_gpu_has_no_kernels_that_choose_says_why(monkeypatch):
     def refuse(*given, **named):
         raise OptionError("no products of integers: pass --kv-score-bits 16")
 
-    monkeypatch.setattr(gpu_selection_server, "MappedExchangeBuffer", lambda shape, *given: SimpleNamespace(shape=shape))
-    monkeypatch.setattr(GpuSelectionServer, "_warm_up_lengths", refuse)
+    monkeypatch.setattr(selection_server, "MappedExchangeBuffer", lambda shape, *given: SimpleNamespace(shape=shape))
+    monkeypatch.setattr(SelectionServer, "_warm_up_lengths", refuse)
     socket = Told()
     with pytest.raises(protocol.ProtocolError):
-        GpuSelectionServer(socket, None, 1, torch.device("cpu"))._handle(attach(bits=8))
+        SelectionServer(socket, None, 1, torch.device("cpu"))._handle(attach(bits=8))
     assert socket.messages[-1].reason == "its GPU cannot select tokens: no products of integers: pass --kv-score-bits 16"
 
 
@@ -450,7 +455,7 @@ def test_an_arena_has_as_many_lanes_as_its_bytes_hold():
 def test_requests_come_grow_and_go_at_random_and_each_is_led_by_its_own_questions(world):
     """For 6 s: what a copy leads to is what it led to before, or what the queries of the last turn choose."""
     chance, until, taken, begun = random.Random(5), time.monotonic() + 6, 0, {}
-    free, world.steps._max_wait_seconds = [1, 2, 3, 4, 5], 1.0
+    free, world.steps.max_wait_seconds = [1, 2, 3, 4, 5], 1.0
     while time.monotonic() < until:
         if free and chance.random() < 0.4:
             row = free.pop()
@@ -470,7 +475,7 @@ def test_requests_come_grow_and_go_at_random_and_each_is_led_by_its_own_question
             if not torch.equal(led, before[row]):
                 taken += 1
                 assert torch.equal(led, world.chosen(row, world.ends[row] - 1, begun[row]))
-    world.steps._max_wait_seconds = 20.0
+    world.steps.max_wait_seconds = 20.0
     forget_all(world)
     world.until(lambda: world.steps.held_tokens == 0)
     assert taken > 5 and world.steps.starts == 1 and not world.steps.missed["wrong"]

@@ -1,19 +1,16 @@
-"""State of a request at a cache rank on a GPU: its lease, its open selection request, and the tokens of its rows."""
+"""State of a request at a cache rank, as the inference rank sees it: its lease, open selection requests, and the tokens of its rows."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import torch
 
-from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.leases import KeyLease, KeyLeases
-from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import QueryUpload
 
 
 @dataclass(frozen=True)
 class PendingSelection:
-    """The last selection request of a request: its sequence in the lane, covered tokens, and tokens to keep for each head."""
+    """A selection request whose selection the compressed KV will apply: its sequence, covered tokens, and tokens to keep for each head."""
 
     sequence: int
     covered: int
@@ -34,21 +31,24 @@ class RowRecord:
 
 
 @dataclass
-class GpuRankRequest:
+class RankRequest:
     """A request at a rank.
 
     Attributes:
         leases: Leases at the process that has the keys.
         lease: The request's lease.
         names: Names of its prompt's blocks, which requests with the same prefix share.
-        pending: Open selection request, whose selection the compressed KV will apply; None if none is open.
+        pending: The newest selection request of each pack, by the pack's first layer, until its selection is applied or dropped.
+        unanswered: Sequence of the selection request of each pack whose reply has not arrived, by the pack's first layer. Unused where the
+            device waits for replies.
         is_remote_only: The request's full KV is remote-only.
     """
 
     leases: KeyLeases
     lease: KeyLease
     names: Sequence[bytes] = ()
-    pending: PendingSelection | None = None
+    pending: dict[int, PendingSelection] = field(default_factory=dict)
+    unanswered: dict[int, int] = field(default_factory=dict)
     is_remote_only: bool = False
 
     @property
@@ -57,13 +57,5 @@ class GpuRankRequest:
         return not self.leases.link.ready or self.leases.epoch != self.leases.link.epoch
 
     def extend(self, slots: torch.Tensor) -> bool:
-        """See :meth:`KeyLeases.extend`. Blocks are named by hashes, because the host does not know the slots."""
+        """See :meth:`KeyLeases.extend`. Blocks are named by hashes of tokens."""
         return self.leases.extend(self.lease, slots, lambda index: self.names[index] if index < len(self.names) else None)
-
-
-class SelectionSubmission(NamedTuple):
-    """A selection request to publish: its request, the message to the rank, and the data for the exchange buffer."""
-
-    request: GpuRankRequest
-    selection_request: protocol.SelectionRequest
-    upload: QueryUpload
