@@ -4,7 +4,6 @@ Each kit is a mixin of a ``unittest.TestCase``, which asks a server by HTTP. Lef
 lengths, of thousands of tokens, and those that want flags of their own.
 """
 
-import json
 import sys
 from importlib import import_module
 from types import ModuleType
@@ -15,13 +14,12 @@ from servers import Server
 
 pytestmark = pytest.mark.server
 
-# A schema without whitespace of choice, which a model of few layers repeats up to the longest output.
-TWO_OBJECTS = json.dumps({"enum": [{"name": "Paris", "population": 2_000_000}, {"name": "Lyon", "population": 500_000}]})
 # Tests by the kit's class, with its module and what replaces its default load, which is meant for GPUs.
 KITS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "RegexConstrainedMixin": ("regex_constrained_kit", ("test_regex_generate_email", "test_regex_generate_date"), {}),
     "EBNFConstrainedMixin": ("ebnf_constrained_kit", ("test_ebnf_generate_date",), {}),
-    "JSONConstrainedMixin": ("json_constrained_kit", ("test_json_generate", "test_json_invalid"), {"json_schema": TWO_OBJECTS}),
+    # Not test_json_generate: a model of few layers repeats whitespace up to the longest output. test_verified.py compares a schema with stock.
+    "JSONConstrainedMixin": ("json_constrained_kit", ("test_json_invalid",), {}),
     "BasicAPIContractMixin": (
         "basic_api_contract_kit",
         ("test_get_server_info", "test_openai_completion"),
