@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_ext.config import disaggregation_options, method_options, model_folder, model_options, options, selection_options
-from sglang_ext.config.conditions import BACKEND, TRANSFERS
+from sglang_ext.config.conditions import BACKEND_OPTION, HAS_PROGRESSIVE_TRANSFER
 from sglang_ext.config.flags import FLAGS
-from sglang_ext.config.rules import COMPRESSES, option, round_up, words
+from sglang_ext.config.rules import IS_NOT_FULL_MODE, option, render_text, round_up
 from sglang_ext.core import MIN_CONTEXT, OptionError
 from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
 from sglang_ext.managers.kv_transfer.link_settings import LinkError
@@ -35,7 +35,7 @@ def check_flags(args: "KVServerArgs") -> None:
         flag.check_value(args)
     for flag in in_scope:
         flag.check_conflicts(args)
-    transfers, compresses = TRANSFERS.holds(args), COMPRESSES.holds(args)
+    transfers, compresses = HAS_PROGRESSIVE_TRANSFER.holds(args), IS_NOT_FULL_MODE.holds(args)
     if args.kv_bench_timeline is not None and (transfers or compresses):
         _check_timeline(Path(args.kv_bench_timeline))
     if transfers:
@@ -98,7 +98,7 @@ def _check_transfer(args: "KVServerArgs") -> None:
     from sglang_ext.hooks import activation as hooking
 
     for refusal in disaggregation_options.PROGRESSIVE:
-        refusal.check(args, BACKEND)
+        refusal.check(args, BACKEND_OPTION)
     if args.kv_bench_codec is not None:
         from sglang_ext.managers.kv_transfer.progressive.compatibility import bench_codec
 
@@ -124,7 +124,7 @@ def _warn_of_ignored_flags(args: "KVServerArgs") -> None:
     ignored: dict[tuple[str, str], list[str]] = {}
     for flag in FLAGS:
         if (unmet := flag.find_unmet(args)) is not None:
-            ignored.setdefault((words(unmet.unmet, args), words(unmet.remedy, args)), []).append(flag.option)
+            ignored.setdefault((render_text(unmet.unmet, args), render_text(unmet.remedy, args)), []).append(flag.option)
     for (why, remedy), names in ignored.items():
         has, them = ("has", "it") if len(names) == 1 else ("have", "them")
         logger.warning("sglang-ext: %s %s no effect: %s. Remedy: %s, or leave %s out", ", ".join(names), has, why, remedy, them)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from sglang_ext.config.method_options import drop_methods, offered_methods
 from sglang_ext.config.options import RAW, has_progressive_transfer
-from sglang_ext.config.rules import Refusal, at_most_one, refused
+from sglang_ext.config.rules import Refusal, at_most_one, refuse_if_set
 from sglang_ext.mem_cache.compressors import catalogue
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ ROLES: tuple[Refusal, ...] = (
         "it predicts scores when a prompt is computed, and they are not transferred with its KV",
         "use another method there, for example snapkv",
     ),
-    refused("disaggregation_decode_enable_radix_cache", "SGLang refuses it with any speculation"),
-    refused("disaggregation_decode_enable_offload_kvcache", "it stores pages of a prefix tree that does not account for compressed slots"),
+    refuse_if_set("disaggregation_decode_enable_radix_cache", "SGLang refuses it with any speculation"),
+    refuse_if_set("disaggregation_decode_enable_offload_kvcache", "it stores pages of a prefix tree that does not account for compressed slots"),
 )
 
 ALIKE = "each rank sends to the rank of the same number"
@@ -41,7 +41,7 @@ BOTH_SIDES = "use --tp-size on both sides"
 PROGRESSIVE: tuple[Refusal, ...] = (
     at_most_one("dp_size", "data parallelism is untested with it", remedy=BOTH_SIDES),
     *(at_most_one(name, ALIKE, remedy=BOTH_SIDES) for name in ("pp_size", "attn_cp_size", "dcp_size")),
-    refused("enable_hisparse", "it receives KV in host memory"),
+    refuse_if_set("enable_hisparse", "it receives KV in host memory"),
     Refusal(
         "--speculative-algorithm",
         lambda args: args.kv_mode == "full" and args.speculative_algorithm not in (None, "NGRAM"),

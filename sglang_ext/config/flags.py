@@ -1,6 +1,7 @@
 """The table of flags.
 
 To add a flag, add a field to :class:`KVFlags`. The parser, the help, the checks, docs/flags.md and the tests are made from the table.
+Then run ``python -m sglang_ext.tools.manual``, and add the flag to patches/sglang-0.5.17/0002-arguments.patch.
 Checks that read files, the model or the machine are functions (flag_checks.py).
 """
 
@@ -12,10 +13,10 @@ from sglang.srt.arg_groups.arg_utils import NS, A
 from sglang_ext.config import disaggregation_options, method_options, options, prefill_options, refused_options, request_params
 from sglang_ext.config import selection_options as selection
 from sglang_ext.config.conditions import (
-    BACKEND, DECODES, HAS_RANKS, IS_SPADE, LEAVES_DEVICE, LEAVES_OUT, LOADS_KVZAP, OFFLOADS, SCORES_AHEAD, SELECTS, SENDS, SHORTENS, TIMED,
-    TRANSFERS, VERIFIES,
+    BACKEND_OPTION, BURST_LIMITS_ROUND, CAN_OFFLOAD_FULL_KV, HAS_NO_OFFLOAD_OBSTACLE, HAS_ONLINE_METHOD, HAS_PROGRESSIVE_TRANSFER, HAS_RANKS,
+    HAS_SELECTOR, HAS_TIMELINE, IS_NOT_PREFILL_SERVER, IS_PREFILL_SERVER, IS_SPADE, IS_VERIFIED, NEEDS_ONLINE_METHOD, SELECTS_FEWER_THAN_ALL,
 )  # fmt: skip
-from sglang_ext.config.rules import Flag, Range, Refusal, one_of, refused
+from sglang_ext.config.rules import Flag, Range, Refusal, one_of, refuse_if_set
 from sglang_ext.core import DEFAULT_BUDGET, MIN_CONTEXT
 from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.mem_cache.compressors.each_step.quest import Quest
@@ -25,22 +26,23 @@ from sglang_ext.mem_cache.selection.scoring_keys import EXACT, SCORE_BITS
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
 
-MEMORY = NS("memory")
+MEMORY_NAMESPACE = NS("memory")
 # Sections of docs/flags.md, in the order of the page.
-MODE, KEPT, SELECTED, DRAFTS, STREAMS, HOST, TRANSFER, BENCH = GROUPS = (
+GROUPS = (
     *("Mode", "What the compressed cache keeps", "Tokens selected for each step", "Drafts", "Streams", "Full KV in host memory"),
     *("Transfer of KV between servers", "For benchmarks and tests"),
 )
+SECTION_MODE, SECTION_KEPT, SECTION_SELECTED, SECTION_DRAFTS, SECTION_STREAMS, SECTION_HOST, SECTION_TRANSFER, SECTION_BENCH = GROUPS
 COMPARABLE = ", ".join(catalogue.comparable())
 KEEPS_TOKENS = "it keeps tokens as they are"
 ONLY_VERIFIED = Refusal("--kv-mode lossy", lambda args: args.kv_mode != "verified", "it verifies nothing", "pass --kv-mode verified")
 
 
-def _packs_none(args: "KVServerArgs") -> bool:
+def _has_no_quantizer(args: "KVServerArgs") -> bool:
     return method_options.shared_quant_method(method_options.offered_methods(args)) is None
 
 
-def _points(args: "KVServerArgs") -> bool:
+def _points_to_full_kv(args: "KVServerArgs") -> bool:
     return catalogue.points(args.kv_compressor)
 
 
@@ -51,14 +53,14 @@ class KVFlags:
     kv_mode: A[str, Flag(
         text="full: stock SGLang. verified: draft on compressed KV and verify on full KV, with the outputs of full. lossy: decode "
         "on compressed KV alone.",
-        group=MODE, values=options.MODES, conflicts=refused_options.REFUSALS,
-    ), MEMORY] = "full"
+        group=SECTION_MODE, values=options.MODES, conflicts=refused_options.REFUSALS,
+    ), MEMORY_NAMESPACE] = "full"
     kv_compressor: A[str, Flag(
         text=f"How the KV cache is compressed: by dropping tokens ({', '.join(catalogue.dropping())}), by packing them in few bits "
         f"({', '.join(catalogue.packing())}), or both, as in {catalogue.DEFAULT}+kivi. Or a class of your own, in a file or in an "
         "installed module: ./my_method.py:KeyNorm, package.module:KeyNorm. "
         f"On a CPU only: {', '.join(sorted(set(catalogue.packing()) - set(catalogue.on_gpu())))}.",
-        group=KEPT,
+        group=SECTION_KEPT,
         conflicts=(
             Refusal(
                 "--kv-mode lossy", lambda args: args.kv_mode == "lossy" and catalogue.needs_verifications(args.kv_compressor),
@@ -82,66 +84,65 @@ class KVFlags:
                 "pass --kv-compressor spade", needs_device=True,
             ),
         ),
-    ), MEMORY] = catalogue.DEFAULT
+    ), MEMORY_NAMESPACE] = catalogue.DEFAULT
     kv_budget: A[float | None, Flag(
         text=f"Share of the context's tokens that compressed KV keeps. Default: {DEFAULT_BUDGET}, or 1 if tokens are only packed.",
-        group=KEPT, values=(method_options.BUDGETS,), example=0.25,
+        group=SECTION_KEPT, values=(method_options.BUDGETS,), example=0.25,
         conflicts=(
             Refusal(
                 "--kv-select {args.kv_select}", lambda args: args.kv_select is not None and selection.has_selector(args),
                 "both say how many tokens each KV head reads", "leave --kv-select out",
             ),
         ),
-    ), MEMORY] = None
+    ), MEMORY_NAMESPACE] = None
     kv_sparse_from: A[int, Flag(
-        text="Context length from which KV is compressed. Shorter contexts are read whole. It is the start of drafts with --kv-mode "
-        f"verified, and of approximation with lossy. Below {MIN_CONTEXT} tokens compression saves too little.",
-        group=KEPT, values=(Range(MIN_CONTEXT, unit="tokens"),), example=4096,
-    ), MEMORY] = MIN_CONTEXT
+        text="Context length from which KV is compressed. Shorter contexts are read whole. Requests draft (verified) or become "
+        f"approximate (lossy) from this length on. Below {MIN_CONTEXT} tokens compression saves too little.",
+        group=SECTION_KEPT, values=(Range(MIN_CONTEXT, unit="tokens"),), example=4096,
+    ), MEMORY_NAMESPACE] = MIN_CONTEXT
     kv_bits: A[int | None, Flag(
         text="Bits of a packed number: "
         + "; ".join(f"{name}: {' or '.join(map(str, catalogue.allowed_bits(name)))}" for name in catalogue.packing())
         + ". The first is the default.",
-        group=KEPT,
+        group=SECTION_KEPT,
         conflicts=(
             Refusal(
-                "--kv-compressor spade", lambda args: _packs_none(args) and selection.is_spade(args),
+                "--kv-compressor spade", lambda args: _has_no_quantizer(args) and selection.is_spade(args),
                 f"{KEEPS_TOKENS}, and selects with keys in {one_of(SCORE_BITS)} bits",
                 "pass --kv-score-bits 8 or 4 instead, or --kv-compressor kivi",
             ),
             Refusal(
-                "--kv-compressor {args.kv_compressor}", lambda args: _packs_none(args) and _points(args),
+                "--kv-compressor {args.kv_compressor}", lambda args: _has_no_quantizer(args) and _points_to_full_kv(args),
                 KEEPS_TOKENS, "pass --kv-compressor kivi",
             ),
             Refusal(
-                "--kv-compressor {args.kv_compressor}", _packs_none,
+                "--kv-compressor {args.kv_compressor}", _has_no_quantizer,
                 KEEPS_TOKENS, "add a packing method: --kv-compressor {args.kv_compressor}+kivi",
             ),
         ),
-    ), MEMORY] = None
+    ), MEMORY_NAMESPACE] = None
     kv_partition: A[int | None, Flag(
-        text="Numbers that share a scale where codes are multiplied as integers, of a token's key and of a value's channel: "
+        text="Size of a quantization group for integer attention: channels of a key, tokens of a value. "
         + "; ".join(f"{name}: {', '.join(map(str, catalogue.allowed_partitions(name)))}" for name in catalogue.partitioned())
-        + ". The first is the default. Fewer are more precise, and take more room.",
-        group=KEPT,
+        + ". The first is the default. Smaller groups are more precise, and take more memory.",
+        group=SECTION_KEPT,
         conflicts=(
             Refusal(
-                "--kv-compressor {args.kv_compressor}", _packs_none, KEEPS_TOKENS, f"pass --kv-compressor {catalogue.partitioned()[0]}"
+                "--kv-compressor {args.kv_compressor}", _has_no_quantizer, KEEPS_TOKENS, f"pass --kv-compressor {catalogue.partitioned()[0]}"
             ),
         ),
-    ), MEMORY] = None
+    ), MEMORY_NAMESPACE] = None
     kv_prefill: A[str, Flag(
-        text="What prompts attend to. exact: exact keys and values, except for a cached prefix of which only quantized KV is left. "
-        "quantized: with --kv-mode lossy and --kv-compressor hack, the quantized KV that compressed KV holds, except within a "
-        "token's own block. It applies to all prompts: also below --kv-sparse-from, with other methods, and of requests that decode "
-        "on full KV.",
-        group=KEPT, values=prefill_options.PREFILL_MODES, conflicts=prefill_options.CONFLICTS,
-    ), MEMORY] = prefill_options.EXACT
+        text="KV that prefill attention reads. exact: exact keys and values, except for a cached prefix of which only quantized KV is "
+        "left. quantized (--kv-mode lossy, --kv-compressor hack): quantized blocks; a token's own block is exact. quantized applies to "
+        "all prompts: also below --kv-sparse-from, with other methods, and of requests that decode on full KV.",
+        group=SECTION_KEPT, values=prefill_options.PREFILL_MODES, conflicts=prefill_options.CONFLICTS,
+    ), MEMORY_NAMESPACE] = prefill_options.EXACT
     kv_head_budgets: A[str, Flag(
         text=f"equal: all heads keep the same number of tokens. adaptive: the most important tokens over all heads and layers are kept, "
-        f"with {COMPARABLE}. auto: adaptive for {', '.join(catalogue.better_uneven())}, which then gain half as many tokens again per "
-        "verification. auto: equal for other methods, with several methods, and in deterministic mode on a GPU.",
-        group=KEPT, values=("auto", "equal", "adaptive"),
+        f"with {COMPARABLE}. auto: adaptive for {' and '.join(catalogue.better_uneven())} (1.5 times the tokens per verification); equal for "
+        "other methods, with several methods, and in deterministic mode on a GPU.",
+        group=SECTION_KEPT, values=("auto", "equal", "adaptive"),
         conflicts=(
             Refusal(
                 "--kv-more-compressors {args.kv_more_compressors}", lambda args: len(method_options.offered_methods(args)) > 1,
@@ -149,7 +150,7 @@ class KVFlags:
                 value="adaptive",
             ),
             Refusal(
-                "--kv-compressor {args.kv_compressor}", lambda args: not _packs_none(args), "packed heads keep equal numbers of tokens",
+                "--kv-compressor {args.kv_compressor}", lambda args: not _has_no_quantizer(args), "packed heads keep equal numbers of tokens",
                 f"pass one of {COMPARABLE}", value="adaptive",
             ),
             Refusal(
@@ -157,50 +158,50 @@ class KVFlags:
                 "its scores do not compare over heads", f"pass one of {COMPARABLE}", value="adaptive",
             ),
         ),
-    ), MEMORY] = "auto"
+    ), MEMORY_NAMESPACE] = "auto"
     kv_more_compressors: A[str | None, Flag(
         text="More methods that requests may ask for by name, in custom_params: NAME or NAME:BUDGET, separated by commas, as in "
         "snapkv:0.125,kivi. At most one of all methods may pack tokens.",
-        group=KEPT,
-    ), MEMORY] = None
+        group=SECTION_KEPT,
+    ), MEMORY_NAMESPACE] = None
     kv_scores: A[str | None, Flag(
         text="Folder of documents' scores, written by python -m sglang_ext.precompress, for --kv-compressor kvzip.",
-        group=KEPT,
-    ), MEMORY] = None
+        group=SECTION_KEPT,
+    ), MEMORY_NAMESPACE] = None
     kv_predictor: A[str | None, Flag(
         text="Folder of a network fitted to the model, written by python -m sglang_ext.fit kvzap, for --kv-compressor kvzap.",
-        group=KEPT,
-    ), MEMORY] = None
+        group=SECTION_KEPT,
+    ), MEMORY_NAMESPACE] = None
     kv_online_compressor: A[str, Flag(
         text="With kvzip: the method for contexts that begin with none of the documents, and for tokens after a document. With kvzap: "
         "the method for contexts whose KV is loaded from host memory.",
-        group=KEPT, values=catalogue.online(), requires=(SCORES_AHEAD, LOADS_KVZAP),
-    ), MEMORY] = catalogue.DEFAULT
+        group=SECTION_KEPT, values=catalogue.online(), requires=(HAS_ONLINE_METHOD, NEEDS_ONLINE_METHOD),
+    ), MEMORY_NAMESPACE] = catalogue.DEFAULT
 
     kv_select: A[float | None, Flag(
         text="Tokens of the context that each KV head reads in a step, as a share or as a number. Shorter contexts are read whole. The "
         "first 4 and the newest 32 tokens are always included. On a GPU quest rounds all of these up to pages of 16, and needs "
         "--page-size 16. Default: the share of --kv-budget.",
-        group=SELECTED, values=(Range(0, 1, is_open=True, whole=False), Range(2, unit="tokens", is_float=True)), example="0.125 or 2048",
-        requires=(SELECTS, LEAVES_OUT),
-    ), MEMORY] = None
+        group=SECTION_SELECTED, example="0.125 or 2048",
+        values=(Range(0, 1, excludes_minimum=True, integers_only=False), Range(2, unit="tokens", accepts_float_type=True)),
+        requires=(HAS_SELECTOR, SELECTS_FEWER_THAN_ALL),
+    ), MEMORY_NAMESPACE] = None
     kv_select_every: A[int | str, Flag(
         text="Steps between two selections of tokens. With --kv-mode verified, tokens are also selected after each verification. Cache "
         "ranks on GPUs select less often if they need longer for all requests. auto: the fastest interval by measured times and "
         "acceptance, with spade and --kv-mode verified without cache ranks; else 1.",
-        group=SELECTED, values=(Range(1, unit="steps"), "auto"), example=4, requires=(SELECTS,),
-    ), MEMORY] = "auto"
+        group=SECTION_SELECTED, values=(Range(1, unit="steps"), "auto"), example=4, requires=(HAS_SELECTOR,),
+    ), MEMORY_NAMESPACE] = "auto"
     kv_select_by: A[str, Flag(
-        text="The query that selects tokens before a step has its own. current: the query of the previous step. regressed: a prediction "
-        "from the last 17 queries.",
-        group=SELECTED, values=tuple(PREDICTORS), requires=(IS_SPADE,),
-    ), MEMORY] = "current"
+        text="Query used to select tokens before the step computes its query. current: the query of the previous step. regressed: a "
+        "prediction from the last 17 queries.",
+        group=SECTION_SELECTED, values=tuple(PREDICTORS), requires=(IS_SPADE,),
+    ), MEMORY_NAMESPACE] = "current"
     kv_cache_ranks: A[int, Flag(
         text="Number of processes that hold the keys of long requests and select tokens while the model computes. Requests are "
         "distributed among them. With a model on a GPU, each has a GPU of its own. In mode lossy they also hold values and send the "
-        "selected rows, and full KV is freed. 0: tokens are selected between steps, which wait for it, or on a second stream of the "
-        "GPU.",
-        group=SELECTED, values=(Range(0),), example=1, requires=(IS_SPADE, DECODES),
+        "selected rows, and full KV is freed. 0: the server selects: between steps (CPU), or on a second stream (GPU).",
+        group=SECTION_SELECTED, values=(Range(0),), example=1, requires=(IS_SPADE, IS_NOT_PREFILL_SERVER),
         conflicts=(
             Refusal(
                 "--tp-size {args.tp_size}", lambda args: selection.is_spade(args) and args.tp_size > 1,
@@ -211,43 +212,38 @@ class KVFlags:
                 "cache ranks work on a CPU or on NVIDIA GPUs", "pass --device cpu", needs_device=True,
             ),
         ),
-    ), MEMORY] = 0
+    ), MEMORY_NAMESPACE] = 0
     kv_cache_rank_gpu: A[int | None, Flag(
         text="With a model on a GPU: the GPU of the first cache rank. The others use the next ones. Run nothing else there: a kernel "
         "waits on it for the queries of each step. Default: the GPU after the model's.",
-        group=SELECTED, values=(Range(0),), example=1, requires=(IS_SPADE, HAS_RANKS, DECODES),
+        group=SECTION_SELECTED, values=(Range(0),), example=1, requires=(IS_SPADE, HAS_RANKS, IS_NOT_PREFILL_SERVER),
         conflicts=(
             Refusal(
                 "--device {args.device}", lambda args: selection.ranks(args) > 0 and not selection.has_gpu_ranks(args),
                 "cache ranks are on GPUs only if the model is", "pass --device cuda", needs_device=True,
             ),
         ),
-    ), MEMORY] = None
+    ), MEMORY_NAMESPACE] = None
     kv_pack_layers: A[int | str, Flag(
         text="Layers whose queries are sent to a cache rank together. Fewer are used if they divide the model's layers more evenly: 12 "
         "becomes 10 in a model of 30 layers. auto: 4 to 12, by the times of messages and of selection.",
-        group=SELECTED, values=(Range(1, unit="layers"), "auto"), example=6, requires=(IS_SPADE, HAS_RANKS, DECODES),
+        group=SECTION_SELECTED, values=(Range(1, unit="layers"), "auto"), example=6, requires=(IS_SPADE, HAS_RANKS, IS_NOT_PREFILL_SERVER),
         conflicts=(
             Refusal(
                 "--kv-cache-ranks on GPUs", selection.has_gpu_ranks, "all layers of a step are sent at once", "pass auto", needs_device=True
             ),
         ),
-    ), MEMORY] = "auto"
+    ), MEMORY_NAMESPACE] = "auto"
     kv_cache_rank_gb: A[float | None, Flag(
-        text="Memory of each cache rank, in GB of 10^9 bytes, for keys in the format of --kv-score-bits. If it sends rows, as in mode "
-        "lossy, also for exact keys and values. It is allocated when needed, on a GPU at once. Requests without space are read whole. "
-        "Default: the size of the keys of SGLang's pool. In mode lossy the size of the contexts whose compressed KV fits the pool. The "
-        "default uses at most half of the memory that is free at start, on a GPU of its own nine tenths.",
-        group=SELECTED, values=(Range(0, unit="GB", is_open=True, whole=False),), example=8, requires=(IS_SPADE, HAS_RANKS, DECODES),
-    ), MEMORY] = None
+        text="Memory of each cache rank, in GB of 10^9 bytes, for keys with --kv-score-bits; in mode lossy also for exact keys and "
+        "values. Requests without space are read whole. Default: by the size of SGLang's pool and the free memory.",
+        group=SECTION_SELECTED, values=(Range(0, unit="GB", excludes_minimum=True, integers_only=False),), example=8,
+        requires=(IS_SPADE, HAS_RANKS, IS_NOT_PREFILL_SERVER),
+    ), MEMORY_NAMESPACE] = None
     kv_score_bits: A[int | None, Flag(
         text="Bits of the keys with which tokens are selected. 16: the keys of the pool. 8, 4: integers with a scale for each token, "
-        "head and 32 channels, 9 and 5 bits in total. They are stored beside the pool, which is smaller by their size, and selection "
-        "reads fewer bytes. With --kv-cache-ranks the ranks store them, and --kv-cache-rank-gb holds more tokens. In mode lossy ranks "
-        "also hold exact keys to send: they hold .78 and .86 of the tokens that they hold with 16. Default: 8 for cache ranks on "
-        "GPUs, which then select for some layers in less time than the model computes them, else 16. Outputs in mode lossy depend "
-        "on it.",
-        group=SELECTED, values=SCORE_BITS, requires=(IS_SPADE, DECODES),
+        "head and 32 channels, 9 and 5 bits in total. Outputs in mode lossy depend on it. Default: 8 for cache ranks on GPUs, else 16.",
+        group=SECTION_SELECTED, values=SCORE_BITS, requires=(IS_SPADE, IS_NOT_PREFILL_SERVER),
         conflicts=(
             Refusal(
                 "--disaggregation-mode decode", lambda args: args.disaggregation_mode == "decode" and selection.slot_code_bits(args) > 0,
@@ -255,45 +251,45 @@ class KVFlags:
                 f"pass --kv-score-bits {EXACT}, or --kv-cache-ranks 1, which quantizes them",
             ),
         ),
-    ), MEMORY] = None
+    ), MEMORY_NAMESPACE] = None
 
     kv_draft_length: A[int | str, Flag(
         text="Tokens drafted on compressed KV before each verification. auto: the fastest length by measured acceptance and times, "
         "without drafts if full KV is faster.",
-        group=DRAFTS, values=(Range(1, options.MAX_DRAFT_LENGTH), "auto"), example=15, requires=(VERIFIES,),
-    ), MEMORY] = "auto"
+        group=SECTION_DRAFTS, values=(Range(1, options.MAX_DRAFT_LENGTH), "auto"), example=15, requires=(IS_VERIFIED,),
+    ), MEMORY_NAMESPACE] = "auto"
     kv_max_burst: A[int | None, Flag(
         text="Maximum number of tokens that a request gets at once. Limits the draft length, for an even stream. A round gives at least "
         "a draft and the bonus token.",
-        group=DRAFTS, values=(Range(2, unit="tokens"),), requires=(VERIFIES, SHORTENS),
-    ), MEMORY] = None
+        group=SECTION_DRAFTS, values=(Range(2, unit="tokens"),), requires=(IS_VERIFIED, BURST_LIMITS_ROUND),
+    ), MEMORY_NAMESPACE] = None
 
     kv_stream_pacing: A[str, Flag(
         text="When the tokens of a round are sent in a stream, each as a separate chunk. burst: all at once. even: spread over the "
         "expected time of the next round, so at most one round later. A request may override it with kv_stream_pacing in "
         "custom_params.",
-        group=STREAMS, values=request_params.PACINGS,
-    ), MEMORY] = request_params.BURST
+        group=SECTION_STREAMS, values=request_params.PACINGS,
+    ), MEMORY_NAMESPACE] = request_params.BURST
 
     kv_host_gb: A[float, Flag(
         text="Host memory of each tensor-parallel rank, in GB of 10^9 bytes, for full KV of prefixes that do not fit the device. It is "
         "loaded, and its checksums compared, when a prompt begins with such a prefix. With --kv-compressor lynx alone and --page-size "
         "64, a load of packed tokens only transfers the residual of the compressed KV on the device: 7 bits per bfloat16 number. 0: "
         "none.",
-        group=HOST, values=(Range(0, unit="GB", whole=False),), example=16,
+        group=SECTION_HOST, values=(Range(0, unit="GB", integers_only=False),), example=16,
         conflicts=(
             Refusal(
                 "--disaggregation-mode decode", lambda args: args.disaggregation_mode == "decode",
                 "a server that only decodes keeps no prefixes, and only nodes of the prefix tree can leave the device",
                 "pass it to the prefill server",
             ),
-            refused("disable_radix_cache", "only nodes of the prefix tree can leave the device", "leave out --disable-radix-cache"),
+            refuse_if_set("disable_radix_cache", "only nodes of the prefix tree can leave the device", "leave out --disable-radix-cache"),
         ),
-    ), MEMORY] = 0.0
+    ), MEMORY_NAMESPACE] = 0.0
     kv_full_tier: A[str, Flag(
         text="Where full KV of running requests is stored. device: on the device. host: in host memory, loaded for each verification. "
-        "auto: on the device while it fits.",
-        group=HOST, values=options.FULL_TIERS, requires=(OFFLOADS,),
+        "auto: on the device; in host memory if it does not fit and measured times predict a gain.",
+        group=SECTION_HOST, values=options.FULL_TIERS, requires=(HAS_NO_OFFLOAD_OBSTACLE,),
         conflicts=(
             Refusal(
                 "--disaggregation-mode prefill", lambda args: args.disaggregation_mode == "prefill",
@@ -301,50 +297,51 @@ class KVFlags:
             ),
             *(dataclasses.replace(each, value="host") for each in options.OFFLOAD_OBSTACLES),
         ),
-    ), MEMORY] = "device"
+    ), MEMORY_NAMESPACE] = "device"
     kv_offload_draft_length: A[int, Flag(
         text="Maximum number of drafts before a verification that loads full KV from the host. It is rounded down to whole rounds of "
         "--kv-draft-length.",
-        group=HOST, values=(Range(1, options.MAX_OFFLOAD_DRAFT_LENGTH),), example=64, requires=(VERIFIES, LEAVES_DEVICE),
-    ), MEMORY] = 64
+        group=SECTION_HOST, values=(Range(1, options.MAX_OFFLOAD_DRAFT_LENGTH),), example=64, requires=(IS_VERIFIED, CAN_OFFLOAD_FULL_KV),
+    ), MEMORY_NAMESPACE] = 64
 
     kv_reference: A[str, Flag(
-        text="The KV that arrives at the decode server, and is verified against. exact: the prefill server's KV, bit for bit, as 4 bits "
-        "of each number and then the rest. int8: as 4 bits and then 4 more. raw: unchanged, in one piece. Both servers must use the "
-        "same.",
-        group=TRANSFER, values=disaggregation_options.REFERENCES, scope=TRANSFERS,
-    ), MEMORY] = "exact"
+        text="KV that the decode server receives, and verifies drafts with. exact: the prefill server's KV, bit for bit, sent as a 4-bit "
+        "anchor (5 bits with scales), then the remaining bits. int8: 8 bits, sent as the same anchor, then 4 bits. raw: unchanged, in one "
+        "piece. Both servers must use the same.",
+        group=SECTION_TRANSFER, values=disaggregation_options.REFERENCES, scope=HAS_PROGRESSIVE_TRANSFER,
+    ), MEMORY_NAMESPACE] = "exact"
     kv_link_gbps: A[float | None, Flag(
         text="Maximum Gbit/s (10^9 bits) that the prefill server sends from one host to all decode servers together. Its ranks share it "
         "equally. Default: no limit.",
-        group=TRANSFER, values=(Range(0.01, unit="Gbit/s", whole=False),), example=100, scope=TRANSFERS, requires=(SENDS,),
-    ), MEMORY] = None
+        group=SECTION_TRANSFER, values=(Range(0.01, unit="Gbit/s", integers_only=False),), example=100, scope=HAS_PROGRESSIVE_TRANSFER,
+        requires=(IS_PREFILL_SERVER,),
+    ), MEMORY_NAMESPACE] = None
     kv_link_keys: A[str | None, Flag(
         text="File of the CURVE keys that both servers hold, mode 600. With it they may be on different machines. Written by python -m "
         "sglang_ext.link_keys FILE.",
-        group=TRANSFER, scope=TRANSFERS,
-    ), MEMORY] = None
+        group=SECTION_TRANSFER, scope=HAS_PROGRESSIVE_TRANSFER,
+    ), MEMORY_NAMESPACE] = None
 
     kv_bench_acceptance: A[float | None, Flag(
         text="For benchmarks: outputs are useless. Each draft is accepted with this probability if all previous ones were, whatever "
         "verification finds. So speed can be measured without trained weights.",
-        group=BENCH, values=(request_params.PROBABILITY,), example=0.9, conflicts=(ONLY_VERIFIED,),
+        group=SECTION_BENCH, values=(request_params.PROBABILITY,), example=0.9, conflicts=(ONLY_VERIFIED,),
         warning="drafts are accepted by chance, so answers are of no use",
-    ), MEMORY] = None
+    ), MEMORY_NAMESPACE] = None
     kv_bench_corrupt_loads: A[int | None, Flag(
-        text="For tests: full KV in host memory is corrupted before every so many loads. Checksums detect it, and the KV is "
-        "recomputed: outputs stay correct, but speed is meaningless.",
-        group=BENCH, values=(Range(1, unit="loads per corrupted page"),), example=7,
+        text="For tests: corrupt one page of full KV in host memory every N loads. Checksums detect it, and the KV is recomputed. "
+        "Outputs stay correct, but speed is meaningless.",
+        group=SECTION_BENCH, values=(Range(1, unit="loads per corrupted page"),), example=7,
         conflicts=(
             ONLY_VERIFIED,
             Refusal("--kv-host-gb 0", lambda args: not args.kv_host_gb, "nothing is loaded", "pass --kv-host-gb with a number of GB"),
         ),
         warning="host memory loses bits on purpose; outputs stay correct, and some are recomputed",
-    ), MEMORY] = None
+    ), MEMORY_NAMESPACE] = None
     kv_bench_codec: A[str | None, Flag(
         text="For benchmarks: outputs are useless. KV is sent in one piece, with a codec for comparison in place of --kv-reference's. "
         "MODULE:CLASS, for example sglang_ext_bench.baselines.quantized_codec:Int8Codec. Both servers must use the same.",
-        group=BENCH, scope=TRANSFERS, warning="KV arrives as a lossy codec leaves it, so answers are of no use",
+        group=SECTION_BENCH, scope=HAS_PROGRESSIVE_TRANSFER, warning="KV arrives as a lossy codec leaves it, so answers are of no use",
         conflicts=(
             Refusal(
                 "--kv-mode lossy --kv-compressor {args.kv_compressor}",
@@ -353,19 +350,19 @@ class KVFlags:
                 "use --kv-mode verified on both servers",
             ),
         ),
-    ), MEMORY] = None
+    ), MEMORY_NAMESPACE] = None
     kv_bench_timeline: A[str | None, Flag(
-        text=f"For benchmarks. With {BACKEND}: file to which rank 0 appends, as JSON lines, when the KV of each bootstrap_room was "
+        text=f"For benchmarks. With {BACKEND_OPTION}: file to which rank 0 appends, as JSON lines, when the KV of each bootstrap_room was "
         "computed, sent and received, and when its tokens were drafted and verified. With --kv-cache-ranks: when each step reached "
         "each pack of layers, and when its tokens were requested, selected and written.",
-        group=BENCH, scope=TIMED, warning="the times of requests' KV and drafts are written to that file",
+        group=SECTION_BENCH, scope=HAS_TIMELINE, warning="the times of requests' KV and drafts are written to that file",
         conflicts=(
             Refusal(
                 "--kv-cache-ranks on GPUs", selection.has_gpu_ranks, "such times are not known for a device",
                 "pass --kv-cache-ranks 0", needs_device=True,
             ),
         ),
-    ), MEMORY] = None
+    ), MEMORY_NAMESPACE] = None
 
 
 HINTS = get_type_hints(KVFlags, include_extras=True)

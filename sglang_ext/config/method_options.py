@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
 
 FIRST, MORE = "--kv-compressor", "--kv-more-compressors"
-BUDGETS = Range(0, 1, is_open=True, whole=False)
+BUDGETS = Range(0, 1, excludes_minimum=True, integers_only=False)
 
 
 @dataclass(frozen=True)

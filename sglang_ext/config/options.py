@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_ext.config.rules import Refusal, words
+from sglang_ext.config.rules import Refusal, render_text
 from sglang_ext.core import PLAIN_STEPS
 from sglang_ext.mem_cache.compressors import catalogue
 
@@ -80,7 +80,7 @@ OFFLOAD_OBSTACLES = (
 
 def offload_obstacle(args: "KVServerArgs") -> tuple[str, str]:
     """Why full KV of running requests cannot leave the device, and the remedy. Both are empty if it can."""
-    return next(((words(each.why, args), words(each.remedy, args)) for each in OFFLOAD_OBSTACLES if each.asked(args)), ("", ""))
+    return next(((render_text(each.why, args), render_text(each.remedy, args)) for each in OFFLOAD_OBSTACLES if each.is_requested(args)), ("", ""))
 
 
 def can_offload_full_kv(args: "KVServerArgs") -> bool:

@@ -1,7 +1,7 @@
 """Options of SGLang that cannot be combined with a compressed KV cache yet, each with reason and remedy."""
 
 from sglang_ext.config.disaggregation_options import ROLES
-from sglang_ext.config.rules import Refusal, at_most_one, refused, variable
+from sglang_ext.config.rules import Refusal, at_most_one, refuse_env_var, refuse_if_set
 
 HICACHE = (
     *("hicache_ratio", "hicache_size", "hicache_write_policy", "hicache_io_backend", "hicache_mem_layout"),
@@ -17,11 +17,11 @@ CACHES: tuple[Refusal, ...] = (
         "--radix-cache-backend", lambda args: args.radix_cache_backend not in (None, "kv_views"),
         "the prefix tree must account for compressed slots", "leave it out, or use --kv-mode full",
     ),
-    refused("enable_hierarchical_cache", "its tree does not account for compressed slots", f"leave it out, and {OF_HOST}", HICACHE),
-    refused("enable_lmcache", IDLE, f"leave it out, and {OF_HOST}", ("lmcache_config_file",)),
-    refused("enable_flexkv", IDLE, f"leave it out, and {OF_HOST}", ("flexkv_config_file",)),
-    variable("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", IDLE),
-    variable("SGLANG_ENABLE_UNIFIED_RADIX_TREE", IDLE),
+    refuse_if_set("enable_hierarchical_cache", "its tree does not account for compressed slots", f"leave it out, and {OF_HOST}", HICACHE),
+    refuse_if_set("enable_lmcache", IDLE, f"leave it out, and {OF_HOST}", ("lmcache_config_file",)),
+    refuse_if_set("enable_flexkv", IDLE, f"leave it out, and {OF_HOST}", ("flexkv_config_file",)),
+    refuse_env_var("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", IDLE),
+    refuse_env_var("SGLANG_ENABLE_UNIFIED_RADIX_TREE", IDLE),
     Refusal(
         "--kv-cache-dtype", lambda args: args.kv_cache_dtype not in (None, "auto"), "compressing a quantized cache is untested",
         "use --kv-cache-dtype auto", ("quantization_param_path",),
@@ -30,27 +30,27 @@ CACHES: tuple[Refusal, ...] = (
         "--page-size", lambda args: args.page_size is not None and args.page_size < 1, "a page holds tokens",
         "pass a whole number from 1, for example 16, or leave it out",
     ),
-    refused("enable_page_major_kv_layout", LAYOUT),
-    refused("enable_unified_memory", LAYOUT),
-    variable("SGLANG_USE_HND_KVCACHE", LAYOUT),
-    variable("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "the pool would grow after the memory beside it was planned"),
-    refused("enable_hisparse", "it drops tokens from KV that verifications read", parts=("hisparse_config",)),
-    refused("prefill_only_disable_kv_cache", "there would be no KV to compress"),
+    refuse_if_set("enable_page_major_kv_layout", LAYOUT),
+    refuse_if_set("enable_unified_memory", LAYOUT),
+    refuse_env_var("SGLANG_USE_HND_KVCACHE", LAYOUT),
+    refuse_env_var("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "the pool would grow after the memory beside it was planned"),
+    refuse_if_set("enable_hisparse", "it drops tokens from KV that verifications read", dependent_fields=("hisparse_config",)),
+    refuse_if_set("prefill_only_disable_kv_cache", "there would be no KV to compress"),
     Refusal(
         "--kv-canary", lambda args: args.kv_canary != "none", "it would report compressed KV as damaged slots",
         "leave it out", ("kv_canary_real_data", "kv_canary_sweep_interval"),
     ),
-    refused("enable_streaming_session", "a session keeps slots beyond a request"),
-    refused("enable_session_radix_cache", "a session keeps slots beyond a request"),
+    refuse_if_set("enable_streaming_session", "a session keeps slots beyond a request"),
+    refuse_if_set("enable_session_radix_cache", "a session keeps slots beyond a request"),
 )
 
 PARALLELISM: tuple[Refusal, ...] = (
     at_most_one("dp_size", "data parallelism is untested"),
     at_most_one("pp_size", "a draft needs all layers in one process"),
     at_most_one("attn_cp_size", RANKS),
-    refused(
+    refuse_if_set(
         "enable_prefill_cp", RANKS,
-        parts=(
+        dependent_fields=(
             *("cp_strategy", "prefill_cp_mode", "enable_cp_decode_attn_tp", "enable_dsa_prefill_context_parallel"),
             *("dsa_prefill_cp_mode", "enable_dsa_cache_layer_split", "enable_prefill_context_parallel"),
         ),
@@ -58,11 +58,11 @@ PARALLELISM: tuple[Refusal, ...] = (
     at_most_one("dcp_size", RANKS, ("dcp_comm_backend", "dcp_replicate_q_proj")),
     at_most_one("moe_dp_size", RANKS),
     at_most_one("dwdp_size", RANKS),
-    refused(
+    refuse_if_set(
         "enable_pdmux", "its loop computes prompts without the worker that compresses them",
-        parts=("pdmux_config_path", "sm_group_num"),
+        dependent_fields=("pdmux_config_path", "sm_group_num"),
     ),
-    refused("use_ray", "its actors start schedulers without plugins"),
+    refuse_if_set("use_ray", "its actors start schedulers without plugins"),
 )
 
 
@@ -98,13 +98,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "leave it out, or use --kv-mode full",
         ("decoupled_spec_bind_endpoint", "decoupled_spec_connect_endpoints", "decoupled_spec_rank"),
     ),
-    refused(
+    refuse_if_set(
         "dllm_algorithm", "diffusion models have no autoregressive KV", "use --kv-mode full", ("dllm_algorithm_config", "dllm_fdfo")
     ),
-    refused("enable_mixed_chunk", "SGLang has it without speculation only"),
-    refused("enable_two_batch_overlap", "its split assumes equal lengths"),
-    refused("torchao_config", "quantized weights are untested"),
-    refused("is_embedding", "embeddings are not decoded", "use --kv-mode full"),
+    refuse_if_set("enable_mixed_chunk", "SGLang has it without speculation only"),
+    refuse_if_set("enable_two_batch_overlap", "its split assumes equal lengths"),
+    refuse_if_set("torchao_config", "quantized weights are untested"),
+    refuse_if_set("is_embedding", "embeddings are not decoded", "use --kv-mode full"),
     at_most_one("tokenizer_worker_num", "only the first tokenizer would report drafts and verifies"),
     at_most_one(
         "detokenizer_worker_num", "with one tokenizer SGLang's router of detokenizers ends the server at the first request"
@@ -113,19 +113,19 @@ REFUSALS: tuple[Refusal, ...] = (
         "--smg-grpc-mode", lambda args: args.smg_grpc_mode or args.grpc_mode, TOKENIZER,
         "leave it out; --grpc-port serves gRPC in addition to HTTP", ("smg_http_sidecar_port",),
     ),
-    variable("SGLANG_RUST_SERVER", TOKENIZER),
-    refused(
+    refuse_env_var("SGLANG_RUST_SERVER", TOKENIZER),
+    refuse_if_set(
         "encoder_only", "an encoder decodes nothing", "use --kv-mode full", ("language_only", "enable_adaptive_dispatch_to_encoder")
     ),
-    refused(
+    refuse_if_set(
         "enable_torch_compile", "drafts and verifications are untested as compiled code",
-        parts=("enable_torch_compile_debug_mode", "torch_compile_max_bs"),
+        dependent_fields=("enable_torch_compile_debug_mode", "torch_compile_max_bs"),
     ),
-    refused("enable_mis", "items do not attend to one another, and compressed KV is shared by all", "use --kv-mode full"),
+    refuse_if_set("enable_mis", "items do not attend to one another, and compressed KV is shared by all", "use --kv-mode full"),
     Refusal(
         "--rl-on-policy-target", lambda args: args.rl_on_policy_target is not None,
         "verifications sample differently from its trainer", "use --kv-mode full", ("rl_quant_profile",),
     ),
-    refused("enable_return_routed_experts", "experts of rejected drafts would be returned"),
-    refused("enable_return_indexer_topk", "models with an indexer are not served"),
+    refuse_if_set("enable_return_routed_experts", "experts of rejected drafts would be returned"),
+    refuse_if_set("enable_return_indexer_topk", "models with an indexer are not served"),
 )

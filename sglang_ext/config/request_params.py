@@ -20,7 +20,7 @@ CUSTOM_PARAMS = "custom_params"
 PACING, ACCEPTANCE = "kv_stream_pacing", "kv_acceptance"
 """When the tokens of a round are sent, and the probability that drafts are accepted. They override the server's flags."""
 BURST, EVEN = PACINGS = ("burst", "even")
-PROBABILITY = Range(0, 1, whole=False)
+PROBABILITY = Range(0, 1, integers_only=False)
 
 
 def _check_pacing(args: "KVServerArgs", asked: object) -> None:

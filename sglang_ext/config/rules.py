@@ -25,17 +25,17 @@ def option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def given(args: "KVServerArgs", name: str) -> bool:
+def is_not_default(args: "KVServerArgs", name: str) -> bool:
     """Whether a field differs from its default."""
     field = type(args).__dataclass_fields__[name]
     default = field.default_factory() if field.default is dataclasses.MISSING else field.default
     return getattr(args, name) != default
 
 
-def round_up(least: float) -> str:
+def round_up(minimum: float) -> str:
     """Round up to two digits, for messages: the advised number is never too small."""
-    step = 10.0 ** (math.floor(math.log10(least)) - 1)
-    return f"{math.ceil(least / step) * step:.3g}"
+    step = 10.0 ** (math.floor(math.log10(minimum)) - 1)
+    return f"{math.ceil(minimum / step) * step:.3g}"
 
 
 def parse_int_or_word(text: str) -> int | str:
@@ -55,31 +55,31 @@ class Range:
     """Finite numbers that a flag allows. As text: ``a whole number of tokens from 1 to 64``.
 
     Attributes:
-        least, most: The limits. Both are allowed.
+        minimum, maximum: The limits. Inclusive, unless ``excludes_minimum`` is set.
         unit: Plural of what the number counts.
-        is_open: ``least`` itself is not allowed.
-        whole: Only whole numbers are allowed.
-        is_float: A whole number may be a ``float``, such as 2048.0.
+        excludes_minimum: ``minimum`` itself is not allowed.
+        integers_only: Only whole numbers are allowed.
+        accepts_float_type: A whole number may be a ``float``, such as 2048.0.
     """
 
-    least: float
-    most: float = math.inf
+    minimum: float
+    maximum: float = math.inf
     unit: str = ""
-    is_open: bool = False
-    whole: bool = True
-    is_float: bool = False
+    excludes_minimum: bool = False
+    integers_only: bool = True
+    accepts_float_type: bool = False
 
     def allows(self, value: object) -> bool:
         """Whether the flag may have this value."""
-        if isinstance(value, bool) or not isinstance(value, int if self.whole and not self.is_float else int | float):
+        if isinstance(value, bool) or not isinstance(value, int if self.integers_only and not self.accepts_float_type else int | float):
             return False
-        inside = self.least <= value <= self.most and value < math.inf and not (self.is_open and value == self.least)
-        return inside and (not self.whole or value == int(value))
+        inside = self.minimum <= value <= self.maximum and value < math.inf and not (self.excludes_minimum and value == self.minimum)
+        return inside and (not self.integers_only or value == int(value))
 
     def __str__(self) -> str:
-        number = f"a {'whole ' * self.whole}number{self.unit and f' of {self.unit}'}"
-        most = "" if self.most == math.inf else f" {'and at most' if self.is_open else 'to'} {self.most}"
-        return f"{number} {'above' if self.is_open else 'from'} {self.least}{most}"
+        number = f"a {'whole ' * self.integers_only}number{self.unit and f' of {self.unit}'}"
+        maximum = "" if self.maximum == math.inf else f" {'and at most' if self.excludes_minimum else 'to'} {self.maximum}"
+        return f"{number} {'above' if self.excludes_minimum else 'from'} {self.minimum}{maximum}"
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Condition:
     """A condition under which a flag has an effect.
 
     Attributes:
-        text: The condition, for the help and the documents. Empty for the one that most flags share.
+        text: The condition, for the help and the documents. Empty if the help should not mention it.
         holds: Whether the arguments meet it.
         unmet: Why the flag has no effect if they do not.
         remedy: What to do so that it has an effect.
@@ -99,12 +99,12 @@ class Condition:
     remedy: str | Callable[["KVServerArgs"], str]
 
 
-def words(text: str | Callable[["KVServerArgs"], str], args: "KVServerArgs") -> str:
-    """A text of the table, for a message about these arguments."""
+def render_text(text: str | Callable[["KVServerArgs"], str], args: "KVServerArgs") -> str:
+    """Fill a text of the table with values of the arguments, for a message."""
     return text(args) if callable(text) else text.format(args=args)
 
 
-COMPRESSES = Condition("", lambda args: args.kv_mode != "full", "--kv-mode is full, stock SGLang", "pass --kv-mode verified or lossy")
+IS_NOT_FULL_MODE = Condition("", lambda args: args.kv_mode != "full", "--kv-mode is full, stock SGLang", "pass --kv-mode verified or lossy")
 """Scope of all flags, except those of transfers."""
 
 
@@ -114,19 +114,19 @@ class Refusal:
 
     Attributes:
         option: The option as users type it, or an environment variable.
-        asked: Whether the arguments request it.
+        is_requested: Whether the arguments request it.
         why: The reason.
         remedy: What to do instead.
-        parts: Fields of SGLang's arguments that only have an effect with this option. They are refused if given.
+        dependent_fields: Fields of SGLang's arguments that only have an effect with this option. Values other than the defaults are refused.
         value: The only value of the flag that is refused. None for any value other than the default.
         needs_device: The option is known only after SGLang selected the device.
     """
 
     option: str
-    asked: Predicate
+    is_requested: Predicate
     why: str
     remedy: str
-    parts: tuple[str, ...] = ()
+    dependent_fields: tuple[str, ...] = ()
     value: object = None
     needs_device: bool = False
 
@@ -136,33 +136,34 @@ class Refusal:
         Args:
             args: The server's arguments.
             flag: The flag, with its value.
-            otherwise: Another remedy.
+            otherwise: Text appended to the remedy.
 
         Raises:
             OptionError: Names the flag, the option, the reason and the remedy.
         """
-        refused = f"{flag} cannot be combined with"
-        if self.asked(args):
-            raise OptionError(f"{refused} {words(self.option, args)}: {words(self.why, args)}; {words(self.remedy, args)}{otherwise}.")
-        for name in self.parts:
-            if given(args, name):
+        combination = f"{flag} cannot be combined with"
+        if self.is_requested(args):
+            named, why, remedy = (render_text(text, args) for text in (self.option, self.why, self.remedy))
+            raise OptionError(f"{combination} {named}: {why}; {remedy}{otherwise}.")
+        for name in self.dependent_fields:
+            if is_not_default(args, name):
                 raise OptionError(
-                    f"{refused} {option(name)} ({getattr(args, name)!r}): it is part of {self.option}, which is refused: "
+                    f"{combination} {option(name)} ({getattr(args, name)!r}): it is part of {self.option}, which is refused: "
                     f"{self.why}; leave it out, or use --kv-mode full."
                 )
 
 
-def refused(name: str, why: str, remedy: str = "leave it out", parts: tuple[str, ...] = ()) -> Refusal:
+def refuse_if_set(name: str, why: str, remedy: str = "leave it out", dependent_fields: tuple[str, ...] = ()) -> Refusal:
     """Refusal of an option, given by its field, whenever it is set."""
-    return Refusal(option(name), lambda args: bool(getattr(args, name)), why, remedy, parts)
+    return Refusal(option(name), lambda args: bool(getattr(args, name)), why, remedy, dependent_fields)
 
 
-def at_most_one(name: str, why: str, parts: tuple[str, ...] = (), remedy: str = "") -> Refusal:
+def at_most_one(name: str, why: str, dependent_fields: tuple[str, ...] = (), remedy: str = "") -> Refusal:
     """Refusal of a numeric option, given by its field, above 1."""
-    return Refusal(option(name), lambda args: (getattr(args, name) or 0) > 1, why, remedy or f"use {option(name)} 1", parts)
+    return Refusal(option(name), lambda args: (getattr(args, name) or 0) > 1, why, remedy or f"use {option(name)} 1", dependent_fields)
 
 
-def variable(name: str, why: str) -> Refusal:
+def refuse_env_var(name: str, why: str) -> Refusal:
     """Refusal of one of SGLang's environment variables when it is set."""
     return Refusal(name, lambda args: getattr(envs, name).get(), why, "unset that variable")
 
@@ -176,7 +177,7 @@ class Flag(Arg):
         group: Section of the documents.
         values: Allowed values and ranges. Empty if a function checks the flag.
         example: A usual value, for messages.
-        scope: Without it the flag is ignored: its value is not checked, and the log names it.
+        scope: Condition for the flag to be read at all. If it fails, its value is not checked, and the log names the flag.
         requires: Further conditions for an effect. The log names a flag of which one is not met.
         conflicts: Combinations that are refused.
         warning: Consequence of the flag that the log names.
@@ -188,7 +189,7 @@ class Flag(Arg):
     group: str
     values: tuple[object, ...] = ()
     example: object = None
-    scope: Condition = COMPRESSES
+    scope: Condition = IS_NOT_FULL_MODE
     requires: tuple[Condition, ...] = ()
     conflicts: tuple[Refusal, ...] = ()
     warning: str = ""
@@ -239,7 +240,7 @@ class Flag(Arg):
 
         Args:
             args: The server's arguments.
-            has_device: Check the combinations that depend on the device, or those that do not.
+            has_device: True: check only refusals with ``needs_device``. False: check only the others.
 
         Raises:
             OptionError: Names the flag, the other option, the reason and the remedy.

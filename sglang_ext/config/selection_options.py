@@ -12,14 +12,12 @@ from sglang_ext.config import options
 from sglang_ext.config.rules import round_up
 from sglang_ext.core import MIN_CONTEXT, OptionError
 from sglang_ext.mem_cache.compressors import Compressor, catalogue
-from sglang_ext.mem_cache.compressors.each_step.quest import Quest
-from sglang_ext.mem_cache.compressors.spade import Spade
-from sglang_ext.mem_cache.host_tier import host_memory
 from sglang_ext.mem_cache.selection.scoring_keys import EXACT, KeySpec
 from sglang_ext.mem_cache.selection.predictors import query_predictor
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
+    from sglang_ext.mem_cache.compressors.spade import Spade
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +38,12 @@ def has_selector(args: "KVServerArgs") -> bool:
 
 def is_spade(args: "KVServerArgs") -> bool:
     """Whether the server's method is spade, which selects with predicted queries."""
-    return catalogue.parse(args.kv_compressor)[0] == Spade.name
+    return catalogue.parse(args.kv_compressor)[0] == catalogue.SPADE
 
 
 def has_attention_selector(args: "KVServerArgs") -> bool:
     """Whether attention selects pages by their extremes, stored beside the pool. Known after SGLang selected the device."""
-    return args.device == "cuda" and catalogue.parse(args.kv_compressor)[0] == Quest.name
+    return args.device == "cuda" and catalogue.parse(args.kv_compressor)[0] == catalogue.QUEST
 
 
 def selects_on_cpu_alone(args: "KVServerArgs") -> bool:
@@ -140,7 +138,7 @@ def resolve(args: "KVServerArgs") -> None:
 
 def _check_fewest(args: "KVServerArgs") -> None:
     """Refuse a number so small that queries would select no token."""
-    always, most = _compressor(args).always_kept, max_selected_tokens(args)
+    always, most = step_method(args).always_kept, max_selected_tokens(args)
     if 0 < most <= always:
         raise OptionError(
             f"--kv-select is {most}; the first and the newest tokens, {always} in total, are always read, so that queries would select "
@@ -150,7 +148,7 @@ def _check_fewest(args: "KVServerArgs") -> None:
 
 def _check_share(args: "KVServerArgs", context: int) -> None:
     """Refuse a share with which queries select no token in the longest context, and log if they select none in shorter ones."""
-    always, share = _compressor(args).always_kept, args.kv_budget
+    always, share = step_method(args).always_kept, args.kv_budget
     if max_selected_tokens(args) or share is None:
         return
     flag, enough = "--kv-budget" if args.kv_select is None else "--kv-select", math.floor(always / share) + 1
@@ -236,6 +234,8 @@ def _check_against_model(args: "KVServerArgs") -> None:
         )
     if size is not None and not has_gpu_ranks(args):
         # Otherwise the process could fail to allocate it, or be killed: the server would continue without selections.
+        from sglang_ext.mem_cache.host_tier import host_memory
+
         host_memory.check(int(size * 1e9), args.kv_cache_ranks, "--kv-cache-rank-gb", what)
 
 
@@ -255,8 +255,10 @@ def max_selected_tokens(args: "KVServerArgs") -> int:
     return int(args.kv_select) if has_selector(args) and args.kv_select is not None and args.kv_select > 1 else 0
 
 
-def spade(args: "KVServerArgs") -> Spade:
+def spade(args: "KVServerArgs") -> "Spade":
     """The spade method with the flags' settings, for arguments after :func:`resolve`."""
+    from sglang_ext.mem_cache.compressors.spade import Spade
+
     # Cache ranks select for steps only: compressed KV is not refreshed after each verification.
     each_round = args.kv_mode == "verified" and not ranks(args)
     return Spade(query_predictor(args.kv_select_by), selection_interval(args), each_round, most=max_selected_tokens(args))
@@ -265,9 +267,9 @@ def spade(args: "KVServerArgs") -> Spade:
 def stepping(args: "KVServerArgs", name: str) -> Compressor:
     """Another per-step method with the flags' settings."""
     found = replace(catalogue.create(name), every=selection_interval(args), each_round=args.kv_mode == "verified", most=max_selected_tokens(args))
-    return replace(found, in_attention=True) if isinstance(found, Quest) and has_attention_selector(args) else found
+    return replace(found, in_attention=True) if name == catalogue.QUEST and has_attention_selector(args) else found
 
 
-def _compressor(args: "KVServerArgs") -> Spade | Compressor:
-    """The server's per-step method."""
+def step_method(args: "KVServerArgs") -> Compressor:
+    """The server's per-step method with the flags' settings."""
     return spade(args) if is_spade(args) else stepping(args, catalogue.parse(args.kv_compressor)[0])

@@ -10,7 +10,6 @@ from sglang_ext.config.options import BACKEND
 from sglang_ext.config.prefill_options import QUANTIZED
 from sglang_ext.config.selection_options import selection_interval, ranks, score_bits, max_selected_tokens, has_selector
 from sglang_ext.mem_cache.compressors import catalogue
-from sglang_ext.mem_cache.compressors.spade import Spade
 from sglang_ext.mem_cache.selection.scoring_keys import EXACT
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery
 
@@ -98,7 +97,7 @@ def _describe_selector(args: "KVServerArgs", offer: OfferedMethod) -> Iterator[s
         return
     if selection_interval(args) > 1:
         yield f"every {selection_interval(args)} steps"
-    if offer.drop_method != Spade.name:
+    if offer.drop_method != catalogue.SPADE:
         return
     if args.kv_select_by != CurrentQuery.name:
         yield f"by {args.kv_select_by} queries"

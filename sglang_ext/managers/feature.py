@@ -1,19 +1,18 @@
 """Optional capabilities of the worker: KV transfer, host offload, quantized attention, sparse attention, cache ranks.
 
-Each is a class beside its code that extends :class:`Feature`. :data:`FEATURES` lists the classes by dotted name, with the flags that enable
-them. The worker loads the enabled features and calls the methods of the interface. A feature that no flag enables is not imported.
-Code that serves one feature asks the worker for it: ``worker.feature(KVTransfer)``.
+Each feature is a subclass of :class:`Feature`, stored with the code it enables. :data:`FEATURES` lists the classes by dotted name, with the
+flags that enable them. The worker loads the enabled features and calls the methods of the interface. A feature that no flag enables is not
+imported. Code that serves one feature asks the worker for it: ``worker.feature(KVTransfer)``.
 """
 
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, TypeVar
 
-from sglang_ext.config import options
+from sglang_ext.config import options, selection_options
 from sglang_ext.config.method_options import offered_methods
 from sglang_ext.config.prefill_options import QUANTIZED
 from sglang_ext.managers.spec_decode.full_kv import ResidentFullKV
-from sglang_ext.mem_cache.compressors import catalogue
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -49,11 +48,11 @@ class Worker(Protocol):
 
     Attributes:
         server_args: The server's arguments.
-        model_runner: The target's.
-        target_worker: SGLang's worker of the target, which runs prefills.
+        model_runner: SGLang's model runner of the target model.
+        target_worker: SGLang's worker of the target model, which runs prefills.
         req_to_token_pool: SGLang's token table, with the draft rows.
         token_to_kv_pool_allocator: SGLang's slot allocator.
-        lossy: Whether nothing is verified.
+        lossy: True in ``--kv-mode lossy``.
         max_verify_tokens: Largest number of tokens of a request in a verification.
         methods: The compression methods that requests may ask for.
         requests: The draft states of the requests.
@@ -65,7 +64,7 @@ class Worker(Protocol):
         queries: The newest queries of each request.
         buffers: The layers of SGLang's KV pool.
         layout: How compressed KV is stored in slots.
-        key_derived_data: Data beside the pool that follows its keys; None if there is none.
+        key_derived_data: Data computed from the pool's keys and stored outside it (key codes, page extremes); None if there is none.
         compressed_kv: Compressed KV of all requests; None before the prefix tree exists.
         features: The enabled features.
     """
@@ -110,7 +109,7 @@ MetricValue = tuple[str, float] | tuple[str, float, str]
 
 
 class Feature:
-    """Base of the features. Here, each method does nothing.
+    """Base of the features. The defaults do nothing.
 
     The worker calls the methods in the order of their definition. It calls :meth:`memory` before SGLang sizes its pool, and
     :meth:`on_graphs_captured` after SGLang captured its graphs. It calls :meth:`selector` and :meth:`full_kv` once the prefix tree exists,
@@ -128,20 +127,30 @@ class Feature:
         self.args = args
 
     def memory(self, planner: "MemoryPlanner", requests: int, tokens: int, rings: int) -> dict[str, int]:
-        """Bytes on the device outside SGLang's pool, by field of :class:`MemoryPlan`. Arguments as :meth:`MemoryPlanner.plan`'s."""
+        """Bytes on the device outside SGLang's pool, by field of :class:`MemoryPlan`.
+
+        Args:
+            planner: The planner of the server's memory, with the sizes of the model.
+            requests: Maximum number of running requests.
+            tokens: Tokens of SGLang's pool.
+            rings: Number of query rings. A ring stores the newest queries of one request.
+        """
         return {}
 
     def on_graphs_captured(self, worker: Worker) -> None:
-        """Handle that the pool, the attention backends and all graphs exist. Errors end the start of the server."""
+        """Called once after SGLang created the pool, backends and graphs. An exception stops the server."""
 
     def selector(self, worker: Worker, method: "CompressionMethod") -> "AsyncSelector | None":
-        """Create the object that selects tokens while steps run, outside the compression methods. None if the feature has none.
+        """Create the object that selects tokens while steps run. The first result that is not None is used.
 
-        The first feature with one wins. If ``method`` selects in steps, it is the server's only method.
+        Args:
+            worker: The server's worker.
+            method: The server's first method. Methods that select in steps are served alone.
         """
+        return None
 
     def full_kv(self, worker: Worker, tree_cache: "TieredRadixCache") -> "ResidentFullKV | OffloadedFullKV | None":
-        """Create the full-KV provider, once the worker has compressed KV. None if the feature does not change where full KV is."""
+        """Create the full-KV provider, once the worker has compressed KV. None to keep full KV on the device."""
 
     def metrics(self, worker: Worker) -> Iterator[MetricValue]:
         """Current values of :attr:`gauges`, and totals of :attr:`counters`."""
@@ -160,7 +169,7 @@ class FeatureEntry(NamedTuple):
     is_enabled: "Callable[[KVServerArgs], bool]"
 
 
-def _reads_quantized_kv(args: "KVServerArgs") -> bool:
+def _uses_quantized_attention(args: "KVServerArgs") -> bool:
     """Whether full KV is freed once quantized blocks hold all tokens, or prompts attend to quantized KV."""
     if args.kv_prefill == QUANTIZED:
         return True
@@ -168,17 +177,12 @@ def _reads_quantized_kv(args: "KVServerArgs") -> bool:
     return frees and any(offer.quant_method for offer in offered_methods(args))
 
 
-def _selects_in_steps(args: "KVServerArgs") -> bool:
-    """Whether the server's method selects tokens for each step."""
-    return catalogue.parse(args.kv_compressor)[0] in catalogue.per_step_methods()
-
-
 FEATURES: tuple[FeatureEntry, ...] = (
     FeatureEntry("sglang_ext.managers.kv_transfer.feature.KVTransfer", options.has_progressive_transfer),
     FeatureEntry("sglang_ext.managers.kv_offload.feature.HostOffload", lambda args: bool(args.kv_host_gb)),
-    FeatureEntry("sglang_ext.managers.quantized_attention.QuantizedAttention", _reads_quantized_kv),
+    FeatureEntry("sglang_ext.managers.quantized_attention.QuantizedAttention", _uses_quantized_attention),
     FeatureEntry("sglang_ext.managers.cache_rank.feature.CacheRanks", lambda args: bool(args.kv_cache_ranks)),
-    FeatureEntry("sglang_ext.managers.sparse_attention.SparseAttention", _selects_in_steps),
+    FeatureEntry("sglang_ext.managers.sparse_attention.SparseAttention", selection_options.has_selector),
 )
 
 
@@ -189,11 +193,16 @@ def load_features(args: "KVServerArgs") -> tuple[Feature, ...]:
 
 def create_selector(worker: Worker, method: "CompressionMethod") -> "AsyncSelector | None":
     """Create the selector of the first feature that has one. ``method``: the server's first compression method."""
-    found = (feature.selector(worker, method) for feature in worker.features)
-    return next((selector for selector in found if selector is not None), None)
+    selectors = (feature.selector(worker, method) for feature in worker.features)
+    return next((selector for selector in selectors if selector is not None), None)
 
 
 def create_full_kv(worker: Worker, tree_cache: "TieredRadixCache") -> "ResidentFullKV | OffloadedFullKV":
     """Create the full-KV provider of a server. At most one feature has one; without any, full KV stays on the device."""
-    providers = [feature.full_kv(worker, tree_cache) for feature in worker.features]
-    return next((provider for provider in providers if provider is not None), None) or ResidentFullKV()
+    provider = None
+    for feature in worker.features:
+        created = feature.full_kv(worker, tree_cache)
+        if created is not None:
+            assert provider is None, f"two features provide full KV: {provider} and {created}"
+            provider = created
+    return ResidentFullKV() if provider is None else provider

@@ -14,11 +14,12 @@ import torch
 from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode, get_req_to_token_extra_context_len
 from sglang.srt.model_executor.cuda_graph_config import Backend
 
-from sglang_ext.config import options
+from sglang_ext.config import options, selection_options
 from sglang_ext.core import OptionError
 from sglang_ext.layers.attention.common import first_attention_layer, attention_scaling
 from sglang_ext.layers.kernels.gpu_launch import capability
-from sglang_ext.managers.served_methods import ServedMethods, receives_rows
+from sglang_ext.managers.served_methods import ServedMethods
+from sglang_ext.mem_cache.selection.scoring_keys import KeySpec
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -189,11 +190,6 @@ class MemoryPlanner:
     @property
     def code_bytes(self) -> int:
         """Bytes of a token's keys in few bits; 0 if there are none."""
-        if not self.served.every:
-            return 0
-        from sglang_ext.config import selection_options
-        from sglang_ext.mem_cache.selection.scoring_keys import KeySpec
-
         bits, model = selection_options.slot_code_bits(self.args), self.model
         # The dtype has no effect on the size of keys in few bits.
         return KeySpec(model.layers, model.kv_heads, model.head_dim, torch.float16, bits).token_bytes if bits else 0
@@ -235,7 +231,7 @@ class MemoryPlanner:
         window = self.served.window
         if not window:
             return 0
-        of_pool = RINGS_SHARE * (RINGS_OF_ROWS if receives_rows(self.args) else 1)
+        of_pool = RINGS_SHARE * (RINGS_OF_ROWS if selection_options.has_remote_values(self.args) else 1)
         share = int(of_pool * tokens * self.model.slot_bytes / (self.model.query_bytes * self.ring_span))
         return min(requests, max(LEAST_RINGS, share))
 

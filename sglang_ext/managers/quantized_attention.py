@@ -60,7 +60,7 @@ class QuantizedAttention(Feature):
     prefill: QuantizedPrefill | None = None
 
     def memory(self, planner: "MemoryPlanner", requests: int, tokens: int, rings: int) -> dict[str, int]:
-        """Codes of a prompt as long as a row of the token table (quantized_extend.py)."""
+        """Codes of a prompt as long as a row of the token table (layers/attention/quantized_prefill.py)."""
         if not planner.on_gpu or self.args.kv_prefill != QUANTIZED:
             return {}
         model, quantizer = planner.model, next(m.quantizer for m in planner.served.methods if m.quantizer is not None)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.mem_cache.memory_pool import KVCache
 
+from sglang_ext.config import selection_options
 from sglang_ext.config.method_options import OfferedMethod, methods, offered_methods
 from sglang_ext.core import OptionError
 from sglang_ext.layers.attention.common import attention_scaling, first_attention_layer, is_attention
@@ -89,10 +90,6 @@ class ServedMethods:
             The buffers, and the object that updates the quantized keys; None if there are none.
         """
         buffers = KVBuffers.from_pool(pool, self.scaling, self.first_head)
-        if not self.every:
-            return buffers, None
-        from sglang_ext.config import selection_options
-
         bits = selection_options.slot_code_bits(args)
         if not bits:
             return buffers, None
@@ -224,7 +221,7 @@ def methods_of(args: "KVServerArgs", layers: int, kv_heads: int, rank: int, scor
 
                 compressors[name] = KVzap(scores, create(args.kv_online_compressor) if args.kv_host_gb else None)
             elif each.compressor.every:
-                compressors[name] = _step_selector(args, name)
+                compressors[name] = selection_options.step_method(args)
             elif name == KVZIP:
                 compressors[name] = _kvzip(args, layers, kv_heads, rank)
         found.append(replace(each, compressor=compressors[name]))
@@ -238,22 +235,6 @@ def copy_methods(args: "KVServerArgs", methods: tuple[MethodSpec, ...], page_siz
         packing = layout.slot_layout(each, plain)
         made.append(CompressionMethod(each.compressor, offer.budget, packing, offer.name, offer.quant_method or "", offer.suffix, args.kv_sparse_from))
     return tuple(made)
-
-
-def _step_selector(args: "KVServerArgs", name: str) -> Compressor:
-    """The method of this name, which selects tokens for each step, with the flags' settings."""
-    from sglang_ext.config import selection_options
-
-    return selection_options.spade(args) if selection_options.is_spade(args) else selection_options.stepping(args, name)
-
-
-def receives_rows(args: "KVServerArgs") -> bool:
-    """Whether cache ranks send the rows of selected tokens, instead of pointers to them."""
-    if not args.kv_cache_ranks:
-        return False
-    from sglang_ext.config import selection_options
-
-    return selection_options.has_remote_values(args)
 
 
 def _kvzip(args: "KVServerArgs", layers: int, kv_heads: int, rank: int) -> Compressor:

@@ -1,7 +1,7 @@
 """The worker that SGLang's scheduler calls: drafts on compressed KV, verifies on full KV.
 
-It is built in steps: with the model, with the KV pool, with SGLang's CUDA graphs, and with the prefix tree. The decode loop
-(spec_decode/decode_loop.py) runs the rounds of running requests. See docs/architecture.md.
+Initialization has four stages: model, KV pool, CUDA graphs, prefix tree. The decode loop (spec_decode/decode_loop.py)
+runs the rounds of running requests. See docs/architecture.md.
 """
 
 import logging
@@ -12,13 +12,13 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from sglang_ext.command_line import exit_on_refusal
-from sglang_ext.config import options
+from sglang_ext.config import options, selection_options
 from sglang_ext.layers.forward import AttentionOverride, AttentionOverrides, KVDraftInput
 from sglang_ext.managers import graph_capture
 from sglang_ext.managers.feature import FeatureType, create_full_kv, create_selector, load_features
 from sglang_ext.managers.memory_plan import MemoryPlanner, ReservedMemory
 from sglang_ext.managers.metrics import KVMetrics
-from sglang_ext.managers.served_methods import ServedMethods, copy_methods, receives_rows
+from sglang_ext.managers.served_methods import ServedMethods, copy_methods
 from sglang_ext.managers.spec_decode.decode_loop import DecodeLoop, decode_loop
 from sglang_ext.managers.spec_decode.draft import prefill
 from sglang_ext.managers.spec_decode.request_states import RequestStates, fallback_reason
@@ -37,8 +37,7 @@ logger = logging.getLogger(__name__)
 class KVWorker(BaseSpecWorker):
     """Verified and lossy decoding inside SGLang's scheduler.
 
-    SGLang creates it with the arguments of any speculative worker. It has no draft model. Features (feature.py) add what only some servers
-    need.
+    SGLang creates it with the arguments of any speculative worker. It has no draft model. Features (feature.py) add optional capabilities.
     """
 
     @exit_on_refusal
@@ -77,10 +76,10 @@ class KVWorker(BaseSpecWorker):
 
     @property
     def spec_v2_attn_backends(self) -> tuple:
-        """Backends for which SGLang keeps the lengths on the host. The worker plans rounds and compressed KV by these lengths."""
+        """SGLang copies lengths to the host if any listed object sets ``needs_cpu_seq_lens``. The worker needs them to plan."""
         return (*super().spec_v2_attn_backends, self)
 
-    # SGLang reads this attribute of each backend above.
+    # SGLang reads this attribute of each object above.
     needs_cpu_seq_lens = True
 
     @exit_on_refusal
@@ -92,11 +91,12 @@ class KVWorker(BaseSpecWorker):
         self._rows, width = pool.req_to_token.shape
         width += self.memory.ahead
         table = pool.req_to_token = pool.req_to_token.new_zeros(2 * self._rows, width)
-        like = torch.empty(0, dtype=self.model_runner.dtype, device=table.device)
-        self.queries.allocate(plan.rings, self.memory.model.query_heads, self.memory.model.head_dim, like)
+        query_template = torch.empty(0, dtype=self.model_runner.dtype, device=table.device)
+        self.queries.allocate(plan.rings, self.memory.model.query_heads, self.memory.model.head_dim, query_template)
         served, page_size = self.methods, self.token_to_kv_pool_allocator.page_size
         self.buffers, codes = served.buffers(args, self.model_runner.token_to_kv_pool)
-        self.layout = served.layout(args.kv_head_budgets == "adaptive", self.buffers, page_size, table, receives_rows(args))
+        adaptive, receives_rows = args.kv_head_budgets == "adaptive", selection_options.has_remote_values(args)
+        self.layout = served.layout(adaptive, self.buffers, page_size, table, receives_rows)
         self.key_derived_data = codes or self.layout.key_derived_data
         if self.key_derived_data is not None:
             # Set it before any graph is captured, because graphs also call it for the keys that they write.

@@ -118,8 +118,8 @@ def _conflict(refusal: Refusal) -> str:
 def _refusals(refusals: Iterable[Refusal]) -> Iterator[str]:
     for refusal in refusals:
         yield _wrapped(f"- {refusal.option}: {refusal.why}; {refusal.remedy}.", "  ")
-        if refusal.parts:
-            yield _wrapped(f"  With it: {', '.join(map(option, refusal.parts))}.", "  ")
+        if refusal.dependent_fields:
+            yield _wrapped(f"  With it: {', '.join(map(option, refusal.dependent_fields))}.", "  ")
 
 
 def _wrapped(text: str, indent: str = "") -> str:

@@ -52,7 +52,7 @@ PACKED = (
 # Blocks for the Gluon kernel: method, bits, channels of a head, queries that share a KV head.
 TILES = (("kivi", 4, 128, 4), ("int8", 8, 64, 1), ("kivi", 2, 128, 8), ("int4", 4, 128, 16))
 # Pages to encode and decode: bits, whether scales are short, dtype. Encoding takes 5 to 15 s of a core to compile.
-CODECS = ((4, False, torch.bfloat16), (4, True, torch.float16), (3, False, torch.float32), (2, True, torch.bfloat16))
+CODECS = ((2, True, torch.bfloat16), (4, False, torch.bfloat16), (4, True, torch.float16), (3, False, torch.float32))
 # Blocks whose integers it multiplies: bits, channels of a head, partition, queries that share a KV head.
 INTEGERS = ((4, 128, 64, 4), (2, 128, 128, 3), (4, 64, 64, 1), (2, 128, 64, 4), (2, 128, 64, 8), (4, 128, 128, 4))
 

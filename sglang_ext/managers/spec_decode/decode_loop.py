@@ -15,7 +15,7 @@ import torch
 from sglang.srt.environ import envs
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
-from sglang_ext.config import options
+from sglang_ext.config import options, selection_options
 from sglang_ext.core import RequestState
 from sglang_ext.device import to_device
 from sglang_ext.layers.forward import KVDraftInput, select_requests
@@ -332,7 +332,6 @@ def _selection_interval(worker: "Worker") -> "SelectionInterval | None":
     """Chooses the selection interval; None if no method selects by the queries of steps."""
     if not worker.methods.every:
         return None
-    from sglang_ext.config import selection_options
     from sglang_ext.managers.spec_decode.selection_interval import SelectionInterval
 
     return SelectionInterval(selection_options.selection_intervals(worker.server_args))

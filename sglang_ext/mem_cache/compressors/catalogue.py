@@ -18,7 +18,7 @@ from sglang_ext.mem_cache.compressors.contracts.registry import (
 
 DEFAULT = "snapkv"
 # Names that flags are checked for.
-KVZAP, KVZIP, SPADE = "kvzap", "kvzip", "spade"
+KVZAP, KVZIP, QUEST, SPADE = "kvzap", "kvzip", "quest", "spade"
 # NAME or NAME:MORE. NAME contains colons if it has users' own classes: FILE.py:CLASS or PACKAGE.MODULE:CLASS.
 WITH_MORE = re.compile(r"(?P<name>(?:[^:]*?\.\w+:[^\W\d]\w*)*[^:]*)(?::(?P<more>.*))?", re.DOTALL)
 # Names with bits, as benchmarks write them: hack:2, hack4.

@@ -142,7 +142,7 @@ class FreedFullKV(ABC):
         return None
 
     def max_node_end(self, tokens: int) -> int:
-        """Of a context's first ``tokens`` tokens, those after which a tree node may end while the prompt is computed in chunks."""
+        """The last position, of a context's first ``tokens`` tokens, where chunks of prompts and partial matches may end a tree node."""
         return tokens
 
     def write_restored(self) -> None:

@@ -202,10 +202,13 @@ class PrefixTree:
         self.segments.clear()
         self._begin()
 
-    def walk(self, key: RadixKey) -> list[TieredNode]:
+    def walk(self, key: RadixKey, split_at: Callable[[int], int] = lambda tokens: tokens) -> list[TieredNode]:
         """Return the nodes of the longest path that is a prefix of ``key``, in whole pages. The last node is split where the key diverges.
 
         A node without full KV is split where its segments can be split, which may be earlier (:meth:`_part`).
+
+        Args:
+            split_at: Returns the position at which a node is split, given the position at which the key diverges.
         """
         now, node = time.monotonic(), self.root
         node.last_access_time = now
@@ -216,6 +219,8 @@ class PrefixTree:
                 break
             matched = child.key.match(key, page_size=self.page_size)
             whole = matched == len(child.key)
+            if not whole and (matched := split_at(child.start + matched) - child.start) <= 0:
+                break
             parts = [child] if whole else self._part(child, matched)
             for part in parts:
                 part.last_access_time = now

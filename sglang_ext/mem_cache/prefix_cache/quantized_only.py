@@ -18,6 +18,7 @@ from math import gcd, lcm
 from typing import TYPE_CHECKING
 
 import torch
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_ext.core import CompressedKV
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
@@ -297,9 +298,12 @@ class QuantizedOnlyKV(FreedFullKV):
         if compressed is None or (self.prompts is not None and req.req_pool_idx in self.prompts.computed):
             return self._prompt_demand(req, method, compressed, tokens, more, share * more)
         left = compressed.refresh_after - (tokens - method.recent)
-        taken, growth = self._growth(method, tokens - compressed.covered, left, more, share * more)
+        exact = tokens - compressed.covered
+        own = tokens - max(compressed.covered, req.cache_protected_len)
+        taken, growth = self._growth(method, exact, own, left, more, share * more)
         compressed_slots = taken if left <= REFRESH_RESERVE_TOKENS else 0
-        path_slots_freed = self._freed_nodes(req, method.sinks, compressed.covered) if self.can_lack_full_kv(req.req_pool_idx) else {}
+        covered = compressed.covered + _covered_later(method, exact, more)
+        path_slots_freed = self._freed_nodes(req, method.sinks, covered) if self.can_lack_full_kv(req.req_pool_idx) else {}
         return SlotDemand(compressed_slots, path_slots_freed=path_slots_freed, growth=growth - compressed_slots)
 
     def _prompt_demand(
@@ -316,18 +320,21 @@ class QuantizedOnlyKV(FreedFullKV):
         known = segments[-1].end if segments else sinks if compressed is None else compressed.covered
         compressed_slots = sinks * (compressed is None) + method.packing.held_slots(method.num_kept(covered - known))
         new_segments = tuple(segment for segment in segments if not segment.users)
-        _, growth = self._growth(method, tokens - covered, method.next_refresh(reach) - reach, more, expected)
+        # Other requests may share all of the prompt.
+        _, growth = self._growth(method, tokens - covered, 0, method.next_refresh(reach) - reach, more, expected)
         if not method.packs_all:
             return SlotDemand(compressed_slots, growth=growth, new_segments=new_segments)
-        own_slots_freed = max(0, covered - max(sinks, req.cache_protected_len))
+        covered = min(tokens, covered + _covered_later(method, tokens - covered, more))
+        own_slots_freed = max(0, covered - max(sinks, req.cache_protected_len) - self._kept_where_paths_diverge(req))
         return SlotDemand(compressed_slots, own_slots_freed, self._freed_nodes(req, sinks, covered), growth, new_segments)
 
-    def _growth(self, method: "CompressionMethod", exact: int, left: int, more: int, expected: float) -> tuple[int, float]:
+    def _growth(self, method: "CompressionMethod", exact: int, own: int, left: int, more: int, expected: float) -> tuple[int, float]:
         """Slots for the next refresh of compressed KV, while the full KV that it replaces still exists. And all slots that the remaining
         output needs, including those.
 
         Args:
             exact: Tokens that the compressed KV does not cover yet.
+            own: Those of them whose slots the request owns. The tree owns the others, and requests may share them.
             left: Tokens until the next refresh.
             more, expected: Maximum and expected number of tokens left to generate.
         """
@@ -335,7 +342,8 @@ class QuantizedOnlyKV(FreedFullKV):
             return 0, expected
         # If the output ends before the refresh, nothing is packed.
         taken = method.packing.held_slots(method.pack_after) if left <= max(more, REFRESH_RESERVE_TOKENS) else 0
-        return taken, max(method.share * expected, taken) + min(more, max(0, method.max_exact_tail - exact))
+        packed = max(0, exact - method.recent) + expected
+        return taken, max(method.share * packed, taken) + min(more, max(0, method.max_exact_tail - own))
 
     def peak_slots(self, req: "Req", rest: int) -> int:
         """Maximum slots for full KV of a prompt's last ``rest`` tokens while they are computed, in addition to the slots that it has."""
@@ -358,8 +366,21 @@ class QuantizedOnlyKV(FreedFullKV):
         for node in path(req.last_node):
             if node.value is None:
                 continue
-            # No segment crosses the position where paths diverge.
-            parts = len(node.children) > (node is not req.last_node)
-            end = min(self.max_node_end(node.end) if parts else node.end, covered)
-            found[node] = max(0, end - max(node.start, sinks))
+            # A node before others keeps the tokens after its last segment.
+            end = node.end if node.replacing_segments or not node.children else self.max_node_end(node.end)
+            found[node] = max(0, min(end, covered) - max(node.start, sinks))
         return found
+
+    def _kept_where_paths_diverge(self, req: "Req") -> int:
+        """Tokens that a prompt still computes and whose full KV stays: those before it diverges from another path within a block."""
+        node, page = req.best_match_node if req.req_pool_idx is None else req.last_node, self.tree.page_size
+        key = RadixKey(req.origin_input_ids + req.output_ids, req.extra_key, is_bigram=self.tree.is_eagle)
+        rest = key.page_aligned(page)[node.end :]
+        child = node.children.get(rest.child_key(page)) if len(rest) else None
+        end = node.end + (0 if child is None else child.key.match(rest, page_size=page))
+        return end - max(node.end, self.max_node_end(end))
+
+
+def _covered_later(method: "CompressionMethod", exact: int, more: int) -> int:
+    """Tokens, of ``exact`` ones and ``more`` generated ones, that compressed KV covers by the time that the request has most exact tokens."""
+    return max(0, exact + more - method.max_exact_tail)

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from sglang_ext.mem_cache.host_tier.transfers import Transfer
 
 
-
 @dataclass(eq=False)
 class Segment:
     """A compressed chunk that covers tokens ``[start, end)`` of a path. Its KV never changes.

@@ -154,7 +154,9 @@ class TieredRadixCache(RadixCache):
         key = key.page_aligned(self.page_size)
         if self.disable or len(key) == 0:
             return self._empty_match_result
-        nodes = list(takewhile(lambda node: not node.is_void, self.nodes.walk(key)))
+        # Split nodes only where segments can be split. The full KV of a node that no segment covers stays, and admission counts on its slots.
+        found = self.nodes.walk(key) if self.freed_full_kv is None else self.nodes.walk(key, self.freed_full_kv.max_node_end)
+        nodes = list(takewhile(lambda node: not node.is_void, found))
         ready = list(takewhile(lambda node: node.on_device, nodes))
         last = ready[-1] if ready else self.root_node
         best = nodes[-1] if nodes else self.root_node

@@ -54,7 +54,7 @@ def test_each_argument_of_sglang_is_refused_by_name_or_served() -> None:
     fields = {field.name for field in dataclasses.fields(ServerArgs)} - ours
     # An alias that SGLang folds into another argument.
     refused = {"grpc_mode"} | {field_of(each) for each in REFUSALS if each.option not in VARIABLES} - ours
-    refused |= {part for each in REFUSALS for part in each.parts}
+    refused |= {part for each in REFUSALS for part in each.dependent_fields}
     served = Counter(name for names in SERVED.values() for name in names.split())
     assert not [name for name, count in served.items() if count > 1]
     assert refused & set(served) == set(), "an argument is either refused or served"
@@ -75,9 +75,9 @@ def test_an_environment_variable_that_is_not_served_is_refused(name: str) -> Non
         KV_MODE.check_conflicts(arguments())
 
 
-@pytest.mark.parametrize("refused", [r for r in REFUSALS if r.parts], ids=lambda refused: refused.option)
+@pytest.mark.parametrize("refused", [r for r in REFUSALS if r.dependent_fields], ids=lambda refused: refused.option)
 def test_parts_of_what_is_refused_are_refused_too(refused: Refusal) -> None:
-    for part in refused.parts:
+    for part in refused.dependent_fields:
         with pytest.raises(OptionError, match=f"{option(part)} .*(part of {refused.option}|{refused.why})"):
             KV_MODE.check_conflicts(arguments(**{part: "given"}))
 

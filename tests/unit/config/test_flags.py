@@ -9,27 +9,29 @@ from argument_helpers import arguments
 
 from sglang_ext import flag_checks
 from sglang_ext.config.conditions import (
-    DECODES, HAS_RANKS, IS_SPADE, LEAVES_DEVICE, LEAVES_OUT, LOADS_KVZAP, OFFLOADS, SCORES_AHEAD, SELECTS, SENDS, SHORTENS, TIMED, TRANSFERS,
-    VERIFIES,
+    BURST_LIMITS_ROUND, CAN_OFFLOAD_FULL_KV, HAS_NO_OFFLOAD_OBSTACLE, HAS_ONLINE_METHOD, HAS_PROGRESSIVE_TRANSFER, HAS_RANKS, HAS_SELECTOR,
+    HAS_TIMELINE, IS_NOT_PREFILL_SERVER, IS_PREFILL_SERVER, IS_SPADE, IS_VERIFIED, NEEDS_ONLINE_METHOD, SELECTS_FEWER_THAN_ALL,
 )  # fmt: skip
 from sglang_ext.config.flags import FLAGS, GROUPS
-from sglang_ext.config.rules import COMPRESSES, Condition, Flag, Range, words
+from sglang_ext.config.rules import IS_NOT_FULL_MODE, Condition, Flag, Range, render_text
 from sglang_ext.core import OptionError
 
 PREFILL, DECODE = ({"disaggregation_mode": role, "disaggregation_transfer_backend": "progressive"} for role in ("prefill", "decode"))
 CODEC = "sglang_ext_bench.baselines.quantized_codec:Int4Codec"
 # Arguments that meet a condition, and arguments that do not.
 MET: dict[Condition, dict[str, object]] = {
-    COMPRESSES: {}, TRANSFERS: DECODE, TIMED: DECODE, SENDS: PREFILL, VERIFIES: {}, SHORTENS: {}, OFFLOADS: {"kv_host_gb": 1.0},
-    LEAVES_DEVICE: {"kv_host_gb": 1.0, "kv_full_tier": "auto"}, SELECTS: {"kv_compressor": "spade"}, LEAVES_OUT: {},
-    IS_SPADE: {"kv_compressor": "spade"}, HAS_RANKS: {"kv_cache_ranks": 1}, DECODES: {"disaggregation_mode": "null"},
-    SCORES_AHEAD: {"kv_compressor": "kvzap", "kv_predictor": "/"}, LOADS_KVZAP: {"kv_host_gb": 1.0},
+    IS_NOT_FULL_MODE: {}, HAS_PROGRESSIVE_TRANSFER: DECODE, HAS_TIMELINE: DECODE, IS_PREFILL_SERVER: PREFILL, IS_VERIFIED: {},
+    BURST_LIMITS_ROUND: {}, HAS_NO_OFFLOAD_OBSTACLE: {"kv_host_gb": 1.0},
+    CAN_OFFLOAD_FULL_KV: {"kv_host_gb": 1.0, "kv_full_tier": "auto"}, HAS_SELECTOR: {"kv_compressor": "spade"}, SELECTS_FEWER_THAN_ALL: {},
+    IS_SPADE: {"kv_compressor": "spade"}, HAS_RANKS: {"kv_cache_ranks": 1}, IS_NOT_PREFILL_SERVER: {"disaggregation_mode": "null"},
+    HAS_ONLINE_METHOD: {"kv_compressor": "kvzap", "kv_predictor": "/"}, NEEDS_ONLINE_METHOD: {"kv_host_gb": 1.0},
 }  # fmt: skip
 UNMET: dict[Condition, dict[str, object]] = {
-    COMPRESSES: {"kv_mode": "full"}, TRANSFERS: {}, TIMED: {}, SENDS: DECODE, VERIFIES: {"kv_mode": "lossy"},
-    SHORTENS: {"kv_draft_length": 2}, OFFLOADS: {}, LEAVES_DEVICE: {"kv_host_gb": 1.0}, SELECTS: {}, LEAVES_OUT: {"kv_select": 1.0},
-    IS_SPADE: {"kv_compressor": "quest"}, HAS_RANKS: {}, DECODES: {"disaggregation_mode": "prefill"}, SCORES_AHEAD: {},
-    LOADS_KVZAP: {"kv_host_gb": 0.0},
+    IS_NOT_FULL_MODE: {"kv_mode": "full"}, HAS_PROGRESSIVE_TRANSFER: {}, HAS_TIMELINE: {}, IS_PREFILL_SERVER: DECODE,
+    IS_VERIFIED: {"kv_mode": "lossy"}, BURST_LIMITS_ROUND: {"kv_draft_length": 2}, HAS_NO_OFFLOAD_OBSTACLE: {},
+    CAN_OFFLOAD_FULL_KV: {"kv_host_gb": 1.0}, HAS_SELECTOR: {}, SELECTS_FEWER_THAN_ALL: {"kv_select": 1.0},
+    IS_SPADE: {"kv_compressor": "quest"}, HAS_RANKS: {}, IS_NOT_PREFILL_SERVER: {"disaggregation_mode": "prefill"}, HAS_ONLINE_METHOD: {},
+    NEEDS_ONLINE_METHOD: {"kv_host_gb": 0.0},
 }  # fmt: skip
 # By flag, a value that is served, and other flags that it needs.
 RIGHT: dict[str, dict[str, object]] = {
@@ -105,11 +107,11 @@ def values_around(flag: Flag) -> Iterator[tuple[object, bool]]:
     yield from (("wrong", False), ([], False), (True, False), (math.nan, False))
     for each in flag.values:
         if isinstance(each, Range):
-            yield each.least - 1, False
-            yield each.least, not each.is_open
-            yield each.least + 0.5, not each.whole
-            yield (math.inf, False) if each.most == math.inf else (each.most, True)
-            yield (each.least + 10, True) if each.most == math.inf else (each.most + 1, False)
+            yield each.minimum - 1, False
+            yield each.minimum, not each.excludes_minimum
+            yield each.minimum + 0.5, not each.integers_only
+            yield (math.inf, False) if each.maximum == math.inf else (each.maximum, True)
+            yield (each.minimum + 10, True) if each.maximum == math.inf else (each.maximum + 1, False)
 
 
 # One range of --kv-select begins where the other ends.
@@ -128,7 +130,7 @@ def test_a_value_out_of_range_is_refused_with_the_allowed_ones(flag: Flag) -> No
         with pytest.raises(OptionError) as raised:
             flag.check_value(args)
         assert str(raised.value).startswith(f"{flag.option} is {value!r}; pass {flag.allowed}")
-        if flag.scope is COMPRESSES:
+        if flag.scope is IS_NOT_FULL_MODE:
             with pytest.raises(OptionError, match=f"^{flag.option} is "):
                 flag_checks.check_flags(args)
     flag.check_value(arguments(**{flag.name: flag.default}))
@@ -151,7 +153,7 @@ def test_a_flag_is_named_if_a_condition_for_its_effect_is_not_met(flag: Flag, un
     with caplog.at_level(logging.WARNING):
         flag_checks.check_flags(args)
     lines = [record.getMessage() for record in caplog.records if "no effect" in record.getMessage() and flag.option in record.getMessage()]
-    assert len(lines) == 1 and f"no effect: {words(unmet.unmet, args)}. Remedy: {words(unmet.remedy, args)}, or leave " in lines[0]
+    assert len(lines) == 1 and f"no effect: {render_text(unmet.unmet, args)}. Remedy: {render_text(unmet.remedy, args)}, or leave " in lines[0]
 
 
 @pytest.mark.parametrize("flag", [flag for flag in FLAGS if flag.name != "kv_link_keys"], ids=by_name)
@@ -172,8 +174,8 @@ def test_a_conflict_is_refused_with_reason_and_remedy(flag: Flag, place: int) ->
     with pytest.raises(OptionError) as raised:
         (flag_checks.check_device if conflict.needs_device else flag_checks.check_flags)(args)
     assert str(raised.value) == (
-        f"{flag.option} {given[flag.name]} cannot be combined with {words(conflict.option, args)}: {words(conflict.why, args)}; "
-        f"{words(conflict.remedy, args)}, or leave {flag.option} out."
+        f"{flag.option} {given[flag.name]} cannot be combined with {render_text(conflict.option, args)}: {render_text(conflict.why, args)}; "
+        f"{render_text(conflict.remedy, args)}, or leave {flag.option} out."
     )
 
 

@@ -81,7 +81,7 @@ def test_all_steps_of_a_round_in_which_one_request_reads_a_copy_read_copies(monk
     round_ = RoundPlan(states, 3, [20, 20], [0, 0], rows, [20, 5], [0, 0], full_kv_reqs=[] if drafts else [0, 1], remaining=[40, 40])
     lengths = torch.tensor([20, 20])
     batch = SimpleNamespace(seq_lens=lengths, req_pool_indices=torch.tensor([1, 2]), return_logprob=False)
-    steps.run(batch, round_, torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64), lengths, RoundPenalties())
+    steps.run(batch, round_, torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64), lengths, RoundPenalties(), lambda: None)
     assert taken == [expected] * 3
     # Of the request that reads a copy, after each step but the last: that is the next round's.
     assert chosen == [(2, 20 + step, 1) for step in (1, 2) if expected and every]

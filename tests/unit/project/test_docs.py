@@ -71,7 +71,7 @@ def test_each_flag_and_each_refusal_has_its_place():
     words = " ".join(compatibility.split())
     for refusal in manual.REFUSALS:
         assert refusal.option in words.replace("`", "")
-        assert all(f"`{manual.option(part)}`" in words for part in refusal.parts)
+        assert all(f"`{manual.option(part)}`" in words for part in refusal.dependent_fields)
 
 
 def test_readme_is_short_and_names_the_test_command():

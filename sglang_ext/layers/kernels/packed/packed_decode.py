@@ -9,6 +9,7 @@ packed_attention.py. No kernel reads blocks that hold more than codes, scales, z
 reads blocks whose scales are shared by both tokens and channels.
 
 With integer products (HACK, arXiv 2502.03589), tokens that do not fill a partition of values yet are exact tokens, too.
+
 :func:`choose_splits` chooses the number of splits so that a GPU's multiprocessors are busy to the end.
 """
 
