@@ -14,9 +14,9 @@ from rank_helpers import DIM, GROUP, HEADS, LAYERS, ROTARY, ScriptedRank, attach
 from sglang_ext.core import CompressedKV
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer
-from sglang_ext.managers.cache_rank.interval_tuner import IntervalTuner
+from sglang_ext.managers.cache_rank.stepwise_client import IntervalTuner
 from sglang_ext.managers.cache_rank.layerwise_client import LayerwiseClient
-from sglang_ext.managers.cache_rank.process import RankProcess
+from sglang_ext.managers.cache_rank.rank_link import RankProcess
 from sglang_ext.managers.cache_rank.rank_link import connect_rank
 from sglang_ext.managers.cache_rank.selection_server import SelectionServer
 from sglang_ext.managers.cache_rank.stepwise_client import StepwiseClient

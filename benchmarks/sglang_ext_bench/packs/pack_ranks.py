@@ -17,7 +17,7 @@ from sglang_ext.managers.cache_rank.exchange_buffer import (
     QueryUpload,
     SelectionTarget,
 )
-from sglang_ext.managers.cache_rank.launch import TRAVELING_BYTES
+from sglang_ext.managers.cache_rank.feature import TRAVELING_BYTES
 from sglang_ext.managers.cache_rank.protocol import (
     BLOCK,
     MAX_PLACES,

@@ -26,10 +26,9 @@ from contextlib import suppress
 
 import torch
 
-from sglang_ext.managers.cache_rank.leases import KeyLeases, MemoryFull, block_hashes
+from sglang_ext.managers.cache_rank.leases import KeyLeases, MemoryFull, RankRequest, RowRecord, block_hashes
 from sglang_ext.managers.cache_rank.protocol import BLOCK
 from sglang_ext.managers.cache_rank.rank_link import RankLink, RankUnavailable
-from sglang_ext.managers.cache_rank.rank_requests import RankRequest, RowRecord
 from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector, FreeBlocks
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod

@@ -9,20 +9,23 @@
    :data:`~.client.WAIT_SECONDS` per step. After the first late selection, the step waits for no others.
 
 While no rank can take a request whose full KV is here, it reads its full KV.
+
+With ``--kv-bench-timeline``, :class:`PackTimeline` records the events of each pack, for benchmarks.
 """
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
 
+import msgspec
 import torch
 
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.client import WAIT_SECONDS, CacheRankClient
 from sglang_ext.managers.cache_rank.exchange_buffer import QueryUpload, SelectionTarget
-from sglang_ext.managers.cache_rank.leases import MemoryFull
+from sglang_ext.managers.cache_rank.leases import MemoryFull, PendingSelection, RankRequest
 from sglang_ext.managers.cache_rank.rank_link import Pack, RankLink, RankUnavailable
-from sglang_ext.managers.cache_rank.rank_requests import PendingSelection, RankRequest
-from sglang_ext.managers.cache_rank.timeline import PackEventKind, PackTimeline
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
@@ -30,6 +33,53 @@ from sglang_ext.mem_cache.compressed.queries import LayerObserver, QueryWindows
 
 # Bytes of a position in the exchange buffer.
 POSITION_BYTES = 4
+PackEventKind = Literal["reached", "written", "asked", "chosen", "missed"]
+
+
+class PackEvent(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One event of a pack of layers. Times are those of ``time.monotonic``, which all processes of a machine share.
+
+    Attributes:
+        kind: ``reached``: a step's attention reaches the pack's first layer, before any wait. ``written``: the selection is written to
+            the compressed KV. ``missed``: no new selection arrived in time. ``asked``: the step's queries are published. ``chosen``: the
+            rank has selected.
+        at: Seconds. For ``chosen``, the completion time at the rank.
+        first, count: The pack.
+        lane: Lane of the request; -1 for ``reached``, which concerns the whole step.
+        sequence: Sequence of the selection request; 0 for none.
+        seconds: For ``chosen``, duration of the selection.
+        bytes: ``asked``: bytes of the published queries. ``chosen``: bytes of the received positions. ``written``: bytes of K and V at
+            the selected positions, which a rank would have to send if this process had no full KV. In mode lossy, bytes of the received K
+            and V.
+    """
+
+    kind: PackEventKind
+    at: float
+    first: int
+    count: int
+    lane: int = -1
+    sequence: int = 0
+    seconds: float = 0.0
+    bytes: int = 0
+
+
+class PackTimeline:
+    """Appends events to a file, one JSON object per line.
+
+    Args:
+        file: Path; the file is created if it does not exist.
+    """
+
+    def __init__(self, file: str | Path) -> None:
+        self._file = Path(file).open("ab", buffering=0)
+
+    def add_event(
+        self, kind: PackEventKind, pack: tuple[int, int], lane: int = -1, sequence: int = 0, at: float | None = None, seconds: float = 0.0,
+        size: int = 0,
+    ) -> None:  # fmt: skip
+        """Append an event; its time is now unless ``at`` is given."""
+        event = PackEvent(kind, time.monotonic() if at is None else at, *pack, lane, sequence, seconds, size)
+        self._file.write(msgspec.json.encode(event) + b"\n")
 
 
 class LayerwiseClient(CacheRankClient):

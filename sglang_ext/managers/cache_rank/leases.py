@@ -1,4 +1,5 @@
-"""Allocates lanes and blocks of a cache rank to requests. Runs on the inference rank, which thus knows in advance when the rank is full.
+"""Requests at a cache rank, as the inference rank sees them: lanes and blocks (:class:`KeyLeases`), and open selection requests
+(:class:`RankRequest`). The inference rank allocates lanes and blocks, so it knows in advance when the rank is full.
 
 Requests with a common prefix share full blocks of keys. A block's name is a hash of the tokens up to the block's end
 (:func:`block_hashes`). Slots would not identify a block, because they change when full KV is freed or moved.
@@ -213,3 +214,56 @@ def block_hashes(namespace: str, tokens: Sequence[int]) -> list[bytes]:
     ids = numpy.asarray(tokens, numpy.int64)
     blocks = (ids[end - BLOCK : end].tobytes() for end in range(BLOCK, len(ids) + 1, BLOCK))
     return [*chained([namespace.encode(), *blocks])][1:]
+
+
+@dataclass(frozen=True)
+class PendingSelection:
+    """A selection request whose selection the compressed KV will apply: its sequence, covered tokens, and tokens to keep for each head."""
+
+    sequence: int
+    covered: int
+    keep: int
+
+
+@dataclass(frozen=True)
+class RowRecord:
+    """Tokens whose rows a compressed KV holds.
+
+    Attributes:
+        positions: int32 [layers, kv_heads, keep], position of each row; kernels update it.
+        covered: Tokens that the compressed KV covers.
+    """
+
+    positions: torch.Tensor
+    covered: int
+
+
+@dataclass
+class RankRequest:
+    """A request at a rank.
+
+    Attributes:
+        leases: Leases at the process that has the keys.
+        lease: The request's lease.
+        names: Names of its prompt's blocks, which requests with the same prefix share.
+        pending: The newest selection request of each pack, by the pack's first layer, until its selection is applied or dropped.
+        unanswered: Sequence of the selection request of each pack whose reply has not arrived, by the pack's first layer. Unused where the
+            device waits for replies.
+        is_remote_only: The request's full KV is remote-only.
+    """
+
+    leases: KeyLeases
+    lease: KeyLease
+    names: Sequence[bytes] = ()
+    pending: dict[int, PendingSelection] = field(default_factory=dict)
+    unanswered: dict[int, int] = field(default_factory=dict)
+    is_remote_only: bool = False
+
+    @property
+    def has_lost_rank(self) -> bool:
+        """Whether the process that had its keys has ended."""
+        return not self.leases.link.ready or self.leases.epoch != self.leases.link.epoch
+
+    def extend(self, slots: torch.Tensor) -> bool:
+        """See :meth:`KeyLeases.extend`. Blocks are named by hashes of tokens."""
+        return self.leases.extend(self.lease, slots, lambda index: self.names[index] if index < len(self.names) else None)

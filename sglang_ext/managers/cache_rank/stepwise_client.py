@@ -2,7 +2,7 @@
 
 1. Publish: on a second stream after a draft step, while the next steps run.
 2. Select: one selection request covers all layers of a step.
-3. Apply: one selection interval later (interval_tuner.py), a kernel waits for the selections, at most :data:`~.client.WAIT_SECONDS` per
+3. Apply: one selection interval later (:class:`IntervalTuner`), a kernel waits for the selections, at most :data:`~.client.WAIT_SECONDS` per
    step, and applies those that arrived.
 
 Only the device knows whether a selection was late. The host reads the counters of late selections afterwards. The client runs on a CPU, too:
@@ -10,10 +10,13 @@ PyTorch then does the work of the kernels.
 """
 
 import logging
+import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
+from statistics import median
 from typing import NamedTuple
 
 import msgspec
@@ -23,10 +26,8 @@ from sglang_ext.device import SideStream
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.client import WAIT_SECONDS, CacheRankClient
 from sglang_ext.managers.cache_rank.exchange_buffer import COUNTERS, ExchangeBuffer, QueryUpload, SelectionTarget
-from sglang_ext.managers.cache_rank.interval_tuner import IntervalTuner
-from sglang_ext.managers.cache_rank.leases import MemoryFull
+from sglang_ext.managers.cache_rank.leases import MemoryFull, PendingSelection, RankRequest
 from sglang_ext.managers.cache_rank.rank_link import RankLink, RankUnavailable
-from sglang_ext.managers.cache_rank.rank_requests import PendingSelection, RankRequest
 from sglang_ext.mem_cache.compressed.async_selector import compile_lengths
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
@@ -35,6 +36,16 @@ from sglang_ext.mem_cache.compressed.queries import QueryWindows
 from sglang_ext.mem_cache.compressed.row_exchange import plan_refresh
 
 logger = logging.getLogger(__name__)
+
+# Rounds and replies in the sliding windows, and the minimum number of each; replies to rare selection requests are old.
+WINDOW, ANSWERS, LEAST = 32, 16, 8
+# Time in addition to the selection: messages, transfer of queries and rows, and the rank's polling.
+BESIDE_SECONDS = 1e-3
+# Reduce the interval only if a selection takes at most this share of the shorter one. This avoids oscillation.
+SHORTEN_SHARE = 0.85
+MOST_STEPS = 16
+# Minimum seconds of a step.
+SHORTEST = 1e-4
 
 
 class SelectionSubmission(NamedTuple):
@@ -282,3 +293,65 @@ class ExchangeCounters:
             found = self._counters.tolist()
         before, self._seen = self._seen, dict(zip(COUNTERS, found))
         return {name: self._seen[name] - before[name] for name in COUNTERS}
+
+
+@dataclass
+class IntervalTuner:
+    """Selection interval of one inference rank, for all its cache ranks: the steps that a rank needs to select for all its requests, but at
+    least the configured number.
+
+    If the selection for all requests takes longer than the interval, each step waits for it, up to the limit, and steps become as slow as
+    selections. So the client asks less often. In between, steps read the previous selection and the newest tokens.
+
+    The host can measure only whole rounds. It launches all steps of a round at once, far ahead of the device, and waits for the previous
+    round in between.
+
+    Args:
+        least: Minimum selection interval, in steps.
+        most: Maximum selection interval, in steps.
+
+    Attributes:
+        every: Selection interval, in steps.
+    """
+
+    least: int
+    most: int = MOST_STEPS
+    every: int = field(init=False)
+    _rounds: deque[tuple[float, float, int]] = field(init=False, default_factory=lambda: deque(maxlen=WINDOW + 1))
+    _costs: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=ANSWERS))
+
+    def __post_init__(self) -> None:
+        self.every = self.least
+
+    def record_replies(self, seconds: float, together: int) -> None:
+        """Record one batch of ``together`` replies and its seconds. Call once per batch, so that a slow launch for many requests counts
+        once in the median."""
+        self._costs.append(seconds / together)
+
+    def record_round(self, now: float, waited: float, forwards: int) -> None:
+        """Record the start of a round.
+
+        Args:
+            now: Seconds of a monotonic clock.
+            waited: Seconds that all steps so far have waited for selections.
+            forwards: Forwards of the round, each of which counts as a step.
+        """
+        self._rounds.append((now, waited, forwards))
+
+    def record_step(self, requests: int) -> int:
+        """Record a launched step and return the new :attr:`every`. ``requests``: maximum requests at one rank."""
+        if len(self._rounds) > LEAST and len(self._costs) >= LEAST and requests:
+            self._update_interval(requests * median(self._costs) + BESIDE_SECONDS)
+        return self.every
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step without its waits: the median over rounds, because some rounds follow a prefill and waits are counted a step
+        late."""
+        rounds = zip(self._rounds, list(self._rounds)[1:])
+        return max(SHORTEST, median((after[0] - before[0] - (after[1] - before[1])) / before[2] for before, after in rounds))
+
+    def _update_interval(self, cycle: float) -> None:
+        steps = cycle / self.step_seconds
+        if steps > self.every or steps < SHORTEN_SHARE * (self.every - 1):
+            self.every = max(self.least, min(self.most, math.ceil(steps)))
