@@ -259,8 +259,8 @@ def spade(args: "KVServerArgs") -> "Spade":
     """The spade method with the flags' settings, for arguments after :func:`resolve`."""
     from sglang_ext.mem_cache.compressors.spade import Spade
 
-    # Ranks on GPUs select for steps only: the model's GPU does not refresh compressed KV after each verification.
-    each_round = args.kv_mode == "verified" and not has_gpu_ranks(args)
+    # Cache ranks select for steps only: compressed KV is not refreshed after each verification.
+    each_round = args.kv_mode == "verified" and not ranks(args)
     return Spade(query_predictor(args.kv_select_by), selection_interval(args), each_round, most=max_selected_tokens(args))
 
 

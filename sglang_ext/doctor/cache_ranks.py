@@ -9,9 +9,10 @@ import psutil
 import torch
 
 from sglang_ext.config.selection_options import max_cache_ranks
-from sglang_ext.doctor.installation import Check, one_line, make_check
-from sglang_ext.managers.cache_rank.rank_link import START_SECONDS, RankLink, RankSettings
+from sglang_ext.doctor.installation import Check, make_check, one_line
+from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer
 from sglang_ext.managers.cache_rank.protocol import VERSION, Attach, BufferShape, RotaryParameters
+from sglang_ext.managers.cache_rank.rank_link import START_SECONDS, connect_rank
 
 NAME = "cache ranks"
 SHARED_FOLDER = Path("/dev/shm")
@@ -27,8 +28,9 @@ def check_cache_ranks(seconds: float = START_SECONDS) -> Check:
     Args:
         seconds: Time limit for the start.
     """
-    begun, link = time.monotonic(), RankLink(RankSettings(_small(), pack=1))
+    begun, attach, link = time.monotonic(), _small(), None
     try:
+        link = connect_rank(attach, ExchangeBuffer(attach.shape, torch.device("cpu"), "cpu"), pack=1)
         link.poll()
         while not link.ready and link.down_reason == "starting" and time.monotonic() < begun + seconds:
             link.wait(0.05)
@@ -38,7 +40,8 @@ def check_cache_ranks(seconds: float = START_SECONDS) -> Check:
     except OSError as error:
         ready, started = False, f"no process was started: {one_line(error)}"
     finally:
-        link.end()
+        if link is not None:
+            link.end()
     return make_check(NAME, ready, f"{started}; up to {max_cache_ranks()}, one per core; {_memory()}; {_devices()}", REMEDY)
 
 

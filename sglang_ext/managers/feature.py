@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
     from sglang_ext.mem_cache.compressed.layouts.base import KVLayout
     from sglang_ext.mem_cache.compressed.queries import QueryWindows
-    from sglang_ext.mem_cache.compressed.remote_selector import RemoteSelector
     from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
     from sglang_ext.core import TPRanks
 
@@ -105,18 +104,6 @@ class Worker(Protocol):
         """The compression method of a waiting request; None if it is served with full KV."""
 
 
-class Selectors(NamedTuple):
-    """Objects that select tokens for steps, outside the compression methods.
-
-    Attributes:
-        remote: Selects in another process; None if none does.
-        asynchronous: Selects on a GPU while steps run; None if none does.
-    """
-
-    remote: "RemoteSelector | None" = None
-    asynchronous: "AsyncSelector | None" = None
-
-
 # Name of a metric after "sglang_ext:", its value, and the value of its label if it has one.
 MetricValue = tuple[str, float] | tuple[str, float, str]
 
@@ -125,7 +112,7 @@ class Feature:
     """Base of the features. The defaults do nothing.
 
     The worker calls the methods in the order of their definition. It calls :meth:`memory` before SGLang sizes its pool, and
-    :meth:`on_graphs_captured` after SGLang captured its graphs. It calls :meth:`selectors` and :meth:`full_kv` once the prefix tree exists,
+    :meth:`on_graphs_captured` after SGLang captured its graphs. It calls :meth:`selector` and :meth:`full_kv` once the prefix tree exists,
     before the first forward.
 
     Attributes:
@@ -153,14 +140,14 @@ class Feature:
     def on_graphs_captured(self, worker: Worker) -> None:
         """Called once after SGLang created the pool, backends and graphs. An exception stops the server."""
 
-    def selectors(self, worker: Worker, method: "CompressionMethod") -> Selectors:
-        """Create the selectors of the server. The first non-empty result of all features is used.
+    def selector(self, worker: Worker, method: "CompressionMethod") -> "AsyncSelector | None":
+        """Create the object that selects tokens while steps run. The first result that is not None is used.
 
         Args:
             worker: The server's worker.
             method: The server's first method. Methods that select in steps are served alone.
         """
-        return Selectors()
+        return None
 
     def full_kv(self, worker: Worker, tree_cache: "TieredRadixCache") -> "ResidentFullKV | OffloadedFullKV | None":
         """Create the full-KV provider, once the worker has compressed KV. None to keep full KV on the device."""
@@ -204,13 +191,10 @@ def load_features(args: "KVServerArgs") -> tuple[Feature, ...]:
     return tuple(pkgutil.resolve_name(entry.target)(args) for entry in FEATURES if entry.is_enabled(args))
 
 
-def create_selectors(worker: Worker, method: "CompressionMethod") -> Selectors:
-    """Create the selectors of the first feature that has one. ``method``: the server's first compression method."""
-    for feature in worker.features:
-        selectors = feature.selectors(worker, method)
-        if any(selectors):
-            return selectors
-    return Selectors()
+def create_selector(worker: Worker, method: "CompressionMethod") -> "AsyncSelector | None":
+    """Create the selector of the first feature that has one. ``method``: the server's first compression method."""
+    selectors = (feature.selector(worker, method) for feature in worker.features)
+    return next((selector for selector in selectors if selector is not None), None)
 
 
 def create_full_kv(worker: Worker, tree_cache: "TieredRadixCache") -> "ResidentFullKV | OffloadedFullKV":

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.model_executor.cuda_graph_config import Backend
 
 from sglang_ext.config import selection_options
-from sglang_ext.managers.feature import Feature, Selectors, Worker
+from sglang_ext.managers.feature import Feature, Worker
 from sglang_ext.mem_cache.compressed.async_selector import StreamSelector
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressors.spade import Spade
@@ -55,11 +55,11 @@ class SparseAttention(Feature):
         at_once = [requests] if decode.backend == Backend.DISABLED else [requests, min(requests, max(decode.bs))]
         return sum(scratch_bytes(count, planner.model.kv_heads, planner.row_tokens, paging.scoring.page) for count in at_once)
 
-    def selectors(self, worker: Worker, method: CompressionMethod) -> Selectors:
+    def selector(self, worker: Worker, method: CompressionMethod) -> StreamSelector | None:
         """Create the asynchronous selector of spade on a GPU. On a CPU, and with quest, steps or rounds select themselves."""
         if not worker.buffers.on_gpu or not isinstance(method.compressor, Spade):
-            return Selectors()
+            return None
         table, query_heads = worker.req_to_token_pool.req_to_token, worker.memory.model.query_heads
         selector = GpuSelector(method.compressor.predictor, worker.buffers, query_heads, worker.methods.rotary)
         intervals = selection_options.selection_intervals(self.args)
-        return Selectors(asynchronous=StreamSelector(method, table, selector, worker.queries, intervals))
+        return StreamSelector(method, table, selector, worker.queries, intervals)

@@ -15,7 +15,7 @@ from sglang_ext.command_line import exit_on_refusal
 from sglang_ext.config import options, selection_options
 from sglang_ext.layers.forward import AttentionOverride, AttentionOverrides, KVDraftInput
 from sglang_ext.managers import graph_capture
-from sglang_ext.managers.feature import FeatureType, create_full_kv, create_selectors, load_features
+from sglang_ext.managers.feature import FeatureType, create_full_kv, create_selector, load_features
 from sglang_ext.managers.memory_plan import MemoryPlanner, ReservedMemory
 from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.managers.served_methods import ServedMethods, copy_methods
@@ -142,7 +142,6 @@ class KVWorker(BaseSpecWorker):
     def _create_compressed_kv(self, tree_cache: "TieredRadixCache") -> CompressedKVCache:
         args, served, allocator = self.server_args, self.methods, self.token_to_kv_pool_allocator
         methods = copy_methods(args, served.methods, allocator.page_size, self.layout)
-        selectors = create_selectors(self, methods[0])
         return CompressedKVCache(
             methods=methods,
             token_table=self.req_to_token_pool.req_to_token,
@@ -156,8 +155,7 @@ class KVWorker(BaseSpecWorker):
             prompt_of=self.requests.prompt_of,
             namespace_of=self.requests.namespace_of,
             layout=self.layout,
-            remote_selector=selectors.remote,
-            async_selector=selectors.asynchronous,
+            async_selector=create_selector(self, methods[0]),
             # Also called between requests, when nothing else updates the metrics.
             on_processes_changed=lambda: self.loop.observe_pool(),
             frees_full_kv=options.why_full_kv_stays(args) is None,

@@ -131,7 +131,7 @@ def test_a_rank_that_is_killed_costs_choices_and_another_takes_its_place():
     assert world.steps.missed["ended"] >= 1
     world.until(lambda: world.steps.ready == 1)
     assert world.steps.starts == 2
-    world.steps._max_wait_seconds = 2.0
+    world.steps.max_wait_seconds = 2.0
     world.step(), world.step()
     assert led_as_chosen(world, 1, 200)
     world.steps.end()

@@ -14,10 +14,10 @@ from sglang_ext.layers.kernels.selection.exact_logits import logits_dtype
 from sglang_ext.layers.kernels import row_exchange
 from sglang_ext.layers.kernels.row_exchange import move_newest
 from sglang_ext.managers.cache_rank import protocol
-from sglang_ext.managers.cache_rank.on_gpu import mapped_exchange_buffer
-from sglang_ext.managers.cache_rank.on_gpu.selection_runner import INLINE
-from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import ExchangeBuffer, QueryUpload, SelectionTarget
-from sglang_ext.managers.cache_rank.on_gpu.mapped_exchange_buffer import MappedExchangeBuffer
+from sglang_ext.managers.cache_rank import mapped_exchange_buffer
+from sglang_ext.managers.cache_rank.selection_runner import INLINE
+from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer, QueryUpload, SelectionTarget
+from sglang_ext.managers.cache_rank.mapped_exchange_buffer import MappedExchangeBuffer
 from sglang_ext.managers.cache_rank.protocol import BLOCK, StagedTokens, BufferShape
 from sglang_ext.mem_cache.compressed.layouts.pointers import Pointers
 from sglang_ext.mem_cache.compressed.row_exchange import NewestRows, missing_mask, plan_refresh

@@ -18,10 +18,10 @@ from hand_over_checks import (
 )
 
 from sglang_ext.managers.cache_rank import protocol
-from sglang_ext.managers.cache_rank.on_gpu import mapped_exchange_buffer
-from sglang_ext.managers.cache_rank.on_gpu import selection_runner
-from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import QueryUpload
-from sglang_ext.managers.cache_rank.on_gpu.gpu_selection_server import GpuSelectionServer
+from sglang_ext.managers.cache_rank import mapped_exchange_buffer
+from sglang_ext.managers.cache_rank import selection_runner
+from sglang_ext.managers.cache_rank.exchange_buffer import QueryUpload
+from sglang_ext.managers.cache_rank.selection_server import SelectionServer
 from sglang_ext.managers.cache_rank.protocol import BLOCK, Attach, RotaryParameters
 
 # Or graphs would take as many answers as all of this asks for.
@@ -43,7 +43,7 @@ def rank_of(pair, plain, predictor, bits, apart=False, blocks=8):
     """A cache rank in this process, of one arena or the other, that was told what it serves; and its socket."""
     told, socket = msgspec.structs.replace(attach(pair.shape, predictor, bits), apart=apart, blocks=blocks), Told()
     descriptor = os.dup(pair.plain._held.descriptor) if plain else None
-    rank = GpuSelectionServer(socket, descriptor, 3, torch.device("cpu") if plain else pair.device)
+    rank = SelectionServer(socket, descriptor, 3, torch.device("cpu") if plain else pair.device)
     before, mapped_exchange_buffer.open_ipc_handle = mapped_exchange_buffer.open_ipc_handle, lambda handle, device: pair.arena._held.memory.data_ptr()
     rank._handle(told)
     mapped_exchange_buffer.open_ipc_handle = before

@@ -9,15 +9,17 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
-from rank_helpers import DIM, GROUP, HEADS, LAYERS, ROTARY, attach, pool
+from rank_helpers import DIM, GROUP, HEADS, LAYERS, ROTARY, ScriptedRank, attach, pool
 
 from sglang_ext.core import CompressedKV
 from sglang_ext.managers.cache_rank import protocol
-from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import ExchangeBuffer
-from sglang_ext.managers.cache_rank.on_gpu.gpu_selection_server import GpuSelectionServer
-from sglang_ext.managers.cache_rank.on_gpu.gpu_launch import connect_rank
-from sglang_ext.managers.cache_rank.on_gpu.interval_tuner import IntervalTuner
-from sglang_ext.managers.cache_rank.on_gpu.gpu_client import GpuRankClient
+from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer
+from sglang_ext.managers.cache_rank.stepwise_client import IntervalTuner
+from sglang_ext.managers.cache_rank.layerwise_client import LayerwiseClient
+from sglang_ext.managers.cache_rank.rank_link import RankProcess
+from sglang_ext.managers.cache_rank.rank_link import connect_rank
+from sglang_ext.managers.cache_rank.selection_server import SelectionServer
+from sglang_ext.managers.cache_rank.stepwise_client import StepwiseClient
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots
 from sglang_ext.mem_cache.compressed.layouts.pointers import Pointers
@@ -47,7 +49,7 @@ class Told:
 def rank_here(arena, apart=False):
     """A rank in this process that was told what it serves, and what it says."""
     socket = Told()
-    rank = GpuSelectionServer(socket, arena.begin(1), 1, torch.device("cpu"))
+    rank = SelectionServer(socket, arena.begin(1), 1, torch.device("cpu"))
     rank._handle(attach(apart=apart))
     return rank, socket
 
@@ -90,15 +92,21 @@ class RankWorld:
         predictor, every: of the method.
         most: steps between two choices at most, where ranks do not keep up; None for ``every``.
         silence: seconds after which a rank that says nothing is ended.
+        pack: layers of the packs that are asked for within steps, as on a CPU, 0 for as many as are measured; None for whole steps.
+        timeline: of packs.
+        start_process: of ranks.
         flags: of what ranks are told, as ``rank_helpers.attach`` takes them; with ``fresh``, of rows of a head that an answer brings at
             most, copies are rows.
     """
 
     def __init__(
-        self, device="cpu", rank_device="cpu", patience=20.0, predictor=CurrentQuery(), every=1, silence=10.0, count=1, most=None, **flags
-    ):
+        self, device="cpu", rank_device="cpu", patience=20.0, predictor=CurrentQuery(), every=1, silence=10.0, count=1, most=None,
+        pack=None, timeline=None, start_process=RankProcess, **flags
+    ):  # fmt: skip
         self.device, self.predictor, self.every = torch.device(device), predictor, every
-        self.rows = flags.get("fresh", 0) > 0
+        self.rows, self.by_packs = flags.get("fresh", 0) > 0, pack is not None
+        if self.by_packs:
+            flags["packs"] = LAYERS
         told = attach(predictor=predictor.name, window=predictor.window, rows=self.rows, **flags)
         there = pool(0, CONTEXT_SLOTS + ROW_SLOTS)
         self.on_host = there
@@ -111,13 +119,17 @@ class RankWorld:
         self.queries = QueryWindows(predictor.window, range(LAYERS), max(4, every))
         self.queries.allocate(6, HEADS * GROUP, DIM, torch.empty(0, device=self.device))
         arenas = [ExchangeBuffer(told.shape, self.device, rank_device) for _ in range(count)]
-        self.links = [connect_rank(told, arena, silence) for arena in arenas]
+        self.links = [connect_rank(told, arena, silence, pack) for arena in arenas]
+        for link in self.links:
+            link._start_process = start_process
         self.arenas = arenas
-        self.steps = GpuRankClient(self.links, arenas, self.method, self.table, self.buffers, self.queries, patience)
+        given = self.links, self.method, self.table, self.buffers, self.queries, patience
+        self.steps = LayerwiseClient(*given, timeline) if self.by_packs else StepwiseClient(*given)
         if flags.get("apart") and self.device.type == "cpu":
             self.steps._side = Later(arenas)
-        # Steps of tests take no time.
-        self.steps.interval_tuner = IntervalTuner(every, every if most is None else most)
+        if not self.by_packs:
+            # Steps of tests take no time.
+            self.steps.interval_tuner = IntervalTuner(every, every if most is None else most)
         self.copies, self.ends, self._free = {}, {}, CONTEXT_SLOTS
         # Of rows whose full KV was given back, where it was.
         self._given = {}
@@ -125,8 +137,19 @@ class RankWorld:
         self.prompts, self.namespaces = {}, {}
         self.compressed_kv = SimpleNamespace(
             get=self.copies.get, num_compressions=Counter(), prompt_of=lambda row: self.prompts.get(row, ()),
-            namespace_of=lambda row: self.namespaces.get(row, ""),
+            namespace_of=lambda row: self.namespaces.get(row, ""), write_selection=self._write_selection,
         )  # fmt: skip
+
+    @property
+    def ahead(self):
+        """From the newest query to that of the first step that reads what it chooses."""
+        return 1 if self.by_packs else self.every + 1
+
+    def _write_selection(self, row, layers, kept):
+        """As a cache of compressed KV does."""
+        view = self.copies[row]
+        self.method.packing.write(self.buffers.of_layers(layers), kept, self.table[row, : view.covered].long(), view.own)
+        self.compressed_kv.num_compressions[view.method] += layers.stop == LAYERS
 
     def until(self, holds, seconds=90.0):
         """Tend the ranks until something holds."""
@@ -193,7 +216,8 @@ class RankWorld:
         rows = rows or [*self.copies]
         self.steps.on_round_start(1, 1)
         recorded = tuple(RecordedRows(row, i, i + 1, self.ends[row]) for i, row in enumerate(rows))
-        with self.queries.recording(recorded):
+        watch = self.steps.observe_step(self.compressed_kv, {row: self.ends[row] + 1 for row in rows}, following)
+        with self.queries.recording(recorded, watch):
             for layer in range(LAYERS):
                 of_layer = torch.stack([self.query(row, self.ends[row])[layer] for row in rows])
                 self.queries.record(layer, of_layer.to(self.device, non_blocking=True))
@@ -235,7 +259,7 @@ class RankWorld:
         view = self.copies[row]
         since = max(begun, end - self.predictor.window)
         window = torch.stack([self.query(row, position) for position in range(since, end)], 2)
-        (predicted,) = self.predictor.predict(window[None], torch.arange(since, end)[None], ROTARY, self.every + 1)
+        (predicted,) = self.predictor.predict(window[None], torch.arange(since, end)[None], ROTARY, self.ahead)
         slots = self.context(row)[: view.covered]
         layers = zip(predicted, self.on_host.keys, self.on_host.scaling)
         found = [attention(query[None], keys[slots], scaling) for query, keys, scaling in layers]
@@ -258,3 +282,11 @@ class RankWorld:
         """Share of what the copy leads to that is chosen by the queries before ``end``."""
         wanted, led = self.chosen(row, end, begun), self.led(row)
         return float((led[..., :, None] == wanted[..., None, :]).any(-1).float().mean())
+
+
+def scripted_world(pack=5, **flags):
+    """Requests whose rank answers as a test says, by packs of layers; and that rank, which is ready."""
+    world = RankWorld(pack=pack, places=16, patience=0.0, start_process=ScriptedRank, **flags)
+    world.steps.poll()
+    world.until(lambda: (ScriptedRank.made[-1].hear(), world.steps.ready)[1])
+    return world, ScriptedRank.made[-1]

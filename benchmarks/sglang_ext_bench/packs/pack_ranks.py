@@ -10,17 +10,14 @@ import torch
 
 from sglang_ext.device import Mark, to_device
 from sglang_ext.managers.cache_rank.leases import KeyLeases
-from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import (
+from sglang_ext.managers.cache_rank.exchange_buffer import (
     COUNTERS,
     DONE,
     ExchangeBuffer,
     QueryUpload,
     SelectionTarget,
 )
-from sglang_ext.managers.cache_rank.on_gpu.gpu_launch import (
-    TRAVELING_BYTES,
-    connect_rank,
-)
+from sglang_ext.managers.cache_rank.feature import TRAVELING_BYTES
 from sglang_ext.managers.cache_rank.protocol import (
     BLOCK,
     MAX_PLACES,
@@ -31,6 +28,7 @@ from sglang_ext.managers.cache_rank.protocol import (
     RotaryParameters,
     SelectionRequest,
 )  # fmt: skip
+from sglang_ext.managers.cache_rank.rank_link import connect_rank
 from sglang_ext.mem_cache.compressed.layouts.pointers import Pointers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.spade import Spade, attention
@@ -144,8 +142,6 @@ class PackRank:
         self.check_ready("it did not become ready")
         leases, slots = KeyLeases(self.link, self.pack.buffers), self.pack.context_slots
         lease, no_queries, until = leases.open(), torch.empty(0, device=self.pack.device), monotonic() + PATIENCE
-        # Blocks get no names, since no other request shares them.
-        lease.is_remote_only = True
         while not leases.extend(lease, slots):
             self.exchange.publish(no_queries, [])
             self.wait_for_messages(until, "the full KV was not taken")

@@ -1,9 +1,8 @@
-"""Allocates lanes and blocks of a cache rank to requests. Runs on the inference rank, which thus knows in advance when the rank is full.
+"""Requests at a cache rank, as the inference rank sees them: lanes and blocks (:class:`KeyLeases`), and open selection requests
+(:class:`RankRequest`). The inference rank allocates lanes and blocks, so it knows in advance when the rank is full.
 
-Requests with a common prefix share full blocks of keys. Blocks are found by name. If the host knows the KV slots, a block's name is its
-slots in SGLang's pool, because rows with a common prefix in the tree share these slots. While one of the rows has a lease, its full KV is
-locked, so the slots keep their contents. Once full KV is freed or moved, slots no longer identify blocks (:meth:`KeyLeases.leave_slots`).
-On a GPU, a block's name is a hash of the tokens up to the block's end (:func:`block_hashes`).
+Requests with a common prefix share full blocks of keys. A block's name is a hash of the tokens up to the block's end
+(:func:`block_hashes`). Slots would not identify a block, because they change when full KV is freed or moved.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,10 +12,10 @@ import numpy
 import torch
 
 from sglang_ext.managers.cache_rank import protocol
-from sglang_ext.managers.cache_rank.rank_link import RankLink
 from sglang_ext.managers.cache_rank.protocol import BLOCK, MAX_BLOCKS_PER_LEASE
-from sglang_ext.mem_cache.compressed.layouts.rounding import chained
+from sglang_ext.managers.cache_rank.rank_link import RankLink
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.layouts.rounding import chained
 
 # Returns the name of a full block, by its index in the request; None for a block that is not shared.
 Name = Callable[[int], bytes | None]
@@ -34,16 +33,14 @@ class KeyLease:
         lane: Lane of the request.
         blocks: Blocks of its tokens, in order.
         held: Tokens whose keys were sent.
-        sequence: Sequence of the newest selection request. A lane's sequence continues across requests, so no reply is applied to another
-            request.
-        is_remote_only: The request's full KV is remote-only; its first tokens have no slots here.
+        sequence: Sequence of the newest selection request for all layers. A lane's sequence continues across requests, so no reply is
+            applied to another request.
     """
 
     lane: int
     blocks: list[int] = field(default_factory=list)
     held: int = 0
     sequence: int = 0
-    is_remote_only: bool = False
 
 
 class KeyLeases:
@@ -105,11 +102,6 @@ class KeyLeases:
         lease.blocks = []
         self.link.send_message(protocol.Free(lease.lane))
 
-    def leave_slots(self, lease: KeyLease) -> None:
-        """Remove the names of a lease's blocks, because their source slots may get other tokens."""
-        for block in lease.blocks:
-            self._forget_name(block)
-
     def _forget_name(self, block: int) -> None:
         self._by_name.pop(self._names.pop(block, b""), None)
 
@@ -121,7 +113,7 @@ class KeyLeases:
                 self._forget_name(block)
                 self._free.append(block)
 
-    def extend(self, lease: KeyLease, slots: torch.Tensor, block_name: Name | None = None) -> bool:
+    def extend(self, lease: KeyLease, slots: torch.Tensor, block_name: Name = lambda index: None) -> bool:
         """Send the missing keys of a request, as many as there are free staging slots.
 
         Another request may have sent blocks with the same keys since. Then this request uses those blocks and releases its own. So
@@ -129,9 +121,8 @@ class KeyLeases:
 
         Args:
             lease: The request's lease.
-            slots: int64 [tokens], pool slots from the first token on. On a CPU they also name the blocks unless ``block_name`` is given. For a
-                remote-only lease (``alone``), slots of tokens that the rank already has are ignored.
-            block_name: Returns the names of full blocks.
+            slots: int64 [tokens], pool slots from the first token on. Slots of tokens that the rank already has are ignored.
+            block_name: Returns the names of full blocks. By default blocks have no names, so that no other request shares them.
 
         Returns:
             Whether the rank now has all keys.
@@ -140,7 +131,6 @@ class KeyLeases:
             MemoryFull: Too few free blocks; nothing was sent.
             RankUnavailable: The rank accepts no messages.
         """
-        block_name = block_name or (lambda index: None if lease.is_remote_only else _slots_name(slots, index))
         self._take_blocks(lease, len(slots), block_name)
         pieces, puts = [], []
         while lease.held < len(slots):
@@ -155,7 +145,7 @@ class KeyLeases:
             puts.append(protocol.StagedTokens(place, tokens, first))
             lease.held += tokens
         if pieces:
-            self.link.send_message(protocol.Append(tuple(pieces), self.link.memory.put_keys(puts, self.buffers, slots)))
+            self.link.send_message(protocol.Append(tuple(pieces), self.link.exchange_buffer.put_keys(puts, self.buffers, slots)))
             self.sent += sum(piece.tokens for piece in pieces)
             for piece, put in zip(pieces, puts):
                 if piece.offset + piece.tokens == BLOCK:
@@ -214,11 +204,6 @@ class KeyLeases:
             self._by_name[named], self._names[block] = block, named
 
 
-def _slots_name(slots: torch.Tensor, index: int) -> bytes:
-    """Name of a full block: its index in the request, and its slots in the pool."""
-    return index.to_bytes(4, "little") + slots[index * BLOCK : (index + 1) * BLOCK].numpy().tobytes()
-
-
 def block_hashes(namespace: str, tokens: Sequence[int]) -> list[bytes]:
     """Return for each full block of a context a hash of all tokens up to the block's end.
 
@@ -229,3 +214,56 @@ def block_hashes(namespace: str, tokens: Sequence[int]) -> list[bytes]:
     ids = numpy.asarray(tokens, numpy.int64)
     blocks = (ids[end - BLOCK : end].tobytes() for end in range(BLOCK, len(ids) + 1, BLOCK))
     return [*chained([namespace.encode(), *blocks])][1:]
+
+
+@dataclass(frozen=True)
+class PendingSelection:
+    """A selection request whose selection the compressed KV will apply: its sequence, covered tokens, and tokens to keep for each head."""
+
+    sequence: int
+    covered: int
+    keep: int
+
+
+@dataclass(frozen=True)
+class RowRecord:
+    """Tokens whose rows a compressed KV holds.
+
+    Attributes:
+        positions: int32 [layers, kv_heads, keep], position of each row; kernels update it.
+        covered: Tokens that the compressed KV covers.
+    """
+
+    positions: torch.Tensor
+    covered: int
+
+
+@dataclass
+class RankRequest:
+    """A request at a rank.
+
+    Attributes:
+        leases: Leases at the process that has the keys.
+        lease: The request's lease.
+        names: Names of its prompt's blocks, which requests with the same prefix share.
+        pending: The newest selection request of each pack, by the pack's first layer, until its selection is applied or dropped.
+        unanswered: Sequence of the selection request of each pack whose reply has not arrived, by the pack's first layer. Unused where the
+            device waits for replies.
+        is_remote_only: The request's full KV is remote-only.
+    """
+
+    leases: KeyLeases
+    lease: KeyLease
+    names: Sequence[bytes] = ()
+    pending: dict[int, PendingSelection] = field(default_factory=dict)
+    unanswered: dict[int, int] = field(default_factory=dict)
+    is_remote_only: bool = False
+
+    @property
+    def has_lost_rank(self) -> bool:
+        """Whether the process that had its keys has ended."""
+        return not self.leases.link.ready or self.leases.epoch != self.leases.link.epoch
+
+    def extend(self, slots: torch.Tensor) -> bool:
+        """See :meth:`KeyLeases.extend`. Blocks are named by hashes of tokens."""
+        return self.leases.extend(self.lease, slots, lambda index: self.names[index] if index < len(self.names) else None)

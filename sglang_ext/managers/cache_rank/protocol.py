@@ -1,8 +1,8 @@
 """Messages between an inference rank and a cache rank: tagged msgspec structs in MessagePack, with bounds on each field.
 
-A message is one ZMQ frame. Queries, keys, values and selected tokens are stored in shared memory (shared_memory.py). The message about
-them is sent after they are written, so it acts as the barrier. Each message of a cache rank names its epoch. The epoch numbers the
-processes, and their memory, that one inference rank starts for a cache rank.
+A message is one ZMQ frame. Queries, keys, values and selected tokens are stored in the exchange buffer (exchange_buffer.py), whose words
+say what is written. Each message of a cache rank names its epoch. The epoch numbers the processes that one inference rank starts for a
+cache rank.
 """
 
 from typing import Annotated, Literal, NamedTuple
@@ -10,7 +10,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
-VERSION = 8
+VERSION = 9
 MAX_MESSAGE_BYTES = 1 << 20
 # Tokens in a block of keys, and of values. Blocks are the unit of transfer, storage and sharing.
 BLOCK = 64
@@ -55,7 +55,8 @@ class BufferShape(RankMessage):
         most: Maximum selected tokens of a KV head.
         places: Staging slots, each for one block of keys in transfer.
         rows: Values are transferred too, and K and V of selected tokens are sent back.
-        fresh: With ``rows`` in an exchange buffer: maximum rows that one reply carries for a layer and KV head. Otherwise 0.
+        fresh: With ``rows``: maximum rows that one reply carries for a layer and KV head. Otherwise 0.
+        packs: Packs of layers that a lane can have, each with its own words and selection requests: 1, or one for each layer.
     """
 
     layers: LayerCount
@@ -69,6 +70,11 @@ class BufferShape(RankMessage):
     places: Annotated[int, Meta(ge=1, le=MAX_PLACES)]
     rows: bool = False
     fresh: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
+    packs: LayerCount = 1
+
+    def entry(self, lane: int, first: int) -> int:
+        """Return the index of the words of a lane's pack that begins at layer ``first``."""
+        return lane * self.packs + first
 
 
 class RotaryParameters(RankMessage):
@@ -91,8 +97,7 @@ class Attach(RankMessage, tag="attach"):
         sinks, recent: Numbers of first and newest tokens that are always selected.
         turning: The rotary embedding.
         bits: Bits of the keys that the rank scores; 16 for the exact keys.
-        arena: CUDA IPC handle of the exchange buffer on the inference rank's GPU, which both sides map (on_gpu/exchange_buffer.py); empty
-            without one.
+        arena: CUDA IPC handle of the exchange buffer on the inference rank's GPU; empty on a CPU, where the process inherits a descriptor.
         apart: The cache rank's GPU differs from the inference rank's, so kernels of the cache rank may wait on it.
     """
 
@@ -141,8 +146,7 @@ class StagedTokens(NamedTuple):
 
 
 class Append(RankMessage, tag="append"):
-    """Keys are in shared memory. In an exchange buffer they are complete once its written word reaches ``number``
-    (on_gpu/exchange_buffer.py)."""
+    """Keys are in staging slots. They are complete once the written word reaches ``number``."""
 
     pieces: Annotated[tuple[KeyPiece, ...], Meta(min_length=1, max_length=MAX_PLACES)]
     number: Written = 0
@@ -152,15 +156,13 @@ class SelectionRequest(RankMessage, tag="ask"):
     """Asks for the tokens of a request's next step. A step wrote the queries of layers ``first`` to ``first + count``.
 
     With :attr:`BufferShape.rows`, the positions whose rows the compressed KV holds are stored with the queries. The rank replies with the
-    rows of selected tokens that are not among them. So the rank does not have to know which of its replies were applied. A later request
-    does not build on a late or unread reply. Such a rank has at most one open selection request per pack. It writes to a slot only when
-    that slot is requested. In an exchange buffer (on_gpu/exchange_buffer.py) the next selection request may follow one that was not
-    answered in time. Only the reply to the newest one is applied.
+    rows of selected tokens that are not among them. So the rank does not have to know which of its replies were applied. A selection
+    request may follow one of the same pack that was not answered in time. Only the reply to the newest one is applied.
 
     Attributes:
         lane: Lane of the request.
         first, count: The pack of layers.
-        sequence: Sequence number in the lane, ascending. Its parity selects the slot of the queries and of the reply.
+        sequence: Sequence number in the lane's pack, ascending. Its parity selects the slot of the queries and of the reply.
         covered: Selection is among the first ``covered`` tokens.
         keep: Tokens to select for each KV head.
         positions: Positions of the queries, ascending.
@@ -208,7 +210,7 @@ class AttachRefused(RankMessage, tag="refused"):
 
 
 class SelectionReply(RankMessage, tag="answer"):
-    """Outcome of a :class:`SelectionRequest`: selected tokens are in shared memory, or a newer selection request replaced it.
+    """Outcome of a :class:`SelectionRequest`: selected tokens are in the exchange buffer, or a newer selection request replaced it.
 
     Attributes:
         epoch: Epoch of the process.

@@ -1,19 +1,22 @@
 """Connection of the inference rank to one cache rank: starts, watches and restarts its process, and exchanges messages."""
 
 import logging
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
+import msgspec
+import torch
 import zmq
 
 from sglang_ext.managers.cache_rank import protocol
-from sglang_ext.managers.cache_rank.process import RankProcess
-from sglang_ext.managers.cache_rank.shared_memory import SharedMemory
-
-if TYPE_CHECKING:
-    from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import ExchangeBuffer
+from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +34,78 @@ SETTLED_SECONDS = 60.0
 MIN_PACK, MAX_PACK, MESSAGE_SHARE = 4, 12, 0.1
 # Number of pings, and the wait for each. A later look, as by an idle scheduler, would measure its own delay.
 PINGS, PING_SECONDS = 5, 0.02
+# Maximum queued messages to a process that reads none. Beyond that, sending fails at once.
+QUEUED = 4096
+
+
+class RankProcess:
+    """One process of a cache rank, from start to end.
+
+    Args:
+        exchange_buffer: Memory that both map. Its words are reset for this process.
+        epoch: Number of this process among those started for the rank.
+        threads: Threads for its matrix products.
+
+    Attributes:
+        socket: Socket to the process. No other user can connect, because the folder belongs to this user.
+
+    Raises:
+        OSError: The system has no memory or cannot start a process.
+    """
+
+    def __init__(self, exchange_buffer: ExchangeBuffer, epoch: int, threads: int):
+        self._folder = tempfile.TemporaryDirectory(prefix="sglang-ext-cache-rank-")  # mode 700
+        descriptor = exchange_buffer.begin(epoch)
+        try:
+            self.socket = zmq.Context.instance().socket(zmq.DEALER)
+            self.socket.set_hwm(QUEUED)
+            self.socket.linger, self.socket.maxmsgsize = 0, protocol.MAX_MESSAGE_BYTES
+            endpoint = f"ipc://{Path(self._folder.name, 'socket')}"
+            self._bind(endpoint)
+            self._process = self._start(endpoint, descriptor, epoch, threads, exchange_buffer.rank_device)
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def _bind(self, endpoint: str) -> None:
+        """Bind the socket. A bind error is raised as :class:`OSError`, like other system errors; a TMPDIR of more than about 70
+        characters causes one."""
+        try:
+            self.socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self.socket.close(0)
+            raise OSError(error.errno, f"{error.strerror}; set TMPDIR to a shorter path", endpoint) from error
+
+    def _start(self, endpoint: str, descriptor: int | None, epoch: int, threads: int, device: str) -> subprocess.Popen:
+        given = {
+            "endpoint": endpoint, "memory": descriptor, "epoch": epoch, "threads": threads, "parent": os.getpid(), "device": device
+        }  # fmt: skip
+        flags = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
+        # Idle OpenMP threads must not spin, because the inference rank needs the cores.
+        env = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+        command = [sys.executable, "-m", "sglang_ext.managers.cache_rank", *flags]
+        return subprocess.Popen(command, pass_fds=() if descriptor is None else (descriptor,), stdin=subprocess.DEVNULL, env=env)
+
+    def connected(self) -> None:
+        """Delete the socket's file, because the process has connected. The file would outlive a killed process."""
+        self._folder.cleanup()
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    @property
+    def ended(self) -> int | None:
+        """Exit status; None while the process runs."""
+        return self._process.poll()
+
+    def end(self) -> None:
+        """Kill the process, even if it is stopped, and free its resources."""
+        self._process.kill()
+        self._process.wait()
+        self.socket.close(0)
+        self._folder.cleanup()
 
 
 class RankUnavailable(Exception):
@@ -78,7 +153,8 @@ class RankLink:
 
     Args:
         settings: Configuration of all ranks.
-        begin: Starts a process.
+        exchange_buffer: Memory that is shared with each process of the rank.
+        start_process: Starts a process.
 
     Attributes:
         epoch: Number of the process. Leases name it, and are void in another epoch.
@@ -88,8 +164,11 @@ class RankLink:
         replies: Replies of this process that were not processed yet, newest last.
     """
 
-    def __init__(self, settings: RankSettings, start_process: Callable[..., RankProcess] = RankProcess):
-        self.settings = settings
+    def __init__(
+        self, settings: RankSettings, exchange_buffer: ExchangeBuffer,
+        start_process: Callable[[ExchangeBuffer, int, int], RankProcess] = RankProcess,
+    ):  # fmt: skip
+        self.settings, self.exchange_buffer = settings, exchange_buffer
         self.epoch = 0
         self.packs: tuple[Pack, ...] = ()
         self.starts = 0
@@ -128,11 +207,6 @@ class RankLink:
         """Process id; None if no process runs."""
         return None if self._process is None else self._process.pid
 
-    @property
-    def memory(self) -> "SharedMemory | ExchangeBuffer":
-        """Memory shared with the running process."""
-        return self._process.memory
-
     def poll(self) -> None:
         """Receive messages, end a silent process, and start a new one if none runs. Does not block."""
         if self._process is None:
@@ -164,10 +238,9 @@ class RankLink:
         self.epoch += 1
         self.starts += 1
         self._last_message_time, self._attach_sent, self._pinged, self._round_trips = time.monotonic(), False, {}, []
-        shape = self.settings.attach.shape
-        self._free_places = list(range(shape.places))
+        self._free_places = list(range(self.settings.attach.shape.places))
         try:
-            self._process = self._start_process(shape, self.epoch, self.settings.threads)
+            self._process = self._start_process(self.exchange_buffer, self.epoch, self.settings.threads)
         except OSError as error:
             self._fail("ended", f"it did not start: {error}")
 
@@ -284,6 +357,24 @@ class RankLink:
             self.pid, self.epoch, self.settings.attach.blocks * protocol.BLOCK, max(pack.count for pack in self.packs),
             min(self._round_trips) * 1e3, self._layer_seconds * 1e3,
         )  # fmt: skip
+
+
+def connect_rank(
+    attach: protocol.Attach, exchange_buffer: ExchangeBuffer, silence: float = SILENCE_SECONDS, pack: int | None = None, threads: int = 1
+) -> RankLink:
+    """Return the connection to a rank with this configuration.
+
+    Args:
+        attach: First message, without the device's numbers.
+        exchange_buffer: Its exchange buffer.
+        silence: Seconds without a message after which a process is ended.
+        pack: Layers of a pack; 0 to measure it; None for all layers of a step in one selection request.
+        threads: Threads of each process.
+    """
+    apart = attach.apart or exchange_buffer.device != torch.device(exchange_buffer.rank_device)
+    pack = attach.shape.layers if pack is None else pack
+    settings = RankSettings(msgspec.structs.replace(attach, arena=exchange_buffer.handle, apart=apart), pack, threads, silence)
+    return RankLink(settings, exchange_buffer)
 
 
 def choose_pack_size(message_seconds: float, layer_seconds: float) -> int:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet
     from sglang_ext.managers.feature import Worker
     from sglang_ext.managers.simulated_acceptance import SimulatedAcceptance
-    from sglang_ext.mem_cache.compressed.remote_selector import LayerObserver
+    from sglang_ext.mem_cache.compressed.queries import LayerObserver
 
 
 class StepRunner:
@@ -156,7 +156,7 @@ class StepRunner:
                 counts=[1] * len(plan.rows),
             )
             ends = {plan.states[i].row: plan.starts[i] + index + 1 for i in selecting}
-            watch = self._observe_step(ends, index + 1 < plan.num_steps)
+            watch = self._observe_step(ends, plan.num_steps - index - 1)
             recorded = self._recorded_queries(plan, index, selecting)
             on_full_kv = plan.on_full_kv and not self._needs_queries(recorded)
             if not on_full_kv:
@@ -172,13 +172,19 @@ class StepRunner:
                 on_first_step()
         return step_outputs
 
-    def _observe_step(self, ends: dict[int, int], starts_selection: bool) -> "LayerObserver | None":
-        """The observer of a step's layers, as :func:`observe_step`. None if the step selects for no request."""
-        if not ends:
-            return None
-        from sglang_ext.mem_cache.compressed.remote_selector import observe_step
+    def _observe_step(self, ends: dict[int, int], following: int) -> "LayerObserver | None":
+        """The observer of a step's layers, which selects their tokens. None if none is needed.
 
-        return observe_step(self.worker.compressed_kv, ends, starts_selection)
+        Args:
+            ends: By row, the position after the step's token, of the requests whose tokens are selected.
+            following: Steps of the round after this one.
+        """
+        compressed_kv = self.worker.compressed_kv
+        if not ends and compressed_kv.async_selector is None:
+            return None
+        from sglang_ext.mem_cache.compressed.synchronous_selector import observe_step
+
+        return observe_step(compressed_kv, ends, None if self.worker.lossy else following)
 
     def _needs_queries(self, recorded: tuple[RecordedRows, ...]) -> bool:
         """Whether a step over the full KV must record queries: in lossy mode nothing else does before the first compression."""

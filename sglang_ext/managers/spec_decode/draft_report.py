@@ -36,7 +36,7 @@ REASON_WORDS = {
     "grammar": "the grammar backend cannot take drafts back",
     "hidden-states": "requests ask for hidden states",
     "wrong-scores": "the compressor's scores cannot be used",
-    "no-selection": "no cache rank has selected tokens",
+    "no-selection": "no cache rank can select tokens",
 }
 
 

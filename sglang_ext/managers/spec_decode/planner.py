@@ -294,7 +294,7 @@ class RoundPlanner:
             # Drafts that are all made on the full KV gain nothing.
             requests = [replace(plan, is_drafting=plan.is_early) for plan in requests]
             if any(plan.fallback == NO_SELECTION for plan in requests):
-                # The first selection arrives soon.
+                # A cache rank may take the request soon.
                 most = min(most, SHORT_ROUND)
         pairs = list(zip(views, requests))
         one_by_one = any(not plan.is_drafting and view.is_checked_token_by_token for view, plan in pairs)

@@ -1,4 +1,6 @@
-"""Asynchronous selection on a second stream of the same GPU (AsyncSpade on one device), for compressed KV that consists of pointers.
+"""Asynchronous selection: its interface, and the selection on a second stream of the same GPU (AsyncSpade on one device).
+
+:class:`StreamSelector` selects for compressed KV that consists of pointers:
 
 1. When a draft step ends a request's selection interval, the queries of that step start a selection on the second stream.
 2. The selection is written to spare slots of the compressed KV while the next steps run.
@@ -10,6 +12,7 @@ other on the device only. Tokens that are newer than a selection follow the comp
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
@@ -17,8 +20,7 @@ import torch
 from sglang_ext.device import SideStream, to_device
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.queries import QueryWindows
-from sglang_ext.mem_cache.compressed.remote_selector import RowSender
+from sglang_ext.mem_cache.compressed.queries import LayerObserver, QueryWindows
 from sglang_ext.mem_cache.compressed.row_exchange import NewestRows
 from sglang_ext.mem_cache.selection.on_gpu import GpuSelector
 
@@ -35,11 +37,69 @@ class QueryWindow(NamedTuple):
     positions: list[int]
 
 
-class AsyncSelector(RowSender, ABC):
-    """Interface of selection on a GPU that runs while steps run.
+@dataclass
+class FreeBlocks:
+    """Free memory for new requests at each of several cache ranks, any of which can take a request.
 
-    It serves compressed KV of pointers, selected on a second stream of the same GPU or by cache ranks on other GPUs
-    (managers/cache_rank/on_gpu/). It serves compressed KV of rows where cache ranks have the full KV.
+    Attributes:
+        blocks: Free blocks of each cache rank.
+        size: Tokens of a block.
+        requests: Number of further requests that each cache rank accepts; None for any number.
+    """
+
+    blocks: list[int]
+    size: int = 1
+    requests: list[int] | None = None
+
+    def take(self, tokens: int) -> bool:
+        """Reserve memory for a request of ``tokens`` tokens at the rank with the most free blocks. Returns whether it fits."""
+        needed, takes = -(-tokens // self.size), self.requests or [1] * len(self.blocks)
+        most = max((i for i, more in enumerate(takes) if more), key=self.blocks.__getitem__, default=None)
+        if most is None or needed > self.blocks[most]:
+            return False
+        self.blocks[most] -= needed
+        if self.requests is not None:
+            self.requests[most] -= 1
+        return True
+
+
+class RowSender:
+    """A selector that may hold the full KV of requests, so that this process can free it (remote_only.py).
+
+    Attributes:
+        sends_rows: Whether it holds its requests' full KV, and sends K and V of the selected tokens.
+        processes: Numbers of running and of started processes, if other processes select.
+    """
+
+    sends_rows: bool = False
+    processes: tuple[int, int] = (0, 0)
+
+    def num_held_tokens(self, row: int) -> int:
+        """Number of a request's first tokens whose K and V it holds and sends; 0 if it cannot, or the compressed KV has no rows yet."""
+        return 0
+
+    def on_slots_freed(self, row: int, is_remote_only: bool) -> None:
+        """Handle that slots of a request's full KV are about to be freed. With ``is_remote_only``, no slots of the request remain, so its keys
+        cannot be sent again."""
+
+    def is_lost(self, row: int) -> bool:
+        """Whether a request's only full KV was lost with its process."""
+        return False
+
+    def free_blocks(self) -> FreeBlocks:
+        """Free memory for requests that were not sent yet."""
+        return FreeBlocks([])
+
+    def has_request(self, row: int) -> bool:
+        """Whether the request was sent or is being sent, so that it needs no more memory."""
+        return False
+
+
+class AsyncSelector(RowSender, ABC):
+    """Interface of selection that runs while steps run.
+
+    It serves compressed KV of pointers, selected on a second stream of the same GPU or by cache ranks (managers/cache_rank/). It serves
+    compressed KV of rows where cache ranks have the full KV.
 
     Attributes:
         in_place: Whether a selection overwrites the previous one between two steps. Otherwise it is written to spare slots.
@@ -58,6 +118,10 @@ class AsyncSelector(RowSender, ABC):
             forwards: Draft steps and verifications of the round.
             interval: Selection interval, in steps.
         """
+
+    def observe_step(self, compressed_kv: "CompressedKVCache", ends: dict[int, int], following: int | None) -> LayerObserver | None:
+        """Handle the start of a step. Returns the observer of its layers; None if none is needed. Arguments as :meth:`on_step_end`'s."""
+        return None
 
     @abstractmethod
     def on_step_end(self, compressed_kv: "CompressedKVCache", ends: dict[int, int], following: int | None) -> None:
@@ -81,7 +145,12 @@ class AsyncSelector(RowSender, ABC):
         """Call :meth:`flush` for all requests."""
 
     def poll(self) -> None:
-        """Poll the selecting processes. Does not wait."""
+        """Poll the selecting processes: read their messages, and restart those that ended. Does not wait."""
+
+    def must_read_full_kv(self, row: int, tokens: int) -> bool:
+        """Whether the request in ``row``, of ``tokens`` tokens, reads its full KV because nothing can select its tokens now. If so, a missing
+        selection is counted."""
+        return False
 
     def extend(self, row: int, slots: torch.Tensor) -> bool:
         """Send the new ones of ``slots``, int64 [tokens], before a refresh of compressed KV of rows whose request lacks full KV here.

@@ -28,9 +28,8 @@ if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector
     from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
     from sglang_ext.mem_cache.compressed.queries import QueryWindows
-    from sglang_ext.mem_cache.compressed.remote_selector import RemoteSelector, RowSender
     from sglang_ext.mem_cache.compressed.rotary import Rotary
-    from sglang_ext.mem_cache.compressed.row_exchange import NewestRows, ReceivedRows, RowExchange
+    from sglang_ext.mem_cache.compressed.row_exchange import NewestRows
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +54,7 @@ class CompressedKVCache:
         prompt_of: Prompt token ids of the request in a row.
         namespace_of: The prefix tree's namespace for KV that depends on more than tokens; None where tokens do not identify the KV.
         layout: How compressed KV is stored in slots.
-        remote_selector: Selects tokens in another process; None if methods select here.
-        async_selector: Selects tokens on a GPU asynchronously; None if methods select between steps.
+        async_selector: Selects tokens while steps run, on a second stream or in other processes; None if methods select between steps.
         on_processes_changed: Called when selecting processes started or ended.
         frees_full_kv: Whether full KV is freed where compressed KV holds all of it (quantized_only.py).
         num_compressions: Number of compressions and refreshes, by the name of the compressed KV.
@@ -75,7 +73,6 @@ class CompressedKVCache:
     prompt_of: Callable[[int], Sequence[int]] = lambda row: ()
     namespace_of: Callable[[int], str | None] = lambda row: ""
     layout: KVLayout = PlainLayout()
-    remote_selector: "RemoteSelector | None" = None
     async_selector: "AsyncSelector | None" = None
     on_processes_changed: Callable[[], None] = lambda: None
     frees_full_kv: bool = False
@@ -147,17 +144,18 @@ class CompressedKVCache:
         return self.row_sender is not None and (self.row_sender.num_held_tokens(row) > 0 or self.can_lack_full_kv(row))
 
     @property
-    def row_sender(self) -> "RowSender | None":
-        """The selector whose process may hold the full KV of requests and sends rows of it; None if there is none."""
-        return next((each for each in (self.remote_selector, self.async_selector) if each is not None and each.sends_rows), None)
+    def row_sender(self) -> "AsyncSelector | None":
+        """The selector whose processes may hold the full KV of requests and send rows of it; None if there is none."""
+        return self.async_selector if self.async_selector is not None and self.async_selector.sends_rows else None
 
     def poll(self) -> None:
         """Poll the processes that select tokens, if any. Called between forwards, and while the scheduler is idle."""
-        for each in filter(None, (self.remote_selector, self.async_selector)):
-            before = each.processes
-            each.poll()
-            if each.processes != before:
-                self.on_processes_changed()
+        if self.async_selector is None:
+            return
+        before = self.async_selector.processes
+        self.async_selector.poll()
+        if self.async_selector.processes != before:
+            self.on_processes_changed()
 
     def items(self) -> ItemsView[int, CompressedKV]:
         """All compressed KV, by request row."""
@@ -268,7 +266,7 @@ class CompressedKVCache:
             )
             compressed.segments.append(new_segment)
         try:
-            kept = self._resolve_selection(row, compressed, renewed)
+            kept = self._resolve_selection(row, compressed)
             self._writer.write(method, row, self.draft_row(row), compressed, new_segment, done, tokens, renewed, kept)
         except ScoresError as error:
             self._refuse(method, error)
@@ -286,9 +284,7 @@ class CompressedKVCache:
             self.queries.forget(row)
         return True
 
-    def _resolve_selection(
-        self, row: int, compressed: CompressedKV, renewed: bool
-    ) -> "torch.Tensor | RowExchange | NewestRows | None":
+    def _resolve_selection(self, row: int, compressed: CompressedKV) -> "torch.Tensor | NewestRows | None":
         """The tokens that a request's compressed KV keeps, int64 [layers, kv_heads, count], or the rows to add to existing ones.
 
         None if the method selects while it writes.
@@ -296,32 +292,15 @@ class CompressedKVCache:
         Args:
             row: The request's row in the token table.
             compressed: The compressed KV, with all slots that it reads.
-            renewed: Whether its slots already hold the first tokens.
         """
-        wanted, remote, method = (row, compressed.covered, compressed.own_tokens), self.remote_selector, self.method(row)
-        if remote is not None:
-            return remote.plan_row_copies(*wanted, renewed) if remote.sends_rows else remote.last_selection(*wanted)
+        method, wanted = self.method(row), (compressed.covered, compressed.own_tokens)
         if self.row_sender is None:
-            return initial_selection(method.compressor, self.buffers, *wanted[1:])
+            return initial_selection(method.compressor, self.buffers, *wanted)
         if self.can_lack_full_kv(row):
-            return self.async_selector.plan_refresh(*wanted)
+            return self.async_selector.plan_refresh(row, *wanted)
         kept = self._writer.select(method, row, compressed)
         self.async_selector.on_compressed(row, compressed.covered, kept)
         return kept
-
-    def request_selection(self, row: int, tokens: int) -> bool:
-        """Ask the remote selector for the selection for compressed KV over a request's first ``tokens`` tokens.
-
-        Returns:
-            Whether compressed KV can be made.
-        """
-        method = self.method(row)
-        covered, found = method.covered(self.max_covered(row, tokens)), self.queries.get(row, tokens, method.compressor.window)
-        if not covered or found is None:
-            return False
-        slots = self.token_table[row, :covered].long()
-        keep = method.num_owned(CompressedKV(slots[:0], covered, sinks=method.sinks), method.sinks, 0)
-        return self.remote_selector.request_selection(row, slots, keep, *found)
 
     def insert(self, row: int, compressed: CompressedKV) -> None:
         """Give the request in ``row`` compressed KV that another server packs. Its slots may not be filled yet."""
@@ -342,7 +321,7 @@ class CompressedKVCache:
             every: Selection interval, in steps.
         """
         method, compressed = self.method(row), self._by_row[row]
-        if self.remote_selector is not None or method.compressor.synchronous:
+        if method.compressor.synchronous:
             return
         if (end - compressed.covered) % every or self.is_refused(row):
             return
@@ -353,8 +332,8 @@ class CompressedKVCache:
         else:
             self.num_compressions[compressed.method] += 1
 
-    def write_selection(self, row: int, layers: slice, kept: "torch.Tensor | ReceivedRows") -> None:
-        """Replace the selection of some layers with one that another process made. Arguments as
+    def write_selection(self, row: int, layers: slice, kept: torch.Tensor) -> None:
+        """Replace the selection of some layers with one that was made in or for a step. Arguments as
         :meth:`CompressedKVWriter.write_selection`'s."""
         compressed = self._by_row[row]
         self._writer.write_selection(self.method(row), row, compressed, layers, kept)
@@ -396,8 +375,6 @@ class CompressedKVCache:
         """
         if self.layout.points_to_full_kv and not self._point_to_new_slots(row):
             self.release_compressed_kv(row)
-            if self.remote_selector is not None:
-                self.remote_selector.forget(row)
             return
         if self.row_sender is not None:
             self.row_sender.on_slots_freed(row, is_remote_only=False)
@@ -405,9 +382,11 @@ class CompressedKVCache:
             compressed.tail_end = max(compressed.covered, min(compressed.tail_end, start))
 
     def _point_to_new_slots(self, row: int) -> bool:
-        """Point to the new slots of the same tokens. Returns whether that worked: False with a remote or an asynchronous selector."""
-        compressed, here = self._by_row.get(row), self.remote_selector is None and self.async_selector is None
-        return compressed is not None and here and self._writer.rewrite_selection(self.method(row), row, self.draft_row(row), compressed)
+        """Point to the new slots of the same tokens. Returns whether that worked: False with an asynchronous selector."""
+        compressed = self._by_row.get(row)
+        if compressed is None or self.async_selector is not None:
+            return False
+        return self._writer.rewrite_selection(self.method(row), row, self.draft_row(row), compressed)
 
     def on_segment_split(self, first: Segment, rest: Segment) -> None:
         """Handle that ``first`` took over the first blocks of ``rest``. Readers of ``rest`` now read both, in the same slots."""
@@ -424,9 +403,8 @@ class CompressedKVCache:
         """Free the compressed KV and the recorded queries of the request in ``row``."""
         self.release_compressed_kv(row)
         self.queries.forget(row)
-        for each in (self.remote_selector, self.async_selector):
-            if each is not None:
-                each.forget(row)
+        if self.async_selector is not None:
+            self.async_selector.forget(row)
 
     def release_compressed_kv(self, row: int) -> None:
         """Free the compressed KV of the request in ``row``; no-op without one. Its recorded queries stay."""
@@ -457,6 +435,5 @@ class CompressedKVCache:
         """Drop all records. The pool itself is being cleared."""
         self._by_row.clear()
         self.queries.clear()
-        for each in (self.remote_selector, self.async_selector):
-            if each is not None:
-                each.forget_all()
+        if self.async_selector is not None:
+            self.async_selector.forget_all()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
     from sglang_ext.mem_cache.compressed.queries import QueryWindows
     from sglang_ext.mem_cache.compressed.rotary import Rotary
-    from sglang_ext.mem_cache.compressed.row_exchange import NewestRows, ReceivedRows, RowExchange
+    from sglang_ext.mem_cache.compressed.row_exchange import NewestRows
 
 # Smallest number of tokens that compressed KV packs at once if it packs all tokens and full KV is freed then: at least two blocks. Packed
 # tokens stay as they are, so that this costs little.
@@ -180,7 +180,7 @@ class CompressedKVWriter:
         done: int,
         tokens: int,
         renewed: bool,
-        kept: "torch.Tensor | RowExchange | NewestRows | None" = None,
+        kept: "torch.Tensor | NewestRows | None" = None,
     ) -> None:
         """Copy the selected KV of each layer to the owned slots, after the ``done`` tokens there, and to a new segment's slots.
 
@@ -214,7 +214,7 @@ class CompressedKVWriter:
             elif isinstance(kept, torch.Tensor):
                 method.packing.write(self.buffers, kept, source, targets[rest])
             else:
-                self.buffers.move(kept, source, targets[rest])
+                self.buffers.move_newest(kept, source, targets[rest])
         if not renewed:
             self._copy_sinks(source, compressed.own[: compressed.sinks])
         self.token_table[draft_row, : compressed.num_slots] = compressed.slots.to(self.token_table.dtype)
@@ -226,16 +226,11 @@ class CompressedKVWriter:
         context = self._context(row, method, self.token_table[row, : compressed.covered].long(), compressed.covered)
         return method.compressor.select(context, [Part(compressed.shared_len, compressed.covered, compressed.own_tokens)])[0]
 
-    def write_selection(
-        self, method: CompressionMethod, row: int, compressed: CompressedKV, layers: slice, kept: "torch.Tensor | ReceivedRows"
-    ) -> None:
+    def write_selection(self, method: CompressionMethod, row: int, compressed: CompressedKV, layers: slice, kept: torch.Tensor) -> None:
         """Overwrite the tokens that ``compressed``, which shares nothing, keeps in some layers.
 
-        ``kept`` has as many tokens that another process selected, int64 [layers, kv_heads, count], or rows that it sent.
+        ``kept`` are as many tokens, int64 [layers, kv_heads, count].
         """
-        if not isinstance(kept, torch.Tensor):
-            self.buffers.of_layers(layers).put_rows(kept, compressed.own)
-            return
         source = self.token_table[row, : compressed.covered].long()
         method.packing.write(self.buffers.of_layers(layers), kept, source, compressed.own[compressed.sinks :])
 

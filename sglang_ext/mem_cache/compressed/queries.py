@@ -5,19 +5,16 @@ Queries exist only during a forward. A hook on SGLang's attention backends (:fun
 Graphs captured with the hook active therefore write queries to the pool indices in a device table, which is set before each replay.
 """
 
-from typing import TYPE_CHECKING
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Protocol
 
 import torch
 
 from sglang_ext.device import to_device
-
-if TYPE_CHECKING:
-    from sglang_ext.mem_cache.compressed.remote_selector import LayerObserver
 
 # SGLang calls the hooks below without a context argument, so the state is global: the recorder of the running forward, the callback for
 # written keys, and the number of tokens that prefix hits leave uncached.
@@ -69,6 +66,16 @@ def cap_prefix_match(original: Callable, req, input_len: int) -> int:
     """Hook around ``Req._compute_max_prefix_len``: leave the query window uncached."""
     longest = original(req, input_len)
     return max(0, min(longest, input_len - uncached_tokens)) if uncached_tokens else longest
+
+
+class LayerObserver(Protocol):
+    """Receives the progress of a forward. Layers are counted from 0."""
+
+    def on_layer_start(self, layer: int) -> None:
+        """Called before the layer's attention."""
+
+    def on_queries_recorded(self, layer: int) -> None:
+        """Called when the layer's queries are recorded."""
 
 
 @dataclass(frozen=True)

@@ -36,15 +36,6 @@ class RowExchange:
 
 
 @dataclass(frozen=True)
-class ReceivedRows:
-    """An exchange with the rows that another process sent. ``keys`` and ``values`` are [rows, dim]."""
-
-    exchange: RowExchange
-    keys: torch.Tensor
-    values: torch.Tensor
-
-
-@dataclass(frozen=True)
 class NewestRows:
     """A context's newest tokens, equally many per head, that replace other rows.
 
@@ -128,13 +119,3 @@ def plan_refresh(held: torch.Tensor, before: int, covered: int, keep: int, recen
 def pad_places(held: torch.Tensor, places: int) -> torch.Tensor:
     """Pad ``held``, [layers, kv_heads, at most places], with empty places to ``places``."""
     return torch.nn.functional.pad(held, (0, places - held.shape[-1]), value=EMPTY)
-
-
-def merge_exchanges(parts: list[RowExchange]) -> RowExchange:
-    """Merge the exchanges of consecutive groups of layers into one of all layers."""
-    first, layers = 0, []
-    for part in parts:
-        layers.append(part.layers + first)
-        first += len(part.held)
-    rest = (torch.cat([getattr(part, name) for part in parts]) for name in ("heads", "places", "positions", "wanted"))
-    return RowExchange(torch.cat([part.held for part in parts]), torch.cat(layers), *rest)

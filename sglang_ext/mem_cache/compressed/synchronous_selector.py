@@ -1,4 +1,5 @@
-"""Synchronous selection: each layer of a step selects tokens by the step's own query, just before attention. A baseline for predictions."""
+"""Synchronous selection: each layer of a step selects tokens by the step's own query, just before attention. A baseline for predictions.
+Also chooses what observes the layers of a step."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -7,10 +8,11 @@ from sglang_ext.mem_cache.compressors import ContextKV, Part
 
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
+    from sglang_ext.mem_cache.compressed.queries import LayerObserver
 
 
 class SynchronousSelector:
-    """A :class:`~.remote_selector.LayerObserver` that selects tokens in each layer of one step.
+    """A :class:`~.queries.LayerObserver` that selects tokens in each layer of one step.
 
     Args:
         compressed_kv: The compressed KV cache.
@@ -37,6 +39,19 @@ class SynchronousSelector:
         slots = compressed_kv.token_table[row, : compressed.covered].long()
         context = ContextKV(compressed_kv.buffers.of_layers(layers), slots, *found, compressed_kv.rotary)
         compressed_kv.write_selection(row, layers, chooser.select(context, [Part(0, compressed.covered, compressed.own_tokens)])[0])
+
+
+def observe_step(compressed_kv: "CompressedKVCache", ends: dict[int, int], following: int | None) -> "LayerObserver | None":
+    """The observer of a step's layers; None if no selector needs it, or no request reads compressed KV.
+
+    Args:
+        compressed_kv: The compressed KV cache.
+        ends: Position after the step's token, by row, of requests that read their compressed KV.
+        following: Steps until the full KV verifies them; None if nothing is verified.
+    """
+    if compressed_kv.async_selector is not None:
+        return compressed_kv.async_selector.observe_step(compressed_kv, ends, following)
+    return synchronous_selector(compressed_kv, ends)
 
 
 def synchronous_selector(compressed_kv: "CompressedKVCache", ends: Mapping[int, int]) -> SynchronousSelector | None:

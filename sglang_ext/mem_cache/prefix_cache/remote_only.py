@@ -18,7 +18,7 @@ from sglang_ext.mem_cache.prefix_cache.nodes import path
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-    from sglang_ext.mem_cache.compressed.remote_selector import FreeBlocks, RowSender
+    from sglang_ext.mem_cache.compressed.async_selector import FreeBlocks, RowSender
     from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_ext.managers.feature import FEATURES, Feature, Selectors, create_full_kv, create_selectors, load_features
+from sglang_ext.managers.feature import FEATURES, Feature, create_full_kv, create_selector, load_features
 from sglang_ext.managers.spec_decode.full_kv import ResidentFullKV
 
 # Source of a process: the modules of this project that a scheduler with --kv-mode verified and --kv-compressor snapkv imports.
@@ -22,7 +22,7 @@ print("\\n".join(name for name in sys.modules if name.startswith("sglang_ext."))
 # Folders and modules that only features need.
 OF_FEATURES = (
     *("managers.kv_transfer", "managers.kv_offload", "managers.cache_rank", "managers.quantized_attention", "managers.sparse_attention"),
-    *("mem_cache.host_tier", "mem_cache.selection.on_gpu", "mem_cache.compressed.async_selector", "mem_cache.compressed.remote_selector"),
+    *("mem_cache.host_tier", "mem_cache.selection.on_gpu", "mem_cache.compressed.async_selector"),
     *("mem_cache.prefix_cache.quantized_only", "mem_cache.prefix_cache.remote_only", "mem_cache.prefix_cache.residency"),
     *("layers.attention.compressed", "layers.kernels.packed", "layers.kernels.hack", "layers.kernels.gluon", "layers.kernels.lynx"),
 )
@@ -68,15 +68,15 @@ def test_each_method_of_the_interface_serves_several_features():
 
 def test_the_first_selector_and_the_only_provider_serve():
     class Selecting(Feature):
-        def selectors(self, worker, method):
-            return Selectors(asynchronous=(self.args, method))
+        def selector(self, worker, method):
+            return self.args, method
 
     class Freeing(Feature):
         def full_kv(self, worker, tree_cache):
             return tree_cache
 
     worker = SimpleNamespace(features=(Feature("none"), Selecting("first"), Freeing("none"), Selecting("second")))
-    assert create_selectors(worker, "method") == (None, ("first", "method"))
+    assert create_selector(worker, "method") == ("first", "method")
     assert create_full_kv(worker, "tree") == "tree"
     worker.features = (Feature("none"),)
-    assert create_selectors(worker, "method") == (None, None) and isinstance(create_full_kv(worker, "tree"), ResidentFullKV)
+    assert create_selector(worker, "method") is None and isinstance(create_full_kv(worker, "tree"), ResidentFullKV)

@@ -29,7 +29,7 @@ ROWS = 8
 class Views:
     """Copies of a quarter; none for requests in ``full``."""
 
-    recent, share, each_round, remote_selector, row_sender = 0, 0.25, False, None, None
+    recent, share, each_round, async_selector, row_sender = 0, 0.25, False, None, None
 
     def method(self, row):
         anew = {"each_round": self.each_round, "follows_queries": self.each_round, "every": 0}

@@ -13,7 +13,7 @@ from sglang_ext.layers.kernels.selection import select_tokens
 from sglang_ext.layers.kernels.selection.select_tokens import kernel_lengths
 from sglang_ext.managers.integrity import check_compressed
 from sglang_ext.managers.spec_decode.draft import StepRunner
-from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector, StreamSelector, compile_lengths
+from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector, FreeBlocks, StreamSelector, compile_lengths
 from sglang_ext.mem_cache.compressed.policy import REFRESH_AFTER, ensure_compressed_kv, tokens_until_refresh
 from sglang_ext.mem_cache.compressed.queries import QueryWindows, RecordedRows
 from sglang_ext.mem_cache.compressors import top_positions
@@ -347,3 +347,11 @@ def test_whoever_asks_is_told_where_processes_have_come_or_gone_though_no_reques
     compressed_kv.poll()
     compressed_kv.poll()
     assert told == [(0, 1)], "once"
+
+
+def test_requests_go_where_most_is_free_and_what_one_takes_is_not_the_nexts():
+    free = FreeBlocks([3, 2], 64)
+    assert [free.take(tokens) for tokens in (128, 129, 128, 65, 64, 1)] == [True, False, True, False, True, False]
+    assert free.blocks == [0, 0] and not FreeBlocks([]).take(0)
+    few = FreeBlocks([3, 2], 64, [1, 0])
+    assert [few.take(64) for _ in range(2)] == [True, False] and few.blocks == [2, 2], "the other takes no request"

@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.mem_cache.compressed.row_exchange import (
-    EMPTY, ReceivedRows, merge_exchanges, missing_mask, pad_places, plan_exchange, plan_refresh, top_mask,
+    EMPTY, missing_mask, pad_places, plan_exchange, plan_refresh, top_mask,
 )  # fmt: skip
-from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
 LAYERS, HEADS, DIM, TOKENS = 2, 3, 4, 40
 
@@ -45,14 +44,11 @@ def test_what_is_not_available_leaves_its_place_to_what_is_there(seed, count, da
             assert asked | (was & set(wanted[layer, head].tolist())) <= set(now)
 
 
-def test_copies_grow_and_packs_are_joined():
+def test_copies_grow():
     held = some(3, 5)
     more = pad_places(held, 7)
     assert torch.equal(more[..., :5], held) and (more[..., 5:] == EMPTY).all()
-    found = merge_exchanges([plan_exchange(more[:1], some(4, 7)[:1]), plan_exchange(more[1:], some(4, 7)[1:])])
-    whole = plan_exchange(more, some(4, 7))
-    for name in ("held", "layers", "heads", "places", "positions", "wanted"):
-        assert torch.equal(getattr(found, name), getattr(whole, name))
+    found = plan_exchange(more, some(4, 7))
     assert [found.of_layer(layer).start for layer in range(LAYERS)] == [0, int((found.layers == 0).sum())]
 
 
@@ -82,21 +78,3 @@ def test_of_tokens_that_come_those_of_the_highest_scores_are_first_and_of_equal_
             order = sorted((-int(scores[layer, head, i]), i) for i in range(TOKENS) if these[layer, head, i])
             assert {i for i in range(TOKENS) if found[layer, head, i]} == {i for _, i in order[:most]}
     assert torch.equal(top_mask(these, scores, torch.full((2, 3, 1), most)), found)
-
-
-def test_rows_go_where_the_exchange_says_from_the_pool_or_from_elsewhere():
-    keys, values = (tuple(torch.randn(100, HEADS, DIM) for _ in range(LAYERS)) for _ in "kv")
-    buffers = KVBuffers((0, 1), (1.0, 1.0), keys, values)
-    sources, targets = torch.arange(50, 50 + TOKENS), torch.arange(10, 22)
-    wanted = some(1, 12)
-    first = plan_exchange(torch.full_like(wanted, EMPTY), wanted)
-    buffers.move_rows(first, sources, targets)
-    second = plan_exchange(first.held, some(2, 12))
-    at = list(zip(second.layers.tolist(), second.heads.tolist(), second.positions.tolist()))
-    rows = [torch.stack([part[layer][sources[position], head] for layer, head, position in at]) for part in (keys, values)]
-    buffers.put_rows(ReceivedRows(second, *rows), targets)
-    heads = torch.arange(HEADS)[:, None]
-    for part in (keys, values):
-        for layer in range(LAYERS):
-            held = part[layer][sources[second.held[layer]], heads]
-            assert torch.equal(part[layer][targets].transpose(0, 1), held)

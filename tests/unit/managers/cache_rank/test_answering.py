@@ -7,20 +7,20 @@ import torch
 from device_rank_helpers import rank_here
 from rank_helpers import attach
 
-from sglang_ext.managers.cache_rank import protocol
-from sglang_ext.managers.cache_rank.on_gpu import selection_runner
-from sglang_ext.managers.cache_rank.on_gpu.selection_runner import MOST_GRAPHS, RECORDED_AFTER, UNUSED, SelectionRunner
-from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import DONE, ExchangeBuffer, QueryUpload
+from sglang_ext.managers.cache_rank import protocol, selection_runner
+from sglang_ext.managers.cache_rank.exchange_buffer import DONE, ExchangeBuffer, QueryUpload
 from sglang_ext.managers.cache_rank.protocol import SelectionRequest
+from sglang_ext.managers.cache_rank.selection_runner import MOST_GRAPHS, RECORDED_AFTER, UNUSED, SelectionRunner
 
 
 class Recording(SelectionRunner):
     """Notes for what it would record, and launches nothing."""
 
     def __init__(self):
-        memory, store = SimpleNamespace(shape=SimpleNamespace(most=64)), SimpleNamespace(slots=lambda lane, tokens: torch.arange(tokens))
+        shape = SimpleNamespace(most=64, entry=lambda lane, first: lane)
+        memory, store = SimpleNamespace(shape=shape), SimpleNamespace(slots=lambda lane, tokens: torch.arange(tokens))
         rotary = SimpleNamespace(cached_rotations=lambda: ())
-        super().__init__(memory, None, store, None, rotary, torch.device("cpu"), True)
+        super().__init__(memory, store, None, rotary, torch.device("cpu"), True)
         self.recorded: list[int] = []
 
     def _record_graph(self, inputs):

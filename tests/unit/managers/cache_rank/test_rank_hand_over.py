@@ -10,9 +10,8 @@ import zmq
 from device_rank_helpers import RankWorld, rank_here
 from rank_helpers import attach, pool, signalled
 
-from sglang_ext.managers.cache_rank import protocol
-from sglang_ext.managers.cache_rank.on_gpu import gpu_client
-from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import ExchangeBuffer, QueryUpload
+from sglang_ext.managers.cache_rank import client, protocol
+from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer, QueryUpload
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -221,7 +220,7 @@ def test_tokens_name_no_blocks_where_embeddings_take_their_place():
 
 def test_prompts_are_not_named_before_a_rank_has_a_lane(monkeypatch):
     named = []
-    monkeypatch.setattr(gpu_client, "block_hashes", lambda namespace, tokens: named.append(len(tokens)) or [])
+    monkeypatch.setattr(client, "block_hashes", lambda namespace, tokens: named.append(len(tokens)) or [])
     world = RankWorld(places=16, lanes=1).ready()
     world.begin(1, 100, 40), world.begin(2, 200, 40)
     for _ in range(4):

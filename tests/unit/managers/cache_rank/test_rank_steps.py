@@ -10,21 +10,28 @@ from types import SimpleNamespace
 import pytest
 import torch
 from device_rank_helpers import RankWorld, Told, rank_here
-from rank_helpers import attach, pool
+from rank_helpers import attach, pool, signalled
 
 from sglang_ext.core import OptionError
-from sglang_ext.managers.cache_rank import protocol
-from sglang_ext.managers.cache_rank.on_gpu import gpu_client
-from sglang_ext.managers.cache_rank.on_gpu import interval_tuner
-from sglang_ext.managers.cache_rank.on_gpu import gpu_selection_server
-from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import CHOSEN, DONE, ExchangeBuffer, ExchangeBufferError, ExchangeLayout, QueryUpload, check_peer_access
-from sglang_ext.managers.cache_rank.on_gpu.gpu_selection_server import GpuSelectionServer
-from sglang_ext.managers.cache_rank.on_gpu.gpu_launch import fit_shape, warn_if_few_lanes
-from sglang_ext.managers.cache_rank.on_gpu.mapped_exchange_buffer import int32_words
-from sglang_ext.managers.cache_rank.feature import rank_values
+from sglang_ext.managers.cache_rank import protocol, selection_server, stepwise_client
+from sglang_ext.managers.cache_rank.exchange_buffer import (
+    CHOSEN,
+    DONE,
+    ExchangeBuffer,
+    ExchangeBufferError,
+    ExchangeLayout,
+    QueryUpload,
+    check_peer_access,
+)
+from sglang_ext.managers.cache_rank.feature import fit_shape, rank_values, warn_if_few_lanes
+from sglang_ext.managers.cache_rank.mapped_exchange_buffer import int32_words
+from sglang_ext.managers.cache_rank.selection_server import SelectionServer
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery, RegressedQuery
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
+
+# Rounds of the test of random requests.
+ROUNDS = 150
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["", "apart"])
@@ -37,8 +44,8 @@ def shared(request):
 
 def test_a_rank_that_steps_outrun_is_asked_as_often_as_it_keeps_up_and_what_it_chose_is_read(monkeypatch):
     # It says that it takes a second for each request.
-    told = interval_tuner.IntervalTuner.record_replies
-    monkeypatch.setattr(interval_tuner.IntervalTuner, "record_replies", lambda self, seconds, together: told(self, 1.0, 1))
+    told = stepwise_client.IntervalTuner.record_replies
+    monkeypatch.setattr(stepwise_client.IntervalTuner, "record_replies", lambda self, seconds, together: told(self, 1.0, 1))
     world = RankWorld(places=16, most=8).ready()
     world.begin(1, 300, 64), world.begin(2, 150, 48)
     for _ in range(60):
@@ -58,7 +65,7 @@ def test_a_rank_that_steps_outrun_is_asked_as_often_as_it_keeps_up_and_what_it_c
 
 def test_copies_of_contexts_of_all_lengths_are_compiled_for_before_any_request(world, monkeypatch):
     told = []
-    monkeypatch.setattr(gpu_client, "compile_lengths", lambda method, table, buffers, heads: told.append((method, table, heads)))
+    monkeypatch.setattr(stepwise_client, "compile_lengths", lambda method, table, buffers, heads: told.append((method, table, heads)))
     world.steps.compile_kernels()
     assert told == [(world.method, world.table, world.queries.pool.shape[2])]
 
@@ -286,8 +293,8 @@ def test_a_rank_that_holds_few_bits_chooses_by_what_they_mean(bits):
 def test_keys_that_come_with_a_question_are_part_of_what_it_takes(monkeypatch):
     arena = ExchangeBuffer(attach().shape, torch.device("cpu"), "cpu")
     rank, socket = rank_here(arena)
-    pull = rank._keys.pull
-    monkeypatch.setattr(rank._keys, "pull", lambda *given: (time.sleep(1.0), pull(*given)))
+    pull = rank._store.pull
+    monkeypatch.setattr(rank._store, "pull", lambda *given: (time.sleep(1.0), pull(*given)))
     keys = pool()
     for sequence, (keys_come, least, most) in enumerate(((True, 1.0, 10), (False, 0, 1.0)), 1):
         if keys_come:
@@ -301,7 +308,7 @@ def test_keys_that_come_with_a_question_are_part_of_what_it_takes(monkeypatch):
 
 
 def test_a_choice_that_was_launched_ahead_costs_what_it_takes_from_when_the_question_is_put(monkeypatch):
-    monkeypatch.setattr(gpu_selection_server, "AHEAD_SECONDS", 20.0)
+    monkeypatch.setattr(selection_server, "AHEAD_SECONDS", 20.0)
     arena = ExchangeBuffer(attach().shape, torch.device("cpu"), "cpu")
     rank, socket = rank_here(arena, apart=True)
     choose = rank._answering._select_positions
@@ -319,8 +326,7 @@ def test_a_rank_that_is_killed_costs_choices_and_another_takes_its_place():
     world = RankWorld(patience=0.3, places=16).ready()
     world.begin(1, 200, 48)
     world.step(), world.step()
-    os.kill(world.links[0].pid, signal.SIGKILL)
-    time.sleep(0.2)
+    signalled(world.links[0].pid, signal.SIGKILL)
     world.step()
     kept = world.led(1)
     for _ in range(5):
@@ -332,7 +338,7 @@ def test_a_rank_that_is_killed_costs_choices_and_another_takes_its_place():
     assert world.steps.missed["ended"] >= 1 and world.steps.missed.total() >= 4 and world.steps.ready == 0
     world.until(lambda: world.steps.ready == 1)
     assert world.steps.starts == 2 and world.links[0].epoch == 2
-    world.steps._max_wait_seconds = 20.0
+    world.steps.max_wait_seconds = 20.0
     world.step(), world.step()
     assert torch.equal(world.led(1), world.chosen(1, world.ends[1] - 1, 200))
     end(world)
@@ -367,7 +373,7 @@ def test_a_late_rank_catches_up_after_questions_that_found_no_place():
     (arena,), (request,) = world.arenas, world.steps._requests.values()
     newest = arena.word(request.lease.sequence)
     world.until(lambda: int(arena.heads[request.lease.lane, DONE]) >= newest, 20)
-    world.steps._max_wait_seconds = 20.0
+    world.steps.max_wait_seconds = 20.0
     world.step(), world.step()
     assert torch.equal(world.led(1), world.chosen(1, world.ends[1] - 1, 200))
     end(world)
@@ -409,10 +415,10 @@ def test_a_rank_that_cannot_map_the_arena_or_hold_the_keys_says_why(monkeypatch,
     def refuse(*given, **named):
         raise error
 
-    monkeypatch.setattr(gpu_selection_server, "MappedExchangeBuffer", refuse)
+    monkeypatch.setattr(selection_server, "MappedExchangeBuffer", refuse)
     socket = Told()
     with pytest.raises(protocol.ProtocolError):
-        GpuSelectionServer(socket, None, 1, torch.device("cpu"))._handle(attach())
+        SelectionServer(socket, None, 1, torch.device("cpu"))._handle(attach())
     assert isinstance(socket.messages[-1], protocol.AttachRefused) and socket.messages[-1].reason == said
 
 
@@ -420,11 +426,11 @@ def test_a_rank_whose_gpu_has_no_kernels_that_choose_says_why(monkeypatch):
     def refuse(*given, **named):
         raise OptionError("no products of integers: pass --kv-score-bits 16")
 
-    monkeypatch.setattr(gpu_selection_server, "MappedExchangeBuffer", lambda shape, *given: SimpleNamespace(shape=shape))
-    monkeypatch.setattr(GpuSelectionServer, "_warm_up_lengths", refuse)
+    monkeypatch.setattr(selection_server, "MappedExchangeBuffer", lambda shape, *given: SimpleNamespace(shape=shape))
+    monkeypatch.setattr(SelectionServer, "_warm_up_lengths", refuse)
     socket = Told()
     with pytest.raises(protocol.ProtocolError):
-        GpuSelectionServer(socket, None, 1, torch.device("cpu"))._handle(attach(bits=8))
+        SelectionServer(socket, None, 1, torch.device("cpu"))._handle(attach(bits=8))
     assert socket.messages[-1].reason == "its GPU cannot select tokens: no products of integers: pass --kv-score-bits 16"
 
 
@@ -448,10 +454,9 @@ def test_an_arena_has_as_many_lanes_as_its_bytes_hold():
 
 
 def test_requests_come_grow_and_go_at_random_and_each_is_led_by_its_own_questions(world):
-    """For 6 s: what a copy leads to is what it led to before, or what the queries of the last turn choose."""
-    chance, until, taken, begun = random.Random(5), time.monotonic() + 6, 0, {}
-    free, world.steps._max_wait_seconds = [1, 2, 3, 4, 5], 1.0
-    while time.monotonic() < until:
+    """What a copy leads to is what it led to before, or what the queries of the last turn choose."""
+    chance, taken, begun, free = random.Random(5), 0, {}, [1, 2, 3, 4, 5]
+    for _ in range(ROUNDS):
         if free and chance.random() < 0.4:
             row = free.pop()
             begun[row] = length = chance.randrange(60, 450)
@@ -470,7 +475,6 @@ def test_requests_come_grow_and_go_at_random_and_each_is_led_by_its_own_question
             if not torch.equal(led, before[row]):
                 taken += 1
                 assert torch.equal(led, world.chosen(row, world.ends[row] - 1, begun[row]))
-    world.steps._max_wait_seconds = 20.0
     forget_all(world)
     world.until(lambda: world.steps.held_tokens == 0)
     assert taken > 5 and world.steps.starts == 1 and not world.steps.missed["wrong"]

@@ -1,12 +1,11 @@
-"""Runs batches of selection requests on a cache rank's GPU.
+"""Runs batches of selection requests on the device of a cache rank.
 
 A batch copies its queries out of the exchange buffer, selects, writes the selections or their rows, and marks them as done.
 
 No step waits for the host. The host first fills the inputs, which differ from batch to batch, in device memory. So all launches for
 batches of a frequent shape, that is, equal request counts and similar context lengths, are recorded as one CUDA graph. A replay takes the
 host little time, while single launches take it as long as the device. A graph can also be split into parts at no host cost: while tokens
-of the next layers are selected, the rows of previous layers are sent. On a CPU, for tests, the kernels are launched each time, or PyTorch
-does their work.
+of the next layers are selected, the rows of previous layers are sent. On a CPU, PyTorch does the work of the kernels, without graphs.
 """
 
 import logging
@@ -20,10 +19,9 @@ import torch
 
 from sglang_ext.device import SideStream, current_event, sent
 from sglang_ext.managers.cache_rank import protocol
+from sglang_ext.managers.cache_rank.exchange_buffer import QUESTION_NUMBERS
 from sglang_ext.managers.cache_rank.key_store import KeyStore
-from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import QUESTION_NUMBERS
-from sglang_ext.managers.cache_rank.on_gpu.gpu_keys import GpuKeys
-from sglang_ext.managers.cache_rank.on_gpu.mapped_exchange_buffer import MappedExchangeBuffer
+from sglang_ext.managers.cache_rank.mapped_exchange_buffer import MappedExchangeBuffer
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.spade import Spade, attention
 from sglang_ext.mem_cache.selection.on_gpu import GpuSelector, ReadQueryBatch
@@ -60,6 +58,7 @@ class BatchShape(NamedTuple):
         ahead: The selection is for the token this many positions after the newest query.
         most: Maximum tokens that a head keeps.
         longest: Maximum tokens of a context.
+        first, layers: The pack of layers; all layers on a GPU.
     """
 
     count: int
@@ -67,6 +66,8 @@ class BatchShape(NamedTuple):
     ahead: int
     most: int
     longest: int
+    first: int
+    layers: int
 
     @classmethod
     def build(cls, asks: Sequence[protocol.SelectionRequest], most: int) -> "BatchShape":
@@ -74,7 +75,8 @@ class BatchShape(NamedTuple):
         longest = max(ask.covered for ask in asks)
         apart = max(LEAST_APART, (1 << (longest - 1).bit_length()) // 8)
         keep = min(most, -(-max(ask.keep for ask in asks) // KEPT_APART) * KEPT_APART)
-        return cls(len(asks), len(asks[0].positions), asks[0].ahead, keep, -(-longest // apart) * apart)
+        pack = asks[0].first, asks[0].count
+        return cls(len(asks), len(asks[0].positions), asks[0].ahead, keep, -(-longest // apart) * apart, *pack)
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class BatchInputs:
 
     @property
     def asked(self) -> torch.Tensor:
-        """int64 [requests, 3]: lane, word, and tokens that each head keeps."""
+        """int64 [requests, 3]: index of the words, word, and tokens that each head keeps."""
         end = (CONTEXT_NUMBERS + QUESTION_NUMBERS) * self.form.count
         return self.numbers[CONTEXT_NUMBERS * self.form.count : end].view(-1, QUESTION_NUMBERS)
 
@@ -117,9 +119,10 @@ class BatchInputs:
         """int64 [requests, queries]."""
         return self.numbers[(CONTEXT_NUMBERS + QUESTION_NUMBERS) * self.form.count :].view(-1, self.form.queries)
 
-    def fill(self, asks: Sequence[protocol.SelectionRequest], words: Sequence[int]) -> None:
-        """Write the numbers of selection requests of this shape, and their words. The table is written separately."""
-        asked = [number for ask, word in zip(asks, words) for number in (ask.lane, word, ask.keep)]
+    def fill(self, asks: Sequence[protocol.SelectionRequest], entries: Sequence[int], words: Sequence[int]) -> None:
+        """Write the numbers of selection requests of this shape, the indices of their words, and the words. The table is written
+        separately."""
+        asked = [number for ask, entry, word in zip(asks, entries, words) for number in (entry, word, ask.keep)]
         contexts = [number for i, ask in enumerate(asks) for number in (i, ask.covered, ask.keep, 0)]
         positions = [position for ask in asks for position in ask.positions]
         self.numbers.copy_(sent(torch.tensor(contexts + asked + positions), self.numbers.device))
@@ -130,7 +133,7 @@ class SelectionRunner:
 
     Args:
         memory: The mapped exchange buffer.
-        keys, store: Keys at the rank.
+        store: Keys at the rank.
         method: Selection method.
         rotary: Rotary embedding of keys and queries.
         device: Device that runs the selection.
@@ -138,10 +141,9 @@ class SelectionRunner:
     """
 
     def __init__(
-        self, memory: MappedExchangeBuffer, keys: GpuKeys, store: KeyStore, method: Spade, rotary: Rotary, device: torch.device,
-        by_kernels: bool,
-    ):  # fmt: skip
-        self._memory, self._keys, self._store, self._method, self._rotary = memory, keys, store, method, rotary
+        self, memory: MappedExchangeBuffer, store: KeyStore, method: Spade, rotary: Rotary, device: torch.device, by_kernels: bool
+    ):
+        self._memory, self._store, self._method, self._rotary = memory, store, method, rotary
         self._device, self._by_kernels, self._pool, self._records = device, by_kernels, None, True
         # Streams that find the rows to send, and that send them.
         self._row_streams = SideStream(device, first=True), SideStream(device, first=True)
@@ -168,7 +170,7 @@ class SelectionRunner:
         """Copy the inputs of a batch to the device, and return its launch.
 
         Args:
-            asks: Selection requests with equal numbers of queries and equal ``ahead``, one per lane.
+            asks: Selection requests for the same layers with equal numbers of queries and equal ``ahead``, one per lane.
             words: Their words.
             again: Batches of this shape are frequent, so that a graph pays. Otherwise the selection requests are already published.
         """
@@ -178,7 +180,7 @@ class SelectionRunner:
         kept = self._known.get(form)
         # A recorded graph also serves published selection requests.
         known = self._shape_state(form, again or (kept is not None and kept.replay is not None))
-        known.inputs.fill(asks, words)
+        known.inputs.fill(asks, [self._memory.shape.entry(ask.lane, ask.first) for ask in asks], words)
         if not again:
             known.inputs.there.fill_(1)
         lanes = [(ask.lane, ask.covered) for ask in asks]
@@ -286,9 +288,9 @@ class SelectionRunner:
             with streams[0].after(begun):
                 records = memory.records(asked, form.most)
             parts = choice.marked(*among, beside=beside)
-            memory.push_rows(asked, there, parts, records, self._keys.sent, streams)
+            memory.push_rows(asked, there, parts, records, self._store.sent, streams)
         else:
-            memory.push_rows_on_cpu(asked, there, *self._select_on_cpu(inputs), inputs.table, self._keys.sent)
+            memory.push_rows_on_cpu(asked, there, *self._select_on_cpu(inputs), inputs.table, self._store.sent)
         memory.answer(asked, there)
 
     def _select_positions(self, inputs: BatchInputs) -> torch.Tensor:
@@ -305,7 +307,7 @@ class SelectionRunner:
         form, queries = inputs.form, self._queries(inputs)
         # Upper bounds; the exact lengths are on the device.
         lengths, always = (form.longest,) * form.count, (self._method.sinks, self._method.recent)
-        choice = GpuSelector(self._method.predictor, self._keys.buffers, queries.shape[2], self._rotary)
+        choice = GpuSelector(self._method.predictor, self._store.buffers, queries.shape[2], self._rotary)
 
         def read(requests: slice, layers: slice) -> torch.Tensor:
             return queries[requests, layers]
@@ -313,8 +315,8 @@ class SelectionRunner:
         return choice, SelectionContexts(inputs.table, inputs.contexts, lengths, always), read, inputs.positions, form.ahead
 
     def _queries(self, inputs: BatchInputs) -> torch.Tensor:
-        """Return the queries: [requests, layers, query_heads, window, dim]."""
-        return self._memory.pull_queries(inputs.asked, inputs.form.queries).transpose(2, 3)
+        """Return the queries: [requests, pack layers, query_heads, window, dim]."""
+        return self._memory.pull_queries(inputs.asked, inputs.form.queries, inputs.form.layers).transpose(2, 3)
 
     def _select_on_cpu(self, inputs: BatchInputs) -> torch.Tensor:
         """Return positions, as :meth:`_select_positions`, and bits of their scores, by PyTorch: [2, ...]."""
@@ -323,11 +325,12 @@ class SelectionRunner:
         return torch.stack([torch.nn.functional.pad(each, (0, form.most - each.shape[-1])) for each in found], -3)
 
     def _select_request_on_cpu(self, inputs: BatchInputs, number: int, queries: torch.Tensor) -> torch.Tensor:
-        """Return positions and bits of scores of one selection request: int32 [2, layers, kv_heads, keep]."""
+        """Return positions and bits of scores of one selection request: int32 [2, pack layers, kv_heads, keep]."""
         _, covered, keep, _ = inputs.contexts[number].tolist()
-        buffers, places = self._keys.buffers, inputs.table[number, :covered].long()
+        buffers, places = self._store.buffers, inputs.table[number, :covered].long()
         predicted = self._method.predictor.predict(queries, inputs.positions[number, None], self._rotary, inputs.form.ahead)
-        layers = enumerate(zip(predicted.unbind(1), buffers.scaling))
+        first = inputs.form.first
+        layers = enumerate(zip(predicted.unbind(1), buffers.scaling[first : first + inputs.form.layers]), first)
         scores = torch.stack([attention(query, buffers.scored(at, places), scaling) for at, (query, scaling) in layers])
         kept = top_tokens(scores[None], keep, self._method.sinks, self._method.recent)[0]
         marked = mark_always(scores, self._method.sinks, self._method.recent)

@@ -1,9 +1,11 @@
-"""Exchange buffer: memory of the inference rank's GPU that a cache rank maps. Queries and keys are sent one way, selected tokens the
-other.
+"""Exchange buffer: memory of the inference rank that a cache rank maps. Queries and keys are sent one way, selected tokens the other.
 
-The buffer is allocated apart from PyTorch's memory, and its CUDA IPC handle is sent to the cache rank. Both sides count *words* in it
+On a GPU the buffer is allocated apart from PyTorch's memory, and its CUDA IPC handle is sent to the cache rank. On a CPU it is anonymous
+shared memory, whose descriptor the rank's process inherits, and PyTorch does the work of the kernels. Both sides count *words* in it
 (layers/kernels/exchange_kernels.py). Words name the epoch, so the buffer outlives the rank's processes: a late write of an earlier
 process is not accepted as a reply.
+
+On a GPU a selection request covers all layers. On a CPU it may cover a *pack* of layers, with its own words (:class:`PackRegion`).
 
 If ranks hold full KV, values are sent too. The rank sends back rows of K and V (layers/kernels/row_exchange.py) for the selected tokens that
 the compressed KV lacks. To find these, it reads the *record* of the compressed KV, the positions of its rows. The client copies the record
@@ -23,8 +25,6 @@ This design has these consequences:
 
 - The rank sends the rows with the highest scores if not all rows fit. The compressed KV always matches its record, but may hold tokens of
   older selections.
-
-On a CPU, for tests, the buffer is shared memory, and PyTorch does the work of the kernels.
 """
 
 import math
@@ -41,13 +41,13 @@ import torch
 from sglang_ext.core import OptionError
 from sglang_ext.device import to_device
 from sglang_ext.managers.cache_rank.protocol import BLOCK, NUMBER_BITS, BufferShape, StagedTokens
-from sglang_ext.managers.cache_rank.shared_memory import copy_tokens
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.pointers import as_pointers
 
 # Equal to those of layers/kernels/exchange_kernels.py, which is not imported on a CPU.
 LANE_WORDS, DONE, CHOSEN, QUESTION_NUMBERS = 8, 2, 4, 3
 COUNTERS = ("taken", "late", "unasked", "waited", "rows")
+ALL_LAYERS = slice(None)
 # Granularity of CUDA allocations, so that the IPC handle covers no other allocation.
 GRAIN = 2 << 20
 # Bytes of a CUDA IPC handle.
@@ -63,6 +63,28 @@ def epoch_word(epoch: int, number: int) -> int:
     return (epoch << NUMBER_BITS) + number
 
 
+class PackRegion(NamedTuple):
+    """Where the data of a pack of layers is, on a CPU. The numbers of a pack are contiguous, from those of its first layer on.
+
+    Attributes:
+        lane: Lane of the request.
+        first: First layer.
+        numbers: First number of the pack in ``chosen`` or ``records`` of the lane.
+        pairs: Index of the pack's first pair of layer and KV head.
+    """
+
+    lane: int
+    first: int
+    numbers: int
+    pairs: int
+
+    @classmethod
+    def from_entry(cls, shape: BufferShape, entry: int) -> "PackRegion":
+        """Return the region of the pack whose words have this index."""
+        lane, first = divmod(entry, shape.packs)
+        return cls(lane, first, first * shape.kv_heads * shape.most, first * shape.kv_heads)
+
+
 class BufferRegion(NamedTuple):
     """A region of the exchange buffer: its first byte, sizes and dtype."""
 
@@ -76,7 +98,7 @@ class ExchangeLayout:
     """Regions of the exchange buffer, which both sides compute from the shape.
 
     Attributes:
-        heads: int64 [lanes, LANE_WORDS], words of each lane.
+        heads: int64 [lanes * packs, LANE_WORDS], words of each lane's packs.
         written: int64 [8]; the first counts the writes of the inference rank.
         queries: [lanes, 2, layers, window, query_heads, dim].
         keys: [places, layers, block, kv_heads, dim], staging slots.
@@ -110,7 +132,7 @@ class ExchangeLayout:
         if not shape.rows:
             chosen, places, lanes = pairs * shape.most, 0, 0
         for sizes, kind in (
-            ((shape.lanes, LANE_WORDS), torch.int64),
+            ((shape.lanes * shape.packs, LANE_WORDS), torch.int64),
             ((8,), torch.int64),
             ((*by_lane, shape.layers, shape.window, shape.query_heads, shape.dim), dtype),
             ((shape.places, shape.layers, BLOCK, shape.kv_heads, shape.dim), dtype),
@@ -166,29 +188,46 @@ class SharedGpuMemory:
 
 
 class SharedHostMemory:
-    """Anonymous shared memory in place of GPU memory. ``descriptor``: its descriptor, which the rank's process inherits."""
+    """Anonymous shared memory, whose pages use no memory until they are written. ``descriptor``: its descriptor, which the rank's process
+    inherits."""
 
     handle = b""
 
     def __init__(self, size: int):
-        self.descriptor = os.memfd_create("kv-arena", os.MFD_CLOEXEC)
+        self.descriptor = os.memfd_create("kv-exchange", os.MFD_CLOEXEC)
         os.ftruncate(self.descriptor, size)
         self.memory = torch.frombuffer(mmap.mmap(self.descriptor, size), dtype=torch.uint8)
 
 
 class QueryUpload(NamedTuple):
-    """A selection request to publish: indices of its queries in their pool, oldest first; its lane and word; with rows, the record of the
-    compressed KV."""
+    """A selection request to publish.
+
+    Attributes:
+        places: Indices of its queries in their pool, oldest first.
+        lane: Index of its words: the lane, on a CPU that of the lane's pack (:meth:`BufferShape.entry`).
+        word: Its word.
+        record: With rows, the record of the compressed KV in the pack's layers.
+        layers: The pack; all layers on a GPU.
+    """
 
     places: list[int]
     lane: int
     word: int
     record: torch.Tensor | None = None
+    layers: slice = ALL_LAYERS
 
 
 class SelectionTarget(NamedTuple):
-    """A compressed KV that applies a selection: lane, word, token-table row, covered tokens, kept tokens per head, and slots. With rows
-    also its record, int32 [layers, kv_heads, keep]."""
+    """A compressed KV that applies a selection.
+
+    Attributes:
+        lane, word: Those of the :class:`QueryUpload`.
+        row: Row in the token table.
+        covered: Covered tokens.
+        keep: Kept tokens per head.
+        slots: Slots of the compressed KV.
+        record: With rows, its record in the pack's layers, int32 [layers, kv_heads, keep].
+    """
 
     lane: int
     word: int
@@ -243,6 +282,10 @@ class ExchangeBuffer:
         """Return the word of a number in the running process's epoch."""
         return epoch_word(self._epoch, number)
 
+    def next_sequence(self, lane: int, first: int) -> int:
+        """Return the sequence of a pack's next selection request, one more than the last published one. On a CPU only."""
+        return int(self.heads[self.shape.entry(lane, first), :DONE].max()) - self.word(0) + 1
+
     def put_keys(self, puts: Sequence[StagedTokens], buffers: KVBuffers, slots: torch.Tensor) -> int:
         """Copy the keys at pool ``slots``, int64 [tokens], and with rows their values, to staging slots. Return the number of this write.
 
@@ -279,13 +322,20 @@ class ExchangeBuffer:
         """
         recorded = [each for each in selection_requests if each.record is not None]
         if recorded:
-            places = [self.records[each.lane, : each.record.numel()] for each in recorded]
+            places = [self._record(each.lane, each.record.numel()) for each in recorded]
             torch._foreach_copy_(places, [each.record.flatten() for each in recorded])
         groups = [list(group) for _, group in groupby(sorted(selection_requests, key=_num_queries), key=_num_queries)]
         for group in groups or [[]]:
             # Announce the number only with the last group.
             self._announced = self.number if not groups or group is groups[-1] else self._announced
             self._publish(pool, group, self.word(self._announced))
+
+    def _record(self, entry: int, numbers: int) -> torch.Tensor:
+        """Return the record of a pack: int32 [numbers]."""
+        if self.shape.packs == 1:
+            return self.records[entry, :numbers]
+        at = PackRegion.from_entry(self.shape, entry)
+        return self.records[at.lane, at.numbers : at.numbers + numbers]
 
     def _publish(self, pool: torch.Tensor, selection_requests: Sequence[QueryUpload], written: int) -> None:
         """Publish selection requests that have equal numbers of queries."""
@@ -300,10 +350,10 @@ class ExchangeBuffer:
                 opened = torch.empty(0, dtype=torch.int32, device=device)
             signal_written(self.heads, self.written, numbers, opened, written)
             return
-        for places, lane, word, _ in selection_requests:
-            if int(self.heads[lane, DONE]) >= word - 2:
-                self.queries[lane, word % 2, :, : len(places)] = pool[:, places]
-                self.heads[lane, word % 2] = word
+        for places, entry, word, _, layers in selection_requests:
+            if int(self.heads[entry, DONE]) >= word - 2:
+                self.queries[entry // self.shape.packs, word % 2, layers, : len(places)] = pool[layers, places]
+                self.heads[entry, word % 2] = word
         self.written[0] = written
 
     def apply_selections(self, copies: Sequence[SelectionTarget], token_table: torch.Tensor, buffers: KVBuffers, seconds: float) -> None:
@@ -342,9 +392,23 @@ class ExchangeBuffer:
         self.counters[COUNTERS.index("taken" if hit else "late" if is_requested else "unasked")] += 1
         return hit
 
+    def is_answered(self, entry: int, word: int) -> bool:
+        """Whether the reply to a selection request, marked as done, is that of its word. On a CPU only."""
+        return int(self.heads[entry, CHOSEN + word % 2]) == word
+
+    def read_selection(self, copy: SelectionTarget, layers: int) -> torch.Tensor | None:
+        """Return the selected positions of a pack of ``layers`` layers: int64 [layers, kv_heads, keep]; None if one is not among the
+        covered tokens. On a CPU only."""
+        at, heads = PackRegion.from_entry(self.shape, copy.lane), self.shape.kv_heads
+        count = layers * heads * copy.keep
+        kept = self.chosen[at.lane, copy.word % 2, at.numbers : at.numbers + count].view(layers, heads, copy.keep).long()
+        return kept if int(kept.min()) >= 0 and int(kept.max()) < copy.covered else None
+
     def _commit_pointers(self, copy: SelectionTarget, token_table: torch.Tensor, buffers: KVBuffers) -> None:
         layers, heads = len(buffers.keys), buffers.keys[0].shape[1]
-        kept = self.chosen[copy.lane, copy.word % 2, : layers * heads * copy.keep].view(layers, heads, copy.keep).long()
+        kept = self.read_selection(copy, layers)
+        if kept is None:
+            return
         place = torch.arange(copy.keep)
         for keys, of_layer in zip(buffers.keys, token_table[copy.row].long()[kept]):
             cells = as_pointers(keys)
@@ -361,19 +425,26 @@ class ExchangeBuffer:
         commit_rows(tuple(self.arrived), hits, numbers, records, self.counters, tables, buffers.keys[0], targets)
 
     def _commit_rows(self, copy: SelectionTarget, buffers: KVBuffers) -> None:
-        counts, moves, *rows = (part[copy.lane] for part in self.arrived)
+        self.counters[COUNTERS.index("rows")] += self.commit_rows(copy, buffers)
+
+    def commit_rows(self, copy: SelectionTarget, buffers: KVBuffers) -> int:
+        """Store the received rows of a pack, whose layers ``buffers`` has, in a compressed KV, and update its record. Return their number.
+        On a CPU only."""
+        at, heads = PackRegion.from_entry(self.shape, copy.lane), self.shape.kv_heads
+        pairs = slice(at.pairs, at.pairs + len(buffers.keys) * heads)
+        counts, moves, *rows = (part[at.lane, pairs] for part in self.arrived)
         place, token = moves.long().unbind(-1)
         inside = torch.arange(self.shape.fresh) < counts[:, None]
         inside &= (place >= 0) & (place < copy.keep) & (token >= 0) & (token < copy.covered)
         pair, index = inside.nonzero(as_tuple=True)
-        place, heads = place[pair, index], self.shape.kv_heads
+        place = place[pair, index]
         copy.record.view(-1, copy.keep)[pair, place] = token[pair, index].int()
         for layer in range(len(buffers.keys)):
             here = pair // heads == layer
             slots, head = copy.slots[place[here]], pair[here] % heads
             for part, arrived in zip((buffers.keys[layer], buffers.values[layer]), rows):
                 part[slots, head] = arrived[pair[here], index[here]]
-        self.counters[COUNTERS.index("rows")] += len(pair)
+        return len(pair)
 
 
 def _num_queries(selection_request: QueryUpload) -> int:
@@ -391,3 +462,17 @@ def check_peer_access(device: torch.device, other: torch.device) -> None:
             f"GPU {other.index} cannot read the memory of GPU {device.index}, as --kv-cache-ranks requires: choose GPUs "
             "with peer access by --base-gpu-id (see `nvidia-smi topo -p2p r`), or pass --kv-cache-ranks 0"
         )
+
+
+def copy_tokens(puts: Sequence[StagedTokens], of_layers: Sequence[torch.Tensor], slots: torch.Tensor, places: torch.Tensor) -> None:
+    """Copy tokens of each layer to staging slots, [places, layers, block, kv_heads, dim], on a CPU.
+
+    Args:
+        puts: The staging slots to fill, each from its own index of ``slots`` on.
+        of_layers: Buffer of each layer, [slots, kv_heads, dim].
+        slots: int64 [tokens], pool slots of the tokens.
+        places: The staging slots.
+    """
+    for place, tokens, first in puts:
+        for into, of_layer in zip(places[place], of_layers):
+            torch.index_select(of_layer, 0, slots[first : first + tokens], out=into[:tokens])

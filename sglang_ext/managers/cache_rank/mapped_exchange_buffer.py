@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from sglang_ext.device import SideStream, to_device
-from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import (
+from sglang_ext.managers.cache_rank.exchange_buffer import (
     CHOSEN,
     DONE,
     LANE_WORDS,
@@ -20,21 +20,23 @@ from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import (
     BufferRegion,
     ExchangeBufferError,
     ExchangeLayout,
+    PackRegion,
 )  # fmt: skip
 from sglang_ext.managers.cache_rank.protocol import BLOCK, BufferShape, StagedTokens
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.row_exchange import missing_mask, plan_exchange, top_mask
 from sglang_ext.mem_cache.selection.on_gpu import MarkedPart
 
-# The written word, and the words of each lane.
-Words = tuple[int, list[list[int]]]
+# The written word, and the words of each lane, on a CPU of each pack.
+Words = tuple[int, Sequence[Sequence[int]]]
 
 
 class MappedExchangeBuffer:
     """The cache rank's access to the exchange buffer; on a GPU by addresses of the other GPU's mapped memory.
 
-    In all methods ``asked`` is int64 [requests, :data:`QUESTION_NUMBERS`]: lane, word, and kept tokens per head of each selection
-    request. ``there`` is int32 [requests]: 1 for each selection request that is published.
+    In all methods ``asked`` is int64 [requests, :data:`QUESTION_NUMBERS`]: index of the words (:meth:`BufferShape.entry`; the lane on a
+    GPU), word, and kept tokens per head of each selection request. ``there`` is int32 [requests]: 1 for each selection request that is
+    published.
 
     Args:
         shape: Sizes of the rank.
@@ -87,8 +89,9 @@ class MappedExchangeBuffer:
             until = time.monotonic() + seconds
             while int(self._written[0]) < least and time.monotonic() < until:
                 time.sleep(1e-4)
-            found = int(self._written[0]), self._heads.tolist()
-            put = [found[0] >= least and found[1][lane][word % 2] == word for lane, word, _ in asked.tolist()]
+            # With packs, a view of the words: a list of so many would take as long as a selection.
+            found = int(self._written[0]), self._heads.tolist() if self.shape.packs == 1 else self._heads.numpy()
+            put = [int(found[0] >= least and found[1][entry][word % 2] == word) for entry, word, _ in asked.tolist()]
             there.copy_(torch.tensor(put, dtype=torch.int32))
             return lambda: found
         from sglang_ext.layers.kernels.exchange_kernels import read_words
@@ -108,11 +111,14 @@ class MappedExchangeBuffer:
 
         return words
 
-    def pull_queries(self, asked: torch.Tensor, count: int) -> torch.Tensor:
-        """Copy the queries of selection requests with ``count`` queries each: [requests, layers, count, query_heads, dim]."""
+    def pull_queries(self, asked: torch.Tensor, count: int, layers: int | None = None) -> torch.Tensor:
+        """Copy the queries of selection requests with ``count`` queries each: [requests, pack layers, count, query_heads, dim]. ``layers``:
+        layers of their packs on a CPU; None for all layers."""
         shape = self.shape
         if self._base is None:
-            return torch.stack([self._queries[lane, word % 2, :, :count] for lane, word, _ in asked.tolist()])
+            layers = layers or shape.layers
+            parts = [(PackRegion.from_entry(shape, entry), word) for entry, word, _ in asked.tolist()]
+            return torch.stack([self._queries[at.lane, word % 2, at.first : at.first + layers, :count] for at, word in parts])
         of_query = int32_words(shape.query_heads * shape.dim * self._item)
         of_place = shape.layers * shape.window * of_query
         steps = 2 * of_place, of_place
@@ -157,9 +163,9 @@ class MappedExchangeBuffer:
     def push_chosen(self, asked: torch.Tensor, there: torch.Tensor, chosen: torch.Tensor) -> None:
         """Write the selections of published selection requests: positions, int32 [layers, requests, kv_heads, most]."""
         if self._base is None:
-            for i, (lane, word, keep) in _published(asked, there):
-                kept = chosen[:, i, :, :keep]
-                self._chosen[lane, word % 2, : kept.numel()] = kept.flatten()
+            for i, (entry, word, keep) in _published(asked, there):
+                at, kept = PackRegion.from_entry(self.shape, entry), chosen[:, i, :, :keep]
+                self._chosen[at.lane, word % 2, at.numbers : at.numbers + kept.numel()] = kept.flatten()
             return
         from sglang_ext.layers.kernels.exchange_kernels import push_chosen
 
@@ -209,31 +215,34 @@ class MappedExchangeBuffer:
 
         Args:
             asked, there: See the class.
-            chosen, bits: int32 [layers, requests, kv_heads, most], positions, and bits of their scores.
+            chosen, bits: int32 [pack layers, requests, kv_heads, most], positions, and bits of their scores.
             table: int32 [requests, longest], slots of the tokens.
             held: K and V at the rank.
         """
-        for i, (lane, _, keep) in _published(asked, there):
-            self._push_rows_of_request(lane, chosen[:, i, :, :keep], bits[:, i, :, :keep], table[i].long(), held)
+        for i, (entry, _, keep) in _published(asked, there):
+            at = PackRegion.from_entry(self.shape, entry)
+            self._push_rows_of_request(at, chosen[:, i, :, :keep], bits[:, i, :, :keep], table[i].long(), held)
 
     def _push_rows_of_request(
-        self, lane: int, chosen: torch.Tensor, bits: torch.Tensor, places: torch.Tensor, held: KVBuffers
+        self, at: PackRegion, chosen: torch.Tensor, bits: torch.Tensor, places: torch.Tensor, held: KVBuffers
     ) -> None:
-        """Like :meth:`push_rows_on_cpu`, for one request: int32 [layers, kv_heads, keep] each."""
-        record, chosen = self._records[lane, : chosen.numel()].view(chosen.shape).long(), chosen.long()
+        """Like :meth:`push_rows_on_cpu`, for one request: int32 [pack layers, kv_heads, keep] each."""
+        pairs = slice(at.pairs, at.pairs + len(chosen) * self.shape.kv_heads)
+        record = self._records[at.lane, at.numbers : at.numbers + chosen.numel()].view(chosen.shape).long()
+        chosen = chosen.long()
         # Leaving and arriving rows are equal in number, except if the record is overwritten meanwhile. Then the reply is not applied.
         going = missing_mask(record, chosen).sum(-1, keepdim=True)
         coming = top_mask(missing_mask(chosen, record), bits, going.clamp(max=self.shape.fresh))
         found = plan_exchange(record, chosen, coming)
-        counts, moves, *rows = (part[lane] for part in self._row_regions)
+        counts, moves, *rows = (part[at.lane, pairs] for part in self._row_regions)
         counts.copy_(coming.sum(-1).flatten())
         pair = found.layers * self.shape.kv_heads + found.heads
         index = coming.cumsum(-1)[found.layers, found.heads, found.wanted] - 1
         moves[pair, index] = torch.stack([found.places, found.positions], -1).int()
-        for layer in range(self.shape.layers):
+        for layer in range(len(chosen)):
             these = found.of_layer(layer)
             slots, heads = places[found.positions[these]], found.heads[these]
-            for into, part in zip(rows, (held.keys[layer], held.values[layer])):
+            for into, part in zip(rows, (held.keys[at.first + layer], held.values[at.first + layer])):
                 into[pair[these], index[these]] = part[slots, heads]
 
     def answer(self, asked: torch.Tensor, there: torch.Tensor) -> None:
