@@ -1,5 +1,7 @@
 """Forwards of the target model over rows of the token table: their inputs, their attention, and the batch state between rounds.
 
+Attention backends use the functions for attention layers at the end.
+
 SGLang's forward mode for several tokens per request is ``TARGET_VERIFY``: attention reads the token table, and the logits of every
 token are kept. A speculative input gives the attention backends the true lengths.
 """
@@ -13,15 +15,14 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.model_executor.forward_batch_info import (
-    CaptureHiddenMode,
-    ForwardBatch,
-    ForwardMode,
-)
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType, SpeculativeAlgorithm
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
@@ -344,3 +345,47 @@ class KVDraftInput:
 def use_plain_decoding(model_runner: "ModelRunner") -> None:
     """Let SGLang treat the target's runner as one of plain decoding, with one token per request."""
     model_runner.spec_algorithm = SpeculativeAlgorithm.NONE
+
+
+def check_supported(layer: "RadixAttention", options: dict[str, object], where: str, remedy: str) -> None:
+    """Check that a layer asks for no attention option except a scale or a cap.
+
+    Args:
+        layer: A layer of the model.
+        options: Options by name; None for an option that the layer does not ask for.
+        where: Name of the attention, for the message.
+        remedy: What the user can do instead.
+
+    Raises:
+        ValueError: The layer asks for another option.
+    """
+    wanted = [name for name, value in options.items() if value is not None]
+    if wanted or layer.xai_temperature_len > 0:
+        raise ValueError(
+            f"layer {layer.layer_id} asks for {', '.join(wanted) or 'a temperature by length'}, which {where} lack; {remedy}"
+        )
+
+
+def write_kv(
+    pool: "KVCache", layer: "RadixAttention", forward_batch: "ForwardBatch", keys: torch.Tensor, values: torch.Tensor
+) -> None:
+    """Write the KV of the new tokens, [tokens, kv_heads, dim], to their slots in SGLang's pool."""
+    where = KVWriteLoc(forward_batch.out_cache_loc, None)
+    pool.set_kv_buffer(layer, where, keys, values, layer.k_scale, layer.v_scale)
+
+
+def is_attention(module: torch.nn.Module) -> bool:
+    """Whether a module is one of SGLang's attention layers."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    return isinstance(module, RadixAttention)
+
+
+def first_attention_layer(model: torch.nn.Module) -> torch.nn.Module:
+    """The first of the model's attention layers. All have the same heads."""
+    return next(module for module in model.modules() if is_attention(module))
+
+
+def attention_scaling(model: torch.nn.Module) -> dict[int, float]:
+    """Factor on query-key products by layer index, from the model's attention layers."""
+    return {module.layer_id: module.scaling for module in model.modules() if is_attention(module)}

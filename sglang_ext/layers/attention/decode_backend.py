@@ -11,7 +11,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_ext.core import OptionError
-from sglang_ext.layers.attention.common import check_supported, write_kv
+from sglang_ext.layers.forward import check_supported, write_kv
 from sglang_ext.mem_cache.compressed.layouts.base import KVLayout
 
 if TYPE_CHECKING:

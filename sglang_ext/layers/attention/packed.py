@@ -7,7 +7,7 @@ and sums of rotated values are rotated back.
 
 Other blocks are dequantized. For blocks with outliers, with keys from before rotary embedding, or with scales that tokens and channels
 share, no such products exist. For values that share scales along tokens, there is one product per group, which takes longer. Blocks
-with sums are multiplied as integers, with queries and weights in 8 bits (layers/kernels/hack/product.py).
+with sums are multiplied as integers, with queries and weights in 8 bits (layers/kernels/packed/integer_attention.py).
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_ext.layers.attention.decode_backend import CompressedDecode
-from sglang_ext.layers.kernels.hack.product import Partitioned, product, quantize_partitions
+from sglang_ext.layers.kernels.packed.integer_attention import Partitioned, product, quantize_partitions
 from sglang_ext.layers.kernels.packed.packed_decode import choose_splits, max_resident_programs, packed_decode
 from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid, Quantized
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing, QuantizedLayout

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_ext.layers.attention.decode_backend import EXACT_PARTS, CompressedDecode, split_counts
 from sglang_ext.layers.kernels.per_head_decode import pointer_decode, ragged_decode
-from sglang_ext.layers.kernels.selection.quest_pages import point_at_best_pages
+from sglang_ext.layers.kernels.quest_pages import point_at_best_pages
 from sglang_ext.mem_cache.compressed.layouts.base import ExchangedRowLayout
 from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
 from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, Pointers, as_pointers

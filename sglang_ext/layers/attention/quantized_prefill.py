@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_ext.layers.attention.common import check_supported, write_kv
 from sglang_ext.layers.attention.packed import attend_packed_and_exact, group_by_kv_head, partitions_of_keys, partitions_of_values, ungroup_heads
-from sglang_ext.layers.kernels.hack.integer_prefill import check_prefill, integer_prefill
-from sglang_ext.layers.kernels.hack.product import Partitioned, product, quantize_partitions
-from sglang_ext.layers.kernels.hack.prompt_codes import PromptBatch
+from sglang_ext.layers.forward import check_supported, write_kv
+from sglang_ext.layers.kernels.packed.integer_attention import Partitioned, product, quantize_partitions
+from sglang_ext.layers.kernels.packed.integer_prefill import check_prefill, integer_prefill
+from sglang_ext.layers.kernels.packed.prompt_codes import PromptBatch
 from sglang_ext.mem_cache.compressed.layouts.block_layout import Quantized
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 

@@ -170,11 +170,18 @@ def _batch_sizes(model_runner: "ModelRunner", sizes: list[int]) -> Iterator[None
 
 
 def _of_backend(model_runner: "ModelRunner", name: str, width: int) -> AttentionBackend:
+    """The target's own attention, for verifications of ``width`` tokens per request."""
     if name == "fa3":
-        from sglang_ext.layers.attention.verify_fa3 import VerifyFlashAttention
+        from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
 
-        return VerifyFlashAttention(model_runner, width)
-    from sglang_ext.layers.attention.verify_flashinfer import VerifyFlashInfer
+        # It plans on the device, so a round does not need the lengths on the host.
+        backend = FlashAttentionBackend(model_runner, fa_impl_ver=3)
+        # SGLang has a single number of draft tokens; the graphs here have several widths.
+        backend.speculative_num_draft_tokens = width
+        # A verification may exceed the end of a context; the token table is wide enough.
+        backend.max_context_len += width
+        return backend
+    from sglang_ext.layers.attention.verify_attention import VerifyFlashInfer
 
     return VerifyFlashInfer(model_runner, init_new_workspace=model_runner.init_new_workspace)
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from packed_helpers import attention
 
 from sglang_ext.layers.attention.packed import packed_attention, partitions_of_keys, partitions_of_values
-from sglang_ext.layers.kernels.hack.product import Partitioned, quantize_partitions, product
+from sglang_ext.layers.kernels.packed.integer_attention import Partitioned, quantize_partitions, product
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors.contracts.quantizer import whole

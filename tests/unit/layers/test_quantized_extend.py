@@ -8,8 +8,8 @@ import torch
 from sglang_ext.core import OptionError
 from sglang_ext.layers.attention import quantized_prefill
 from sglang_ext.layers.attention.quantized_prefill import QuantizedExtend, QuantizedPrefill
-from sglang_ext.layers.kernels.hack.integer_prefill import check_prefill
-from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes, PromptBatch
+from sglang_ext.layers.kernels.packed.integer_prefill import check_prefill
+from sglang_ext.layers.kernels.packed.prompt_codes import PromptCodes, PromptBatch
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors.hack import Hack

@@ -9,7 +9,7 @@ from packed_helpers import attention
 from sglang_ext.layers.attention import packed
 from sglang_ext.layers.attention.packed import packed_attention
 from sglang_ext.layers.attention.quantized_prefill import QuantizedPrefill
-from sglang_ext.layers.kernels.hack.product import quantize_partitions
+from sglang_ext.layers.kernels.packed.integer_attention import quantize_partitions
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers

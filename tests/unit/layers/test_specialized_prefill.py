@@ -6,10 +6,9 @@ from hopper_emulator import Barrier, Stuck, Turns
 from prefill_checks import Batch
 
 from sglang_ext.layers.kernels.gluon.prefill_steps import PrefillSteps
-from sglang_ext.layers.kernels.hack import integer_prefill
-from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes
-from sglang_ext.layers.kernels.hack.integer_prefill import STAGES
-from sglang_ext.layers.kernels.packed import packed_decode
+from sglang_ext.layers.kernels.packed import integer_prefill, packed_decode
+from sglang_ext.layers.kernels.packed.prompt_codes import PromptCodes
+from sglang_ext.layers.kernels.packed.integer_prefill import STAGES
 
 
 def batch_of(monkeypatch, partition=64, group=4, capability=(9, 0)):

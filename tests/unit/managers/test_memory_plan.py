@@ -11,10 +11,9 @@ from sglang.srt.model_executor.cuda_graph_config import Backend
 
 from sglang_ext.config.selection_options import EXCHANGE_BUFFER_BYTES, ROW_EXCHANGE_BUFFER_BYTES
 from sglang_ext.core import OptionError
-from sglang_ext.layers.kernels.selection import quest_pages
-from sglang_ext.layers.kernels.hack import integer_prefill
-from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes
-from sglang_ext.layers.kernels.packed import packed_decode
+from sglang_ext.layers.kernels import quest_pages
+from sglang_ext.layers.kernels.packed import integer_prefill, packed_decode
+from sglang_ext.layers.kernels.packed.prompt_codes import PromptCodes
 from sglang_ext.managers import memory_plan
 from sglang_ext.managers.feature import load_features
 from sglang_ext.managers.memory_plan import ALLOCATION_GRAIN, ReservedMemory, MemoryPlan, MemoryPlanner, ModelSizes

@@ -10,20 +10,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from sglang_ext.layers.kernels.gluon import assembly, fragments, integer_fragments
+from sglang_ext.layers.kernels.gluon import fragments, integer_fragments
 from sglang_ext.layers.kernels.gluon.tiles import QUERY, SUM, as_wide
-from sglang_ext.layers.kernels.hack import product
+from sglang_ext.layers.kernels.packed import integer_attention
 
 A8, B8 = (gl.constexpr(part) for part in (integer_fragments.A8, integer_fragments.B8))
-BIASED = gl.constexpr(assembly.BIASED)
-BIAS = gl.constexpr(assembly.BIAS)
-AS_FLOAT = gl.constexpr(assembly.as_float())
-ROUNDED = gl.constexpr(assembly.rounded_down())
-SMALL_INTEGERS, LARGER_INTEGERS = (gl.constexpr(part) for part in (assembly.small_integers(), assembly.larger_integers()))
-FIRST_CODE, LAST_CODE = gl.constexpr(product.FIRST_CODE), gl.constexpr(product.LAST_CODE)
-SMALLEST_SCALE = gl.constexpr(product.SMALLEST_SCALE)
+BIASED = gl.constexpr(fragments.BIASED)
+BIAS = gl.constexpr(fragments.BIAS)
+AS_FLOAT, ROUNDED = gl.constexpr(fragments.AS_FLOAT), gl.constexpr(fragments.ROUNDED_DOWN)
+SMALL_INTEGERS, LARGER_INTEGERS = gl.constexpr(fragments.SMALL_INTEGERS), gl.constexpr(fragments.LARGER_INTEGERS)
+FIRST_CODE, LAST_CODE = gl.constexpr(integer_attention.FIRST_CODE.value), gl.constexpr(integer_attention.LAST_CODE.value)
+SMALLEST_SCALE = gl.constexpr(integer_attention.SMALLEST_SCALE.value)
 # Adding ROUNDING rounds a number from 0 to LAST_CODE. The lowest byte of the sum is the code, from FIRST_CODE on.
-ROUNDING = gl.constexpr(assembly.BIAS + product.FIRST_CODE)
+ROUNDING = gl.constexpr(fragments.BIAS + integer_attention.FIRST_CODE.value)
 # Tokens of a stream.
 TOKENS = gl.constexpr(fragments.TOKENS)
 
@@ -196,7 +195,7 @@ def scores_of_products(products, of_queries, of_keys, F: gl.constexpr):
 
 @gluon.jit
 def coded_weights(scores, best, there, mask, F: gl.constexpr):
-    """Quantize weights, 2 ** ``scores``, to 8 bits, as ``quantize_8bit`` of hack/integer_attention.py does.
+    """Quantize weights, 2 ** ``scores``, to 8 bits, as ``quantize_8bit`` of packed/integer_attention.py does.
 
     Args:
         scores: float32 [tokens, columns].

@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from sglang_ext.layers.kernels.gluon import assembly
+from sglang_ext.layers.kernels.gluon import fragments
 from sglang_ext.layers.kernels.gluon.tiles import (
     CODE,
     LOG2E,
@@ -195,7 +195,7 @@ def add_values(outputs, words, weights, F: gl.constexpr):
 
 # Weights are scaled up so that the greatest is 2 ** HEADROOM. Multiplied by a small scale, they are still not subnormal.
 HEADROOM = gl.constexpr(6.0)
-WEIGHTS = gl.constexpr((*assembly.weights("f16"), gl.float16))
+WEIGHTS = gl.constexpr((*fragments.weights("f16"), gl.float16))
 PARAMETERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 

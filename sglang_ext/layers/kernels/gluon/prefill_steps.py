@@ -9,7 +9,7 @@ from pathlib import Path
 
 from triton.experimental.gluon import language as gl
 
-from sglang_ext.layers.kernels.hack.prompt_codes import MEANS, SHIFT
+from sglang_ext.layers.kernels.packed.prompt_codes import MEANS, SHIFT
 
 # As in fragments.py.
 SOURCES = sha256(Path(__file__).read_bytes()).hexdigest()[:16]
@@ -147,5 +147,5 @@ class PrefillSteps:
 
     @property
     def lacking(self) -> float:
-        """Factor of the rows of ``zeros`` after the values' zero points. See hack/prompt_codes.py."""
+        """Factor of the rows of ``zeros`` after the values' zero points. See packed/prompt_codes.py."""
         return float(SHIFT.value * self.partition // MEANS.value)

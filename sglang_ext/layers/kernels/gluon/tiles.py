@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from sglang_ext.layers.kernels.gluon import assembly, fragments
+from sglang_ext.layers.kernels.gluon import fragments
 
 
 @gluon.jit
@@ -38,8 +38,8 @@ SUM, A, B = (gl.constexpr(part) for part in (fragments.SUM, fragments.A, fragmen
 # Layout of one number per query: [columns].
 QUERY = gl.constexpr(gl.SliceLayout(0, fragments.SUM))
 # Factor of a code in its float16 number.
-CODE = gl.constexpr(2.0**-assembly.SUBNORMAL)
-PRODUCTS = gl.constexpr(assembly.products())
+CODE = gl.constexpr(2.0**-fragments.SUBNORMAL)
+PRODUCTS = gl.constexpr(fragments.PRODUCTS)
 
 
 @gluon.jit
@@ -116,9 +116,9 @@ def store_rows(partial, place, splits, found, total, first, COUNT: gl.constexpr,
     gl.store(at, found / gl.where(total > 0, total, 1.0), mask=(column < F.value.group) & (total > 0))
 
 
-PAIRED = gl.constexpr(assembly.paired_tokens())
-IN_FLOAT16 = gl.constexpr((*assembly.weights("f16"), gl.float16))
-IN_BFLOAT16 = gl.constexpr((*assembly.weights("bf16"), gl.bfloat16))
+PAIRED = gl.constexpr(fragments.PAIRED_TOKENS)
+IN_FLOAT16 = gl.constexpr((*fragments.weights("f16"), gl.float16))
+IN_BFLOAT16 = gl.constexpr((*fragments.weights("bf16"), gl.bfloat16))
 # Tokens of a step.
 STEP = gl.constexpr(32)
 

@@ -4,7 +4,7 @@ The first splits of a request read its packed blocks. The other splits read its 
 log-sum-exp. It keeps the outputs of packed and of exact tokens apart if the former must be rotated back.
 
 The kernel for the splits depends on the blocks. For blocks with sums of codes it is gluon/integer_blocks.py if :func:`integer_fragments`
-accepts them, else hack/integer_attention.py. For other blocks it is gluon/packed_blocks.py if :func:`fragments` accepts them, else
+accepts them, else integer_attention.py. For other blocks it is gluon/packed_blocks.py if :func:`fragments` accepts them, else
 packed_attention.py. No kernel reads blocks that hold more than codes, scales, zero points and sums (:func:`check_readable`). No kernel
 reads blocks whose scales are shared by both tokens and channels.
 
@@ -28,7 +28,7 @@ from sglang_ext.layers.kernels.gluon.integer_blocks import integer_splits_gluon
 from sglang_ext.layers.kernels.gluon.integer_fragments import PARTITIONS, IntegerFragments
 from sglang_ext.layers.kernels.gluon.packed_blocks import packed_splits_gluon
 from sglang_ext.layers.kernels.gpu_launch import capability, gpu_name, has_ptx, launch_first_fitting, padded_size, shape_name
-from sglang_ext.layers.kernels.hack.integer_attention import integer_splits, query_codes
+from sglang_ext.layers.kernels.packed.integer_attention import integer_splits, query_codes
 from sglang_ext.layers.kernels.packed.packed_attention import packed_splits
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing, as_bytes
 

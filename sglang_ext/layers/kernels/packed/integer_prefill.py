@@ -21,10 +21,10 @@ from sglang_ext.core import OptionError
 from sglang_ext.layers.kernels.gluon.prefill_codes import prefill_codes
 from sglang_ext.layers.kernels.gluon.prefill_steps import PARTITIONS, PROGRAM_ROWS, PrefillSteps
 from sglang_ext.layers.kernels.gpu_launch import launch_first_fitting, shape_name
-from sglang_ext.layers.kernels.hack.prefill_attention import prefill_tiles
-from sglang_ext.layers.kernels.hack.prompt_codes import PromptBatch, PromptCodes, padded_terms, prompt_codes
 from sglang_ext.layers.kernels.packed import packed_decode
 from sglang_ext.layers.kernels.packed.packed_decode import check_readable
+from sglang_ext.layers.kernels.packed.prefill_attention import prefill_tiles
+from sglang_ext.layers.kernels.packed.prompt_codes import PromptBatch, PromptCodes, padded_terms, prompt_codes
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 
 # Pipeline stages that shared memory holds, by partition: 185 and 164 KiB.

@@ -19,9 +19,7 @@ import triton
 import triton.language as tl
 
 from sglang_ext.core import OptionError
-from sglang_ext.layers.kernels.gpu_launch import gpu_name, launch_first_fitting, shape_name
-from sglang_ext.layers.kernels.packed import packed_decode
-from sglang_ext.layers.kernels.selection.exact_logits import (
+from sglang_ext.layers.kernels.exact_logits import (
     CHUNK,
     LEAST,
     PITCH,
@@ -32,7 +30,9 @@ from sglang_ext.layers.kernels.selection.exact_logits import (
     load_pair,
     store_chunk_normalizers,
     update_normalizers,
-)  # fmt: skip
+)
+from sglang_ext.layers.kernels.gpu_launch import gpu_name, launch_first_fitting, shape_name
+from sglang_ext.layers.kernels.packed import packed_decode
 
 # Keys, each of one token and head, that a program quantizes.
 ROWS = 16

@@ -22,19 +22,10 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.selection.exact_logits import (
-    CHUNK,
-    LEAST,
-    PITCH,
-    VARYING,
-    LogitsRequest,
-    compute_exact_logits,
-    load_pair,
-    logits_dtype,
-)
+from sglang_ext.layers.kernels.exact_logits import CHUNK, LEAST, PITCH, VARYING, LogitsRequest, compute_exact_logits, load_pair, logits_dtype
 
 if TYPE_CHECKING:
-    from sglang_ext.layers.kernels.selection.quantized_keys import QuantizedKeyTensors
+    from sglang_ext.layers.kernels.quantized_keys import QuantizedKeyTensors
 
 # Scores in memory that are counted at once, and subdivisions of the range per pass.
 COUNTED, PARTS = tl.constexpr(2048), tl.constexpr(8)

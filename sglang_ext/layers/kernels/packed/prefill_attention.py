@@ -15,8 +15,8 @@ from math import log2
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.hack.integer_attention import LAST_CODE, quantize_8bit
-from sglang_ext.layers.kernels.hack.prompt_codes import MEANS, SHIFT, SUM_ROW, TERMS, high_and_low
+from sglang_ext.layers.kernels.packed.integer_attention import LAST_CODE, quantize_8bit
+from sglang_ext.layers.kernels.packed.prompt_codes import MEANS, SHIFT, SUM_ROW, TERMS, high_and_low
 
 # Adding ROUNDING rounds a float32 from 0 to 255. The bits of the sum are ROUNDED plus the rounded number. The lowest byte is its code,
 # an int8 that is SHIFT less.
