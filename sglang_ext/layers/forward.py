@@ -1,7 +1,5 @@
 """Forwards of the target model over rows of the token table: their inputs, their attention, and the batch state between rounds.
 
-Attention backends use the functions for attention layers at the end.
-
 SGLang's forward mode for several tokens per request is ``TARGET_VERIFY``: attention reads the token table, and the logits of every
 token are kept. A speculative input gives the attention backends the true lengths.
 """
@@ -85,14 +83,7 @@ class ForwardInputs:
 def run(
     model_runner: "ModelRunner", batch: "ScheduleBatch", inputs: ForwardInputs, attention: AttentionOverride | None = None
 ) -> LogitsProcessorOutput:
-    """Run a forward. Returns the logits of each token: float [total, vocabulary].
-
-    Args:
-        model_runner: The target's.
-        batch: The requests.
-        inputs: The inputs.
-        attention: Attention of the model; None for its own.
-    """
+    """Run a forward. Returns the logits of each token: float [total, vocabulary]. ``attention``: None for the model's own."""
     with use_attention(model_runner, attention):
         return model_runner.forward(build_forward_batch(model_runner, batch, inputs)).logits_output
 
@@ -152,12 +143,7 @@ def decode_batch(batch: "ScheduleBatch", inputs: ForwardInputs) -> ForwardBatch:
 
 
 def select_requests(batch: "ScheduleBatch", requests: list[int], where: torch.Tensor) -> "ScheduleBatch":
-    """A batch of some requests of another batch, with the fields that a forward reads. The other batch does not change.
-
-    Args:
-        requests: Positions of the requests in the batch.
-        where: The same, int64 on the device.
-    """
+    """A batch of the requests at ``requests``, with the fields that a forward reads. ``where``: the same, int64 on the device."""
     part = copy.copy(batch)
     part.reqs = [batch.reqs[i] for i in requests]
     part.seq_lens, part.req_pool_indices = batch.seq_lens[where], batch.req_pool_indices[where]
@@ -165,14 +151,10 @@ def select_requests(batch: "ScheduleBatch", requests: list[int], where: torch.Te
 
 
 def prepare_lora(model_runner: "ModelRunner", forward: ForwardBatch, counts: list[int]) -> None:
-    """Fetch the batch's adapters, and set the adapter of each token in SGLang's LoRA layers.
+    """Fetch the batch's adapters, and set the adapter of each token in SGLang's LoRA layers. ``counts``: tokens of each request.
 
     SGLang's LoRA backends assume that a verification has equal lengths. They get a decode batch instead, in which each token is a
     request: it allows any lengths, and keeps all logits.
-
-    Args:
-        forward: The batch, with the adapter of each request in ``lora_ids``.
-        counts: Tokens of each request.
     """
     manager = model_runner.lora_manager
     if not model_runner.server_args.enable_lora_overlap_loading:
@@ -248,12 +230,9 @@ class RaggedVerifyInput(SpecInput):
 
 
 class EvenVerifyInput(SpecInput):
-    """Lengths of a verification with ``width`` tokens per request, which CUDA graphs accept.
+    """Lengths of a verification with ``width`` new tokens per request, which CUDA graphs accept.
 
     As in SGLang's own verifications, the batch's ``seq_lens`` do not count the new tokens.
-
-    Attributes:
-        width: New tokens of each request.
     """
 
     # SGLang's backends read these: a chain of drafts, causal, without a mask.
@@ -279,14 +258,7 @@ class EvenVerifyInput(SpecInput):
         paged_kernel_lens_sum: int,
         req_to_token: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
-        """Index pointers for FlashInfer's paged prefill, as :meth:`RaggedVerifyInput.generate_attn_arg_prefill`.
-
-        Args:
-            req_pool_indices: int64 [batch], rows of the token table.
-            paged_kernel_lens: [batch], tokens before the new ones.
-            paged_kernel_lens_sum: Their sum.
-            req_to_token: int32, the token table.
-        """
+        """As :meth:`RaggedVerifyInput.generate_attn_arg_prefill`. ``paged_kernel_lens``: [batch], tokens before the new ones."""
         from sglang.kernels.ops.kvcache.kv_indices import create_flashinfer_kv_indices_triton
 
         batch, device = len(req_pool_indices), req_to_token.device
@@ -348,16 +320,10 @@ def use_plain_decoding(model_runner: "ModelRunner") -> None:
 
 
 def check_supported(layer: "RadixAttention", options: dict[str, object], where: str, remedy: str) -> None:
-    """Check that a layer asks for no attention option except a scale or a cap.
-
-    Args:
-        layer: A layer of the model.
-        options: Options by name; None for an option that the layer does not ask for.
-        where: Name of the attention, for the message.
-        remedy: What the user can do instead.
+    """Check that a layer asks for no attention option except a scale or a cap. ``options``: None for those it does not ask for.
 
     Raises:
-        ValueError: The layer asks for another option.
+        ValueError: The layer asks for another option. ``where`` names the attention, ``remedy`` what the user can do instead.
     """
     wanted = [name for name, value in options.items() if value is not None]
     if wanted or layer.xai_temperature_len > 0:

@@ -41,8 +41,7 @@ def packed_attention(
         packing: How the row's first slots are packed.
         queries: [count, heads, dim], queries of the last ``count`` tokens, which are exact.
         keys, values: A layer's buffers, [slots, kv_heads, dim].
-        slots: int64, slots of the row: packed blocks, then a slot for each exact token.
-        packed: Number of slots with blocks.
+        slots: int64, slots of the row: ``packed`` slots with blocks, then a slot for each exact token.
         scaling: Factor on query-key products.
 
     Returns:
@@ -86,9 +85,8 @@ def attend_packed_and_exact(
     Args:
         rows: float32 [kv_heads, rows, dim], grouped queries of the last ``count`` exact tokens (:func:`group_by_kv_head`).
         packed_scores: float32 [kv_heads, rows, packed tokens], products with packed keys.
-        packed_sums: Takes weights of the shape of ``packed_scores``, and returns sums of packed values: float32 [kv_heads, rows, value_dim].
+        packed_sums: Takes weights of the shape of ``packed_scores``, and returns sums of packed values, float32 [kv_heads, rows, value_dim].
         keys, values: Of the exact tokens, [tokens, kv_heads, dim].
-        count: Tokens that ``rows`` belong to.
 
     Returns:
         float32 [kv_heads, rows, value_dim].

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class RaggedTorchNativeBackend(TorchNativeAttnBackend):
-    """SGLang's ``torch_native`` backend, with an extend path that is linear in the context.
+    """SGLang's ``torch_native`` backend, with an extend path that is linear in the context. The worker sets its attributes.
 
     Attributes:
-        layout: Layout of the compressed KV at the beginning of rows; the worker sets it.
-        prefill: Attention of prompts on quantized KV; None if it is exact. The worker sets it.
+        layout: Layout of the compressed KV at the beginning of rows.
+        prefill: Attention of prompts on quantized KV; None if it is exact.
     """
 
     layout: KVLayout = PlainLayout()
@@ -65,7 +65,7 @@ class RaggedTorchNativeBackend(TorchNativeAttnBackend):
                 from sglang_ext.layers.attention.decode_graphs import LAYOUT_READERS
 
                 result = LAYOUT_READERS[type(self.layout)].attend(self.layout, row, begun, queries, k_cache, v_cache, slots, scaling)
-            elif self.prefill is not None and self.prefill.is_computing(row):
+            elif self.prefill is not None and row in self.prefill.rows:
                 result = self.prefill.attend(self._layer, row, queries, k_cache, v_cache, slots, scaling)
             else:
                 result = _dense_attention(queries, k_cache[slots], v_cache[slots], causal, scaling, enable_gqa)

@@ -161,10 +161,7 @@ class VerifyFlashInfer(FlashInferAttnBackend):
         super().init_cuda_graph_state(max_bs, contexts * max_bs, kv_indices_buf)
 
     def has_room(self, requests: int, width: int) -> bool:
-        """Whether FlashInfer's workspace fits the partial results of a graph of ``requests`` requests with ``width`` tokens each.
-
-        With many requests they exceed SGLang's default size, and the plan would fail.
-        """
+        """Whether FlashInfer's workspace fits the partial results of ``requests`` requests with ``width`` tokens each; otherwise its plan fails."""
         of = self.indices_updater_prefill
         needed = self._full_cg_prefill_workspace_bytes(
             requests, requests * width, num_qo_heads=of.num_qo_heads, num_kv_heads=of.num_kv_heads, head_dim=of.head_dim,

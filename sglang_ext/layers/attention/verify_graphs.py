@@ -1,14 +1,6 @@
 """CUDA graphs of verifications: all requests have the same number of new tokens, over their full KV.
 
 SGLang's own graphs of the target model, with one token per request, serve draft steps and plain decoding.
-
-After the capture, :func:`unpin` moves FlashInfer's plans to unpinned memory, so that the host may overwrite a plan at once.
-FlashInfer plans a forward on the host: which blocks of a kernel read which part of the KV of which request. It writes the plan to pinned
-memory. The device copies it from there when it reaches that forward. If the host is a forward ahead by then, it has overwritten the
-plan, and the kernels read parts of KV that do not exist. They run for half a minute and fail with an illegal memory access. SGLang's
-scheduler is one forward ahead of the device; a decode round (managers/spec_decode/decode_loop.py) is many forwards ahead.
-
-From unpinned memory, CUDA copies before the call returns (CUDA Runtime API, "API synchronization behavior").
 """
 
 import logging
@@ -70,11 +62,7 @@ class VerifyGraphRunner(DecodeCudaGraphRunner):
 
 
 class VerifyGraphSet:
-    """Captured verifications of several widths: fewer tokens read the same KV in less time.
-
-    Attributes:
-        graphs: Runners by width, narrow ones first.
-    """
+    """Captured verifications of several widths: fewer tokens read the same KV in less time. ``graphs``: narrow ones first."""
 
     def __init__(self, graphs: Sequence[VerifyGraphRunner]):
         self.graphs = sorted(graphs, key=lambda graph: graph.width)
@@ -138,15 +126,7 @@ def make_room_for_logits(model_runner: "ModelRunner", tokens: int) -> None:
 
 
 def capturable_sizes(attention: AttentionBackend, sizes: list[int], width: int) -> list[int]:
-    """The batch sizes that can be captured: ``sizes`` without those that are too large for the attention's workspace.
-
-    Larger batches are verified without a graph.
-
-    Args:
-        attention: Attention of the graphs.
-        sizes: Numbers of requests, ascending.
-        width: Tokens of each request.
-    """
+    """The batch sizes, ascending, that fit the attention's workspace. Larger batches are verified without a graph."""
     has_room = getattr(attention, "has_room", None)
     found = sizes if has_room is None else [size for size in sizes if has_room(size, width)] or sizes[:1]
     if found != sizes:

@@ -37,8 +37,7 @@ def load_pair(numbers, pair, first_layer, first_request, requests):
 
 @triton.jit
 def update_normalizers(found, top, mass):
-    """Update, for each row and column of a block, the largest logit and the sum of powers of two relative to it with the logits
-    ``found``."""
+    """Update each row's and column's largest logit, and the sum of powers of two relative to it, with the logits ``found``."""
     new = tl.maximum(top, found)
     return new, mass * tl.exp2(top - new) + tl.exp2(found - new)
 
@@ -57,8 +56,7 @@ def _compute_exact_logits(
     table_row, slot_stride, key_head, HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the logits of a KV head's queries in a chunk of a context, times log2(e). Also store their maxima, and sums of powers of
-    two relative to these."""
+    """Compute the logits of a KV head's queries in a chunk of a context, times log2(e), and their normalizers."""
     head, chunk, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     layer, _, at, length = load_pair(numbers, pair, first_layer, first_request, requests)
     begin = chunk * CHUNK
@@ -125,8 +123,7 @@ def compute_exact_logits(queries: torch.Tensor, key_table: torch.Tensor, like: t
 
 
 def layer_major(queries: torch.Tensor) -> torch.Tensor:
-    """Return ``queries``, [requests, layers, ...], as [layers, requests, ...], contiguous. Does not copy if they are stored in that
-    order."""
+    """Return [requests, layers, ...] as [layers, requests, ...], contiguous. Does not copy if stored in that order."""
     return queries.transpose(0, 1).contiguous()
 
 
@@ -155,14 +152,11 @@ def _rotate_queries(
 
 
 def rotate_queries(queries: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Rotate queries by a number of positions.
+    """Rotate queries by a number of positions. Returns float32, shaped like ``queries``; those of a layer are contiguous.
 
     Args:
         queries: float [requests, layers, query_heads, dim]; those of a request and layer are contiguous.
         turn: For each entry the cosine, the signed sine, and the index of its pair's other entry: float32, float32 and int64 [dim].
-
-    Returns:
-        float32 [requests, layers, query_heads, dim]; those of a layer are contiguous.
     """
     requests, layers, heads, dim = queries.shape
     out = torch.empty(layers, requests, heads, dim, device=queries.device)

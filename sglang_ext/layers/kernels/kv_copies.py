@@ -122,14 +122,11 @@ def scatter_cells(
     sources: torch.Tensor,
     targets: torch.Tensor,
 ) -> None:
-    """Fill the cells of the compressed KV with the kept tokens of each head. Does not wait for the device.
+    """Fill the cells of the compressed KV with the kept tokens of each head. Arguments as in :func:`gather_kept`, except:
 
     Args:
-        key_table, value_table: int64 [layers], addresses of the layers' buffers.
-        keys, values: One layer's buffers, [slots, kv_heads, dim]. All layers have their shape, strides and dtype.
         kept: int64 [cells], indices into ``sources``, head after head.
         bounds: int32 [layers * kv_heads + 1], first cell of each head, and the end of the last head.
-        sources: int64 [tokens], slots of the context's tokens.
         targets: int64, slots of the compressed KV, whose cells ``kept`` fills. None of them is a source.
     """
     heads, dim, value_dim = keys.shape[1], keys.shape[2], values.shape[2]
@@ -166,12 +163,7 @@ def write_pointers(
 ) -> None:
     """Point the ``j``-th pointer of ``targets`` to the head's ``j``-th kept token, for each layer and head.
 
-    Args:
-        key_table: int64 [layers], addresses of the layers' key buffers.
-        like: A key buffer, [slots, kv_heads, head_dim]. All layers have its shape, strides and dtype.
-        kept: int64 [layers, kv_heads, count], indices into ``sources``.
-        sources: int64 [tokens], slots of the context's tokens.
-        targets: int64, slots of the compressed KV. None of them is a source.
+    Arguments as in :func:`gather_kept`; ``like`` is a key buffer.
     """
     layers, heads, count = kept.shape
     cells = like.view(torch.int32)

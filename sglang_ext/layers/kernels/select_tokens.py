@@ -66,7 +66,8 @@ def score_bit_patterns(
     G: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Return the bits of the mean attention to TOKENS tokens of a context; their order is that of the scores. The first and newest tokens
-    get infinity's bits, tokens beyond the end -1."""
+    get infinity's bits, tokens beyond the end -1.
+    """
     score = tl.zeros((TOKENS,), tl.float32)
     for row in tl.static_range(GROUP):
         normalizer = tl.sum(tl.where(tl.arange(0, G) == row, normalizers, 0.0))
@@ -191,10 +192,7 @@ def write_marked_tokens(
     marks, key_table, token_table, numbers, targets, out, first_layer, first_request, requests, pitches, table_row, most, slot_stride,
     head_stride, HEADS: tl.constexpr, PER_SLOT: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Write the marked tokens of part of a context for a KV head, after those of earlier parts.
-
-    Writes positions, or with PER_SLOT pointers in the target slots.
-    """
+    """Write the marked tokens of part of a context for a KV head, after those of earlier parts: positions, or pointers with PER_SLOT."""
     WORDS: tl.constexpr = TOKENS // WORD
     head, pair, begin = tl.program_id(0), tl.program_id(2), tl.program_id(1) * TOKENS
     layer, mine, at, length = load_pair(numbers, pair, first_layer, first_request, requests)
@@ -250,8 +248,7 @@ class SelectionContexts:
 
 
 def scratch_bytes(longest: int, kv_heads: int, group: int, number_bytes: int) -> int:
-    """Scratch bytes of one request's selection in one layer, for a context of ``longest`` tokens; a number of a key has
-    ``number_bytes``."""
+    """Scratch bytes of one request's selection in one layer, for ``longest`` tokens; a number of a key has ``number_bytes``."""
     pitch = triton.cdiv(longest, PITCH.value) * PITCH.value
     of_token = group * min(4, number_bytes) + 4 * (longest > RESIDENT)
     return kv_heads * (pitch * of_token + pitch // 8 + 8 * group * triton.cdiv(longest, CHUNK))

@@ -38,7 +38,7 @@ class Prompt:
     def attend(self, begin: int = 0, end: int = TOKENS) -> torch.Tensor:
         """What its tokens [begin, end) give."""
         with self.prefill.computing_prompts({ROW: self.seeds[:end]}):
-            assert self.prefill.is_computing(ROW) and not self.prefill.is_computing(ROW + 1)
+            assert ROW in self.prefill.rows and ROW + 1 not in self.prefill.rows
             return self.prefill.attend(LAYER, ROW, self.queries[begin:end], self.keys, self.values, self.slots[:end], SCALING)
 
     def decode(self, place: int) -> torch.Tensor:

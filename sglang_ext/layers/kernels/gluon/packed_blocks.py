@@ -70,8 +70,7 @@ def scores_by_token(words, queries, sums, scale, zero, F: gl.constexpr):
 
     Args:
         words: int32 [cells, tokens, words], the keys' codes.
-        queries: float16 [bytes, columns] for each part.
-        sums: Sums of the queries' channels, float32 [columns].
+        queries, sums: float16 [bytes, columns] for each part, and sums of their channels, float32 [columns].
         scale, zero: In shared memory, [1, tokens].
     """
     COUNT: gl.constexpr = F.value.bytes
@@ -170,10 +169,7 @@ def scaled_weights(weights, scale, F: gl.constexpr):
 def add_values(outputs, words, weights, F: gl.constexpr):
     """Add the weighted values to the outputs by part and unit, float32 [bytes of a unit, columns], divided by CODE.
 
-    Args:
-        outputs: Outputs of each part's units.
-        words: int32 [cells, tokens, words] for each unit, the values' codes.
-        weights: float16 [tokens, columns] for each group.
+    ``words``: int32 [cells, tokens, words] for each unit, the values' codes. ``weights``: float16 [tokens, columns] for each group.
     """
     UNIT: gl.constexpr = F.value.value_unit
     UNITS: gl.constexpr = F.value.value_units

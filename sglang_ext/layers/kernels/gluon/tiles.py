@@ -1,12 +1,9 @@
-"""Building blocks of the tensor-core kernels, in Gluon.
-
-They convert codes to numbers and scores to weights in registers, and define the positions of channels there. They also store the results of
-splits as ``store_split`` of ../flash_decoding.py does, for its ``merge_splits``.
+"""Building blocks of the tensor-core kernels, in Gluon: codes to numbers and scores to weights in registers, and the results of splits, stored
+as ``store_split`` of ../flash_decoding.py does.
 
 No layout conversion moves data between registers or lanes. Otherwise it would not compile. fragments.py defines the layouts.
 
-:func:`exact_split` is the softmax over the exact tokens of a row, by one warp. It does what ``exact_split`` of ../flash_decoding.py does,
-and stores it.
+:func:`exact_split` is the softmax over the exact tokens of a row, by one warp, as ``exact_split`` of ../flash_decoding.py.
 """
 
 from triton.experimental import gluon
@@ -51,9 +48,9 @@ def as_wide(numbers, like):
 
 @gluon.jit
 def numbers_of(words, ASSEMBLY: gl.constexpr, TOKENS: gl.constexpr, LAYOUT: gl.constexpr, PARTS: gl.constexpr):
-    """Numbers of the codes in int32 [cells, tokens, words]: float16 [cells, tokens, words, 4] for each part.
+    """Numbers of the codes in int32 [cells, tokens, words]: float16 [cells, tokens, words, 4] for each part, in LAYOUT.
 
-    ASSEMBLY takes words of TOKENS tokens, 1 or 2. LAYOUT is the layout of the result.
+    ASSEMBLY takes words of TOKENS tokens, 1 or 2.
     """
     words = gl.expand_dims(words, 3)
     # Each of a word's four numbers has the whole word as its input. One of the four input registers is the word.

@@ -64,10 +64,8 @@ def _store_quads(
 ):  # fmt: skip
     """Decode a complete row of chunks without sinks, for codes of 4 bits and numbers of 16 bits.
 
-    A thread has quads of four adjacent channels: 16 bits of each plane per token, lowest channels first. Arrays are [quads, tokens].
-
-    Args:
-        mu, sigma: float32 [quads], four of each.
+    A thread has quads of four adjacent channels: 16 bits of each plane per token, lowest channels first. Arrays are [quads, tokens]. ``mu`` and
+    ``sigma``: float32 [quads], four of each.
     """
     COUNT: tl.constexpr = 16 if rests is None else 256
     table, four = tl.load(meanings + tl.arange(0, COUNT)), CHANNELS // 8
@@ -102,8 +100,7 @@ def decode_tiles(
 ):  # fmt: skip
     """Decode one row of chunks of PAIRS pairs of channels of a part.
 
-    Args:
-        meanings: float32, levels of codes in sigmas from mu. With residuals, the index has the code's bits, then the rest's.
+    ``meanings``: float32, levels of codes in sigmas from mu. With residuals, the index has the code's bits, then the rest's.
     """
     row, part, pair = tl.program_id(0), tl.program_id(2), tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)
     anchor, out, there = at_address(anchors, part, tl.uint8), at_address(outs, part, LIKE), pair < CHANNELS // 2

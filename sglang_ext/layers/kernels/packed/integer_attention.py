@@ -78,10 +78,7 @@ def quantize_partitions(rows: torch.Tensor, partition: int, from_zero: bool = Fa
 def product(left: Partitioned, right: Partitioned, partition: int) -> torch.Tensor:
     """Products of each row of ``left`` with each row of ``right``: float32 [..., rows of left, rows of right].
 
-    Args:
-        left: Rows of the first matrix.
-        right: Columns of the second matrix, as rows.
-        partition: Numbers that share a scale, at most 128. The last partition may have fewer.
+    A row of ``right`` is a column of the second matrix. ``partition``: numbers that share a scale, at most 128; the last may have fewer.
     """
     length = left.codes.shape[-1]
     # A sum of 128 int8 products is below 2 ** 24, so float32 holds it exactly.
@@ -101,7 +98,7 @@ def _split(codes: torch.Tensor, partition: int) -> torch.Tensor:
 
 @triton.jit
 def quantize_8bit(numbers, AXIS: tl.constexpr):
-    """Quantize float32 partitions along ``AXIS``, as :func:`quantize_partitions`. Returns int32 codes from FIRST_CODE on, and scales and zero points that keep the axis."""
+    """Quantize float32 partitions along ``AXIS``. Returns int32 codes from FIRST_CODE on, and scales and zero points that keep the axis."""
     least = tl.min(numbers, AXIS, keep_dims=True)
     scale = tl.maximum((tl.max(numbers, AXIS, keep_dims=True) - least) * (1.0 / LAST_CODE), SMALLEST_SCALE)
     steps = (numbers - least) * (1.0 / scale) + ROUNDING
@@ -130,12 +127,7 @@ def _query_codes(
 
 
 def query_codes(queries: torch.Tensor, partition: int, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize queries to 8 bits, in partitions along their channels.
-
-    Args:
-        queries: [requests, heads, dim], contiguous. ``dim`` is a multiple of the partition.
-        partition: Channels that share a scale.
-        scaling: Factor on the queries.
+    """Quantize queries, contiguous [requests, heads, dim], times ``scaling``, to 8 bits, in partitions along their channels.
 
     Returns:
         Codes, int8, shaped like ``queries``, and float32 [3, requests, heads, partitions]. These are the scales, the zero points, and the
@@ -176,12 +168,8 @@ def _scores(
 ):  # fmt: skip
     """Products of a step's keys with the queries: float32 [tokens, rows].
 
-    Args:
-        q: Query codes, by WIDTH channels.
-        scales, zeros, rests: Query parameters, by partition.
-        raw: Key bytes, by WIDTH channels.
-        numbers: The keys' scales and zero points.
-        sums_at: The keys' sums. Used if STORED; otherwise the sums are computed.
+    Query codes ``q`` and key bytes ``raw`` are by WIDTH channels, query parameters ``scales``, ``zeros`` and ``rests`` by partition. Sums of
+    codes are read at ``sums_at`` if STORED, else computed.
     """
     COUNT: tl.constexpr = DIM // PARTITION
     PART: tl.constexpr = DIM * BITS // 8
@@ -215,11 +203,7 @@ def _scores(
 def _summed(p, p_scale, p_zero, p_rest, codes, scale, zero, sums):
     """The weighted values of a step: float32 [rows, channels].
 
-    Args:
-        p: Weight codes, int8 [rows, tokens].
-        p_scale, p_zero, p_rest: Parameters of the weights, [rows, 1].
-        codes: Value codes, int8 [tokens, channels].
-        scale, zero, sums: Parameters of the values, float32 [channels].
+    Codes are int8: ``p``, [rows, tokens], with parameters [rows, 1], and ``codes``, [tokens, channels], with parameters [channels], float32.
     """
     scaled = tl.dot(p, codes, out_dtype=tl.int32).to(tl.float32) * p_scale * scale[None, :]
     return scaled + p_rest * zero[None, :] + p_zero * (scale * sums)[None, :]

@@ -76,23 +76,14 @@ class PrefillQueryCodes:
 def is_supported_shape(capability: tuple[int, int] | None, partition: int, block: int, group: int) -> bool:
     """Whether the kernels support a shape: on Hopper, partitions of 64 or 128, and a block's rows that fill programs.
 
-    Args:
-        capability: Compute capability of an NVIDIA GPU; None for other devices.
-        partition: Channels of a key that share a scale.
-        block: Tokens that are packed as one block.
-        group: Query heads that share a KV head.
+    ``capability``: None for devices other than NVIDIA GPUs. ``partition``: channels of a key that share a scale. ``block``: tokens that are
+    packed as one block. ``group``: query heads that share a KV head.
     """
     return capability is not None and capability[0] == HOPPER and partition in PARTITIONS and block * group % PROGRAM_ROWS == 0
 
 
 def is_supported(prompts: PromptBatch, queries: torch.Tensor, keys: torch.Tensor) -> bool:
-    """Whether the kernels support these prompts on their device (:func:`is_supported_shape`).
-
-    Args:
-        prompts: The prompts.
-        queries: [tokens, heads, dim].
-        keys: The layer's buffer, [slots, kv_heads, dim].
-    """
+    """Whether the kernels support prompts of ``queries``, [tokens, heads, dim], and a layer's ``keys``, [slots, kv_heads, dim]."""
     packing, group = prompts.packing, queries.shape[1] // keys.shape[1]
     return is_supported_shape(packed_decode.capability(keys), packing.keys.grid.channels, packing.block_tokens, group)
 
@@ -100,11 +91,8 @@ def is_supported(prompts: PromptBatch, queries: torch.Tensor, keys: torch.Tensor
 def attend_to_codes(prompts: PromptBatch, codes: PromptCodes, left: PrefillQueryCodes, out: torch.Tensor) -> None:
     """Add the attention over codes to an output over exact tokens. Does nothing without codes. Does not wait for the device.
 
-    Args:
-        prompts: The prompts.
-        codes: Codes of their whole blocks.
-        left: Query codes from the first kernel.
-        out: [tokens, heads, dim of a value]. Holds the output over exact tokens, and receives the output over all tokens.
+    ``left``: query codes from the first kernel. ``out``: [tokens, heads, dim of a value], holds the output over exact tokens, and receives the
+    output over all tokens.
     """
     if not prompts.total:
         return
@@ -163,11 +151,7 @@ LONG_TILES = (PrefillTile(128, 8, 2), *TILES)
 
 
 def check_prefill(packing: Packing, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Check that the kernels support the channels and dtypes of a layer.
-
-    Args:
-        packing: How blocks are packed.
-        keys, values: One layer's buffers, [slots, kv_heads, dim].
+    """Check that the kernels support the channels and dtypes of a layer's buffers, [slots, kv_heads, dim].
 
     Raises:
         OptionError: Names the value, the allowed values, and the remedy.
@@ -188,7 +172,7 @@ def check_prefill(packing: Packing, keys: torch.Tensor, values: torch.Tensor) ->
 def integer_prefill(
     prompts: PromptBatch, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int, first_head: int, scaling: float
 ) -> torch.Tensor:
-    """Causal attention of prompts' newest tokens. Does not wait for the device.
+    """Causal attention of prompts' newest tokens: [tokens, heads, dim of a value], in the dtype of the queries. Does not wait for the device.
 
     Args:
         prompts: The prompts, and how their codes are computed.
@@ -196,9 +180,6 @@ def integer_prefill(
         keys, values: The layer's buffers, [slots, kv_heads, dim], which contain these tokens.
         layer, first_head: Indices in the model. They determine the rounding noise.
         scaling: Factor on query-key products, positive.
-
-    Returns:
-        [tokens, heads, dim of a value], in the dtype of the queries.
 
     Raises:
         OptionError: No tile sizes for these heads fit the GPU.
@@ -211,11 +192,10 @@ def attend(
     prompts: PromptBatch, codes: PromptCodes, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float,
     stored_sums: bool = True, kernel: Kernel | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """The second part of :func:`integer_prefill`, after the codes are computed. Benchmarks pass the other arguments.
+    """The second part of :func:`integer_prefill`, after the codes are computed.
 
-    Args:
-        stored_sums: As in ``launch_integers`` (packed_decode.py).
-        kernel: The kernel. None selects the specialized kernel if it supports the prompts.
+    Benchmarks pass ``stored_sums``, as in ``launch_integers`` (packed_decode.py), and ``kernel``; None selects the specialized kernel if it
+    supports the prompts.
 
     Raises:
         OptionError: No tile sizes for these heads fit the GPU.

@@ -5,12 +5,9 @@ log-sum-exp. It keeps the outputs of packed and of exact tokens apart if the for
 
 The kernel for the splits depends on the blocks. For blocks with sums of codes it is gluon/integer_blocks.py if :func:`integer_fragments`
 accepts them, else integer_attention.py. For other blocks it is gluon/packed_blocks.py if :func:`fragments` accepts them, else
-packed_attention.py. No kernel reads blocks that hold more than codes, scales, zero points and sums (:func:`check_readable`). No kernel
-reads blocks whose scales are shared by both tokens and channels.
+packed_attention.py. Some blocks have no kernel (:func:`check_readable`).
 
 With integer products (HACK, arXiv 2502.03589), tokens that do not fill a partition of values yet are exact tokens, too.
-
-:func:`choose_splits` chooses the number of splits so that a GPU's multiprocessors are busy to the end.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,7 +41,7 @@ GLUON_OPTIONS = {"num_warps": 1}
 
 @dataclass(frozen=True)
 class PackedAttentionCall:
-    """Arguments of both kernels, from packed_decode.py.
+    """Arguments of all kernels over packed blocks.
 
     Attributes:
         rotated: Queries, rotated as the packed keys are.
@@ -102,7 +99,7 @@ def launch_gluon(call: PackedAttentionCall, constants: PackedFragments) -> None:
 
 
 def launch_triton(call: PackedAttentionCall, fast: bool) -> None:
-    """Launch the kernel of packed_attention.py. ``fast`` sets FAST of :func:`~.packed_codes.dequantize`, if the method allows it."""
+    """Launch the kernel of packed_attention.py. ``fast`` sets FAST of ``dequantize``, if the method allows it."""
     keys, values, key, value = call.keys, call.values, call.packing.keys, call.packing.values
     dim, kv_heads, by_channel = call.queries.shape[2], keys.shape[1], max(key.grid.tokens, value.grid.tokens) > 1
     key_levels, value_levels = call.packing.levels(keys.device)
@@ -135,12 +132,9 @@ WARP_TOKENS = 64
 
 
 def launch_integers(call: PackedAttentionCall, stored_sums: bool = True, exact_tail: bool = True) -> None:
-    """Launch the Triton kernel that reads the splits.
+    """Launch the Triton kernel of integer_attention.py.
 
-    Args:
-        call: The arguments of the attention.
-        stored_sums: Read the stored sums of codes. If false, each step computes them (for benchmarks).
-        exact_tail: Read tokens after the blocks exactly. If false, each step quantizes their values (for benchmarks).
+    Benchmarks set ``stored_sums`` to false to compute the sums of codes in each step, and ``exact_tail`` to quantize values after the blocks.
     """
     keys, values, key, value = call.keys, call.values, call.packing.keys, call.packing.values
     partition, dim = key.grid.channels, key.dim
@@ -189,12 +183,8 @@ OVERHEAD = {2: 0.005, 4: 0.03, 8: 0.03}
 def choose_splits(rows: int, room: int, bits: int) -> tuple[int, int]:
     """Numbers of splits of each row's blocks, and of its exact tokens, with the shortest total time.
 
-    All splits take the same time. The total depends on the number of waves and the duration of a split.
-
-    Args:
-        rows: Rows of the batch, times KV heads.
-        room: Programs that run at the same time.
-        bits: Bits of a code.
+    All splits take the same time. The total depends on the number of waves, of ``room`` programs at a time, and the duration of a split.
+    ``rows``: rows of the batch, times KV heads. ``bits``: bits of a code.
     """
 
     def time(parts: int) -> float:
@@ -229,15 +219,10 @@ def multiplies_integers(keys: torch.Tensor) -> bool:
 
 
 def fragments(packing: Packing, keys: torch.Tensor, values: torch.Tensor, group: int) -> PackedFragments | None:
-    """The constants of the Gluon kernel. None if it does not support the blocks or the device.
+    """The constants of the Gluon kernel for ``group`` queries per KV head. None if it does not support the blocks or the device.
 
     It supports codes of all bits in 16-bit pools, with heads of 64 or 128 channels. It does not support codes that index a table of
-    levels, or values whose tokens share scales.
-
-    Args:
-        packing: How blocks are packed.
-        keys, values: One layer's buffers, [slots, kv_heads, dim].
-        group: Queries that share a KV head.
+    levels, or values whose tokens share scales. ``keys`` and ``values`` are one layer's buffers, [slots, kv_heads, dim].
     """
     key, value = packing.keys, packing.values
     plain = key.plain and value.plain and packing.levels(keys.device) == (None, None)
@@ -279,11 +264,7 @@ def max_resident_programs(packing: Packing, keys: torch.Tensor, values: torch.Te
 
 
 def check_readable(packing: Packing, keys: torch.Tensor) -> None:
-    """Check that a kernel reads such blocks.
-
-    Args:
-        packing: How blocks are packed.
-        keys: One layer's buffer.
+    """Check that a kernel reads such blocks of a layer's buffer ``keys``.
 
     Raises:
         OptionError: The blocks hold more than codes, scales, zero points and sums, their scales are shared in an unsupported way, or
@@ -333,8 +314,7 @@ def packed_decode(
         queries: [requests, heads, dim].
         keys, values: One layer's buffers, [slots, kv_heads, dim].
         token_table: int32 [rows, width]. A row holds the slots of its blocks, then those of its exact tokens.
-        rows: int64 [requests], rows of the table.
-        lengths: int64 [requests], slots of each row.
+        rows, lengths: int64 [requests], rows of the table, and slots of each.
         packed_slots: int32 [rows], slots with blocks at the start of each row; 0 for none.
         scaling: Factor on query-key products, positive.
         splits: Number of splits of the blocks, and of the exact tokens. They are read in parallel.

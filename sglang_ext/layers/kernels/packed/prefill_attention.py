@@ -129,12 +129,9 @@ def prefill_tiles(
 ):  # fmt: skip
     """Attend for M rows of a block of one request. Blocks that read most are scheduled first.
 
-    Args:
-        blocks: Blocks with codes, of all requests.
-        scaling: Factor on query-key products, times log2(e).
-        left: None, or buffers for another kernel that attends to codes (gluon/prefill_codes.py): int8 query codes, their scales, their
-            terms, and the log2 of the sum of exact tokens' weights. ``out`` is then the mean of the exact tokens' values.
-        STORED: Read the stored sums of codes. If false, each step computes them.
+    ``blocks``: blocks with codes, of all requests. ``scaling``: factor on query-key products, times log2(e). ``left``: None, or
+    ``PrefillQueryCodes`` for another kernel that attends to codes; ``out`` is then the mean of the exact tokens' values. STORED: read the
+    stored sums of codes; otherwise each step computes them.
     """
     COUNT: tl.constexpr = DIM // PARTITION
     # One load gives each thread one scale. Otherwise each thread would load the scales of all its scores.

@@ -252,12 +252,9 @@ def quantize_prompts(
 
 
 def prompt_codes(prompts: PromptBatch, keys: torch.Tensor, values: torch.Tensor, layer: int, first_head: int) -> PromptCodes:
-    """Quantize the whole blocks of prompts in one layer. Does not wait for the device.
+    """Quantize the whole blocks of prompts in one layer, with buffers [slots, kv_heads, dim]. Does not wait for the device.
 
-    Args:
-        prompts: The prompts.
-        keys, values: The layer's buffers, [slots, kv_heads, dim].
-        layer, first_head: Indices in the model. They determine the rounding noise.
+    ``layer`` and ``first_head``, indices in the model, determine the rounding noise.
     """
     packing = prompts.packing
     made = PromptCodes.empty(packing, keys.shape[1], prompts.total, keys.device)
