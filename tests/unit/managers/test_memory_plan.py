@@ -335,7 +335,7 @@ def test_what_one_kernel_leaves_another_of_queries_is_counted_where_that_one_is_
     packed = tuple(replace(each, quantizer=replace(each.quantizer, partition=partition)) for each in made.served.methods)
     made = replace(made, served=replace(made.served, methods=packed))
     of_keys = 2 * PromptCodes.token_bytes(128, 128, partition)
-    of_queries = 0 if left is None else 2 * sum(part.nbytes for part in left.parts) // len(batch.queries)
+    of_queries = 0 if left is None else 2 * sum(part.nbytes for part in left) // len(batch.queries)
     assert made.plan(8, 1000, 0).prompt_codes == (8192 + 21 + made.ahead) * (of_keys + of_queries)
 
 

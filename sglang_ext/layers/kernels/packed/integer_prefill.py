@@ -10,7 +10,7 @@ layers/attention/quantized_prefill.py is the PyTorch version. Each layer has thr
 
 from dataclasses import dataclass
 from math import e, log2
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -20,7 +20,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from sglang_ext.core import OptionError
 from sglang_ext.layers.kernels.gluon.prefill_codes import prefill_codes
 from sglang_ext.layers.kernels.gluon.prefill_steps import PARTITIONS, PROGRAM_ROWS, PrefillSteps
-from sglang_ext.layers.kernels.gpu_launch import launch_first_fitting, shape_name
+from sglang_ext.layers.kernels.gpu_launch import HOPPER, launch_first_fitting, shape_name
 from sglang_ext.layers.kernels.packed import packed_decode
 from sglang_ext.layers.kernels.packed.packed_decode import check_readable
 from sglang_ext.layers.kernels.packed.prefill_attention import prefill_tiles
@@ -29,13 +29,10 @@ from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 
 # Pipeline stages that shared memory holds, by partition: 185 and 164 KiB.
 STAGES = {64: 8, 128: 4}
-# Major compute capability.
-HOPPER = 9
 NUMBERS = {torch.int8: gl.int8, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
-@dataclass(frozen=True)
-class PrefillQueryCodes:
+class PrefillQueryCodes(NamedTuple):
     """Query codes that the first kernel stores for the second. Each tensor begins with [tokens, heads].
 
     Attributes:
@@ -67,11 +64,6 @@ class PrefillQueryCodes:
         count = dim // partition
         return dim + 4 * count + 2 * padded_terms(count) + 4
 
-    @property
-    def parts(self) -> tuple[torch.Tensor, ...]:
-        """The tensors in the order of the kernels' arguments."""
-        return self.codes, self.scales, self.terms, self.sums
-
 
 def is_supported_shape(capability: tuple[int, int] | None, partition: int, block: int, group: int) -> bool:
     """Whether the kernels support a shape: on Hopper, partitions of 64 or 128, and a block's rows that fill programs.
@@ -79,7 +71,7 @@ def is_supported_shape(capability: tuple[int, int] | None, partition: int, block
     ``capability``: None for devices other than NVIDIA GPUs. ``partition``: channels of a key that share a scale. ``block``: tokens that are
     packed as one block. ``group``: query heads that share a KV head.
     """
-    return capability is not None and capability[0] == HOPPER and partition in PARTITIONS and block * group % PROGRAM_ROWS == 0
+    return capability is not None and capability[0] == HOPPER[0] and partition in PARTITIONS and block * group % PROGRAM_ROWS == 0
 
 
 def is_supported(prompts: PromptBatch, queries: torch.Tensor, keys: torch.Tensor) -> bool:
@@ -109,7 +101,7 @@ def attend_to_codes(prompts: PromptBatch, codes: PromptCodes, left: PrefillQuery
         _box(codes.value_zeros, steps.value_dim, (steps.zeros, steps.value_dim)),
     )  # fmt: skip
     prefill_codes[(prompts.most_blocks * steps.tiles, kv_heads, len(prompts.rows))](
-        *boxes, left.parts, out, prompts.numbers, len(prompts.rows), prompts.total, F=steps, num_warps=4
+        *boxes, tuple(left), out, prompts.numbers, len(prompts.rows), prompts.total, F=steps, num_warps=4
     )
 
 
@@ -229,8 +221,8 @@ def _launch_tiles(
 
     def with_tile(tile: PrefillTile) -> None:
         prefill_tiles[(prompts.most_blocks * triton.cdiv(block * group, tile.rows), kv_heads, len(prompts.rows))](
-            queries, out, keys, values, *codes.parts, prompts.table, prompts.table.stride(0), prompts.numbers, len(prompts.rows),
-            prompts.total, scaling * log2(e), *keys.stride()[:2], *values.stride()[:2], left and left.parts, HEADS=kv_heads, GROUP=group,
+            queries, out, keys, values, *codes, prompts.table, prompts.table.stride(0), prompts.numbers, len(prompts.rows),
+            prompts.total, scaling * log2(e), *keys.stride()[:2], *values.stride()[:2], left and tuple(left), HEADS=kv_heads, GROUP=group,
             M=tile.rows, DIM=packing.keys.dim, VALUE_DIM=packing.values.dim, PARTITION=packing.keys.grid.channels, BLOCK=block,
             SINKS=sinks, SINK_STEP=min(SINK_STEP, max(16, triton.next_power_of_2(sinks))), COLUMNS=codes.key_terms.shape[2],
             ZEROS=codes.value_zeros.shape[2], STAGES=tile.stages, WARPS=tile.warps, STORED=stored_sums,

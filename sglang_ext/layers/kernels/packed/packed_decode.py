@@ -88,12 +88,13 @@ class PackedAttentionCall:
         return self.parts.partial, self.parts.lse, self.scaling, *steps
 
 
-def launch_gluon(call: PackedAttentionCall, constants: PackedFragments) -> None:
-    """Launch the kernel of gluon/packed_blocks.py. It needs little shared memory, so its sizes are the same for all GPUs."""
-    keys, values = call.keys, call.values
+def launch_gluon(call: PackedAttentionCall, constants: PackedFragments | IntegerFragments) -> None:
+    """Launch a Gluon kernel: integer_blocks.py or packed_blocks.py. It needs little shared memory, so its sizes are the same for all GPUs."""
+    keys, values, is_integer = call.keys, call.values, isinstance(constants, IntegerFragments)
     words, numbers = ([part.view(dtype) for part in (keys, values)] for dtype in (torch.int32, torch.float16))
-    packed_splits_gluon[call.grid(call.group)](
-        call.queries, call.rotated, keys, values, words[0], numbers[0], words[1], numbers[1], *call.rows, *call.outcome,
+    kernel, queries = (integer_splits_gluon, (call.queries,)) if is_integer else (packed_splits_gluon, (call.queries, call.rotated))
+    kernel[call.grid(call.group)](
+        *queries, keys, values, words[0], numbers[0], words[1], numbers[1], *call.rows, *call.outcome,
         *call.parts.splits, HEADS=keys.shape[1], BLOCK_SLOTS=call.packing.block_slots, F=constants, **GLUON_OPTIONS,
     )  # fmt: skip
 
@@ -157,16 +158,6 @@ def launch_integers(call: PackedAttentionCall, stored_sums: bool = True, exact_t
     # A step is one partition of values.
     choices = [tile for tile in tile_choices(call.group, PACKED_ROWS, partition, STAGES, fewest_rows=8) if tile.tokens == partition]
     call.launch("integers", choices, with_tile)
-
-
-def launch_gluon_integers(call: PackedAttentionCall, constants: IntegerFragments) -> None:
-    """Launch the kernel of gluon/integer_blocks.py, whose sizes are the same for all GPUs."""
-    keys, values = call.keys, call.values
-    words, numbers = ([part.view(dtype) for part in (keys, values)] for dtype in (torch.int32, torch.float16))
-    integer_splits_gluon[call.grid(call.group)](
-        call.queries, keys, values, words[0], numbers[0], words[1], numbers[1], *call.rows, *call.outcome,
-        *call.parts.splits, HEADS=keys.shape[1], BLOCK_SLOTS=call.packing.block_slots, F=constants, **GLUON_OPTIONS,
-    )  # fmt: skip
 
 
 # Programs of one warp per multiprocessor: two in each of its four partitions, which have 16,384 registers.
@@ -258,7 +249,7 @@ def integer_fragments(packing: Packing, keys: torch.Tensor, values: torch.Tensor
 
 def max_resident_programs(packing: Packing, keys: torch.Tensor, values: torch.Tensor, group: int) -> int | None:
     """Programs of a Gluon kernel that run at the same time. None if neither Gluon kernel supports the blocks."""
-    if fragments(packing, keys, values, group) is None and integer_fragments(packing, keys, values, group) is None:
+    if not (fragments(packing, keys, values, group) or integer_fragments(packing, keys, values, group)):
         return None
     return torch.cuda.get_device_properties(keys.device).multi_processor_count * RESIDENT
 
@@ -329,14 +320,11 @@ def packed_decode(
     table = token_table, token_table.stride(0), rows, lengths, packed_slots
     parts = SplitOutputs(queries, values.shape[2], splits)
     call = PackedAttentionCall(packing, queries, rotated, keys, values, table, scaling, parts)
-    constants = fragments(packing, keys, values, call.group)
-    integers = integer_fragments(packing, keys, values, call.group)
-    if integers is not None:
-        launch_gluon_integers(call, integers)
+    constants = integer_fragments(packing, keys, values, call.group) or fragments(packing, keys, values, call.group)
+    if constants is not None:
+        launch_gluon(call, constants)
     elif packing.keys.sums:
         launch_integers(call)
-    elif constants is not None:
-        launch_gluon(call, constants)
     else:
         launch_triton(call, fast=has_ptx(keys) and keys.element_size() == 2)
     if to_values is None:
