@@ -9,9 +9,6 @@ Each token of a prompt attends to the same KV that decoding would read at its po
 
 So the result for a token depends only on the tokens before it, not on chunks, nor on how much of the prompt is cached. Codes that are
 stored in the pool are read there. The other codes are made from full KV, for one forward.
-
-On a GPU, :class:`QuantizedExtend` replaces SGLang's attention backend while prompts are computed. Its kernels compute the same as
-:meth:`QuantizedPrefill.attend` for one prompt after another.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -56,9 +53,8 @@ class QuantizedPrefill:
     def computing_prompts(self, seeds: Mapping[int, torch.Tensor], stored: Mapping[int, torch.Tensor] | None = None) -> Iterator[None]:
         """A context in which prompts are computed.
 
-        Args:
-            seeds: By row of the token table, int32 [tokens], seed of each token of the prompt (layouts/rounding.py).
-            stored: As :attr:`stored`. Rows may lack full KV there. The blocks end before the first token that is computed.
+        ``seeds``: by row of the token table, int32 [tokens], seed of each token of the prompt (layouts/rounding.py). ``stored``: as
+        :attr:`stored`; rows may lack full KV there. The blocks end before the first token that is computed.
         """
         self.rows, self.stored = seeds, stored or {}
         try:
@@ -139,11 +135,9 @@ REMEDY = "pass --kv-prefill exact"
 
 
 class QuantizedExtend:
-    """Replaces the ``forward_extend`` of an attention backend.
+    """Replaces the ``forward_extend`` of SGLang's attention backend, whose own method still runs verifications and captures of graphs.
 
-    Attributes:
-        backend: SGLang's backend. Its own method still runs verifications, and runs while graphs are captured.
-        prefill: Knows which prompts are computed, and how they are packed.
+    Its kernels compute the same as :meth:`QuantizedPrefill.attend` for one prompt after another.
 
     Raises:
         OptionError: The kernels do not support the head dimensions or the dtype of the pool.

@@ -331,15 +331,13 @@ def push_chosen(chosen: torch.Tensor, asked: torch.Tensor, there: torch.Tensor, 
 def read_words(
     heads: int, written: int, out: torch.Tensor, asked: torch.Tensor, there: torch.Tensor, least: int = 0, seconds: float = 0.0
 ) -> None:
-    """Make the stream wait, then read words.
+    """Make the stream wait, at most ``seconds``, until the written word reaches ``least``. Then read words.
 
     Args:
         heads, written: Addresses of the lanes' words, and of the written word.
         out: Output, int64 [1 + lanes * LANE_WORDS]: the written word, and the words of all lanes.
         asked: int64 [requests, :data:`QUESTION_NUMBERS`].
         there: Output, int32 [requests]: 1 for each published selection request; 0 for all while the written word is below ``least``.
-        least: The stream waits until the written word reaches this value.
-        seconds: Maximum wait.
     """
     # One warp: several would wait independently, and one warp's written word would not match the lane words that another reads.
     _read_words[(1,)](

@@ -21,13 +21,7 @@ MOST_ROWS = 64
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """Sizes of one program's work.
-
-    Attributes:
-        rows: Queries of a KV head, a power of 2.
-        tokens: Tokens per step, a power of 2.
-        stages: Pipeline stages of the loads.
-    """
+    """Sizes of one program's work: queries of a KV head and tokens per step, powers of 2, and pipeline stages of the loads."""
 
     rows: int
     tokens: int
@@ -183,14 +177,12 @@ class SplitOutputs:
     @cached_property
     def partial(self) -> torch.Tensor:
         """Weighted means of the values: float32 [requests * heads * splits, value_dim]."""
-        requests, heads, _ = self.queries.shape
-        return torch.empty(requests * heads * self.num_splits, self.value_dim, device=self.queries.device)
+        return torch.empty(self.queries.shape[:2].numel() * self.num_splits, self.value_dim, device=self.queries.device)
 
     @cached_property
     def lse(self) -> torch.Tensor:
         """Logs of the sums of weights: float32 [requests * heads, splits]."""
-        requests, heads, _ = self.queries.shape
-        return torch.empty(requests * heads, self.num_splits, device=self.queries.device)
+        return torch.empty(self.queries.shape[:2].numel(), self.num_splits, device=self.queries.device)
 
     def separate_outputs(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Contributions of the compressed tokens, and of the exact tokens, to the outputs: float32 [requests, heads, value_dim] each."""

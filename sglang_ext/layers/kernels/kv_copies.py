@@ -210,11 +210,7 @@ def gather_rows(table: torch.Tensor, like: torch.Tensor, slots: torch.Tensor, ou
 
 
 def scatter_rows(table: torch.Tensor, like: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
-    """Copy ``rows`` into slots of all buffers. Each slot is written once. Arguments are those of :func:`gather_rows`.
-
-    Raises:
-        ValueError: As in :func:`gather_rows`.
-    """
+    """Copy ``rows`` into slots of all buffers, each written once. Arguments and exceptions are those of :func:`gather_rows`."""
     _launch(table, like, slots, rows, gathers=False)
 
 
@@ -294,8 +290,7 @@ def page_checksum(
         key_table, value_table: int64 [layers], addresses of the layers' buffers.
         words: A key buffer viewed as integers, [slots, words]. All buffers have its shape and dtype, and are contiguous.
         slots: int64 [pages * page_size], slots of the pages' tokens, in order.
-        token_weights: int64 [layers, 2, page_size], weights of keys and of values.
-        column_weights: int64 [words].
+        token_weights, column_weights: int64 [layers, 2, page_size], weights of keys and of values, and int64 [words].
     """
     layers, _, page_size = token_weights.shape
     columns = min(MOST_COLUMNS, triton.next_power_of_2(words.shape[1]))

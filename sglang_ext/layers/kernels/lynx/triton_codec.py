@@ -265,11 +265,7 @@ def _aligned(streams: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _slot_stride(parts: PageTensors) -> int:
-    """Elements from one token to the next.
-
-    Raises:
-        ValueError: The stride is not a multiple of four channels, so four channels are not one word.
-    """
+    """Elements from one token to the next. Raises ValueError if four channels are not one word."""
     stride = parts.tensors[0].stride(0)
     if stride % 4:
         raise ValueError(f"tokens {stride} elements apart: kernels read four channels at once; pass a contiguous copy")

@@ -121,13 +121,7 @@ SINK_STEP = 64
 
 @dataclass(frozen=True)
 class PrefillTile:
-    """Sizes of one program's work.
-
-    Attributes:
-        rows: Queries.
-        warps: Warps of a program.
-        stages: Pipeline stages of the loads of codes.
-    """
+    """Sizes of one program's work: queries, warps, and pipeline stages of the loads of codes."""
 
     rows: int
     warps: int

@@ -67,11 +67,7 @@ class PackedAttentionCall:
         return self.parts.num_splits, self.keys.shape[1] * triton.cdiv(self.group, rows), len(self.queries)
 
     def launch(self, name: str, choices: Sequence[DecodeTile], with_tile: Callable[[DecodeTile], None]) -> None:
-        """Launch the kernel ``name`` with the first of ``choices`` that fits the GPU.
-
-        Raises:
-            OptionError: None fits.
-        """
+        """Launch the kernel ``name`` with the first of ``choices`` that fits the GPU. Raises OptionError if none fits."""
         packing, keys = self.packing, self.keys
 
         def what() -> str:
@@ -83,7 +79,7 @@ class PackedAttentionCall:
 
     @property
     def outcome(self) -> tuple[torch.Tensor, torch.Tensor, float, int, int, int, int]:
-        """The output buffers of the splits and the arguments that follow them in both kernels."""
+        """The output buffers of the splits and the arguments that follow them in all kernels."""
         steps = *self.keys.stride()[:2], *self.values.stride()[:2]
         return self.parts.partial, self.parts.lse, self.scaling, *steps
 
