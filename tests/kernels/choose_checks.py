@@ -109,7 +109,7 @@ def check_choose_tokens(device):
 
 def check_turned(device):
     """Queries are turned on as PyTorch turns them, those of each layer of one piece, whatever lies between requests and layers."""
-    from sglang_ext.layers.kernels.exact_logits import rotate_queries
+    from sglang_ext.layers.kernels.key_scores import rotate_queries
 
     noise = torch.Generator().manual_seed(3)
     shapes = (3, 2, 5, 48, 16, False), (2, 3, 32, 128, 64, True), (1, 1, 1, 16, 8, False)

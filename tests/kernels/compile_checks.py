@@ -20,11 +20,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime._async_compile import FutureKernel
 from triton.runtime.jit import JITFunction
 
-from sglang_ext.layers.kernels import per_head_decode, window_scores, exchange_kernels, gpu_launch, kv_copies, row_exchange, quest_pages
+from sglang_ext.layers.kernels import per_head_decode, key_scores, exchange_kernels, gpu_launch, kv_copies, row_exchange, quest_pages
 
 
 from sglang_ext.layers.kernels.select_tokens import SelectionContexts, mark_tokens
-from sglang_ext.layers.kernels.exact_logits import rotate_queries
+from sglang_ext.layers.kernels.key_scores import rotate_queries
 from sglang_ext.layers.kernels.quantized_keys import quantize_keys, QuantizedKeyTensors
 from sglang_ext.layers.kernels.packed import integer_prefill, pack_blocks, packed_decode
 from sglang_ext.layers.kernels.packed.prompt_codes import PromptCodes, prompt_codes
@@ -458,7 +458,7 @@ def main(everything):
     check_coded_choice(compiled, everything)
     kept = torch.zeros(len(pool.buffers.keys), 1, 70, dtype=torch.int64)
     kv_copies.write_pointers(pool.buffers.key_table, layer[0], kept, rows, rows)
-    window_scores.window_scores(torch.zeros(1, 32, 4, 128), pool.buffers.key_table, layer[0], rows, torch.arange(32), 0.1)
+    key_scores.window_scores(torch.zeros(1, 32, 4, 128), pool.buffers.key_table, layer[0], rows, torch.arange(32), 0.1)
     check_words(compiled)
     print(" ".join(name for name, _ in compiled))
 

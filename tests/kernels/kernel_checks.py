@@ -41,7 +41,7 @@ from sglang_ext.layers.kernels.verify_attention import (  # noqa: E402
     partial_buffers,
     partial_numbers,
 )
-from sglang_ext.layers.kernels.window_scores import window_scores  # noqa: E402
+from sglang_ext.layers.kernels.key_scores import window_scores  # noqa: E402
 from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout, RaggedSelection  # noqa: E402
 from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid  # noqa: E402
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers  # noqa: E402

@@ -45,7 +45,7 @@ from sglang_ext.layers.kernels.lynx.layout import PageLayout  # noqa: E402
 from sglang_ext.layers.kernels.packed.pack_blocks import can_pack  # noqa: E402
 from sglang_ext.layers.kernels.per_head_decode import pointer_decode, ragged_decode  # noqa: E402
 from sglang_ext.layers.kernels.verify_attention import verify_attention, EXACT, ContextSplits, VerifyTokens, fast_tile  # noqa: E402
-from sglang_ext.layers.kernels.window_scores import window_scores  # noqa: E402
+from sglang_ext.layers.kernels.key_scores import window_scores  # noqa: E402
 from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout, RaggedSelection  # noqa: E402
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing  # noqa: E402
 from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, Pointers  # noqa: E402

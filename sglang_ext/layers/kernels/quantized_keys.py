@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 
 from sglang_ext.core import OptionError
-from sglang_ext.layers.kernels.exact_logits import (
+from sglang_ext.layers.kernels.gpu_launch import gpu_name, launch_first_fitting, shape_name
+from sglang_ext.layers.kernels.key_scores import (
     CHUNK,
     LEAST,
     PITCH,
@@ -31,7 +32,6 @@ from sglang_ext.layers.kernels.exact_logits import (
     store_chunk_normalizers,
     update_normalizers,
 )
-from sglang_ext.layers.kernels.gpu_launch import gpu_name, launch_first_fitting, shape_name
 from sglang_ext.layers.kernels.packed import packed_decode
 
 # Keys, each of one token and head, that a program quantizes.

@@ -7,7 +7,7 @@ replace rows that it no longer needs. mem_cache/compressed/row_exchange.py does 
   record. :func:`move_newest` copies the newest rows when the compressed KV is refreshed.
 
 A *move* is an index in the compressed KV and the position of the token whose row is stored there. In an exchange buffer, a *pair* is a
-layer and a KV head, counted layer by layer. In marks, a pair is a layer and a request (exact_logits.py:load_pair).
+layer and a KV head, counted layer by layer. In marks, a pair is a layer and a request (key_scores.py:load_pair).
 """
 
 from typing import NamedTuple
@@ -16,9 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.exact_logits import CHUNK, PITCH, VARYING, load_pair
 from sglang_ext.layers.kernels.exchange_kernels import COMMIT_NUMBERS, QUESTION_STRIDE
 from sglang_ext.layers.kernels.gpu_launch import buffer_pointer, pointer_at
+from sglang_ext.layers.kernels.key_scores import CHUNK, PITCH, VARYING, load_pair
 from sglang_ext.layers.kernels.kv_copies import _copy_tokens
 from sglang_ext.layers.kernels.select_tokens import BEYOND, UNFUSED, WORD, MarkedTokens, load_normalizers, popcount, score_bit_patterns
 

@@ -3,7 +3,7 @@
 The score of a token is the softmax attention of the queries to it, mean over the query heads of its KV head (AsyncSpade, section 4.3).
 The first and the newest tokens are always selected. Keys are read once. Three kernels run:
 
-1. Compute the logits, and normalizers of each chunk of the context (exact_logits.py).
+1. Compute the logits, and normalizers of each chunk of the context (key_scores.py).
 2. Mark the tokens with the highest scores.
 3. Write the marked tokens.
 
@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.exact_logits import CHUNK, LEAST, PITCH, VARYING, LogitsRequest, compute_exact_logits, load_pair, logits_dtype
+from sglang_ext.layers.kernels.key_scores import CHUNK, LEAST, PITCH, VARYING, LogitsRequest, compute_exact_logits, load_pair, logits_dtype
 
 if TYPE_CHECKING:
     from sglang_ext.layers.kernels.quantized_keys import QuantizedKeyTensors

@@ -104,7 +104,7 @@ class GpuSelector:
                 remaining layers, so that the last parts are small. It is yielded after the launch of the next part, so that a CUDA graph
                 continues with that.
         """
-        from sglang_ext.layers.kernels.exact_logits import layer_major
+        from sglang_ext.layers.kernels.key_scores import layer_major
         from sglang_ext.layers.kernels.select_tokens import mark_tokens, scratch_bytes
 
         keys, codes = self.buffers.keys, self.buffers.codes

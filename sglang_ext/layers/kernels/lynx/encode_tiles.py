@@ -16,9 +16,20 @@ import triton
 import triton.language as tl
 
 from sglang_ext.layers.kernels.lynx import pytorch_codec
-from sglang_ext.layers.kernels.lynx.chunk_scales import extremes, find_scales, float32_of, load_quads, numbers_of, padded_tokens, quarters
 from sglang_ext.layers.kernels.lynx.layout import fine_bounds, level_step, max_level
-from sglang_ext.layers.kernels.lynx.tiles import CHUNK, at_address, slots_of, store_plane
+from sglang_ext.layers.kernels.lynx.tiles import (
+    CHUNK,
+    at_address,
+    extremes,
+    find_scales,
+    float32_of,
+    load_quads,
+    numbers_of,
+    padded_tokens,
+    quarters,
+    slots_of,
+    store_plane,
+)
 
 CLEAR = tl.constexpr(pytorch_codec.CLEAR)
 # I with its sign is one number n from -F to F. It has the index n + ZERO.

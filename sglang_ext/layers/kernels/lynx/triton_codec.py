@@ -12,7 +12,6 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.lynx.chunk_scales import page_gamma
 from sglang_ext.layers.kernels.lynx.encode_tiles import cells, edges, encode_tiles
 from sglang_ext.layers.kernels.lynx.exact_tiles import count_units, read_exact, write_exact
 from sglang_ext.layers.kernels.lynx.layout import (
@@ -31,7 +30,7 @@ from sglang_ext.layers.kernels.lynx.layout import (
     levels,
     max_level,
 )
-from sglang_ext.layers.kernels.lynx.tiles import CHUNK, at_address, load_pair_codes, load_scales, pair_places, slots_of
+from sglang_ext.layers.kernels.lynx.tiles import CHUNK, at_address, load_pair_codes, load_scales, page_gamma, pair_places, slots_of
 
 
 @triton.jit
