@@ -21,8 +21,6 @@ from triton.runtime._async_compile import FutureKernel
 from triton.runtime.jit import JITFunction
 
 from sglang_ext.layers.kernels import per_head_decode, key_scores, exchange_kernels, gpu_launch, kv_copies, row_exchange, quest_pages
-
-
 from sglang_ext.layers.kernels.select_tokens import SelectionContexts, mark_tokens
 from sglang_ext.layers.kernels.key_scores import rotate_queries
 from sglang_ext.layers.kernels.quantized_keys import quantize_keys, QuantizedKeyTensors
