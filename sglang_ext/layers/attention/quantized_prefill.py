@@ -120,15 +120,12 @@ class QuantizedPrefill:
         positions = torch.arange(packing.sinks + first, packing.sinks + len(slots), device=slots.device)
         numbers, seeds = buffer[slots[first:]].float().transpose(0, 1), self.rows[row][positions].expand(heads, -1)
         made = packing.codes(numbers, positions.expand(heads, -1), is_value, layer, self.first_head, seeds)
-        block = concat_blocks(packing.read(buffer, layout, stored), made) if len(stored) else made
+        block = made
+        if len(stored):
+            both = packing.read(buffer, layout, stored), made
+            codes, scale, zero, sums = (torch.cat([getattr(part, name) for part in both], 1) for name in ("codes", "scale", "zero", "sums"))
+            block = Quantized(codes, scale, zero, sums=sums)
         return partitions_of_values(block) if is_value else partitions_of_keys(block)
-
-
-def concat_blocks(first: Quantized, rest: Quantized) -> Quantized:
-    """Concatenate blocks without outliers and positions."""
-    parts = (torch.cat([getattr(part, name) for part in (first, rest)], 1) for name in ("codes", "scale", "zero", "sums"))
-    codes, scale, zero, sums = parts
-    return Quantized(codes, scale, zero, sums=sums)
 
 
 REMEDY = "pass --kv-prefill exact"

@@ -98,22 +98,19 @@ def _dense_attention(
 ) -> torch.Tensor:
     """Attention of the newest tokens, [count, heads, dim], over all tokens: ``keys`` and ``values`` [length, kv_heads, dim]."""
     count, length = len(queries), len(keys)
+    mask = None
+    if 1 < count < length:
+        mask = torch.arange(length, device=queries.device) <= torch.arange(length - count, length, device=queries.device)[:, None]
     result = scaled_dot_product_attention(
         queries.transpose(0, 1).unsqueeze(0),
         keys.transpose(0, 1).unsqueeze(0).to(queries.dtype),
         values.transpose(0, 1).unsqueeze(0).to(queries.dtype),
-        attn_mask=_causal(count, length, queries.device) if 1 < count < length else None,
+        attn_mask=mask,
         is_causal=causal and count == length,
         scale=scaling,
         enable_gqa=enable_gqa,
     )
     return result.squeeze(0).transpose(0, 1)
-
-
-def _causal(count: int, length: int, device: torch.device) -> torch.Tensor:
-    """Which of ``length`` keys each of the last ``count`` queries sees: bool [count, length]."""
-    newest = torch.arange(length - count, length, device=device)
-    return torch.arange(length, device=device)[None, :] <= newest[:, None]
 
 
 def register() -> None:

@@ -41,10 +41,6 @@ class VerifyGraphRunner(DecodeCudaGraphRunner):
         """Tokens of each request."""
         return self.captured_req_width
 
-    def fits(self, requests: int) -> bool:
-        """Whether a batch of ``requests`` requests was captured, or can be padded to a captured one."""
-        return requests <= self.max_bs
-
     def warm_up(self) -> None:
         """Replay each graph over slot 0, which no request owns."""
         for requests in self.capture_bs:
@@ -69,7 +65,7 @@ class VerifyGraphSet:
 
     def fit(self, requests: int, width: int) -> VerifyGraphRunner | None:
         """The narrowest runner for ``requests`` requests of ``width`` tokens each; None if they must run without a graph."""
-        return next((g for g in self.graphs if g.width >= width and g.fits(requests)), None)
+        return next((graph for graph in self.graphs if graph.width >= width and graph.max_bs >= requests), None)
 
     def warm_up(self) -> None:
         """Replay all graphs once: a first replay takes many times as long as later ones."""

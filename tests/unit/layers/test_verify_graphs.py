@@ -16,7 +16,7 @@ from sglang_ext.mem_cache.compressed.queries import QueryWindows
     ("requests", "width", "expected"), [(4, 3, 5), (4, 5, 5), (4, 6, 17), (8, 17, 17), (4, 18, None), (9, 3, None)]
 )
 def test_the_narrowest_that_holds_the_batch_is_taken(requests, width, expected):
-    graphs = [SimpleNamespace(width=w, fits=lambda requests: requests <= 8) for w in (17, 5)]
+    graphs = [SimpleNamespace(width=w, max_bs=8) for w in (17, 5)]
     found = VerifyGraphSet(graphs).fit(requests, width)
     assert (found and found.width) == expected
 

@@ -46,12 +46,6 @@ class Partitioned(NamedTuple):
     zero: torch.Tensor
     sums: torch.Tensor
 
-    def whole(self, partition: int) -> torch.Tensor:
-        """The dequantized rows: float32 [..., rows, length]."""
-        length = self.codes.shape[-1]
-        scale, zero = (part.repeat_interleave(partition, -1)[..., :length] for part in (self.scale, self.zero))
-        return self.codes.float() * scale + zero
-
 
 def quantize_partitions(rows: torch.Tensor, partition: int, from_zero: bool = False) -> Partitioned:
     """Quantize rows, for example queries or softmax weights, to 8 bits, rounded to the nearest code.
