@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 class AttentionOverride:
     """Attention that replaces the model's own in a forward.
 
-    Attributes:
-        backend: The attention backend.
-        graphs: Captured forwards of one token per request with this backend; None to run without graphs.
+    ``graphs``: captured forwards of one token per request with this backend; None to run without graphs.
     """
 
     backend: AttentionBackend
@@ -62,12 +60,9 @@ class ForwardInputs:
     """Inputs of one forward, request by request, on the device if not stated otherwise.
 
     Attributes:
-        tokens: int64 [total], input tokens.
-        positions: int64 [total], absolute positions.
-        slots: int64 [total], slots for their KV.
+        tokens, positions, slots: int64 [total], input tokens, their absolute positions, and slots for their KV.
         rows: int64 [batch], rows of the token table that attention reads.
-        lengths: int64 [batch], tokens that each request's last query attends to.
-        lengths_cpu: The same on the host.
+        lengths, lengths_cpu: int64 [batch], tokens that each request's last query attends to; the same on the host.
         counts: Input tokens of each request.
     """
 
@@ -169,13 +164,9 @@ def prepare_lora(model_runner: "ModelRunner", forward: ForwardBatch, counts: lis
 
 @dataclass(frozen=True)
 class NewTokenLayout:
-    """Layout of the new tokens of a forward.
+    """Layout of the new tokens of a forward: ``prefixes``, ``starts`` and ``counts`` as in VerifyTokens (kernels/verify_attention.py).
 
-    Attributes:
-        prefixes: int64 [batch], tokens before each request's new ones.
-        starts: int64 [batch + 1], index of each request's first new token among all new tokens.
-        counts: New tokens of each request, on the host.
-        lengths: int64 [tokens], tokens of its row that each new token attends to. A draft row has fewer tokens than the positions in it.
+    ``lengths``: int64 [tokens], tokens of its row that each new token attends to. A draft row has fewer tokens than the positions in it.
     """
 
     prefixes: torch.Tensor
@@ -188,9 +179,8 @@ class RaggedVerifyInput(SpecInput):
     """Lengths of a forward in which some requests have one new token and others a whole verification.
 
     Attributes:
-        lengths: int64 [batch], tokens that each request's last query attends to.
-        query_lengths: int64 [batch], new tokens of each request.
-        counts: The same on the host.
+        lengths, query_lengths: int64 [batch], tokens that each request's last query attends to, and new tokens.
+        counts: ``query_lengths`` on the host.
     """
 
     def __init__(self, lengths: torch.Tensor, query_lengths: torch.Tensor, counts: list[int]):

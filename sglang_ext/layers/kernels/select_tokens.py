@@ -300,8 +300,7 @@ class MarkedTokens:
     Attributes:
         contexts: Contexts of all requests.
         tables: int64 [all layers], addresses of the layers' key buffers; and one of these buffers, [slots, kv_heads, head_dim].
-        where: First layer, first request, number of requests, and units of PITCH in a row of logits.
-        pairs: Pairs of a layer and a request.
+        where, pairs: As in ``LogitsRequest``.
         group: Query heads that share a KV head.
         logit_buffers: Logits, and maxima and sums of each chunk.
         marks: One bit per token, 32 to a word.

@@ -86,8 +86,7 @@ class VerifyTokens:
     """The new tokens of each request of a batch.
 
     Attributes:
-        rows: int64 [requests], rows of the token table.
-        prefixes: int64 [requests], tokens before the new ones.
+        rows, prefixes: int64 [requests], rows of the token table, and tokens before the new ones.
         starts: int64 [requests + 1], index of each request's first new token among all new tokens.
         counts: New tokens of each request, on the host.
         ends: int64 [tokens + 1], running sum of the tokens that each new token attends to, from 0.

@@ -46,11 +46,6 @@ def row_copy_layout(rows: int, columns: int) -> gl.DistributedLinearLayout:
     return linear_layout([rows, columns], every[:inside] + every[inside + 5 :], every[inside : inside + 5])
 
 
-def parameter_copy_layout(rows: int, columns: int) -> gl.DistributedLinearLayout:
-    """Layout of a copy of scales, then zero points, [rows, columns] each."""
-    return row_copy_layout(2 * rows, columns)
-
-
 # PTX instructions for data in a warp's registers, with their register constraints. An output register holds two numbers of 16 bits.
 #
 # A code becomes a number without arithmetic. In the lowest bits of a float16 it is a subnormal: the code times 2 ** SUBNORMAL, or times
@@ -364,9 +359,9 @@ class PackedFragments(BlockFragments):
     @property
     def key_copy(self) -> gl.DistributedLinearLayout:
         """Layout of the copy of the keys' scales, then zero points, to shared memory."""
-        return parameter_copy_layout(*self.key_shape)
+        return row_copy_layout(2 * self.key_shape[0], self.key_shape[1])
 
     @property
     def value_copy(self) -> gl.DistributedLinearLayout:
         """Layout of the copy of the values' scales, then zero points, to shared memory."""
-        return parameter_copy_layout(*self.value_shape)
+        return row_copy_layout(2 * self.value_shape[0], self.value_shape[1])

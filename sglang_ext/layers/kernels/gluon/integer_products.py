@@ -199,9 +199,9 @@ def coded_weights(scores, best, there, mask, F: gl.constexpr):
         mask: int32 [tokens, columns], set where codes are the first stream's.
 
     Returns:
-        The new maximum; the factor for older sums; the sums of weights, [16, columns], to be added over rows; B of each stream; the scales
-        and the zero points, [columns] each, which are the factors of the sums of value codes, once per block; the factors of the values' zero
-        points, float32, and the sums of codes, int32, both [16, columns] with equal rows.
+        The new maximum, the factor for older sums, and the sums of weights, [16, columns], to be added over rows. Then B of each stream, and
+        the scales and zero points, [columns] each; these zero points are the factors of the sums of value codes, once per block. Then the
+        factors of the values' zero points, float32, and the sums of codes, int32, both [16, columns] with equal rows.
     """
     N: gl.constexpr = F.value.columns
     ASSEMBLY: gl.constexpr = F.value.weight_assembly

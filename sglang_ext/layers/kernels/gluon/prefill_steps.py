@@ -35,12 +35,9 @@ class PrefillSteps:
     Attributes:
         partition: Channels of a key that share a scale, and tokens of values that share a scale. Also the tokens of a step.
         dim, value_dim: Channels of a key, and of a value.
-        heads: KV heads.
-        group: Query heads that share a KV head.
-        block: Tokens of a block.
-        sinks: Tokens before all blocks.
-        columns: Columns of the keys' terms.
-        zeros: Rows of the values' zero points.
+        heads, group: KV heads, and query heads that share one.
+        block, sinks: Tokens of a block, and tokens before all blocks.
+        columns, zeros: Columns of the keys' terms, and rows of the values' zero points.
         stages: Steps that shared memory holds.
         sources: Hash of the code that defines the layouts.
     """

@@ -1,5 +1,5 @@
-"""Building blocks of the tensor-core kernels, in Gluon: codes to numbers and scores to weights in registers, and the results of splits, stored
-as ``store_split`` of ../flash_decoding.py does.
+"""Building blocks of the tensor-core kernels, in Gluon. They convert codes to numbers and scores to weights in registers, and store the results
+of splits as ``store_split`` of ../flash_decoding.py does.
 
 No layout conversion moves data between registers or lanes. Otherwise it would not compile. fragments.py defines the layouts.
 

@@ -37,8 +37,7 @@ class Partitioned(NamedTuple):
 
     Attributes:
         codes: int8 [..., rows, length].
-        scale, zero: float32 [..., rows, partitions].
-        sums: float32 [..., rows, partitions], sum of the codes of each partition; integers.
+        scale, zero, sums: float32 [..., rows, partitions]; ``sums`` are of each partition's codes, integers.
     """
 
     codes: torch.Tensor

@@ -43,10 +43,8 @@ class PromptBatch:
 
     Attributes:
         packing: Defines the codes.
-        table: int32 [rows, width], SGLang's token table.
-        rows: Row of each request in ``table``.
-        known: Tokens of each request before the computed ones.
-        lengths: Tokens of each request, including the computed ones.
+        table, rows: int32 [rows, width], SGLang's token table, and the row of each request.
+        known, lengths: Tokens of each request before the computed ones, and including them.
         seeds: int32 [tokens] by row, seeds of a request's tokens (layouts/rounding.py).
         stored: By row, int64 slots of a request's first blocks that are stored in the pool. They are not computed from full KV.
     """
