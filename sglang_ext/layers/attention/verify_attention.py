@@ -60,6 +60,8 @@ class VerifyAttention(AttentionBackend):
     """Causal attention of the new tokens of each request over its row of the token table; for ``TARGET_VERIFY`` only."""
 
     needs_cpu_seq_lens = False
+    # What all layers of a forward share: new tokens, parts of contexts, tile, and buffers of partial results.
+    metadata: tuple[VerifyTokens, ContextSplits, VerifyTile, tuple[torch.Tensor, torch.Tensor]]
 
     def __init__(self, model_runner: "ModelRunner"):
         config, self.device = model_runner.model_config, model_runner.device
@@ -74,8 +76,6 @@ class VerifyAttention(AttentionBackend):
         # If prefill and decode have different backends, SGLang's backend holds both.
         decode = getattr(model_runner.attn_backend, "decode_backend", model_runner.attn_backend)
         self.exact_tile: int = decode.split_tile_size if exact else 0
-        # What all layers of a forward share: new tokens, parts of contexts, tile, and buffers of partial results.
-        self.metadata: tuple[VerifyTokens, ContextSplits, VerifyTile, tuple[torch.Tensor, torch.Tensor]] | None = None
         # One workspace for all graphs, which keep its address.
         widest = model_runner.server_args.speculative_num_draft_tokens
         numbers = workspace_size(self.query_heads, self.value_dim, widest, self.splits(requests=1))
