@@ -245,7 +245,7 @@ def _verify_attention(
             best, total, acc = _attend(q, k, v, places, begin, end, scaling, best, total, acc, CAP)
             if MORE > 0:
                 best2, total2, acc2 = _attend(q2, k, v, places, begin2, end2, scaling, best2, total2, acc2, CAP)
-    # Partial results are indexed from the first request of this launch.
+        # Partial results are indexed from the first request of this launch.
         _store(
             partial, lse, start - origin, head0, token, head, begin, end, split, best, total, acc,
             partial_token, partial_head, partial_split, VALUE_DIM, PADDED_VALUE_DIM,

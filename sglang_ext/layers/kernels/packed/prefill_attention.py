@@ -44,7 +44,7 @@ def _exact_step(
     slot = tl.load(table + token, mask=token < end, other=0).to(tl.int64)
     k = tl.load(keys + (slot * key_slot)[:, None] + dim[None, :])
     qk = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scaling
-        # Masked scores are far below all others.
+    # Masked scores are far below all others.
     qk = tl.where((token < end)[None, :] & (token[None, :] <= place[:, None]), qk, -1e30)
     best, rescale, p, total = _step(qk, best, total)
     v = tl.load(values + (slot * value_slot)[:, None] + value_dim[None, :])
