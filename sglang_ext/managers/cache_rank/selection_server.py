@@ -250,7 +250,7 @@ class SelectionServer:
 
         So no request waits for a compiler, or for a kernel to load.
         """
-        from sglang_ext.layers.kernels.selection.select_tokens import compile_ahead, kernel_lengths
+        from sglang_ext.layers.kernels.select_tokens import compile_ahead, kernel_lengths
 
         longest, always = self._store.blocks * BLOCK, (self._method.sinks, self._method.recent)
         compile_ahead(self._store.buffers.keys[0], self._memory.shape.query_heads, always, longest)
