@@ -8,26 +8,25 @@ interrupted run can be resumed. FOLDER/work contains samples and may be deleted 
 
 import argparse
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from sglang_ext.core import OptionError
-from sglang_ext.tools.fit import FitError
-from sglang_ext.tools.fit.progress import show_progress
-from sglang_ext.tools.fit.samples import TextPiece, Sampler, SamplingConfig
-from sglang_ext.tools.fit.training import TrainingConfig
-from sglang_ext.tools.fit.job import FitJob, split
 from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
 from sglang_ext.mem_cache.scores.predictor import FitRecord
-from sglang_ext.tools.output_files import check_folder, exit_code
-from sglang_ext.tools.precompress import PrecompressError
+from sglang_ext.tools import CommandError, check_folder, exit_code
+from sglang_ext.tools.predictor_fit import FitJob, Sampler, SamplingConfig, TextPiece, TrainingConfig, split
 
 SMALLEST = {"tokens": 128, "samples": 1, "width": 0, "epochs": 1, "seed": 0}
+# Seconds between two lines of one task.
+EVERY = 15.0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -58,14 +57,14 @@ def run(args: argparse.Namespace, console: Console) -> None:
     """Take the missing samples, and fit the missing layers.
 
     Raises:
-        FitError, PrecompressError: An option or a text cannot be used.
+        CommandError: An option or a text cannot be used.
         OptionError: The model's files do not exist, or --out cannot be written.
     """
     for name, least in SMALLEST.items():
         if getattr(args, name) < least:
-            raise FitError(f"--{name} is {getattr(args, name)}; pass a whole number from {least}")
+            raise CommandError(f"--{name} is {getattr(args, name)}; pass a whole number from {least}")
     if not 0 < args.held_out < 1:
-        raise FitError(f"--held-out is {args.held_out}; pass the share of the texts to hold out, for example 0.1")
+        raise CommandError(f"--held-out is {args.held_out}; pass the share of the texts to hold out, for example 0.1")
     samples = args.out / "work"
     check_folder("--out", args.out)
     check_folder("--out", samples)
@@ -114,10 +113,50 @@ def _print_quality(fitted: FitRecord, console: Console) -> None:
         )  # fmt: skip
 
 
+@contextmanager
+def show_progress(console: Console) -> Iterator[Callable[[str, int, str], Callable[[int], None]]]:
+    """Yield a function that begins a task, given its name, total and unit. It returns a function that advances the task by a count."""
+    if not console.is_terminal:
+        yield lambda name, total, unit: ProgressLines(console, name, total, unit).advance
+        return
+    unit = TextColumn("{task.fields[unit]}")
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), unit, TimeRemainingColumn()
+    with Progress(*columns, console=console) as progress:
+
+        def begin(name: str, total: int, unit: str) -> Callable[[int], None]:
+            task = progress.add_task(name, total=total, unit=unit)
+            return lambda count: progress.advance(task, count)
+
+        yield begin
+
+
+class ProgressLines:
+    """Prints a task's progress as lines: at its start, every :data:`EVERY` seconds, and at its end."""
+
+    def __init__(self, console: Console, name: str, total: int, unit: str) -> None:
+        self.console, self.name, self.total, self.unit = console, name, total, unit
+        self.done, self.begun = 0, time.monotonic()
+        self.told = self.begun
+        self._print()
+
+    def advance(self, count: int) -> None:
+        """Add ``count`` to the completed work."""
+        self.done += count
+        if self.done >= self.total or time.monotonic() - self.told >= EVERY:
+            self._print()
+
+    def _print(self) -> None:
+        self.told = time.monotonic()
+        seconds = self.told - self.begun
+        left = f", about {seconds * (self.total - self.done) / self.done:.0f} s left" if 0 < self.done < self.total else ""
+        line = f"{self.name}: {self.done} of {self.total} {self.unit}, {seconds:.0f} s{left}"
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Return 0, 2 for an error, or 130 if interrupted. A later run reuses the completed work."""
     args, console = parser().parse_args(argv), Console(stderr=True)
-    return exit_code("fit", lambda: run(args, console), (FitError, PrecompressError, OptionError), console)
+    return exit_code("fit", lambda: run(args, console), console)
 
 
 if __name__ == "__main__":

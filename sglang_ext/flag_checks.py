@@ -7,24 +7,20 @@ Options that cannot be served are refused. A flag without effect is named in the
 import logging
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from sglang_ext.config import disaggregation_options, method_options, model_folder, model_options, options, selection_options
-from sglang_ext.config.conditions import BACKEND_OPTION, HAS_PROGRESSIVE_TRANSFER
+from sglang_ext.config.combinations import BACKEND_OPTION, HAS_PROGRESSIVE_TRANSFER
 from sglang_ext.config.flags import FLAGS
-from sglang_ext.config.rules import IS_NOT_FULL_MODE, option, render_text, round_up
+from sglang_ext.config.rules import IS_NOT_FULL_MODE, KVServerArgs, option, render_text, round_up
 from sglang_ext.core import MIN_CONTEXT, OptionError
 from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
 from sglang_ext.managers.kv_transfer.link_settings import LinkError
 from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer
 
-if TYPE_CHECKING:
-    from sglang_ext.arguments import KVServerArgs
-
 logger = logging.getLogger(__name__)
 
 
-def check_flags(args: "KVServerArgs") -> None:
+def check_flags(args: KVServerArgs) -> None:
     """Refuse wrong values and set open ones, before SGLang resolves its options. With mode full, only flags of transfers are checked.
 
     Raises:
@@ -51,7 +47,7 @@ def check_flags(args: "KVServerArgs") -> None:
             logger.warning("sglang-ext: %s is %s: %s", flag.option, getattr(args, flag.name), flag.warning)
 
 
-def check_device(args: "KVServerArgs") -> None:
+def check_device(args: KVServerArgs) -> None:
     """Refuse flags that the device does not support. The device must be known.
 
     Raises:
@@ -63,7 +59,7 @@ def check_device(args: "KVServerArgs") -> None:
     selection_options.check_gpus(args)
 
 
-def check_resolved(args: "KVServerArgs") -> None:
+def check_resolved(args: KVServerArgs) -> None:
     """Refuse backends, models and SGLang versions that cannot be served, after SGLang resolved its options.
 
     Raises:
@@ -93,7 +89,7 @@ def check_resolved(args: "KVServerArgs") -> None:
         host_memory.check(int(args.kv_host_gb * 1e9), options.ranks_per_host(args))
 
 
-def _check_transfer(args: "KVServerArgs") -> None:
+def _check_transfer(args: KVServerArgs) -> None:
     """Check the flags of the transfer backend ``progressive`` with SGLang's, the files that they name, and the hooks."""
     from sglang_ext.hooks import activation as hooking
 
@@ -119,7 +115,7 @@ def _check_timeline(path: Path) -> None:
         raise OptionError(f"--kv-bench-timeline is '{path}', a folder: name a file in it")
 
 
-def _warn_of_ignored_flags(args: "KVServerArgs") -> None:
+def _warn_of_ignored_flags(args: KVServerArgs) -> None:
     """Log which of the given flags have no effect, one line for each reason."""
     ignored: dict[tuple[str, str], list[str]] = {}
     for flag in FLAGS:
@@ -130,7 +126,7 @@ def _warn_of_ignored_flags(args: "KVServerArgs") -> None:
         logger.warning("sglang-ext: %s %s no effect: %s. Remedy: %s, or leave %s out", ", ".join(names), has, why, remedy, them)
 
 
-def _check_sparse_from(args: "KVServerArgs") -> None:
+def _check_sparse_from(args: KVServerArgs) -> None:
     """Refuse a length that no context reaches.
 
     Raises:
@@ -144,7 +140,7 @@ def _check_sparse_from(args: "KVServerArgs") -> None:
         )
 
 
-def _check_chunks(args: "KVServerArgs") -> None:
+def _check_chunks(args: KVServerArgs) -> None:
     """Refuse pages that do not fill the chunks of prompts. SGLang's own message has no numbers.
 
     Raises:
@@ -159,7 +155,7 @@ def _check_chunks(args: "KVServerArgs") -> None:
     )
 
 
-def _warn_of_short_contexts(args: "KVServerArgs") -> None:
+def _warn_of_short_contexts(args: KVServerArgs) -> None:
     """Log if no context that the server accepts is long enough for compression."""
     shortest = min(_shortest(args, each.quantizer) for each in method_options.methods(args))
     # Contexts with at most --kv-select tokens are read whole.
@@ -173,7 +169,7 @@ def _warn_of_short_contexts(args: "KVServerArgs") -> None:
             )  # fmt: skip
 
 
-def _shortest(args: "KVServerArgs", quantizer: Quantizer | None) -> int:
+def _shortest(args: KVServerArgs, quantizer: Quantizer | None) -> int:
     """Tokens of the shortest context that is compressed. Compressed KV has whole pages, and if packed, whole blocks of them."""
     page = args.page_size or 1
     if quantizer is None:
@@ -181,7 +177,7 @@ def _shortest(args: "KVServerArgs", quantizer: Quantizer | None) -> int:
     return max(MIN_CONTEXT, quantizer.sinks + math.lcm(quantizer.block, page)) + quantizer.recent
 
 
-def _check_least_host_memory(args: "KVServerArgs") -> None:
+def _check_least_host_memory(args: KVServerArgs) -> None:
     """Refuse host memory without space for the shortest compressed context.
 
     Raises:

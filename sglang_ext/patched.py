@@ -1,17 +1,16 @@
 """Entry points for a fork of SGLang with the series of ``patches/``, in place of the plugin's.
 
-The fork's ``ServerArgs`` has the flags itself, so that :class:`sglang_ext.arguments.KVServerArgs` is not used there.
+The fork's ``ServerArgs`` has the flags itself, so that :class:`~sglang_ext.arguments.CheckedServerArgs` is not used there.
 """
 
 import pkgutil
 from typing import TYPE_CHECKING
 
 from sglang_ext import flag_checks
-from sglang_ext.arguments import KVServerArgs
+from sglang_ext.arguments import prepare_speculation
 from sglang_ext.config import options
 from sglang_ext.hooks import activation as hooking
-from sglang_ext.hooks import table as hooks
-from sglang_ext.hooks.table import Hook
+from sglang_ext.hooks.table import HOOKS, Hook
 from sglang_ext.hooks.transfer_table import TRANSFER_HOOKS
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ def prepare(args: "ServerArgs") -> None:
     if options.has_progressive_transfer(args):
         _check_marks(TRANSFER_HOOKS, f"--disaggregation-transfer-backend {options.BACKEND}")
     if args.kv_mode != "full":
-        KVServerArgs._prepare_speculation(args)
+        prepare_speculation(args)
 
 
 def check(args: "ServerArgs") -> None:
@@ -40,7 +39,7 @@ def check(args: "ServerArgs") -> None:
         hooking.HookError: A function is not marked in the fork, or has unexpected parameters.
     """
     flag_checks.check_resolved(args)
-    _check_marks(hooks.HOOKS, f"--kv-mode {args.kv_mode}")
+    _check_marks(HOOKS, f"--kv-mode {args.kv_mode}")
 
 
 def _check_marks(needed: tuple[Hook, ...], asked: str) -> None:

@@ -21,16 +21,16 @@ def register() -> None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_ext.arguments import KVServerArgs
+    from sglang_ext.arguments import CheckedServerArgs
     from sglang_ext.hooks.activation import is_patched_fork, register_transfer
 
     if is_patched_fork():
         return
-    HookRegistry.register(ARGUMENTS, KVServerArgs, HookType.REPLACE)
+    HookRegistry.register(ARGUMENTS, CheckedServerArgs, HookType.REPLACE)
     engine = sys.modules.get("sglang.srt.entrypoints.engine")
     if engine is not None:
         # Engine bound the original class when its module was loaded.
-        engine.Engine.server_args_class = KVServerArgs
+        engine.Engine.server_args_class = CheckedServerArgs
     register_transfer()
     register_backends()
 

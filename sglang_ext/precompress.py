@@ -8,20 +8,85 @@ first token on. Pass the text before documents with --prefix-text or --chat-temp
 
 import argparse
 import sys
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from sglang_ext.core import OptionError
+from sglang_ext.mem_cache.scores.index import MIN_MATCH
 from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
-from sglang_ext.tools.output_files import check_folder, exit_code
-from sglang_ext.tools.precompress import PrecompressError
-from sglang_ext.tools.precompress.job import PromptPrefix
-from sglang_ext.tools.precompress.reconstruction import ReconstructionConfig
-from sglang_ext.tools.precompress.job import ScoringJob
+from sglang_ext.mem_cache.scores.score_files import ScoredDocument, ScoreFile, ScoreFileError, write
+from sglang_ext.tools import CommandError, check_folder, exit_code
+from sglang_ext.tools.reconstruction import PromptPrefix, ReconstructionConfig, read_text, reconstruction_scores
+
+METHOD = "kvzip"
+
+
+@dataclass(frozen=True)
+class ScoringJob:
+    """Settings that scores depend on, in addition to a document's text, and the output folder.
+
+    Attributes:
+        tokenizer: The model's tokenizer.
+        beginning: The text before documents.
+        how: Settings of the method.
+        model: The model's key.
+        out: The folder of scores.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    beginning: PromptPrefix
+    how: ReconstructionConfig
+    model: str
+    out: Path
+
+    def document(self, tokens: list[int]) -> ScoredDocument:
+        """The key of the scores of ``tokens``."""
+        return ScoredDocument.from_tokens(tokens, self.model, METHOD, asdict(self.how))
+
+    def is_scored(self, tokens: list[int]) -> bool:
+        """Whether the folder contains their complete scores."""
+        path = self.out / self.document(tokens).file_name
+        try:
+            return path.exists() and ScoreFile.read(path).scores() is not None
+        except ScoreFileError:
+            return False
+
+    def missing(self, files: Iterable[Path], say: Callable[[str], None]) -> dict[Path, list[int]]:
+        """Token ids of the documents without scores. Calls ``say`` with a line for each document that is scored or too short.
+
+        Raises:
+            CommandError: A document cannot be read or tokenized, or all are too short.
+        """
+        found: dict[Path, list[int]] = {}
+        files, short = list(files), 0
+        for file in files:
+            tokens = self.beginning.tokens(self.tokenizer, read_text(file))
+            if len(tokens) < MIN_MATCH:
+                short += 1
+                say(f"{file}: left out: {len(tokens)} tokens, servers look for {MIN_MATCH} or more")
+            elif self.is_scored(tokens):
+                say(f"{file}: there already, {len(tokens)} tokens")
+            else:
+                found[file] = tokens
+        if short == len(files):
+            raise CommandError(
+                f"no document has {MIN_MATCH} tokens with what stands before it, so that nothing was written: pass longer ones"
+            )
+        return found
+
+    def score(self, model: PreTrainedModel, tokens: list[int], progress: Callable[[int], None]) -> Path:
+        """Score a document and store the scores. Calls ``progress`` with numbers of computed or repeated tokens."""
+        suffix = self.beginning.suffix(self.tokenizer)
+        scores = reconstruction_scores(model, self._encode, tokens, suffix, self.how, progress)
+        return write(self.out, self.document(tokens), scores)
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -47,15 +112,15 @@ def run(args: argparse.Namespace, console: Console) -> None:
     """Score the documents that are not scored yet.
 
     Raises:
-        PrecompressError: An option or a document cannot be used.
+        CommandError: An option or a document cannot be used.
         OptionError: The model's files do not exist, or --out cannot be written.
     """
     if args.chunk < 1:
-        raise PrecompressError(f"--chunk is {args.chunk}; pass the number of tokens to repeat at once, from 1, for example 2048")
+        raise CommandError(f"--chunk is {args.chunk}; pass the number of tokens to repeat at once, from 1, for example 2048")
     if args.chat_template and args.prefix_text:
-        raise PrecompressError("--prefix-text and --chat-template both set the text before documents: pass one of them")
+        raise CommandError("--prefix-text and --chat-template both set the text before documents: pass one of them")
     if args.system is not None and not args.chat_template:
-        raise PrecompressError("--system is a message of the chat template: pass --chat-template too")
+        raise CommandError("--system is a message of the chat template: pass --chat-template too")
     check_folder("--out", args.out)
     folder = model_folder(args.model, args.revision, download=True)
     beginning = PromptPrefix(args.prefix_text, args.chat_template, args.system)
@@ -76,7 +141,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Return 0, 2 for an error, or 130 if interrupted. A later run skips the completed documents."""
     args, console = parser().parse_args(argv), Console(stderr=True)
-    return exit_code("precompress", lambda: run(args, console), (PrecompressError, OptionError), console)
+    return exit_code("precompress", lambda: run(args, console), console)
 
 
 if __name__ == "__main__":

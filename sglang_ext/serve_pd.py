@@ -19,8 +19,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from sglang_ext.command_line import sample_request
-from sglang_ext.tools import ROLES, CommandError
-from sglang_ext.tools.options import LAST_PORT, seconds, split_flags
+from sglang_ext.tools import LAST_PORT, ROLES, CommandError, seconds, split_flags
 from sglang_ext.tools.server_client import HEALTH_SECONDS, HOST, free_port
 from sglang_ext.tools.server_process import (
     ServerProcess,

@@ -5,17 +5,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang_ext.config import model_options
 from sglang_ext.config.options import attention_backends, expected_device
-from sglang_ext.config.rules import Range
+from sglang_ext.config.rules import KVServerArgs, Range
 from sglang_ext.core import DEFAULT_BUDGET, OptionError
 from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.mem_cache.compressors.contracts.registry import COMPRESSORS
-
-if TYPE_CHECKING:
-    from sglang_ext.arguments import KVServerArgs
 
 FIRST, MORE = "--kv-compressor", "--kv-more-compressors"
 BUDGETS = Range(0, 1, excludes_minimum=True, integers_only=False)
@@ -70,7 +67,7 @@ class OfferedMethod:
         return self.name.removeprefix(self.compressor)
 
 
-def offered_methods(args: "KVServerArgs") -> tuple[OfferedMethod, ...]:
+def offered_methods(args: KVServerArgs) -> tuple[OfferedMethod, ...]:
     """All methods of a server, the default of requests first. For arguments after :func:`resolve`."""
     return _offers(args.kv_compressor, args.kv_budget, args.kv_more_compressors or "")
 
@@ -82,7 +79,7 @@ def _offers(compressor: str, budget: float, more: str) -> tuple[OfferedMethod, .
     return OfferedMethod(compressor, compressor, budget), *(_parsed(item.strip()) for item in more.split(",") if item.strip())
 
 
-def methods(args: "KVServerArgs") -> tuple[catalogue.MethodSpec, ...]:
+def methods(args: KVServerArgs) -> tuple[catalogue.MethodSpec, ...]:
     """The specification of each of :func:`offered_methods`, in the same order, with the flags' bits and partitions.
 
     Raises:
@@ -92,7 +89,7 @@ def methods(args: "KVServerArgs") -> tuple[catalogue.MethodSpec, ...]:
     return tuple(catalogue.method(offer.compressor, *(sizes if offer.quant_method else ())) for offer in offered_methods(args))
 
 
-def drop_methods(args: "KVServerArgs") -> set[str]:
+def drop_methods(args: KVServerArgs) -> set[str]:
     """Names of the methods of a server that drop tokens."""
     return {offer.drop_method for offer in offered_methods(args) if offer.drop_method is not None}
 
@@ -102,7 +99,7 @@ def shared_quant_method(found: tuple[OfferedMethod, ...]) -> str | None:
     return next((offer.quant_method for offer in found if offer.quant_method), None)
 
 
-def resolve(args: "KVServerArgs") -> None:
+def resolve(args: KVServerArgs) -> None:
     """Set the default budget. Refuse methods that the server does not have or cannot combine, and bits that they do not have.
 
     Raises:
@@ -191,7 +188,7 @@ def _check_alone(found: tuple[OfferedMethod, ...]) -> None:
         )
 
 
-def check_resolved(args: "KVServerArgs") -> None:
+def check_resolved(args: KVServerArgs) -> None:
     """Refuse methods that hooks or attention cannot serve, after SGLang selected graphs, device and backends.
 
     Raises:
@@ -226,7 +223,7 @@ def _packed_by(offer: OfferedMethod, packs: str) -> str:
     return (f"{first}+{packs}" if second is not None else packs) + offer.suffix
 
 
-def check_partitions(args: "KVServerArgs", head_dim: Callable[[], int | None]) -> None:
+def check_partitions(args: KVServerArgs, head_dim: Callable[[], int | None]) -> None:
     """Refuse partitions of keys that do not divide the model's heads.
 
     Args:
@@ -250,7 +247,7 @@ def check_partitions(args: "KVServerArgs", head_dim: Callable[[], int | None]) -
         )
 
 
-def resolve_head_budgets(args: "KVServerArgs") -> None:
+def resolve_head_budgets(args: KVServerArgs) -> None:
     """Resolve ``--kv-head-budgets auto``.
 
     ``auto`` is based on measurements (docs/benchmarks.md, "Budgets that differ by head"). For methods whose scores are more informative
@@ -264,7 +261,7 @@ def resolve_head_budgets(args: "KVServerArgs") -> None:
         args.kv_head_budgets = "adaptive" if alone and _are_read(args) else "equal"
 
 
-def check_head_budgets(args: "KVServerArgs") -> None:
+def check_head_budgets(args: KVServerArgs) -> None:
     """Refuse uneven heads if attention cannot read them, after SGLang selected device and backends.
 
     Raises:
@@ -274,7 +271,7 @@ def check_head_budgets(args: "KVServerArgs") -> None:
         model_options.check_compressed_kv_backends(args, "compressed KV of --kv-head-budgets adaptive", "--kv-head-budgets equal")
 
 
-def _are_read(args: "KVServerArgs") -> bool:
+def _are_read(args: KVServerArgs) -> bool:
     """Whether attention can read uneven heads with the current selection, in batches with any request.
 
     In deterministic mode on a GPU it cannot, in a batch with a request that cannot be drafted (planner.py).
@@ -284,7 +281,7 @@ def _are_read(args: "KVServerArgs") -> bool:
     return read and (device == "cpu" or not args.enable_deterministic_inference)
 
 
-def _check_folders(args: "KVServerArgs", compressors: tuple[str, ...]) -> None:
+def _check_folders(args: KVServerArgs, compressors: tuple[str, ...]) -> None:
     """Refuse a folder that none of ``compressors``, values of ``--kv-compressor``, reads, and a missing one.
 
     Raises:
@@ -324,7 +321,7 @@ def method_index(found: tuple[OfferedMethod, ...], custom_params: dict[str, Any]
     return next((place for place, offer in enumerate(found) if offer.is_named(asked)), None)
 
 
-def check_request(args: "KVServerArgs", asked: object) -> None:
+def check_request(args: KVServerArgs, asked: object) -> None:
     """Refuse a method that the server does not have.
 
     Args:

@@ -1,15 +1,11 @@
 """Models, attention backends and graphs that a compressed KV cache supports, checked after SGLang selected them."""
 
-from typing import TYPE_CHECKING
-
 from sglang_ext.config.options import ATTENTION_BACKENDS, DETERMINISTIC_BACKENDS, attention_backends, can_offload_full_kv
+from sglang_ext.config.rules import KVServerArgs
 from sglang_ext.core import OptionError
 
-if TYPE_CHECKING:
-    from sglang_ext.arguments import KVServerArgs
 
-
-def check_resolved(args: "KVServerArgs") -> None:
+def check_resolved(args: KVServerArgs) -> None:
     """Refuse attention backends, graphs and models, after SGLang resolved its defaults.
 
     Raises:
@@ -43,7 +39,7 @@ def check_resolved(args: "KVServerArgs") -> None:
     _check_deterministic_heads(args, config)
 
 
-def _check_deterministic_heads(args: "KVServerArgs", config: object) -> None:
+def _check_deterministic_heads(args: KVServerArgs, config: object) -> None:
     """Refuse bit-identical verification of heads that SGLang decodes with vector products instead of matrix products.
 
     SGLang's Triton decode has a separate kernel if a KV head has one query head. Our kernel has the arithmetic of the other one.
@@ -106,7 +102,7 @@ def _uses_sliding_window(text: object) -> bool:
 COMPRESSED_KV_BACKENDS: dict[str, tuple[str, ...]] = {"cpu": ("torch_native",), "cuda": ("flashinfer", "triton", "fa3")}
 
 
-def check_compressed_kv_backends(args: "KVServerArgs", copies: str, remedy: str) -> None:
+def check_compressed_kv_backends(args: KVServerArgs, copies: str, remedy: str) -> None:
     """Refuse devices, backends and schedules that cannot read compressed KV without plain tokens, after SGLang selected them.
 
     Args:

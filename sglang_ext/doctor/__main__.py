@@ -15,32 +15,11 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from sglang_ext.config import options
-from sglang_ext.doctor.cache_ranks import NAME as CACHE_RANKS, check_cache_ranks
-from sglang_ext.doctor.installation import (
-    INSTALL,
-    PLATFORM,
-    PLATFORM_GROUP,
-    PLUGIN,
-    PLUGIN_GROUP,
-    Check,
-    check_entry_point,
-    check_not_filtered,
-    check_python,
-    check_sglang,
-    check_torch,
-    package_version,
-    one_line,
-    make_check,
-)
-from sglang_ext.doctor.serving import (
-    check_attention_backends,
-    check_device,
-    check_hooks,
-    check_kernels,
-    check_model,
-    check_router,
-    check_transfer,
-)
+from sglang_ext.doctor.checks import (
+    CACHE_RANKS, INSTALL, PLATFORM, PLATFORM_GROUP, PLUGIN, PLUGIN_GROUP, Check, check_attention_backends, check_cache_ranks, check_device,
+    check_entry_point, check_hooks, check_kernels, check_model, check_not_filtered, check_python, check_router, check_sglang, check_torch,
+    check_transfer, make_check, one_line, package_version,
+)  # fmt: skip
 
 logger = logging.getLogger(__name__)
 

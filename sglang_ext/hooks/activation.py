@@ -1,4 +1,4 @@
-"""Checks and applies all uses of private SGLang names: the tables in table.py, private_names.py and transfer_table.py.
+"""Checks and applies all uses of private SGLang names: the tables in table.py and transfer_table.py.
 
 :func:`check` resolves all of them when a mode is enabled. A target that moved or changed its signature stops the start, with a message
 that names it.
@@ -13,10 +13,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from sglang_ext.core import HookError
-from sglang_ext.hooks import table as hooks
-from sglang_ext.hooks import private_names
-from sglang_ext.hooks.table import Hook
-from sglang_ext.hooks.private_names import PrivateName
+from sglang_ext.hooks import table
+from sglang_ext.hooks.table import Hook, PrivateName
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +24,7 @@ REGISTRY = "sglang.srt.plugins.hook_registry"
 
 def entries() -> tuple[Hook | PrivateName, ...]:
     """All hooks and names that must match the installed SGLang before a mode starts."""
-    return hooks.HOOKS + hooks.PLAIN_CPU_HOOKS + private_names.USES
+    return table.HOOKS + table.PLAIN_CPU_HOOKS + table.PRIVATE_NAMES
 
 
 def check(mode: str, processes: tuple[str, ...] = ("frontend", "scheduler")) -> None:
@@ -128,7 +126,7 @@ def activate_frontend(mode: str) -> None:
     if not is_patched_fork():
         from sglang.srt.plugins.hook_registry import HookRegistry
 
-        count = len(_needed(mode)) + sum(hook.target in HookRegistry._patched for hook in hooks.PLAIN_CPU_HOOKS)
+        count = len(_needed(mode)) + sum(hook.target in HookRegistry._patched for hook in table.PLAIN_CPU_HOOKS)
         logger.info("sglang-ext: %d functions of SGLang are hooked, see sglang_ext/hooks/table.py", count)
         apply(tuple(hook for hook in _needed(mode) if hook.process == "frontend"))
 
@@ -141,12 +139,12 @@ def activate_scheduler(mode: str) -> None:
 
 def _needed(mode: str) -> tuple[Hook, ...]:
     """The hooks that a server in this ``--kv-mode`` needs."""
-    return tuple(hook for hook in hooks.HOOKS if hook.mode in (None, mode))
+    return tuple(hook for hook in table.HOOKS if hook.mode in (None, mode))
 
 
 def register_transfer() -> None:
     """Register the hook that provides the classes of the transfer backend ``progressive``. The others are applied when it is used."""
-    _register(hooks.KV_CLASS_HOOK)
+    _register(table.KV_CLASS_HOOK)
 
 
 def activate_transfer() -> None:
@@ -159,4 +157,4 @@ def activate_transfer() -> None:
 
 def activate_plain_cpu() -> None:
     """Apply the hooks of the plain CPU platform, in any mode."""
-    apply(hooks.PLAIN_CPU_HOOKS)
+    apply(table.PLAIN_CPU_HOOKS)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import EmbeddingReqInput
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-    from sglang_ext.arguments import KVServerArgs
+    from sglang_ext.config.rules import KVServerArgs
 
 INT32, INT64, MAX_PORT = (1 << 31) - 1, (1 << 63) - 1, (1 << 16) - 1
 MAX_PARAMETER = 1e30

@@ -1,10 +1,13 @@
-"""Hooks for the scheduler's view of rounds: slots for the next round, and the results of a round.
+"""Hooks for the scheduler's view of rounds: slots for the next round, the results of a round, and the end of an output.
 
 *Slots.* SGLang reserves slots for two rounds. A prompt that barely fits the pool would then fail, because no request could be retracted. So
 the reservation ends at the end of the output. In a full pool compressed KV is freed before requests are retracted.
 
 *Results.* The scheduler sees the requests with output tokens, and the requests that were aborted. If a grammar cannot be walked, the
 scheduler processes a result before it launches the next round.
+
+*End.* For several new tokens, SGLang checks the length first, then stop strings in their given order, then stop tokens. Of two ends it may
+use the later one. So the tokens after the first end are removed before SGLang's check, and the check sees the last token only.
 """
 
 import copy
@@ -17,7 +20,6 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 
 from sglang_ext.device import to_device
-from sglang_ext.hooks.finish import count_tokens_to_finish
 from sglang_ext.managers.spec_decode.grammar import can_walk
 from sglang_ext.managers.spec_decode.request_states import output_end
 from sglang_ext.managers.spec_decode.round_result import RoundResult
@@ -196,3 +198,34 @@ def _result_subset(result: GenerationBatchResult, indices: list[int]) -> Generat
     if output.hidden_states is not None:
         output.hidden_states = output.hidden_states[places]
     return part
+
+
+def check_finish_at_last_token(original: Callable, req: "Req", new_accepted_len: int = 1) -> None:
+    """Hook around ``update_finish_state``: checks the last of several new tokens, as if it came alone.
+
+    No token before it ends the output (:func:`count_tokens_to_finish`). An abort that arrived in between ends an output that has no other
+    end.
+    """
+    if new_accepted_len <= 1:
+        original(req, new_accepted_len)
+        return
+    abort, req.to_finish = req.to_finish, None
+    original(req, 1)
+    if abort and not req.finished():
+        req.to_finish = abort
+        original(req, 1)
+
+
+def count_tokens_to_finish(req: "Req", tokens: list[int]) -> int:
+    """Count the tokens up to the first that ends the output, or all. The request is not changed."""
+    before, abort, req.to_finish = len(req.output_ids), req.to_finish, None
+    for token in tokens:
+        req.output_ids.append(token)
+        req.update_finish_state(1)
+        if req.finished():
+            break
+    count = len(req.output_ids) - before
+    del req.output_ids[before:]
+    req.finished_reason = req.finished_len = None
+    req.to_finish = abort
+    return count

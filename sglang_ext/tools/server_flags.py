@@ -9,20 +9,14 @@ from typing import Any, NoReturn
 from sglang.srt.plugins import load_plugins
 
 from sglang_ext import flag_checks
-from sglang_ext.arguments import KVServerArgs
-from sglang_ext.config import (
-    method_options,
-    options,
-    selection_options,
-    transports,
-)
+from sglang_ext.arguments import CheckedServerArgs
+from sglang_ext.config import disaggregation_options, method_options, options, selection_options
 from sglang_ext.config.disaggregation_options import quantized_transfer_settings
 from sglang_ext.config.model_folder import kv_shape, read_config
 from sglang_ext.config.options import BACKEND
 from sglang_ext.core import OptionError
 from sglang_ext.managers.kv_transfer.link_settings import options_mismatch
-from sglang_ext.tools import ROLES, CommandError
-from sglang_ext.tools.server_process import PROMPT_LENGTH_OPTION
+from sglang_ext.tools import PROMPT_LENGTH_OPTION, ROLES, CommandError
 
 EQUAL_FIELDS = ("disaggregation_transfer_backend",)
 """Server arguments that must be equal for a prefill and a decode server."""
@@ -44,7 +38,7 @@ class _Parser(argparse.ArgumentParser):
         raise CommandError(" ".join(message.split()))
 
 
-class _UnresolvedArgs(KVServerArgs):
+class _UnresolvedArgs(CheckedServerArgs):
     """Server arguments that are only checked. SGLang's defaults are not resolved, except the device."""
 
     def __post_init__(self) -> None:
@@ -64,15 +58,15 @@ def check(
     """
     load_plugins()  # as a server does: the plugin's class replaces SGLang's server arguments
     parser = _Parser(add_help=False)
-    KVServerArgs.add_cli_args(parser)
+    CheckedServerArgs.add_cli_args(parser)
     del parser.error  # SGLang sets this attribute; it would end the process
-    by_role: dict[str, tuple[str, KVServerArgs]] = {}
+    by_role: dict[str, tuple[str, CheckedServerArgs]] = {}
     for name, flags in servers.items():
         if CONFIG in flags:
             continue
         try:
             parsed = parser.parse_args(["--model-path", model, *flags])
-            fields = (each.name for each in dataclasses.fields(KVServerArgs))
+            fields = (each.name for each in dataclasses.fields(CheckedServerArgs))
             args = _UnresolvedArgs(**{each: getattr(parsed, each) for each in fields if hasattr(parsed, each)})
             _check_transport(args)
             if args.kv_mode != "full":
@@ -87,7 +81,7 @@ def check(
         _check_pair(*(by_role[role] for role in ROLES))
 
 
-def _check_length(model: Path, name: str, args: KVServerArgs, max_tokens: int, length_option: str) -> None:
+def _check_length(model: Path, name: str, args: CheckedServerArgs, max_tokens: int, length_option: str) -> None:
     """Refuse requests longer than the server's context, if the context is known."""
     context = args.context_length or _context_length(model, args)
     if context is not None and max_tokens > context - RESERVED_TOKENS:
@@ -107,7 +101,7 @@ def _config(model: Path) -> dict[str, Any]:
     return read_config(model) if (model / "config.json").is_file() else {}
 
 
-def _context_length(model: Path, args: KVServerArgs) -> int | None:
+def _context_length(model: Path, args: CheckedServerArgs) -> int | None:
     """Tokens of the model's longest context. None if only the server can determine it."""
     config = _config(model) if args.json_model_override_args == "{}" else {}
     return None if config.get("rope_scaling") else config.get("max_position_embeddings")
@@ -124,15 +118,15 @@ def _head_dim(model: Path) -> int | None:
     return kv_shape(config)[1] if known else None
 
 
-def _check_transport(args: KVServerArgs) -> None:
+def _check_transport(args: CheckedServerArgs) -> None:
     """Refuse a transfer backend that does not work on this machine."""
     backend = args.disaggregation_transfer_backend
-    obstacle = None if args.disaggregation_mode == "null" else transports.transport_obstacle(backend)
+    obstacle = None if args.disaggregation_mode == "null" else disaggregation_options.transport_obstacle(backend)
     if obstacle is not None:
         raise CommandError(f"--disaggregation-transfer-backend is {backend}: {obstacle}")
 
 
-def _check_pair(one: tuple[str, KVServerArgs], other: tuple[str, KVServerArgs]) -> None:
+def _check_pair(one: tuple[str, CheckedServerArgs], other: tuple[str, CheckedServerArgs]) -> None:
     """Refuse a prefill and a decode server that cannot transfer KV to each other. Each server is a name and its arguments."""
     has_links = one[1].disaggregation_transfer_backend == BACKEND
     for flag in (*EQUAL_FIELDS, *(EQUAL_LINK_FIELDS if has_links else ())):
@@ -151,7 +145,7 @@ def _check_pair(one: tuple[str, KVServerArgs], other: tuple[str, KVServerArgs]) 
         raise CommandError(f"the servers {one[0]} and {other[0]} differ in {options_mismatch(*quantized)}")
 
 
-def _check_page_sizes(one: tuple[str, KVServerArgs], other: tuple[str, KVServerArgs]) -> None:
+def _check_page_sizes(one: tuple[str, CheckedServerArgs], other: tuple[str, CheckedServerArgs]) -> None:
     """Refuse different page sizes, with which SGLang's decode server crashes at the first request.
 
     Without a flag a page has one token. In mode full SGLang may choose another size, which is not known here.
@@ -161,7 +155,7 @@ def _check_page_sizes(one: tuple[str, KVServerArgs], other: tuple[str, KVServerA
         raise CommandError(f"--page-size is {pages[0]} of the server {one[0]} and {pages[1]} of the server {other[0]}: give both the same")
 
 
-def _check_pools_and_keys(one: tuple[str, KVServerArgs], other: tuple[str, KVServerArgs]) -> None:
+def _check_pools_and_keys(one: tuple[str, CheckedServerArgs], other: tuple[str, CheckedServerArgs]) -> None:
     """Refuse KV pools of different dtypes, if flags determine them, and link keys at one server alone."""
     dtypes = [_pool_dtype(args) for _, args in (one, other)]
     if None not in dtypes and dtypes[0] != dtypes[1]:
@@ -174,7 +168,7 @@ def _check_pools_and_keys(one: tuple[str, KVServerArgs], other: tuple[str, KVSer
         raise CommandError(f"the server {has} has --kv-link-keys and the server {lacks} has none: give both the same file, or neither")
 
 
-def _pool_dtype(args: KVServerArgs) -> str | None:
+def _pool_dtype(args: CheckedServerArgs) -> str | None:
     """The dtype of a server's KV pool. None if the model determines it."""
     name = args.dtype if args.kv_cache_dtype == AUTO else args.kv_cache_dtype
     return None if name == AUTO else DTYPE_ALIASES.get(name, name)

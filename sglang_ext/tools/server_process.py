@@ -19,13 +19,11 @@ from types import FrameType, TracebackType
 from typing import IO
 
 from sglang_ext.config import model_folder
-from sglang_ext.tools import CommandError
+from sglang_ext.tools import PROMPT_LENGTH_OPTION, CommandError
 from sglang_ext.tools.server_client import HOST, ServerClient, free_port
 
 TAIL_LINES = 25
 """Last lines of a log in an error message."""
-PROMPT_LENGTH_OPTION = "--context-len"
-"""Option of most benchmarks for the length of prompts."""
 ERROR = re.compile(r"\b(ERROR|Errno|\w+Error)\b")
 ORPHAN_GRACE = 2.0
 """Seconds for workers to end after their server has ended."""

@@ -39,7 +39,7 @@ from sglang_ext.mem_cache.host_tier.host_memory import AvailableMemory
 from sglang_ext.mem_cache.selection.scoring_keys import EXACT, KeySpec
 
 if TYPE_CHECKING:
-    from sglang_ext.arguments import KVServerArgs
+    from sglang_ext.config.rules import KVServerArgs
 
 logger = logging.getLogger(__name__)
 

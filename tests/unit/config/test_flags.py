@@ -8,10 +8,22 @@ import pytest
 from argument_helpers import arguments
 
 from sglang_ext import flag_checks
-from sglang_ext.config.conditions import (
-    BURST_LIMITS_ROUND, CAN_OFFLOAD_FULL_KV, HAS_NO_OFFLOAD_OBSTACLE, HAS_ONLINE_METHOD, HAS_PROGRESSIVE_TRANSFER, HAS_RANKS, HAS_SELECTOR,
-    HAS_TIMELINE, IS_NOT_PREFILL_SERVER, IS_PREFILL_SERVER, IS_SPADE, IS_VERIFIED, NEEDS_ONLINE_METHOD, SELECTS_FEWER_THAN_ALL,
-)  # fmt: skip
+from sglang_ext.config.combinations import (
+    BURST_LIMITS_ROUND,
+    CAN_OFFLOAD_FULL_KV,
+    HAS_NO_OFFLOAD_OBSTACLE,
+    HAS_ONLINE_METHOD,
+    HAS_PROGRESSIVE_TRANSFER,
+    HAS_RANKS,
+    HAS_SELECTOR,
+    HAS_TIMELINE,
+    IS_NOT_PREFILL_SERVER,
+    IS_PREFILL_SERVER,
+    IS_SPADE,
+    IS_VERIFIED,
+    NEEDS_ONLINE_METHOD,
+    SELECTS_FEWER_THAN_ALL,
+)
 from sglang_ext.config.flags import FLAGS, GROUPS
 from sglang_ext.config.rules import IS_NOT_FULL_MODE, Condition, Flag, Range, render_text
 from sglang_ext.core import OptionError

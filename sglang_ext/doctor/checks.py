@@ -1,25 +1,123 @@
-"""Checks of the device, its attention backends, the hooks into SGLang, the model, and the kernels for it."""
+"""The checks of the doctor: the installation, the device, attention backends, hooks, the model, kernels and cache ranks."""
 
 import logging
+import os
+import shutil
+import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
 import torch
 import zmq
 
 from sglang_ext import serve_pd
-from sglang_ext.config import model_folder, model_options, options, transports
+from sglang_ext.config import disaggregation_options, model_folder, model_options, options
 from sglang_ext.config.options import BACKEND
-from sglang_ext.doctor.installation import SGLANG_VERSION, Check, make_check, one_line
+from sglang_ext.config.selection_options import max_cache_ranks
 from sglang_ext.hooks import activation as hooking
+from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer
+from sglang_ext.managers.cache_rank.protocol import VERSION, Attach, BufferShape, RotaryParameters
+from sglang_ext.managers.cache_rank.rank_link import START_SECONDS, connect_rank
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressors import catalogue
 
 logger = logging.getLogger(__name__)
+
+SGLANG_VERSION = "0.5.17"
+INSTALL = "run `make install`, or `pip install -e .` in the environment that serves"
+PYTHON_VERSIONS = ((3, 11), (3, 12))
+PLUGIN_GROUP, PLUGIN = "sglang.srt.plugins", "sglang_ext.plugin:register"
+PLATFORM_GROUP, PLATFORM = "sglang.srt.platforms", "sglang_ext.platforms:activate"
+CACHE_RANKS = "cache ranks"
+SHARED_FOLDER = Path("/dev/shm")
+RANKS_REMEDY = (
+    "allow this user to start processes, to create anonymous memory (memfd_create) and sockets in TMPDIR; or serve without "
+    "--kv-cache-ranks: tokens are then selected between steps"
+)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report.
+
+    Attributes:
+        name: What was checked.
+        ok: Whether sglang-ext can serve with what was found.
+        found: What was found.
+        remedy: What to do if not ``ok``. Empty if it is.
+    """
+
+    name: str
+    ok: bool
+    found: str
+    remedy: str = ""
+
+
+def make_check(name: str, ok: bool, found: str, remedy: str) -> Check:
+    """Create a check that shows its remedy only if it fails."""
+    return Check(name, ok, found, "" if ok else remedy)
+
+
+def one_line(error: Exception) -> str:
+    """An error in one line of at most 300 characters."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+
+
+def check_python(running: tuple[int, int] = sys.version_info[:2]) -> Check:
+    """Check that SGLang's packages are pinned for this Python."""
+    supported = [".".join(map(str, version)) for version in PYTHON_VERSIONS]
+    remedy = f"make the environment with Python {' or '.join(supported)}: `make install PYTHON=python3.11`"
+    return make_check("Python", running in PYTHON_VERSIONS, ".".join(map(str, running)), remedy)
+
+
+def package_version(package: str) -> str | None:
+    """Version of an installed package. None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def check_sglang() -> Check:
+    """Check that SGLang is installed, in the version that the hooks were written for."""
+    found = package_version("sglang")
+    remedy = f"install sglang=={SGLANG_VERSION}: `make install`"
+    return make_check("SGLang", found == SGLANG_VERSION, found or "not installed", remedy)
+
+
+def check_torch() -> Check:
+    """Check that torch is installed. SGLang's requirements determine its version."""
+    found = package_version("torch")
+    return make_check("torch", found is not None, found or "not installed", INSTALL)
+
+
+def check_entry_point(name: str, group: str, value: str) -> Check:
+    """Check that SGLang finds one of our entry points."""
+    known = [point.name for point in entry_points(group=group) if point.value == value]
+    found = f"{known[0]} in {group}" if known else f"not in {group}"
+    return make_check(name, bool(known), found, INSTALL)
+
+
+def check_not_filtered() -> Check:
+    """Check that SGLang's environment variables allow it to load the plugin."""
+    ours = {point.name for point in entry_points(group=PLUGIN_GROUP) if point.value == PLUGIN}
+    platforms = {point.name for point in entry_points(group=PLATFORM_GROUP) if point.value == PLATFORM}
+    asked = {name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()}
+    if asked and not asked & ours:
+        found = f"SGLANG_PLUGINS={os.environ['SGLANG_PLUGINS']} leaves it out"
+        return Check("plugin selection", False, found, "add sglang_ext to SGLANG_PLUGINS, or unset it")
+    platform = os.environ.get("SGLANG_PLATFORM")
+    if platform and platform not in platforms:
+        found = f"SGLANG_PLATFORM={platform} leaves it out"
+        return Check("plugin selection", False, found, "unset SGLANG_PLATFORM")
+    return Check("plugin selection", True, "SGLang loads it")
 
 
 def check_device() -> Check:
@@ -64,11 +162,11 @@ def has_fa3() -> bool:
 def check_transfer() -> Check:
     """Check which transfer backends (``--disaggregation-transfer-backend``) work, and whether links can be encrypted."""
     keys = "encrypted with --kv-link-keys" if zmq.has("curve") else "not encrypted: this libzmq has no CURVE"
-    obstacles = {name: transports.transport_obstacle(name) for name in transports.TRANSPORTS}
+    obstacles = {name: disaggregation_options.transport_obstacle(name) for name in disaggregation_options.TRANSPORTS}
     found = [f"{BACKEND} (ZMQ {zmq.zmq_version()}, {keys})", *(name for name, why in obstacles.items() if why is None)]
     # Of SGLang's own backends, the one that any machine could have.
-    lacking = obstacles[transports.MOONCAKE_TCP]
-    return Check("KV transfer", True, ", ".join(found) + (f"; not {transports.MOONCAKE_TCP}: {lacking}" if lacking else ""))
+    lacking = obstacles[disaggregation_options.MOONCAKE_TCP]
+    return Check("KV transfer", True, ", ".join(found) + (f"; not {disaggregation_options.MOONCAKE_TCP}: {lacking}" if lacking else ""))
 
 
 def check_router() -> Check:
@@ -207,3 +305,61 @@ def packed_kernels(dim: int, group: int, dtype: torch.dtype, device: str = "cuda
         writer = "a kernel" if can_pack(packing, buffers) else "PyTorch"
         found.setdefault(f"read by {reader}, packed by {writer}", []).append(name)
     return found
+
+
+def check_cache_ranks(seconds: float = START_SECONDS) -> Check:
+    """Start a cache rank for a made-up model, wait until it is ready, and end it. Report the maximum number, the memory and the devices.
+
+    Args:
+        seconds: Time limit for the start.
+    """
+    begun, attach, link = time.monotonic(), _small(), None
+    try:
+        link = connect_rank(attach, ExchangeBuffer(attach.shape, torch.device("cpu"), "cpu"), pack=1)
+        link.poll()
+        while not link.ready and link.down_reason == "starting" and time.monotonic() < begun + seconds:
+            link.wait(0.05)
+            link.poll()
+        ready, after = link.ready, f"after {time.monotonic() - begun:.1f} s"
+        started = f"a process was ready {after}" if ready else f"a process was not ready {after}: {link.down_reason}"
+    except OSError as error:
+        ready, started = False, f"no process was started: {one_line(error)}"
+    finally:
+        if link is not None:
+            link.end()
+    return make_check(CACHE_RANKS, ready, f"{started}; up to {max_cache_ranks()}, one per core; {_memory()}; {_devices()}", RANKS_REMEDY)
+
+
+def _small() -> Attach:
+    shape = BufferShape(layers=1, query_heads=1, kv_heads=1, dim=2, dtype="float32", window=1, lanes=1, most=8, places=1)
+    turning = RotaryParameters(frequencies=(1.0,), interleaved=False)
+    return Attach(VERSION, 1, shape, blocks=1, scaling=(1.0,), predictor="current", sinks=0, recent=0, turning=turning)
+
+
+def _memory() -> str:
+    """Memory that ranks and servers can share. It is anonymous, so the size of /dev/shm, which other programs use, is no limit."""
+    free = f"{psutil.virtual_memory().available / 1e9:.1f} GB of memory free"
+    if not SHARED_FOLDER.is_dir():
+        return f"{free}, no {SHARED_FOLDER}, which ranks do not need"
+    found = shutil.disk_usage(SHARED_FOLDER)
+    return f"{free}, {SHARED_FOLDER} with {found.free / 1e9:.1f} of {found.total / 1e9:.1f} GB free, which ranks do not take"
+
+
+def _devices() -> str:
+    """GPUs, and which can read each other's memory."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        return "no GPU: ranks select on CPU cores"
+    if count == 1:
+        return "one GPU, on which a second stream selects instead of ranks"
+    without = list(_apart(count))
+    peers = f"no peer access between {', '.join(without)}" if without else "peer access between all"
+    return f"{count} GPUs, {peers}"
+
+
+def _apart(count: int) -> Iterator[str]:
+    """Pairs of GPUs that cannot both read the other's memory."""
+    for first in range(count):
+        for second in range(first + 1, count):
+            if not all(torch.cuda.can_device_access_peer(*pair) for pair in ((first, second), (second, first))):
+                yield f"{first} and {second}"
