@@ -127,11 +127,7 @@ def _warn_of_ignored_flags(args: KVServerArgs) -> None:
 
 
 def _check_sparse_from(args: KVServerArgs) -> None:
-    """Refuse a length that no context reaches.
-
-    Raises:
-        OptionError: Names it, and the longest context.
-    """
+    """Refuse a length that no context reaches."""
     begin, context = args.kv_sparse_from, args.get_model_config().context_len
     if MIN_CONTEXT < begin >= context:
         raise OptionError(
@@ -141,11 +137,7 @@ def _check_sparse_from(args: KVServerArgs) -> None:
 
 
 def _check_chunks(args: KVServerArgs) -> None:
-    """Refuse pages that do not fill the chunks of prompts. SGLang's own message has no numbers.
-
-    Raises:
-        OptionError: Names both, and matching values.
-    """
+    """Refuse pages that do not fill the chunks of prompts. SGLang's own message has no numbers."""
     chunk, page = args.chunked_prefill_size, args.page_size
     if args.disaggregation_mode == "decode" or chunk <= 0 or chunk % page == 0:
         return
@@ -178,11 +170,7 @@ def _shortest(args: KVServerArgs, quantizer: Quantizer | None) -> int:
 
 
 def _check_least_host_memory(args: KVServerArgs) -> None:
-    """Refuse host memory without space for the shortest compressed context.
-
-    Raises:
-        OptionError: Names the minimum.
-    """
+    """Refuse host memory without space for the shortest compressed context."""
     config = args.get_model_config()
     width = config.get_num_kv_heads(args.tp_size) * (config.head_dim + config.v_head_dim)
     tokens = -(-MIN_CONTEXT // args.page_size) * args.page_size

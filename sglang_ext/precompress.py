@@ -28,15 +28,7 @@ METHOD = "kvzip"
 
 @dataclass(frozen=True)
 class ScoringJob:
-    """Settings that scores depend on, in addition to a document's text, and the output folder.
-
-    Attributes:
-        tokenizer: The model's tokenizer.
-        beginning: The text before documents.
-        how: Settings of the method.
-        model: The model's key.
-        out: The folder of scores.
-    """
+    """Scores documents. Its fields are the settings that scores depend on, in addition to a document's text, and the output folder."""
 
     tokenizer: PreTrainedTokenizerBase
     beginning: PromptPrefix

@@ -26,11 +26,7 @@ class RouterEndpoint(RuntimeEndpoint):
     """
 
     def _generate_http_request(self, s: StreamExecutor, data: dict[str, Any]) -> Any:
-        """Return the response to a request to ``/generate``, or a list of responses, one for each prompt of a list.
-
-        Raises:
-            RuntimeError: With the router's message for a request that failed.
-        """
+        """Return the response to a request to ``/generate``, or a list of responses, one for each prompt of a list."""
         ask = super()._generate_http_request
         prompts = "text" if "text" in data else "input_ids"
         given = data[prompts]

@@ -43,23 +43,25 @@ class OfferedMethod:
         return catalogue.parse(self.compressor)[1]
 
     def is_named(self, asked: object) -> bool:
-        """Whether a name in a request means this method. Both the flag's name and the public name do, and ``snapkv:.5`` is
-        ``snapkv:0.50``."""
+        """Whether a name in a request means this method: its name or its public name, also with a budget written differently."""
         if not isinstance(asked, str):
             return False
         if asked == self.name or asked == self.public_name:
             return True
         compressor, text = catalogue.split(asked)
         try:
-            known = (self.compressor, self.public_name.removesuffix(self.suffix))
-            return text is not None and compressor in known and float(text) == self.budget
+            return text is not None and compressor in (self.compressor, self._public_compressor) and float(text) == self.budget
         except ValueError:
             return False
 
     @property
+    def _public_compressor(self) -> str:
+        return "+".join(part for part in (self.drop_method, self.quant_method) if part)
+
+    @property
     def public_name(self) -> str:
         """Name in ``meta_info`` and metrics: as ``name``, but a user's own class has its class name, without its file."""
-        return "+".join(part for part in (self.drop_method, self.quant_method) if part) + self.suffix
+        return self._public_compressor + self.suffix
 
     @property
     def suffix(self) -> str:
@@ -115,7 +117,12 @@ def resolve(args: KVServerArgs) -> None:
     found = offered_methods(args)
     for place, offer in enumerate(found):
         _check_differs(offer, found[:place])
-    _check_alone(found)
+    pointing = [offer.name for offer in found if catalogue.points(offer.compressor)]
+    if pointing and len(found) > 1:
+        raise OptionError(
+            f"{MORE} makes {pointing[0]} one of {len(found)} methods; its compressed KV points into full KV, and that of other "
+            f"methods does not. Use it alone, or pass {', '.join(catalogue.builtin_names(catalogue.packable()))}"
+        )
     packs = shared_quant_method(found)
     if packs is not None:
         catalogue.code_bits(packs, args.kv_bits)
@@ -175,16 +182,6 @@ def _check_differs(offer: OfferedMethod, before: tuple[OfferedMethod, ...]) -> N
             f"{MORE} has {offer.name!r} together with {packs}: slots of blocks, kernels and CUDA graphs are made for one method that "
             f"packs tokens. Leave {offer.quant_method} or {packs} out, or start a server for each. Methods that only drop tokens, and "
             "any budgets, may be combined with it"
-        )
-
-
-def _check_alone(found: tuple[OfferedMethod, ...]) -> None:
-    """Refuse other methods together with one whose compressed KV points into full KV."""
-    pointing = [offer.name for offer in found if catalogue.points(offer.compressor)]
-    if pointing and len(found) > 1:
-        raise OptionError(
-            f"{MORE} makes {pointing[0]} one of {len(found)} methods; its compressed KV points into full KV, and that of other "
-            f"methods does not. Use it alone, or pass {', '.join(catalogue.builtin_names(catalogue.packable()))}"
         )
 
 
@@ -258,7 +255,12 @@ def resolve_head_budgets(args: KVServerArgs) -> None:
     if args.kv_head_budgets == "auto":
         better = first.drop_method is not None and COMPRESSORS[first.drop_method].better_uneven
         alone = better and not others and first.quant_method is None
-        args.kv_head_budgets = "adaptive" if alone and _are_read(args) else "equal"
+        device = expected_device(args.device)
+        backends = model_options.COMPRESSED_KV_BACKENDS.get(device)
+        can_read = backends is not None and attention_backends(args) <= set(backends)
+        # In deterministic mode on a GPU attention cannot read uneven heads in a batch with a request that cannot be drafted (planner.py).
+        can_read = can_read and (device == "cpu" or not args.enable_deterministic_inference)
+        args.kv_head_budgets = "adaptive" if alone and can_read else "equal"
 
 
 def check_head_budgets(args: KVServerArgs) -> None:
@@ -271,22 +273,8 @@ def check_head_budgets(args: KVServerArgs) -> None:
         model_options.check_compressed_kv_backends(args, "compressed KV of --kv-head-budgets adaptive", "--kv-head-budgets equal")
 
 
-def _are_read(args: KVServerArgs) -> bool:
-    """Whether attention can read uneven heads with the current selection, in batches with any request.
-
-    In deterministic mode on a GPU it cannot, in a batch with a request that cannot be drafted (planner.py).
-    """
-    device = expected_device(args.device)
-    read = device in model_options.COMPRESSED_KV_BACKENDS and attention_backends(args) <= set(model_options.COMPRESSED_KV_BACKENDS[device])
-    return read and (device == "cpu" or not args.enable_deterministic_inference)
-
-
 def _check_folders(args: KVServerArgs, compressors: tuple[str, ...]) -> None:
-    """Refuse a folder that none of ``compressors``, values of ``--kv-compressor``, reads, and a missing one.
-
-    Raises:
-        OptionError: Names the flag, its value and the remedy.
-    """
+    """Refuse a folder that none of ``compressors``, values of ``--kv-compressor``, reads, and a missing one."""
     for name in catalogue.dropping():
         if (wanted := COMPRESSORS[name].reads) is None:
             continue
@@ -322,11 +310,7 @@ def method_index(found: tuple[OfferedMethod, ...], custom_params: dict[str, Any]
 
 
 def check_request(args: KVServerArgs, asked: object) -> None:
-    """Refuse a method that the server does not have.
-
-    Args:
-        args: The server's arguments.
-        asked: The value of :data:`COMPRESSOR_PARAM` in a request.
+    """Refuse a request's :data:`COMPRESSOR_PARAM` that names a method that the server does not have.
 
     Raises:
         ValueError: Names the method and those that the server has.

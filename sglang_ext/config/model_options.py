@@ -40,10 +40,7 @@ def check_resolved(args: KVServerArgs) -> None:
 
 
 def _check_deterministic_heads(args: KVServerArgs, config: object) -> None:
-    """Refuse bit-identical verification of heads that SGLang decodes with vector products instead of matrix products.
-
-    SGLang's Triton decode has a separate kernel if a KV head has one query head. Our kernel has the arithmetic of the other one.
-    """
+    """Refuse bit-identical verification of heads with one query head, which SGLang's Triton decode computes in another kernel."""
     exact = args.kv_mode == "verified" and args.enable_deterministic_inference and "triton" in attention_backends(args)
     query_heads, kv_heads = config.get_num_attention_heads(args.tp_size), config.get_num_kv_heads(args.tp_size)
     if exact and query_heads == kv_heads:

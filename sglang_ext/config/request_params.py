@@ -123,10 +123,7 @@ def check_key(key: str, holder: str) -> None:
 
 @lru_cache(maxsize=1024)
 def similar_param(key: str) -> str | None:
-    """Return the parameter, or ``custom_params``, that a key resembles. Case and punctuation do not count.
-
-    A key without ``kv_`` resembles a parameter only if the rest is equal, since other software has keys such as ``compression``.
-    """
+    """The parameter, or ``custom_params``, that a key resembles, case and punctuation aside. Without ``kv_`` the rest must be equal."""
     if len(key) > MAX_LENGTH:
         return None
     letters = _letters(key)

@@ -65,7 +65,7 @@ def selection_intervals(args: KVServerArgs) -> tuple[int, ...]:
 
 
 def ranks(args: KVServerArgs) -> int:
-    """Number of cache ranks to start, 0 for none. A server that only prefills has no steps to select tokens for."""
+    """Number of cache ranks to start, 0 for none. A server that only prefills has no steps."""
     return args.kv_cache_ranks if is_spade(args) and args.disaggregation_mode != "prefill" else 0
 
 
@@ -255,7 +255,7 @@ def max_selected_tokens(args: KVServerArgs) -> int:
 
 
 def spade(args: KVServerArgs) -> "Spade":
-    """The spade method with the flags' settings, for arguments after :func:`resolve`."""
+    """The spade method with the flags' settings. For arguments after :func:`resolve`."""
     from sglang_ext.mem_cache.compressors.spade import Spade
 
     # Cache ranks select for steps only: compressed KV is not refreshed after each verification.
@@ -263,12 +263,10 @@ def spade(args: KVServerArgs) -> "Spade":
     return Spade(query_predictor(args.kv_select_by), selection_interval(args), each_round, most=max_selected_tokens(args))
 
 
-def stepping(args: KVServerArgs, name: str) -> Compressor:
-    """Another per-step method with the flags' settings."""
-    found = replace(catalogue.create(name), every=selection_interval(args), each_round=args.kv_mode == "verified", most=max_selected_tokens(args))
-    return replace(found, in_attention=True) if name == catalogue.QUEST and has_attention_selector(args) else found
-
-
 def step_method(args: KVServerArgs) -> Compressor:
     """The server's per-step method with the flags' settings."""
-    return spade(args) if is_spade(args) else stepping(args, catalogue.parse(args.kv_compressor)[0])
+    if is_spade(args):
+        return spade(args)
+    name = catalogue.parse(args.kv_compressor)[0]
+    found = replace(catalogue.create(name), every=selection_interval(args), each_round=args.kv_mode == "verified", most=max_selected_tokens(args))
+    return replace(found, in_attention=True) if has_attention_selector(args) else found

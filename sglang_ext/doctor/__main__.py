@@ -51,10 +51,7 @@ def examine(model: str | None = None) -> list[Check]:
 
 
 def _guarded(name: str, check: Callable[[], Check | Iterable[Check]]) -> list[Check]:
-    """Run a check and return its lines. If the check itself fails, return a failing line, so that the others still run.
-
-    A broken installation, such as an SGLang that does not load, raises errors of any kind.
-    """
+    """Run a check and return its lines. If it raises, as with a broken installation, return a failing line, so that the others still run."""
     try:
         found = check()
         return [found] if isinstance(found, Check) else list(found)

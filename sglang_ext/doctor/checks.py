@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from importlib.util import find_spec
+from itertools import combinations
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -27,6 +29,9 @@ from sglang_ext.managers.cache_rank.rank_link import START_SECONDS, connect_rank
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressors import catalogue
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -189,51 +194,16 @@ def check_hooks() -> Iterator[Check]:
             yield Check(f"hook {target.rsplit('.', 1)[-1]}", False, f"{target}: {problem}", remedy)
 
 
-@dataclass(frozen=True)
-class ModelInfo:
-    """Properties that the checks read from a model's ``config.json``.
-
-    Attributes:
-        architecture: Name of its class.
-        unsupported: Why its KV cannot be compressed. None if it can.
-        head_dim: Channels per head.
-        query_heads, kv_heads: Heads per layer.
-        dtype: The dtype in which SGLang computes unless ``--dtype`` overrides it.
-        stored: Dtype of its weights in the folder.
-    """
-
-    architecture: str
-    unsupported: str | None
-    head_dim: int
-    query_heads: int
-    kv_heads: int
-    dtype: torch.dtype
-    stored: torch.dtype
-
-
 @cache
-def read_model(path: str) -> ModelInfo | Check:
-    """Read a model as SGLang does, once for all checks. If it cannot be read, return the failing line with the reason.
-
-    Args:
-        path: A Hugging Face folder or name, as for ``--model-path``. Its code is not run.
-    """
+def read_model(path: str) -> "ModelConfig | Check":
+    """Read a model as SGLang does, once for all checks. Its code is not run. If it cannot be read, return the failing line."""
     from sglang.srt.configs.model_config import ModelConfig
 
     missing = model_folder.find_problem(path)
     if missing is not None:
         return Check("model", False, missing, "pass a Hugging Face folder, or a name on the Hub")
     try:
-        config = ModelConfig(path, trust_remote_code=False)
-        return ModelInfo(
-            architecture=config.hf_config.architectures[0],
-            unsupported=model_options.unsupported_model_reason(config),
-            head_dim=config.head_dim,
-            query_heads=config.get_num_attention_heads(1),
-            kv_heads=config.get_num_kv_heads(1),
-            dtype=config.dtype,
-            stored=getattr(config.hf_config, "dtype", None) or config.dtype,
-        )
+        return ModelConfig(path, trust_remote_code=False)
     except Exception as error:  # transformers and SGLang raise many types of errors
         logger.debug("sglang-ext: %s cannot be read", path, exc_info=True)
         remedy = "pass a Hugging Face folder or name that SGLang serves; the cause is in its config.json"
@@ -241,26 +211,23 @@ def read_model(path: str) -> ModelInfo | Check:
 
 
 def check_model(path: str) -> Check:
-    """Check that a model's family can be compressed. ``path`` as for :func:`read_model`."""
+    """Check that a model's family can be compressed."""
     model = read_model(path)
     if isinstance(model, Check):
         return model
-    found = f"{path}: {model.unsupported or model.architecture}"
-    return make_check("model", model.unsupported is None, found, "serve this model with --kv-mode full")
+    unsupported = model_options.unsupported_model_reason(model)
+    found = f"{path}: {unsupported or model.hf_config.architectures[0]}"
+    return make_check("model", unsupported is None, found, "serve this model with --kv-mode full")
 
 
 def check_kernels(path: str) -> list[Check]:
-    """Return a line with the GPU, the shape of the model's attention, and the kernels for it. Empty if SGLang cannot read the model.
-
-    Args:
-        path: As for :func:`read_model`.
-    """
+    """Return a line with the GPU, the shape of the model's attention, and the kernels for it. Empty if SGLang cannot read the model."""
     model = read_model(path)
     if isinstance(model, Check):
-        # check_model reports the reason.
-        return []
-    group = model.query_heads // model.kv_heads
-    dtype, stored = (str(each).removeprefix("torch.") for each in (model.dtype, model.stored))
+        return []  # check_model reports the reason.
+    group = model.get_num_attention_heads(1) // model.get_num_kv_heads(1)
+    stored = getattr(model.hf_config, "dtype", None) or model.dtype
+    dtype, stored = (str(each).removeprefix("torch.") for each in (model.dtype, stored))
     # SGLang's --dtype auto uses float16 for float32.
     computed = dtype if dtype == stored else f"{dtype} unless --dtype says another (stored: {stored})"
     shape = f"{model.head_dim} channels a head, {group} query heads a KV head, {computed}"
@@ -275,14 +242,7 @@ def check_kernels(path: str) -> list[Check]:
 
 
 def packed_kernels(dim: int, group: int, dtype: torch.dtype, device: str = "cuda") -> dict[str, list[str]]:
-    """Group the packing methods that work on a GPU by the kernels that read and write their compressed KV.
-
-    Args:
-        dim: Channels per head.
-        group: Query heads per KV head.
-        dtype: Dtype of the KV pool.
-        device: Device of the KV pool.
-    """
+    """Group the packing methods that work on a GPU by the kernels that read and write their compressed KV, for one shape of heads."""
     from sglang_ext.layers.attention.decode_backend import LARGEST_HEAD, SMALLEST_HEAD
     from sglang_ext.layers.kernels.packed.pack_blocks import can_pack
     from sglang_ext.layers.kernels.packed.packed_decode import fragments, multiplies_integers
@@ -308,14 +268,13 @@ def packed_kernels(dim: int, group: int, dtype: torch.dtype, device: str = "cuda
 
 
 def check_cache_ranks(seconds: float = START_SECONDS) -> Check:
-    """Start a cache rank for a made-up model, wait until it is ready, and end it. Report the maximum number, the memory and the devices.
-
-    Args:
-        seconds: Time limit for the start.
-    """
-    begun, attach, link = time.monotonic(), _small(), None
+    """Start a cache rank for a made-up model, wait up to ``seconds``, and end it. Report the maximum number, the memory and the devices."""
+    begun, link = time.monotonic(), None
+    shape = BufferShape(layers=1, query_heads=1, kv_heads=1, dim=2, dtype="float32", window=1, lanes=1, most=8, places=1)
+    turning = RotaryParameters(frequencies=(1.0,), interleaved=False)
+    attach = Attach(VERSION, 1, shape, blocks=1, scaling=(1.0,), predictor="current", sinks=0, recent=0, turning=turning)
     try:
-        link = connect_rank(attach, ExchangeBuffer(attach.shape, torch.device("cpu"), "cpu"), pack=1)
+        link = connect_rank(attach, ExchangeBuffer(shape, torch.device("cpu"), "cpu"), pack=1)
         link.poll()
         while not link.ready and link.down_reason == "starting" and time.monotonic() < begun + seconds:
             link.wait(0.05)
@@ -328,12 +287,6 @@ def check_cache_ranks(seconds: float = START_SECONDS) -> Check:
         if link is not None:
             link.end()
     return make_check(CACHE_RANKS, ready, f"{started}; up to {max_cache_ranks()}, one per core; {_memory()}; {_devices()}", RANKS_REMEDY)
-
-
-def _small() -> Attach:
-    shape = BufferShape(layers=1, query_heads=1, kv_heads=1, dim=2, dtype="float32", window=1, lanes=1, most=8, places=1)
-    turning = RotaryParameters(frequencies=(1.0,), interleaved=False)
-    return Attach(VERSION, 1, shape, blocks=1, scaling=(1.0,), predictor="current", sinks=0, recent=0, turning=turning)
 
 
 def _memory() -> str:
@@ -352,14 +305,11 @@ def _devices() -> str:
         return "no GPU: ranks select on CPU cores"
     if count == 1:
         return "one GPU, on which a second stream selects instead of ranks"
-    without = list(_apart(count))
+    without = [f"{first} and {second}" for first, second in combinations(range(count), 2) if not _are_peers(first, second)]
     peers = f"no peer access between {', '.join(without)}" if without else "peer access between all"
     return f"{count} GPUs, {peers}"
 
 
-def _apart(count: int) -> Iterator[str]:
-    """Pairs of GPUs that cannot both read the other's memory."""
-    for first in range(count):
-        for second in range(first + 1, count):
-            if not all(torch.cuda.can_device_access_peer(*pair) for pair in ((first, second), (second, first))):
-                yield f"{first} and {second}"
+def _are_peers(first: int, second: int) -> bool:
+    """Whether both GPUs can read the other's memory."""
+    return torch.cuda.can_device_access_peer(first, second) and torch.cuda.can_device_access_peer(second, first)

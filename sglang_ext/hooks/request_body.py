@@ -29,14 +29,9 @@ _of_request: ContextVar[dict[str, Any]] = ContextVar("custom_params_of_request",
 
 
 async def read_body(original: Callable[[Request], Awaitable[Any]], request: Request) -> Any:
-    """Hook around ``ORJSONRequest.json``: parse the body and take the custom parameters out of it.
+    """Hook around ``ORJSONRequest.json``: return the parsed body without custom parameters at its top level.
 
-    Args:
-        original: SGLang's method.
-        request: An HTTP request with a JSON body.
-
-    Returns:
-        The parsed body without custom parameters at its top level. SGLang caches the whole body, so that further calls find them again.
+    SGLang caches the whole body, so that further calls find them again.
 
     Raises:
         HTTPException: Status 400. A key is misspelled, a parameter has two values, or the header is not a JSON object.
@@ -51,11 +46,7 @@ async def read_body(original: Callable[[Request], Awaitable[Any]], request: Requ
 
 
 def split_body(body: Any) -> tuple[Any, dict[str, Any]]:
-    """Split a parsed body into the fields for SGLang and the custom parameters at its top level.
-
-    Raises:
-        ValueError: A key is misspelled, or ``custom_params`` is not an object.
-    """
+    """Split a parsed body into the fields for SGLang and the custom parameters at its top level."""
     if not isinstance(body, dict):
         return body, {}
     for key in body:

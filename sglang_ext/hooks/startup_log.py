@@ -39,14 +39,9 @@ def log_when_ready(
     *rest: object,
     **named: object,
 ) -> None:
-    """Hook around SGLang's wait for the server to be ready: logs three lines after SGLang's own.
+    """Hook around SGLang's wait for the server to be ready: logs three lines after SGLang's own, and then calls ``launch_callback``.
 
-    Args:
-        wait: SGLang's function.
-        server_args: The server's arguments.
-        launch_callback: The caller's callback. Called after the lines.
-        rest: SGLang's other arguments, unchanged.
-        named: SGLang's other named arguments, unchanged.
+    The other arguments are passed on unchanged.
     """
 
     def ready() -> None:
@@ -72,10 +67,11 @@ def status_lines(args: "KVServerArgs") -> tuple[str, str, str]:
     methods = ", ".join(f"{offer.name} ({_describe_budget(args, offer)})" for offer in offered_methods(args))
     drafts = f", draft length {args.kv_draft_length}" if args.kv_mode == "verified" else ""
     prompts = ", prompts on quantized KV" if args.kv_prefill == QUANTIZED else ""
+    request = sample_request(args.url(), takes_text=not args.skip_tokenizer_init, has_key=bool(args.api_key))
     return (
         f"mode {args.kv_mode}: {means}{slow}",
         f"compressor {methods}{drafts}{prompts}" + (f"; {ROLES[role]}" if role in ROLES else ""),
-        f"listening on {args.url()}; " + (ASK_ROUTER if role in ROLES else f"try: {_request(args)}"),
+        f"listening on {args.url()}; " + (ASK_ROUTER if role in ROLES else f"try: {request}"),
     )
 
 
@@ -104,8 +100,3 @@ def _describe_selector(args: "KVServerArgs", offer: OfferedMethod) -> Iterator[s
         yield f"keys in {bits} bits"
     if count := ranks(args):
         yield f"{count} cache rank{'s' * (count > 1)}"
-
-
-def _request(args: "KVServerArgs") -> str:
-    """A shell command that requests a few tokens from the server."""
-    return sample_request(args.url(), takes_text=not args.skip_tokenizer_init, has_key=bool(args.api_key))

@@ -10,7 +10,7 @@ With ``kv_stream_pacing`` ``even``, the chunks of a round leave at equal interva
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from sglang_ext.hooks.frontend import sampling_params_of
 if TYPE_CHECKING:
     from fastapi import Request
     from sglang.srt.managers.io_struct import EmbeddingReqInput
-    from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 Outputs = BatchStrOutput | BatchTokenIDOutput
 """Messages with generated tokens: parallel lists with an item for each request."""
@@ -42,10 +42,7 @@ ABORT_SECONDS = 2.0
 async def receive_outputs(original: Callable[..., Awaitable[None]], manager: "TokenizerManager", recv_obj: Any) -> None:
     """Hook around ``TokenizerManager._handle_batch_output``: put messages for streamed requests in their queues.
 
-    Args:
-        original: SGLang's method. It changes the states of the requests, and wakes their handlers.
-        manager: The server's.
-        recv_obj: A message of the scheduler. Requests without a queue are passed on together, in one call.
+    SGLang's method changes the states of the requests, and wakes their handlers. Requests without a queue are passed on in one call.
     """
     if not isinstance(recv_obj, Outputs):
         await original(manager, recv_obj)
@@ -64,7 +61,8 @@ async def receive_outputs(original: Callable[..., Awaitable[None]], manager: "To
     if direct:
         await original(manager, message.select(direct))
     for i, queue in queued:
-        await queue.put(message.select([i]), _round_number(recv_obj, i))
+        round_number = recv_obj.spec_verify_ct[i] if recv_obj.spec_verify_ct else 0
+        await queue.put(message.select([i]), round_number)
 
 
 def wait_one_response(
@@ -136,18 +134,17 @@ class ChunkQueue:
     async def request_next(self) -> None:
         """Deliver the next message when it has arrived and its pacing time has come."""
         self._is_wanted, self._is_stalled = True, False
-        self._stop_stall_timer()
+        self._stall_timer = _cancel(self._stall_timer)
         await self._advance()
 
     async def close(self) -> None:
         """Deliver all messages, and delay no later ones: the client has disconnected, or has its complete answer."""
         self._is_closed = True
-        self._stop_timer()
-        self._stop_stall_timer()
+        self._timer = self._stall_timer = _cancel(self._timer, self._stall_timer)
         await self._deliver_all(but=0)
 
     async def _advance(self) -> None:
-        self._stop_timer()
+        self._timer = _cancel(self._timer)
         if not self._is_wanted:
             self._watch_client()
             return
@@ -158,7 +155,7 @@ class ChunkQueue:
             now = monotonic()
             delay = self._pacer.next_time(len(self._messages)) - now
             if delay > 0:
-                self._timer = asyncio.get_running_loop().call_later(delay, self._resume)
+                self._timer = asyncio.get_running_loop().call_later(delay, lambda: self._run(self._advance()))
                 return
             self._pacer.note_departure(now)
         self._is_wanted = False
@@ -168,9 +165,6 @@ class ChunkQueue:
     async def _deliver_all(self, but: int) -> None:
         while len(self._messages) > but:
             await self._deliver(self._messages.popleft())
-
-    def _resume(self) -> None:
-        self._run(self._advance())
 
     def _watch_client(self) -> None:
         """Wait for the client for at most :data:`STALL_SECONDS`."""
@@ -186,15 +180,11 @@ class ChunkQueue:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _stop_stall_timer(self) -> None:
-        if self._stall_timer is not None:
-            self._stall_timer.cancel()
-            self._stall_timer = None
 
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+def _cancel(*timers: asyncio.TimerHandle | None) -> None:
+    for timer in timers:
+        if timer is not None:
+            timer.cancel()
 
 
 class Pacer:
@@ -269,19 +259,11 @@ def _queue_of(original: Callable[..., Awaitable[None]], manager: "TokenizerManag
             if manager.rid_to_state.get(rid) is state:
                 await original(manager, message)
 
-        queue = ChunkQueue(deliver, _pacer_of(manager, state))
+        asked = sampling_params_of(manager, state.obj).get("custom_params")
+        pacing = request_params.request_pacing(manager.server_args.kv_stream_pacing, asked)
+        queue = ChunkQueue(deliver, Pacer() if pacing == request_params.EVEN else None)
         setattr(state, QUEUE, queue)
     return queue
-
-
-def _pacer_of(manager: "TokenizerManager", state: "ReqState") -> Pacer | None:
-    asked = sampling_params_of(manager, state.obj).get("custom_params")
-    return Pacer() if request_params.request_pacing(manager.server_args.kv_stream_pacing, asked) == request_params.EVEN else None
-
-
-def _round_number(recv_obj: Outputs, i: int) -> int:
-    """Number of the round in which a request got the tokens of a message."""
-    return recv_obj.spec_verify_ct[i] if recv_obj.spec_verify_ct else 0
 
 
 def _is_streamed(obj: object) -> bool:
@@ -289,15 +271,10 @@ def _is_streamed(obj: object) -> bool:
 
 
 def abort_unfinished(original: Callable, manager: "TokenizerManager", obj: "GenerateReqInput") -> BackgroundTasks:
-    """Hook around ``TokenizerManager.create_abort_task``: abort only the requests that were unfinished when their stream ended.
+    """Replaces ``TokenizerManager.create_abort_task``: abort only the requests that were unfinished when their stream ended.
 
     Two seconds after the end of a stream SGLang aborts the request with its id, in case the client has disconnected. By then another
     request may have this id: a client may send a failed request again under its old id.
-
-    Args:
-        original: SGLang's method, which is not called.
-        manager: The server's.
-        obj: The streamed request.
     """
     tasks = BackgroundTasks()
     tasks.add_task(_abort, manager, obj)
@@ -306,16 +283,11 @@ def abort_unfinished(original: Callable, manager: "TokenizerManager", obj: "Gene
 
 async def _abort(manager: "TokenizerManager", obj: "GenerateReqInput") -> None:
     # SGLang sets the ids when it normalizes a request. A refused request may have none.
-    rids = [obj.rid] if isinstance(obj.rid, str) else obj.rid or []
-    unfinished = {rid: manager.rid_to_state[rid] for asked in rids for rid in _known_ids(manager, asked)}
+    asked = [obj.rid] if isinstance(obj.rid, str) else obj.rid or []
+    # The manager knows a request by its own id, or with n > 1 by the ids of its answers.
+    rids = [rid for each in asked for rid in (each, *manager.logical_rid_to_child_rids.get(each, ()))]
+    unfinished = {rid: manager.rid_to_state[rid] for rid in rids if rid in manager.rid_to_state}
     await asyncio.sleep(ABORT_SECONDS)
     for rid, state in unfinished.items():
         if manager.rid_to_state.get(rid) is state:
             manager.abort_request(rid)
-
-
-def _known_ids(manager: "TokenizerManager", rid: str) -> Iterator[str]:
-    """The ids under which the manager knows a request: its own, or with n > 1 the ids of its answers."""
-    for each in (rid, *manager.logical_rid_to_child_rids.get(rid, ())):
-        if each in manager.rid_to_state:
-            yield each

@@ -63,11 +63,7 @@ PAGES = {"flags.md": flags_page, "compatibility.md": compatibility_page}
 
 
 def handwritten_part(text: str) -> str:
-    """The text between the marks of a page. Empty if it has none.
-
-    Raises:
-        ValueError: There is one mark without the other.
-    """
+    """The text between the marks of a page. Empty if it has none."""
     if (BEGIN in text) != (END in text):
         raise ValueError(f"the page has one of {BEGIN} and {END}; handwritten text must be between both")
     return text.partition(BEGIN)[2].partition(END)[0].strip()

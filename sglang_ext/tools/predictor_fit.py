@@ -191,13 +191,12 @@ class Standardizer:
 
 
 def train(states: torch.Tensor, targets: torch.Tensor, how: TrainingConfig, layer: int) -> dict[str, torch.Tensor]:
-    """Train one layer. Return its weights, with the names of :class:`~sglang_ext.mem_cache.scores.predictor.Predictor`, on the CPU.
+    """Train one layer with its own random numbers. Return its weights on the CPU, with the names of
+    :class:`~sglang_ext.mem_cache.scores.predictor.Predictor`.
 
     Args:
         states: float32 [samples, hidden_size].
         targets: float32 [samples, kv_heads].
-        how: The settings.
-        layer: Its index. Each layer has its own random numbers.
     """
     inputs, outputs = Standardizer.of(states), Standardizer.of(targets)
     if how.network == "linear":

@@ -130,15 +130,7 @@ def attention_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def output_norms(module: torch.nn.Module, values: torch.Tensor) -> torch.Tensor:
-    """The weight of values in a layer's output, the norm of ``W_O v``: float32 [kv_heads, group, tokens].
-
-    Args:
-        module: The attention layer.
-        values: [kv_heads, tokens, head_dim].
-
-    Raises:
-        CommandError: The linear map of its output is not found.
-    """
+    """The weight of values, [kv_heads, tokens, head_dim], in a layer's output, the norm of ``W_O v``: float32 [kv_heads, group, tokens]."""
     kv_heads, _, dim = values.shape
     width = kv_heads * module.num_key_value_groups * dim
     # The output's map comes last. A map of queries may have the same shape.

@@ -25,7 +25,7 @@ from sglang_ext.config.combinations import (
     SELECTS_FEWER_THAN_ALL,
 )
 from sglang_ext.config.flags import FLAGS, GROUPS
-from sglang_ext.config.rules import IS_NOT_FULL_MODE, Condition, Flag, Range, render_text
+from sglang_ext.config.rules import IS_NOT_FULL_MODE, Condition, Flag, KVServerArgs, Range, render_text
 from sglang_ext.core import OptionError
 
 PREFILL, DECODE = ({"disaggregation_mode": role, "disaggregation_transfer_backend": "progressive"} for role in ("prefill", "decode"))
@@ -130,6 +130,10 @@ def values_around(flag: Flag) -> Iterator[tuple[object, bool]]:
 BETWEEN = {
     "kv_select": [(0, False), (1e-9, True), (1, True), (1.5, False), (2, True), (2.0, True), (2.5, False), (math.inf, False), ("x", False)]
 }  # fmt: skip
+
+
+def test_each_field_has_an_entry_in_the_table() -> None:
+    assert [flag.name for flag in FLAGS] == list(KVServerArgs.__annotations__)
 
 
 @pytest.mark.parametrize("flag", [flag for flag in FLAGS if flag.values], ids=by_name)

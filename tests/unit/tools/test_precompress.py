@@ -32,7 +32,7 @@ def stored(tiny, folder):
 
 
 def test_scores_are_the_largest_attention_that_eager_attention_gives_while_the_context_is_repeated(tiny, monkeypatch):
-    monkeypatch.setattr(reconstruction, "QUERIES", 13)
+    monkeypatch.setattr("sglang_ext.tools.reconstruction.QUERIES", 13)
     tokens = torch.randint(5, 900, (70,), generator=torch.Generator().manual_seed(0)).tolist()
     how = ReconstructionConfig(chunk=30, sinks=3, lead=2, whole_prompt="a", part_prompt="bc")
     words = {"a": [901], "bc": [902, 903]}
