@@ -41,11 +41,7 @@ class CheckedServerArgs(KVServerArgs):
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> "CheckedServerArgs":
-        """Create from a command line. A wrong flag or a taken port ends the process with one line and exit code 2.
-
-        Raises:
-            SystemExit: A flag is refused.
-        """
+        """Create from a command line. A refused flag or a taken port ends the process (``SystemExit``) with one line and code 2."""
         try:
             made = super().from_cli_args(args)
             if made.kv_mode != "full" and made.node_rank == 0:

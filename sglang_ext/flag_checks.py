@@ -21,10 +21,9 @@ logger = logging.getLogger(__name__)
 
 
 def check_flags(args: KVServerArgs) -> None:
-    """Refuse wrong values and set open ones, before SGLang resolves its options. With mode full, only flags of transfers are checked.
+    """Refuse wrong values and combinations (``OptionError``), and set open values, before SGLang resolves its options.
 
-    Raises:
-        OptionError: A flag is out of range, or flags cannot be combined.
+    With mode full, only flags of transfers are checked.
     """
     in_scope = [flag for flag in FLAGS if flag.scope.holds(args)]
     for flag in in_scope:
@@ -33,7 +32,11 @@ def check_flags(args: KVServerArgs) -> None:
         flag.check_conflicts(args)
     transfers, compresses = HAS_PROGRESSIVE_TRANSFER.holds(args), IS_NOT_FULL_MODE.holds(args)
     if args.kv_bench_timeline is not None and (transfers or compresses):
-        _check_timeline(Path(args.kv_bench_timeline))
+        path = Path(args.kv_bench_timeline)
+        if not path.parent.is_dir():
+            raise OptionError(f"--kv-bench-timeline is '{path}', and there is no folder '{path.parent}': make it, or name another")
+        if path.is_dir():
+            raise OptionError(f"--kv-bench-timeline is '{path}', a folder: name a file in it")
     if transfers:
         _check_transfer(args)
     if compresses:
@@ -41,18 +44,21 @@ def check_flags(args: KVServerArgs) -> None:
         selection_options.resolve(args)
         method_options.resolve(args)
         method_options.resolve_head_budgets(args)
-    _warn_of_ignored_flags(args)
+    # Flags without an effect are logged in one line for each reason.
+    ignored: dict[tuple[str, str], list[str]] = {}
+    for flag in FLAGS:
+        if (unmet := flag.find_unmet(args)) is not None:
+            ignored.setdefault((render_text(unmet.unmet, args), render_text(unmet.remedy, args)), []).append(flag.option)
+    for (why, remedy), names in ignored.items():
+        has, them = ("has", "it") if len(names) == 1 else ("have", "them")
+        logger.warning("sglang-ext: %s %s no effect: %s. Remedy: %s, or leave %s out", ", ".join(names), has, why, remedy, them)
     for flag in in_scope:
         if flag.warning and flag.is_given(args):
             logger.warning("sglang-ext: %s is %s: %s", flag.option, getattr(args, flag.name), flag.warning)
 
 
 def check_device(args: KVServerArgs) -> None:
-    """Refuse flags that the device does not support. The device must be known.
-
-    Raises:
-        OptionError: Names the flag, the device or an option of it, and the remedy.
-    """
+    """Refuse flags that the device does not support (``OptionError``). The device must be known."""
     for flag in FLAGS:
         if flag.scope.holds(args):
             flag.check_conflicts(args, has_device=True)
@@ -65,7 +71,7 @@ def check_resolved(args: KVServerArgs) -> None:
     Raises:
         OptionError: The attention backend or the model is not supported, a predictor belongs to another model, preferred sampling
             parameters are wrong, or this host has too little memory.
-        hooking.HookError: A hooked function has unexpected parameters.
+        HookError: A hooked function has unexpected parameters.
     """
     from sglang_ext.hooks import activation as hooking
     from sglang_ext.hooks import frontend
@@ -105,25 +111,6 @@ def _check_transfer(args: KVServerArgs) -> None:
             LinkKeys.read(Path(args.kv_link_keys))
     except LinkError as error:
         raise OptionError(f"--kv-link-keys: {error}") from error
-
-
-def _check_timeline(path: Path) -> None:
-    """Refuse a file that cannot be written."""
-    if not path.parent.is_dir():
-        raise OptionError(f"--kv-bench-timeline is '{path}', and there is no folder '{path.parent}': make it, or name another")
-    if path.is_dir():
-        raise OptionError(f"--kv-bench-timeline is '{path}', a folder: name a file in it")
-
-
-def _warn_of_ignored_flags(args: KVServerArgs) -> None:
-    """Log which of the given flags have no effect, one line for each reason."""
-    ignored: dict[tuple[str, str], list[str]] = {}
-    for flag in FLAGS:
-        if (unmet := flag.find_unmet(args)) is not None:
-            ignored.setdefault((render_text(unmet.unmet, args), render_text(unmet.remedy, args)), []).append(flag.option)
-    for (why, remedy), names in ignored.items():
-        has, them = ("has", "it") if len(names) == 1 else ("have", "them")
-        logger.warning("sglang-ext: %s %s no effect: %s. Remedy: %s, or leave %s out", ", ".join(names), has, why, remedy, them)
 
 
 def _check_sparse_from(args: KVServerArgs) -> None:

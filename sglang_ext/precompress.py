@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,8 +23,6 @@ from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
 from sglang_ext.mem_cache.scores.score_files import ScoredDocument, ScoreFile, ScoreFileError, write
 from sglang_ext.tools import CommandError, check_folder, exit_code
 from sglang_ext.tools.reconstruction import PromptPrefix, ReconstructionConfig, read_text, reconstruction_scores
-
-METHOD = "kvzip"
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class ScoringJob:
 
     def document(self, tokens: list[int]) -> ScoredDocument:
         """The key of the scores of ``tokens``."""
-        return ScoredDocument.from_tokens(tokens, self.model, METHOD, asdict(self.how))
+        return ScoredDocument.from_tokens(tokens, self.model, "kvzip", asdict(self.how))
 
     def is_scored(self, tokens: list[int]) -> bool:
         """Whether the folder contains their complete scores."""
@@ -51,8 +50,7 @@ class ScoringJob:
     def missing(self, files: Iterable[Path], say: Callable[[str], None]) -> dict[Path, list[int]]:
         """Token ids of the documents without scores. Calls ``say`` with a line for each document that is scored or too short.
 
-        Raises:
-            CommandError: A document cannot be read or tokenized, or all are too short.
+        Raises ``CommandError`` if a document cannot be read or tokenized, or if all are too short.
         """
         found: dict[Path, list[int]] = {}
         files, short = list(files), 0
@@ -66,26 +64,19 @@ class ScoringJob:
             else:
                 found[file] = tokens
         if short == len(files):
-            raise CommandError(
-                f"no document has {MIN_MATCH} tokens with what stands before it, so that nothing was written: pass longer ones"
-            )
+            raise CommandError(f"no document has {MIN_MATCH} tokens with what stands before it, so that nothing was written: pass longer ones")
         return found
 
     def score(self, model: PreTrainedModel, tokens: list[int], progress: Callable[[int], None]) -> Path:
         """Score a document and store the scores. Calls ``progress`` with numbers of computed or repeated tokens."""
-        suffix = self.beginning.suffix(self.tokenizer)
-        scores = reconstruction_scores(model, self._encode, tokens, suffix, self.how, progress)
-        return write(self.out, self.document(tokens), scores)
-
-    def _encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        encode, suffix = partial(self.tokenizer.encode, add_special_tokens=False), self.beginning.suffix(self.tokenizer)
+        return write(self.out, self.document(tokens), reconstruction_scores(model, encode, tokens, suffix, self.how, progress))
 
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    made = argparse.ArgumentParser(
-        prog="python -m sglang_ext.precompress", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    formatter = argparse.RawDescriptionHelpFormatter
+    made = argparse.ArgumentParser("python -m sglang_ext.precompress", description=__doc__, formatter_class=formatter)
     add = made.add_argument
     add("files", nargs="+", type=Path, metavar="FILES", help="documents: text in UTF-8")
     add("--model", required=True, help="Hugging Face folder or name; the one that is served")
@@ -101,12 +92,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace, console: Console) -> None:
-    """Score the documents that are not scored yet.
-
-    Raises:
-        CommandError: An option or a document cannot be used.
-        OptionError: The model's files do not exist, or --out cannot be written.
-    """
+    """Score the documents that are not scored yet. Raises ``CommandError`` or ``OptionError`` for an option or a document that cannot be used."""
     if args.chunk < 1:
         raise CommandError(f"--chunk is {args.chunk}; pass the number of tokens to repeat at once, from 1, for example 2048")
     if args.chat_template and args.prefix_text:

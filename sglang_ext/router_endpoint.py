@@ -18,12 +18,7 @@ MAX_CONCURRENT_REQUESTS = 16
 
 
 class RouterEndpoint(RuntimeEndpoint):
-    """As ``sgl.RuntimeEndpoint``, but with one request per prompt. It also works with a single server.
-
-    Args:
-        base_url: URL of the router.
-        api_key, verify, chat_template_name: See ``sgl.RuntimeEndpoint``.
-    """
+    """As ``sgl.RuntimeEndpoint``, but with one request per prompt. It also works with a single server."""
 
     def _generate_http_request(self, s: StreamExecutor, data: dict[str, Any]) -> Any:
         """Return the response to a request to ``/generate``, or a list of responses, one for each prompt of a list."""

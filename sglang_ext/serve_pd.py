@@ -45,10 +45,7 @@ POLL_SECONDS = 0.5
 
 
 class Router(ServerProcess):
-    """SGLang's router, which distributes requests to the prefill and the decode server on the ports ``servers``.
-
-    ``bootstrap`` is the port of SGLang's bootstrap server.
-    """
+    """SGLang's router for the prefill and the decode server on the ports ``servers``. ``bootstrap``: port of SGLang's bootstrap server."""
 
     def __init__(self, port: int, servers: Sequence[int], bootstrap: int, log: Path) -> None:
         super().__init__("", (), log, port=port, start_timeout=60.0, stop_grace=STOP_GRACE)

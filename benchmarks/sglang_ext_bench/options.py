@@ -1,6 +1,7 @@
 """Parses and checks the options that several commands have."""
 
 import argparse
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,11 @@ def probabilities(text: str, flag: str) -> list[float]:
     if max(found) > 1:
         raise CommandError(f"{flag} {text!r}: pass probabilities up to 1")
     return found
+
+
+def file_name(name: str) -> str:
+    """Turn a server's name into a part of a file name. The name may contain a path, as ``--kv-compressor ./my_method.py:KeyNorm``."""
+    return re.sub(r"[^\w.+-]+", "-", name)
 
 
 def find_repeated_flag(texts: Sequence[str], own: Iterable[str]) -> str | None:

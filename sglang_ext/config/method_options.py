@@ -1,5 +1,8 @@
 """The compression methods that a server offers, of which a request selects one by name: allowed values and combinations, budgets by
-head, and the folders that methods read."""
+head, and the folders that methods read.
+
+The checks raise :class:`~sglang_ext.core.OptionError` with the flag, its value and the remedy.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -82,11 +85,7 @@ def _offers(compressor: str, budget: float, more: str) -> tuple[OfferedMethod, .
 
 
 def methods(args: KVServerArgs) -> tuple[catalogue.MethodSpec, ...]:
-    """The specification of each of :func:`offered_methods`, in the same order, with the flags' bits and partitions.
-
-    Raises:
-        OptionError: A method does not support so many bits, or such partitions.
-    """
+    """The specification of each of :func:`offered_methods`, in the same order, with the flags' bits and partitions."""
     sizes = args.kv_bits, args.kv_partition
     return tuple(catalogue.method(offer.compressor, *(sizes if offer.quant_method else ())) for offer in offered_methods(args))
 
@@ -102,11 +101,7 @@ def shared_quant_method(found: tuple[OfferedMethod, ...]) -> str | None:
 
 
 def resolve(args: KVServerArgs) -> None:
-    """Set the default budget. Refuse methods that the server does not have or cannot combine, and bits that they do not have.
-
-    Raises:
-        OptionError: Names the flag, its value and the remedy.
-    """
+    """Set the default budget. Refuse methods that the server does not have or cannot combine, and bits that they do not have."""
     more = args.kv_more_compressors
     if more is not None and not any(item.strip() for item in more.split(",")):
         raise OptionError(
@@ -138,9 +133,6 @@ def resolve_budget(compressor: str, budget: float | None, flag: str = FIRST, tol
         budget: The requested share. None for the method's default.
         flag: The flag that names the compressor, for messages.
         told: Format of the budget in messages.
-
-    Raises:
-        OptionError: Names the flag, its value and the remedy.
     """
     drops, packs = catalogue.parse(compressor, flag)
     if budget is None:
@@ -161,9 +153,7 @@ def _parsed(item: str) -> OfferedMethod:
     try:
         budget = None if text is None else float(text)
     except ValueError:
-        raise OptionError(
-            f"{MORE} has {item!r}, where {text!r} is no number: pass NAME or NAME:BUDGET, as in snapkv:0.125,kivi"
-        ) from None
+        raise OptionError(f"{MORE} has {item!r}, where {text!r} is no number: pass NAME or NAME:BUDGET, as in snapkv:0.125,kivi") from None
     return OfferedMethod(item, compressor, resolve_budget(compressor, budget, MORE, f"{MORE} has {item!r}, with budget {{}}"))
 
 
@@ -186,11 +176,7 @@ def _check_differs(offer: OfferedMethod, before: tuple[OfferedMethod, ...]) -> N
 
 
 def check_resolved(args: KVServerArgs) -> None:
-    """Refuse methods that hooks or attention cannot serve, after SGLang selected graphs, device and backends.
-
-    Raises:
-        OptionError: Names SGLang's selection, and the remedy.
-    """
+    """Refuse methods that hooks or attention cannot serve, after SGLang selected graphs, device and backends."""
     found = offered_methods(args)
     if catalogue.KVZAP in drop_methods(args) and args.cuda_graph_config.prefill.backend == "tc_piecewise":
         raise OptionError(
@@ -226,9 +212,6 @@ def check_partitions(args: KVServerArgs, head_dim: Callable[[], int | None]) -> 
     Args:
         args: The server's arguments.
         head_dim: Returns the channels of a head. Called only if keys are partitioned. None if not known yet.
-
-    Raises:
-        OptionError: Names the partition, and the allowed ones.
     """
     found = offered_methods(args)
     for packed in (offer for offer in found if offer.quant_method):
@@ -264,11 +247,7 @@ def resolve_head_budgets(args: KVServerArgs) -> None:
 
 
 def check_head_budgets(args: KVServerArgs) -> None:
-    """Refuse uneven heads if attention cannot read them, after SGLang selected device and backends.
-
-    Raises:
-        OptionError: Names SGLang's selection, and the remedy.
-    """
+    """Refuse uneven heads if attention cannot read them, after SGLang selected device and backends."""
     if args.kv_head_budgets == "adaptive":
         model_options.check_compressed_kv_backends(args, "compressed KV of --kv-head-budgets adaptive", "--kv-head-budgets equal")
 
@@ -310,11 +289,7 @@ def method_index(found: tuple[OfferedMethod, ...], custom_params: dict[str, Any]
 
 
 def check_request(args: KVServerArgs, asked: object) -> None:
-    """Refuse a request's :data:`COMPRESSOR_PARAM` that names a method that the server does not have.
-
-    Raises:
-        ValueError: Names the method and those that the server has.
-    """
+    """Refuse a request's :data:`COMPRESSOR_PARAM` that is no method of the server: ``ValueError`` names the server's."""
     found = offered_methods(args)
     if method_index(found, {COMPRESSOR_PARAM: asked}) is None:
         raise ValueError(

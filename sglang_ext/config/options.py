@@ -77,7 +77,8 @@ OFFLOAD_OBSTACLES = (
 
 def offload_obstacle(args: KVServerArgs) -> tuple[str, str]:
     """Why full KV of running requests cannot leave the device, and the remedy. Both are empty if it can."""
-    return next(((render_text(each.why, args), render_text(each.remedy, args)) for each in OFFLOAD_OBSTACLES if each.is_requested(args)), ("", ""))
+    found = (each for each in OFFLOAD_OBSTACLES if each.is_requested(args))
+    return next(((render_text(each.why, args), render_text(each.remedy, args)) for each in found), ("", ""))
 
 
 def can_offload_full_kv(args: KVServerArgs) -> bool:
@@ -94,10 +95,7 @@ def why_full_kv_stays(args: KVServerArgs) -> str | None:
         (args.kv_host_gb, "it moves to host memory when other requests need its slots"),
         (args.disaggregation_mode != "null" and not sent, "it is transferred"),
         (args.disable_radix_cache and not sent, "quantized-only KV needs a prefix tree"),
-        (
-            args.enable_deterministic_inference and args.device != "cpu",
-            "in deterministic mode compressed KV cannot be read together with full KV",
-        ),
+        (args.enable_deterministic_inference and args.device != "cpu", "in deterministic mode compressed KV cannot be read together with full KV"),
     ):
         if kept:
             return why
@@ -111,13 +109,8 @@ def has_progressive_transfer(args: KVServerArgs) -> bool:
 
 def has_early_decoding(args: KVServerArgs) -> bool:
     """Whether requests draft on the anchors of their KV while the residuals arrive from a prefill server."""
-    return (
-        args.kv_mode == "verified"
-        and args.disaggregation_mode == "decode"
-        and args.disaggregation_transfer_backend == BACKEND
-        and args.kv_reference != RAW
-        and args.kv_bench_codec is None
-    )
+    receives = args.disaggregation_mode == "decode" and has_progressive_transfer(args)
+    return receives and args.kv_mode == "verified" and args.kv_reference != RAW and args.kv_bench_codec is None
 
 
 def has_deferred_verification(args: KVServerArgs) -> bool:

@@ -68,13 +68,6 @@ def option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def is_not_default(args: KVServerArgs, name: str) -> bool:
-    """Whether a field differs from its default."""
-    field = type(args).__dataclass_fields__[name]
-    default = field.default_factory() if field.default is dataclasses.MISSING else field.default
-    return getattr(args, name) != default
-
-
 def round_up(minimum: float) -> str:
     """Round up to two digits, for messages: the advised number is never too small."""
     step = 10.0 ** (math.floor(math.log10(minimum)) - 1)
@@ -174,7 +167,7 @@ class Refusal:
     needs_device: bool = False
 
     def check(self, args: KVServerArgs, flag: str, otherwise: str = "") -> None:
-        """Raise if the arguments request the option, or a dependent one.
+        """Refuse arguments that request the option, or a dependent one.
 
         Args:
             args: The server's arguments.
@@ -189,7 +182,9 @@ class Refusal:
             named, why, remedy = (render_text(text, args) for text in (self.option, self.why, self.remedy))
             raise OptionError(f"{combination} {named}: {why}; {remedy}{otherwise}.")
         for name in self.dependent_fields:
-            if is_not_default(args, name):
+            field = type(args).__dataclass_fields__[name]
+            default = field.default_factory() if field.default is dataclasses.MISSING else field.default
+            if getattr(args, name) != default:
                 raise OptionError(
                     f"{combination} {option(name)} ({getattr(args, name)!r}): it is part of {self.option}, which is refused: "
                     f"{self.why}; leave it out, or use --kv-mode full."
@@ -241,7 +236,7 @@ class Flag(Arg):
 
     def __post_init__(self) -> None:
         has_range = any(isinstance(each, Range) for each in self.values)
-        allowed = f" Allowed: {self.allowed}." if has_range else ""
+        allowed = f" Allowed: {one_of(self.values)}." if has_range else ""
         needs = f" Needs {', '.join(self.needs)}." if self.needs else ""
         object.__setattr__(self, "help", self.text + allowed + needs)
         object.__setattr__(self, "choices", None if has_range else list(self.values) or None)
@@ -253,11 +248,6 @@ class Flag(Arg):
         return option(self.name)
 
     @property
-    def allowed(self) -> str:
-        """The allowed values as text."""
-        return one_of(self.values)
-
-    @property
     def needs(self) -> list[str]:
         """The conditions for an effect as texts."""
         return [condition.text for condition in (self.scope, *self.requires) if condition.text]
@@ -267,27 +257,15 @@ class Flag(Arg):
         return getattr(args, self.name) != self.default
 
     def check_value(self, args: KVServerArgs) -> None:
-        """Refuse a value out of range.
-
-        Raises:
-            OptionError: Names the flag, its value and the allowed values.
-        """
+        """Refuse a value out of range, with an :class:`OptionError` that names the allowed values."""
         value = getattr(args, self.name)
-        is_unset = value is None and self.default is None
-        if self.values and not is_unset and not any(each.allows(value) if isinstance(each, Range) else each == value for each in self.values):
+        is_allowed = any(each.allows(value) if isinstance(each, Range) else each == value for each in self.values)
+        if self.values and not is_allowed and (value is not None or self.default is not None):
             example = "" if self.example is None else f", for example {self.example}"
-            raise OptionError(f"{self.option} is {value!r}; pass {self.allowed}{example}, or leave it out")
+            raise OptionError(f"{self.option} is {value!r}; pass {one_of(self.values)}{example}, or leave it out")
 
     def check_conflicts(self, args: KVServerArgs, has_device: bool = False) -> None:
-        """Refuse combinations with the flag, if it is given.
-
-        Args:
-            args: The server's arguments.
-            has_device: True: check only refusals with ``needs_device``. False: check only the others.
-
-        Raises:
-            OptionError: Names the flag, the other option, the reason and the remedy.
-        """
+        """Refuse combinations with the flag, if it is given: those with ``needs_device`` if ``has_device``, else the others."""
         value = getattr(args, self.name)
         otherwise = "" if self.name == "kv_mode" else f", or leave {self.option} out"
         for each in self.conflicts if self.is_given(args) else ():

@@ -1,4 +1,7 @@
-"""Flags of methods that select tokens for each step: how many and how often. For ``spade`` also by which query, and in which process."""
+"""Flags of methods that select tokens for each step: how many and how often. For ``spade`` also by which query, and in which process.
+
+The checks raise :class:`~sglang_ext.core.OptionError` with the flag, its value and the remedy.
+"""
 
 import logging
 import math
@@ -46,7 +49,7 @@ def has_attention_selector(args: KVServerArgs) -> bool:
 
 
 def selects_on_cpu_alone(args: KVServerArgs) -> bool:
-    """Whether the server's method would select tokens on a device other than a CPU, which it cannot."""
+    """Whether the server's method selects tokens on a CPU only, and the device is another."""
     return has_selector(args) and args.device != "cpu" and not is_spade(args) and not has_attention_selector(args)
 
 
@@ -87,11 +90,6 @@ def score_bits(args: KVServerArgs) -> int:
     return RANK_BITS if has_gpu_ranks(args) else EXACT
 
 
-def max_cache_ranks() -> int:
-    """Maximum number of cache ranks here: the cores of this process."""
-    return len(os.sched_getaffinity(0))
-
-
 def has_remote_values(args: KVServerArgs) -> bool:
     """Whether cache ranks also hold values, and send K and V of the selected tokens. Known after SGLang selected the device.
 
@@ -120,12 +118,8 @@ def cache_rank_gpus(args: KVServerArgs) -> list[int]:
 
 
 def resolve(args: KVServerArgs) -> None:
-    """Refuse more cache ranks than cores, and set the budget from the share of selected tokens, before the budget is checked.
-
-    Raises:
-        OptionError: Names the flag, its value and the remedy.
-    """
-    if args.kv_cache_ranks > (cores := max_cache_ranks()):
+    """Refuse more cache ranks than cores, and set the budget from the share of selected tokens, before the budget is checked."""
+    if args.kv_cache_ranks > (cores := len(os.sched_getaffinity(0))):
         raise OptionError(
             f"--kv-cache-ranks is {args.kv_cache_ranks}; each is a process on a core of its own, and there are {cores} cores: pass a whole "
             f"number from 0, for none, to {cores}, for example 1"
@@ -167,11 +161,7 @@ def _check_share(args: KVServerArgs, context: int) -> None:
 
 
 def check_resolved(args: KVServerArgs) -> None:
-    """Refuse more tokens than a context has, and cache ranks that do not fit the model, after SGLang read the model's config.
-
-    Raises:
-        OptionError: Names the option, and the remedy.
-    """
+    """Refuse more tokens than a context has, and cache ranks that do not fit the model, after SGLang read the model's config."""
     if not has_selector(args):
         return
     most, context = max_selected_tokens(args), args.get_model_config().context_len
@@ -193,11 +183,7 @@ def check_resolved(args: KVServerArgs) -> None:
 
 
 def check_gpus(args: KVServerArgs) -> None:
-    """Refuse more cache ranks on GPUs than there are GPUs, and log if one shares the model's. The device must be known.
-
-    Raises:
-        OptionError: Names the GPUs, and the remedy.
-    """
+    """Refuse more cache ranks on GPUs than there are GPUs, and log if one shares the model's. The device must be known."""
     if not has_gpu_ranks(args):
         return
     gpus, found = cache_rank_gpus(args), torch.cuda.device_count()
@@ -239,11 +225,7 @@ def _check_against_model(args: KVServerArgs) -> None:
 
 
 def check_layer_packs(args: KVServerArgs, layers: int) -> None:
-    """Refuse packs of more layers than a model has.
-
-    Raises:
-        OptionError: Names both numbers.
-    """
+    """Refuse packs of more layers than a model has."""
     pack = args.kv_pack_layers
     if ranks(args) and pack != "auto" and pack > layers:
         raise OptionError(f"--kv-pack-layers is {pack}, and the model has {layers} layers: pass a number up to that, or auto")

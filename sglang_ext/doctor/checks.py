@@ -21,7 +21,6 @@ import zmq
 from sglang_ext import serve_pd
 from sglang_ext.config import disaggregation_options, model_folder, model_options, options
 from sglang_ext.config.options import BACKEND
-from sglang_ext.config.selection_options import max_cache_ranks
 from sglang_ext.hooks import activation as hooking
 from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer
 from sglang_ext.managers.cache_rank.protocol import VERSION, Attach, BufferShape, RotaryParameters
@@ -90,17 +89,12 @@ def package_version(package: str) -> str | None:
         return None
 
 
-def check_sglang() -> Check:
-    """Check that SGLang is installed, in the version that the hooks were written for."""
-    found = package_version("sglang")
+def check_packages() -> Iterator[Check]:
+    """Check SGLang, in the version that the hooks were written for, and torch, whose version SGLang's requirements determine."""
+    sglang, torch_version = package_version("sglang"), package_version("torch")
     remedy = f"install sglang=={SGLANG_VERSION}: `make install`"
-    return make_check("SGLang", found == SGLANG_VERSION, found or "not installed", remedy)
-
-
-def check_torch() -> Check:
-    """Check that torch is installed. SGLang's requirements determine its version."""
-    found = package_version("torch")
-    return make_check("torch", found is not None, found or "not installed", INSTALL)
+    yield make_check("SGLang", sglang == SGLANG_VERSION, sglang or "not installed", remedy)
+    yield make_check("torch", torch_version is not None, torch_version or "not installed", INSTALL)
 
 
 def check_entry_point(name: str, group: str, value: str) -> Check:
@@ -286,7 +280,7 @@ def check_cache_ranks(seconds: float = START_SECONDS) -> Check:
     finally:
         if link is not None:
             link.end()
-    return make_check(CACHE_RANKS, ready, f"{started}; up to {max_cache_ranks()}, one per core; {_memory()}; {_devices()}", RANKS_REMEDY)
+    return make_check(CACHE_RANKS, ready, f"{started}; up to {len(os.sched_getaffinity(0))}, one per core; {_memory()}; {_devices()}", RANKS_REMEDY)
 
 
 def _memory() -> str:

@@ -135,17 +135,20 @@ def check_request(
     width = manager.model_config.hidden_size
     if (wrong := next((len(row) for row in obj.input_embeds or () if len(row) != width), None)) is not None:
         raise ValueError(f"input_embeds has a row of {wrong} numbers; this model's tokens have {width} each: pass as many, or leave it out")
-    # If the server does not allow processors, SGLang has refused it already.
-    _check_processor(obj.custom_logit_processor)
-    request_params.check(manager.server_args, params.get("custom_params"), has_processor=bool(obj.custom_logit_processor))
+    if processor := obj.custom_logit_processor:
+        # If the server does not allow processors, SGLang has refused it already.
+        try:
+            CustomLogitProcessor.from_str(processor)
+        except Exception as error:  # whatever unpickling raises
+            raise ValueError(
+                f"custom_logit_processor is {_short(processor)}, which is not a processor ({type(error).__name__}): pass the result of "
+                "its to_str(), or leave it out"
+            ) from None
+    request_params.check(manager.server_args, params.get("custom_params"), has_processor=bool(processor))
 
 
 def check_preferred(args: "KVServerArgs") -> None:
-    """Refuse ``--preferred-sampling-params`` that would be refused in each request that does not override them.
-
-    Raises:
-        OptionError: Names the flag, the error in its value, and the remedy.
-    """
+    """Refuse ``--preferred-sampling-params`` (``OptionError``) that would be refused in each request that does not override them."""
     given = args.preferred_sampling_params
     try:
         params = json.loads(given) if given and isinstance(given, str) else given
@@ -191,20 +194,14 @@ def add_kv_fields(original: Callable, manager, meta_info: dict[str, Any], recv_o
 
 
 def sampling_params_of(manager: "TokenizerManager", obj: GenerateReqInput) -> dict[str, Any]:
-    """The sampling parameters of a request, with the server's preferred ones as defaults.
-
-    Raises:
-        ValueError: They are not an object.
-    """
+    """A request's sampling parameters, with the server's preferred ones as defaults. Raises ``ValueError`` if they are no object."""
     _check_object(obj.sampling_params)
     return {**(manager.preferred_sampling_params or {}), **obj.sampling_params}
 
 
 def _check_object(params: object) -> None:
     if not isinstance(params, dict):
-        raise ValueError(
-            f"sampling_params is {_short(params)}; pass an object, or a list with one object for each prompt of a list"
-        )
+        raise ValueError(f"sampling_params is {_short(params)}; pass an object, or a list with one object for each prompt of a list")
 
 
 @cache
@@ -283,9 +280,7 @@ def _check_room(args: "KVServerArgs", obj: GenerateReqInput, answers: int) -> No
 
 def _check_known(holder: str, name: str, is_known: bool, names: Iterable[str]) -> None:
     if not is_known:
-        raise ValueError(
-            f"{holder} has {_short(name)}, which SGLang does not know: leave it out, or use one of {', '.join(names)}"
-        )
+        raise ValueError(f"{holder} has {_short(name)}, which SGLang does not know: leave it out, or use one of {', '.join(names)}")
 
 
 def _check_type(name: str, value: object, decoder: msgspec.msgpack.Decoder) -> None:
@@ -308,7 +303,14 @@ def _check_sampling_values(params: dict[str, Any], read: SamplingParams, vocabul
         # Without deterministic mode no seed is used.
         _check_range("sampling_params.sampling_seed", read.sampling_seed, -INT64 - 1, INT64)
     _check_stop_tokens(params, vocabulary)
-    _check_patterns(read.stop_regex)
+    for pattern in [read.stop_regex] if isinstance(read.stop_regex, str) else read.stop_regex or ():
+        try:
+            re.compile(pattern)
+        except (re.error, ValueError, OverflowError, RecursionError) as error:
+            raise ValueError(
+                f"sampling_params.stop_regex has {_short(pattern)}, which is not a regular expression ({error}): pass one in the syntax "
+                "of Python's re, or leave it out"
+            ) from None
     _check_bias(read.logit_bias, vocabulary)
 
 
@@ -334,17 +336,6 @@ def _check_stop_tokens(params: dict[str, Any], vocabulary: int) -> None:
         _check_tokens(name, found, vocabulary, "leave it out")
 
 
-def _check_patterns(patterns: str | list[str] | None) -> None:
-    for pattern in [patterns] if isinstance(patterns, str) else patterns or ():
-        try:
-            re.compile(pattern)
-        except (re.error, ValueError, OverflowError, RecursionError) as error:
-            raise ValueError(
-                f"sampling_params.stop_regex has {_short(pattern)}, which is not a regular expression ({error}): pass one in the syntax "
-                "of Python's re, or leave it out"
-            ) from None
-
-
 def _check_bias(bias: dict[str, float] | None, vocabulary: int) -> None:
     for token, value in (bias or {}).items():
         try:
@@ -359,18 +350,6 @@ def _check_bias(bias: dict[str, float] | None, vocabulary: int) -> None:
                 f"sampling_params.logit_bias has {_short(value)} for token {_short(token)}; pass a number from {-MAX_PARAMETER:g} to "
                 f"{MAX_PARAMETER:g}, or leave it out"
             )
-
-
-def _check_processor(processor: str | None) -> None:
-    if not processor:
-        return
-    try:
-        CustomLogitProcessor.from_str(processor)
-    except Exception as error:  # whatever unpickling raises
-        raise ValueError(
-            f"custom_logit_processor is {_short(processor)}, which is not a processor ({type(error).__name__}): pass the result of "
-            "its to_str(), or leave it out"
-        ) from None
 
 
 def _check_tokens(name: str, tokens: list[int], vocabulary: int, remedy: str) -> None:

@@ -59,8 +59,7 @@ def split_body(body: Any) -> tuple[Any, dict[str, Any]]:
 def add_custom_params(obj: "GenerateReqInput") -> None:
     """Add the custom parameters of the HTTP request to a request's ``sampling_params``. Adding them again changes nothing.
 
-    Raises:
-        ValueError: A parameter has another value in ``sampling_params``.
+    Raises ``ValueError`` if a parameter has another value there.
     """
     asked, given = _of_request.get(), obj.sampling_params
     if asked:
@@ -78,11 +77,7 @@ def _add(sampling_params: Any, asked: dict[str, Any]) -> Any:
 
 
 def merge(first: dict[str, Any], second: dict[str, Any], of_second: str, of_first: str) -> dict[str, Any]:
-    """Merge the parameters of two places. ``of_first`` and ``of_second`` name the places in the error message.
-
-    Raises:
-        ValueError: A parameter has different values in them.
-    """
+    """Merge the parameters of two places, with these names in messages. Raises ``ValueError`` if one has different values in them."""
     for key in first.keys() & second.keys():
         if first[key] != second[key]:
             raise ValueError(f"{key} is {first[key]!r} in {of_first} and {second[key]!r} in {of_second}: pass it once")

@@ -91,8 +91,8 @@ class ChunkQueue:
     """Messages of one streamed request that have not entered SGLang's state yet.
 
     Args:
-        deliver: Lets SGLang handle a message of this request. It makes the next chunk.
-        pacer: Decides when messages leave. None: they leave as soon as the client's handler asks for them.
+        deliver: Lets SGLang handle a message, which makes the next chunk.
+        pacer: Decides when messages leave. None: as soon as the client's handler asks for them.
     """
 
     def __init__(self, deliver: Callable[[Outputs], Awaitable[None]], pacer: "Pacer | None") -> None:
@@ -106,14 +106,9 @@ class ChunkQueue:
         self._stall_timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    @property
-    def _delivers_at_once(self) -> bool:
-        """Whether messages are delivered at once, because no client waits for single chunks."""
-        return self._is_closed or self._is_stalled
-
     def take_directly(self) -> bool:
         """Whether the caller may deliver the next message itself, because nothing delays it. The message then counts as delivered."""
-        if self._delivers_at_once:
+        if self._is_closed or self._is_stalled:
             return True
         if self._messages or not self._is_wanted or self._pacer is not None:
             return False
@@ -126,8 +121,8 @@ class ChunkQueue:
         if self._pacer is not None:
             self._pacer.note_arrival(round_number, monotonic())
         reason = message.finished_reasons[0]
-        if self._delivers_at_once or (reason is not None and reason.get("type") == "abort"):
-            await self._deliver_all(but=0)
+        if self._is_closed or self._is_stalled or (reason is not None and reason.get("type") == "abort"):
+            await self._deliver_all()
         else:
             await self._advance()
 
@@ -141,7 +136,7 @@ class ChunkQueue:
         """Deliver all messages, and delay no later ones: the client has disconnected, or has its complete answer."""
         self._is_closed = True
         self._timer = self._stall_timer = _cancel(self._timer, self._stall_timer)
-        await self._deliver_all(but=0)
+        await self._deliver_all()
 
     async def _advance(self) -> None:
         self._timer = _cancel(self._timer)
@@ -150,7 +145,7 @@ class ChunkQueue:
             return
         if not self._messages:
             return
-        await self._deliver_all(but=MAX_QUEUED)
+        await self._deliver_all(MAX_QUEUED)
         if self._pacer is not None:
             now = monotonic()
             delay = self._pacer.next_time(len(self._messages)) - now
@@ -162,8 +157,8 @@ class ChunkQueue:
         await self._deliver(self._messages.popleft())
         self._watch_client()
 
-    async def _deliver_all(self, but: int) -> None:
-        while len(self._messages) > but:
+    async def _deliver_all(self, num_kept: int = 0) -> None:
+        while len(self._messages) > num_kept:
             await self._deliver(self._messages.popleft())
 
     def _watch_client(self) -> None:
@@ -173,7 +168,7 @@ class ChunkQueue:
 
     def _stall(self) -> None:
         self._is_stalled, self._stall_timer = True, None
-        self._run(self._deliver_all(but=0))
+        self._run(self._deliver_all())
 
     def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(coroutine)
@@ -202,7 +197,7 @@ class Pacer:
         self._last_departure = 0.0
 
     def note_arrival(self, round_number: int, now: float) -> None:
-        """A message of round ``round_number`` has arrived at ``now``, in seconds."""
+        """A message of a round has arrived at ``now``, in seconds."""
         if round_number == self._round_number:
             return
         if self._round_number is not None:

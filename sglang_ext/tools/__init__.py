@@ -23,15 +23,7 @@ class CommandError(Exception):
 
 
 def split_flags(texts: Sequence[str], option: str = "flags") -> tuple[str, ...]:
-    """Split texts into flags as a shell does.
-
-    Args:
-        texts: The values of a repeatable option.
-        option: Name of the option in the error message.
-
-    Raises:
-        CommandError: A quote is not closed.
-    """
+    """Split the values of an option into flags as a shell does. Raises ``CommandError``, which names ``option``, for an open quote."""
     found: list[str] = []
     for text in texts:
         try:
@@ -42,11 +34,7 @@ def split_flags(texts: Sequence[str], option: str = "flags") -> tuple[str, ...]:
 
 
 def seconds(text: str) -> float:
-    """Parse a time above 0.
-
-    Raises:
-        ArgumentTypeError: The text is not a number above 0.
-    """
+    """Parse a time above 0. Raises ``ArgumentTypeError`` for another text."""
     try:
         found = float(text)
     except ValueError:
@@ -57,11 +45,7 @@ def seconds(text: str) -> float:
 
 
 def check_folder(flag: str, path: Path) -> None:
-    """Create the folder, and refuse one in which no file can be written.
-
-    Raises:
-        OptionError: With the flag, its value and the remedy.
-    """
+    """Create the folder. Raises ``OptionError`` with the flag and its value if no file can be written in it."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):

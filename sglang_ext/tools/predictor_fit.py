@@ -5,9 +5,11 @@ Each step writes a complete file: the samples of a piece of text, a layer's netw
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -45,11 +47,6 @@ class SamplingConfig:
     seed: int = 0
     how: ReconstructionConfig = field(default_factory=ReconstructionConfig)
 
-    @property
-    def settings(self) -> str:
-        """The settings as JSON with sorted keys."""
-        return json.dumps(asdict(self), sort_keys=True)
-
 
 @dataclass(frozen=True)
 class TextPiece:
@@ -72,14 +69,7 @@ class TextPiece:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Takes samples of texts.
-
-    Attributes:
-        tokenizer: The model's tokenizer.
-        model: The model's key.
-        sampling: The settings.
-        out: The folder of samples.
-    """
+    """Takes samples of texts. ``model`` is the model's key, ``out`` the folder of samples."""
 
     tokenizer: PreTrainedTokenizerBase
     model: str
@@ -87,44 +77,36 @@ class Sampler:
     out: Path
 
     def pieces(self, file: Path) -> list[TextPiece]:
-        """Split a text into pieces.
-
-        Raises:
-            CommandError: It cannot be read.
-        """
+        """Split a text into pieces. Raises ``CommandError`` if it cannot be read."""
         tokens, most = PromptPrefix().tokens(self.tokenizer, read_text(file)), self.sampling.tokens
         parts = (tuple(tokens[begin : begin + most]) for begin in range(0, len(tokens), most))
         return [TextPiece(part, self._path(part)) for part in parts if len(part) >= MIN_TOKENS]
 
     def _path(self, tokens: tuple[int, ...]) -> Path:
-        key = json.dumps([FORMAT, self.model, self.sampling.settings, tokens])
-        return self.out / f"{blake2b(key.encode(), digest_size=16).hexdigest()}.safetensors"
+        settings = json.dumps(asdict(self.sampling), sort_keys=True)
+        return self.out / f"{_short_hash(json.dumps([FORMAT, self.model, settings, tokens]))}.safetensors"
 
     def take(self, model: PreTrainedModel, piece: TextPiece, progress: Callable[[int], None]) -> None:
         """Score a piece and store samples of it. Calls ``progress`` with numbers of computed or repeated tokens.
 
-        Raises:
-            CommandError: The model's layers are of an unknown kind.
+        Raises ``CommandError`` if the model's layers are of an unknown kind.
         """
-        how, settings = self.sampling.how, self.sampling
-        positions = self._positions(piece)
+        how = self.sampling.how
+        # Sampled positions, ascending. Sinks have no score.
+        generator = torch.Generator().manual_seed(self.sampling.seed + int(piece.path.stem[:8], 16))
+        drawn = torch.randperm(len(piece.tokens) - how.sinks, generator=generator)[: self.sampling.samples]
+        positions = drawn.sort().values + how.sinks
         inputs = AttentionInputs(model.config.get_text_config().num_hidden_layers, positions)
-        suffix = PromptPrefix().suffix(self.tokenizer)
-        watch = inputs if settings.target == "kvzip+" else None
+        encode, suffix = partial(self.tokenizer.encode, add_special_tokens=False), PromptPrefix().suffix(self.tokenizer)
+        watch = inputs if self.sampling.target == "kvzip+" else None
         with inputs.record_inputs(model):
-            scores = reconstruction_scores(model, self._encode, list(piece.tokens), suffix, how, progress, watch)
+            scores = reconstruction_scores(model, encode, list(piece.tokens), suffix, how, progress, watch)
         targets = scores[..., positions.to(scores.device)].clamp(min=FLOOR).log().cpu()
         write_checked(piece.path, {"states": inputs.kept(), "targets": targets}, {"format": FORMAT})
 
-    def _positions(self, piece: TextPiece) -> torch.Tensor:
-        """Sampled positions, ascending. Sinks have no score."""
-        generator = torch.Generator().manual_seed(self.sampling.seed + int(piece.path.stem[:8], 16))
-        sinks = self.sampling.how.sinks
-        drawn = torch.randperm(len(piece.tokens) - sinks, generator=generator)[: self.sampling.samples]
-        return drawn.sort().values + sinks
 
-    def _encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False)
+def _short_hash(text: str) -> str:
+    return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def load_layer(paths: list[Path], layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -157,24 +139,13 @@ class TrainingConfig:
     ridge: float = 1e-3
     seed: int = 0
 
-    @property
-    def settings(self) -> str:
-        """The settings as JSON with sorted keys."""
-        return json.dumps(asdict(self), sort_keys=True)
 
-
-@dataclass(frozen=True)
 class Standardizer:
-    """Mean and standard deviation of columns: float32 [columns]."""
+    """Mean and standard deviation, float32 [columns], of the columns of ``values``, [rows, columns]. Constant columns are not scaled."""
 
-    mean: torch.Tensor
-    deviation: torch.Tensor
-
-    @classmethod
-    def of(cls, values: torch.Tensor) -> "Standardizer":
-        """Create from ``values``, [rows, columns]. Constant columns are not scaled."""
+    def __init__(self, values: torch.Tensor) -> None:
         deviation = values.std(dim=0)
-        return cls(values.mean(dim=0), torch.where(deviation > 1e-6, deviation, 1.0))
+        self.mean, self.deviation = values.mean(dim=0), torch.where(deviation > 1e-6, deviation, 1.0)
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
         """``values`` with mean 0 and deviation 1."""
@@ -198,7 +169,7 @@ def train(states: torch.Tensor, targets: torch.Tensor, how: TrainingConfig, laye
         states: float32 [samples, hidden_size].
         targets: float32 [samples, kv_heads].
     """
-    inputs, outputs = Standardizer.of(states), Standardizer.of(targets)
+    inputs, outputs = Standardizer(states), Standardizer(targets)
     if how.network == "linear":
         outer = inputs.before(*outputs.after(*_regression(inputs(states), outputs(targets), how.ridge)))
         found = {"outer": outer[0], "outer_bias": outer[1]}
@@ -221,11 +192,15 @@ def _descend(inputs: torch.Tensor, outputs: torch.Tensor, how: TrainingConfig, l
     """AdamW on batches: weights and biases of both layers."""
     generator = torch.Generator().manual_seed(how.seed + layer)
     sizes = inputs.shape[1], how.width or max(1, inputs.shape[1] // 8), outputs.shape[1]
-    weights = [tensor.to(inputs.device).requires_grad_() for tensor in _first_weights(sizes, generator)]
+    weights = []
+    for before, after in zip(sizes, sizes[1:]):
+        weights += [torch.randn(after, before, generator=generator) / before**0.5, torch.zeros(after)]
+    weights = [tensor.to(inputs.device).requires_grad_() for tensor in weights]
     optimizer = torch.optim.AdamW(weights, lr=how.rate)
     steps = how.epochs * math.ceil(len(inputs) / how.batch)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    for rows in _batches(len(inputs), how, generator):
+    batches = (torch.randperm(len(inputs), generator=generator).split(how.batch) for _ in range(how.epochs))
+    for rows in chain.from_iterable(batches):
         rows = rows.to(inputs.device)
         hidden = gelu(linear(inputs[rows], *weights[:2]))
         loss = mse_loss(linear(hidden, *weights[2:]), outputs[rows])
@@ -234,17 +209,6 @@ def _descend(inputs: torch.Tensor, outputs: torch.Tensor, how: TrainingConfig, l
         optimizer.step()
         schedule.step()
     return [tensor.detach() for tensor in weights]
-
-
-def _first_weights(sizes: tuple[int, int, int], generator: torch.Generator) -> Iterator[torch.Tensor]:
-    for before, after in zip(sizes, sizes[1:]):
-        yield torch.randn(after, before, generator=generator) / before**0.5
-        yield torch.zeros(after)
-
-
-def _batches(samples: int, how: TrainingConfig, generator: torch.Generator) -> Iterator[torch.Tensor]:
-    for _ in range(how.epochs):
-        yield from torch.randperm(samples, generator=generator).split(how.batch)
 
 
 def evaluate(predicted: torch.Tensor, targets: torch.Tensor) -> tuple[float, float]:
@@ -256,12 +220,9 @@ def evaluate(predicted: torch.Tensor, targets: torch.Tensor) -> tuple[float, flo
 
 @dataclass(frozen=True)
 class TextSplit:
-    """The pieces of all texts, divided into a training side and a held-out side. All pieces of a text are on one side.
+    """Files of samples that networks are fitted to, files of samples for evaluation, and the number of texts on the first side.
 
-    Attributes:
-        learned: Files of samples that networks are fitted to.
-        held: Files of samples for evaluation.
-        texts: Number of texts on the training side.
+    All pieces of a text are on one side.
     """
 
     learned: list[Path]
@@ -270,16 +231,10 @@ class TextSplit:
 
 
 def split(texts: list[list[TextPiece]], share: float) -> TextSplit:
-    """Hold out a ``share`` of the texts, at least one, selected by hash.
-
-    Raises:
-        CommandError: Fewer than two texts are long enough.
-    """
+    """Hold out a ``share`` of the texts, at least one, selected by hash. Raises ``CommandError`` if fewer than two are long enough."""
     named = sorted({tuple(sorted(piece.path for piece in pieces)) for pieces in texts if pieces})
     if len(named) < 2:
-        raise CommandError(
-            f"{len(named)} texts have {MIN_TOKENS} tokens or more; one is held out for evaluation: pass at least two"
-        )
+        raise CommandError(f"{len(named)} texts have {MIN_TOKENS} tokens or more; one is held out for evaluation: pass at least two")
     count = min(len(named) - 1, max(1, round(share * len(named))))
     held, learned = ({path for paths in some for path in paths} for some in (named[:count], named[count:]))
     return TextSplit(sorted(learned - held), sorted(held), len(named) - count)
@@ -287,15 +242,7 @@ def split(texts: list[list[TextPiece]], share: float) -> TextSplit:
 
 @dataclass(frozen=True)
 class FitJob:
-    """Fits a predictor to samples.
-
-    Attributes:
-        sampler: The sampler that wrote the samples.
-        training: The training settings.
-        split: Training and held-out samples.
-        layers: Layers of the model.
-        device: Device of the training.
-    """
+    """Fits a predictor to the samples that ``sampler`` wrote, on ``device``, for a model with ``layers`` layers."""
 
     sampler: Sampler
     training: TrainingConfig
@@ -307,9 +254,8 @@ class FitJob:
     def settings(self) -> str:
         """Settings of samples and training, as JSON with sorted keys."""
         names = [[path.name for path in side] for side in (self.split.learned, self.split.held)]
-        texts = blake2b(json.dumps(names).encode(), digest_size=16)
-        parts = {"sampling": json.loads(self.sampler.sampling.settings), "training": json.loads(self.training.settings)}
-        return json.dumps({**parts, "samples": texts.hexdigest()}, sort_keys=True)
+        parts = {"sampling": asdict(self.sampler.sampling), "training": asdict(self.training)}
+        return json.dumps({**parts, "samples": _short_hash(json.dumps(names))}, sort_keys=True)
 
     def run(self, progress: Callable[[], None]) -> Predictor:
         """Fit and return the predictor. Calls ``progress`` after each layer. Layers of an interrupted run are reused."""
@@ -326,18 +272,14 @@ class FitJob:
 
     def _layer(self, layer: int) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Fit a layer. Return its weights, and their evaluation."""
-        name = blake2b(f"{self.sampler.model}/{self.settings}/{layer}".encode(), digest_size=16).hexdigest()
-        path = self.sampler.out / f"layer-{name}.safetensors"
+        path = self.sampler.out / f"layer-{_short_hash(f'{self.sampler.model}/{self.settings}/{layer}')}.safetensors"
         try:
             return read_checked(path)
         except CheckedFileError:
-            tensors = train(*self._samples(self.split.learned, layer), self.training, layer)
+            learned = (tensor.to(self.device) for tensor in load_layer(self.split.learned, layer))
+            tensors = train(*learned, self.training, layer)
             states, targets = load_layer(self.split.held, layer)
             one = Predictor(**{name: tensor[None] for name, tensor in tensors.items()}, fitted=FitRecord("", "", 0, 0, (), ()))
             loss, r2 = evaluate(one(0, states), targets)
             write_checked(path, tensors, {"loss": repr(loss), "r2": repr(r2)})
             return read_checked(path)
-
-    def _samples(self, paths: list[Path], layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        states, targets = load_layer(paths, layer)
-        return states.to(self.device), targets.to(self.device)

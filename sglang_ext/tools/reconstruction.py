@@ -37,8 +37,7 @@ class PromptPrefix:
     def tokens(self, tokenizer: PreTrainedTokenizerBase, document: str) -> list[int]:
         """Token ids of a prompt up to the end of ``document``, tokenized as SGLang tokenizes prompts.
 
-        Raises:
-            CommandError: The chat template changes the document's text, or there is none.
+        Raises ``CommandError`` if the chat template changes the document's text, or if there is none.
         """
         if not self.chat:
             return tokenizer.encode(self.text + document)
@@ -66,11 +65,7 @@ class PromptPrefix:
 
 
 def read_text(path: Path) -> str:
-    """Read a document's text.
-
-    Raises:
-        CommandError: It cannot be read, or is not UTF-8.
-    """
+    """Read a document's text. Raises ``CommandError`` if it cannot be read, or is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -93,11 +88,7 @@ class AttentionInputs:
 
     @contextmanager
     def record_inputs(self, model: PreTrainedModel) -> Iterator[None]:
-        """Record the forwards of ``model``, of one sequence each, inside this context.
-
-        Raises:
-            CommandError: The model's attention layers are not found.
-        """
+        """Record the forwards of ``model``, of one sequence each. Raises ``CommandError`` if its attention layers are not found."""
         layers = attention_layers(model)
         if [layer.layer_idx for layer in layers] != list(range(len(self.norms))):
             raise CommandError(
@@ -201,12 +192,7 @@ class AttentionRecorder:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
     def _largest(
-        self,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        scaling: float,
-        of_query: torch.Tensor | None,
-        of_value: torch.Tensor | None,
+        self, queries: torch.Tensor, keys: torch.Tensor, scaling: float, of_query: torch.Tensor | None, of_value: torch.Tensor | None
     ) -> torch.Tensor:
         """The largest attention over queries and query heads: float32 [kv_heads, tokens of the span].
 
@@ -265,25 +251,17 @@ def reconstruction_scores(
         some = tokens[begin : begin + how.chunk]
         _forward(model, some, cache)
         progress(len(some))
-    for span, asked in _chunks(encode, tokens, suffix, how):
-        watch.span = span
-        _forward(model, asked, cache)
+    for begin in range(how.begin, len(tokens), how.chunk):
+        # The model reads a prompt and the span itself.
+        watch.span = span = range(begin, min(begin + how.chunk, len(tokens)))
+        asked = encode(how.whole_prompt)
+        if begin > how.begin:
+            asked = encode(how.part_prompt) + tokens[max(how.begin, begin - how.lead) : begin]
+        _forward(model, asked + suffix + tokens[span.start : span.stop], cache)
         cache.crop(len(tokens))
         progress(len(span))
     scores[..., : how.sinks] = float("inf")
     return scores
-
-
-def _chunks(
-    encode: Callable[[str], list[int]], tokens: list[int], suffix: list[int], how: ReconstructionConfig
-) -> Iterator[tuple[range, list[int]]]:
-    """Yield spans of the context, and the model's input for each: the prompt and the span itself."""
-    for begin in range(how.begin, len(tokens), how.chunk):
-        span = range(begin, min(begin + how.chunk, len(tokens)))
-        asked = encode(how.whole_prompt)
-        if begin > how.begin:
-            asked = encode(how.part_prompt) + tokens[max(how.begin, begin - how.lead) : begin]
-        yield span, asked + suffix + tokens[span.start : span.stop]
 
 
 def _forward(model: PreTrainedModel, tokens: list[int], cache: DynamicCache) -> None:

@@ -88,10 +88,9 @@ class ServerClient:
             raise ConnectionError(f"the response is incomplete: {error!r}") from error
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Send a POST request with a streaming response. Yield the JSON of each server-sent event when it arrives.
+        """Send a POST request. Yield the JSON of each server-sent event when it arrives. Raises as :meth:`request`.
 
-        Raises:
-            OSError: As for :meth:`request`. A stream that breaks off may also just end.
+        A stream that breaks off may also just end.
         """
         with self._open(path, body) as response:
             for line in response:

@@ -40,11 +40,7 @@ class _UnresolvedArgs(CheckedServerArgs):
 
 
 def check(model: str, servers: Mapping[str, Sequence[str]], max_tokens: int = 0, length_option: str = PROMPT_LENGTH_OPTION) -> None:
-    """Check the flags of several servers. Arguments as for :func:`sglang_ext.tools.server_process.check_servers`.
-
-    Raises:
-        CommandError: Names the server and the flag, with the allowed values and the remedy.
-    """
+    """Check the flags of several servers, as :func:`sglang_ext.tools.server_process.check_servers` in another process."""
     load_plugins()  # as a server does: the plugin's class replaces SGLang's server arguments
     parser = argparse.ArgumentParser(add_help=False)
     CheckedServerArgs.add_cli_args(parser)

@@ -40,11 +40,6 @@ _is_leaving = False
 """Whether a signal is ending this process. Threads then start no further server."""
 
 
-def file_name(name: str) -> str:
-    """Turn a server's name into a part of a file name. The name may contain a path, as ``--kv-compressor ./my_method.py:KeyNorm``."""
-    return re.sub(r"[^\w.+-]+", "-", name)
-
-
 def stop_all() -> None:
     """Stop all servers of this process at once. Running requests fail."""
     servers = list(_started)
@@ -118,17 +113,14 @@ def check_servers(model: str, servers: Mapping[str, Sequence[str]], max_tokens: 
     if problem is not None:
         raise CommandError(f"--model {problem}: pass a Hugging Face folder")
     # Another process imports SGLang, so that the measuring process does not take device memory from the servers.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _silence_warnings) as checker:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as checker:
         checker.submit(_check_flags, model, dict(servers), max_tokens, length_option).result()
 
 
-def _silence_warnings() -> None:
-    """Silence the warnings of the process that checks flags. The servers log the same warnings."""
+def _check_flags(model: str, servers: Mapping[str, Sequence[str]], max_tokens: int, length_option: str) -> None:
+    # The servers log the same warnings.
     warnings.simplefilter("ignore")
     logging.getLogger("sglang_ext").setLevel(logging.ERROR)
-
-
-def _check_flags(model: str, servers: Mapping[str, Sequence[str]], max_tokens: int, length_option: str) -> None:
     from sglang_ext.tools import server_flags
 
     server_flags.check(model, servers, max_tokens, length_option)

@@ -25,7 +25,7 @@ from sglang_ext.config.combinations import (
     SELECTS_FEWER_THAN_ALL,
 )
 from sglang_ext.config.flags import FLAGS, GROUPS
-from sglang_ext.config.rules import IS_NOT_FULL_MODE, Condition, Flag, KVServerArgs, Range, render_text
+from sglang_ext.config.rules import IS_NOT_FULL_MODE, Condition, Flag, KVServerArgs, Range, one_of, render_text
 from sglang_ext.core import OptionError
 
 PREFILL, DECODE = ({"disaggregation_mode": role, "disaggregation_transfer_backend": "progressive"} for role in ("prefill", "decode"))
@@ -145,7 +145,7 @@ def test_a_value_out_of_range_is_refused_with_the_allowed_ones(flag: Flag) -> No
             continue
         with pytest.raises(OptionError) as raised:
             flag.check_value(args)
-        assert str(raised.value).startswith(f"{flag.option} is {value!r}; pass {flag.allowed}")
+        assert str(raised.value).startswith(f"{flag.option} is {value!r}; pass {one_of(flag.values)}")
         if flag.scope is IS_NOT_FULL_MODE:
             with pytest.raises(OptionError, match=f"^{flag.option} is "):
                 flag_checks.check_flags(args)

@@ -136,19 +136,20 @@ def test_make_installs_quietly() -> None:
     assert commands[0].startswith("PIP :=") and "--quiet" in commands[0] and len(commands) > 4
 
 
-def test_hooks_are_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    from sglang_ext.hooks import activation as hooking
-    from sglang_ext.hooks import table as hooks
+def test_hooks_are_told_in_one_line(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.plugins import hook_registry
 
-    registry = logging.getLogger(hooking.REGISTRY)
-    with caplog.at_level(logging.INFO), hooking._only_warnings(hooking.REGISTRY):
-        registry.info("Applied 1 hook(s) to a.target")
-        registry.warning("Multiple hooks")
-    assert caplog.messages == ["Multiple hooks"]
-    caplog.clear()
+    from sglang_ext.hooks import activation as hooking
+
+    def apply_hooks() -> None:
+        hook_registry.logger.info("Applied 1 hook(s) to a.target")
+        hook_registry.logger.warning("Multiple hooks")
+
+    monkeypatch.setattr(hook_registry.HookRegistry, "apply_hooks", apply_hooks)
     with caplog.at_level(logging.INFO):
-        registry.info("of another plugin")
-    assert caplog.messages == ["of another plugin"] and hooks.HOOKS
+        hooking.apply(())
+        hook_registry.logger.info("of another plugin")
+    assert caplog.messages == ["Multiple hooks", "of another plugin"]
 
 
 @command_line.exit_on_refusal
