@@ -15,7 +15,7 @@ from sglang_ext import command_line
 from sglang_ext.config import options
 from sglang_ext.config.flags import FLAGS
 from sglang_ext.config.rules import KVServerArgs
-from sglang_ext.core import RADIX_CACHE_BACKEND, SPECULATIVE_ALGORITHM, HookError, OptionError
+from sglang_ext.core import RADIX_CACHE_BACKEND, SPECULATIVE_ALGORITHM
 
 
 @dataclasses.dataclass
@@ -40,16 +40,13 @@ class CheckedServerArgs(KVServerArgs):
         command_line.shorten_errors(parser)
 
     @classmethod
+    @command_line.exit_on_refusal
     def from_cli_args(cls, args: argparse.Namespace) -> "CheckedServerArgs":
         """Create from a command line. A refused flag or a taken port ends the process (``SystemExit``) with one line and code 2."""
-        try:
-            made = super().from_cli_args(args)
-            if made.kv_mode != "full" and made.node_rank == 0:
-                command_line.check_address(made.host, made.port)
-            return made
-        except (OptionError, HookError) as error:
-            command_line.exit_if_refused(error)
-            raise
+        made = super().from_cli_args(args)
+        if made.kv_mode != "full" and made.node_rank == 0:
+            command_line.check_address(made.host, made.port)
+        return made
 
     def __post_init__(self) -> None:
         """Check the flags, prepare SGLang's own options for the mode, then let SGLang resolve."""

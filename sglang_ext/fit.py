@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
 from sglang_ext.mem_cache.scores.predictor import FitRecord
 from sglang_ext.tools import CommandError, check_folder, exit_code
-from sglang_ext.tools.predictor_fit import FitJob, Sampler, SamplingConfig, TrainingConfig, split
+from sglang_ext.tools.predictor_fit import Sampler, SamplingConfig, TrainingConfig, fit, split
 
 SMALLEST = {"tokens": 128, "samples": 1, "width": 0, "epochs": 1, "seed": 0}
 # Seconds between two lines of one task.
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
                 sampler.take(model, piece, advance)
             del model
         advance = begin("networks", layers, "layers")
-        predictor = FitJob(sampler, training, parts, layers, torch.device(args.device)).run(lambda: advance(1))
+        predictor = fit(sampler, training, parts, layers, torch.device(args.device), lambda: advance(1))
     predictor.write(args.out)
     _print_quality(predictor.fitted, console)
 

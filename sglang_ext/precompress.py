@@ -8,15 +8,14 @@ first token on. Pass the text before documents with --prefix-text or --chat-temp
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sglang_ext.mem_cache.scores.index import MIN_MATCH
 from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
@@ -25,52 +24,12 @@ from sglang_ext.tools import CommandError, check_folder, exit_code
 from sglang_ext.tools.reconstruction import PromptPrefix, ReconstructionConfig, read_text, reconstruction_scores
 
 
-@dataclass(frozen=True)
-class ScoringJob:
-    """Scores documents. Its fields are the settings that scores depend on, in addition to a document's text, and the output folder."""
-
-    tokenizer: PreTrainedTokenizerBase
-    beginning: PromptPrefix
-    how: ReconstructionConfig
-    model: str
-    out: Path
-
-    def document(self, tokens: list[int]) -> ScoredDocument:
-        """The key of the scores of ``tokens``."""
-        return ScoredDocument.from_tokens(tokens, self.model, "kvzip", asdict(self.how))
-
-    def is_scored(self, tokens: list[int]) -> bool:
-        """Whether the folder contains their complete scores."""
-        path = self.out / self.document(tokens).file_name
-        try:
-            return path.exists() and ScoreFile.read(path).scores() is not None
-        except ScoreFileError:
-            return False
-
-    def missing(self, files: Iterable[Path], say: Callable[[str], None]) -> dict[Path, list[int]]:
-        """Token ids of the documents without scores. Calls ``say`` with a line for each document that is scored or too short.
-
-        Raises ``CommandError`` if a document cannot be read or tokenized, or if all are too short.
-        """
-        found: dict[Path, list[int]] = {}
-        files, short = list(files), 0
-        for file in files:
-            tokens = self.beginning.tokens(self.tokenizer, read_text(file))
-            if len(tokens) < MIN_MATCH:
-                short += 1
-                say(f"{file}: left out: {len(tokens)} tokens, servers look for {MIN_MATCH} or more")
-            elif self.is_scored(tokens):
-                say(f"{file}: there already, {len(tokens)} tokens")
-            else:
-                found[file] = tokens
-        if short == len(files):
-            raise CommandError(f"no document has {MIN_MATCH} tokens with what stands before it, so that nothing was written: pass longer ones")
-        return found
-
-    def score(self, model: PreTrainedModel, tokens: list[int], progress: Callable[[int], None]) -> Path:
-        """Score a document and store the scores. Calls ``progress`` with numbers of computed or repeated tokens."""
-        encode, suffix = partial(self.tokenizer.encode, add_special_tokens=False), self.beginning.suffix(self.tokenizer)
-        return write(self.out, self.document(tokens), reconstruction_scores(model, encode, tokens, suffix, self.how, progress))
+def is_scored(path: Path) -> bool:
+    """Whether a file has the complete scores of a document."""
+    try:
+        return path.exists() and ScoreFile.read(path).scores() is not None
+    except ScoreFileError:
+        return False
 
 
 def parser() -> argparse.ArgumentParser:
@@ -103,17 +62,33 @@ def run(args: argparse.Namespace, console: Console) -> None:
     folder = model_folder(args.model, args.revision, download=True)
     beginning = PromptPrefix(args.prefix_text, args.chat_template, args.system)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    work = ScoringJob(tokenizer, beginning, ReconstructionConfig(chunk=args.chunk), model_key(folder), args.out)
-    documents = work.missing(args.files, lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True))
+    how, key = ReconstructionConfig(chunk=args.chunk), model_key(folder)
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    documents: dict[Path, tuple[list[int], ScoredDocument]] = {}
+    short = 0
+    for file in args.files:
+        tokens = beginning.tokens(tokenizer, read_text(file))
+        document = ScoredDocument.from_tokens(tokens, key, "kvzip", asdict(how))
+        if len(tokens) < MIN_MATCH:
+            short += 1
+            say(f"{file}: left out: {len(tokens)} tokens, servers look for {MIN_MATCH} or more")
+        elif is_scored(args.out / document.file_name):
+            say(f"{file}: there already, {len(tokens)} tokens")
+        else:
+            documents[file] = tokens, document
+    if short == len(args.files):
+        raise CommandError(f"no document has {MIN_MATCH} tokens with what stands before it, so that nothing was written: pass longer ones")
     if not documents:
         return
+    encode, suffix = partial(tokenizer.encode, add_special_tokens=False), beginning.suffix(tokenizer)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=args.dtype).to(args.device).eval()
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeRemainingColumn()
     with Progress(*columns, console=console) as progress:
-        for file, tokens in documents.items():
+        for file, (tokens, document) in documents.items():
             # Each token is computed once, and repeated once.
             task = progress.add_task(file.name, total=2 * len(tokens))
-            work.score(model, tokens, lambda count: progress.advance(task, count))
+            advance = partial(progress.advance, task)
+            write(args.out, document, reconstruction_scores(model, encode, tokens, suffix, how, advance))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -66,7 +66,7 @@ async def receive_outputs(original: Callable[..., Awaitable[None]], manager: "To
 
 
 def wait_one_response(
-    original: Callable[..., AsyncGenerator], manager: "TokenizerManager", obj: "GenerateReqInput | EmbeddingReqInput", request: "Request | None" = None
+    original: Callable, manager: "TokenizerManager", obj: "GenerateReqInput | EmbeddingReqInput", request: "Request | None" = None
 ) -> AsyncIterator[dict[str, Any]]:
     """Hook around ``TokenizerManager._wait_one_response``: notifies the queue of a stream when its client asks for the next chunk."""
     chunks = original(manager, obj, request)
@@ -129,17 +129,18 @@ class ChunkQueue:
     async def request_next(self) -> None:
         """Deliver the next message when it has arrived and its pacing time has come."""
         self._is_wanted, self._is_stalled = True, False
-        self._stall_timer = _cancel(self._stall_timer)
+        _cancel(self._stall_timer)
+        self._stall_timer = None
         await self._advance()
 
     async def close(self) -> None:
         """Deliver all messages, and delay no later ones: the client has disconnected, or has its complete answer."""
         self._is_closed = True
-        self._timer = self._stall_timer = _cancel(self._timer, self._stall_timer)
+        _cancel(self._timer, self._stall_timer)
         await self._deliver_all()
 
     async def _advance(self) -> None:
-        self._timer = _cancel(self._timer)
+        _cancel(self._timer)
         if not self._is_wanted:
             self._watch_client()
             return

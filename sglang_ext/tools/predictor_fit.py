@@ -240,46 +240,33 @@ def split(texts: list[list[TextPiece]], share: float) -> TextSplit:
     return TextSplit(sorted(learned - held), sorted(held), len(named) - count)
 
 
-@dataclass(frozen=True)
-class FitJob:
-    """Fits a predictor to the samples that ``sampler`` wrote, on ``device``, for a model with ``layers`` layers."""
+def fit(
+    sampler: Sampler, training: TrainingConfig, parts: TextSplit, layers: int, device: torch.device, progress: Callable[[], None]
+) -> Predictor:
+    """Fit a predictor to the samples that ``sampler`` wrote, on ``device``, for a model with ``layers`` layers.
 
-    sampler: Sampler
-    training: TrainingConfig
-    split: TextSplit
-    layers: int
-    device: torch.device
-
-    @property
-    def settings(self) -> str:
-        """Settings of samples and training, as JSON with sorted keys."""
-        names = [[path.name for path in side] for side in (self.split.learned, self.split.held)]
-        parts = {"sampling": asdict(self.sampler.sampling), "training": asdict(self.training)}
-        return json.dumps({**parts, "samples": _short_hash(json.dumps(names))}, sort_keys=True)
-
-    def run(self, progress: Callable[[], None]) -> Predictor:
-        """Fit and return the predictor. Calls ``progress`` after each layer. Layers of an interrupted run are reused."""
-        networks, loss, r2 = [], [], []
-        for layer in range(self.layers):
-            tensors, metadata = self._layer(layer)
-            networks.append(tensors)
-            loss.append(float(metadata["loss"]))
-            r2.append(float(metadata["r2"]))
-            progress()
-        tokens = sum(len(read_checked(path)[0]["targets"][0, 0]) for path in self.split.learned)
-        fitted = FitRecord(self.sampler.model, self.settings, self.split.texts, tokens, tuple(loss), tuple(r2))
-        return Predictor(**{name: torch.stack([of[name] for of in networks]) for name in networks[0]}, fitted=fitted)
-
-    def _layer(self, layer: int) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """Fit a layer. Return its weights, and their evaluation."""
-        path = self.sampler.out / f"layer-{_short_hash(f'{self.sampler.model}/{self.settings}/{layer}')}.safetensors"
+    Calls ``progress`` after each layer. Layers of an interrupted run are reused.
+    """
+    names = json.dumps([[path.name for path in side] for side in (parts.learned, parts.held)])
+    config = {"sampling": asdict(sampler.sampling), "training": asdict(training), "samples": _short_hash(names)}
+    settings = json.dumps(config, sort_keys=True)
+    networks, loss, r2 = [], [], []
+    for layer in range(layers):
+        path = sampler.out / f"layer-{_short_hash(f'{sampler.model}/{settings}/{layer}')}.safetensors"
         try:
-            return read_checked(path)
+            tensors, metadata = read_checked(path)
         except CheckedFileError:
-            learned = (tensor.to(self.device) for tensor in load_layer(self.split.learned, layer))
-            tensors = train(*learned, self.training, layer)
-            states, targets = load_layer(self.split.held, layer)
+            states, targets = load_layer(parts.learned, layer)
+            tensors = train(states.to(device), targets.to(device), training, layer)
+            states, targets = load_layer(parts.held, layer)
             one = Predictor(**{name: tensor[None] for name, tensor in tensors.items()}, fitted=FitRecord("", "", 0, 0, (), ()))
-            loss, r2 = evaluate(one(0, states), targets)
-            write_checked(path, tensors, {"loss": repr(loss), "r2": repr(r2)})
-            return read_checked(path)
+            error, explained = evaluate(one(0, states), targets)
+            write_checked(path, tensors, {"loss": repr(error), "r2": repr(explained)})
+            tensors, metadata = read_checked(path)
+        networks.append(tensors)
+        loss.append(float(metadata["loss"]))
+        r2.append(float(metadata["r2"]))
+        progress()
+    tokens = sum(len(read_checked(path)[0]["targets"][0, 0]) for path in parts.learned)
+    fitted = FitRecord(sampler.model, settings, parts.texts, tokens, tuple(loss), tuple(r2))
+    return Predictor(**{name: torch.stack([of[name] for of in networks]) for name in networks[0]}, fitted=fitted)
