@@ -15,7 +15,6 @@ from sglang_ext.config.rules import IS_NOT_FULL_MODE, KVServerArgs, option, rend
 from sglang_ext.core import MIN_CONTEXT, OptionError
 from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
 from sglang_ext.managers.kv_transfer.link_settings import LinkError
-from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer
 
 logger = logging.getLogger(__name__)
 
@@ -136,9 +135,15 @@ def _check_chunks(args: KVServerArgs) -> None:
 
 def _warn_of_short_contexts(args: KVServerArgs) -> None:
     """Log if no context that the server accepts is long enough for compression."""
-    shortest = min(_shortest(args, each.quantizer) for each in method_options.methods(args))
+    # Compressed KV has whole pages, and if packed, whole blocks of them.
+    page, lengths = args.page_size or 1, []
+    for quantizer in (each.quantizer for each in method_options.methods(args)):
+        if quantizer is None:
+            lengths.append(max(MIN_CONTEXT, page))
+        else:
+            lengths.append(max(MIN_CONTEXT, quantizer.sinks + math.lcm(quantizer.block, page)) + quantizer.recent)
     # Contexts with at most --kv-select tokens are read whole.
-    least = max(args.kv_sparse_from, shortest, selection_options.max_selected_tokens(args) + 1)
+    least = max(args.kv_sparse_from, min(lengths), selection_options.max_selected_tokens(args) + 1)
     for name in ("context_length", "max_total_tokens"):
         tokens = getattr(args, name)
         if tokens is not None and tokens <= least:
@@ -146,14 +151,6 @@ def _warn_of_short_contexts(args: KVServerArgs) -> None:
                 "sglang-ext: %s is %d, and a context is compressed from %d tokens on: no request is%s; pass more, or leave it out",
                 option(name), tokens, least, ", and nothing is drafted" if args.kv_mode == "verified" else "",
             )  # fmt: skip
-
-
-def _shortest(args: KVServerArgs, quantizer: Quantizer | None) -> int:
-    """Tokens of the shortest context that is compressed. Compressed KV has whole pages, and if packed, whole blocks of them."""
-    page = args.page_size or 1
-    if quantizer is None:
-        return max(MIN_CONTEXT, page)
-    return max(MIN_CONTEXT, quantizer.sinks + math.lcm(quantizer.block, page)) + quantizer.recent
 
 
 def _check_least_host_memory(args: KVServerArgs) -> None:

@@ -17,7 +17,7 @@ from rich.table import Column, Table
 from sglang_ext.config import options
 from sglang_ext.doctor.checks import (
     CACHE_RANKS, INSTALL, PLATFORM, PLATFORM_GROUP, PLUGIN, PLUGIN_GROUP, Check, check_attention_backends, check_cache_ranks, check_device,
-    check_entry_point, check_hooks, check_kernels, check_model, check_not_filtered, check_packages, check_python, check_router,
+    check_entry_point, check_hooks, check_kernels, check_model, check_not_filtered, check_python, check_router, check_sglang, check_torch,
     check_transfer, make_check, one_line, package_version,
 )  # fmt: skip
 
@@ -35,7 +35,7 @@ def check_modes(others: Iterable[Check]) -> Check:
 def examine(model: str | None = None) -> list[Check]:
     """Run all checks, in the order of the report. Checks that need SGLang run only if it is installed."""
     wanted: list[tuple[str, Callable[[], Check | Iterable[Check]]]] = [
-        *(("Python", check_python), ("packages", check_packages)),
+        *(("Python", check_python), ("SGLang", check_sglang), ("torch", check_torch)),
         ("plugin", lambda: check_entry_point("plugin", PLUGIN_GROUP, PLUGIN)),
         ("platform", lambda: check_entry_point("platform", PLATFORM_GROUP, PLATFORM)),
         ("plugin selection", check_not_filtered),

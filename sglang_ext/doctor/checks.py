@@ -89,12 +89,16 @@ def package_version(package: str) -> str | None:
         return None
 
 
-def check_packages() -> Iterator[Check]:
-    """Check SGLang, in the version that the hooks were written for, and torch, whose version SGLang's requirements determine."""
-    sglang, torch_version = package_version("sglang"), package_version("torch")
-    remedy = f"install sglang=={SGLANG_VERSION}: `make install`"
-    yield make_check("SGLang", sglang == SGLANG_VERSION, sglang or "not installed", remedy)
-    yield make_check("torch", torch_version is not None, torch_version or "not installed", INSTALL)
+def check_sglang() -> Check:
+    """Check that SGLang is installed, in the version that the hooks were written for."""
+    found = package_version("sglang")
+    return make_check("SGLang", found == SGLANG_VERSION, found or "not installed", f"install sglang=={SGLANG_VERSION}: `make install`")
+
+
+def check_torch() -> Check:
+    """Check that torch is installed. SGLang's requirements determine its version."""
+    found = package_version("torch")
+    return make_check("torch", found is not None, found or "not installed", INSTALL)
 
 
 def check_entry_point(name: str, group: str, value: str) -> Check:

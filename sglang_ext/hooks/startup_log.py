@@ -1,7 +1,7 @@
 """Log lines of a server that is ready: mode, method, and its address with a request to paste."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sglang_ext.command_line import sample_request
@@ -83,20 +83,16 @@ def _describe_budget(args: "KVServerArgs", offer: OfferedMethod) -> str:
         found.append(f"{catalogue.code_bits(offer.quant_method, args.kv_bits)} bits")
         partition = catalogue.partition_size(offer.quant_method, args.kv_partition)
         found += [] if partition is None else [f"partitions of {partition}"]
-    return ", ".join([*found, *_describe_selector(args, offer)])
-
-
-def _describe_selector(args: "KVServerArgs", offer: OfferedMethod) -> Iterator[str]:
-    """Non-default settings of a method that selects tokens for each step. None for a server that only prefills, which selects nothing."""
+    # A server that only prefills selects nothing.
     if offer.drop_method not in catalogue.per_step_methods() or args.disaggregation_mode == "prefill":
-        return
+        return ", ".join(found)
     if selection_interval(args) > 1:
-        yield f"every {selection_interval(args)} steps"
-    if offer.drop_method != catalogue.SPADE:
-        return
-    if args.kv_select_by != CurrentQuery.name:
-        yield f"by {args.kv_select_by} queries"
-    if (bits := score_bits(args)) != EXACT:
-        yield f"keys in {bits} bits"
-    if count := ranks(args):
-        yield f"{count} cache rank{'s' * (count > 1)}"
+        found.append(f"every {selection_interval(args)} steps")
+    if offer.drop_method == catalogue.SPADE:
+        if args.kv_select_by != CurrentQuery.name:
+            found.append(f"by {args.kv_select_by} queries")
+        if (bits := score_bits(args)) != EXACT:
+            found.append(f"keys in {bits} bits")
+        if count := ranks(args):
+            found.append(f"{count} cache rank{'s' * (count > 1)}")
+    return ", ".join(found)

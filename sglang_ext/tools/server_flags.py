@@ -74,7 +74,10 @@ def _refuse(message: str) -> NoReturn:
 
 def _check_length(model: Path, name: str, args: CheckedServerArgs, max_tokens: int, length_option: str) -> None:
     """Refuse requests longer than the server's context, if the context is known."""
-    context = args.context_length or _context_length(model, args)
+    context = args.context_length
+    if not context:
+        config = _config(model) if args.json_model_override_args == "{}" else {}
+        context = None if config.get("rope_scaling") else config.get("max_position_embeddings")
     if context is not None and max_tokens > context - RESERVED_TOKENS:
         raise CommandError(
             f"the server {name} serves prompts of up to {context - RESERVED_TOKENS} tokens with their outputs, and the longest has {max_tokens}: "
@@ -86,12 +89,6 @@ def _check_length(model: Path, name: str, args: CheckedServerArgs, max_tokens: i
 def _config(model: Path) -> dict[str, Any]:
     """Read ``config.json`` of a model folder. Returns an empty dictionary if there is no such file."""
     return read_config(model) if (model / "config.json").is_file() else {}
-
-
-def _context_length(model: Path, args: CheckedServerArgs) -> int | None:
-    """Tokens of the model's longest context. None if only the server can determine it."""
-    config = _config(model) if args.json_model_override_args == "{}" else {}
-    return None if config.get("rope_scaling") else config.get("max_position_embeddings")
 
 
 def _head_dim(model: Path) -> int | None:
