@@ -11,7 +11,6 @@ import argparse
 import importlib.util
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from sglang_ext.command_line import sample_request
 from sglang_ext.tools import LAST_PORT, ROLES, CommandError, seconds, split_flags
-from sglang_ext.tools.server_client import HEALTH_SECONDS, HOST, free_port
+from sglang_ext.tools.server_client import HEALTH_SECONDS, HOST, free_port, is_taken
 from sglang_ext.tools.server_process import ServerProcess, check_servers, leave_on_signals, stop_all, stop_together
 
 ROUTER = "sglang_router"
@@ -116,11 +115,7 @@ def check_ports(first: int) -> None:
 
 def find_taken_port(first: int) -> int | None:
     """Return the lowest used port of the four from ``first`` on. None if all are free."""
-    for port in range(first, first + PORTS):
-        with socket.socket() as probe:
-            if probe.connect_ex((HOST, port)) == 0:
-                return port
-    return None
+    return next((port for port in range(first, first + PORTS) if is_taken(port)), None)
 
 
 def check(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:

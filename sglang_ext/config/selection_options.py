@@ -15,8 +15,8 @@ from sglang_ext.config import options
 from sglang_ext.config.rules import KVServerArgs, round_up
 from sglang_ext.core import MIN_CONTEXT, OptionError
 from sglang_ext.mem_cache.compressors import Compressor, catalogue
-from sglang_ext.mem_cache.selection.scoring_keys import EXACT, KeySpec
 from sglang_ext.mem_cache.selection.predictors import query_predictor
+from sglang_ext.mem_cache.selection.scoring_keys import EXACT, KeySpec
 
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressors.spade import Spade

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from sglang_ext.command_line import sample_request
 from sglang_ext.config.method_options import OfferedMethod, offered_methods
 from sglang_ext.config.options import BACKEND, QUANTIZED
-from sglang_ext.config.selection_options import selection_interval, ranks, score_bits, max_selected_tokens, has_selector
+from sglang_ext.config.selection_options import has_selector, max_selected_tokens, ranks, score_bits, selection_interval
 from sglang_ext.mem_cache.compressors import catalogue
-from sglang_ext.mem_cache.selection.scoring_keys import EXACT
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery
+from sglang_ext.mem_cache.selection.scoring_keys import EXACT
 
 if TYPE_CHECKING:
     from sglang_ext.config.rules import KVServerArgs

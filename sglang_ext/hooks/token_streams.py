@@ -94,16 +94,13 @@ def send_unstreamed(original: Callable, accumulator: "_GenerationStreamAccumulat
     interval = accumulator.default_force_stream_interval
     # SGLang cannot check whether the tokens are the beginning of a match of a stop_regex. These requests keep SGLang's rule.
     if req.output_ids and not (req.stream or req.finished() or req.sampling_params.stop_regex_strs):
+        num_sent, num_tokens = req.send_token_offset, len(req.output_ids)
+        passes = num_sent == 0 or num_tokens // interval > num_sent // interval
+        # New tokens wait while they may be the beginning of a stop string, which the answer leaves out.
+        is_sent = passes and not req.check_match_stop_str_prefix()
         # An interval of one token sends now. An interval longer than the answer does not.
-        accumulator.default_force_stream_interval = 1 if _passes_interval(req, interval) else len(req.output_ids) + 1
+        accumulator.default_force_stream_interval = 1 if is_sent else num_tokens + 1
     try:
         original(accumulator, req=req)
     finally:
         accumulator.default_force_stream_interval = interval
-
-
-def _passes_interval(req: "Req", interval: int) -> bool:
-    """Whether the new tokens are sent. They wait while they may be the beginning of a stop string, which the answer leaves out."""
-    num_sent, num_tokens = req.send_token_offset, len(req.output_ids)
-    passes = num_sent == 0 or num_tokens // interval > num_sent // interval
-    return passes and not req.check_match_stop_str_prefix()

@@ -14,10 +14,10 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from sglang_ext.config.combinations import CACHES, PARALLELISM, REFUSALS
 from sglang_ext.config.disaggregation_options import PROGRESSIVE, ROLES
 from sglang_ext.config.flags import FLAGS, GROUPS
 from sglang_ext.config.options import MODES
-from sglang_ext.config.combinations import CACHES, PARALLELISM, REFUSALS
 from sglang_ext.config.rules import Flag, Refusal, one_of, option
 from sglang_ext.mem_cache.compressors import catalogue
 

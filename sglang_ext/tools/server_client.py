@@ -40,6 +40,12 @@ def free_port() -> int:
     raise CommandError("tried 100 ports of 10000 to 32767, and all are taken: pass --port with a free one")
 
 
+def is_taken(port: int) -> bool:
+    """Whether a process listens on this port of the loopback interface."""
+    with socket.socket() as probe:
+        return probe.connect_ex((HOST, port)) == 0
+
+
 class ServerClient:
     """Sends requests to a server on a port of this machine.
 

@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ from typing import IO
 
 from sglang_ext.config import model_folder
 from sglang_ext.tools import PROMPT_LENGTH_OPTION, CommandError
-from sglang_ext.tools.server_client import HOST, ServerClient, free_port
+from sglang_ext.tools.server_client import HOST, ServerClient, free_port, is_taken
 
 TAIL_LINES = 25
 """Last lines of a log in an error message."""
@@ -185,11 +184,10 @@ class ServerProcess(ServerClient):
         """Start the server without waiting until it is healthy. Call :meth:`stop` afterwards."""
         if _is_leaving:
             raise CommandError("the benchmark was interrupted and starts no further server; run it again for the rest")
-        with socket.socket() as probe:
-            if probe.connect_ex((HOST, self.port)) == 0:
-                raise CommandError(
-                    f"port {self.port} is taken, and requests would reach the other server: pass --port with a free port, or 0 for any free one"
-                )
+        if is_taken(self.port):
+            raise CommandError(
+                f"port {self.port} is taken, and requests would reach the other server: pass --port with a free port, or 0 for any free one"
+            )
         # The server appends to the log, so that truncating the file during the run leaves no hole.
         self.log.write_bytes(b"")
         with self.log.open("ab") as log:
