@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, TypeVar
 
 from sglang_ext.config import options, selection_options
 from sglang_ext.config.method_options import offered_methods
-from sglang_ext.config.prefill_options import QUANTIZED
+from sglang_ext.config.options import QUANTIZED
 from sglang_ext.managers.spec_decode.full_kv import ResidentFullKV
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from sglang_ext.arguments import KVServerArgs
+    from sglang_ext.config.rules import KVServerArgs
     from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet
     from sglang_ext.layers.forward import AttentionOverrides
     from sglang_ext.managers.kv_offload.offloaded_full_kv import OffloadedFullKV

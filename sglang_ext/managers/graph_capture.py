@@ -19,7 +19,7 @@ from sglang_ext.mem_cache.compressed.queries import QueryWindows
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from sglang_ext.arguments import KVServerArgs
+    from sglang_ext.config.rules import KVServerArgs
     from sglang_ext.layers.attention.verify_attention import VerifyAttention
     from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet
 

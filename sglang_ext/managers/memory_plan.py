@@ -24,7 +24,7 @@ from sglang_ext.mem_cache.selection.scoring_keys import KeySpec
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from sglang_ext.arguments import KVServerArgs
+    from sglang_ext.config.rules import KVServerArgs
     from sglang_ext.mem_cache.compressors.each_step.quest import Quest
 
 

@@ -10,7 +10,7 @@ from sglang_ext.core import FALLBACK_REASONS
 if TYPE_CHECKING:
     from prometheus_client.metrics import MetricWrapperBase
 
-    from sglang_ext.arguments import KVServerArgs
+    from sglang_ext.config.rules import KVServerArgs
     from sglang_ext.managers.spec_decode.cost_model import RoundTimes
     from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 

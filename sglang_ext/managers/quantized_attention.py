@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang_ext.config import options
-from sglang_ext.config.prefill_options import QUANTIZED
+from sglang_ext.config.options import QUANTIZED
 from sglang_ext.core import RequestState
 from sglang_ext.layers.attention.quantized_prefill import QuantizedExtend, QuantizedPrefill
 from sglang_ext.layers.kernels.packed import integer_prefill

@@ -21,7 +21,7 @@ from sglang_ext.mem_cache.compressors.catalogue import KVZAP, KVZIP, MethodSpec,
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from sglang_ext.arguments import KVServerArgs
+    from sglang_ext.config.rules import KVServerArgs
     from sglang_ext.mem_cache.compressed.key_derived_data import KeyDerivedData
     from sglang_ext.mem_cache.compressed.rotary import Rotary
     from sglang_ext.mem_cache.compressed.slot_scores import SlotScores

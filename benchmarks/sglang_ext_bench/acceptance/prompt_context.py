@@ -16,12 +16,7 @@ from sglang_ext.mem_cache.compressors import LayerKV
 from sglang_ext.mem_cache.compressors.expected_attention import ExpectedAttention
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
 from sglang_ext.mem_cache.scores.predictor import Predictor
-from sglang_ext.tools.precompress.reconstruction import AttentionInputs, attention_layers
-from sglang_ext.tools.precompress.job import PromptPrefix
-from sglang_ext.tools.precompress.reconstruction import (
-    ReconstructionConfig,
-    reconstruction_scores,
-)
+from sglang_ext.tools.reconstruction import AttentionInputs, PromptPrefix, ReconstructionConfig, attention_layers, reconstruction_scores
 from sglang_ext_bench.acceptance.inputs import DEFAULT_ATTENTION
 from sglang_ext_bench.prompts import Tokenizer
 

@@ -8,10 +8,9 @@ from typing import Any
 
 from sglang_ext.managers.kv_transfer import timeline
 from sglang_ext.managers.kv_transfer.timeline import TransferEvent
-from sglang_ext.tools import ROLES, CommandError
+from sglang_ext.tools import ROLES, CommandError, split_flags
 from sglang_ext.tools.server_process import check_servers
 from sglang_ext_bench import report
-from sglang_ext.tools.options import split_flags
 from sglang_ext_bench.jobs.options import (
     AUTO,
     add_arguments,

@@ -5,8 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from sglang_ext.core import PLAIN_STEPS
-from sglang_ext.tools import CommandError
-from sglang_ext.tools.options import split_flags
+from sglang_ext.tools import CommandError, split_flags
 from sglang_ext_bench.baselines import SELECTORS, served_method
 from sglang_ext_bench.options import numbers
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from sglang_ext.config.model_folder import read_config
-from sglang_ext.tools.server_process import check_servers, file_name
+from sglang_ext.tools.server_process import check_servers
+from sglang_ext_bench.options import file_name, numbers
 from sglang_ext_bench import report
 from sglang_ext_bench.longcot import flops, overlap, packs, results, serving
 from sglang_ext_bench.longcot.arms import (
@@ -24,7 +25,6 @@ from sglang_ext_bench.longcot.arms import (
 from sglang_ext_bench.longcot.flops import ModelShape, token_flops
 from sglang_ext_bench.longcot.options import add_arguments, check_options
 from sglang_ext_bench.longcot.serving import LongcotSummary
-from sglang_ext_bench.options import numbers
 from sglang_ext_bench.prompts import load_prompts, load_tokenizer
 from sglang_ext_bench.speed import settings
 from sglang_ext_bench.prompts import make_prompts

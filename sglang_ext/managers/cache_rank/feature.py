@@ -47,7 +47,7 @@ from sglang_ext.mem_cache.selection.scoring_keys import EXACT, KeySpec
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-    from sglang_ext.arguments import KVServerArgs
+    from sglang_ext.config.rules import KVServerArgs
     from sglang_ext.managers.memory_plan import MemoryPlanner
     from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.metrics import MetricWrapperBase
 
-    from sglang_ext.arguments import KVServerArgs
+    from sglang_ext.config.rules import KVServerArgs
 
 Role = Literal["prefill", "decode"]
 # An unsplit page is sent in the stream of anchors, without a residual.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.utils import GenerationBatchResult
 
-    from sglang_ext.arguments import KVServerArgs
+    from sglang_ext.config.rules import KVServerArgs
 
 # SGLang's seed, under --enable-deterministic-inference, for requests without one.
 STOCK_DEFAULT_SEED = 42

@@ -17,9 +17,7 @@ from sglang_ext.mem_cache.compressors.expected_attention import ExpectedAttentio
 from sglang_ext.mem_cache.compressors.sink_recent import SinkRecent
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
 from sglang_ext.mem_cache.scores.predictor import FitRecord, Predictor
-from sglang_ext.tools.precompress.reconstruction import AttentionInputs
-from sglang_ext.tools.precompress.job import PromptPrefix
-from sglang_ext.tools.precompress.reconstruction import ReconstructionConfig, reconstruction_scores
+from sglang_ext.tools.reconstruction import AttentionInputs, PromptPrefix, ReconstructionConfig, reconstruction_scores
 
 TOKENS, CHUNK = 192, 100
 BUDGETS = (0.5, 0.25, 0.125)

@@ -7,7 +7,7 @@ import torch
 from argument_helpers import arguments
 from test_views import make_views
 
-from sglang_ext.tools.server_process import file_name
+from sglang_ext_bench.options import file_name
 from sglang_ext.config import method_options, request_params
 from sglang_ext.core import OptionError, RequestState
 from sglang_ext.managers.spec_decode.request_states import meta_info_fields, write_counters

@@ -7,12 +7,9 @@ from transformers import AutoModelForCausalLM
 
 from sglang_ext.core import OptionError
 from sglang_ext import fit as fit_command
-from sglang_ext.tools.fit import job
-from sglang_ext.tools.fit import samples
-from sglang_ext.tools.fit import progress
+from sglang_ext.tools import predictor_fit
 from sglang_ext.fit import main
-from sglang_ext.tools.fit.samples import load_layer
-from sglang_ext.tools.fit.training import TrainingConfig, evaluate, train
+from sglang_ext.tools.predictor_fit import TrainingConfig, evaluate, load_layer, train
 from sglang_ext.mem_cache.scores.model_key import model_key
 from sglang_ext.mem_cache.scores.predictor import FILE, FitRecord, Predictor
 
@@ -47,7 +44,7 @@ def test_scores_that_are_a_linear_map_of_the_states_are_found_again(tiny, texts,
         found[..., inputs.positions] = (inputs.kept() @ known.t() - 5).transpose(1, 2).exp()
         return found
 
-    monkeypatch.setattr(samples, "reconstruction_scores", torch.no_grad()(scores))
+    monkeypatch.setattr(predictor_fit, "reconstruction_scores", torch.no_grad()(scores))
     assert fit(tiny, tmp_path / "out", "--network", network, "--samples", "240", "--epochs", "200", "--width", "48", *texts) == 0
     predictor = Predictor.read(tmp_path / "out", model_key(tiny))
     assert (predictor.layers, predictor.kv_heads, predictor.hidden_size) == (2, 2, 64)
@@ -66,8 +63,8 @@ def test_an_mlp_learns_what_no_linear_map_gives():
 
 
 def test_samples_are_the_states_and_the_logarithms_of_the_scores_of_the_same_tokens(tiny, texts, tmp_path, monkeypatch):
-    original, seen = samples.reconstruction_scores, []
-    monkeypatch.setattr(samples, "reconstruction_scores", lambda *a: seen.append((a[2], original(*a))) or seen[-1][1])
+    original, seen = predictor_fit.reconstruction_scores, []
+    monkeypatch.setattr(predictor_fit, "reconstruction_scores", lambda *a: seen.append((a[2], original(*a))) or seen[-1][1])
     assert fit(tiny, tmp_path / "out", *texts) == 0
     model, inputs = AutoModelForCausalLM.from_pretrained(tiny), []
     attention = model.model.layers[1].self_attn
@@ -86,7 +83,7 @@ def test_samples_are_the_states_and_the_logarithms_of_the_scores_of_the_same_tok
 
 @pytest.mark.parametrize(("name", "call"), [("reconstruction_scores", 2), ("train", 2)])
 def test_an_interrupted_fit_goes_on_to_the_same_folder_as_one_that_was_not(tiny, texts, tmp_path, monkeypatch, name, call):
-    module = samples if name == "reconstruction_scores" else job
+    module = predictor_fit
     original, calls = getattr(module, name), []
 
     def interrupted(*arguments):
@@ -172,7 +169,7 @@ def test_a_fit_that_predicts_nothing_is_warned_of(capsys, r2, words):
 
 
 def test_without_a_terminal_lines_tell_how_far_it_is(tiny, texts, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(progress, "EVERY", 0.0)
+    monkeypatch.setattr(fit_command, "EVERY", 0.0)
     assert fit(tiny, tmp_path / "out", *texts) == 0
     told = capsys.readouterr().err.splitlines()
     for name, last in (("scores of texts", "tokens"), ("networks", "2 of 2 layers")):
@@ -183,8 +180,8 @@ def test_without_a_terminal_lines_tell_how_far_it_is(tiny, texts, tmp_path, caps
 
 def test_lines_come_now_and_then(capsys, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    with progress.show_progress(Console(stderr=True, width=200)) as begin:
+    monkeypatch.setattr(fit_command.time, "monotonic", lambda: now[0])
+    with fit_command.show_progress(Console(stderr=True, width=200)) as begin:
         advance = begin("scores", 100, "tokens")
         for _ in range(100):
             now[0] += 1.0

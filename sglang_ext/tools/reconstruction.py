@@ -1,23 +1,75 @@
 """Scores how much the model attends to each token of a context while it repeats it (KVzip, Kim et al. 2025, arXiv 2505.23416).
 
-:class:`AttentionInputs` records the inputs of a transformers model's attention layers while the model runs.
+:class:`PromptPrefix` tokenizes a document as it begins prompts. :class:`AttentionInputs` records the inputs of a transformers model's
+attention layers while the model runs.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    DynamicCache,
-    PreTrainedModel,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from sglang_ext.tools.precompress import PrecompressError
+from sglang_ext.tools import CommandError
+
+# Placeholder for a document when the chat template's text is examined.
+MARK = "A document."
+
+
+@dataclass(frozen=True)
+class PromptPrefix:
+    """The text before a document in prompts.
+
+    Attributes:
+        text: The text, with ``chat`` False.
+        chat: Whether the document begins the user's message, in the model's chat template.
+        system: The system message in the template. None for the template's own.
+    """
+
+    text: str = ""
+    chat: bool = False
+    system: str | None = None
+
+    def tokens(self, tokenizer: PreTrainedTokenizerBase, document: str) -> list[int]:
+        """Token ids of a prompt up to the end of ``document``, tokenized as SGLang tokenizes prompts.
+
+        Raises ``CommandError`` if the chat template changes the document's text, or if there is none.
+        """
+        if not self.chat:
+            return tokenizer.encode(self.text + document)
+        rendered = self._rendered(tokenizer, document)
+        # Templates may strip a message.
+        found = rendered.rfind(document.strip())
+        if found < 0:
+            raise CommandError("the chat template changes the document's text: pass what stands before it as --prefix-text")
+        return tokenizer.encode(rendered[: found + len(document.strip())], add_special_tokens=False)
+
+    def suffix(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """Token ids between a question and the model's answer. A line break if prompts have no template."""
+        if tokenizer.chat_template is None:
+            return tokenizer.encode("\n", add_special_tokens=False)
+        rendered = self._rendered(tokenizer, MARK, answer=True)
+        return tokenizer.encode(rendered[rendered.rindex(MARK) + len(MARK) :], add_special_tokens=False)
+
+    def _rendered(self, tokenizer: PreTrainedTokenizerBase, message: str, answer: bool = False) -> str:
+        if tokenizer.chat_template is None:
+            raise CommandError("--chat-template is given, but the model's tokenizer has none: use --prefix-text")
+        messages = [{"role": "user", "content": message}]
+        if self.system is not None:
+            messages.insert(0, {"role": "system", "content": self.system})
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer)
+
+
+def read_text(path: Path) -> str:
+    """Read a document's text. Raises ``CommandError`` if it cannot be read, or is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"{path} cannot be read: {error}; pass files of text in UTF-8") from error
 
 
 class AttentionInputs:
@@ -36,14 +88,10 @@ class AttentionInputs:
 
     @contextmanager
     def record_inputs(self, model: PreTrainedModel) -> Iterator[None]:
-        """Record the forwards of ``model``, of one sequence each, inside this context.
-
-        Raises:
-            PrecompressError: The model's attention layers are not found.
-        """
+        """Record the forwards of ``model``, of one sequence each. Raises ``CommandError`` if its attention layers are not found."""
         layers = attention_layers(model)
         if [layer.layer_idx for layer in layers] != list(range(len(self.norms))):
-            raise PrecompressError(
+            raise CommandError(
                 f"{type(model).__name__} has {len(layers)} attention layers that are known as such, its config says "
                 f"{len(self.norms)}: use a decoder whose layers all have attention"
             )
@@ -73,21 +121,13 @@ def attention_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def output_norms(module: torch.nn.Module, values: torch.Tensor) -> torch.Tensor:
-    """The weight of values in a layer's output, the norm of ``W_O v``: float32 [kv_heads, group, tokens].
-
-    Args:
-        module: The attention layer.
-        values: [kv_heads, tokens, head_dim].
-
-    Raises:
-        PrecompressError: The linear map of its output is not found.
-    """
+    """The weight of values, [kv_heads, tokens, head_dim], in a layer's output, the norm of ``W_O v``: float32 [kv_heads, group, tokens]."""
     kv_heads, _, dim = values.shape
     width = kv_heads * module.num_key_value_groups * dim
     # The output's map comes last. A map of queries may have the same shape.
     maps = [child for child in module.children() if isinstance(child, torch.nn.Linear) and child.in_features == width]
     if not maps:
-        raise PrecompressError(
+        raise CommandError(
             f"{type(module).__name__} has no linear map of its {width} outputs, which KVzip+ weighs values by: use --target kvzip"
         )
     weight = maps[-1].weight.float().unflatten(1, (kv_heads, -1, dim))
@@ -152,12 +192,7 @@ class AttentionRecorder:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
     def _largest(
-        self,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        scaling: float,
-        of_query: torch.Tensor | None,
-        of_value: torch.Tensor | None,
+        self, queries: torch.Tensor, keys: torch.Tensor, scaling: float, of_query: torch.Tensor | None, of_value: torch.Tensor | None
     ) -> torch.Tensor:
         """The largest attention over queries and query heads: float32 [kv_heads, tokens of the span].
 
@@ -216,25 +251,17 @@ def reconstruction_scores(
         some = tokens[begin : begin + how.chunk]
         _forward(model, some, cache)
         progress(len(some))
-    for span, asked in _chunks(encode, tokens, suffix, how):
-        watch.span = span
-        _forward(model, asked, cache)
+    for begin in range(how.begin, len(tokens), how.chunk):
+        # The model reads a prompt and the span itself.
+        watch.span = span = range(begin, min(begin + how.chunk, len(tokens)))
+        asked = encode(how.whole_prompt)
+        if begin > how.begin:
+            asked = encode(how.part_prompt) + tokens[max(how.begin, begin - how.lead) : begin]
+        _forward(model, asked + suffix + tokens[span.start : span.stop], cache)
         cache.crop(len(tokens))
         progress(len(span))
     scores[..., : how.sinks] = float("inf")
     return scores
-
-
-def _chunks(
-    encode: Callable[[str], list[int]], tokens: list[int], suffix: list[int], how: ReconstructionConfig
-) -> Iterator[tuple[range, list[int]]]:
-    """Yield spans of the context, and the model's input for each: the prompt and the span itself."""
-    for begin in range(how.begin, len(tokens), how.chunk):
-        span = range(begin, min(begin + how.chunk, len(tokens)))
-        asked = encode(how.whole_prompt)
-        if begin > how.begin:
-            asked = encode(how.part_prompt) + tokens[max(how.begin, begin - how.lead) : begin]
-        yield span, asked + suffix + tokens[span.start : span.stop]
 
 
 def _forward(model: PreTrainedModel, tokens: list[int], cache: DynamicCache) -> None:

@@ -1,7 +1,74 @@
-"""Options of SGLang that cannot be combined with a compressed KV cache yet, each with reason and remedy."""
+"""Combinations of options: conditions under which flags have an effect, and options that cannot be combined with a flag.
 
-from sglang_ext.config.disaggregation_options import ROLES
-from sglang_ext.config.rules import Refusal, at_most_one, refuse_env_var, refuse_if_set
+Each has a reason and a remedy. flags.py refers to them.
+"""
+
+from sglang_ext.config import options
+from sglang_ext.config import selection_options as selection
+from sglang_ext.config.disaggregation_options import ROLES, quantized_transfer_settings
+from sglang_ext.config.method_options import drop_methods
+from sglang_ext.config.rules import Condition, KVServerArgs, Refusal, at_most_one, refuse_env_var, refuse_if_set
+from sglang_ext.mem_cache.compressors import catalogue
+
+BACKEND_OPTION = f"--disaggregation-transfer-backend {options.BACKEND}"
+PASS_BACKEND = f"pass {BACKEND_OPTION} with --disaggregation-mode prefill or decode"
+
+
+def _names_kvzip(args: KVServerArgs) -> bool:
+    return catalogue.KVZIP in drop_methods(args)
+
+
+HAS_PROGRESSIVE_TRANSFER = Condition(
+    BACKEND_OPTION, options.has_progressive_transfer, f"KV is not transferred with {BACKEND_OPTION}", PASS_BACKEND
+)
+HAS_TIMELINE = Condition(
+    f"{BACKEND_OPTION} or --kv-cache-ranks",
+    lambda args: options.has_progressive_transfer(args) or (args.kv_mode != "full" and selection.ranks(args) > 0),
+    f"there are no cache ranks, and KV is not transferred with {BACKEND_OPTION}",
+    f"pass --kv-mode verified --kv-compressor spade --kv-cache-ranks 1, or {PASS_BACKEND}",
+)
+IS_PREFILL_SERVER = Condition(
+    "--disaggregation-mode prefill", lambda args: args.disaggregation_mode == "prefill",
+    "--disaggregation-mode is {args.disaggregation_mode}, which only receives", "pass it to the prefill server",
+)
+IS_VERIFIED = Condition(
+    "--kv-mode verified", lambda args: args.kv_mode == "verified", "--kv-mode is {args.kv_mode}, without drafts", "pass --kv-mode verified"
+)
+BURST_LIMITS_ROUND = Condition(
+    "", lambda args: args.kv_max_burst <= options.max_verified_tokens(args),
+    lambda args: f"a verification gives at most {options.max_verified_tokens(args)} tokens, fewer than {args.kv_max_burst}",
+    lambda args: f"pass at most {options.max_verified_tokens(args)}",
+)
+HAS_NO_OFFLOAD_OBSTACLE = Condition(
+    "--kv-host-gb, --kv-mode verified", lambda args: not any(options.offload_obstacle(args)),
+    lambda args: f"all full KV stays on the device, as {options.offload_obstacle(args)[0]}", lambda args: options.offload_obstacle(args)[1],
+)
+CAN_OFFLOAD_FULL_KV = Condition(
+    "--kv-full-tier auto or host", options.can_offload_full_kv,
+    "--kv-full-tier is {args.kv_full_tier} and --kv-host-gb {args.kv_host_gb:g}", "pass --kv-full-tier auto and for example --kv-host-gb 16",
+)
+HAS_SELECTOR = Condition(
+    f"--kv-compressor {' or '.join(catalogue.per_step_methods())}", selection.has_selector,
+    "--kv-compressor is {args.kv_compressor}", "pass --kv-compressor spade",
+)
+SELECTS_FEWER_THAN_ALL = Condition(
+    "", lambda args: args.kv_select != 1, "--kv-select is 1, the whole context, so that selections leave nothing out",
+    "pass a share below 1, for example 0.125, or a number from 2, for example 2048",
+)
+IS_SPADE = Condition("--kv-compressor spade", selection.is_spade, "--kv-compressor is {args.kv_compressor}", "pass --kv-compressor spade")
+HAS_RANKS = Condition("--kv-cache-ranks", lambda args: args.kv_cache_ranks != 0, "--kv-cache-ranks is 0", "pass --kv-cache-ranks 1")
+IS_NOT_PREFILL_SERVER = Condition(
+    "--disaggregation-mode null or decode", lambda args: args.disaggregation_mode != "prefill",
+    "--disaggregation-mode is prefill, which has no decode steps", "pass that to the decode server",
+)
+HAS_ONLINE_METHOD = Condition(
+    "--kv-compressor kvzip or kvzap", lambda args: _names_kvzip(args) or catalogue.KVZAP in drop_methods(args),
+    "--kv-compressor is {args.kv_compressor}", f"pass --kv-compressor {catalogue.KVZIP}",
+)
+NEEDS_ONLINE_METHOD = Condition(
+    "", lambda args: _names_kvzip(args) or bool(args.kv_host_gb),
+    "--kv-compressor is {args.kv_compressor} and --kv-host-gb 0", "pass --kv-host-gb 16",
+)
 
 HICACHE = (
     *("hicache_ratio", "hicache_size", "hicache_write_policy", "hicache_io_backend", "hicache_mem_layout"),
@@ -64,7 +131,6 @@ PARALLELISM: tuple[Refusal, ...] = (
     ),
     refuse_if_set("use_ray", "its actors start schedulers without plugins"),
 )
-
 
 TOKENIZER = "requests would bypass the checks of the tokenizer process, and lack our fields of meta_info"
 # Options of other speculative algorithms. Here --kv-draft-length and similar flags replace them.
@@ -129,3 +195,23 @@ REFUSALS: tuple[Refusal, ...] = (
     refuse_if_set("enable_return_routed_experts", "experts of rejected drafts would be returned"),
     refuse_if_set("enable_return_indexer_topk", "models with an indexer are not served"),
 )
+"""Options that cannot be combined with a compressed KV cache."""
+
+PREFILL_CONFLICTS = (
+    Refusal(
+        "--kv-compressor {args.kv_compressor}",
+        lambda args: catalogue.parse(args.kv_compressor) not in {(None, name) for name in catalogue.partitioned()},
+        "prompts attend to all tokens, quantized and multiplied as integers", f"pass --kv-compressor {' or '.join(catalogue.partitioned())}",
+    ),
+    Refusal("--kv-mode verified", lambda args: args.kv_mode != "lossy", "its outputs are those of exact prompts", "pass --kv-mode lossy"),
+    Refusal(
+        "--device {args.device}", lambda args: args.device not in ("cpu", "cuda"),
+        "prompts can attend to quantized KV on cpu and cuda", "pass --device cpu", needs_device=True,
+    ),
+    Refusal(
+        "--disaggregation-mode {args.disaggregation_mode}",
+        lambda args: args.disaggregation_mode != "null" and not quantized_transfer_settings(args),
+        "transferred KV does not say how it was computed", f"pass {BACKEND_OPTION}", needs_device=True,
+    ),
+)  # fmt: skip
+"""Combinations in which prompts cannot attend to quantized KV."""
