@@ -65,7 +65,7 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def get_paged_allocator_cls(self) -> type:
         """An allocator without Triton kernels."""
-        from sglang_ext.platforms.paged_allocator import TorchPagedAllocator
+        from sglang_ext.platforms.torch_kernels import TorchPagedAllocator
 
         return TorchPagedAllocator
 

@@ -14,7 +14,7 @@ from sglang_ext.mem_cache.prefix_cache.host_store import Anchoring
 from sglang_ext.mem_cache.prefix_cache.nodes import below
 from sglang_ext.mem_cache.prefix_cache.segments import Segment
 from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
-from sglang_ext.platforms.paged_allocator import TorchPagedAllocator
+from sglang_ext.platforms.torch_kernels import TorchPagedAllocator
 
 PAGE, DIM = 64, 64
 

@@ -68,24 +68,18 @@ class HostPages:
 
     Attributes:
         count: Pages of host memory.
+        free_pages: Number of free pages.
     """
 
     count: int
-    _free: list[range] = field(init=False)
+    free_pages: int = field(init=False)
     # Not PyTorch tensors: those cannot be written if inference mode differs between creation and use.
     _owned: np.ndarray = field(init=False)
     _filled: np.ndarray = field(init=False)
-    _left: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self._free = [range(self.count)]
+        self.free_pages = self.count
         self._owned, self._filled = np.zeros(self.count, bool), np.zeros(self.count, bool)
-        self._left = self.count
-
-    @property
-    def free_pages(self) -> int:
-        """Number of free pages."""
-        return self._left
 
     def allocate(self, count: int) -> torch.Tensor | None:
         """Allocate ``count`` pages: int64 [count], on the host. None if fewer are free.
@@ -97,30 +91,20 @@ class HostPages:
         """
         if count < 1:
             raise HostPageError(f"{count} pages of host memory were requested; request at least 1")
-        if count > self._left:
+        if count > self.free_pages:
             return None
-        taken = []
-        while count:
-            taken.append(self._take(count))
-            count -= len(taken[-1])
-        pages = torch.cat([torch.arange(run.start, run.stop) for run in taken])
+        bounds = np.flatnonzero(np.diff(self._owned, prepend=True, append=True)).reshape(-1, 2)
+        free = sorted((range(*run) for run in bounds.tolist()), key=len)
+        taken, missing = [], count
+        while missing:
+            run = free.pop(min(bisect_left(free, missing, key=len), len(free) - 1))[:missing]
+            taken.append(torch.arange(run.start, run.stop))
+            missing -= len(run)
+        pages = torch.cat(taken)
         self._owned[pages.numpy()] = True
         self._filled[pages.numpy()] = False
-        self._left -= len(pages)
+        self.free_pages -= count
         return pages
-
-    def _take(self, count: int) -> range:
-        """Take up to ``count`` pages of one free run."""
-        long = [run for run in self._free if len(run) >= count]
-        best = min(long, key=len) if long else max(self._free, key=len)
-        index = self._index(best.start)
-        rest = best[count:]
-        self._free[index : index + 1] = [rest] if rest else []
-        return best[:count]
-
-    def _index(self, page: int) -> int:
-        """Index in the list of free runs of a run that starts at ``page``."""
-        return bisect_left(self._free, page, key=lambda run: run.start)
 
     def free(self, pages: torch.Tensor) -> None:
         """Free ``pages`` (int64 [pages], on the host). Transfers in progress may still use them.
@@ -134,20 +118,7 @@ class HostPages:
         if len(twice):
             raise HostPageError(f"host pages {twice.tolist()[:8]} are freed twice in one call; name each page once")
         self._owned[pages.numpy()] = False
-        self._left += len(pages)
-        for run in runs(ordered):
-            self._put(range(run.first, run.first + run.count))
-
-    def _put(self, run: range) -> None:
-        """Add a free run, merged with adjacent free runs."""
-        index = self._index(run.start)
-        start, stop = index, index
-        if start > 0 and self._free[start - 1].stop == run.start:
-            start -= 1
-        if stop < len(self._free) and self._free[stop].start == run.stop:
-            stop += 1
-        joined = [*self._free[start:stop], run]
-        self._free[start:stop] = [range(min(r.start for r in joined), max(r.stop for r in joined))]
+        self.free_pages += len(pages)
 
     def check_owned(self, pages: torch.Tensor) -> None:
         """Raise unless all of ``pages`` (int64 [pages], on the host) are owned.
@@ -181,9 +152,8 @@ class HostPages:
 class HostPool:
     """Pages of host memory, in one of two orders.
 
-    - Layer-first: a run of pages of one layer is one block of memory.
-
-    - Page-first, for pages that may be stored as residuals (residuals.py): each page has a frame.
+    Layer-first, a run of pages of one layer is one block of memory. Page-first, each page has a frame and may be stored as a residual
+    (residuals.py).
 
     Attributes:
         kv: [2, layers, pages, page_size, kv_heads, head_dim]: keys, then values. Page-first: [pages, 2, layers, page_size, ...].
@@ -279,11 +249,8 @@ def check_alike(buffers: KVBuffers) -> None:
 
 
 def _pinned(size: int) -> torch.Tensor:
-    """Allocate ``size`` bytes of pinned memory.
-
-    PyTorch's own pinned memory has sizes of powers of two, which could double it. The memory is excluded from forks, which would move its
-    pages away from the device. Large pages, written by all cores, reduce the allocation time to a tenth.
-    """
+    """Allocate ``size`` bytes of pinned memory. PyTorch's own has sizes of powers of two, which could double it."""
+    # Excluded from forks, which would move its pages away from the device. Large pages, written by all cores, take a tenth of the time.
     mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapped.madvise(mmap.MADV_DONTFORK)
     with suppress(OSError):  # kernels without huge pages

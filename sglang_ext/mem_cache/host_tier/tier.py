@@ -19,7 +19,16 @@ from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.host_tier.host_pool import HostPool, as_words, check_alike, runs
 from sglang_ext.mem_cache.host_tier.page_copies import FrameCopies, LayerCopies
 from sglang_ext.mem_cache.host_tier.residuals import PageBlocks, ResidualPages
-from sglang_ext.mem_cache.host_tier.transfers import CopyStream, DeferredLaunches, DoubleBuffer, LastTransfers, LaunchedTransfer, Transfer
+from sglang_ext.mem_cache.host_tier.transfers import (
+    CopyStream,
+    DeferredLaunches,
+    DoubleBuffer,
+    LastTransfers,
+    LaunchedTransfer,
+    Transfer,
+    TransferError,
+    TransferTracker,
+)
 
 # At most 32 bits: in a 64-bit sum, even the highest bit of two words must not cancel out.
 SUMMED_WORD = 4
@@ -261,3 +270,68 @@ def _used(lane: CopyStream, slots: torch.Tensor, blocks: PageBlocks | None) -> N
     lane.uses(slots)
     if blocks is not None:
         lane.uses(blocks.slots)
+
+
+@dataclass
+class TransferBandwidth:
+    """Bandwidth of completed transfers in one direction, weighted towards recent ones.
+
+    Attributes:
+        decay: Factor applied to all earlier transfers' weights when a transfer is added.
+        loads, seconds: Number of counted transfers, and their total duration.
+    """
+
+    decay: float = 0.9
+    loads: int = 0
+    seconds: float = 0.0
+    _bytes: float = 0.0
+    _restored: float = 0.0
+    _seconds: float = 0.0
+
+    @property
+    def bandwidth(self) -> float | None:
+        """Bytes per second. None until a transfer was counted."""
+        return self._bytes / self._seconds if self._seconds > 0 else None
+
+    @property
+    def restored(self) -> float | None:
+        """Bytes of full KV per second. More than are transferred if the host stores residuals. None until a transfer was counted."""
+        return self._restored / self._seconds if self._seconds > 0 else None
+
+    def add(self, size: int, seconds: float, restored: int | None = None) -> None:
+        """Count a load of ``size`` bytes. ``restored``: bytes of full KV that it produced, if different."""
+        self._bytes = self.decay * self._bytes + size
+        self._restored = self.decay * self._restored + (size if restored is None else restored)
+        self._seconds = self.decay * self._seconds + seconds
+        self.loads += 1
+        self.seconds += seconds
+
+    def measure(self, tier: HostTier, slots: torch.Tensor, arrivals: TransferTracker) -> float:
+        """Store and load the KV in ``slots``, wait for it, and return the measured bandwidth.
+
+        The second of two loads counts, because the first waits for compilers. With more slots, the launches count less.
+
+        Args:
+            tier: The host tier, with space for the pages.
+            slots: int64 [pages * page_size], on the device. Nothing may write them during the call. They may repeat.
+            arrivals: Tracks when all ranks are done.
+
+        Raises:
+            TransferError: The host has too few free pages, or the loaded KV differs from the stored KV.
+        """
+        pages = tier.pool.pages.allocate(max(1, len(slots) // tier.pool.page_size))
+        if pages is None:
+            raise TransferError(
+                f"{len(slots)} tokens do not fit in the {tier.pool.pages.free_pages} free pages of host memory; measure with "
+                "fewer slots, or raise --kv-host-gb"
+            )
+        try:
+            for transfer in (tier.store(slots, pages), tier.load(pages, slots), last := tier.load(pages, slots)):
+                arrivals.wait(transfer)
+        finally:
+            tier.pool.pages.free(pages)
+        seconds, failed, _ = arrivals.outcome(last)
+        if failed:
+            raise TransferError(f"host pages {failed[:8]} came back changed; the link or the memory is broken: do not serve from it")
+        self.add(last.size, seconds)
+        return self.bandwidth

@@ -108,11 +108,12 @@ class LastTransfers:
 
     Attributes:
         pages: Number of pages.
+        running: The marks at the end of transfers that may not have ended, by number.
     """
 
     pages: int
+    running: dict[int, Mark] = field(default_factory=dict)
     _number: np.ndarray = field(init=False)
-    _running: dict[int, Mark] = field(default_factory=dict)
     _count: int = 0
 
     def __post_init__(self) -> None:
@@ -124,23 +125,18 @@ class LastTransfers:
         self._forget_ended()
         self._count += 1
         self._number[pages.numpy()] = self._count
-        self._running[self._count] = end
+        self.running[self._count] = end
 
     def end(self, pages: torch.Tensor) -> Mark | None:
         """The mark at the end of the last transfer of any of ``pages``. None if all have ended."""
         self._forget_ended()
-        return self._running.get(int(self._number[pages.numpy()].max()))
-
-    @property
-    def remembered(self) -> int:
-        """Number of transfers that may not have ended."""
-        return len(self._running)
+        return self.running.get(int(self._number[pages.numpy()].max()))
 
     def _forget_ended(self) -> None:
-        for number in list(self._running):
-            if not self._running[number].reached:
+        for number in list(self.running):
+            if not self.running[number].reached:
                 break
-            del self._running[number]
+            del self.running[number]
 
 
 class TransferError(RuntimeError):
@@ -235,7 +231,7 @@ class PendingLaunch(Future[LaunchedTransfer]):
         self.set_result(self._launch())
 
     def result(self, timeout: float | None = None) -> LaunchedTransfer:
-        """Return the launched transfer."""
+        """Return the launched transfer. Runs the launch first if necessary."""
         if not self.done():
             self._run_all()
         return super().result(timeout)

@@ -20,14 +20,12 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_ext.core import CompressedKV
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
-from sglang_ext.mem_cache.prefix_cache.freed_full_kv import FreedFullKV, SlotDemand
+from sglang_ext.mem_cache.prefix_cache.freed_full_kv import FreedFullKV, RecomputeSource, SlotDemand
 from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode, path
 from sglang_ext.mem_cache.prefix_cache.quantized_prompts import QuantizedPrompts
-from sglang_ext.mem_cache.prefix_cache.recompute import RecomputeSource
 from sglang_ext.mem_cache.prefix_cache.residency import CompressedRequest, CompressedRequests
-from sglang_ext.mem_cache.prefix_cache.segments import SegmentBlocks, Segment
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV, Segment, SegmentBlocks
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -81,7 +79,7 @@ class QuantizedOnlyKV(FreedFullKV):
     _pending: list[PendingRestore] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.tree.segments.blocks = SegmentBlocks(self.packing.block_tokens, self.packing.block_slots, self._on_segment_split)
+        self.nodes.segments.blocks = SegmentBlocks(self.packing.block_tokens, self.packing.block_slots, self._on_segment_split)
 
     def _on_segment_split(self, first: Segment, rest: Segment) -> None:
         self.compressed_kv.on_segment_split(first, rest)
@@ -100,7 +98,7 @@ class QuantizedOnlyKV(FreedFullKV):
             self.prompts.decode(running)
         self._update()
         for row in running:
-            if (holder := self.holders.get(row)) is not None:
+            if (holder := self.holders.by_row.get(row)) is not None:
                 # A request's generated tokens follow the tokens in the tree.
                 self._free_own_slots(row, holder.node.end, holder.covered)
 
@@ -110,22 +108,18 @@ class QuantizedOnlyKV(FreedFullKV):
             self.prompts.hold(req)
 
     def begin_prompts(self, prompts: "Iterable[tuple[Req, int, int]]") -> None:
-        """Start computing tokens of prompts. If prompts attend to quantized KV, free the full KV of the previous tokens.
-
-        Args:
-            prompts: See :meth:`QuantizedPrompts.begin`.
-        """
+        """See :meth:`FreedFullKV.begin_prompts`. Frees the full KV of the previous tokens if prompts attend to quantized KV."""
         if self.prompts is not None:
             for req, matched, known in prompts:
                 self.prompts.begin(req, matched, known)
             self._update()
 
     def block_slots(self, row: int) -> torch.Tensor | None:
-        """Slots of the quantized blocks that a prompt attends to, as :meth:`QuantizedPrompts.codes`. None if there are none."""
+        """See :meth:`FreedFullKV.block_slots` and :meth:`QuantizedPrompts.codes`."""
         return None if self.prompts is None else self.prompts.codes(row)
 
     def is_lost(self, row: int) -> bool:
-        """Whether a request lacks full KV and has no compressed KV, so that it must be recomputed."""
+        """See :meth:`FreedFullKV.is_lost`. It lacks full KV and has no compressed KV."""
         return self.prompts is not None and self.prompts.is_lost(row)
 
     def _update(self) -> None:
@@ -133,14 +127,17 @@ class QuantizedOnlyKV(FreedFullKV):
         running = self._decoding if self.prompts is None else {**self._decoding, **self.prompts.computed}
         whole = {row: where for row, where in running.items() if self.can_lack_full_kv(row)}
         for row, where in whole.items():
-            if not self.tree.disable and self._shared.get(row) != where:
+            if self._shared.get(row) != where:
                 self._shared[row] = where
                 self._share_blocks(row, *where)
         self.holders.update(whole)
         for node, holders in self.holders.by_node.items():
             # The last prompt tokens can share a block with the first generated ones. They are in no segment.
-            if node.value is not None and (node.replacing_segments or not node.children) and self._can_free(node, holders):
-                self._free_full_kv(node, holders)
+            if node.value is not None and (node.replacing_segments or not node.children) and _is_unused(node, holders):
+                self.nodes.free_value(node)
+                for holder in holders:
+                    # To SGLang's padding page.
+                    self.compressed_kv.token_table[holder.row, node.start : node.end] = 0
 
     def begin(self, row: int, tokens: int) -> None:
         """Register a request whose compressed KV another server packs. Its first ``tokens`` tokens have no full KV here."""
@@ -151,34 +148,26 @@ class QuantizedOnlyKV(FreedFullKV):
         self._recompute_sources[row] = sent
 
     def recompute_source(self, row: int) -> RecomputeSource | None:
-        """The source that recomputes a request without full KV. None if it has all full KV, or is recomputed here."""
+        """See :meth:`FreedFullKV.recompute_source`."""
         return self._recompute_sources.get(row) if row in self._own else None
 
-    def _recomputable(self, row: int) -> bool:
-        return self.recomputes or row in self._recompute_sources
-
     def _share_blocks(self, row: int, node: TieredNode, covered: int) -> None:
-        """Let the tree own the blocks of a request's compressed KV that cover its prompt, and split nodes at the ends of segments.
-
-        No data is moved: the draft row points to the same slots.
-        """
-        compressed, segments = self.compressed_kv.get(row), self.tree.segments
+        """Let the tree own the blocks of a request's compressed KV that cover its prompt, and split nodes at the ends of segments."""
+        compressed, segments = self.compressed_kv.get(row), self.nodes.segments
         if compressed.own_packed:
             start, own = compressed.shared_len, Segment(compressed.shared_len, covered, compressed.own[compressed.sinks :])
             tokens = segments.boundary(own, min(covered, node.end)) - start
             if tokens > 0:
-                packed = self.packing.packed_slots(tokens)
-                slots = compressed.detach_blocks(tokens, packed)
-                made = Segment(start, start + tokens, slots, tokens=tokens, packed=packed, method=self.compressed_kv.method(row).name)
-                compressed.segments.append(made)
-                self.tree.nodes.attach(node, made)
+                method = self.compressed_kv.method(row).name
+                made = compressed.detach_blocks(tokens, self.packing.packed_slots(tokens), start + tokens, method)
+                self.nodes.attach(node, made)
                 segments.use(made)
         for segment in [segment for segment in compressed.segments if segment.node is not None]:
             self._align_nodes(segment, node)
 
     def _align_nodes(self, segment: Segment, last: TieredNode) -> None:
         """Split nodes on the path to ``last`` at the ends of ``segment``, and split ``segment`` at the ends of nodes that it can tile."""
-        nodes, segments = self.tree.nodes, self.tree.segments
+        nodes, segments = self.nodes, self.nodes.segments
         for node in path(last):
             if node.end <= segment.start or node.value is None:
                 continue
@@ -193,19 +182,9 @@ class QuantizedOnlyKV(FreedFullKV):
                 if cut < node.end:
                     nodes.split(node, cut - node.start)
 
-    def _can_free(self, node: TieredNode, holders: list[CompressedRequest]) -> bool:
-        """Whether a node's device slots are unused: all requests that lock it read compressed KV instead."""
-        return node.lock_ref == len(holders) and all(node.end <= holder.covered for holder in holders)
-
-    def _free_full_kv(self, node: TieredNode, holders: list[CompressedRequest]) -> None:
-        self.tree.nodes.free_value(node)
-        for holder in holders:
-            # To SGLang's padding page.
-            self.compressed_kv.token_table[holder.row, node.start : node.end] = 0
-
     def full_kv_start(self, row: int, protected: int) -> int:
-        """The first position from which a request's row points to its own full KV."""
-        return self.own_start(row, protected) if self.holders.get(row) is not None else 0
+        """See :meth:`FreedFullKV.full_kv_start`."""
+        return self.own_start(row, protected) if row in self.holders.by_row else 0
 
     def forget(self, row: int) -> None:
         """See :meth:`FreedFullKV.forget`."""
@@ -229,7 +208,7 @@ class QuantizedOnlyKV(FreedFullKV):
     @property
     def tokens(self) -> int:
         """Tokens with quantized-only KV, in the tree and in running requests."""
-        return sum(len(node.key) for node in self.tree.nodes.quantized_only) + self.own_tokens
+        return sum(len(node.key) for node in self.nodes.quantized_only) + self.own_tokens
 
     def restore(self, nodes: Sequence[TieredNode], allocate: Callable[[int], torch.Tensor | None]) -> bool:
         """Allocate device slots for quantized-only nodes. :meth:`write_restored` fills them before the next forward.
@@ -247,14 +226,14 @@ class QuantizedOnlyKV(FreedFullKV):
         segments = {segment: None for node in nodes for segment in node.replacing_segments}
         for segment in segments:
             # Protects them from eviction for the slots that they will fill.
-            self.tree.segments.use(segment)
+            self.nodes.segments.use(segment)
         slots = allocate(sum(len(node.key) for node in nodes))
         for segment in segments:
-            self.tree.segments.release(segment)
+            self.nodes.segments.release(segment)
         if slots is None:
             return False
         for node, part in zip(nodes, slots.split([len(node.key) for node in nodes])):
-            self.tree.nodes.set_value(node, part)
+            self.nodes.set_value(node, part)
             for segment in node.replacing_segments:
                 begin, end = max(node.start, segment.start), min(node.end, segment.end)
                 wanted = part[begin - node.start : end - node.start]
@@ -269,13 +248,13 @@ class QuantizedOnlyKV(FreedFullKV):
         self._pending.clear()
 
     def can_lack_full_kv(self, row: int) -> bool:
-        """Whether the request in ``row`` may lack full KV, so that it depends on its compressed KV."""
+        """See :meth:`FreedFullKV.can_lack_full_kv`."""
         compressed = self.compressed_kv.get(row)
-        return compressed is not None and compressed.has_all_tokens and self._recomputable(row)
+        return compressed is not None and compressed.has_all_tokens and (self.recomputes or row in self._recompute_sources)
 
     def max_node_end(self, tokens: int) -> int:
         """Tokens, of a context's first ``tokens``, before the last position where segments can be split. ``tokens`` if there is none."""
-        size, page = self.packing.block_tokens, self.tree.page_size
+        size, page = self.packing.block_tokens, self.nodes.page_size
         blocks = lcm(page // gcd(size, page), page // gcd(self.packing.block_slots, page))
         if self.prompts is not None:
             # Chunks become segments before the next chunk is computed. These segments end at a page boundary.
@@ -284,12 +263,7 @@ class QuantizedOnlyKV(FreedFullKV):
         return begin + (tokens - begin) // (blocks * size) * blocks * size if tokens > begin else tokens
 
     def slot_demand(self, req: "Req", more: int, share: float = 1.0) -> SlotDemand:
-        """Pool slots that a running or waiting request will need, in addition to its prompt's full KV.
-
-        Args:
-            more: Maximum number of tokens left to generate.
-            share: Expected share of ``more``.
-        """
+        """See :meth:`FreedFullKV.slot_demand`."""
         method, tokens = self.method_of(req), len(req.origin_input_ids) + len(req.output_ids)
         compressed = None if req.req_pool_idx is None else self.compressed_kv.get(req.req_pool_idx)
         if method is None or (compressed is None and tokens < method.shortest):
@@ -309,11 +283,7 @@ class QuantizedOnlyKV(FreedFullKV):
     def _prompt_demand(
         self, req: "Req", method: "CompressionMethod", compressed: CompressedKV | None, tokens: int, more: int, expected: float
     ) -> SlotDemand:
-        """As :meth:`slot_demand`, for a request whose ``tokens`` are compressed once they are computed.
-
-        Args:
-            compressed: Its compressed KV so far. None if it has none.
-        """
+        """As :meth:`slot_demand`, for a request whose ``tokens`` are compressed once they are computed."""
         sinks, reach = method.sinks, tokens - method.recent
         covered = method.covered(reach)
         segments = self._known_segments(req, method, covered) if compressed is None else []
@@ -346,11 +316,11 @@ class QuantizedOnlyKV(FreedFullKV):
         return taken, max(method.share * packed, taken) + min(more, max(0, method.max_exact_tail - own))
 
     def peak_slots(self, req: "Req", rest: int) -> int:
-        """Maximum slots for full KV of a prompt's last ``rest`` tokens while they are computed, in addition to the slots that it has."""
+        """See :meth:`FreedFullKV.peak_slots`."""
         return rest if self.prompts is None else self.prompts.peak_slots(req, rest)
 
     def reads_quantized(self, req: "Req | None", best: TieredNode) -> bool:
-        """Whether a prompt attends to all quantized-only KV on the path to ``best`` directly, so that it needs no slots for it."""
+        """See :meth:`FreedFullKV.reads_quantized`."""
         return self.prompts is not None and self.prompts.reads_quantized(req, best)
 
     def _known_segments(self, req: "Req", method: "CompressionMethod", covered: int) -> list[Segment]:
@@ -358,7 +328,7 @@ class QuantizedOnlyKV(FreedFullKV):
         matched = 0 if req.req_pool_idx is not None else len(req.prefix_indices) + req.host_hit_length
         if not matched:
             return []
-        return self.tree.nodes.segments_to(req.best_match_node, min(matched, covered), method.name, method.sinks)
+        return self.nodes.segments_to(req.best_match_node, min(matched, covered), method.name, method.sinks)
 
     def _freed_nodes(self, req: "Req", sinks: int, covered: int) -> dict[TieredNode, int]:
         """Nodes on a request's path with full KV that its compressed KV over ``covered`` tokens replaces, with the slots freed of each."""
@@ -373,12 +343,17 @@ class QuantizedOnlyKV(FreedFullKV):
 
     def _kept_where_paths_diverge(self, req: "Req") -> int:
         """Tokens that a prompt still computes and whose full KV stays: those before it diverges from another path within a block."""
-        node, page = req.best_match_node if req.req_pool_idx is None else req.last_node, self.tree.page_size
-        key = RadixKey(req.origin_input_ids + req.output_ids, req.extra_key, is_bigram=self.tree.is_eagle)
+        node, page = req.best_match_node if req.req_pool_idx is None else req.last_node, self.nodes.page_size
+        key = RadixKey(req.origin_input_ids + req.output_ids, req.extra_key)
         rest = key.page_aligned(page)[node.end :]
         child = node.children.get(rest.child_key(page)) if len(rest) else None
         end = node.end + (0 if child is None else child.key.match(rest, page_size=page))
         return end - max(node.end, self.max_node_end(end))
+
+
+def _is_unused(node: TieredNode, holders: list[CompressedRequest]) -> bool:
+    """Whether a node's device slots are unused: all requests that lock it read compressed KV instead."""
+    return node.lock_ref == len(holders) and all(node.end <= holder.covered for holder in holders)
 
 
 def _covered_later(method: "CompressionMethod", exact: int, more: int) -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_ext.mem_cache.prefix_cache.nodes import SharedPrefix, TieredNode, path
+from sglang_ext.mem_cache.prefix_cache.nodes import PrefixTree, SharedPrefix, TieredNode, path
 from sglang_ext.mem_cache.prefix_cache.segments import Segment
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
     from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
-    from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
 
 
 @dataclass
@@ -30,14 +29,14 @@ class QuantizedPrompts:
     """The prompts of one scheduler process that attend to quantized KV.
 
     Attributes:
-        tree: The prefix tree.
+        nodes: The prefix tree.
         compressed_kv: The requests' compressed KV.
         method_of: Returns the method that compresses a request. None if it decodes on full KV.
         chunk: Maximum number of prompt tokens per forward. None for no limit.
         computed: Prompts with compressed KV that do not decode yet, by row: the last node of their path, and the tokens covered.
     """
 
-    tree: "TieredRadixCache"
+    nodes: PrefixTree
     compressed_kv: "CompressedKVCache"
     method_of: "Callable[[Req], CompressionMethod | None]"
     chunk: int | None = None
@@ -62,7 +61,7 @@ class QuantizedPrompts:
         self._release(self._admitted.pop(req.rid, ()))
         segments = self._segments(req.last_node, self._packing_method(req) or self.compressed_kv.methods[0])
         for segment in segments:
-            self.tree.segments.use(segment)
+            self.nodes.segments.use(segment)
         self._admitted[req.rid] = segments
 
     def begin(self, req: "Req", matched: int, known: int) -> None:
@@ -144,8 +143,8 @@ class QuantizedPrompts:
         return method if method is not None and method.packs_all and tokens >= method.shortest else None
 
     def _segments(self, node: TieredNode, method: "CompressionMethod") -> list[Segment]:
-        return self.tree.nodes.segments_to(node, node.end, method.name, method.sinks)
+        return self.nodes.segments_to(node, node.end, method.name, method.sinks)
 
     def _release(self, segments: Iterable[Segment]) -> None:
         for segment in segments:
-            self.tree.segments.release(segment)
+            self.nodes.segments.release(segment)

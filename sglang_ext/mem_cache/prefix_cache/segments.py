@@ -1,14 +1,15 @@
-"""Compressed chunks of contexts, shared by all requests whose paths contain them."""
+"""Compressed KV: that of one request, and segments, chunks of it that all requests whose paths contain them share."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
-from sglang.srt.mem_cache.radix_cache import TreeNode
 
 if TYPE_CHECKING:
+    from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.radix_cache import TreeNode
+
     from sglang_ext.mem_cache.host_tier.transfers import Transfer
 
 
@@ -33,11 +34,11 @@ class Segment:
     end: int
     slots: torch.Tensor
     users: int = 0
-    node: TreeNode | None = None
+    node: "TreeNode | None" = None
     tokens: int = 0
     packed: int = 0
     method: str = ""
-    anchored_nodes: dict[TreeNode, None] = field(default_factory=dict)
+    anchored_nodes: "dict[TreeNode, None]" = field(default_factory=dict)
     stored: "Transfer | None" = None
     loaded: "Transfer | None" = None
 
@@ -45,6 +46,96 @@ class Segment:
     def whole(self) -> bool:
         """Whether its blocks hold all tokens that it covers, so that full KV can be restored from them."""
         return bool(self.packed) and self.tokens == self.end - self.start
+
+    def __str__(self) -> str:
+        return f"the segment of tokens [{self.start}, {self.end}){self.method and f' of {self.method}'}"
+
+
+# For each page of a node, the segment with which it was stored on the host, if that still exists. () if none does.
+PageSegments = tuple[Segment | None, ...]
+
+
+@dataclass
+class CompressedKV:
+    """The compressed KV of a request. Attention reads it instead of the full KV of the first ``covered`` tokens.
+
+    Attributes:
+        own: int64 [own slots], slots in SGLang's KV pool that only this request reads, in whole pages.
+        covered: Tokens of the full KV, from the start of the context, that the compressed KV replaces; whole pages.
+        segments: Parts that are shared with other requests; they follow the sinks. ``own`` holds the rest.
+        tail_end: First position after ``covered`` for which the draft row has no slot yet; the code that extends the row sets it.
+        method: Name of the method, after the compressor that selected the kept tokens; set when the slots are filled.
+        sinks: Slots at the beginning of ``own`` with the first tokens of the context, before the tokens in blocks.
+        own_tokens: Tokens that ``own`` keeps without the sinks; :class:`CompressedKVCache` sets it.
+        own_packed: Slots of ``own``, after the sinks, that hold packed blocks (quantized_blocks.py); 0 if it holds tokens.
+        back_slots: int64, back buffer for the next selection, as large as ``own``; the draft row does not point to it. Empty if a selection
+            overwrites ``own``, on a second stream or within the steps. None if tokens are selected between steps.
+        refresh_after: Context length at which it is refreshed, without the newest tokens. 0 if its size decides.
+    """
+
+    own: torch.Tensor
+    covered: int
+    segments: list[Segment] = field(default_factory=list)
+    tail_end: int = 0
+    method: str = ""
+    sinks: int = 0
+    own_tokens: int = 0
+    own_packed: int = 0
+    back_slots: torch.Tensor | None = None
+    refresh_after: int = 0
+
+    def __post_init__(self) -> None:
+        self.tail_end = max(self.tail_end, self.covered)
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """Slots of the compressed KV in the draft row, blocks first: int64 [kept]. Without the slots that pad blocks to pages."""
+        sinks, own = self.own[: self.sinks], self.own[self.sinks :]
+        shared = [segment.slots[: segment.packed or None] for segment in self.segments]
+        return torch.cat([*shared, own[: self.own_packed or None], sinks])
+
+    @property
+    def owned_slots(self) -> torch.Tensor:
+        """All slots that the request owns, the back buffer last: int64."""
+        return self.own if self.back_slots is None else torch.cat([self.own, self.back_slots])
+
+    def swap_back_slots(self) -> None:
+        """Swap ``own`` with the back buffer, which holds the new selection."""
+        self.own, self.back_slots = self.back_slots, self.own
+
+    @property
+    def shared_len(self) -> int:
+        """Tokens of the full KV that the sinks and the segments replace."""
+        return self.segments[-1].end if self.segments else self.sinks
+
+    @property
+    def has_all_tokens(self) -> bool:
+        """Whether all covered tokens are kept, in blocks except for the sinks: the full KV could be restored from them."""
+        kept = self.sinks + sum(segment.tokens for segment in self.segments) + self.own_tokens
+        return self.num_packed_slots > 0 and kept == self.covered
+
+    def detach_blocks(self, tokens: int, packed: int, end: int, method: str) -> Segment:
+        """Turn the blocks of the first ``tokens`` own tokens, ``packed`` slots, into a segment of ``method`` that ends at token ``end``.
+
+        No data is moved: the draft row points to the same slots. The caller attaches the segment to the tree, and counts its user.
+        """
+        last = len(self.own) if tokens == self.own_tokens else self.sinks + packed
+        slots, self.own = self.own[self.sinks : last].clone(), torch.cat([self.own[: self.sinks], self.own[last:]])
+        self.own_tokens, self.own_packed = self.own_tokens - tokens, self.own_packed - packed
+        segment = Segment(self.shared_len, end, slots, tokens=tokens, packed=packed, method=method)
+        self.segments.append(segment)
+        return segment
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the compressed KV in the draft row."""
+        own = self.own_packed + self.sinks if self.own_packed else len(self.own)
+        return sum(segment.packed or len(segment.slots) for segment in self.segments) + own
+
+    @property
+    def num_packed_slots(self) -> int:
+        """Slots among them with packed blocks: all but the sinks, or none."""
+        return sum(segment.packed for segment in self.segments) + self.own_packed
 
 
 class SegmentBlocks(NamedTuple):
@@ -67,7 +158,6 @@ class Segments:
     Args:
         allocator: SGLang's slot allocator, which receives freed slots.
         page_size: Tokens per page.
-        forgotten: Called with a segment whose slots are freed.
 
     Attributes:
         held_tokens: Slots of segments in use.
@@ -76,10 +166,8 @@ class Segments:
         blocks: Blocks of segments that replace full KV (quantized_only.py). None if none do.
     """
 
-    def __init__(
-        self, allocator: BaseTokenToKVPoolAllocator, page_size: int, forgotten: Callable[[Segment], None] = lambda segment: None
-    ) -> None:
-        self._allocator, self._page_size, self._forgotten = allocator, page_size, forgotten
+    def __init__(self, allocator: "BaseTokenToKVPoolAllocator", page_size: int) -> None:
+        self._allocator, self._page_size = allocator, page_size
         self.added = 0
         self.blocks: SegmentBlocks | None = None
         # In the order of attachment: all ranks must evict the same segments.
@@ -97,13 +185,20 @@ class Segments:
         """Segments that no running request reads."""
         return [segment for segment in self._all if not segment.users]
 
-    def add(self, segment: Segment, nodes: Iterable[TreeNode]) -> None:
+    def add(self, segment: Segment, nodes: "Iterable[TreeNode]") -> None:
         """Attach ``segment`` to the one of ``nodes``, a path from the root, that holds its last position.
 
         Raises:
             ValueError: It is not on the path, is attached already, or is not whole pages.
         """
-        self._check(segment)
+        if segment in self._all:
+            raise ValueError(f"{segment} is attached already; attach each segment once")
+        whole = all(count % self._page_size == 0 for count in (segment.start, segment.end, len(segment.slots)))
+        if not whole or not 0 <= segment.start < segment.end or not len(segment.slots) or segment.users < 0:
+            raise ValueError(
+                f"{segment} with {len(segment.slots)} slots and {segment.users} users; a segment covers whole "
+                f"pages of {self._page_size} tokens, in whole pages of slots"
+            )
         owner = next((node for node in nodes if node.start < segment.end <= node.end), None)
         if owner is None:
             raise ValueError(
@@ -136,7 +231,7 @@ class Segments:
         """
         self._check_known(segment)
         if not segment.users:
-            raise ValueError(f"{_named(segment)} is released more often than it was used; release it once for each use")
+            raise ValueError(f"{segment} is released more often than it was used; release it once for each use")
         self._count(segment, -len(segment.slots))
         segment.users -= 1
         self._count(segment, len(segment.slots))
@@ -144,11 +239,7 @@ class Segments:
             self.free(segment)
 
     def free(self, segment: Segment) -> int:
-        """Free the slots of ``segment``. While requests read it, only detach it from its node.
-
-        Returns:
-            Slots that were freed.
-        """
+        """Free the slots of ``segment``. While requests read it, only detach it from its node. Return the number of freed slots."""
         if segment not in self._all:
             return 0
         if segment.node is not None:
@@ -162,11 +253,13 @@ class Segments:
         for transfer in (segment.stored, segment.loaded):
             if transfer is not None:
                 transfer.wait()
-        self._forgotten(segment)
+        # Later loads of pages stored with it transfer the anchor too.
+        for node in list(segment.anchored_nodes):
+            set_anchors(node, tuple(None if each is segment else each for each in node.anchors))
         self._allocator.free(segment.slots)
         return len(segment.slots)
 
-    def update_codes(self, node: TreeNode) -> None:
+    def update_codes(self, node: "TreeNode") -> None:
         """Update which of a node's segments replace its full KV, after they changed."""
         node.replacing_segments = () if self.blocks is None else tiling(node)
 
@@ -183,7 +276,7 @@ class Segments:
             count -= 1
         return segment.start + count * tokens
 
-    def part(self, segment: Segment, position: int, owner: TreeNode) -> None:
+    def part(self, segment: Segment, position: int, owner: "TreeNode") -> None:
         """Move the blocks of ``segment`` before ``position``, a boundary inside it, to a new segment attached to ``owner``.
 
         No data is moved. Readers of ``segment`` then read both, one after the other.
@@ -215,20 +308,10 @@ class Segments:
 
     def _check_known(self, segment: Segment) -> None:
         if segment not in self._all:
-            raise ValueError(f"{_named(segment)} is not in the tree; use those that segments_to names now")
-
-    def _check(self, segment: Segment) -> None:
-        if segment in self._all:
-            raise ValueError(f"{_named(segment)} is attached already; attach each segment once")
-        whole = all(count % self._page_size == 0 for count in (segment.start, segment.end, len(segment.slots)))
-        if not whole or not 0 <= segment.start < segment.end or not len(segment.slots) or segment.users < 0:
-            raise ValueError(
-                f"{_named(segment)} with {len(segment.slots)} slots and {segment.users} users; a segment covers whole "
-                f"pages of {self._page_size} tokens, in whole pages of slots"
-            )
+            raise ValueError(f"{segment} is not in the tree; use those that segments_to names now")
 
 
-def tiling(node: TreeNode) -> tuple[Segment, ...]:
+def tiling(node: "TreeNode") -> tuple[Segment, ...]:
     """Return the segments of ``node`` that hold all its tokens quantized, in order. The first may begin before it. () if they do not."""
     found: list[Segment] = []
     begin = node.end
@@ -241,29 +324,22 @@ def tiling(node: TreeNode) -> tuple[Segment, ...]:
     return tuple(found[::-1])
 
 
-def covering_segments(nodes: Iterable[TreeNode], length: int, method: str = "", start: int = 0) -> list[Segment]:
-    """Return consecutive segments of ``method`` on a path, from position ``start`` on, that end at or before ``length``.
-
-    Of segments that begin at one position it takes the one that ends last. It stops at the first position where none begins.
-    """
-    farthest: dict[int, Segment] = {}
-    for node in nodes:
-        for segment in node.segments:
-            best = farthest.get(segment.start)
-            if segment.method == method and segment.end <= length and (best is None or segment.end > best.end):
-                farthest[segment.start] = segment
-    found: list[Segment] = []
-    while (segment := farthest.get(found[-1].end if found else start)) is not None:
-        found.append(segment)
-    return found
+def set_anchors(node: "TreeNode", anchors: PageSegments) -> None:
+    """Set the anchors of a node's pages on the host, replacing the previous ones."""
+    for segment in distinct_segments(node.anchors):
+        del segment.anchored_nodes[node]
+    node.anchors = anchors if any(anchors) else ()
+    for segment in distinct_segments(anchors):
+        segment.anchored_nodes[node] = None
 
 
-def free_slots(allocator: BaseTokenToKVPoolAllocator) -> torch.Tensor:
+def distinct_segments(anchors: PageSegments) -> list[Segment]:
+    """The distinct segments among the anchors of pages."""
+    return list(dict.fromkeys(segment for segment in anchors if segment is not None))
+
+
+def free_slots(allocator: "BaseTokenToKVPoolAllocator") -> torch.Tensor:
     """Slots that SGLang's allocator has free: int64 [free]."""
     pages = torch.cat([allocator.free_pages, allocator.release_pages])
     within = torch.arange(allocator.page_size, device=pages.device)
     return (pages[:, None] * allocator.page_size + within).flatten()
-
-
-def _named(segment: Segment) -> str:
-    return f"the segment of tokens [{segment.start}, {segment.end}){segment.method and f' of {segment.method}'}"

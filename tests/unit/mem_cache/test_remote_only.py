@@ -20,7 +20,7 @@ from sglang_ext.mem_cache.compressed.row_exchange import plan_refresh
 from sglang_ext.mem_cache.compressed.queries import QueryWindows
 from sglang_ext.mem_cache.compressors.spade import Spade
 from sglang_ext.mem_cache.prefix_cache.remote_only import RemoteOnlyKV
-from sglang_ext.mem_cache.prefix_cache.recompute import lost_requests
+from sglang_ext.mem_cache.prefix_cache.freed_full_kv import lost_requests
 
 TAIL = 10
 
@@ -98,7 +98,7 @@ class Handed(World):
             tree_cache=self.cache, queries=QueryWindows(0, (0,), 0), layout=ExchangedRowLayout(),
             async_selector=self.holder,
         )  # fmt: skip
-        self.held = RemoteOnlyKV(self.cache, self.compressed_kv, self.holder, lambda req: method, TAIL)
+        self.held = RemoteOnlyKV(self.cache.nodes, self.compressed_kv, self.holder, lambda req: method, TAIL)
         self.cache.bind(self.compressed_kv, keeps_answers=False, freed_full_kv=self.held)
 
     def renew(self, req):
