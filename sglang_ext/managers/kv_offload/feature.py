@@ -114,7 +114,7 @@ def attach_host_tier(worker: Worker, tree: "TieredRadixCache") -> None:
     if worker.key_derived_data is not None:
         # Writes the sidecar before rows may point to the slots. The next forward waits for it.
         told["on_load_done"] = worker.key_derived_data.write
-    tree.use_host(HostTier(buffers, pool, residuals=residuals), worker.ranks, faults, anchoring=anchoring, **told)
+    tree.use_host(HostTier(buffers, pool, residuals=residuals), ranks=worker.ranks, faults=faults, anchoring=anchoring, **told)
     if options.can_offload_full_kv(args):
         # Repeats the page that no request owns.
         count = max(1, min(pool.pages.count, LINK_SAMPLE_BYTES // pool.page_bytes))

@@ -1,9 +1,8 @@
 """Running requests without full KV: the interface of mode lossy, which frees full KV that other KV replaces, and recomputing of lost KV.
 
-A load from the host with wrong checksums leaves a node of the prefix tree without KV. The requests whose paths contain the node free all
-their slots, wait in SGLang's queue as retracted requests do, and are prefilled again with their output. Requests whose KV another server
-sends are recomputed by that server: if the rest of the KV does not arrive, if their slots are needed before, or if only quantized KV
-exists. Requests whose remote-only KV is lost with a cache rank's process are recomputed too.
+Full KV is lost if a load from the host has wrong checksums, if a cache rank's process ends, or if the rest of the KV that another server
+sends does not arrive. The requests free all their slots, wait in SGLang's queue as retracted requests do, and are prefilled again with
+their output. Requests whose KV another server sends are recomputed by that server, also if their slots are needed before.
 """
 
 from abc import ABC, abstractmethod
@@ -31,7 +30,7 @@ class RecomputeSource(Protocol):
 
 
 class EarlyRequests(Protocol):
-    """Requests that receive a part of their full KV from another server, by row of the token table."""
+    """Requests that receive a part of their full KV from another server."""
 
     def is_lost(self, row: int) -> bool:
         """Whether the rest will not arrive."""
@@ -47,8 +46,7 @@ class SlotDemand:
     Attributes:
         compressed_slots: Slots for its compressed KV, or for the next refresh of it, while its full KV still exists.
         own_slots_freed: Slots of its own full KV that are freed after that.
-        path_slots_freed: For nodes on its path, the slots whose full KV it no longer needs after that. They are freed when no request that
-            locks the node needs them.
+        path_slots_freed: Slots of nodes on its path that it no longer needs after that. Freed when no request that locks the node does.
         growth: Slots that the remaining output needs.
         new_segments: Segments of the tree that its compressed KV will include and that have no users yet, so that they count as evictable.
     """
@@ -62,12 +60,7 @@ class SlotDemand:
 
 @dataclass
 class FreedFullKV(ABC):
-    """The full KV that one scheduler process has freed. Rows point to SGLang's padding page there.
-
-    Attributes:
-        nodes: The prefix tree.
-        compressed_kv: The running requests' compressed KV.
-    """
+    """The full KV that one scheduler process has freed. Rows point to SGLang's padding page there. ``nodes`` is the prefix tree."""
 
     nodes: PrefixTree
     compressed_kv: "CompressedKVCache"
@@ -110,16 +103,11 @@ class FreedFullKV(ABC):
     def slot_demand(self, req: "Req", more: int, share: float = 1.0) -> SlotDemand:
         """Pool slots that a running or waiting request will need, in addition to its prompt's full KV.
 
-        Args:
-            more: Maximum number of tokens left to generate.
-            share: Expected share of ``more`` that is generated.
+        ``more`` is the maximum number of tokens left to generate, ``share`` the expected share of them that is generated.
         """
 
     def slot_demands(self, requests: "Iterable[tuple[Req, int]]", share: float = 1.0) -> list[SlotDemand]:
-        """Return :meth:`slot_demand` of each request, given with its maximum number of tokens left to generate, in order of admission.
-
-        Space that one request takes outside the pool is not available to later ones.
-        """
+        """Return :meth:`slot_demand` of requests, each with its ``more``. Space that one takes outside the pool is not free for later ones."""
         return [self.slot_demand(req, more, share) for req, more in requests]
 
     def forget(self, row: int) -> None:
@@ -169,10 +157,7 @@ class FreedFullKV(ABC):
 
 
 def lost_requests(batch) -> list[int]:
-    """Positions in a running batch of the requests to recompute.
-
-    Their full KV is in no tier, will not arrive, or was lost with a cache rank, or they need compressed KV and have none.
-    """
+    """Positions in a running batch of the requests to recompute: their full KV is lost, or they need compressed KV and have none."""
     tree = batch.tree_cache
     providers = [each for each in (tree.residency, tree.early, tree.freed_full_kv) if each is not None]
     return [i for i, req in enumerate(batch.reqs) if any(each.is_lost(req.req_pool_idx) for each in providers)]

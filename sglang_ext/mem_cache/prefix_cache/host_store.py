@@ -1,9 +1,8 @@
 """Stores full KV of the prefix tree on the host, frees its device slots, loads it back, and drops pages that came back changed.
 
-A shared segment that packs all tokens in blocks (compressors/lynx.py) is the anchor of these tokens' full KV (:class:`Anchoring`). A page on
-the host is stored as its residual and its anchor (host_tier/residuals.py). While the segment with which it was stored is on the device, a
-load transfers only the residual, afterwards both. No other segment can be used, even if it covers the same tokens: it may have been packed
-from other bits.
+A shared segment that packs all tokens in blocks (compressors/lynx.py) is the anchor of these tokens' full KV. A page on the host is stored
+as its residual and its anchor (host_tier/residuals.py). While the segment with which it was stored is on the device, a load transfers only
+the residual, afterwards both. Another segment may have been packed from other bits, even if it covers the same tokens.
 """
 
 import heapq
@@ -31,8 +30,7 @@ class Anchoring:
     Attributes:
         method: Name of the method, whose segments keep all tokens in packed blocks.
         page_size: Tokens per page, a multiple of ``block_tokens``.
-        block_tokens: Tokens per packed block.
-        block_slots: Slots per packed block.
+        block_tokens, block_slots: Size of a packed block.
         sinks: First tokens of a context, whole pages, that no segment covers.
     """
 
@@ -41,11 +39,6 @@ class Anchoring:
     block_tokens: int
     block_slots: int
     sinks: int
-
-    @property
-    def page_slots(self) -> int:
-        """Slots of a page's blocks."""
-        return self.page_size // self.block_tokens * self.block_slots
 
     def _first(self, node: TieredNode) -> int:
         """The first page of a node that may have an anchor."""
@@ -73,24 +66,24 @@ class Anchoring:
     def blocks(self, nodes: Sequence[TieredNode]) -> PageBlocks | None:
         """Return the blocks of each page of ``nodes``, one node after another. None if there are no blocks."""
         of_pages = [node.anchors or (None,) * (len(node.key) // self.page_size) for node in nodes]
-        there = [segment is not None for anchors in of_pages for segment in anchors]
-        if not any(there):
+        segments = distinct_segments(tuple(chain.from_iterable(of_pages)))
+        if not segments:
             return None
-        like = next(segment for anchors in of_pages for segment in anchors if segment is not None).slots
         parts = []
         for node, anchors in zip(nodes, of_pages):
             position = node.start
             for segment, pages in groupby(anchors):
                 count = len(list(pages))
-                parts.append(self._of_pages(segment, position, count, like))
+                parts.append(self._of_pages(segment, position, count, segments[0].slots))
                 position += count * self.page_size
-        return PageBlocks(torch.cat(parts), torch.tensor(there))
+        return PageBlocks(torch.cat(parts), torch.tensor([segment is not None for anchors in of_pages for segment in anchors]))
 
     def _of_pages(self, segment: Segment | None, position: int, pages: int, like: torch.Tensor) -> torch.Tensor:
+        page_slots = self.page_size // self.block_tokens * self.block_slots
         if segment is None:
-            return like.new_full((pages, self.page_slots), -1)
-        first = (position - segment.start) // self.page_size * self.page_slots
-        return segment.slots[first : first + pages * self.page_slots].view(pages, self.page_slots)
+            return like.new_full((pages, page_slots), -1)
+        first = (position - segment.start) // self.page_size * page_slots
+        return segment.slots[first : first + pages * page_slots].view(pages, page_slots)
 
 
 @dataclass
@@ -119,8 +112,6 @@ class HostStore:
     All calls come from the thread that owns the tree. The trees of all ranks make the same calls.
 
     Args:
-        nodes: The tree.
-        tier: The host tier. Its page size equals the tree's.
         priority: Priority of a node. Nodes with the lowest priority are dropped first.
         allocate_slots: Returns this many device slots, int64, evicting from the tree if necessary. None if there are not enough.
         ranks: The ranks that must agree on which transfers are done.
@@ -171,11 +162,10 @@ class HostStore:
         return (pool.pages.count - pool.pages.free_pages) * pool.page_bytes
 
     def back_up(self, node: TieredNode) -> Transfer | None:
-        """Store the KV of ``node`` on the host. Its device slots stay.
+        """Store the KV of ``node`` on the host, if it is not there yet. Its device slots stay.
 
         Returns:
-            The transfer. If the node is on the host already, the transfer that stored it. None if the host is full even after it dropped
-            unneeded nodes, least recently used first.
+            The transfer that stores it. None if the host is full even after it dropped unneeded nodes.
 
         Raises:
             ValueError: The node's KV is not on the device.
@@ -215,12 +205,9 @@ class HostStore:
         return None if self.anchoring is None else self.anchoring.blocks(nodes)
 
     def drop_device(self, node: TieredNode) -> int:
-        """Free the device slots of ``node`` if its store to the host is complete, even while requests lock it.
+        """Free the device slots of ``node`` if it :meth:`is_stored`, even while requests lock it. Return the number of freed slots.
 
         The caller guarantees that no forward reads the slots any more. Rows of running requests that point to them are stale afterwards.
-
-        Returns:
-            Slots that were freed. 0 if there are none, or if the store is missing or not complete.
         """
         return self.nodes.free_value(node) if self.is_stored(node) else 0
 
@@ -243,16 +230,10 @@ class HostStore:
         return pages.allocate(count)
 
     def load_back(self, nodes: list[TieredNode]) -> Transfer | None:
-        """Copy the host's KV of ``nodes`` to device slots that the tree then owns, evicting if necessary.
+        """Copy the host's KV of ``nodes``, which are on one path, to device slots that the tree then owns, evicting if necessary.
 
         The nodes count as on the device when the transfer is done and :meth:`collect_loads` has processed it. Only then may rows point to
-        them.
-
-        Args:
-            nodes: Nodes of one path that are on the host and not on the device.
-
-        Returns:
-            None if there are too few device slots. Nothing is loaded then.
+        them. Returns None if there are too few device slots. Nothing is loaded then.
 
         Raises:
             ValueError: A node is not on the host, or has device slots.
@@ -298,11 +279,7 @@ class HostStore:
         Unlocked nodes with changed pages are dropped. Locked ones stay without KV (:attr:`TieredNode.is_void`) until their requests end or
         provide it again. No match reaches the nodes below them. Requests whose paths contain them must be recomputed.
 
-        Args:
-            stores: Stores to check for completion too.
-
-        Returns:
-            Host pages dropped because they had changed.
+        Returns the number of dropped host pages. Checks ``stores`` for completion too.
         """
         loads = list(dict.fromkeys(node.load for node in self.nodes.loading))
         self.arrivals.update([*loads, *stores])

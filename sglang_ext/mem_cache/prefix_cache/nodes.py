@@ -25,7 +25,7 @@ class TieredNode(TreeNode):
     Each is None if the KV is not there. Only the tree writes the fields.
 
     Attributes:
-        start: Tokens before it on its path. 0 for the root.
+        start: Tokens before it on its path.
         host_pages: The allocator of the pages in ``host_value``.
         segments: Compressed chunks that end in it.
         store: The transfer that writes ``host_value``. It may be in progress.
@@ -120,12 +120,7 @@ class TieredNode(TreeNode):
 
 
 class SharedPrefix(NamedTuple):
-    """The beginning of a context that earlier contexts share.
-
-    Attributes:
-        node: The node of the prefix tree in which the path ends, locked.
-        tokens: Tokens of the shared beginning.
-    """
+    """The beginning of a context that earlier contexts share: ``tokens`` tokens, on the path to a locked ``node``."""
 
     node: TieredNode
     tokens: int
@@ -153,13 +148,8 @@ class PrefixTree:
     """A radix tree whose nodes own device slots, host pages and segments, in any subset.
 
     An unlocked node has its KV on the device or on the host. All nodes below it are unlocked too, and can be dropped with it. A locked
-    node may lose both (:attr:`TieredNode.is_void`). It stays until it is unlocked, or until a request provides its KV again.
-
-    Args:
-        allocator: SGLang's allocator of device slots.
-        page_size: Tokens per page. Keys are whole pages.
-        segments: The compressed chunks attached to the nodes.
-        removed: Called with a node that is removed from the tree, while its parent is still set.
+    node may lose both (:attr:`TieredNode.is_void`). It stays until it is unlocked, or until a request provides its KV again. Keys are
+    whole pages. ``removed`` is called with a node that is removed from the tree, while its parent is still set.
 
     Attributes:
         root: Counts as on the device and on the host, and is always locked, as in SGLang.
@@ -205,10 +195,8 @@ class PrefixTree:
     def walk(self, key: RadixKey, split_at: Callable[[int], int] = lambda tokens: tokens) -> list[TieredNode]:
         """Return the nodes of the longest path that is a prefix of ``key``, in whole pages. The last node is split where the key diverges.
 
-        A node without full KV is split where its segments can be split, which may be earlier (:meth:`_part`).
-
-        Args:
-            split_at: Returns the position at which a node is split, given the position at which the key diverges.
+        ``split_at`` returns the position at which a node is split, given that of the divergence. A node without full KV is split where its
+        segments can be split, which may be earlier.
         """
         now, node = time.monotonic(), self.root
         node.last_access_time = now
@@ -300,9 +288,8 @@ class PrefixTree:
 
     def free_host(self, node: TieredNode) -> None:
         """Free a node's host pages, if it has any."""
-        if node.host_value is not None:
-            node.free_pages()
-            self.update_eviction_sets(node)
+        node.free_pages()
+        self.update_eviction_sets(node)
 
     def drop(self, node: TieredNode) -> int:
         """Remove an unlocked node and all nodes below it, with what they own, unless dropped already. Return the number of freed slots."""
@@ -319,6 +306,17 @@ class PrefixTree:
             for among in (self.leaves, self.host_leaves, self.quantized_only):
                 among.discard(gone)
         self.update_eviction_sets(node.parent)
+        return freed
+
+    def free_segment(self, segment: Segment) -> int:
+        """Free a segment, and drop its node if nothing else is left. A locked node stays until it is recomputed or unlocked."""
+        node = segment.node
+        freed = self.segments.free(segment)
+        if node is None or node.dropped:
+            return freed
+        if node.is_void and node.lock_ref == 0:
+            return freed + self.drop(node)
+        self.update_eviction_sets(node, node.parent)
         return freed
 
     def lock(self, node: TieredNode) -> int:
@@ -350,9 +348,7 @@ class PrefixTree:
         return delta
 
     def attach(self, node: TieredNode, segment: Segment) -> None:
-        """Let the tree own ``segment``, which covers tokens of the path to ``node``, and its slots.
-
-        A segment without users may be evicted from now on.
+        """Let the tree own ``segment``, which covers tokens of the path to ``node``, and its slots. It may be evicted until it has users.
 
         Raises:
             ValueError: It is not on the path, is attached already, or is not whole pages.
@@ -363,10 +359,9 @@ class PrefixTree:
         self.update_eviction_sets(segment.node)
 
     def segments_to(self, last: TieredNode, length: int, method: str = "", start: int = 0) -> list[Segment]:
-        """Return consecutive segments of ``method`` that cover the path to ``last`` from token ``start`` on.
+        """Return consecutive segments of ``method`` on the path to ``last``, from token ``start`` on, that end at or before ``length``.
 
-        No segment ends after ``length``. Of segments that begin at one position, the one that ends last is used. It stops at the first
-        position where none begins.
+        Of segments that begin at one position, the one that ends last is used.
         """
         farthest: dict[int, Segment] = {}
         for node in path(last):
@@ -389,9 +384,6 @@ class PrefixTree:
         """Update the sets of evictable nodes after ``nodes`` changed."""
         self.changed = True
         for node in nodes:
-            for among, belongs in (
-                (self.leaves, node.is_device_leaf),
-                (self.host_leaves, node.is_host_leaf),
-                (self.quantized_only, node.is_quantized_only),
-            ):
-                (among.add if belongs else among.discard)(node)
+            belongs = node.is_device_leaf, node.is_host_leaf, node.is_quantized_only
+            for belongs_there, among in zip(belongs, (self.leaves, self.host_leaves, self.quantized_only)):
+                (among.add if belongs_there else among.discard)(node)

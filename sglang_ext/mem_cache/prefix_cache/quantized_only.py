@@ -37,28 +37,13 @@ if TYPE_CHECKING:
 REFRESH_RESERVE_TOKENS = 12
 
 
-@dataclass(frozen=True)
-class PendingRestore:
-    """Full KV to restore from packed blocks before the next forward.
-
-    Attributes:
-        blocks: int64, slots of the packed blocks. They do not change until then.
-        first: Index, among their tokens, of the first one to restore.
-        targets: int64 [tokens], slots to write.
-    """
-
-    blocks: torch.Tensor
-    first: int
-    targets: torch.Tensor
-
-
 @dataclass
 class QuantizedOnlyKV(FreedFullKV):
     """The full KV that one scheduler process has freed. Its prefix tree has no host tier.
 
     Attributes:
         packing: Layout of blocks in slots.
-        method_of: Returns the method that will compress a waiting request. None if it stays on full KV.
+        method_of: Returns the method that compresses a request. None if it stays on full KV.
         recomputes: Whether this process can recompute all retracted requests, because it computed them. If not, requests registered with
             :meth:`set_recompute_source` are recomputed by another server, and the others keep their full KV.
         prompts: State of prompts that attend to quantized KV. None if prompts attend to full KV.
@@ -76,7 +61,8 @@ class QuantizedOnlyKV(FreedFullKV):
     _decoding: dict[int, tuple[TieredNode, int]] = field(default_factory=dict)
     _shared: dict[int, tuple[TieredNode, int]] = field(default_factory=dict)
     _recompute_sources: dict[int, RecomputeSource] = field(default_factory=dict)
-    _pending: list[PendingRestore] = field(default_factory=list)
+    # Full KV to restore before the next forward: slots of packed blocks, the first of their tokens, and slots to write.
+    _pending: list[tuple[torch.Tensor, int, torch.Tensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.nodes.segments.blocks = SegmentBlocks(self.packing.block_tokens, self.packing.block_slots, self._on_segment_split)
@@ -87,11 +73,9 @@ class QuantizedOnlyKV(FreedFullKV):
             self.prompts.on_segment_split(first, rest)
 
     def free_full_kv(self, running: dict[int, tuple[TieredNode, int]]) -> None:
-        """Free full KV that compressed KV holds. Called at the start of a round.
+        """Free full KV that compressed KV holds, at the start of a round.
 
-        Args:
-            running: Requests with compressed KV, by row: the last node of their path, whose tokens the tree owns, and the number of tokens
-                that the compressed KV covers.
+        ``running`` has the requests with compressed KV by row: the last node of the path, and the number of tokens covered.
         """
         self._decoding = dict(running)
         if self.prompts is not None:
@@ -211,40 +195,35 @@ class QuantizedOnlyKV(FreedFullKV):
         return sum(len(node.key) for node in self.nodes.quantized_only) + self.own_tokens
 
     def restore(self, nodes: Sequence[TieredNode], allocate: Callable[[int], torch.Tensor | None]) -> bool:
-        """Allocate device slots for quantized-only nodes. :meth:`write_restored` fills them before the next forward.
+        """Allocate device slots for quantized-only ``nodes`` of a locked path. :meth:`write_restored` fills them before the next forward.
 
-        Args:
-            nodes: Nodes of one locked path.
-            allocate: Returns this many slots, int64, evicting if necessary. None if there are not enough.
-
-        Returns:
-            False if slots are missing, or if prompts attend to quantized KV: a request that cannot read it recomputes the prefix. In both
-            cases nothing is changed.
+        ``allocate`` returns this many slots, int64, evicting if necessary, or None. Returns False and changes nothing if slots are missing,
+        or if prompts attend to quantized KV: a request that cannot read it recomputes the prefix.
         """
         if self.prompts is not None:
             return False
-        segments = {segment: None for node in nodes for segment in node.replacing_segments}
+        segments, lengths = {segment: None for node in nodes for segment in node.replacing_segments}, [len(node.key) for node in nodes]
         for segment in segments:
             # Protects them from eviction for the slots that they will fill.
             self.nodes.segments.use(segment)
-        slots = allocate(sum(len(node.key) for node in nodes))
+        slots = allocate(sum(lengths))
         for segment in segments:
             self.nodes.segments.release(segment)
         if slots is None:
             return False
-        for node, part in zip(nodes, slots.split([len(node.key) for node in nodes])):
+        for node, part in zip(nodes, slots.split(lengths)):
             self.nodes.set_value(node, part)
             for segment in node.replacing_segments:
                 begin, end = max(node.start, segment.start), min(node.end, segment.end)
                 wanted = part[begin - node.start : end - node.start]
-                self._pending.append(PendingRestore(segment.slots[: segment.packed], begin - segment.start, wanted))
+                self._pending.append((segment.slots[: segment.packed], begin - segment.start, wanted))
         self.restored_tokens += len(slots)
         return True
 
     def write_restored(self) -> None:
         """Restore the requested full KV before the next forward, on its stream. Later owners of freed slots write after it."""
-        for each in self._pending:
-            self.packing.restore(self.compressed_kv.buffers, each.blocks, each.first, each.targets)
+        for restored in self._pending:
+            self.packing.restore(self.compressed_kv.buffers, *restored)
         self._pending.clear()
 
     def can_lack_full_kv(self, row: int) -> bool:
@@ -299,14 +278,10 @@ class QuantizedOnlyKV(FreedFullKV):
         return SlotDemand(compressed_slots, own_slots_freed, self._freed_nodes(req, sinks, covered), growth, new_segments)
 
     def _growth(self, method: "CompressionMethod", exact: int, own: int, left: int, more: int, expected: float) -> tuple[int, float]:
-        """Slots for the next refresh of compressed KV, while the full KV that it replaces still exists. And all slots that the remaining
-        output needs, including those.
+        """Slots for the next refresh, while the full KV that it replaces still exists, and all slots that the remaining output needs.
 
-        Args:
-            exact: Tokens that the compressed KV does not cover yet.
-            own: Those of them whose slots the request owns. The tree owns the others, and requests may share them.
-            left: Tokens until the next refresh.
-            more, expected: Maximum and expected number of tokens left to generate.
+        The compressed KV does not cover ``exact`` tokens yet. The request owns ``own`` of them, the tree the others. The next refresh is in
+        ``left`` tokens. ``more`` and ``expected`` are the maximum and expected number of tokens left to generate.
         """
         if not method.packs_all:
             return 0, expected

@@ -30,7 +30,6 @@ class QuantizedPrompts:
 
     Attributes:
         nodes: The prefix tree.
-        compressed_kv: The requests' compressed KV.
         method_of: Returns the method that compresses a request. None if it decodes on full KV.
         chunk: Maximum number of prompt tokens per forward. None for no limit.
         computed: Prompts with compressed KV that do not decode yet, by row: the last node of their path, and the tokens covered.
@@ -65,12 +64,10 @@ class QuantizedPrompts:
         self._admitted[req.rid] = segments
 
     def begin(self, req: "Req", matched: int, known: int) -> None:
-        """Prepare the next tokens of an admitted request's prompt.
+        """Prepare the next tokens of an admitted request's prompt. It has its row, and slots for the tokens.
 
-        Args:
-            req: The request. It has its row, and slots for the tokens.
-            matched: Prompt tokens that were in the tree when the request arrived.
-            known: Tokens before the next ones. The tree owns them, except a partial unit.
+        ``matched`` prompt tokens were in the tree when the request arrived. ``known`` tokens are before the next ones: the tree owns them,
+        except a partial unit.
         """
         row, method = req.req_pool_idx, self._packing_method(req)
         if req.rid in self._admitted:

@@ -90,10 +90,9 @@ class RemoteOnlyKV(FreedFullKV):
         compressed = None if row is None else self.compressed_kv.get(row)
         if method is None or (compressed is None and (tokens < method.shortest or not self._is_handed_over(row, tokens, free))):
             return SlotDemand(growth=share * more)
-        expected = int(share * more)
         covered = method.covered(tokens) if compressed is None else compressed.covered
         kept = method.num_kept(covered)
-        growth = method.num_kept(method.covered(tokens + expected)) - kept + min(more, self.tail)
+        growth = method.num_kept(method.covered(tokens + int(share * more))) - kept + min(more, self.tail)
         if self.can_lack_full_kv(row):
             return SlotDemand(growth=growth)
         nodes = [] if req.last_node is None else path(req.last_node)

@@ -40,12 +40,7 @@ class CompressedRequest:
 
 @dataclass
 class CompressedRequests:
-    """The holders of one scheduler process.
-
-    Attributes:
-        by_row: Each holder, by its row.
-        by_node: For each node, the holders whose path contains it.
-    """
+    """The holders of one scheduler process, by row, and by each node that their path contains."""
 
     by_row: dict[int, CompressedRequest] = field(default_factory=dict)
     by_node: dict[TieredNode, list[CompressedRequest]] = field(default_factory=dict)
@@ -62,12 +57,11 @@ class CompressedRequests:
     def forget(self, row: int) -> None:
         """Remove the request in ``row``, which has ended or no longer drafts."""
         holder = self.by_row.pop(row, None)
-        if holder is not None:
-            for node in path(holder.node):
-                if holder in (of_node := self.by_node.get(node, [])):
-                    of_node.remove(holder)
-                    if not of_node:
-                        del self.by_node[node]
+        for node in () if holder is None else path(holder.node):
+            if holder in (of_node := self.by_node.get(node, [])):
+                of_node.remove(holder)
+                if not of_node:
+                    del self.by_node[node]
 
     def clear(self) -> None:
         """Remove all requests."""
@@ -85,7 +79,6 @@ class Residency:
 
     Attributes:
         host: The KV of the prefix tree's nodes on the host.
-        compressed_kv: The requests' compressed KV.
         offload_at_once: Full KV leaves the device as soon as it is on the host. Otherwise it leaves when its slots are needed.
         max_offloaded: Maximum number of requests whose full KV may be off the device when more requests wait. None for no limit.
         holders: Requests whose full KV may leave.
@@ -196,8 +189,7 @@ class Residency:
     def load(self, row: int) -> bool:
         """Start loading a request's full KV to the device, and keep it there until :meth:`release`.
 
-        Returns:
-            False if slots are missing or the full KV is lost. Nothing is loaded then.
+        Returns False and loads nothing if slots are missing or the full KV is lost.
         """
         if self.is_lost(row):
             return False

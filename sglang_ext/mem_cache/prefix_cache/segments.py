@@ -20,14 +20,14 @@ class Segment:
     Attributes:
         start, end: Positions from the root, in whole pages.
         slots: int64, in SGLang's pool, whole pages. The tree owns them once the segment is attached.
-        users: Running requests that read it. The tree counts them.
-        node: The node that holds position ``end - 1``. The tree sets it. None before the segment is attached, and after that node was
-            dropped: requests may still read the segment.
+        users: Running requests that read it.
+        node: The node that holds position ``end - 1``. None before the segment is attached, and after that node was dropped: requests may
+            still read the segment.
         tokens: Tokens that it keeps.
         packed: Slots, from the beginning of ``slots``, that hold packed blocks (quantized_blocks.py). 0 if each slot holds a token.
         method: Name of the method that created it. Only compressed KV of this method may read it (compression_method.py).
         anchored_nodes: Nodes whose loads transfer fewer bytes while it exists (host_store.py), in the order in which they were stored.
-        stored, loaded: The last transfers that read its slots. None if there are none.
+        stored, loaded: The last transfers that read its slots.
     """
 
     start: int
@@ -115,10 +115,7 @@ class CompressedKV:
         return self.num_packed_slots > 0 and kept == self.covered
 
     def detach_blocks(self, tokens: int, packed: int, end: int, method: str) -> Segment:
-        """Turn the blocks of the first ``tokens`` own tokens, ``packed`` slots, into a segment of ``method`` that ends at token ``end``.
-
-        No data is moved: the draft row points to the same slots. The caller attaches the segment to the tree, and counts its user.
-        """
+        """Turn the first ``tokens`` own tokens, ``packed`` slots, into a segment that ends at token ``end``. The draft row does not change."""
         last = len(self.own) if tokens == self.own_tokens else self.sinks + packed
         slots, self.own = self.own[self.sinks : last].clone(), torch.cat([self.own[: self.sinks], self.own[last:]])
         self.own_tokens, self.own_packed = self.own_tokens - tokens, self.own_packed - packed
@@ -139,12 +136,10 @@ class CompressedKV:
 
 
 class SegmentBlocks(NamedTuple):
-    """Packed blocks at whose boundaries segments can be split.
+    """Packed blocks of ``tokens`` tokens and ``slots`` slots, at whose boundaries segments can be split.
 
-    Attributes:
-        tokens, slots: Size of a block.
-        on_segment_split: Called with the new segment, which took the first blocks of another one, and with that other segment, which keeps
-            the rest. Readers of the second read both.
+    ``on_segment_split`` is called with the new segment, which took the first blocks of another one, and with that other segment, which
+    keeps the rest. Readers of the second read both.
     """
 
     tokens: int
@@ -154,10 +149,6 @@ class SegmentBlocks(NamedTuple):
 
 class Segments:
     """All segments of one tree: their users, and the slots that could be freed.
-
-    Args:
-        allocator: SGLang's slot allocator, which receives freed slots.
-        page_size: Tokens per page.
 
     Attributes:
         held_tokens: Slots of segments in use.
@@ -218,10 +209,7 @@ class Segments:
         Raises:
             ValueError: The tree no longer has it.
         """
-        self._check_known(segment)
-        self._count(segment, -len(segment.slots))
-        segment.users += 1
-        self._count(segment, len(segment.slots))
+        self._change_users(segment, 1)
 
     def release(self, segment: Segment) -> None:
         """Count a running request that no longer reads ``segment``.
@@ -229,14 +217,18 @@ class Segments:
         Raises:
             ValueError: No request reads it.
         """
-        self._check_known(segment)
-        if not segment.users:
-            raise ValueError(f"{segment} is released more often than it was used; release it once for each use")
-        self._count(segment, -len(segment.slots))
-        segment.users -= 1
-        self._count(segment, len(segment.slots))
+        self._change_users(segment, -1)
         if segment.node is None:
             self.free(segment)
+
+    def _change_users(self, segment: Segment, change: int) -> None:
+        if segment not in self._all:
+            raise ValueError(f"{segment} is not in the tree; use those that segments_to names now")
+        if segment.users + change < 0:
+            raise ValueError(f"{segment} is released more often than it was used; release it once for each use")
+        self._count(segment, -len(segment.slots))
+        segment.users += change
+        self._count(segment, len(segment.slots))
 
     def free(self, segment: Segment) -> int:
         """Free the slots of ``segment``. While requests read it, only detach it from its node. Return the number of freed slots."""
@@ -264,10 +256,7 @@ class Segments:
         node.replacing_segments = () if self.blocks is None else tiling(node)
 
     def boundary(self, segment: Segment, position: int) -> int:
-        """Return the last position up to ``position`` where the segment can be split: a block boundary, in whole pages.
-
-        ``position`` is in ``segment`` or at its end. Returns the segment's start if there is no boundary.
-        """
+        """The last position up to ``position`` where ``segment`` can be split: a block boundary, in whole pages. Its start if none."""
         if position >= segment.end:
             return segment.end
         tokens, slots, _ = self.blocks
@@ -281,7 +270,6 @@ class Segments:
 
         No data is moved. Readers of ``segment`` then read both, one after the other.
         """
-        self._check_known(segment)
         tokens, slots, on_segment_split = self.blocks
         count = (position - segment.start) // tokens
         first = Segment(
@@ -305,10 +293,6 @@ class Segments:
             self.held_tokens += tokens
         else:
             self.unused_tokens += tokens
-
-    def _check_known(self, segment: Segment) -> None:
-        if segment not in self._all:
-            raise ValueError(f"{segment} is not in the tree; use those that segments_to names now")
 
 
 def tiling(node: "TreeNode") -> tuple[Segment, ...]:

@@ -13,7 +13,7 @@ import time
 from array import array
 from collections.abc import Callable
 from itertools import count, takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import (
@@ -30,7 +30,6 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
-from sglang_ext.core import TPRanks
 from sglang_ext.mem_cache.prefix_cache import tree_integrity
 from sglang_ext.mem_cache.prefix_cache.nodes import PrefixTree, TieredNode, path
 from sglang_ext.mem_cache.prefix_cache.segments import Segment, Segments
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
     from sglang_ext.mem_cache.host_tier.tier import HostTier
     from sglang_ext.mem_cache.prefix_cache.freed_full_kv import EarlyRequests, FreedFullKV
-    from sglang_ext.mem_cache.prefix_cache.host_store import Anchoring, FaultInjector, HostStore
+    from sglang_ext.mem_cache.prefix_cache.host_store import HostStore
     from sglang_ext.mem_cache.prefix_cache.residency import Residency
 
 
@@ -51,7 +50,7 @@ class TieredRadixCache(RadixCache):
 
     Attributes:
         nodes: The tree.
-        segments: Compressed chunks attached to the nodes. Requests share them.
+        segments: Compressed chunks attached to the nodes.
         host: The nodes' KV on the host. None if full KV is stored on the device only.
         residency: Running requests whose full KV may leave the device. None if it stays.
         compressed_kv: The requests' own compressed KV, in the same pool. None if no request has any.
@@ -73,24 +72,15 @@ class TieredRadixCache(RadixCache):
         self._keeps_answers = True
         super().__init__(params)
 
-    def use_host(
-        self,
-        tier: "HostTier",
-        ranks: TPRanks = TPRanks(),
-        faults: "FaultInjector | None" = None,
-        on_load_start: Callable[[torch.Tensor], None] = lambda slots: None,
-        on_load_done: Callable[[torch.Tensor], None] = lambda slots: None,
-        anchoring: "Anchoring | None" = None,
-    ) -> None:
-        """Store full KV in ``tier`` too. The trees of all ``ranks`` do the same. For the arguments see :class:`HostStore`.
+    def use_host(self, tier: "HostTier", **options: Any) -> None:
+        """Store full KV in ``tier`` too. The trees of all ranks do the same. ``options`` are arguments of :class:`HostStore`.
 
         Raises:
             ValueError: The tier's page size differs from the tree's.
         """
         from sglang_ext.mem_cache.prefix_cache.host_store import HostStore
 
-        priority = self.eviction_strategy.get_priority
-        self.host = HostStore(self.nodes, tier, priority, self._allocate, ranks, anchoring, faults, on_load_start, on_load_done)
+        self.host = HostStore(self.nodes, tier, self.eviction_strategy.get_priority, self._allocate, **options)
 
     def bind(
         self,
@@ -201,16 +191,15 @@ class TieredRadixCache(RadixCache):
                 before, or freed them. The first of the request's own may be freed already (quantized_only.py, remote_only.py).
             is_insert, kv_len_to_handle: Whether KV may enter the tree, and the number of tokens whose KV may.
         """
-        own, own_start = req.cache_protected_len, 0
+        own, own_start, allocated, index = req.cache_protected_len, 0, req.kv.kv_allocated_len, req.req_pool_idx
         if self.freed_full_kv is not None:
-            is_insert &= self.freed_full_kv.can_insert(req.req_pool_idx)
-            own_start = self.freed_full_kv.own_start(req.req_pool_idx, 0)
-            self.freed_full_kv.forget(req.req_pool_idx)
+            is_insert &= self.freed_full_kv.can_insert(index)
+            own_start = self.freed_full_kv.own_start(index, 0)
+            self.freed_full_kv.forget(index)
         if self.compressed_kv is not None:
-            self.compressed_kv.release(req.req_pool_idx)
-            self._ended(req.req_pool_idx)
-        allocated = req.kv.kv_allocated_len
-        row = self.req_to_token_pool.req_to_token[req.req_pool_idx, :allocated]
+            self.compressed_kv.release(index)
+            self._ended(index)
+        row = self.req_to_token_pool.req_to_token[index, :allocated]
         req.kv.kv_allocated_len = min(allocated, kv_len_to_handle)
         if self.disable:
             own = max(own_start, own)
@@ -232,10 +221,10 @@ class TieredRadixCache(RadixCache):
             self.dec_lock_ref(req.last_node)
 
     def cache_unfinished_req(self, req, chunked: bool = False) -> None:
-        """Let the tree own the full KV that a running request has so far, and lock its path.
+        """Let the tree own the full KV that a running request has so far, and lock its path. Then its row points to the tree's slots.
 
-        Afterwards the request's row points to the tree's slots. Where the tree has freed device slots, the row keeps its old, stale slots:
-        the code that freed them must load the KV before a forward reads it. Without a tree the next chunk starts after the existing tokens.
+        Where the tree has freed device slots, the row keeps its old, stale slots: the code that freed them must load the KV before a
+        forward reads it. Without a tree the next chunk starts after the existing tokens.
         """
         if self.disable:
             if chunked:
@@ -249,8 +238,7 @@ class TieredRadixCache(RadixCache):
         slots, own = row[: len(key)].to(torch.int64, copy=True), req.cache_protected_len
         last, unneeded = self._insert(key, slots, own, getattr(req, "priority", 0) or 0, chunked)
         self._free_parts(row, unneeded)
-        parts = [node.value if node.on_device else slots[node.start : node.end] for node in path(last)]
-        indices = self._concat(parts)
+        indices = self._concat([node.value if node.on_device else slots[node.start : node.end] for node in path(last)])
         self.req_to_token_pool.write((req.req_pool_idx, slice(own, len(indices))), indices[own:])
         if unneeded and self.compressed_kv is not None:
             self.compressed_kv.on_row_moved(req.req_pool_idx, unneeded[0][0])
@@ -264,7 +252,7 @@ class TieredRadixCache(RadixCache):
     def unlock_path(self, req) -> None:
         """Unlock the path of a request that no longer computes or reads, before it ends, so that other requests may take its full KV.
 
-        Afterwards its row may point to slots of other requests. It keeps the tokens that fill no page, and never enters the tree.
+        Afterwards its row may point to slots of other requests, and its KV never enters the tree.
         """
         if self.disable or req.last_node is None or req.last_node is self.root_node:
             return
@@ -283,13 +271,9 @@ class TieredRadixCache(RadixCache):
     ) -> tuple[TieredNode, list[tuple[int, int]]]:
         """Make the tree hold the KV of ``key``, on the device from token ``own`` on.
 
-        A node without device slots takes the caller's slots. Otherwise the request's row would point to freed slots.
-
-        Args:
-            slots: int64 [tokens]. The caller owns them from ``own`` on. The tree then owns those that it takes.
-
-        Returns:
-            The node that the key ends in, and ``(start, end)`` of each range from ``own`` on whose KV the tree already has.
+        ``slots``, int64 [tokens], are the caller's from ``own`` on. The tree takes those of nodes without device slots. Otherwise the
+        request's row would point to freed slots. Returns the node that the key ends in, and ``(start, end)`` of each range from ``own`` on
+        whose KV the tree already has.
         """
         node, unneeded = self.root_node, []
         node.priority = max(node.priority, priority)
@@ -355,7 +339,7 @@ class TieredRadixCache(RadixCache):
         while evicted < wanted and heap:
             *_, node, segment = heapq.heappop(heap)
             if segment is not None:
-                evicted += self._evict_segment(segment)
+                evicted += self.nodes.free_segment(segment)
             elif node in leaves:
                 evicted += self._evict_node(node)
                 for coded in node.replacing_segments:
@@ -366,24 +350,10 @@ class TieredRadixCache(RadixCache):
         return evicted
 
     def _candidate(self, node: TieredNode, depth: int, rank: int, segment: Segment | None = None) -> tuple:
-        """An entry in the heap of eviction candidates, lowest priority first, then deepest. ``rank`` is unique.
-
-        Segments that replace full KV of locked nodes are last: a prompt in progress restored full KV from them, and its compressed KV will
-        read them.
-        """
+        """An entry in the heap of eviction candidates, lowest priority first, then deepest. ``rank`` is unique."""
+        # These are last: a prompt in progress restored full KV from them, and its compressed KV will read them.
         awaited = segment is not None and segment in node.replacing_segments and node.lock_ref > 0
         return awaited, self.eviction_strategy.get_priority(node), -depth, rank, node, segment
-
-    def _evict_segment(self, segment: Segment) -> int:
-        """Free a segment, and drop its node if nothing else is left. A locked node stays until it is recomputed or unlocked."""
-        node = segment.node
-        freed = self.segments.free(segment)
-        if node is None or node.dropped:
-            return freed
-        if node.is_void and node.lock_ref == 0:
-            return freed + self.nodes.drop(node)
-        self.nodes.update_eviction_sets(node, node.parent)
-        return freed
 
     def _evict_node(self, node: TieredNode) -> int:
         if self.host is not None and not node.replacing_segments:
@@ -408,8 +378,7 @@ class TieredRadixCache(RadixCache):
         return self.residency.droppable_tokens if self.residency is not None else 0
 
     def session_held_tokens(self, active_pool_idxs: set | None = None) -> int:
-        """Slots of requests' own compressed KV and of segments in use, which neither the tree nor the rows account for. Freed slots that
-        rows still account for are subtracted."""
+        """Slots of requests' own compressed KV and of segments in use, minus freed slots that rows still account for."""
         own = 0 if self.compressed_kv is None else self.compressed_kv.owned_slot_count
         own -= 0 if self.freed_full_kv is None else self.freed_full_kv.own_tokens
         return super().session_held_tokens(active_pool_idxs) + own + self.segments.held_tokens

@@ -45,8 +45,7 @@ def check(tree: PrefixTree) -> None:
     for node in nodes:
         _check_links(tree, node)
         _check_tiers(tree, node)
-        _check_codes(tree, node)
-        _check_leaf(tree, node)
+        _check_sets(tree, node)
         for segment in node.segments:
             _check_segment(tree, node, segment)
     _check_sizes(tree, nodes)
@@ -85,18 +84,15 @@ def _check_tiers(tree: PrefixTree, node: TieredNode) -> None:
     _require((node.store is None) == (node.host_value is None), node, "it has host pages without a store, or the reverse")
 
 
-def _check_codes(tree: PrefixTree, node: TieredNode) -> None:
+def _check_sets(tree: PrefixTree, node: TieredNode) -> None:
     expected = tiling(node) if tree.segments.blocks is not None else ()
     _require(node.replacing_segments == expected, node, "the recorded segments that replace its full KV are not those that cover it")
-    alone = node in tree.quantized_only
-    _require(node.is_quantized_only == alone, node, f"it is {'' if alone else 'not '}among the quantized-only nodes")
-
-
-def _check_leaf(tree: PrefixTree, node: TieredNode) -> None:
-    leaf = node.is_device_leaf
-    _require(leaf == (node in tree.leaves), node, f"it is {'not ' * leaf}among the leaves that may be evicted")
-    host_leaf = node.is_host_leaf
-    _require(host_leaf == (node in tree.host_leaves), node, f"it is {'not ' * host_leaf}among the leaves of the host")
+    for belongs, nodes, what in (
+        (node.is_quantized_only, tree.quantized_only, "the quantized-only nodes"),
+        (node.is_device_leaf, tree.leaves, "the leaves that may be evicted"),
+        (node.is_host_leaf, tree.host_leaves, "the leaves of the host"),
+    ):
+        _require(belongs == (node in nodes), node, f"it is {'not ' * belongs}among {what}")
 
 
 def _check_segment(tree: PrefixTree, node: TieredNode, segment: Segment) -> None:
@@ -135,21 +131,13 @@ def _check_owners(tree: PrefixTree, nodes: list[TieredNode]) -> None:
     for node, slots in held:
         wrong = slots[torch.isin(slots, free)].tolist()
         _require(not wrong, node, f"its slots {wrong[:8]} are free")
-    if not pages:
-        return
-    from sglang_ext.mem_cache.host_tier.host_pool import HostPageError
-
     for node, part in pages:
         try:
             node.host_pages.check_owned(part)
-        except HostPageError as error:
-            raise IntegrityError(f"{_named(node)}: {error}") from error
-
-
-def _named(node: TieredNode) -> str:
-    return f"node {node.id} of the prefix tree, tokens [{node.start}, {node.end})"
+        except ValueError as error:  # HostPageError, whose module only servers with a host tier load
+            _require(False, node, str(error))
 
 
 def _require(good: bool, node: TieredNode, what: str) -> None:
     if not good:
-        raise IntegrityError(f"{_named(node)}: {what}")
+        raise IntegrityError(f"node {node.id} of the prefix tree, tokens [{node.start}, {node.end}): {what}")

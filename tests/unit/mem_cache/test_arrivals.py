@@ -83,7 +83,7 @@ def slowed(world, seconds):
 def test_trees_of_slow_and_fast_ranks_stay_alike_whatever_each_loses():
     def work(ranks):
         world, seen = World(), []
-        world.cache.use_host(world.tier, ranks, FaultInjector(3, loads=ranks.rank))
+        world.cache.use_host(world.tier, ranks=ranks, faults=FaultInjector(3, loads=ranks.rank))
         slowed(world, 0.02 * ranks.rank)
         for turn in range(6):
             tokens = [*A, 20 + turn, 40 + turn]
