@@ -22,12 +22,7 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 def as_words(buffer: torch.Tensor, widest: int) -> torch.Tensor:
-    """View rows as integers of the widest size that divides a row: [slots, words].
-
-    Args:
-        buffer: [slots, kv_heads, head_dim], of any dtype, contiguous.
-        widest: Maximum bytes of a word, 8, 4, 2 or 1.
-    """
+    """View rows of ``buffer``, [slots, kv_heads, head_dim], as integers of at most ``widest`` bytes that divide a row: [slots, words]."""
     row = buffer[0].numel() * buffer.element_size()
     size = next(size for size in _WORDS if size <= widest and row % size == 0)
     # A view from its own dtype may not exist at this width. A view from bytes always does.
@@ -36,13 +31,7 @@ def as_words(buffer: torch.Tensor, widest: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class PageRun:
-    """Consecutive pages in a list of pages.
-
-    Attributes:
-        place: Index of the first one in the list.
-        first: The first page.
-        count: Number of pages.
-    """
+    """``count`` consecutive pages from page ``first`` on, which has index ``place`` in a list of pages."""
 
     place: int
     first: int
@@ -64,12 +53,7 @@ class HostPageError(ValueError):
 
 @dataclass
 class HostPages:
-    """Allocates pages by number, in as few runs as possible.
-
-    Attributes:
-        count: Pages of host memory.
-        free_pages: Number of free pages.
-    """
+    """Allocates ``count`` pages by number, in as few runs as possible."""
 
     count: int
     free_pages: int = field(init=False)
@@ -121,11 +105,7 @@ class HostPages:
         self.free_pages += len(pages)
 
     def check_owned(self, pages: torch.Tensor) -> None:
-        """Raise unless all of ``pages`` (int64 [pages], on the host) are owned.
-
-        Raises:
-            HostPageError: Names pages that do not exist or are free.
-        """
+        """Raise :class:`HostPageError` if some of ``pages`` (int64 [pages], on the host) do not exist or are free."""
         foreign = pages[(pages < 0) | (pages >= self.count)]
         if len(foreign):
             raise HostPageError(f"host pages {foreign.tolist()[:8]} do not exist; there are pages 0 to {self.count - 1}")
@@ -138,11 +118,7 @@ class HostPages:
         self._filled[pages.numpy()] = True
 
     def check_filled(self, pages: torch.Tensor) -> None:
-        """Raise unless all of ``pages`` (int64 [pages], on the host) were stored to since they were allocated.
-
-        Raises:
-            HostPageError: Names pages that were not.
-        """
+        """Raise :class:`HostPageError` if some of ``pages`` (int64 [pages], on the host) were not stored to since they were allocated."""
         empty = pages.numpy()[~self._filled[pages.numpy()]]
         if len(empty):
             raise HostPageError(f"host pages {empty.tolist()[:8]} were not stored since they were allocated; store, then load them")
@@ -169,13 +145,9 @@ class HostPool:
 
     @classmethod
     def create(cls, buffers: KVBuffers, page_size: int, size: int, frames: bool = False) -> "HostPool":
-        """Create a pool with as many pages as fit in ``size`` bytes.
+        """Create a pool for layers of the device's pool, with as many pages of ``page_size`` tokens as fit in ``size`` bytes.
 
-        Args:
-            buffers: The layers of the device's pool, all of one shape and dtype.
-            page_size: Tokens per page.
-            size: Bytes of host memory.
-            frames: Whether the order is page-first.
+        The order is page-first with ``frames``.
 
         Raises:
             OptionError: No page fits, or the host has too little memory.
@@ -234,11 +206,7 @@ class HostPool:
 
 
 def check_alike(buffers: KVBuffers) -> None:
-    """Raise unless all layers have one layout, as the pool and the kernels require.
-
-    Raises:
-        ValueError: Names the layout that differs.
-    """
+    """Raise ``ValueError`` unless all layers have one layout, as the pool and the kernels require."""
     key = buffers.keys[0]
     for buffer in (*buffers.keys, *buffers.values):
         if buffer.shape != key.shape or buffer.dtype != key.dtype or not buffer.is_contiguous():

@@ -21,12 +21,9 @@ Moves = Iterator[tuple[Callable[[torch.Tensor], None], Callable[[torch.Tensor], 
 
 @dataclass(frozen=True)
 class TransferPiece:
-    """The part of a transfer that is copied through a buffer at once.
+    """The part of a transfer that is copied through a buffer at once: some tokens of some of the device's buffers.
 
-    Attributes:
-        buffers: Indices of the device's buffers, keys of all layers before values.
-        tokens: The transfer's tokens in this piece.
-        runs: Runs of these tokens' pages, counted in tokens.
+    The buffers are numbered with the keys of all layers before the values. ``runs`` are those of the tokens' pages, counted in tokens.
     """
 
     buffers: range
@@ -57,12 +54,10 @@ def pieces(buffers: int, pages: torch.Tensor, page_size: int, buffer_pages: int)
 class LayerCopies:
     """Copies between one device's KV and one layer-first pool. Each is launched in the current stream.
 
-    A buffer is a ``half`` of a double buffer (transfers.py): [rows, words].
-
     Attributes:
         rows: The device's KV, keys of all layers before values: [slots, words] each.
         pool: The host pages.
-        buffer_pages: Pages of one layer's keys per buffer.
+        buffer_pages: Pages of one layer's keys per ``half`` of a double buffer, [rows, words].
     """
 
     rows: list[torch.Tensor]
@@ -80,20 +75,17 @@ class LayerCopies:
 
     def stores(self, pages: torch.Tensor, slots: torch.Tensor, blocks: None) -> Moves:
         """Yield, piece after piece, the functions that fill a buffer from device slots and empty it into host pages."""
-        for piece in self._pieces(pages):
-            yield partial(self.gather, piece, slots), partial(self.to_host, piece)
+        for piece in pieces(len(self.rows), pages, self.pool.page_size, self.buffer_pages):
+            yield partial(self.gather, piece, slots), partial(self._to_host, piece)
 
     def loads(self, pages: torch.Tensor, slots: torch.Tensor, blocks: None, stored: bool) -> Moves:
         """Yield the functions for the other direction."""
-        for piece in self._pieces(pages):
-            yield partial(self.from_host, piece), partial(self.scatter, piece, slots)
+        for piece in pieces(len(self.rows), pages, self.pool.page_size, self.buffer_pages):
+            yield partial(self._from_host, piece), partial(self.scatter, piece, slots)
 
     def loaded_bytes(self, pages: torch.Tensor, blocks: None, stored: bool) -> int:
         """Bytes that :meth:`loads` copies with these arguments."""
         return len(pages) * self.pool.page_bytes
-
-    def _pieces(self, pages: torch.Tensor) -> Iterator[TransferPiece]:
-        return pieces(len(self.rows), pages, self.pool.page_size, self.buffer_pages)
 
     def gather(self, piece: TransferPiece, slots: torch.Tensor, half: torch.Tensor) -> None:
         """Copy from ``slots``, int64 [tokens of the transfer], to a buffer."""
@@ -105,13 +97,11 @@ class LayerCopies:
         for part, buffer in zip(piece.part(half), piece.buffers):
             self.rows[buffer].index_copy_(0, slots[piece.tokens], part)
 
-    def to_host(self, piece: TransferPiece, half: torch.Tensor) -> None:
-        """Copy from a buffer to host pages."""
+    def _to_host(self, piece: TransferPiece, half: torch.Tensor) -> None:
         for of_host, of_device in self._blocks(piece, half):
             of_host.copy_(of_device, non_blocking=True)
 
-    def from_host(self, piece: TransferPiece, half: torch.Tensor) -> None:
-        """Copy from host pages to a buffer."""
+    def _from_host(self, piece: TransferPiece, half: torch.Tensor) -> None:
         for of_host, of_device in self._blocks(piece, half):
             of_device.copy_(of_host, non_blocking=True)
 
@@ -128,13 +118,7 @@ SIZE_BYTES = 8
 
 @dataclass(frozen=True)
 class FrameCopies:
-    """Copies between one device's KV and one pool of frames. Each is launched in the current stream.
-
-    Attributes:
-        pool: The host pages, in page-first order.
-        residuals: Writes and reads frames.
-        buffer_pages: Pages per buffer.
-    """
+    """Copies between one device's KV and one page-first pool, ``buffer_pages`` at once. Each is launched in the current stream."""
 
     pool: HostPool
     residuals: ResidualPages
@@ -179,29 +163,28 @@ class FrameCopies:
             end = min(len(pages), first + self.buffer_pages)
             yield pages[first:end], slots[first * tokens : end * tokens], None if blocks is None else blocks.part(first, end)
 
-    def _frames_in(self, half: torch.Tensor) -> torch.Tensor:
-        return half[: self.buffer_pages * self.pool.page_bytes].view(self.buffer_pages, -1)
-
-    def _sizes_in(self, half: torch.Tensor) -> torch.Tensor:
-        return half[self.buffer_pages * self.pool.page_bytes :].view(torch.int64)
+    def _frames_and_sizes(self, half: torch.Tensor, pages: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The frames, uint8 [pages, page_bytes], and sizes, int64 [pages], of the first ``pages`` pages in a buffer."""
+        end = self.buffer_pages * self.pool.page_bytes
+        return half[:end].view(self.buffer_pages, -1)[:pages], half[end:].view(torch.int64)[:pages]
 
     def _write(self, slots: torch.Tensor, blocks: PageBlocks | None, half: torch.Tensor) -> None:
-        count = len(slots) // self.pool.page_size
-        self.residuals.write(slots, None if blocks is None else blocks.slots, self._frames_in(half)[:count], self._sizes_in(half)[:count])
+        frames, sizes = self._frames_and_sizes(half, len(slots) // self.pool.page_size)
+        self.residuals.write(slots, None if blocks is None else blocks.slots, frames, sizes)
 
     def _read(self, slots: torch.Tensor, blocks: PageBlocks | None, half: torch.Tensor) -> None:
-        count = len(slots) // self.pool.page_size
-        self.residuals.read(self._frames_in(half)[:count], self._sizes_in(half)[:count], slots, None if blocks is None else blocks.slots)
+        frames, sizes = self._frames_and_sizes(half, len(slots) // self.pool.page_size)
+        self.residuals.read(frames, sizes, slots, None if blocks is None else blocks.slots)
 
     def _to_host(self, moved: tuple[PageRun, ...], half: torch.Tensor) -> None:
-        frames, sizes = self._frames_in(half), self._sizes_in(half)
+        frames, sizes = self._frames_and_sizes(half, self.buffer_pages)
         for run in moved:
             there, here = slice(run.first, run.first + run.count), slice(run.place, run.place + run.count)
             self.pool.frames[there].copy_(frames[here], non_blocking=True)
             self.pool.sizes[there].copy_(sizes[here], non_blocking=True)
 
     def _from_host(self, pages: torch.Tensor, needed: list[int], half: torch.Tensor) -> None:
-        frames, sizes = self._frames_in(half), self._sizes_in(half)
+        frames, sizes = self._frames_and_sizes(half, self.buffer_pages)
         for run in runs(pages):
             sizes[run.place : run.place + run.count].copy_(self.pool.sizes[run.first : run.first + run.count], non_blocking=True)
         for place, (page, size) in enumerate(zip(pages.tolist(), needed, strict=True)):

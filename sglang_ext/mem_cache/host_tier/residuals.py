@@ -4,13 +4,11 @@ For each number a packed block holds a code, and for each chunk mu and sigma: Ly
 numbers of the pool's dtype between two bounds. The residual is the number's index in its bin (layers/kernels/lynx/pytorch_codec.py). While the
 blocks are on the device, a load needs the residual only. Afterwards it needs the anchor too.
 
-A page has a frame of as many bytes as its full KV. The frame begins with the exact residual stream of layers/kernels/lynx/layout.py. In it
-the tokens of all buffers follow one another as those of one page, keys of all layers before values. The stream has a uint32 for each
-buffer, row of chunks and 64 channels, with the offset of its bits in units of 8 bytes. The bits follow. After the stream comes the anchor:
-the content of the blocks' slots, buffer after buffer.
-
-A page without blocks is stored whole, buffer after buffer. So is a page that would not be smaller, or that has a number outside its bin: a
-number that is not finite, or beyond the range of float16.
+A page has a frame of as many bytes as its full KV. It begins with the exact residual stream of layers/kernels/lynx/layout.py, in which the
+tokens of all buffers follow one another as those of one page, keys of all layers before values. The stream has a uint32 for each buffer,
+row of chunks and 64 channels, with the offset of its bits in units of 8 bytes. The bits follow. After the stream comes the anchor: the
+content of the blocks' slots, buffer after buffer. A page is stored whole, buffer after buffer, if it has no blocks, would not be smaller,
+or has a number outside its bin: one that is not finite, or beyond the range of float16.
 """
 
 from dataclasses import dataclass
@@ -30,11 +28,9 @@ WHOLE = 0
 
 @dataclass(frozen=True)
 class PageBlocks:
-    """Slots of the packed blocks of pages.
+    """Slots of the packed blocks of pages: int64 [pages, slots of a page's blocks] on the device, -1 if a page has none.
 
-    Attributes:
-        slots: int64 [pages, slots of a page's blocks], on the device. -1 if a page has none.
-        there: bool [pages], on the host: whether a page has blocks.
+    ``there``, bool [pages] on the host, says whether a page has blocks.
     """
 
     slots: torch.Tensor
@@ -82,13 +78,10 @@ class ResidualPages:
         return self.page_slots * self.buffers.bytes_per_slot
 
     def write(self, slots: torch.Tensor, blocks: torch.Tensor | None, frames: torch.Tensor, sizes: torch.Tensor) -> None:
-        """Fill frames. Does not wait for the device.
+        """Fill ``frames``, uint8 [pages, page_bytes], and ``sizes``, int64 [pages]: bytes of residuals, 0 for whole pages.
 
-        Args:
-            slots: int64 [pages * page_size], on the device.
-            blocks: int64 [pages, slots of a page's blocks], on the device, -1 if a page has none. None if no page has any.
-            frames: uint8 [pages, page_bytes], on the device. Bytes after an anchor are undefined.
-            sizes: int64 [pages], on the device: set to the bytes of residuals, 0 for whole pages.
+        All tensors are on the device, and it is not waited for. ``slots``: int64 [pages * page_size]. ``blocks``: as
+        :attr:`PageBlocks.slots`, None if no page has any. Bytes after an anchor are undefined.
         """
         if self.buffers.on_gpu:
             from sglang_ext.layers.kernels.lynx.residual_pages import write_pages
@@ -109,8 +102,8 @@ class ResidualPages:
     def read(self, frames: torch.Tensor, sizes: torch.Tensor, slots: torch.Tensor, blocks: torch.Tensor | None) -> None:
         """Write the pages that :meth:`write` stored to device slots. Does not wait for the device.
 
-        ``blocks`` are those of the store, -1 if a page's blocks no longer exist. Then its anchor must have been loaded. Frames and sizes
-        come from the host, which may have lost bits. Then the numbers are wrong, but nothing else is written.
+        If a page's blocks no longer exist, -1, its anchor must have been loaded. If the host has lost bits of frames or sizes, the numbers
+        are wrong, but nothing else is written.
         """
         if self.buffers.on_gpu:
             from sglang_ext.layers.kernels.lynx.residual_pages import read_pages

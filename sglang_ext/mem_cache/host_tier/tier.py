@@ -20,15 +20,8 @@ from sglang_ext.mem_cache.host_tier.host_pool import HostPool, as_words, check_a
 from sglang_ext.mem_cache.host_tier.page_copies import FrameCopies, LayerCopies
 from sglang_ext.mem_cache.host_tier.residuals import PageBlocks, ResidualPages
 from sglang_ext.mem_cache.host_tier.transfers import (
-    CopyStream,
-    DeferredLaunches,
-    DoubleBuffer,
-    LastTransfers,
-    LaunchedTransfer,
-    Transfer,
-    TransferError,
-    TransferTracker,
-)
+    CopyStream, DeferredLaunches, DoubleBuffer, LastTransfers, LaunchedTransfer, Transfer, TransferError, TransferTracker,
+)  # fmt: skip
 
 # At most 32 bits: in a 64-bit sum, even the highest bit of two words must not cancel out.
 SUMMED_WORD = 4
@@ -37,10 +30,7 @@ FIRST_TOKEN = 1 << 32
 
 
 def odd_weights(first: int, count: int) -> torch.Tensor:
-    """Weights ``first`` to ``first + count`` of the sequence: int64 [count], odd.
-
-    The mixing function of SplitMix64 (Steele, Lea and Flood 2014, doi 10.1145/2660193.2660195, figure 14).
-    """
+    """Odd weights, int64 [count], by the mixing function of SplitMix64 (Steele, Lea and Flood 2014, doi 10.1145/2660193.2660195, figure 14)."""
     mixed = np.arange(first + 1, first + count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -49,12 +39,7 @@ def odd_weights(first: int, count: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class PageChecksums:
-    """Checksums of pages of device slots.
-
-    Attributes:
-        buffers: All layers. Contiguous, of one shape and dtype.
-        page_size: Tokens per page.
-    """
+    """Checksums of pages of device slots. All layers are contiguous, of one shape and dtype."""
 
     buffers: KVBuffers
     page_size: int
@@ -108,8 +93,6 @@ class HostTier:
     transfers of the same pages are ordered.
 
     Args:
-        buffers: The layers of the device's pool. Contiguous, of one shape and dtype.
-        pool: The host pages.
         staging: Device bytes for the buffers of one direction, at least two pages of one layer's keys. None for :func:`staging_bytes`.
         residuals: Layout of pages in a page-first pool. None for a layer-first pool.
 
@@ -154,21 +137,16 @@ class HostTier:
         self._forward = Mark.now(self._device)
 
     def defer_transfers(self) -> AbstractContextManager[None]:
-        """Launch the transfers requested inside this context at its end. A launch takes the host milliseconds.
+        """Launch the transfers requested inside this context at its end, because a launch takes the host milliseconds.
 
-        A transfer waits only for work enqueued on the current stream before the request. Waiting for a transfer inside the context
-        launches it and the earlier ones. On a CPU, a thread starts transfers at once.
+        They wait only for work enqueued on the current stream before the request. On a CPU, a thread starts transfers at once.
         """
         return self._deferral.until_end() if self._worker is None else nullcontext()
 
     def store(self, slots: torch.Tensor, pages: torch.Tensor, blocks: PageBlocks | None = None) -> Transfer:
-        """Copy device slots to host pages.
+        """Copy device ``slots``, int64 [pages * page_size], to host ``pages``, int64 [pages] on the host, each once.
 
-        Args:
-            slots: int64 [pages * page_size], on the device, in the order of the pages' tokens.
-            pages: int64 [pages], on the host, allocated in the pool, each once.
-            blocks: Blocks with which pages are stored as residuals. None for a layer-first pool, or to store all pages whole. Their slots
-                must not change until the transfer is done.
+        Pages with ``blocks`` are stored as residuals. The slots of blocks must not change until the transfer is done.
 
         Raises:
             ValueError: Slots and pages do not match, or pages are not allocated.
@@ -178,7 +156,7 @@ class HostTier:
         return self._begin(self._store, slots, pages, blocks)
 
     def load(self, pages: torch.Tensor, slots: torch.Tensor, blocks: PageBlocks | None = None) -> Transfer:
-        """Copy host pages to device slots. Arguments as in :meth:`store`, with the same blocks, if they still exist.
+        """Copy host pages to device slots, with the blocks of :meth:`store`, if they still exist.
 
         Raises:
             ValueError: As in :meth:`store`, or pages were not stored to since they were allocated.
@@ -197,7 +175,6 @@ class HostTier:
     def _begin(
         self, launch: Callable[..., LaunchedTransfer], slots: torch.Tensor, pages: torch.Tensor, blocks: PageBlocks | None
     ) -> Transfer:
-        """Launch a transfer. On a CPU, submit it to the thread."""
         # The arguments may be views of tables that change before the transfer reads them.
         slots, pages = slots.clone(), pages.clone()
         after = Mark.now(self._device), self._forward
@@ -274,12 +251,7 @@ def _used(lane: CopyStream, slots: torch.Tensor, blocks: PageBlocks | None) -> N
 
 @dataclass
 class TransferBandwidth:
-    """Bandwidth of completed transfers in one direction, weighted towards recent ones.
-
-    Attributes:
-        decay: Factor applied to all earlier transfers' weights when a transfer is added.
-        loads, seconds: Number of counted transfers, and their total duration.
-    """
+    """Bandwidth of completed loads. Each load multiplies the weights of earlier ones by ``decay``. ``seconds`` is the sum of all."""
 
     decay: float = 0.9
     loads: int = 0
@@ -309,12 +281,7 @@ class TransferBandwidth:
     def measure(self, tier: HostTier, slots: torch.Tensor, arrivals: TransferTracker) -> float:
         """Store and load the KV in ``slots``, wait for it, and return the measured bandwidth.
 
-        The second of two loads counts, because the first waits for compilers. With more slots, the launches count less.
-
-        Args:
-            tier: The host tier, with space for the pages.
-            slots: int64 [pages * page_size], on the device. Nothing may write them during the call. They may repeat.
-            arrivals: Tracks when all ranks are done.
+        The second of two loads counts, because the first waits for compilers. Slots may repeat. With more slots, the launches count less.
 
         Raises:
             TransferError: The host has too few free pages, or the loaded KV differs from the stored KV.

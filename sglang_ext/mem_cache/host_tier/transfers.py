@@ -20,12 +20,7 @@ from sglang_ext.device import Mark
 
 @dataclass(frozen=True)
 class CopyStream:
-    """A stream in addition to the current one. On a CPU, work runs in the calling thread.
-
-    Attributes:
-        device: The device of its work.
-        stream: None on a CPU.
-    """
+    """A stream in addition to the current one. On a CPU it has none, and work runs in the calling thread."""
 
     device: torch.device
     stream: torch.cuda.Stream | None
@@ -57,12 +52,7 @@ class CopyStream:
 
 
 class DoubleBuffer:
-    """Two buffers that alternate between a stream that fills them and a stream that empties them.
-
-    Args:
-        halves: The buffers, [2, rows, words].
-        filler, emptier: The streams.
-    """
+    """Two buffers, ``halves`` [2, rows, words], that alternate between a stream that fills them and a stream that empties them."""
 
     def __init__(self, halves: torch.Tensor, filler: CopyStream, emptier: CopyStream) -> None:
         self.filler, self.emptier = filler, emptier
@@ -104,11 +94,9 @@ class DoubleBuffer:
 
 @dataclass
 class LastTransfers:
-    """The last transfer of each page in one direction. The transfers of a direction end in the order in which they began.
+    """The last transfer of each of ``pages`` pages in one direction. The transfers of a direction end in the order in which they began.
 
-    Attributes:
-        pages: Number of pages.
-        running: The marks at the end of transfers that may not have ended, by number.
+    ``running`` has the marks at the end of transfers that may not have ended, by number.
     """
 
     pages: int
@@ -144,13 +132,7 @@ class TransferError(RuntimeError):
 
 
 class TransferOutcome(NamedTuple):
-    """Result of a transfer.
-
-    Attributes:
-        seconds: Duration, without waiting for earlier work.
-        failed: Host pages whose loaded KV differs from the stored KV. Empty for a store.
-        size: Bytes copied between device and host.
-    """
+    """Seconds of a transfer without waiting for earlier work, host pages whose loaded KV differs from the stored KV, and bytes copied."""
 
     seconds: float
     failed: list[int]
@@ -159,12 +141,9 @@ class TransferOutcome(NamedTuple):
 
 @dataclass(frozen=True)
 class LaunchedTransfer:
-    """A transfer in progress.
+    """A transfer in progress, from ``start`` to ``end``, of ``size`` bytes.
 
-    Attributes:
-        start, end: Marks before and after its copies.
-        wrong: For a load, bool [pages] on the host, valid from ``end`` on: the checksum differs from the store's. None for a store.
-        size: Bytes copied between device and host.
+    ``wrong``, bool [pages] on the host, is valid from ``end`` on: the checksum differs from the store's. None for a store.
     """
 
     start: Mark
@@ -175,9 +154,7 @@ class LaunchedTransfer:
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """A transfer between device slots and host pages.
-
-    If it failed with an error, the next call raises the error.
+    """A transfer between device slots and host pages. If it failed with an error, the next call raises the error.
 
     Attributes:
         size: Bytes of full KV in its pages. A load may copy fewer (:attr:`TransferOutcome.size`).
@@ -207,11 +184,7 @@ class Transfer:
 
     @property
     def outcome(self) -> TransferOutcome:
-        """Its result. A store compares no checksums.
-
-        Raises:
-            TransferError: It is not done.
-        """
+        """Its result. Raises :class:`TransferError` if it is not done. A store compares no checksums."""
         if not self.done:
             raise TransferError(f"a transfer of {self.size} bytes is still in progress; ask once it is done")
         launched = self._launched.result()
@@ -227,7 +200,7 @@ class PendingLaunch(Future[LaunchedTransfer]):
         self._launch, self._run_all = launch, run_all
 
     def run(self) -> None:
-        """Run the launch."""
+        """Set the result."""
         self.set_result(self._launch())
 
     def result(self, timeout: float | None = None) -> LaunchedTransfer:
@@ -269,11 +242,7 @@ class DeferredLaunches:
 
 @dataclass
 class TransferTracker:
-    """The completed transfers of one rank. All ranks ask for the same transfers, in the same order.
-
-    Attributes:
-        ranks: The ranks that must agree.
-    """
+    """The completed transfers of one rank. All ranks ask for the same transfers, in the same order."""
 
     ranks: TPRanks = TPRanks()
     _known: "WeakKeyDictionary[Transfer, TransferOutcome]" = field(default_factory=WeakKeyDictionary)
@@ -302,11 +271,7 @@ class TransferTracker:
         self.update([transfer])
 
     def outcome(self, transfer: Transfer) -> TransferOutcome:
-        """Its result: the longest time and the most bytes of all ranks, and the pages that came back changed on any rank.
-
-        Raises:
-            TransferError: It is not known to be done.
-        """
+        """The longest time, the pages that came back changed on any rank, and the most bytes. Raises :class:`TransferError` if not done."""
         if not self.done(transfer):
             raise TransferError(f"a transfer of {transfer.size} bytes is still in progress on some rank; ask once it is done")
         return self._known[transfer]
