@@ -74,11 +74,9 @@ class IntegrityError(RuntimeError):
 
 @dataclass
 class AcceptanceTracker:
-    """Estimates the probability that a draft token is accepted if the ones before it were.
+    """Estimates the probability that a draft token is accepted if the ones before it were, from decayed counts with a prior.
 
-    Attributes:
-        accepted, rejected: Decayed counts, with the prior.
-        decay: Weight of earlier observations, at each verification.
+    ``decay`` is the weight of earlier observations at each verification.
     """
 
     accepted: float = FIRST_PRIOR[0]
@@ -161,13 +159,10 @@ class RankError(RuntimeError):
 
 @dataclass(frozen=True)
 class TPRanks:
-    """The position of this process among the tensor-parallel ranks of a model. Each rank holds some of the heads.
+    """The position of this process in SGLang's ``group`` of tensor-parallel ranks, None for a single rank. Each rank holds some heads.
 
     All ranks must make the same decisions. Compressed KV, rounds and accepted tokens depend on token ids and lengths, which all ranks have.
     Decisions that depend on measured times could differ, so rank 0 makes them for all ranks.
-
-    Attributes:
-        group: SGLang's group of the ranks; None for a single rank.
     """
 
     group: "GroupCoordinator | None" = None
@@ -196,11 +191,7 @@ class TPRanks:
         return [value] if self.group is None else self.group.all_gather_object(value)
 
     def check_equal(self, what: str, value: Any) -> None:
-        """Check that all ranks have this value.
-
-        Raises:
-            RankError: With the name of the value, and the values by rank.
-        """
+        """Raise :class:`RankError`, with the name of the value and the values by rank, unless all ranks have this value."""
         values = self.gather(value)
         if any(other != value for other in values):
             raise RankError(f"{what} differs between tensor-parallel ranks: {values}")

@@ -68,10 +68,8 @@ class HostPages:
     def allocate(self, count: int) -> torch.Tensor | None:
         """Allocate ``count`` pages: int64 [count], on the host. None if fewer are free.
 
-        The pages form one run if a free run is long enough. It takes the shortest such run, to keep long runs.
-
-        Raises:
-            HostPageError: ``count`` is below 1.
+        The pages form one run if a free run is long enough. It takes the shortest such run, to keep long runs. Raises
+        :class:`HostPageError` if ``count`` is below 1.
         """
         if count < 1:
             raise HostPageError(f"{count} pages of host memory were requested; request at least 1")
@@ -93,8 +91,7 @@ class HostPages:
     def free(self, pages: torch.Tensor) -> None:
         """Free ``pages`` (int64 [pages], on the host). Transfers in progress may still use them.
 
-        Raises:
-            HostPageError: Some are not owned, or are named twice. Nothing is freed then.
+        Raises :class:`HostPageError` and frees nothing if some are not owned, or are named twice.
         """
         self.check_owned(pages)
         ordered = pages.sort().values
@@ -147,11 +144,8 @@ class HostPool:
     def create(cls, buffers: KVBuffers, page_size: int, size: int, frames: bool = False) -> "HostPool":
         """Create a pool for layers of the device's pool, with as many pages of ``page_size`` tokens as fit in ``size`` bytes.
 
-        The order is page-first with ``frames``.
-
-        Raises:
-            OptionError: No page fits, or the host has too little memory.
-            ValueError: The layers' buffers differ, or are not contiguous.
+        The order is page-first with ``frames``. Raises :class:`OptionError` if no page fits or the host has too little memory, ValueError
+        if the layers' buffers differ or are not contiguous.
         """
         check_alike(buffers)
         count = size // (buffers.bytes_per_slot * page_size)

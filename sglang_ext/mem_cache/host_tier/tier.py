@@ -96,8 +96,7 @@ class HostTier:
         staging: Device bytes for the buffers of one direction, at least two pages of one layer's keys. None for :func:`staging_bytes`.
         residuals: Layout of pages in a page-first pool. None for a layer-first pool.
 
-    Raises:
-        ValueError: The layers' buffers differ, or are not contiguous.
+    Raises ValueError if the layers' buffers differ, or are not contiguous.
     """
 
     def __init__(
@@ -119,7 +118,7 @@ class HostTier:
             self._copies = FrameCopies.of(pool, residuals, staging)
             if buffers.on_gpu:
                 residuals.compile_kernels()
-        copies, moves = (partial(CopyStream.beside, self._device, urgent=urgent) for urgent in (False, True))
+        copies, moves = (partial(CopyStream, self._device, urgent) for urgent in (False, True))
         self._stores = DoubleBuffer(self._copies.halves(), filler=moves(), emptier=copies())
         self._loads = DoubleBuffer(self._copies.halves(), filler=copies(), emptier=moves())
         self._stored, self._loaded = LastTransfers(pool.pages.count), LastTransfers(pool.pages.count)
@@ -146,10 +145,8 @@ class HostTier:
     def store(self, slots: torch.Tensor, pages: torch.Tensor, blocks: PageBlocks | None = None) -> Transfer:
         """Copy device ``slots``, int64 [pages * page_size], to host ``pages``, int64 [pages] on the host, each once.
 
-        Pages with ``blocks`` are stored as residuals. The slots of blocks must not change until the transfer is done.
-
-        Raises:
-            ValueError: Slots and pages do not match, or pages are not allocated.
+        Pages with ``blocks`` are stored as residuals. The slots of blocks must not change until the transfer is done. Raises ValueError if
+        slots and pages do not match, or pages are not allocated.
         """
         self._check(slots, pages)
         self.pool.pages.fill(pages)
@@ -158,8 +155,7 @@ class HostTier:
     def load(self, pages: torch.Tensor, slots: torch.Tensor, blocks: PageBlocks | None = None) -> Transfer:
         """Copy host pages to device slots, with the blocks of :meth:`store`, if they still exist.
 
-        Raises:
-            ValueError: As in :meth:`store`, or pages were not stored to since they were allocated.
+        Raises ValueError as :meth:`store`, or if pages were not stored to since they were allocated.
         """
         self._check(slots, pages)
         self.pool.pages.check_filled(pages)
@@ -282,9 +278,7 @@ class TransferBandwidth:
         """Store and load the KV in ``slots``, wait for it, and return the measured bandwidth.
 
         The second of two loads counts, because the first waits for compilers. Slots may repeat. With more slots, the launches count less.
-
-        Raises:
-            TransferError: The host has too few free pages, or the loaded KV differs from the stored KV.
+        Raises :class:`TransferError` if the host has too few free pages, or the loaded KV differs from the stored KV.
         """
         pages = tier.pool.pages.allocate(max(1, len(slots) // tier.pool.page_size))
         if pages is None:

@@ -18,18 +18,15 @@ from sglang_ext.core import TPRanks
 from sglang_ext.device import Mark
 
 
-@dataclass(frozen=True)
 class CopyStream:
-    """A stream in addition to the current one. On a CPU it has none, and work runs in the calling thread."""
+    """A stream in addition to the current one. The kernels of an urgent one are scheduled before waiting kernels of forwards.
 
-    device: torch.device
-    stream: torch.cuda.Stream | None
+    On a CPU there is no stream, and work runs in the calling thread.
+    """
 
-    @classmethod
-    def beside(cls, device: torch.device, urgent: bool = False) -> "CopyStream":
-        """Create a stream. The kernels of an urgent one are scheduled before waiting kernels of forwards."""
-        stream = torch.cuda.Stream(device, priority=-1 if urgent else 0) if device.type == "cuda" else None
-        return cls(device, stream)
+    def __init__(self, device: torch.device, urgent: bool) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device, priority=-urgent) if device.type == "cuda" else None
 
     def running(self) -> AbstractContextManager:
         """Context in which work is launched in this stream, and allocations belong to it."""

@@ -126,8 +126,7 @@ class HostStore:
         loaded_bytes, restored_bytes: Bytes transferred by completed loads so far, and bytes of full KV that they produced.
         failed_pages: Host pages dropped so far because their KV came back changed.
 
-    Raises:
-        ValueError: The tier's page size differs from the tree's.
+    Raises ValueError if the tier's page size differs from the tree's.
     """
 
     def __init__(
@@ -162,13 +161,9 @@ class HostStore:
         return (pool.pages.count - pool.pages.free_pages) * pool.page_bytes
 
     def back_up(self, node: TieredNode) -> Transfer | None:
-        """Store the KV of ``node`` on the host, if it is not there yet. Its device slots stay.
+        """Store the KV of ``node`` on the host, if it is not there yet, and return the transfer that stores it. Its device slots stay.
 
-        Returns:
-            The transfer that stores it. None if the host is full even after it dropped unneeded nodes.
-
-        Raises:
-            ValueError: The node's KV is not on the device.
+        Returns None if the host is full even after it dropped unneeded nodes. Raises ValueError if the node's KV is not on the device.
         """
         if node.host_value is not None:
             return node.store
@@ -233,10 +228,8 @@ class HostStore:
         """Copy the host's KV of ``nodes``, which are on one path, to device slots that the tree then owns, evicting if necessary.
 
         The nodes count as on the device when the transfer is done and :meth:`collect_loads` has processed it. Only then may rows point to
-        them. Returns None if there are too few device slots. Nothing is loaded then.
-
-        Raises:
-            ValueError: A node is not on the host, or has device slots.
+        them. Returns None and loads nothing if there are too few device slots. Raises ValueError if a node is not on the host, or has
+        device slots.
         """
         for node in nodes:
             if node.host_value is None:

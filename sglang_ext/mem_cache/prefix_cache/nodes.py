@@ -350,8 +350,7 @@ class PrefixTree:
     def attach(self, node: TieredNode, segment: Segment) -> None:
         """Let the tree own ``segment``, which covers tokens of the path to ``node``, and its slots. It may be evicted until it has users.
 
-        Raises:
-            ValueError: It is not on the path, is attached already, or is not whole pages.
+        Raises ValueError if ``node`` was dropped, and as :meth:`Segments.add`.
         """
         if node.dropped:
             raise ValueError(f"a path of {node.end} tokens was dropped from the tree; match it again before attaching to it")

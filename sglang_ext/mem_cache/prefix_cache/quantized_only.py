@@ -25,7 +25,7 @@ from sglang_ext.mem_cache.prefix_cache.freed_full_kv import FreedFullKV, Recompu
 from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode, path
 from sglang_ext.mem_cache.prefix_cache.quantized_prompts import QuantizedPrompts
 from sglang_ext.mem_cache.prefix_cache.residency import CompressedRequest, CompressedRequests
-from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV, Segment, SegmentBlocks
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV, Segment
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -65,7 +65,7 @@ class QuantizedOnlyKV(FreedFullKV):
     _pending: list[tuple[torch.Tensor, int, torch.Tensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.nodes.segments.blocks = SegmentBlocks(self.packing.block_tokens, self.packing.block_slots, self._on_segment_split)
+        self.nodes.segments.blocks = self.packing.block_tokens, self.packing.block_slots, self._on_segment_split
 
     def _on_segment_split(self, first: Segment, rest: Segment) -> None:
         self.compressed_kv.on_segment_split(first, rest)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -135,18 +135,6 @@ class CompressedKV:
         return sum(segment.packed for segment in self.segments) + self.own_packed
 
 
-class SegmentBlocks(NamedTuple):
-    """Packed blocks of ``tokens`` tokens and ``slots`` slots, at whose boundaries segments can be split.
-
-    ``on_segment_split`` is called with the new segment, which took the first blocks of another one, and with that other segment, which
-    keeps the rest. Readers of the second read both.
-    """
-
-    tokens: int
-    slots: int
-    on_segment_split: Callable[[Segment, Segment], None]
-
-
 class Segments:
     """All segments of one tree: their users, and the slots that could be freed.
 
@@ -154,13 +142,15 @@ class Segments:
         held_tokens: Slots of segments in use.
         unused_tokens: Slots of the other segments, which may be evicted.
         added: Segments added so far.
-        blocks: Blocks of segments that replace full KV (quantized_only.py). None if none do.
+        blocks: Tokens and slots of the blocks of segments that replace full KV (quantized_only.py), at whose boundaries they are split, and
+            a function that is called with the new segment, which took the first blocks of another one, and with that one, which keeps the
+            rest: readers of the second read both. None if no segments replace full KV.
     """
 
     def __init__(self, allocator: "BaseTokenToKVPoolAllocator", page_size: int) -> None:
         self._allocator, self._page_size = allocator, page_size
         self.added = 0
-        self.blocks: SegmentBlocks | None = None
+        self.blocks: tuple[int, int, Callable[[Segment, Segment], None]] | None = None
         # In the order of attachment: all ranks must evict the same segments.
         self._all: dict[Segment, None] = {}
         self.held_tokens = self.unused_tokens = 0
@@ -179,8 +169,7 @@ class Segments:
     def add(self, segment: Segment, nodes: "Iterable[TreeNode]") -> None:
         """Attach ``segment`` to the one of ``nodes``, a path from the root, that holds its last position.
 
-        Raises:
-            ValueError: It is not on the path, is attached already, or is not whole pages.
+        Raises ValueError if it is not on the path, is attached already, or is not whole pages.
         """
         if segment in self._all:
             raise ValueError(f"{segment} is attached already; attach each segment once")
@@ -204,19 +193,11 @@ class Segments:
         self._count(segment, len(segment.slots))
 
     def use(self, segment: Segment) -> None:
-        """Count a running request that reads ``segment``. The segment stays until it is released.
-
-        Raises:
-            ValueError: The tree no longer has it.
-        """
+        """Count a running request that reads ``segment``, until it is released. Raises ValueError if the tree no longer has it."""
         self._change_users(segment, 1)
 
     def release(self, segment: Segment) -> None:
-        """Count a running request that no longer reads ``segment``.
-
-        Raises:
-            ValueError: No request reads it.
-        """
+        """Count a running request that no longer reads ``segment``. Raises ValueError if no request reads it."""
         self._change_users(segment, -1)
         if segment.node is None:
             self.free(segment)

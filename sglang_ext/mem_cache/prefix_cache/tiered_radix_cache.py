@@ -73,11 +73,7 @@ class TieredRadixCache(RadixCache):
         super().__init__(params)
 
     def use_host(self, tier: "HostTier", **options: Any) -> None:
-        """Store full KV in ``tier`` too. The trees of all ranks do the same. ``options`` are arguments of :class:`HostStore`.
-
-        Raises:
-            ValueError: The tier's page size differs from the tree's.
-        """
+        """Store full KV in ``tier`` too. The trees of all ranks do the same. ``options`` and errors are those of :class:`HostStore`."""
         from sglang_ext.mem_cache.prefix_cache.host_store import HostStore
 
         self.host = HostStore(self.nodes, tier, self.eviction_strategy.get_priority, self._allocate, **options)

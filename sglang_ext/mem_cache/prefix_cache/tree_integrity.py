@@ -38,8 +38,7 @@ def check_when_idle(original: Callable, checker) -> None:
 def check(tree: PrefixTree) -> None:
     """Check the tree and what it owns, in a pass over all slots. Do not call it between SGLang's ``free_group_begin`` and ``end``.
 
-    Raises:
-        IntegrityError: Names the node and the fault.
+    Raises :class:`IntegrityError`, which names the node and the fault.
     """
     nodes = list(tree)
     for node in nodes:
