@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
     from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
+    from sglang_ext.mem_cache.prefix_cache.quantized_prompts import QuantizedPrompts
 
 
 class RecomputeSource(Protocol):
@@ -60,10 +61,16 @@ class SlotDemand:
 
 @dataclass
 class FreedFullKV(ABC):
-    """The full KV that one scheduler process has freed. Rows point to SGLang's padding page there. ``nodes`` is the prefix tree."""
+    """The full KV that one scheduler process has freed. Rows point to SGLang's padding page there.
+
+    Attributes:
+        nodes: The prefix tree.
+        prompts: State of prompts that attend to quantized KV. None if prompts attend to full KV.
+    """
 
     nodes: PrefixTree
     compressed_kv: "CompressedKVCache"
+    prompts: "QuantizedPrompts | None" = field(default=None, kw_only=True)
     # For each row, positions of its own tokens whose slots were freed, or never existed.
     _own: dict[int, range] = field(default_factory=dict, init=False)
 
@@ -71,11 +78,6 @@ class FreedFullKV(ABC):
     def own_tokens(self) -> int:
         """Running requests' own tokens whose slots were freed, or never existed."""
         return sum(map(len, self._own.values()))
-
-    @property
-    @abstractmethod
-    def tokens(self) -> int:
-        """Tokens without full KV, which other KV replaces."""
 
     def own_start(self, row: int, protected: int) -> int:
         """The position where a row's own slots begin. Slots before it are the tree's, ``protected`` tokens, or were freed."""
@@ -90,10 +92,6 @@ class FreedFullKV(ABC):
         self.compressed_kv.allocator.free_segment(slots.to(torch.int64, copy=True), start_pos=begin)
         slots.zero_()
         self._own[row] = range(self._own[row].start if row in self._own else begin, covered)
-
-    @abstractmethod
-    def full_kv_start(self, row: int, protected: int) -> int:
-        """The first position from which a request's row points to its own full KV."""
 
     @abstractmethod
     def can_lack_full_kv(self, row: int) -> bool:
@@ -113,36 +111,42 @@ class FreedFullKV(ABC):
     def forget(self, row: int) -> None:
         """Remove the request in ``row``, which has ended."""
         self._own.pop(row, None)
+        if self.prompts is not None:
+            self.prompts.forget(row)
 
     def clear(self) -> None:
         """Remove all requests. The pool is being cleared."""
         self._own.clear()
+        if self.prompts is not None:
+            self.prompts.clear()
 
     def on_admitted(self, req: "Req") -> None:
-        """Hold what a waiting request attends to. It begins in the next forward."""
+        """Hold the quantized KV that a waiting request attends to. It begins in the next forward."""
+        if self.prompts is not None:
+            self.prompts.hold(req)
 
     def peak_slots(self, req: "Req", rest: int) -> int:
         """Maximum slots for full KV of a prompt's last ``rest`` tokens while they are computed, in addition to the slots that it has."""
-        return rest
+        return rest if self.prompts is None else self.prompts.peak_slots(req, rest)
 
     def reads_quantized(self, req: "Req | None", best: TieredNode) -> bool:
-        """Whether a prompt reads the replacement of full KV on the path to ``best`` directly, so that it needs no slots for it."""
-        return False
+        """Whether a prompt attends to all quantized-only KV on the path to ``best`` directly, so that it needs no slots for it."""
+        return self.prompts is not None and self.prompts.reads_quantized(req, best)
 
     def begin_prompts(self, prompts: "Iterable[tuple[Req, int, int]]") -> None:
         """Prepare the next tokens of ``prompts``, each with the arguments of :meth:`QuantizedPrompts.begin`."""
 
     def block_slots(self, row: int) -> torch.Tensor | None:
-        """Slots of the blocks in the pool that a prompt attends to. None if there are none."""
-        return None
+        """Slots of the quantized blocks that a prompt attends to, as :meth:`QuantizedPrompts.codes`. None if it attends to full KV."""
+        return None if self.prompts is None else self.prompts.codes(row)
 
     def can_insert(self, row: int) -> bool:
         """Whether a finished request's prompt may enter the tree: its row points to all full KV that the tree lacks."""
         return True
 
     def is_lost(self, row: int) -> bool:
-        """Whether the replacement of a request's full KV is lost, so that the request must be recomputed."""
-        return False
+        """Whether a request lacks full KV and its replacement, so that it must be recomputed."""
+        return self.prompts is not None and self.prompts.is_lost(row)
 
     def recompute_source(self, row: int) -> RecomputeSource | None:
         """The source that recomputes a request without full KV. None if it has all full KV, or is recomputed here."""

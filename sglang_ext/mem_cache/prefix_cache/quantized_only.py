@@ -23,7 +23,6 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.prefix_cache.freed_full_kv import FreedFullKV, RecomputeSource, SlotDemand
 from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode, path
-from sglang_ext.mem_cache.prefix_cache.quantized_prompts import QuantizedPrompts
 from sglang_ext.mem_cache.prefix_cache.residency import CompressedRequest, CompressedRequests
 from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV, Segment
 
@@ -46,7 +45,6 @@ class QuantizedOnlyKV(FreedFullKV):
         method_of: Returns the method that compresses a request. None if it stays on full KV.
         recomputes: Whether this process can recompute all retracted requests, because it computed them. If not, requests registered with
             :meth:`set_recompute_source` are recomputed by another server, and the others keep their full KV.
-        prompts: State of prompts that attend to quantized KV. None if prompts attend to full KV.
         holders: Running requests whose compressed KV holds all tokens that it covers.
         restored_tokens: Tokens restored so far.
     """
@@ -54,7 +52,6 @@ class QuantizedOnlyKV(FreedFullKV):
     packing: Packing
     method_of: "Callable[[Req], CompressionMethod | None]"
     recomputes: bool = True
-    prompts: QuantizedPrompts | None = None
     holders: CompressedRequests = field(default_factory=CompressedRequests)
     restored_tokens: int = 0
     # Decoding requests at the start of the last round.
@@ -86,25 +83,12 @@ class QuantizedOnlyKV(FreedFullKV):
                 # A request's generated tokens follow the tokens in the tree.
                 self._free_own_slots(row, holder.node.end, holder.covered)
 
-    def on_admitted(self, req: "Req") -> None:
-        """See :meth:`FreedFullKV.on_admitted`."""
-        if self.prompts is not None:
-            self.prompts.hold(req)
-
     def begin_prompts(self, prompts: "Iterable[tuple[Req, int, int]]") -> None:
         """See :meth:`FreedFullKV.begin_prompts`. Frees the full KV of the previous tokens if prompts attend to quantized KV."""
         if self.prompts is not None:
             for req, matched, known in prompts:
                 self.prompts.begin(req, matched, known)
             self._update()
-
-    def block_slots(self, row: int) -> torch.Tensor | None:
-        """See :meth:`FreedFullKV.block_slots` and :meth:`QuantizedPrompts.codes`."""
-        return None if self.prompts is None else self.prompts.codes(row)
-
-    def is_lost(self, row: int) -> bool:
-        """See :meth:`FreedFullKV.is_lost`. It lacks full KV and has no compressed KV."""
-        return self.prompts is not None and self.prompts.is_lost(row)
 
     def _update(self) -> None:
         """Free the tree's full KV of requests with compressed KV."""
@@ -167,25 +151,20 @@ class QuantizedOnlyKV(FreedFullKV):
                     nodes.split(node, cut - node.start)
 
     def full_kv_start(self, row: int, protected: int) -> int:
-        """See :meth:`FreedFullKV.full_kv_start`."""
+        """The first position from which a request's row points to its own full KV."""
         return self.own_start(row, protected) if row in self.holders.by_row else 0
 
     def forget(self, row: int) -> None:
         """See :meth:`FreedFullKV.forget`."""
         super().forget(row)
         self.holders.forget(row)
-        if self.prompts is not None:
-            self.prompts.forget(row)
-        self._decoding.pop(row, None)
-        self._shared.pop(row, None)
-        self._recompute_sources.pop(row, None)
+        for kept in (self._decoding, self._shared, self._recompute_sources):
+            kept.pop(row, None)
 
     def clear(self) -> None:
         """See :meth:`FreedFullKV.clear`."""
         super().clear()
         self.holders.clear()
-        if self.prompts is not None:
-            self.prompts.clear()
         for kept in (self._decoding, self._shared, self._recompute_sources, self._pending):
             kept.clear()
 
@@ -289,14 +268,6 @@ class QuantizedOnlyKV(FreedFullKV):
         taken = method.packing.held_slots(method.pack_after) if left <= max(more, REFRESH_RESERVE_TOKENS) else 0
         packed = max(0, exact - method.recent) + expected
         return taken, max(method.share * packed, taken) + min(more, max(0, method.max_exact_tail - own))
-
-    def peak_slots(self, req: "Req", rest: int) -> int:
-        """See :meth:`FreedFullKV.peak_slots`."""
-        return rest if self.prompts is None else self.prompts.peak_slots(req, rest)
-
-    def reads_quantized(self, req: "Req | None", best: TieredNode) -> bool:
-        """See :meth:`FreedFullKV.reads_quantized`."""
-        return self.prompts is not None and self.prompts.reads_quantized(req, best)
 
     def _known_segments(self, req: "Req", method: "CompressionMethod", covered: int) -> list[Segment]:
         """Segments of the tree that the compressed KV of a waiting request will begin with."""

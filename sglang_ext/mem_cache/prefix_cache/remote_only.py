@@ -56,7 +56,7 @@ class RemoteOnlyKV(FreedFullKV):
             self._free_own_slots(row, protected, compressed.covered)
 
     def full_kv_start(self, row: int, protected: int) -> int:
-        """See :meth:`FreedFullKV.full_kv_start`."""
+        """The first position from which a request's row points to its own full KV."""
         return self.own_start(row, 0)
 
     def can_lack_full_kv(self, row: int) -> bool:
@@ -73,7 +73,7 @@ class RemoteOnlyKV(FreedFullKV):
 
     @property
     def tokens(self) -> int:
-        """See :attr:`FreedFullKV.tokens`. Includes prompts that are in the prefix tree."""
+        """Tokens of running requests without full KV in their rows. Includes prompts that are in the prefix tree."""
         return sum(own.stop for own in self._own.values())
 
     def slot_demand(self, req: "Req", more: int, share: float = 1.0) -> SlotDemand:
