@@ -8,7 +8,7 @@ from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
 from sglang_ext.mem_cache.host_tier.host_pool import HostPool
-from sglang_ext.mem_cache.host_tier.residuals import ResidualPages
+from sglang_ext.mem_cache.host_tier.page_copies import ResidualPages
 from sglang_ext.mem_cache.host_tier.tier import HostTier
 from sglang_ext.mem_cache.prefix_cache.host_store import Anchoring
 from sglang_ext.mem_cache.prefix_cache.nodes import below

@@ -13,7 +13,7 @@ from sglang_ext.managers.kv_offload.policy import OffloadPolicy
 from sglang_ext.managers.kv_offload.verification_scheduler import VerificationScheduler
 from sglang_ext.mem_cache.compressors.lynx import Lynx
 from sglang_ext.mem_cache.host_tier.host_pool import HostPool
-from sglang_ext.mem_cache.host_tier.residuals import ResidualPages, unsupported_reason
+from sglang_ext.mem_cache.host_tier.page_copies import ResidualPages, unsupported_reason
 from sglang_ext.mem_cache.host_tier.tier import HostTier, staging_bytes
 from sglang_ext.mem_cache.prefix_cache.host_store import Anchoring, FaultInjector
 from sglang_ext.mem_cache.prefix_cache.residency import Residency

@@ -126,7 +126,7 @@ class HostPool:
     """Pages of host memory, in one of two orders.
 
     Layer-first, a run of pages of one layer is one block of memory. Page-first, each page has a frame and may be stored as a residual
-    (residuals.py).
+    (page_copies.py).
 
     Attributes:
         kv: [2, layers, pages, page_size, kv_heads, head_dim]: keys, then values. Page-first: [pages, 2, layers, page_size, ...].

@@ -1,7 +1,7 @@
 """Stores full KV of the prefix tree on the host, frees its device slots, loads it back, and drops pages that came back changed.
 
 A shared segment that packs all tokens in blocks (compressors/lynx.py) is the anchor of these tokens' full KV. A page on the host is stored
-as its residual and its anchor (host_tier/residuals.py). While the segment with which it was stored is on the device, a load transfers only
+as its residual and its anchor (host_tier/page_copies.py). While the segment with which it was stored is on the device, a load transfers only
 the residual, afterwards both. Another segment may have been packed from other bits, even if it covers the same tokens.
 """
 
@@ -16,7 +16,7 @@ import torch
 
 from sglang_ext.core import TPRanks
 from sglang_ext.mem_cache.host_tier.host_pool import HostPool
-from sglang_ext.mem_cache.host_tier.residuals import PageBlocks
+from sglang_ext.mem_cache.host_tier.page_copies import PageBlocks
 from sglang_ext.mem_cache.host_tier.tier import HostTier, TransferBandwidth
 from sglang_ext.mem_cache.host_tier.transfers import Transfer, TransferTracker
 from sglang_ext.mem_cache.prefix_cache.nodes import PrefixTree, TieredNode, below

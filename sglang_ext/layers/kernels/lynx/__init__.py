@@ -17,5 +17,5 @@ The Triton kernels::
     chunk_scales.py    scales.py inside kernels
     encode_tiles.py    write anchors and 8-bit residuals
     exact_tiles.py     write and read exact residuals
-    residual_pages.py  pages in host memory (mem_cache/host_tier/residuals.py)
+    residual_pages.py  pages in host memory (mem_cache/host_tier/page_copies.py)
 """
