@@ -98,15 +98,12 @@ class FreedFullKV(ABC):
         """Whether the request in ``row`` may lack full KV, so that it depends on its compressed KV."""
 
     @abstractmethod
-    def slot_demand(self, req: "Req", more: int, share: float = 1.0) -> SlotDemand:
-        """Pool slots that a running or waiting request will need, in addition to its prompt's full KV.
+    def slot_demands(self, requests: "Iterable[tuple[Req, int]]", share: float) -> list[SlotDemand]:
+        """Pool slots that running or waiting requests will need in order of admission, in addition to their prompts' full KV.
 
-        ``more`` is the maximum number of tokens left to generate, ``share`` the expected share of them that is generated.
+        Each comes with the maximum number of tokens left to generate. ``share`` of them is expected to be generated. Space that a request
+        takes outside the pool is not free for later ones.
         """
-
-    def slot_demands(self, requests: "Iterable[tuple[Req, int]]", share: float = 1.0) -> list[SlotDemand]:
-        """Return :meth:`slot_demand` of requests, each with its ``more``. Space that one takes outside the pool is not free for later ones."""
-        return [self.slot_demand(req, more, share) for req, more in requests]
 
     def forget(self, row: int) -> None:
         """Remove the request in ``row``, which has ended."""

@@ -220,8 +220,11 @@ class QuantizedOnlyKV(FreedFullKV):
         begin = self.packing.sinks
         return begin + (tokens - begin) // (blocks * size) * blocks * size if tokens > begin else tokens
 
-    def slot_demand(self, req: "Req", more: int, share: float = 1.0) -> SlotDemand:
-        """See :meth:`FreedFullKV.slot_demand`."""
+    def slot_demands(self, requests: "Iterable[tuple[Req, int]]", share: float) -> list[SlotDemand]:
+        """See :meth:`FreedFullKV.slot_demands`."""
+        return [self._demand(req, more, share) for req, more in requests]
+
+    def _demand(self, req: "Req", more: int, share: float) -> SlotDemand:
         method, tokens = self.method_of(req), len(req.origin_input_ids) + len(req.output_ids)
         compressed = None if req.req_pool_idx is None else self.compressed_kv.get(req.req_pool_idx)
         if method is None or (compressed is None and tokens < method.shortest):
@@ -241,7 +244,7 @@ class QuantizedOnlyKV(FreedFullKV):
     def _prompt_demand(
         self, req: "Req", method: "CompressionMethod", compressed: CompressedKV | None, tokens: int, more: int, expected: float
     ) -> SlotDemand:
-        """As :meth:`slot_demand`, for a request whose ``tokens`` are compressed once they are computed."""
+        """As :meth:`_demand`, for a request whose ``tokens`` are compressed once they are computed."""
         sinks, reach = method.sinks, tokens - method.recent
         covered = method.covered(reach)
         segments = self._known_segments(req, method, covered) if compressed is None else []

@@ -76,11 +76,7 @@ class RemoteOnlyKV(FreedFullKV):
         """Tokens of running requests without full KV in their rows. Includes prompts that are in the prefix tree."""
         return sum(own.stop for own in self._own.values())
 
-    def slot_demand(self, req: "Req", more: int, share: float = 1.0) -> SlotDemand:
-        """See :meth:`FreedFullKV.slot_demand`. All free blocks of the ranks are available to the request."""
-        return self._demand(req, more, share, self.ranks.free_blocks())
-
-    def slot_demands(self, requests: "Iterable[tuple[Req, int]]", share: float = 1.0) -> list[SlotDemand]:
+    def slot_demands(self, requests: "Iterable[tuple[Req, int]]", share: float) -> list[SlotDemand]:
         """See :meth:`FreedFullKV.slot_demands`. Requests are handed over in this order. If the ranks are full, full KV stays here."""
         free = self.ranks.free_blocks()
         return [self._demand(req, more, share, free) for req, more in requests]

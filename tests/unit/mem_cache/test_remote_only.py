@@ -193,16 +193,16 @@ def test_a_request_is_admitted_by_its_copy_and_its_tail_where_a_rank_has_room():
     waiting = SimpleNamespace(
         origin_input_ids=range(200), output_ids=[], req_pool_idx=None, cache_protected_len=0, last_node=world.cache.root_node
     )
-    slot_demand = world.held.slot_demand(waiting, 16)
+    (slot_demand,) = world.held.slot_demands([(waiting, 16)], 1.0)
     assert (slot_demand.compressed_slots, slot_demand.own_slots_freed, slot_demand.growth) == (50, 200, 4 + TAIL)
     world.holder.free = 199
-    slot_demand = world.held.slot_demand(waiting, 16)
+    (slot_demand,) = world.held.slot_demands([(waiting, 16)], 1.0)
     assert (slot_demand.compressed_slots, slot_demand.own_slots_freed, slot_demand.growth) == (0, 0, 16)
     req = world.start(range(100, 141))
     world.renew(req)
-    assert sum(world.held.slot_demand(req, 4).path_slots_freed.values()) == 40, "all of its path, which lies in the prefix tree"
+    assert sum(world.held.slot_demands([(req, 4)], 1.0)[0].path_slots_freed.values()) == 40, "all of its path, which lies in the prefix tree"
     world.held.free_full_kv([req])
-    slot_demand = world.held.slot_demand(req, 4)
+    (slot_demand,) = world.held.slot_demands([(req, 4)], 1.0)
     assert not slot_demand.path_slots_freed and (slot_demand.compressed_slots, slot_demand.own_slots_freed, slot_demand.growth) == (0, 0, 4 + 2)
 
 
