@@ -5,7 +5,7 @@ import mmap
 import weakref
 from bisect import bisect_left
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
@@ -51,19 +51,13 @@ class HostPageError(ValueError):
     """Pages that a transfer or an owner must not name."""
 
 
-@dataclass
 class HostPages:
     """Allocates ``count`` pages by number, in as few runs as possible."""
 
-    count: int
-    free_pages: int = field(init=False)
-    # Not PyTorch tensors: those cannot be written if inference mode differs between creation and use.
-    _owned: np.ndarray = field(init=False)
-    _filled: np.ndarray = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.free_pages = self.count
-        self._owned, self._filled = np.zeros(self.count, bool), np.zeros(self.count, bool)
+    def __init__(self, count: int) -> None:
+        self.count = self.free_pages = count
+        # Not PyTorch tensors: those cannot be written if inference mode differs between creation and use.
+        self._owned, self._filled = np.zeros(count, bool), np.zeros(count, bool)
 
     def allocate(self, count: int) -> torch.Tensor | None:
         """Allocate ``count`` pages: int64 [count], on the host. None if fewer are free.

@@ -89,20 +89,15 @@ class DoubleBuffer:
         self.emptier.after(self.filler.mark())
 
 
-@dataclass
 class LastTransfers:
     """The last transfer of each of ``pages`` pages in one direction. The transfers of a direction end in the order in which they began.
 
     ``running`` has the marks at the end of transfers that may not have ended, by number.
     """
 
-    pages: int
-    running: dict[int, Mark] = field(default_factory=dict)
-    _number: np.ndarray = field(init=False)
-    _count: int = 0
-
-    def __post_init__(self) -> None:
-        self._number = np.zeros(self.pages, np.int64)
+    def __init__(self, pages: int) -> None:
+        self.running: dict[int, Mark] = {}
+        self._number, self._count = np.zeros(pages, np.int64), 0
 
     def note(self, pages: torch.Tensor, end: Mark) -> None:
         """Record a transfer of ``pages``, int64 on the host, that ends at ``end``."""

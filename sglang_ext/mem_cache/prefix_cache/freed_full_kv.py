@@ -1,7 +1,7 @@
 """Running requests without full KV: the interface of mode lossy, which frees full KV that other KV replaces, and recomputing of lost KV.
 
-Full KV is lost if a load from the host has wrong checksums, if a cache rank's process ends, or if the rest of the KV that another server
-sends does not arrive. The requests free all their slots, wait in SGLang's queue as retracted requests do, and are prefilled again with
+Full KV is lost if a load from the host has wrong checksums, if a cache rank's process ends, or if KV from another server does not
+arrive. The requests free all their slots, wait in SGLang's queue as retracted requests do, and are prefilled again with
 their output. Requests whose KV another server sends are recomputed by that server, also if their slots are needed before.
 """
 
@@ -89,7 +89,7 @@ class FreedFullKV(ABC):
         if covered <= begin:
             return
         slots = self.compressed_kv.token_table[row, begin:covered]
-        self.compressed_kv.allocator.free_segment(slots.to(torch.int64, copy=True), start_pos=begin)
+        self.nodes.allocator.free_segment(slots.to(torch.int64, copy=True), start_pos=begin)
         slots.zero_()
         self._own[row] = range(self._own[row].start if row in self._own else begin, covered)
 

@@ -114,7 +114,6 @@ class HostStore:
     Args:
         priority: Priority of a node. Nodes with the lowest priority are dropped first.
         allocate_slots: Returns this many device slots, int64, evicting from the tree if necessary. None if there are not enough.
-        ranks: The ranks that must agree on which transfers are done.
         anchoring: Which segments are anchors of pages stored as residuals. None stores pages whole.
         faults: Fault injection for tests. None otherwise.
         on_load_start, on_load_done: Called with slots, int64 [tokens]: those that a load is about to write, and those of a completed load.

@@ -6,10 +6,9 @@ compression method packs all tokens, the prefix tree owns the packed blocks as s
 tokens, the newest tokens and a partial block exact, and these stay as full KV. A request's generated tokens stay until its compressed KV
 packs them, together with the last prompt tokens of the same block.
 
-A prompt that begins with quantized-only nodes gets slots for them, and the tokens are dequantized into these slots before the next forward.
-This uses SGLang's path for full KV on the host (``TieredRadixCache.init_load_back``). Once the prompt has compressed KV that reads the same
-segments, the slots are freed again. Tokens computed after such a prefix attended to quantized KV, as all decoding in this mode does. With
-prompts that attend to quantized KV anyway, full KV is freed while they are computed, and never restored (quantized_prompts.py).
+A prompt that begins with quantized-only nodes gets slots for them, as for full KV on the host (``TieredRadixCache.init_load_back``). The
+tokens are dequantized into these slots before the next forward. Once its compressed KV reads the same segments, the slots are freed
+again. Prompts that attend to quantized KV free full KV while they are computed, and never restore it (quantized_prompts.py).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -43,8 +42,8 @@ class QuantizedOnlyKV(FreedFullKV):
     Attributes:
         packing: Layout of blocks in slots.
         method_of: Returns the method that compresses a request. None if it stays on full KV.
-        recomputes: Whether this process can recompute all retracted requests, because it computed them. If not, requests registered with
-            :meth:`set_recompute_source` are recomputed by another server, and the others keep their full KV.
+        recomputes: Whether this process can recompute all retracted requests. If not, another server recomputes those with a
+            :meth:`set_recompute_source`, and the others keep their full KV.
         holders: Running requests whose compressed KV holds all tokens that it covers.
         restored_tokens: Tokens restored so far.
     """

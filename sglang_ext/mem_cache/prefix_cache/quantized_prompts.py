@@ -1,11 +1,10 @@
 """Prompts that attend to quantized KV (``--kv-prefill quantized``), where full KV is freed: what they read, and when full KV is freed.
 
 A token of such a prompt attends to the quantized KV of all whole blocks before its own (layers/attention/quantized_prefill.py). So nothing
-reads the full KV of a chunk after it was computed. When the next chunk begins, the request gets compressed KV of the previous one, which
-grows with each chunk, and quantized_only.py frees the full KV. The prompt reads a quantized-only prefix directly from the pool, and its row
-points to SGLang's padding page there. A request that decodes on full KV recomputes such a prefix. The compressed KV also packs the newest
-tokens, except a partial block. From a request's admission until it has compressed KV, its prefix segments are held for it, because
-eviction would free them.
+reads the full KV of a chunk after it was computed. When the next chunk begins, the request gets compressed KV of the previous one, except
+a partial block, and quantized_only.py frees the full KV. The prompt reads a quantized-only prefix directly from the pool, and its row
+points to SGLang's padding page there. A request that decodes on full KV recomputes such a prefix. From a request's admission until it has
+compressed KV, its prefix segments are held for it, because eviction would free them.
 """
 
 from collections.abc import Callable, Iterable

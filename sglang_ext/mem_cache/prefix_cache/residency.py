@@ -24,7 +24,6 @@ class CompressedRequest:
     """A running request that drafts on compressed KV, called a holder below.
 
     Attributes:
-        row: Its row of the token table.
         node: The last node of its path in the prefix tree, which it locks.
         covered: Tokens that its compressed KV covers. Nodes that reach beyond must stay.
         pinned: Its full KV is being loaded, or is about to be read.

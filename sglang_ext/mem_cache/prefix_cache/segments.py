@@ -142,9 +142,8 @@ class Segments:
         held_tokens: Slots of segments in use.
         unused_tokens: Slots of the other segments, which may be evicted.
         added: Segments added so far.
-        blocks: Tokens and slots of the blocks of segments that replace full KV (quantized_only.py), at whose boundaries they are split, and
-            a function that is called with the new segment, which took the first blocks of another one, and with that one, which keeps the
-            rest: readers of the second read both. None if no segments replace full KV.
+        blocks: Tokens and slots of the blocks of segments that replace full KV (quantized_only.py), and a function to call after a split. It
+            gets the new segment, which took the first blocks, and the old one. Readers of the old one then read both. None if none do.
     """
 
     def __init__(self, allocator: "BaseTokenToKVPoolAllocator", page_size: int) -> None:

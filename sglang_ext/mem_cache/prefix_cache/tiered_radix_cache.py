@@ -45,8 +45,7 @@ if TYPE_CHECKING:
 class TieredRadixCache(RadixCache):
     """A radix cache whose nodes hold full KV on the device or the host, and compressed chunks of it.
 
-    SGLang creates it before the worker has compressed KV, and before full KV can be stored outside the device. The worker passes both with
-    :meth:`use_host` and :meth:`bind`, before the first forward.
+    SGLang creates it. The worker calls :meth:`use_host` and :meth:`bind` before the first forward.
 
     Attributes:
         nodes: The tree.
@@ -118,7 +117,8 @@ class TieredRadixCache(RadixCache):
         ``device_indices``, up to ``last_device_node``, are ready to be read. ``host_hit_length`` more tokens, up to ``best_match_node``
         (equal to ``last_host_node``), become ready with :meth:`init_load_back`.
         """
-        key = params.key.page_aligned(self.page_size)
+        key, _ = params.key.maybe_to_bigram_view(self.is_eagle)
+        key = key.page_aligned(self.page_size)
         if self.disable or len(key) == 0:
             return self._empty_match_result
         # Split nodes only where segments can be split. The full KV of a node that no segment covers stays, and admission counts on its slots.
@@ -138,10 +138,9 @@ class TieredRadixCache(RadixCache):
     def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, TieredNode]:
         """Bring the part of a match that is not ready to the device, wait for it, and compare its checksums.
 
-        Returns:
-            Slots of the tokens after the match's ``device_indices``, int64, and the node that they end in. If slots are missing or host
-            pages have changed, only the tokens before the first missing one. A prompt that attends to quantized KV gets slots in SGLang's
-            padding page for quantized-only nodes, in the order of a page.
+        Returns slots of the tokens after the match's ``device_indices``, int64, up to the first one without slots or with changed pages,
+        and the node that they end in. A prompt that attends to quantized KV gets slots in SGLang's padding page for quantized-only nodes,
+        in the order of a page.
         """
         best, begin = params.best_match_node, params.best_match_node.end - params.host_hit_length
         nodes = [node for node in path(best) if node.start >= begin]
@@ -182,10 +181,9 @@ class TieredRadixCache(RadixCache):
         from ``kv_len_to_handle`` on. With ``--strip-thinking-cache`` this range begins at the first generated token. There the row may
         point to slots of the tree (after a retraction) or to SGLang's padding page (full KV that was freed before).
 
-        Args:
-            req: Owns the slots of its row from ``req.cache_protected_len`` on, up to ``req.kv.kv_allocated_len``; the tree owns those
-                before, or freed them. The first of the request's own may be freed already (quantized_only.py, remote_only.py).
-            is_insert, kv_len_to_handle: Whether KV may enter the tree, and the number of tokens whose KV may.
+        The request owns the slots of its row from ``req.cache_protected_len`` on, up to ``req.kv.kv_allocated_len``. The first of them may
+        be freed already (quantized_only.py, remote_only.py). The tree owns those before, or freed them. With ``is_insert`` the KV of
+        ``kv_len_to_handle`` tokens may enter the tree.
         """
         own, own_start, allocated, index = req.cache_protected_len, 0, req.kv.kv_allocated_len, req.req_pool_idx
         if self.freed_full_kv is not None:
@@ -257,7 +255,7 @@ class TieredRadixCache(RadixCache):
 
     def _row_and_key(self, req, token_ids: array) -> tuple[torch.Tensor, RadixKey]:
         row = self.req_to_token_pool.req_to_token[req.req_pool_idx, : len(token_ids)]
-        return row, RadixKey(token_ids, req.extra_key).page_aligned(self.page_size)
+        return row, RadixKey(token_ids, req.extra_key, is_bigram=self.is_eagle).page_aligned(self.page_size)
 
     def _free_parts(self, row: torch.Tensor, parts: list[tuple[int, int]]) -> None:
         self.token_to_kv_pool_allocator.free_segments([(row[start:end], start) for start, end in parts])
