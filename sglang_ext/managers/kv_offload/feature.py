@@ -137,7 +137,7 @@ def create_anchoring(compressed_kv: "CompressedKVCache", page_size: int) -> Anch
         logger.info("sglang-ext: full KV is stored in host memory whole, not as a residual of its anchor: %s", why)
         return None
     logger.info("sglang-ext: full KV of packed tokens is stored in host memory as the residual of its anchor")
-    return Anchoring(method.name, page_size, packing.block_tokens, packing.block_slots, packing.sinks)
+    return Anchoring(method.name, page_size, packing)
 
 
 def create_offloaded_full_kv(worker: Worker, tree: "TieredRadixCache") -> OffloadedFullKV:

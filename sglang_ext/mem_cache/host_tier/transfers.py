@@ -189,11 +189,7 @@ class PendingLaunch(Future[LaunchedTransfer]):
 
     def __init__(self, launch: Callable[[], LaunchedTransfer], run_all: Callable[[], None]) -> None:
         super().__init__()
-        self._launch, self._run_all = launch, run_all
-
-    def run(self) -> None:
-        """Set the result."""
-        self.set_result(self._launch())
+        self.launch, self._run_all = launch, run_all
 
     def result(self, timeout: float | None = None) -> LaunchedTransfer:
         """Return the launched transfer. Runs the launch first if necessary."""
@@ -229,7 +225,8 @@ class DeferredLaunches:
 
     def _run_all(self) -> None:
         while self._waiting:
-            self._waiting.pop(0).run()
+            pending = self._waiting.pop(0)
+            pending.set_result(pending.launch())
 
 
 @dataclass

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from sglang_ext.core import TPRanks
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.host_tier.host_pool import HostPool
 from sglang_ext.mem_cache.host_tier.page_copies import PageBlocks
 from sglang_ext.mem_cache.host_tier.tier import HostTier, TransferBandwidth
@@ -29,20 +30,17 @@ class Anchoring:
 
     Attributes:
         method: Name of the method, whose segments keep all tokens in packed blocks.
-        page_size: Tokens per page, a multiple of ``block_tokens``.
-        block_tokens, block_slots: Size of a packed block.
-        sinks: First tokens of a context, whole pages, that no segment covers.
+        page_size: Tokens per page, a multiple of a block's.
+        packing: Layout of the blocks. Its sinks are whole pages that no segment covers.
     """
 
     method: str
     page_size: int
-    block_tokens: int
-    block_slots: int
-    sinks: int
+    packing: Packing
 
     def _first(self, node: TieredNode) -> int:
         """The first page of a node that may have an anchor."""
-        return max(0, self.sinks - node.start) // self.page_size
+        return max(0, self.packing.sinks - node.start) // self.page_size
 
     def missing(self, node: TieredNode) -> bool:
         """Whether a node has pages that could have an anchor on the device and have none."""
@@ -79,7 +77,7 @@ class Anchoring:
         return PageBlocks(torch.cat(parts), torch.tensor([segment is not None for anchors in of_pages for segment in anchors]))
 
     def _of_pages(self, segment: Segment | None, position: int, pages: int, like: torch.Tensor) -> torch.Tensor:
-        page_slots = self.page_size // self.block_tokens * self.block_slots
+        page_slots = self.packing.packed_slots(self.page_size)
         if segment is None:
             return like.new_full((pages, page_slots), -1)
         first = (position - segment.start) // self.page_size * page_slots

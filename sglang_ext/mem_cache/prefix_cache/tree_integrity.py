@@ -17,8 +17,7 @@ logger = logging.getLogger(__name__)
 def check_when_idle(original: Callable, checker) -> None:
     """Hook around SGLang's check of an idle scheduler's tree: checks the tree once after changes, and polls the cache ranks.
 
-    Raises:
-        IntegrityError: The tree is inconsistent, and SGLang's own idle checks are strict. If they are not, the error is logged.
+    Raises :class:`IntegrityError` if the tree is inconsistent and SGLang's own idle checks are strict. If they are not, it is logged.
     """
     original(checker)
     tree = checker.tree_cache
