@@ -21,7 +21,7 @@ RADIX_CACHE_BACKEND = "kv_views"
 MIN_CONTEXT = 128
 # Steps of a round without drafts, such as any round in lossy mode. More steps spare the scheduler work, but let requests finish later.
 PLAIN_STEPS = 4
-# Values of --kv-score-bits: bits of the keys by which tokens are selected. The first stands for unchanged keys.
+# Values of --kv-score-bits: bits of the keys by which tokens are selected. The first is for unchanged keys.
 SCORE_BITS = (16, 8, 4)
 # Why a request is served with full KV. Processes of one server exchange indices into this tuple (managers/spec_decode/request_states.py).
 FALLBACK_REASONS: tuple[str, ...] = (

@@ -38,7 +38,7 @@ WHOLE = 0
 class PageBlocks:
     """Slots of the packed blocks of pages: int64 [pages, slots of a page's blocks] on the device, -1 if a page has none.
 
-    ``there``, bool [pages] on the host, says whether a page has blocks.
+    ``there``, bool [pages] on the host: whether a page has blocks.
     """
 
     slots: torch.Tensor

@@ -292,7 +292,7 @@ class PrefixTree:
         self.update_eviction_sets(node)
 
     def drop(self, node: TieredNode) -> int:
-        """Remove an unlocked node and all nodes below it, with what they own, unless dropped already. Return the number of freed slots."""
+        """Remove an unlocked node and all nodes below it, with their KV, unless dropped already. Return the number of freed slots."""
         if node.dropped:
             return 0
         freed = 0

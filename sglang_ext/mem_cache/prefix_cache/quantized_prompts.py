@@ -1,4 +1,4 @@
-"""Prompts that attend to quantized KV (``--kv-prefill quantized``), where full KV is freed: what they read, and when full KV is freed.
+"""Prompts that attend to quantized KV (``--kv-prefill quantized``), where full KV is freed.
 
 A token of such a prompt attends to the quantized KV of all whole blocks before its own (layers/attention/quantized_prefill.py). So nothing
 reads the full KV of a chunk after it was computed. When the next chunk begins, the request gets compressed KV of the previous one, except

@@ -86,7 +86,7 @@ class TieredRadixCache(RadixCache):
         early: "EarlyRequests | None" = None,
         freed_full_kv: "FreedFullKV | None" = None,
     ) -> None:
-        """Set what the tree needs to serve requests that have compressed KV. For the other arguments see the attributes.
+        """Set the compressed KV of requests, and its features. For the other arguments see the attributes.
 
         Args:
             ended: Called with the row of a request that finished, was aborted or retracted, after its compressed KV was released.

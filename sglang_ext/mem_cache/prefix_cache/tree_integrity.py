@@ -1,4 +1,4 @@
-"""Checks that the prefix tree's records match what it owns, and that nothing is owned twice."""
+"""Checks that the prefix tree's records match its nodes and segments, and that no slot or page is owned twice."""
 
 import logging
 from collections import Counter
@@ -35,7 +35,7 @@ def check_when_idle(original: Callable, checker) -> None:
 
 
 def check(tree: PrefixTree) -> None:
-    """Check the tree and what it owns, in a pass over all slots. Do not call it between SGLang's ``free_group_begin`` and ``end``.
+    """Check nodes and segments, in a pass over all slots. Do not call it between SGLang's ``free_group_begin`` and ``end``.
 
     Raises :class:`IntegrityError`, which names the node and the fault.
     """
