@@ -23,7 +23,7 @@ from sglang_ext.device import to_device
 from sglang_ext.managers.spec_decode.grammar import can_walk
 from sglang_ext.managers.spec_decode.request_states import output_end
 from sglang_ext.managers.spec_decode.round_result import RoundResult
-from sglang_ext.mem_cache.prefix_cache.recompute import lost_requests
+from sglang_ext.mem_cache.prefix_cache.freed_full_kv import lost_requests
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch

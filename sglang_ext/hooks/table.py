@@ -122,7 +122,7 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         "sglang.srt.managers.schedule_batch.ScheduleBatch.retract_decode",
-        "sglang_ext.mem_cache.prefix_cache.recompute.retract_lost",
+        "sglang_ext.mem_cache.prefix_cache.freed_full_kv.retract_lost",
         "a request whose full KV changed in host memory must be recomputed", ("self", "server_args"),
     ),
     Hook(

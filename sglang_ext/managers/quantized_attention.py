@@ -94,7 +94,7 @@ class QuantizedAttention(Feature):
         logger.info("sglang-ext: full KV is freed once it is compressed; compressed KV takes about %s of the full KV's slots", shares)
         prompts = self._quantized_prompts(worker, tree_cache) if is_single_server else None
         return QuantizedOnlyFullKV(
-            QuantizedOnlyKV(tree_cache, compressed_kv, worker.layout.layout, worker.method_of, recomputes=is_single_server, prompts=prompts)
+            QuantizedOnlyKV(tree_cache.nodes, compressed_kv, worker.layout.layout, worker.method_of, recomputes=is_single_server, prompts=prompts)
         )
 
     def _quantized_prompts(self, worker: Worker, tree_cache: "TieredRadixCache") -> QuantizedPrompts | None:
@@ -102,7 +102,7 @@ class QuantizedAttention(Feature):
         if self.prefill is None:
             return None
         chunk = self.args.chunked_prefill_size
-        return QuantizedPrompts(tree_cache, worker.compressed_kv, worker.method_of, chunk if chunk and chunk > 0 else None)
+        return QuantizedPrompts(tree_cache.nodes, worker.compressed_kv, worker.method_of, chunk if chunk and chunk > 0 else None)
 
     def computing_prompts(self, batch: "ScheduleBatch", states: list[RequestState]) -> AbstractContextManager[None]:
         """A context in which the prompts of ``batch`` attend to quantized KV. ``states`` are the states of its requests."""

@@ -14,7 +14,7 @@ from test_gpu_decoding import DRAFTS, EXACT, QUICK
 from test_gpu_packed import REPLAYS, accept_length, served
 
 from sglang_ext_bench.soaking.soak import server_environment
-from sglang_ext.core import CompressedKV
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 from sglang_ext.device import SideStream
 from sglang_ext.mem_cache.compressed.async_selector import StreamSelector
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers

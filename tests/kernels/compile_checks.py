@@ -35,7 +35,7 @@ from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, Poin
 from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
 from sglang_ext.mem_cache.compressors.each_step.quest import Quest
-from sglang_ext.mem_cache.host_tier.residuals import ResidualPages
+from sglang_ext.mem_cache.host_tier.page_copies import ResidualPages
 from sglang_ext.mem_cache.selection.scoring_keys import QuantizedKeys, KeySpec
 
 KINDS = (("lynx", 2), ("hack", 4), ("int8", 8), ("kivi", 4), ("kivi", 2), ("turboquant", 4), ("lynx", 4), ("hack", 2))

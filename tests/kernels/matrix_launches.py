@@ -28,7 +28,7 @@ from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
 from sglang_ext.mem_cache.compressors.each_step.quest import Quest
 from sglang_ext.mem_cache.host_tier.tier import SUMMED_WORD
 from sglang_ext.mem_cache.host_tier.host_pool import as_words
-from sglang_ext.mem_cache.host_tier.residuals import ResidualPages
+from sglang_ext.mem_cache.host_tier.page_copies import ResidualPages
 from sglang_ext.mem_cache.selection.scoring_keys import QuantizedKeys, KeySpec
 
 DIMS = (64, 80, 96, 128, 192, 256)

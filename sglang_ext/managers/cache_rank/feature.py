@@ -329,7 +329,7 @@ class CacheRanks(Feature):
         takes = f"slots of {most} tokens" if most else f"about {method.share:.2f} of the full KV's slots"
         logger.info("sglang-ext: full KV is freed once a cache rank has it; compressed KV takes %s, plus slots for the newest tokens", takes)
         tail = max_tail(method, compressed_kv.allocator.page_size, worker.memory.model.context)
-        return RemoteOnlyFullKV(RemoteOnlyKV(tree_cache, compressed_kv, compressed_kv.row_sender, worker.method_of, tail))
+        return RemoteOnlyFullKV(RemoteOnlyKV(tree_cache.nodes, compressed_kv, compressed_kv.row_sender, worker.method_of, tail))
 
     def metrics(self, worker: Worker) -> Iterator[MetricValue]:
         """Values of the ranks; none if no ranks were started."""

@@ -45,7 +45,7 @@ class OffloadedFullKV(FullKVProvider):
 
     def deferring_loads(self) -> AbstractContextManager[None]:
         """Postpone loads to the end of the context, in which a round is planned and launched."""
-        return self.residency.tree.host.tier.defer_transfers()
+        return self.residency.host.tier.defer_transfers()
 
     def on_round_start(self, drafting: dict[int, tuple[TieredNode, int]], iteration_seconds: float | None) -> None:
         """Start a round. Requests whose full KV has arrived verify in it.
@@ -77,7 +77,7 @@ class OffloadedFullKV(FullKVProvider):
 
     def _measure_link(self) -> None:
         """Rescale the planned loads to the measured bandwidth."""
-        bandwidth = self.residency.tree.reloads.link.restored
+        bandwidth = self.residency.host.link.restored
         before = self._bandwidth or bandwidth
         if bandwidth is not None and abs(bandwidth - before) > BANDWIDTH_TOLERANCE * before:
             self.scheduler.rescale_link(before / bandwidth)
@@ -112,7 +112,7 @@ class OffloadedFullKV(FullKVProvider):
             tokens = 0 if row in self.verifying_rows or row in self._reserved else self.residency.missing_tokens(row)
             if tokens:
                 # A load longer than the horizon is planned for the whole horizon, and is late.
-                seconds = min(tokens * self.bytes_per_token / self.residency.tree.reloads.link.restored, self.scheduler.max_load_seconds)
+                seconds = min(tokens * self.bytes_per_token / self.residency.host.link.restored, self.scheduler.max_load_seconds)
                 if self.scheduler.admit(row, seconds, tokens, rounds[row]) is not None:
                     self._reserved.add(row)
                     self._refused.pop(row, None)

@@ -158,7 +158,7 @@ class DecodeLoop:
         if self.policy is None or self._rounds % PLACEMENT_INTERVAL:
             return
         worker, residency = self.worker, self.full_kv.residency
-        found = self.policy.choose(worker.requests.overall_acceptance.probability, residency.tree.reloads.link.restored, worker.compressed_kv.share)
+        found = self.policy.choose(worker.requests.overall_acceptance.probability, residency.host.link.restored, worker.compressed_kv.share)
         residency.max_offloaded, self.full_kv.drafts_per_load = worker.ranks.agree(found)
 
     def _check(self, batch: "ScheduleBatch", plan: RoundPlan) -> None:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-    from sglang_ext.mem_cache.prefix_cache.freed_full_kv import FreedFullKV
-    from sglang_ext.mem_cache.prefix_cache.recompute import EarlyRequests
+    from sglang_ext.mem_cache.prefix_cache.freed_full_kv import EarlyRequests, FreedFullKV
 
 
 class FullKVProvider:

@@ -17,7 +17,7 @@ class Lynx(Quantizer):
 
     ``mu`` is a chunk's mean, and ``sigma`` its largest distance from it. The chunk's extreme is exact except for their rounding. Compressed
     KV is the anchor. Host memory stores the residual of full KV where compressed KV is shared. The residual is each number's index within
-    the bin that code, ``mu`` and ``sigma`` define (host_tier/residuals.py). Anchor and residual do not include the range of a page's
+    the bin that code, ``mu`` and ``sigma`` define (host_tier/page_copies.py). Anchor and residual do not include the range of a page's
     channel, which saves nothing if ``mu`` and ``sigma`` are float16.
 
     Attributes:

@@ -50,10 +50,8 @@ class FakeResidency:
     def __init__(self, away, rounds, bandwidth=1e12, stays=False):
         self.away, self.rounds, self.stays = set(away), rounds, stays
         self.missing, self.loading, self.pinned, self.stale, self.lost = set(away), {}, set(), set(away), set()
-        self.tree = SimpleNamespace(
-            reloads=SimpleNamespace(link=SimpleNamespace(restored=bandwidth)),
-            host=SimpleNamespace(tier=SimpleNamespace(defer_transfers=nullcontext)),
-        )
+        tier = SimpleNamespace(defer_transfers=nullcontext)
+        self.host = SimpleNamespace(link=SimpleNamespace(restored=bandwidth), tier=tier)
         self.load_capacity = 10**6
 
     def collect_loads(self):
@@ -427,10 +425,10 @@ def test_loads_that_are_planned_take_as_long_as_the_link_needs_now():
         return sum(admission._loads.link.free(i) < 1 for i in range(1, 16))
 
     assert reserved() == 2
-    residency.tree.reloads.link.restored *= 1.05
+    residency.host.link.restored *= 1.05
     verifications.on_round_start({}, None)
     before = admission._loads.link.mean_occupancy
-    residency.tree.reloads.link.restored /= 4.2
+    residency.host.link.restored /= 4.2
     verifications.on_round_start({}, None)
     assert admission._loads.link.mean_occupancy == pytest.approx(4 * before), "small changes are not followed, this one is"
 

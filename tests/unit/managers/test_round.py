@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, strategies as st
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
-from sglang_ext.core import FALLBACK_REASONS, MIN_CONTEXT, NO_FREE_SLOTS, NO_QUERIES, SHORT_CONTEXT, SLOWER, AcceptanceTracker, CompressedKV, RequestState
+from sglang_ext.core import FALLBACK_REASONS, MIN_CONTEXT, NO_FREE_SLOTS, NO_QUERIES, SHORT_CONTEXT, SLOWER, AcceptanceTracker, RequestState, TPRanks
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.managers.spec_decode.decode_loop import DecodeLoop
 from sglang_ext.managers.spec_decode.draft_length import FixedDraftLength
@@ -21,7 +22,6 @@ from sglang_ext.managers.spec_decode.draft import StepRunner, Verifier
 from sglang_ext.managers.spec_decode.full_kv import ResidentFullKV
 from sglang_ext.mem_cache.compressed.policy import is_compression_near
 from sglang_ext.mem_cache.compressed.queries import RecordedRows
-from sglang_ext.core import TPRanks
 
 ROWS = 8
 

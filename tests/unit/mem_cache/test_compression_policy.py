@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.core import FALLBACK_REASONS, MIN_CONTEXT, PLAIN_STEPS, CompressedKV, RequestState
+from sglang_ext.core import FALLBACK_REASONS, MIN_CONTEXT, PLAIN_STEPS, RequestState
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.policy import REFRESH_AFTER, is_compression_near, ensure_compressed_kv, max_tail, refresh_position
 from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots

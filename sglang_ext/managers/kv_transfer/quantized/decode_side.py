@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from sglang_ext.core import CompressedKV
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 from sglang_ext.managers.spec_decode.request_states import RequestStates, fallback_reason, is_token_only
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.prefix_cache.quantized_only import QuantizedOnlyKV
-from sglang_ext.mem_cache.prefix_cache.recompute import RecomputeSource
+from sglang_ext.mem_cache.prefix_cache.freed_full_kv import RecomputeSource
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, Self, TypeVar
 
 import torch
 
-from sglang_ext.core import CompressedKV
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes

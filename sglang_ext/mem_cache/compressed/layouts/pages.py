@@ -10,7 +10,8 @@ from typing import Self
 
 import torch
 
-from sglang_ext.core import CompressedKV, IntegrityError
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
+from sglang_ext.core import IntegrityError
 from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, Pointers
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes, compute_extremes

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from sglang_ext.core import CompressedKV, IntegrityError
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
+from sglang_ext.core import IntegrityError
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots, RowCountLayout
 

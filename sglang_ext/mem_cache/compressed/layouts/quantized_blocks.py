@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_ext.core import CompressedKV, IntegrityError
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
+from sglang_ext.core import IntegrityError
 from sglang_ext.mem_cache.compressed.layouts.base import RowCountLayout, PlainSlots
 from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid, BlockLayout, Quantized
 from sglang_ext.mem_cache.compressed.layouts.rounding import lane, noise
