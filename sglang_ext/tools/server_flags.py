@@ -20,7 +20,7 @@ from sglang_ext.config.disaggregation_options import quantized_transfer_settings
 from sglang_ext.config.model_folder import kv_shape, read_config
 from sglang_ext.config.options import BACKEND
 from sglang_ext.core import OptionError
-from sglang_ext.managers.kv_transfer.link_settings import options_mismatch
+from sglang_ext.managers.kv_transfer.wire import options_mismatch
 from sglang_ext.tools import ROLES, CommandError
 from sglang_ext.tools.server_process import PROMPT_LENGTH_OPTION
 

@@ -20,7 +20,7 @@ from sglang_ext.managers.kv_transfer.incoming_rooms import ExpectedRoom
 from sglang_ext.managers.kv_transfer.limits import LinkLimits
 from sglang_ext.managers.kv_transfer.link import Link
 from sglang_ext.managers.kv_transfer.link_server import LinkServer
-from sglang_ext.managers.kv_transfer.link_settings import LinkSettings
+from sglang_ext.managers.kv_transfer.wire import LinkSettings
 from sglang_ext.managers.kv_transfer.outgoing_queue import OutgoingPart
 from sglang_ext.managers.kv_transfer.wire import LayerRange, RoomShape, Stream
 from sglang_ext.tools import CommandError

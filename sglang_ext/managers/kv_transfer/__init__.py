@@ -1,7 +1,7 @@
 """Progressive KV transfer for SGLang's prefill-decode disaggregation: anchors first, residuals when no anchor waits.
 
     feature.py            what the worker needs for it
-    link_settings.py      settings that both ends must agree on, and the error that names the difference
+    wire.py      settings that both ends must agree on, and the error that names the difference
     wire.py               messages, their bounds and their encoding
     limits.py             sizes, timeouts and rates of links
     endpoints.py          addresses that links listen on, cleanup of stale sockets, and keys for links between machines
@@ -10,7 +10,7 @@
     link.py               the sender's end: a thread that reconnects when a connection breaks
     incoming_rooms.py     the receiver's rooms: parts received, checked and written, until the room ends
     link_server.py        the receiver's end: one thread reads all links, another writes the parts
-    link_metrics.py       metrics of both ends on /metrics
+    transfer_metrics.py       metrics of both ends on /metrics
     prompt_queries.py     a prompt's newest queries, which compression methods select tokens by
     arriving_full_kv.py   requests that decode before all of their KV has arrived
     timeline.py           timestamps of each request's transfer, for benchmarks

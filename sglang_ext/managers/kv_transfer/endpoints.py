@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 from zmq.utils import z85
 
 from sglang_ext.managers.kv_transfer import wire
-from sglang_ext.managers.kv_transfer.link_settings import LinkError
+from sglang_ext.managers.kv_transfer.wire import LinkError
 
 # Constants of libzmq's authentication protocol (ZeroMQ RFC 27).
 ZAP_ENDPOINT, ZAP_VERSION, ZAP_DOMAIN = "inproc://zeromq.zap.01", b"1.0", b"kv-link"

@@ -5,8 +5,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from sglang_ext.managers.kv_transfer.link_settings import LinkError
-from sglang_ext.managers.kv_transfer.wire import FRAME_OVERHEAD, MAX_FRAME_BYTES
+from sglang_ext.managers.kv_transfer.wire import (
+    FRAME_OVERHEAD,
+    MAX_FRAME_BYTES,
+    LinkError,
+)
 
 MOST_WINDOW = 1 << 32
 

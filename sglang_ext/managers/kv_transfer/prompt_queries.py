@@ -8,7 +8,7 @@ import msgspec
 import torch
 from msgspec import Meta, Struct
 
-from sglang_ext.managers.kv_transfer.link_settings import LinkError
+from sglang_ext.managers.kv_transfer.wire import LinkError
 from sglang_ext.mem_cache.compressed.queries import QueryWindows
 
 # Bytes of the header that describes the queries.

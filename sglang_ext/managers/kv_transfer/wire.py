@@ -1,17 +1,19 @@
 """The wire format of a link: tagged msgspec structs in MessagePack, with bounds on each field. Nothing is unpickled.
 
+Also the settings that both ends must agree on before any KV is transferred, and the error that names the difference.
+
 A message is one ZMQ frame; a ``Frame`` is two: its struct, and bytes of a part. Structs are encoded as arrays, so the order of their fields
 is part of the format. A change of the encoded bytes must increment ``VERSION`` (tests/unit/managers/disaggregation/golden pins them).
 """
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import xxhash
 from msgspec import Meta, Struct
 
-from sglang_ext.managers.kv_transfer.link_settings import LinkSettings, Name
+from sglang_ext.config.disaggregation_options import CODES
 
 VERSION = 2
 # Maximum bytes of a frame's payload, and of a part.
@@ -26,6 +28,9 @@ MAX_PARTS, MAX_ACKS = 1 << 20, 4096
 # Bytes of a hash.
 HASH_BYTES = 32
 
+Name = Annotated[str, Meta(min_length=1, max_length=128)]
+Count = Annotated[int, Meta(ge=1, le=1 << 20)]
+OptionValue = bool | Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)] | float | Annotated[str, Meta(max_length=128)]
 Room = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Index = Annotated[int, Meta(ge=0, lt=MAX_PARTS)]
 LayerIndex = Annotated[int, Meta(ge=0, le=4096)]
@@ -34,8 +39,44 @@ Reason = Annotated[str, Meta(max_length=2048)]
 Bitmap = Annotated[bytes, Meta(max_length=MAX_PARTS // 8)]
 
 
+class LinkError(Exception):
+    """A link, or a room on it, cannot work. The message has the value, the allowed values and the remedy."""
+
+
 class WireError(ValueError):
     """The data is not a message of this version."""
+
+
+class LinkSettings(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Settings of one end of a link. Both ends' settings must be equal.
+
+    Attributes:
+        model_key: Key of the model's weights (mem_cache/scores/model_key.py).
+        pool_dtype: Dtype of SGLang's KV pool, such as ``bfloat16``.
+        layers: Layers that this rank transfers.
+        kv_heads: KV heads of this rank.
+        key_dim, value_dim: Elements of a head.
+        page_size: Tokens in a page of the codec; the last page of a request may hold fewer.
+        codec, codec_version: Codec that encodes the pages.
+        codec_options: Options of the codec that change its bytes, by name.
+        reference: What anchor and residual together restore: ``int8`` the codec's 8-bit reconstruction, ``exact`` the pool's bits, ``raw``
+            KV without a codec, ``lossy`` an approximation.
+        tp_rank, tp_size: Tensor parallel rank and size of both ends.
+    """
+
+    model_key: Name
+    pool_dtype: Name
+    layers: Count
+    kv_heads: Count
+    key_dim: Count
+    value_dim: Count
+    page_size: Count
+    codec: Name
+    codec_version: Count
+    codec_options: Annotated[dict[Name, OptionValue], Meta(max_length=32)]
+    reference: Literal["int8", "exact", "raw", "lossy"]
+    tp_rank: Annotated[int, Meta(ge=0, le=1 << 20)]
+    tp_size: Count
 
 
 class Stream(StrEnum):
@@ -277,3 +318,62 @@ def _decode(decoder: msgspec.msgpack.Decoder, data: bytes | memoryview):
         return decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise WireError(f"no message of version {VERSION}: {error}") from error
+
+
+# Reference of codecs for benchmarks: no stream restores the original KV.
+LOSSY = "lossy"
+_SAME_CODES = (
+    "give both servers the same --kv-mode lossy, --kv-compressor, --kv-more-compressors, --kv-bits, --kv-partition and --kv-prefill, or "
+    "neither: prompts are transferred as quantized KV"
+)
+_SAME_CODEC = "start both servers with the same --kv-reference, and the same --kv-bench-codec where one has it"
+_REMEDIES = {
+    "model_key": "serve the same weights on both sides",
+    "pool_dtype": "give both servers the same --dtype and the same --kv-cache-dtype",
+    "layers": "serve the same model on both sides, with the same pipeline ranks",
+    "kv_heads": "give both servers the same --tp-size",
+    "key_dim": "serve the same model on both sides",
+    "value_dim": "serve the same model on both sides",
+    "page_size": "install the same version of sglang-ext on both sides, which gives equal pools equal pages",
+    "codec": _SAME_CODEC,
+    "codec_version": "install the same version of sglang-ext on both sides",
+    "codec_options": _SAME_CODEC,
+    "reference": _SAME_CODEC,
+    "tp_rank": "connect each rank to the receiver of its own rank",
+    "tp_size": "give both servers the same --tp-size",
+}
+
+
+def settings_mismatch(here: LinkSettings, peer: LinkSettings) -> str | None:
+    """Return why a peer is refused: the first field that differs, both values and the remedy; None if all are equal.
+
+    The page size is compared last, because it follows from other fields.
+    """
+    for field in sorted(LinkSettings.__struct_fields__, key="page_size".__eq__):
+        ours, theirs = getattr(here, field), getattr(peer, field)
+        if ours != theirs:
+            remedy = _REMEDIES[field]
+            if field == "codec_options":
+                remedy = options_mismatch(ours, theirs)
+                ours, theirs = ({name: each.get(name) for name in differing_options(ours, theirs)} for each in (ours, theirs))
+            return f"{field} is {ours!r} at the receiver and {theirs!r} at the sender; {remedy}"
+    return None
+
+
+def differing_options(ours: dict[str, OptionValue], theirs: dict[str, OptionValue]) -> list[str]:
+    """Return the names of the options that differ, or that only one end has."""
+    return [name for name in sorted(ours | theirs) if ours.get(name) != theirs.get(name)]
+
+
+def options_mismatch(ours: dict[str, OptionValue], theirs: dict[str, OptionValue]) -> str:
+    """Return which options differ, and the remedy."""
+    names = differing_options(ours, theirs)
+    coded = all(name.startswith(CODES) for name in names)
+    return f"{', '.join(names)}: {_SAME_CODES if coded else _REMEDIES['codec_options']}"
+
+
+def version_mismatch(here: int, peer: int) -> str | None:
+    """Return why a peer with another version of the wire format is refused; None if equal. Checked before all settings."""
+    if here == peer:
+        return None
+    return f"protocol is {here} at the receiver and {peer} at the sender; install the same version of sglang-ext on both sides"

@@ -28,7 +28,7 @@ class FullKVProvider:
     freed_full_kv: "FreedFullKV | None" = None
 
     def is_early(self, row: int) -> bool:
-        """Whether a request drafts on the anchor of its full KV (managers/kv_transfer/arriving_full_kv.py)."""
+        """Whether a request drafts on the anchor of its full KV (managers/kv_transfer/feature.py)."""
         return False
 
     def has_arrived(self, row: int) -> bool:

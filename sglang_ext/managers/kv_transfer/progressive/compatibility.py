@@ -11,17 +11,28 @@ from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import NetworkAddress
 
-from sglang_ext.config.disaggregation_options import RAW, REFERENCES, quantized_transfer_settings
+from sglang_ext.config.disaggregation_options import (
+    RAW,
+    REFERENCES,
+    quantized_transfer_settings,
+)
 from sglang_ext.core import OptionError
-from sglang_ext.managers.kv_transfer import link_settings as link_settings
 from sglang_ext.managers.kv_transfer import wire
 from sglang_ext.managers.kv_transfer.endpoints import SOCKETS, LinkKeys
-from sglang_ext.managers.kv_transfer.link_settings import LinkError, LinkSettings
-from sglang_ext.managers.kv_transfer.progressive.handshakes import CONTROL_VERSION, RoomMetadata
+from sglang_ext.managers.kv_transfer.progressive.handshakes import (
+    CONTROL_VERSION,
+    RoomMetadata,
+)
 from sglang_ext.managers.kv_transfer.progressive.lynx_codec import LynxCodec
-from sglang_ext.managers.kv_transfer.progressive.page_codec import BenchCodec, PageCodec, PlacedPage, RawCodec, page_tokens
+from sglang_ext.managers.kv_transfer.progressive.page_codec import (
+    BenchCodec,
+    PageCodec,
+    PlacedPage,
+    RawCodec,
+    page_tokens,
+)
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
-from sglang_ext.managers.kv_transfer.wire import LayerRange
+from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkError, LinkSettings
 from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
 from sglang_ext.named_classes import NAMED, load_class
 
@@ -105,11 +116,11 @@ def rank_mismatch(prefill: PrefillServerInfo, tp_size: int, page_size: int, kv_c
 def metadata_mismatch(metadata: RoomMetadata, settings: LinkSettings, aux_sizes: tuple[int, ...], has_keys: bool) -> str | None:
     """Return why the prefill side refuses to send a room with this metadata; None if it can send it. ``has_keys``: whether it has link
     keys."""
-    differs = link_settings.version_mismatch(metadata.version, CONTROL_VERSION)
+    differs = wire.version_mismatch(metadata.version, CONTROL_VERSION)
     if differs is not None:
         return differs
     try:
-        differs = link_settings.settings_mismatch(wire.decode_settings(metadata.settings), settings)
+        differs = wire.settings_mismatch(wire.decode_settings(metadata.settings), settings)
     except wire.WireError as error:
         return f"the decode server's settings are not of this version: {error}"
     if differs is not None:

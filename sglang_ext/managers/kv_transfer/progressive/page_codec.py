@@ -10,9 +10,13 @@ from typing import NamedTuple, Protocol, Self
 import numpy as np
 import torch
 
-from sglang_ext.managers.kv_transfer.link_settings import LinkError, OptionValue
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
-from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
+from sglang_ext.managers.kv_transfer.wire import (
+    LayerRange,
+    LinkError,
+    OptionValue,
+    Stream,
+)
 
 # Page sizes are multiples of this many tokens: chunks of codecs, and blocks of quantized KV.
 UNIT = 64
@@ -99,7 +103,7 @@ class PageCodec(Protocol):
 
     Attributes:
         pool: The pool of this rank.
-        name, version, options: Compared by the two ends of a link (link_settings.py).
+        name, version, options: Compared by the two ends of a link (wire.py).
         reference: What all streams of a page together restore.
         page_size: Tokens of a page.
         has_residual: Whether there is a second stream.

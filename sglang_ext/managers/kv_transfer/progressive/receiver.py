@@ -12,14 +12,24 @@ from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.utils.network import NetworkAddress
 
 from sglang_ext.managers.kv_transfer import wire
-from sglang_ext.managers.kv_transfer.link_settings import LinkError
-from sglang_ext.managers.kv_transfer.progressive.handshakes import CONTROL_VERSION, Abort, RoomMetadata
+from sglang_ext.managers.kv_transfer.progressive.handshakes import (
+    CONTROL_VERSION,
+    Abort,
+    RoomMetadata,
+)
 from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
-from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage, page_hashes, page_hashes_at
+from sglang_ext.managers.kv_transfer.progressive.page_codec import (
+    PlacedPage,
+    page_hashes,
+    page_hashes_at,
+)
 from sglang_ext.managers.kv_transfer.progressive.rooms import EarlyRoom, RoomWriter
 from sglang_ext.managers.kv_transfer.prompt_queries import PromptQueries
-from sglang_ext.managers.kv_transfer.quantized.decode_side import QuantizedPromptSlots
-from sglang_ext.managers.kv_transfer.quantized.prompt_codec import QuantizedPromptCodec
+from sglang_ext.managers.kv_transfer.quantized_prompts import (
+    QuantizedPromptCodec,
+    QuantizedPromptSlots,
+)
+from sglang_ext.managers.kv_transfer.wire import LinkError
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

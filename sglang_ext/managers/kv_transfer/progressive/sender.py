@@ -11,15 +11,20 @@ import torch
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVSender, KVTransferError
 
-from sglang_ext.managers.kv_transfer.link_settings import LinkError
 from sglang_ext.managers.kv_transfer.progressive import compatibility
 from sglang_ext.managers.kv_transfer.progressive.decode_peers import DecodePeer
 from sglang_ext.managers.kv_transfer.progressive.handshakes import RoomMetadata
 from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
-from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage, page_ends, page_hashes, page_hashes_at
+from sglang_ext.managers.kv_transfer.progressive.page_codec import (
+    PlacedPage,
+    page_ends,
+    page_hashes,
+    page_hashes_at,
+)
 from sglang_ext.managers.kv_transfer.progressive.rooms import RoomEncoder
 from sglang_ext.managers.kv_transfer.prompt_queries import QueryReader
-from sglang_ext.managers.kv_transfer.quantized.prompt_codec import QuantizedPromptCodec
+from sglang_ext.managers.kv_transfer.quantized_prompts import QuantizedPromptCodec
+from sglang_ext.managers.kv_transfer.wire import LinkError
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds

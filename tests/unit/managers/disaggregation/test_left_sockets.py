@@ -13,8 +13,7 @@ from waiting import until
 
 from sglang_ext.managers.kv_transfer import endpoints
 from sglang_ext.managers.kv_transfer.link_server import LinkServer
-from sglang_ext.managers.kv_transfer.link_settings import LinkError
-from sglang_ext.managers.kv_transfer.wire import Stream
+from sglang_ext.managers.kv_transfer.wire import LinkError, Stream
 
 OF = shape(1, residual=False, aux=False)
 

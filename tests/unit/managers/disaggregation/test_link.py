@@ -11,13 +11,14 @@ from link_helpers import QUICK, SETTINGS, Listener, Sink, expected, part, shape
 from waiting import tries, until
 
 from sglang_ext.managers.kv_transfer import link_server
-from sglang_ext.managers.kv_transfer.connection import ReceivedPart
-from sglang_ext.managers.kv_transfer.connection import Connection
-from sglang_ext.managers.kv_transfer.limits import LinkLimits
+from sglang_ext.managers.kv_transfer.connection import Connection, ReceivedPart
+from sglang_ext.managers.kv_transfer.limits import (
+    LinkLimits,
+    NetworkInterface,
+    TokenBucket,
+)
 from sglang_ext.managers.kv_transfer.link_server import LinkServer
-from sglang_ext.managers.kv_transfer.limits import NetworkInterface, TokenBucket
-from sglang_ext.managers.kv_transfer.link_settings import LinkError
-from sglang_ext.managers.kv_transfer.wire import FRAME_OVERHEAD, Stream
+from sglang_ext.managers.kv_transfer.wire import FRAME_OVERHEAD, LinkError, Stream
 
 
 def fill(link, room, pages, size, streams=tuple(Stream), seed=0):

@@ -11,13 +11,23 @@ import pytest
 import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from link_helpers import QUICK, SETTINGS, Listener, Proxy, RawSender, Sink, expected, header, part, shape
+from link_helpers import (
+    QUICK,
+    SETTINGS,
+    Listener,
+    Proxy,
+    RawSender,
+    Sink,
+    expected,
+    header,
+    part,
+    shape,
+)
 from waiting import until
 
 from sglang_ext.managers.kv_transfer import wire
 from sglang_ext.managers.kv_transfer.link_server import LinkServer
-from sglang_ext.managers.kv_transfer.link_settings import LinkError
-from sglang_ext.managers.kv_transfer.wire import Stream
+from sglang_ext.managers.kv_transfer.wire import LinkError, Stream
 
 ANCHORS = {"residual": False, "aux": False}
 

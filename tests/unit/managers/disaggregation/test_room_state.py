@@ -11,10 +11,13 @@ from link_helpers import MOST, Sink, expected, header, shape
 from waiting import until
 
 from sglang_ext.managers.kv_transfer.connection import Assembly
-from sglang_ext.managers.kv_transfer.link_metrics import LinkMetrics
-from sglang_ext.managers.kv_transfer.incoming_rooms import ExpectedRoom, IncomingRoom, IncomingRooms
-from sglang_ext.managers.kv_transfer.link_settings import LinkError
-from sglang_ext.managers.kv_transfer.wire import Frame, LayerRange, Stream
+from sglang_ext.managers.kv_transfer.incoming_rooms import (
+    ExpectedRoom,
+    IncomingRoom,
+    IncomingRooms,
+)
+from sglang_ext.managers.kv_transfer.transfer_metrics import LinkMetrics
+from sglang_ext.managers.kv_transfer.wire import Frame, LayerRange, LinkError, Stream
 
 
 def room(of=None, sink=None, **others):
