@@ -8,15 +8,9 @@ import pytest
 import torch
 
 from sglang_ext.hooks import transfer
-from sglang_ext.managers.kv_transfer.progressive.compatibility import (
-    compile_kernels,
-    make_codec,
-)
+from sglang_ext.managers.kv_transfer.progressive.compatibility import compile_kernels, make_codec
 from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage
-from sglang_ext.managers.kv_transfer.progressive.pool_buffers import (
-    AuxRecords,
-    PoolBuffers,
-)
+from sglang_ext.managers.kv_transfer.progressive.pool_buffers import AuxRecords, PoolBuffers
 from sglang_ext.managers.kv_transfer.progressive.rooms import RoomEncoder, RoomWriter
 from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
 from sglang_ext.managers.kv_transfer.quantized_prompts import QuantizedPromptCodec

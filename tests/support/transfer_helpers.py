@@ -16,16 +16,9 @@ from sglang_ext.managers.kv_transfer.link_server import LinkServer
 from sglang_ext.managers.kv_transfer.progressive.compatibility import make_codec
 from sglang_ext.managers.kv_transfer.progressive.decode_peers import DecodePeers
 from sglang_ext.managers.kv_transfer.progressive.handshakes import Failed, Handshakes
-from sglang_ext.managers.kv_transfer.progressive.manager import (
-    PrefillDirectory,
-    ProgressiveManager,
-    fetch_prefill_server,
-)
+from sglang_ext.managers.kv_transfer.progressive.manager import PrefillDirectory, ProgressiveManager, fetch_prefill_server
 from sglang_ext.managers.kv_transfer.progressive.page_codec import UNIT
-from sglang_ext.managers.kv_transfer.progressive.pool_buffers import (
-    AuxRecords,
-    PoolBuffers,
-)
+from sglang_ext.managers.kv_transfer.progressive.pool_buffers import AuxRecords, PoolBuffers
 from sglang_ext.managers.kv_transfer.quantized_prompts import PackedPromptStore
 from sglang_ext.managers.kv_transfer.transfer_metrics import TransferTimeline
 from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkSettings

@@ -20,14 +20,7 @@ from sglang_ext.managers.kv_transfer import wire
 from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
 from sglang_ext.managers.kv_transfer.limits import LinkLimits
 from sglang_ext.managers.kv_transfer.transfer_metrics import LinkMetrics
-from sglang_ext.managers.kv_transfer.wire import (
-    FRAME_OVERHEAD,
-    MAX_ACKS,
-    Frame,
-    LinkError,
-    PageHeader,
-    Stream,
-)
+from sglang_ext.managers.kv_transfer.wire import FRAME_OVERHEAD, MAX_ACKS, Frame, LinkError, PageHeader, Stream
 
 logger = logging.getLogger(__name__)
 

@@ -11,15 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from sglang_ext.managers.kv_transfer.transfer_metrics import LinkMetrics
-from sglang_ext.managers.kv_transfer.wire import (
-    MAX_PART_BYTES,
-    Ended,
-    Have,
-    LinkError,
-    PageHeader,
-    RoomShape,
-    Stream,
-)
+from sglang_ext.managers.kv_transfer.wire import MAX_PART_BYTES, Ended, Have, LinkError, PageHeader, RoomShape, Stream
 
 logger = logging.getLogger(__name__)
 

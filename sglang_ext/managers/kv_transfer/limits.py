@@ -5,11 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from sglang_ext.managers.kv_transfer.wire import (
-    FRAME_OVERHEAD,
-    MAX_FRAME_BYTES,
-    LinkError,
-)
+from sglang_ext.managers.kv_transfer.wire import FRAME_OVERHEAD, MAX_FRAME_BYTES, LinkError
 
 MOST_WINDOW = 1 << 32
 

@@ -18,32 +18,12 @@ from contextlib import suppress
 import zmq
 
 from sglang_ext.managers.kv_transfer import wire
-from sglang_ext.managers.kv_transfer.connection import (
-    BrokenConnection,
-    Connection,
-    Reachability,
-)
+from sglang_ext.managers.kv_transfer.connection import BrokenConnection, Connection, Reachability
 from sglang_ext.managers.kv_transfer.endpoints import LinkKeys, check_endpoint
 from sglang_ext.managers.kv_transfer.limits import LinkLimits, NetworkInterface
-from sglang_ext.managers.kv_transfer.outgoing_queue import (
-    POLL_SECONDS,
-    ListenerNotifier,
-    OutgoingPart,
-    OutgoingQueue,
-    SendListener,
-)
-from sglang_ext.managers.kv_transfer.transfer_metrics import (
-    LinkMetrics,
-    WaitTimer,
-    stream_label,
-)
-from sglang_ext.managers.kv_transfer.wire import (
-    FRAME_OVERHEAD,
-    LinkError,
-    LinkSettings,
-    RoomShape,
-    Stream,
-)
+from sglang_ext.managers.kv_transfer.outgoing_queue import POLL_SECONDS, ListenerNotifier, OutgoingPart, OutgoingQueue, SendListener
+from sglang_ext.managers.kv_transfer.transfer_metrics import LinkMetrics, WaitTimer, stream_label
+from sglang_ext.managers.kv_transfer.wire import FRAME_OVERHEAD, LinkError, LinkSettings, RoomShape, Stream
 
 logger = logging.getLogger(__name__)
 

@@ -19,30 +19,12 @@ import numpy as np
 import zmq
 
 from sglang_ext.managers.kv_transfer import wire
-from sglang_ext.managers.kv_transfer.connection import (
-    Assembly,
-    ProtocolViolation,
-    ReceivedPart,
-    SenderConnection,
-)
+from sglang_ext.managers.kv_transfer.connection import Assembly, ProtocolViolation, ReceivedPart, SenderConnection
 from sglang_ext.managers.kv_transfer.endpoints import LinkKeys, check_endpoint, listen
-from sglang_ext.managers.kv_transfer.incoming_rooms import (
-    ExpectedRoom,
-    IncomingRoom,
-    IncomingRooms,
-    RoomSink,
-)
+from sglang_ext.managers.kv_transfer.incoming_rooms import ExpectedRoom, IncomingRoom, IncomingRooms, RoomSink
 from sglang_ext.managers.kv_transfer.limits import LinkLimits
 from sglang_ext.managers.kv_transfer.transfer_metrics import LinkMetrics, stream_label
-from sglang_ext.managers.kv_transfer.wire import (
-    MAX_ACKS,
-    LinkError,
-    LinkSettings,
-    PageHeader,
-    RoomShape,
-    settings_mismatch,
-    version_mismatch,
-)
+from sglang_ext.managers.kv_transfer.wire import MAX_ACKS, LinkError, LinkSettings, PageHeader, RoomShape, settings_mismatch, version_mismatch
 
 logger = logging.getLogger(__name__)
 

@@ -18,15 +18,7 @@ from typing import Protocol
 
 import zmq
 
-from sglang_ext.managers.kv_transfer.wire import (
-    MAX_PART_BYTES,
-    Have,
-    LayerRange,
-    LinkError,
-    PageHeader,
-    RoomShape,
-    Stream,
-)
+from sglang_ext.managers.kv_transfer.wire import MAX_PART_BYTES, Have, LayerRange, LinkError, PageHeader, RoomShape, Stream
 
 logger = logging.getLogger(__name__)
 

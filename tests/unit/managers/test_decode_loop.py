@@ -10,13 +10,7 @@ from hypothesis import strategies as st
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from test_round import Views, request
 
-from sglang_ext.core import (
-    FALLBACK_REASONS,
-    SLOWER,
-    AcceptanceTracker,
-    RequestState,
-    TPRanks,
-)
+from sglang_ext.core import FALLBACK_REASONS, SLOWER, AcceptanceTracker, RequestState, TPRanks
 from sglang_ext.layers.forward import KVDraftInput
 from sglang_ext.managers.kv_offload.offloaded_full_kv import OffloadedFullKV
 from sglang_ext.managers.kv_offload.policy import OffloadDecision

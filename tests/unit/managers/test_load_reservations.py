@@ -4,11 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.managers.kv_offload.verification_scheduler import (
-    ROUNDING,
-    ReservationError,
-    ReservationRing,
-)
+from sglang_ext.managers.kv_offload.verification_scheduler import ROUNDING, ReservationError, ReservationRing
 
 HORIZON = 6
 SPANS = st.tuples(st.integers(0, HORIZON - 1), st.integers(0, HORIZON - 1)).map(sorted)

@@ -6,11 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.managers.kv_offload.verification_scheduler import (
-    VerificationScheduleError,
-    VerificationScheduler,
-    VerificationSlot,
-)
+from sglang_ext.managers.kv_offload.verification_scheduler import VerificationScheduleError, VerificationScheduler, VerificationSlot
 
 W = 24
 EPSILON = 1e-6

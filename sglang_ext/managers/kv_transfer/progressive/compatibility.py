@@ -11,26 +11,13 @@ from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import NetworkAddress
 
-from sglang_ext.config.disaggregation_options import (
-    RAW,
-    REFERENCES,
-    quantized_transfer_settings,
-)
+from sglang_ext.config.disaggregation_options import RAW, REFERENCES, quantized_transfer_settings
 from sglang_ext.core import OptionError
 from sglang_ext.managers.kv_transfer import wire
 from sglang_ext.managers.kv_transfer.endpoints import SOCKETS, LinkKeys
-from sglang_ext.managers.kv_transfer.progressive.handshakes import (
-    CONTROL_VERSION,
-    RoomMetadata,
-)
+from sglang_ext.managers.kv_transfer.progressive.handshakes import CONTROL_VERSION, RoomMetadata
 from sglang_ext.managers.kv_transfer.progressive.lynx_codec import LynxCodec
-from sglang_ext.managers.kv_transfer.progressive.page_codec import (
-    BenchCodec,
-    PageCodec,
-    PlacedPage,
-    RawCodec,
-    page_tokens,
-)
+from sglang_ext.managers.kv_transfer.progressive.page_codec import BenchCodec, PageCodec, PlacedPage, RawCodec, page_tokens
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
 from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkError, LinkSettings
 from sglang_ext.mem_cache.scores.model_key import model_folder, model_key

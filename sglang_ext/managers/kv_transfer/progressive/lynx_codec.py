@@ -10,27 +10,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from sglang_ext.layers.kernels.lynx.codec import (
-    decode_page,
-    decode_page_from,
-    encode_page,
-    encode_page_into,
-)
+from sglang_ext.layers.kernels.lynx.codec import decode_page, decode_page_from, encode_page, encode_page_into
 from sglang_ext.layers.kernels.lynx.layout import RAW, UNIT, PageLayout, StreamBatch
-from sglang_ext.managers.kv_transfer.progressive.page_codec import (
-    EncodedPage,
-    PlacedPage,
-)
-from sglang_ext.managers.kv_transfer.progressive.pool_buffers import (
-    HostBlocks,
-    PoolBuffers,
-)
-from sglang_ext.managers.kv_transfer.wire import (
-    LayerRange,
-    LinkError,
-    OptionValue,
-    Stream,
-)
+from sglang_ext.managers.kv_transfer.progressive.page_codec import EncodedPage, PlacedPage
+from sglang_ext.managers.kv_transfer.progressive.pool_buffers import HostBlocks, PoolBuffers
+from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkError, OptionValue, Stream
 
 ALIGNED = 16
 

@@ -18,12 +18,7 @@ from uuid import uuid4
 import requests
 import zmq
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
-from sglang.srt.disaggregation.common.conn import (
-    CommonKVManager,
-    CommonKVReceiver,
-    KVTransferError,
-    PrefillServerInfo,
-)
+from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver, KVTransferError, PrefillServerInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import NetworkAddress
@@ -31,41 +26,17 @@ from sglang.srt.utils.network import NetworkAddress
 from sglang_ext.command_line import exit_on_refusal
 from sglang_ext.core import OptionError
 from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
-from sglang_ext.managers.kv_transfer.limits import (
-    LinkLimits,
-    NetworkInterface,
-    PollThrottle,
-)
+from sglang_ext.managers.kv_transfer.limits import LinkLimits, NetworkInterface, PollThrottle
 from sglang_ext.managers.kv_transfer.link import Link
 from sglang_ext.managers.kv_transfer.link_server import LinkServer
 from sglang_ext.managers.kv_transfer.progressive import compatibility, handshakes
-from sglang_ext.managers.kv_transfer.progressive.compatibility import (
-    compile_kernels,
-    make_codec,
-)
-from sglang_ext.managers.kv_transfer.progressive.decode_peers import (
-    MAX_TOTAL_BYTES,
-    DecodePeers,
-)
-from sglang_ext.managers.kv_transfer.progressive.handshakes import (
-    Control,
-    Failed,
-    Handshakes,
-    RoomMetadata,
-)
+from sglang_ext.managers.kv_transfer.progressive.compatibility import compile_kernels, make_codec
+from sglang_ext.managers.kv_transfer.progressive.decode_peers import MAX_TOTAL_BYTES, DecodePeers
+from sglang_ext.managers.kv_transfer.progressive.handshakes import Control, Failed, Handshakes, RoomMetadata
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import AuxRecords
 from sglang_ext.managers.kv_transfer.quantized_prompts import PackedPromptStore
-from sglang_ext.managers.kv_transfer.transfer_metrics import (
-    LinkMetrics,
-    TransferEventKind,
-    TransferTimeline,
-)
-from sglang_ext.managers.kv_transfer.wire import (
-    LayerRange,
-    LinkError,
-    Stream,
-    WireError,
-)
+from sglang_ext.managers.kv_transfer.transfer_metrics import LinkMetrics, TransferEventKind, TransferTimeline
+from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkError, Stream, WireError
 from sglang_ext.mem_cache.host_tier.host_memory import AvailableMemory
 
 logger = logging.getLogger(__name__)

@@ -11,12 +11,7 @@ import numpy as np
 import torch
 
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
-from sglang_ext.managers.kv_transfer.wire import (
-    LayerRange,
-    LinkError,
-    OptionValue,
-    Stream,
-)
+from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkError, OptionValue, Stream
 
 # Page sizes are multiples of this many tokens: chunks of codecs, and blocks of quantized KV.
 UNIT = 64

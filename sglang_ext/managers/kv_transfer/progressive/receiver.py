@@ -12,23 +12,12 @@ from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.utils.network import NetworkAddress
 
 from sglang_ext.managers.kv_transfer import wire
-from sglang_ext.managers.kv_transfer.progressive.handshakes import (
-    CONTROL_VERSION,
-    Abort,
-    RoomMetadata,
-)
+from sglang_ext.managers.kv_transfer.progressive.handshakes import CONTROL_VERSION, Abort, RoomMetadata
 from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
-from sglang_ext.managers.kv_transfer.progressive.page_codec import (
-    PlacedPage,
-    page_hashes,
-    page_hashes_at,
-)
+from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage, page_hashes, page_hashes_at
 from sglang_ext.managers.kv_transfer.progressive.rooms import EarlyRoom, RoomWriter
 from sglang_ext.managers.kv_transfer.prompt_queries import PromptQueries
-from sglang_ext.managers.kv_transfer.quantized_prompts import (
-    QuantizedPromptCodec,
-    QuantizedPromptSlots,
-)
+from sglang_ext.managers.kv_transfer.quantized_prompts import QuantizedPromptCodec, QuantizedPromptSlots
 from sglang_ext.managers.kv_transfer.wire import LinkError
 
 if TYPE_CHECKING:

@@ -11,22 +11,10 @@ from sglang_ext.managers.kv_transfer.incoming_rooms import ExpectedRoom
 from sglang_ext.managers.kv_transfer.link import Link
 from sglang_ext.managers.kv_transfer.link_server import LinkServer
 from sglang_ext.managers.kv_transfer.outgoing_queue import OutgoingPart
-from sglang_ext.managers.kv_transfer.progressive.page_codec import (
-    EncodedPage,
-    PageCodec,
-    PlacedPage,
-)
-from sglang_ext.managers.kv_transfer.progressive.pool_buffers import (
-    AuxRecords,
-    PoolBuffers,
-)
+from sglang_ext.managers.kv_transfer.progressive.page_codec import EncodedPage, PageCodec, PlacedPage
+from sglang_ext.managers.kv_transfer.progressive.pool_buffers import AuxRecords, PoolBuffers
 from sglang_ext.managers.kv_transfer.prompt_queries import PromptQueries
-from sglang_ext.managers.kv_transfer.wire import (
-    LayerRange,
-    PageHeader,
-    RoomShape,
-    Stream,
-)
+from sglang_ext.managers.kv_transfer.wire import LayerRange, PageHeader, RoomShape, Stream
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

@@ -15,12 +15,7 @@ from sglang_ext.managers.kv_transfer.progressive import compatibility
 from sglang_ext.managers.kv_transfer.progressive.decode_peers import DecodePeer
 from sglang_ext.managers.kv_transfer.progressive.handshakes import RoomMetadata
 from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
-from sglang_ext.managers.kv_transfer.progressive.page_codec import (
-    PlacedPage,
-    page_ends,
-    page_hashes,
-    page_hashes_at,
-)
+from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage, page_ends, page_hashes, page_hashes_at
 from sglang_ext.managers.kv_transfer.progressive.rooms import RoomEncoder
 from sglang_ext.managers.kv_transfer.prompt_queries import QueryReader
 from sglang_ext.managers.kv_transfer.quantized_prompts import QuantizedPromptCodec

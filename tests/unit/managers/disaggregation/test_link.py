@@ -12,11 +12,7 @@ from waiting import tries, until
 
 from sglang_ext.managers.kv_transfer import link_server
 from sglang_ext.managers.kv_transfer.connection import Connection, ReceivedPart
-from sglang_ext.managers.kv_transfer.limits import (
-    LinkLimits,
-    NetworkInterface,
-    TokenBucket,
-)
+from sglang_ext.managers.kv_transfer.limits import LinkLimits, NetworkInterface, TokenBucket
 from sglang_ext.managers.kv_transfer.link_server import LinkServer
 from sglang_ext.managers.kv_transfer.wire import FRAME_OVERHEAD, LinkError, Stream
 

@@ -11,18 +11,7 @@ import pytest
 import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from link_helpers import (
-    QUICK,
-    SETTINGS,
-    Listener,
-    Proxy,
-    RawSender,
-    Sink,
-    expected,
-    header,
-    part,
-    shape,
-)
+from link_helpers import QUICK, SETTINGS, Listener, Proxy, RawSender, Sink, expected, header, part, shape
 from waiting import until
 
 from sglang_ext.managers.kv_transfer import wire

@@ -12,12 +12,7 @@ from waiting import until
 from sglang_ext.managers.kv_transfer import link as sender_end
 from sglang_ext.managers.kv_transfer import wire
 from sglang_ext.managers.kv_transfer.limits import LinkLimits
-from sglang_ext.managers.kv_transfer.transfer_metrics import (
-    COUNTERS,
-    GAUGES,
-    RECONNECTS,
-    LinkMetrics,
-)
+from sglang_ext.managers.kv_transfer.transfer_metrics import COUNTERS, GAUGES, RECONNECTS, LinkMetrics
 from sglang_ext.managers.kv_transfer.wire import Stream
 
 ROOT = Path(__file__).parents[4]

@@ -11,11 +11,7 @@ from link_helpers import MOST, Sink, expected, header, shape
 from waiting import until
 
 from sglang_ext.managers.kv_transfer.connection import Assembly
-from sglang_ext.managers.kv_transfer.incoming_rooms import (
-    ExpectedRoom,
-    IncomingRoom,
-    IncomingRooms,
-)
+from sglang_ext.managers.kv_transfer.incoming_rooms import ExpectedRoom, IncomingRoom, IncomingRooms
 from sglang_ext.managers.kv_transfer.transfer_metrics import LinkMetrics
 from sglang_ext.managers.kv_transfer.wire import Frame, LayerRange, LinkError, Stream
 

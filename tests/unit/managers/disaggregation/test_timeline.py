@@ -5,10 +5,7 @@ from threading import Thread
 
 from sglang_ext.device import Mark
 from sglang_ext.managers.kv_transfer import transfer_metrics
-from sglang_ext.managers.kv_transfer.transfer_metrics import (
-    TransferEvent,
-    TransferTimeline,
-)
+from sglang_ext.managers.kv_transfer.transfer_metrics import TransferEvent, TransferTimeline
 
 
 def test_events_of_several_writers_are_read_in_the_order_of_their_times(tmp_path):

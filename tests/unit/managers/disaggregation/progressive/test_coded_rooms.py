@@ -18,17 +18,8 @@ from sglang_ext.config.disaggregation_options import quantized_transfer_settings
 from sglang_ext.managers.kv_transfer.progressive import handshakes
 from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
-from sglang_ext.managers.kv_transfer.quantized_prompts import (
-    QuantizedPrompt,
-    QuantizedPromptCodec,
-    QuantizedPromptSlots,
-)
-from sglang_ext.managers.kv_transfer.wire import (
-    LayerRange,
-    LinkError,
-    Stream,
-    settings_mismatch,
-)
+from sglang_ext.managers.kv_transfer.quantized_prompts import QuantizedPrompt, QuantizedPromptCodec, QuantizedPromptSlots
+from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkError, Stream, settings_mismatch
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing

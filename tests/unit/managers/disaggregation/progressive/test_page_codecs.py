@@ -10,21 +10,9 @@ from transfer_helpers import KEY_DIM, LAYERS, SLOTS, make_pool, rows
 from sglang_ext.core import OptionError
 from sglang_ext.layers.kernels.lynx.codec import encode_page
 from sglang_ext.layers.kernels.lynx.layout import PageLayout
-from sglang_ext.managers.kv_transfer.progressive.compatibility import (
-    bench_codec,
-    compile_kernels,
-    make_codec,
-)
-from sglang_ext.managers.kv_transfer.progressive.lynx_codec import (
-    ALIGNED,
-    pack_streams,
-    unpack_streams,
-)
-from sglang_ext.managers.kv_transfer.progressive.page_codec import (
-    UNIT,
-    PlacedPage,
-    page_tokens,
-)
+from sglang_ext.managers.kv_transfer.progressive.compatibility import bench_codec, compile_kernels, make_codec
+from sglang_ext.managers.kv_transfer.progressive.lynx_codec import ALIGNED, pack_streams, unpack_streams
+from sglang_ext.managers.kv_transfer.progressive.page_codec import UNIT, PlacedPage, page_tokens
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import HostBlocks
 from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkError, Stream
 

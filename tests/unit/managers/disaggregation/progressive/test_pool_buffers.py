@@ -6,10 +6,7 @@ import pytest
 import torch
 from transfer_helpers import make_pool
 
-from sglang_ext.managers.kv_transfer.progressive.pool_buffers import (
-    AuxRecords,
-    PoolBuffers,
-)
+from sglang_ext.managers.kv_transfer.progressive.pool_buffers import AuxRecords, PoolBuffers
 from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkError
 
 
