@@ -67,9 +67,7 @@ def test_pages_of_any_gpu_travel(device, reference):
     link = SimpleNamespace(offer=lambda number, part: parts.append(part))
     out = RoomEncoder(1, codec, layers, [0], [bytes(32)], Told())
     in_thread(lambda: out.offer(link, out.start_page(slots[0], True)))
-    into = RoomWriter(
-        make_codec(reference, received), received, AuxRecords(received.args), 0, layers, [PlacedPage(0, slots[1])], [bytes(32)], Told()
-    )
+    into = RoomWriter(make_codec(reference, received), AuxRecords(received.args), 0, layers, [PlacedPage(0, slots[1])], [bytes(32)], Told())
     assert [part.stream for part in parts] == [Stream.ANCHOR, Stream.RESIDUAL][: len(parts)]
 
     def write():

@@ -81,7 +81,7 @@ def receive_link(endpoint: str, args: argparse.Namespace, parent: Connection) ->
     """Receive a room over a link."""
     counter = ByteCounter()
     server = LinkServer(endpoint, SETTINGS, LinkLimits(frame_bytes=args.frame_kib << 10))
-    server.register(ROOM, ExpectedRoom(room_shape(args), {Stream.ANCHOR: args.part_mib << 20}), counter)
+    server.rooms.register(ROOM, ExpectedRoom(room_shape(args), {Stream.ANCHOR: args.part_mib << 20}), counter)
     parent.send(server.endpoint)
     counter.wait()
     parent.send(counter.size / (counter.last - counter.first))

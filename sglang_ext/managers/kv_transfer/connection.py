@@ -20,7 +20,7 @@ from sglang_ext.managers.kv_transfer import wire
 from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
 from sglang_ext.managers.kv_transfer.limits import LinkLimits
 from sglang_ext.managers.kv_transfer.transfer_metrics import LinkMetrics
-from sglang_ext.managers.kv_transfer.wire import FRAME_OVERHEAD, MAX_ACKS, Frame, LinkError, PageHeader, Stream
+from sglang_ext.managers.kv_transfer.wire import FRAME_OVERHEAD, MAX_ACKS, Frame, PageHeader, Stream
 
 logger = logging.getLogger(__name__)
 
@@ -28,26 +28,27 @@ logger = logging.getLogger(__name__)
 MUCH = 1 << 18
 
 
+class BrokenConnection(Exception):
+    """This connection cannot be used any more. The next one may work."""
+
+
+class ProtocolViolation(Exception):
+    """A sender sent an unexpected message. It must reconnect."""
+
+
 @dataclass(eq=False)
 class ReceivedPart:
-    """A part of which at least one frame has arrived.
-
-    Attributes:
-        header: Header of the part.
-        digest: Its checksum so far.
-        reading: The last update of the checksum in another thread; None if there is none.
-        content: Its bytes, which may be kept.
-        filled: Received bytes.
-    """
+    """A part of which at least one frame has arrived: its checksum so far, its bytes, which may be kept, and the number received."""
 
     header: PageHeader
     digest: xxhash.xxh3_64
     content: memoryview
+    # The last update of the checksum in another thread.
     reading: Future | None = None
     filled: int = 0
 
     def has_valid_checksum(self) -> bool:
-        """Return whether the checksum of the complete part is correct. Waits until it is computed over all bytes."""
+        """Return whether the checksum of the complete part is correct. Waits until it is computed."""
         if self.reading is not None:
             self.reading.result()
         return self.digest.intdigest() == self.header.checksum
@@ -70,7 +71,7 @@ class Assembly:
         """Add a frame to its part. Return the part once it is complete.
 
         Raises:
-            LinkError: The frame does not follow the previous one.
+            ProtocolViolation: The frame does not follow the previous one.
         """
         header, stream = frame.header, frame.header.stream
         end = frame.offset + len(payload)
@@ -85,7 +86,7 @@ class Assembly:
             or end > header.size
             or not (payload or end == header.size)
         ):
-            raise LinkError(f"a frame of bytes {frame.offset} to {end} of a part of {header.size} does not follow the previous frame")
+            raise ProtocolViolation(f"a frame of bytes {frame.offset} to {end} of a part of {header.size} does not follow the previous frame")
         partial.filled = end
         # Small frames after a large one go to that thread too, because a checksum reads its bytes in order.
         if self.reader is not None and (partial.reading is not None or len(payload) >= MUCH):
@@ -109,22 +110,10 @@ MEASURED = 0.02
 _FAILED_HANDSHAKES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
-class BrokenConnection(Exception):
-    """This connection cannot be used any more. The next one may work."""
-
-
-class ProtocolViolation(Exception):
-    """A sender sent an unexpected message. It must reconnect."""
-
-
 class Connection:
     """A socket to one receiver. Used by one thread.
 
-    Args:
-        context: ZMQ context of the link.
-        endpoint: The receiver's endpoint.
-        keys: Key pair of both ends, or None.
-        handshake_seconds: Seconds after which libzmq retries the handshake.
+    After ``handshake_seconds`` libzmq retries the handshake.
 
     Attributes:
         heard, pinged: Times of the receiver's last message, and of the last ping to it.
@@ -253,14 +242,7 @@ class Connection:
 
 @dataclass(eq=False)
 class Reachability:
-    """Whether the receiver of a link answers, over all connections to it, and which timeouts expired. Used by one thread.
-
-    Attributes:
-        endpoint: The receiver's endpoint.
-        limits: Timeouts, and the number of connections that may break.
-        metrics: Metrics to update.
-        connected: Whether the receiver answers.
-    """
+    """Whether the receiver of a link answers, over all connections to it, and which timeouts expired. Used by one thread."""
 
     endpoint: str
     limits: LinkLimits
@@ -276,7 +258,7 @@ class Reachability:
     def welcome(self) -> None:
         """Record that the receiver answered Hello."""
         if not self.connected:
-            self.metrics.add_links(1)
+            self.metrics.add("kv_links", 1)
             if self._was_connected:
                 self.metrics.count_reconnect()
         self.connected = self._was_connected = True
@@ -304,7 +286,7 @@ class Reachability:
         """Record that the connection is closed, for whatever reason."""
         if self.connected:
             self.connected, self._gone_since = False, time.monotonic()
-            self.metrics.add_links(-1)
+            self.metrics.add("kv_links", -1)
 
     def unreachable_reason(self, now: float) -> str | None:
         """Return why rooms fail that waited too long for a connection; None while one exists, or existed recently."""
@@ -313,8 +295,7 @@ class Reachability:
         return f"the receiver at {self.endpoint} is not reached for {self.limits.resume_seconds:g} s: {self._problem}"
 
     def stall_reason(self, now: float, busy: bool) -> str | None:
-        """Return why rooms fail whose receiver answers but takes nothing; None while it takes parts, or if there is nothing to take (not
-        ``busy``)."""
+        """Return why rooms fail whose receiver answers but takes nothing; None while it takes parts, or if not ``busy``."""
         if not busy:
             self._progressed = now
         elif now - self._progressed > self.limits.stall_seconds:
@@ -357,17 +338,6 @@ class SenderConnection:
             raise ProtocolViolation(f"received {cost} bytes where {self.allowance} were granted")
         self.allowance -= cost
         self.ungranted += cost
-
-    def assemble(self, frame: wire.Frame, payload: memoryview) -> ReceivedPart | None:
-        """Add a frame to its part. Return the part once it is complete.
-
-        Raises:
-            ProtocolViolation: The frame does not follow the previous one.
-        """
-        try:
-            return self.assembly.add(frame, payload)
-        except LinkError as error:
-            raise ProtocolViolation(str(error)) from error
 
     def grant(self, window: int) -> wire.Received | None:
         """Return a message that grants the taken bytes again and acknowledges written parts; None if there is nothing to send.

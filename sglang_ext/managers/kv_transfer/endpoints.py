@@ -119,10 +119,7 @@ def check_endpoint(endpoint: str, keys: LinkKeys | None) -> None:
 def listen(context: zmq.Context, endpoint: str, keys: LinkKeys | None) -> tuple[zmq.Socket, zmq.Socket | None]:
     """Return a bound socket for messages from and to senders, and with keys the socket on which libzmq asks who may connect.
 
-    Args:
-        context: ZMQ context of both sockets; it is destroyed on failure.
-        endpoint: Endpoint that :func:`check_endpoint` accepts; port 0 takes a free port.
-        keys: Key pair of both ends, or None.
+    :func:`check_endpoint` accepts ``endpoint``; port 0 takes a free port. On failure ``context`` is destroyed.
 
     Raises:
         LinkError: The endpoint is in use.
@@ -165,8 +162,9 @@ def lock_socket_folder(endpoint: str) -> Iterator[None]:
     lock = FileLock(Path(place).parent / LOCK, timeout=LOCKED_SECONDS)
     try:
         with lock:
-            for file in _stale_sockets(Path(place).parent):
-                file.unlink(missing_ok=True)
+            for file in Path(place).parent.glob(f"{SOCKETS}*"):
+                if file.is_socket() and _is_stale(file):
+                    file.unlink(missing_ok=True)
             yield
     except Timeout as error:
         why = f"{lock.lock_file} is locked for {LOCKED_SECONDS:g} s by a server that starts"
@@ -186,12 +184,8 @@ def _check_folder(folder: Path) -> None:
         )
 
 
-def _stale_sockets(folder: Path) -> list[Path]:
-    """Return socket files of links that no server listens on."""
-    return [file for file in folder.glob(f"{SOCKETS}*") if file.is_socket() and _is_stale(file)]
-
-
 def _is_stale(file: Path) -> bool:
+    """Return whether no server listens on a socket file."""
     # The process id in the name is not used: in another container that shares the folder, it is another process's id.
     with Socket(AF_UNIX) as probe:
         probe.setblocking(False)

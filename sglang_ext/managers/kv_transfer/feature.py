@@ -8,7 +8,7 @@ row, whose slots hold the values of the anchor. The residual is written into the
 verified, and the request is an ordinary one. Before that, drafts on an anchor are not output, and the KV is not inserted into a prefix tree.
 """
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from sglang_ext.config import options
 from sglang_ext.config.disaggregation_options import quantized_transfer_settings
@@ -24,44 +24,22 @@ from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
+    from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
     from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
 
 
-class Arrival(Protocol):
-    """The remaining KV of one request. Threads of links advance it.
-
-    Attributes:
-        complete: Whether all KV is written.
-        failure: Why the rest will not arrive; None while it may.
-    """
-
-    complete: bool
-    failure: str | None
-
-    def cancel(self) -> None:
-        """Stop the writes. After this call nothing is written to the request's slots any more."""
-
-    def prefill_again(self, req: "Req") -> None:
-        """Let the prefill server compute the request again, after its slots were freed. It resumes when all of its KV has arrived."""
-
-
 class ArrivingFullKV(ResidentFullKV):
-    """Full-KV provider for requests whose full KV may still arrive over a link.
-
-    Args:
-        ranks: Ranks that must agree on which KV has arrived.
-    """
+    """Full-KV provider for requests whose full KV may still arrive over a link. ``ranks`` must agree on which KV has arrived."""
 
     def __init__(self, ranks: TPRanks = TPRanks()) -> None:
         self._ranks = ranks
-        self._arrivals: dict[int, Arrival] = {}
+        self._arrivals: dict[int, ProgressiveReceiver] = {}
         self._here: set[int] = set()
         self._lost: set[int] = set()
         self.early = self
 
-    def expect(self, row: int, arrival: Arrival) -> None:
-        """Register the request in ``row`` of the token table, which decodes on its anchor. Called on all ranks between the same two rounds.
-        """
+    def expect(self, row: int, arrival: "ProgressiveReceiver") -> None:
+        """Register the request in a row, which decodes on its anchor. Called on all ranks between the same two rounds."""
         self._arrivals[row] = arrival
 
     def on_round_start(self, drafting: dict[int, tuple], iteration_seconds: float | None) -> None:
@@ -88,8 +66,8 @@ class ArrivingFullKV(ResidentFullKV):
         """Return whether the rest of a request's KV will not arrive."""
         return row in self._lost
 
-    def recompute_source(self, row: int) -> Arrival | None:
-        """Return the remaining KV of an early request; None for other requests."""
+    def recompute_source(self, row: int) -> "ProgressiveReceiver | None":
+        """Return the receiver of an early request; None for other requests."""
         return self._arrivals.get(row)
 
     def end_early_decoding(self, row: int) -> None:

@@ -43,10 +43,8 @@ class Link:
     Args:
         endpoint: Endpoint of a ``LinkServer`` (endpoints.py).
         settings: Settings of this end, which must equal the receiver's.
-        limits: Sizes and timeouts.
         interface: Rate limit and priority that it shares with other links; None: no limit, shared with no other link.
         keys: Key pair of both ends; None for no encryption, on this machine only.
-        metrics: Metrics to update.
 
     Raises:
         LinkError: The endpoint is refused.
@@ -119,7 +117,7 @@ class Link:
                 raise LinkError(f"the link to {self.endpoint} takes no rooms: {self._refusal or 'it is closed'}")
             self._queue.open(room, shape, listener)
             self._unopened.append(room)
-            self._metrics.add_rooms(1)
+            self._metrics.add("kv_link_rooms", 1)
             self._notify()
 
     def offer(self, room: int, part: OutgoingPart) -> bool:
@@ -141,8 +139,7 @@ class Link:
         return live
 
     def cancel(self, room: int, reason: str = "cancelled") -> None:
-        """Send nothing more of a room. Its listener's ``ended`` follows, unless it was called already. Does nothing if the room is not
-        open."""
+        """Send nothing more of a room. Its listener's ``ended`` follows. Does nothing if the room is not open."""
         with self._lock:
             self._end(room, f"the sender ended it: {reason}")
             self._cancels.append((room, reason))
@@ -166,7 +163,7 @@ class Link:
         ended = self._queue.end(room)
         if ended is not None:
             self._listeners.end(ended, reason)
-            self._metrics.add_rooms(-1)
+            self._metrics.add("kv_link_rooms", -1)
 
     def _run(self) -> None:
         try:
@@ -216,11 +213,7 @@ class Link:
             time.sleep(RECONNECT_SECONDS)
 
     def _serve(self, connection: Connection) -> None:
-        """Send and read until the link is closed or refused.
-
-        Raises:
-            BrokenConnection: The connection cannot be used any more.
-        """
+        """Send and read until the link is closed or refused. Raise ``BrokenConnection`` if the connection cannot be used any more."""
         poller = zmq.Poller()
         for source in (connection.socket, connection.monitor, self._wake):
             poller.register(source, zmq.POLLIN)
@@ -234,8 +227,11 @@ class Link:
             ready = dict(poller.poll(math.ceil(1000 * min(wait, POLL_SECONDS if self._listeners.waiting else CHECK_SECONDS))))
             if self._wake in ready:
                 os.eventfd_read(self._wake)
-            if connection.socket in ready:
-                self._read_messages(connection)
+            for _ in range(MAX_IN_A_ROW if connection.socket in ready else 0):
+                message = connection.read()
+                if message is None:
+                    break
+                self._handle(connection, message)
             if connection.monitor in ready:
                 connection.read_event()
             self._listeners.notify_ended()
@@ -290,7 +286,7 @@ class Link:
         self._interface.take(size, now := time.monotonic())
         if not is_residual:
             self._quiet_from = now + QUIET_SECONDS
-        self._metrics.count_sent(len(payload), stream_label(queued_part.part.stream, room.shape))
+        self._metrics.count("kv_link_sent_bytes", len(payload), stream_label(queued_part.part.stream, room.shape))
         room.is_idle()
         room.reading.append(tracker)
         with self._lock:
@@ -300,13 +296,6 @@ class Link:
     def _send_message(self, connection: Connection, message: wire.FromSender) -> None:
         self._interface.take(connection.send_message(message), time.monotonic())
 
-    def _read_messages(self, connection: Connection) -> None:
-        for _ in range(MAX_IN_A_ROW):
-            message = connection.read()
-            if message is None:
-                return
-            self._handle(connection, message)
-
     def _handle(self, connection: Connection, message: wire.FromReceiver) -> None:
         match message:
             case wire.Refused(reason):
@@ -315,7 +304,11 @@ class Link:
             case wire.HelloFirst(reason):
                 raise BrokenConnection(f"the receiver got an unexpected message: {reason}")
             case wire.Welcome(window):
-                self._welcome(connection, window)
+                most = min(connection.welcome(window), self._limits.frame_bytes)
+                self._frame_bytes = self._interface.frame_bytes(most)
+                self._receiver.welcome()
+                with self._lock:
+                    self._unopened = list(self._queue.rooms)
             case wire.Have():
                 self._confirm(message)
             case wire.Received(granted, acked):
@@ -329,13 +322,6 @@ class Link:
             case wire.Ended(room, reason):
                 with self._lock:
                     self._end(room, f"the receiver ended it: {reason}")
-
-    def _welcome(self, connection: Connection, window: int) -> None:
-        most = min(connection.welcome(window), self._limits.frame_bytes)
-        self._frame_bytes = self._interface.frame_bytes(most)
-        self._receiver.welcome()
-        with self._lock:
-            self._unopened = list(self._queue.rooms)
 
     def _confirm(self, have: wire.Have) -> None:
         with self._lock:
@@ -374,11 +360,7 @@ class Link:
                 self._cancels.append((room, reason))
 
     def _check_timeouts(self, connection: Connection | None, now: float) -> None:
-        """Fail rooms that exceed a timeout.
-
-        Raises:
-            BrokenConnection: The receiver is silent.
-        """
+        """Fail rooms that exceed a timeout. Raise ``BrokenConnection`` if the receiver is silent."""
         limits = self._limits
         reason = self._receiver.unreachable_reason(now)
         if reason is not None:

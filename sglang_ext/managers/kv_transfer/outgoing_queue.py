@@ -54,14 +54,7 @@ class OutgoingPart:
 
 @dataclass(eq=False)
 class QueuedPart:
-    """A part that is queued or being sent.
-
-    Attributes:
-        room, number: The room, and the part's number in its stream.
-        header: Header with checksum.
-        offset: Offset in bytes of the next frame.
-        repeats: Number of wrong checksums so far.
-    """
+    """A part that is queued or being sent. ``number`` is its number in its stream, ``offset`` that of its next frame in bytes."""
 
     room: int
     number: int
@@ -75,8 +68,7 @@ class SendListener(Protocol):
     """Callback for an outgoing room. The link's thread calls it, so it must be quick. It may call methods for other rooms."""
 
     def ended(self, room: int, reason: str | None) -> None:
-        """The room is complete (None), or failed for this reason. The last call, made once the link reads none of the room's bytes any
-        more."""
+        """The room is complete (None), or failed for this reason. The last call, once the link reads none of the room's bytes."""
 
 
 @dataclass(eq=False)
@@ -84,7 +76,6 @@ class OutgoingRoom:
     """State of an outgoing room. ``OutgoingQueue`` changes it; the link's thread changes ``reading``.
 
     Attributes:
-        listener: Listener of the room.
         opened: Time of opening, in seconds of ``time.monotonic``.
         reading: Trackers of frames that libzmq may still read.
         confirmed: Whether the receiver has answered on this connection which parts it has.
@@ -123,11 +114,7 @@ class OutgoingRoom:
 
 
 class ListenerNotifier:
-    """Calls the listeners of a link's rooms. Used by the link's thread, except :meth:`end`.
-
-    Args:
-        endpoint: The receiver's endpoint, for the log.
-    """
+    """Calls the listeners of a link's rooms. Used by the link's thread, except :meth:`end`. The log names ``endpoint``."""
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
@@ -139,27 +126,23 @@ class ListenerNotifier:
         return bool(self._ended)
 
     def end(self, room: OutgoingRoom, reason: str | None) -> None:
-        """Record that a room has ended. The link's thread notifies its listener later. Called from any thread."""
+        """Record that a room has ended. Called from any thread."""
         self._ended.append((room, reason))
 
     def notify_ended(self, seconds: float = 0.0) -> None:
-        """Notify the listeners of ended rooms whose bytes libzmq no longer reads. With ``seconds``, wait at most that long, then notify
-        all."""
+        """Notify the listeners of ended rooms whose bytes libzmq no longer reads. With ``seconds``, wait that long, then notify all."""
         until = time.monotonic() + seconds
         for _ in range(len(self._ended)):
             room, reason = self._ended.popleft()
             while not room.is_idle() and time.monotonic() < until:
                 time.sleep(POLL_SECONDS)
-            if room.is_idle() or seconds:
-                self._call(room, reason)
-            else:
+            if not room.is_idle() and not seconds:
                 self._ended.append((room, reason))
-
-    def _call(self, room: OutgoingRoom, reason: str | None) -> None:
-        try:
-            room.listener.ended(room.number, reason)
-        except Exception:  # An error of a listener must not end the other rooms.
-            logger.exception("a listener of the link to %s raised", self._endpoint)
+                continue
+            try:
+                room.listener.ended(room.number, reason)
+            except Exception:  # An error of a listener must not end the other rooms.
+                logger.exception("a listener of the link to %s raised", self._endpoint)
 
 
 class OutgoingQueue:
@@ -244,8 +227,7 @@ class OutgoingQueue:
         return None
 
     def next_early_residual(self) -> QueuedPart | None:
-        """Queue and return the first residual whose anchor was sent, before the other anchors of its room. For use when nothing else can be
-        sent."""
+        """Queue and return the first residual whose anchor was sent, before the other anchors of its room."""
         for room in self.rooms.values():
             waiting = room.waiting[Stream.RESIDUAL]
             if room.confirmed and waiting and waiting[0].number in room.sent_parts[Stream.ANCHOR]:

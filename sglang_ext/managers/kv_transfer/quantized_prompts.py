@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from sglang_ext.core import CompressedKV
-from sglang_ext.managers.kv_transfer.progressive.page_codec import EncodedPage, PlacedPage, RawCodec, SingleStreamCodec, page_ends
+from sglang_ext.managers.kv_transfer.progressive.page_codec import EncodedPage, PageCodec, PlacedPage, RawCodec, page_ends
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
-from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkError, OptionValue, Stream
+from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkError, Stream
 from sglang_ext.managers.spec_decode.request_states import RequestStates, fallback_reason, is_token_only
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class QuantizedPromptCodec(SingleStreamCodec):
+class QuantizedPromptCodec(PageCodec):
     """Codec of one room whose tokens from ``begin`` to ``end`` are sent as quantized KV.
 
     The slots of a packed page are those of its full KV on the prefill side, and those of its blocks on the decode side.
@@ -75,11 +75,6 @@ class QuantizedPromptCodec(SingleStreamCodec):
                 f"tokens {self.begin} to {self.end} of a prompt are to be quantized; blocks hold {block} tokens each: start both servers "
                 "with the same --kv-compressor and --kv-partition"
             )
-
-    @property
-    def options(self) -> dict[str, OptionValue]:
-        """No options of its own: compatibility.py lists the settings that both ends of a link must share."""
-        return {}
 
     @property
     def page_size(self) -> int:
@@ -124,11 +119,7 @@ class QuantizedPromptCodec(SingleStreamCodec):
         return lambda: EncodedPage(brought(), None)
 
     def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
-        """Write the page's blocks, or its exact values.
-
-        Raises:
-            LinkError: The data is not such a page.
-        """
+        """Write the page's blocks, or its exact values."""
         if not self._is_packed(page):
             self._raw_codec.write_anchor(page, layers, anchor)
             return

@@ -32,14 +32,16 @@ Role = Literal["prefill", "decode"]
 StreamLabel = Literal["anchor", "residual", "whole", "aux"]
 RefusalReason = Literal["checksum", "bounds", "protocol"]
 WaitReason = Literal["credit", "rate", "priority"]
+GaugeName = Literal["kv_links", "kv_link_rooms"]
+CounterName = Literal["kv_link_sent_bytes", "kv_link_received_bytes", "kv_link_refused_frames", "kv_link_wait_seconds"]
 
-GAUGES = {
+GAUGES: dict[GaugeName, str] = {
     "kv_links": "Links between a prefill and a decode rank whose other end answers. Maximum over ranks.",
     "kv_link_rooms": "Requests whose KV is being transferred over links. Maximum over ranks.",
 }
 RECONNECTS = "kv_link_reconnects"
 # For each counter: its help, its label and the label's values.
-COUNTERS: dict[str, dict[str, tuple[str, str, tuple[str, ...]]]] = {
+COUNTERS: dict[Role, dict[CounterName, tuple[str, str, tuple[str, ...]]]] = {
     "prefill": {
         "kv_link_sent_bytes": ("Bytes of requests sent, including retransmissions.", "stream", StreamLabel.__args__),
         "kv_link_wait_seconds": (
@@ -67,15 +69,11 @@ def stream_label(stream: Stream, shape: RoomShape) -> StreamLabel:
 
 @dataclass
 class LinkMetrics:
-    """Metrics of all links of one rank. A new object counts nothing. All methods may be called from any thread.
+    """Metrics of all links of one rank. A new object counts nothing. All methods may be called from any thread."""
 
-    Attributes:
-        model_name: Their ``model_name`` label.
-    """
-
-    model_name: str = ""
     _gauges: "dict[str, MetricWrapperBase]" = field(default_factory=dict)
-    _counters: "dict[tuple[str, ...], MetricWrapperBase]" = field(default_factory=dict)
+    _counters: "dict[tuple[str, str], MetricWrapperBase]" = field(default_factory=dict)
+    _reconnects: "MetricWrapperBase | None" = None
 
     @classmethod
     def create(cls, args: "KVServerArgs", role: Role, registry: "CollectorRegistry | None" = None) -> "LinkMetrics":
@@ -86,12 +84,12 @@ class LinkMetrics:
             role: Role of the server, which selects the metrics.
             registry: Registry to use; None for the process's own, which can hold them only once.
         """
-        made = cls(args.served_model_name or args.model_path)
+        made = cls()
         if args.enable_metrics:
-            made._define(role, registry)
+            made._define(role, args.served_model_name or args.model_path, registry)
         return made
 
-    def _define(self, role: Role, registry: "CollectorRegistry | None") -> None:
+    def _define(self, role: Role, model_name: str, registry: "CollectorRegistry | None") -> None:
         """Create all series with value 0, because rates need a first value."""
         # Imported after SGLang prepared its multi-process folder.
         from prometheus_client import REGISTRY, Counter, Gauge
@@ -99,48 +97,27 @@ class LinkMetrics:
         into, label = registry or REGISTRY, "model_name"
         for name, text in GAUGES.items():
             made = Gauge(f"sglang_ext:{name}", text, (label,), multiprocess_mode="max", registry=into)
-            self._gauges[name] = made.labels(self.model_name)
+            self._gauges[name] = made.labels(model_name)
         made = Counter(f"sglang_ext:{RECONNECTS}", "Links that broke and were reconnected.", (label,), registry=into)
-        self._counters[RECONNECTS,] = made.labels(self.model_name)
+        self._reconnects = made.labels(model_name)
         for name, (text, by, values) in COUNTERS[role].items():
             made = Counter(f"sglang_ext:{name}", text, (label, by), registry=into)
-            self._counters |= {(name, value): made.labels(self.model_name, value) for value in values}
+            self._counters |= {(name, value): made.labels(model_name, value) for value in values}
 
-    def add_links(self, count: int) -> None:
-        """Add to the number of connected links; negative to subtract."""
-        self._add("kv_links", count)
+    def add(self, gauge: GaugeName, count: int) -> None:
+        """Add to a gauge; negative to subtract."""
+        if gauge in self._gauges:
+            self._gauges[gauge].inc(count)
 
-    def add_rooms(self, count: int) -> None:
-        """Add to the number of open rooms; negative to subtract."""
-        self._add("kv_link_rooms", count)
+    def count(self, counter: CounterName, amount: float, label: StreamLabel | WaitReason | RefusalReason) -> None:
+        """Add to a counter, under the value of its label."""
+        if (counter, label) in self._counters:
+            self._counters[counter, label].inc(amount)
 
     def count_reconnect(self) -> None:
         """Count a reconnected link."""
-        self._count(1, RECONNECTS)
-
-    def count_sent(self, size: int, what: StreamLabel) -> None:
-        """Count bytes of a part passed to libzmq."""
-        self._count(size, "kv_link_sent_bytes", what)
-
-    def count_received(self, size: int, what: StreamLabel) -> None:
-        """Count received bytes of a part, whether used or not."""
-        self._count(size, "kv_link_received_bytes", what)
-
-    def count_refused(self, reason: RefusalReason) -> None:
-        """Count a refused message."""
-        self._count(1, "kv_link_refused_frames", reason)
-
-    def count_wait(self, seconds: float, awaited: WaitReason) -> None:
-        """Count seconds that a sender waited."""
-        self._count(seconds, "kv_link_wait_seconds", awaited)
-
-    def _add(self, name: str, count: int) -> None:
-        if name in self._gauges:
-            self._gauges[name].inc(count)
-
-    def _count(self, amount: float, *key: str) -> None:
-        if key in self._counters:
-            self._counters[key].inc(amount)
+        if self._reconnects is not None:
+            self._reconnects.inc()
 
 
 @dataclass
@@ -157,7 +134,7 @@ class WaitTimer:
             return
         now = time.monotonic()
         if self._awaited is not None:
-            self.metrics.count_wait(now - self._since, self._awaited)
+            self.metrics.count("kv_link_wait_seconds", now - self._since, self._awaited)
         self._awaited, self._since = awaited, now
 
 

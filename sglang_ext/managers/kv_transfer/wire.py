@@ -288,7 +288,7 @@ def decode_from_sender(data: bytes | memoryview) -> FromSender:
     """Decode a message of a sender.
 
     Raises:
-        WireError: The data is too long, or is not a message of a sender.
+        WireError: The data is too long, or is not such a message.
     """
     return _decode(_from_sender, data)
 
@@ -355,19 +355,18 @@ def settings_mismatch(here: LinkSettings, peer: LinkSettings) -> str | None:
             remedy = _REMEDIES[field]
             if field == "codec_options":
                 remedy = options_mismatch(ours, theirs)
-                ours, theirs = ({name: each.get(name) for name in differing_options(ours, theirs)} for each in (ours, theirs))
+                ours, theirs = ({name: each.get(name) for name in _differing_options(ours, theirs)} for each in (ours, theirs))
             return f"{field} is {ours!r} at the receiver and {theirs!r} at the sender; {remedy}"
     return None
 
 
-def differing_options(ours: dict[str, OptionValue], theirs: dict[str, OptionValue]) -> list[str]:
-    """Return the names of the options that differ, or that only one end has."""
+def _differing_options(ours: dict[str, OptionValue], theirs: dict[str, OptionValue]) -> list[str]:
     return [name for name in sorted(ours | theirs) if ours.get(name) != theirs.get(name)]
 
 
 def options_mismatch(ours: dict[str, OptionValue], theirs: dict[str, OptionValue]) -> str:
     """Return which options differ, and the remedy."""
-    names = differing_options(ours, theirs)
+    names = _differing_options(ours, theirs)
     coded = all(name.startswith(CODES) for name in names)
     return f"{', '.join(names)}: {_SAME_CODES if coded else _REMEDIES['codec_options']}"
 

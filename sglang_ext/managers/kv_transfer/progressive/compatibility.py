@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.disaggregation.base.conn import KVArgs
-from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import NetworkAddress
 
@@ -76,33 +75,8 @@ def receiving_endpoint(host: str, rank: int, keys: LinkKeys | None) -> str:
     return f"ipc://{folder}/{SOCKETS}{os.getpid()}-{rank}"
 
 
-def rank_mismatch(prefill: PrefillServerInfo, tp_size: int, page_size: int, kv_cache_dtype: str) -> str | None:
-    """Return why a decode rank cannot receive KV from a prefill server with this topology; None if it can.
-
-    Args:
-        prefill: Topology of the prefill server.
-        tp_size, page_size, kv_cache_dtype: Of the decode server; ``page_size`` is SGLang's, in tokens.
-    """
-    for flag, theirs, ours in (
-        ("--tp-size", prefill.attn_tp_size, tp_size),
-        ("--dp-size", prefill.dp_size, 1),
-        ("--pp-size", prefill.pp_size, 1),
-        ("--attn-cp-size", prefill.attn_cp_size, 1),
-    ):
-        if theirs != ours:
-            return (
-                f"{flag} is {theirs} at the prefill server and {ours} at the decode server; backend progressive needs equal ranks: "
-                "start both alike, or use --disaggregation-transfer-backend mooncake"
-            )
-    for flag, theirs, ours in (("--page-size", prefill.page_size, page_size), ("--kv-cache-dtype", prefill.kv_cache_dtype, kv_cache_dtype)):
-        if theirs not in (None, ours):
-            return f"{flag} is {theirs} at the prefill server and {ours} at the decode server: start both with the same {flag}"
-    return None
-
-
 def metadata_mismatch(metadata: RoomMetadata, settings: LinkSettings, aux_sizes: tuple[int, ...], has_keys: bool) -> str | None:
-    """Return why the prefill side refuses to send a room with this metadata; None if it can send it. ``has_keys``: whether it has link
-    keys."""
+    """Return why the prefill side, with or without link keys, refuses to send a room with this metadata; None if it can send it."""
     differs = wire.version_mismatch(metadata.version, CONTROL_VERSION)
     if differs is not None:
         return differs
@@ -132,10 +106,7 @@ def metadata_mismatch(metadata: RoomMetadata, settings: LinkSettings, aux_sizes:
 def make_codec(reference: str, pool: PoolBuffers, bench: str | None = None) -> PageCodec:
     """Create the codec whose streams restore ``reference``, a value of ``--kv-reference``.
 
-    Args:
-        reference: What the streams restore.
-        pool: The pool of this rank.
-        bench: The class of a codec that a benchmark compares with, instead: a value of ``--kv-bench-codec``.
+    ``bench`` names the class of a codec that a benchmark compares with, instead: a value of ``--kv-bench-codec``.
 
     Raises:
         LinkError: The codec does not support such a pool.
@@ -164,13 +135,9 @@ def bench_codec(value: str) -> type[BenchCodec]:
 
 
 def compile_kernels(codec: PageCodec, layers: LayerRange, writes: bool) -> None:
-    """Compile the codec's kernels by a run on slot 0, which belongs to no request. Otherwise the first pages would wait seconds for each
-    kernel.
+    """Compile the codec's kernels by a run on slot 0, which belongs to no request, for parts of ``layers``.
 
-    Args:
-        codec: Codec of the pool.
-        layers: Layers of one part.
-        writes: Whether this server also writes pages.
+    Otherwise the first pages would wait seconds for each kernel. ``writes``: whether this server also writes pages.
     """
     with codec.pool.use_stream():
         for tensor in codec.pool.tensors(layers.first, layers.count):

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 from uuid import uuid4
@@ -48,19 +47,9 @@ FETCH_TIMEOUT, RETRY_INTERVAL, PATIENCE = 5.0, 1.0, 30.0
 
 # A prefill rank's position: data parallel, context parallel, tensor parallel and pipeline rank.
 RankPosition = tuple[int, int, int, int]
-
-
-@dataclass(frozen=True)
-class PrefillServerRecord:
-    """A bootstrap server's data about its prefill server.
-
-    Attributes:
-        info: Topology. Its rank mapping is resolved for this decode rank.
-        ranks: For each prefill rank that this decode rank needs, ``rank_ip`` and ``rank_port`` of its control socket.
-    """
-
-    info: PrefillServerInfo
-    ranks: dict[RankPosition, dict[str, Any]]
+# For each prefill rank that this decode rank needs, ``rank_ip`` and ``rank_port`` of its control socket.
+RankAddresses = dict[RankPosition, dict[str, Any]]
+Fetch = Callable[[str], tuple[PrefillServerInfo, RankAddresses]]
 
 
 class PrefillDirectory:
@@ -72,17 +61,15 @@ class PrefillDirectory:
         patience: Seconds that a request waits for its prefill server before it fails.
     """
 
-    def __init__(
-        self, fetch: Callable[[str], PrefillServerRecord], retry_interval: float = RETRY_INTERVAL, patience: float = PATIENCE
-    ) -> None:
+    def __init__(self, fetch: Fetch, retry_interval: float = RETRY_INTERVAL, patience: float = PATIENCE) -> None:
         self.patience = patience
         self._fetch, self._retry_interval = fetch, retry_interval
         self._executor = ThreadPoolExecutor(MAX_FETCHES, thread_name_prefix="kv-bootstrap")
-        self._running: dict[str, Future[PrefillServerRecord]] = {}
+        self._running: dict[str, Future[tuple[PrefillServerInfo, RankAddresses]]] = {}
         self._retry_at: dict[str, float] = {}
         self._problems: dict[str, str] = {}
 
-    def poll(self, address: str) -> PrefillServerRecord | None:
+    def poll(self, address: str) -> tuple[PrefillServerInfo, RankAddresses] | None:
         """Return the prefill server once it is fetched. Until then, start a fetch if none runs, and return None. Does not block."""
         running = self._running.get(address)
         if running is None:
@@ -108,18 +95,18 @@ class PrefillDirectory:
         return self._problems.get(address, "it does not answer")
 
 
-def fetch_prefill_server(address: str, resolve: Callable[[PrefillServerInfo], list[RankPosition]]) -> PrefillServerRecord:
-    """Read the topology and the rank addresses of a prefill server from its bootstrap server.
+def fetch_prefill_server(
+    address: str, resolve: Callable[[PrefillServerInfo], list[RankPosition]]
+) -> tuple[PrefillServerInfo, RankAddresses]:
+    """Read the topology and the rank addresses of a prefill server from its bootstrap server at ``host:port``.
 
-    Args:
-        address: ``host:port`` of the bootstrap server.
-        resolve: Maps the topology to this decode rank, and returns the prefill ranks that it needs.
+    ``resolve`` maps the topology to this decode rank, and returns the prefill ranks that it needs.
 
     Raises:
         requests.RequestException: The server does not answer within ``FETCH_TIMEOUT``, or answers with an error status.
     """
     info = PrefillServerInfo(**_get_route(address, (-1, -1, -1, -1)))
-    return PrefillServerRecord(info, {position: _get_route(address, position) for position in resolve(info)})
+    return info, {position: _get_route(address, position) for position in resolve(info)}
 
 
 def _get_route(address: str, position: RankPosition) -> dict[str, Any]:
@@ -129,8 +116,7 @@ def _get_route(address: str, position: RankPosition) -> dict[str, Any]:
     return response.json()
 
 
-# Share of the free host memory that a decode server pins at start for the anchors of all its ranks. Each rank pins at most the limit in
-# pool_buffers.py.
+# Share of the free host memory that a decode server pins at start for the anchors of all its ranks; pool_buffers.py has a limit per rank.
 PINNED_SHARE = 0.25
 
 
@@ -200,7 +186,7 @@ class ProgressiveManager(CommonKVManager):
                 # Anchors stay in host memory until their residuals arrive.
                 blocks.expect(pinned_bytes(self.attn_tp_size))
             self.directory = PrefillDirectory(lambda address: fetch_prefill_server(address, self._resolve_ranks))
-            self.prefill_ranks: dict[str, dict[RankPosition, dict[str, Any]]] = {}
+            self.prefill_ranks: dict[str, RankAddresses] = {}
             self._start_heartbeat_checker_thread()
 
     def refuse(self, metadata: RoomMetadata, reason: str) -> None:
@@ -222,10 +208,8 @@ class ProgressiveManager(CommonKVManager):
     def update_status(self, bootstrap_room: int, status: KVPoll) -> None:
         """Advance a request. A failed request stays failed. Called from any thread.
 
-        Args:
-            bootstrap_room: The key in SGLang's tables of requests: a sender's number, or a receiver's ``link_room``. Rooms are no keys,
-                since several requests may have the same room.
-            status: The new status.
+        ``bootstrap_room`` is the key in SGLang's tables of requests: a sender's number, or a receiver's ``link_room``. Rooms are no keys,
+        since several requests may have the same room.
         """
         with self.failure_lock:
             # SGLang's own method replaces the status "failed", because it is the smallest.
@@ -233,11 +217,9 @@ class ProgressiveManager(CommonKVManager):
                 CommonKVManager.update_status(self, bootstrap_room, status)
 
     def conclude(self, number: int, reason: str | None) -> None:
-        """Mark a request as successful or failed, unless it has ended already. Called from any thread.
+        """Mark a request as successful (None) or failed for a reason, unless it has ended. Called from any thread.
 
-        Args:
-            number: A sender's number, or a receiver's ``link_room``.
-            reason: Why it failed; None if it succeeded.
+        ``number`` is a sender's number, or a receiver's ``link_room``.
         """
         if self.request_status.get(number) in (None, KVPoll.Failed, KVPoll.Success):
             return
@@ -259,17 +241,33 @@ class ProgressiveManager(CommonKVManager):
         """Return whether a prefill server is known. Starts to fetch an unknown one. Does not block; SGLang polls it."""
         if bootstrap_addr in self.prefill_info_table:
             return True
-        found: PrefillServerRecord | None = self.directory.poll(bootstrap_addr)
+        found = self.directory.poll(bootstrap_addr)
         if found is None:
             return False
         with self.connection_lock:
-            self.prefill_ranks[bootstrap_addr] = found.ranks
-            self.prefill_info_table[bootstrap_addr] = found.info
+            self.prefill_info_table[bootstrap_addr], self.prefill_ranks[bootstrap_addr] = found
         return True
 
     def rank_mismatch(self, prefill: PrefillServerInfo) -> str | None:
-        """Return why this decode rank cannot receive KV from a prefill server; None if it can."""
-        return compatibility.rank_mismatch(prefill, self.attn_tp_size, self.kv_args.page_size, self.kv_cache_dtype_str)
+        """Return why this decode rank cannot receive KV from a prefill server with this topology; None if it can."""
+        for flag, theirs, ours in (
+            ("--tp-size", prefill.attn_tp_size, self.attn_tp_size),
+            ("--dp-size", prefill.dp_size, 1),
+            ("--pp-size", prefill.pp_size, 1),
+            ("--attn-cp-size", prefill.attn_cp_size, 1),
+        ):
+            if theirs != ours:
+                return (
+                    f"{flag} is {theirs} at the prefill server and {ours} at the decode server; backend progressive needs equal ranks: "
+                    "start both alike, or use --disaggregation-transfer-backend mooncake"
+                )
+        for flag, theirs, ours in (
+            ("--page-size", prefill.page_size, self.kv_args.page_size),
+            ("--kv-cache-dtype", prefill.kv_cache_dtype, self.kv_cache_dtype_str),
+        ):
+            if theirs not in (None, ours):
+                return f"{flag} is {theirs} at the prefill server and {ours} at the decode server: start both with the same {flag}"
+        return None
 
     def _resolve_ranks(self, prefill: PrefillServerInfo) -> list[RankPosition]:
         if self.rank_mismatch(prefill) is not None:
@@ -284,15 +282,7 @@ class ProgressiveManager(CommonKVManager):
             self.timeline.add_event(room, kind, number=number)
 
     def raise_failure(self, number: int, room: int) -> NoReturn:
-        """Raise the reason why a request failed.
-
-        Args:
-            number: A sender's number, or a receiver's ``link_room``.
-            room: The request's room, for the message.
-
-        Raises:
-            KVTransferError: always.
-        """
+        """Raise the reason why a request failed, as ``KVTransferError``. ``room`` is the request's room, for the message."""
         with self.failure_lock:
             reason = self.failure_records.pop(number, None)
         raise KVTransferError(room, reason or "it failed at another rank", is_from_another_rank=reason is None)

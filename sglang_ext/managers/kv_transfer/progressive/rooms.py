@@ -3,21 +3,18 @@
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from sglang_ext.managers.kv_transfer.incoming_rooms import ExpectedRoom
 from sglang_ext.managers.kv_transfer.link import Link
-from sglang_ext.managers.kv_transfer.link_server import LinkServer
 from sglang_ext.managers.kv_transfer.outgoing_queue import OutgoingPart
 from sglang_ext.managers.kv_transfer.progressive.page_codec import EncodedPage, PageCodec, PlacedPage
-from sglang_ext.managers.kv_transfer.progressive.pool_buffers import AuxRecords, PoolBuffers
+from sglang_ext.managers.kv_transfer.progressive.pool_buffers import AuxRecords
 from sglang_ext.managers.kv_transfer.prompt_queries import PromptQueries
 from sglang_ext.managers.kv_transfer.wire import LayerRange, PageHeader, RoomShape, Stream
 
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
 
 class RoomEncoderListener(Protocol):
     """Callbacks for the outcome of a room. Called by threads of links."""
@@ -38,7 +35,11 @@ class RoomEncoder:
         layers: Layers of one part of a page.
         starts: Prompt position at which each page begins.
         hashes: Hash of each page (page_codec.py).
-        told: Listener for success and failure.
+        listener: Listener for success and failure.
+
+    Attributes:
+        shape: The parts of the room.
+        is_closed: Whether the room sends nothing more.
     """
 
     def __init__(
@@ -46,21 +47,12 @@ class RoomEncoder:
     ) -> None:
         self.number, self._codec, self._layers, self._starts = number, codec, layers, starts
         self._hashes, self._listener = hashes, listener
+        self.shape = RoomShape(len(hashes), (layers,), codec.has_residual and bool(hashes))
+        self.is_closed = False
         self._lock = threading.Lock()
-        self._is_closed = False
         # Pages started, deferred residuals not offered yet, and whether the record was offered.
         self._num_started = self._num_deferred = 0
         self._recorded = False
-
-    @property
-    def shape(self) -> RoomShape:
-        """The parts of the room."""
-        return RoomShape(len(self._hashes), (self._layers,), self._codec.has_residual and bool(self._hashes))
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the room sends nothing more."""
-        return self._is_closed
 
     def most_bytes(self, stream: Stream) -> int:
         """Return the maximum bytes of a page's stream; 0 if the room has no such stream."""
@@ -80,14 +72,15 @@ class RoomEncoder:
             with self._lock:
                 self._num_deferred += 1
         with self._codec.pool.use_stream():
-            encoded = self._codec.start(self._placed(page, slots), self._layers, residual=residual)
-        return PageEncoding(self, page, self._sizes((Stream.ANCHOR, Stream.RESIDUAL) if residual else (Stream.ANCHOR,)), encoded, slots)
+            encoded = self._codec.start(PlacedPage(self._starts[page], slots), self._layers, residual=residual)
+        streams = (Stream.ANCHOR, Stream.RESIDUAL) if residual else (Stream.ANCHOR,)
+        return PageEncoding(self, page, {stream: self.most_bytes(stream) for stream in streams}, encoded, slots)
 
     def start_residual(self, page: int, slots: torch.Tensor) -> "PageEncoding":
         """Start to encode the residual of a page that was started without it."""
         with self._codec.pool.use_stream():
-            encoded = self._codec.start(self._placed(page, slots), self._layers, anchor=False)
-        return PageEncoding(self, page, self._sizes((Stream.RESIDUAL,)), encoded, slots, is_deferred=True)
+            encoded = self._codec.start(PlacedPage(self._starts[page], slots), self._layers, anchor=False)
+        return PageEncoding(self, page, {Stream.RESIDUAL: self.most_bytes(Stream.RESIDUAL)}, encoded, slots, is_deferred=True)
 
     def offer(self, link: Link, started: "PageEncoding") -> None:
         """Wait for streams that were started, and offer them to the link on which the room is open."""
@@ -109,16 +102,12 @@ class RoomEncoder:
 
     def cancel(self, link: Link, reason: str) -> None:
         """Send nothing more, without a call of the listener."""
-        with self._lock:
-            was_closed, self._is_closed = self._is_closed, True
-        if not was_closed:
+        if self._close():
             link.cancel(self.number, reason)
 
     def fail(self, reason: str) -> None:
         """Send nothing more, and notify the listener."""
-        with self._lock:
-            was_closed, self._is_closed = self._is_closed, True
-        if not was_closed:
+        if self._close():
             self._listener.fail(reason)
 
     def ended(self, room: int, reason: str | None) -> None:
@@ -126,20 +115,19 @@ class RoomEncoder:
         if reason is not None:
             self.fail(reason)
             return
-        with self._lock:
-            self._is_closed = True
+        self._close()
         self._listener.succeed()
+
+    def _close(self) -> bool:
+        """Send nothing more. Return whether this is new."""
+        with self._lock:
+            was_closed, self.is_closed = self.is_closed, True
+        return not was_closed
 
     def _notify_if_encoded(self) -> None:
         with self._lock:
-            if self._recorded and not self._num_deferred and not self._is_closed:
+            if self._recorded and not self._num_deferred and not self.is_closed:
                 self._listener.succeed()
-
-    def _placed(self, page: int, slots: torch.Tensor) -> PlacedPage:
-        return PlacedPage(self._starts[page], slots)
-
-    def _sizes(self, streams: Sequence[Stream]) -> dict[Stream, int]:
-        return {stream: self.most_bytes(stream) for stream in streams}
 
 
 @dataclass(frozen=True)
@@ -150,7 +138,6 @@ class PageEncoding:
         sizes: The streams, and the maximum bytes of each.
         encoded: Waits for the streams and returns them.
         slots: Kept until then: a GPU may still read them, on another stream than the one that would reuse their memory.
-        is_deferred: Whether it is a deferred residual.
     """
 
     room: RoomEncoder
@@ -178,14 +165,13 @@ class RoomWriter:
     """Writes the parts of a room into the slots of a request.
 
     Args:
-        codec: Codec of the pool.
-        pool: Pool that is written to.
+        codec: Codec of the pool that is written to.
         aux: Auxiliary records; the room's record is written to row ``aux_index``.
         layers: Layers of one part of a page.
         pages: Pages of the request, from the first page that is transferred.
         hashes: Hash of each page (page_codec.py).
-        told: Listener for the room's progress.
-        traveling: Expected queries after the auxiliary record; None if no queries are expected.
+        listener: Listener for the room's progress.
+        expected_queries: Converts the queries after the auxiliary record; None if no queries are expected.
 
     Attributes:
         queries: Bytes after the auxiliary record.
@@ -198,7 +184,6 @@ class RoomWriter:
     def __init__(
         self,
         codec: PageCodec,
-        pool: PoolBuffers,
         aux: AuxRecords,
         aux_index: int,
         layers: LayerRange,
@@ -207,7 +192,7 @@ class RoomWriter:
         listener: RoomWriterListener,
         expected_queries: PromptQueries | None = None,
     ) -> None:
-        self._codec, self._pool, self._aux, self._aux_index = codec, pool, aux, aux_index
+        self._codec, self._pool, self._aux, self._aux_index = codec, codec.pool, aux, aux_index
         self._layers, self._pages, self._hashes, self._listener = layers, pages, tuple(hashes), listener
         self._expected_queries, self.queries = expected_queries, b""
         # Anchors of pages whose residual has not arrived: the residual cannot be decoded without its anchor. Residuals of pages whose
@@ -228,11 +213,7 @@ class RoomWriter:
         return ExpectedRoom(shape, most | {Stream.AUX: record}, self._hashes)
 
     def write(self, header: PageHeader, payload: memoryview) -> None:
-        """Write a part. Called by the link with an expected part.
-
-        Raises:
-            LinkError: The part cannot be written.
-        """
+        """Write an expected part. Called by the link. Raise ``LinkError`` if it cannot be written."""
         if header.stream is Stream.AUX:
             size = sum(self._aux.sizes)
             self._aux.write(self._aux_index, payload[:size])
@@ -270,39 +251,3 @@ class RoomWriter:
         self._pool.synchronize_links()
         self.complete = True
         self._listener.succeed()
-
-
-@dataclass(frozen=True)
-class EarlyRoom:
-    """A room of a running request, whose residuals are still written to the request's slots. Used by the scheduler's thread.
-
-    Attributes:
-        number: ``link_room`` of the room.
-        received: Writer of the room.
-        links: Link server that receives the room.
-        pool: Pool that is written to.
-        prefill_again: Lets the prefill server compute the request again, after its slots were freed.
-    """
-
-    number: int
-    received: RoomWriter
-    links: LinkServer
-    pool: PoolBuffers
-    prefill_again: "Callable[[Req], None]"
-
-    @property
-    def complete(self) -> bool:
-        """Whether all residuals are written."""
-        return self.received.complete
-
-    @property
-    def failure(self) -> str | None:
-        """Why the rest will not arrive; None while it may."""
-        return self.received.failure
-
-    def cancel(self) -> None:
-        """Stop the writes to the request's slots. When this returns, none is under way."""
-        complete = self.complete
-        self.links.abort(self.number)
-        if not complete:
-            self.pool.synchronize_links()

@@ -40,7 +40,7 @@ def bound(file):
 
 def answers(ends, server):
     """Whether a room arrives there."""
-    server.register(1, expected(OF), Sink())
+    server.rooms.register(1, expected(OF), Sink())
     link, listener = ends.link(server.endpoint), Listener()
     link.open(1, OF, listener)
     link.offer(1, part(Stream.ANCHOR, b"whole"))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from link_helpers import MOST, Sink, expected, header, shape
 from waiting import until
 
-from sglang_ext.managers.kv_transfer.connection import Assembly
+from sglang_ext.managers.kv_transfer.connection import Assembly, ProtocolViolation
 from sglang_ext.managers.kv_transfer.incoming_rooms import ExpectedRoom, IncomingRoom, IncomingRooms
 from sglang_ext.managers.kv_transfer.transfer_metrics import LinkMetrics
 from sglang_ext.managers.kv_transfer.wire import Frame, LayerRange, LinkError, Stream
@@ -114,7 +114,7 @@ def test_an_abort_waits_for_the_call_under_way_of_a_room_that_fails_meanwhile():
 
     rooms, sink, (writing, go_on) = IncomingRooms("here", 4, lambda *_: None, LinkMetrics()), Slow(), (threading.Event(), threading.Event())
     rooms.register(7, expected(shape(1)), sink)
-    state, _ = rooms.open(7, b"link")
+    state = rooms.open(7, b"link")
     aborted = threading.Event()
     threads = [threading.Thread(target=run) for run in (
         lambda: write(state, Stream.ANCHOR), lambda: rooms.fail(state, "cancelled"), lambda: (rooms.abort(7), aborted.set())
@@ -184,10 +184,10 @@ def test_frames_that_do_not_follow_are_refused():
     ):
         assembly = Assembly()
         assembly.add(Frame(of, 0), memoryview(b"ab"))
-        with pytest.raises(LinkError, match="does not follow"):
+        with pytest.raises(ProtocolViolation, match="does not follow"):
             assembly.add(frame, memoryview(payload))
     assembly = Assembly()
     assembly.add(Frame(of, 0), memoryview(b"ab"))
     assembly.drop(Stream.ANCHOR)
-    with pytest.raises(LinkError, match="does not follow"):
+    with pytest.raises(ProtocolViolation, match="does not follow"):
         assembly.add(Frame(of, 2), memoryview(b"c"))
