@@ -173,11 +173,9 @@ class VerificationSlot(NamedTuple):
 
 @dataclass
 class _Planned:
-    """A planned load and verification. Iterations count from the first of all.
+    """A planned load from iteration ``start`` on, and a verification in iteration ``due``. Iterations count from the first of all.
 
     Attributes:
-        start: The iteration in which the load begins.
-        due: The iteration of the verification.
         parts: Link time in each iteration from ``start``, seconds. Empty without a load.
         tokens: Memory held from ``start`` to ``due``, in the unit of the memory ring.
     """
@@ -352,8 +350,7 @@ class VerificationScheduler:
     def _forms(self, seconds: float, due: int, span: int, joined: bool) -> Iterator[list[float]]:
         """Yield link seconds per iteration of loads that end just before ``due``, the best one first.
 
-        With ``joined``, try to use the rest of the iteration before the span, which another load uses partly. It is set if memory is less
-        scarce than the link.
+        With ``joined``, a load may use the rest of the iteration before the span. It is set if memory is less scarce than the link.
         """
         if seconds and self.link.free(due - 1) <= ROUNDING * self.link.capacity:
             return

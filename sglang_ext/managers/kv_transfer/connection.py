@@ -54,55 +54,6 @@ class ReceivedPart:
         return self.digest.intdigest() == self.header.checksum
 
 
-@dataclass(eq=False)
-class Assembly:
-    """Partial parts of one link.
-
-    Attributes:
-        take: Allocates this many bytes, for a part in several frames.
-        reader: Thread that updates checksums, in order; None to use the caller's thread.
-    """
-
-    take: Callable[[int], bytearray | np.ndarray] = bytearray
-    reader: ThreadPoolExecutor | None = None
-    _partial: dict[Stream, ReceivedPart] = field(default_factory=dict)
-
-    def add(self, frame: Frame, payload: memoryview) -> ReceivedPart | None:
-        """Add a frame to its part. Return the part once it is complete.
-
-        Raises:
-            ProtocolViolation: The frame does not follow the previous one.
-        """
-        header, stream = frame.header, frame.header.stream
-        end = frame.offset + len(payload)
-        if frame.offset == 0:
-            content = memoryview(self.take(header.size)) if 0 < end < header.size else payload
-            self._partial[stream] = ReceivedPart(header, header.digest(), content)
-        partial = self._partial.get(stream)
-        if (
-            partial is None
-            or partial.header != header
-            or partial.filled != frame.offset
-            or end > header.size
-            or not (payload or end == header.size)
-        ):
-            raise ProtocolViolation(f"a frame of bytes {frame.offset} to {end} of a part of {header.size} does not follow the previous frame")
-        partial.filled = end
-        # Small frames after a large one go to that thread too, because a checksum reads its bytes in order.
-        if self.reader is not None and (partial.reading is not None or len(payload) >= MUCH):
-            partial.reading = self.reader.submit(partial.digest.update, payload)
-        else:
-            partial.digest.update(payload)
-        if partial.content is not payload:
-            # Unlike an assignment to a memoryview, this releases the GIL.
-            np.copyto(np.frombuffer(partial.content, np.uint8)[frame.offset : end], np.frombuffer(payload, np.uint8))
-        return None if end < header.size else self._partial.pop(stream)
-
-    def drop(self, stream: Stream) -> None:
-        """Discard a partial part."""
-        self._partial.pop(stream, None)
-
-
 # Milliseconds to wait for libzmq's reason why it gave up a connection.
 EVENT_MS = 100
 # Minimum seconds over which the receiver's rate is measured.
@@ -113,7 +64,8 @@ _FAILED_HANDSHAKES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILE
 class Connection:
     """A socket to one receiver. Used by one thread.
 
-    After ``handshake_seconds`` libzmq retries the handshake.
+    After ``handshake_seconds`` libzmq retries the handshake. Methods that send or read raise :class:`BrokenConnection`: libzmq has given up
+    the connection, or the data is not a message.
 
     Attributes:
         heard, pinged: Times of the receiver's last message, and of the last ping to it.
@@ -151,11 +103,7 @@ class Connection:
         return self.window - self.credit
 
     def welcome(self, window: int) -> int:
-        """Set the window that the receiver grants. Return the longest payload of which two frames fit into it.
-
-        Raises:
-            BrokenConnection: No payload fits.
-        """
+        """Set the window that the receiver grants. Return the longest payload of which two frames fit into it, at least one byte."""
         if window // 2 <= FRAME_OVERHEAD:
             raise BrokenConnection(f"a window of {window} bytes is too small for two frames")
         self.window = self.credit = window
@@ -172,21 +120,13 @@ class Connection:
             self._idle_since = self.heard
 
     def send_message(self, message: wire.FromSender) -> int:
-        """Send a message. Return its bytes.
-
-        Raises:
-            BrokenConnection: libzmq has given up the connection.
-        """
+        """Send a message. Return its bytes."""
         data = wire.encode(message)
         self._send(data)
         return len(data)
 
     def send_frame(self, frame: wire.Frame, payload: memoryview) -> tuple[int, zmq.MessageTracker]:
-        """Send bytes of a part without a copy. Return the total bytes, and a tracker that is done once libzmq has read them.
-
-        Raises:
-            BrokenConnection: As in :meth:`send_message`.
-        """
+        """Send bytes of a part without a copy. Return the total bytes, and a tracker that is done once libzmq has read them."""
         if not self.outstanding:
             self._taken_since += time.monotonic() - self._idle_since
         head = wire.encode(frame)
@@ -205,11 +145,7 @@ class Connection:
             raise BrokenConnection("the connection was lost") from None
 
     def read(self) -> wire.FromReceiver | None:
-        """Return the receiver's next message; None if there is none.
-
-        Raises:
-            BrokenConnection: The data is not a message.
-        """
+        """Return the receiver's next message; None if there is none."""
         try:
             frames = self.socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
@@ -222,11 +158,7 @@ class Connection:
         return message
 
     def read_event(self) -> None:
-        """Handle libzmq's event of a lost connection.
-
-        Raises:
-            BrokenConnection: Always, with the reason.
-        """
+        """Raise :class:`BrokenConnection` with the reason of libzmq's event of a lost connection."""
         if parse_monitor_message(self.monitor.recv_multipart())["event"] & _FAILED_HANDSHAKES:
             raise BrokenConnection(
                 f"no handshake: this side has {self._named_keys}, the receiver has other keys or none; give both the same key file"
@@ -312,7 +244,8 @@ class SenderConnection:
         link: Id of the link, which stays the same when the sender reconnects.
         allowance: Bytes that the sender may still send.
         heard: Time of its last message.
-        assembly: Partially received parts.
+        allocate: Allocates this many bytes, for a part in several frames.
+        reader: Thread that updates checksums, in order; None to use the caller's thread.
         ungranted: Bytes taken and not granted again.
         waiting: Bytes of complete parts that are not written.
         acked: Written parts whose acknowledgement is not sent.
@@ -322,10 +255,12 @@ class SenderConnection:
     link: bytes
     allowance: int
     heard: float
-    assembly: Assembly
+    allocate: Callable[[int], bytearray | np.ndarray] = bytearray
+    reader: ThreadPoolExecutor | None = None
     ungranted: int = 0
     waiting: int = 0
     acked: list[wire.Acked] = field(default_factory=list)
+    _partial: dict[Stream, ReceivedPart] = field(default_factory=dict)
 
     def take(self, size: int) -> None:
         """Count a received frame with ``size`` bytes of a part.
@@ -338,6 +273,41 @@ class SenderConnection:
             raise ProtocolViolation(f"received {cost} bytes where {self.allowance} were granted")
         self.allowance -= cost
         self.ungranted += cost
+
+    def assemble(self, frame: Frame, payload: memoryview) -> ReceivedPart | None:
+        """Add a frame to its part. Return the part once it is complete.
+
+        Raises:
+            ProtocolViolation: The frame does not follow the previous one.
+        """
+        header, stream = frame.header, frame.header.stream
+        end = frame.offset + len(payload)
+        if frame.offset == 0:
+            content = memoryview(self.allocate(header.size)) if 0 < end < header.size else payload
+            self._partial[stream] = ReceivedPart(header, header.digest(), content)
+        partial = self._partial.get(stream)
+        if (
+            partial is None
+            or partial.header != header
+            or partial.filled != frame.offset
+            or end > header.size
+            or not (payload or end == header.size)
+        ):
+            raise ProtocolViolation(f"a frame of bytes {frame.offset} to {end} of a part of {header.size} does not follow the previous frame")
+        partial.filled = end
+        # Small frames after a large one go to that thread too, because a checksum reads its bytes in order.
+        if self.reader is not None and (partial.reading is not None or len(payload) >= MUCH):
+            partial.reading = self.reader.submit(partial.digest.update, payload)
+        else:
+            partial.digest.update(payload)
+        if partial.content is not payload:
+            # Unlike an assignment to a memoryview, this releases the GIL.
+            np.copyto(np.frombuffer(partial.content, np.uint8)[frame.offset : end], np.frombuffer(payload, np.uint8))
+        return None if end < header.size else self._partial.pop(stream)
+
+    def drop(self, stream: Stream) -> None:
+        """Discard a partial part."""
+        self._partial.pop(stream, None)
 
     def grant(self, window: int) -> wire.Received | None:
         """Return a message that grants the taken bytes again and acknowledges written parts; None if there is nothing to send.

@@ -82,11 +82,7 @@ class IncomingRoom:
         self._counts = dict.fromkeys(Stream, 0)
 
     def part(self, header: PageHeader) -> int:
-        """Return the number of a part.
-
-        Raises:
-            LinkError: The part is not expected.
-        """
+        """Return the number of a part. Raise ``LinkError`` if it is not expected."""
         number = self.expected.shape.part(header.stream, header.page, header.layers)
         if number is None:
             raise LinkError(f"received {header.stream} of page {header.page} and {header.layers}; expected is {self.expected.shape}")
@@ -102,8 +98,7 @@ class IncomingRoom:
     def write(self, number: int, header: PageHeader, payload: memoryview) -> bool:
         """Pass a part to the sink, unless it was passed before. Return False if the room has ended without it.
 
-        Raises:
-            LinkError: The sink raised an exception.
+        An exception of the sink is raised as ``LinkError``.
         """
         stream = header.stream
         with self._lock:

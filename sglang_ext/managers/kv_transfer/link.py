@@ -21,7 +21,7 @@ from sglang_ext.managers.kv_transfer import wire
 from sglang_ext.managers.kv_transfer.connection import BrokenConnection, Connection, Reachability
 from sglang_ext.managers.kv_transfer.endpoints import LinkKeys, check_endpoint
 from sglang_ext.managers.kv_transfer.limits import LinkLimits, NetworkInterface
-from sglang_ext.managers.kv_transfer.outgoing_queue import POLL_SECONDS, ListenerNotifier, OutgoingPart, OutgoingQueue, SendListener
+from sglang_ext.managers.kv_transfer.outgoing_queue import OutgoingPart, OutgoingQueue, OutgoingRoom, SendListener
 from sglang_ext.managers.kv_transfer.transfer_metrics import LinkMetrics, WaitTimer, stream_label
 from sglang_ext.managers.kv_transfer.wire import FRAME_OVERHEAD, LinkError, LinkSettings, RoomShape, Stream
 
@@ -33,6 +33,8 @@ MAX_IN_A_ROW = 32
 MAX_CANCELS = 4096
 # Seconds between timeout checks, before a reconnection, and for the last messages of a link that closes.
 CHECK_SECONDS, RECONNECT_SECONDS, CLOSE_SECONDS = 0.05, 0.1, 0.2
+# Seconds between checks whether libzmq still reads the bytes of a room that ended.
+POLL_SECONDS = 0.002
 # Seconds without an anchor after which residuals are sent before the room's remaining anchors.
 QUIET_SECONDS = 0.02
 
@@ -45,6 +47,10 @@ class Link:
         settings: Settings of this end, which must equal the receiver's.
         interface: Rate limit and priority that it shares with other links; None: no limit, shared with no other link.
         keys: Key pair of both ends; None for no encryption, on this machine only.
+
+    Attributes:
+        refusal: Why the receiver no longer serves this link; None while it does.
+        outstanding_bytes: Sent bytes that the receiver has not granted again; at most its window.
 
     Raises:
         LinkError: The endpoint is refused.
@@ -72,11 +78,12 @@ class Link:
         self._queue = OutgoingQueue(settings.codec, settings.tp_rank)
         self._unopened: list[int] = []
         self._cancels: deque[tuple[int, str]] = deque(maxlen=MAX_CANCELS)
-        self._listeners = ListenerNotifier(endpoint)
-        self._refusal: str | None = None
+        # Ended rooms whose listeners were not notified.
+        self._ended: deque[tuple[OutgoingRoom, str | None]] = deque()
+        self.refusal: str | None = None
         self._closing = False
         # Used by the link's thread only.
-        self._outstanding, self._quiet_from = 0, 0.0
+        self.outstanding_bytes, self._quiet_from = 0, 0.0
         self._receiver = Reachability(endpoint, limits, metrics)
         self._thread = threading.Thread(target=self._run, name=f"kv-link {endpoint}", daemon=True)
         self._thread.start()
@@ -92,19 +99,9 @@ class Link:
             return self._queue.unsent(stream)
 
     @property
-    def outstanding_bytes(self) -> int:
-        """Sent bytes that the receiver has not granted again; at most its window."""
-        return self._outstanding
-
-    @property
     def connected(self) -> bool:
         """Whether the receiver answers."""
         return self._receiver.connected
-
-    @property
-    def refusal(self) -> str | None:
-        """Why the receiver no longer serves this link; None while it does."""
-        return self._refusal
 
     def open(self, room: int, shape: RoomShape, listener: SendListener) -> None:
         """Open a room whose parts will be offered. An early call lets the receiver answer early which parts it has.
@@ -113,8 +110,8 @@ class Link:
             LinkError: The room is open, or the link is closed or was refused.
         """
         with self._lock:
-            if self._refusal or self._closing:
-                raise LinkError(f"the link to {self.endpoint} takes no rooms: {self._refusal or 'it is closed'}")
+            if self.refusal or self._closing:
+                raise LinkError(f"the link to {self.endpoint} takes no rooms: {self.refusal or 'it is closed'}")
             self._queue.open(room, shape, listener)
             self._unopened.append(room)
             self._metrics.add("kv_link_rooms", 1)
@@ -162,23 +159,38 @@ class Link:
         """End a room. The thread notifies its listener once its bytes are no longer read. The caller holds the lock."""
         ended = self._queue.end(room)
         if ended is not None:
-            self._listeners.end(ended, reason)
+            self._ended.append((ended, reason))
             self._metrics.add("kv_link_rooms", -1)
+
+    def _notify_ended(self, seconds: float = 0.0) -> None:
+        """Notify the listeners of ended rooms whose bytes libzmq no longer reads. With ``seconds``, wait that long, then notify all."""
+        until = time.monotonic() + seconds
+        for _ in range(len(self._ended)):
+            room, reason = self._ended.popleft()
+            while not room.is_idle() and time.monotonic() < until:
+                time.sleep(POLL_SECONDS)
+            if not room.is_idle() and not seconds:
+                self._ended.append((room, reason))
+                continue
+            try:
+                room.listener.ended(room.number, reason)
+            except Exception:  # An error of a listener must not end the other rooms.
+                logger.exception("a listener of the link to %s raised", self.endpoint)
 
     def _run(self) -> None:
         try:
-            while not self._closing and not self._refusal:
+            while not self._closing and not self.refusal:
                 self._connect_once()
         except Exception:
             logger.exception("the link to %s ended; rooms on it fail", self.endpoint)
-            self._refusal = "an internal error ended the link; the log has it"
+            self.refusal = "an internal error ended the link; the log has it"
         with self._lock:
             self._closing = True
             for room in list(self._queue.rooms):
-                self._end(room, self._refusal or "this side closed the link")
+                self._end(room, self.refusal or "this side closed the link")
         # The sockets are closed, but libzmq may still read bytes for a moment.
         self._context.destroy(0)
-        self._listeners.notify_ended(CLOSE_SECONDS)
+        self._notify_ended(CLOSE_SECONDS)
         with self._lock:
             os.close(self._wake)
             self._wake = None
@@ -198,18 +210,18 @@ class Link:
             with self._lock:
                 rooms = list(self._queue.rooms)
                 self._queue.pause()
-            if last_words and connection.is_welcomed and not self._refusal:
+            if last_words and connection.is_welcomed and not self.refusal:
                 with suppress(BrokenConnection):
                     for room in rooms:
                         self._send_message(connection, wire.Cancel(room, "its side closed the link"))
             connection.close(last_words)
-            self._outstanding = 0
+            self.outstanding_bytes = 0
             self._interface.set_urgent(id(self), False)
             self._waits.set_wait_reason(None)
             self._receiver.disconnect()
-        if not self._closing and not self._refusal:
+        if not self._closing and not self.refusal:
             self._check_timeouts(None, time.monotonic())
-            self._listeners.notify_ended()
+            self._notify_ended()
             time.sleep(RECONNECT_SECONDS)
 
     def _serve(self, connection: Connection) -> None:
@@ -218,13 +230,13 @@ class Link:
         for source in (connection.socket, connection.monitor, self._wake):
             poller.register(source, zmq.POLLIN)
         checked = 0.0
-        while not self._closing and not self._refusal:
+        while not self._closing and not self.refusal:
             now = time.monotonic()
             if now - checked >= CHECK_SECONDS:
                 self._check_timeouts(connection, now)
                 checked = now
             wait = self._send_frames(connection)
-            ready = dict(poller.poll(math.ceil(1000 * min(wait, POLL_SECONDS if self._listeners.waiting else CHECK_SECONDS))))
+            ready = dict(poller.poll(math.ceil(1000 * min(wait, POLL_SECONDS if self._ended else CHECK_SECONDS))))
             if self._wake in ready:
                 os.eventfd_read(self._wake)
             for _ in range(MAX_IN_A_ROW if connection.socket in ready else 0):
@@ -234,7 +246,7 @@ class Link:
                 self._handle(connection, message)
             if connection.monitor in ready:
                 connection.read_event()
-            self._listeners.notify_ended()
+            self._notify_ended()
 
     def _send_frames(self, connection: Connection) -> float:
         """Send all frames that may be sent now. Return the seconds until more may be sent."""
@@ -282,7 +294,7 @@ class Link:
             return wait
         self._waits.set_wait_reason(None)
         size, tracker = connection.send_frame(wire.Frame(queued_part.header, begin), payload)
-        self._outstanding = connection.outstanding
+        self.outstanding_bytes = connection.outstanding
         self._interface.take(size, now := time.monotonic())
         if not is_residual:
             self._quiet_from = now + QUIET_SECONDS
@@ -300,7 +312,7 @@ class Link:
         match message:
             case wire.Refused(reason):
                 logger.error("the receiver at %s refuses this sender: %s", self.endpoint, reason)
-                self._refusal = f"refused by {self.endpoint}: {reason}"
+                self.refusal = f"refused by {self.endpoint}: {reason}"
             case wire.HelloFirst(reason):
                 raise BrokenConnection(f"the receiver got an unexpected message: {reason}")
             case wire.Welcome(window):
@@ -339,7 +351,7 @@ class Link:
 
     def _acknowledge(self, connection: Connection, granted: int, acked: tuple[wire.Acked, ...]) -> None:
         connection.grant(granted)
-        self._outstanding = connection.outstanding
+        self.outstanding_bytes = connection.outstanding
         self._receiver.record_progress(acknowledged=bool(acked))
         for part in acked:
             with self._lock:

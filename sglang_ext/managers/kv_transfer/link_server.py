@@ -19,7 +19,7 @@ import numpy as np
 import zmq
 
 from sglang_ext.managers.kv_transfer import wire
-from sglang_ext.managers.kv_transfer.connection import Assembly, ProtocolViolation, ReceivedPart, SenderConnection
+from sglang_ext.managers.kv_transfer.connection import ProtocolViolation, ReceivedPart, SenderConnection
 from sglang_ext.managers.kv_transfer.endpoints import LinkKeys, check_endpoint, listen
 from sglang_ext.managers.kv_transfer.incoming_rooms import IncomingRoom, IncomingRooms
 from sglang_ext.managers.kv_transfer.limits import LinkLimits
@@ -215,7 +215,7 @@ class LinkServer:
             self._metrics.count_reconnect()
         if hello.link in self._links:
             self._drop_connection(self._links[hello.link].address)
-        peer = SenderConnection(address, hello.link, self._limits.window_bytes, time.monotonic(), Assembly(self._take_memory, self._reader))
+        peer = SenderConnection(address, hello.link, self._limits.window_bytes, time.monotonic(), self._take_memory, self._reader)
         self._drop_connection(address)
         self._peers[address] = self._links[hello.link] = peer
         self._heard[hello.link] = peer.heard
@@ -247,7 +247,7 @@ class LinkServer:
         state = self.rooms.get(frame.header.room)
         if state is None or state.link != peer.link:
             # The room was aborted or has failed, which the sender was told, or it is complete.
-            peer.assembly.drop(frame.header.stream)
+            peer.drop(frame.header.stream)
             self._acknowledge_again(peer, frame, len(payload))
             return
         self._metrics.count("kv_link_received_bytes", len(payload), stream_label(frame.header.stream, state.expected.shape))
@@ -278,7 +278,7 @@ class LinkServer:
         except LinkError:
             self._metrics.count("kv_link_refused_frames", 1, "bounds")
             raise
-        whole = peer.assembly.add(frame, payload)
+        whole = peer.assemble(frame, payload)
         if whole is not None:
             peer.waiting += header.size
             self._writer.submit(self._write, peer, state, number, whole)

@@ -9,7 +9,6 @@ next.
 A part of a higher stream interrupts a lower one, which continues afterwards. At most one part of each stream is partially sent.
 """
 
-import logging
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -20,10 +19,6 @@ import zmq
 
 from sglang_ext.managers.kv_transfer.wire import MAX_PART_BYTES, Have, LayerRange, LinkError, PageHeader, RoomShape, Stream
 
-logger = logging.getLogger(__name__)
-
-# Seconds between checks whether libzmq still reads the bytes of a room that ended.
-POLL_SECONDS = 0.002
 # Streams by descending priority.
 _ORDER = (Stream.AUX, Stream.ANCHOR, Stream.RESIDUAL)
 
@@ -113,40 +108,8 @@ class OutgoingRoom:
         return self.confirmed and all(len(self.sent_parts[earlier]) == self.shape.parts(earlier) for earlier in before)
 
 
-class ListenerNotifier:
-    """Calls the listeners of a link's rooms. Used by the link's thread, except :meth:`end`. The log names ``endpoint``."""
-
-    def __init__(self, endpoint: str) -> None:
-        self._endpoint = endpoint
-        self._ended: deque[tuple[OutgoingRoom, str | None]] = deque()
-
-    @property
-    def waiting(self) -> bool:
-        """Whether a room has ended whose listener was not notified."""
-        return bool(self._ended)
-
-    def end(self, room: OutgoingRoom, reason: str | None) -> None:
-        """Record that a room has ended. Called from any thread."""
-        self._ended.append((room, reason))
-
-    def notify_ended(self, seconds: float = 0.0) -> None:
-        """Notify the listeners of ended rooms whose bytes libzmq no longer reads. With ``seconds``, wait that long, then notify all."""
-        until = time.monotonic() + seconds
-        for _ in range(len(self._ended)):
-            room, reason = self._ended.popleft()
-            while not room.is_idle() and time.monotonic() < until:
-                time.sleep(POLL_SECONDS)
-            if not room.is_idle() and not seconds:
-                self._ended.append((room, reason))
-                continue
-            try:
-                room.listener.ended(room.number, reason)
-            except Exception:  # An error of a listener must not end the other rooms.
-                logger.exception("a listener of the link to %s raised", self._endpoint)
-
-
 class OutgoingQueue:
-    """All rooms of one link. Callers hold a lock.
+    """All rooms of one link. Callers hold a lock. Methods raise ``LinkError`` for parts and rooms that the state does not allow.
 
     Attributes:
         rooms: Rooms that have not ended.
@@ -160,11 +123,7 @@ class OutgoingQueue:
         self._queues: dict[Stream, deque[QueuedPart]] = {stream: deque() for stream in _ORDER}
 
     def open(self, room: int, shape: RoomShape, listener: SendListener) -> None:
-        """Open a room whose parts will be offered.
-
-        Raises:
-            LinkError: The room is open.
-        """
+        """Open a room whose parts will be offered."""
         if room in self.rooms:
             raise LinkError(f"room {room} is open on this link; cancel the room before it is sent again")
         self.rooms[room] = OutgoingRoom(room, shape, listener)
@@ -175,11 +134,7 @@ class OutgoingQueue:
         return PageHeader(room, *stated).sealed(part.payload)
 
     def offer(self, part: OutgoingPart, header: PageHeader) -> bool:
-        """Queue a part with its :meth:`header`. Return False if the room has ended.
-
-        Raises:
-            LinkError: The room has no such part, or the part was offered before.
-        """
+        """Queue a part with its :meth:`header`. Return False if the room has ended."""
         room = header.room
         if room not in self.rooms:
             return False
@@ -196,11 +151,7 @@ class OutgoingQueue:
         return True
 
     def confirm(self, have: Have) -> None:
-        """Record which parts of a room the receiver has; the room may then be sent.
-
-        Raises:
-            LinkError: The receiver claims a part that the room does not have.
-        """
+        """Record which parts of a room the receiver has; the room may then be sent."""
         room = self.rooms[have.room]
         found = {
             Stream.ANCHOR: set(_bits(have.anchors)),
@@ -256,11 +207,7 @@ class OutgoingQueue:
             self._arrived(state, stream, number)
 
     def retransmit(self, room: int, stream: Stream, number: int, most: int) -> None:
-        """Send a part again, before other parts of its stream.
-
-        Raises:
-            LinkError: The part was retransmitted ``most`` times, or it is not in flight.
-        """
+        """Send a part again, before other parts of its stream, at most ``most`` times."""
         state = self.rooms.get(room)
         if state is None:
             return

@@ -34,7 +34,6 @@ class PromptQueries:
     Attributes:
         windows: Stores the queries.
         shape: Layers, heads and channels of the rank's queries.
-        dtype: Dtype of the model.
     """
 
     windows: QueryWindows
@@ -53,8 +52,7 @@ class PromptQueries:
         return _MOST_HEADER + self.windows.window * self.token_bytes if self.windows.window else 0
 
     def read(self, row: int, end: int, most: int) -> bytes:
-        """Return the newest queries of a prompt of ``end`` tokens in at most ``most`` bytes; empty if the newest token's queries are not
-        stored."""
+        """Return the newest queries of a prompt of ``end`` tokens in at most ``most`` bytes; empty if the newest ones are not stored."""
         count = min(self.windows.window, (most - _MOST_HEADER) // self.token_bytes)
         found = self.windows.get(row, end, count) if count > 0 else None
         if found is None:
@@ -68,11 +66,7 @@ class PromptQueries:
         return header + queries.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
     def write(self, row: int, data: bytes) -> None:
-        """Store received queries for the request in ``row``, as if it was prefilled here. Does nothing without data.
-
-        Raises:
-            LinkError: The data are not queries of this model.
-        """
+        """Store received queries, as :meth:`parse` accepts them, for the request in ``row``. Does nothing without data."""
         if not data or not self.most_bytes:
             return
         shape = self.parse(data)

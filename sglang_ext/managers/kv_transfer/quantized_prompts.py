@@ -46,8 +46,7 @@ class QuantizedPromptCodec(PageCodec):
     The slots of a packed page are those of its full KV on the prefill side, and those of its blocks on the decode side.
 
     Attributes:
-        pool: The pool of this rank.
-        packing: Layout of blocks in its slots.
+        packing: Layout of blocks in the pool's slots.
         buffers: The same pool, by KV heads.
         begin, end: Range of prompt positions in whole blocks.
         tokens: Tokens of an exact page.
@@ -83,11 +82,7 @@ class QuantizedPromptCodec(PageCodec):
         return max(block, self.tokens // block * block)
 
     def ends(self, prompt: int) -> list[int]:
-        """Return the ends of the pages of a prompt with this many tokens.
-
-        Raises:
-            LinkError: The prompt is shorter than its quantized range.
-        """
+        """Return the ends of the pages of a prompt of ``prompt`` tokens. Raise ``LinkError`` if it is shorter than its quantized range."""
         if prompt < self.end:
             raise LinkError(f"tokens up to {self.end} are to be quantized, of a prompt of {prompt}; start both servers alike")
         exact = page_ends(self.tokens, self.begin)
@@ -167,12 +162,7 @@ MOST_WAITING = 4 << 30
 
 @dataclass
 class PackedPromptStore:
-    """Packed prompts of one rank. Used by the scheduler's thread.
-
-    Attributes:
-        most: Bytes from which no more prompts are accepted.
-        held: Bytes of all stored pages.
-    """
+    """Packed prompts of one rank, of ``held`` bytes; from ``most`` bytes on, no more are accepted. Used by the scheduler's thread."""
 
     most: int = MOST_WAITING
     held: int = 0
@@ -204,11 +194,9 @@ class PackedPromptStore:
 
 @dataclass(frozen=True)
 class QuantizedPrompt:
-    """A prompt to transfer as quantized KV.
+    """A prompt of ``tokens`` tokens to transfer as quantized KV.
 
     Attributes:
-        method: Compression method of its request.
-        tokens: Prompt tokens.
         covered: Number of first prompt tokens that the compressed KV replaces: the sinks exactly, the others in blocks.
     """
 
@@ -246,7 +234,6 @@ class QuantizedPromptSlots(NamedTuple):
     """Slots for a prompt's quantized blocks, and for its tokens that are not packed.
 
     Attributes:
-        packing, buffers: Layout of blocks in slots, and the pool.
         begin, end: Range of prompt positions that is stored in blocks.
         sinks: int64 [begin], slots of the tokens before the blocks.
         blocks: int64, slots of the blocks.
@@ -272,13 +259,7 @@ class QuantizedPromptSlots(NamedTuple):
 
 @dataclass(frozen=True)
 class QuantizedPromptAllocator:
-    """Plans and allocates quantized prompts in a decode server's scheduler process.
-
-    Attributes:
-        compressed_kv: Compressed KV of the requests.
-        freed_full_kv: Records which full KV does not exist.
-        requests: State of the requests.
-    """
+    """Plans and allocates quantized prompts in a decode server's scheduler. ``freed_full_kv`` records which full KV does not exist."""
 
     compressed_kv: CompressedKVCache
     freed_full_kv: QuantizedOnlyKV

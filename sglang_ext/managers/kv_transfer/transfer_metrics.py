@@ -77,12 +77,9 @@ class LinkMetrics:
 
     @classmethod
     def create(cls, args: "KVServerArgs", role: Role, registry: "CollectorRegistry | None" = None) -> "LinkMetrics":
-        """Create the metrics of a server; they count if ``--enable-metrics`` is set.
+        """Create the metrics of a server in ``role``; they count if ``--enable-metrics`` is set.
 
-        Args:
-            args: Arguments of the server.
-            role: Role of the server, which selects the metrics.
-            registry: Registry to use; None for the process's own, which can hold them only once.
+        ``registry`` None stands for the process's own, which can hold them only once.
         """
         made = cls()
         if args.enable_metrics:
@@ -144,13 +141,10 @@ TransferEventKind = Literal["sending", "computed", "encoded", "expected", "ancho
 class TransferEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     """An event of a request.
 
-    On the prefill server the kinds are ``sending``, ``computed`` and ``encoded``. On the decode server they are ``expected``, ``anchor``,
-    ``complete``, ``drafted``, ``verified`` and ``answered``.
-
-    - ``sending``: the first of its KV is submitted for encoding.
+    - ``sending``: the prefill server submits the first of its KV for encoding.
     - ``computed``: all of its KV and its first token are computed.
     - ``encoded``: the link has all of it.
-    - ``expected``: it has slots.
+    - ``expected``: it has slots at the decode server.
     - ``anchor``: the data needed to start decoding is written.
     - ``complete``: all KV is written.
     - ``drafted``: a round's steps created draft tokens.
@@ -176,11 +170,9 @@ class TransferEvent(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TransferTimeline:
-    """Appends events to a file. All methods may be called from any thread.
+    """Appends events to a file, which several processes may share. All methods may be called from any thread.
 
-    Args:
-        file: Created if missing; several processes may append to one file.
-        device: Device whose marks are converted to times.
+    The marks of ``device`` are converted to times.
     """
 
     def __init__(self, file: str | Path, device: torch.device = torch.device("cpu")) -> None:

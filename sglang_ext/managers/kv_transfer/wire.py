@@ -285,29 +285,17 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 def decode_from_sender(data: bytes | memoryview) -> FromSender:
-    """Decode a message of a sender.
-
-    Raises:
-        WireError: The data is too long, or is not such a message.
-    """
+    """Decode a message of a sender. Raise :class:`WireError` for other data."""
     return _decode(_from_sender, data)
 
 
 def decode_from_receiver(data: bytes | memoryview) -> FromReceiver:
-    """Decode a message of a receiver.
-
-    Raises:
-        WireError: The data is too long, or is not a message of a receiver.
-    """
+    """Decode a message of a receiver. Raise :class:`WireError` for other data."""
     return _decode(_from_receiver, data)
 
 
 def decode_settings(data: bytes) -> LinkSettings:
-    """Decode the settings of a Hello of this version.
-
-    Raises:
-        WireError: The data is not valid settings.
-    """
+    """Decode the settings of a Hello of this version. Raise :class:`WireError` for other data."""
     return _decode(_settings, data)
 
 

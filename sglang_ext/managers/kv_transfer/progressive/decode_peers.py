@@ -34,13 +34,7 @@ POLL_SECONDS = 0.005
 
 @dataclass(frozen=True)
 class _Work:
-    """Pages of a room to send; after its last page, the auxiliary record.
-
-    Attributes:
-        pages: Slots of each page, int64 [tokens], or the bytes of a page that is encoded already.
-        record: The auxiliary record; None if more pages follow.
-        ready: CUDA event after which the KV of the pages is complete; None if it already is.
-    """
+    """Arguments of :meth:`DecodePeer.send`."""
 
     room: RoomEncoder
     pages: tuple[torch.Tensor | memoryview, ...]
@@ -108,7 +102,10 @@ class DecodePeer:
         record: bytes | None,
         ready: "torch.cuda.Event | None" = None,
     ) -> None:
-        """Send the next pages of an open room; a record ends the room. The KV of the pages must be kept until the room succeeds or ends."""
+        """Send the next pages of an open room; a record ends the room. The KV of the pages must be kept until the room succeeds or ends.
+
+        Pages are slots, int64 [tokens], or bytes that are encoded already. Their KV is complete after the CUDA event ``ready``.
+        """
         self._work.put(_Work(room, pages, record, ready))
 
     def cancel(self, room: RoomEncoder, reason: str) -> None:
@@ -205,8 +202,7 @@ class DecodePeer:
             self._link.cancel(room.number, str(error))
 
     def _has_time(self, room: RoomEncoder) -> bool:
-        """Return whether a residual may be encoded with its anchor: enough anchors are queued that the link does not wait, or the room has
-        no residuals."""
+        """Return whether a residual may be encoded with its anchor: the link has enough anchors, or the room has no residuals."""
         if not room.shape.parts(Stream.RESIDUAL):
             return True
         with self._changed:

@@ -129,13 +129,10 @@ class ProgressiveManager(CommonKVManager):
     """Manager of one prefill rank or one decode rank.
 
     Attributes:
-        pool: The rank's KV pool.
-        aux: Its auxiliary records.
-        codec: Codec of pages.
+        pool, aux, codec: The rank's KV pool, its auxiliary records, and the codec of pages.
         settings: Settings of this end of links.
         has_keys: Whether links are encrypted.
         layers: Layers of one part: all layers.
-        polls: Throttles the scheduler's polls of rooms.
         handshakes, peers, waiting: On the prefill side: unmatched rooms, decode ranks, and packed prompts that wait.
         links: On the decode side, the link server.
         directory: On the decode side, fetches prefill servers.

@@ -32,7 +32,6 @@ class RoomEncoder:
     Args:
         number: Number of the room on its link.
         codec: Codec of the pool.
-        layers: Layers of one part of a page.
         starts: Prompt position at which each page begins.
         hashes: Hash of each page (page_codec.py).
         listener: Listener for success and failure.
@@ -167,7 +166,6 @@ class RoomWriter:
     Args:
         codec: Codec of the pool that is written to.
         aux: Auxiliary records; the room's record is written to row ``aux_index``.
-        layers: Layers of one part of a page.
         pages: Pages of the request, from the first page that is transferred.
         hashes: Hash of each page (page_codec.py).
         listener: Listener for the room's progress.
@@ -175,8 +173,7 @@ class RoomWriter:
 
     Attributes:
         queries: Bytes after the auxiliary record.
-        anchor_ready: Whether all anchors and the auxiliary record are written.
-        complete: Whether all parts are written.
+        anchor_ready, complete: Whether all anchors and the auxiliary record are written, and whether all parts are.
         failure: Why the rest will not arrive; None while it may.
         size, anchor_size: Received bytes of KV, and of its anchors.
     """

@@ -16,9 +16,9 @@ import pytest
 from link_helpers import QUICK, SETTINGS, Listener, Proxy, Sink, expected, part, shape
 from waiting import until
 
+from sglang_ext.managers.kv_transfer.limits import NetworkInterface
 from sglang_ext.managers.kv_transfer.link import Link
 from sglang_ext.managers.kv_transfer.link_server import LinkServer
-from sglang_ext.managers.kv_transfer.limits import NetworkInterface
 from sglang_ext.managers.kv_transfer.wire import Stream
 
 LIMITS = dataclasses.replace(QUICK, silence_seconds=0.5, resume_seconds=1.0)

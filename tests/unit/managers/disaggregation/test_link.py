@@ -328,7 +328,7 @@ def test_thousands_of_rooms_leave_nothing(ends):
     assert set(listener.reasons.values()) == {None}
     until(lambda: link.outstanding_bytes == 0)
     assert len(server.rooms) == link.queued_bytes == 0 and len(server.rooms._finished) == 50
-    assert not (link._queue.rooms or link._listeners.waiting or link._unopened or link._cancels or server._notes or server._to_grant)
+    assert not (link._queue.rooms or link._ended or link._unopened or link._cancels or server._notes or server._to_grant)
 
 
 def test_a_sender_made_first_waits_for_its_receiver(ends, tmp_path):

@@ -10,6 +10,7 @@ from transfer_helpers import ADDRESS, ROW, DecodeManager, PrefillManager, make_p
 from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
 from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
 
+
 class Servers:
     """A prefill and a decode server of one rank each, of which only the transfer is there."""
 

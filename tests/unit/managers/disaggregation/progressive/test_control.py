@@ -8,10 +8,8 @@ from hypothesis import strategies as st
 from link_helpers import SETTINGS
 
 from sglang_ext.managers.kv_transfer import wire
-from sglang_ext.managers.kv_transfer.progressive import handshakes
-from sglang_ext.managers.kv_transfer.progressive import compatibility
-from sglang_ext.managers.kv_transfer.progressive.handshakes import Abort, Failed, RoomMetadata
-from sglang_ext.managers.kv_transfer.progressive.handshakes import Handshakes
+from sglang_ext.managers.kv_transfer.progressive import compatibility, handshakes
+from sglang_ext.managers.kv_transfer.progressive.handshakes import Abort, Failed, Handshakes, RoomMetadata
 from sglang_ext.managers.kv_transfer.wire import WireError
 
 SIZES = (64, 12)

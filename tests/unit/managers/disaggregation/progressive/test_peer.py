@@ -10,8 +10,8 @@ import pytest
 import torch
 from waiting import until
 
+from sglang_ext.managers.kv_transfer.progressive.decode_peers import DEPTH, MIN_QUEUED_ANCHORS, DecodePeer, DecodePeers
 from sglang_ext.managers.kv_transfer.progressive.page_codec import EncodedPage
-from sglang_ext.managers.kv_transfer.progressive.decode_peers import MIN_QUEUED_ANCHORS, DEPTH, DecodePeer, DecodePeers
 from sglang_ext.managers.kv_transfer.progressive.rooms import RoomEncoder
 from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
 
