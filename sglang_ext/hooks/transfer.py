@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
 
-    from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
-    from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
-
 # Attribute of SGLang's scheduler: an event of its stream, after its device work before the last launch.
 LAUNCH_EVENT_ATTRIBUTE = "kv_before_launch"
 # Failure reasons are text: SGLang's, or another server's. These reasons mean that the other server is gone, or too slow.
@@ -45,14 +42,10 @@ def create_sender(original: Callable, queue: "PrefillBootstrapQueue", req: "Req"
     made = original(queue, req, num_kv_heads)
     if not made or not _sends(req):
         return made
-    sender, tokens = req.disagg_kv_sender, len(req.origin_input_ids)
-    _set_prompt(sender, req, req.origin_input_ids)
-    feature = quantized_prompts.transfer_feature(queue.scheduler)
-    if feature is not None:
-        packing = feature.prompt_packing()
-        if packing is not None:
-            sender.set_packing(*packing)
-        sender.set_query_reader(lambda most: feature.prompt_queries.read(req.req_pool_idx, tokens, most))
+    feature, tokens = quantized_prompts.transfer_feature(queue.scheduler), len(req.origin_input_ids)
+    packing = None if feature is None else feature.prompt_packing()
+    read_queries = None if feature is None else lambda most: feature.prompt_queries.read(req.req_pool_idx, tokens, most)
+    req.disagg_kv_sender.set_prompt(req.origin_input_ids, _refusal(req), packing, read_queries)
     return made
 
 
@@ -78,7 +71,7 @@ def create_receiver(original: Callable, queue: "DecodePreallocQueue", req: "Req"
     queue._ensure_retry_interval, queue._max_ensure_retries = 0.0, sys.maxsize
     quantized_prompts.expect_quantized(queue, req, receiver, is_rebootstrap)
     _refuse_beyond_pool(queue, req)
-    _set_prompt(receiver, req, [*req.origin_input_ids, *req.output_ids] if is_rebootstrap else req.origin_input_ids)
+    receiver.set_prompt([*req.origin_input_ids, *req.output_ids] if is_rebootstrap else req.origin_input_ids, _refusal(req))
     feature = quantized_prompts.transfer_feature(queue.scheduler)
     if feature is None:
         return made
@@ -169,9 +162,12 @@ def _refuse_beyond_pool(queue: "DecodePreallocQueue", req: "Req") -> None:
         req.to_finish = FINISH_ABORT(why, HTTPStatus.BAD_REQUEST, "BadRequestError")
 
 
-def _set_prompt(end: "ProgressiveSender | ProgressiveReceiver", req: "Req", tokens: list[int]) -> None:
-    # SGLang keeps a single token of a request that it has refused, or that was aborted while its grammar was compiled.
-    end.set_prompt(tokens, getattr(req.to_finish, "message", None))
+def _refusal(req: "Req") -> str | None:
+    """Why SGLang has ended a request before its transfer: it was refused, or aborted while its grammar was compiled. None if it has not.
+
+    SGLang keeps a single token of such a request.
+    """
+    return getattr(req.to_finish, "message", None)
 
 
 def describe_failure(message: str, room: int | None, status: int | None) -> tuple[str, int | None]:

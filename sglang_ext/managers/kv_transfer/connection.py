@@ -84,7 +84,7 @@ class Connection:
         self.socket.handshake_ivl = int(1000 * handshake_seconds)
         self.socket.ipv6 = "[" in endpoint
         if keys is not None:
-            keys.connect(self.socket)
+            self.socket.curve_publickey, self.socket.curve_secretkey, self.socket.curve_serverkey = keys.public, keys.secret, keys.public
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _FAILED_HANDSHAKES)
         self.socket.connect(endpoint)
         self.heard = self.pinged = time.monotonic()
@@ -240,7 +240,6 @@ class SenderConnection:
     """A sender's connection, seen from its receiver. Used by one thread.
 
     Attributes:
-        address: Address of the connection at the receiver's socket.
         link: Id of the link, which stays the same when the sender reconnects.
         allowance: Bytes that the sender may still send.
         heard: Time of its last message.
@@ -263,11 +262,7 @@ class SenderConnection:
     _partial: dict[Stream, ReceivedPart] = field(default_factory=dict)
 
     def take(self, size: int) -> None:
-        """Count a received frame with ``size`` bytes of a part.
-
-        Raises:
-            ProtocolViolation: The frame exceeds the granted bytes.
-        """
+        """Count a received frame with ``size`` bytes of a part. Raise :class:`ProtocolViolation` beyond the granted bytes."""
         cost = size + FRAME_OVERHEAD
         if cost > self.allowance:
             raise ProtocolViolation(f"received {cost} bytes where {self.allowance} were granted")
@@ -275,11 +270,7 @@ class SenderConnection:
         self.ungranted += cost
 
     def assemble(self, frame: Frame, payload: memoryview) -> ReceivedPart | None:
-        """Add a frame to its part. Return the part once it is complete.
-
-        Raises:
-            ProtocolViolation: The frame does not follow the previous one.
-        """
+        """Add a frame to its part. Return the part once it is complete. Raise :class:`ProtocolViolation` if a frame is missing."""
         header, stream = frame.header, frame.header.stream
         end = frame.offset + len(payload)
         if frame.offset == 0:

@@ -72,15 +72,6 @@ class LinkKeys:
             raise LinkError(f"{file} holds no pair of a public and a secret key; {remedy}")
         return cls(*words)
 
-    def serve(self, socket: zmq.Socket) -> None:
-        """Restrict an unbound socket to peers with these keys. ``answer_zap`` must run."""
-        socket.curve_server, socket.zap_domain = True, ZAP_DOMAIN
-        socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
-
-    def connect(self, socket: zmq.Socket) -> None:
-        """Restrict an unconnected socket to a server with these keys."""
-        socket.curve_publickey, socket.curve_secretkey, socket.curve_serverkey = self.public, self.secret, self.public
-
     def answer_zap(self, socket: zmq.Socket) -> str | None:
         """Answer one request of libzmq on a REP socket bound to ``ZAP_ENDPOINT``. Return the address of a refused peer, else None."""
         _, request, domain, address, _, mechanism, *credentials = socket.recv_multipart()
@@ -136,7 +127,8 @@ def listen(context: zmq.Context, endpoint: str, keys: LinkKeys | None) -> tuple[
             zap = context.socket(zmq.REP)
             zap.linger = 0
             zap.bind(ZAP_ENDPOINT)
-            keys.serve(socket)
+            socket.curve_server, socket.zap_domain = True, ZAP_DOMAIN
+            socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
         with lock_socket_folder(endpoint):
             # Only the port is a wildcard, never the host: libzmq writes port 0 as *.
             socket.bind(f"{endpoint[:-2]}:*" if endpoint.startswith("tcp") and endpoint.endswith(":0") else endpoint)

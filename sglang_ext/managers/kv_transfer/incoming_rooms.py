@@ -96,10 +96,7 @@ class IncomingRoom:
         return number
 
     def write(self, number: int, header: PageHeader, payload: memoryview) -> bool:
-        """Pass a part to the sink, unless it was passed before. Return False if the room has ended without it.
-
-        An exception of the sink is raised as ``LinkError``.
-        """
+        """Pass a part to the sink, unless it was passed before. Return False if the room has ended without it."""
         stream = header.stream
         with self._lock:
             if self.ended:
@@ -178,11 +175,7 @@ class IncomingRooms:
         return self._rooms.get(number)
 
     def register(self, number: int, expected: ExpectedRoom, sink: RoomSink) -> None:
-        """Accept a room from the first sender that opens it.
-
-        Raises:
-            LinkError: The room is registered, or the receiver is closed.
-        """
+        """Accept a room from the first sender that opens it. Raise ``LinkError`` if it is registered, or after :meth:`close`."""
         with self._lock:
             if self._closed:
                 raise LinkError(f"{self._endpoint} takes no rooms: it is closed")

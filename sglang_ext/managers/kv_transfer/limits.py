@@ -143,9 +143,6 @@ class PollThrottle:
     """Slows down a scheduler that only polls rooms. Otherwise it would hold the GIL that the threads of links need.
 
     A loop polls all its rooms; it pauses at one of them.
-
-    Args:
-        now, pause: Clock in seconds, and a function that sleeps for seconds.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic, pause: Callable[[float], None] = time.sleep) -> None:

@@ -28,7 +28,6 @@ class OutgoingPart:
     """A part to send. Its bytes must not change until it is acknowledged or its room has ended.
 
     Attributes:
-        stream: Anchor, aux or residual.
         payload: Contiguous bytes; they are not copied.
         page: Index of the page, counted from the first page that is transferred; 0 for aux.
         layers: Layers of the KV; any value for aux.

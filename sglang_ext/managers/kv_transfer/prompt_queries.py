@@ -75,11 +75,7 @@ class PromptQueries:
         self.windows.insert(row, shape.end, queries)
 
     def parse(self, data: bytes) -> _Shape:
-        """Decode the header of queries.
-
-        Raises:
-            LinkError: The queries are of another model or dtype.
-        """
+        """Decode the header of queries. Raise ``LinkError`` if they are of another model or dtype."""
         try:
             shape = msgspec.msgpack.decode(data[1 : 1 + data[0]], type=_Shape)
         except msgspec.MsgspecError as error:

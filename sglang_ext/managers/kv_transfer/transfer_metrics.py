@@ -77,10 +77,7 @@ class LinkMetrics:
 
     @classmethod
     def create(cls, args: "KVServerArgs", role: Role, registry: "CollectorRegistry | None" = None) -> "LinkMetrics":
-        """Create the metrics of a server in ``role``; they count if ``--enable-metrics`` is set.
-
-        ``registry`` None stands for the process's own, which can hold them only once.
-        """
+        """Create the metrics of a server in ``role``; they count if ``--enable-metrics`` is set. Default: the process's registry."""
         made = cls()
         if args.enable_metrics:
             made._define(role, args.served_model_name or args.model_path, registry)
@@ -153,7 +150,6 @@ class TransferEvent(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         room: SGLang's ``bootstrap_room`` of the request.
-        kind: Kind of the event.
         at: Time in seconds.
         number: ``anchor``: bytes of anchors, without residuals that arrived earlier. ``complete``: bytes of all KV. ``drafted``: pending
             drafts after this round. ``verified``: accepted drafts. ``answered``: output tokens.

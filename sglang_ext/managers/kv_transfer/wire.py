@@ -6,8 +6,9 @@ A message is one ZMQ frame; a ``Frame`` is two: its struct, and bytes of a part.
 is part of the format. A change of the encoded bytes must increment ``VERSION`` (tests/unit/managers/disaggregation/golden pins them).
 """
 
+from collections.abc import Callable
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import xxhash
@@ -53,8 +54,7 @@ class LinkSettings(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     Attributes:
         model_key: Key of the model's weights (mem_cache/scores/model_key.py).
         pool_dtype: Dtype of SGLang's KV pool, such as ``bfloat16``.
-        layers: Layers that this rank transfers.
-        kv_heads: KV heads of this rank.
+        layers, kv_heads: Layers and KV heads of this rank.
         key_dim, value_dim: Elements of a head.
         page_size: Tokens in a page of the codec; the last page of a request may hold fewer.
         codec, codec_version: Codec that encodes the pages.
@@ -137,12 +137,9 @@ class PageHeader(Message):
     """Header of a part.
 
     Attributes:
-        room: Room of the request.
-        stream: Anchor, residual or aux.
         page: Index of the page, counted from the first page that is transferred; 0 for aux.
         layers: Layers of the KV; meaningless for aux.
-        rank: Rank of the sender.
-        codec: Name of the codec that encoded the bytes.
+        rank, codec: Rank of the sender, and name of the codec that encoded the bytes.
         size: Bytes of the part.
         prefix_hash: Hash of the tokens up to the page's end (page_codec.py), 32 bytes; empty if there is none.
         checksum: xxh3_64 of this header with checksum 0, followed by the part's bytes.
@@ -278,35 +275,28 @@ class Pong(Message, tag="pong"):
 
 FromSender = Hello | Open | Frame | Cancel | Ping
 FromReceiver = Welcome | Refused | HelloFirst | Have | Received | Retransmit | Ended | Pong
-_from_sender = msgspec.msgpack.Decoder(FromSender)
-_from_receiver = msgspec.msgpack.Decoder(FromReceiver)
-_settings = msgspec.msgpack.Decoder(LinkSettings)
 encode = msgspec.msgpack.Encoder().encode
 
 
-def decode_from_sender(data: bytes | memoryview) -> FromSender:
-    """Decode a message of a sender. Raise :class:`WireError` for other data."""
-    return _decode(_from_sender, data)
+def make_decoder(kind: Any, name: str, version: int, most: int, remedy: str = "") -> Callable[[bytes | memoryview], Any]:
+    """Return a function that decodes messages of a kind, of at most ``most`` bytes. It raises :class:`WireError` for other data."""
+    decoder = msgspec.msgpack.Decoder(kind)
+
+    def decode(data: bytes | memoryview) -> Any:
+        if len(data) > most:
+            raise WireError(f"a {name} of {len(data)} bytes; at most {most} are read: the peer speaks another protocol")
+        try:
+            return decoder.decode(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise WireError(f"no {name} of version {version}: {error}{remedy}") from error
+
+    return decode
 
 
-def decode_from_receiver(data: bytes | memoryview) -> FromReceiver:
-    """Decode a message of a receiver. Raise :class:`WireError` for other data."""
-    return _decode(_from_receiver, data)
-
-
-def decode_settings(data: bytes) -> LinkSettings:
-    """Decode the settings of a Hello of this version. Raise :class:`WireError` for other data."""
-    return _decode(_settings, data)
-
-
-def _decode(decoder: msgspec.msgpack.Decoder, data: bytes | memoryview):
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise WireError(f"a message of {len(data)} bytes; at most {MAX_MESSAGE_BYTES} are read: the peer speaks another protocol")
-    try:
-        return decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise WireError(f"no message of version {VERSION}: {error}") from error
-
+decode_from_sender: Callable[[bytes | memoryview], FromSender] = make_decoder(FromSender, "message", VERSION, MAX_MESSAGE_BYTES)
+decode_from_receiver: Callable[[bytes | memoryview], FromReceiver] = make_decoder(FromReceiver, "message", VERSION, MAX_MESSAGE_BYTES)
+# Settings of a Hello of this version.
+decode_settings: Callable[[bytes], LinkSettings] = make_decoder(LinkSettings, "message", VERSION, MAX_MESSAGE_BYTES)
 
 # Reference of codecs for benchmarks: no stream restores the original KV.
 LOSSY = "lossy"

@@ -32,11 +32,7 @@ DTYPES = {
 
 
 def describe_pool(args: KVArgs, config: ModelConfig, tp_size: int) -> PoolBuffers:
-    """Return the pool of this rank.
-
-    Raises:
-        LinkError: This backend cannot transfer the pool.
-    """
+    """Return the pool of this rank. Raise ``LinkError`` if this backend cannot transfer it."""
     if args.state_types:
         raise LinkError(f"the model has {args.state_types} besides keys and values; use --disaggregation-transfer-backend mooncake for it")
     name = args.kv_cache_dtype_str
@@ -67,8 +63,7 @@ def make_settings(args: ServerArgs, pool: PoolBuffers, codec: PageCodec, tp_rank
 
 
 def receiving_endpoint(host: str, rank: int, keys: LinkKeys | None) -> str:
-    """Return the endpoint of a decode rank's link server: with keys an address for other machines, else a file in this user's folder on
-    this machine."""
+    """Return the endpoint of a decode rank: with keys an address for other machines, else a file in this user's folder."""
     if keys is not None:
         return NetworkAddress(host, 0).to_tcp()
     folder = Path(tempfile.gettempdir()) / f"sglang-ext-{os.getuid()}"

@@ -88,11 +88,7 @@ class DecodePeer:
         return self._link.refusal is not None
 
     def open(self, room: RoomEncoder) -> None:
-        """Open a room on the link.
-
-        Raises:
-            LinkError: The link takes no rooms.
-        """
+        """Open a room on the link. Raise ``LinkError`` if it takes no rooms."""
         self._link.open(room.number, room.shape, room)
 
     def send(
@@ -234,7 +230,6 @@ class DecodePeers:
     """The decode ranks that a prefill rank sends to, by endpoint.
 
     Args:
-        connect: Creates a link to an endpoint.
         forget_seconds: Seconds after which an unreachable peer without rooms is dropped. A restarted decode rank has another endpoint.
         most_in_all: Limit on the encoded bytes of all peers together.
     """
@@ -244,11 +239,7 @@ class DecodePeers:
         self._peers: dict[str, DecodePeer] = {}
 
     def open(self, endpoint: str, room: RoomEncoder) -> DecodePeer:
-        """Open a room at the peer of an endpoint, and return the peer. Called by the scheduler's thread.
-
-        Raises:
-            LinkError: The peer takes no rooms.
-        """
+        """Open a room at the peer of an endpoint, and return the peer. Raise ``LinkError`` if it takes no rooms."""
         now = time.monotonic()
         for other, peer in list(self._peers.items()):
             if peer.refused or peer.unreachable_seconds(now) > self._forget_seconds:

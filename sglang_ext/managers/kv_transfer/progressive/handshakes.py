@@ -16,10 +16,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Annotated, Protocol
 
-import msgspec
 from msgspec import Meta
 
-from sglang_ext.managers.kv_transfer.wire import Message, Reason, Room, WireError
+from sglang_ext.managers.kv_transfer.wire import Message, Reason, Room, make_decoder
 
 CONTROL_VERSION = 5
 MAX_CONTROL_BYTES = 1 << 16
@@ -33,14 +32,12 @@ class RoomMetadata(Message, tag="metadata"):
 
     Attributes:
         version: ``CONTROL_VERSION`` of the decode side. The fields stay the same in all versions, so that any two versions can refuse each other.
-        room: SGLang's ``bootstrap_room`` of the request.
         host, port: Address of the decode rank's control socket, for replies.
         endpoint: Endpoint of its link server.
         settings: ``LinkSettings`` of its end of links in MessagePack, in that version's format.
         aux_sizes: Bytes per row of each buffer of an auxiliary record, then the maximum bytes of the queries that may follow it
             (prompt_queries.py).
-        prefix: Prompt tokens whose KV the decode side already has.
-        tokens: Prompt tokens.
+        prefix, tokens: Prompt tokens whose KV the decode side already has, and all prompt tokens.
         link_room: Random number of this attempt to receive the room. Several requests may have the same room, so links and all later
             messages name the attempt by this number.
         coded: Begin and end of the prompt tokens to transfer as quantized KV, in whole blocks. Equal if there are none.
@@ -86,22 +83,9 @@ def retry_room(room: int, rid: str) -> int:
 
 
 Control = RoomMetadata | Abort | Failed
-_decoder = msgspec.msgpack.Decoder(Control)
-encode_control = msgspec.msgpack.Encoder().encode
-
-
-def decode_control(data: bytes) -> Control:
-    """Decode a message of another manager.
-
-    Raises:
-        WireError: The data is too long, or is not a message of this version.
-    """
-    if len(data) > MAX_CONTROL_BYTES:
-        raise WireError(f"a control message of {len(data)} bytes; at most {MAX_CONTROL_BYTES} are read: the peer speaks another protocol")
-    try:
-        return _decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise WireError(f"no control message of version {CONTROL_VERSION}: {error}; use backend progressive on both sides") from error
+decode_control: Callable[[bytes], Control] = make_decoder(
+    Control, "control message", CONTROL_VERSION, MAX_CONTROL_BYTES, "; use backend progressive on both sides"
+)
 
 
 # Most unmatched attempts, most ended senders and most finished attempts that are kept. The oldest one is dropped first.

@@ -35,7 +35,7 @@ from sglang_ext.managers.kv_transfer.progressive.handshakes import Control, Fail
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import AuxRecords
 from sglang_ext.managers.kv_transfer.quantized_prompts import PackedPromptStore
 from sglang_ext.managers.kv_transfer.transfer_metrics import LinkMetrics, TransferEventKind, TransferTimeline
-from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkError, Stream, WireError
+from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkError, Stream, WireError, encode
 from sglang_ext.mem_cache.host_tier.host_memory import AvailableMemory
 
 logger = logging.getLogger(__name__)
@@ -196,7 +196,7 @@ class ProgressiveManager(CommonKVManager):
         socket, lock = CommonKVReceiver._connect(address.to_tcp(), is_ipv6=address.is_ipv6)
         try:
             with lock:
-                socket.send(handshakes.encode_control(message), zmq.NOBLOCK)
+                socket.send(encode(message), zmq.NOBLOCK)
         except zmq.ZMQError as error:
             logger.warning("%s cannot be reached, %s is not sent: %s", address.to_tcp(), type(message).__name__, error)
             return False
@@ -214,10 +214,7 @@ class ProgressiveManager(CommonKVManager):
                 CommonKVManager.update_status(self, bootstrap_room, status)
 
     def conclude(self, number: int, reason: str | None) -> None:
-        """Mark a request as successful (None) or failed for a reason, unless it has ended. Called from any thread.
-
-        ``number`` is a sender's number, or a receiver's ``link_room``.
-        """
+        """Mark a sender's number, or a receiver's ``link_room``, as successful (None) or failed, unless it has ended. For any thread."""
         if self.request_status.get(number) in (None, KVPoll.Failed, KVPoll.Success):
             return
         if reason is None:

@@ -30,8 +30,7 @@ class PlacedPage:
 
     Attributes:
         start: Prompt position of its first token.
-        slots: int64 [tokens], on the pool's device. For a page that is written as quantized blocks, the slots of the blocks
-            (quantized/prompt_codec.py).
+        slots: int64 [tokens], on the pool's device. For a page that is written as quantized blocks, the slots of the blocks.
     """
 
     start: int

@@ -38,9 +38,6 @@ class HostBlocks:
     For a GPU, blocks are pinned, so that its copy engines can access them. Some are pinned at start. A thread pins more blocks before they
     are needed, up to ``KEPT_PINNED``. Further blocks are not kept, and are copied slower. Pieces of one lane share blocks, so that
     long-lived pieces do not hold blocks of short-lived ones.
-
-    Args:
-        device: Device of the pages.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -156,10 +153,8 @@ class PoolBuffers:
 
     Attributes:
         args: SGLang's arguments. Keys of all layers come before values of all layers.
-        dtype: Dtype of an element.
         heads: KV heads on this rank.
         key_dim, value_dim: Elements of a head.
-        device: Device of the pool.
     """
 
     args: KVArgs
@@ -322,11 +317,7 @@ class AuxRecords:
         )
 
     def write(self, index: int, record: memoryview) -> None:
-        """Write a request's rows.
-
-        Raises:
-            LinkError: The record has another size.
-        """
+        """Write a request's rows. Raise ``LinkError`` if the record has another size."""
         if len(record) != sum(self.sizes):
             raise LinkError(f"an auxiliary record has {len(record)} bytes; here it has {sum(self.sizes)}: start both servers alike")
         begin = 0

@@ -76,10 +76,7 @@ class ProgressiveReceiver(CommonKVReceiver):
         self._prompt, self._refused = tokens, refused
 
     def expect_queries(self, queries: PromptQueries, row: Callable[[], int]) -> None:
-        """Accept the newest queries of the prompt after the auxiliary record. Called before ``send_metadata``.
-
-        ``row`` returns the request's row of the token table, once it has one.
-        """
+        """Accept the newest queries of the prompt. ``row`` returns the request's row once it has one. Called before ``send_metadata``."""
         self._queries, self._row = queries, row
 
     def expect_quantized(self, coded: Callable[[], QuantizedPromptSlots]) -> None:
@@ -187,7 +184,7 @@ class ProgressiveReceiver(CommonKVReceiver):
         """Release the request's state. After this call nothing is written to the request's slots, unless it decodes early."""
         if self._queries is not None and self.conclude_state == KVPoll.Success:
             self._queries.write(self._row(), self._writer.queries)
-        # With several ranks, some may have all of the KV already. The ranks agree on it when the request runs (arriving_full_kv.py),
+        # With several ranks, some may have all of the KV already. The ranks agree on it when the request runs (ArrivingFullKV),
         # provided that all of them wait.
         early = self.kv_mgr.attn_tp_size > 1 or not self.complete
         if self._start_early is not None and self.conclude_state == KVPoll.Success and early:

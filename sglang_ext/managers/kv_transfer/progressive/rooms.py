@@ -31,10 +31,8 @@ class RoomEncoder:
 
     Args:
         number: Number of the room on its link.
-        codec: Codec of the pool.
         starts: Prompt position at which each page begins.
         hashes: Hash of each page (page_codec.py).
-        listener: Listener for success and failure.
 
     Attributes:
         shape: The parts of the room.
@@ -168,7 +166,6 @@ class RoomWriter:
         aux: Auxiliary records; the room's record is written to row ``aux_index``.
         pages: Pages of the request, from the first page that is transferred.
         hashes: Hash of each page (page_codec.py).
-        listener: Listener for the room's progress.
         expected_queries: Converts the queries after the auxiliary record; None if no queries are expected.
 
     Attributes:

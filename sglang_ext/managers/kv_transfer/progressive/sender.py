@@ -65,7 +65,7 @@ class ProgressiveSender(CommonKVSender):
         self.init_time = time.time()
         self._prompt: Sequence[int] = ()
         self.tokens = 0
-        self._query_reader: QueryReader | None = None
+        self._read_queries: QueryReader | None = None
         self._packing: tuple[Packing, KVBuffers] | None = None
         self._metadata: RoomMetadata | None = None
         self._peer: DecodePeer | None = None
@@ -76,23 +76,25 @@ class ProgressiveSender(CommonKVSender):
         # SGLang sets it where a cached prefix is sent before the forward that may still write it (maybe_send_cached_prefix_chunk).
         self._early_send_wait_event: torch.cuda.Event | None = None
 
-    def set_prompt(self, tokens: Sequence[int], refused: str | None = None) -> None:
+    def set_prompt(
+        self,
+        tokens: Sequence[int],
+        refused: str | None = None,
+        packing: tuple[Packing, KVBuffers] | None = None,
+        read_queries: QueryReader | None = None,
+    ) -> None:
         """Set the request's token ids, whose hashes identify its pages, and wait for the decode side. Called before ``init``.
 
-        ``refused`` says why SGLang has ended the request already; the sender then fails. None if it has not.
+        Args:
+            refused: Why SGLang has ended the request already; the sender then fails. None if it has not.
+            packing: Allows to send the prompt as quantized KV in this packing, from a pool with these buffers.
+            read_queries: Returns the newest queries of the prompt, which are sent with the auxiliary record.
         """
+        self._packing, self._read_queries = packing, read_queries
         self._prompt, self.tokens = tokens, len(tokens)
         self.kv_mgr.handshakes.join(self)
         if refused is not None:
             self._give_up(refused)
-
-    def set_query_reader(self, read: QueryReader) -> None:
-        """Send the newest queries of the prompt with the auxiliary record. Called before ``init``."""
-        self._query_reader = read
-
-    def set_packing(self, packing: Packing, buffers: KVBuffers) -> None:
-        """Allow the prompt to be sent as quantized KV in this packing, from a pool with these buffers. Called before ``init``."""
-        self._packing = packing, buffers
 
     @property
     def is_sending_prefix(self) -> bool:
@@ -282,7 +284,7 @@ class ProgressiveSender(CommonKVSender):
 
     def _record(self) -> bytes:
         most = self._metadata.aux_sizes[-1]
-        return self.kv_mgr.aux.read(self.aux_index) + (self._query_reader(most) if self._query_reader is not None and most else b"")
+        return self.kv_mgr.aux.read(self.aux_index) + (self._read_queries(most) if self._read_queries is not None and most else b"")
 
     def _give_up(self, reason: str) -> None:
         self.fail(reason)
