@@ -8,8 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from types import MappingProxyType
+from functools import partial
 
 import torch
 
@@ -32,25 +31,6 @@ DEPTH = 3
 POLL_SECONDS = 0.005
 
 
-@dataclass(frozen=True)
-class _Work:
-    """Arguments of :meth:`DecodePeer.send`."""
-
-    room: RoomEncoder
-    pages: tuple[torch.Tensor | memoryview, ...]
-    record: bytes | None
-    ready: "torch.cuda.Event | None"
-
-
-@dataclass(frozen=True)
-class _Record:
-    """A room's auxiliary record, offered after the pages before it."""
-
-    room: RoomEncoder
-    record: bytes
-    sizes = MappingProxyType({})
-
-
 class DecodePeer:
     """Rooms that this rank sends to one decode rank. All methods may be called from any thread, and none blocks.
 
@@ -71,11 +51,12 @@ class DecodePeer:
     ) -> None:
         self._free_bytes = free_bytes
         self._link, self._most_before_residuals, self._most_encoded = link, most_before_residuals, most_encoded
-        self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        # For the encoder thread: a room, and a function that starts its next pages.
+        self._work: queue.SimpleQueue[tuple[RoomEncoder, Callable[[], None]] | None] = queue.SimpleQueue()
         # Used by the encoder thread: pages that were started without their residual.
         self._deferred: deque[tuple[RoomEncoder, int, torch.Tensor]] = deque()
         # Pages being encoded, and records, in the order in which they are offered. Changes notify ``_changed``.
-        self._started: deque[PageEncoding | _Record] = deque()
+        self._started: deque[PageEncoding] = deque()
         self._changed = threading.Condition()
         self._closing = self._ended = False
         self._gone_since: float | None = None
@@ -102,7 +83,7 @@ class DecodePeer:
 
         Pages are slots, int64 [tokens], or bytes that are encoded already. Their KV is complete after the CUDA event ``ready``.
         """
-        self._work.put(_Work(room, pages, record, ready))
+        self._work.put((room, partial(self._start_all, room, pages, record, ready)))
 
     def cancel(self, room: RoomEncoder, reason: str) -> None:
         """Send nothing more of a room."""
@@ -131,24 +112,27 @@ class DecodePeer:
                 self._start_deferred()
                 continue
             if work is not None:
-                self._guard(work.room, lambda work=work: self._start_all(work))
+                self._guard(*work)
         with self._changed:
             self._ended = True
             self._changed.notify_all()
 
-    def _start_all(self, work: _Work) -> None:
-        if work.ready is not None:
-            work.ready.synchronize()
-        for slots in work.pages:
-            self._wait_for_space(work.room)
-            if work.room.is_closed or self._closing:
+    def _start_all(
+        self, room: RoomEncoder, pages: tuple[torch.Tensor | memoryview, ...], record: bytes | None, ready: "torch.cuda.Event | None"
+    ) -> None:
+        if ready is not None:
+            ready.synchronize()
+        for slots in pages:
+            while not (room.is_closed or self._closing or self._has_space(room, Stream.ANCHOR, self._most_encoded)):
+                time.sleep(POLL_SECONDS)
+            if room.is_closed or self._closing:
                 return
-            now = self._has_time(work.room) and self._has_space(work.room, Stream.RESIDUAL, self._most_before_residuals)
-            self._queue_started(started := work.room.start_page(slots, now))
+            now = self._has_time(room) and self._has_space(room, Stream.RESIDUAL, self._most_before_residuals)
+            self._queue_started(started := room.start_page(slots, now))
             if not now:
-                self._deferred.append((work.room, started.page, slots))
-        if work.record is not None and not work.room.is_closed:
-            self._queue_started(_Record(work.room, work.record))
+                self._deferred.append((room, started.page, slots))
+        if record is not None and not room.is_closed:
+            self._queue_started(room.start_record(record))
 
     def _start_deferred(self) -> None:
         """Encode deferred residuals, oldest first, while there is space and no anchor to encode."""
@@ -160,7 +144,7 @@ class DecodePeer:
             if not room.is_closed:
                 self._guard(room, lambda room=room, page=page, slots=slots: self._queue_started(room.start_residual(page, slots)))
 
-    def _queue_started(self, started: "PageEncoding | _Record") -> None:
+    def _queue_started(self, started: PageEncoding) -> None:
         """Queue started work to be offered in order. Wait while too much is queued."""
         with self._changed:
             self._started.append(started)
@@ -177,17 +161,11 @@ class DecodePeer:
                 first = self._started[0]
             # This also applies to a room that is over: a GPU may still write to the page's memory, which is reused once nothing references
             # it.
-            self._guard(first.room, lambda first=first: self._offer(first))
+            self._guard(first.room, partial(first.room.offer, self._link, first))
             del first
             with self._changed:
                 self._started.popleft()
                 self._changed.notify_all()
-
-    def _offer(self, first: "PageEncoding | _Record") -> None:
-        if isinstance(first, PageEncoding):
-            first.room.offer(self._link, first)
-        elif not first.room.is_closed:
-            first.room.send_record(self._link, first.record)
 
     def _guard(self, room: RoomEncoder, send: Callable[[], None]) -> None:
         try:
@@ -220,10 +198,6 @@ class DecodePeer:
         held, size = self.held_bytes, room.most_bytes(stream)
         # Residuals may use only their share (most / most_encoded) of the free bytes.
         return not held or not size or held + size <= min(most, self._free_bytes() * most / self._most_encoded)
-
-    def _wait_for_space(self, room: RoomEncoder) -> None:
-        while not (room.is_closed or self._closing or self._has_space(room, Stream.ANCHOR, self._most_encoded)):
-            time.sleep(POLL_SECONDS)
 
 
 class DecodePeers:

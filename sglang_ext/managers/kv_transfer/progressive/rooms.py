@@ -79,8 +79,12 @@ class RoomEncoder:
             encoded = self._codec.start(PlacedPage(self._starts[page], slots), self._layers, anchor=False)
         return PageEncoding(self, page, {Stream.RESIDUAL: self.most_bytes(Stream.RESIDUAL)}, encoded, slots, is_deferred=True)
 
+    def start_record(self, record: bytes) -> "PageEncoding":
+        """Return the auxiliary record, to be offered after the last page."""
+        return PageEncoding(self, 0, {}, lambda: EncodedPage(None, None), record=record)
+
     def offer(self, link: Link, started: "PageEncoding") -> None:
-        """Wait for streams that were started, and offer them to the link on which the room is open."""
+        """Wait for streams that were started, and offer them or a record to the link on which the room is open."""
         with self._codec.pool.use_stream():
             encoded = started.encoded()
         for stream, payload in zip((Stream.ANCHOR, Stream.RESIDUAL), encoded, strict=True):
@@ -89,13 +93,12 @@ class RoomEncoder:
         if started.is_deferred:
             with self._lock:
                 self._num_deferred -= 1
-            self._notify_if_encoded()
-
-    def send_record(self, link: Link, record: bytes) -> None:
-        """Offer the auxiliary record, after the last page."""
-        link.offer(self.number, OutgoingPart(Stream.AUX, record))
-        self._recorded = True
-        self._notify_if_encoded()
+        if started.record is not None and not self.is_closed:
+            link.offer(self.number, OutgoingPart(Stream.AUX, started.record))
+            self._recorded = True
+        with self._lock:
+            if self._recorded and not self._num_deferred and not self.is_closed:
+                self._listener.succeed()
 
     def cancel(self, link: Link, reason: str) -> None:
         """Send nothing more, without a call of the listener."""
@@ -121,15 +124,10 @@ class RoomEncoder:
             was_closed, self.is_closed = self.is_closed, True
         return not was_closed
 
-    def _notify_if_encoded(self) -> None:
-        with self._lock:
-            if self._recorded and not self._num_deferred and not self.is_closed:
-                self._listener.succeed()
-
 
 @dataclass(frozen=True)
 class PageEncoding:
-    """Streams of a page that are being encoded.
+    """Streams of a page that are being encoded, or a room's auxiliary record.
 
     Attributes:
         sizes: The streams, and the maximum bytes of each.
@@ -143,6 +141,7 @@ class PageEncoding:
     encoded: Callable[[], EncodedPage]
     slots: torch.Tensor | None = None
     is_deferred: bool = False
+    record: bytes | None = None
 
 
 class RoomWriterListener(Protocol):
