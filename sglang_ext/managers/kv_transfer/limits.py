@@ -46,10 +46,6 @@ class LinkLimits:
         """Return a copy whose window holds four parts of ``size`` bytes: a part that waits to be written does not block the next ones."""
         return replace(self, window_bytes=min(max(self.window_bytes, 4 * size), MOST_WINDOW))
 
-    def max_residual_bytes(self, rate: float) -> float:
-        """Return the bytes in flight from which no residual is sent to a receiver that takes ``rate`` bytes per second."""
-        return max(self.residual_bytes, rate * self.residual_seconds)
-
     def __post_init__(self) -> None:
         self._check("frame_bytes", 1 <= self.frame_bytes <= MAX_FRAME_BYTES, f"1 to {MAX_FRAME_BYTES}")
         least = 2 * (self.frame_bytes + FRAME_OVERHEAD)

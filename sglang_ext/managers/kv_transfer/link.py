@@ -279,7 +279,8 @@ class Link:
         begin = queued_part.offset
         payload = queued_part.part.payload[begin : begin + self._frame_bytes]
         is_residual = queued_part.part.stream is Stream.RESIDUAL
-        exceeds_limit = is_residual and connection.outstanding >= self._limits.max_residual_bytes(connection.rate)
+        most_residual = max(self._limits.residual_bytes, connection.rate * self._limits.residual_seconds)
+        exceeds_limit = is_residual and connection.outstanding >= most_residual
         takes = len(payload) + FRAME_OVERHEAD <= connection.credit and not exceeds_limit
         self._interface.set_urgent(id(self), takes and not is_residual)
         if not takes:

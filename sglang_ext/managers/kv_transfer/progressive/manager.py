@@ -49,7 +49,7 @@ FETCH_TIMEOUT, RETRY_INTERVAL, PATIENCE = 5.0, 1.0, 30.0
 RankPosition = tuple[int, int, int, int]
 # For each prefill rank that this decode rank needs, ``rank_ip`` and ``rank_port`` of its control socket.
 RankAddresses = dict[RankPosition, dict[str, Any]]
-Fetch = Callable[[str], tuple[PrefillServerInfo, RankAddresses]]
+PrefillServer = tuple[PrefillServerInfo, RankAddresses]
 
 
 class PrefillDirectory:
@@ -57,19 +57,18 @@ class PrefillDirectory:
 
     Args:
         fetch: Reads one bootstrap server, in a background thread. Any exception is a failed attempt.
-        retry_interval: Seconds between two attempts at one address.
-        patience: Seconds that a request waits for its prefill server before it fails.
+        retry_interval, patience: Seconds between two attempts at one address, and until a request without a prefill server fails.
     """
 
-    def __init__(self, fetch: Fetch, retry_interval: float = RETRY_INTERVAL, patience: float = PATIENCE) -> None:
+    def __init__(self, fetch: Callable[[str], PrefillServer], retry_interval: float = RETRY_INTERVAL, patience: float = PATIENCE) -> None:
         self.patience = patience
         self._fetch, self._retry_interval = fetch, retry_interval
         self._executor = ThreadPoolExecutor(MAX_FETCHES, thread_name_prefix="kv-bootstrap")
-        self._running: dict[str, Future[tuple[PrefillServerInfo, RankAddresses]]] = {}
+        self._running: dict[str, Future[PrefillServer]] = {}
         self._retry_at: dict[str, float] = {}
         self._problems: dict[str, str] = {}
 
-    def poll(self, address: str) -> tuple[PrefillServerInfo, RankAddresses] | None:
+    def poll(self, address: str) -> PrefillServer | None:
         """Return the prefill server once it is fetched. Until then, start a fetch if none runs, and return None. Does not block."""
         running = self._running.get(address)
         if running is None:
@@ -95,9 +94,7 @@ class PrefillDirectory:
         return self._problems.get(address, "it does not answer")
 
 
-def fetch_prefill_server(
-    address: str, resolve: Callable[[PrefillServerInfo], list[RankPosition]]
-) -> tuple[PrefillServerInfo, RankAddresses]:
+def fetch_prefill_server(address: str, resolve: Callable[[PrefillServerInfo], list[RankPosition]]) -> PrefillServer:
     """Read the topology and the rank addresses of a prefill server from its bootstrap server at ``host:port``.
 
     ``resolve`` maps the topology to this decode rank, and returns the prefill ranks that it needs.

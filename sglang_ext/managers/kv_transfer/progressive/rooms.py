@@ -20,10 +20,17 @@ class RoomEncoderListener(Protocol):
     """Callbacks for the outcome of a room. Called by threads of links."""
 
     def succeed(self) -> None:
-        """The KV is no longer needed. May be called twice."""
+        """The KV is no longer needed at the prefill side, which may be said twice. At the decode side: all parts are written."""
 
     def fail(self, reason: str) -> None:
-        """Not all of the KV will arrive. May follow ``succeed``."""
+        """The rest of the KV will not arrive. At the prefill side this may follow ``succeed``."""
+
+
+class RoomWriterListener(RoomEncoderListener, Protocol):
+    """Callbacks for the progress of a room at the decode side."""
+
+    def anchor_arrived(self) -> None:
+        """All anchors and the auxiliary record are written: the request can start to decode."""
 
 
 class RoomEncoder:
@@ -142,19 +149,6 @@ class PageEncoding:
     slots: torch.Tensor | None = None
     is_deferred: bool = False
     record: bytes | None = None
-
-
-class RoomWriterListener(Protocol):
-    """Callbacks for the progress of a room. Called by threads of links."""
-
-    def anchor_arrived(self) -> None:
-        """All anchors and the auxiliary record are written: the request can start to decode."""
-
-    def succeed(self) -> None:
-        """All parts are written."""
-
-    def fail(self, reason: str) -> None:
-        """The rest of the room will not arrive."""
 
 
 class RoomWriter:
