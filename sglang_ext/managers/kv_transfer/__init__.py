@@ -10,7 +10,6 @@
     incoming_rooms.py     the receiver's rooms: parts received, checked and written, until the room ends
     link_server.py        the receiver's end: one thread reads all links, another writes the parts
     transfer_metrics.py   metrics of both ends on /metrics, and timestamps of each request's transfer for benchmarks
-    prompt_queries.py     a prompt's newest queries, which compression methods select tokens by
     quantized_prompts.py  prompts that are transferred as quantized KV
     progressive/          SGLang's transfer backend on top of links
 

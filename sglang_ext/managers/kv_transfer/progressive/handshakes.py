@@ -36,7 +36,7 @@ class RoomMetadata(Message, tag="metadata"):
         endpoint: Endpoint of its link server.
         settings: ``LinkSettings`` of its end of links in MessagePack, in that version's format.
         aux_sizes: Bytes per row of each buffer of an auxiliary record, then the maximum bytes of the queries that may follow it
-            (prompt_queries.py).
+            (rooms.py).
         prefix, tokens: Prompt tokens whose KV the decode side already has, and all prompt tokens.
         link_room: Random number of this attempt to receive the room. Several requests may have the same room, so links and all later
             messages name the attempt by this number.

@@ -15,8 +15,7 @@ from sglang_ext.managers.kv_transfer import wire
 from sglang_ext.managers.kv_transfer.progressive.handshakes import CONTROL_VERSION, Abort, RoomMetadata
 from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
 from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage, page_ends, page_hashes
-from sglang_ext.managers.kv_transfer.progressive.rooms import RoomWriter
-from sglang_ext.managers.kv_transfer.prompt_queries import PromptQueries
+from sglang_ext.managers.kv_transfer.progressive.rooms import PromptQueries, RoomWriter
 from sglang_ext.managers.kv_transfer.quantized_prompts import QuantizedPromptCodec, QuantizedPromptSlots
 from sglang_ext.managers.kv_transfer.wire import LinkError
 

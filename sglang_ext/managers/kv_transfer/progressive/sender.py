@@ -16,8 +16,7 @@ from sglang_ext.managers.kv_transfer.progressive.decode_peers import DecodePeer
 from sglang_ext.managers.kv_transfer.progressive.handshakes import RoomMetadata
 from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
 from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage, page_ends, page_hashes
-from sglang_ext.managers.kv_transfer.progressive.rooms import RoomEncoder
-from sglang_ext.managers.kv_transfer.prompt_queries import QueryReader
+from sglang_ext.managers.kv_transfer.progressive.rooms import QueryReader, RoomEncoder
 from sglang_ext.managers.kv_transfer.quantized_prompts import QuantizedPromptCodec
 from sglang_ext.managers.kv_transfer.wire import LinkError
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
