@@ -14,7 +14,7 @@ from sglang_ext.config.flags import FLAGS
 from sglang_ext.config.rules import IS_NOT_FULL_MODE, KVServerArgs, option, render_text, round_up
 from sglang_ext.core import MIN_CONTEXT, OptionError
 from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
-from sglang_ext.managers.kv_transfer.link_settings import LinkError
+from sglang_ext.managers.kv_transfer.wire import LinkError
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from sglang_ext_bench.transfer.methods import METHODS, PACKED, obstacle, parse_m
 from sglang_ext.config import disaggregation_options
 from sglang_ext_bench.transfer.server_pair import TransferResponse
 from sglang_ext_bench.transfer.results import summarize, survival
-from sglang_ext.managers.kv_transfer.timeline import TransferEvent
+from sglang_ext.managers.kv_transfer.transfer_metrics import TransferEvent
 
 PROMPT = 200
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
     from sglang_ext.managers.kv_transfer.feature import KVTransfer
-    from sglang_ext.managers.kv_transfer.quantized.decode_side import QuantizedPromptAllocator
+    from sglang_ext.managers.kv_transfer.quantized_prompts import QuantizedPromptAllocator
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from sglang_ext.config.model_folder import kv_shape, read_config
 from sglang_ext.config.options import BACKEND
 from sglang_ext.config.rules import option
 from sglang_ext.core import OptionError
-from sglang_ext.managers.kv_transfer.link_settings import options_mismatch
+from sglang_ext.managers.kv_transfer.wire import options_mismatch
 from sglang_ext.tools import PROMPT_LENGTH_OPTION, ROLES, CommandError
 
 EQUAL_LINK_FIELDS = ("kv_reference", "kv_bench_codec", "tp_size")

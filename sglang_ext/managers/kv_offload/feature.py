@@ -143,17 +143,7 @@ def create_anchoring(compressed_kv: "CompressedKVCache", page_size: int) -> Anch
 def create_offloaded_full_kv(worker: Worker, tree: "TieredRadixCache") -> OffloadedFullKV:
     """Create the full-KV provider for servers where full KV of running requests in ``tree`` leaves the device."""
     args, compressed_kv = worker.server_args, worker.compressed_kv
-    policy = _policy(worker)
-    first = policy.initial_decision
-    residency = Residency(tree.host, compressed_kv, args.kv_full_tier == "host", max_offloaded=first.requests)
-    # The initial value does not matter: it is measured from the first round on.
-    admission = VerificationScheduler(iteration_seconds=1.0, memory=residency.load_capacity)
-    return OffloadedFullKV(admission, residency, compressed_kv.buffers.bytes_per_slot, first.drafts, policy)
-
-
-def _policy(worker: Worker) -> OffloadPolicy:
-    args, compressed_kv = worker.server_args, worker.compressed_kv
-    return OffloadPolicy(
+    policy = OffloadPolicy(
         weights=sum(each.nbytes for each in worker.model_runner.model.parameters()),
         bytes_per_token=compressed_kv.buffers.bytes_per_slot,
         memory=compressed_kv.allocator.size,
@@ -162,3 +152,8 @@ def _policy(worker: Worker) -> OffloadPolicy:
         requests=worker.max_requests,
         tier=args.kv_full_tier,
     )
+    first = policy.initial_decision
+    residency = Residency(tree.host, compressed_kv, args.kv_full_tier == "host", max_offloaded=first.requests)
+    # The initial value does not matter: it is measured from the first round on.
+    admission = VerificationScheduler(iteration_seconds=1.0, memory=residency.load_capacity)
+    return OffloadedFullKV(admission, residency, compressed_kv.buffers.bytes_per_slot, first.drafts, policy)

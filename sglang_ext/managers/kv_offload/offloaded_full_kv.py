@@ -57,8 +57,8 @@ class OffloadedFullKV(FullKVProvider):
         self.residency.collect_loads()
         self.residency.update(drafting)
         if iteration_seconds:
-            self.scheduler.iteration_seconds = iteration_seconds
-        self.scheduler.memory = self.residency.load_capacity
+            self.scheduler.link.capacity = iteration_seconds
+        self.scheduler.memory.capacity = self.residency.load_capacity
         self._measure_link()
         self.scheduler.advance()
         self.verifying_rows = set()
@@ -96,18 +96,19 @@ class OffloadedFullKV(FullKVProvider):
         """
         offloaded = {row for row in rounds if row in self._reserved or self.residency.missing_tokens(row)}
         resident = [row for row in rounds if row in ripe and row not in offloaded]
-        self._reserve(rounds)
-        self._start()
+        self._reserve_and_start(rounds)
         for row in resident:
             if not self.residency.missing_tokens(row) and self.residency.load(row) and self.residency.ready(row):
                 self.verifying_rows.add(row)
         # Their full KV left the device for a load.
-        self._reserve({row: rounds[row] for row in resident})
-        self._start()
+        self._reserve_and_start({row: rounds[row] for row in resident})
         return self.verifying_rows
 
-    def _reserve(self, rounds: dict[int, int]) -> None:
-        """Schedule verifications of requests whose full KV is on the host only, first the refused ones, in the order of their refusal."""
+    def _reserve_and_start(self, rounds: dict[int, int]) -> None:
+        """Schedule verifications of requests whose full KV is on the host only, first the refused ones, in the order of their refusal.
+
+        Then start the loads scheduled for this iteration.
+        """
         for row in [*(row for row in self._refused if row in rounds), *(row for row in rounds if row not in self._refused)]:
             tokens = 0 if row in self.verifying_rows or row in self._reserved else self.residency.missing_tokens(row)
             if tokens:
@@ -118,13 +119,16 @@ class OffloadedFullKV(FullKVProvider):
                     self._refused.pop(row, None)
                 else:
                     self._refused[row] = None
+        for row in self.scheduler.loads_to_start():
+            if not self.residency.load(row):
+                self._cancel(row)
 
     def is_offloaded(self, row: int) -> bool:
         """Whether a request's row must not be read, because full KV is missing or in other slots."""
         return self.residency.is_offloaded(row)
 
     def full_kv_start(self, row: int, protected: int) -> int:
-        """The first position from which a request's row points to full KV. The prefix tree has ``protected`` tokens of it."""
+        """First position from which a request's row points to full KV. The prefix tree has ``protected`` tokens of it."""
         return protected if self.is_offloaded(row) else 0
 
     def is_lost(self, row: int) -> bool:
@@ -144,12 +148,6 @@ class OffloadedFullKV(FullKVProvider):
         self.residency.load(row)
         self._pinned.add(row)
 
-    def _start(self) -> None:
-        """Start the loads scheduled for this iteration."""
-        for row in self.scheduler.loads_to_start():
-            if not self.residency.load(row):
-                self._cancel(row)
-
     def on_round_launched(self) -> None:
         """Allow full KV that this iteration reads to leave the device again, after the iteration was launched."""
         for row in self.verifying_rows | self._pinned:
@@ -162,7 +160,7 @@ class OffloadedFullKV(FullKVProvider):
         self.residency.forget(row)
 
     def _cancel(self, row: int) -> None:
-        """Cancel the reservations of the request in ``row``. It must be scheduled again."""
+        """Cancel the reservations of a request. It must be scheduled again."""
         self._reserved.discard(row)
         self._refused.pop(row, None)
         self.scheduler.cancel(row)

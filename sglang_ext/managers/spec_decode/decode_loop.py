@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from sglang_ext.managers.feature import Worker
     from sglang_ext.managers.kv_offload.offloaded_full_kv import OffloadedFullKV
-    from sglang_ext.managers.kv_transfer.timeline import TransferTimeline
+    from sglang_ext.managers.kv_transfer.transfer_metrics import TransferTimeline
     from sglang_ext.managers.simulated_acceptance import SimulatedAcceptance
     from sglang_ext.managers.spec_decode.selection_interval import SelectionInterval
 
@@ -351,6 +351,6 @@ def _timeline(worker: "Worker") -> "TransferTimeline | None":
     args = worker.server_args
     if args.kv_bench_timeline is None or not options.has_progressive_transfer(args) or not worker.ranks.first:
         return None
-    from sglang_ext.managers.kv_transfer.timeline import TransferTimeline
+    from sglang_ext.managers.kv_transfer.transfer_metrics import TransferTimeline
 
     return TransferTimeline.of(args.kv_bench_timeline, torch.device(worker.model_runner.device))

@@ -2,7 +2,7 @@
 
 This file has the provider of a server on which full KV never leaves the device. Features (managers/feature.py) have the others. That of
 full KV in host memory is in ``kv_offload/offloaded_full_kv.py``, that of full KV from a prefill server in
-``kv_transfer/arriving_full_kv.py``. Those of freed full KV are in ``quantized_attention.py`` and ``cache_rank/feature.py``.
+``kv_transfer/feature.py``. Those of freed full KV are in ``quantized_attention.py`` and ``cache_rank/feature.py``.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class FullKVProvider:
     freed_full_kv: "FreedFullKV | None" = None
 
     def is_early(self, row: int) -> bool:
-        """Whether a request drafts on the anchor of its full KV (managers/kv_transfer/arriving_full_kv.py)."""
+        """Whether a request drafts on the anchor of its full KV (managers/kv_transfer/feature.py)."""
         return False
 
     def has_arrived(self, row: int) -> bool:

@@ -64,7 +64,7 @@ def test_a_sender_learns_the_prompt_unless_none_was_made(monkeypatch):
     assert transfer.create_sender(lambda queue, req, heads: True, queue_of(), req, 2)
     req.to_finish = FINISH_ABORT("no such grammar")
     assert transfer.create_sender(lambda queue, req, heads: True, queue_of(), req, 2)
-    assert told == [([1, 2], None), ([1, 2], "no such grammar")]
+    assert told == [([1, 2], None, None, None), ([1, 2], "no such grammar", None, None)]
     assert not transfer.create_sender(lambda queue, req, heads: False, None, SimpleNamespace(), 2)
 
 
@@ -180,7 +180,7 @@ def test_both_ends_learn_where_the_newest_queries_of_a_request_are_kept():
     found = SimpleNamespace(kv_receiver=made(ProgressiveReceiver))
     transfer.create_receiver(lambda queue, req, is_rebootstrap: found, queue, req)
     req.req_pool_idx = 5  # it gets its row later
-    assert req.disagg_kv_sender._query_reader(100) == b"queries" and asked == [(5, 2, 100)]
+    assert req.disagg_kv_sender._read_queries(100) == b"queries" and asked == [(5, 2, 100)]
     assert found.kv_receiver._queries is feature.prompt_queries and found.kv_receiver._row() == 5
 
 

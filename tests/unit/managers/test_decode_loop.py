@@ -5,28 +5,28 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from test_round import Views, request
 
-from sglang_ext.core import FALLBACK_REASONS, SLOWER, AcceptanceTracker, RequestState
+from sglang_ext.core import FALLBACK_REASONS, SLOWER, AcceptanceTracker, RequestState, TPRanks
 from sglang_ext.layers.forward import KVDraftInput
-from sglang_ext.managers.kv_transfer import timeline
-from sglang_ext.managers.kv_transfer.timeline import TransferTimeline
-from sglang_ext.managers.metrics import KVMetrics
-from sglang_ext.managers.kv_offload.verification_scheduler import VerificationScheduler
-from sglang_ext.managers.kv_offload.policy import OffloadDecision
 from sglang_ext.managers.kv_offload.offloaded_full_kv import OffloadedFullKV
+from sglang_ext.managers.kv_offload.policy import OffloadDecision
+from sglang_ext.managers.kv_offload.verification_scheduler import VerificationScheduler
+from sglang_ext.managers.kv_transfer import transfer_metrics
+from sglang_ext.managers.kv_transfer.transfer_metrics import TransferTimeline
+from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.managers.spec_decode.decode_loop import DecodeLoop
+from sglang_ext.managers.spec_decode.draft import Verifier
 from sglang_ext.managers.spec_decode.draft_length import FixedDraftLength
-from sglang_ext.managers.spec_decode.round_timer import RoundTimer
+from sglang_ext.managers.spec_decode.full_kv import ResidentFullKV
 from sglang_ext.managers.spec_decode.planner import PLAIN_STEPS, RoundPlanner
 from sglang_ext.managers.spec_decode.round_setup import RoundSetup
+from sglang_ext.managers.spec_decode.round_timer import RoundTimer
 from sglang_ext.managers.spec_decode.sampling import SampledTokens
-from sglang_ext.managers.spec_decode.draft import Verifier
-from sglang_ext.managers.spec_decode.full_kv import ResidentFullKV
 from sglang_ext.platforms.plain_cpu import run_without_pinning
-from sglang_ext.core import TPRanks
 
 DRAFTS, LONGEST, PROMPT = 3, 9, 200
 
@@ -403,7 +403,7 @@ def test_gone_requests_give_back_what_was_reserved():
     assert toy.full_kv.scheduler.occupancy.memory > 0
     for state in states:
         toy.forget(state.row)
-    assert toy.full_kv.scheduler.memory_peak == 0 and not toy.full_kv.verifying_rows
+    assert toy.full_kv.scheduler.memory.peak == 0 and not toy.full_kv.verifying_rows
 
 
 @pytest.mark.parametrize("left", [1, 2, 5])
@@ -422,15 +422,15 @@ def test_loads_that_are_planned_take_as_long_as_the_link_needs_now():
     verifications.schedule_verifications({1: 8}, set())
 
     def reserved():
-        return sum(admission._loads.link.free(i) < 1 for i in range(1, 16))
+        return sum(admission.link.free(i) < 1 for i in range(1, 16))
 
     assert reserved() == 2
     residency.host.link.restored *= 1.05
     verifications.on_round_start({}, None)
-    before = admission._loads.link.mean_occupancy
+    before = admission.link.mean_occupancy
     residency.host.link.restored /= 4.2
     verifications.on_round_start({}, None)
-    assert admission._loads.link.mean_occupancy == pytest.approx(4 * before), "small changes are not followed, this one is"
+    assert admission.link.mean_occupancy == pytest.approx(4 * before), "small changes are not followed, this one is"
 
 
 def test_the_timeline_has_each_rounds_drafts_and_what_became_of_them(tmp_path):
@@ -439,7 +439,7 @@ def test_the_timeline_has_each_rounds_drafts_and_what_became_of_them(tmp_path):
         req.bootstrap_room = room
     toy.timeline = TransferTimeline(tmp_path / "times")
     seen = rounds(toy, states, reqs, 4)
-    events = timeline.read(tmp_path / "times")
+    events = transfer_metrics.read_timeline(tmp_path / "times")
     drafted, verified = ([event for event in events if event.kind == kind] for kind in ("drafted", "verified"))
     assert [(event.number, event.of) for event in drafted] == [(DRAFTS, DRAFTS)] * 4
     assert [(event.room, event.of, event.number) for event in verified] == [(row - 1, offered, accepted) for row, offered, accepted in seen]

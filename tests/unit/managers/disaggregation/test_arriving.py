@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.managers.kv_transfer.arriving_full_kv import ArrivingFullKV
 from sglang_ext.core import TPRanks
+from sglang_ext.managers.kv_transfer.feature import ArrivingFullKV
 
 
 @dataclass

@@ -12,14 +12,14 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from tiered_helpers import TokenTable, World, release
 
 from sglang_ext.hooks import quantized_prompts as hooks
-from sglang_ext.managers.kv_transfer.quantized.decode_side import QuantizedPromptAllocator
-from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
 from sglang_ext.managers.kv_transfer.feature import KVTransfer
+from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
+from sglang_ext.managers.kv_transfer.quantized_prompts import QuantizedPromptAllocator
 from sglang_ext.managers.worker import KVWorker
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
-from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import QuantizedLayout, Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing, QuantizedLayout
 from sglang_ext.mem_cache.compressed.queries import QueryWindows
 from sglang_ext.mem_cache.compressors.catalogue import method
 from sglang_ext.mem_cache.prefix_cache.quantized_only import QuantizedOnlyKV
