@@ -22,8 +22,7 @@ from sglang_ext.tools.fit.progress import show_progress
 from sglang_ext.tools.fit.samples import TextPiece, Sampler, SamplingConfig
 from sglang_ext.tools.fit.training import TrainingConfig
 from sglang_ext.tools.fit.job import FitJob, split
-from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
-from sglang_ext.mem_cache.scores.predictor import FitRecord
+from sglang_ext.mem_cache.scores import FitRecord, model_folder, model_key
 from sglang_ext.tools.output_files import check_folder, exit_code
 from sglang_ext.tools.precompress import PrecompressError
 

@@ -16,7 +16,7 @@ from sglang_ext.config.rules import IS_NOT_FULL_MODE, option, render_text, round
 from sglang_ext.core import MIN_CONTEXT, OptionError
 from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
 from sglang_ext.managers.kv_transfer.link_settings import LinkError
-from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer
+from sglang_ext.mem_cache.compressors.quantizer import Quantizer
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs

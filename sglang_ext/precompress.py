@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sglang_ext.core import OptionError
-from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
+from sglang_ext.mem_cache.scores import model_folder, model_key
 from sglang_ext.tools.output_files import check_folder, exit_code
 from sglang_ext.tools.precompress import PrecompressError
 from sglang_ext.tools.precompress.job import PromptPrefix

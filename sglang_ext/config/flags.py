@@ -19,7 +19,7 @@ from sglang_ext.config.conditions import (
 from sglang_ext.config.rules import Flag, Range, Refusal, one_of, refuse_if_set
 from sglang_ext.core import DEFAULT_BUDGET, MIN_CONTEXT
 from sglang_ext.mem_cache.compressors import catalogue
-from sglang_ext.mem_cache.compressors.each_step.quest import Quest
+from sglang_ext.mem_cache.compressors.step_selectors import Quest
 from sglang_ext.mem_cache.selection.predictors import PREDICTORS
 from sglang_ext.mem_cache.selection.scoring_keys import EXACT, SCORE_BITS
 

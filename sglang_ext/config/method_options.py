@@ -12,7 +12,7 @@ from sglang_ext.config.options import attention_backends, expected_device
 from sglang_ext.config.rules import Range
 from sglang_ext.core import DEFAULT_BUDGET, OptionError
 from sglang_ext.mem_cache.compressors import catalogue
-from sglang_ext.mem_cache.compressors.contracts.registry import COMPRESSORS
+from sglang_ext.mem_cache.compressors.registry import COMPRESSORS
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs

@@ -17,7 +17,7 @@ from sglang_ext.mem_cache.selection.predictors import query_predictor
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
-    from sglang_ext.mem_cache.compressors.spade import Spade
+    from sglang_ext.mem_cache.compressors.step_selectors import Spade
 
 logger = logging.getLogger(__name__)
 
@@ -257,7 +257,7 @@ def max_selected_tokens(args: "KVServerArgs") -> int:
 
 def spade(args: "KVServerArgs") -> "Spade":
     """The spade method with the flags' settings, for arguments after :func:`resolve`."""
-    from sglang_ext.mem_cache.compressors.spade import Spade
+    from sglang_ext.mem_cache.compressors.step_selectors import Spade
 
     # Cache ranks select for steps only: compressed KV is not refreshed after each verification.
     each_round = args.kv_mode == "verified" and not ranks(args)

@@ -20,7 +20,7 @@ from sglang_ext.mem_cache.compressed.async_selector import StreamSelector
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.queries import QueryWindows, RecordedRows
 from sglang_ext.mem_cache.compressed.rotary import Rotary
-from sglang_ext.mem_cache.compressors.spade import Spade
+from sglang_ext.mem_cache.compressors.step_selectors import Spade
 from sglang_ext.mem_cache.selection.on_gpu import GpuSelector
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery, RegressedQuery
 

@@ -25,7 +25,7 @@ from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots
 from sglang_ext.mem_cache.compressed.layouts.pointers import Pointers
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.queries import QueryWindows, RecordedRows
-from sglang_ext.mem_cache.compressors.spade import Spade, attention
+from sglang_ext.mem_cache.compressors.step_selectors import Spade, attention
 from sglang_ext.mem_cache.selection.scoring_keys import KeySpec, scoring_keys
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery
 from sglang_ext.mem_cache.selection.top_tokens import mark_always

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from sglang_ext.config import method_options
-from sglang_ext.mem_cache.compressors import catalogue, user_methods
-from sglang_ext.mem_cache.compressors.contracts import registry
+from sglang_ext.mem_cache.compressors import catalogue, registry
 
 
 @pytest.fixture
@@ -19,5 +18,5 @@ def own_methods() -> Iterator[None]:
         known.clear()
         known.update(before)
     registry.USER_METHODS.clear()
-    for cached in (catalogue.parse, catalogue._numbers, user_methods._registered, method_options._offers):
+    for cached in (catalogue.parse, catalogue._numbers, registry._registered, method_options._offers):
         cached.cache_clear()

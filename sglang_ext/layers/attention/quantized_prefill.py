@@ -70,7 +70,7 @@ class QuantizedPrefill:
         """A context in which prompts are computed.
 
         Args:
-            seeds: By row of the token table, int32 [tokens], seed of each token of the prompt (layouts/rounding.py).
+            seeds: By row of the token table, int32 [tokens], seed of each token of the prompt (layouts/block_layout.py).
             stored: As :attr:`stored`. Rows may lack full KV there. The blocks end before the first token that is computed.
         """
         self._seeds, self._stored = seeds, stored or {}

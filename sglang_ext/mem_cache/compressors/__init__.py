@@ -4,9 +4,9 @@ contracts/ has the interfaces: one for methods that drop tokens, one for methods
 method needs.
 """
 
-from sglang_ext.mem_cache.compressors.contracts.compressor import Always, Compressor, ContextKV, LayerKV, Part, top_positions, kept_count
-from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer
-from sglang_ext.mem_cache.compressors.contracts.registry import register, register_quantizer
+from sglang_ext.mem_cache.compressors.compressor import Always, Compressor, ContextKV, LayerKV, Part, kept_count, top_positions
+from sglang_ext.mem_cache.compressors.quantizer import Quantizer
+from sglang_ext.mem_cache.compressors.registry import register, register_quantizer
 
 __all__ = [
     *("Always", "Compressor", "ContextKV", "LayerKV", "Part", "Quantizer"),

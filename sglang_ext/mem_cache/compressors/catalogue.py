@@ -1,6 +1,6 @@
 """The catalogue of compression methods that ``--kv-compressor`` may name. Each method's class declares its properties.
 
-A method is one file of this folder or of ``each_step/``, with an entry in contracts/registry.py, or a user's own class (user_methods.py).
+A method is a class in this folder with an entry in registry.py, or a user's own class.
 """
 
 import re
@@ -10,11 +10,20 @@ from functools import cache
 from itertools import product
 
 from sglang_ext.core import OptionError
-from sglang_ext.mem_cache.compressors.contracts.compressor import Compressor, KeepAll
-from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer
-from sglang_ext.mem_cache.compressors.contracts.registry import (
-    COMPRESSORS, DROPPING, PACKING, USER_METHODS, QUANTIZERS, DroppingMethod, PackingMethod, QuantizerEntry,
-)  # fmt: skip
+from sglang_ext.mem_cache.compressors.compressor import Compressor, KeepAll
+from sglang_ext.mem_cache.compressors.quantizer import Quantizer
+from sglang_ext.mem_cache.compressors.registry import (
+    COMPRESSORS,
+    DROPPING,
+    PACKING,
+    QUANTIZERS,
+    USER_METHODS,
+    DroppingMethod,
+    PackingMethod,
+    QuantizerEntry,
+    is_own,
+    name_of,
+)
 
 DEFAULT = "snapkv"
 # Names that flags are checked for.
@@ -131,7 +140,7 @@ def parse(value: str, flag: str = "--kv-compressor") -> tuple[str | None, str | 
     Raises:
         OptionError: The value is unknown. The message has the value and the allowed ones.
     """
-    first, second = (None if part is None else _registered_name(part, flag) for part in parts(value))
+    first, second = (None if part is None else name_of(part, flag) for part in parts(value))
     drops, packs = (first, second) if first in dropping() or second is not None else (None, first)
     if (drops is not None and drops not in dropping()) or (packs is not None and packs not in packing()):
         raise OptionError(
@@ -147,24 +156,6 @@ def parse(value: str, flag: str = "--kv-compressor") -> tuple[str | None, str | 
     return drops, packs
 
 
-def _registered_name(value: str, flag: str) -> str:
-    """As :func:`user_methods.name_of`."""
-    if ":" not in value:
-        return value
-    from sglang_ext.mem_cache.compressors import user_methods
-
-    return user_methods.name_of(value, flag)
-
-
-def _is_own(value: str) -> bool:
-    """As :func:`user_methods.is_own`."""
-    if ":" not in value:
-        return False
-    from sglang_ext.mem_cache.compressors import user_methods
-
-    return user_methods.is_own(value)
-
-
 def _apart_from_bits(value: str, flag: str) -> str | None:
     """Flags that a name with bits in it probably means; None if it means nothing."""
     found = WITH_BITS.fullmatch(value)
@@ -176,7 +167,7 @@ def _apart_from_bits(value: str, flag: str) -> str | None:
 def parts(value: str) -> tuple[str, str | None]:
     """Split a value into the method that drops tokens and the quantizer, as typed. Paths may contain a plus, too."""
     for place in (place for place, letter in enumerate(value) if letter == "+"):
-        if value[:place] in dropping() or _is_own(value[:place]):
+        if value[:place] in dropping() or is_own(value[:place]):
             return value[:place], value[place + 1 :]
     return value, None
 

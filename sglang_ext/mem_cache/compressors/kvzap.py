@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from sglang_ext.mem_cache.compressors.contracts.compressor import Always, Compressor, ContextKV, RequiredFolder, LayerKV
-from sglang_ext.mem_cache.compressors.contracts.registry import register
-from sglang_ext.mem_cache.compressors.snapkv import SnapKV
+from sglang_ext.mem_cache.compressors.attention_scores import SnapKV
+from sglang_ext.mem_cache.compressors.compressor import Always, Compressor, ContextKV, LayerKV, RequiredFolder
+from sglang_ext.mem_cache.compressors.registry import register
 
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.slot_scores import SlotScores

@@ -1,17 +1,271 @@
-"""KVzip (Kim et al. 2025, arXiv 2505.23416): keep what the model needs to repeat the context, whatever is asked later."""
+"""KVzip (Kim et al. 2025, arXiv 2505.23416): keep what the model needs to repeat the context, whatever is asked later.
 
+Scores of a document are computed before, and stored in a safetensors file, which is written atomically, with a checksum and a key. It has
+``scores``, float16 [layers, kv_heads, tokens], and ``chain``, uint8 [pages, 16], which identifies its tokens. Its header has the format's
+version, the model's key, the method, the method's settings and a checksum of everything. An index finds the document that a prompt
+begins with.
+"""
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+from typing import ClassVar, NamedTuple
 
+import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 
 from sglang_ext.device import sent
-from sglang_ext.mem_cache.compressors.contracts.compressor import Always, Compressor, ContextKV, RequiredFolder, LayerKV, Part
-from sglang_ext.mem_cache.compressors.contracts.registry import register
-from sglang_ext.mem_cache.compressors.snapkv import SnapKV
+from sglang_ext.mem_cache.compressors.attention_scores import SnapKV
+from sglang_ext.mem_cache.compressors.compressor import Always, Compressor, ContextKV, LayerKV, Part, RequiredFolder
+from sglang_ext.mem_cache.compressors.registry import register
+from sglang_ext.mem_cache.scores import write_whole
 
-if TYPE_CHECKING:
-    from sglang_ext.mem_cache.scores.index import ScoreIndex
+logger = logging.getLogger(__name__)
+
+# Tokens of a page. A document's scores end at its last whole page.
+PAGE = 16
+# Bytes of a hash.
+HASH_BYTES = 16
+FORMAT = "1"
+SUFFIX = ".safetensors"
+# Smallest number of common tokens for a match. Fewer may be a chat template alone.
+MIN_MATCH = 128
+
+
+def page_hashes(tokens: Sequence[int]) -> Iterator[bytes]:
+    """Yield the hashes of the whole pages of ``tokens``, in order, lazily. Each hash covers all tokens before the page's end."""
+    digest = b""
+    for end in range(PAGE, len(tokens) + 1, PAGE):
+        page = np.asarray(tokens[end - PAGE : end], dtype="<i8")
+        digest = blake2b(digest + page.tobytes(), digest_size=HASH_BYTES).digest()
+        yield digest
+
+
+class ScoreFileError(ValueError):
+    """A file of scores cannot be used. The message has its path and the reason."""
+
+
+@dataclass(frozen=True)
+class ScoredDocument:
+    """Identity of scores: the tokens of a document, up to its last whole page, and how they were scored.
+
+    Attributes:
+        model: The model's key (scores.py).
+        method: Name of the compressor.
+        settings: Settings of the method, as JSON with sorted keys.
+        chain: Concatenated hashes of the pages of its tokens.
+    """
+
+    model: str
+    method: str
+    settings: str
+    chain: bytes
+
+    @classmethod
+    def from_tokens(cls, tokens: list[int], model: str, method: str, settings: dict[str, object]) -> "ScoredDocument":
+        """Create the identity for the document of ``tokens``."""
+        return cls(model, method, json.dumps(settings, sort_keys=True), b"".join(page_hashes(tokens)))
+
+    @property
+    def hashes(self) -> list[bytes]:
+        """Hashes of its pages."""
+        return [self.chain[begin : begin + HASH_BYTES] for begin in range(0, len(self.chain), HASH_BYTES)]
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens in whole pages."""
+        return len(self.hashes) * PAGE
+
+    @cached_property
+    def file_name(self) -> str:
+        """Name of the file in a score folder, which depends on the whole identity."""
+        key = json.dumps([FORMAT, self.model, self.method, self.settings, self.chain[-HASH_BYTES:].hex()])
+        return blake2b(key.encode(), digest_size=16).hexdigest() + SUFFIX
+
+    def checksum(self, scores: torch.Tensor) -> str:
+        """Checksum of this identity and of the scores, float16."""
+        digest = blake2b(digest_size=16)
+        for part in (FORMAT, self.model, self.method, self.settings):
+            digest.update(f"{len(part)}/{part}".encode())
+        digest.update(self.chain)
+        digest.update(scores.contiguous().numpy().data)
+        return digest.hexdigest()
+
+
+def write_scores(folder: Path, document: ScoredDocument, scores: torch.Tensor) -> Path:
+    """Store scores, [layers, kv_heads, tokens or more], of a document. The file appears only when it is complete.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    stored = scores[..., : document.tokens].half().cpu().contiguous()
+    metadata = {"format": FORMAT, "model": document.model, "method": document.method, "settings": document.settings}
+    metadata["checksum"] = document.checksum(stored)
+    hashes = torch.frombuffer(bytearray(document.chain), dtype=torch.uint8).view(-1, HASH_BYTES)
+    path = folder / document.file_name
+    write_whole(path, save({"scores": stored, "chain": hashes}, metadata))
+    return path
+
+
+@dataclass(frozen=True)
+class ScoreFile:
+    """A file of scores. Only its header and hashes were read.
+
+    Attributes:
+        path: Path of the file.
+        document: The document in its header.
+        shape: Layers, KV heads and tokens of its scores.
+        checksum: The checksum in its header.
+    """
+
+    path: Path
+    document: ScoredDocument
+    shape: tuple[int, int, int]
+    checksum: str
+
+    @classmethod
+    def read(cls, path: Path) -> "ScoreFile":
+        """Read header and hashes, without the scores.
+
+        Raises:
+            ScoreFileError: It is not a file of scores, or of another version.
+        """
+        try:
+            with safe_open(path, "pt") as opened:
+                metadata = opened.metadata() or {}
+                found = metadata.get("format")
+                if found != FORMAT:
+                    raise ScoreFileError(f"{path} has format {found!r}; this version reads {FORMAT!r}: make it again")
+                hashes = opened.get_tensor("chain").numpy().tobytes()
+                shape = tuple(opened.get_slice("scores").get_shape())
+            document = ScoredDocument(metadata["model"], metadata["method"], metadata["settings"], hashes)
+            file = cls(path, document, shape, metadata["checksum"])
+        except (SafetensorError, OSError, KeyError) as error:
+            raise ScoreFileError(f"{path} is not a file of scores ({error}): make it again") from error
+        if len(shape) != 3 or shape[2] != document.tokens:
+            raise ScoreFileError(f"{path} has scores of shape {list(shape)} for {document.tokens} tokens: make it again")
+        return file
+
+    def scores(self) -> torch.Tensor:
+        """The scores, float16 [layers, kv_heads, tokens], mapped from the file. The whole file is read once for the checksum.
+
+        Raises:
+            ScoreFileError: The file is missing or has changed.
+        """
+        try:
+            with safe_open(self.path, "pt") as opened:
+                scores = opened.get_tensor("scores")
+        except (SafetensorError, OSError) as error:
+            raise ScoreFileError(f"{self.path} cannot be read any more ({error}): make it again") from error
+        if scores.dtype != torch.float16 or tuple(scores.shape) != self.shape or self.document.checksum(scores) != self.checksum:
+            raise ScoreFileError(f"{self.path} has changed since it was written, its checksum differs: make it again")
+        return scores
+
+
+class MappedScores(NamedTuple):
+    """A file's scores.
+
+    Attributes:
+        state: The file's state when it was mapped: inode, size, modification time; None if it did not exist.
+        scores: float16 [layers, kv_heads, tokens], mapped from the file; None if its checksum differed.
+    """
+
+    state: tuple[int, ...] | None
+    scores: torch.Tensor | None
+
+
+@dataclass
+class ScoreIndex:
+    """Scores of a folder that fit a model: a table from each page's hash to its file and the number of tokens up to the page's end."""
+
+    _pages: dict[bytes, tuple[ScoreFile, int]] = field(default_factory=dict)
+    _mapped: dict[Path, MappedScores] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, folder: Path, method: str, model: str, layers: int, kv_heads: int) -> "ScoreIndex":
+        """Read headers and hashes of all files. Files that do not fit are logged and ignored.
+
+        Args:
+            folder: Output folder of ``python -m sglang_ext.precompress``.
+            method: Name of the compressor.
+            model: The model's key.
+            layers, kv_heads: The model's numbers of layers and KV heads.
+        """
+        index = cls()
+        files = sorted(folder.glob(f"*{SUFFIX}"))
+        for path in files:
+            try:
+                index._add(_check_fits(ScoreFile.read(path), method, model, layers, kv_heads))
+            except ScoreFileError as error:
+                logger.warning("sglang-ext: scores are not used: %s", error)
+        used = len({file.path for file, _ in index._pages.values()})
+        logger.info("sglang-ext: scores of %s documents in %s, %s of them for this model", len(files), folder, used)
+        return index
+
+    @property
+    def empty(self) -> bool:
+        """Whether no file of the folder fits the model."""
+        return not self._pages
+
+    def _add(self, file: ScoreFile) -> None:
+        for page, digest in enumerate(file.document.hashes, start=1):
+            self._pages.setdefault(digest, (file, page * PAGE))
+
+    def match(self, tokens: Sequence[int]) -> torch.Tensor | None:
+        """Scores, float16 [layers, kv_heads, common tokens], of the document with the longest common prefix with ``tokens``.
+
+        None if it is shorter than :data:`MIN_MATCH`, or if the file has changed, which is logged once. A file is mapped and its checksum
+        compared on first use, and again after it was modified, because the mapping of a truncated file must not be read.
+        """
+        found, common = None, 0
+        for digest in page_hashes(tokens):
+            if digest not in self._pages:
+                break
+            found, common = self._pages[digest]
+        if found is None or common < MIN_MATCH:
+            return None
+        mapped, state = self._mapped.get(found.path), _state(found.path)
+        if mapped is None or mapped.state != state:
+            mapped = self._mapped[found.path] = MappedScores(state, _checked_scores(found))
+        return None if mapped.scores is None else mapped.scores[..., :common]
+
+
+def _check_fits(file: ScoreFile, method: str, model: str, layers: int, kv_heads: int) -> ScoreFile:
+    """Return ``file`` if it has this method, model and shape.
+
+    Raises:
+        ScoreFileError: It does not.
+    """
+    for what, found, wanted in (
+        ("method", file.document.method, method),
+        ("model", file.document.model, model),
+        ("layers and KV heads", file.shape[:2], (layers, kv_heads)),
+    ):
+        if found != wanted:
+            raise ScoreFileError(f"{file.path} is for another {what}: {found}, not {wanted}")
+    return file
+
+
+def _state(path: Path) -> tuple[int, ...] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _checked_scores(file: ScoreFile) -> torch.Tensor | None:
+    try:
+        return file.scores()
+    except ScoreFileError as error:
+        logger.warning("sglang-ext: scores are not used: %s", error)
+        return None
 
 
 @register("kvzip")
@@ -26,7 +280,7 @@ class KVzip(Compressor):
     """
 
     online: Compressor = SnapKV()
-    index: "ScoreIndex | None" = None
+    index: ScoreIndex | None = None
     heads: slice = field(default_factory=lambda: slice(None))
     comparable: ClassVar[bool] = True
     better_uneven: ClassVar[bool] = True

@@ -1,6 +1,6 @@
 """Pages of full KV as anchors and residuals: packed blocks of the same tokens, and the bits that restore the pool's numbers from them.
 
-For each number a packed block holds a code, and for each chunk mu and sigma: Lynx's anchor (compressors/lynx.py). They define a bin, the
+For each number a packed block holds a code, and for each chunk mu and sigma: Lynx's anchor (compressors/level_quantizers.py). They define a bin, the
 numbers of the pool's dtype between two bounds. The residual is the number's index in its bin (layers/kernels/lynx/pytorch_codec.py). While the
 blocks are on the device, a load needs the residual only. Afterwards it needs the anchor too.
 

@@ -9,8 +9,8 @@ import torch
 
 from sglang_ext.core import SCORE_BITS
 from sglang_ext.mem_cache.compressed.layouts.block_layout import PARAMETER, Grid, Quantized, pack_codes, unpack_codes
-from sglang_ext.mem_cache.compressors.contracts.quantizer import whole
-from sglang_ext.mem_cache.compressors.plain_int import PlainInt
+from sglang_ext.mem_cache.compressors.quantizer import whole
+from sglang_ext.mem_cache.compressors.integer_quantizers import PlainInt
 
 if TYPE_CHECKING:
     from sglang_ext.layers.kernels.selection.quantized_keys import QuantizedKeyTensors
@@ -117,7 +117,7 @@ class ExactKeys(ScoringKeys):
 
 
 class QuantizedKeys(ScoringKeys):
-    """Keys as asymmetric integers by token, head and group of channels (compressors/plain_int.py), for layers/kernels/selection/quantized_keys.py.
+    """Keys as asymmetric integers by token, head and group of channels (compressors/integer_quantizers.py), for layers/kernels/selection/quantized_keys.py.
 
     The codes of a token and head are stored group after group. An 8-bit code is one byte. With 4 bits, a byte has two channels of a
     group: in the lower bits one of the first half, in the upper bits the one with the same index in the second half.

@@ -8,12 +8,7 @@ from pathlib import Path
 
 import torch
 
-from sglang_ext.mem_cache.scores.checked_file import (
-    CheckedFileError,
-    read_checked,
-    write_checked,
-)
-from sglang_ext.mem_cache.scores.predictor import FitRecord, Predictor
+from sglang_ext.mem_cache.scores import CheckedFileError, FitRecord, Predictor, read_checked, write_checked
 from sglang_ext.tools.fit import FitError
 from sglang_ext.tools.fit.samples import MIN_TOKENS, Sampler, TextPiece, load_layer
 from sglang_ext.tools.fit.training import TrainingConfig, evaluate, train

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sglang_ext.mem_cache.scores.checked_file import is_whole, write_checked
+from sglang_ext.mem_cache.scores import is_whole, write_checked
 from sglang_ext.tools.precompress.reconstruction import AttentionInputs
 from sglang_ext.tools.precompress.job import PromptPrefix, read_text
 from sglang_ext.tools.precompress.reconstruction import (

@@ -63,7 +63,7 @@ class Standardizer:
 
 
 def train(states: torch.Tensor, targets: torch.Tensor, how: TrainingConfig, layer: int) -> dict[str, torch.Tensor]:
-    """Train one layer. Return its weights, with the names of :class:`~sglang_ext.mem_cache.scores.predictor.Predictor`, on the CPU.
+    """Train one layer. Return its weights, with the names of :class:`~sglang_ext.mem_cache.scores.Predictor`, on the CPU.
 
     Args:
         states: float32 [samples, hidden_size].

@@ -8,13 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sglang_ext.mem_cache.scores.index import MIN_MATCH
-from sglang_ext.mem_cache.scores.score_files import (
-    ScoredDocument,
-    ScoreFile,
-    ScoreFileError,
-    write,
-)
+from sglang_ext.mem_cache.compressors.kvzip import MIN_MATCH, ScoreFile, ScoreFileError, ScoredDocument, write_scores
 from sglang_ext.tools.precompress import PrecompressError
 from sglang_ext.tools.precompress.reconstruction import (
     ReconstructionConfig,
@@ -142,7 +136,7 @@ class ScoringJob:
         """Score a document and store the scores. Calls ``progress`` with numbers of computed or repeated tokens."""
         suffix = self.beginning.suffix(self.tokenizer)
         scores = reconstruction_scores(model, self._encode, tokens, suffix, self.how, progress)
-        return write(self.out, self.document(tokens), scores)
+        return write_scores(self.out, self.document(tokens), scores)
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)

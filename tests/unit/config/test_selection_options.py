@@ -10,7 +10,7 @@ from argument_helpers import arguments
 from sglang_ext import flag_checks
 from sglang_ext.config import selection_options
 from sglang_ext.core import OptionError
-from sglang_ext.mem_cache.compressors.each_step.quest import Quest
+from sglang_ext.mem_cache.compressors.step_selectors import Quest
 from sglang_ext_bench.baselines import SELECTORS
 
 

@@ -14,7 +14,7 @@ from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing, as
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
-from sglang_ext.mem_cache.compressors.kivi import Kivi
+from sglang_ext.mem_cache.compressors.integer_quantizers import Kivi
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector, FreeBl
 from sglang_ext.mem_cache.compressed.policy import REFRESH_AFTER, ensure_compressed_kv, tokens_until_refresh
 from sglang_ext.mem_cache.compressed.queries import QueryWindows, RecordedRows
 from sglang_ext.mem_cache.compressors import top_positions
-from sglang_ext.mem_cache.compressors.spade import Spade, attention
+from sglang_ext.mem_cache.compressors.step_selectors import Spade, attention
 from sglang_ext.mem_cache.selection.on_gpu import shares
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery, RegressedQuery
 from sglang_ext.mem_cache.selection.top_tokens import mark_always

@@ -13,12 +13,10 @@ from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache import compressors
-from sglang_ext.mem_cache.compressors import LayerKV, each_step, top_positions, kept_count
+from sglang_ext.mem_cache.compressors import LayerKV, kept_count, registry, top_positions
 from sglang_ext.mem_cache.compressors.catalogue import create, dropping
-from sglang_ext.mem_cache.compressors.contracts import registry
-from sglang_ext.mem_cache.compressors.snapkv import SnapKV
-from sglang_ext.mem_cache.compressors.spade import Spade
-from sglang_ext.mem_cache.compressors.verify_guided import VerifyGuided
+from sglang_ext.mem_cache.compressors.attention_scores import SnapKV, VerifyGuided
+from sglang_ext.mem_cache.compressors.step_selectors import Spade
 from sglang_ext.mem_cache.selection.predictors import PREDICTORS, query_predictor
 
 
@@ -35,8 +33,7 @@ def test_flags_know_the_properties_of_each_built_in_method_before_its_module_is_
 
 
 def test_each_module_of_a_method_is_in_the_registry():
-    modules = {module.name for module in iter_modules(compressors.__path__) if not module.ispkg} - {"catalogue", "user_methods"}
-    modules |= {f"each_step.{module.name}" for module in iter_modules(each_step.__path__)} - {"each_step.step_selector"}
+    modules = {module.name for module in iter_modules(compressors.__path__)} - {"catalogue", "compressor", "quantizer", "registry"}
     assert {method.target.rpartition(".")[0] for method in (*registry.DROPPING.values(), *registry.PACKING.values())} == modules
 
 

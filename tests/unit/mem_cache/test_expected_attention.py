@@ -4,7 +4,7 @@ import torch
 
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors import LayerKV, top_positions
-from sglang_ext.mem_cache.compressors.expected_attention import ExpectedAttention
+from sglang_ext.mem_cache.compressors.attention_scores import ExpectedAttention
 
 TOKENS, HEADS, GROUP, DIM, WINDOW = 40, 2, 3, 8, 12
 ROTARY = Rotary(torch.tensor([1.0, 0.3, 0.1, 0.02]))

@@ -1,8 +1,8 @@
 """Packs the kept tokens of each KV head into the blocks of compressed KV (block_layout.py): one launch for keys, one for values.
 
 A program packs blocks of one head of one layer. Codes, scales and zero points equal those of the PyTorch code
-(compressors/contracts/quantizer.py, turboquant.py, lynx.py) within rounding. A number halfway between two codes may get the other code.
-Stochastic rounding (hack.py) gives the same bytes, because no two operations are fused into one that rounds once.
+(mem_cache/compressors/quantizer.py, level_quantizers.py, level_quantizers.py) within rounding. A number halfway between two codes may get the other code.
+Stochastic rounding (integer_quantizers.py) gives the same bytes, because no two operations are fused into one that rounds once.
 """
 
 import torch
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from sglang_ext.layers.kernels.gpu_launch import buffer_pointer, dtype_name, launch_first_fitting
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.layouts import rounding
+from sglang_ext.mem_cache.compressed.layouts import block_layout
 from sglang_ext.mem_cache.compressed.layouts.block_layout import BlockLayout
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 
@@ -28,11 +28,11 @@ ROTATED_PART = 32
 SMALLEST = tl.constexpr(2.0**-24)
 # The largest float16. Adding ROUNDING to a small float32 rounds it to an integer, ties to even, which the lowest bits of the sum hold.
 LARGEST, ROUNDING = tl.constexpr(65504.0), tl.constexpr(1.5 * 2**23)
-# Constants of the noise (mem_cache/compressed/layouts/rounding.py).
-LANE_STEP, CHANNEL_STEP = tl.constexpr(rounding.LANE_STEP), tl.constexpr(rounding.CHANNEL_STEP)
-SHIFT_0, SHIFT_1, SHIFT_2 = map(tl.constexpr, rounding.SHIFTS)
-FACTOR_0, FACTOR_1 = map(tl.constexpr, rounding.FACTORS)
-NOISE_SHIFT, NOISE_UNIT = tl.constexpr(32 - rounding.NOISE_BITS), tl.constexpr(2.0**-rounding.NOISE_BITS)
+# Constants of the noise (mem_cache/compressed/layouts/block_layout.py).
+LANE_STEP, CHANNEL_STEP = tl.constexpr(block_layout.LANE_STEP), tl.constexpr(block_layout.CHANNEL_STEP)
+SHIFT_0, SHIFT_1, SHIFT_2 = map(tl.constexpr, block_layout.SHIFTS)
+FACTOR_0, FACTOR_1 = map(tl.constexpr, block_layout.FACTORS)
+NOISE_SHIFT, NOISE_UNIT = tl.constexpr(32 - block_layout.NOISE_BITS), tl.constexpr(2.0**-block_layout.NOISE_BITS)
 
 
 @triton.jit
@@ -103,7 +103,7 @@ def _quantize_centred(groups, bounds, LAST: tl.constexpr):
 
 @triton.jit
 def _hash(numbers):
-    """Hash of uint32, as in rounding.py."""
+    """Hash of uint32, as in block_layout.py."""
     numbers = (numbers ^ (numbers >> SHIFT_0)) * FACTOR_0
     numbers = (numbers ^ (numbers >> SHIFT_1)) * FACTOR_1
     return numbers ^ (numbers >> SHIFT_2)
@@ -111,7 +111,7 @@ def _hash(numbers):
 
 @triton.jit
 def token_noise(seeds, lane, DIM: tl.constexpr):
-    """Rounding noise for tokens with these ``seeds``, int32, in a ``lane``: float32 [tokens, dim], equal to that of rounding.py."""
+    """Rounding noise for tokens with these ``seeds``, int32, in a ``lane``: float32 [tokens, dim], equal to that of block_layout.py."""
     of_tokens = _hash(seeds.to(tl.uint32, bitcast=True) + (lane + 1).to(tl.uint32) * LANE_STEP)
     channels = tl.arange(0, DIM).to(tl.uint32) * CHANNEL_STEP
     return (_hash(of_tokens[:, None] + channels[None, :]) >> NOISE_SHIFT).to(tl.float32) * NOISE_UNIT
@@ -273,7 +273,7 @@ def pack_blocks(
     kept = kept.contiguous()
     for is_value, ((table, like, layout), rotation) in enumerate(zip(kinds, packing.rotations(kept.device), strict=True)):
         rotation = None if rotation is None else rotation.contiguous()
-        drawn = seeds, buffers.layer_table, rounding.lane(0, buffers.first_head, bool(is_value))
+        drawn = seeds, buffers.layer_table, block_layout.lane(0, buffers.first_head, bool(is_value))
         _launch(table, like, layout, packing, (kept, sources, targets), rotation, drawn)
 
 

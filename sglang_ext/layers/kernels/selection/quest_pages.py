@@ -3,7 +3,7 @@ a step.
 
 A page's bound is the largest product that a query can have with a key between the page's minima and maxima. It is the mean over the query
 heads of the KV head, as in ``mem_cache/selection/scoring.py``. The bound is linear in the positive and negative parts of a query. So
-only the means of these parts over the heads are multiplied. The pages with the largest bounds become pointers to their tokens (pages.py).
+only the means of these parts over the heads are multiplied. The pages with the largest bounds become pointers to their tokens (pointers.py).
 """
 
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from sglang_ext.layers.kernels.gpu_launch import buffer_pointer, pdl_options
 
 if TYPE_CHECKING:
-    from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
+    from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout
 
 
 class QuestGrid(NamedTuple):

@@ -39,7 +39,7 @@ class QuantizedPromptCodec(SingleStreamCodec):
         buffers: The same pool, by KV heads.
         begin, end: Range of prompt positions in whole blocks.
         tokens: Tokens of an exact page.
-        seeds: int32 [tokens of the prompt], seeds of stochastic rounding (layouts/rounding.py); None for other rounding, and for writing.
+        seeds: int32 [tokens of the prompt], seeds of stochastic rounding (layouts/block_layout.py); None for other rounding, and for writing.
 
     Raises:
         LinkError: The range is not whole blocks.

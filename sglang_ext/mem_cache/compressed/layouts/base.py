@@ -16,10 +16,10 @@ import torch
 from sglang_ext.core import CompressedKV
 
 if TYPE_CHECKING:
+    from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
     from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
     from sglang_ext.mem_cache.compressors.catalogue import MethodSpec
-    from sglang_ext.mem_cache.compressors.contracts.compressor import Compressor, ContextKV, Part
-    from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+    from sglang_ext.mem_cache.compressors.compressor import Compressor, ContextKV, Part
 
 
 class SlotLayout(Protocol):
@@ -30,7 +30,7 @@ class SlotLayout(Protocol):
         sinks: First tokens of a context that are stored unchanged, in separate slots.
         unit: Tokens covered, shared and kept are multiples of it.
         share: Approximate slots used, as a share of the slots of the kept tokens.
-        stochastic: Whether numbers are rounded stochastically, with seeds from their tokens (rounding.py).
+        stochastic: Whether numbers are rounded stochastically, with seeds from their tokens (block_layout.py).
     """
 
     recent: int

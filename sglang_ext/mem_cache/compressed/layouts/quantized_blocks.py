@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_ext.core import CompressedKV, IntegrityError
-from sglang_ext.mem_cache.compressed.layouts.base import RowCountLayout, PlainSlots
-from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid, BlockLayout, Quantized
-from sglang_ext.mem_cache.compressed.layouts.rounding import lane, noise
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots, RowCountLayout
+from sglang_ext.mem_cache.compressed.layouts.block_layout import BlockLayout, Grid, Quantized, lane, noise
 from sglang_ext.mem_cache.compressed.rotary import Rotary
-from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer, whole
+from sglang_ext.mem_cache.compressors.quantizer import Quantizer, whole
 
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressors.catalogue import MethodSpec
@@ -132,10 +131,10 @@ class Packing:
             kept: int64 [layers, kv_heads, tokens], indices into ``sources``; whole blocks.
             sources: int64, slots of the context from its first token on, so that the indices are positions.
             targets: int64 [held_slots(tokens)], on a GPU disjoint from ``sources``. Slots that pad the last page stay unchanged.
-            seeds: int32, of the tokens in ``sources``, for a stochastic quantizer (rounding.py); None rounds to the nearest code.
+            seeds: int32, of the tokens in ``sources``, for a stochastic quantizer (block_layout.py); None rounds to the nearest code.
         """
         if buffers.on_gpu:
-            from sglang_ext.layers.kernels.packed.pack_blocks import pack_blocks, can_pack
+            from sglang_ext.layers.kernels.packed.pack_blocks import can_pack, pack_blocks
 
             if can_pack(self, buffers):
                 pack_blocks(self, buffers, kept, sources, targets, seeds)

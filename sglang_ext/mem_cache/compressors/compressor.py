@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
-
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
     from sglang_ext.mem_cache.compressed.rotary import Rotary
@@ -115,7 +114,7 @@ class ContextKV:
         query_positions: int64 [window], as in :class:`LayerKV`.
         rotary: As in :class:`LayerKV`.
         prompt: Prompt token ids of the request. The prompt may be longer or shorter than the context.
-        seeds: int32 [tokens], rounding seeds of a stochastic method (layouts/rounding.py); None if no method needs them.
+        seeds: int32 [tokens], rounding seeds of a stochastic method (layouts/block_layout.py); None if no method needs them.
     """
 
     buffers: "KVBuffers"
@@ -186,7 +185,7 @@ class Compressor(ABC):
         each_round: Whether it selects again after each verification, by the verification's queries.
         every: Selection interval in steps: it also selects between steps of a round, by the steps' queries. 0 for none.
         synchronous: Whether each layer selects by the step's own query, while attention waits. :attr:`every` counts the steps.
-        in_attention: Whether attention itself selects (compressed/layouts/pages.py).
+        in_attention: Whether attention itself selects (compressed/layouts/pointers.py).
         most: Tokens that each head keeps, whatever the budget. Shorter contexts are not compressed. 0: the budget decides.
         always_kept: Of the tokens that each head keeps, those that a method with step queries keeps whatever the queries.
         points: Whether compressed KV points to the kept tokens in full KV instead of storing them (pointers.py).

@@ -1,18 +1,137 @@
-"""KVQuant (Hooper et al. 2024, arXiv 2401.18079): keys before rotary embedding, non-uniform levels, separate outliers.
-
-CPU only: no kernel packs or reads such blocks.
-"""
+"""Quantizers whose codes mean uneven levels: TurboQuant, Lynx's anchor, and KVQuant."""
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 import numpy
 import torch
 
 from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid, Outliers, Quantized
-from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer, grouped, code_values, nearest, squeezed, round_to_float16
-from sglang_ext.mem_cache.compressors.contracts.registry import register_quantizer
+from sglang_ext.mem_cache.compressors.quantizer import (
+    Finding,
+    Quantizer,
+    code_values,
+    grouped,
+    nearest,
+    round_to_float16,
+    squeezed,
+    stored_above,
+    stored_next,
+)
+from sglang_ext.mem_cache.compressors.registry import register_quantizer
+
+# Seed of the rotation, which is the same in all ranks and for all compressed KV.
+SEED = 2504
+# Points at which the distribution's density is sampled, and rounds of Lloyd's algorithm over them.
+POINTS, ROUNDS = 1 << 15, 2000
+
+
+@register_quantizer("turboquant", bits=(4, 2))
+@dataclass(frozen=True)
+class TurboQuant(Quantizer):
+    """TurboQuant (Zandieh et al. 2025, arXiv 2504.19874): optimal levels for the coordinates of randomly rotated vectors.
+
+    It is the variant for least squared error (algorithm 1), with a norm for each token and head.
+    """
+
+    finding: ClassVar[Finding | None] = "levels"
+
+    def key_grid(self, dim: int) -> Grid:
+        """One token, all channels."""
+        return Grid(1, dim)
+
+    value_grid = key_grid
+
+    def rotation(self, dim: int) -> torch.Tensor:
+        """A random rotation: float32 [dim, dim], orthogonal."""
+        noise = torch.randn(dim, dim, generator=torch.Generator().manual_seed(SEED), dtype=torch.float64)
+        rotation, upper = torch.linalg.qr(noise)
+        return (rotation * upper.diagonal().sign()).float()
+
+    def levels(self, dim: int) -> torch.Tensor:
+        """Lloyd-Max levels of a coordinate of a random unit vector: float32 [2 ** bits], ascending."""
+        return lloyd_max(dim, 2**self.bits).float()
+
+    def quantize(self, numbers: torch.Tensor, grid: Grid) -> Quantized:
+        """Quantize with norms as scales, and the nearest level of each coordinate of the unit vectors. Zero points are 0."""
+        norm = numbers.norm(dim=-1, keepdim=True)
+        levels = self.levels_on(numbers.device, numbers.shape[-1])
+        codes = nearest(numbers / norm.clamp(min=1e-30), levels)
+        return Quantized(codes, round_to_float16(norm), torch.zeros_like(norm))
+
+
+@lru_cache
+def lloyd_max(dim: int, count: int) -> torch.Tensor:
+    """The ``count`` levels of least squared error for a coordinate of a random unit vector: float64, ascending.
+
+    Its density is proportional to ``(1 - x^2) ^ ((dim - 3) / 2)`` (lemma 1), near a normal one of variance ``1 / dim``.
+    """
+    points = (torch.arange(POINTS, dtype=torch.float64) + 0.5) / POINTS * 2 - 1
+    density = (1 - points**2) ** ((dim - 3) / 2)
+    mass = torch.nn.functional.pad(density.cumsum(0), (1, 0))
+    moment = torch.nn.functional.pad((density * points).cumsum(0), (1, 0))
+    # Start from the distribution's quantiles.
+    wanted = (torch.arange(count, dtype=torch.float64) + 0.5) / count * mass[-1]
+    levels = points[torch.searchsorted(mass, wanted) - 1]
+    for _ in range(ROUNDS):
+        inner = torch.searchsorted(points, (levels[1:] + levels[:-1]) / 2)
+        ends = torch.cat([inner.new_zeros(1), inner, inner.new_full((1,), POINTS)])
+        levels = (moment[ends[1:]] - moment[ends[:-1]]) / (mass[ends[1:]] - mass[ends[:-1]])
+    return (levels - levels.flip(0)) / 2
+
+
+@register_quantizer("lynx", bits=(4, 2))
+@dataclass(frozen=True)
+class Lynx(Quantizer):
+    """Keys and values by channel, in chunks of tokens: ``level[code] * sigma + mu``, with levels that are finer near the mean.
+
+    Lynx's anchor (papers/lynx.md, Algorithm 1): each number's sign and the highest bits of its companded distance from a mean.
+    ``mu`` is a chunk's mean, and ``sigma`` its largest distance from it. The chunk's extreme is exact except for their rounding. Compressed
+    KV is the anchor. Host memory stores the residual of full KV where compressed KV is shared. The residual is each number's index within
+    the bin that code, ``mu`` and ``sigma`` define (host_tier/residuals.py). Anchor and residual do not include the range of a page's
+    channel, which saves nothing if ``mu`` and ``sigma`` are float16.
+
+    Attributes:
+        chunk: Tokens that share ``mu`` and ``sigma``.
+    """
+
+    chunk: int = 32
+    finding: ClassVar[Finding | None] = "centred"
+
+    def key_grid(self, dim: int) -> Grid:
+        """A chunk of tokens, one channel."""
+        return Grid(self.chunk, 1)
+
+    value_grid = key_grid
+
+    def levels(self, dim: int) -> torch.Tensor:
+        """Companded levels from -1 to 1: float32 [2 ** bits], ascending."""
+        from sglang_ext.layers.kernels.lynx import layout
+
+        return torch.tensor(layout.levels(self.bits))
+
+    def bounds(self, dim: int) -> torch.Tensor:
+        """Lower bounds of all codes but the first: float32 [2 ** bits - 1], ascending."""
+        from sglang_ext.layers.kernels.lynx import layout
+
+        return torch.tensor(layout.bounds(self.bits)[1:-1])
+
+    def quantize(self, numbers: torch.Tensor, grid: Grid) -> Quantized:
+        """Quantize with means as zero points and largest distances as scales. A code is the number of bounds that a distance reaches."""
+        groups = grouped(numbers, grid)
+        zero = round_to_float16(groups.mean((3, 5), keepdim=True))
+        low, high = groups.amin((3, 5), keepdim=True), groups.amax((3, 5), keepdim=True)
+        scale = stored_above(torch.maximum(high - zero, zero - low))
+        # Distances are rounded: increase scales until the first and last code's bins cover all numbers.
+        scale = stored_next(scale, (zero + scale < high) | (zero - scale > low))
+        codes = torch.zeros_like(groups, dtype=torch.uint8)
+        for bound in self.bounds_on(numbers.device, numbers.shape[-1]):
+            # The product is exact (layers/kernels/lynx/layout.py), so that the code's bin begins exactly here on every device.
+            codes += (groups >= zero + bound * scale).view(torch.uint8)
+        return Quantized(codes.view(numbers.shape), squeezed(scale), squeezed(zero))
+
 
 # Standard deviations of the normal distribution between the middle of a group's range and its ends. A real group has more. But with 1.5
 # or 2.2, 4-bit keys of the demo model cause larger errors in attention, because too few levels are near the ends.
@@ -26,7 +145,8 @@ SMALLEST = 1e-18
 class KVQuant(Quantizer):
     """Keys by channel, from before rotary embedding mixes channels; values by token; some numbers nearly exact.
 
-    Implements the paper's sections 3.1 (keys before rotary embedding), 3.2 (levels) and 3.3 (dense and sparse), without calibration:
+    KVQuant (Hooper et al. 2024, arXiv 2401.18079), on a CPU only: no kernel packs or reads such blocks. Implements the paper's sections 3.1
+    (keys before rotary embedding), 3.2 (levels) and 3.3 (dense and sparse), without calibration:
 
     - Ranges are computed from the compressed KV itself, over 64 tokens of a key channel or half a value. The paper uses calibration data.
     - The paper's levels come from k-means weighted by Fisher information. Here all models and layers have the same levels, which are

@@ -1,4 +1,4 @@
-"""AsyncSpade: before each step, select the tokens of full KV that the step's predicted query attends to, by layer and KV head."""
+"""Methods that select tokens of full KV for each step, by layer and KV head: Quest and AsyncSpade."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,17 +7,93 @@ from typing import ClassVar
 import torch
 
 from sglang_ext.device import to_device
-from sglang_ext.mem_cache.compressors.contracts.compressor import Always, Compressor, ContextKV, LayerKV, Part
-from sglang_ext.mem_cache.compressors.contracts.registry import register
+from sglang_ext.mem_cache.compressors.compressor import Always, Compressor, ContextKV, LayerKV, Part
+from sglang_ext.mem_cache.compressors.registry import register
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery, QueryPredictor
-from sglang_ext.mem_cache.selection.scoring import group_attention
+from sglang_ext.mem_cache.selection.scoring import QuestScoring, Scoring, ScoringInputs, group_attention
 from sglang_ext.mem_cache.selection.top_tokens import mark_always
+
+
+@dataclass(frozen=True)
+class StepSelector(Compressor):
+    """Scores each key of full KV for one step with :attr:`scoring`. The first and newest tokens are always kept.
+
+    Attributes:
+        scoring: Scores how much each KV head needs each token.
+        every: As :attr:`Compressor.every`.
+        each_round: As :attr:`Compressor.each_round`.
+        sinks: First tokens kept.
+        recent: Newest tokens kept.
+        most: As :attr:`Compressor.most`.
+    """
+
+    scoring: ClassVar[Scoring]
+    window: ClassVar[int] = 1
+    points: ClassVar[bool] = True
+    every: int = 1
+    each_round: bool = True
+    sinks: int = 4
+    recent: int = 32
+    most: int = 0
+
+    @property
+    def always_kept(self) -> int:
+        """:attr:`Compressor.always_kept`: the first and the newest tokens."""
+        return self.sinks + self.recent
+
+    def always(self, context: ContextKV) -> Always:
+        """The first and the newest tokens."""
+        return Always(self.sinks, self.recent)
+
+    def scores(self, layer: LayerKV) -> torch.Tensor:
+        """Scores by the newest query: float32 [kv_heads, tokens], infinite for the first and the newest tokens.
+
+        Without any query, newer tokens have higher scores.
+        """
+        tokens, kv_heads, _ = layer.keys.shape
+        if not len(layer.queries):
+            newer = torch.arange(tokens, dtype=torch.float32, device=layer.keys.device)
+            return mark_always(newer.expand(kv_heads, -1), self.sinks, self.recent)
+        queries, keys = layer.queries.transpose(0, 1)[None, None], layer.keys.transpose(0, 1)[None, None]
+        found = self.scoring.scores(ScoringInputs(queries, layer.query_positions[None], keys, layer.scaling))[0, 0]
+        return mark_always(found, self.sinks, self.recent)
+
+
+@register("quest")
+@dataclass(frozen=True)
+class Quest(StepSelector):
+    """Score pages of 16 tokens by the smallest and largest key of each channel, which bound the products with the query.
+
+    Quest (Tang et al. 2024, arXiv 2406.10774).
+    All tokens of a page have the same score: the mean bound over the query heads of a KV head. In each layer the step's own query
+    selects, and attention waits for it. In the paper the first two layers read all tokens; here they select, too. On a GPU the first and
+    newest tokens are kept as whole pages, one and two.
+
+    Attributes:
+        in_attention: Whether attention itself selects, by extremes stored beside the pool, as on a GPU (compressed/layouts/pointers.py). No
+            queries are recorded then.
+    """
+
+    scoring: ClassVar[QuestScoring] = QuestScoring()
+    synchronous: ClassVar[bool] = True
+    in_attention: bool = False
+
+    @property
+    def always_kept(self) -> int:
+        """:attr:`Compressor.always_kept`, in whole pages if attention selects."""
+        page = self.scoring.page
+        return sum(-(-each // page) * page for each in (self.sinks, self.recent)) if self.in_attention else super().always_kept
+
+    @property
+    def window(self) -> int:
+        """Number of queries that are recorded."""
+        return 0 if self.in_attention else 1
 
 
 @register("spade")
 @dataclass(frozen=True)
 class Spade(Compressor):
-    """Scores each key by the attention of the next step's query, as predicted from earlier queries (selection/predictors.py).
+    """AsyncSpade: scores each key by the attention of the next step's query, as predicted from earlier queries (selection/predictors.py).
 
     A selection uses what exists before the step begins, including queries of draft tokens, so that no step waits for its own query. The
     first and newest tokens are always kept. On a GPU the selection runs asynchronously to earlier steps (compressed/async_selector.py).

@@ -39,7 +39,7 @@ class Quantizer(ABC):
             that overrides :meth:`quantize` has None unless it sets this.
         has_kernels: Whether kernels read its blocks. A GPU server refuses it otherwise.
         sums: Whether blocks store the sum of each group's codes. Attention that multiplies codes as integers needs them.
-        stochastic: Whether :meth:`quantize` takes ``noise`` for stochastic rounding (layouts/rounding.py).
+        stochastic: Whether :meth:`quantize` takes ``noise`` for stochastic rounding (layouts/block_layout.py).
     """
 
     bits: int
