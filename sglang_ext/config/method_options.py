@@ -12,7 +12,6 @@ from sglang_ext.config.options import attention_backends, expected_device
 from sglang_ext.config.rules import Range
 from sglang_ext.core import DEFAULT_BUDGET, OptionError
 from sglang_ext.mem_cache.compressors import catalogue
-from sglang_ext.mem_cache.compressors.registry import COMPRESSORS
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
@@ -259,7 +258,7 @@ def resolve_head_budgets(args: "KVServerArgs") -> None:
     """
     first, *others = offered_methods(args)
     if args.kv_head_budgets == "auto":
-        better = first.drop_method is not None and COMPRESSORS[first.drop_method].better_uneven
+        better = first.drop_method in catalogue.better_uneven()
         alone = better and not others and first.quant_method is None
         args.kv_head_budgets = "adaptive" if alone and _are_read(args) else "equal"
 
@@ -291,7 +290,7 @@ def _check_folders(args: "KVServerArgs", compressors: tuple[str, ...]) -> None:
         OptionError: Names the flag, its value and the remedy.
     """
     for name in catalogue.dropping():
-        if (wanted := COMPRESSORS[name].reads) is None:
+        if (wanted := catalogue.required_folder(name)) is None:
             continue
         folder = getattr(args, wanted.flag.removeprefix("--").replace("-", "_"))
         reader = next((each for each in compressors if catalogue.parse(each)[0] == name), None)

@@ -261,7 +261,7 @@ def spade(args: "KVServerArgs") -> "Spade":
 
     # Cache ranks select for steps only: compressed KV is not refreshed after each verification.
     each_round = args.kv_mode == "verified" and not ranks(args)
-    return Spade(query_predictor(args.kv_select_by), selection_interval(args), each_round, most=max_selected_tokens(args))
+    return Spade(query_predictor(args.kv_select_by), every=selection_interval(args), each_round=each_round, most=max_selected_tokens(args))
 
 
 def stepping(args: "KVServerArgs", name: str) -> Compressor:

@@ -114,7 +114,7 @@ class RankWorld:
         self.buffers = KVBuffers(there.layer_ids, there.scaling, keys, values)
         self.pointers = Pointers.for_pool(self.buffers, 1)
         packing = PlainSlots(1) if self.rows else self.pointers
-        self.method = CompressionMethod(Spade(predictor, every, each_round=False), 0.25, packing)
+        self.method = CompressionMethod(Spade(predictor, every=every, each_round=False), 0.25, packing)
         self.table = torch.zeros(8, 500, dtype=torch.int32, device=self.device)
         self.queries = QueryWindows(predictor.window, range(LAYERS), max(4, every))
         self.queries.allocate(6, HEADS * GROUP, DIM, torch.empty(0, device=self.device))

@@ -1,5 +1,6 @@
 """Methods that score tokens by attention during serving, without files: SnapKV, expected attention, verify-guided; and sinks with recent ones."""
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,20 +12,42 @@ from sglang_ext.mem_cache.compressors.compressor import Always, Compressor, Cont
 from sglang_ext.mem_cache.compressors.registry import register
 
 
+@dataclass(frozen=True)
+class WindowAttention(Compressor):
+    """Scores tokens by the mean attention of the newest queries, the window: on a GPU by one kernel over all layers.
+
+    Attributes:
+        window: Number of newest queries that are used.
+    """
+
+    window: int = 32
+
+    def scores_all(self, context: ContextKV) -> torch.Tensor:
+        """As :meth:`Compressor.scores_all`."""
+        attention = _window_attention_all(context)
+        return super().scores_all(context) if attention is None else self.scores_of(attention, context.queries.shape[1])
+
+    def scores(self, layer: LayerKV) -> torch.Tensor:
+        """Importance of each token: float32 [kv_heads, tokens]. Without any query, newer tokens have higher scores."""
+        return self.scores_of(_window_attention(layer), len(layer.queries))
+
+    @abstractmethod
+    def scores_of(self, attention: torch.Tensor, window: int) -> torch.Tensor:
+        """Scores, shaped as ``attention``, float32 [..., tokens], which is the mean over ``window`` queries."""
+
+
 @register("snapkv")
 @dataclass(frozen=True)
-class SnapKV(Compressor):
+class SnapKV(WindowAttention):
     """SnapKV (Li et al. 2024, arXiv 2404.14469): score each key by the attention of an observation window, and pool the scores.
 
     Scores are the window's mean attention, average-pooled over neighbouring tokens so that kept tokens include their surroundings, then
     averaged over the query heads of a KV head. The window itself, the newest tokens, is always kept.
 
     Attributes:
-        window: Newest queries, which form the observation window.
         kernel: Width of the average pooling, odd, in tokens.
     """
 
-    window: int = 32
     kernel: int = 5
     comparable: ClassVar[bool] = True
 
@@ -32,21 +55,10 @@ class SnapKV(Compressor):
         """The window."""
         return Always(newest=context.queries.shape[1])
 
-    def scores_all(self, context: ContextKV) -> torch.Tensor:
-        """:meth:`scores` of each layer; on a GPU by one kernel over all layers."""
-        attention = window_attention_all(context)
-        return super().scores_all(context) if attention is None else self.pooled(attention, context.queries.shape[1])
-
-    def scores(self, layer: LayerKV) -> torch.Tensor:
-        """Importance of each token: float32 [kv_heads, tokens], infinite inside the window.
-
-        Without any query, newer tokens have higher scores.
-        """
-        attention, window = window_attention(layer), len(layer.queries)
-        return self.pooled(attention, window) if window else attention
-
-    def pooled(self, attention: torch.Tensor, window: int) -> torch.Tensor:
-        """Scores from the mean attention, [..., tokens], of ``window`` queries."""
+    def scores_of(self, attention: torch.Tensor, window: int) -> torch.Tensor:
+        """Pooled attention, infinite inside the window."""
+        if not window:
+            return attention
         tokens = attention.shape[-1]
         observed = torch.arange(tokens, device=attention.device) >= tokens - window
         # The window's attention to itself is excluded: it must not raise the scores of tokens just before it.
@@ -55,37 +67,9 @@ class SnapKV(Compressor):
         return pooled.view_as(attention).masked_fill(observed, float("inf"))
 
 
-def window_attention(layer: LayerKV) -> torch.Tensor:
-    """Mean attention of a layer's newest queries to each token, over the queries and the query heads of a KV head.
-
-    Returns:
-        float32 [kv_heads, tokens]; the tokens' positions if there is no query.
-    """
-    tokens, kv_heads, dim = layer.keys.shape
-    window, query_heads = layer.queries.shape[:2]
-    positions = torch.arange(tokens, device=layer.keys.device)
-    if window == 0:
-        return positions.float().expand(kv_heads, -1)
-    queries = layer.queries.float().view(window, kv_heads, query_heads // kv_heads, dim)
-    logits = torch.einsum("whgd,thd->hgwt", queries, layer.keys.float()) * layer.scaling
-    hidden = positions[None, :] > layer.query_positions[:, None]
-    return logits.masked_fill(hidden, float("-inf")).softmax(dim=-1).mean(dim=-2).mean(dim=1)
-
-
-def window_attention_all(context: ContextKV) -> torch.Tensor | None:
-    """:func:`window_attention` of all layers at once, on a GPU: float32 [layers, kv_heads, tokens]; None if no kernel supports it."""
-    buffers = context.buffers
-    if not buffers.on_gpu or context.queries.shape[1] == 0 or len(set(buffers.scaling)) > 1:
-        return None
-    from sglang_ext.layers.kernels.window_scores import window_scores
-
-    place = buffers.key_table, buffers.keys[0], context.slots
-    return window_scores(context.queries, *place, context.query_positions, buffers.scaling[0])
-
-
 @register("verify-guided")
 @dataclass(frozen=True)
-class VerifyGuided(Compressor):
+class VerifyGuided(WindowAttention):
     """Score each key, of prompt and output alike, by the mean attention of the last verified tokens' queries.
 
     The idea is that of SparseSpec's PillarAttn (Zhao et al. 2025, arXiv 2512.01278) and of Vegas (Yue et al. 2026, arXiv 2602.07223).
@@ -94,11 +78,9 @@ class VerifyGuided(Compressor):
     are known better than those of a whole output. The newest tokens are always kept.
 
     Attributes:
-        window: Number of newest queries that are used.
         recent: Newest tokens kept.
     """
 
-    window: int = 32
     recent: int = 32
     each_round: ClassVar[bool] = True
     points: ClassVar[bool] = True
@@ -107,19 +89,8 @@ class VerifyGuided(Compressor):
         """The newest tokens."""
         return Always(newest=self.recent)
 
-    def scores_all(self, context: ContextKV) -> torch.Tensor:
-        """:meth:`scores` of each layer; on a GPU by one kernel over all layers."""
-        attention = window_attention_all(context)
-        return super().scores_all(context) if attention is None else self._with_recent(attention)
-
-    def scores(self, layer: LayerKV) -> torch.Tensor:
-        """Importance of each token: float32 [kv_heads, tokens], infinite for the newest.
-
-        Without any query, newer tokens have higher scores.
-        """
-        return self._with_recent(window_attention(layer))
-
-    def _with_recent(self, attention: torch.Tensor) -> torch.Tensor:
+    def scores_of(self, attention: torch.Tensor, window: int) -> torch.Tensor:
+        """The attention, infinite for the newest tokens."""
         newest = torch.arange(attention.shape[-1], device=attention.device) >= attention.shape[-1] - self.recent
         return attention.masked_fill(newest, float("inf"))
 
@@ -173,7 +144,7 @@ class ExpectedAttention(Compressor):
         return torch.nn.functional.pad(scores, (self.sinks, 0), value=float("inf"))
 
     def _attention_logits(self, layer: LayerKV) -> Iterator[torch.Tensor]:
-        """Yield logarithms of the expected exponentials, by blocks of keys: float32 [kv_heads, group, keys of the block]."""
+        """Yield logarithms of the expected exponentials by blocks of keys: float32 [kv_heads, group, keys of the block]."""
         tokens, kv_heads, dim = layer.keys.shape
         mean, covariance = self._coming_queries(layer)
         mean = mean.view(kv_heads, -1, dim) * layer.scaling
@@ -221,3 +192,27 @@ class SinkRecent(Compressor):
         scores = torch.arange(tokens, dtype=torch.float32, device=layer.keys.device)
         scores[: self.sinks] = float("inf")
         return scores.expand(heads, -1)
+
+
+def _window_attention(layer: LayerKV) -> torch.Tensor:
+    """Mean attention over the queries and the query heads of a KV head: float32 [kv_heads, tokens]; positions if there is no query."""
+    tokens, kv_heads, dim = layer.keys.shape
+    window, query_heads = layer.queries.shape[:2]
+    positions = torch.arange(tokens, device=layer.keys.device)
+    if window == 0:
+        return positions.float().expand(kv_heads, -1)
+    queries = layer.queries.float().view(window, kv_heads, query_heads // kv_heads, dim)
+    logits = torch.einsum("whgd,thd->hgwt", queries, layer.keys.float()) * layer.scaling
+    hidden = positions[None, :] > layer.query_positions[:, None]
+    return logits.masked_fill(hidden, float("-inf")).softmax(dim=-1).mean(dim=-2).mean(dim=1)
+
+
+def _window_attention_all(context: ContextKV) -> torch.Tensor | None:
+    """The same of all layers at once, on a GPU: float32 [layers, kv_heads, tokens]; None if no kernel supports it."""
+    buffers = context.buffers
+    if not buffers.on_gpu or context.queries.shape[1] == 0 or len(set(buffers.scaling)) > 1:
+        return None
+    from sglang_ext.layers.kernels.window_scores import window_scores
+
+    place = buffers.key_table, buffers.keys[0], context.slots
+    return window_scores(context.queries, *place, context.query_positions, buffers.scaling[0])

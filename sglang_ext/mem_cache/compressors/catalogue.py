@@ -10,24 +10,15 @@ from functools import cache
 from itertools import product
 
 from sglang_ext.core import OptionError
-from sglang_ext.mem_cache.compressors.compressor import Compressor, KeepAll
+from sglang_ext.mem_cache.compressors.compressor import Compressor, KeepAll, RequiredFolder
 from sglang_ext.mem_cache.compressors.quantizer import Quantizer
-from sglang_ext.mem_cache.compressors.registry import (
-    COMPRESSORS,
-    DROPPING,
-    PACKING,
-    QUANTIZERS,
-    USER_METHODS,
-    DroppingMethod,
-    PackingMethod,
-    QuantizerEntry,
-    is_own,
-    name_of,
-)
+from sglang_ext.mem_cache.compressors.registry import COMPRESSORS, DROPPING, PACKING, QUANTIZERS, USER_METHODS, DroppingMethod, is_own, name_of
 
 DEFAULT = "snapkv"
 # Names that flags are checked for.
 KVZAP, KVZIP, QUEST, SPADE = "kvzap", "kvzip", "quest", "spade"
+# Tokens of a page of quest.
+QUEST_PAGE = 16
 # NAME or NAME:MORE. NAME contains colons if it has users' own classes: FILE.py:CLASS or PACKAGE.MODULE:CLASS.
 WITH_MORE = re.compile(r"(?P<name>(?:[^:]*?\.\w+:[^\W\d]\w*)*[^:]*)(?::(?P<more>.*))?", re.DOTALL)
 # Names with bits, as benchmarks write them: hack:2, hack4.
@@ -52,25 +43,14 @@ class MethodSpec:
         return self.compressor.needs_rotary or (self.quantizer is not None and self.quantizer.before_rotary)
 
 
-def _properties(name: str) -> DroppingMethod:
-    """Properties of a method that drops tokens."""
-    return DROPPING[name] if name in DROPPING else DroppingMethod.of(COMPRESSORS[name])
-
-
-def _quantizer_properties(name: str) -> PackingMethod | QuantizerEntry:
-    """Properties of a quantizer."""
-    return PACKING[name] if name in PACKING else QUANTIZERS[name]
-
-
 def dropping() -> tuple[str, ...]:
     """Names of all methods that drop tokens: the default, then those that need no files, then the others."""
-    names = {*DROPPING, *COMPRESSORS}
-    return tuple(sorted(names, key=lambda name: (name != DEFAULT, not is_online(name), _properties(name).points, name)))
+    return tuple(sorted(DROPPING, key=lambda name: (name != DEFAULT, not is_online(name), DROPPING[name].points, name)))
 
 
 def packing() -> tuple[str, ...]:
     """Names of all methods that quantize tokens, sorted."""
-    return tuple(sorted({*PACKING, *QUANTIZERS}))
+    return tuple(sorted(PACKING))
 
 
 def builtin_names(names: Iterable[str]) -> tuple[str, ...]:
@@ -80,7 +60,7 @@ def builtin_names(names: Iterable[str]) -> tuple[str, ...]:
 
 def is_online(name: str) -> bool:
     """Whether a method that drops tokens scores KV and queries during serving, and stores the kept KV."""
-    return not _properties(name).needs_folder and not _properties(name).points
+    return DROPPING[name].reads is None and not DROPPING[name].points
 
 
 def online() -> tuple[str, ...]:
@@ -90,22 +70,22 @@ def online() -> tuple[str, ...]:
 
 def packable() -> tuple[str, ...]:
     """Names of methods that drop tokens and can be combined with a quantizer, because they store KV."""
-    return tuple(name for name in dropping() if not _properties(name).points)
+    return tuple(name for name in dropping() if not DROPPING[name].points)
 
 
 def comparable() -> tuple[str, ...]:
     """Names of methods whose heads can share a budget: scores compare over heads and layers, and compressed KV is stored."""
-    return tuple(name for name in packable() if _properties(name).comparable)
+    return tuple(name for name in packable() if DROPPING[name].comparable)
 
 
 def better_uneven() -> tuple[str, ...]:
     """Names of methods whose acceptance rate is higher if heads keep different numbers of tokens."""
-    return tuple(name for name in dropping() if _properties(name).better_uneven)
+    return tuple(name for name in dropping() if DROPPING[name].better_uneven)
 
 
 def on_gpu() -> tuple[str, ...]:
     """Names of quantizers that have kernels."""
-    return tuple(name for name in packing() if _quantizer_properties(name).has_kernels)
+    return tuple(name for name in packing() if PACKING[name].has_kernels)
 
 
 def names() -> Iterator[str]:
@@ -115,21 +95,17 @@ def names() -> Iterator[str]:
 
 def number(name: str) -> int:
     """Number that identifies a method among the processes of one server, from 1; 0 for no method."""
-    return _numbers(_count()).get(name, 0)
+    return _numbers(len(DROPPING) + len(PACKING)).get(name, 0)
 
 
 def method_name(number: int) -> str:
     """Name of the method with this number."""
-    return list(_numbers(_count()))[number - 1]
-
-
-def _count() -> int:
-    """Number of names of all methods. It grows when a user's own method is registered."""
-    return len({*DROPPING, *COMPRESSORS}) + len({*PACKING, *QUANTIZERS})
+    return list(_numbers(len(DROPPING) + len(PACKING)))[number - 1]
 
 
 @cache
 def _numbers(registered: int) -> dict[str, int]:
+    """Numbers by name while ``registered`` methods are registered; users' own ones are registered later."""
     return {name: number for number, name in enumerate(names(), 1)}
 
 
@@ -148,7 +124,7 @@ def parse(value: str, flag: str = "--kv-compressor") -> tuple[str | None, str | 
             f"few bits ({', '.join(builtin_names(packing()))}), one of each, as in {DEFAULT}+kivi, or one of your own, as in "
             f"./my_method.py:KeyNorm or package.module:KeyNorm. Pass {_apart_from_bits(value, flag) or 'one of these'}."
         )
-    if packs is not None and drops is not None and _properties(drops).points:
+    if packs is not None and drops is not None and DROPPING[drops].points:
         raise OptionError(
             f"{flag} is {value!r}; {drops} points to full KV and stores none that could be packed: pass {drops} alone, "
             f"or one of {', '.join(builtin_names(packable()))} before +{packs}"
@@ -177,6 +153,11 @@ def split(text: str) -> tuple[str, str | None]:
     return WITH_MORE.fullmatch(text).group("name", "more")
 
 
+def required_folder(name: str) -> RequiredFolder | None:
+    """The folder that a method that drops tokens reads; None if it reads none."""
+    return DROPPING[name].reads
+
+
 def points(value: str) -> bool:
     """Whether the method named ``value`` points to full KV; False if there is no such method."""
     dropping = _dropping_of(value)
@@ -191,7 +172,7 @@ def needs_verifications(value: str) -> bool:
 
 def per_step_methods() -> tuple[str, ...]:
     """Names of methods that select tokens per step. The selection flags apply to them."""
-    return tuple(name for name in dropping() if _properties(name).every)
+    return tuple(name for name in dropping() if DROPPING[name].every)
 
 
 def _dropping_of(value: str) -> DroppingMethod | None:
@@ -199,7 +180,7 @@ def _dropping_of(value: str) -> DroppingMethod | None:
         drops, _ = parse(value)
     except OptionError:
         return None
-    return None if drops is None else _properties(drops)
+    return None if drops is None else DROPPING[drops]
 
 
 def code_bits(packs: str, bits: int | None) -> int:
@@ -219,7 +200,7 @@ def code_bits(packs: str, bits: int | None) -> int:
 
 def allowed_bits(packs: str) -> tuple[int, ...]:
     """Allowed bits of a quantizer's codes, the default first."""
-    return _quantizer_properties(packs).bits
+    return PACKING[packs].bits
 
 
 def partition_size(packs: str, partition: int | None) -> int | None:
@@ -240,12 +221,12 @@ def partition_size(packs: str, partition: int | None) -> int | None:
 
 def allowed_partitions(packs: str) -> tuple[int, ...]:
     """Allowed sizes of a quantizer's partitions, the default first; empty if they are fixed."""
-    return _quantizer_properties(packs).partitions
+    return PACKING[packs].partitions
 
 
 def partitioned() -> tuple[str, ...]:
     """Names of quantizers whose partition size can be chosen."""
-    return tuple(name for name in packing() if _quantizer_properties(name).partitions)
+    return tuple(name for name in packing() if PACKING[name].partitions)
 
 
 def create(name: str) -> Compressor:
@@ -268,7 +249,7 @@ def quantizer(name: str, bits: int, partition: int | None = None) -> Quantizer:
     if name not in packing():
         raise ValueError(f"no quantizer is called {name!r}; there are: {', '.join(packing())}")
     sizes = {} if partition is None else {"partition": partition}
-    return QUANTIZERS[name].quantizer_class(bits=bits, **sizes)
+    return QUANTIZERS[name](bits=bits, **sizes)
 
 
 def method(value: str, bits: int | None = None, partition: int | None = None) -> MethodSpec:

@@ -6,8 +6,8 @@ from typing import ClassVar
 
 import torch
 
-from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid, Quantized
-from sglang_ext.mem_cache.compressors.quantizer import Finding, Quantizer, grouped, squeezed, stored_above, stored_below
+from sglang_ext.mem_cache.compressed.layouts.block_layout import PARAMETER, Grid, Quantized
+from sglang_ext.mem_cache.compressors.quantizer import LARGEST, Finding, Quantizer, grouped, squeezed, stored_above
 from sglang_ext.mem_cache.compressors.registry import register_quantizer
 
 
@@ -50,7 +50,7 @@ class Kivi(Quantizer):
 
 @register_quantizer("rotatekv", bits=(4, 2))
 @dataclass(frozen=True)
-class RotateKV(Quantizer):
+class RotateKV(PlainInt):
     """Keys and values after a Walsh-Hadamard rotation, which spreads outliers, as asymmetric integers per token and head.
 
     RotateKV (Su et al. 2025, arXiv 2501.16383).
@@ -59,12 +59,6 @@ class RotateKV(Quantizer):
     only if a head has several Hadamard blocks, since one block mixes all channels in any order. Attention sinks are not stored
     separately: each token has its own scale.
     """
-
-    def key_grid(self, dim: int) -> Grid:
-        """One token, all channels."""
-        return Grid(1, dim)
-
-    value_grid = key_grid
 
     def rotation(self, dim: int) -> torch.Tensor:
         """Reordering of channels, then Hadamard blocks: float32 [dim, dim], orthogonal."""
@@ -146,3 +140,12 @@ class Hack(Quantizer):
         codes = steps.clamp_(0, last).to(torch.uint8)
         sums = codes.sum((3, 5), keepdim=True)
         return Quantized(codes.view(numbers.shape), squeezed(scale), squeezed(zero), sums=squeezed(sums))
+
+
+def stored_below(numbers: torch.Tensor) -> torch.Tensor:
+    """``numbers`` rounded down to float16, finite: float32. For numbers that must not become larger when stored."""
+    numbers = numbers.clamp(-LARGEST, LARGEST)
+    near = numbers.to(PARAMETER)
+    # For negative numbers and -0, the bits of the lower float16 are those of the greater integer.
+    lower = torch.where(numbers < 0, 1, -1).to(torch.int16)
+    return (near.view(torch.int16) + lower * (near.float() > numbers)).view(PARAMETER).float()

@@ -7,7 +7,7 @@ import torch
 
 from sglang_ext.mem_cache.compressors.attention_scores import SnapKV
 from sglang_ext.mem_cache.compressors.compressor import Always, Compressor, ContextKV, LayerKV, RequiredFolder
-from sglang_ext.mem_cache.compressors.registry import register
+from sglang_ext.mem_cache.compressors.registry import PREDICTOR_FOLDER, register
 
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.slot_scores import SlotScores
@@ -31,7 +31,7 @@ class KVzap(Compressor):
     recent: int = 32
     comparable: ClassVar[bool] = True
     better_uneven: ClassVar[bool] = True
-    reads: ClassVar[RequiredFolder] = RequiredFolder("--kv-predictor", "needs a network fitted to the model", "sglang_ext.fit kvzap")
+    reads: ClassVar[RequiredFolder] = PREDICTOR_FOLDER
 
     @property
     def window(self) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -21,9 +21,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from sglang_ext.device import sent
+from sglang_ext.mem_cache.compressed.layouts.block_layout import chained
 from sglang_ext.mem_cache.compressors.attention_scores import SnapKV
 from sglang_ext.mem_cache.compressors.compressor import Always, Compressor, ContextKV, LayerKV, Part, RequiredFolder
-from sglang_ext.mem_cache.compressors.registry import register
+from sglang_ext.mem_cache.compressors.registry import SCORES_FOLDER, register
 from sglang_ext.mem_cache.scores import write_whole
 
 logger = logging.getLogger(__name__)
@@ -40,11 +41,7 @@ MIN_MATCH = 128
 
 def page_hashes(tokens: Sequence[int]) -> Iterator[bytes]:
     """Yield the hashes of the whole pages of ``tokens``, in order, lazily. Each hash covers all tokens before the page's end."""
-    digest = b""
-    for end in range(PAGE, len(tokens) + 1, PAGE):
-        page = np.asarray(tokens[end - PAGE : end], dtype="<i8")
-        digest = blake2b(digest + page.tobytes(), digest_size=HASH_BYTES).digest()
-        yield digest
+    return chained(np.asarray(tokens[end - PAGE : end], dtype="<i8").tobytes() for end in range(PAGE, len(tokens) + 1, PAGE))
 
 
 class ScoreFileError(ValueError):
@@ -168,24 +165,15 @@ class ScoreFile:
         return scores
 
 
-class MappedScores(NamedTuple):
-    """A file's scores.
-
-    Attributes:
-        state: The file's state when it was mapped: inode, size, modification time; None if it did not exist.
-        scores: float16 [layers, kv_heads, tokens], mapped from the file; None if its checksum differed.
-    """
-
-    state: tuple[int, ...] | None
-    scores: torch.Tensor | None
-
-
 @dataclass
 class ScoreIndex:
-    """Scores of a folder that fit a model: a table from each page's hash to its file and the number of tokens up to the page's end."""
+    """Scores of a folder that fit a model: a table from each page's hash to its file and the number of tokens up to the page's end.
+
+    Each used file is mapped with its state at that time (:func:`_state`), and no scores if its checksum differed.
+    """
 
     _pages: dict[bytes, tuple[ScoreFile, int]] = field(default_factory=dict)
-    _mapped: dict[Path, MappedScores] = field(default_factory=dict)
+    _mapped: dict[Path, tuple[tuple[int, ...] | None, torch.Tensor | None]] = field(default_factory=dict)
 
     @classmethod
     def open(cls, folder: Path, method: str, model: str, layers: int, kv_heads: int) -> "ScoreIndex":
@@ -201,9 +189,19 @@ class ScoreIndex:
         files = sorted(folder.glob(f"*{SUFFIX}"))
         for path in files:
             try:
-                index._add(_check_fits(ScoreFile.read(path), method, model, layers, kv_heads))
+                file = ScoreFile.read(path)
+                for what, found, wanted in (
+                    ("method", file.document.method, method),
+                    ("model", file.document.model, model),
+                    ("layers and KV heads", file.shape[:2], (layers, kv_heads)),
+                ):
+                    if found != wanted:
+                        raise ScoreFileError(f"{path} is for another {what}: {found}, not {wanted}")
             except ScoreFileError as error:
                 logger.warning("sglang-ext: scores are not used: %s", error)
+                continue
+            for page, digest in enumerate(file.document.hashes, start=1):
+                index._pages.setdefault(digest, (file, page * PAGE))
         used = len({file.path for file, _ in index._pages.values()})
         logger.info("sglang-ext: scores of %s documents in %s, %s of them for this model", len(files), folder, used)
         return index
@@ -212,10 +210,6 @@ class ScoreIndex:
     def empty(self) -> bool:
         """Whether no file of the folder fits the model."""
         return not self._pages
-
-    def _add(self, file: ScoreFile) -> None:
-        for page, digest in enumerate(file.document.hashes, start=1):
-            self._pages.setdefault(digest, (file, page * PAGE))
 
     def match(self, tokens: Sequence[int]) -> torch.Tensor | None:
         """Scores, float16 [layers, kv_heads, common tokens], of the document with the longest common prefix with ``tokens``.
@@ -230,42 +224,24 @@ class ScoreIndex:
             found, common = self._pages[digest]
         if found is None or common < MIN_MATCH:
             return None
-        mapped, state = self._mapped.get(found.path), _state(found.path)
-        if mapped is None or mapped.state != state:
-            mapped = self._mapped[found.path] = MappedScores(state, _checked_scores(found))
-        return None if mapped.scores is None else mapped.scores[..., :common]
-
-
-def _check_fits(file: ScoreFile, method: str, model: str, layers: int, kv_heads: int) -> ScoreFile:
-    """Return ``file`` if it has this method, model and shape.
-
-    Raises:
-        ScoreFileError: It does not.
-    """
-    for what, found, wanted in (
-        ("method", file.document.method, method),
-        ("model", file.document.model, model),
-        ("layers and KV heads", file.shape[:2], (layers, kv_heads)),
-    ):
-        if found != wanted:
-            raise ScoreFileError(f"{file.path} is for another {what}: {found}, not {wanted}")
-    return file
+        state = _state(found.path)
+        if found.path not in self._mapped or self._mapped[found.path][0] != state:
+            try:
+                self._mapped[found.path] = state, found.scores()
+            except ScoreFileError as error:
+                logger.warning("sglang-ext: scores are not used: %s", error)
+                self._mapped[found.path] = state, None
+        scores = self._mapped[found.path][1]
+        return None if scores is None else scores[..., :common]
 
 
 def _state(path: Path) -> tuple[int, ...] | None:
+    """Inode, size and modification time of a file; None if it does not exist."""
     try:
         found = path.stat()
     except OSError:
         return None
     return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def _checked_scores(file: ScoreFile) -> torch.Tensor | None:
-    try:
-        return file.scores()
-    except ScoreFileError as error:
-        logger.warning("sglang-ext: scores are not used: %s", error)
-        return None
 
 
 @register("kvzip")
@@ -284,7 +260,7 @@ class KVzip(Compressor):
     heads: slice = field(default_factory=lambda: slice(None))
     comparable: ClassVar[bool] = True
     better_uneven: ClassVar[bool] = True
-    reads: ClassVar[RequiredFolder] = RequiredFolder("--kv-scores", "reads scores that were computed ahead", "sglang_ext.precompress")
+    reads: ClassVar[RequiredFolder] = SCORES_FOLDER
 
     @property
     def window(self) -> int:
@@ -297,7 +273,7 @@ class KVzip(Compressor):
         return self.online.needs_rotary
 
     def for_context(self, context: ContextKV) -> Compressor:
-        """Stored scores if the context begins with a document, otherwise the online method."""
+        """Stored scores if the context begins with a document, otherwise the online method, which also gives all other results."""
         found = None if self.index is None else self.index.match(context.prompt[: len(context.slots)])
         return self.online if found is None else StoredScores(found[:, self.heads], self.online)
 
@@ -308,10 +284,6 @@ class KVzip(Compressor):
     def scores(self, layer: LayerKV) -> torch.Tensor:
         """As the online method."""
         return self.online.scores(layer)
-
-    def scores_all(self, context: ContextKV) -> torch.Tensor:
-        """As the online method."""
-        return self.online.scores_all(context)
 
 
 @dataclass(frozen=True)

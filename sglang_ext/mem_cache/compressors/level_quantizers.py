@@ -8,17 +8,16 @@ from typing import ClassVar
 import numpy
 import torch
 
-from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid, Outliers, Quantized
+from sglang_ext.mem_cache.compressed.layouts.block_layout import PARAMETER, Grid, Outliers, Quantized
 from sglang_ext.mem_cache.compressors.quantizer import (
+    LARGEST,
     Finding,
     Quantizer,
     code_values,
     grouped,
-    nearest,
     round_to_float16,
     squeezed,
     stored_above,
-    stored_next,
 )
 from sglang_ext.mem_cache.compressors.registry import register_quantizer
 
@@ -125,12 +124,17 @@ class Lynx(Quantizer):
         low, high = groups.amin((3, 5), keepdim=True), groups.amax((3, 5), keepdim=True)
         scale = stored_above(torch.maximum(high - zero, zero - low))
         # Distances are rounded: increase scales until the first and last code's bins cover all numbers.
-        scale = stored_next(scale, (zero + scale < high) | (zero - scale > low))
+        scale = _stored_next(scale, (zero + scale < high) | (zero - scale > low))
         codes = torch.zeros_like(groups, dtype=torch.uint8)
         for bound in self.bounds_on(numbers.device, numbers.shape[-1]):
             # The product is exact (layers/kernels/lynx/layout.py), so that the code's bin begins exactly here on every device.
             codes += (groups >= zero + bound * scale).view(torch.uint8)
         return Quantized(codes.view(numbers.shape), squeezed(scale), squeezed(zero))
+
+
+def _stored_next(sizes: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    """Numbers of :func:`stored_above`, increased to the next float16 where ``where`` is true, finite: float32."""
+    return (sizes.to(PARAMETER).view(torch.int16) + (where & (sizes < LARGEST))).view(PARAMETER).float()
 
 
 # Standard deviations of the normal distribution between the middle of a group's range and its ends. A real group has more. But with 1.5
@@ -263,3 +267,14 @@ def meant_at(block: Quantized, grid: Grid, levels: torch.Tensor, places: torch.T
     groups = places // dim // grid.tokens * (dim // grid.channels) + places % dim // grid.channels
     scale, zero = (part.flatten(2).gather(-1, groups) for part in (block.scale, block.zero))
     return code_values(block.codes.flatten(2).gather(-1, places), levels) * scale + zero
+
+
+def nearest(numbers: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
+    """Index of the nearest of ``levels``, ascending, for each number; the lower one in a tie: uint8, shaped as ``numbers``.
+
+    It counts the midpoints below a number. For about 16 levels this is three times as fast on a CPU as a search per number.
+    """
+    codes = torch.zeros(numbers.shape, dtype=torch.uint8, device=numbers.device)
+    for midpoint in (levels[1:] + levels[:-1]) / 2:
+        codes += (numbers > midpoint).view(torch.uint8)
+    return codes

@@ -1,7 +1,7 @@
 """Methods by the names that ``--kv-compressor`` takes: built-in ones, and users' own classes. The catalogue reads it.
 
 The module of a built-in method is imported when its class is first used. :data:`DROPPING` and :data:`PACKING` have the properties that flags
-and their help need before. A test compares them with the classes.
+and their help need before. Registering a class checks them.
 
 ``--kv-compressor ./my_method.py:KeyNorm`` names a class in a file, ``--kv-compressor package.module:KeyNorm`` one in a module. Each process
 of a server loads it once. It is a subclass of :class:`Compressor`, which drops tokens, or of :class:`Quantizer`, which packs them in few bits
@@ -11,61 +11,63 @@ of a server loads it once. It is a subclass of :class:`Compressor`, which drops 
 import pkgutil
 import re
 import sys
-import traceback
 from collections.abc import Callable
 from functools import cache
-from importlib.machinery import ModuleSpec, SourceFileLoader
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
-from zlib import crc32
 
 from sglang_ext.core import OptionError
-from sglang_ext.mem_cache.compressors.compressor import Compressor
+from sglang_ext.mem_cache.compressors.compressor import Compressor, RequiredFolder
 from sglang_ext.mem_cache.compressors.quantizer import Quantizer
-from sglang_ext.named_classes import NAMED, import_named
+from sglang_ext.named_classes import IN_FILE, NAMED, file_module, import_file, import_named
 
 FOLDER = "sglang_ext.mem_cache.compressors"
+# Letters of a method's name.
+NAME = re.compile(r"[\w-]+")
+GUIDE = "docs/guides/adding-a-compressor.md"
+# Allowed bits of a user's quantizer that does not register itself with others, the default first.
+BITS = (4, 2)
+PREDICTOR_FOLDER = RequiredFolder("--kv-predictor", "needs a network fitted to the model", "sglang_ext.fit kvzap")
+SCORES_FOLDER = RequiredFolder("--kv-scores", "reads scores that were computed ahead", "sglang_ext.precompress")
 
 
 class DroppingMethod(NamedTuple):
-    """Properties of a built-in method that drops tokens.
+    """Properties of a method that drops tokens.
 
     Attributes:
-        target: Module and class, in this folder.
-        needs_folder: Whether it reads a folder (:attr:`Compressor.reads`). For the other attributes see :class:`Compressor`.
+        target: Module, in this folder if the method is built in, and class. For the other attributes see :class:`Compressor`.
     """
 
     target: str
-    needs_folder: bool = False
+    reads: RequiredFolder | None = None
     points: bool = False
     every: int = 0
     each_round: bool = False
     comparable: bool = False
     better_uneven: bool = False
 
-    @classmethod
-    def of(cls, method: type[Compressor]) -> "DroppingMethod":
-        """The properties of a class."""
-        target = f"{method.__module__}.{method.__name__}".removeprefix(f"{FOLDER}.")
-        names = "points", "every", "each_round", "comparable", "better_uneven"
-        return cls(target, method.reads is not None, *(getattr(method, name) for name in names))
-
 
 class PackingMethod(NamedTuple):
-    """Properties of a built-in quantizer: its module and class, and those of :class:`QuantizerEntry`."""
+    """Properties of a quantizer.
+
+    Attributes:
+        target: As in :class:`DroppingMethod`.
+        bits: Allowed bits of its codes, the default first.
+        partitions: Allowed sizes of its partitions, the default first; empty if they are fixed.
+        has_kernels: Whether kernels read its blocks.
+    """
 
     target: str
-    bits: tuple[int, ...] = (4, 2)
+    bits: tuple[int, ...] = BITS
     partitions: tuple[int, ...] = ()
     has_kernels: bool = True
 
 
 DROPPING = {
     "expected-attention": DroppingMethod("attention_scores.ExpectedAttention"),
-    "kvzap": DroppingMethod("kvzap.KVzap", needs_folder=True, comparable=True, better_uneven=True),
-    "kvzip": DroppingMethod("kvzip.KVzip", needs_folder=True, comparable=True, better_uneven=True),
+    "kvzap": DroppingMethod("kvzap.KVzap", PREDICTOR_FOLDER, comparable=True, better_uneven=True),
+    "kvzip": DroppingMethod("kvzip.KVzip", SCORES_FOLDER, comparable=True, better_uneven=True),
     "quest": DroppingMethod("step_selectors.Quest", points=True, every=1, each_round=True),
     "sink-recent": DroppingMethod("attention_scores.SinkRecent"),
     "snapkv": DroppingMethod("attention_scores.SnapKV", comparable=True),
@@ -82,48 +84,30 @@ PACKING = {
     "rotatekv": PackingMethod("integer_quantizers.RotateKV"),
     "turboquant": PackingMethod("level_quantizers.TurboQuant"),
 }
-
-
-class QuantizerEntry(NamedTuple):
-    """A quantizer class, the allowed bits of its codes, and the allowed sizes of its partitions, defaults first; no sizes if fixed."""
-
-    quantizer_class: type[Quantizer]
-    bits: tuple[int, ...]
-    partitions: tuple[int, ...] = ()
-
-    @property
-    def has_kernels(self) -> bool:
-        """Whether kernels read its blocks."""
-        return self.quantizer_class.has_kernels
+BUILTIN = {name: method.target for name, method in (*DROPPING.items(), *PACKING.items())}
 
 
 class Compressors(dict[str, type[Compressor]]):
     """Classes of the methods that drop tokens, by name. A built-in one is imported when it is first looked up."""
 
     def __missing__(self, name: str) -> type[Compressor]:
-        if name not in DROPPING:
-            raise KeyError(name)
         # Importing the module registers the class, unless it was imported before.
-        found = pkgutil.resolve_name(f"{FOLDER}.{DROPPING[name].target}")
-        self[name] = found
+        found = self[name] = pkgutil.resolve_name(f"{FOLDER}.{DROPPING[name].target}")
         return found
 
 
-class Quantizers(dict[str, QuantizerEntry]):
-    """Quantizers by name, as :class:`Compressors`."""
+class Quantizers(dict[str, type[Quantizer]]):
+    """Classes of quantizers by name, as :class:`Compressors`."""
 
-    def __missing__(self, name: str) -> QuantizerEntry:
-        if name not in PACKING:
-            raise KeyError(name)
-        method = PACKING[name]
-        found = self[name] = QuantizerEntry(pkgutil.resolve_name(f"{FOLDER}.{method.target}"), method.bits, method.partitions)
+    def __missing__(self, name: str) -> type[Quantizer]:
+        found = self[name] = pkgutil.resolve_name(f"{FOLDER}.{PACKING[name].target}")
         return found
 
 
 COMPRESSORS, QUANTIZERS = Compressors(), Quantizers()
+TABLES: tuple[dict, ...] = COMPRESSORS, QUANTIZERS, DROPPING, PACKING
 USER_METHODS: set[str] = set()
 """Names in the tables above that belong to users' own methods."""
-NAME = re.compile(r"[\w-]+")
 
 
 def register(name: str) -> Callable[[type[Compressor]], type[Compressor]]:
@@ -136,6 +120,8 @@ def register(name: str) -> Callable[[type[Compressor]], type[Compressor]]:
     def decorate(cls: type[Compressor]) -> type[Compressor]:
         _check_name(name, cls)
         COMPRESSORS[name], cls.name = cls, name
+        found = DroppingMethod(_target(cls), *(getattr(cls, each) for each in DroppingMethod._fields[1:]))
+        assert DROPPING.setdefault(name, found) == found, f"{found} differs from its entry in DROPPING"
         return cls
 
     return decorate
@@ -157,26 +143,23 @@ def register_quantizer(
 
     def decorate(cls: type[Quantizer]) -> type[Quantizer]:
         _check_name(name, cls)
-        QUANTIZERS[name] = QuantizerEntry(cls, bits, partitions)
+        QUANTIZERS[name] = cls
+        found = PackingMethod(_target(cls), bits, partitions, cls.has_kernels)
+        assert PACKING.setdefault(name, found) == found, f"{found} differs from its entry in PACKING"
         return cls
 
     return decorate
 
 
+def _target(method: type[Compressor] | type[Quantizer]) -> str:
+    return f"{method.__module__}.{method.__name__}".removeprefix(f"{FOLDER}.")
+
+
 def _check_name(name: str, method: type[Compressor] | type[Quantizer]) -> None:
     if not NAME.fullmatch(name):
         raise ValueError(f"{name!r} cannot name a method: use letters, digits, - and _")
-    builtin = DROPPING.get(name) or PACKING.get(name)
-    is_builtin = builtin is not None and f"{method.__module__}.{method.__name__}" == f"{FOLDER}.{builtin.target}"
-    if name in COMPRESSORS or name in QUANTIZERS or (builtin is not None and not is_builtin):
+    if name in COMPRESSORS or name in QUANTIZERS or BUILTIN.get(name, _target(method)) != _target(method):
         raise ValueError(f"there is a method {name!r} already: give this one another name")
-
-
-IN_FILE = re.compile(r"(?P<file>.+\.py):(?P<name>[^\W\d]\w*)")
-"""Matches FILE.py:CLASS."""
-GUIDE = "docs/guides/adding-a-compressor.md"
-BITS = (4, 2)
-"""Allowed bits of a user's quantizer that does not register itself with others, the default first."""
 
 
 def name_of(value: str, flag: str) -> str:
@@ -203,38 +186,28 @@ def is_own(value: str) -> bool:
 
 @cache
 def _registered(source: str, name: str, setting: str) -> str:
-    """Register the class ``name`` of a file or module, and return its registered name.
-
-    Args:
-        source: Path of the file, which ends in ``.py``, or name of the module.
-        name: Name of the class.
-        setting: The flag and its value, with which messages begin.
-    """
+    """Register the class ``name`` of ``source``, a path that ends in ``.py`` or a module's name. Returns its registered name."""
     # A failure is not cached, and leaves nothing registered. The file is run again at the next call.
-    module_name = _module_name(source) if source.endswith(".py") else source
+    module_name = file_module(source) if source.endswith(".py") else source
     is_new = module_name not in sys.modules
-    before = [(known, dict(known)) for known in (COMPRESSORS, QUANTIZERS)]
+    before = [dict(table) for table in TABLES]
     try:
-        module = _run(source, setting) if source.endswith(".py") else import_named(source, setting)
-        method = _class(module, name, setting)
-        found = _register(method, name, setting)
+        module = import_file(source, setting) if source.endswith(".py") else import_named(source, setting)
+        found = _register(_class(module, name, setting), name, setting)
     except OptionError:
         if is_new:
-            for known, those in before:
-                known.clear()
-                known.update(those)
+            for table, those in zip(TABLES, before):
+                table.clear()
+                table.update(those)
             sys.modules.pop(module_name, None)
         raise
-    # A user's module may import built-in methods, which registers them.
-    builtin = {*DROPPING, *PACKING}
-    USER_METHODS.update({*COMPRESSORS, *QUANTIZERS} - {*before[0][1], *before[1][1]} - builtin)
+    USER_METHODS.update({*DROPPING, *PACKING} - {*before[2], *before[3]})
     return found
 
 
 def _register(method: type[Compressor] | type[Quantizer], name: str, setting: str) -> str:
     """Register the class under its own name, unless it registered itself. Returns the name."""
-    classes = COMPRESSORS | {known: packer.quantizer_class for known, packer in QUANTIZERS.items()}
-    found = next((known for known, cls in classes.items() if cls is method), None)
+    found = next((known for known, cls in (*COMPRESSORS.items(), *QUANTIZERS.items()) if cls is method), None)
     if found is None:
         found = name
         decorate = register(name) if issubclass(method, Compressor) else register_quantizer(name, BITS)
@@ -245,33 +218,6 @@ def _register(method: type[Compressor] | type[Quantizer], name: str, setting: st
     if issubclass(method, Compressor) and (called := method().name) != found:
         raise OptionError(f"{setting}, but {name} objects are called {called!r}: set `name` to that of the class, {found!r}")
     return found
-
-
-def _module_name(path: str) -> str:
-    return f"sglang_ext_own_methods.{Path(path).stem}_{crc32(path.encode()):x}"
-
-
-def _run(path: str, setting: str) -> ModuleType:
-    module_name = _module_name(path)
-    if module_name in sys.modules:
-        return sys.modules[module_name]
-    if not Path(path).is_file():
-        raise OptionError(f"{setting}, but there is no file {path}: pass PATH.py:CLASS of an existing file")
-    spec = spec_from_file_location(module_name, path)
-    assert isinstance(spec, ModuleSpec) and isinstance(spec.loader, SourceFileLoader)
-    module = module_from_spec(spec)
-    # Dataclasses look up their module while it runs. The file may import its neighbours.
-    sys.modules[module_name] = module
-    sys.path.insert(0, str(Path(path).parent))
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        line = next((f.lineno for f in reversed(traceback.extract_tb(error.__traceback__)) if f.filename == path), None)
-        where = f"{path}, line {line}" if line else path
-        raise OptionError(f"{setting}, but {where} raised {type(error).__name__}: {error}: correct the file") from error
-    finally:
-        sys.path.remove(str(Path(path).parent))
-    return module
 
 
 def _class(module: ModuleType, name: str, setting: str) -> type[Compressor] | type[Quantizer]:

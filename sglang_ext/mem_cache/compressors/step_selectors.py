@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 
 from sglang_ext.device import to_device
+from sglang_ext.mem_cache.compressors.catalogue import QUEST_PAGE
 from sglang_ext.mem_cache.compressors.compressor import Always, Compressor, ContextKV, LayerKV, Part
 from sglang_ext.mem_cache.compressors.registry import register
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery, QueryPredictor
@@ -14,17 +15,15 @@ from sglang_ext.mem_cache.selection.scoring import QuestScoring, Scoring, Scorin
 from sglang_ext.mem_cache.selection.top_tokens import mark_always
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepSelector(Compressor):
-    """Scores each key of full KV for one step with :attr:`scoring`. The first and newest tokens are always kept.
+    """Scores each key of full KV for one step, by default with :attr:`scoring`. The first and newest tokens are always kept.
 
     Attributes:
-        scoring: Scores how much each KV head needs each token.
-        every: As :attr:`Compressor.every`.
-        each_round: As :attr:`Compressor.each_round`.
+        scoring: Scores how much each KV head needs each token, by the newest query.
+        every, each_round, most: As in :class:`Compressor`.
         sinks: First tokens kept.
         recent: Newest tokens kept.
-        most: As :attr:`Compressor.most`.
     """
 
     scoring: ClassVar[Scoring]
@@ -46,35 +45,38 @@ class StepSelector(Compressor):
         return Always(self.sinks, self.recent)
 
     def scores(self, layer: LayerKV) -> torch.Tensor:
-        """Scores by the newest query: float32 [kv_heads, tokens], infinite for the first and the newest tokens.
+        """Scores of one layer: float32 [kv_heads, tokens], infinite for the first and the newest tokens.
 
         Without any query, newer tokens have higher scores.
         """
         tokens, kv_heads, _ = layer.keys.shape
-        if not len(layer.queries):
-            newer = torch.arange(tokens, dtype=torch.float32, device=layer.keys.device)
-            return mark_always(newer.expand(kv_heads, -1), self.sinks, self.recent)
-        queries, keys = layer.queries.transpose(0, 1)[None, None], layer.keys.transpose(0, 1)[None, None]
-        found = self.scoring.scores(ScoringInputs(queries, layer.query_positions[None], keys, layer.scaling))[0, 0]
+        if len(layer.queries):
+            found = self.query_scores(layer)
+        else:
+            found = torch.arange(tokens, dtype=torch.float32, device=layer.keys.device).expand(kv_heads, -1)
         return mark_always(found, self.sinks, self.recent)
+
+    def query_scores(self, layer: LayerKV) -> torch.Tensor:
+        """Scores by the queries, at least one: float32 [kv_heads, tokens]."""
+        queries, keys = layer.queries.transpose(0, 1)[None, None], layer.keys.transpose(0, 1)[None, None]
+        return self.scoring.scores(ScoringInputs(queries, layer.query_positions[None], keys, layer.scaling))[0, 0]
 
 
 @register("quest")
 @dataclass(frozen=True)
 class Quest(StepSelector):
-    """Score pages of 16 tokens by the smallest and largest key of each channel, which bound the products with the query.
+    """Score pages of tokens by the smallest and largest key of each channel, which bound the products with the query.
 
-    Quest (Tang et al. 2024, arXiv 2406.10774).
-    All tokens of a page have the same score: the mean bound over the query heads of a KV head. In each layer the step's own query
-    selects, and attention waits for it. In the paper the first two layers read all tokens; here they select, too. On a GPU the first and
-    newest tokens are kept as whole pages, one and two.
+    Quest (Tang et al. 2024, arXiv 2406.10774). All tokens of a page have the same score: the mean bound over the query heads of a KV head. In
+    each layer the step's own query selects, and attention waits for it. In the paper the first two layers read all tokens; here they
+    select, too. On a GPU the first and newest tokens are kept as whole pages, one and two.
 
     Attributes:
         in_attention: Whether attention itself selects, by extremes stored beside the pool, as on a GPU (compressed/layouts/pointers.py). No
             queries are recorded then.
     """
 
-    scoring: ClassVar[QuestScoring] = QuestScoring()
+    scoring: ClassVar[QuestScoring] = QuestScoring(QUEST_PAGE)
     synchronous: ClassVar[bool] = True
     in_attention: bool = False
 
@@ -92,43 +94,24 @@ class Quest(StepSelector):
 
 @register("spade")
 @dataclass(frozen=True)
-class Spade(Compressor):
+class Spade(StepSelector):
     """AsyncSpade: scores each key by the attention of the next step's query, as predicted from earlier queries (selection/predictors.py).
 
-    A selection uses what exists before the step begins, including queries of draft tokens, so that no step waits for its own query. The
-    first and newest tokens are always kept. On a GPU the selection runs asynchronously to earlier steps (compressed/async_selector.py).
+    A selection uses what exists before the step begins, including queries of draft tokens, so that no step waits for its own query. If
+    drafts are verified, queries of full KV replace those of drafts. On a GPU the selection runs asynchronously to earlier steps
+    (compressed/async_selector.py).
 
     Attributes:
         predictor: Predicts the next query.
-        every: As :attr:`Compressor.every`.
-        each_round: As :attr:`Compressor.each_round`. If drafts are verified, queries of full KV replace those of drafts.
-        sinks: First tokens kept.
-        recent: Newest tokens kept.
-        most: As :attr:`Compressor.most`.
     """
 
     predictor: QueryPredictor = CurrentQuery()
-    every: int = 1
-    each_round: bool = True
-    sinks: int = 4
-    recent: int = 32
-    most: int = 0
-    points: ClassVar[bool] = True
     needs_rotary: ClassVar[bool] = True
 
     @property
     def window(self) -> int:
         """Number of queries that the predictor reads."""
         return self.predictor.window
-
-    @property
-    def always_kept(self) -> int:
-        """:attr:`Compressor.always_kept`: the first and the newest tokens."""
-        return self.sinks + self.recent
-
-    def always(self, context: ContextKV) -> Always:
-        """The first and the newest tokens."""
-        return Always(self.sinks, self.recent)
 
     def select(self, context: ContextKV, parts: Sequence[Part]) -> list[torch.Tensor]:
         """:meth:`Compressor.select`; for whole contexts on a GPU with kernels that read the keys once."""
@@ -159,18 +142,11 @@ class Spade(Compressor):
         found = [attention(query, context.buffers.scored(at, context.slots), scaling) for at, (query, scaling) in layers]
         return mark_always(torch.stack(found), self.sinks, self.recent)
 
-    def scores(self, layer: LayerKV) -> torch.Tensor:
-        """Attention of the predicted query, mean over the query heads of a KV head: float32 [kv_heads, tokens].
-
-        Infinite for the first and the newest tokens. Without any query, newer tokens have higher scores.
-        """
-        tokens, kv_heads, _ = layer.keys.shape
-        if not len(layer.queries):
-            newer = torch.arange(tokens, dtype=torch.float32, device=layer.keys.device)
-            return mark_always(newer.expand(kv_heads, -1), self.sinks, self.recent)
+    def query_scores(self, layer: LayerKV) -> torch.Tensor:
+        """Attention of the predicted query, mean over the query heads of a KV head: float32 [kv_heads, tokens]."""
         queries = layer.queries.transpose(0, 1)[None, None]
         predicted = self.predictor.predict(queries, layer.query_positions[None], layer.rotary)
-        return mark_always(attention(predicted[:, 0], layer.keys, layer.scaling), self.sinks, self.recent)
+        return attention(predicted[:, 0], layer.keys, layer.scaling)
 
 
 def attention(query: torch.Tensor, keys: torch.Tensor, scaling: float) -> torch.Tensor:

@@ -9,8 +9,7 @@ import torch
 
 from sglang_ext.core import SCORE_BITS
 from sglang_ext.mem_cache.compressed.layouts.block_layout import PARAMETER, Grid, Quantized, pack_codes, unpack_codes
-from sglang_ext.mem_cache.compressors.quantizer import whole
-from sglang_ext.mem_cache.compressors.integer_quantizers import PlainInt
+from sglang_ext.mem_cache.compressors.quantizer import quantize_evenly, whole
 
 if TYPE_CHECKING:
     from sglang_ext.layers.kernels.selection.quantized_keys import QuantizedKeyTensors
@@ -175,7 +174,7 @@ class QuantizedKeys(ScoringKeys):
         """Quantize keys, [layers, tokens, kv_heads, dim], into :attr:`codes` and :attr:`words`."""
         bits, group = self.sizes.bits, self.sizes.group
         # The quantizer expects heads, blocks and tokens. All dimensions are treated alike here.
-        found = PlainInt(bits=bits).quantize(keys.float(), Grid(1, group))
+        found = quantize_evenly(keys.float(), Grid(1, group), bits)
         packed = pack_codes(found.codes.unflatten(-1, (-1, group)), bits).flatten(-2) ^ _stored_mask(bits)
         words = torch.stack([found.scale, found.zero], -1).to(PARAMETER).view(torch.int32)
         return packed.view(torch.int8), words.squeeze(-1)

@@ -214,7 +214,7 @@ def test_on_a_gpu_quest_chooses_in_attention_pages_of_the_pool():
     for size in (16, 64):
         args.page_size = size
         flag_checks.check_device(args)
-        assert selection_options.stepping(args, "quest") == Quest(1, False, most=2048, in_attention=True)
+        assert selection_options.stepping(args, "quest") == Quest(every=1, each_round=False, most=2048, in_attention=True)
     for mode in ("prefill", "decode"):
         args.disaggregation_mode = mode
         with pytest.raises(OptionError, match=f"quest cannot be combined with --disaggregation-mode {mode}: .*; pass .* spade"):

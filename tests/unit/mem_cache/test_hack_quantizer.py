@@ -12,8 +12,8 @@ from sglang_ext.mem_cache.compressed.layouts.block_layout import PAGE, BlockLayo
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors import catalogue
-from sglang_ext.mem_cache.compressors.quantizer import grouped, stored_below, whole
-from sglang_ext.mem_cache.compressors.integer_quantizers import Hack
+from sglang_ext.mem_cache.compressors.quantizer import grouped, whole
+from sglang_ext.mem_cache.compressors.integer_quantizers import Hack, stored_below
 
 CPU = torch.device("cpu")
 SIZES = [(bits, partition) for bits in (4, 2) for partition in (32, 64, 128)]
