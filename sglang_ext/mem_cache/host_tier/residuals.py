@@ -22,7 +22,8 @@ from sglang_ext.layers.kernels.lynx import pytorch_codec
 from sglang_ext.layers.kernels.lynx.layout import CHUNK, DTYPES, UNIT, PageLayout
 from sglang_ext.layers.kernels.lynx.scales import ChunkScales
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing, as_bytes
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
+from sglang_ext.mem_cache.compressed.layouts.block_layout import as_bytes
 
 # Value of "whole" in the sizes of residuals.
 WHOLE = 0

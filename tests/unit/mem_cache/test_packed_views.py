@@ -14,7 +14,8 @@ from sglang_ext.layers.attention.torch_native import RaggedTorchNativeBackend
 from sglang_ext.mem_cache.compressed import cache
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
-from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import QuantizedLayout, Packing, as_bytes
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing, QuantizedLayout
+from sglang_ext.mem_cache.compressed.layouts.block_layout import as_bytes
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.queries import QueryWindows, RecordedRows, record_queries
 from sglang_ext.mem_cache.compressors.catalogue import method

@@ -5,15 +5,16 @@ A program packs blocks of one head of one layer. Codes, scales and zero points e
 Stochastic rounding (integer_quantizers.py) gives the same bytes, because no two operations are fused into one that rounds once.
 """
 
+from typing import Protocol
+
 import torch
 import triton
 import triton.language as tl
 
 from sglang_ext.layers.kernels.gpu_launch import buffer_pointer, dtype_name, launch_first_fitting
-from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts import block_layout
 from sglang_ext.mem_cache.compressed.layouts.block_layout import BlockLayout
-from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
+from sglang_ext.mem_cache.compressors.quantizer import Quantizer
 
 # Supported channels of a head, tokens of a stochastically rounded block and of other blocks, and dtypes of a pool.
 DIMS, DRAWN_TOKENS, TOKENS, DTYPES = (64, 128), (64, 128), (64,), (torch.bfloat16, torch.float16, torch.float32)
@@ -242,7 +243,31 @@ def pack_tiles(
             _store_parameters(sums, cells, slots, slot_stride * SIZE, CODES + 4 * COUNT, CELL)
 
 
-def can_pack(packing: Packing, buffers: KVBuffers) -> bool:
+class PackedBlocks(Protocol):
+    """How the cells of a pool store the blocks of a quantizer: what kernels read of :class:`Packing`."""
+
+    quantizer: Quantizer
+    keys: BlockLayout
+    values: BlockLayout
+    block_slots: int
+
+    def rotations(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]: ...
+
+    def levels(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]: ...
+
+
+class PoolBuffers(Protocol):
+    """The buffers of a pool's layers, and their addresses: what kernels read of :class:`KVBuffers`."""
+
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+    key_table: torch.Tensor
+    value_table: torch.Tensor
+    layer_table: torch.Tensor
+    first_head: int
+
+
+def can_pack(packing: PackedBlocks, buffers: PoolBuffers) -> bool:
     """Whether the kernels support this packing and these buffers. PyTorch supports all."""
     layouts, pools = (packing.keys, packing.values), (buffers.keys[0], buffers.values[0])
     finding = packing.quantizer.finding
@@ -252,8 +277,8 @@ def can_pack(packing: Packing, buffers: KVBuffers) -> bool:
 
 
 def pack_blocks(
-    packing: Packing,
-    buffers: KVBuffers,
+    packing: PackedBlocks,
+    buffers: PoolBuffers,
     kept: torch.Tensor,
     sources: torch.Tensor,
     targets: torch.Tensor,
@@ -281,7 +306,7 @@ def _launch(
     table: torch.Tensor,
     like: torch.Tensor,
     layout: BlockLayout,
-    packing: Packing,
+    packing: PackedBlocks,
     places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     rotation: torch.Tensor | None,
     drawn: tuple[torch.Tensor | None, torch.Tensor, int],

@@ -23,8 +23,8 @@ from sglang_ext.managers.kv_transfer.progressive.page_codec import EncodedPage, 
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
 from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.layouts.block_layout import BlockLayout
-from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing, as_bytes
+from sglang_ext.mem_cache.compressed.layouts.block_layout import BlockLayout, as_bytes
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 
 
 @dataclass(frozen=True)

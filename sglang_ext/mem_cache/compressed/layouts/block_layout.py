@@ -197,6 +197,11 @@ class BlockLayout:
         return Quantized(codes, scale, zero, Outliers(*rest) if self.outliers else None, positions, sums)
 
 
+def as_bytes(buffer: torch.Tensor) -> torch.Tensor:
+    """A layer's buffer, [slots, kv_heads, head_dim], as uint8 [slots, kv_heads, cell_bytes] over the same memory."""
+    return buffer.view(torch.uint8)
+
+
 def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack codes below ``2 ** bits``, uint8 [..., dim], into bytes: uint8 [..., dim * bits / 8]."""
     packed = torch.zeros_like(codes[..., : codes.shape[-1] * bits // 8])

@@ -183,6 +183,11 @@ class PagePointerLayout(PointerLayout):
         """Tokens of a page."""
         return self.extremes.page
 
+    @property
+    def page_bounds(self) -> torch.Tensor:
+        """[layers, pages, kv_heads, 2, head_dim], the smallest and largest keys of each page of the pool."""
+        return self.extremes.held
+
     def on_filled(self, row: int, compressed: CompressedKV) -> None:
         """Record the numbers of pointers and pages. The row's next step selects."""
         super().on_filled(row, compressed)

@@ -14,7 +14,7 @@ import torch
 from sglang_ext.core import CompressedKV, IntegrityError
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots, RowCountLayout
-from sglang_ext.mem_cache.compressed.layouts.block_layout import BlockLayout, Grid, Quantized, lane, noise
+from sglang_ext.mem_cache.compressed.layouts.block_layout import as_bytes, BlockLayout, Grid, Quantized, lane, noise
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.quantizer import Quantizer, whole
 
@@ -245,8 +245,3 @@ class QuantizedLayout(RowCountLayout[Packing]):
             raise IntegrityError(
                 f"the compressed KV of draft row {row} has {compressed.num_packed_slots} packed slots, but the row's count is {int(self.counts[row])}"
             )
-
-
-def as_bytes(buffer: torch.Tensor) -> torch.Tensor:
-    """A layer's buffer, [slots, kv_heads, head_dim], as uint8 [slots, kv_heads, cell_bytes] over the same memory."""
-    return buffer.view(torch.uint8)
