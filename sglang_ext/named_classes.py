@@ -45,7 +45,11 @@ def load_class(value: str, setting: str, base: type[Base]) -> type[Base]:
 
 
 def import_named(module: str, setting: str) -> ModuleType:
-    """Import a module by its name. Messages begin with ``setting``, the flag and its value.
+    """Import a module.
+
+    Args:
+        module: Its name.
+        setting: The flag and its value, with which messages begin.
 
     Raises:
         OptionError: There is no such module, or it raises. The message has the remedy.

@@ -215,7 +215,7 @@ def methods_of(args: "KVServerArgs", layers: int, kv_heads: int, rank: int, scor
             compressors[name] = each.compressor
             if name == KVZAP:
                 # Without host memory all scores are known, so no other compressor is needed.
-                from sglang_ext.mem_cache.compressors.kvzap import KVzap
+                from sglang_ext.mem_cache.compressors.kvzip import KVzap
 
                 compressors[name] = KVzap(scores, create(args.kv_online_compressor) if args.kv_host_gb else None)
             elif each.compressor.every:

@@ -39,12 +39,7 @@ def model_key(folder: Path) -> str:
 
 
 def model_folder(model: str, revision: str | None = None, download: bool = False) -> Path:
-    """The folder of a model's files.
-
-    Args:
-        model: A Hugging Face folder or name.
-        revision: Revision of a name; None for the default.
-        download: Whether to download missing files of a name.
+    """The folder of the files of a model, a Hugging Face folder or name. ``download`` allows to download missing files of a name.
 
     Raises:
         OptionError: There is no such folder, and no files for that name.
@@ -79,11 +74,7 @@ class CheckedFileError(ValueError):
 
 
 def write_checked(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Store ``tensors``, on the CPU, in a file that appears only when it is complete.
-
-    Raises:
-        OSError: The folder cannot be written.
-    """
+    """Store ``tensors``, on the CPU, and ``metadata`` with a checksum, as :func:`write_whole`."""
     stored = {name: tensor.contiguous() for name, tensor in tensors.items()}
     about = {**metadata, "checksum": _checksum(stored, metadata)}
     write_whole(path, save(stored, {NAME: json.dumps(about, sort_keys=True)}))
@@ -225,11 +216,7 @@ class Predictor:
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def write(self, folder: Path) -> Path:
-        """Store the predictor. The file appears only when it is complete.
-
-        Raises:
-            OSError: The folder cannot be written.
-        """
+        """Store the predictor, as :func:`write_whole`. Returns the file's path."""
         fitted = json.dumps(asdict(self.fitted), sort_keys=True)
         write_checked(folder / PREDICTOR_FILE, self._tensors(), {"format": PREDICTOR_FORMAT, "fitted": fitted})
         return folder / PREDICTOR_FILE

@@ -1,7 +1,4 @@
-"""The catalogue of compression methods that ``--kv-compressor`` may name. Each method's class declares its properties.
-
-A method is a class in this folder with an entry in registry.py, or a user's own class.
-"""
+"""The catalogue of compression methods that ``--kv-compressor`` may name: classes with an entry in registry.py, and users' own classes."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -27,12 +24,7 @@ WITH_BITS = re.compile(r"(?P<name>.+?):?(?P<bits>\d+)")
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """A compression method: tokens are selected first, then quantized.
-
-    Attributes:
-        compressor: Selects the tokens to keep.
-        quantizer: Quantizes them; None to store them unchanged.
-    """
+    """A compression method: the compressor selects the tokens to keep, then the quantizer quantizes them; None to store them unchanged."""
 
     compressor: Compressor
     quantizer: Quantizer | None
@@ -204,9 +196,7 @@ def allowed_bits(packs: str) -> tuple[int, ...]:
 
 
 def partition_size(packs: str, partition: int | None) -> int | None:
-    """Numbers that share a scale in a quantizer's blocks. ``partition`` is the requested size, None for the default.
-
-    Returns None if the quantizer's partitions are fixed.
+    """Numbers that share a scale in a quantizer's blocks, None if they are fixed. ``partition`` is the requested size, None for the default.
 
     Raises:
         OptionError: The size is not allowed. The message has the value and the allowed ones.
@@ -235,7 +225,7 @@ def create(name: str) -> Compressor:
     Raises:
         ValueError: No compressor has this name.
     """
-    if name not in dropping():
+    if name not in DROPPING:
         raise ValueError(f"no compressor is called {name!r}; there are: {', '.join(dropping())}")
     return COMPRESSORS[name]()
 
@@ -246,7 +236,7 @@ def quantizer(name: str, bits: int, partition: int | None = None) -> Quantizer:
     Raises:
         ValueError: No quantizer has this name.
     """
-    if name not in packing():
+    if name not in PACKING:
         raise ValueError(f"no quantizer is called {name!r}; there are: {', '.join(packing())}")
     sizes = {} if partition is None else {"partition": partition}
     return QUANTIZERS[name](bits=bits, **sizes)

@@ -76,10 +76,7 @@ def hadamard(size: int) -> torch.Tensor:
 
 
 def reordering(dim: int, size: int) -> torch.Tensor:
-    """An order of channels that puts neighbours into different blocks of ``size``: int64 [dim].
-
-    The outliers of keys are in channels of neighbouring frequencies.
-    """
+    """An order of channels that puts neighbours, which have the outliers of keys, into different blocks of ``size``: int64 [dim]."""
     blocks = dim // size
     return torch.arange(dim).view(size, blocks).t().flatten()
 
@@ -99,8 +96,7 @@ class Hack(Quantizer):
     stay exact until they do (requantization elimination).
 
     Attributes:
-        partition: Numbers that share a scale: 32, 64 or 128. The head dimension is a multiple of it.
-        block: Tokens that are packed together, whole partitions. It follows from ``partition``.
+        partition: Numbers that share a scale: 32, 64 or 128. The head dimension is a multiple of it, and a block holds whole ones.
     """
 
     partition: int = 64
@@ -123,12 +119,8 @@ class Hack(Quantizer):
         """Compute codes, scales, zero points and the sums of each partition's codes.
 
         The smallest number of a partition is rounded down to float16, and its scale up. Each number is then between two codes, and the
-        expected value of its stochastic rounding is the number itself.
-
-        Args:
-            numbers: float32 [heads, blocks, tokens, dim].
-            grid: The partitions.
-            noise: Shaped as ``numbers``, uniform over [0, 1), added to steps before truncation. None rounds to the nearest code.
+        expected value of its stochastic rounding is the number itself. ``noise``, shaped as ``numbers``, uniform over [0, 1), is added to
+        steps before truncation. None rounds to the nearest code.
         """
         groups, last = grouped(numbers, grid), 2**self.bits - 1
         zero = stored_below(groups.amin((3, 5), keepdim=True))

@@ -1,6 +1,6 @@
-"""KVzip (Kim et al. 2025, arXiv 2505.23416): keep what the model needs to repeat the context, whatever is asked later.
+"""KVzip (Kim et al. 2025, arXiv 2505.23416) keeps what the model needs to repeat the context, whatever is asked later. KVzap predicts that.
 
-Scores of a document are computed before, and stored in a safetensors file, which is written atomically, with a checksum and a key. It has
+KVzip's scores of a document are computed before, and stored in a safetensors file, which is written atomically, with a checksum. It has
 ``scores``, float16 [layers, kv_heads, tokens], and ``chain``, uint8 [pages, 16], which identifies its tokens. Its header has the format's
 version, the model's key, the method, the method's settings and a checksum of everything. An index finds the document that a prompt
 begins with.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -24,8 +24,11 @@ from sglang_ext.device import sent
 from sglang_ext.mem_cache.compressed.layouts.block_layout import chained
 from sglang_ext.mem_cache.compressors.attention_scores import SnapKV
 from sglang_ext.mem_cache.compressors.compressor import Always, Compressor, ContextKV, LayerKV, Part, RequiredFolder
-from sglang_ext.mem_cache.compressors.registry import SCORES_FOLDER, register
+from sglang_ext.mem_cache.compressors.registry import PREDICTOR_FOLDER, SCORES_FOLDER, register
 from sglang_ext.mem_cache.scores import write_whole
+
+if TYPE_CHECKING:
+    from sglang_ext.mem_cache.compressed.slot_scores import SlotScores
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +58,7 @@ class ScoredDocument:
     Attributes:
         model: The model's key (scores.py).
         method: Name of the compressor.
-        settings: Settings of the method, as JSON with sorted keys.
+        settings: Its settings, as JSON with sorted keys.
         chain: Concatenated hashes of the pages of its tokens.
     """
 
@@ -112,14 +115,7 @@ def write_scores(folder: Path, document: ScoredDocument, scores: torch.Tensor) -
 
 @dataclass(frozen=True)
 class ScoreFile:
-    """A file of scores. Only its header and hashes were read.
-
-    Attributes:
-        path: Path of the file.
-        document: The document in its header.
-        shape: Layers, KV heads and tokens of its scores.
-        checksum: The checksum in its header.
-    """
+    """A file of scores, of which the header and the hashes were read. ``shape``: layers, KV heads and tokens of its scores."""
 
     path: Path
     document: ScoredDocument
@@ -177,13 +173,9 @@ class ScoreIndex:
 
     @classmethod
     def open(cls, folder: Path, method: str, model: str, layers: int, kv_heads: int) -> "ScoreIndex":
-        """Read headers and hashes of all files. Files that do not fit are logged and ignored.
+        """Read headers and hashes of all files in the output folder of ``python -m sglang_ext.precompress``.
 
-        Args:
-            folder: Output folder of ``python -m sglang_ext.precompress``.
-            method: Name of the compressor.
-            model: The model's key.
-            layers, kv_heads: The model's numbers of layers and KV heads.
+        Files for another method, another model's key, or other numbers of layers and KV heads are logged and ignored.
         """
         index = cls()
         files = sorted(folder.glob(f"*{SUFFIX}"))
@@ -329,3 +321,73 @@ class StoredScores(Compressor):
         share = first + round((part.count - first - second) * left[0] / max(1, sum(left)))
         count = min(max(share, part.count - sizes[1], 0), sizes[0], part.count)
         return [Part(part.start, border, count), Part(border, part.end, part.count - count)]
+
+
+@register("kvzap")
+@dataclass(frozen=True)
+class KVzap(Compressor):
+    """KVzap (Jegou and Jeblick 2026, arXiv 2601.07891): a small network predicts which tokens KVzip would keep.
+
+    Scores are predicted when the KV is computed (``python -m sglang_ext.fit kvzap``), and stored by slot.
+
+    Attributes:
+        slots: The scores; None without a predictor.
+        online: Compressor for contexts with unknown scores, whose KV came from host memory; None if no KV comes from there.
+        sinks: First tokens, always kept. KVzip does not score them.
+        recent: Newest tokens, always kept. The paper keeps 128 of a whole cache; here the tokens after the compressed KV are exact.
+    """
+
+    slots: "SlotScores | None" = None
+    online: Compressor | None = SnapKV()
+    sinks: int = 4
+    recent: int = 32
+    comparable: ClassVar[bool] = True
+    better_uneven: ClassVar[bool] = True
+    reads: ClassVar[RequiredFolder] = PREDICTOR_FOLDER
+
+    @property
+    def window(self) -> int:
+        """Number of queries that the online method needs."""
+        return 0 if self.online is None else self.online.window
+
+    @property
+    def needs_rotary(self) -> bool:
+        """Whether the online method needs it."""
+        return self.online is not None and self.online.needs_rotary
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the scores and the predictor."""
+        return 0 if self.slots is None else self.slots.held_bytes
+
+    def for_context(self, context: ContextKV) -> Compressor:
+        """The online method if a score is unknown."""
+        return self if self.online is None or (self.slots is not None and self.slots.has_scores(context.slots)) else self.online
+
+    def always(self, context: ContextKV) -> Always:
+        """The first tokens. The newest ones are not infinite; they only score far above all others."""
+        if self.slots is None and self.online is not None:
+            return self.online.always(context)
+        return Always(self.sinks)
+
+    def scores(self, layer: LayerKV) -> torch.Tensor:
+        """Scores of the online method, because a layer's KV alone does not identify its slots.
+
+        Raises:
+            ValueError: There is no online method.
+        """
+        if self.online is None:
+            raise ValueError("kvzap scores contexts by their slots: call scores_all, or give it an online method")
+        return self.online.scores(layer)
+
+    def scores_all(self, context: ContextKV) -> torch.Tensor:
+        """Predicted scores: float32 [layers, kv_heads, tokens], infinite for the first tokens, far above all others for the newest."""
+        if self.slots is None:
+            return super().scores_all(context)
+        scores = self.slots.read(context.slots)
+        tokens = scores.shape[-1]
+        recent = min(self.recent, tokens)
+        # Newer tokens score higher, since a part's count may be too small for all of them.
+        scores[..., tokens - recent :] = 1e6 + torch.arange(recent, device=scores.device)
+        scores[..., : self.sinks] = float("inf")
+        return scores

@@ -186,12 +186,12 @@ class KVQuant(Quantizer):
         """Assign each number the nearest level between the smallest and the largest number of its group, without outliers."""
         dim = numbers.shape[-1]
         places = farthest(numbers, grid, self.outliers(dim))
-        zero, scale = range_of_others(numbers, grid, places)
+        zero, scale = _range_of_others(numbers, grid, places)
         levels = self.levels_on(numbers.device, dim)
         shares = (grouped(numbers, grid) - zero).mul_(torch.where(scale > 0, 1 / scale, 0.0)).clamp_(0, 1)
         codes = nearest(shares, levels).view(numbers.shape)
         block = Quantized(codes, squeezed(scale), squeezed(zero))
-        rest = numbers.flatten(2).gather(-1, places) - meant_at(block, grid, levels, places)
+        rest = numbers.flatten(2).gather(-1, places) - _meant_at(block, grid, levels, places)
         return block._replace(outliers=Outliers(places, round_to_float16(rest)))
 
 
@@ -207,15 +207,7 @@ def levels_of(count: int) -> torch.Tensor:
 
 
 def farthest(numbers: torch.Tensor, grid: Grid, count: int) -> torch.Tensor:
-    """Indices in each block of the numbers farthest from their group's mean, in deviations: int64 [heads, blocks, count].
-
-    They are ascending. In a tie the first numbers are taken.
-
-    Args:
-        numbers: float32 [heads, blocks, tokens, dim].
-        grid: The groups.
-        count: Numbers of each block.
-    """
+    """Indices in each block of the ``count`` numbers farthest from their group's mean, in deviations, as :func:`greatest` orders them."""
     groups = grouped(numbers, grid)
     squares = (groups - groups.mean((3, 5), keepdim=True)).square_()
     deviation = squares.sum((3, 5), keepdim=True).div_(grid.tokens * grid.channels - 1)
@@ -226,15 +218,9 @@ def farthest(numbers: torch.Tensor, grid: Grid, count: int) -> torch.Tensor:
 
 
 def greatest(numbers: torch.Tensor, count: int) -> torch.Tensor:
-    """Indices of the ``count`` largest numbers along the last axis, ascending; the first ones in a tie.
-
-    numpy finds the smallest of them several times as fast as PyTorch.
-
-    Args:
-        numbers: int32, not negative, on a CPU.
-        count: Numbers of each row.
-    """
+    """Indices of the ``count`` largest numbers, int32 of at least 0 on a CPU, along the last axis: ascending; the first ones in a tie."""
     size = numbers.shape[-1]
+    # numpy finds the smallest of them several times as fast as PyTorch.
     least = torch.from_numpy(numpy.partition(numbers.numpy(), size - count, -1)[..., size - count, None])
     chosen = numbers >= least
     if int(chosen.sum()) > numbers.numel() // size * count:
@@ -244,14 +230,8 @@ def greatest(numbers: torch.Tensor, count: int) -> torch.Tensor:
     return (places % size).view(*numbers.shape[:-1], count)
 
 
-def range_of_others(numbers: torch.Tensor, grid: Grid, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Zero points and scales, as stored, of groups without the numbers in ``places``; 0 if no others are in a group.
-
-    Args:
-        numbers: float32 [heads, blocks, tokens, dim].
-        grid: The groups.
-        places: int64 [heads, blocks, count].
-    """
+def _range_of_others(numbers: torch.Tensor, grid: Grid, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zero points and scales, as stored, of groups without the numbers in ``places``; 0 if no others are in a group."""
 
     def others(filling: float) -> torch.Tensor:
         return grouped(numbers.flatten(2).scatter(-1, places, filling).view(numbers.shape), grid)
@@ -261,8 +241,8 @@ def range_of_others(numbers: torch.Tensor, grid: Grid, places: torch.Tensor) -> 
     return zero, round_to_float16((torch.where(least <= most, most, 0.0) - zero).clamp(min=0))
 
 
-def meant_at(block: Quantized, grid: Grid, levels: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Numbers that the codes in ``places``, int64 [heads, blocks, count], mean: float32, shaped as ``places``."""
+def _meant_at(block: Quantized, grid: Grid, levels: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Numbers that the codes in ``places`` mean: float32, shaped as ``places``."""
     dim = block.codes.shape[-1]
     groups = places // dim // grid.tokens * (dim // grid.channels) + places % dim // grid.channels
     scale, zero = (part.flatten(2).gather(-1, groups) for part in (block.scale, block.zero))

@@ -33,11 +33,7 @@ SCORES_FOLDER = RequiredFolder("--kv-scores", "reads scores that were computed a
 
 
 class DroppingMethod(NamedTuple):
-    """Properties of a method that drops tokens.
-
-    Attributes:
-        target: Module, in this folder if the method is built in, and class. For the other attributes see :class:`Compressor`.
-    """
+    """Properties of a method that drops tokens: its module, in this folder if it is built in, and class; and those of :class:`Compressor`."""
 
     target: str
     reads: RequiredFolder | None = None
@@ -49,14 +45,7 @@ class DroppingMethod(NamedTuple):
 
 
 class PackingMethod(NamedTuple):
-    """Properties of a quantizer.
-
-    Attributes:
-        target: As in :class:`DroppingMethod`.
-        bits: Allowed bits of its codes, the default first.
-        partitions: Allowed sizes of its partitions, the default first; empty if they are fixed.
-        has_kernels: Whether kernels read its blocks.
-    """
+    """Properties of a quantizer, as :func:`register_quantizer`'s arguments; no partitions if they are fixed."""
 
     target: str
     bits: tuple[int, ...] = BITS
@@ -66,7 +55,7 @@ class PackingMethod(NamedTuple):
 
 DROPPING = {
     "expected-attention": DroppingMethod("attention_scores.ExpectedAttention"),
-    "kvzap": DroppingMethod("kvzap.KVzap", PREDICTOR_FOLDER, comparable=True, better_uneven=True),
+    "kvzap": DroppingMethod("kvzip.KVzap", PREDICTOR_FOLDER, comparable=True, better_uneven=True),
     "kvzip": DroppingMethod("kvzip.KVzip", SCORES_FOLDER, comparable=True, better_uneven=True),
     "quest": DroppingMethod("step_selectors.Quest", points=True, every=1, each_round=True),
     "sink-recent": DroppingMethod("attention_scores.SinkRecent"),
@@ -84,7 +73,7 @@ PACKING = {
     "rotatekv": PackingMethod("integer_quantizers.RotateKV"),
     "turboquant": PackingMethod("level_quantizers.TurboQuant"),
 }
-BUILTIN = {name: method.target for name, method in (*DROPPING.items(), *PACKING.items())}
+BUILTIN = {name: each.target for name, each in DROPPING.items()} | {name: each.target for name, each in PACKING.items()}
 
 
 class Compressors(dict[str, type[Compressor]]):

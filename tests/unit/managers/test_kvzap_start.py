@@ -7,7 +7,7 @@ import torch
 
 from sglang_ext.core import OptionError
 from sglang_ext.managers import served_methods
-from sglang_ext.mem_cache.compressors.kvzap import KVzap
+from sglang_ext.mem_cache.compressors.kvzip import KVzap
 from sglang_ext.mem_cache.scores import FitRecord, Predictor, model_key
 
 

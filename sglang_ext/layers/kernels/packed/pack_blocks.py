@@ -246,10 +246,14 @@ def pack_tiles(
 class PackedBlocks(Protocol):
     """How the cells of a pool store the blocks of a quantizer: what kernels read of :class:`Packing`."""
 
-    quantizer: Quantizer
-    keys: BlockLayout
-    values: BlockLayout
-    block_slots: int
+    @property
+    def quantizer(self) -> Quantizer: ...
+    @property
+    def keys(self) -> BlockLayout: ...
+    @property
+    def values(self) -> BlockLayout: ...
+    @property
+    def block_slots(self) -> int: ...
 
     def rotations(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]: ...
 
@@ -259,12 +263,18 @@ class PackedBlocks(Protocol):
 class PoolBuffers(Protocol):
     """The buffers of a pool's layers, and their addresses: what kernels read of :class:`KVBuffers`."""
 
-    keys: tuple[torch.Tensor, ...]
-    values: tuple[torch.Tensor, ...]
-    key_table: torch.Tensor
-    value_table: torch.Tensor
-    layer_table: torch.Tensor
-    first_head: int
+    @property
+    def keys(self) -> tuple[torch.Tensor, ...]: ...
+    @property
+    def values(self) -> tuple[torch.Tensor, ...]: ...
+    @property
+    def key_table(self) -> torch.Tensor: ...
+    @property
+    def value_table(self) -> torch.Tensor: ...
+    @property
+    def layer_table(self) -> torch.Tensor: ...
+    @property
+    def first_head(self) -> int: ...
 
 
 def can_pack(packing: PackedBlocks, buffers: PoolBuffers) -> bool:

@@ -358,15 +358,24 @@ def scratch_bytes(requests: int, heads: int, tokens: int, page: int) -> int:
 class PageTables(Protocol):
     """Which rows begin with pointers, and their pages: what kernels read of :class:`PagePointerLayout`, which describes the attributes."""
 
-    counts: torch.Tensor
-    pages: torch.Tensor
-    selected_at: torch.Tensor
-    finished_parts: torch.Tensor
-    page_bounds: torch.Tensor
-    page: int
-    every: int
-    first: int
-    newest: int
+    @property
+    def counts(self) -> torch.Tensor: ...
+    @property
+    def pages(self) -> torch.Tensor: ...
+    @property
+    def selected_at(self) -> torch.Tensor: ...
+    @property
+    def finished_parts(self) -> torch.Tensor: ...
+    @property
+    def page_bounds(self) -> torch.Tensor: ...
+    @property
+    def page(self) -> int: ...
+    @property
+    def every(self) -> int: ...
+    @property
+    def first(self) -> int: ...
+    @property
+    def newest(self) -> int: ...
 
 
 def point_at_best_pages(

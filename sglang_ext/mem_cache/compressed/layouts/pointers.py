@@ -11,13 +11,13 @@ so that one CUDA graph serves all requests.
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 
 from sglang_ext.core import CompressedKV, IntegrityError
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots, RowCountLayout
+from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots, RowCountLayout, SlotLayout
 from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes, compute_extremes
 from sglang_ext.mem_cache.compressors.step_selectors import Quest
 
@@ -26,19 +26,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Pointers:
-    """How pointers are stored in slots of one pool. It is a :class:`~.base.SlotLayout`.
-
-    Attributes:
-        per_slot: Pointers per layer and head in one slot.
-        page_size: Slots that the pool allocates together.
-    """
+class Pointers(SlotLayout):
+    """How pointers are stored in slots of one pool. In one slot, a head has ``per_slot`` pointers per layer."""
 
     per_slot: int
     page_size: int
-    recent: ClassVar[int] = 0
-    sinks: ClassVar[int] = 0
-    stochastic: ClassVar[bool] = False
 
     @classmethod
     def for_pool(cls, buffers: KVBuffers, page_size: int) -> "Pointers":
@@ -47,21 +39,17 @@ class Pointers:
 
     @property
     def unit(self) -> int:
-        """Tokens covered and kept are multiples of it."""
+        """As :attr:`SlotLayout.unit`."""
         return self.page_size
 
     @property
     def share(self) -> float:
-        """Slots of pointers, as a share of the slots of the tokens that they point to."""
+        """As :attr:`SlotLayout.share`."""
         return 1 / self.per_slot
 
     def packed_slots(self, tokens: int) -> int:
         """Slots of the pointers to this many tokens."""
         return -(-tokens // self.per_slot)
-
-    def held_slots(self, tokens: int) -> int:
-        """:meth:`packed_slots`, rounded up to whole pages."""
-        return -(-self.packed_slots(tokens) // self.page_size) * self.page_size
 
     def write(
         self,
@@ -71,15 +59,7 @@ class Pointers:
         targets: torch.Tensor,
         seeds: torch.Tensor | None = None,
     ) -> None:
-        """Point the compressed KV to each head's kept tokens. On a GPU it does not wait for the device.
-
-        Args:
-            buffers: The pool's buffers.
-            kept: int64 [layers, kv_heads, count], indices into ``sources``.
-            sources: int64 [tokens], slots of the context.
-            targets: int64, slots of the compressed KV, at least :meth:`packed_slots` of ``count``.
-            seeds: Unused.
-        """
+        """Point the compressed KV to each head's kept tokens, as :meth:`SlotLayout.write`."""
         if buffers.on_gpu:
             from sglang_ext.layers.kernels.compressed_kv import write_pointers
 
@@ -91,7 +71,7 @@ class Pointers:
             as_pointers(buffer)[targets[:held]] = filled.unflatten(-1, (held, -1)).transpose(0, 1).int()
 
     def read(self, keys: torch.Tensor, slots: torch.Tensor, count: int) -> torch.Tensor:
-        """Slots of the tokens that a layer's heads keep: int64 [kv_heads, count].
+        """Slots of the ``count`` tokens that each of a layer's heads keeps: int64 [kv_heads, count].
 
         Args:
             keys: The layer's key buffer.
