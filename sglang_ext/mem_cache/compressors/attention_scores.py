@@ -109,18 +109,12 @@ class ExpectedAttention(Compressor):
         window: Newest queries from which mean and covariance are computed.
         coming: Number of future positions over which rotations are averaged.
         sinks: First tokens, always kept. Their keys and queries are excluded from the computation.
-        covariance: Whether the second term is included.
-        value_norm: Whether norms of values are included.
-        epsilon: Added to the attention before the multiplication with the norm.
         block: Keys that are processed together. It bounds the memory.
     """
 
     window: int = 128
     coming: int = 512
     sinks: int = 4
-    covariance: bool = True
-    value_norm: bool = True
-    epsilon: float = 0.0
     block: int = 16384
     needs_rotary: ClassVar[bool] = True
 
@@ -136,9 +130,7 @@ class ExpectedAttention(Compressor):
         tokens, kv_heads, _ = layer.keys.shape
         if len(layer.queries):
             scores = torch.cat(list(self._attention_logits(layer)), dim=-1)[..., self.sinks :].softmax(dim=-1).mean(dim=1)
-            if self.value_norm:
-                norms = torch.linalg.vector_norm(layer.values[self.sinks :], dim=-1, dtype=torch.float32)
-                scores = (scores + self.epsilon) * norms.t()
+            scores = scores * torch.linalg.vector_norm(layer.values[self.sinks :], dim=-1, dtype=torch.float32).t()
         else:
             scores = torch.arange(tokens - self.sinks, device=layer.keys.device).float().expand(kv_heads, -1)
         return torch.nn.functional.pad(scores, (self.sinks, 0), value=float("inf"))
@@ -152,11 +144,10 @@ class ExpectedAttention(Compressor):
         for begin in range(0, tokens, self.block):
             keys = layer.keys[begin : begin + self.block].float().transpose(0, 1)
             logits = mean @ keys.transpose(1, 2)
-            if self.covariance:
-                # TF32 suffices: keys have no more bits, and the covariance is an estimate from few queries.
-                with tf32_matmuls(keys.device):
-                    for member in range(covariance.shape[1]):
-                        logits[:, member] += ((keys @ covariance[:, member]) * keys).sum(dim=-1)
+            # TF32 suffices: keys have no more bits, and the covariance is an estimate from few queries.
+            with tf32_matmuls(keys.device):
+                for member in range(covariance.shape[1]):
+                    logits[:, member] += ((keys @ covariance[:, member]) * keys).sum(dim=-1)
             yield logits
 
     def _coming_queries(self, layer: LayerKV) -> tuple[torch.Tensor, torch.Tensor]:

@@ -25,7 +25,6 @@ class SlotLayout(ABC):
     Attributes:
         recent: Newest tokens of a context that stay exact.
         sinks: First tokens of a context that are stored unchanged, in separate slots.
-        unit: Tokens covered, shared and kept are multiples of it.
         share: Approximate slots used, as a share of the slots of the kept tokens.
         stochastic: Whether numbers are rounded stochastically, with seeds from their tokens (block_layout.py).
         page_size: Slots that the pool allocates together.
@@ -33,10 +32,14 @@ class SlotLayout(ABC):
 
     recent: int = 0
     sinks: int = 0
-    unit: int
     share: float
     stochastic: bool = False
     page_size: int
+
+    @property
+    def unit(self) -> int:
+        """Tokens covered, shared and kept are multiples of it."""
+        return self.page_size
 
     @abstractmethod
     def packed_slots(self, tokens: int) -> int:
@@ -68,9 +71,9 @@ class SlotLayout(ABC):
 
 @dataclass(frozen=True)
 class PlainSlots(SlotLayout):
-    """Stores tokens unchanged, one slot each, for methods that do not pack. :attr:`unit` is a page."""
+    """Stores tokens unchanged, one slot each, for methods that do not pack."""
 
-    unit: int
+    page_size: int
     share: ClassVar[float] = 1.0
 
     def packed_slots(self, tokens: int) -> int:

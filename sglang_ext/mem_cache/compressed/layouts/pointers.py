@@ -38,11 +38,6 @@ class Pointers(SlotLayout):
         return cls(as_pointers(buffers.keys[0]).shape[-1], page_size)
 
     @property
-    def unit(self) -> int:
-        """As :attr:`SlotLayout.unit`."""
-        return self.page_size
-
-    @property
     def share(self) -> float:
         """As :attr:`SlotLayout.share`."""
         return 1 / self.per_slot
