@@ -27,13 +27,9 @@ class PlainInt(Quantizer):
 @register_quantizer("kivi", bits=(4, 2))
 @dataclass(frozen=True)
 class Kivi(Quantizer):
-    """Keys share a scale over neighbouring tokens of a channel, values over neighbouring channels of a token.
+    """KIVI (Liu et al. 2024, arXiv 2402.02750): ``group`` tokens of a channel of keys share a scale, or channels of a token of values.
 
-    KIVI (Liu et al. 2024, arXiv 2402.02750).
     The reason is that keys have channels of large numbers, and values have none. The newest tokens stay exact.
-
-    Attributes:
-        group: Tokens of keys, and channels of values, that share a scale.
     """
 
     recent: int = 128
@@ -51,9 +47,8 @@ class Kivi(Quantizer):
 @register_quantizer("rotatekv", bits=(4, 2))
 @dataclass(frozen=True)
 class RotateKV(PlainInt):
-    """Keys and values after a Walsh-Hadamard rotation, which spreads outliers, as asymmetric integers per token and head.
+    """RotateKV (Su et al. 2025, arXiv 2501.16383): asymmetric integers after a Walsh-Hadamard rotation, which spreads outliers.
 
-    RotateKV (Su et al. 2025, arXiv 2501.16383).
     Each head is rotated separately, after rotary embedding, since the cache stores such keys. The paper rotates keys of several heads
     together, before rotary embedding. The paper's reordering of channels is replaced by the fixed one of :func:`reordering`. It matters
     only if a head has several Hadamard blocks, since one block mixes all channels in any order. Attention sinks are not stored
@@ -88,9 +83,8 @@ SMALLEST = 2.0**-24
 @register_quantizer("hack", bits=(4, 2), partitions=(64, 32, 128))
 @dataclass(frozen=True)
 class Hack(Quantizer):
-    """Asymmetric integers in partitions: of channels of one token's keys, and of tokens of one channel's values.
+    """HACK (Zhang et al. 2025, arXiv 2502.03589): integers in partitions of channels of a token's keys, and of tokens of a channel's values.
 
-    HACK (Zhang et al. 2025, arXiv 2502.03589).
     Partitions are along the inner dimension of attention's products. A partition's product is therefore one of integers, which scales,
     zero points and sums of codes complete (equation 4; layers/kernels/hack/product.py). Tokens that do not fill a partition of values
     stay exact until they do (requantization elimination).

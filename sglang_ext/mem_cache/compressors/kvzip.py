@@ -10,7 +10,6 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -82,7 +81,7 @@ class ScoredDocument:
         """Number of tokens in whole pages."""
         return len(self.hashes) * PAGE
 
-    @cached_property
+    @property
     def file_name(self) -> str:
         """Name of the file in a score folder, which depends on the whole identity."""
         key = json.dumps([FORMAT, self.model, self.method, self.settings, self.chain[-HASH_BYTES:].hex()])
@@ -99,11 +98,7 @@ class ScoredDocument:
 
 
 def write_scores(folder: Path, document: ScoredDocument, scores: torch.Tensor) -> Path:
-    """Store scores, [layers, kv_heads, tokens or more], of a document. The file appears only when it is complete.
-
-    Raises:
-        OSError: The folder cannot be written.
-    """
+    """Store scores, [layers, kv_heads, tokens or more], of a document, as :func:`write_whole`. Returns the file's path."""
     stored = scores[..., : document.tokens].half().cpu().contiguous()
     metadata = {"format": FORMAT, "model": document.model, "method": document.method, "settings": document.settings}
     metadata["checksum"] = document.checksum(stored)

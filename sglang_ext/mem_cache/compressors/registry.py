@@ -11,7 +11,7 @@ of a server loads it once. It is a subclass of :class:`Compressor`, which drops 
 import pkgutil
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -76,24 +76,21 @@ PACKING = {
 BUILTIN = {name: each.target for name, each in DROPPING.items()} | {name: each.target for name, each in PACKING.items()}
 
 
-class Compressors(dict[str, type[Compressor]]):
-    """Classes of the methods that drop tokens, by name. A built-in one is imported when it is first looked up."""
+class Classes(dict[str, type]):
+    """Classes of methods by name. A built-in one is imported when it is first looked up in ``methods``, the table of its properties."""
 
-    def __missing__(self, name: str) -> type[Compressor]:
+    def __init__(self, methods: Mapping[str, DroppingMethod | PackingMethod]):
+        super().__init__()
+        self._methods = methods
+
+    def __missing__(self, name: str) -> type:
         # Importing the module registers the class, unless it was imported before.
-        found = self[name] = pkgutil.resolve_name(f"{FOLDER}.{DROPPING[name].target}")
+        found = self[name] = pkgutil.resolve_name(f"{FOLDER}.{self._methods[name].target}")
         return found
 
 
-class Quantizers(dict[str, type[Quantizer]]):
-    """Classes of quantizers by name, as :class:`Compressors`."""
-
-    def __missing__(self, name: str) -> type[Quantizer]:
-        found = self[name] = pkgutil.resolve_name(f"{FOLDER}.{PACKING[name].target}")
-        return found
-
-
-COMPRESSORS, QUANTIZERS = Compressors(), Quantizers()
+COMPRESSORS: dict[str, type[Compressor]] = Classes(DROPPING)
+QUANTIZERS: dict[str, type[Quantizer]] = Classes(PACKING)
 TABLES: tuple[dict, ...] = COMPRESSORS, QUANTIZERS, DROPPING, PACKING
 USER_METHODS: set[str] = set()
 """Names in the tables above that belong to users' own methods."""

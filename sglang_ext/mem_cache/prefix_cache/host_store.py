@@ -1,6 +1,6 @@
 """Stores full KV of the prefix tree on the host, and frees its device slots.
 
-A shared segment that packs all tokens in blocks (compressors/level_quantizers.py) is the anchor of these tokens' full KV (:class:`Anchoring`). A page on
+A shared segment that packs all tokens in blocks of Lynx is the anchor of these tokens' full KV (:class:`Anchoring`). A page on
 the host is stored as its residual and its anchor (host_tier/residuals.py). While the segment with which it was stored is on the device, a
 load transfers only the residual, afterwards both. No other segment can be used, even if it covers the same tokens: it may have been packed
 from other bits.

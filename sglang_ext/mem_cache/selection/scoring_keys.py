@@ -116,7 +116,7 @@ class ExactKeys(ScoringKeys):
 
 
 class QuantizedKeys(ScoringKeys):
-    """Keys as asymmetric integers by token, head and group of channels (compressors/integer_quantizers.py), for layers/kernels/selection/quantized_keys.py.
+    """Keys as asymmetric integers by token, head and group of channels, for layers/kernels/selection/quantized_keys.py.
 
     The codes of a token and head are stored group after group. An 8-bit code is one byte. With 4 bits, a byte has two channels of a
     group: in the lower bits one of the first half, in the upper bits the one with the same index in the second half.

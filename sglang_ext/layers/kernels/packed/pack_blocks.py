@@ -1,7 +1,7 @@
 """Packs the kept tokens of each KV head into the blocks of compressed KV (block_layout.py): one launch for keys, one for values.
 
 A program packs blocks of one head of one layer. Codes, scales and zero points equal those of the PyTorch code
-(mem_cache/compressors/quantizer.py, level_quantizers.py, level_quantizers.py) within rounding. A number halfway between two codes may get the other code.
+(mem_cache/compressors/) within rounding. A number halfway between two codes may get the other code.
 Stochastic rounding (integer_quantizers.py) gives the same bytes, because no two operations are fused into one that rounds once.
 """
 

@@ -236,15 +236,10 @@ def chained(parts: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def token_seeds(prompt: Sequence[int], tokens: int, device: torch.device) -> torch.Tensor:
-    """Seeds of a context's tokens, before layer, head and channel are added: int32 [tokens].
+    """Seeds of a context's tokens, before layer, head and channel are added: int32 [tokens]. The host does not wait for the device.
 
     If the prompt fills all pages before a page, the page's seed is a hash of them. The seed of a later page is a hash of the prompt's
-    whole pages and the page's number.
-
-    Args:
-        prompt: Token ids.
-        tokens: Tokens of the context, which may be longer or shorter than the prompt.
-        device: Device of the result. The host does not wait for it.
+    whole pages and the page's number. The context may be longer or shorter than the prompt.
     """
     ids = numpy.asarray(prompt, numpy.int64)
     before = (ids[max(0, end - PAGE) : end] if end <= len(ids) else ids[:0] for end in range(0, tokens, PAGE))
